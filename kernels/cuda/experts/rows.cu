@@ -47,8 +47,8 @@ struct Slot {
 };
 
 /* Calls f(slot, expert) for each slot with a token, and padding(slot) for each padding slot
- * inside a slab. Warp i of the grid handles slots i, i + number of warps, ... All lanes of the
- * warp make each call. */
+ * inside a slab. The warps of the grid take the slots in turn. All lanes of a warp make each
+ * call. */
 template <class F, class P>
 static __device__ __forceinline__ void each_slot(const p2p_slabs &s, F f, P padding)
 {
@@ -65,8 +65,7 @@ static __device__ __forceinline__ void each_slot(const p2p_slabs &s, F f, P padd
     }
 }
 
-/* Returns the description of a slot. Its weight becomes Slot.input with EPIC_WEIGHT_INPUT, else
- * Slot.early. The other one is 1. */
+/* Describes a slot. Its weight becomes Slot.input with EPIC_WEIGHT_INPUT, else Slot.early. */
 static __device__ __forceinline__ Slot slot_of(const p2p_activation_job &job, int64_t slot,
                                                int64_t expert)
 {
@@ -138,8 +137,7 @@ static __device__ __forceinline__ void store_pair(const p2p_activation_job &job,
     }
 }
 
-/* Adds the bias of the slot's expert to p, columns [i, i + V). It loads whole vectors if the
- * bias has the type of the rows and is aligned to 16 bytes. */
+/* Adds the bias of the slot's expert to p, columns [i, i + V). Loads vectors if possible. */
 template <class T, int V, int KIND>
 static __device__ __forceinline__ void add_bias(const p2p_activation_job &job, const Slot &s,
                                                 int64_t i, Pair<V> &p)
@@ -182,9 +180,8 @@ static __device__ __forceinline__ Pair<V> apply_weight_and_bias(const p2p_activa
     return p;
 }
 
-/* Forward: computes the activations of all slots. The compiler must assume that a store aliases
- * the next loads, so each warp has few loads in flight. To hide the memory latency, the launch
- * bounds require many warps per SM. */
+/* Forward: computes the activations of all slots. A warp has few loads in flight, because a
+ * store could alias the next loads. So the launch bounds require many warps per SM. */
 template <class T, int V, int KIND>
 static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 4)
     activation_kernel(const __grid_constant__ p2p_activation_job job)
@@ -222,9 +219,9 @@ static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
     return bits;
 }
 
-/* Quantizes 32 * N numbers of a row, from column `base` on, and stores the e4m3 numbers and
- * their scales. The row has n columns. Each lane passes N of the numbers: adjacent ones if V >
- * 1, else numbers that are 32 columns apart. */
+/* Quantizes 32 * N numbers of a row of n columns, from column `base` on, and stores them and
+ * their scales. Each lane passes N of the numbers: adjacent ones if V > 1, else 32 columns
+ * apart. */
 template <int V, int N>
 static __device__ __forceinline__ void store_quantized(float (&x)[N], uint8_t *to,
                                                        float *scales, int64_t base, int64_t n)
@@ -248,8 +245,7 @@ static __device__ __forceinline__ void store_quantized(float (&x)[N], uint8_t *t
 }
 
 /* Like activation_kernel, but stores the activations as e4m3, with one scale for each 128
- * numbers. At a time, a lane computes one vector of V numbers, or, if V is 1, four numbers that
- * are 32 columns apart. */
+ * numbers. A lane has one vector of V numbers, or, if V is 1, four numbers 32 columns apart. */
 template <class T, int V, int KIND>
 static __global__ void __launch_bounds__(THREADS)
     quantized_activation_kernel(const __grid_constant__ p2p_activation_job job)
@@ -284,7 +280,7 @@ static __global__ void __launch_bounds__(THREADS)
         [](int64_t) {});
 }
 
-/* Quantizes rows to e4m3, with one scale for each 128 numbers. It applies no activation. */
+/* Quantizes rows to e4m3, with one scale for each 128 numbers. */
 template <class T, int V>
 static __global__ void __launch_bounds__(THREADS)
     quantize_kernel(const __grid_constant__ p2p_quantize_job job)
@@ -480,8 +476,8 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* -------------------------------------------------------------------------- launching ---- */
 
-/* Returns the number of CTAs: one warp per slot, but at most CTAS_OF_SM CTAs per SM. The host
- * does not know how many slots are in use, so it takes the number of slots of full slabs. */
+/* Returns the number of CTAs: one warp per slot of full slabs (the host knows only the
+ * capacity), but at most CTAS_OF_SM CTAs per SM. */
 static int ctas_of(const p2p_slabs *slabs, int sms)
 {
     const int64_t rows = (int64_t)slabs->most_tiles * EXPERTS_TILE_ROWS;
@@ -501,8 +497,7 @@ static cudaError_t launch_kind(const p2p_activation_job *job, bool backward,
 }
 
 /* Chooses the kernel instance: vectors or single numbers, and the activation that is compiled
- * in. float32 rows always use ANY_ACTIVATION, because only its functions have full
- * precision. */
+ * in. float32 rows use ANY_ACTIVATION, whose functions have full precision. */
 template <class T>
 static cudaError_t launch_typed(const p2p_activation_job *job, bool backward,
                                 cudaStream_t stream)

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Counting choices: the first half of making a plan. plan/planner.cuh is the second half.
+/* Counts choices: the first half of making a plan. plan/planner.cuh has the second half.
  *
- * Each warp counts the choices of its tokens (plan/planner_state.cuh). The position of a choice
- * among all choices of its expert is the sum of four counts of earlier choices of that expert:
+ * Each warp counts the choices of its tokens (plan/planner_state.cuh). A choice needs its
+ * position among all choices of its expert, on all ranks. That is the sum of four counts, each
+ * of earlier choices of that expert:
  *
- *   choices of lower ranks + of lower CTAs + of lower warps + earlier ones of this warp
+ *   on lower ranks + in lower CTAs of this rank + in lower warps + earlier ones in this warp
  *
  * So no position depends on the order in which ranks, CTAs or warps run.
  *
@@ -15,16 +16,16 @@
  *   planner CTA 0   `counts`: counts of the rank, in every       all planner CTAs of all
  *                   rank's heap                                  ranks
  *
- * `tallies` and `counts` are stamped words. Each word is its own flag, so no fence is
+ * `tallies` and `counts` consist of stamped words. Each word is its own flag, so no fence is
  * needed. */
 #ifndef EPIC_COUNTS_CUH
 #define EPIC_COUNTS_CUH
 
 #include "cuda/plan/planner_state.cuh"
 
-/* Counts one choice per lane. Returns how many choices of the same expert this warp has counted
- * before. `same`: bits of the lanes that have this expert. All lanes call it; expert -1 means
- * no choice. */
+/* Counts one choice per lane in `tally`, the counters of this warp. Returns how many choices of
+ * the lane's expert the warp counted before this one. Sets `same` to the bit mask of the lanes
+ * that have this expert. Called by all lanes; a lane without a choice passes expert -1. */
 __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert, uint32_t &same)
 {
     same = __match_any_sync(ALL_LANES, expert);
@@ -36,17 +37,18 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert, u
     return base + before;
 }
 
-/* Like count_group() above, without `same`. */
+/* count_group() without the result `same`. */
 __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
 {
     uint32_t same;
     return count_group(tally, expert, same);
 }
 
-/* FLAT: counts the rows that this warp's tokens need on each rank. A token has one row on a
- * rank, whatever its number of choices there. Returns how many rows for that rank came before,
- * or -1 if an earlier choice of the token has counted the row. `seen`: bits of the ranks of the
- * token's first half. */
+/* Only for layout FLAT: counts the rows that this warp's tokens need on each rank. A token has
+ * one row on a rank, however many choices it has there. `owner` is the rank of this lane's
+ * choice, or -1. Returns how many rows on that rank the warp counted before, or -1 if an
+ * earlier choice of the token has counted the row already. `seen`: bit mask of the ranks to
+ * which the first half of the token's choices goes. */
 __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &lanes,
                                               int32_t owner, int half, uint32_t &seen)
 {
@@ -58,9 +60,9 @@ __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &
     return counts ? place : -1;
 }
 
-/* Returns whether an earlier choice of the same token has the same id. `same`: bits of the
- * lanes with this id. `first`: in the second half of a token, the id of this lane's choice in
- * the first half. */
+/* Returns whether an earlier choice of the same token has the same id. `same`: bit mask of the
+ * lanes with this id. `first`: in the second half of a token's choices, the id of this lane's
+ * choice in the first half. */
 __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int32_t id,
                                                    uint32_t same, int32_t first)
 {
@@ -71,26 +73,26 @@ __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int3
     return id >= 0 && found;
 }
 
-/* Number of groups of choices that a lane keeps in registers from counting until the slots are
- * known. */
+/* For how many groups of tokens (TokenLanes) a lane keeps its choices in registers, from the
+ * counting until it computes their slots. */
 #define COUNTED_GROUPS 4
 
-/* Of the first groups of this warp: the id of this lane's choice, and its count_group()
- * result. */
+/* For each of the warp's first groups of tokens: the id of this lane's choice, and the result
+ * of count_group() for it. */
 struct CountedChoices {
     int32_t id[COUNTED_GROUPS], place[COUNTED_GROUPS];
 };
 
-/* Returns whether CountedChoices has all choices of the warp. */
+/* Returns whether CountedChoices can hold all choices of the warp. */
 __device__ __forceinline__ bool has_counted_all(const TokenRange &part, const TokenLanes &lanes)
 {
     return lanes.halves == 1 && part.end - part.begin <= COUNTED_GROUPS * lanes.tokens;
 }
 
-/* Visits the choices of this warp in order, one per lane. The ids of four groups are loaded
- * ahead.
+/* Visits the choices of this warp's tokens in order, one choice per lane at a time. What the
+ * lanes visit at a time is a group. The ids of four groups are loaded together.
  *
- *   read(at)                  returns the id of choice number `at`
+ *   read(at)                  returns the id of choice number `at` of this rank
  *   use(at, id, k, first, i)  handles a choice; all lanes call it, with at = id = -1 for no
  *                             choice. i is the group's number among the four. In the second
  *                             half of a token, `first` is what use() returned in the first
@@ -124,16 +126,17 @@ __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
     }
 }
 
-/* Checks an id of the caller and records the first one that is too large. Returns the id, or -1
- * if the choice has no valid one. */
+/* Checks the id of choice number `at`. If the id is too large, records the choice in
+ * p.bad_choice, unless an earlier choice is recorded there. Returns the id, or -1 if the choice
+ * has no valid id. */
 __device__ __forceinline__ int32_t check_id(Planner &p, int64_t at, int64_t id, int ids)
 {
     if (id >= ids) atomicMin(&p.bad_choice, (uint32_t)at);
     return id < 0 || id >= ids ? -1 : (int32_t)id;
 }
 
-/* Returns the array of the experts that resolve_replicas() found for this rank's choices. It
- * lies in the plan where this rank's own records will be stored later. */
+/* Returns the array in which resolve_replicas() stores the experts of this rank's choices. To
+ * save memory, it is in the plan, where this rank's own records will be stored later. */
 __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
 {
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
@@ -142,8 +145,8 @@ __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
            record_index(job.self, job.self.rank, 0, (int)job.layer.top_k);
 }
 
-/* Returns the id that is counted for choice `at`: an expert, or a logical expert whose choices
- * are split among replicas later. */
+/* Returns the id under which choice number `at` is counted: its expert, or a logical expert if
+ * its choices are split among the replicas after counting. */
 template <int KIND>
 __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t at)
 {
@@ -151,16 +154,16 @@ __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t a
     return read_id(job, at);
 }
 
-/* Returns the number of valid ids that planned_id() may return. */
+/* Returns the number of valid ids that planned_id() can return: 0 to this number - 1. */
 template <int KIND> __device__ __forceinline__ int num_planned_ids(const p2p_plan_job &job)
 {
     return (int)(KIND & PLAN_RARE && !job.resolves ? (uint32_t)num_ids(job)
                                                    : job.layer.num_experts);
 }
 
-/* Counts the choices of this warp and checks their ids. It stores the result of count_group()
- * for each choice in `fate`. FLAT layers that cannot drop choices store the result of
- * count_rows() instead. */
+/* Counts the choices of this warp and checks their ids. For each choice, it stores the result
+ * of count_group() in `fate`, until the slot is known. For layout FLAT without dropping, it
+ * stores the result of count_rows() instead. */
 template <int KIND>
 static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                                      const TokenLanes &lanes, const TokenRange &part,
@@ -198,21 +201,21 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
         });
 }
 
-/* Layout of a word of `counts`: the number of choices of an expert, and the rank that owns it.
- * RECORD_LAST in the word of expert 0 reports that this rank's data is wrong. RECORD_LAST in
- * all words reports that its rank_of_expert is invalid. */
+/* Layout of a word of `counts`: the sending rank's number of choices of an expert, and the rank
+ * that owns this expert. RECORD_LAST in the word of expert 0 reports that the sending rank's
+ * data is wrong. RECORD_LAST in all words reports that its table rank_of_expert is invalid. */
 #define COUNT_BITS P2P_COUNT_BITS
 #define COUNT_OF(word) ((uint32_t)(word) & ((1u << COUNT_BITS) - 1))
 #define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & 31)
 
-/* Returns the part of a word of `counts` that holds the expert's rank. The count is added to
- * it. */
+/* Returns a word of `counts` with the expert's rank and the count 0. The caller adds the
+ * count. */
 __device__ __forceinline__ uint32_t owner_word(const Planner &p, int expert)
 {
     return p.bad_owner == NO_INDEX ? (uint32_t)p.owner[expert] << COUNT_BITS : RECORD_LAST;
 }
 
-/* Breaks the group, because rank q has another table of experts than this rank. */
+/* Breaks the group, because the table of experts of rank q differs from that of this rank. */
 static __device__ __noinline__ void report_table_mismatch(const OpState &op, int q)
 {
     const p2p_self &self = *op.self;
@@ -221,8 +224,9 @@ static __device__ __noinline__ void report_table_mismatch(const OpState &op, int
         op.signature);
 }
 
-/* Publishes the counts of this CTA to the other planner CTAs of this rank. It also replaces the
- * counts of each warp by the sum over lower warps. All threads. */
+/* Publishes the counts of this CTA to the other planner CTAs of this rank. In p.tally, it
+ * replaces each warp's count by the sum of the counts of lower warps. Called by all threads of
+ * the CTA. */
 template <int KIND>
 static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -251,7 +255,8 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
     }
 }
 
-/* Returns the words in a heap that describe the first wrong value of `rank`. */
+/* Returns the address, in `heap`, of the words that describe the first wrong value of
+ * `rank`. */
 __device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const OpState &op,
                                                  uint8_t *heap, int rank)
 {
@@ -259,8 +264,9 @@ __device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const OpS
            (epoch_parity(op) * DEVICE_MAX_RANKS + rank) * P2P_FAULT_WORDS;
 }
 
-/* Returns the wrong value at `index` of the ids or of a table. It refines `kind` (a p2p_fault)
- * and `index`. Called by one thread. */
+/* Returns the wrong value that the caller passed at `index` of the ids or of a table; `kind` (a
+ * p2p_fault) selects the array. Changes `kind` to the exact fault, and `index` to match it.
+ * Called by one thread. */
 __device__ __forceinline__ int64_t read_wrong_value(const p2p_plan_job &job, uint32_t &kind,
                                                     uint32_t &index)
 {
@@ -278,8 +284,8 @@ __device__ __forceinline__ int64_t read_wrong_value(const p2p_plan_job &job, uin
     return id;
 }
 
-/* Sends to all ranks which of this rank's choices or experts is wrong, and its value. Called by
- * one thread. */
+/* Reports to all ranks a wrong value that this rank's caller passed: its kind, its index and
+ * the value. Called by one thread. */
 static __device__ __noinline__ void
 publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, uint32_t index)
 {
@@ -295,8 +301,9 @@ publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, u
     }
 }
 
-/* Finds the first wrong value of this rank among those of all planner CTAs, and sends it to all
- * ranks. Called by one thread of CTA 0. Returns false if the group is broken. */
+/* Each planner CTA has published its first wrong value. Finds the first one of the rank, and
+ * reports it to all ranks. Called by one thread of CTA 0. Returns false if the group is
+ * broken. */
 static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_plan_job &job,
                                                   const OpState &op)
 {
@@ -331,8 +338,9 @@ __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts
             store_relaxed(counts + (first + i) * DEVICE_MAX_TALLIES, words[i]);
 }
 
-/* Waits for the counts of counter e that the planner CTAs of this rank have stored. words: one
- * per planner CTA; the words past the last one are 0. Returns false if the group is broken. */
+/* Waits until all planner CTAs of this rank have published their value of counter e. Sets
+ * words[c] to that of CTA c; words without a CTA have the count 0. Returns false if the group
+ * is broken. */
 __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, const OpState &op,
                                                     int e, uint64_t (&words)[P2P_MAX_PLANNERS])
 {
@@ -349,8 +357,8 @@ __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, con
     });
 }
 
-/* Step 1 and 2 of exchange_counts() for counter e. `counts`: offset of the counts of this
- * operation in a heap, in words. */
+/* Does steps 1 and 2 of exchange_counts() for counter e. `counts` is the offset of this
+ * operation's counts in a heap, in 8-byte words. */
 __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &job,
                                               const OpState &op, int64_t counts, int e)
 {
@@ -377,8 +385,9 @@ __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &jo
     return ok;
 }
 
-/* backend hosts: CTA 0 posts the puts of all counts of this rank, after all its threads have
- * stored theirs. Returns false if one of them has found that the group is broken. */
+/* backend hosts: CTA 0 posts the puts that send all counts of this rank, after all its threads
+ * have stored theirs. Called by all threads. Returns false if a thread has found that the group
+ * is broken. */
 __device__ __forceinline__ bool post_put_counts(const p2p_self &self, const OpState &op,
                                                 int64_t counts, int experts, bool ok)
 {
@@ -391,9 +400,10 @@ __device__ __forceinline__ bool post_put_counts(const p2p_self &self, const OpSt
     return ok;
 }
 
-/* Waits for the counts of one counter that RANKS_AT_ONCE ranks from `first` on have published.
- * from: the counter's word of rank 0 in this rank's heap. The words past the last rank are 0.
- * Returns false if the group is broken. */
+/* Waits until RANKS_AT_ONCE ranks, from rank `first` on, have published their value of one
+ * counter. `from` is where rank 0 stores its value in this rank's heap. Sets words[i] to the
+ * value of rank first + i; words past the last rank have the count 0. Returns false if the
+ * group is broken. */
 __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64_t *from,
                                                  int first, uint64_t (&words)[RANKS_AT_ONCE])
 {
@@ -414,12 +424,13 @@ __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64
     });
 }
 
-/* Step 3 of exchange_counts() for counter e. `counts` is as for publish_count(). */
+/* Does step 3 of exchange_counts() for counter e. `counts` is the offset of this operation's
+ * counts in a heap, in 8-byte words. */
 __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self,
                                                 const OpState &op, int64_t counts, int e)
 {
     const uint64_t *from = (const uint64_t *)op.heap + counts + e;
-    uint32_t load = 0, low = 0, bad = 0, others = 0; /* bad, others: a bit per rank */
+    uint32_t load = 0, low = 0, bad = 0, others = 0; /* bad, others: one bit per rank */
     bool ok = true;
 #pragma unroll 1
     for (int first = 0; first < self.num_ranks && ok; first += RANKS_AT_ONCE) {
@@ -447,15 +458,16 @@ __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self
     return ok;
 }
 
-/* Exchanges the counts with all ranks. All threads; a thread handles one counter at a time:
+/* Exchanges the counts with all ranks. Called by all threads of the planner CTAs. A thread
+ * handles one counter at a time:
  *
  *   1. waits for the counts of all planner CTAs of this rank and adds them
  *   2. CTA 0 stores the sums to every rank
  *   3. waits for the sums of all ranks, checks that all ranks have the same owner for the
  *      expert, and sets p.low and p.load
  *
- * Returns false if the group is broken. noinline keeps its registers out of the loop that moves
- * rows, where they would spill. */
+ * Returns false if the group is broken. If this function were inlined, its registers would make
+ * the compiler spill registers in the loop that moves rows. */
 template <int KIND>
 static __device__ __noinline__ bool exchange_counts(Planner &p, const p2p_plan_job &job,
                                                     const OpState &op)

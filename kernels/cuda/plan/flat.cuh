@@ -1,20 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Layout FLAT: a token has one row on each rank that it chooses. Kernels that move rows treat
- * this row as the token's only slot. Two more arrays by row hold the token's local experts and
- * their weights.
+/* Layout FLAT: a token has one row on each rank that owns at least one of its experts. Kernels
+ * that move rows treat this row as the token's only slot. For each row, two more arrays hold
+ * the token's local experts there and their weights.
  *
- * While a plan is made, each rank stores two things per token in every rank's heap, all of them
- * stamped words:
+ * While the plan is made, each rank stores stamped words for each of its tokens in every rank's
+ * heap:
  *
- *   rows     the number of the token's row on that rank
- *   records  the token's local experts there; other layouts send slots instead */
+ *   rows     one word: the number of the token's row on that rank
+ *   records  up to top_k words: the token's local experts there (other layouts: its slots) */
 #ifndef EPIC_FLAT_CUH
 #define EPIC_FLAT_CUH
 
 #include "cuda/plan/view.cuh"
 
-/* Returns the address, in a heap, of the word with a token's row. `place`: number of the
- * token's rank among the sources of the heap's owner. */
+/* Returns the address, in `heap`, of the word with a token's row number. `place` is the number
+ * of the token's rank in the list of sources of the rank that owns the heap. */
 __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, const OpState &op,
                                                       uint8_t *heap, int place, int64_t token)
 {
@@ -22,8 +22,8 @@ __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, cons
            ((int64_t)epoch_parity(op) * self.num_ranks + place) * self.max_tokens + token;
 }
 
-/* Returns the address of the word in which rank `source` stores the row of its token on this
- * rank. */
+/* Returns the address of the word in which rank `source` stores the row number that its token
+ * has on this rank. */
 __device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const OpState &op,
                                                    int source, int64_t token)
 {
@@ -37,8 +37,8 @@ __device__ __forceinline__ bool is_valid_row(uint32_t value)
     return value < RECORD_DISCARD;
 }
 
-/* Returns the local experts of a FLAT plan: [num_ranks, max_tokens, top_k], laid out as the
- * records. */
+/* Returns the array of local experts of a FLAT plan: [num_ranks, max_tokens, top_k], with the
+ * same layout as the records. */
 __device__ __forceinline__ const int32_t *local_experts_of(const PlanView &plan,
                                                            const p2p_self &self)
 {

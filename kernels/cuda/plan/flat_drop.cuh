@@ -1,27 +1,30 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Dropping of choices: which choices an expert keeps, and in FLAT the search for the limits.
+/* Decides which choices are dropped. The experts of a rank have a common limit: the number of
+ * choices that each of them keeps at most, so that the rank's slots suffice.
  *
- *   EXPERT_MAJOR   the slots that a rank needs follow from the loads of its experts, so every
- *                  rank computes all limits by itself (find_common_limit)
+ *   EXPERT_MAJOR   the slots that a rank needs depend only on the loads of its experts. So
+ *                  every rank computes all limits by itself (find_common_limit)
  *   FLAT           a rank needs a row for every token that keeps a choice there. Only the
- *                  token's own rank knows these tokens. So the ranks try a limit, count their
- *                  rows, exchange the counts, and bisect (find_drop_limits)
+ *                  token's own rank knows these tokens. So the ranks try a limit, count the
+ *                  needed rows, exchange the counts, and bisect (find_drop_limits)
  *
- * The search uses one CTA per rank, so that positions do not depend on an order of CTAs. The
- * words of a search are stamped, and every exchange has its own words. */
+ * Only one CTA per rank searches, so that positions do not depend on an order of CTAs. The
+ * ranks exchange the counts in stamped words, and every exchange of a search has its own
+ * words. */
 #ifndef EPIC_FLAT_DROP_CUH
 #define EPIC_FLAT_DROP_CUH
 
 #include "cuda/plan/flat.cuh"
 #include "cuda/plan/keep_by_k.cuh"
 
-/* Returns whether the layer may drop choices. */
+/* Returns whether the layer drops choices that do not fit. */
 __device__ __forceinline__ bool layer_drops(const p2p_plan_job &job)
 {
     return job.layer.overflow == EPIC_OVERFLOW_DROP;
 }
 
-/* Returns the number of choices that an expert keeps. */
+/* Returns how many choices an expert keeps: all, or as many as its rank's limit and its own
+ * quota allow. */
 __device__ __forceinline__ int32_t num_kept(const Planner &p, const p2p_plan_job &job,
                                             int expert)
 {
@@ -38,8 +41,9 @@ __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_pl
     return nth >= expert_quota(p, job, expert) ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
 }
 
-/* Counts the rows that this warp's tokens need for choices that are kept. `places`: results of
- * count_group() for all choices. The function stores the results of count_rows() in `rows`. */
+/* Counts the rows that this warp's tokens need, if only choices within the limits p.common are
+ * kept. `places` has the results of count_group() for all choices of this rank. Stores the
+ * results of count_rows() in `rows`. */
 static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
                                        const int32_t *places, int32_t *rows)
 {
@@ -66,8 +70,8 @@ static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
         }
 }
 
-/* Returns the words in a heap with the row counts of `rank` in exchange number `search`: one
- * word per destination rank. */
+/* Returns the address, in `heap`, of the row counts that `rank` sends in exchange number
+ * `search`. They are one word per destination rank. */
 __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank, int search)
 {
@@ -76,8 +80,9 @@ __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const Op
                DEVICE_MAX_RANKS;
 }
 
-/* Counts the rows that each rank needs with the limits p.common, over all ranks (p.row_load)
- * and over lower ranks (p.row_low). The whole CTA. Returns false if the group is broken. */
+/* Counts the rows that each rank needs with the limits p.common: for the tokens of all ranks
+ * (p.row_load), and for those of lower ranks (p.row_low). Called by all threads of the CTA.
+ * Returns false if the group is broken. */
 static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, const OpState &op,
                                          int search)
 {
@@ -120,9 +125,9 @@ static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, co
     return __syncthreads_and(ok) != 0;
 }
 
-/* Finds for each rank the largest p.common for which the rank's capacity suffices, by
- * bisection. The last count is made with the final limits. The whole CTA. Returns false if the
- * group is broken. */
+/* Finds, by bisection, the largest limit p.common of each rank for which the rank's capacity
+ * suffices. The last count_needed_rows() uses the final limits, so its counts stay valid.
+ * Called by all threads of the CTA. Returns false if the group is broken. */
 static __device__ __noinline__ bool find_drop_limits(Planner &p, const p2p_plan_job &job,
                                                      const OpState &op)
 {
@@ -131,7 +136,7 @@ static __device__ __noinline__ bool find_drop_limits(Planner &p, const p2p_plan_
     int search = 0;
     if (!count_needed_rows(p, job, op, search++)) return false;
     if (mine) {
-        int32_t most = 0; /* load of the fullest expert; a limit of this size drops nothing */
+        int32_t most = 0; /* largest load of an expert; a limit of this size drops nothing */
         for (int e = 0; e < experts; e++) most = max(most, p.load[e]);
         const bool over = p.capacity[d] && p.row_load[d] > p.capacity[d];
         p.fits[d] = over ? 0 : 0x7fffffff;

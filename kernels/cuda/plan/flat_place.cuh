@@ -1,22 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* FLAT, the last step of making a plan: computes the rows of this rank's tokens and sends them.
- * Each warp stores, for each of its tokens, one row word and one record (local experts) in
- * every rank's heap. The words are stamped, so each is its own flag. */
+/* The last step of making a plan with layout FLAT: computes the row numbers of this rank's
+ * tokens, and sends them. For each of its tokens, a warp stores one word with the row number
+ * and one record (the local experts) in every rank's heap. The words are stamped, so each is
+ * its own flag. */
 #ifndef EPIC_FLAT_PLACE_CUH
 #define EPIC_FLAT_PLACE_CUH
 
 #include "cuda/plan/flat_drop.cuh"
 
-struct FlatChoice { /* one choice of this lane, and its destination */
-    int64_t at;     /* number of the choice, -1: no choice */
+struct FlatChoice { /* one choice that this lane handles, and its destination */
+    int64_t at;     /* index of the choice among all choices of this rank; -1: no choice */
     int32_t owner;  /* rank of its expert, -1: the choice is not sent */
     int32_t local;  /* number of the expert on that rank */
-    int32_t row;    /* row on that rank, if this choice counted the row; else -1 */
-    int32_t fate;   /* the EPIC_FATE, valid if owner is -1 */
+    /* row number on that rank, if count_rows() counted the row for this choice; else -1 */
+    int32_t row;
+    int32_t fate; /* only if owner is -1: the EPIC_FATE */
 };
 
-/* Computes the destination of a choice. `place`: result of count_rows() for it. If the layer
- * drops choices, `place` is the result of count_group(), and row_place that of count_rows(). */
+/* Computes the destination of choice number `at`. `place` is the result of count_rows() for the
+ * choice. Only if the layer drops choices, `place` is the result of count_group(), and
+ * row_place that of count_rows(). */
 template <int KIND>
 __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p_plan_job &job,
                                                      int64_t at, int64_t id, int k,
@@ -37,9 +40,9 @@ __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p
     return s;
 }
 
-/* Sends the rows and records of this warp's tokens to every rank. c[h] is this lane's choice in
- * half h; the function sets its row. `in`: the lane's token exists. `bad`: the plan is invalid.
- * Called by one warp. */
+/* Sends the row numbers and records of a group of tokens, side by side in the lanes, to every
+ * rank. c[h] is this lane's choice in half h; the function sets c[h].row. `in`: the lane's
+ * token exists. `bad`: the plan is invalid. Called by one warp. */
 __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan_job &job,
                                                const TokenLanes &lanes, int32_t token, bool in,
                                                bool bad, FlatChoice (&c)[2])
@@ -86,8 +89,8 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
     }
 }
 
-/* Like place_choices(), for FLAT: stores fates and ranks in the plan, and sends rows and
- * records. */
+/* place_choices() for layout FLAT: stores the fate and the rank of each of this warp's choices
+ * in the plan, and sends row numbers and records. */
 template <int KIND>
 static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpState &op)
 {

@@ -1,30 +1,33 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* EPIC_BY_K: an expert keeps all choices with k = 0 before those with k = 1, and so on.
+/* EPIC_BY_K: an expert that cannot keep all its choices keeps those with k = 0 first, then
+ * those with k = 1, and so on.
  *
  * The ranks count the choices of each k separately, as if there were one expert per k:
  *
  *   tally        counter k * num_experts + expert
- *   base         [num_experts * top_k]  choices of the expert with lower k, on all ranks
- *   taken        [warps][num_experts]   choices that the expert keeps from tokens before the
+ *   base         [num_experts * top_k]  number of choices of the expert with lower k, all ranks
+ *   taken        [warps][num_experts]   number of choices that the expert keeps before the
  *                                       warp's next one
  *
- * Whether a choice is kept depends on its position in keep order: base, plus its position among
- * the choices of the same k. Its slot depends on token order: the slot number is the number of
- * choices that the expert keeps before it, which `taken` counts. */
+ * A choice has two positions. The order of keeping (by k first) decides whether the expert
+ * keeps the choice: its position there is base, plus its position among the choices with the
+ * same k. The order of tokens decides its slot: its position there is the number of choices
+ * that the expert keeps before it, which `taken` counts. */
 #ifndef EPIC_KEEP_BY_K_CUH
 #define EPIC_KEEP_BY_K_CUH
 
 #include "cuda/plan/replicas.cuh"
 
-/* Returns the dynamic shared memory, in bytes, that EPIC_BY_K needs after that of replicas. */
+/* Returns the dynamic shared memory, in bytes, that EPIC_BY_K needs. It follows the memory of
+ * the replicas' tables. */
 static inline int by_k_bytes(const p2p_plan_job *job)
 {
     const int warps = planner_warps(num_tallies(*job, job->layer.layout == EPIC_FLAT));
     return job->by_k ? (int)job->layer.num_experts * 4 * (1 + warps) : 0;
 }
 
-/* Sets p.base, and replaces p.load by the choices of each expert over all k. All threads, after
- * exchange_counts(). */
+/* Sets p.base, and makes p.load the number of choices of each expert over all k. Called by all
+ * threads of the CTA, after exchange_counts(). */
 static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts;
@@ -57,8 +60,9 @@ __device__ __forceinline__ int32_t keep_order_of(const Planner &p, const p2p_pla
     return job.by_k ? p.base[i] + nth : nth;
 }
 
-/* Sets p.taken: for each warp, the number of kept choices that come before its first token.
- * keep(expert) returns how many choices an expert keeps. All threads. */
+/* Sets p.taken: for each warp and expert, how many choices the expert keeps from tokens before
+ * the warp's first one. keep(expert) returns how many choices an expert keeps in all. Called by
+ * all threads of the CTA. */
 template <class Keep>
 static __device__ void count_kept_before(Planner &p, const p2p_plan_job &job, Keep keep)
 {

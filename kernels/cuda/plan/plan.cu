@@ -1,26 +1,28 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* plan: computes the slot of every choice of all ranks.
+/* The kernel of the operation "plan": computes the slot of every choice of all ranks.
  *
  *   in    topk_idx  [num_tokens, top_k]
  *   out   plan      header and arrays (rules/device_layout.h)
  *
- *   planner CTAs     count and place this rank's choices (plan/planner.cuh)
+ *   planner CTAs     count this rank's choices and compute their slots (plan/planner.cuh)
  *   other CTAs       copy the records that the ranks send about their tokens into the plan; a
- *                    warp copies several tokens side by side. FLAT: rows first, then records
+ *                    warp copies several tokens at a time. FLAT: row numbers, then records
  *   last CTA         also announces the operation
  *
  *   writer           stores                           reader that waits
  *   planner CTA 0    counts, to every rank            planner CTAs of every rank
  *   planner CTAs     records, to the experts' ranks   warps that copy records there
  *
- * Both are stamped words. Each word is its own flag, so no other memory order is needed. */
+ * Counts and records are stamped words. Each word is its own flag, so no other memory order is
+ * needed. */
 #include "cuda/common/launch.cuh"
 #include "cuda/plan/store_records.cuh"
 
 #define BLOCK 512
 
-/* FLAT: waits for the rows of a group of tokens and stores each in the plan, as the only slot
- * of its record. Called by one warp. Returns false if the group of ranks is broken. */
+/* Only for layout FLAT: waits for the row numbers of some tokens of rank `source`, and stores
+ * each row number in the plan, as the only slot of the token's record. Called by one warp.
+ * Returns false if the group of ranks is broken. */
 static __device__ bool store_rows(const OpState &op, const p2p_plan_job &job, int32_t *records,
                                   int source, int32_t first_token, int32_t num_tokens)
 {
@@ -40,8 +42,8 @@ static __device__ bool store_rows(const OpState &op, const p2p_plan_job &job, in
     return ok;
 }
 
-/* The kernel. KIND: bits PLAN_FLAT and PLAN_RARE. The first job.planners CTAs make the plan;
- * the others copy the records that arrive. */
+/* The kernel. KIND is a combination of PLAN_FLAT and PLAN_RARE. The first job.planners CTAs
+ * make the plan; the other CTAs copy the records that arrive. */
 template <int KIND>
 __global__ void __launch_bounds__(BLOCK, 1)
     plan_kernel(const __grid_constant__ p2p_plan_job job)

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Making a plan. Every rank counts its own choices (plan/counts.cuh), and the ranks exchange
- * the counts. Then each rank computes the slots of its own choices, and sends them as records
- * to the ranks of the experts.
+/* Makes a plan. Every rank counts its own choices (plan/counts.cuh), and the ranks exchange the
+ * counts. Then each rank computes the slots of its own choices, and sends them in records to
+ * the ranks of the experts.
  *
  *   ids -> choices per expert -> counts, to all ranks -> loads, kept choices, slabs
  *                                                                           |
  *   ranks of the experts <- records (slot of each choice) <- slots of own choices
  *
- * make_plan() is the entry. Its threads are those of the first job.planners CTAs:
+ * Kernels call make_plan(), with all threads of the first job.planners CTAs (the planner CTAs):
  *
  *   writer          stores                              reader that waits
  *   planner CTAs    records, stamped, in the heaps of   warps that receive or copy the
@@ -15,45 +15,45 @@
  *   planner CTA 0   header, tables and the caller's     other CTAs of this rank, if the kernel
  *                   outputs; then control.planned       also moves rows (release, acquire)
  *
- * All ranks decide on equal numbers, so all reach the same result without another exchange. */
+ * All ranks decide from equal numbers, so all get the same result without another exchange. */
 #ifndef EPIC_PLANNER_CUH
 #define EPIC_PLANNER_CUH
 
 #include "cuda/plan/flat_place.cuh"
 #include "cuda/plan/resolve.cuh"
 
-struct ExpertSpan { /* a range of experts that contains all experts of a rank */
+struct ExpertSpan { /* a range of experts that contains (at least) all experts of one rank */
     int begin, count;
 };
 
-/* Returns the experts to search for those of a rank: its block, or all experts if
- * rank_of_expert is set. */
+/* Returns the range in which the experts of a rank are: the rank's block of experts, or all
+ * experts if rank_of_expert is set. */
 __device__ __forceinline__ ExpertSpan span_of_rank(const p2p_plan_job &job, int rank)
 {
     return job.rank_of_expert ? ExpertSpan{0, (int)job.layer.num_experts}
                               : ExpertSpan{rank * job.block, job.block};
 }
 
-/* Returns `count` rounded up to the alignment of slabs. */
+/* Returns `count` rounded up to a multiple of `alignment`, the alignment of slabs. */
 __device__ __forceinline__ uint64_t round_up_rows(int32_t count, uint32_t alignment)
 {
-    /* a power of two needs no slow division */
+    /* avoids the slow division if the alignment is a power of two */
     const bool power = (alignment & (alignment - 1)) == 0;
     const uint32_t past =
         power ? (uint32_t)count & (alignment - 1) : (uint32_t)count % alignment;
     return (uint64_t)(uint32_t)count + (past ? alignment - past : 0);
 }
 
-/* Largest dynamic shared memory, in bytes, that layers with PLAN_RARE need in addition. */
+/* Upper bound of the additional dynamic shared memory, in bytes, of layers with PLAN_RARE. */
 #define PLAN_RARE_BYTES (P2P_REPLICATED_EXPERTS * 12 + 16 + (48 << 10))
 
-/* Returns the dynamic shared memory, in bytes, of the planner for this job. */
+/* Returns the dynamic shared memory, in bytes, that make_plan() needs for this job. */
 static inline int planner_bytes_with(const p2p_plan_job &job)
 {
     return planner_bytes_of(job) + replica_bytes(&job.layer) + by_k_bytes(&job);
 }
 
-/* Returns the number of choices that an expert keeps. */
+/* Returns how many choices an expert keeps. */
 template <int KIND>
 __device__ __forceinline__ int32_t num_kept_of(const Planner &p, const p2p_plan_job &job,
                                                int expert)
@@ -61,8 +61,8 @@ __device__ __forceinline__ int32_t num_kept_of(const Planner &p, const p2p_plan_
     return KIND & PLAN_RARE ? num_kept(p, job, expert) : p.load[expert];
 }
 
-/* Returns the slots that a rank needs if each of its experts keeps at most `most` choices. With
- * `capped`, expert_capacity also limits each expert. Called by one warp. */
+/* Returns how many slots a rank needs if each of its experts keeps at most `most` choices. If
+ * `capped` is true, expert_capacity limits each expert, too. Called by one warp. */
 template <int KIND>
 static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int rank,
                                       int32_t most, bool capped)
@@ -77,7 +77,7 @@ static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int r
             count = min(count, capped ? min(most, expert_quota(p, job, e)) : most);
         sum += round_up_rows(count, job.layer.alignment);
     }
-    /* Adds 20 bits at a time: then the sum over 32 lanes fits in 32 bits. */
+    /* Adds 20 bits at a time, so that the sum over 32 lanes fits in 32 bits. */
     const uint32_t part = (1u << 20) - 1;
     uint64_t total = __reduce_add_sync(ALL_LANES, (uint32_t)sum & part);
     total += (uint64_t)__reduce_add_sync(ALL_LANES, (uint32_t)(sum >> 20) & part) << 20;
@@ -85,8 +85,8 @@ static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int r
     return (int64_t)total;
 }
 
-/* Returns the largest limit, common to all experts of the rank, for which `capacity` slots
- * suffice. Called by one warp. */
+/* Returns the largest limit for which `capacity` slots suffice, if each expert of the rank
+ * keeps at most this many choices. Called by one warp. */
 static __device__ int32_t find_common_limit(Planner &p, const p2p_plan_job &job, int rank,
                                             int64_t capacity)
 {
@@ -101,7 +101,7 @@ static __device__ int32_t find_common_limit(Planner &p, const p2p_plan_job &job,
     return fits;
 }
 
-/* Returns the plan's table with the logical expert of each expert. */
+/* Returns the address of the plan's table with the logical expert of each expert. */
 __device__ __forceinline__ int32_t *logical_table(const p2p_plan_job &job)
 {
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
@@ -109,15 +109,15 @@ __device__ __forceinline__ int32_t *logical_table(const p2p_plan_job &job)
     return (int32_t *)(job.plan + device_logical(&at, job.layer.layout));
 }
 
-/* Returns the plan's table with the id of each local expert, after logical_table(). */
+/* Returns the address of the plan's table of local expert ids. It follows logical_table(). */
 __device__ __forceinline__ int32_t *expert_table(const p2p_plan_job &job)
 {
     return logical_table(job) + device_round_up(job.layer.num_experts * 4ll, 128) / 4;
 }
 
-/* Computes the first slot of each slab of a rank; FLAT: the local number of each expert. CTA 0
- * also writes this rank's tables of the plan. Returns the number of slots of the rank. Called
- * by one warp. */
+/* Sets p.start for a rank's experts: the first slot of the slab, or, with layout FLAT, the
+ * number of the expert on its rank. For this rank, CTA 0 also writes the plan's tables of slabs
+ * and padding. Returns the number of slots of the rank. Called by one warp. */
 template <int KIND>
 static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int rank)
 {
@@ -207,15 +207,15 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const Op
         }
 }
 
-/* Returns whether the slots of a rank fit an int32_t for every possible choice of experts. */
+/* Returns whether a rank's number of slots fits in an int32_t, whatever the tokens choose. */
 __device__ __forceinline__ bool slots_fit_int32(const p2p_plan_job &job)
 {
     const int64_t choices = (int64_t)job.self.num_ranks * job.self.max_tokens * job.layer.top_k;
     return choices + (int64_t)job.layer.num_experts * job.layer.alignment <= 0x7fffffff;
 }
 
-/* Waits for the tokens and capacities that the ranks announce; CTA 0 also fills in the header.
- * The last three warps do one part each. Returns false if the group is broken. */
+/* Waits for the announced tokens and capacities; CTA 0 also fills in the header. Called by all
+ * warps; each of the last three does one task. Returns false if the group is broken. */
 static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     const int after = (int)(blockDim.x / WARP) - 1 - (int)(threadIdx.x / WARP);
@@ -229,9 +229,8 @@ static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const
     return true;
 }
 
-/* Decides how many choices each expert keeps, where the slabs are, and whether the plan is
- * valid. The result is header.result. The whole CTA calls it; all CTAs of all ranks compute the
- * same. Returns false if the group is broken. */
+/* Decides how many choices each expert keeps, where the slabs are, and header.result. Called by
+ * all threads; all planner CTAs of all ranks decide the same. False: the group is broken. */
 template <int KIND>
 static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -239,7 +238,7 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
     const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, ranks = job.self.num_ranks;
     device_plan_header &h = p.header;
     bool ok = true;
-    /* wrong data takes precedence over every other error */
+    /* wrong data is reported rather than any other error */
     if (threadIdx.x == 0 && p.bad_ranks) h.result = EPIC_EINVAL;
     if (FLAT && RARE && layer_drops(job)) {
         for (int d = threadIdx.x; d < ranks; d += blockDim.x) p.demand[d] = p.row_load[d];
@@ -277,8 +276,8 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
     return ok;
 }
 
-/* backend hosts: waits for the fault words of all ranks with wrong data, which otherwise could
- * arrive in a later epoch and overwrite newer words. Called by one thread of CTA 0. */
+/* backend hosts: waits for the fault words of all ranks with wrong data, so that none arrives
+ * in a later epoch and overwrites a newer word. Called by one thread of CTA 0. */
 static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self &self,
                                                 const OpState &op)
 {
@@ -292,7 +291,7 @@ static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self
     return true;
 }
 
-/* Reports the lowest rank's wrong value to the host. Called by one thread of CTA 0. */
+/* Reports the lowest faulty rank's wrong value to the host. Called by one thread of CTA 0. */
 static __device__ __noinline__ void report_fault(const Planner &p, const p2p_plan_job &job,
                                                  const OpState &op)
 {
@@ -319,7 +318,7 @@ static __device__ __noinline__ void report_fault(const Planner &p, const p2p_pla
     report_data_error(job.self, said);
 }
 
-/* Reports the lowest rank that has too few slots to the host. Called by one thread of CTA 0. */
+/* Reports to the host the lowest rank that has too few slots. Called by one thread of CTA 0. */
 static __device__ __noinline__ void report_overflow(const Planner &p, const p2p_plan_job &job,
                                                     const OpState &op)
 {
@@ -333,8 +332,8 @@ static __device__ __noinline__ void report_overflow(const Planner &p, const p2p_
     }
 }
 
-/* Writes the header and the caller's outputs. `thread`: this thread's number among `threads`,
- * which are whole warps. */
+/* Writes the plan's header and the caller's outputs, as thread `thread` of `threads`
+ * threads. */
 static __device__ void write_plan_outputs(const Planner &p, const p2p_plan_job &job, int thread,
                                           int threads)
 {
@@ -368,13 +367,14 @@ static __device__ void write_plan_outputs(const Planner &p, const p2p_plan_job &
     }
 }
 
-struct PlacedChoice { /* one choice of this lane, and its destination */
-    int32_t rank;     /* rank that gets the slot (or RECORD_DISCARD) in a record; -1: no rank */
+struct PlacedChoice { /* the destination of one choice that this lane handles */
+    int32_t rank;     /* rank whose record gets the slot (or RECORD_DISCARD); -1: no rank */
     uint32_t slot;
 };
 
-/* Returns the slot of a choice on its expert's rank, or the EPIC_FATE of a dropped one. Sets e
- * to its expert (a replica). Only for valid plans. All lanes; id -1: no choice. */
+/* Returns the slot of a choice on its expert's rank, or the EPIC_FATE if it is dropped. Sets e
+ * to its expert (the chosen replica). Called by all lanes, for valid plans; id -1: no
+ * choice. */
 template <int KIND>
 __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int64_t id, int k, int32_t place, int &e)
@@ -389,7 +389,7 @@ __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_pl
     if (e >= 0 && job.layer.num_logical && !job.resolves) e = choose_replica(p, e, nth);
     const bool keeps = e >= 0 && nth < num_kept(p, job, e),
                full = e >= 0 && nth >= expert_quota(p, job, e);
-    if (job.by_k) /* Slots are in token order, while nth above counts in the order of k. */
+    if (job.by_k) /* Slots are in the order of tokens, but nth above is in the order of k. */
         nth = count_group(p.taken + threadIdx.x / WARP * (int)job.layer.num_experts,
                           keeps ? e : -1);
     return keeps   ? p.start[e] + nth
@@ -398,8 +398,8 @@ __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_pl
                    : EPIC_FATE_RANK_FULL;
 }
 
-/* Stores fate and rank of a choice in the plan, and returns its destination. `place`: result of
- * count_group() for the choice. All lanes; `at` is -1 for a lane without a choice. */
+/* Stores fate and rank of choice number `at` in the plan, and returns its destination. `place`:
+ * result of count_group(). Called by all lanes; `at` is -1 in a lane without a choice. */
 template <int KIND>
 __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p_plan_job &job,
                                                      int64_t at, int64_t id, int k,
@@ -423,8 +423,8 @@ __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p
     return {owner, (uint32_t)where};
 }
 
-/* Sends this warp's tokens' records to every rank; RECORD_ABSENT if a token did not choose the
- * rank. c[h] is this lane's choice in half h. `in`: the lane's token exists. */
+/* Sends the records of the lanes' tokens to every rank. A rank that a token has not chosen gets
+ * RECORD_ABSENT. c[h] is this lane's choice in half h. `in`: the lane's token exists. */
 __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_job &job,
                                              const TokenLanes &lanes, int32_t token, bool in,
                                              const PlacedChoice (&c)[2])
@@ -459,7 +459,7 @@ __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_j
     }
 }
 
-/* Like place_choices(), for a warp that has all its choices in CountedChoices. */
+/* place_choices() for a warp that still has all its choices in CountedChoices. */
 template <int KIND>
 static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const OpState &op,
                                      const TokenLanes &lanes, const TokenRange &part,
@@ -479,8 +479,7 @@ static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const 
     }
 }
 
-/* Computes the slots of this warp's choices, stores them in the plan, and sends the records.
- * Reads ids and positions from memory again if CountedChoices does not have them all. */
+/* Computes the slots of this warp's choices, stores them in the plan, and sends the records. */
 template <int KIND>
 static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const OpState &op,
                                      const TokenLanes &lanes, const TokenRange &part,
@@ -497,7 +496,7 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
         int64_t where[4], id[4];
         int32_t place[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) { /* two groups of tokens, with up to two halves each */
+        for (int i = 0; i < 4; i++) { /* two groups of tokens, each with one or two halves */
             const int token = t + i / 2 * lanes.tokens + lanes.token;
             const int k = lanes.k + i % 2 * WARP;
             const bool in = lanes.on && token < part.end && k < top_k && i % 2 < lanes.halves;
@@ -522,8 +521,9 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
     }
 }
 
-/* backend hosts: posts one put per rank and array of what this CTA has stored for other ranks.
- * Few large puts are faster than many. All threads; thread q posts for rank q. */
+/* backend hosts: sends this CTA's records (FLAT: also row numbers) to the other ranks, in one
+ * large put per rank and array, which is fast. Called by all threads; thread q sends to rank
+ * q. */
 static __device__ __noinline__ void post_put_plan(const Planner &p, const p2p_plan_job &job,
                                                   const OpState &op, bool flat)
 {
@@ -546,8 +546,8 @@ static __device__ __noinline__ void post_put_plan(const Planner &p, const p2p_pl
             tokens);
 }
 
-/* Makes the plan. All threads of the first job.planners CTAs. memory: planner_bytes_with()
- * bytes of shared memory. Returns false if the group is broken. */
+/* Makes the plan. Called by all threads of the first job.planners CTAs. `memory` has
+ * planner_bytes_with() bytes of shared memory. Returns false if the group is broken. */
 template <int KIND>
 static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const OpState &op,
                                  uint8_t *memory)
@@ -587,7 +587,7 @@ static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const OpSt
         if (threadIdx.x == 0) {
             if (p.header.result == EPIC_EINVAL) report_fault(p, job, op);
             if (p.header.result == EPIC_EOVERFLOW) report_overflow(p, job, op);
-            /* in a plan alone, no thread of this kernel waits for `planned` */
+            /* in the operation "plan", no thread waits for control.planned */
             if (job.self.operation == EPIC_OP_PLAN) return true;
             __threadfence();
             store_release(&control_of(op)->planned, op.epoch);

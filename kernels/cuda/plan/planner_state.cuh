@@ -1,25 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* State of the planner (struct Planner), and which warp plans which tokens.
+/* The state of the planner (struct Planner), and the assignment of tokens to warps and lanes.
  *
- * The first `planners` CTAs of a kernel make the plan. CTA c has the c-th part of this rank's
- * tokens, and its warp w has the w-th part of those. A warp handles several tokens side by
- * side, one lane per choice:
+ * The first `planners` CTAs of a kernel make the plan. This rank's tokens are cut into one part
+ * per CTA, and the part of a CTA into one part per warp. A warp handles several tokens at a
+ * time, one lane per choice:
  *
- *   num_tallies, tallies_of     how many counters a warp has: by expert, by k, by rank
+ *   num_tallies, tallies_of     how many counters a warp has: per expert (and k), per rank
  *   planner_warps               how many warps of a CTA count
  *   planner_bytes               how much shared memory their counters need
  *   TokenLanes                  which lane has which token and choice
  *   split_tokens, TokenRange    which warp has which tokens
  *   begin_planner               sets up the arrays, zero counts, and the owner of every expert
  *
- * Planning is compiled for each KIND of layer, so that rare features cost other layers
- * nothing. */
+ * The planner is compiled separately for each KIND of layer, so that layers without rare
+ * features are not slower because of them. */
 #ifndef EPIC_PLANNER_STATE_CUH
 #define EPIC_PLANNER_STATE_CUH
 
 #include "cuda/plan/view.cuh"
 
-/* Value of an index that does not exist. */
+/* An index that means "none". */
 #define NO_INDEX 0xffffffffu
 #define RANKS_AT_ONCE 8
 #define PLAN_MOST_WARPS 16 /* largest number of warps of a CTA that count */
@@ -29,39 +29,43 @@
 enum { /* bits of the template argument KIND */
        /* the layout is EPIC_FLAT */
        PLAN_FLAT = 1,
-       PLAN_RARE = 2 /* the layer has replicas or may drop choices */
+       PLAN_RARE = 2 /* the layer has replicas or drops choices */
 };
 
-/* State of the planner, in shared memory. Pointers are to arrays in dynamic shared memory, set
- * by begin_planner(). A tally is a counter of the choices of one expert; num_tallies() lists
- * the counters. */
+/* State of the planner, in shared memory. begin_planner() sets the pointers, which are to
+ * arrays in dynamic shared memory. A tally is a counter, mostly of the choices of one expert;
+ * num_choice_tallies() and num_tallies() say which counters there are. */
 struct Planner {
     device_plan_header header;
-    /* [num_tallies] choices on lower ranks and in lower CTAs of this rank */
+    /* [num_tallies]: number of choices on lower ranks and in lower CTAs of this rank */
     int32_t *low;
-    int32_t *load; /* [num_tallies] choices on all ranks */
-    /* FLAT: like low and load, but of the rows for each rank, [num_ranks] */
+    int32_t *load; /* [num_tallies]: number of choices on all ranks */
+    /* FLAT: [num_ranks], like low and load, but count the rows that are needed on each rank */
     int32_t *row_low, *row_load;
-    /* [num_experts] first slot on the expert's rank; FLAT: the local expert number */
+    /* [num_experts]: first slot of the expert's slab; FLAT: number of the expert on its rank */
     int32_t *start;
-    int32_t *tally; /* [warps][num_tallies] choices in lower warps of this CTA */
-    uint8_t *owner; /* [num_tallies] rank that owns the expert */
-    uint8_t *rare;  /* further arrays for layers with PLAN_RARE */
-    /* largest number of choices that each expert of a rank may keep, so that the rank's slots
+    /* [warps][num_tallies]: first the number of choices in the warp itself; after
+     * publish_tallies(), in all lower warps of this CTA */
+    int32_t *tally;
+    uint8_t *owner; /* [num_tallies]: rank that owns the expert */
+    uint8_t *rare;  /* more arrays, only for layers with PLAN_RARE */
+    /* for each rank: how many choices each of its experts keeps at most, so that its slots
      * suffice */
     int32_t common[DEVICE_MAX_RANKS];
-    /* slots that all choices together would need on each rank */
+    /* for each rank: slots that it would need if no choice were dropped */
     int32_t demand[DEVICE_MAX_RANKS];
-    /* slots of each rank; 0: no bound */
+    /* for each rank: slots that it has; 0: no bound */
     int32_t capacity[DEVICE_MAX_RANKS];
-    /* FLAT: bounds of the search for `common`: fits suffices, fails does not */
+    /* FLAT: bounds in the search for `common`. A limit of `fits` is known to fit, one of
+     * `fails` is known to need too many rows. */
     int32_t fits[DEVICE_MAX_RANKS], fails[DEVICE_MAX_RANKS];
-    /* slots that each rank needs after expert_capacity has dropped choices */
+    /* for each rank: slots that it needs after expert_capacity has dropped choices */
     int64_t needed[DEVICE_MAX_RANKS];
     /* Index of this CTA's first wrong choice, or NO_INDEX. A choice is wrong if its id is too
-     * large. With EPIC_DISTINCT it is also wrong if its token has chosen the same id before. */
+     * large. With EPIC_DISTINCT, it is also wrong if an earlier choice of its token has the
+     * same id. */
     uint32_t bad_choice;
-    uint32_t bad_owner;    /* lowest expert with an invalid rank; NO_INDEX: none */
+    uint32_t bad_owner;    /* lowest expert with an invalid owner; NO_INDEX: none */
     int32_t *base, *taken; /* EPIC_BY_K only: described in plan/keep_by_k.cuh */
     int32_t *chosen;       /* replicas only: described in plan/replicas.cuh */
     /* replicas only: described in plan/replicas.cuh */
@@ -70,8 +74,8 @@ struct Planner {
     /* Lowest expert whose entry of logical_of_expert is invalid. If all entries are valid:
      * num_experts + the lowest logical expert without replicas. NO_INDEX: neither exists. */
     uint32_t bad_replica;
-    uint32_t bad_ranks; /* bits of the ranks whose choices or tables are wrong */
-    /* warps of a CTA that count; tokens of a CTA; tokens of a warp */
+    uint32_t bad_ranks; /* bit mask of the ranks whose choices or tables are wrong */
+    /* warps: warps of a CTA that count; the others: number of tokens per CTA and per warp */
     int32_t warps, tokens_of_cta, tokens_of_warp;
 };
 
@@ -82,43 +86,47 @@ __host__ __device__ inline int num_choice_tallies(const p2p_plan_job &job)
     return (int)(job.layer.num_experts * (job.by_k ? job.layer.top_k : 1));
 }
 
-/* Returns the number of all counters. FLAT has one more counter per rank, after those of
- * choices. It counts rows as if each rank were an expert that a token chooses at most once. */
+/* Returns the number of all counters. Layout FLAT has one more counter per rank, after those of
+ * the choices. These count rows as if each rank were an expert that a token chooses at most
+ * once. */
 __host__ __device__ inline int num_tallies(const p2p_plan_job &job, bool flat)
 {
     return num_choice_tallies(job) + (flat ? job.self.num_ranks : 0);
 }
 
-/* Like num_choice_tallies(), with KIND known to the compiler. */
+/* num_choice_tallies() for code in which KIND is a template argument. */
 template <int KIND> __device__ __forceinline__ int choice_tallies(const p2p_plan_job &job)
 {
     return KIND & PLAN_RARE ? num_choice_tallies(job) : (int)job.layer.num_experts;
 }
 
-/* Like num_tallies(), with KIND known to the compiler. */
+/* num_tallies() for code in which KIND is a template argument. */
 template <int KIND> __device__ __forceinline__ int tallies_of(const p2p_plan_job &job)
 {
     return choice_tallies<KIND>(job) + (KIND & PLAN_FLAT ? job.self.num_ranks : 0);
 }
 
-/* Returns how many warps of a CTA count, so that their counters fit in shared memory. */
+/* Returns how many warps of a CTA count, if each has `tallies` counters. It is limited so that
+ * the counters fit in shared memory. */
 __host__ __device__ inline int planner_warps(int tallies)
 {
     const int most = PLAN_TALLY_WORDS / tallies;
     return most < 3 ? 1
            : most > PLAN_MOST_WARPS
                ? PLAN_MOST_WARPS
-               : most; /* never 2, whose counters would need too much memory */
+               /* never 2, because the counters of two warps would need too much memory */
+               : most;
 }
 
-/* Returns the dynamic shared memory, in bytes, of a planner with this many counters. */
+/* Returns the dynamic shared memory, in bytes, of a planner whose warps have `tallies` counters
+ * each. */
 __host__ __device__ inline int planner_bytes(int tallies)
 {
     return tallies * 4 * (3 + planner_warps(tallies)) + (tallies + 15) / 16 * 16;
 }
 
-/* Returns the largest planner_bytes() for any number of counters. The function is not
- * monotonic. */
+/* Returns the largest planner_bytes() for any number of counters. It tries all numbers, because
+ * planner_bytes() is not monotonic. */
 static inline int planner_most_bytes(void)
 {
     int most = 0;
@@ -127,27 +135,29 @@ static inline int planner_most_bytes(void)
     return most;
 }
 
-/* Returns the dynamic shared memory, in bytes, of the planner for this job, without the further
- * arrays of layers with PLAN_RARE. */
+/* Returns the dynamic shared memory, in bytes, of the planner for this job, without the arrays
+ * that only layers with PLAN_RARE have. */
 static inline int planner_bytes_of(const p2p_plan_job &job)
 {
     return planner_bytes(num_tallies(job, job.layer.layout == EPIC_FLAT));
 }
 
-/* How a warp handles choices: several tokens side by side, one lane per choice. A token with
- * more than 32 choices takes two steps ("halves"). */
+/* Which choice each lane of a warp handles. The warp handles a group of several tokens at a
+ * time, one lane per choice. For a token with more than 32 choices, it does this twice: once
+ * for each "half" of the token's choices. */
 struct TokenLanes {
-    int tokens, halves; /* number of tokens side by side; 1 or 2 halves per token */
-    int token, k;       /* this lane's token (0 is the first of the group) and choice */
-    /* true: this lane has a choice */
+    int tokens, halves; /* tokens: number of tokens in a group; halves: 1 or 2 per token */
+    int token, k;       /* this lane's token in the group, and its choice in the half */
+    /* true: this lane handles a choice */
     bool on;
-    uint32_t mates; /* bits of the lanes with the same token */
+    uint32_t mates; /* bit mask of the lanes with the same token */
 
     /* Assigns the lanes, for tokens with top_k choices. */
     __device__ explicit TokenLanes(int top_k)
     {
         const int lane = lane_id();
-        /* approximate, but the quotients below are exact for numbers this small */
+        /* This reciprocal is approximate, but for such small numbers the quotients below are
+         * exact. */
         const float part = reciprocal_approx((float)top_k);
         tokens = top_k <= WARP ? (int)((WARP + 0.5f) * part) : 1;
         halves = top_k <= WARP ? 1 : 2;
@@ -158,10 +168,11 @@ struct TokenLanes {
     }
 };
 
-/* backend hosts: completes records for rank q, after send_records() has stored `count` words of
- * each. Lanes that have no word store RECORD_ABSENT. Then all words of a CTA's records are
- * valid, and post_put_plan() sends them in one put. Records of two halves are not filled up:
- * each is sent here, by its own put. Called by one warp. */
+/* backend hosts: makes the records of this group of tokens for rank q ready to be sent, after
+ * `count` words of each record have been stored. The aim is that post_put_plan() can send all
+ * records of a CTA in one put. For this, every word must be valid, so the lanes without a word
+ * store RECORD_ABSENT. With two halves per token, this function sends each record in its own
+ * put instead. Called by one warp. */
 __device__ __forceinline__ void fill_records(const OpState &op, const TokenLanes &lanes, int q,
                                              uint64_t *record, bool in, int count)
 {
@@ -172,24 +183,25 @@ __device__ __forceinline__ void fill_records(const OpState &op, const TokenLanes
         store_relaxed(record + lanes.k, stamp_word(op, RECORD_ABSENT));
 }
 
-/* Returns the number of valid ids that the caller may pass: logical experts, or experts. */
+/* Returns the number of ids that the caller can choose from: logical experts if the layer has
+ * them, else experts. */
 __device__ __forceinline__ int num_ids(const p2p_plan_job &job)
 {
     return (int)(job.layer.num_logical ? job.layer.num_logical : job.layer.num_experts);
 }
 
-/* Returns the id of choice number i of this rank, as the caller passed it. */
+/* Returns the id that the caller passed for choice number i of this rank. */
 __device__ __forceinline__ int64_t read_id(const p2p_plan_job &job, int64_t i)
 {
     return job.has_int64_ids ? __ldg((const long long *)job.topk_idx + i)
                              : __ldg((const int32_t *)job.topk_idx + i);
 }
 
-struct TokenRange { /* the tokens that a warp counts and places */
+struct TokenRange { /* the tokens whose choices a warp handles */
     int32_t begin, end;
 };
 
-/* Splits this rank's tokens among planner CTAs and their warps. Called by one thread. */
+/* Sets how many tokens each planner CTA and each of its warps handles. Called by one thread. */
 __device__ __forceinline__ void split_tokens(Planner &p, const p2p_plan_job &job, int warps)
 {
     p.tokens_of_cta = (job.num_tokens + job.planners - 1) / job.planners;
@@ -208,8 +220,9 @@ __device__ __forceinline__ TokenRange range_of_warp(const Planner &p, const p2p_
     return part;
 }
 
-/* Sets up the planner: arrays in `memory` (planner_bytes_of()), zero counts, and the owner of
- * every expert. All threads. */
+/* Sets up the planner: the pointers to arrays in `memory`, all counters as 0, and the owner of
+ * every expert. `memory` has at least planner_bytes_of() bytes. Called by all threads of the
+ * CTA. */
 template <int KIND>
 static __device__ void begin_planner(Planner &p, const p2p_plan_job &job, uint8_t *memory)
 {

@@ -1,25 +1,27 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Replicas while a plan is made. The caller's ids name logical experts. Choice n of a logical
- * expert, in the order of all ranks' tokens, goes to replica n % r of its r replicas. So the
- * ranks count choices of logical experts. Division by r gives the count of each replica, and
- * the position of a choice in it.
+/* Handles replicas while a plan is made. The caller's ids are logical experts. Choice n of a
+ * logical expert, in the order of all ranks' tokens, goes to replica n % r of its r replicas.
+ * So the ranks count the choices of each logical expert. From n, the planner computes the
+ * replica of a choice and its position there (n / r); from the total, it computes the count of
+ * each replica.
  *
  * Tables of the planner, in shared memory:
  *
  *   logical   [num_experts]        logical expert of each expert
- *   nth       [num_experts]        number of the expert among its replicas
+ *   nth       [num_experts]        number of the expert among its logical expert's replicas
  *   first     [num_logical + 1]    where the replicas of a logical expert begin in `replica`
  *   replica   [num_experts]        experts ordered by logical expert
  *   chosen    [num_logical]        choices of each logical expert, on all ranks
  *
- * FLAT and EPIC_BY_K cannot divide counts afterwards; for them see plan/resolve.cuh. */
+ * Layout FLAT and EPIC_BY_K need the replica of each choice before they count; plan/resolve.cuh
+ * is for them. */
 #ifndef EPIC_REPLICAS_CUH
 #define EPIC_REPLICAS_CUH
 
 #include "cuda/plan/counts.cuh"
 
-/* Returns the dynamic shared memory, in bytes, of the tables above. They follow the arrays that
- * every plan has. */
+/* Returns the dynamic shared memory, in bytes, of the tables above. It follows the memory of
+ * the arrays that every planner has. */
 __host__ __device__ inline int replica_bytes(const epic_layer *layer)
 {
     return layer->num_logical ? (int)layer->num_experts * 12 + 16 : 0;
@@ -31,8 +33,8 @@ __device__ __forceinline__ int num_replicas_of(const Planner &p, int logical)
     return p.first[logical + 1] - p.first[logical];
 }
 
-/* Sets p.first by a prefix sum over the numbers of replicas, which are in p.chosen. Called by
- * one warp. */
+/* Sets p.first to the prefix sum of the numbers of replicas, which p.chosen has at this time.
+ * Called by one warp. */
 static __device__ void sum_replica_counts(Planner &p, int num_logical)
 {
     int before = 0;
@@ -49,8 +51,9 @@ static __device__ void sum_replica_counts(Planner &p, int num_logical)
     if (lane_id() == 0) p.first[num_logical] = (uint16_t)before;
 }
 
-/* Reads logical_of_expert, checks it, and sets the tables. Invalid entries are recorded in
- * p.bad_replica and then treated as 0. All threads, after begin_planner(). */
+/* Reads the caller's table logical_of_expert, checks it, and fills in the tables. p.bad_replica
+ * records the first invalid entry; each invalid entry is then used as 0. Called by all threads
+ * of the CTA, after begin_planner(). */
 static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
@@ -89,15 +92,16 @@ static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* Returns the word with which ranks compare their tables: a hash, or 0 if the table is invalid.
- * It is sent behind the counts. */
+/* Returns the word that the ranks exchange to compare their tables logical_of_expert: a hash,
+ * or 0 if the table is invalid. In the heap, it follows the counts. */
 __device__ __forceinline__ uint32_t table_hash_word(const Planner &p)
 {
     return p.bad_replica == NO_INDEX ? p.table | 1 : 0;
 }
 
-/* Checks that all ranks have the same table. CTA 0 sends this rank's hash; one thread of each
- * CTA compares. Returns false if the group is broken. */
+/* Checks that all ranks have the same table logical_of_expert. Called by one thread of each
+ * planner CTA. CTA 0 sends this rank's hash; each CTA compares the hashes of all ranks. Returns
+ * false if the group is broken, also because two tables differ. */
 static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
                                       const OpState &op)
 {
@@ -128,8 +132,8 @@ static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
     return true;
 }
 
-/* Replaces the counts of logical experts in p.load by the counts of their replicas. All
- * threads, after exchange_counts(). */
+/* Replaces the counts of the logical experts in p.load by the counts of their replicas. Called
+ * by all threads of the CTA, after exchange_counts(). */
 static __device__ void split_among_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
@@ -142,8 +146,8 @@ static __device__ void split_among_replicas(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* Returns the largest number of choices that expert_capacity lets an expert keep. With
- * replicas, the limit holds for the logical expert and is split among its replicas. */
+/* Returns how many choices expert_capacity allows an expert to keep. With replicas,
+ * expert_capacity is the limit of the logical expert, and is split among its replicas. */
 __device__ __forceinline__ int32_t expert_quota(const Planner &p, const p2p_plan_job &job,
                                                 int expert)
 {
@@ -155,8 +159,8 @@ __device__ __forceinline__ int32_t expert_quota(const Planner &p, const p2p_plan
     return (int32_t)((limit + replicas - 1 - p.nth[expert]) / replicas);
 }
 
-/* Returns the replica that gets choice number `nth` of a logical expert, and changes nth to the
- * position in that replica. */
+/* Returns the replica that gets choice number `nth` of a logical expert. Changes nth to the
+ * position of the choice among the choices of that replica. */
 __device__ __forceinline__ int choose_replica(const Planner &p, int logical, int32_t &nth)
 {
     const int replicas = num_replicas_of(p, logical), turn = nth % replicas;

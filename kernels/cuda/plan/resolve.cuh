@@ -1,21 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Resolving replicas: turns logical experts into experts before a plan is counted.
+/* Resolves replicas: finds the replica of each choice before the choices are counted.
  *
- * FLAT counts rows together with choices, and EPIC_BY_K counts each k separately. Both must
- * know the expert of a choice before they count. Other layers divide the counts afterwards
- * (plan/replicas.cuh). One CTA per rank works in three steps:
+ * The caller's ids are logical experts. Layout FLAT counts rows together with choices, and
+ * EPIC_BY_K counts each k separately, so both must know the replica of a choice before they
+ * count. Other layers compute it after counting (plan/replicas.cuh). One CTA per rank works in
+ * three steps:
  *
  *   1. counts this rank's choices of each logical expert
  *   2. sends the counts to all ranks (`chosen`, stamped) and waits for theirs
- *   3. writes the expert of each choice to resolved_experts(), from which the plan is made
+ *   3. writes the expert (replica) of each choice to resolved_experts(), for the planner
  *
- * It is one CTA, because it must know the order of all choices of the rank. */
+ * Only one CTA does this, because it must know the order of all choices of the rank. */
 #ifndef EPIC_RESOLVE_CUH
 #define EPIC_RESOLVE_CUH
 
 #include "cuda/plan/replicas.cuh"
 
-/* Returns the words in a heap with the choices of logical experts of `rank`. */
+/* Returns the address, in `heap`, of the words in which `rank` stores its number of choices of
+ * each logical expert. */
 __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank)
 {
@@ -23,8 +25,9 @@ __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const Op
            ((int64_t)epoch_parity(op) * self.num_ranks + rank) * P2P_REPLICATED_EXPERTS;
 }
 
-/* Sends this rank's choices of one logical expert to all ranks, and waits for theirs. Sets
- * p.low and p.chosen. Called by one thread. Returns false if the group is broken. */
+/* Sends `own`, this rank's number of choices of one logical expert, to all ranks, and waits for
+ * the numbers of all ranks. Sets p.low and p.chosen of this logical expert. Called by one
+ * thread. Returns false if the group is broken. */
 static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const OpState &op,
                                        int logical, uint32_t own)
 {
@@ -51,8 +54,8 @@ static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const O
     return true;
 }
 
-/* Writes the expert of every choice of this rank to resolved_experts(). All threads, after
- * read_replicas(). Returns false if the group is broken. */
+/* Writes the expert (replica) of every choice of this rank to resolved_experts(). Called by all
+ * threads of the CTA, after read_replicas(). Returns false if the group is broken. */
 static __device__ __noinline__ bool resolve_replicas(Planner &p, const p2p_plan_job &job,
                                                      const OpState &op)
 {

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Copies records, which the ranks send about their tokens, into the plan. A warp waits for the
- * stamped words in this rank's heap; no other memory order is needed. FLAT plans call the same
- * functions for local experts. */
+/* Copies the records that the ranks send about their tokens into the plan. A warp waits for the
+ * stamped words of a record in this rank's heap; no other memory order is needed. With layout
+ * FLAT, the same functions copy the local experts. */
 #ifndef EPIC_STORE_RECORDS_CUH
 #define EPIC_STORE_RECORDS_CUH
 
 #include "cuda/plan/planner.cuh"
 
-/* Waits for the records of a group of tokens of rank `source` and copies them into the plan. A
- * lane copies one word of one token. Called by one warp. Returns false if the group of ranks is
- * broken. */
+/* Waits for the records of some tokens of rank `source`, from first_token on, and copies them
+ * to `records` in the plan. The rank has num_tokens tokens in all. Each lane copies one word of
+ * one token. Called by one warp. Returns false if the group of ranks is broken. */
 static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
                                      int32_t *records, int source, int32_t first_token,
                                      int32_t num_tokens)
@@ -30,10 +30,10 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
             const bool come = reads && is_stamped(op, word);
             lasts =
                 __ballot_sync(ALL_LANES, come && ((uint32_t)word & RECORD_LAST)) & lanes.mates;
-            /* backend hosts: a kernel must wait for every word that peers put in this epoch */
+            /* backend hosts: a kernel must wait for every word that peers send in this epoch */
             const bool whole = lanes.halves == 1;
             if (HOSTS && !__all_sync(ALL_LANES, !whole || !reads || come)) return false;
-            /* p2p: only the words up to the token's last word must have arrived */
+            /* p2p: only the words up to the one with RECORD_LAST must have arrived */
             const bool needed = reads && !(lasts & lanes_below());
             /* true: the word with RECORD_LAST has not arrived */
             const bool open = !lasts && lanes.halves == 1;
@@ -51,9 +51,10 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
     return true;
 }
 
-/* Calls keep(source, first token, number of tokens of the source) for each group of tokens of
- * warp `warp` of `warps`. tokens_of: lane q has the tokens of rank q. Returns false if keep()
- * did. */
+/* Calls keep(source, first token of the group, number of tokens of the source) for each group
+ * of tokens that this warp handles. Called by `warps` warps; this one is number `warp`.
+ * tokens_of: in lane q, the number of tokens of rank q. Returns false as soon as keep() returns
+ * false. */
 template <class Keep>
 __device__ __forceinline__ bool for_each_group(const p2p_plan_job &job, int32_t tokens_of,
                                                int warp, int warps, Keep keep)

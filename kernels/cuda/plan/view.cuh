@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reading plans on the device, and receiving records.
+/* Reads plans on the device, and receives records.
  *
- * PlanView is a checked header and pointers to the arrays of a plan in device memory
- * (rules/device_layout.h). A record is what a rank sends about one of its tokens to another
- * rank: the token's slots there, in ascending k, at most top_k stamped words. The last word is
- * marked RECORD_LAST. The planner of the token's rank stores it; a warp of the receiving rank
- * polls it. */
+ * PlanView has a checked header and pointers to the arrays of a plan in device memory
+ * (rules/device_layout.h). A record is what a rank sends to another rank about one of its
+ * tokens: the token's slots on that other rank, in ascending k. It has at most top_k stamped
+ * words; the last one has the flag RECORD_LAST. The planner of the token's rank stores the
+ * record, and a warp of the receiving rank polls it. */
 #ifndef EPIC_PLAN_VIEW_CUH
 #define EPIC_PLAN_VIEW_CUH
 
@@ -14,8 +14,8 @@
 #define RECORD_LAST 0x80000000u
 /* word of a record: no choice of the token goes to this rank */
 #define RECORD_ABSENT 0x7fffffffu
-/* Word of a record: a choice goes to this rank, but the plan is invalid, so its row is
- * discarded. */
+/* Word of a record: a choice goes to this rank, but the plan is invalid, so the receiver
+ * discards its row. */
 #define RECORD_DISCARD 0x7ffffffeu
 
 /* Returns the bits of the lanes below this one. */
@@ -26,22 +26,23 @@ __device__ __forceinline__ uint32_t lanes_below()
 
 /* ----------------------------------------------------------------------------- reading ---- */
 
-/* Number of header words per lane, if a warp loads the header. */
+/* How many words of the header each lane loads, if one warp loads the header. */
 #define HEADER_LANE_WORDS ((int)((sizeof(device_plan_header) / 4 + WARP - 1) / WARP))
 
 struct PlanView { /* a plan that a kernel reads; in shared memory */
     device_plan_header header;
     const int32_t *slab_begin, *rank_of, *records;
-    /* [1 << slab_bits], zeros after the entries of the local experts */
+    /* [1 << slab_bits]: padding of each local expert's slab, then zeros */
     const device_padding *padding;
     /* 1 << slab_bits is at least the number of local experts */
     int32_t slab_bits;
     int32_t most_tokens; /* largest number of tokens of a rank */
-    /* 1: the plan is a valid one of this rank, for the layer and the tokens of the call */
+    /* 1: the plan is valid, was made by this rank, and fits the layer and the tokens of the
+     * call */
     uint32_t is_valid;
 };
 
-/* Returns the index, in the plan's records, of the record of a rank's token. */
+/* Returns the index of a token's record in the plan's array of records. */
 __device__ __forceinline__ int64_t record_index(const p2p_self &self, int rank, int32_t token,
                                                 int top_k)
 {
@@ -69,8 +70,8 @@ __device__ __forceinline__ bool is_plan_of_layer(const device_plan_header &h,
            h.layer_hash == self.layer_hashes[1];
 }
 
-/* Checks that the header's fields are in range and fit this rank. The bytes of a plan are not
- * trusted. Called by one warp. */
+/* Checks that the header's fields are in range and fit this rank, because a plan can contain
+ * any bytes. Called by one warp. */
 static __device__ bool is_header_valid(const device_plan_header &h, const p2p_self &self,
                                        int64_t plan_bytes)
 {
@@ -101,8 +102,8 @@ static __device__ void set_plan_pointers(PlanView &view, const uint8_t *plan,
     view.records = (const int32_t *)(plan + at.records);
 }
 
-/* Reports to the host why the plan cannot be used. `whole`: checksum and fields are valid.
- * Called by one thread. */
+/* Reports to the host why the plan cannot be used. `whole` is true if checksum and fields are
+ * valid. Called by one thread. */
 static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
                                                     const device_plan_header &h, bool whole,
                                                     int32_t num_tokens)
@@ -120,7 +121,7 @@ static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
     report_data_error(self, said);
 }
 
-/* As num_tokens: the plan may have any number of tokens of this rank. */
+/* Value of the argument num_tokens: this rank's number of tokens in the plan is not checked. */
 #define ANY_TOKENS (-1)
 
 /* Loads a header: lane l gets words l, l + 32, ... All words are 0 if the plan has fewer bytes
@@ -168,8 +169,9 @@ static __device__ void view_plan(PlanView &view, const uint32_t (&words)[HEADER_
     }
 }
 
-/* Reads a plan. All threads of a CTA. An invalid plan, or one of another layer or number of
- * tokens, gets is_valid 0, id 0 and result EPIC_EINVAL. */
+/* Reads and checks a plan. Called by all threads of a CTA. If the plan is invalid, or was made
+ * for another layer or another number of tokens, sets is_valid to 0, id to 0 and result to
+ * EPIC_EINVAL. */
 static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t plan_bytes,
                                  const p2p_self &self, int32_t num_tokens)
 {
@@ -181,10 +183,10 @@ static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t pl
     __syncthreads();
 }
 
-/* Checks that every rank's buffer has a row for each slot that the plan gives it. Waits for the
- * announced numbers of rows, which may arrive after the signature. Returns false if a rank has
- * too few rows; if `reports` is set, the first such rank is reported to the host. Returns true
- * also if the group is broken. Any threads. */
+/* Checks that every rank's receive buffer has a row for each of its slots in the plan. Waits
+ * for the announced numbers of rows, which can arrive after the signature. Returns false if a
+ * rank has too few rows; if `reports` is true, it also reports the first such rank to the host.
+ * If the group is broken, it returns true. Can be called by any threads. */
 static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpState &op,
                                                const volatile device_plan_header *h,
                                                bool reports)
@@ -214,9 +216,9 @@ static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpSta
 
 /* ------------------------------------------------------------------- receiving records ---- */
 
-/* Returns the address, in the heap, of the record that rank `source` sends about its token.
- * Records have top_k words. Hot code passes `self` from the kernel's parameters, because
- * op.self is a load from memory. */
+/* Returns the address, in this rank's heap, of the record that rank `source` sends about its
+ * token. A record has top_k words. `self` is an argument for speed: op.self would have to be
+ * loaded from memory. */
 __device__ __forceinline__ const uint64_t *
 record_address(const p2p_self &self, const OpState &op, int source, int64_t token, int top_k)
 {
@@ -227,10 +229,10 @@ record_address(const p2p_self &self, const OpState &op, int source, int64_t toke
            token * top_k;
 }
 
-/* Waits for one half of a record: words [half * 32, half * 32 + 32). `word` is what this lane
- * loaded earlier. Sets `slot` to this lane's slot, RECORD_DISCARD, or -1. Sets `more` if the
- * record may continue in the next half. Called by one warp. Returns false if the group is
- * broken. */
+/* Waits for one half of a record: words [half * 32, half * 32 + 32). `word` is this lane's word
+ * as it was loaded before. Sets `slot` to this lane's slot, RECORD_DISCARD, or -1. Sets `more`
+ * to whether the record perhaps continues in the next half. Called by one warp. Returns false
+ * if the group is broken. */
 __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t *words,
                                                int top_k, int half, int source, uint64_t word,
                                                int32_t &slot, bool &more)
