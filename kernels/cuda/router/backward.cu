@@ -5,16 +5,17 @@
  *   out  d_logits           [num_tokens, columns]    router_backward_kernel, one warp per token
  *   out  d_scale_of_expert  [columns]                router_scale_kernel, one CTA per expert
  *
- * The kernels compute the weights of the choices again. They load all logits of a token only if
- * the score is a softmax over all experts. Otherwise they load only the logits of the
- * choices. */
+ * The kernels do not read the weights of forward, but compute them again from the logits. They
+ * load all logits of a token only if the score is a softmax over all experts. Otherwise they
+ * load only the logits of the chosen experts. */
 #include "cuda/common/launch.cuh"
 #include "cuda/router/router.cuh"
 
 #define MOST_WARPS 4
 
-/* Computes parts and divisor of the choices again, as forward did. s [columns]: the softmax of
- * all columns. If s is NULL, the function loads the logits of the choices into z. */
+/* Computes the parts and the divisor of a token's weights again, as forward did (struct
+ * Shares). s [columns] is the softmax of all columns, or NULL. If it is NULL, the function
+ * loads the logits of the chosen experts into z. */
 __device__ __forceinline__ Shares<2> recompute_shares(const p2p_router_backward_job &job,
                                                       const Chosen<2> &c, const float *s,
                                                       float (&z)[2], int64_t token)
@@ -35,8 +36,8 @@ __device__ __forceinline__ Shares<2> recompute_shares(const p2p_router_backward_
     return compute_shares(job.rows, c, x);
 }
 
-/* Turns g from the gradient of the weights into the gradient of the parts. The formula is that
- * of share_backward() on the host. */
+/* Replaces g, the gradient of the weights, by the gradient of the parts (struct Shares).
+ * share_backward() on the host has the same formula. */
 __device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<2> &c,
                                                float scale, float (&g)[2])
 {
@@ -52,9 +53,9 @@ __device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<
         if (s.divisor != 0) g[j] -= mean;
 }
 
-/* Turns g from the gradient of the parts into the gradient of the choices' scores or logits,
- * and adds it to d [columns]. It adds one choice after the other, because a token may have
- * chosen an expert twice. */
+/* Replaces g, the gradient of the parts, by the gradient of the chosen experts' scores or
+ * logits, and adds it to d [columns]. It adds one choice after the other, because two choices
+ * of a token can have the same expert. */
 __device__ __forceinline__ void parts_backward(const epic_router &r, const Shares<2> &s,
                                                const Chosen<2> &c, const float (&z)[2],
                                                float (&g)[2], float *d)
@@ -75,9 +76,9 @@ __device__ __forceinline__ void parts_backward(const epic_router &r, const Share
     }
 }
 
-/* Writes the gradient of all logits of a token. d [columns]: gradient of the scores, or of the
- * logits if the weights are computed from logits. s [columns]: the softmax of all columns, or
- * NULL. */
+/* Writes the gradient of all logits of a token. d [columns] is the gradient of the scores, or
+ * already that of the logits if the weights are computed from the logits. s [columns] is the
+ * softmax of all columns, or NULL. */
 template <int V>
 __device__ __forceinline__ void write_gradient(const p2p_router_backward_job &job,
                                                const float *s, const float *d, int64_t token)
@@ -99,7 +100,7 @@ __device__ __forceinline__ void write_gradient(const p2p_router_backward_job &jo
         });
 }
 
-/* Returns the choices of a token. Ids out of range become -1. */
+/* Returns the choices of a token. An id that is out of range becomes -1. */
 __device__ __forceinline__ Chosen<2> read_choices(const p2p_router_backward_job &job,
                                                   int64_t token)
 {
@@ -112,13 +113,14 @@ __device__ __forceinline__ Chosen<2> read_choices(const p2p_router_backward_job 
     return c;
 }
 
-/* Returns whether the weights are scores of a softmax over all experts. */
+/* Returns whether the weights are computed from a softmax over all experts. */
 __host__ __device__ __forceinline__ bool needs_full_softmax(const epic_router &r)
 {
     return r.weight_rule == EPIC_WEIGHT_OF_SCORE && r.score == EPIC_SCORE_SOFTMAX;
 }
 
-/* Computes d_logits of one token per warp. d and s are the warp's rows in shared memory. */
+/* Computes d_logits. Each warp works on one token. d and s are this warp's rows in shared
+ * memory. */
 template <int V>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     router_backward_kernel(const __grid_constant__ p2p_router_backward_job job)
@@ -151,10 +153,11 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 
 /* -------------------------------------------------------------- the scale by expert ---- */
 
-#define SCALE_WARPS 8 /* parts of the tokens, each summed by one warp */
+#define SCALE_WARPS 8 /* the tokens are cut into this many parts, one per warp */
 
-/* Returns choice number `place`'s contribution to the gradient of its expert's scale: d_weight
- * times the weight without scale. Every lane gets the result. */
+/* Returns what choice number `place` adds to the gradient of its expert's scale: the gradient
+ * of the choice's weight, times the weight before it is multiplied by this scale. All lanes get
+ * the result. `s` is memory for one row per warp. */
 __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job, float *s,
                                              int64_t place)
 {
@@ -177,8 +180,8 @@ __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job,
 }
 
 /* Computes d_scale_of_expert. A CTA works on one expert, and each of its warps on a part of the
- * tokens. The weights are computed again instead of saved, because an expert has only a small
- * part of all choices. The sums of the warps are added in order. */
+ * tokens. The warps compute the weights again, which is cheap, because an expert has only a
+ * small part of all choices. Thread 0 adds the sums of the warps in a fixed order. */
 __global__ void __launch_bounds__(SCALE_WARPS *WARP)
     router_scale_kernel(const __grid_constant__ p2p_router_backward_job job)
 {
@@ -209,7 +212,7 @@ __global__ void __launch_bounds__(SCALE_WARPS *WARP)
 /* ---------------------------------------------------------------------------- launching
  * ---- */
 
-/* Launches the kernel for the gradient of the scales. */
+/* Launches router_scale_kernel, which computes the gradient of scale_of_expert. */
 static cudaError_t launch_scale(const p2p_router_backward_job *job, cudaStream_t stream)
 {
     const int words = row_words(job->rows.columns), warps = router_warps(words, SCALE_WARPS);
@@ -218,7 +221,7 @@ static cudaError_t launch_scale(const p2p_router_backward_job *job, cudaStream_t
                          *job);
 }
 
-/* Launches the instance for V columns per lane. */
+/* Launches the kernel instance for V columns per lane (0: any number). */
 template <int V>
 static cudaError_t launch_width(const p2p_router_backward_job *job, cudaStream_t stream)
 {

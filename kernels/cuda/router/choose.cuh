@@ -1,21 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Chooses the experts of a token: those with the k largest selection values. Of equal values,
- * the lower expert id wins. NaN is less than any other value.
+/* Chooses the experts of a token: those with the k largest selection values. If values are
+ * equal, the lower expert id wins. NaN counts as less than any other value.
  *
- *   key    a selection value as an unsigned number with the same order; 0 and -0 are equal
- *   Deal   which lane owns which ids: a run of ids of one group, ascending with the lanes
- *   Owned  the keys of a lane's ids, sorted in registers, or (V = 0) in shared memory
+ *   key    a selection value, mapped to an unsigned number in the same order; 0 equals -0
+ *   Deal   which lane owns which ids: each lane has consecutive ids, in the order of lanes
+ *   Owned  the keys of a lane's ids: sorted in registers, or, if V is 0, in shared memory
  *
- * One warp works on one token. In each of k rounds the warp finds the largest key of all lanes.
- * Of the lanes that have this key, the first owns the lowest id. That lane removes the key. If
- * the router has groups, the warp first scores the groups, and keeps the ids of the best
- * topk_groups. */
+ * One warp works on one token. The warp repeats k times: it finds the largest key of all lanes,
+ * and the first lane that has this key, which owns the lowest id with it. That lane removes the
+ * key. If the router has groups of experts, the warp first computes the score of each group,
+ * and keeps only the ids of the best topk_groups groups. */
 #ifndef EPIC_CHOOSE_CUH
 #define EPIC_CHOOSE_CUH
 
 #include "cuda/router/router.cuh"
 
-#define KEY_NONE 0u /* key of an id that must not be chosen */
+#define KEY_NONE 0u /* key of an id that cannot be chosen */
 /* keys of the values NaN and 0 */
 #define KEY_NAN 1u
 #define KEY_ZERO 0x80000000u
@@ -23,7 +23,7 @@
 /* key_of() converts a value to its key; value_of_key() converts it back. */
 __device__ __forceinline__ uint32_t key_of(float x)
 {
-    const uint32_t bits = __float_as_uint(x + 0.0f); /* changes -0 to 0 */
+    const uint32_t bits = __float_as_uint(x + 0.0f); /* adding 0 changes -0 to 0 */
     const uint32_t key = bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u);
     return x != x ? KEY_NAN : key;
 }
@@ -34,19 +34,19 @@ __device__ __forceinline__ float value_of_key(uint32_t key)
     return key == KEY_NAN ? NAN : __uint_as_float(bits);
 }
 
-/* The keys of the ids [first, first + count) of one lane, sorted in V registers, largest
- * first. */
+/* The keys of one lane, which owns the ids [first, first + count). They are in V registers,
+ * sorted, largest first. */
 template <int V> struct Owned {
     int first, count;
     uint32_t key[V];
 
-    /* Returns the largest key; KEY_NONE if no key is left. */
+    /* Returns the largest key that is left, or KEY_NONE if no key is left. */
     __device__ __forceinline__ uint32_t top() const
     {
         return key[0];
     }
-    /* Sorts by a bitonic network. All indices are known to the compiler, so the keys stay in
-     * registers. */
+    /* Sorts the keys with a bitonic network. The compiler knows all indices, so the keys stay
+     * in registers. */
     __device__ __forceinline__ void sort()
     {
 #pragma unroll
@@ -72,7 +72,8 @@ template <int V> struct Owned {
             key[v] = v < count ? keys[padded_index(first + v)] : KEY_NONE;
         sort();
     }
-    /* Replaces all keys of this lane by `value`, also in shared memory. */
+    /* Sets all keys of this lane to `value`, in registers and, if `value` is not KEY_NONE, in
+     * shared memory. */
     __device__ __forceinline__ void fill(uint32_t *keys, uint32_t value)
     {
         if (value != KEY_NONE)
@@ -88,8 +89,9 @@ template <int V> struct Owned {
     }
 };
 
-/* The keys of any number of ids of one lane, which stay in shared memory. They are visited from
- * the largest key down, equal keys by ascending id. */
+/* The keys of one lane that owns any number of ids, [first, first + count). They stay in shared
+ * memory, unsorted. top() and drop() visit them from the largest key down; equal keys in
+ * ascending order of ids. */
 template <> struct Owned<0> {
     int first, count, place;
     uint32_t best;
@@ -105,8 +107,8 @@ template <> struct Owned<0> {
     {
         return first + place;
     }
-    /* Sets `best` and `place` to the key that follows (last, last_place) in the order of
-     * visits. */
+    /* Sets `best` and `place` to the next key in the order of visits, after key `last` at
+     * position last_place. */
     __device__ void find(uint32_t last, int last_place)
     {
         best = KEY_NONE;
@@ -116,7 +118,8 @@ template <> struct Owned<0> {
             if (left && key > best) best = key, place = v;
         }
     }
-    /* Takes the ids [first_id, first_id + num_ids), whose keys are in `from`. */
+    /* Makes this lane the owner of ids [first_id, first_id + num_ids). Their keys are in
+     * `from`. */
     __device__ void read(const uint32_t *from, int first_id, int num_ids)
     {
         keys = from;
@@ -125,7 +128,7 @@ template <> struct Owned<0> {
         place = 0;
         find(0xffffffffu, -1);
     }
-    /* Replaces all keys of this lane by `value`. */
+    /* Sets all keys of this lane to `value`. */
     __device__ void fill(uint32_t *to, uint32_t value)
     {
         for (int v = 0; v < count; v++) to[padded_index(first + v)] = value;
@@ -138,14 +141,15 @@ template <> struct Owned<0> {
     }
 };
 
-/* The assignment of ids to lanes. With up to 32 groups, 1 << lane_bits lanes share a group.
- * With more groups, each lane has groups_per_lane whole groups. */
+/* The assignment of expert ids to lanes. If there are at most 32 groups of experts, 1 <<
+ * lane_bits lanes share a group. If there are more, each lane has groups_per_lane whole
+ * groups. */
 struct Deal {
-    int groups;          /* number of groups; 1 if the router has no groups */
-    int each;            /* number of ids of a group */
+    int groups;          /* number of groups of experts; 1 if the router has no groups */
+    int each;            /* number of ids in a group */
     int lane_bits;       /* base-2 logarithm of the number of lanes that share a group */
-    int groups_per_lane; /* number of groups of a lane; 1 if lanes share groups */
-    int run;             /* largest number of ids of a lane */
+    int groups_per_lane; /* number of groups per lane; 1 if lanes share groups */
+    int run;             /* largest number of ids that a lane owns */
 
     /* Returns the number of lanes that share a group. */
     __device__ __forceinline__ int lanes() const
@@ -157,14 +161,14 @@ struct Deal {
     {
         return lane_id() >> lane_bits;
     }
-    /* Returns the number of this lane among those of its group. */
+    /* Returns the number of this lane within its group (0: the first lane). */
     __device__ __forceinline__ int lane_of_group() const
     {
         return lane_id() & (lanes() - 1);
     }
 };
 
-/* Returns the assignment for a router with `columns` ids. */
+/* Returns the assignment of ids to lanes for a router with `columns` ids. */
 static inline Deal deal_of(const epic_router &r, int columns)
 {
     Deal d = {r.num_groups ? (int)r.num_groups : 1, 0, 0, 1, 0};
@@ -181,7 +185,7 @@ struct Run {
     int first, count;
 };
 
-/* Returns the run of ids that this lane owns. For routers with up to 32 groups. */
+/* Returns the ids that this lane owns, for routers with at most 32 groups. */
 __device__ __forceinline__ Run own_run(const Deal &d)
 {
     const int begin = d.lane_of_group() * d.run;
@@ -189,15 +193,16 @@ __device__ __forceinline__ Run own_run(const Deal &d)
     return {d.group() * d.each + begin, max(count, 0)};
 }
 
-/* Returns the first lane whose key `top` is the largest of the warp. */
+/* Returns the first lane whose `top` is the largest one of the warp. Called by all lanes. */
 __device__ __forceinline__ int best_lane(uint32_t top)
 {
     const uint32_t largest = __reduce_max_sync(ALL_LANES, top);
     return __ffs(__ballot_sync(ALL_LANES, top == largest)) - 1;
 }
 
-/* Returns the score of this lane's group: the sum of its m largest values, added from the
- * largest down. Works on a copy of `own`. */
+/* Returns the score of this lane's group: the sum of the group's m largest values, added from
+ * the largest down. The function gets a copy of `own`, because it removes keys. Called by all
+ * lanes. */
 template <int V>
 __device__ __forceinline__ float score_group(const Deal &d, Owned<V> own, int m)
 {
@@ -216,7 +221,7 @@ __device__ __forceinline__ float score_group(const Deal &d, Owned<V> own, int m)
 }
 
 /* Returns whether this lane's group is one of the topk_groups groups with the largest scores.
- * `score`: the score of this lane's group. */
+ * `score` is the score of this lane's group. Called by all lanes. */
 __device__ __forceinline__ bool keep_group(const Deal &d, float score, int topk_groups)
 {
     const bool leads = d.lane_of_group() == 0 && d.group() < d.groups;
@@ -230,9 +235,9 @@ __device__ __forceinline__ bool keep_group(const Deal &d, float score, int topk_
     return kept;
 }
 
-/* Selects the groups if there are more than 32. Each lane scores its groups one by one and
- * writes their keys to group_keys. The ids of groups that are not selected get the key
- * `others`. */
+/* Selects the topk_groups best groups of experts if there are more than 32 groups. Each lane
+ * computes the scores of its groups one by one, and writes their keys to group_keys. The ids in
+ * groups that are not selected get the key `others`. */
 __device__ __noinline__ void keep_many_groups(const epic_router &r, const Deal &d,
                                               uint32_t *keys, uint32_t *group_keys, int m,
                                               uint32_t others)
@@ -261,8 +266,8 @@ __device__ __noinline__ void keep_many_groups(const epic_router &r, const Deal &
             keys[padded_index(g * d.each + i)] = others;
 }
 
-/* Reads the keys of this lane's ids into `own`. If the router has groups, ids of groups that
- * are not selected get KEY_NONE, or KEY_ZERO with EPIC_OTHERS_ZERO. */
+/* Reads the keys of this lane's ids into `own`. If the router has groups, it also selects the
+ * best groups. The ids in the other groups get KEY_NONE, or KEY_ZERO with EPIC_OTHERS_ZERO. */
 template <int V>
 __device__ __forceinline__ void read_own_keys(const epic_router &r, const Deal &d,
                                               Owned<V> &own, uint32_t *keys,
@@ -286,8 +291,8 @@ __device__ __forceinline__ void read_own_keys(const epic_router &r, const Deal &
     __syncwarp();
 }
 
-/* Returns the k choices, for keys in shared memory: in each round, the lane with the largest
- * key removes it. */
+/* Returns the k choices of a token whose keys are in shared memory. It repeats k times: the
+ * lane with the largest key removes this key, and its id becomes the next choice. */
 template <int J> __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<0> &own, int k)
 {
     Chosen<J> c = {k, {-1}};
@@ -302,9 +307,10 @@ template <int J> __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<0> &
     return c;
 }
 
-/* Returns the k choices, for keys in registers. First the warp finds the k largest keys and the
- * lanes that own them. Then lane i looks up which id has key number i. This works for all keys
- * at once. Of equal keys of one lane, the lower id comes first. */
+/* Returns the k choices of a token whose keys are in registers. The registers have no ids, so
+ * this takes two steps. First the warp finds the k largest keys, and for each the lane that
+ * owns it. Then, for all keys at once, lane i searches the ids of the lane that owns key number
+ * i for this key. If a lane has equal keys, the lower id comes first. */
 template <int J, int V>
 __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const uint32_t *keys)
 {
@@ -321,7 +327,7 @@ __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const
     const int last_lane = __shfl_up_sync(ALL_LANES, lane, 1);
     const bool begins = key != last_key || lane != last_lane || lane_id() == 0;
     const uint32_t upto = __ballot_sync(ALL_LANES, begins) & ((2u << lane_id()) - 1);
-    /* number of equal keys of that lane among the choices before this one */
+    /* number of earlier choices with the same key and the same owner */
     int before = lane_id() - (31 - __clz((int)upto));
     const int first = __shfl_sync(ALL_LANES, own.first, lane);
     const int count = __shfl_sync(ALL_LANES, own.count, lane);
@@ -332,8 +338,9 @@ __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const
     return c;
 }
 
-/* Returns the top_k choices of a token from its keys [columns] in shared memory. The whole warp
- * calls it. group_keys: memory for one key per group, used only with more than 32 groups. */
+/* Returns the top_k choices of a token from its keys [columns] in shared memory. Called by a
+ * whole warp. group_keys is memory for one key per group; it is used only if there are more
+ * than 32 groups. */
 template <int V, int J>
 __device__ __forceinline__ Chosen<J> choose_experts(const epic_router &r, const Deal &d,
                                                     uint32_t *keys, uint32_t *group_keys,

@@ -6,8 +6,9 @@
  *   out  weights   [num_tokens, top_k]
  *   out  scores    [num_tokens, columns], if the caller wants them
  *
- * One warp works on one token; no warp waits for another one. The warp's logits, scores and
- * selection keys are in shared memory:
+ * One warp works on one token; no warp waits for another one. The token's logits, scores and
+ * selection keys are in shared memory. The weight of a choice is its part divided by the
+ * token's divisor:
  *
  *   logits -> scores -> selection keys -> choices (choose.cuh) -> parts, divisor -> weights */
 #include "cuda/common/launch.cuh"
@@ -15,8 +16,8 @@
 
 #define MOST_WARPS 4
 
-/* Returns the experts in row token_ids[token] of the table. Ids out of range become -1, and so
- * do all experts if the row does not exist. */
+/* Returns the experts in row token_ids[token] of the caller's table. An id that is out of range
+ * becomes -1. If the table does not have this row, all ids are -1. */
 template <int J>
 __device__ __forceinline__ Chosen<J> read_table_row(const p2p_router_job &job, int64_t token)
 {
@@ -33,8 +34,8 @@ __device__ __forceinline__ Chosen<J> read_table_row(const p2p_router_job &job, i
     return c;
 }
 
-/* The bias of this lane's columns, or zeros. The kernel loads it before the logits, so that
- * both loads overlap. */
+/* The router's bias of this lane's columns, or zeros if there is no bias. The kernel loads it
+ * before the logits, so that both loads overlap. */
 template <int V> struct Bias {
     float x[V > 0 ? V : 1];
 
@@ -50,7 +51,7 @@ template <int V> struct Bias {
     }
 };
 
-/* Writes the selection key of each column: the key of values[i] plus its bias. */
+/* Computes the selection key of each column i from values[i] plus the bias of the column. */
 template <int V>
 __device__ __forceinline__ void make_keys(const p2p_router_job &job, uint32_t *keys,
                                           const float *values, const Bias<V> &bias)
@@ -69,8 +70,8 @@ __device__ __forceinline__ void make_keys(const p2p_router_job &job, uint32_t *k
     __syncwarp();
 }
 
-/* Writes ids and weights of a token's choices. `from` [columns] has scores or logits, as
- * compute_shares() needs them. */
+/* Computes the weights of a token's choices, and writes ids and weights. `from` [columns] has
+ * the values from which compute_shares() computes the weights: scores or logits. */
 template <int J>
 __device__ __forceinline__ void write_weights(const p2p_router_job &job, const Chosen<J> &c,
                                               const float *from, int64_t token)
@@ -93,7 +94,8 @@ __device__ __forceinline__ void write_weights(const p2p_router_job &job, const C
     }
 }
 
-/* Routes one token per warp. V is the number of columns per lane, 0 for any number. */
+/* The kernel; each warp routes one token. V is the number of columns per lane; 0: any
+ * number. */
 template <int V>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     router_kernel(const __grid_constant__ p2p_router_job job, const __grid_constant__ Deal deal)
@@ -101,7 +103,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     float *const memory = (float *)dynamic_shared();
     const epic_router &r = job.rows.router;
     const int columns = job.rows.columns, words = row_words_of<V>(columns);
-    constexpr int J = V > 0 ? 1 : 2; /* choices per lane; with more than 32 choices, V is 0 */
+    constexpr int J = V > 0 ? 1 : 2; /* choices per lane; V is 0 if a token has more than 32 */
     const int64_t token = (int64_t)blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
     const int group_words = r.num_groups > WARP ? row_words((int)r.num_groups) : 0;
     if (token >= job.rows.num_tokens) return;
@@ -124,7 +126,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     write_weights(job, c, of_score ? s : z, token);
 }
 
-/* Launches the instance for V columns per lane. */
+/* Launches the kernel instance for V columns per lane (0: any number). */
 template <int V>
 static cudaError_t launch_width(const p2p_router_job *job, const Deal &deal,
                                 cudaStream_t stream)
@@ -137,7 +139,8 @@ static cudaError_t launch_width(const p2p_router_job *job, const Deal &deal,
                          *job, deal);
 }
 
-/* Chooses the instance by the number of columns, and of ids, that a lane has. */
+/* Chooses the smallest V that suffices both for the columns per lane and for the ids per
+ * lane. */
 extern "C" cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream)
 {
     const Deal d = deal_of(job->rows.router, job->rows.columns);

@@ -1,14 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Balance loss and z-loss, their gradients, and the update of the router's bias.
+/* Kernels for the balance loss and the z-loss, for their gradients, and for the update of the
+ * router's bias.
  *
  *   loss_kernel<FORWARD>    logits [num_tokens, columns] -> runs [LOSS_RUNS] float64
  *   add_runs_kernel         runs -> loss                                        one CTA
  *   loss_kernel<BACKWARD>   logits, d_loss -> d_logits [num_tokens, columns]
  *   bias_update_kernel      load [num_experts] -> bias [num_experts]            one CTA
  *
- * loss_kernel: one warp works on one run of consecutive tokens (rules/rule.h). The runs depend
- * only on the number of tokens, so the order of the sum does, too. For the balance loss by
- * sequences, each CTA counts the choices of the sequences that its runs overlap. */
+ * In loss_kernel, one warp works on one run: a number of consecutive tokens (rules/rule.h). The
+ * runs depend only on the number of tokens, so the order in which losses are added does not
+ * depend on the GPU. For the balance loss by sequences, each CTA counts the choices in all
+ * sequences that its runs overlap. */
 #include "cuda/common/launch.cuh"
 #include "cuda/router/router.cuh"
 #include "rules/device_layout.h"
@@ -19,7 +21,7 @@
 enum Pass { FORWARD, BACKWARD };
 
 /* Writes the probabilities of a token's experts to p: the scores divided by their sum. Returns
- * that sum; for a softmax it returns 1. If the sum is 0, p is all 0. */
+ * that sum, or 1 for a softmax. If the sum is 0, all numbers in p are 0. */
 __device__ __forceinline__ float compute_probabilities(const p2p_router_rows &rows, float *p,
                                                        int64_t token)
 {
@@ -36,8 +38,9 @@ __device__ __forceinline__ float compute_probabilities(const p2p_router_rows &ro
     return sum;
 }
 
-/* FORWARD: returns one token's term of the balance loss, sum of p * load. BACKWARD: writes the
- * gradient of the token's logits. p [columns]: workspace of the warp. */
+/* FORWARD: returns what one token adds to the balance loss, the sum of p * load over the
+ * experts. BACKWARD: writes the gradient of the token's logits. p [columns] is workspace of the
+ * warp; it gets the probabilities. */
 template <Pass PASS>
 __device__ __forceinline__ double balance_term(const p2p_loss_job &job, const int32_t *load,
                                                float *p, double factor, int64_t token)
@@ -62,8 +65,9 @@ __device__ __forceinline__ double balance_term(const p2p_loss_job &job, const in
     return 0;
 }
 
-/* FORWARD: returns one token's term of the z-loss, the square of logsumexp. BACKWARD: writes
- * the gradient of the token's logits. p [columns]: workspace of the warp. */
+/* FORWARD: returns what one token adds to the z-loss, the square of the logsumexp of its
+ * logits. BACKWARD: writes the gradient of the token's logits. p [columns] is workspace of the
+ * warp. */
 template <Pass PASS>
 __device__ __forceinline__ double z_term(const p2p_loss_job &job, float *p, double factor,
                                          int64_t token)
@@ -79,8 +83,8 @@ __device__ __forceinline__ double z_term(const p2p_loss_job &job, float *p, doub
     return 0;
 }
 
-/* Counts the choices of each expert in the sequence that begins with token `first`. All threads
- * of the CTA. */
+/* Counts the choices of each expert in the sequence that begins with token `first`. Called by
+ * all threads of the CTA. */
 __device__ __forceinline__ void count_sequence(const p2p_loss_job &job, int32_t *counts,
                                                int64_t first)
 {
@@ -95,7 +99,7 @@ __device__ __forceinline__ void count_sequence(const p2p_loss_job &job, int32_t 
     __syncthreads();
 }
 
-/* Tokens [begin, end). */
+/* The tokens [begin, end). */
 struct Span {
     int64_t begin, end;
 };
@@ -108,8 +112,8 @@ __device__ __forceinline__ Span clip_to_sequence(Span s, int64_t first, int64_t 
     return {max(s.begin, first), min(s.end, first + sequence_tokens)};
 }
 
-/* Returns job.factor. If the job has a plan, divides it once or twice (job.powers) by the
- * number of tokens of all ranks. */
+/* Returns the factor of the loss: job.factor. If job.plan is set, the factor is divided once or
+ * twice (job.powers) by the number of tokens of all ranks, which the plan records. */
 static __device__ double factor_of(const p2p_loss_job &job)
 {
     const device_plan_header *plan = (const device_plan_header *)job.plan;
@@ -121,8 +125,9 @@ static __device__ double factor_of(const p2p_loss_job &job)
     return job.factor / (job.powers == 2 ? (double)tokens : 1.0) / (double)tokens;
 }
 
-/* One warp per run of tokens. For the balance loss by sequences, the whole CTA visits the
- * sequences that its runs overlap, one after the other. */
+/* Computes the sum of the loss over each run of tokens, or the gradient of its logits; one warp
+ * per run. For the balance loss by sequences, the whole CTA visits the sequences that its runs
+ * overlap, one after the other. */
 template <Pass PASS, bool Z>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     loss_kernel(const __grid_constant__ p2p_loss_job job)
@@ -142,7 +147,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 
     double sum = 0;
     int64_t first = sequence ? all.begin / sequence * sequence : all.begin;
-    /* a loop of the whole CTA, because count_sequence() has barriers */
+    /* all threads of the CTA run this loop together, because count_sequence() has barriers */
     while (first < all.end) {
         if (sequence) count_sequence(job, counts, first);
         const Span now = clip_to_sequence(own, first, sequence);
@@ -156,7 +161,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     if (PASS == FORWARD && lane_id() == 0 && mine < LOSS_RUNS) job.runs[mine] = sum;
 }
 
-/* Adds the sums of all runs in a binary tree and writes the loss. One CTA. */
+/* Adds the sums of all runs in a binary tree, and writes the loss. The grid has one CTA. */
 __global__ void __launch_bounds__(ADDERS)
     add_runs_kernel(const __grid_constant__ p2p_loss_job job)
 {
@@ -173,12 +178,13 @@ __global__ void __launch_bounds__(ADDERS)
         *(float *)job.loss = (float)(factor_of(job) * runs[0]);
 }
 
-/* Launches loss_kernel with as many warps per CTA as fit the shared memory. */
+/* Launches loss_kernel with as many warps per CTA as fit in shared memory, at most
+ * MOST_WARPS. */
 template <Pass PASS, bool Z>
 static cudaError_t launch_pass(const p2p_loss_job *job, cudaStream_t stream)
 {
     const int words = row_words(job->rows.columns);
-    /* warps that fit, besides the counts of a sequence */
+    /* number of warps that fit next to the counts of one sequence */
     const int left = SHARED_BYTES / 4 / words - 1;
     const int warps = left < MOST_WARPS ? left : MOST_WARPS;
     return launch_kernel(loss_kernel<PASS, Z>, (LOSS_RUNS + warps - 1) / warps, warps * WARP,
@@ -202,8 +208,8 @@ extern "C" cudaError_t p2p_launch_loss_backward(const p2p_loss_job *job, cudaStr
 
 /* ----------------------------------------------------------------------------- bias ---- */
 
-/* bias += rate * sign(mean load - load). The comparison is in integers: total - num_experts *
- * load. One CTA. */
+/* Computes bias += rate * sign(mean load - load). To be exact, it takes the sign of an integer:
+ * total load - num_experts * load. The grid has one CTA. */
 __global__ void __launch_bounds__(ADDERS)
     bias_update_kernel(float *bias, const int32_t *load, int64_t num_experts, float rate)
 {

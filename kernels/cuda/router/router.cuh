@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions of a warp that works on the logits of one token. All kernels of this folder use
+/* Functions for a warp that works on the logits of one token. All kernels of this folder call
  * them.
  *
  *   column i       belongs to lane i % 32; it is stored in shared memory at padded_index(i)
  *   template V     columns per lane, known to the compiler; 0: any number of columns
- *   template J     choices per lane: 1 for top_k up to 32, else 2
+ *   template J     choices per lane: 1 if top_k is at most 32, else 2
  *
- * Results have the same bits as on the host (src/router). Both sides use the same scalar
- * functions and add in the same order. Both are compiled without fused multiply-add. */
+ * The results are bit-identical to those of the host (src/router). For this, device and host
+ * use the same scalar functions, add in the same order, and are compiled without fused
+ * multiply-add. */
 #ifndef EPIC_ROUTER_CUH
 #define EPIC_ROUTER_CUH
 
@@ -41,21 +42,22 @@ __device__ __forceinline__ int lane_id()
     return threadIdx.x % WARP;
 }
 
-/* Returns the index of column i in shared memory. After every 32 words there is one word of
- * padding. So lanes that read runs of 8 words have no bank conflicts. */
+/* Returns the index of column i in shared memory. To avoid bank conflicts when each lane reads
+ * 8 consecutive words, there is one word of padding after every 32 words. */
 __host__ __device__ __forceinline__ int padded_index(int i)
 {
     return i + (i >> 5);
 }
 
-/* Returns the size in words of a row of `columns` columns in shared memory, rounded up to whole
- * warps. */
+/* Returns how many words of shared memory a row of `columns` columns needs. The number of
+ * columns is rounded up to a multiple of 32. */
 __host__ __device__ __forceinline__ int row_words(int columns)
 {
     return (columns + WARP - 1) / WARP * (WARP + 1);
 }
 
-/* Like row_words(), for V columns per lane if V is not 0. */
+/* Returns how many words of shared memory a row needs: with V columns per lane, or, if V is 0,
+ * with `columns` columns. */
 template <int V> __host__ __device__ __forceinline__ int row_words_of(int columns)
 {
     return V > 0 ? V * (WARP + 1) : row_words(columns);
@@ -77,8 +79,8 @@ template <int V, class F> __device__ __forceinline__ void each_column(int first,
     }
 }
 
-/* Calls f(i) for this lane's columns below `end`. It may also call f(i) for columns past `end`
- * (their words in shared memory exist), which saves a comparison per column. */
+/* Calls f(i) for this lane's columns below `end`. If V is not 0, it also calls f(i) for columns
+ * past `end`, which saves a comparison per column. Their words in shared memory exist. */
 template <int V, class F> __device__ __forceinline__ void each_place(int end, F f)
 {
     if (V > 0) {
@@ -89,7 +91,8 @@ template <int V, class F> __device__ __forceinline__ void each_place(int end, F 
     }
 }
 
-/* Returns the sum of x over the warp, on every lane. Adds at distances 16, 8, 4, 2, 1. */
+/* Returns the sum of x over the lanes of the warp, on every lane. Adds lanes at distances 16,
+ * 8, 4, 2, 1, in this order. */
 template <class T> __device__ __forceinline__ T add_lanes(T x)
 {
 #pragma unroll
@@ -98,8 +101,9 @@ template <class T> __device__ __forceinline__ T add_lanes(T x)
     return x;
 }
 
-/* Returns the sum of f(i) over all columns, on every lane. The order is that of the host:
- * blocks of SUM_BLOCK columns, in each block one sum per lane, then add_lanes(). */
+/* Returns the sum of f(i) over all columns, on every lane. It adds in the same order as the
+ * host: blocks of SUM_BLOCK columns one after the other; in a block, one sum per lane, then
+ * add_lanes(). */
 template <int V, class T, class F> __device__ __forceinline__ T add_columns(int columns, F f)
 {
     T total = 0;
@@ -107,14 +111,14 @@ template <int V, class T, class F> __device__ __forceinline__ T add_columns(int 
         T sum = 0;
         each_column<V>(first, min(columns, first + SUM_BLOCK), [&](int i) { sum += f(i); });
         total += add_lanes(sum);
-        if (V > 0) break; /* a row of V columns per lane has only one block */
+        if (V > 0) break; /* with V columns per lane, a row has only one block */
     }
     return total;
 }
 
 /* ------------------------------------------------------------------------- elements ---- */
 
-/* Return a number as float32. */
+/* Returns a number of another type as float32. */
 __device__ __forceinline__ float load_element(const float *p)
 {
     return *p;
@@ -130,8 +134,8 @@ __device__ __forceinline__ float load_element(const __half *p)
     return __half2float(*p);
 }
 
-/* Load or store element i of an array of type F32, BF16 or F16, which is known only at run
- * time. */
+/* Loads (or, in store_number(), stores) element i of an array. Its type, F32, BF16 or F16, is
+ * known only at run time. */
 __device__ __forceinline__ float load_number(const void *p, uint32_t type, int64_t i)
 {
     if (type == EPIC_BF16) return load_element((const __nv_bfloat16 *)p + i);
@@ -186,8 +190,8 @@ __device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t ty
 
 /* --------------------------------------------------------------------------- scores ---- */
 
-/* Returns the largest value of the warp; NaNs do not count. If `first`, the first value of the
- * row, is a NaN, it returns NaN, as the host does. */
+/* Returns the largest `mine` of the warp, not counting NaNs. As on the host, it returns NaN if
+ * `first`, the first value of the row, is NaN. */
 __device__ __forceinline__ float largest_of(float mine, float first)
 {
 #pragma unroll
@@ -196,13 +200,13 @@ __device__ __forceinline__ float largest_of(float mine, float first)
     return first != first ? first : mine;
 }
 
-/* Two numbers of a softmax: the largest logit, and the sum of exp(logit - largest). */
+/* Two numbers that a softmax needs: the largest logit, and the sum of exp(logit - largest). */
 struct Softmax {
     float largest, sum;
 };
 
-/* Writes the softmax of z to p. p may be z, because a lane writes only columns that it has read
- * itself. */
+/* Writes the softmax of z to p. p and z can be the same array, because each lane reads and
+ * writes only its own columns. */
 template <int V>
 __device__ __forceinline__ Softmax compute_softmax(float *p, const float *z, int columns)
 {
@@ -219,14 +223,15 @@ __device__ __forceinline__ Softmax compute_softmax(float *p, const float *z, int
     return s;
 }
 
-/* Returns the score of a logit. Not for the softmax, where a score depends on all logits. */
+/* Returns the score of a logit. Not used for the softmax, where a score depends on all
+ * logits. */
 __device__ __forceinline__ float score_of(float z, uint32_t score)
 {
     if (score == EPIC_SCORE_SIGMOID) return score_sigmoid(z);
     return score == EPIC_SCORE_SQRTSOFTPLUS ? score_sqrtsoftplus(z) : z;
 }
 
-/* Writes the scores of all columns of z to s. s may be z. */
+/* Writes the scores of all columns of z to s. s and z can be the same array. */
 template <int V>
 __device__ __forceinline__ void make_scores(float *s, const float *z, uint32_t score,
                                             int columns)
@@ -249,22 +254,22 @@ __device__ __forceinline__ void make_scores(float *s, const float *z, uint32_t s
 /* The k chosen experts of a token. Lane l has choice l and, with J = 2, also choice l + 32. */
 template <int J> struct Chosen {
     int k;
-    int id[J]; /* expert of the lane's choice j; negative: none */
+    int id[J]; /* expert of choice l + 32 j; negative: no expert */
 
-    /* Does the token have this many choices? */
+    /* Returns whether the token has a choice number l + 32 j, where l is this lane. */
     __device__ __forceinline__ bool is(int j) const
     {
         return lane_id() + j * WARP < k;
     }
-    /* Does the choice exist and have an expert? */
+    /* Returns whether this choice exists and has an expert. */
     __device__ __forceinline__ bool live(int j) const
     {
         return is(j) && id[j] >= 0;
     }
 };
 
-/* Returns the sum of x over the choices, added in ascending order of the choices, on every
- * lane. */
+/* Returns the sum of x over the token's choices, on every lane. It adds in ascending order of
+ * the choices. */
 template <int J>
 __device__ __forceinline__ float add_in_order(const Chosen<J> &c, const float (&x)[J])
 {
@@ -275,7 +280,8 @@ __device__ __forceinline__ float add_in_order(const Chosen<J> &c, const float (&
     return sum;
 }
 
-/* Replaces p, the logits of the choices, by their softmax. Choices without an expert get 0. */
+/* Replaces p, the logits of the chosen experts, by their softmax. Choices without an expert get
+ * 0. */
 template <int J>
 __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J])
 {
@@ -299,17 +305,18 @@ __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J]
         if (low | high) p[j] /= sum;
 }
 
-/* The parts from which the weights of the choices are computed: weight = part / divisor.
- * `moves` is true if the divisor depends on the parts. Backward then needs the divisor's
- * gradient, too. */
+/* The numbers from which the weights of a token's choices are computed: weight = part /
+ * divisor, times scales. Each choice has a part; the token has one divisor. `moves` is true if
+ * the divisor depends on the parts; backward then also needs the gradient of the divisor. */
 template <int J> struct Shares {
     float parts[J];
     float divisor;
     bool moves;
 };
 
-/* Computes parts and divisor by the router's weight_rule and normalize. x has one number per
- * choice: its score if the rule is EPIC_WEIGHT_OF_SCORE, else its logit. */
+/* Computes the parts and the divisor as the router's weight_rule and normalize define them. x
+ * has one number per choice: the expert's score if weight_rule is EPIC_WEIGHT_OF_SCORE, else
+ * its logit. */
 template <int J>
 __device__ __forceinline__ Shares<J> compute_shares(const p2p_router_rows &rows,
                                                     const Chosen<J> &c, const float (&x)[J])
@@ -337,8 +344,8 @@ __device__ __forceinline__ Shares<J> compute_shares(const p2p_router_rows &rows,
 
 /* ------------------------------------------------------------------------ launching ---- */
 
-/* Returns the number of warps of a CTA in which each warp uses `words` words of shared memory.
- * At least 1 and at most `most`. */
+/* Returns how many warps a CTA has, if each warp needs `words` words of shared memory: as many
+ * as fit, but at least 1 and at most `most`. */
 static inline int router_warps(int words, int most)
 {
     const int fit = SHARED_BYTES / (words * 4);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Arguments ("jobs") and launchers of the kernels of the router and the losses, for the host
- * code of src/backend/p2p. Plain C. All arrays are in device memory of this rank, and no kernel
- * reads or writes a peer. Every launcher enqueues on `stream` and returns the error of the
- * launch. */
+ * code of src/backend/p2p. This header is plain C. All arrays are in device memory of this
+ * rank; no kernel accesses a peer's memory. Every launcher enqueues on `stream` and returns the
+ * error of the launch. */
 #ifndef EPIC_CUDA_ROUTER_H
 #define EPIC_CUDA_ROUTER_H
 
@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-/* The logits [num_tokens, columns] and the options that all kernels need. */
+/* The arguments that all kernels need: the logits [num_tokens, columns] and the options. */
 typedef struct p2p_router_rows {
     epic_router router; /* with defaults filled in */
     const void *logits;
@@ -34,8 +34,8 @@ typedef struct p2p_router_job {
     p2p_router_rows rows;
     const float *bias;
     const float *scale_of_expert; /* [columns]: scale_of_expert of epic_router_args; NULL: 1 */
-    /* [num_tokens]. If set: each token's experts are row token_ids[t] of `table`. NULL: the
-     * kernel chooses experts by score. */
+    /* [num_tokens]. If set: the experts of token t are those in row token_ids[t] of `table`.
+     * NULL: the kernel chooses the experts by their scores. */
     const void *token_ids;
     const int32_t *table;
     int64_t table_rows;
@@ -43,7 +43,7 @@ typedef struct p2p_router_job {
     float *weights;
     float *scores;
     int32_t wide; /* 1: token_ids are int64 */
-    /* 1: choose by the logits instead of the scores, because both have the same order */
+    /* 1: the kernel compares logits instead of scores, because both have the same order */
     int32_t on_logits;
 } p2p_router_job;
 
@@ -66,9 +66,10 @@ typedef struct p2p_loss_job {
     const int32_t *topk_idx; /* balance loss by sequences: [num_tokens, top_k] */
     int64_t sequence_tokens;
     double factor;
-    /* If set: divide `factor` by the number of tokens of all ranks, which this plan records. */
+    /* If set: the kernel divides `factor` by the number of tokens of all ranks, which it reads
+     * from this plan. */
     const void *plan;
-    int32_t powers; /* divide this many times: 1 or 2 */
+    int32_t powers; /* how often the kernel divides by this number: 1 or 2 */
     int32_t pad;
     const float *d_loss; /* backward: gradient of the loss; NULL: 1 */
     double *runs;        /* [LOSS_RUNS]: workspace, the sum of each run of tokens */
@@ -79,8 +80,9 @@ typedef struct p2p_loss_job {
     int32_t z; /* 1: z-loss; 0: balance loss */
 } p2p_loss_job;
 
-/* Launch the kernels of the router and the losses. p2p_launch_bias_update() changes `bias`
- * [num_experts] towards a balanced load. */
+/* Launches the kernels of the router. p2p_launch_loss() and p2p_launch_loss_backward() launch
+ * those of the losses. p2p_launch_bias_update() changes `bias` [num_experts] so that the load
+ * becomes more even. */
 cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_router_backward(const p2p_router_backward_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_loss(const p2p_loss_job *job, cudaStream_t stream);
@@ -88,7 +90,8 @@ cudaError_t p2p_launch_loss_backward(const p2p_loss_job *job, cudaStream_t strea
 cudaError_t p2p_launch_bias_update(float *bias, const int32_t *load, int64_t num_experts,
                                    float rate, cudaStream_t stream);
 
-/* Load the kernels at open, so that no later launch has to load them. */
+/* Loads the router's kernels at open, so that no later launch has to load them. The other two
+ * functions do the same for the kernels of the backward and of the losses. */
 cudaError_t p2p_load_router(void);
 cudaError_t p2p_load_router_backward(void);
 cudaError_t p2p_load_loss(void);
