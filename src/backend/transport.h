@@ -90,9 +90,9 @@ typedef struct epic_transport {
 
     /* Returns the peer's op header for the exchange of this op slot, or NULL if it has not
      * arrived.  The header stays valid until finish(). */
-    const epic_op_header *(*note)(epic_group *group, int op_slot, int peer);
+    const epic_op_header *(*op_header)(epic_group *group, int op_slot, int peer);
 
-    /* Starts the next flow of the exchange.  Call it only after note() has returned the op
+    /* Starts the next flow of the exchange.  Call it only after op_header() has returned the op
      * headers of all ranks. */
     void (*shape)(epic_group *group, int op_slot, const epic_flow *flow);
 

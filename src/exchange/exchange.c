@@ -11,7 +11,7 @@
 #include "exchange/rounding.h"
 
 enum {
-    PHASE_NOTES,
+    PHASE_HEADERS,
     PHASE_ROWS,
     PHASE_NEXT_ROWS
 }; /* phases of an exchange; look() on other ranks returns them */
@@ -199,7 +199,7 @@ static int first_awaited_rank(const exchange *x)
 
 epic_result exchange_wait(exchange *x)
 {
-    const uint32_t state = x->phase == PHASE_NOTES ? RECORDER_ANNOUNCED : RECORDER_MOVING;
+    const uint32_t state = x->phase == PHASE_HEADERS ? RECORDER_ANNOUNCED : RECORDER_MOVING;
     recorder_phase(x->ctx->recorder, x->record, state, first_awaited_rank(x));
     return exchange_wait_in(x, x->op_slot);
 }
@@ -235,7 +235,7 @@ static epic_result exchange_claim_op_slot(exchange **out, epic_context *ctx, exc
     x->sequence = asked->sequence;
     x->header_sequence = asked->header_sequence;
     x->deadline = asked->deadline;
-    x->phase = PHASE_NOTES;
+    x->phase = PHASE_HEADERS;
     x->is_peer_gone = false;
     x->last_check_ns = now_ns();
     x->rounding = rounding_enter();
@@ -275,7 +275,7 @@ static epic_result exchange_gather_headers(exchange *x, const epic_op_header *mi
         memset(x->waits_for, 0, sizeof x->waits_for);
         for (int r = 0; r < x->num_ranks; r++) {
             if (x->headers[r]) continue;
-            x->headers[r] = x->transport->note(x->group, x->op_slot, r);
+            x->headers[r] = x->transport->op_header(x->group, x->op_slot, r);
             if (!x->headers[r]) {
                 exchange_mark_awaited(x, r);
                 missing++;
@@ -291,21 +291,21 @@ static epic_result exchange_gather_headers(exchange *x, const epic_op_header *mi
 /* Claims an op slot, announces the op header, and waits for those of all ranks. On an error
  * *out is set if an op slot was claimed. */
 static epic_result exchange_enter(exchange **out, epic_context *ctx, exchange *asked,
-                                  const epic_op_header *note, uint64_t bytes)
+                                  const epic_op_header *header, uint64_t bytes)
 {
     exchange *x;
     TRY(exchange_claim_op_slot(&x, ctx, asked));
     x->record = recorder_begin(ctx->recorder, x->operation, x->tag, x->sequence, bytes);
-    x->transport->announce(x->group, x->op_slot, x->tag, x->sequence, note);
+    x->transport->announce(x->group, x->op_slot, x->tag, x->sequence, header);
     *out = x;
-    TRY(exchange_gather_headers(x, note));
+    TRY(exchange_gather_headers(x, header));
     x->phase = PHASE_ROWS;
     exchange_report_progress(x);
     return EPIC_OK;
 }
 
 epic_result exchange_open(exchange **out, epic_context *ctx, uint32_t operation,
-                          const epic_call *call, const epic_op_header *note, uint64_t bytes)
+                          const epic_call *call, const epic_op_header *header, uint64_t bytes)
 {
     exchange asked = {.ctx = ctx,
                       .transport = ctx->backend->transport,
@@ -321,7 +321,7 @@ epic_result exchange_open(exchange **out, epic_context *ctx, uint32_t operation,
     TRY(tags_begin(&ctx->tags, call->tag, &asked.sequence));
     asked.header_sequence = asked.sequence;
     exchange *x = NULL;
-    const epic_result result = exchange_enter(&x, ctx, &asked, note, bytes);
+    const epic_result result = exchange_enter(&x, ctx, &asked, header, bytes);
     if (result != EPIC_OK) {
         if (x) return exchange_close(x, result);
         tags_end(&ctx->tags, call->tag);

@@ -84,7 +84,7 @@ int64_t exchange_bytes(const epic_config *config); /* returns the host memory of
  * reports an error of the data, this returns that error, and *out is open. The caller then
  * clears its outputs and calls exchange_close(). `bytes` is the size that epic-info shows. */
 epic_result exchange_open(exchange **out, epic_context *ctx, uint32_t operation,
-                          const epic_call *call, const epic_op_header *note, uint64_t bytes);
+                          const epic_call *call, const epic_op_header *header, uint64_t bytes);
 
 /* Ends a successful operation and begins the next operation of its tag in the same exchange,
  * without new op headers. The headers of the first operation must contain everything that the

@@ -131,12 +131,12 @@ bool op_header_compare(const epic_op_header *a, int rank_a, const epic_op_header
     return true;
 }
 
-void op_header_set_options(epic_op_header *note, const layer_options *options)
+void op_header_set_options(epic_op_header *header, const layer_options *options)
 {
     if (!options) return;
-    note->common[COMMON_OPTIONS] = (int64_t)options->hash;
-    note->common[COMMON_LAYER_WEIGHTS] = (int64_t)options->weights_hash;
-    memcpy(note->options, options->words, sizeof note->options);
+    header->common[COMMON_OPTIONS] = (int64_t)options->hash;
+    header->common[COMMON_LAYER_WEIGHTS] = (int64_t)options->weights_hash;
+    memcpy(header->options, options->words, sizeof header->options);
 }
 
 bool op_header_compare_layer(const epic_op_header *given, const epic_op_header *plan,
@@ -161,11 +161,11 @@ bool op_header_compare_layer(const epic_op_header *given, const epic_op_header *
     return true;
 }
 
-void op_header_set_fault(epic_op_header *note, const data_fault *fault)
+void op_header_set_fault(epic_op_header *header, const data_fault *fault)
 {
     if (!fault || fault->error == DATA_OK) return;
-    note->local[LOCAL_ERROR] = fault->error;
-    memcpy(&note->local[LOCAL_ERROR_DETAILS], fault->about, sizeof fault->about);
+    header->local[LOCAL_ERROR] = fault->error;
+    memcpy(&header->local[LOCAL_ERROR_DETAILS], fault->about, sizeof fault->about);
 }
 
 static epic_result saved_error(int rank, const int64_t *about)
@@ -181,18 +181,18 @@ static epic_result saved_error(int rank, const int64_t *about)
                      (long long)about[2]);
 }
 
-epic_result op_header_data_error(const epic_op_header *const *notes, int num_ranks)
+epic_result op_header_data_error(const epic_op_header *const *headers, int num_ranks)
 {
     for (int r = 0; r < num_ranks; r++) {
-        const int64_t *about = notes[r]->local + LOCAL_ERROR_DETAILS;
-        switch (notes[r]->local[LOCAL_ERROR]) {
+        const int64_t *about = headers[r]->local + LOCAL_ERROR_DETAILS;
+        switch (headers[r]->local[LOCAL_ERROR]) {
         case DATA_OK:
             break;
         case DATA_EXPERT:
             return epic_fail(EPIC_EINVAL, SAYS_EXPERT, r, (long long)about[0],
                              (long long)about[1], (long long)about[2],
-                             notes[r]->common[COMMON_NUM_LOGICAL] ? "num_logical"
-                                                                  : "num_experts",
+                             headers[r]->common[COMMON_NUM_LOGICAL] ? "num_logical"
+                                                                    : "num_experts",
                              (long long)about[3]);
         case DATA_DUPLICATE:
             return epic_fail(EPIC_EINVAL, SAYS_DUPLICATE, r, (long long)about[0],

@@ -79,10 +79,10 @@ typedef struct op_header_extra {
 } op_header_extra;
 
 /* Stores an error of the data in an op header. Does nothing if fault is NULL. */
-void op_header_set_fault(epic_op_header *note, const data_fault *fault);
+void op_header_set_fault(epic_op_header *header, const data_fault *fault);
 
 /* Stores the options of a layer in an op header. Does nothing if options is NULL. */
-void op_header_set_options(epic_op_header *note, const layer_options *options);
+void op_header_set_options(epic_op_header *header, const layer_options *options);
 
 /* Returns the name of an epic_operation as errors print it. */
 const char *operation_name(uint32_t operation);
@@ -100,6 +100,6 @@ bool op_header_compare_layer(const epic_op_header *given, const epic_op_header *
 
 /* Returns the error of the data that the header of the lowest rank with an error reports, or
  * EPIC_OK. The result and its sentence are equal on every rank. */
-epic_result op_header_data_error(const epic_op_header *const *notes, int num_ranks);
+epic_result op_header_data_error(const epic_op_header *const *headers, int num_ranks);
 
 #endif

@@ -173,12 +173,12 @@ epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_arg
 {
     summing s = {.args = args, .kernels = host_kernels_get()};
     const size_t bytes = (size_t)args->count * sizeof(float);
-    epic_op_header note = *about;
-    note.common[COMMON_OPERATION] = EPIC_OP_SUM;
-    note.common[COMMON_COUNT] = args->count;
-    note.common[COMMON_SUM_ORDER] = args->order;
-    if (args->count && is_short(args)) memcpy(note.bytes, args->data, bytes);
-    epic_result result = exchange_open(&s.x, ctx, EPIC_OP_SUM, &args->call, &note, bytes);
+    epic_op_header header = *about;
+    header.common[COMMON_OPERATION] = EPIC_OP_SUM;
+    header.common[COMMON_COUNT] = args->count;
+    header.common[COMMON_SUM_ORDER] = args->order;
+    if (args->count && is_short(args)) memcpy(header.bytes, args->data, bytes);
+    epic_result result = exchange_open(&s.x, ctx, EPIC_OP_SUM, &args->call, &header, bytes);
     if (!s.x) return result;
     if (result == EPIC_OK && !is_short(args))
         result = sum_in_blocks(&s);

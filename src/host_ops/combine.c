@@ -330,13 +330,13 @@ static void combine_clear_outputs(const combining *c)
 static epic_result combine_run(epic_context *ctx, uint32_t operation, const epic_call *call,
                                plan_op *s, combining *c)
 {
-    s->note.common[COMMON_TYPE] = c->type;
-    s->note.common[COMMON_ROW_BYTES] = c->out.row_bytes;
-    s->note.common[COMMON_WEIGHTS] = c->slot_weights || c->d_weights;
-    s->note.local[LOCAL_ROWS] = c->rows.num_rows;
-    s->note.local[LOCAL_NEEDED_ROWS] = s->damaged ? 0 : s->plan.header->num_slots;
+    s->op_header.common[COMMON_TYPE] = c->type;
+    s->op_header.common[COMMON_ROW_BYTES] = c->out.row_bytes;
+    s->op_header.common[COMMON_WEIGHTS] = c->slot_weights || c->d_weights;
+    s->op_header.local[LOCAL_ROWS] = c->rows.num_rows;
+    s->op_header.local[LOCAL_NEEDED_ROWS] = s->damaged ? 0 : s->plan.header->num_slots;
     const uint64_t bytes = (uint64_t)(c->out.num_rows * c->out.row_bytes);
-    epic_result result = exchange_open(&c->x, ctx, operation, call, &s->note, bytes);
+    epic_result result = exchange_open(&c->x, ctx, operation, call, &s->op_header, bytes);
     if (!c->x) return result;
     c->plan = s->plan;
     const bool moves = result == EPIC_OK && s->plan.header->result == EPIC_OK;

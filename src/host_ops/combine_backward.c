@@ -166,17 +166,17 @@ epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward
     plan_op_begin(&s, ctx, EPIC_OP_COMBINE_BACKWARD, args->plan, args->plan_bytes, extra);
     TRY(plan_op_check_layer(&s, args->layer));
     TRY(plan_op_check_tokens(&s, "d_out", args->d_out.num_rows));
-    s.note.common[COMMON_TYPE] = args->type;
-    s.note.common[COMMON_ROW_BYTES] = args->d_out.row_bytes;
-    s.note.common[COMMON_QUANTIZE] = args->quantize;
-    s.note.common[COMMON_WEIGHTS] = args->slot_weights != NULL;
-    s.note.local[LOCAL_ROWS] = args->d_slot_weights
-                                   ? min_int64(args->d_rows.num_rows, args->rows.num_rows)
-                                   : args->d_rows.num_rows;
-    s.note.local[LOCAL_NEEDED_ROWS] = s.damaged ? 0 : s.plan.header->num_slots;
+    s.op_header.common[COMMON_TYPE] = args->type;
+    s.op_header.common[COMMON_ROW_BYTES] = args->d_out.row_bytes;
+    s.op_header.common[COMMON_QUANTIZE] = args->quantize;
+    s.op_header.common[COMMON_WEIGHTS] = args->slot_weights != NULL;
+    s.op_header.local[LOCAL_ROWS] = args->d_slot_weights
+                                        ? min_int64(args->d_rows.num_rows, args->rows.num_rows)
+                                        : args->d_rows.num_rows;
+    s.op_header.local[LOCAL_NEEDED_ROWS] = s.damaged ? 0 : s.plan.header->num_slots;
     const uint64_t bytes = (uint64_t)(args->d_out.num_rows * args->d_out.row_bytes);
-    epic_result result =
-        exchange_open(&spread.x, ctx, EPIC_OP_COMBINE_BACKWARD, &args->call, &s.note, bytes);
+    epic_result result = exchange_open(&spread.x, ctx, EPIC_OP_COMBINE_BACKWARD, &args->call,
+                                       &s.op_header, bytes);
     if (!spread.x) return result;
     spread.plan = s.plan;
     const bool moves = result == EPIC_OK && s.plan.header->result == EPIC_OK;

@@ -361,10 +361,10 @@ static epic_result dispatch_run(epic_context *ctx, const epic_dispatch_args *arg
 {
     dispatching d = {.args = args, .kernels = host_kernels_get()};
     TRY(dispatch_check(s, args));
-    op_header_set_rows(s->note.common, args);
-    s->note.local[LOCAL_ROWS] = args->recv.num_rows;
-    s->note.local[LOCAL_NEEDED_ROWS] = s->damaged ? 0 : s->plan.header->num_slots;
-    epic_result result = exchange_open(&d.x, ctx, EPIC_OP_DISPATCH, &args->call, &s->note,
+    op_header_set_rows(s->op_header.common, args);
+    s->op_header.local[LOCAL_ROWS] = args->recv.num_rows;
+    s->op_header.local[LOCAL_NEEDED_ROWS] = s->damaged ? 0 : s->plan.header->num_slots;
+    epic_result result = exchange_open(&d.x, ctx, EPIC_OP_DISPATCH, &args->call, &s->op_header,
                                        dispatched_bytes(args));
     if (!d.x) return result;
     d.plan = s->plan;

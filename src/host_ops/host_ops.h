@@ -53,7 +53,7 @@ epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_arg
 typedef struct plan_op {
     plan_view plan; /* valid unless `damaged` is true */
     bool damaged;   /* this rank's plan or other data must not be used */
-    epic_op_header note;
+    epic_op_header op_header;
 } plan_op;
 
 void plan_op_begin(plan_op *s, const epic_context *ctx, uint32_t operation, const void *plan,
@@ -62,7 +62,7 @@ void plan_op_begin(plan_op *s, const epic_context *ctx, uint32_t operation, cons
 void plan_op_begin_unchecked(plan_op *s, uint32_t operation, const void *plan);
 
 /* Copies to an op header the fields of a layer that must be equal on all ranks. */
-void op_header_set_layer(epic_op_header *note, const epic_layer *layer);
+void op_header_set_layer(epic_op_header *header, const epic_layer *layer);
 
 /* Returns EPIC_EINVAL if `layer`, with its defaults filled in, differs from the layer of the
  * plan. Returns EPIC_OK for a damaged plan, which the op headers report. */

@@ -17,7 +17,7 @@ typedef struct planning {
     epic_layer layer;
     planner planner;
     exchange *x;
-    epic_op_header note; /* peers read it until x is closed */
+    epic_op_header op_header; /* peers read it until x is closed */
 } planning;
 
 /* Returns expert id i of the caller's topk_idx, which has 32-bit or 64-bit elements. */
@@ -54,7 +54,7 @@ static bool is_duplicate(const epic_plan_args *args, int64_t i, int64_t top_k)
 
 /* Checks the expert ids. Stores the first id that is out of range, or a duplicate if the layer
  * has EPIC_DISTINCT, as the error in the op header. */
-static void op_header_check_ids(epic_op_header *note, const epic_plan_args *args,
+static void op_header_check_ids(epic_op_header *header, const epic_plan_args *args,
                                 const epic_layer *layer)
 {
     const int64_t k = layer->top_k, choices = args->num_tokens * k;
@@ -64,55 +64,55 @@ static void op_header_check_ids(epic_op_header *note, const epic_plan_args *args
         const int64_t id = id_at(args, i);
         const bool beyond = id >= num_ids;
         if (!beyond && !(distinct && is_duplicate(args, i, k))) continue;
-        note->local[LOCAL_ERROR] = beyond ? DATA_EXPERT : DATA_DUPLICATE;
-        note->local[LOCAL_ERROR_DETAILS] = i / k;
-        note->local[LOCAL_ERROR_DETAILS + 1] = i % k;
-        note->local[LOCAL_ERROR_DETAILS + 2] = id;
-        note->local[LOCAL_ERROR_DETAILS + 3] = num_ids;
+        header->local[LOCAL_ERROR] = beyond ? DATA_EXPERT : DATA_DUPLICATE;
+        header->local[LOCAL_ERROR_DETAILS] = i / k;
+        header->local[LOCAL_ERROR_DETAILS + 1] = i % k;
+        header->local[LOCAL_ERROR_DETAILS + 2] = id;
+        header->local[LOCAL_ERROR_DETAILS + 3] = num_ids;
         return;
     }
 }
 
 /* Checks the placement and replica tables. Stores their hashes, which ranks compare, or their
  * first error in the op header. Returns false if there is an error. */
-static bool op_header_set_tables(epic_op_header *note, const epic_context *ctx,
+static bool op_header_set_tables(epic_op_header *header, const epic_context *ctx,
                                  const epic_plan_args *args, const epic_layer *layer)
 {
     const int32_t *ranks = args->rank_of_expert, *logical = args->logical_of_expert;
     const size_t bytes = layer->num_experts * sizeof *ranks;
-    if (ranks) note->common[COMMON_PLACEMENT] = (int64_t)hash_bytes(ranks, bytes);
-    if (logical) note->common[COMMON_REPLICAS] = (int64_t)hash_bytes(logical, bytes);
+    if (ranks) header->common[COMMON_PLACEMENT] = (int64_t)hash_bytes(ranks, bytes);
+    if (logical) header->common[COMMON_REPLICAS] = (int64_t)hash_bytes(logical, bytes);
     const int64_t wrong = layer_find_misplaced(layer, ctx->num_ranks, ranks);
     const replicas_error error = replicas_check(layer, logical);
     const data_fault placement = {DATA_PLACEMENT, {wrong, wrong < 0 ? 0 : ranks[wrong]}};
     const data_fault replicas = {DATA_REPLICAS,
                                  {error.expert, error.logical, layer->num_logical}};
     if (wrong >= 0)
-        op_header_set_fault(note, &placement);
+        op_header_set_fault(header, &placement);
     else if (error.expert >= 0 || error.logical >= 0)
-        op_header_set_fault(note, &replicas);
-    return note->local[LOCAL_ERROR] == DATA_OK;
+        op_header_set_fault(header, &replicas);
+    return header->local[LOCAL_ERROR] == DATA_OK;
 }
 
 /* Fills in the op header: the layer, the hashes of the tables, the first error in the data, and
  * the ids if they fit. */
-static void plan_fill_header(epic_op_header *note, const epic_context *ctx,
+static void plan_fill_header(epic_op_header *header, const epic_context *ctx,
                              const epic_plan_args *args, const epic_layer *layer,
                              const op_header_extra *extra)
 {
-    memset(note, 0, sizeof *note);
-    note->common[COMMON_OPERATION] = EPIC_OP_PLAN;
-    op_header_set_layer(note, layer);
-    note->local[LOCAL_TOKENS] = args->num_tokens;
-    note->local[LOCAL_CAPACITY] = args->capacity;
-    op_header_set_options(note, extra ? extra->options : NULL);
-    if (!op_header_set_tables(note, ctx, args, layer)) return;
-    op_header_check_ids(note, args, layer);
-    op_header_set_fault(note, extra ? extra->fault : NULL);
+    memset(header, 0, sizeof *header);
+    header->common[COMMON_OPERATION] = EPIC_OP_PLAN;
+    op_header_set_layer(header, layer);
+    header->local[LOCAL_TOKENS] = args->num_tokens;
+    header->local[LOCAL_CAPACITY] = args->capacity;
+    op_header_set_options(header, extra ? extra->options : NULL);
+    if (!op_header_set_tables(header, ctx, args, layer)) return;
+    op_header_check_ids(header, args, layer);
+    op_header_set_fault(header, extra ? extra->fault : NULL);
     int32_t ids[OP_PAYLOAD_BYTES / sizeof(int32_t)] = {0};
     if (!do_ids_fit_header(args->num_tokens, layer)) return;
     copy_ids(ids, args, layer);
-    memcpy(note->bytes, ids, sizeof ids);
+    memcpy(header->bytes, ids, sizeof ids);
 }
 
 /* Returns the address of the ids of a token in the plan (plan_view.here). */
@@ -158,9 +158,9 @@ static bool read_header_ids(planning *p)
     bool more = false;
     for (int r = 0; r < x->num_ranks; r++) {
         const int64_t tokens = x->items[r];
-        const bool noted = do_ids_fit_header(tokens, &p->layer);
-        more |= !noted;
-        if (!noted) continue;
+        const bool is_in_header = do_ids_fit_header(tokens, &p->layer);
+        more |= !is_in_header;
+        if (!is_in_header) continue;
         memcpy(ids_of_token(p, r, 0), x->headers[r]->bytes,
                (size_t)tokens * p->layer.top_k * sizeof(int32_t));
         x->items[r] = 0;
@@ -270,10 +270,11 @@ static epic_result plan_run(planning *p, epic_context *ctx, const op_header_extr
                             int64_t next)
 {
     const epic_plan_args *args = p->args;
-    plan_fill_header(&p->note, ctx, args, &p->layer, extra);
-    p->note.local[LOCAL_NEXT_DISPATCH] = next;
+    plan_fill_header(&p->op_header, ctx, args, &p->layer, extra);
+    p->op_header.local[LOCAL_NEXT_DISPATCH] = next;
     const uint64_t bytes = (uint64_t)(args->num_tokens * p->layer.top_k) * sizeof(int32_t);
-    epic_result result = exchange_open(&p->x, ctx, EPIC_OP_PLAN, &args->call, &p->note, bytes);
+    epic_result result =
+        exchange_open(&p->x, ctx, EPIC_OP_PLAN, &args->call, &p->op_header, bytes);
     if (!p->x) return result;
     if (result == EPIC_OK)
         result = make_plan(p);

@@ -7,29 +7,29 @@
 #include "host_ops/host_ops.h"
 #include "rules/sentences.h"
 
-void op_header_set_layer(epic_op_header *note, const epic_layer *layer)
+void op_header_set_layer(epic_op_header *header, const epic_layer *layer)
 {
-    note->common[COMMON_NUM_EXPERTS] = layer->num_experts;
-    note->common[COMMON_NUM_LOGICAL] = layer->num_logical;
-    note->common[COMMON_TOP_K] = layer->top_k;
-    note->common[COMMON_ALIGNMENT] = layer->alignment;
-    note->common[COMMON_LAYOUT] = layer->layout;
-    note->common[COMMON_OVERFLOW] = layer->overflow;
-    note->common[COMMON_EXPERT_CAPACITY] = layer->expert_capacity;
-    note->common[COMMON_PRIORITY] = layer->priority;
-    note->common[COMMON_SUM_ORDER] = layer->sum_order;
-    note->common[COMMON_LEAVES] = layer->leaves;
-    note->common[COMMON_PARTIAL_TYPE] = layer->partial_type;
-    note->common[COMMON_LAYER_FLAGS] = layer->flags;
+    header->common[COMMON_NUM_EXPERTS] = layer->num_experts;
+    header->common[COMMON_NUM_LOGICAL] = layer->num_logical;
+    header->common[COMMON_TOP_K] = layer->top_k;
+    header->common[COMMON_ALIGNMENT] = layer->alignment;
+    header->common[COMMON_LAYOUT] = layer->layout;
+    header->common[COMMON_OVERFLOW] = layer->overflow;
+    header->common[COMMON_EXPERT_CAPACITY] = layer->expert_capacity;
+    header->common[COMMON_PRIORITY] = layer->priority;
+    header->common[COMMON_SUM_ORDER] = layer->sum_order;
+    header->common[COMMON_LEAVES] = layer->leaves;
+    header->common[COMMON_PARTIAL_TYPE] = layer->partial_type;
+    header->common[COMMON_LAYER_FLAGS] = layer->flags;
 }
 
 /* Copies to the op header the plan's id and layer, which must be equal on all ranks, and this
  * rank's number of tokens. */
 static void op_header_set_plan(plan_op *s)
 {
-    s->note.common[COMMON_PLAN] = (int64_t)s->plan.header->id;
-    op_header_set_layer(&s->note, &s->plan.header->layer);
-    s->note.local[LOCAL_TOKENS] = s->plan.header->num_tokens;
+    s->op_header.common[COMMON_PLAN] = (int64_t)s->plan.header->id;
+    op_header_set_layer(&s->op_header, &s->plan.header->layer);
+    s->op_header.local[LOCAL_TOKENS] = s->plan.header->num_tokens;
 }
 
 void plan_op_begin(plan_op *s, const epic_context *ctx, uint32_t operation, const void *plan,
@@ -42,10 +42,10 @@ void plan_op_begin(plan_op *s, const epic_context *ctx, uint32_t operation, cons
     const data_fault *fault = extra ? extra->fault : NULL;
     const bool given = fault && fault->error != DATA_OK;
     if (!given && damage.about[0] != PLAN_OK) fault = &damage;
-    s->note.common[COMMON_OPERATION] = operation;
+    s->op_header.common[COMMON_OPERATION] = operation;
     s->damaged = fault && fault->error != DATA_OK;
-    op_header_set_fault(&s->note, fault);
-    op_header_set_options(&s->note, extra ? extra->options : NULL);
+    op_header_set_fault(&s->op_header, fault);
+    op_header_set_options(&s->op_header, extra ? extra->options : NULL);
     if (!s->damaged) op_header_set_plan(s);
 }
 
@@ -53,8 +53,8 @@ void plan_op_begin_unchecked(plan_op *s, uint32_t operation, const void *plan)
 {
     memset(s, 0, sizeof *s);
     s->plan = plan_view_of(plan);
-    s->note.common[COMMON_OPERATION] = operation;
-    op_header_set_fault(&s->note, NULL);
+    s->op_header.common[COMMON_OPERATION] = operation;
+    op_header_set_fault(&s->op_header, NULL);
     op_header_set_plan(s);
 }
 
@@ -64,7 +64,8 @@ epic_result plan_op_check_layer(const plan_op *s, const epic_layer *layer)
     char sentence[160];
     if (s->damaged) return EPIC_OK;
     op_header_set_layer(&given, layer);
-    if (op_header_compare_layer(&given, &s->note, sentence, sizeof sentence)) return EPIC_OK;
+    if (op_header_compare_layer(&given, &s->op_header, sentence, sizeof sentence))
+        return EPIC_OK;
     return epic_fail(EPIC_EINVAL, "%s", sentence);
 }
 

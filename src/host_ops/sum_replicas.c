@@ -119,7 +119,7 @@ epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *a
     if (!s.damaged && args->data.num_rows < s.plan.header->num_local)
         return epic_fail(EPIC_EINVAL, "data.num_rows is %lld: the plan has %d local experts",
                          (long long)args->data.num_rows, s.plan.header->num_local);
-    TRY(host_sum_with_header(ctx, &sum, &s.note));
+    TRY(host_sum_with_header(ctx, &sum, &s.op_header));
     const plan_header *h = s.plan.header;
     uint64_t several[MAX_EXPERTS / 64] = {0};
     mark_replicated(&s.plan, several);
@@ -133,7 +133,7 @@ epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *a
         if (!(several[l / 64] >> l % 64 & 1)) continue;
         a.logical = (int32_t)l;
         add_local_replicas(&a);
-        TRY(host_sum_with_header(ctx, &sum, &s.note));
+        TRY(host_sum_with_header(ctx, &sum, &s.op_header));
         copy_sum_to_replicas(&a);
     }
     return EPIC_OK;

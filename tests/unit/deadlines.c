@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a deadline counts: to the last note from the call, then from the last row that moved; and
- * who is named when the waits form a circle.  The rows here are slow because whoever fills or
+/* What a deadline counts: to the last header from the call, then from the last row that moved;
+ * and who is named when the waits form a circle.  The rows here are slow because whoever fills or
  * takes them sleeps.  All sleep side by side, in processes of their own. */
 #include <pthread.h>
 #include <stdatomic.h>
@@ -162,8 +162,8 @@ static void *be_slow(void *self)
 {
     slow *s = self;
     const epic_call call = {.tag = s->tag};
-    const epic_op_header note = {.common = {EPIC_OP_SUM}};
-    s->result = exchange_open(&s->x, s->ctx, EPIC_OP_SUM, &call, &note, 0);
+    const epic_op_header header = {.common = {EPIC_OP_SUM}};
+    s->result = exchange_open(&s->x, s->ctx, EPIC_OP_SUM, &call, &header, 0);
     if (!s->x) return NULL;
     if (s->result == EPIC_OK) s->result = flow(s);
     exchange_close(s->x, s->result);
@@ -194,8 +194,8 @@ static void moving(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
-/* Rank 0 comes late, and its first row comes as late again: the deadline starts anew when the note
- * has come. */
+/* Rank 0 comes late, and its first row comes as late again: the deadline starts anew when the
+ * header has come. */
 static void late_rows(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
@@ -233,7 +233,7 @@ static epic_result sum(epic_context *ctx, uint64_t tag)
     return epic_allreduce_sum(ctx, &args);
 }
 
-/* A note that comes just before the deadline of an operation leaves it where it is. */
+/* A header that comes just before the deadline of an operation leaves it where it is. */
 static void late_note(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;

@@ -96,9 +96,9 @@ static void stand_still(int *times)
 }
 
 static void announce(epic_group *group, int cell, uint64_t tag, uint64_t place,
-                     const epic_op_header *note)
+                     const epic_op_header *header)
 {
-    real->announce(group, cell, tag, place, note);
+    real->announce(group, cell, tag, place, header);
     stand_still(&still_announces);
 }
 

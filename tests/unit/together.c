@@ -15,7 +15,7 @@
 #define RANKS 3
 #define TOP_K 2
 #define EXPERTS 6
-#define MOST 40 /* tokens; their ids do not fit a note, those of FEW do */
+#define MOST 40 /* tokens; their ids do not fit a header, those of FEW do */
 #define FEW 4
 #define HIDDEN 16
 #define SLOTS (RANKS * MOST * TOP_K)
@@ -28,10 +28,10 @@ static atomic_int stuck, given_up; /* the rank that does not come to its rows, o
 static atomic_bool late_flow;      /* it got as far as that */
 
 static void announce(epic_group *group, int cell, uint64_t tag, uint64_t place,
-                     const epic_op_header *note)
+                     const epic_op_header *header)
 {
     bootstraps++;
-    real->announce(group, cell, tag, place, note);
+    real->announce(group, cell, tag, place, header);
 }
 
 static void shape(epic_group *group, int cell, const epic_flow *flow)

@@ -266,13 +266,13 @@ static inline bool begin(walk *w)
         CHECK(now() < deadline);
         if (now() >= deadline) return false;
     }
-    epic_op_header note = {.common = {7, (int64_t)w->tag},
-                           .local = {s->rank, (int64_t)w->place}};
-    s->t->announce(s->group, w->cell, w->tag, w->place, &note);
+    epic_op_header header = {.common = {7, (int64_t)w->tag},
+                             .local = {s->rank, (int64_t)w->place}};
+    s->t->announce(s->group, w->cell, w->tag, w->place, &header);
     for (int r = 0; r < s->num_ranks; r++) {
         const epic_op_header *theirs;
         if (r == s->rank) continue;
-        while (!(theirs = s->t->note(s->group, w->cell, r)))
+        while (!(theirs = s->t->op_header(s->group, w->cell, r)))
             if (!sleep_in(w, deadline)) return false;
         CHECK(theirs->local[0] == r && theirs->local[1] == (int64_t)w->place);
         CHECK(theirs->common[1] == (int64_t)w->tag);

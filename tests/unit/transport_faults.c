@@ -14,9 +14,9 @@
 static int claim_and_announce(seat *s, uint64_t tag, uint64_t place)
 {
     const int cell = s->t->claim(s->group);
-    epic_op_header note = {.common = {4}};
+    epic_op_header header = {.common = {4}};
     CHECK(cell >= 0);
-    s->t->announce(s->group, cell, tag, place, &note);
+    s->t->announce(s->group, cell, tag, place, &header);
     return cell;
 }
 
@@ -188,7 +188,7 @@ static void sights(seat *s)
         atomic_store(&s->arena->ready, 1);
     }
     pthread_barrier_wait(&s->arena->barrier);
-    for (int r = 0; r < 3; r++) CHECK(r == s->rank || s->t->note(s->group, cell, r));
+    for (int r = 0; r < 3; r++) CHECK(r == s->rank || s->t->op_header(s->group, cell, r));
     s->t->finish(s->group, cell);
     pthread_barrier_wait(&s->arena->barrier);
     epic_peer_status sight;

@@ -253,10 +253,10 @@ static void never_leaves(const epic_bootstrap *bootstrap, void *self)
     seat s = open_seat(bootstrap, 2, TOKENS);
     if (bootstrap->rank == 1) {
         const epic_transport *transport = s.ctx->backend->transport;
-        epic_op_header note = {
+        epic_op_header header = {
             .common = {[COMMON_OPERATION] = EPIC_OP_SUM, [COMMON_COUNT] = 1}};
-        memcpy(note.bytes, &one, sizeof one);
-        transport->announce(s.ctx->group, transport->claim(s.ctx->group), 0, 0, &note);
+        memcpy(header.bytes, &one, sizeof one);
+        transport->announce(s.ctx->group, transport->claim(s.ctx->group), 0, 0, &header);
         while (!atomic_load(&over)) run_nap_us(1000);
     } else {
         check_result(epic_allreduce_sum(s.ctx, &args), EPIC_OK);

@@ -61,10 +61,10 @@ static void exchange_notes(epic_group *group, const epic_bootstrap *bootstrap)
     t->announce(group, cell, 7, 0, &mine);
     for (int r = 0, turns = 0; r < bootstrap->num_ranks; r++) {
         if (r == bootstrap->rank) continue;
-        const epic_op_header *note;
-        while (!(note = t->note(group, cell, r)) && turns++ < 1000)
+        const epic_op_header *header;
+        while (!(header = t->op_header(group, cell, r)) && turns++ < 1000)
             t->wait(group, cell, 0, nobody, 100);
-        NEED(note && note->local[0] == r);
+        NEED(header && header->local[0] == r);
     }
     t->finish(group, cell);
 }

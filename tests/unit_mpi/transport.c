@@ -216,10 +216,10 @@ static bool check_notes(const script *s, int cell, double end)
         bool all = true;
         for (int r = 0; r < s->num_ranks; r++) {
             if (r == s->rank) continue;
-            const epic_op_header *note = t->note(s->group, cell, r);
-            if (note) {
-                CHECK(note->local[0] == (int64_t)mix(s->tag + s->place * 77 + (uint64_t)r));
-                CHECK(note->local[11] == r && note->common[23] == (int64_t)s->place);
+            const epic_op_header *header = t->op_header(s->group, cell, r);
+            if (header) {
+                CHECK(header->local[0] == (int64_t)mix(s->tag + s->place * 77 + (uint64_t)r));
+                CHECK(header->local[11] == r && header->common[23] == (int64_t)s->place);
                 continue;
             }
             waits_for[r / 64] |= 1ull << (r % 64);
@@ -234,11 +234,11 @@ static int begin(const script *s, double end)
 {
     const int cell = claim_cell(s, end);
     CHECK(cell >= 0);
-    epic_op_header note = {.common = {EPIC_OP_SUM}};
-    note.common[23] = (int64_t)s->place;
-    note.local[0] = (int64_t)mix(s->tag + s->place * 77 + (uint64_t)s->rank);
-    note.local[11] = s->rank;
-    if (cell >= 0) t->announce(s->group, cell, s->tag, s->place, &note);
+    epic_op_header header = {.common = {EPIC_OP_SUM}};
+    header.common[23] = (int64_t)s->place;
+    header.local[0] = (int64_t)mix(s->tag + s->place * 77 + (uint64_t)s->rank);
+    header.local[11] = s->rank;
+    if (cell >= 0) t->announce(s->group, cell, s->tag, s->place, &header);
     return cell;
 }
 
