@@ -33,12 +33,12 @@ void format_ranks(char *out, size_t size, const uint64_t *ranks)
     }
 }
 
-bool has_peer_finished(const exchange *x, const epic_peer_status *sight)
+bool has_peer_finished(const exchange *x, const epic_peer_status *status)
 {
-    if (!sight->came) return false;
-    if (sight->closed) return true; /* no rank closes its context during a call */
-    if (sight->tag != x->tag || sight->sequence < x->header_sequence) return false;
-    return sight->sequence > x->header_sequence || !sight->inside;
+    if (!status->came) return false;
+    if (status->closed) return true; /* no rank closes its context during a call */
+    if (status->tag != x->tag || status->sequence < x->header_sequence) return false;
+    return status->sequence > x->header_sequence || !status->inside;
 }
 
 /* Follows the waits of x and of its peers. Adds to `ends` the ranks at which they end: ranks
@@ -51,14 +51,14 @@ static void follow_waits(exchange *x, uint64_t *ends)
     for (int r = 0; r < x->num_ranks; r++) {
         if (!rank_set_has(todo, r) || rank_set_has(seen, r)) continue;
         rank_set_add(seen, r);
-        epic_peer_status sight;
-        x->transport->look(x->group, r, x->tag, x->header_sequence, &sight);
-        if (has_peer_finished(x, &sight)) continue;
-        if (!sight.waiting || sight.gone) {
+        epic_peer_status status;
+        x->transport->look(x->group, r, x->tag, x->header_sequence, &status);
+        if (has_peer_finished(x, &status)) continue;
+        if (!status.waiting || status.gone) {
             rank_set_add(ends, r);
             continue;
         }
-        for (int w = 0; w < RANK_WORDS; w++) todo[w] |= sight.waits_for[w];
+        for (int w = 0; w < RANK_WORDS; w++) todo[w] |= status.waits_for[w];
         r = -1; /* start again: a lower rank may have been added */
     }
 }
@@ -71,9 +71,9 @@ static void keep_furthest_behind(exchange *x, const uint64_t *from, uint64_t *cu
     for (int pass = 0; pass < 2; pass++)
         for (int r = 0; r < x->num_ranks; r++) {
             if (!rank_set_has(from, r)) continue;
-            epic_peer_status sight;
-            x->transport->look(x->group, r, x->tag, x->header_sequence, &sight);
-            const uint32_t progress = sight.came ? 1 + sight.phase : 0;
+            epic_peer_status status;
+            x->transport->look(x->group, r, x->tag, x->header_sequence, &status);
+            const uint32_t progress = status.came ? 1 + status.phase : 0;
             if (pass == 0 && progress < least) least = progress;
             if (pass == 1 && progress <= least) rank_set_add(culprits, r);
         }
@@ -82,17 +82,17 @@ static void keep_furthest_behind(exchange *x, const uint64_t *from, uint64_t *cu
 /* Appends the status of a culprit to the sentence. Returns false and appends nothing if it does
  * not fit. */
 static bool append_peer_status(char *sentence, size_t size, int rank,
-                               const epic_peer_status *sight)
+                               const epic_peer_status *status)
 {
     char clause[160];
     const size_t used = strlen(sentence);
-    if (!sight->operation)
+    if (!status->operation)
         snprintf(clause, sizeof clause, "; rank %d was never seen in an operation", rank);
     else
         snprintf(clause, sizeof clause,
                  "; rank %d was last seen %s %s (tag %llu, sequence %llu)", rank,
-                 sight->inside ? "in" : "after", operation_name(sight->operation),
-                 (unsigned long long)sight->tag, (unsigned long long)sight->sequence);
+                 status->inside ? "in" : "after", operation_name(status->operation),
+                 (unsigned long long)status->tag, (unsigned long long)status->sequence);
     if (used + strlen(clause) >= size) return false;
     memcpy(sentence + used, clause, strlen(clause) + 1);
     return true;
@@ -109,9 +109,9 @@ static void describe_culprits(exchange *x, const uint64_t *culprits, char *sente
     int told = 0;
     for (int r = 0; r < x->num_ranks && told < 4; r++) {
         if (!rank_set_has(culprits, r)) continue;
-        epic_peer_status sight;
-        x->transport->look(x->group, r, x->tag, x->header_sequence, &sight);
-        if (!append_peer_status(sentence, size, r, &sight)) return;
+        epic_peer_status status;
+        x->transport->look(x->group, r, x->tag, x->header_sequence, &status);
+        if (!append_peer_status(sentence, size, r, &status)) return;
         told++;
     }
 }

@@ -12,7 +12,7 @@ void format_ranks(char *out, size_t size, const uint64_t *ranks);
 /* Returns whether the peer has finished this exchange. A peer that has finished may close its
  * context, and is no culprit. x may still be marked as waiting for it, because a full ring to
  * EVERYONE does not show which peer still has to read it. */
-bool has_peer_finished(const exchange *x, const epic_peer_status *sight);
+bool has_peer_finished(const exchange *x, const epic_peer_status *status);
 
 /* Sets the bits of the culprits. Starts with the ranks that x waits for, and follows their
  * waits to ranks that do not wait. Of these it keeps those that are furthest behind. Writes to

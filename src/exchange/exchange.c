@@ -143,12 +143,12 @@ static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
     bool any = false, any_ended = false;
     for (int r = 0; r < x->num_ranks; r++) {
         if (!(x->waits_for[r / 64] >> (r % 64) & 1)) continue;
-        epic_peer_status sight;
-        x->transport->look(x->group, r, x->tag, x->header_sequence, &sight);
-        if (!sight.gone || has_peer_finished(x, &sight)) continue;
-        (sight.closed ? closed : ended)[r / 64] |= 1ull << (r % 64);
+        epic_peer_status status;
+        x->transport->look(x->group, r, x->tag, x->header_sequence, &status);
+        if (!status.gone || has_peer_finished(x, &status)) continue;
+        (status.closed ? closed : ended)[r / 64] |= 1ull << (r % 64);
         any = true;
-        any_ended |= !sight.closed;
+        any_ended |= !status.closed;
     }
     if (!any || !x->is_peer_gone) {
         x->is_peer_gone = any;

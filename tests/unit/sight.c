@@ -24,12 +24,12 @@ static void look(const epic_bootstrap *bootstrap, void *self)
     const epic_allreduce_sum_args sum = {.data = &one, .count = 1};
     if (!CHECK(epic_open(&ctx, bootstrap, &config) == EPIC_OK)) return;
     if (bootstrap->rank == 0) {
-        epic_peer_status sight;
-        shared_look_at_peer(ctx->group, 1, 7, 0, &sight);
-        CHECK(!sight.gone && !sight.closed);
+        epic_peer_status status;
+        shared_look_at_peer(ctx->group, 1, 7, 0, &status);
+        CHECK(!status.gone && !status.closed);
         ctx->group->is_dead = closed_and_ended;
-        shared_look_at_peer(ctx->group, 1, 7, 0, &sight);
-        CHECK(sight.gone && sight.closed);
+        shared_look_at_peer(ctx->group, 1, 7, 0, &status);
+        CHECK(status.gone && status.closed);
         ctx->group->is_dead = NULL;
         atomic_store(&shared_rank_state_of(ctx->group, 1)->closed, 0);
     }

@@ -43,19 +43,19 @@ static void killed_peer(seat *s)
     others(s, mask);
     const int cell = claim_and_announce(s, 1, s->rank == 2 ? 0 : 1);
     const uint64_t deadline = now() + PATIENCE_S * 1000000000ull;
-    epic_peer_status sight = {0};
+    epic_peer_status status = {0};
     if (s->rank == 2 && has_pidfds() && fork() == 0) {
         nap_us(4000000);
         _exit(0);
     }
     atomic_fetch_add(&s->arena->ready, 1);
-    while (!sight.gone && now() < deadline) {
+    while (!status.gone && now() < deadline) {
         s->t->wait(s->group, cell, 2, mask, 1000);
-        s->t->look(s->group, 2, 1, 0, &sight);
+        s->t->look(s->group, 2, 1, 0, &status);
     }
-    CHECK(sight.gone && !sight.closed);
+    CHECK(status.gone && !status.closed);
     CHECK(now() - atomic_load(&s->arena->stamp) < 3000000000u); /* the child lives for 4 s */
-    CHECK(sight.operation == 4 && sight.tag == 1 && sight.sequence == 0 && sight.inside);
+    CHECK(status.operation == 4 && status.tag == 1 && status.sequence == 0 && status.inside);
     const epic_failure_info mine = failure_of(s);
     epic_failure_info failure;
     s->t->break_group(s->group, &mine);
@@ -141,14 +141,14 @@ static void early_leaver(seat *s)
         s->t->send(s->group, w.cell, EVERYONE, i + 1);
     }
     if (s->rank == 0) CHECK(s->t->bytes_sent(s->group) == 5000);
-    epic_peer_status sight = {0};
+    epic_peer_status status = {0};
     const uint64_t deadline = now() + 5000000000u;
-    while (s->rank == 1 && !sight.gone && now() < deadline) {
+    while (s->rank == 1 && !status.gone && now() < deadline) {
         uint64_t mask[RANK_WORDS] = {1};
         s->t->wait(s->group, w.cell, 1, mask, 1000);
-        s->t->look(s->group, 0, 1, 0, &sight);
+        s->t->look(s->group, 0, 1, 0, &status);
     }
-    CHECK(s->rank == 0 || (sight.gone && sight.closed && sight.came && !sight.inside));
+    CHECK(s->rank == 0 || (status.gone && status.closed && status.came && !status.inside));
     for (int64_t i = 0; s->rank == 1 && i < 5; i++) {
         const void *entry = s->t->entry(s->group, w.cell, 0, i);
         CHECK(entry && is_filled(&w, 0, EVERYONE, i, entry));
@@ -158,12 +158,12 @@ static void early_leaver(seat *s)
 }
 
 /* Rank 0 watches rank 1, who waits, and rank 2, who has come and then sleeps elsewhere. */
-static void sights(seat *s)
+static void peer_statuses(seat *s)
 {
     if (s->rank == 0) {
-        epic_peer_status sight;
-        s->t->look(s->group, 1, 6, 0, &sight);
-        CHECK(!sight.came && !sight.operation && !sight.waiting && !sight.gone);
+        epic_peer_status status;
+        s->t->look(s->group, 1, 6, 0, &status);
+        CHECK(!status.came && !status.operation && !status.waiting && !status.gone);
     }
     pthread_barrier_wait(&s->arena->barrier);
     const int cell = claim_and_announce(s, 6, 0);
@@ -176,24 +176,25 @@ static void sights(seat *s)
     if (s->rank == 2) s->t->wait(s->group, cell, 1, mask, 1);
     if (s->rank != 1) nap_us(350000);
     if (s->rank == 0) {
-        epic_peer_status sight = {0};
+        epic_peer_status status = {0};
         const uint64_t stop = now() + 10000000000u;
-        while (!sight.waiting && now() < stop) s->t->look(s->group, 1, 6, 0, &sight);
-        CHECK(sight.came && sight.waiting && sight.phase == 3 && sight.waits_for[0] == 4);
-        CHECK(sight.operation == 4 && sight.tag == 6 && sight.sequence == 0 && sight.inside);
-        s->t->look(s->group, 1, 7, 0, &sight); /* it waits, though not here */
-        CHECK(!sight.came && sight.waiting && sight.waits_for[0] == 4 && !sight.gone);
-        s->t->look(s->group, 2, 6, 0, &sight);
-        CHECK(sight.came && !sight.waiting && sight.phase == 1);
+        while (!status.waiting && now() < stop) s->t->look(s->group, 1, 6, 0, &status);
+        CHECK(status.came && status.waiting && status.phase == 3 && status.waits_for[0] == 4);
+        CHECK(status.operation == 4 && status.tag == 6 && status.sequence == 0 &&
+              status.inside);
+        s->t->look(s->group, 1, 7, 0, &status); /* it waits, though not here */
+        CHECK(!status.came && status.waiting && status.waits_for[0] == 4 && !status.gone);
+        s->t->look(s->group, 2, 6, 0, &status);
+        CHECK(status.came && !status.waiting && status.phase == 1);
         atomic_store(&s->arena->ready, 1);
     }
     pthread_barrier_wait(&s->arena->barrier);
     for (int r = 0; r < 3; r++) CHECK(r == s->rank || s->t->op_header(s->group, cell, r));
     s->t->finish(s->group, cell);
     pthread_barrier_wait(&s->arena->barrier);
-    epic_peer_status sight;
-    s->t->look(s->group, (s->rank + 1) % 3, 6, 0, &sight);
-    CHECK(sight.came && !sight.inside && !sight.waiting);
+    epic_peer_status status;
+    s->t->look(s->group, (s->rank + 1) % 3, 6, 0, &status);
+    CHECK(status.came && !status.inside && !status.waiting);
     pthread_barrier_wait(&s->arena->barrier);
 }
 
@@ -308,8 +309,8 @@ int main(void)
     timed("broken group");
     both(config_of(2, 3, 0), early_leaver);
     timed("early leaver");
-    both(config_of(3, 3, 0), sights);
-    timed("sights");
+    both(config_of(3, 3, 0), peer_statuses);
+    timed("peer statuses");
     run(&epic_backend_shm, AS_PROCESSES, config_of(3, 3, 0), killed_peer, kill_rank_2);
     run(&epic_backend_shm, AS_PROCESSES, config_of(2, 3, 0), killed_writer, kill_rank_1);
     timed("killed");

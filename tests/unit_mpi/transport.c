@@ -360,9 +360,9 @@ static void check_claims(MPI_Comm *comm)
 static bool sees_waits(const script *s)
 {
     for (int r = 1; r < s->rank; r++) {
-        epic_peer_status sight;
-        t->look(s->group, r, s->tag, s->place, &sight);
-        if (!sight.waiting || sight.phase != 7 || sight.waits_for[0] != 1ull << (r - 1))
+        epic_peer_status status;
+        t->look(s->group, r, s->tag, s->place, &status);
+        if (!status.waiting || status.phase != 7 || status.waits_for[0] != 1ull << (r - 1))
             return false;
     }
     return true;
@@ -376,15 +376,15 @@ static void look_down(const script *s, int cell, double end)
     do t->wait(s->group, cell, 7, waits_for, 100);
     while (seconds() < end && !sees_waits(s));
     for (int r = 0; r < s->rank; r++) {
-        epic_peer_status sight;
-        t->look(s->group, r, s->tag, s->place, &sight);
-        CHECK(!sight.gone && !sight.closed);
-        CHECK(sight.came == (r != 0));
-        CHECK(sight.waiting == (r != 0));
-        if (r == 0) CHECK(sight.operation == 0);
+        epic_peer_status status;
+        t->look(s->group, r, s->tag, s->place, &status);
+        CHECK(!status.gone && !status.closed);
+        CHECK(status.came == (r != 0));
+        CHECK(status.waiting == (r != 0));
+        if (r == 0) CHECK(status.operation == 0);
         if (r == 0) continue;
-        CHECK(sight.phase == 7 && sight.waits_for[0] == 1ull << (r - 1));
-        CHECK(sight.inside && sight.operation == EPIC_OP_SUM && sight.tag == s->tag);
+        CHECK(status.phase == 7 && status.waits_for[0] == 1ull << (r - 1));
+        CHECK(status.inside && status.operation == EPIC_OP_SUM && status.tag == s->tag);
     }
 }
 
@@ -401,7 +401,7 @@ static void wait_for_lookers(const script *s, int cell, MPI_Comm comm)
             sleep_ms(10);
 }
 
-static void check_sights(MPI_Comm *comm)
+static void check_peer_statuses(MPI_Comm *comm)
 {
     epic_group *group = open_group(comm, 2, 0);
     script s = script_on(group, *comm, 9, 0);
@@ -491,10 +491,10 @@ static void check_closed(MPI_Comm *comm)
         return;
     }
     const double end = seconds() + LONG_S;
-    epic_peer_status sight = {0};
-    while (!sight.closed && seconds() < end) t->look(group, 0, 3, 1, &sight);
-    CHECK(sight.closed && sight.gone && !sight.came);
-    CHECK(sight.operation == EPIC_OP_SUM && sight.tag == 3 && !sight.inside);
+    epic_peer_status status = {0};
+    while (!status.closed && seconds() < end) t->look(group, 0, 3, 1, &status);
+    CHECK(status.closed && status.gone && !status.came);
+    CHECK(status.operation == EPIC_OP_SUM && status.tag == 3 && !status.inside);
     MPI_Barrier(*comm);
     epic_backend_mpi.leave(group);
 }
@@ -602,7 +602,7 @@ int main(int argc, char **argv)
     run_check("recycling", check_recycling, &comm);
     run_check("threads", check_threads, &comm);
     run_check("parts", check_parts, &comm);
-    run_check("sights", check_sights, &comm);
+    run_check("peer statuses", check_peer_statuses, &comm);
     if (world_size > 1) run_check("draining", check_draining, &comm);
     if (world_size > 1) run_check("closed", check_closed, &comm);
     if (world_size > 1) run_check("break", check_break, &comm);
