@@ -12,12 +12,12 @@
  * counts the operations of the tag from 0.  An operation may continue in the exchange of the
  * previous operation of its tag.  Then no op slot has its sequence number.
  *
- * Every rank first announces an *op header*.  Then rows flow through *rings* (the functions
- * call them lanes).  A ring is a buffer of entries in staging memory, from one rank to one
- * peer.  If `shares` is set, there is also a ring from one rank to EVERYONE: the sender writes
- * each entry once, and every peer reads it.  A *flow* is a sequence of entries of one size,
- * numbered from 0.  Every rank starts the same flows in the same order, and a flow begins after
- * the previous one of its exchange.
+ * Every rank first announces an *op header*.  Then rows flow through *rings*.  A ring is a
+ * buffer of entries in staging memory, from one rank to one peer.  If `shares` is set, there
+ * is also a ring from one rank to EVERYONE: the sender writes each entry once, and every peer
+ * reads it.  A *flow* is a sequence of entries of one size, numbered from 0.  Every rank starts
+ * the same flows in the same order, and a flow begins after the previous one of its
+ * exchange.
  *
  * Threads: one thread at a time uses an op slot; different threads may use different op slots
  * at the same time.  Only wait() blocks.  No function allocates memory or calls back into the
@@ -48,7 +48,7 @@ typedef struct epic_op_header {
 
 /* The shape of one flow.  Both arrays must stay valid until the flow ends. */
 typedef struct epic_flow {
-    int64_t entry_bytes;  /* at most half of lane_bytes; equal on all ranks */
+    int64_t entry_bytes;  /* at most half of ring_bytes; equal on all ranks */
     bool everyone;        /* true: use the ring to EVERYONE; false: one ring to each peer */
     const int64_t *sends; /* [num_ranks] entries to each peer; all equal if everyone is set */
     const int64_t *receives; /* [num_ranks] entries from each peer */
@@ -76,7 +76,7 @@ typedef struct epic_transport {
 
     /* Returns the size of the ring to EVERYONE or of the ring to one peer in bytes.  It is a
      * multiple of 64 and equal on all ranks.  An entry has at most half as many bytes. */
-    int64_t (*lane_bytes)(const epic_group *group, bool everyone);
+    int64_t (*ring_bytes)(const epic_group *group, bool everyone);
 
     /* Claims a free op slot and returns its number.  Returns -1 if no op slot is free: each is
      * in use on this rank, or a slow peer still reads it.  The caller then calls wait() with

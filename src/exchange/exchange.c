@@ -360,7 +360,7 @@ row_split exchange_split_rows(const exchange *x, bool everyone, int64_t row_byte
     int64_t most = PIECE_MAX;
     if (x->num_ranks > 1) {
         const int64_t half =
-            x->transport->lane_bytes(x->group, everyone && x->transport->shares) / 2 - trailer;
+            x->transport->ring_bytes(x->group, everyone && x->transport->shares) / 2 - trailer;
         most = half < PIECE_MAX ? half / PIECE_UNIT * PIECE_UNIT : PIECE_MAX;
     }
     if (row_bytes <= most)

@@ -14,9 +14,9 @@
 #define FAR_PS 11000
 #define MOST_PS 30000 /* times are limited to this, in case the thread lost its core */
 
-ring_path ring_choose_path(exchange *x, int lane, int64_t bytes)
+ring_path ring_choose_path(exchange *x, int ring, int64_t bytes)
 {
-    ring_cost *reach = &x->ring_costs[lane];
+    ring_cost *reach = &x->ring_costs[ring];
     if (bytes < LEAST_BYTES) return RING_CACHED;
     if (reach->rows++ % TIMED_EVERY == 0) return RING_TIMED;
     return reach->line_ps > FAR_PS ? RING_STREAMED : RING_CACHED;
@@ -44,11 +44,11 @@ static void write_row_timed(ring_cost *reach, void *entry, const void *from, siz
     ring_record_time(reach, now_ns() - begin, bytes);
 }
 
-void ring_write_row(exchange *x, int lane, ring_path way, void *entry, const void *from,
+void ring_write_row(exchange *x, int ring, ring_path way, void *entry, const void *from,
                     size_t bytes, copy_function *past)
 {
     if (way == RING_TIMED)
-        write_row_timed(&x->ring_costs[lane], entry, from, bytes);
+        write_row_timed(&x->ring_costs[ring], entry, from, bytes);
     else if (way == RING_STREAMED)
         past(entry, from, bytes);
     else

@@ -18,13 +18,13 @@
 typedef enum ring_path { RING_CACHED, RING_STREAMED, RING_TIMED } ring_path;
 typedef void copy_function(void *to, const void *from, size_t n);
 
-/* Returns how to copy the next row of `bytes` bytes into a ring. `lane` is the rank that reads
+/* Returns how to copy the next row of `bytes` bytes into a ring. `ring` is the rank that reads
  * the ring; this rank's own number means the ring to EVERYONE. */
-ring_path ring_choose_path(exchange *x, int lane, int64_t bytes);
+ring_path ring_choose_path(exchange *x, int ring, int64_t bytes);
 
 /* Copies a row in the way that ring_choose_path() returned. `past` is a function that copies
  * past the caches. */
-void ring_write_row(exchange *x, int lane, ring_path way, void *entry, const void *from,
+void ring_write_row(exchange *x, int ring, ring_path way, void *entry, const void *from,
                     size_t bytes, copy_function *past);
 
 /* Updates the moving average of a ring with the time of one row of `bytes` bytes. */

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rows go to lanes through the caches or past them, as timed rows say; results are the same. */
+/* Rows go to rings through the caches or past them, as timed rows say; results are the same. */
 #include "exchange/ring_copy.h"
 
 #include <string.h>
@@ -51,7 +51,7 @@ static void test_learning(void)
     CHECK_EQ(path_after(&cost, 1, UINT32_MAX), RING_CACHED); /* the core was away */
 }
 
-/* All lanes of all cells, with no row timed in the next step. */
+/* All rings of all op slots, with no row timed in the next step. */
 static void set_costs(epic_context *ctx, int32_t line_ps)
 {
     for (uint32_t i = 0; i < ctx->config.max_in_flight; i++)

@@ -198,7 +198,7 @@ static void bench_everyone(seat *s)
     const double bytes = (double)BENCH_ENTRIES * BENCH_BYTES;
     if (s->rank == 0)
         printf(
-            "%-8s %d ranks: everyone lane, all ranks: staged %.2f GB/s, copied out %.2f GB/s, "
+            "%-8s %d ranks: everyone ring, all ranks: staged %.2f GB/s, copied out %.2f GB/s, "
             "both %.2f GB/s (rank 0: %llu waits)\n",
             s->backend->name, s->num_ranks, bytes * s->num_ranks / seconds / 1e9,
             bytes * s->num_ranks * (s->num_ranks - 1) / seconds / 1e9,

@@ -285,7 +285,7 @@ static inline void shape(walk *w, int64_t most)
     const seat *s = w->s;
     const uint64_t key = mix4(w->seed, w->tag, w->place, w->flow);
     w->everyone = key % 2;
-    const int64_t half = s->t->lane_bytes(s->group, w->everyone) / 2;
+    const int64_t half = s->t->ring_bytes(s->group, w->everyone) / 2;
     const int64_t sizes[] = {1 + (int64_t)(key / 2 % 100), 1 + (int64_t)(key / 2 % 3000), 14336,
                              half};
     w->entry_bytes = sizes[key / 256 % 4];

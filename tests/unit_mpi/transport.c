@@ -351,8 +351,8 @@ static void check_claims(MPI_Comm *comm)
     const double start = seconds();
     t->wait(group, -1, 0, nobody, 30);
     CHECK(seconds() - start > 0.025);
-    CHECK(!t->shares && t->lane_bytes(group, false) >= 65536);
-    CHECK(t->lane_bytes(group, false) % 64 == 0);
+    CHECK(!t->shares && t->ring_bytes(group, false) >= 65536);
+    CHECK(t->ring_bytes(group, false) % 64 == 0);
     epic_backend_mpi.leave(group);
 }
 

@@ -84,7 +84,7 @@ static bool get_failure(epic_group *group, epic_failure_info *out)
 
 static const epic_transport transport = {
     .shares = false,
-    .lane_bytes = mpi_ring_bytes,
+    .ring_bytes = mpi_ring_bytes,
     .claim = claim_slot,
     .announce = mpi_announce,
     .op_header = get_header,

@@ -19,7 +19,7 @@
  * may share a cache. */
 #define ROUND_BYTES (256 * 1024)
 
-/* Implements epic_transport.lane_bytes. There is no broadcast ring: rows for all ranks are sent
+/* Implements epic_transport.ring_bytes. There is no broadcast ring: rows for all ranks are sent
  * through the ring to each rank. */
 int64_t mpi_ring_bytes(const epic_group *group, bool everyone)
 {

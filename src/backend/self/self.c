@@ -167,7 +167,7 @@ static void self_memory(const epic_config *config, epic_memory_info *out)
 
 static const epic_transport transport = {
     .shares = true,
-    .lane_bytes = self_ring_bytes,
+    .ring_bytes = self_ring_bytes,
     .claim = self_claim,
     .announce = self_announce,
     .op_header = self_header,

@@ -116,7 +116,7 @@ static uint64_t bytes_sent(const epic_group *g)
 
 const epic_transport shared_transport = {
     .shares = true,
-    .lane_bytes = shared_lane_bytes,
+    .ring_bytes = shared_ring_bytes,
     .claim = shared_claim,
     .announce = shared_announce,
     .op_header = shared_op_header,

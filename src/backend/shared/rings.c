@@ -9,7 +9,7 @@
 #include "rules/invariant.h"
 
 /* Returns the size of the broadcast ring or of a ring to one peer. */
-int64_t shared_lane_bytes(const epic_group *g, bool everyone)
+int64_t shared_ring_bytes(const epic_group *g, bool everyone)
 {
     return everyone ? g->layout.broadcast_ring_bytes : g->layout.peer_ring_bytes;
 }
@@ -56,7 +56,7 @@ void shared_shape(epic_group *g, int index, const epic_flow *flow)
     x->everyone = flow->everyone;
     x->entry_bytes = flow->entry_bytes;
     x->stride = flow->entry_bytes > 0 ? (flow->entry_bytes + 63) / 64 * 64 : 64;
-    x->depth = shared_lane_bytes(g, flow->everyone) / x->stride;
+    x->depth = shared_ring_bytes(g, flow->everyone) / x->stride;
     x->broadcast_sent = 0;
     if (flow->everyone)
         shape_broadcast(g, x, flow);

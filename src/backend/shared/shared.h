@@ -112,7 +112,7 @@ void shared_announce(epic_group *group, int slot, uint64_t tag, uint64_t sequenc
                      const epic_op_header *header);
 const epic_op_header *shared_op_header(epic_group *group, int slot, int peer);
 void shared_finish(epic_group *group, int slot);
-int64_t shared_lane_bytes(const epic_group *group, bool everyone);
+int64_t shared_ring_bytes(const epic_group *group, bool everyone);
 void shared_shape(epic_group *group, int slot, const epic_flow *flow);
 void *shared_room(epic_group *group, int slot, int to, int64_t index);
 void shared_send(epic_group *group, int slot, int to, int64_t upto);
