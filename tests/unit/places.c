@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Counters that pass 2^32: the places of a tag and the versions of a cell. */
+/* Counters that pass 2^32: the places of a tag and the versions of an op slot. */
 #include <string.h>
 
 #include "backend/shared/shared.h"
@@ -37,7 +37,7 @@ static void start_at(epic_context *ctx, uint64_t tag, uint64_t place)
             ctx->tags.entries[i].next = place + 1;
 }
 
-/* As if the cells of this rank had been used so often already.  Before its first operation, so
+/* As if the op slots of this rank had been used so often already.  Before its first operation, so
  * that nobody looks at them yet. */
 static void start_cells_at(epic_context *ctx, uint64_t version)
 {

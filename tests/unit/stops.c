@@ -95,10 +95,10 @@ static void stand_still(int *times)
     if (*times > 0) --*times;
 }
 
-static void announce(epic_group *group, int cell, uint64_t tag, uint64_t place,
+static void announce(epic_group *group, int op_slot, uint64_t tag, uint64_t place,
                      const epic_op_header *header)
 {
-    real->announce(group, cell, tag, place, header);
+    real->announce(group, op_slot, tag, place, header);
     stand_still(&still_announces);
 }
 

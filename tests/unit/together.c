@@ -27,21 +27,21 @@ static const epic_transport *real;
 static atomic_int stuck, given_up; /* the rank that does not come to its rows, or -1 */
 static atomic_bool late_flow;      /* it got as far as that */
 
-static void announce(epic_group *group, int cell, uint64_t tag, uint64_t place,
+static void announce(epic_group *group, int op_slot, uint64_t tag, uint64_t place,
                      const epic_op_header *header)
 {
     bootstraps++;
-    real->announce(group, cell, tag, place, header);
+    real->announce(group, op_slot, tag, place, header);
 }
 
-static void shape(epic_group *group, int cell, const epic_flow *flow)
+static void shape(epic_group *group, int op_slot, const epic_flow *flow)
 {
     flows++;
     if (own_rank == atomic_load(&stuck)) {
         atomic_store(&late_flow, true);
         while (atomic_load(&given_up) < RANKS - 1) run_nap_us(1000);
     }
-    real->shape(group, cell, flow);
+    real->shape(group, op_slot, flow);
 }
 
 /* Peers are looked for where they met. */

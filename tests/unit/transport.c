@@ -165,7 +165,7 @@ static void bench_everyone(seat *s)
     for (int r = 0; r < s->num_ranks; r++) w.sends[r] = w.receives[r] = BENCH_ENTRIES;
     const epic_flow f = {
         .entry_bytes = BENCH_BYTES, .everyone = true, .sends = w.sends, .receives = w.receives};
-    s->t->shape(s->group, w.cell, &f);
+    s->t->shape(s->group, w.op_slot, &f);
     pthread_barrier_wait(&s->arena->barrier);
     const uint64_t start = now();
     uint64_t sleeps = 0, slot = 0;
@@ -173,22 +173,23 @@ static void bench_everyone(seat *s)
         int64_t next = w.sent[0];
         bool moved = false;
         for (int64_t stop = next + 18; next < stop && next < BENCH_ENTRIES; next++) {
-            void *entry = s->t->room(s->group, w.cell, EVERYONE, next);
+            void *entry = s->t->room(s->group, w.op_slot, EVERYONE, next);
             if (!entry) break;
             memcpy(entry, rows + next % 4096 * BENCH_BYTES, BENCH_BYTES);
         }
         moved |= next > w.sent[0];
-        s->t->send(s->group, w.cell, EVERYONE, w.sent[0] = next);
+        s->t->send(s->group, w.op_slot, EVERYONE, w.sent[0] = next);
         open = next < BENCH_ENTRIES;
         for (int i = 1; i < s->num_ranks; i++) {
             const int r = (s->rank + i) % s->num_ranks;
             int64_t i0 = w.read[r];
             for (int64_t stop = i0 + 18; i0 < stop && i0 < BENCH_ENTRIES; i0++) {
-                const void *entry = s->t->entry(s->group, w.cell, r, i0);
+                const void *entry = s->t->entry(s->group, w.op_slot, r, i0);
                 if (!entry) break;
                 memcpy(out + slot++ % 4096 * BENCH_BYTES, entry, BENCH_BYTES);
             }
-            if (i0 > w.read[r]) s->t->drop(s->group, w.cell, r, w.read[r] = i0), moved = true;
+            if (i0 > w.read[r])
+                s->t->drop(s->group, w.op_slot, r, w.read[r] = i0), moved = true;
             open |= i0 < BENCH_ENTRIES;
         }
         if (!moved && open) sleep_in(&w, now() + 1000000000000u), sleeps++;
@@ -203,7 +204,7 @@ static void bench_everyone(seat *s)
             s->backend->name, s->num_ranks, bytes * s->num_ranks / seconds / 1e9,
             bytes * s->num_ranks * (s->num_ranks - 1) / seconds / 1e9,
             bytes * s->num_ranks * s->num_ranks / seconds / 1e9, (unsigned long long)sleeps);
-    s->t->finish(s->group, w.cell);
+    s->t->finish(s->group, w.op_slot);
     free(rows);
     free(out);
 }
@@ -258,7 +259,7 @@ int main(int argc, char **argv)
         timed("some exchanges");
     }
     both(config_of(3, 2, 0), many_exchanges);
-    timed("cells used again");
+    timed("op slots used again");
     both(config_of(3, NUM_LINES, 0), many_in_flight);
     timed("many in flight");
     run(&epic_backend_shm, AS_PROCESSES, config_of(64, 64, 0), one_small_exchange, NULL);

@@ -207,7 +207,7 @@ typedef struct walk {
     seat *s;
     uint64_t tag, place, seed;
     uint64_t dice; /* this rank's own */
-    int cell;
+    int op_slot;
     int64_t entry_bytes;
     bool everyone;
     uint64_t flow;
@@ -232,7 +232,7 @@ static inline bool sleep_in(walk *w, uint64_t deadline)
 {
     uint64_t mask[RANK_WORDS];
     others(w->s, mask);
-    w->s->t->wait(w->s->group, w->cell, 1, mask, 1000);
+    w->s->t->wait(w->s->group, w->op_slot, 1, mask, 1000);
     CHECK(now() < deadline);
     return now() < deadline;
 }
@@ -261,18 +261,18 @@ static inline bool begin(walk *w)
     const uint64_t deadline = now() + PATIENCE_S * 1000000000ull;
     uint64_t mask[RANK_WORDS];
     others(s, mask);
-    while ((w->cell = s->t->claim(s->group)) < 0) {
+    while ((w->op_slot = s->t->claim(s->group)) < 0) {
         s->t->wait(s->group, -1, 0, mask, 1000);
         CHECK(now() < deadline);
         if (now() >= deadline) return false;
     }
     epic_op_header header = {.common = {7, (int64_t)w->tag},
                              .local = {s->rank, (int64_t)w->place}};
-    s->t->announce(s->group, w->cell, w->tag, w->place, &header);
+    s->t->announce(s->group, w->op_slot, w->tag, w->place, &header);
     for (int r = 0; r < s->num_ranks; r++) {
         const epic_op_header *theirs;
         if (r == s->rank) continue;
-        while (!(theirs = s->t->op_header(s->group, w->cell, r)))
+        while (!(theirs = s->t->op_header(s->group, w->op_slot, r)))
             if (!sleep_in(w, deadline)) return false;
         CHECK(theirs->local[0] == r && theirs->local[1] == (int64_t)w->place);
         CHECK(theirs->common[1] == (int64_t)w->tag);
@@ -302,7 +302,7 @@ static inline void shape(walk *w, int64_t most)
                             .everyone = w->everyone,
                             .sends = w->sends,
                             .receives = w->receives};
-    s->t->shape(s->group, w->cell, &flow);
+    s->t->shape(s->group, w->op_slot, &flow);
 }
 
 static inline bool push(walk *w, int to)
@@ -312,15 +312,15 @@ static inline bool push(walk *w, int to)
     const int64_t total = w->sends[to == EVERYONE ? s->rank : to];
     int64_t next = *sent;
     for (uint64_t batch = 1 + roll(w, 8); batch > 0 && next < total; batch--, next++) {
-        unsigned char *entry = s->t->room(s->group, w->cell, to, next);
+        unsigned char *entry = s->t->room(s->group, w->op_slot, to, next);
         if (!entry) break;
         CHECK((uintptr_t)entry % 64 == 0);
-        CHECK(entry == s->t->room(s->group, w->cell, to, next));
+        CHECK(entry == s->t->room(s->group, w->op_slot, to, next));
         fill(w, s->rank, to, next, entry);
     }
     const bool moved = next > *sent;
     *sent = next;
-    s->t->send(s->group, w->cell, to, next);
+    s->t->send(s->group, w->op_slot, to, next);
     return moved;
 }
 
@@ -334,14 +334,14 @@ static inline bool pull(walk *w, int from)
             w->read[from]++;
             continue;
         }
-        const void *entry = s->t->entry(s->group, w->cell, from, w->read[from]);
+        const void *entry = s->t->entry(s->group, w->op_slot, from, w->read[from]);
         if (!entry) break;
         CHECK(is_filled(w, from, w->everyone ? EVERYONE : s->rank, w->read[from], entry));
         w->read[from]++;
     }
     if (w->read[from] > w->dropped[from] &&
         (w->read[from] == w->receives[from] || w->read[from] == first || roll(w, 2)))
-        s->t->drop(s->group, w->cell, from, w->dropped[from] = w->read[from]);
+        s->t->drop(s->group, w->op_slot, from, w->dropped[from] = w->read[from]);
     return w->read[from] > first;
 }
 
@@ -375,7 +375,7 @@ static inline void exchange(seat *s, uint64_t tag, uint64_t place, uint64_t num_
     if (!begin(&w)) return;
     for (w.flow = 0; w.flow < num_flows && s->num_ranks > 1; w.flow++)
         if (!flow(&w, most)) return;
-    s->t->finish(s->group, w.cell);
+    s->t->finish(s->group, w.op_slot);
 }
 
 static inline void one_small_exchange(seat *s)

@@ -13,11 +13,11 @@
 
 static int claim_and_announce(seat *s, uint64_t tag, uint64_t place)
 {
-    const int cell = s->t->claim(s->group);
+    const int op_slot = s->t->claim(s->group);
     epic_op_header header = {.common = {4}};
-    CHECK(cell >= 0);
-    s->t->announce(s->group, cell, tag, place, &header);
-    return cell;
+    CHECK(op_slot >= 0);
+    s->t->announce(s->group, op_slot, tag, place, &header);
+    return op_slot;
 }
 
 static epic_failure_info failure_of(const seat *s)
@@ -41,7 +41,7 @@ static void killed_peer(seat *s)
 {
     uint64_t mask[RANK_WORDS];
     others(s, mask);
-    const int cell = claim_and_announce(s, 1, s->rank == 2 ? 0 : 1);
+    const int op_slot = claim_and_announce(s, 1, s->rank == 2 ? 0 : 1);
     const uint64_t deadline = now() + PATIENCE_S * 1000000000ull;
     epic_peer_status status = {0};
     if (s->rank == 2 && has_pidfds() && fork() == 0) {
@@ -50,7 +50,7 @@ static void killed_peer(seat *s)
     }
     atomic_fetch_add(&s->arena->ready, 1);
     while (!status.gone && now() < deadline) {
-        s->t->wait(s->group, cell, 2, mask, 1000);
+        s->t->wait(s->group, op_slot, 2, mask, 1000);
         s->t->look(s->group, 2, 1, 0, &status);
     }
     CHECK(status.gone && !status.closed);
@@ -61,7 +61,7 @@ static void killed_peer(seat *s)
     s->t->break_group(s->group, &mine);
     CHECK(s->t->failure(s->group, &failure));
     CHECK(failure.rank != 2 && failure.result == EPIC_EPEER);
-    s->t->finish(s->group, cell);
+    s->t->finish(s->group, op_slot);
 }
 
 static void kill_rank_2(void)
@@ -98,15 +98,15 @@ static void kill_rank_1(void)
     atomic_store(&shared->stamp, now());
 }
 
-/* All wait for what never comes, one of them for a free cell; the last rank breaks the group. */
+/* All wait for what never comes, one of them for a free op slot; the last rank breaks the group. */
 static void broken_group(seat *s)
 {
     uint64_t mask[RANK_WORDS];
     others(s, mask);
-    const int num_cells = (int)s->config.max_in_flight;
-    int cell = -1;
-    for (int i = 0; i < num_cells; i++)
-        cell = claim_and_announce(s, (uint64_t)(s->rank * 100 + i), 0);
+    const int num_op_slots = (int)s->config.max_in_flight;
+    int op_slot = -1;
+    for (int i = 0; i < num_op_slots; i++)
+        op_slot = claim_and_announce(s, (uint64_t)(s->rank * 100 + i), 0);
     CHECK(s->t->claim(s->group) == -1);
     pthread_barrier_wait(&s->arena->barrier);
     if (s->rank == s->num_ranks - 1) {
@@ -117,10 +117,10 @@ static void broken_group(seat *s)
     }
     epic_failure_info failure;
     while (!s->t->failure(s->group, &failure))
-        s->t->wait(s->group, s->rank == 0 ? -1 : cell, 1, mask, 20000);
+        s->t->wait(s->group, s->rank == 0 ? -1 : op_slot, 1, mask, 20000);
     CHECK(now() - atomic_load(&s->arena->stamp) < 10000000000u); /* not the 20 s of the wait */
     CHECK(failure.rank == s->num_ranks - 1);
-    for (int i = 0; i < num_cells; i++) s->t->finish(s->group, i);
+    for (int i = 0; i < num_op_slots; i++) s->t->finish(s->group, i);
 }
 
 /* Rank 0 leaves right after it has sent; rank 1 reads later. */
@@ -135,26 +135,26 @@ static void early_leaver(seat *s)
                          .everyone = true,
                          .sends = s->rank == 0 ? w.sends : none,
                          .receives = s->rank == 0 ? none : w.receives};
-    s->t->shape(s->group, w.cell, &f);
+    s->t->shape(s->group, w.op_slot, &f);
     for (int64_t i = 0; s->rank == 0 && i < 5; i++) {
-        fill(&w, 0, EVERYONE, i, s->t->room(s->group, w.cell, EVERYONE, i));
-        s->t->send(s->group, w.cell, EVERYONE, i + 1);
+        fill(&w, 0, EVERYONE, i, s->t->room(s->group, w.op_slot, EVERYONE, i));
+        s->t->send(s->group, w.op_slot, EVERYONE, i + 1);
     }
     if (s->rank == 0) CHECK(s->t->bytes_sent(s->group) == 5000);
     epic_peer_status status = {0};
     const uint64_t deadline = now() + 5000000000u;
     while (s->rank == 1 && !status.gone && now() < deadline) {
         uint64_t mask[RANK_WORDS] = {1};
-        s->t->wait(s->group, w.cell, 1, mask, 1000);
+        s->t->wait(s->group, w.op_slot, 1, mask, 1000);
         s->t->look(s->group, 0, 1, 0, &status);
     }
     CHECK(s->rank == 0 || (status.gone && status.closed && status.came && !status.inside));
     for (int64_t i = 0; s->rank == 1 && i < 5; i++) {
-        const void *entry = s->t->entry(s->group, w.cell, 0, i);
+        const void *entry = s->t->entry(s->group, w.op_slot, 0, i);
         CHECK(entry && is_filled(&w, 0, EVERYONE, i, entry));
-        s->t->drop(s->group, w.cell, 0, i + 1);
+        s->t->drop(s->group, w.op_slot, 0, i + 1);
     }
-    s->t->finish(s->group, w.cell);
+    s->t->finish(s->group, w.op_slot);
 }
 
 /* Rank 0 watches rank 1, who waits, and rank 2, who has come and then sleeps elsewhere. */
@@ -166,14 +166,14 @@ static void peer_statuses(seat *s)
         CHECK(!status.came && !status.operation && !status.waiting && !status.gone);
     }
     pthread_barrier_wait(&s->arena->barrier);
-    const int cell = claim_and_announce(s, 6, 0);
+    const int op_slot = claim_and_announce(s, 6, 0);
     pthread_barrier_wait(&s->arena->barrier);
     const uint64_t cpu = cpu_time();
     uint64_t mask[RANK_WORDS] = {4};
     while (s->rank == 1 && !atomic_load(&s->arena->ready))
-        s->t->wait(s->group, cell, 3, mask, 1000);
+        s->t->wait(s->group, op_slot, 3, mask, 1000);
     CHECK(cpu_time() - cpu < 40000000u); /* who waits takes no time from the others */
-    if (s->rank == 2) s->t->wait(s->group, cell, 1, mask, 1);
+    if (s->rank == 2) s->t->wait(s->group, op_slot, 1, mask, 1);
     if (s->rank != 1) nap_us(350000);
     if (s->rank == 0) {
         epic_peer_status status = {0};
@@ -189,8 +189,8 @@ static void peer_statuses(seat *s)
         atomic_store(&s->arena->ready, 1);
     }
     pthread_barrier_wait(&s->arena->barrier);
-    for (int r = 0; r < 3; r++) CHECK(r == s->rank || s->t->op_header(s->group, cell, r));
-    s->t->finish(s->group, cell);
+    for (int r = 0; r < 3; r++) CHECK(r == s->rank || s->t->op_header(s->group, op_slot, r));
+    s->t->finish(s->group, op_slot);
     pthread_barrier_wait(&s->arena->barrier);
     epic_peer_status status;
     s->t->look(s->group, (s->rank + 1) % 3, 6, 0, &status);

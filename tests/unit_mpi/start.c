@@ -55,18 +55,18 @@ static void exchange_notes(epic_group *group, const epic_bootstrap *bootstrap)
 {
     const epic_transport *t = epic_backend_mpi.transport;
     const uint64_t nobody[EPIC_MAX_RANKS / 64] = {0};
-    const int cell = t->claim(group);
-    NEED(cell >= 0);
+    const int op_slot = t->claim(group);
+    NEED(op_slot >= 0);
     const epic_op_header mine = {.local = {bootstrap->rank}};
-    t->announce(group, cell, 7, 0, &mine);
+    t->announce(group, op_slot, 7, 0, &mine);
     for (int r = 0, turns = 0; r < bootstrap->num_ranks; r++) {
         if (r == bootstrap->rank) continue;
         const epic_op_header *header;
-        while (!(header = t->op_header(group, cell, r)) && turns++ < 1000)
-            t->wait(group, cell, 0, nobody, 100);
+        while (!(header = t->op_header(group, op_slot, r)) && turns++ < 1000)
+            t->wait(group, op_slot, 0, nobody, 100);
         NEED(header && header->local[0] == r);
     }
-    t->finish(group, cell);
+    t->finish(group, op_slot);
 }
 
 int main(void)

@@ -114,31 +114,31 @@ static void pattern(const script *s, int flow, int from, int to, int64_t entry,
         out[i] = (unsigned char)(key * 7 + i * 13);
 }
 
-static bool wait_well(const script *s, int cell, uint32_t phase, const uint64_t *waits_for,
+static bool wait_well(const script *s, int op_slot, uint32_t phase, const uint64_t *waits_for,
                       double end)
 {
     epic_failure_info failure;
     if (t->failure(s->group, &failure)) return false;
-    t->wait(s->group, cell, phase, waits_for, 1000);
+    t->wait(s->group, op_slot, phase, waits_for, 1000);
     CHECK(seconds() < end);
     return seconds() < end && !t->failure(s->group, &failure);
 }
 
-static bool produce(const script *s, int flow, int cell, int64_t *sent, const int64_t *sends)
+static bool produce(const script *s, int flow, int op_slot, int64_t *sent, const int64_t *sends)
 {
     bool moved = false;
     for (int i = 1; i < s->num_ranks; i++) {
         const int to = (s->rank + i) % s->num_ranks;
         int64_t next = sent[to];
         for (; next < sends[to] && next < sent[to] + 50; next++) {
-            unsigned char *entry = t->room(s->group, cell, to, next);
+            unsigned char *entry = t->room(s->group, op_slot, to, next);
             if (!entry) break;
             CHECK((uintptr_t)entry % 64 == 0);
             if (s->check) pattern(s, flow, s->rank, to, next, entry);
         }
         if (next == sent[to]) continue;
         sent[to] = next;
-        t->send(s->group, cell, to, next);
+        t->send(s->group, op_slot, to, next);
         moved = true;
     }
     return moved;
@@ -152,7 +152,7 @@ static void compare(const script *s, int flow, int from, int64_t index, const vo
     CHECK(memcmp(entry, expected, (size_t)s->entry_bytes[flow]) == 0);
 }
 
-static bool consume(const script *s, int flow, int cell, int64_t *taken,
+static bool consume(const script *s, int flow, int op_slot, int64_t *taken,
                     const int64_t *receives, uint64_t *waits_for)
 {
     bool moved = false;
@@ -161,14 +161,14 @@ static bool consume(const script *s, int flow, int cell, int64_t *taken,
         const int from = (s->rank + i) % s->num_ranks;
         int64_t next = taken[from];
         for (; next < receives[from]; next++) {
-            const void *entry = t->entry(s->group, cell, from, next);
+            const void *entry = t->entry(s->group, op_slot, from, next);
             if (!entry) break;
             compare(s, flow, from, next, entry);
         }
         if (next < receives[from]) waits_for[from / 64] |= 1ull << (from % 64);
         if (next == taken[from]) continue;
         taken[from] = next;
-        t->drop(s->group, cell, from, next);
+        t->drop(s->group, op_slot, from, next);
         moved = true;
     }
     return moved;
@@ -181,7 +181,7 @@ static bool all_done(const script *s, const int64_t *done, const int64_t *of)
     return true;
 }
 
-static bool run_flow(const script *s, int flow, int cell, double end)
+static bool run_flow(const script *s, int flow, int op_slot, double end)
 {
     int64_t sends[64] = {0}, receives[64] = {0}, sent[64] = {0}, taken[64] = {0};
     for (int r = 0; r < s->num_ranks; r++) {
@@ -190,33 +190,33 @@ static bool run_flow(const script *s, int flow, int cell, double end)
     }
     const epic_flow shape = {
         .entry_bytes = s->entry_bytes[flow], .sends = sends, .receives = receives};
-    t->shape(s->group, cell, &shape);
+    t->shape(s->group, op_slot, &shape);
     uint64_t waits_for[EPIC_MAX_RANKS / 64];
     while (!all_done(s, sent, sends) || !all_done(s, taken, receives)) {
-        bool moved = produce(s, flow, cell, sent, sends);
-        moved |= consume(s, flow, cell, taken, receives, waits_for);
-        if (!moved && !wait_well(s, cell, 1 + (uint32_t)flow, waits_for, end)) return false;
+        bool moved = produce(s, flow, op_slot, sent, sends);
+        moved |= consume(s, flow, op_slot, taken, receives, waits_for);
+        if (!moved && !wait_well(s, op_slot, 1 + (uint32_t)flow, waits_for, end)) return false;
     }
     return true;
 }
 
-static int claim_cell(const script *s, double end)
+static int claim_op_slot(const script *s, double end)
 {
-    int cell;
+    int op_slot;
     const uint64_t nobody[EPIC_MAX_RANKS / 64] = {0};
-    while ((cell = t->claim(s->group)) < 0)
+    while ((op_slot = t->claim(s->group)) < 0)
         if (!wait_well(s, -1, 0, nobody, end)) return -1;
-    return cell;
+    return op_slot;
 }
 
-static bool check_notes(const script *s, int cell, double end)
+static bool check_notes(const script *s, int op_slot, double end)
 {
     for (;;) {
         uint64_t waits_for[EPIC_MAX_RANKS / 64] = {0};
         bool all = true;
         for (int r = 0; r < s->num_ranks; r++) {
             if (r == s->rank) continue;
-            const epic_op_header *header = t->op_header(s->group, cell, r);
+            const epic_op_header *header = t->op_header(s->group, op_slot, r);
             if (header) {
                 CHECK(header->local[0] == (int64_t)mix(s->tag + s->place * 77 + (uint64_t)r));
                 CHECK(header->local[11] == r && header->common[23] == (int64_t)s->place);
@@ -226,31 +226,31 @@ static bool check_notes(const script *s, int cell, double end)
             all = false;
         }
         if (all) return true;
-        if (!wait_well(s, cell, 0, waits_for, end)) return false;
+        if (!wait_well(s, op_slot, 0, waits_for, end)) return false;
     }
 }
 
 static int begin(const script *s, double end)
 {
-    const int cell = claim_cell(s, end);
-    CHECK(cell >= 0);
+    const int op_slot = claim_op_slot(s, end);
+    CHECK(op_slot >= 0);
     epic_op_header header = {.common = {EPIC_OP_SUM}};
     header.common[23] = (int64_t)s->place;
     header.local[0] = (int64_t)mix(s->tag + s->place * 77 + (uint64_t)s->rank);
     header.local[11] = s->rank;
-    if (cell >= 0) t->announce(s->group, cell, s->tag, s->place, &header);
-    return cell;
+    if (op_slot >= 0) t->announce(s->group, op_slot, s->tag, s->place, &header);
+    return op_slot;
 }
 
 /* Runs one exchange. Returns false if the group broke or a wait took too long. */
 static bool run(const script *s)
 {
     const double end = seconds() + PATIENCE_MS / 1000.0;
-    const int cell = begin(s, end);
-    if (cell < 0) return false;
-    bool good = check_notes(s, cell, end);
-    for (int f = 0; good && f < s->num_flows; f++) good = run_flow(s, f, cell, end);
-    t->finish(s->group, cell);
+    const int op_slot = begin(s, end);
+    if (op_slot < 0) return false;
+    bool good = check_notes(s, op_slot, end);
+    for (int f = 0; good && f < s->num_flows; f++) good = run_flow(s, f, op_slot, end);
+    t->finish(s->group, op_slot);
     return good;
 }
 
@@ -370,10 +370,10 @@ static bool sees_waits(const script *s)
 
 /* Rank 0 is late and each other rank waits for the one below it. All of them see who waits for
  * whom, down to rank 0, which does not wait. */
-static void look_down(const script *s, int cell, double end)
+static void look_down(const script *s, int op_slot, double end)
 {
     const uint64_t waits_for[EPIC_MAX_RANKS / 64] = {1ull << (s->rank - 1)};
-    do t->wait(s->group, cell, 7, waits_for, 100);
+    do t->wait(s->group, op_slot, 7, waits_for, 100);
     while (seconds() < end && !sees_waits(s));
     for (int r = 0; r < s->rank; r++) {
         epic_peer_status status;
@@ -389,14 +389,14 @@ static void look_down(const script *s, int cell, double end)
 }
 
 /* Waits until all ranks have seen it. A rank that waits keeps waiting until then. */
-static void wait_for_lookers(const script *s, int cell, MPI_Comm comm)
+static void wait_for_lookers(const script *s, int op_slot, MPI_Comm comm)
 {
     const uint64_t waits_for[EPIC_MAX_RANKS / 64] = {1ull << (s->rank > 0 ? s->rank - 1 : 0)};
     MPI_Request all;
     int over = 0;
     for (MPI_Ibarrier(comm, &all); !over; MPI_Test(&all, &over, MPI_STATUS_IGNORE))
         if (s->rank > 0)
-            t->wait(s->group, cell, 7, waits_for, 10);
+            t->wait(s->group, op_slot, 7, waits_for, 10);
         else
             sleep_ms(10);
 }
@@ -411,11 +411,11 @@ static void check_peer_statuses(MPI_Comm *comm)
         wait_for_lookers(&s, -1, *comm);
         CHECK(run(&s));
     } else {
-        const int cell = begin(&s, end);
-        look_down(&s, cell, end);
-        wait_for_lookers(&s, cell, *comm);
-        CHECK(check_notes(&s, cell, end));
-        t->finish(group, cell);
+        const int op_slot = begin(&s, end);
+        look_down(&s, op_slot, end);
+        wait_for_lookers(&s, op_slot, *comm);
+        CHECK(check_notes(&s, op_slot, end));
+        t->finish(group, op_slot);
     }
     epic_backend_mpi.leave(group);
 }
@@ -432,13 +432,13 @@ static double drain(MPI_Comm *comm)
     s.check = false;
     s.first_only = true;
     const double end = seconds() + LONG_S;
-    const int cell = begin(&s, end);
-    CHECK(check_notes(&s, cell, end));
+    const int op_slot = begin(&s, end);
+    CHECK(check_notes(&s, op_slot, end));
     if (s.rank == 1) sleep_ms(200);
     const double start = seconds();
-    CHECK(run_flow(&s, 0, cell, end));
+    CHECK(run_flow(&s, 0, op_slot, end));
     const double took = s.rank == 1 ? seconds() - start : 0;
-    t->finish(group, cell);
+    t->finish(group, op_slot);
     if (s.rank == 0) sleep_ms(1000);
     epic_backend_mpi.leave(group);
     return took;
@@ -504,9 +504,9 @@ static void *wait_for_break(void *self)
     const worker *w = self;
     script s = script_on(w->group, w->comm, w->tag, 0);
     const double end = seconds() + LONG_S;
-    const int cell = begin(&s, end);
-    CHECK(!check_notes(&s, cell, end)); /* the last rank never announces */
-    t->finish(w->group, cell);
+    const int op_slot = begin(&s, end);
+    CHECK(!check_notes(&s, op_slot, end)); /* the last rank never announces */
+    t->finish(w->group, op_slot);
     return NULL;
 }
 
@@ -517,14 +517,14 @@ static void check_break(MPI_Comm *comm)
     const int last = world_size - 1;
     script s = script_on(group, *comm, 100, 0);
     const double end = seconds() + LONG_S;
-    const int cell = begin(&s, end);
-    CHECK(check_notes(&s, cell, end));
+    const int op_slot = begin(&s, end);
+    CHECK(check_notes(&s, op_slot, end));
     const epic_failure_info failure = {
         .result = EPIC_EPEER, .tag = 100, .rank = last, .sentence = "on purpose"};
     if (world_rank == last) {
         sleep_ms(150);
         t->break_group(group, &failure);
-        t->finish(group, cell);
+        t->finish(group, op_slot);
     } else {
         pthread_t threads[3];
         worker workers[3];
@@ -536,8 +536,8 @@ static void check_break(MPI_Comm *comm)
         s.entry_bytes[0] = 30000;
         s.most[0] = 100000;
         s.check = false;
-        CHECK(!run_flow(&s, 0, cell, end));
-        t->finish(group, cell);
+        CHECK(!run_flow(&s, 0, op_slot, end));
+        t->finish(group, op_slot);
         for (int i = 0; i < 3; i++) pthread_join(threads[i], NULL);
     }
     epic_failure_info seen = {0};

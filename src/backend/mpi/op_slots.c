@@ -19,10 +19,10 @@ op_slot *op_slots_find(epic_group *group, uint64_t tag, uint64_t sequence)
 
 /* Stores a peer's header in its slot. The release store lets the slot's thread read the header
  * without the mutex. */
-static void store_header(op_slot *slot, int from, int peer_cell, const epic_op_header *header)
+static void store_header(op_slot *slot, int from, int peer_slot, const epic_op_header *header)
 {
     slot->headers[from] = *header;
-    slot->peer_slots[from] = peer_cell;
+    slot->peer_slots[from] = peer_slot;
     atomic_store_explicit(&slot->has_header[from], true, memory_order_release);
     slot->num_events++;
 }

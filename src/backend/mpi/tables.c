@@ -111,10 +111,10 @@ epic_result tables_check(const epic_config *config, int num_ranks)
  * already. */
 static void clear_tables(epic_group *group)
 {
-    const int per_cell = group->num_ranks * NUM_REQUESTS;
+    const int per_slot = group->num_ranks * NUM_REQUESTS;
     for (int i = 0; i < group->num_slots; i++) {
         group->slots[i].index = i;
-        for (int q = 0; q < per_cell; q++) group->slots[i].requests[q] = MPI_REQUEST_NULL;
+        for (int q = 0; q < per_slot; q++) group->slots[i].requests[q] = MPI_REQUEST_NULL;
     }
     for (int i = 0; i < NUM_SEND_BUFFERS; i++)
         group->send_buffers[i].request = MPI_REQUEST_NULL;
@@ -130,8 +130,8 @@ static void clear_tables(epic_group *group)
  * faster. A system without huge pages ignores the request. */
 static void use_large_pages(const epic_group *group)
 {
-    const int64_t of_cell = 2 * (group->num_ranks - 1) * group->ring_bytes;
-    if (of_cell <= MAX_HUGE_PAGES)
+    const int64_t slot_bytes = 2 * (group->num_ranks - 1) * group->ring_bytes;
+    if (slot_bytes <= MAX_HUGE_PAGES)
         madvise(group->rings, group->memory_bytes - group->table_bytes, MADV_HUGEPAGE);
 }
 

@@ -15,7 +15,7 @@ struct epic_group {
     pthread_mutex_t mutex; /* guards the members below */
     pthread_cond_t changed;
     uint64_t used; /* one bit for each op slot */
-    int num_cells;
+    int num_op_slots;
     epic_failure_info failure;
 };
 
@@ -27,69 +27,69 @@ static int64_t self_ring_bytes(const epic_group *g, bool everyone)
 
 static int self_claim(epic_group *g)
 {
-    int cell = 0;
+    int op_slot = 0;
     pthread_mutex_lock(&g->mutex);
-    while (cell < g->num_cells && g->used >> cell & 1) cell++;
-    if (cell < g->num_cells) g->used |= 1ull << cell;
+    while (op_slot < g->num_op_slots && g->used >> op_slot & 1) op_slot++;
+    if (op_slot < g->num_op_slots) g->used |= 1ull << op_slot;
     pthread_mutex_unlock(&g->mutex);
-    return cell < g->num_cells ? cell : -1;
+    return op_slot < g->num_op_slots ? op_slot : -1;
 }
 
-static void self_announce(epic_group *g, int cell, uint64_t tag, uint64_t place,
+static void self_announce(epic_group *g, int op_slot, uint64_t tag, uint64_t place,
                           const epic_op_header *header)
 {
-    (void)g, (void)cell, (void)tag, (void)place, (void)header;
+    (void)g, (void)op_slot, (void)tag, (void)place, (void)header;
 }
 
-static const epic_op_header *self_header(epic_group *g, int cell, int peer)
+static const epic_op_header *self_header(epic_group *g, int op_slot, int peer)
 {
-    (void)g, (void)cell, (void)peer;
+    (void)g, (void)op_slot, (void)peer;
     return NULL;
 }
 
-static void self_shape(epic_group *g, int cell, const epic_flow *flow)
+static void self_shape(epic_group *g, int op_slot, const epic_flow *flow)
 {
-    (void)g, (void)cell, (void)flow;
+    (void)g, (void)op_slot, (void)flow;
 }
 
-static void *self_room(epic_group *g, int cell, int to, int64_t index)
+static void *self_room(epic_group *g, int op_slot, int to, int64_t index)
 {
-    (void)g, (void)cell, (void)to, (void)index;
+    (void)g, (void)op_slot, (void)to, (void)index;
     return NULL;
 }
 
-static void self_send(epic_group *g, int cell, int to, int64_t upto)
+static void self_send(epic_group *g, int op_slot, int to, int64_t upto)
 {
-    (void)g, (void)cell, (void)to, (void)upto;
+    (void)g, (void)op_slot, (void)to, (void)upto;
 }
 
-static const void *self_entry(epic_group *g, int cell, int from, int64_t index)
+static const void *self_entry(epic_group *g, int op_slot, int from, int64_t index)
 {
-    (void)g, (void)cell, (void)from, (void)index;
+    (void)g, (void)op_slot, (void)from, (void)index;
     return NULL;
 }
 
-static void self_drop(epic_group *g, int cell, int from, int64_t upto)
+static void self_drop(epic_group *g, int op_slot, int from, int64_t upto)
 {
-    (void)g, (void)cell, (void)from, (void)upto;
+    (void)g, (void)op_slot, (void)from, (void)upto;
 }
 
-static void self_finish(epic_group *g, int cell)
+static void self_finish(epic_group *g, int op_slot)
 {
     pthread_mutex_lock(&g->mutex);
-    g->used &= ~(1ull << cell);
+    g->used &= ~(1ull << op_slot);
     pthread_cond_broadcast(&g->changed);
     pthread_mutex_unlock(&g->mutex);
 }
 
 /* Waits until an op slot is free or the group has failed. The core calls it only with op slot
  * -1. */
-static void self_wait(epic_group *g, int cell, uint32_t phase, const uint64_t *waits_for,
+static void self_wait(epic_group *g, int op_slot, uint32_t phase, const uint64_t *waits_for,
                       uint32_t ms)
 {
-    (void)cell, (void)phase, (void)waits_for;
+    (void)op_slot, (void)phase, (void)waits_for;
     const struct timespec limit = clock_in_ns(ms * 1000000ll);
-    const uint64_t all = g->num_cells == 64 ? ~0ull : (1ull << g->num_cells) - 1;
+    const uint64_t all = g->num_op_slots == 64 ? ~0ull : (1ull << g->num_op_slots) - 1;
     pthread_mutex_lock(&g->mutex);
     int late = 0;
     while (g->used == all && !g->failure.result && !late)
@@ -146,7 +146,7 @@ static epic_result self_join(epic_group **out, const epic_join *join)
     pthread_mutex_init(&g->mutex, NULL);
     pthread_cond_init(&g->changed, &clock);
     pthread_condattr_destroy(&clock);
-    g->num_cells = (int)join->config->max_in_flight;
+    g->num_op_slots = (int)join->config->max_in_flight;
     *out = g;
     return EPIC_OK;
 }
