@@ -175,7 +175,7 @@ static void import_npy(const trace *t, const char *folder, int32_t ranks)
             const trace_step *s = &t->steps[i];
             const int64_t first = s->num_tokens * r / ranks;
             const trace_record record = {
-                .place = s->place,
+                .sequence = s->sequence,
                 .plan = {.num_tokens = s->num_tokens * (r + 1) / ranks - first,
                          .top_k = s->top_k,
                          .num_experts = t->num_experts,

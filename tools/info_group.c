@@ -89,7 +89,7 @@ static void print_operation(const operation *o, int64_t now)
     const int64_t end = e->end_ns ? e->end_ns : now;
     printf("  %s  %-17s tag %" PRIu64 " step %" PRIu64 "  %" PRIu64 " bytes  %s  ",
            e->end_ns ? "finished " : "in flight", info_operation(e->operation), e->tag,
-           e->place, e->bytes, format_duration(elapsed_ns(e->start_ns, end), took));
+           e->sequence, e->bytes, format_duration(elapsed_ns(e->start_ns, end), took));
     if (e->end_ns) {
         printf("%s, %s ago\n", epic_result_name((epic_result)e->result),
                format_duration(elapsed_ns(e->end_ns, now), ago));
@@ -159,7 +159,7 @@ static void print_json_operation(const operation *o, int64_t now)
     const int64_t end = e->end_ns ? e->end_ns : now;
     printf("        {\"operation\": \"%s\", \"tag\": %" PRIu64 ", \"step\": %" PRIu64
            ", \"bytes\": %" PRIu64 ", \"start_ns\": %" PRId64 ", \"elapsed_ns\": %" PRId64 ", ",
-           info_operation(e->operation), e->tag, e->place, e->bytes, e->start_ns,
+           info_operation(e->operation), e->tag, e->sequence, e->bytes, e->start_ns,
            elapsed_ns(e->start_ns, end));
     print_json_string("state", state_name(e->state));
     if (e->end_ns) {
@@ -211,7 +211,7 @@ static void print_chrome_operation(const recording *s, const recorder_entry *e, 
            ", \"step\": %" PRIu64 ", \"bytes\": %" PRIu64 ", ",
            info_operation(e->operation), e->end_ns ? "" : ", in flight", s->page->rank,
            info_thread(e->tag), (double)elapsed_ns(zero, e->start_ns) / 1e3,
-           (double)elapsed_ns(e->start_ns, end) / 1e3, e->tag, e->place, e->bytes);
+           (double)elapsed_ns(e->start_ns, end) / 1e3, e->tag, e->sequence, e->bytes);
     if (e->end_ns)
         printf("\"result\": \"%s\"}}", epic_result_name((epic_result)e->result));
     else

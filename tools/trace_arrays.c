@@ -98,7 +98,7 @@ static void make_ids(trace *out, const npy *a, const char *path, const trace_cho
     out->steps = tool_alloc((size_t)out->num_steps * sizeof *out->steps);
     for (int64_t i = 0, at = 0; i < out->num_steps; i++) {
         trace_step *s = &out->steps[i];
-        *s = (trace_step){.place = (uint64_t)i,
+        *s = (trace_step){.sequence = (uint64_t)i,
                           .time_ns = i,
                           .top_k = (uint32_t)k,
                           .num_experts = experts,
@@ -131,7 +131,7 @@ static void make_loads(trace *out, const npy *a, const char *path, const trace_c
     out->steps = tool_alloc((size_t)out->num_steps * sizeof *out->steps);
     for (int64_t i = 0; i < out->num_steps; i++) {
         trace_step *s = &out->steps[i];
-        *s = (trace_step){.place = (uint64_t)i,
+        *s = (trace_step){.sequence = (uint64_t)i,
                           .time_ns = i,
                           .num_experts = (uint32_t)experts,
                           .alignment = 1,

@@ -32,7 +32,8 @@ void trace_chrome(const trace *t, const char *path)
                 ", \"step\": %" PRIu64 ", \"bytes\": %" PRIu64 ", \"result\": \"%s\"}}%s\n",
                 info_operation(e->done.operation), t->events[i].rank, info_thread(e->tag),
                 (double)(e->time_ns - zero) / 1e3, (double)(e->done.end_ns - e->time_ns) / 1e3,
-                e->tag, e->place, e->done.bytes, epic_result_name((epic_result)e->done.result),
+                e->tag, e->sequence, e->done.bytes,
+                epic_result_name((epic_result)e->done.result),
                 i + 1 < t->num_events ? "," : "");
     }
     fprintf(out, "]}\n");
@@ -65,7 +66,7 @@ void trace_metrics(const trace *t)
         const int64_t none = trace_count_load(s, load);
         printf("{\"group\": ");
         info_json(stdout, t->name);
-        printf(", \"tag\": %" PRIu64 ", \"place\": %" PRIu64, s->tag, s->place);
+        printf(", \"tag\": %" PRIu64 ", \"sequence\": %" PRIu64, s->tag, s->sequence);
         if (!t->has_loads)
             printf(", \"time_ns\": %" PRId64 ", \"tokens\": %" PRId64
                    ", \"top_k\": %u, \"none\": %" PRId64 ", \"rank_imbalance\": %.4f",

@@ -174,7 +174,8 @@ static int compare_places(const void *a, const void *b)
 {
     const rank_plan *p = a, *q = b;
     if (p->record.tag != q->record.tag) return p->record.tag < q->record.tag ? -1 : 1;
-    if (p->record.place != q->record.place) return p->record.place < q->record.place ? -1 : 1;
+    if (p->record.sequence != q->record.sequence)
+        return p->record.sequence < q->record.sequence ? -1 : 1;
     return (p->rank > q->rank) - (p->rank < q->rank);
 }
 
@@ -208,7 +209,7 @@ static bool join_parts(trace_step *out, const rank_plan *parts, int32_t num_rank
 {
     const trace_record *first = &parts[0].record;
     *out = (trace_step){.tag = first->tag,
-                        .place = first->place,
+                        .sequence = first->sequence,
                         .time_ns = first->time_ns,
                         .top_k = first->plan.top_k,
                         .num_experts = first->plan.num_experts,
@@ -244,7 +245,7 @@ static void make_steps(trace *out, found_records *found)
         const trace_record *first = &found->plans[i].record;
         for (end = i; end < found->num_plans; end++)
             if (found->plans[end].record.tag != first->tag ||
-                found->plans[end].record.place != first->place)
+                found->plans[end].record.sequence != first->sequence)
                 break;
         const bool whole =
             end - i == out->num_ranks &&

@@ -17,7 +17,7 @@
 
 /* The choices of all ranks in one plan, rank by rank, or one row of a table of loads. */
 typedef struct trace_step {
-    uint64_t tag, place;
+    uint64_t tag, sequence;
     int64_t time_ns; /* when the first rank planned */
     uint32_t top_k, num_experts, alignment;
     int64_t num_tokens; /* of all ranks */

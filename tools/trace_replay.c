@@ -97,9 +97,9 @@ static void check_home(const rank_state *self, const trace_step *step, const int
         for (int64_t c = 0; c < k; c++) live += ids[t * k + c] >= 0;
         for (int64_t h = 0; h < hidden; h++)
             if (out[t * hidden + h] != WEIGHT * (float)live * value_of(first + t, h))
-                tool_fail("tag %" PRIu64 " place %" PRIu64 ": token %" PRId64
+                tool_fail("tag %" PRIu64 " sequence %" PRIu64 ": token %" PRId64
                           " returned as %g, not %g",
-                          step->tag, step->place, first + t, out[t * hidden + h],
+                          step->tag, step->sequence, first + t, out[t * hidden + h],
                           WEIGHT * (float)live * value_of(first + t, h));
     }
 }

@@ -1,12 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The flight recorder: a ring of records in a memfd.  Each record has a sequence word that
- * works as a seqlock.
+/* The flight recorder: a ring of records in a memfd.  Each record has a seqlock.
  *
  * A record has one writer at a time: the thread that has set in_flight.  The writer makes the
- * sequence odd, stores each word of the record with release order, and makes the sequence even
- * with release order.  A reader loads the sequence, then each word with acquire order, then the
- * sequence again.  If any word came from a newer write, the reader also sees the odd sequence
- * that was stored before that word.  The two loads of the sequence then differ, and the reader
+ * seqlock odd, stores each word of the record with release order, and makes the seqlock even
+ * with release order.  A reader loads the seqlock, then each word with acquire order, then the
+ * seqlock again.  If any word came from a newer write, the reader also sees the odd seqlock
+ * that was stored before that word.  The two loads of the seqlock then differ, and the reader
  * tries again. */
 #include "base/recorder.h"
 
@@ -150,20 +149,20 @@ static void load_words(void *to, const _Atomic uint64_t *from, size_t num_words)
 }
 
 /* Writes a record and, if the operation failed, its sentence, between an odd and an even
- * sequence.  Only the thread that claimed the record may call this. */
+ * seqlock.  Only the thread that claimed the record may call this. */
 static void publish_entry(recorder_page *page, size_t i, const recorder_entry *entry,
                           const char *sentence)
 {
     recorder_record *record = &page->records[i];
-    const uint64_t sequence = atomic_load_explicit(&record->sequence, memory_order_relaxed);
-    atomic_store_explicit(&record->sequence, sequence + 1, memory_order_relaxed);
+    const uint64_t seqlock = atomic_load_explicit(&record->seqlock, memory_order_relaxed);
+    atomic_store_explicit(&record->seqlock, seqlock + 1, memory_order_relaxed);
     store_words(record->words, entry, RECORDER_WORDS);
     if (sentence) {
         char copy[RECORDER_SENTENCE] = {0};
         snprintf(copy, sizeof copy, "%s", sentence);
         store_words(page->sentences[i].words, copy, SENTENCE_WORDS);
     }
-    atomic_store_explicit(&record->sequence, sequence + 2, memory_order_release);
+    atomic_store_explicit(&record->seqlock, seqlock + 2, memory_order_release);
 }
 
 /* Claims the first record that is not in flight, from position `number` of the ring.  Returns
@@ -183,7 +182,7 @@ static int claim_record(recorder_page *page, uint64_t number)
 }
 
 uint64_t recorder_begin(epic_recorder *recorder, uint32_t operation, uint64_t tag,
-                        uint64_t place, uint64_t bytes)
+                        uint64_t sequence, uint64_t bytes)
 {
     if (!recorder) return NO_RECORD;
     recorder_page *page = recorder->page;
@@ -194,7 +193,7 @@ uint64_t recorder_begin(epic_recorder *recorder, uint32_t operation, uint64_t ta
     const recorder_entry entry = {
         .number = number,
         .tag = tag,
-        .place = place,
+        .sequence = sequence,
         .bytes = bytes,
         .start_ns = wall_ns(),
         .operation = operation,
@@ -241,7 +240,7 @@ void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
     atomic_store_explicit(&recorder->page->records[at].in_flight, 0, memory_order_release);
     const trace_record ended = {
         .tag = entry.tag,
-        .place = entry.place,
+        .sequence = entry.sequence,
         .time_ns = entry.start_ns,
         .done = {entry.end_ns, entry.bytes, entry.operation, entry.result}};
     trace_operation(recorder->trace, ended);
@@ -284,7 +283,7 @@ bool recorder_read(const recorder_page *page, int i, recorder_entry *out,
     const recorder_record *record = &page->records[i];
     for (int tries = 0; tries < 10000; tries++) {
         if (tries % 64 == 63) sched_yield(); /* the writer may need this core to finish */
-        const uint64_t before = atomic_load_explicit(&record->sequence, memory_order_acquire);
+        const uint64_t before = atomic_load_explicit(&record->seqlock, memory_order_acquire);
         if (before == 0) return false;
         if (before & 1) continue;
         load_words(out, record->words, RECORDER_WORDS);
@@ -293,8 +292,7 @@ bool recorder_read(const recorder_page *page, int i, recorder_entry *out,
             sentence[RECORDER_SENTENCE - 1] = 0;
             if (out->end_ns == 0 || out->result == EPIC_OK) sentence[0] = 0;
         }
-        if (atomic_load_explicit(&record->sequence, memory_order_relaxed) == before)
-            return true;
+        if (atomic_load_explicit(&record->seqlock, memory_order_relaxed) == before) return true;
     }
     return false;
 }

@@ -42,11 +42,11 @@ void recorder_trace(epic_recorder *recorder, epic_trace *trace);
 /* Frees the copy of a recorder in a forked child.  The recorder of the parent stays open. */
 void recorder_forget(epic_recorder *recorder);
 
-/* Begins a record and returns its id for the two functions below.  `place` is the sequence
+/* Begins a record and returns its id for the two functions below.  `sequence` is the sequence
  * number of the operation in its tag.  If all records are in flight, the operation is not
  * recorded, and the id is one that the functions ignore. */
 uint64_t recorder_begin(epic_recorder *recorder, uint32_t operation, uint64_t tag,
-                        uint64_t place, uint64_t bytes);
+                        uint64_t sequence, uint64_t bytes);
 
 /* Sets the state of a record to `phase`, a recorder_state. waits_for is the first rank that the
  * operation waits for, or -1. */
@@ -69,7 +69,7 @@ void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
 typedef struct recorder_entry {
     uint64_t number; /* number of the operation in its context, from 0 */
     uint64_t tag;
-    uint64_t place;
+    uint64_t sequence;
     uint64_t bytes;
     int64_t start_ns;
     int64_t end_ns;
@@ -81,10 +81,10 @@ typedef struct recorder_entry {
 
 #define RECORDER_WORDS (sizeof(recorder_entry) / sizeof(uint64_t))
 
-/* A record in the memfd.  `sequence` is 0 if the record was never used, and odd while it is
+/* A record in the memfd.  `seqlock` is 0 if the record was never used, and odd while it is
  * written.  `words` are a recorder_entry. */
 typedef struct recorder_record {
-    _Atomic uint64_t sequence;
+    _Atomic uint64_t seqlock;
     _Atomic uint64_t in_flight; /* 1 from recorder_begin() to recorder_end() */
     _Atomic uint64_t words[RECORDER_WORDS];
     _Atomic uint64_t pad[6];

@@ -51,7 +51,7 @@ static bool grow_table(tag_table *table)
 }
 
 /* Implements tags_begin(); the caller holds the mutex. */
-static epic_result begin_locked(tag_table *table, uint64_t tag, uint64_t *place)
+static epic_result begin_locked(tag_table *table, uint64_t tag, uint64_t *sequence)
 {
     if (table->in_flight == table->max_in_flight)
         return epic_fail(EPIC_EINVAL,
@@ -73,15 +73,15 @@ static epic_result begin_locked(tag_table *table, uint64_t tag, uint64_t *place)
         table->used++;
     }
     entry->is_busy = true;
-    *place = entry->next++ - 1;
+    *sequence = entry->next++ - 1;
     table->in_flight++;
     return EPIC_OK;
 }
 
-epic_result tags_begin(tag_table *table, uint64_t tag, uint64_t *place)
+epic_result tags_begin(tag_table *table, uint64_t tag, uint64_t *sequence)
 {
     pthread_mutex_lock(&table->mutex);
-    const epic_result result = begin_locked(table, tag, place);
+    const epic_result result = begin_locked(table, tag, sequence);
     pthread_mutex_unlock(&table->mutex);
     return result;
 }
@@ -91,9 +91,9 @@ uint64_t tags_continue(tag_table *table, uint64_t tag)
     pthread_mutex_lock(&table->mutex);
     tag_entry *entry = find_entry(table->entries, table->size, tag);
     INVARIANT(entry->next && entry->is_busy);
-    const uint64_t place = entry->next++ - 1;
+    const uint64_t sequence = entry->next++ - 1;
     pthread_mutex_unlock(&table->mutex);
-    return place;
+    return sequence;
 }
 
 void tags_end(tag_table *table, uint64_t tag)

@@ -38,10 +38,10 @@ typedef struct tag_table {
 epic_result tags_open(tag_table *table, uint32_t max_in_flight);
 void tags_close(tag_table *table);
 
-/* Begins an operation of the tag and stores its sequence number in *place.  On an error the
+/* Begins an operation of the tag and stores its sequence number in *sequence.  On an error the
  * table is not changed: EPIC_EINVAL (the tag has an operation in flight on this rank, or
  * max_in_flight operations are in flight), EPIC_ENOMEM. */
-epic_result tags_begin(tag_table *table, uint64_t tag, uint64_t *place);
+epic_result tags_begin(tag_table *table, uint64_t tag, uint64_t *sequence);
 
 /* Ends the tag's operation in flight and begins the next operation of the tag, in one step.
  * Returns the sequence number of the new operation. */

@@ -37,7 +37,7 @@ typedef struct trace_record {
     uint32_t id_bytes; /* PLAN: bytes of an id, 1, 2 or 4; all bits set: no expert */
     uint64_t payload;  /* bytes after the record: ids, and zeros up to a multiple of 8 */
     uint64_t tag;
-    uint64_t place;
+    uint64_t sequence;
     int64_t time_ns; /* PLAN: when the record is written.  OPERATION: when it began */
     union {
         struct {

@@ -249,7 +249,7 @@ static epic_result make_plan(planning *p)
 static void trace_ids(const planning *p)
 {
     const trace_record record = {.tag = p->x->tag,
-                                 .place = p->x->sequence,
+                                 .sequence = p->x->sequence,
                                  .plan = {.num_tokens = p->args->num_tokens,
                                           .top_k = p->layer.top_k,
                                           .num_experts = layer_num_ids(&p->layer),

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Counters that pass 2^32: the places of a tag and the versions of an op slot. */
+/* Counters that pass 2^32: the sequence numbers of a tag and the versions of an op slot. */
 #include <string.h>
 
 #include "backend/shared/shared.h"
@@ -26,20 +26,20 @@ static epic_context *open_context(const epic_bootstrap *bootstrap)
     return ctx;
 }
 
-/* The next operation of the tag is the place-th. */
-static void start_at(epic_context *ctx, uint64_t tag, uint64_t place)
+/* The next operation of the tag has the number `sequence`. */
+static void start_at(epic_context *ctx, uint64_t tag, uint64_t sequence)
 {
     uint64_t first;
     CHECK(tags_begin(&ctx->tags, tag, &first) == EPIC_OK);
     tags_end(&ctx->tags, tag);
     for (size_t i = 0; i < ctx->tags.size; i++)
         if (ctx->tags.entries[i].next && ctx->tags.entries[i].tag == tag)
-            ctx->tags.entries[i].next = place + 1;
+            ctx->tags.entries[i].next = sequence + 1;
 }
 
 /* As if the op slots of this rank had been used so often already.  Before its first operation, so
  * that nobody looks at them yet. */
-static void start_cells_at(epic_context *ctx, uint64_t version)
+static void start_op_slots_at(epic_context *ctx, uint64_t version)
 {
     epic_group *g = ctx->group;
     for (int i = 0; i < g->layout.num_slots; i++) {
@@ -66,7 +66,7 @@ static void over_the_edge(const epic_bootstrap *bootstrap, void *self)
     epic_context *ctx = open_context(bootstrap);
     step s;
     start_at(ctx, TAG, EDGE - 3);
-    start_cells_at(ctx, EDGE - 4);
+    start_op_slots_at(ctx, EDGE - 4);
     step_open(&s, ctx, 9, 64);
     CHECK(step_all(&s, TAG)); /* plan to sum: past the edge */
     for (int i = 0; i < 20; i++) CHECK_SAY(sum(ctx, 0) == EPIC_OK, "%s", epic_error(ctx));
@@ -85,7 +85,7 @@ static void over_the_edge(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
-/* Places that differ by 2^32 are not the same place. */
+/* Sequence numbers that differ by 2^32 are not equal. */
 static void edge_apart(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;

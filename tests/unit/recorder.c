@@ -82,13 +82,13 @@ static void one_operation(void)
 
     const uint64_t record = recorder_begin(recorder, EPIC_OP_DISPATCH, 7, 11, 4096);
     CHECK(find_tag(page, 7, &entry, sentence) >= 0);
-    CHECK(entry.operation == EPIC_OP_DISPATCH && entry.place == 11 && entry.bytes == 4096);
+    CHECK(entry.operation == EPIC_OP_DISPATCH && entry.sequence == 11 && entry.bytes == 4096);
     CHECK(entry.state == RECORDER_ANNOUNCED && entry.waits_for == -1);
     CHECK(entry.start_ns >= page->opened_ns && entry.end_ns == 0 && !*sentence);
 
     recorder_phase(recorder, record, RECORDER_MOVING, 4);
     CHECK(find_tag(page, 7, &entry, sentence) >= 0);
-    CHECK(entry.state == RECORDER_MOVING && entry.waits_for == 4 && entry.place == 11);
+    CHECK(entry.state == RECORDER_MOVING && entry.waits_for == 4 && entry.sequence == 11);
 
     memset(longer, 'x', sizeof longer);
     longer[sizeof longer - 1] = 0;
@@ -124,7 +124,7 @@ static void stuck_operation_stays(void)
     int recent = 0;
     for (int i = 0; i < RECORDER_RECORDS; i++) {
         CHECK(recorder_read(page, i, &entry, NULL));
-        if (entry.tag == 2 && entry.place + RECORDER_RECORDS >= (uint64_t)others) recent++;
+        if (entry.tag == 2 && entry.sequence + RECORDER_RECORDS >= (uint64_t)others) recent++;
     }
     CHECK(recent == RECORDER_RECORDS - 1);
     recorder_end(recorder, stuck, EPIC_OK, NULL);
@@ -182,7 +182,7 @@ static void *write_many(void *argument)
 static bool whole(const recorder_entry *entry, const char *sentence)
 {
     const uint64_t tag = entry->tag;
-    if (entry->place != tag * 3 || entry->bytes != ~tag) return false;
+    if (entry->sequence != tag * 3 || entry->bytes != ~tag) return false;
     if (entry->operation != tag % 7 + 1 || entry->start_ns <= 0) return false;
     if (entry->state == RECORDER_MOVING)
         return entry->waits_for == (int32_t)(tag % 1000) && entry->end_ns == 0;

@@ -43,10 +43,10 @@ static const epic_transport *real;
 static _Atomic int was_seen; /* 1: rank 0 has seen rank 1 gone */
 
 /* Rank 1 looks dead at the first look.  What it sent before arrives right after. */
-static void look_once_gone(epic_group *group, int peer, uint64_t tag, uint64_t place,
+static void look_once_gone(epic_group *group, int peer, uint64_t tag, uint64_t sequence,
                            epic_peer_status *out)
 {
-    real->look(group, peer, tag, place, out);
+    real->look(group, peer, tag, sequence, out);
     if (!atomic_exchange(&was_seen, 1)) out->gone = true;
 }
 

@@ -95,17 +95,17 @@ static void stand_still(int *times)
     if (*times > 0) --*times;
 }
 
-static void announce(epic_group *group, int op_slot, uint64_t tag, uint64_t place,
+static void announce(epic_group *group, int op_slot, uint64_t tag, uint64_t sequence,
                      const epic_op_header *header)
 {
-    real->announce(group, op_slot, tag, place, header);
+    real->announce(group, op_slot, tag, sequence, header);
     stand_still(&still_announces);
 }
 
-static void look(epic_group *group, int peer, uint64_t tag, uint64_t place,
+static void look(epic_group *group, int peer, uint64_t tag, uint64_t sequence,
                  epic_peer_status *out)
 {
-    real->look(group, peer, tag, place, out);
+    real->look(group, peer, tag, sequence, out);
     if (run_now_ns() - begin_ns >= DEADLINE_MS * MS) stand_still(&still_looks);
 }
 

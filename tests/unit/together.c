@@ -27,11 +27,11 @@ static const epic_transport *real;
 static atomic_int stuck, given_up; /* the rank that does not come to its rows, or -1 */
 static atomic_bool late_flow;      /* it got as far as that */
 
-static void announce(epic_group *group, int op_slot, uint64_t tag, uint64_t place,
+static void announce(epic_group *group, int op_slot, uint64_t tag, uint64_t sequence,
                      const epic_op_header *header)
 {
     bootstraps++;
-    real->announce(group, op_slot, tag, place, header);
+    real->announce(group, op_slot, tag, sequence, header);
 }
 
 static void shape(epic_group *group, int op_slot, const epic_flow *flow)
@@ -45,11 +45,11 @@ static void shape(epic_group *group, int op_slot, const epic_flow *flow)
 }
 
 /* Peers are looked for where they met. */
-static void look(epic_group *group, int peer, uint64_t tag, uint64_t place,
+static void look(epic_group *group, int peer, uint64_t tag, uint64_t sequence,
                  epic_peer_status *out)
 {
-    if (atomic_load(&stuck) >= 0) CHECK_EQ(place, 0);
-    real->look(group, peer, tag, place, out);
+    if (atomic_load(&stuck) >= 0) CHECK_EQ(sequence, 0);
+    real->look(group, peer, tag, sequence, out);
 }
 
 /* ---------------------------------------------------------------------------- a rank ---- */
@@ -152,7 +152,8 @@ static void alike(const epic_bootstrap *bootstrap, void *self)
     CHECK_EQ(plan_dispatch(s), EPIC_OK);
     CHECK_EQ(bootstraps, 1);
     CHECK_EQ(flows, s->num_tokens * TOP_K > 64 ? 2 : 1);
-    CHECK_EQ(s->ctx->exchanges[0].sequence, 1); /* the dispatch has a place of its own */
+    CHECK_EQ(s->ctx->exchanges[0].sequence,
+             1); /* the dispatch has a sequence number of its own */
     check_home(s);
     CHECK_EQ(plan_dispatch(s), EPIC_OK);
     check_home(s);

@@ -107,7 +107,7 @@ static size_t take(int rank, unsigned char *out, size_t size)
 
 static void check_plan(const seat *s, const trace_record *r, const unsigned char *ids, int step)
 {
-    CHECK(r->tag == 9 && r->place == (uint64_t)step && r->time_ns > 0);
+    CHECK(r->tag == 9 && r->sequence == (uint64_t)step && r->time_ns > 0);
     CHECK(r->plan.num_tokens == TOKENS && r->plan.top_k == TOP_K);
     CHECK(r->plan.num_experts == s->experts && r->plan.alignment == 1);
     CHECK(r->id_bytes == (s->experts < 256 ? 1u : s->experts < 65536 ? 2u : 4u));
@@ -145,7 +145,8 @@ static void all_is_there(uint32_t experts)
             if (record.kind == TRACE_PLAN) check_plan(&seats[r], &record, bytes + at, plans++);
             if (record.kind == TRACE_OPERATION) {
                 CHECK(record.payload == 0 && record.done.operation == EPIC_OP_PLAN);
-                CHECK(record.place == (uint64_t)operations++ && record.done.result == EPIC_OK);
+                CHECK(record.sequence == (uint64_t)operations++ &&
+                      record.done.result == EPIC_OK);
                 CHECK(record.done.end_ns >= record.time_ns);
             }
             at += record.payload;

@@ -27,13 +27,13 @@ static trace_header head_of(int32_t rank, int32_t num_ranks)
                           .name = "g"};
 }
 
-static trace_record plan_of(uint64_t place)
+static trace_record plan_of(uint64_t sequence)
 {
     return (trace_record){
         .kind = TRACE_PLAN,
         .id_bytes = 1,
         .payload = 8,
-        .place = place,
+        .sequence = sequence,
         .plan = {.num_tokens = 2, .top_k = 2, .num_experts = 8, .alignment = 1}};
 }
 

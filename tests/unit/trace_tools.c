@@ -119,7 +119,7 @@ static void numbers(void)
     CHECK_EQ(tool("epic-trace", "metrics recorded"), 0);
     for (const char *at = output; (at = strchr(at, '\n')); at++) lines++;
     CHECK_EQ(lines, STEPS);
-    CHECK(says("{\"group\": \"npy\", \"tag\": 0, \"place\": 4, "));
+    CHECK(says("{\"group\": \"npy\", \"tag\": 0, \"sequence\": 4, "));
     for (int i = 0; i < STEPS * TOKENS * TOP_K; i++) load += (&ids[0][0][0])[i] == 2;
     CHECK_EQ(tool("epic-trace", "metrics recorded --prometheus"), 0);
     snprintf(words, sizeof words, "epic_expert_load_total{group=\"npy\",expert=\"2\"} %lld\n",

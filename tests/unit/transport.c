@@ -8,8 +8,8 @@
 static void some_exchanges(seat *s)
 {
     const uint64_t count = s->num_ranks > 4 ? 6 : 24;
-    for (uint64_t place = 0; place < count; place++)
-        exchange(s, 3, place, place % 4, MAX_ENTRIES);
+    for (uint64_t sequence = 0; sequence < count; sequence++)
+        exchange(s, 3, sequence, sequence % 4, MAX_ENTRIES);
     epic_failure_info failure;
     CHECK(!s->t->failure(s->group, &failure));
 }
@@ -17,7 +17,8 @@ static void some_exchanges(seat *s)
 /* Cells are used again and again: mostly nothing flows. */
 static void many_exchanges(seat *s)
 {
-    for (uint64_t place = 0; place < 3000; place++) exchange(s, 9, place, place % 16 == 0, 3);
+    for (uint64_t sequence = 0; sequence < 3000; sequence++)
+        exchange(s, 9, sequence, sequence % 16 == 0, 3);
 }
 
 /* ---------------------------------------------------------------- many in flight ---- */
@@ -33,10 +34,10 @@ static void *walk_line(void *arg)
 {
     line *l = arg;
     uint64_t dice = mix4(l->tag, (uint64_t)l->s->rank, 1, 2);
-    for (uint64_t place = 0; place < 12; place++) {
+    for (uint64_t sequence = 0; sequence < 12; sequence++) {
         dice = mix(dice);
         if (dice % 3 == 0) nap_us((long)(dice / 3 % 1000));
-        exchange(l->s, l->tag, place, place % 3, 30);
+        exchange(l->s, l->tag, sequence, sequence % 3, 30);
     }
     return NULL;
 }

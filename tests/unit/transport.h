@@ -201,11 +201,11 @@ static inline void run(const epic_backend *backend, enum how how, epic_config co
 
 #define MAX_ENTRIES 200
 
-/* One exchange of one rank; everything random follows from (seed, tag, place), so that all ranks
+/* One exchange of one rank; everything random follows from (seed, tag, sequence), so that all ranks
  * think of the same flows. */
 typedef struct walk {
     seat *s;
-    uint64_t tag, place, seed;
+    uint64_t tag, sequence, seed;
     uint64_t dice; /* this rank's own */
     int op_slot;
     int64_t entry_bytes;
@@ -239,8 +239,8 @@ static inline bool sleep_in(walk *w, uint64_t deadline)
 
 static inline void fill(const walk *w, int from, int to, int64_t index, unsigned char *entry)
 {
-    uint64_t word =
-        mix4(w->tag * 1000 + w->place, w->flow, (uint64_t)(from * 1000 + to), (uint64_t)index);
+    uint64_t word = mix4(w->tag * 1000 + w->sequence, w->flow, (uint64_t)(from * 1000 + to),
+                         (uint64_t)index);
     for (int64_t i = 0; i < w->entry_bytes; i += 8, word += 0x9e3779b97f4a7c15ull) {
         const int64_t left = w->entry_bytes - i;
         memcpy(entry + i, &word, left < 8 ? (size_t)left : 8);
@@ -267,14 +267,14 @@ static inline bool begin(walk *w)
         if (now() >= deadline) return false;
     }
     epic_op_header header = {.common = {7, (int64_t)w->tag},
-                             .local = {s->rank, (int64_t)w->place}};
-    s->t->announce(s->group, w->op_slot, w->tag, w->place, &header);
+                             .local = {s->rank, (int64_t)w->sequence}};
+    s->t->announce(s->group, w->op_slot, w->tag, w->sequence, &header);
     for (int r = 0; r < s->num_ranks; r++) {
         const epic_op_header *theirs;
         if (r == s->rank) continue;
         while (!(theirs = s->t->op_header(s->group, w->op_slot, r)))
             if (!sleep_in(w, deadline)) return false;
-        CHECK(theirs->local[0] == r && theirs->local[1] == (int64_t)w->place);
+        CHECK(theirs->local[0] == r && theirs->local[1] == (int64_t)w->sequence);
         CHECK(theirs->common[1] == (int64_t)w->tag);
     }
     return true;
@@ -283,7 +283,7 @@ static inline bool begin(walk *w)
 static inline void shape(walk *w, int64_t most)
 {
     const seat *s = w->s;
-    const uint64_t key = mix4(w->seed, w->tag, w->place, w->flow);
+    const uint64_t key = mix4(w->seed, w->tag, w->sequence, w->flow);
     w->everyone = key % 2;
     const int64_t half = s->t->ring_bytes(s->group, w->everyone) / 2;
     const int64_t sizes[] = {1 + (int64_t)(key / 2 % 100), 1 + (int64_t)(key / 2 % 3000), 14336,
@@ -367,11 +367,11 @@ static inline bool flow(walk *w, int64_t most)
     }
 }
 
-static inline void exchange(seat *s, uint64_t tag, uint64_t place, uint64_t num_flows,
+static inline void exchange(seat *s, uint64_t tag, uint64_t sequence, uint64_t num_flows,
                             int64_t most)
 {
-    walk w = {.s = s, .tag = tag, .place = place, .seed = 1};
-    w.dice = mix4(tag, place, (uint64_t)s->rank, 3);
+    walk w = {.s = s, .tag = tag, .sequence = sequence, .seed = 1};
+    w.dice = mix4(tag, sequence, (uint64_t)s->rank, 3);
     if (!begin(&w)) return;
     for (w.flow = 0; w.flow < num_flows && s->num_ranks > 1; w.flow++)
         if (!flow(&w, most)) return;

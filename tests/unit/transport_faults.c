@@ -11,12 +11,12 @@
 
 /* ---------------------------------------------------------------- when things go wrong ---- */
 
-static int claim_and_announce(seat *s, uint64_t tag, uint64_t place)
+static int claim_and_announce(seat *s, uint64_t tag, uint64_t sequence)
 {
     const int op_slot = s->t->claim(s->group);
     epic_op_header header = {.common = {4}};
     CHECK(op_slot >= 0);
-    s->t->announce(s->group, op_slot, tag, place, &header);
+    s->t->announce(s->group, op_slot, tag, sequence, &header);
     return op_slot;
 }
 

@@ -88,7 +88,7 @@ static epic_group *open_group(MPI_Comm *comm, uint32_t max_in_flight, int64_t st
 typedef struct script {
     epic_group *group;
     int rank, num_ranks;
-    uint64_t tag, place;
+    uint64_t tag, sequence;
     int num_flows;
     int64_t entry_bytes[MAX_FLOWS];
     int64_t most[MAX_FLOWS];
@@ -98,7 +98,7 @@ typedef struct script {
 
 static int64_t num_entries(const script *s, int flow, int from, int to)
 {
-    const uint64_t key = mix(s->tag * 1000003 + s->place) ^ mix((uint64_t)flow);
+    const uint64_t key = mix(s->tag * 1000003 + s->sequence) ^ mix((uint64_t)flow);
     if (s->first_only && from != 0) return 0;
     if (!s->check) return s->most[flow];
     return (int64_t)(mix(key ^ mix((uint64_t)from * 1024 + (uint64_t)to)) %
@@ -108,7 +108,7 @@ static int64_t num_entries(const script *s, int flow, int from, int to)
 static void pattern(const script *s, int flow, int from, int to, int64_t entry,
                     unsigned char *out)
 {
-    const uint64_t key = mix(s->tag ^ mix(s->place)) + (uint64_t)entry * 4096 +
+    const uint64_t key = mix(s->tag ^ mix(s->sequence)) + (uint64_t)entry * 4096 +
                          (uint64_t)flow * 64 + (uint64_t)from * 8 + (uint64_t)to;
     for (int64_t i = 0; i < s->entry_bytes[flow]; i++)
         out[i] = (unsigned char)(key * 7 + i * 13);
@@ -218,8 +218,9 @@ static bool check_notes(const script *s, int op_slot, double end)
             if (r == s->rank) continue;
             const epic_op_header *header = t->op_header(s->group, op_slot, r);
             if (header) {
-                CHECK(header->local[0] == (int64_t)mix(s->tag + s->place * 77 + (uint64_t)r));
-                CHECK(header->local[11] == r && header->common[23] == (int64_t)s->place);
+                CHECK(header->local[0] ==
+                      (int64_t)mix(s->tag + s->sequence * 77 + (uint64_t)r));
+                CHECK(header->local[11] == r && header->common[23] == (int64_t)s->sequence);
                 continue;
             }
             waits_for[r / 64] |= 1ull << (r % 64);
@@ -235,10 +236,10 @@ static int begin(const script *s, double end)
     const int op_slot = claim_op_slot(s, end);
     CHECK(op_slot >= 0);
     epic_op_header header = {.common = {EPIC_OP_SUM}};
-    header.common[23] = (int64_t)s->place;
-    header.local[0] = (int64_t)mix(s->tag + s->place * 77 + (uint64_t)s->rank);
+    header.common[23] = (int64_t)s->sequence;
+    header.local[0] = (int64_t)mix(s->tag + s->sequence * 77 + (uint64_t)s->rank);
     header.local[11] = s->rank;
-    if (op_slot >= 0) t->announce(s->group, op_slot, s->tag, s->place, &header);
+    if (op_slot >= 0) t->announce(s->group, op_slot, s->tag, s->sequence, &header);
     return op_slot;
 }
 
@@ -254,9 +255,9 @@ static bool run(const script *s)
     return good;
 }
 
-static script script_on(epic_group *group, MPI_Comm comm, uint64_t tag, uint64_t place)
+static script script_on(epic_group *group, MPI_Comm comm, uint64_t tag, uint64_t sequence)
 {
-    script s = {.group = group, .tag = tag, .place = place, .check = true};
+    script s = {.group = group, .tag = tag, .sequence = sequence, .check = true};
     MPI_Comm_rank(comm, &s.rank);
     MPI_Comm_size(comm, &s.num_ranks);
     return s;
@@ -270,12 +271,12 @@ static void check_lanes(MPI_Comm *comm)
     const int64_t lanes = world_size > 1 ? 2 * (world_size - 1) * 3 : 1;
     epic_group *group = open_group(comm, 3, lanes * 2 * 8704);
     uint64_t bytes = 0;
-    for (uint64_t place = 0; place < 24; place++) {
-        script s = script_on(group, *comm, 5, place);
-        s.num_flows = 1 + (int)(place % MAX_FLOWS);
+    for (uint64_t sequence = 0; sequence < 24; sequence++) {
+        script s = script_on(group, *comm, 5, sequence);
+        s.num_flows = 1 + (int)(sequence % MAX_FLOWS);
         for (int f = 0; f < s.num_flows; f++) {
-            s.entry_bytes[f] = sizes[(place + (uint64_t)f * 3) % 8];
-            s.most[f] = place % 5 == 0 ? 1 : 300;
+            s.entry_bytes[f] = sizes[(sequence + (uint64_t)f * 3) % 8];
+            s.most[f] = sequence % 5 == 0 ? 1 : 300;
             for (int r = 0; r < s.num_ranks; r++)
                 if (r != s.rank)
                     bytes += (uint64_t)(num_entries(&s, f, s.rank, r) * s.entry_bytes[f]);
@@ -289,9 +290,9 @@ static void check_lanes(MPI_Comm *comm)
 static void check_recycling(MPI_Comm *comm)
 {
     epic_group *group = open_group(comm, 2, 0);
-    for (uint64_t place = 0; place < 2000; place++) {
-        script s = script_on(group, *comm, place % 3, place / 3);
-        s.num_flows = place % 7 == 0;
+    for (uint64_t sequence = 0; sequence < 2000; sequence++) {
+        script s = script_on(group, *comm, sequence % 3, sequence / 3);
+        s.num_flows = sequence % 7 == 0;
         s.entry_bytes[0] = 24;
         s.most[0] = 5;
         if (!run(&s)) {
@@ -312,13 +313,13 @@ static void *work(void *self)
 {
     const worker *w = self;
     uint64_t random = w->seed;
-    for (uint64_t place = 0; place < 12; place++) {
-        script s = script_on(w->group, w->comm, w->tag, place);
+    for (uint64_t sequence = 0; sequence < 12; sequence++) {
+        script s = script_on(w->group, w->comm, w->tag, sequence);
         random = mix(random);
         if (random % 3 == 0) sleep_ms((long)(random >> 8) % 4);
-        s.num_flows = (int)(place % 3);
+        s.num_flows = (int)(sequence % 3);
         for (int f = 0; f < s.num_flows; f++) {
-            s.entry_bytes[f] = 1 + (int64_t)(mix(w->tag * 31 + place) % 8000);
+            s.entry_bytes[f] = 1 + (int64_t)(mix(w->tag * 31 + sequence) % 8000);
             s.most[f] = 60;
         }
         CHECK(run(&s));
@@ -361,7 +362,7 @@ static bool sees_waits(const script *s)
 {
     for (int r = 1; r < s->rank; r++) {
         epic_peer_status status;
-        t->look(s->group, r, s->tag, s->place, &status);
+        t->look(s->group, r, s->tag, s->sequence, &status);
         if (!status.waiting || status.phase != 7 || status.waits_for[0] != 1ull << (r - 1))
             return false;
     }
@@ -377,7 +378,7 @@ static void look_down(const script *s, int op_slot, double end)
     while (seconds() < end && !sees_waits(s));
     for (int r = 0; r < s->rank; r++) {
         epic_peer_status status;
-        t->look(s->group, r, s->tag, s->place, &status);
+        t->look(s->group, r, s->tag, s->sequence, &status);
         CHECK(!status.gone && !status.closed);
         CHECK(status.came == (r != 0));
         CHECK(status.waiting == (r != 0));
@@ -465,9 +466,9 @@ static void check_parts(MPI_Comm *comm)
     epic_group *native = NULL;
     CHECK(open_with(&native, &part, (epic_config){.max_in_flight = 1, .native = comm}) ==
           EPIC_OK);
-    for (uint64_t place = 0; place < 5; place++) {
-        script a = script_on(group, turned, 1, place), b = script_on(half, part, 1, place),
-               c = script_on(native, part, 1, place);
+    for (uint64_t sequence = 0; sequence < 5; sequence++) {
+        script a = script_on(group, turned, 1, sequence),
+               b = script_on(half, part, 1, sequence), c = script_on(native, part, 1, sequence);
         a.num_flows = b.num_flows = c.num_flows = 1;
         a.entry_bytes[0] = b.entry_bytes[0] = c.entry_bytes[0] = 333;
         a.most[0] = b.most[0] = c.most[0] = 40;

@@ -35,10 +35,10 @@ static int self_claim(epic_group *g)
     return op_slot < g->num_op_slots ? op_slot : -1;
 }
 
-static void self_announce(epic_group *g, int op_slot, uint64_t tag, uint64_t place,
+static void self_announce(epic_group *g, int op_slot, uint64_t tag, uint64_t sequence,
                           const epic_op_header *header)
 {
-    (void)g, (void)op_slot, (void)tag, (void)place, (void)header;
+    (void)g, (void)op_slot, (void)tag, (void)sequence, (void)header;
 }
 
 static const epic_op_header *self_header(epic_group *g, int op_slot, int peer)
@@ -97,10 +97,10 @@ static void self_wait(epic_group *g, int op_slot, uint32_t phase, const uint64_t
     pthread_mutex_unlock(&g->mutex);
 }
 
-static void self_look(epic_group *g, int peer, uint64_t tag, uint64_t place,
+static void self_look(epic_group *g, int peer, uint64_t tag, uint64_t sequence,
                       epic_peer_status *out)
 {
-    (void)g, (void)peer, (void)tag, (void)place;
+    (void)g, (void)peer, (void)tag, (void)sequence;
     memset(out, 0, sizeof *out);
 }
 
