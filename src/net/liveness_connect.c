@@ -46,7 +46,7 @@ typedef struct connection {
 
 /* State of one call of net_liveness_connect(). */
 typedef struct connect_state {
-    net_liveness *lines;          /* the connections to make */
+    net_liveness *connections;    /* the connections to make */
     const unsigned char *handles; /* handles of all hosts, in the order of hosts */
     connection outgoing[NET_MAX_HOSTS];
     connection incoming[MAX_INCOMING];
@@ -107,7 +107,7 @@ static liveness_handle handle_of(const connect_state *o, int host)
 static bool send_handshake(const connect_state *o, int fd, int to)
 {
     const liveness_handle handle = handle_of(o, to);
-    const net_liveness_setup *s = &o->lines->setup;
+    const net_liveness_setup *s = &o->connections->setup;
     const handshake mine = {
         MAGIC, s->group_id, {handle.secret[0], handle.secret[1]}, s->host, s->num_hosts};
     return send(fd, &mine, sizeof mine, MSG_NOSIGNAL) == (ssize_t)sizeof mine;
@@ -126,7 +126,7 @@ static bool receive_handshake(connection *t)
 /* Returns the host that sent the handshake, or -1 if the sender is not a rank of this group. */
 static int identify_host(const connect_state *o, const connection *t)
 {
-    const net_liveness *l = o->lines;
+    const net_liveness *l = o->connections;
     const handshake *g = &t->received;
     const bool ours = t->num_received == sizeof *g && g->magic == MAGIC &&
                       g->group_id == l->setup.group_id &&
@@ -138,7 +138,7 @@ static int identify_host(const connect_state *o, const connection *t)
 /* Makes the connection the liveness connection of a host. */
 static void adopt_connection(connect_state *o, connection *t, int host)
 {
-    o->lines->sockets[host] = t->fd;
+    o->connections->sockets[host] = t->fd;
     t->fd = -1;
 }
 
@@ -180,7 +180,7 @@ static void advance_outgoing(connect_state *o, int host, short events, int64_t n
 /* Accepts a connection. If all entries of `incoming` are in use, it replaces the oldest. */
 static void accept_connection(connect_state *o)
 {
-    const int fd = accept4(o->lines->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    const int fd = accept4(o->connections->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
     if (fd < 0) return;
     connection *t = &o->incoming[o->next_incoming++ % MAX_INCOMING];
     liveness_close_socket(&t->fd);
@@ -194,7 +194,7 @@ static void advance_incoming(connect_state *o, connection *t)
     const bool there = receive_handshake(t);
     if (there && t->num_received < sizeof t->received) return;
     const int host = identify_host(o, t);
-    const bool wanted = host > o->lines->setup.host && o->lines->sockets[host] < 0;
+    const bool wanted = host > o->connections->setup.host && o->connections->sockets[host] < 0;
     if (wanted && send_handshake(o, t->fd, host))
         adopt_connection(o, t, host);
     else
@@ -225,7 +225,7 @@ static bool must_connect(const net_liveness *l, int host)
 /* Waits for events, at most POLL_MS, and handles them. */
 static epic_result poll_once(connect_state *o)
 {
-    net_liveness *l = o->lines;
+    net_liveness *l = o->connections;
     struct pollfd polls[1 + NET_MAX_HOSTS + MAX_INCOMING], *p = polls;
     *p++ = (struct pollfd){.fd = l->listener, .events = POLLIN};
     for (int h = 0; h < NET_MAX_HOSTS; h++)
@@ -260,7 +260,7 @@ static epic_result fail_with_missing(const net_liveness *l, const bool *which)
 
 epic_result net_liveness_connect(net_liveness *l, const void *handles)
 {
-    connect_state o = {.lines = l, .handles = handles};
+    connect_state o = {.connections = l, .handles = handles};
     deadline end = deadline_begin_ms(l->setup.timeout_ms);
     for (int h = 0; h < NET_MAX_HOSTS; h++) o.outgoing[h].fd = -1;
     for (int g = 0; g < MAX_INCOMING; g++) o.incoming[g].fd = -1;

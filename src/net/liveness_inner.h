@@ -23,7 +23,7 @@ typedef struct liveness_handle {
     liveness_address addresses[LIVENESS_MAX_ADDRESSES];
 } liveness_handle;
 _Static_assert(sizeof(liveness_handle) <= NET_LIVENESS_HANDLE_BYTES,
-               "a card is what the bootstrap carries");
+               "a handle must fit into the bytes that the bootstrap carries");
 
 /* The liveness connections of one rank. */
 struct net_liveness {

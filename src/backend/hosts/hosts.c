@@ -237,12 +237,12 @@ static epic_result open_own_boxes(epic_group *g, hosts_part *h, peer_info *mine)
 
 static epic_result listen_for_liveness(epic_group *g, hosts_part *h, peer_info *mine)
 {
-    const net_liveness_setup lines = {.host = g->rank,
+    const net_liveness_setup setup = {.host = g->rank,
                                       .num_hosts = g->num_ranks,
                                       .ranks_per_host = 1,
                                       .timeout_ms = g->config.timeout_ms,
                                       .group_id = g->self.group_id};
-    return net_liveness_listen(&h->liveness, &lines, mine->liveness);
+    return net_liveness_listen(&h->liveness, &setup, mine->liveness);
 }
 
 /* Does the part of joining that needs no peer, and fills in *mine for the gather. */

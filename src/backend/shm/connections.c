@@ -458,7 +458,7 @@ epic_result connections_alloc(shm_connections *connections, int rank, int num_ra
     for (int r = 0; connections->processes && r < num_ranks; r++)
         connections->processes[r] = -1;
     if (connections->sockets && connections->processes && connections->dead) return EPIC_OK;
-    return epic_fail(EPIC_ENOMEM, "shm: no memory for lines to %d ranks", num_ranks);
+    return epic_fail(EPIC_ENOMEM, "shm: no memory for connections to %d ranks", num_ranks);
 }
 
 void connections_close(shm_connections *connections)

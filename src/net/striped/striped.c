@@ -82,7 +82,8 @@ typedef struct handle {
     uint16_t length[STRIPED_MAX]; /* bytes of each stripe's handle; 0: no such stripe */
     unsigned char bytes[NET_HANDLE_BYTES - STRIPED_MAX * sizeof(uint16_t)];
 } handle;
-_Static_assert(sizeof(handle) == NET_HANDLE_BYTES, "a card is what the bootstrap carries");
+_Static_assert(sizeof(handle) == NET_HANDLE_BYTES,
+               "a handle must fit into the bytes that the bootstrap carries");
 
 /* ----------------------------------------------------------------- driver of a stripe ---- */
 
