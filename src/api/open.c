@@ -203,7 +203,8 @@ static epic_result set_up_context(epic_context *ctx)
     snprintf(ctx->backend_name, sizeof ctx->backend_name, "%s", ctx->backend->name);
     ctx->config.backend = ctx->backend_name;
     ctx->checks_weights = config_checks_weights();
-    if (ctx->backend->say) ctx->backend->say(ctx->group, ctx->net, sizeof ctx->net);
+    if (ctx->backend->describe_net)
+        ctx->backend->describe_net(ctx->group, ctx->net, sizeof ctx->net);
     recorder_open(&ctx->recorder, ctx->name, ctx->group_id, ctx->rank, ctx->num_ranks,
                   ctx->backend_name, ctx->net);
     TRY(start_trace(ctx));

@@ -88,7 +88,7 @@ typedef struct epic_backend {
 
     /* Writes one line about the net that reaches the group's peers on other hosts.  NULL: there
      * is no net. */
-    void (*say)(const epic_group *group, char *to, size_t size);
+    void (*describe_net)(const epic_group *group, char *to, size_t size);
 
     /* Exactly one of these two is set. */
     const struct epic_transport *transport; /* set by a host backend */

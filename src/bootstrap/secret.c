@@ -18,9 +18,9 @@ static void *load_libcrypto(char why[256])
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         void *const library = dlopen(names[i], RTLD_NOW | RTLD_LOCAL);
         if (library != NULL) return library;
-        const char *said = dlerror();
-        if (said == NULL || why[0] != '\0' || strstr(said, strerror(ENOENT))) continue;
-        snprintf(why, 256, "%s", said);
+        const char *message = dlerror();
+        if (message == NULL || why[0] != '\0' || strstr(message, strerror(ENOENT))) continue;
+        snprintf(why, 256, "%s", message);
     }
     return NULL;
 }

@@ -106,13 +106,13 @@ static void describe_culprits(exchange *x, const uint64_t *culprits, char *sente
     format_ranks(list, sizeof list, culprits);
     snprintf(sentence, size, "rank %d waited %llu ms for %s", x->rank,
              (unsigned long long)(x->deadline.timeout_ns / 1000000), list);
-    int told = 0;
-    for (int r = 0; r < x->num_ranks && told < 4; r++) {
+    int num_described = 0;
+    for (int r = 0; r < x->num_ranks && num_described < 4; r++) {
         if (!rank_set_has(culprits, r)) continue;
         epic_peer_status status;
         x->transport->look(x->group, r, x->tag, x->header_sequence, &status);
         if (!append_peer_status(sentence, size, r, &status)) return;
-        told++;
+        num_described++;
     }
 }
 

@@ -14,7 +14,7 @@
 #include "rules/convert.h"
 
 /* Constants of CBLAS, the C interface of BLAS: CblasRowMajor, CblasNoTrans, CblasTrans. */
-enum { ROW_MAJOR = 101, AS_IT_LIES = 111, TRANSPOSED = 112 };
+enum { ROW_MAJOR = 101, NOT_TRANSPOSED = 111, TRANSPOSED = 112 };
 
 /* Function types of cblas_sgemm and cblas_dgemm. Builds of OpenBLAS use either 32-bit (int) or
  * 64-bit (wide) integers for sizes. */
@@ -170,7 +170,7 @@ const char *epic_blas_name(void)
 
 static int transpose_code(bool transpose)
 {
-    return transpose ? TRANSPOSED : AS_IT_LIES;
+    return transpose ? TRANSPOSED : NOT_TRANSPOSED;
 }
 
 /* Calls cblas_sgemm or cblas_dgemm with the fields of g, for the given integer type. */

@@ -24,7 +24,7 @@ typedef struct dispatching {
     plan_view plan;
     row_split split;               /* how the string is split into pieces */
     int64_t scales_at, weights_at; /* where these parts begin in the string */
-    int64_t held; /* token whose quantized row and scales are in x->row, or -1 */
+    int64_t token_in_row; /* token whose quantized row and scales are in x->row, or -1 */
 } dispatching;
 
 /* Returns row i of a matrix. */
@@ -47,8 +47,8 @@ static void quantize_token(dispatching *d, int64_t token)
     const epic_dispatch_args *a = d->args;
     const epic_type type = (epic_type)a->type;
     const int64_t n = a->tokens.row_bytes / (int64_t)epic_type_bytes(type);
-    if (d->held == token) return;
-    d->held = token;
+    if (d->token_in_row == token) return;
+    d->token_in_row = token;
     (a->quantize == EPIC_QUANTIZE_1X128 ? d->kernels->quantize_1x128
                                         : d->kernels->quantize_1x32)(
         d->x->row, d->x->row + d->scales_at, row_of(&a->tokens, token), 1, type, n);
@@ -287,7 +287,7 @@ static epic_result dispatch_transfer(dispatching *d)
     d->scales_at = a->recv.row_bytes;
     d->weights_at =
         d->scales_at + a->recv_scales.row_bytes; /* equal to scales_at if there are no scales */
-    d->held = -1;
+    d->token_in_row = -1;
     const int64_t string = d->weights_at + (a->weights ? 4 * top_k : 0);
     d->split = exchange_split_rows(d->x, true, string, 0);
     const scatter s = {.self = d,

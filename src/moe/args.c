@@ -161,7 +161,7 @@ static void record_weights(moe_job *j)
 }
 
 /* Returns the error for an option that is supported on host contexts only. */
-static epic_result not_yet(const char *what)
+static epic_result refuse_on_device(const char *what)
 {
     return epic_fail(EPIC_ENOTSUP,
                      "%s is not supported by the layer on CUDA contexts; use a host context",
@@ -171,7 +171,7 @@ static epic_result not_yet(const char *what)
 /* Returns EPIC_ENOTSUP for an option that the layer does not support on a device. */
 static epic_result check_device_support(const moe_job *j)
 {
-    if (j->has_shared && j->shared.gemm) return not_yet("moe.shared.gemm");
+    if (j->has_shared && j->shared.gemm) return refuse_on_device("moe.shared.gemm");
     return EPIC_OK;
 }
 

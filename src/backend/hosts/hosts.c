@@ -575,7 +575,7 @@ const epic_backend epic_backend_hosts = {
     .allocate = p2p_allocate,
     .release = p2p_release,
     .describe = p2p_describe,
-    .say = hosts_describe_net,
+    .describe_net = hosts_describe_net,
     .ops = &p2p_ops,
     .sentence = epic_sentence,
 };
