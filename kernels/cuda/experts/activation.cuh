@@ -77,7 +77,8 @@ __device__ __forceinline__ Activated compute_activation(float x, const epic_expe
         return compute_gelu_tanh(x);
     case EPIC_RELU2:
         return {x < 0 ? 0 : x * x, x < 0 ? 0 : 2 * x};
-    default: /* EPIC_CLAMPED_SWIGLU, EPIC_CLAMPED_SILU: constant above the limit */
+    /* EPIC_CLAMPED_SWIGLU, EPIC_CLAMPED_SILU: above the limit, the value is constant */
+    default:
         const Activated a = compute_swish(above ? ex.limit : x, ex.alpha);
         return {a.value, above ? 0 : a.slope};
     }
@@ -102,8 +103,8 @@ __device__ __forceinline__ Activated compute_up_factor(float u, const epic_exper
  * rows of 16-bit numbers: those that most models use. */
 enum { ANY_ACTIVATION, GATED_SILU, GATED_CLAMPED };
 
-/* Like compute_activation() and compute_up_factor() above, but KIND selects the function at
- * compile time. */
+/* compute_activation() and compute_up_factor() for kernels in which the template argument KIND
+ * selects the activation at compile time. */
 template <int KIND>
 __device__ __forceinline__ Activated compute_activation(float x, const epic_experts &ex)
 {

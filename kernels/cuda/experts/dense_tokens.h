@@ -34,7 +34,8 @@ cudaError_t p2p_load_dense_tokens(void);
 typedef struct p2p_fits_job {
     p2p_self self;
     uint8_t *plan;
-    int32_t *expert_rows, *expert_tokens; /* [num_local]: set to 0 if the plan does not fit */
+    /* [num_local]: the kernel sets them to 0 if the plan does not fit */
+    int32_t *expert_rows, *expert_tokens;
     /* largest number of local experts that the layer's memory can hold */
     int32_t num_local;
     /* 1 if the layer uses EPIC_TREE, which requires the same number of tokens on all ranks */

@@ -29,8 +29,9 @@ typedef struct p2p_slabs {
     /* [num_experts]: rows of each slab that hold a token; NULL: equal to expert_rows */
     const int32_t *expert_tokens;
     int32_t *num_tiles; /* [1]: number of tiles in use */
-    slab_tile *tiles;   /* [most_tiles], one per EXPERTS_TILE_ROWS rows of a slab */
-    slab_place *slabs;  /* [num_experts]: first row and number of tokens */
+    /* [most_tiles]: each tile has up to EXPERTS_TILE_ROWS rows of one slab */
+    slab_tile *tiles;
+    slab_place *slabs; /* [num_experts]: first row and number of tokens */
     int64_t num_slots;
     int32_t num_experts;
     int32_t most_tiles;
@@ -61,14 +62,15 @@ typedef struct p2p_gemm {
     /* epic_type of b (in FORWARD and INPUT) and of bias. E4M3 is allowed only if row_type is
      * E4M3; the bias then has y_type. */
     uint32_t weight_type;
-    uint32_t out_type;  /* WEIGHT: epic_type of out */
-    int32_t accumulate; /* WEIGHT, INPUT: 1: add the result to out */
-    int32_t sms;        /* largest number of CTAs */
+    uint32_t out_type; /* WEIGHT: epic_type of out */
+    /* only in WEIGHT and INPUT: 1 adds the result to out, 0 overwrites out */
+    int32_t accumulate;
+    int32_t sms; /* largest number of CTAs */
     /* Order of the tiles, for reuse of b in L2: the kernel computes this many rows of tiles
      * (with clusters: pairs of rows) together, one column of tiles after the other. 0: the
      * launcher chooses. */
     int32_t group;
-    int32_t alone; /* 1: do not use clusters of two CTAs; for tests */
+    int32_t alone; /* 1: the kernel uses no clusters of two CTAs; only tests set this */
     /* If above 1: each sum is cut into this many slices, which different CTAs compute. Allowed
      * only for products with one slab that fills all slots. */
     int32_t slices;
@@ -76,8 +78,9 @@ typedef struct p2p_gemm {
     float *parts;
 } p2p_gemm;
 
-/* Arguments of the kernels between the two products: activations and their gradients.
- * "Backward" marks fields that only p2p_launch_activation_backward() uses. */
+/* Arguments of the kernels that run between the experts' two matrix products: they compute the
+ * activations or their gradients. "Backward" marks fields that only
+ * p2p_launch_activation_backward() uses. */
 typedef struct p2p_activation_job {
     p2p_slabs slabs;
     epic_experts experts; /* with defaults filled in */
@@ -101,7 +104,7 @@ typedef struct p2p_activation_job {
     const void *b_down;
     float *d_slot_weights; /* backward: output [slots]; NULL: not computed */
     int32_t aligned;       /* 1: each row starts and ends at a multiple of 16 bytes */
-    /* backward, EPIC_WEIGHT_INPUT: 1: multiply d_gate_up by the weight */
+    /* backward, only with EPIC_WEIGHT_INPUT: 1: d_gate_up is multiplied by the weight */
     int32_t weigh_d;
     int32_t sms;
     int32_t pad;
@@ -147,7 +150,7 @@ typedef struct p2p_quantize_job {
     int32_t sms;
 } p2p_quantize_job;
 
-/* The jobs below are those of the dense part of a layer (experts/dense.cu). */
+/* The jobs below are for the kernels of experts/dense.cu, the dense part of a layer. */
 /* Arguments of p2p_launch_rows(), which computes to += from for `count` numbers of `type`. */
 typedef struct p2p_rows_job {
     void *to;

@@ -106,7 +106,8 @@ multiply_tile(float (&d)[128], const Work &w, const Places &at, Stage &s, int ha
         }
         s.advance();
     }
-    wait_wgmma<0>(); /* must be on every path, or ptxas serializes the wgmma (warning C7518) */
+    /* This wait must be on every path. Otherwise ptxas serializes the wgmma (warning C7518). */
+    wait_wgmma<0>();
     if (w.steps > 0) release_stage<CTAS>(at, s.previous_index(), thread);
 }
 
@@ -284,7 +285,8 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
 {
     /* WIDE: columns of a box; COUNT: number of boxes across the tile */
     constexpr int WIDE = 128 / sizeof(Out), COUNT = BN / WIDE;
-    const int rows = w.rows - half * 64; /* this warpgroup's rows that belong to the slab */
+    /* number of rows of this half that belong to the slab */
+    const int rows = w.rows - half * 64;
 #pragma unroll
     for (int q = 0; q < COUNT; q++) {
         const uint32_t box = boxes + q % 2 * GROUP_BYTES;
@@ -463,7 +465,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(at.full + 8 * i, 1);
-            /* one arrival per consumer warpgroup of the cluster */
+            /* each consumer warpgroup of the cluster arrives once */
             barrier_init(at.empty + 8 * i, 2 * CTAS);
         }
         barrier_init_done();

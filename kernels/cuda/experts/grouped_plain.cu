@@ -28,7 +28,7 @@
 #define BK 16
 #define THREADS 128
 #define EACH 8 /* a thread computes EACH x EACH numbers of a tile */
-/* floats of padding after each row in shared memory, against bank conflicts */
+/* floats of padding after each row in shared memory, to avoid bank conflicts */
 #define PAST 4
 /* how many groups of four numbers of a one thread loads per step */
 #define A_FOURS (BM * BK / 4 / THREADS)
@@ -53,7 +53,8 @@ static __device__ __forceinline__ int64_t slices_of(const p2p_gemm &g)
     return g.slices > 1 ? g.slices : 1;
 }
 
-/* Returns piece number `index`. Pieces are ordered by row of tiles, then column, then slice. */
+/* Returns piece number `index`. The pieces are ordered by row of tiles, then by column of
+ * tiles, then by slice of the sum. */
 template <int PASS> static __device__ Piece find_piece(const p2p_gemm &g, int64_t index)
 {
     Piece p;

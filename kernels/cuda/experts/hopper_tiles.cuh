@@ -53,10 +53,10 @@ struct Job {
     void *out;
     const void *also; /* INPUT: rows that are added to the result; NULL: none */
     int64_t columns;  /* columns of out */
-    int64_t lines;    /* WEIGHT: rows of one expert's out */
+    int64_t lines;    /* WEIGHT: number of rows of out[expert] */
     int num_experts;
-    int tiles_down; /* WEIGHT: number of rows of tiles of one expert */
-    /* number of tiles in a row of tiles */
+    int tiles_down; /* WEIGHT: into how many rows of tiles out[expert] is cut */
+    /* how many tiles are next to each other in a row of tiles */
     int tiles_across;
     int steps; /* FORWARD, INPUT: stages per tile; each has BK products of a sum (e4m3: 128) */
     /* Order of the tiles, for reuse of b in L2: the kernel computes this many rows of tiles
@@ -74,7 +74,7 @@ struct Work {
     /* FORWARD, INPUT: rows of the tile that hold a token; WEIGHT: rows of the slab that hold
      * one */
     int tokens;
-    int rows; /* FORWARD, INPUT: rows of the tile to store, padding included */
+    int rows; /* FORWARD, INPUT: rows of the tile that are stored, with padding */
     /* false: the CTA computes the tile only because the other CTA needs its copies and
      * arrivals */
     bool store;

@@ -74,7 +74,7 @@ static __device__ __forceinline__ Slot slot_of(const p2p_activation_job &job, in
     return {slot, expert, input ? w : 1, input ? 1 : w};
 }
 
-/* V columns of gate and of up. */
+/* The gate and up values of V adjacent columns. */
 template <int V> struct Pair {
     float gate[V], up[V];
 };

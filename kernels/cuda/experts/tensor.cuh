@@ -211,8 +211,7 @@ __device__ __forceinline__ void write_matrices(uint32_t to, uint32_t a, uint32_t
                  : "memory");
 }
 
-/* -------------------------------------------------------------------------------- wgmma
- * ---- */
+/* ------------------------------------------------------------------------ wgmma ---- */
 
 /* Returns the wgmma descriptor of a matrix in shared memory with 128-byte swizzle. `leading`
  * and `stride` are PTX's leading and stride dimension byte offsets, in units of 16 bytes. */

@@ -31,7 +31,8 @@
 
 /* ---------------------------------------------------------- padding and the whole plan ---- */
 
-/* Writes zeros to the padding slots of this rank's slabs. Called by the workers. */
+/* Writes zeros to the rows of this rank's padding slots. Called by all workers of receiving
+ * CTAs. */
 template <class Rows> __device__ __forceinline__ void pad_slabs(const LowlatMove &m)
 {
     const p2p_plan_job &plan = m.job.plan;
@@ -195,7 +196,7 @@ template <bool WITH_PLAN> struct Opening {
     }
 };
 
-/* The first units that a worker receives, which it loads before it waits for anything. */
+/* The first piece and the first words that a worker receives. It loads them before it waits. */
 struct FirstUnits {
     PendingPiece piece;
     PendingWords words;

@@ -31,7 +31,7 @@ struct LowlatMove : PackedMove {
     /* true: another rank has too many tokens for the tables, so this kernel reads the slots
      * from the records that the ranks send (lowlat/plan.cuh) */
     bool is_mixed;
-    /* CTAs that send, and CTAs that receive; both may be the same */
+    /* CTAs that send, and CTAs that receive; a CTA can be in both ranges */
     CtaRange senders, receivers;
 
     /* Returns the number of tokens of a rank. */

@@ -221,7 +221,8 @@ static __device__ bool gather_ids(LowlatPlan &f, const p2p_plan_job &job, const 
                 load_two_words(from, a, b);
                 const uint64_t tokens = known < 0 ? load_relaxed(said) : 0;
                 if (known < 0 && is_stamped(op, tokens)) known = (int32_t)(uint32_t)tokens;
-                if (known > f.most) known = 0; /* a rank with more tokens sends no ids */
+                /* a rank with more tokens than f.most sends no ids */
+                if (known > f.most) known = 0;
                 ids[0] = (uint32_t)a;
                 ids[1] = (uint32_t)b;
                 waits =

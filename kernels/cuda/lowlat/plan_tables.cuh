@@ -16,8 +16,8 @@
 #include "cuda/dispatch/dispatch.cuh"
 #include "cuda/lowlat/lowlat.cuh"
 
-#define LOWLAT_NO_ID 0xffffu      /* id of a choice without an expert */
-#define LOWLAT_INVALID_ID 0xfffeu /* id of a choice that is out of range */
+#define LOWLAT_NO_ID 0xffffu      /* encoded id of a choice without an expert */
+#define LOWLAT_INVALID_ID 0xfffeu /* encoded id that means: the caller's id is out of range */
 #define LOWLAT_LANE_IDS 4         /* number of ids that a lane loads and marks at a time */
 /* Upper bound of the tables' dynamic shared memory, in bytes. There are at most 8192 ids of at
  * most 4096 tokens. The last "* 2" is there because each token's number of ids is rounded up to

@@ -408,7 +408,7 @@ __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64
                                                  int first, uint64_t (&words)[RANKS_AT_ONCE])
 {
     const int ranks = op.self->num_ranks;
-    int missing = -1; /* a rank whose word has not arrived */
+    int missing = -1; /* a rank whose word has not arrived; -1: all words have arrived */
     return wait_thread(op, missing, P2P_PHASE_COUNTS, [&] {
         missing = -1;
 #pragma unroll

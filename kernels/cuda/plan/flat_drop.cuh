@@ -31,8 +31,8 @@ __device__ __forceinline__ int32_t num_kept(const Planner &p, const p2p_plan_job
     return min(p.load[expert], min(p.common[p.owner[expert]], expert_quota(p, job, expert)));
 }
 
-/* Returns 0 if choice k of a token is kept, else the EPIC_FATE that says why it is dropped.
- * `place`: result of count_group() for the choice. */
+/* Returns 0 if the expert keeps choice k of a token, else the EPIC_FATE: the reason why the
+ * choice is dropped. `place`: result of count_group() for the choice. */
 __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int expert, int k, int32_t place)
 {

@@ -57,7 +57,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if ((int)blockIdx.x < job.planners) ok = make_plan<KIND>(planner, job, op, memory);
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
-    /* planner CTAs finish late, so they copy no records if there are enough other CTAs */
+    /* planner CTAs finish planning late, so they copy no records if there are enough other
+     * CTAs */
     const int first_cta = (int)gridDim.x >= 2 * job.planners ? job.planners : 0;
     int32_t tokens_of = 0;
     ok = ok && ((int)blockIdx.x < first_cta ||

@@ -23,10 +23,10 @@
 #define NO_INDEX 0xffffffffu
 #define RANKS_AT_ONCE 8
 #define PLAN_MOST_WARPS 16 /* largest number of warps of a CTA that count */
-/* largest number of warps that count, times the number of counters */
+/* upper bound of the number of counters of all warps of a CTA */
 #define PLAN_TALLY_WORDS 16384
 
-enum { /* bits of the template argument KIND */
+enum { /* bits of the template argument KIND, which describes the layer */
        /* the layout is EPIC_FLAT */
        PLAN_FLAT = 1,
        PLAN_RARE = 2 /* the layer has replicas or drops choices */
@@ -71,8 +71,8 @@ struct Planner {
     /* replicas only: described in plan/replicas.cuh */
     uint16_t *logical, *nth, *first, *replica;
     uint32_t table; /* replicas only: hash of logical_of_expert */
-    /* Lowest expert whose entry of logical_of_expert is invalid. If all entries are valid:
-     * num_experts + the lowest logical expert without replicas. NO_INDEX: neither exists. */
+    /* Only for replicas: the lowest expert e for which logical_of_expert[e] is invalid. If
+     * there is none: num_experts + the lowest logical expert without replicas, or NO_INDEX. */
     uint32_t bad_replica;
     uint32_t bad_ranks; /* bit mask of the ranks whose choices or tables are wrong */
     /* warps: warps of a CTA that count; the others: number of tokens per CTA and per warp */
@@ -152,7 +152,7 @@ struct TokenLanes {
     bool on;
     uint32_t mates; /* bit mask of the lanes with the same token */
 
-    /* Assigns the lanes, for tokens with top_k choices. */
+    /* Assigns choices to the lanes, for tokens with top_k choices. */
     __device__ explicit TokenLanes(int top_k)
     {
         const int lane = lane_id();
@@ -208,7 +208,7 @@ __device__ __forceinline__ void split_tokens(Planner &p, const p2p_plan_job &job
     p.tokens_of_warp = (p.tokens_of_cta + warps - 1) / warps;
 }
 
-/* Returns the tokens of this warp; none for warps that do not count. */
+/* Returns the range of tokens of this warp. It is empty for warps that do not count. */
 __device__ __forceinline__ TokenRange range_of_warp(const Planner &p, const p2p_plan_job &job)
 {
     const int warp = threadIdx.x / WARP;

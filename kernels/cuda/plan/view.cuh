@@ -18,7 +18,7 @@
  * discards its row. */
 #define RECORD_DISCARD 0x7ffffffeu
 
-/* Returns the bits of the lanes below this one. */
+/* Returns the bit mask of the lanes below this one. */
 __device__ __forceinline__ uint32_t lanes_below()
 {
     return (1u << lane_id()) - 1;
@@ -29,7 +29,7 @@ __device__ __forceinline__ uint32_t lanes_below()
 /* How many words of the header each lane loads, if one warp loads the header. */
 #define HEADER_LANE_WORDS ((int)((sizeof(device_plan_header) / 4 + WARP - 1) / WARP))
 
-struct PlanView { /* a plan that a kernel reads; in shared memory */
+struct PlanView { /* a plan that a kernel reads; this struct is in shared memory */
     device_plan_header header;
     const int32_t *slab_begin, *rank_of, *records;
     /* [1 << slab_bits]: padding of each local expert's slab, then zeros */
@@ -62,7 +62,7 @@ static __device__ uint32_t header_checksum(const uint32_t (&words)[HEADER_LANE_W
     return __reduce_add_sync(ALL_LANES, sum);
 }
 
-/* Returns whether the plan was made with the layer of the call. */
+/* Returns whether the plan was made for the layer of the current call. */
 __device__ __forceinline__ bool is_plan_of_layer(const device_plan_header &h,
                                                  const p2p_self &self)
 {
@@ -246,7 +246,7 @@ __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t
         const bool come = lane < count && is_stamped(op, word);
         const uint32_t there = __ballot_sync(ALL_LANES, come);
         lasts = __ballot_sync(ALL_LANES, come && ((uint32_t)word & RECORD_LAST));
-        /* backend hosts: a kernel must wait for every word that peers put in this epoch */
+        /* backend hosts: a kernel must wait for every word that peers send in this epoch */
         if (HOSTS && top_k <= WARP && __popc(there) < count) return false;
         const uint32_t need = lasts           ? (2u << (__ffs(lasts) - 1)) - 1
                               : count == WARP ? ALL_LANES

@@ -164,7 +164,7 @@ __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job,
     const int k = (int)job.rows.router.top_k, choice = (int)(place % k);
     const int64_t token = place / k;
     float z[2];
-    __syncwarp(); /* all lanes must have read the previous token's row */
+    __syncwarp(); /* wait until all lanes have read the previous token's row */
     if (needs_full_softmax(job.rows.router)) {
         load_row<0>(s, job.rows, token);
         compute_softmax<0>(s, s, job.rows.columns);
@@ -209,8 +209,7 @@ __global__ void __launch_bounds__(SCALE_WARPS *WARP)
     *out = (float)((job.accumulate ? (double)*out : 0) + all);
 }
 
-/* ---------------------------------------------------------------------------- launching
- * ---- */
+/* -------------------------------------------------------------------- launching ---- */
 
 /* Launches router_scale_kernel, which computes the gradient of scale_of_expert. */
 static cudaError_t launch_scale(const p2p_router_backward_job *job, cudaStream_t stream)

@@ -104,8 +104,8 @@ struct Span {
     int64_t begin, end;
 };
 
-/* Returns the part of the span that lies in the sequence beginning with token `first`. With
- * sequence_tokens 0 it returns the whole span. */
+/* Returns those tokens of s that are in the sequence that begins with token `first`. If
+ * sequence_tokens is 0, returns all tokens of s. */
 __device__ __forceinline__ Span clip_to_sequence(Span s, int64_t first, int64_t sequence_tokens)
 {
     if (sequence_tokens == 0) return s;

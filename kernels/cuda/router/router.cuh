@@ -33,7 +33,8 @@
 #define WARP 32
 #define ALL_LANES 0xffffffffu
 #define SUM_BLOCK 1024
-/* Shared memory that a CTA may use. Every GPU since sm_80 has at least this much. */
+/* Bytes of shared memory that a CTA uses at most. Every GPU since sm_80 has at least this
+ * much. */
 #define SHARED_BYTES (96 << 10)
 
 /* Returns the number of this thread in its warp. */

@@ -22,7 +22,7 @@ typedef struct p2p_router_rows {
     epic_router router; /* with defaults filled in */
     const void *logits;
     int64_t num_tokens;
-    int32_t columns; /* num_experts + zero_experts */
+    int32_t columns; /* number of logits per token: num_experts + zero_experts */
     /* epic_type of the logits */
     uint32_t type;
     float eps, norm_min, scale; /* options of `router`, as float32 */
