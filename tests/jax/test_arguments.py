@@ -321,42 +321,46 @@ def test_weights_are_an_object_of_ours(kind: str, cases: dict[str, Case]) -> Non
 
 
 NUMBERS: list[tuple[str, dict[str, Any], str]] = [
-    ("plan", {"capacity": 0}, "capacity 0"),
-    ("plan", {"capacity": 1 << 38}, "capacity 274877906944: an integer from 1 to 2147483647"),
-    ("plan", {"capacity": True}, "capacity True"),
-    ("plan", {"capacity": 2.5}, "capacity 2.5"),
-    ("plan_dispatch", {"capacity": "8"}, "capacity '8'"),
-    ("plan_dispatch", {"capacity": 1 << 31}, "capacity 2147483648"),
-    ("sharded.plan_dispatch", {"capacity": 1 << 31}, "capacity 2147483648"),
+    ("plan", {"capacity": 0}, "capacity is 0"),
+    (
+        "plan",
+        {"capacity": 1 << 38},
+        "capacity is 274877906944: must be an integer from 1 to 2147483647",
+    ),
+    ("plan", {"capacity": True}, "capacity is True"),
+    ("plan", {"capacity": 2.5}, "capacity is 2.5"),
+    ("plan_dispatch", {"capacity": "8"}, "capacity is '8'"),
+    ("plan_dispatch", {"capacity": 1 << 31}, "capacity is 2147483648"),
+    ("sharded.plan_dispatch", {"capacity": 1 << 31}, "capacity is 2147483648"),
     ("plan", {"num_local_experts": 9}, "num_local_experts is 9: must be at most 8"),
-    ("plan", {"channel": -1}, "channel -1"),
-    ("plan", {"channel": 1.5}, "channel 1.5"),
+    ("plan", {"channel": -1}, "channel is -1"),
+    ("plan", {"channel": 1.5}, "channel is 1.5"),
     ("plan", {"channel": np.zeros(2, np.int32)}, r"channel is int32\[2\]"),
-    ("plan", {"after": ["text"]}, "after has a str"),
-    ("balance_loss", {"coeff": "1"}, "coeff '1'"),
-    ("balance_loss", {"total_tokens": -1}, "total_tokens -1"),
+    ("plan", {"after": ["text"]}, "after contains a str"),
+    ("balance_loss", {"coeff": "1"}, "coeff is '1'"),
+    ("balance_loss", {"total_tokens": -1}, "total_tokens is -1"),
     ("balance_loss by sequence", {"sequence_tokens": 4}, "sequence_tokens is 4: must divide"),
-    ("bias_update", {"rate": "1"}, "rate '1'"),
-    ("dispatch", {"quantize": "1x64"}, "quantize '1x64': one of 1x128, 1x32"),
-    ("dispatch_quantized", {"block": "1x64"}, "block '1x64': one of 1x128, 1x32"),
-    ("dispatch_quantized with scales", {"block": "1x64"}, "block '1x64'"),
-    ("dequantize", {"block": "1x64"}, "block '1x64': one of 1x128, 1x32"),
+    ("bias_update", {"rate": "1"}, "rate is '1'"),
+    ("dispatch", {"quantize": "1x64"}, "quantize is '1x64': must be one of 1x128, 1x32"),
+    ("dispatch_quantized", {"block": "1x64"}, "block is '1x64': must be one of 1x128, 1x32"),
+    ("dispatch_quantized with scales", {"block": "1x64"}, "block is '1x64'"),
+    ("dequantize", {"block": "1x64"}, "block is '1x64': must be one of 1x128, 1x32"),
     ("dequantize", {"block": "1x32"}, "scales is float32"),
     (
         "dequantize",
         {"rows": jnp.ones((4, 64), jnp.float8_e4m3fn), "scales": np.full((4, 2), 127, np.uint8)},
         r"scales is uint8\[4, 2\]: must be float32\[4, 64 columns / 128 = 1\]",
     ),
-    ("plan", {"capacity": np.zeros(3, np.int32)}, "capacity array"),
-    ("balance_loss", {"coeff": np.zeros(3)}, "coeff array"),
+    ("plan", {"capacity": np.zeros(3, np.int32)}, "capacity is array"),
+    ("balance_loss", {"coeff": np.zeros(3)}, "coeff is array"),
     ("dequantize", {"dtype": "int8"}, "dtype is int8"),
     ("sum", {"tree": "yes"}, "tree is 'yes'"),
     ("moe", {"loss_axes": "dp"}, "loss_axes is 'dp'"),
     ("sharded.moe", {"token_axes": ("ep", "ep")}, "must not contain 'ep' twice"),
-    ("sharded.moe", {"token_axes": ("pe",)}, "token_axes 'pe': the mesh has the axes"),
-    ("sharded.moe", {"fsdp_axes": ("pe",)}, "fsdp_axes 'pe': the mesh has the axes"),
+    ("sharded.moe", {"token_axes": ("pe",)}, "token_axes is 'pe': must be an axis of the mesh"),
+    ("sharded.moe", {"fsdp_axes": ("pe",)}, "fsdp_axes is 'pe': must be an axis of the mesh"),
     ("sharded.moe", {"fsdp_axes": {"a": 1}}, "fsdp_axes is"),
-    ("sharded.moe", {"tensor_axis": "pe"}, "tensor_axis 'pe'"),
+    ("sharded.moe", {"tensor_axis": "pe"}, "tensor_axis is 'pe'"),
     (
         "sharded.moe",
         {"token_axes": jax.sharding.PartitionSpec(("ep", "ep"))},
@@ -385,9 +389,9 @@ def test_what_the_guide_promises_while_tracing(opened: Any) -> None:
     def trace(options: Any = plain, weights: Any = weights, **more: Any) -> None:
         jax.eval_shape(lambda x: sharded.moe(mesh, group, options, x, weights, **more), x)
 
-    with pytest.raises(epic.jax.EpicArgumentError, match="top_k is 2: must be at most the max_top"):
+    with pytest.raises(epic.jax.EpicArgumentError, match="top_k is 2: must be at most 1, the"):
         trace()
-    with pytest.raises(epic.jax.EpicArgumentError, match="max_top_k 65: an integer from 0 to 64"):
+    with pytest.raises(epic.jax.EpicArgumentError, match="max_top_k is 65: must be an integer"):
         epic.jax.open(max_tokens=1, max_row_bytes=1, max_top_k=65)
     epic.jax.close(group)
     group = epic.jax.open(mesh, "ep", name="wide", max_tokens=16, max_row_bytes=64)
@@ -405,7 +409,7 @@ def test_what_the_guide_promises_while_tracing(opened: Any) -> None:
         with pytest.raises(epic.jax.EpicArgumentError, match="w_gate_up has 2 experts: must have"):
             trace(rank_of_expert=owners)
         tree = replace(plain, layer=epic.jax.Layer(E, K, sum_order="tree", leaves=8))
-        with pytest.raises(epic.jax.EpicArgumentError, match="must be a multiple of leaves"):
+        with pytest.raises(epic.jax.EpicArgumentError, match=r"must be a multiple of \d+ .leaves"):
             jax.eval_shape(lambda x: sharded.moe(mesh, group, tree, x, weights), real(4, H))
     finally:
         epic.jax.close(group)
@@ -447,7 +451,7 @@ def test_blocks_and_groups(opened: Any) -> None:
         ({"mesh": mesh, "axis": 3}, "axis is 3"),
         ({"mesh": mesh, "like": [1, 2]}, "like is a list"),
         ({"mesh": mesh, "name": "a\0b"}, "must not contain a NUL"),
-        ({"mesh": mesh, "name": None}, "name None: a str is needed"),
+        ({"mesh": mesh, "name": None}, "name is None: must be a str"),
     ]
     for wrong, sentence in wrong_open:
         with pytest.raises(epic.jax.EpicArgumentError, match=sentence):

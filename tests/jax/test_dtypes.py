@@ -92,7 +92,10 @@ def test_float64_goes_with_float64(opened: Any) -> None:
     given = layers.weights({})
     options = layers.options({}, 1)
     x = layers.arrays()[0]
-    with jax.enable_x64(True), pytest.raises(epic.jax.EpicArgumentError, match="float64 goes with"):
+    with (
+        jax.enable_x64(True),
+        pytest.raises(epic.jax.EpicArgumentError, match="must both be float64"),
+    ):
         epic.jax.moe(group, options, x.astype(np.float64), epic.jax.MoeWeights(**given))
     with jax.enable_x64(True):
         wide = epic.jax.MoeWeights(**{n: w.astype(np.float64) for n, w in given.items()})

@@ -49,7 +49,7 @@ WRONG: dict[str, tuple[Step, str]] = {
     ),
     "weights in another order": (
         lambda g, x, w, ids: step(g, x, w.reshape(3, 2, TOP_K), ids.reshape(2, 3, TOP_K)),
-        r"weights is float32\[3, 2, 3\]: must be \[2, 3, top_k 3\], a row for each token",
+        r"weights is float32\[3, 2, 3\]: must be \[2, 3, top_k 3\], with a row for each",
     ),
     "too few local experts": (
         lambda g, x, w, ids: step(g, x, w, ids, num_local_experts=2),
@@ -69,11 +69,11 @@ WRONG: dict[str, tuple[Step, str]] = {
     ),
     "a channel below 0": (
         lambda g, x, w, ids: step(g, x, w, ids, channel=-7),
-        "channel -7: an integer from 0",
+        "channel is -7: must be an integer from 0",
     ),
     "half a channel": (
         lambda g, x, w, ids: step(g, x, w, ids, channel=2.5),
-        "channel 2.5: an integer from 0",
+        "channel is 2.5: must be an integer from 0",
     ),
     "a traced half of a channel": (
         lambda g, x, w, ids: step(g, x, w, ids, channel=x[0, 0]),
@@ -81,7 +81,7 @@ WRONG: dict[str, tuple[Step, str]] = {
     ),
     "a large channel": (
         lambda g, x, w, ids: step(g, x, w, ids, channel=1 << 23),
-        "channel 8388608: an integer from 0 to 8388607",
+        "channel is 8388608: must be an integer from 0 to 8388607",
     ),
     "four bits": (
         lambda g, x, w, ids: step(g, x.astype(jnp.int4), w, ids),
@@ -126,10 +126,10 @@ def test_a_computed_table(opened: Any) -> None:
 
 
 LOSSES: list[tuple[Any, str]] = [
-    (("dp", "ep"), "loss_axes 'ep': the tokens of the group's axis are counted anyway"),
+    (("dp", "ep"), "loss_axes contains 'ep': must not contain an axis of the group"),
     (("dp", "dp"), "must not contain 'dp' twice"),
     ("dp", r"must be a tuple of axes, \('dp',\)"),
-    (("tp",), "loss_axes 'tp': the mesh has the axes"),
+    (("tp",), "loss_axes is 'tp': must be an axis of the mesh"),
 ]
 
 
@@ -158,34 +158,40 @@ def test_loss_axes_of_the_same_tokens(opened: Any) -> None:
     weights = epic.jax.MoeWeights(**layers.weights({}))
     x, _ = layers.arrays()
     more: dict[str, Any] = {"token_axes": ("ep",), "loss_axes": ("dp",)}
-    with pytest.raises(EpicArgumentError, match="loss_axes 'dp': its devices have the same tokens"):
+    with pytest.raises(EpicArgumentError, match="loss_axes contains 'dp': must not"):
         epic.jax.sharded.moe(mesh, group, wish, jnp.asarray(x), weights, **more)
 
 
 OPENED: list[tuple[dict[str, Any], str]] = [
     ({"ranks": [0, 0], "num_ranks": 2}, r"ranks is \[0, 0\]: must be different numbers"),
     ({"ranks": [0, 2], "num_ranks": 2}, r"ranks is \[0, 2\]: must be different numbers"),
-    ({"ranks": [-1, 0], "num_ranks": 2}, "ranks -1: an integer from 0"),
+    ({"ranks": [-1, 0], "num_ranks": 2}, "ranks is -1: must be an integer from 0"),
     ({"ranks": 1, "num_ranks": 2}, "ranks is 1: must be a list"),
-    ({"num_ranks": 0}, "num_ranks 0: an integer from 1"),
-    ({"bootstrap": "tcp"}, r"bootstrap 'tcp': a Tcp\(address, port, secret\), or a function"),
+    ({"num_ranks": 0}, "num_ranks is 0: must be an integer from 1"),
+    ({"bootstrap": "tcp"}, r"bootstrap is 'tcp': must be a Tcp\(address, port, secret\), or"),
     (
         {"bootstrap": lambda _r, _b: 3},
-        "the bootstrap gave 3: a list of every rank's bytes is needed",
+        "the bootstrap returned 3: must be a list with the bytes of all ranks",
     ),
     (
         {"bootstrap": lambda _, b: ["x" * len(b)]},
-        "the bootstrap gave .'xxx.*: a list of every rank's",
+        "the bootstrap returned .'xxx.*: must be a list with the bytes",
     ),
-    ({"name": None}, "name None: a str is needed"),
-    ({"backend": 3}, "backend 3: a str is needed"),
-    ({"timeout_ms": -1}, "timeout_ms -1: an integer from 0"),
-    ({"max_sms": -1}, "max_sms -1: an integer from 0"),
-    ({"mesh": True, "num_ranks": 4}, "num_ranks 4: the mesh says both"),
+    ({"name": None}, "name is None: must be a str"),
+    ({"backend": 3}, "backend is 3: must be a str"),
+    ({"timeout_ms": -1}, "timeout_ms is -1: must be an integer from 0"),
+    ({"max_sms": -1}, "max_sms is -1: must be an integer from 0"),
+    ({"mesh": True, "num_ranks": 4}, "num_ranks is 4: must be None with a mesh"),
     ({"mesh": True, "axis": ("ep", "ep")}, "must not contain 'ep' twice"),
-    ({"mesh": True, "max_tokens": -5, "like": layers.arrays()[0]}, "max_tokens -5"),
-    ({"mesh": True, "like": layers.arrays()[0], "token_axes": ("tp",)}, "token_axes 'tp' is not"),
-    ({"mesh": True, "like": layers.arrays()[0], "token_axes": P("dp", "ep", None)}, "stays whole"),
+    ({"mesh": True, "max_tokens": -5, "like": layers.arrays()[0]}, "max_tokens is -5"),
+    (
+        {"mesh": True, "like": layers.arrays()[0], "token_axes": ("tp",)},
+        "token_axes is 'tp': must be an axis",
+    ),
+    (
+        {"mesh": True, "like": layers.arrays()[0], "token_axes": P("dp", "ep", None)},
+        "at most 2 dimensions",
+    ),
 ]
 
 

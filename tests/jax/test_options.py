@@ -21,37 +21,41 @@ from epic.jax import Experts, Layer, Moe, Router, Tcp
 LAYER, ROUTER = Layer(8, 2), Router(8, 2)
 EXPERTS = Experts(hidden=16, inner=12)
 MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
-    (LAYER, {"overflow": "dorp"}, r"overflow 'dorp': one of error, drop.*did you mean 'drop'"),
+    (
+        LAYER,
+        {"overflow": "dorp"},
+        r"overflow is 'dorp': must be one of error, drop.*did you mean 'drop'",
+    ),
     (LAYER, {"sum_order": "trees"}, "did you mean 'tree'"),
-    (LAYER, {"layout": 1}, "layout 1: one of expert_major, flat is needed$"),
+    (LAYER, {"layout": 1}, "layout is 1: must be one of expert_major, flat$"),
     (LAYER, {"num_experts": 0}, "num_experts is 0"),
-    (LAYER, {"num_experts": 8.5}, "num_experts 8.5: an integer from 0"),
-    (LAYER, {"num_experts": -1}, "num_experts -1"),
-    (LAYER, {"num_experts": True}, "num_experts True: an integer from 0"),
-    (LAYER, {"num_experts": "8"}, "num_experts '8'"),
-    (LAYER, {"num_experts": 1 << 32}, "4294967296: an integer from 0 to 4294967295 is needed"),
+    (LAYER, {"num_experts": 8.5}, "num_experts is 8.5: must be an integer from 0"),
+    (LAYER, {"num_experts": -1}, "num_experts is -1"),
+    (LAYER, {"num_experts": True}, "num_experts is True: must be an integer from 0"),
+    (LAYER, {"num_experts": "8"}, "num_experts is '8'"),
+    (LAYER, {"num_experts": 1 << 32}, "4294967296: must be an integer from 0 to 4294967295$"),
     (LAYER, {"top_k": 65}, "top_k is 65: must be 1 to 64"),
-    (LAYER, {"distinct": "yes"}, "distinct 'yes': True or False"),
+    (LAYER, {"distinct": "yes"}, "distinct is 'yes': must be True or False"),
     (LAYER, {"num_logical": 9}, "num_logical is 9"),
     (LAYER, {"alignment": 1 << 21}, "alignment is 2097152"),
     (LAYER, {"expert_capacity": 4}, "expert_capacity is 4"),
     (LAYER, {"leaves": 2}, "leaves is 2"),
     (LAYER, {"sum_order": "tree", "leaves": 3}, "leaves is 3"),
-    (LAYER, {"partial_type": "float23"}, "partial_type 'float23'.*did you mean 'float32'"),
+    (LAYER, {"partial_type": "float23"}, "partial_type is 'float23'.*did you mean 'float32'"),
     (LAYER, {"partial_type": "bfloat16"}, "partial_type is"),
-    (ROUTER, {"score": "softmaxx"}, "score 'softmaxx'.*did you mean 'softmax'"),
+    (ROUTER, {"score": "softmaxx"}, "score is 'softmaxx'.*did you mean 'softmax'"),
     (ROUTER, {"top_k": 9}, "top_k is 9"),
-    (ROUTER, {"normalize": True}, "normalize True: one of none, sum, clamped"),
-    (ROUTER, {"scale": float("nan")}, "scale nan: a finite number"),
-    (ROUTER, {"scale": "1"}, "scale '1'"),
+    (ROUTER, {"normalize": True}, "normalize is True: must be one of none, sum, clamped"),
+    (ROUTER, {"scale": float("nan")}, "scale is nan: must be a finite number"),
+    (ROUTER, {"scale": "1"}, "scale is '1'"),
     (ROUTER, {"num_groups": 3, "topk_groups": 1}, "num_groups is 3"),
-    (ROUTER, {"topk_groups": 2}, "topk_groups 2: num_groups is 0"),
-    (ROUTER, {"jitter": 0.1}, "jitter is 0.1 with weight_rule 'of_score': must be 0"),
-    (EXPERTS, {"activation": "swish"}, "activation 'swish': one of silu"),
-    (EXPERTS, {"hidden": 0}, "hidden 0: an integer from 1"),
-    (EXPERTS, {"inner": -4}, "inner -4"),
+    (ROUTER, {"topk_groups": 2}, "topk_groups is 2 and num_groups is 0"),
+    (ROUTER, {"jitter": 0.1}, "jitter is 0.1 and weight_rule is 'of_score': must be 0"),
+    (EXPERTS, {"activation": "swish"}, "activation is 'swish': must be one of silu"),
+    (EXPERTS, {"hidden": 0}, "hidden is 0: must be an integer from 1"),
+    (EXPERTS, {"inner": -4}, "inner is -4"),
     (EXPERTS, {"num_local_experts": 2, "ungated": 2}, "ungated is 2"),
-    (EXPERTS, {"weighting": "soon"}, "weighting 'soon'"),
+    (EXPERTS, {"weighting": "soon"}, "weighting is 'soon'"),
 ]
 
 
@@ -71,7 +75,7 @@ def test_a_mistake(good: Any, wrong: dict[str, Any], sentence: str) -> None:
 def test_a_router_that_cannot_learn(wish: dict[str, Any]) -> None:
     """The only weight of a token over itself is 1 whatever the logits: said when it is made, and
     true of the gradient; of two weights it is not said."""
-    with pytest.warns(RuntimeWarning, match=r"top_k is 1 with .*the router has no gradient"):
+    with pytest.warns(RuntimeWarning, match=r"top_k is 1 and .*gradients only from its"):
         router = Router(8, 1, **wish)
     logits = np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
     gradient = jax.grad(lambda z: epic.jax.route(router, z)[1].sum())(logits)
@@ -88,19 +92,19 @@ MOE = Moe(LAYER, ROUTER, EXPERTS)
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"router": Router(4, 2)}, "layer.num_experts 8, router.num_experts 4"),
-        ({"router": Router(8, 1)}, "layer.top_k 2, router.top_k 1"),
-        ({"layer": Layer(8, 2, layout="flat")}, "layer.layout 'flat'"),
-        ({"shared": Experts(hidden=8, inner=12)}, "shared.hidden 8, experts.hidden 16"),
-        ({"shared": Experts(2, 16, 12)}, "shared.num_local_experts 2"),
-        ({"capacity": 0}, "capacity 0: an integer from 1"),
-        ({"balance_coeff": float("inf")}, "balance_coeff inf"),
-        ({"balance_coeff": -0.5}, r"balance_coeff -0.5: 0 \(no loss\) or more is needed"),
-        ({"z_coeff": -1}, r"z_coeff -1: 0 \(no loss\) or more is needed"),
-        ({"experts": Experts(9, 16, 12)}, "num_local_experts 9, layer.num_experts 8: a rank has"),
-        ({"sequence_tokens": -1}, "sequence_tokens -1"),
-        ({"quantize": "1x64"}, "quantize '1x64': one of 1x128, 1x32"),
-        ({"layer": ROUTER}, "layer: an epic.Layer is needed"),
+        ({"router": Router(4, 2)}, "layer.num_experts is 8 and router.num_experts is 4"),
+        ({"router": Router(8, 1)}, "layer.top_k is 2 and router.top_k is 1"),
+        ({"layer": Layer(8, 2, layout="flat")}, "layer.layout is 'flat'"),
+        ({"shared": Experts(hidden=8, inner=12)}, "shared.hidden is 8 and experts.hidden is 16"),
+        ({"shared": Experts(2, 16, 12)}, "shared.num_local_experts is 2"),
+        ({"capacity": 0}, "capacity is 0: must be an integer from 1"),
+        ({"balance_coeff": float("inf")}, "balance_coeff is inf"),
+        ({"balance_coeff": -0.5}, r"balance_coeff is -0.5: must be 0 \(no loss\) or more"),
+        ({"z_coeff": -1}, r"z_coeff is -1: must be 0 \(no loss\) or more"),
+        ({"experts": Experts(9, 16, 12)}, "num_local_experts is 9: must be at most 8"),
+        ({"sequence_tokens": -1}, "sequence_tokens is -1"),
+        ({"quantize": "1x64"}, "quantize is '1x64': must be one of 1x128, 1x32"),
+        ({"layer": ROUTER}, "layer is a Router: must be an epic.Layer"),
     ],
     ids=lambda x: str(x)[:40],
 )
@@ -125,7 +129,7 @@ def test_all_at_once() -> None:
     )
     with pytest.raises(epic.EpicArgumentError, match=r"Moe.of: 'hiden'.*did you mean 'hidden'"):
         Moe.of(num_experts=8, top_k=2, hiden=16, inner=12)
-    with pytest.raises(epic.EpicArgumentError, match=r"experts 100, layer.num_experts 8"):
+    with pytest.raises(epic.EpicArgumentError, match=r"experts is 100: must be at most 8"):
         Moe.of(num_experts=8, top_k=2, hidden=16, inner=12, num_local_experts=100)
     with pytest.raises(epic.EpicArgumentError, match=r"Moe.of: 'router'"):
         Moe.of(num_experts=8, top_k=2, hidden=16, inner=12, router=ROUTER)
@@ -169,15 +173,15 @@ def test_sizes_are_needed() -> None:
         epic.jax.open(max_tokens=4)
     with pytest.raises(epic.EpicArgumentError, match=r"must be \[..., hidden\]"):
         epic.jax.open(like=np.ones(3))
-    with pytest.raises(epic.EpicArgumentError, match="max_tokens -1"):
+    with pytest.raises(epic.EpicArgumentError, match="max_tokens is -1"):
         epic.jax.open(max_tokens=-1, max_row_bytes=4)
 
 
 def test_a_port() -> None:
     """Errors of a bootstrap are reported."""
-    with pytest.raises(epic.EpicArgumentError, match="port 65536: 1 to 65535"):
+    with pytest.raises(epic.EpicArgumentError, match="port is 65536: must be from 1 to 65535"):
         Tcp(port=65536)
-    with pytest.raises(epic.EpicArgumentError, match="address 29507: a str"):
+    with pytest.raises(epic.EpicArgumentError, match="address is 29507: must be a str"):
         Tcp(29507)  # type: ignore[arg-type]
 
 

@@ -39,5 +39,5 @@ def test_others_are_refused(tmp_path: Path, text: str) -> None:
     """The error names the wrong value."""
     path = tmp_path / "place.txt"
     path.write_text(text)
-    with pytest.raises(epic.EpicArgumentError, match="as epic-place writes"):
+    with pytest.raises(epic.EpicArgumentError, match="a file that epic-place wrote"):
         epic.read_placement(path)

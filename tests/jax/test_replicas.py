@@ -172,9 +172,9 @@ def test_what_cannot_be(opened: Any) -> None:
     group = opened(None)
     ids, x = choices(3, 0)[:6], numbers(1, 6, 5)
     layer = epic.jax.Layer(12, 3, num_logical=8)
-    with pytest.raises(epic.jax.EpicArgumentError, match="passed if num_logical is above 0"):
+    with pytest.raises(epic.jax.EpicArgumentError, match="given if num_logical is above 0"):
         epic.jax.plan(group, layer, ids)
-    with pytest.raises(epic.jax.EpicArgumentError, match="passed if num_logical is above 0"):
+    with pytest.raises(epic.jax.EpicArgumentError, match="given if num_logical is above 0"):
         epic.jax.plan(group, epic.jax.Layer(8, 3), ids, logical_of_expert=TWELVE)
     with pytest.raises(
         epic.jax.EpicArgumentError, match=r"int32\[10\]: must be integers \[num_experts 12\]"
@@ -182,7 +182,9 @@ def test_what_cannot_be(opened: Any) -> None:
         epic.jax.plan(group, layer, ids, logical_of_expert=TEN)
     with pytest.raises(epic.jax.EpicArgumentError, match=r"num_logical is 13"):
         epic.jax.Layer(12, 3, num_logical=13)
-    with pytest.raises(epic.jax.EpicArgumentError, match=r"layer.num_logical 8, router.num_ex"):
+    with pytest.raises(
+        epic.jax.EpicArgumentError, match=r"layer.num_logical is 8 and router.num_ex"
+    ):
         epic.jax.Moe(layer, epic.jax.Router(12, 3), epic.jax.Experts(hidden=4, inner=4))
     of = epic.jax.Moe.of(num_experts=12, num_logical=8, top_k=3, hidden=4, inner=4)
     assert (of.router.num_experts, of.layer.num_experts) == (8, 12)

@@ -172,8 +172,8 @@ def test_what_cannot_be(opened: Any) -> None:
     columns = options({"zero_experts": 3}, 1)
     plain = layers.options({}, 1)
     for wish, more, kind, sentence in (
-        (plain, {}, epic.jax.EpicArgumentError, "gate and up columns must alternate"),
-        (odd, {}, epic.jax.EpicArgumentError, "experts.inner 10: tensor_axis 'tp' has 4 devices"),
+        (plain, {}, epic.jax.EpicArgumentError, "interleaved is False: must be True"),
+        (odd, {}, epic.jax.EpicArgumentError, "experts.inner is 10: must be a multiple of 4"),
         (columns, {}, epic.jax.EpicUnsupportedError, "identity experts"),
         (
             good,

@@ -399,7 +399,10 @@ def case_e4m3_refused(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> No
     wish = (on_gpu, options, x, layer.weights())
     told(lambda: epic.torch.moe(*wish, grouped_mm=slab_mm), "grouped_mm with")
     half = layer.weights()._replace(w_gate_up_scales=torch.ones(4, 1, 1))
-    told(lambda: epic.torch.moe(on_gpu, options, x, half), "w_gate_up_scales: scales come with")
+    told(
+        lambda: epic.torch.moe(on_gpu, options, x, half),
+        "w_gate_up_scales is given and the weights are",
+    )
 
 
 CASES = {n.removeprefix("case_"): f for n, f in list(globals().items()) if n[:5] == "case_"}

@@ -50,18 +50,24 @@ ARGUMENTS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         lambda g, p: epic.torch.plan(g, LAYER, IDS.float()),
         "topk_idx is float32: must be int",
     ),
-    "top_k": (lambda g, p: epic.torch.plan(g, LAYER, IDS[:, :2]), "topk_idx: shape [4, 2]"),
+    "top_k": (lambda g, p: epic.torch.plan(g, LAYER, IDS[:, :2]), "topk_idx has the shape [4, 2]"),
     "max_tokens": (
         lambda g, p: epic.torch.plan(g, LAYER, IDS.repeat(20, 1)),
         "num_tokens is 80",
     ),
-    "capacity": (lambda g, p: epic.torch.plan(g, LAYER, IDS, capacity=-1), "capacity -1"),
-    "no capacity": (lambda g, p: epic.torch.plan(g, LAYER, IDS, capacity=NUMBER), "capacity 2.5"),
+    "capacity": (lambda g, p: epic.torch.plan(g, LAYER, IDS, capacity=-1), "capacity is -1"),
+    "no capacity": (
+        lambda g, p: epic.torch.plan(g, LAYER, IDS, capacity=NUMBER),
+        "capacity is 2.5",
+    ),
     "capacity as text": (
         lambda g, p: epic.torch.plan_dispatch(g, LAYER, IDS, torch.ones(4, 3), capacity=TEXT),
-        "capacity '3'",
+        "capacity is '3'",
     ),
-    "tokens": (lambda g, p: epic.torch.dispatch(p, X[:3]), "tokens: 3 rows"),
+    "tokens": (
+        lambda g, p: epic.torch.dispatch(p, X[:3]),
+        "tokens has the shape [3, 20]: must have 4 rows",
+    ),
     "row bytes": (
         lambda g, p: epic.torch.dispatch(p, torch.ones(4, 5000)),
         "rows of tokens have 20000 bytes: must be 1 to max_row_bytes 4096",
@@ -70,11 +76,11 @@ ARGUMENTS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         lambda g, p: epic.torch.dispatch(p, X.int()),
         "tokens is int32: must be float32, b",
     ),
-    "weights": (lambda g, p: epic.torch.dispatch(p, X, X), "weights: shape [4, 20]"),
-    "rows": (lambda g, p: epic.torch.combine(p, X), "rows: 4 rows"),
+    "weights": (lambda g, p: epic.torch.dispatch(p, X, X), "weights has the shape [4, 20]"),
+    "rows": (lambda g, p: epic.torch.combine(p, X), "rows has the shape [4, 20]"),
     "slot_weights": (
         lambda g, p: epic.torch.combine(p, torch.ones(p.capacity, 2), torch.ones(3)),
-        "slot_weights: shape [3]",
+        "slot_weights has the shape [3]",
     ),
     "out": (
         lambda g, p: epic.torch.combine(p, torch.ones(p.capacity, 2), out=torch.ones(4, 3)),
@@ -93,10 +99,10 @@ ARGUMENTS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         lambda g, p: epic.torch.plan(
             g, LAYER, IDS, rank_of_expert=[0], num_local_experts=8, capacity=9
         ),
-        "rank_of_expert: shape [1]",
+        "rank_of_expert has the shape [1]",
     ),
     "expert id": (lambda g, p: epic.torch.plan(g, LAYER, IDS + 8), "expert"),
-    "sum": (lambda g, p: epic.torch.sum(g, X.half()), "float32 or float64 is needed"),
+    "sum": (lambda g, p: epic.torch.sum(g, X.half()), "must be float32 or float64"),
 }
 
 
@@ -141,22 +147,25 @@ def test_options() -> None:
         ({"num_ranks": 2}, "bootstrap="),
         (
             {"num_ranks": 2, "bootstrap": "tcp"},
-            "bootstrap 'tcp': a Tcp(address, port, secret), or a funct",
+            "bootstrap is 'tcp': must be a Tcp(address, port, secret)",
         ),
-        ({"num_ranks": None, "bootstrap": 3}, "bootstrap 3: a Tcp"),
+        ({"num_ranks": None, "bootstrap": 3}, "bootstrap is 3: must be a Tcp"),
         (
             {"num_ranks": 1, "bootstrap": lambda r, b: 3},
-            "the bootstrap gave 3: a list of every rank's",
+            "the bootstrap returned 3: must be a list",
         ),
-        ({"num_ranks": 0, "bootstrap": lambda r, b: [b]}, "num_ranks 0: an integer from 1"),
-        ({"num_ranks": None, "rank": 1}, "rank 1: it goes with num_ranks= and bootstrap="),
-        ({"rank": 1, "bootstrap": epic.torch.threads(2)[0]}, "bootstrap is that of rank 0 of 2"),
-        ({"name": None}, "name None: a str"),
-        ({"name": "a\0b"}, "name 'a\\x00b': must not contain a NUL"),
+        ({"num_ranks": 0, "bootstrap": lambda r, b: [b]}, "num_ranks is 0: must be an integer"),
+        ({"num_ranks": None, "rank": 1}, "rank is 1 without bootstrap="),
+        (
+            {"rank": 1, "bootstrap": epic.torch.threads(2)[0]},
+            "must be rank 0 of 2, as in bootstrap",
+        ),
+        ({"name": None}, "name is None: must be a str"),
+        ({"name": "a\0b"}, "name is 'a\\x00b': must not contain a NUL"),
         ({"name": "a\udc80"}, "must be text that UTF-8 can encode"),
         ({"backend": "self\0"}, "must not contain a NUL"),
-        ({"backend": 3}, "backend 3: a str"),
-        ({"staging_bytes": 1.5}, "staging_bytes 1.5: an integer from 0"),
+        ({"backend": 3}, "backend is 3: must be a str"),
+        ({"staging_bytes": 1.5}, "staging_bytes is 1.5: must be an integer"),
         ({"num_ranks": None, "bootstrap": lambda r, b: [b]}, "num_ranks="),
         ({"dim": "ep"}, "DeviceMesh"),
     ]

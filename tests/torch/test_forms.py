@@ -106,11 +106,11 @@ def test_each_layout_has_its_dispatch() -> None:
     with epic.torch.Group(num_ranks=1, max_tokens=64, max_row_bytes=4096) as group:
         plan = epic.torch.plan(group, FLAT, ids)
         for dispatch in (epic.torch.dispatch, epic.torch.dispatch_quantized):
-            with pytest.raises(epic.torch.EpicArgumentError, match="else dispatch_flat"):
+            with pytest.raises(epic.torch.EpicArgumentError, match="or use dispatch_flat"):
                 dispatch(plan, x)
-        with pytest.raises(epic.torch.EpicArgumentError, match="else plan, then dispatch_flat"):
+        with pytest.raises(epic.torch.EpicArgumentError, match="or use plan, then dispatch_flat"):
             epic.torch.plan_dispatch(group, FLAT, ids, x)
-        with pytest.raises(epic.torch.EpicArgumentError, match="'flat' is needed here"):
+        with pytest.raises(epic.torch.EpicArgumentError, match="must be 'flat', or use"):
             epic.torch.dispatch_flat(epic.torch.plan(group, LAYER, ids), x)
         with pytest.raises(epic.torch.EpicArgumentError, match="slot_weights"):
             epic.torch.combine(plan, numbers(1, plan.capacity, HIDDEN), torch.ones(plan.capacity))

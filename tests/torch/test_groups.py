@@ -348,8 +348,8 @@ def test_two_processes_of_one_rank(monkeypatch: Any) -> None:
             time.sleep(0.01)
         monkeypatch.setattr(Attempts, "of_process", set())  # as in another process
         wrong = partial(second, 1, b"other")
-        told(wrong, "EPIC_EINVAL", "rank is 1", "another process has come")
-        words = ("rank 2 did not come", "two processes came as rank 1")
+        told(wrong, "EPIC_EINVAL", "rank is 1", "another process has opened")
+        words = ("rank 2 did not come", "two processes opened it as rank 1")
         told(lambda: zero(0, b"zero"), "EPIC_ETIMEOUT", *words)
         first.leave()
         told(lambda: waits.result(20), "EPIC_ETIMEOUT")
@@ -362,8 +362,10 @@ def test_a_bootstrap_is_of_one_rank() -> None:
         found = [pool.submit(epic.torch.Group, bootstrap=bootstraps[0], **SHORT) for _ in range(2)]
         errors = sorted(str(f.exception(20)) for f in found)
     assert errors[0].startswith("EPIC_ETIMEOUT") and "rank 1 did not come" in errors[0]
-    assert errors[1].startswith("bootstrap of rank 0 is taken")
-    told(lambda: epic.torch.Group(bootstrap=bootstraps[0], **SHORT), "EPIC_EINVAL", "is taken")
+    assert errors[1].startswith("bootstrap of rank 0 is already used")
+    told(
+        lambda: epic.torch.Group(bootstrap=bootstraps[0], **SHORT), "EPIC_EINVAL", "is already used"
+    )
 
 
 def test_two_threads_open_at_a_time() -> None:
@@ -404,9 +406,9 @@ def test_no_torch_state_is_left() -> None:
 SAID = {  # by EPIC_BACKEND: what groups on GPUs and on CPUs take, or what is wrong
     "": ("gpu", None),
     "shm": ("gpu", None),
-    "gpu": ("gpu", "EPIC_BACKEND. joins GPUs"),
-    "hosts": ("hosts", "EPIC_BACKEND. joins GPUs"),
-    "host": ("for 'gpu', 'p2p' or 'hosts'", None),
+    "gpu": ("gpu", "EPIC_BACKEND.: must be a backend for CPUs"),
+    "hosts": ("hosts", "EPIC_BACKEND.: must be a backend for CPUs"),
+    "host": ("must be 'gpu', 'p2p' or 'hosts'", None),
 }
 
 

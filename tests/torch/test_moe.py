@@ -612,13 +612,13 @@ def test_wrong_weights() -> None:
     good = {n: torch.from_numpy(v) for n, v in cases.weights({}).items()}
     x = torch.ones(3, cases.HIDDEN)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"w_gate": torch.ones(2, 2)}, "w_gate: shape [2, 2]"),
-        ({"w_gate": good["w_gate"].to("meta")}, "w_gate: on meta, x is on cpu: use one device"),
+        ({"w_gate": torch.ones(2, 2)}, "w_gate has the shape [2, 2]"),
+        ({"w_gate": good["w_gate"].to("meta")}, "w_gate is on meta and x is on cpu"),
         ({"w_down": good["w_down"][:, :3]}, "w_down has"),
         ({"w_down": good["w_down"].half()}, "w_down is float16: must be float32"),
         ({"b_down": torch.ones(8, cases.HIDDEN).half()}, "b_down is float16: must be float32"),
-        ({"w_gate_up": good["w_gate_up"][:4]}, "num_local_experts 8"),
-        ({"shared_gate_up": good["w_down"]}, "shared options and shared weights"),
+        ({"w_gate_up": good["w_gate_up"][:4]}, "num_local_experts is 8"),
+        ({"shared_gate_up": good["w_down"]}, "shared_gate_up is given and options.shared is None"),
     ]
     with epic.torch.Group(**SIZES) as group:
         for change, text in wrong:

@@ -96,21 +96,23 @@ def test_strides_compiled_and_out() -> None:
 
 
 WRONG: dict[str, Any] = {
-    "tokens is torch.float32: rows with scales have an 8-bit type": lambda t, p, x, s: (
-        t.dispatch_quantized(p, x.float(), scales=s)
+    "tokens is torch.float32: must have an 8-bit type": lambda t, p, x, s: t.dispatch_quantized(
+        p, x.float(), scales=s
     ),
-    "tokens are torch.float8_e4m3fn already": lambda t, p, x, s: t.dispatch(p, x, quantize="1x32"),
-    "scales: 5 rows": lambda t, p, x, s: t.dispatch_quantized(p, x, scales=s[:5]),
-    "which has no gradient, and a gradient is asked for": lambda t, p, x, s: t.dispatch(
+    "tokens are already torch.float8_e4m3fn": lambda t, p, x, s: t.dispatch(p, x, quantize="1x32"),
+    "scales has the shape [5, 2]: must have 6 rows": lambda t, p, x, s: t.dispatch_quantized(
+        p, x, scales=s[:5]
+    ),
+    "rows of this type have no gradient": lambda t, p, x, s: t.dispatch(
         p, x, torch.ones(6, TOP_K, requires_grad=True)
     ),
-    "out scales is torch.float64: a contiguous torch.float32": lambda t, p, x, s: (
-        t.dispatch_quantized(p, x, scales=s, out=(torch.empty(216, HIDDEN).to(x), s.double(), None))
+    "out scales is torch.float64: must be torch.float32": lambda t, p, x, s: t.dispatch_quantized(
+        p, x, scales=s, out=(torch.empty(216, HIDDEN).to(x), s.double(), None)
     ),
     "out recv is torch.float32": lambda t, p, x, s: t.dispatch(
         p, x, out=(torch.empty(216, HIDDEN), None)
     ),
-    "out: tuple: (recv, scales, slot_weights)": lambda t, p, x, s: t.dispatch_quantized(
+    "out is a tuple: must be (recv, scales, slot_weights)": lambda t, p, x, s: t.dispatch_quantized(
         p, x, scales=s, out=(x, s)
     ),
 }

@@ -82,15 +82,15 @@ def test_leading_dimensions(grad: bool) -> None:
 
 
 WRONG: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], str]] = {
-    "rows": ((4, TOP_K), (3, HIDDEN), (4, TOP_K), "tokens: 3 rows (shape [3, 20]): the plan has 4"),
-    "leads": ((2, 3, TOP_K), (3, 2, HIDDEN), (6, TOP_K), "shape [3, 2, 20]: topk_idx has [2, 3]"),
-    "weights": ((4, TOP_K), (4, HIDDEN), (4, 2), "weights: shape [4, 2]: [4, 3] is needed"),
-    "turned": ((4, TOP_K), (4, HIDDEN), (TOP_K, 4), "weights: shape [3, 4]: [4, 3] is needed"),
+    "rows": ((4, TOP_K), (3, HIDDEN), (4, TOP_K), "tokens has the shape [3, 20]: must have 4 rows"),
+    "leads": ((2, 3, TOP_K), (3, 2, HIDDEN), (6, TOP_K), "dimensions of topk_idx, [2, 3]"),
+    "weights": ((4, TOP_K), (4, HIDDEN), (4, 2), "weights has the shape [4, 2]: must be [4, 3]"),
+    "turned": ((4, TOP_K), (4, HIDDEN), (TOP_K, 4), "weights has the shape [3, 4]: must be [4, 3]"),
     "weights lead": (
         (6, TOP_K), (2, 3, HIDDEN), (3, 2, TOP_K),
-        "weights has the shape [3, 2, 3]: must be as tokens, which has the shape [2, 3, 20]",
+        "weights has the shape [3, 2, 3]: must have the leading dimensions of tokens",
     ),
-    "few": ((4, TOP_K), (4, HIDDEN), (3, TOP_K), "weights: shape [3, 3]: [4, 3] is needed"),
+    "few": ((4, TOP_K), (4, HIDDEN), (3, TOP_K), "weights has the shape [3, 3]: must be [4, 3]"),
 }  # fmt: skip
 
 

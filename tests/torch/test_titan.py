@@ -94,7 +94,7 @@ def unsized(rank: int) -> None:
     titan, own = modules()
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
     config = titan.epic(own.AllToAllTokenDispatcher.Config(num_experts=EXPERTS, top_k=TOP_K))
-    with pytest.raises(ValueError, match="hidden_dim is needed"):
+    with pytest.raises(ValueError, match="hidden_dim is None: pass"):
         routed(config, mesh, rank)
 
 

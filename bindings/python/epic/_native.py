@@ -189,9 +189,9 @@ def warn_without_blas() -> None:
     """Warn once that experts on CPUs are slow without OpenBLAS."""
     if core().epic_blas_name().startswith(PLAIN):
         warnings.warn(
-            "EPIC finds no OpenBLAS, so on CPUs experts take plain loops, about 4 times as long: "
-            "install libopenblas0-pthread (Debian, Ubuntu) or pip's scipy-openblas32; a build with "
-            "EPIC_BLAS=OFF has none",
+            "EPIC finds no OpenBLAS, so on CPUs experts use plain loops, which take about 4 times "
+            "as long: install libopenblas0-pthread (Debian, Ubuntu) or pip's scipy-openblas32; a "
+            "build with EPIC_BLAS=OFF never uses it",
             RuntimeWarning,
             stacklevel=2,
         )

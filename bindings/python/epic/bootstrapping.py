@@ -42,7 +42,7 @@ class Tcp:
         if self.secret is not None:
             encode_text("secret", self.secret)
         if not 1 <= check_int("port", self.port) <= 65535:
-            raise EpicArgumentError(f"port {self.port}: 1 to 65535 is needed")
+            raise EpicArgumentError(f"port is {self.port}: must be from 1 to 65535")
 
 
 class Bootstrap:
@@ -61,8 +61,9 @@ class Bootstrap:
         with self.lock:
             if self.is_taken:
                 raise EpicArgumentError(
-                    f"bootstrap of rank {self.struct.rank} is taken: must be another one for each "
-                    "rank and each group that opens; epic.torch.threads(n) makes n"
+                    f"bootstrap of rank {self.struct.rank} is already used: must be a different "
+                    "one for each rank and each group that opens; epic.torch.threads(n) makes n of "
+                    "them"
                 )
             self.is_taken = True
 
@@ -75,8 +76,8 @@ def check_bootstrap(bootstrap: Any) -> None:
     """Check the bootstrap that a caller passed."""
     if not isinstance(bootstrap, Tcp | Bootstrap) and not callable(bootstrap):
         raise EpicArgumentError(
-            f"bootstrap {bootstrap!r}: a Tcp(address, port, secret), or a function (rank, bytes) "
-            "-> every rank's bytes, is needed"
+            f"bootstrap is {bootstrap!r}: must be a Tcp(address, port, secret), or a function "
+            "(rank, bytes) that returns the bytes of all ranks"
         )
 
 
@@ -108,8 +109,8 @@ def address_of(native: Any) -> int | None:
         mpi = importlib.import_module("mpi4py.MPI")
         return int(mpi._addressof(native))
     raise EpicArgumentError(
-        f"native {native!r}: {WORLD!r}, a communicator of mpi4py or the address of an MPI_Comm is "
-        "needed"
+        f"native is {native!r}: must be {WORLD!r}, a communicator of mpi4py, or the address of an "
+        "MPI_Comm"
     )
 
 
@@ -149,12 +150,13 @@ def joined(parts: list[bytes], num_ranks: int, size: int) -> bytes:
         lengths, data = [len(part) for part in parts], b"".join(parts)
     except TypeError:
         raise EpicArgumentError(
-            f"the bootstrap gave {repr(parts)[:60]}: a list of every rank's bytes is needed"
+            f"the bootstrap returned {repr(parts)[:60]}: must be a list with the bytes of all ranks"
         ) from None
     if lengths != [size] * num_ranks:
         raise EpicError(
             "EPIC_EMISMATCH",
-            f"the bootstrap gave parts of {lengths} bytes: {num_ranks} of {size} are needed",
+            f"the bootstrap returned parts of {lengths} bytes: must be {num_ranks} parts of {size} "
+            "bytes",
         )
     return data
 

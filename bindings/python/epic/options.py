@@ -34,7 +34,7 @@ def check_choice(field: str, value: Any, words: Iterable[str]) -> str:
         return str(value)
     near = difflib.get_close_matches(str(value), words, 1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise EpicArgumentError(f"{field} {value!r}: one of {', '.join(words)} is needed{hint}")
+    raise EpicArgumentError(f"{field} is {value!r}: must be one of {', '.join(words)}{hint}")
 
 
 def backend_for(on_gpus: bool, wish: str | None) -> str | None:
@@ -48,12 +48,14 @@ def backend_for(on_gpus: bool, wish: str | None) -> str | None:
             said = None
         if said is not None and said not in ON_GPUS:
             raise EpicArgumentError(
-                f"backend {said!r}: arrays on GPUs are for 'gpu', 'p2p' or 'hosts'"
+                f"backend is {said!r}: must be 'gpu', 'p2p' or 'hosts' for arrays on GPUs"
             )
         return said or "gpu"
     if said in ON_GPUS:
         by = "" if wish else " (EPIC_BACKEND)"
-        raise EpicArgumentError(f"backend {said!r}{by} joins GPUs: the arrays are on CPUs")
+        raise EpicArgumentError(
+            f"backend is {said!r}{by}: must be a backend for CPUs, where the arrays are"
+        )
     return wish
 
 
@@ -65,7 +67,7 @@ def check_int(field: str, value: Any, least: int = 0, most: int = UINT32_MAX) ->
             index = value.__index__()
     if index is None or not least <= index <= most:
         end = f" to {most}" if index is not None and index > most else ""
-        raise EpicArgumentError(f"{field} {value!r}: an integer from {least}{end} is needed")
+        raise EpicArgumentError(f"{field} is {value!r}: must be an integer from {least}{end}")
     return index
 
 
@@ -76,20 +78,22 @@ def check_float(field: str, value: Any) -> float:
         with contextlib.suppress(TypeError):  # of an array, or of a value that is traced
             found = float(value)
     if not math.isfinite(found):
-        raise EpicArgumentError(f"{field} {value!r}: a finite number is needed")
+        raise EpicArgumentError(f"{field} is {value!r}: must be a finite number")
     return found
 
 
 def encode_text(field: str, value: Any) -> bytes:
     """Return the text as the core takes it: a C string in UTF-8."""
     if not isinstance(value, str):
-        raise EpicArgumentError(f"{field} {value!r}: a str is needed")
+        raise EpicArgumentError(f"{field} is {value!r}: must be a str")
     if "\0" in value:  # C would take what stands before it for the whole
-        raise EpicArgumentError(f"{field} {value!r}: must not contain a NUL character")
+        raise EpicArgumentError(f"{field} is {value!r}: must not contain a NUL character")
     try:
         return value.encode()
     except UnicodeEncodeError:  # half of a surrogate pair
-        raise EpicArgumentError(f"{field} {value!r}: must be text that UTF-8 can encode") from None
+        raise EpicArgumentError(
+            f"{field} is {value!r}: must be text that UTF-8 can encode"
+        ) from None
 
 
 def to_core_number(field: str, value: Any) -> int | float:
@@ -232,7 +236,7 @@ class Layer(Options):
     def numbers(self, prefix: str = "") -> dict[str, Any]:
         """Return the fields as numbers; `distinct` is one of the core's flags."""
         if self.distinct not in (False, True):
-            raise EpicArgumentError(f"distinct {self.distinct!r}: True or False is needed")
+            raise EpicArgumentError(f"distinct is {self.distinct!r}: must be True or False")
         found = super().numbers(prefix)
         found[prefix + "flags"] = DISTINCT * found.pop(prefix + "distinct")
         return found
@@ -298,13 +302,13 @@ class Router(Options):
         found = super().numbers(prefix)
         if self.topk_groups > 1 and self.num_groups < 2:
             raise EpicArgumentError(
-                f"topk_groups {self.topk_groups}: num_groups is {self.num_groups}, so there are no "
-                "groups to choose from"
+                f"topk_groups is {self.topk_groups} and num_groups is {self.num_groups}: "
+                "num_groups must be at least 2, so that there are groups to choose"
             )
         if self.jitter and self.weight_rule != "sparsemixer":
             raise EpicArgumentError(
-                f"jitter is {self.jitter} with weight_rule {self.weight_rule!r}: must be 0, as "
-                "only weight_rule 'sparsemixer' uses it"
+                f"jitter is {self.jitter} and weight_rule is {self.weight_rule!r}: must be 0, "
+                "because only weight_rule 'sparsemixer' uses it"
             )
         return found
 
@@ -315,9 +319,9 @@ class Router(Options):
         if self.top_k == 1 and normal:
             word_of = "normalize" if self.normalize != "none" else "weight_rule"
             warnings.warn(
-                f"top_k is 1 with {word_of} {getattr(self, word_of)!r}: the only weight of a token "
-                "is divided by itself, so the router has no gradient but that of the losses; to "
-                "train it use normalize 'none' and weight_rule 'of_score'",
+                f"top_k is 1 and {word_of} is {getattr(self, word_of)!r}: the only weight of a "
+                "token is divided by itself, so the router gets gradients only from its losses; to "
+                "train it with the output use normalize 'none' and weight_rule 'of_score'",
                 RuntimeWarning,
                 stacklevel=6,
             )
@@ -457,16 +461,18 @@ class Moe(Keyed):
         """Check each field, then the parts with each other."""
         for name, kind in PARTS.items():
             if not isinstance(getattr(self, name), kind):
-                raise EpicArgumentError(f"{name}: an epic.{kind.__name__} is needed")
+                raise EpicArgumentError(
+                    f"{name} is a {type(getattr(self, name)).__name__}: must be an "
+                    f"epic.{kind.__name__}"
+                )
         if self.shared is not None and not isinstance(self.shared, Experts):
             raise EpicArgumentError(
-                f"shared is a {type(self.shared).__name__}: an epic.Experts is needed, or None"
+                f"shared is a {type(self.shared).__name__}: must be an epic.Experts or None"
             )
         for name in ("balance_coeff", "z_coeff"):
             if check_float(name, getattr(self, name)) < 0:
                 raise EpicArgumentError(
-                    f"{name} {getattr(self, name)}: 0 (no loss) or more is needed; less would be a "
-                    "reward"
+                    f"{name} is {getattr(self, name)}: must be 0 (no loss) or more"
                 )
         check_int("sequence_tokens", self.sequence_tokens)
         if self.capacity is not None:
@@ -481,24 +487,28 @@ class Moe(Keyed):
         for name, other in ((ids, "num_experts"), ("top_k", "top_k")):
             a, b = getattr(self.layer, name), getattr(self.router, other)
             if a != b:
-                raise EpicArgumentError(f"layer.{name} {a}, router.{other} {b}: make them equal")
+                raise EpicArgumentError(
+                    f"layer.{name} is {a} and router.{other} is {b}: must be equal"
+                )
         local, experts = self.experts.num_local_experts, self.layer.num_experts
         if local > experts:
             raise EpicArgumentError(
-                f"experts.num_local_experts {local}, layer.num_experts {experts}: a rank has no "
-                "more than there are; leave it out, and it is derived"
+                f"experts.num_local_experts is {local}: must be at most {experts}, the "
+                "layer.num_experts; leave it out, and it is derived"
             )
         if self.layer.layout != "expert_major":
-            raise EpicArgumentError(f"layer.layout {self.layer.layout!r}: 'expert_major' is needed")
+            raise EpicArgumentError(
+                f"layer.layout is {self.layer.layout!r}: must be 'expert_major'"
+            )
         if self.shared and self.shared.hidden != self.experts.hidden:
             raise EpicArgumentError(
-                f"shared.hidden {self.shared.hidden}, experts.hidden {self.experts.hidden}: make "
-                "them equal"
+                f"shared.hidden is {self.shared.hidden} and experts.hidden is "
+                f"{self.experts.hidden}: must be equal"
             )
         if self.shared and self.shared.num_local_experts > 1:
             raise EpicArgumentError(
-                f"shared.num_local_experts {self.shared.num_local_experts}: the shared expert is "
-                "one; give it a larger inner"
+                f"shared.num_local_experts is {self.shared.num_local_experts}: must be 1; for a "
+                "larger shared expert raise its inner"
             )
 
 

@@ -94,8 +94,8 @@ class StoreExchange:
         if self.store.put_first(key, self.token) != self.token:
             self.store.put(f"{self.prefix}/{self.attempt}/twice", str(rank).encode())
             raise EpicArgumentError(
-                f"rank is {rank}: must be another one, as another process has come to the "
-                f"bootstrap as rank {rank}; each process needs a rank of its own"
+                f"rank is {rank}: must be different on each process, and another process has "
+                f"opened the group as rank {rank}"
             )
         self.own.append(key)
 
@@ -185,11 +185,11 @@ class StoreExchange:
         twice = f"{self.prefix}/{self.attempt}/twice"
         note = ""
         if self.store.has(twice):
-            note = f", and two processes came as rank {self.store.get(twice).decode()}"
+            note = f", and two processes opened it as rank {self.store.get(twice).decode()}"
         return EpicError(
             "EPIC_ETIMEOUT",
-            f"rank {names} did not come to the bootstrap within {self.timeout_ms} ms{note}: "
-            "every rank must open the group; when the cause is found, open it again on all ranks",
+            f"rank {names} did not come to the bootstrap within {self.timeout_ms} ms{note}: every "
+            "rank must open the group; correct the cause, then open it again on all ranks",
         )
 
 

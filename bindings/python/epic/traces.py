@@ -53,7 +53,8 @@ def read_placement(path: str | os.PathLike[str]) -> Placement:
         values = [int(w) for w in found[1:]] if good else []
         if not good or not all(least <= v <= most for v in values):
             raise EpicArgumentError(
-                f"{path}: {name}: {num} of {least} to {most} needed, as epic-place writes them"
+                f"{path}: {name} must be followed by {num} numbers from {least} to {most}; pass a "
+                "file that epic-place wrote"
             )
         return values
 
@@ -65,6 +66,7 @@ def read_placement(path: str | os.PathLike[str]) -> Placement:
     logical_of = numbers("logical_of_expert", experts, 0, logical - 1) if logical else None
     if words[at:]:
         raise EpicArgumentError(
-            f"{path}: {words[at][:40]!r} behind the last list: not as epic-place writes them"
+            f"{path}: {words[at][:40]!r} follows the last list: must end there; pass a file that "
+            "epic-place wrote"
         )
     return Placement(ranks, experts, logical, rank_of, logical_of)

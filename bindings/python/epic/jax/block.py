@@ -132,7 +132,10 @@ def parameter_sharding(mesh: Mesh, names: Names, rules: Rules) -> NamedSharding:
     parts: list[tuple[str, ...] | None] = []
     for name in names:
         if name is not None and name not in known:
-            raise EpicArgumentError(f"axis {name!r} of a parameter: no rule has it, nor the mesh")
+            raise EpicArgumentError(
+                f"axis of a parameter is {name!r}: must be an axis of the mesh, or have a logical "
+                "axis rule"
+            )
         axes = known.get(name) if name else None
         axes = (axes,) if isinstance(axes, str) else axes or ()
         parts.append(tuple(a for a in axes if a in mesh.axis_names and a not in taken) or None)

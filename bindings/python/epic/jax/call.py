@@ -290,10 +290,10 @@ def first_order_only(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     @once.defjvp
     def refuse(*_: Any) -> Any:
         raise EpicUnsupportedError(
-            f"epic.jax.{name}: EPIC has first derivatives only, of reverse mode: no grad of grad, "
-            "hessian or jvp of it.  For Hessian-vector products take differences of gradients, "
-            "(grad(x + h v) - grad(x - h v)) / 2h, or jax.lax.stop_gradient what need not be "
-            "differentiated twice"
+            f"epic.jax.{name} has only first derivatives, in reverse mode: grad of grad, hessian "
+            "and jvp are not supported; for Hessian-vector products use differences of gradients, "
+            "(grad(x + h v) - grad(x - h v)) / 2h, or use jax.lax.stop_gradient on all that needs "
+            "no second derivative"
         )
 
     return once

@@ -190,7 +190,8 @@ def layer_losses(
     total = logits.shape[0] * group.num_ranks * math.prod(map(jax.lax.axis_size, axes))
     if axes and options.sequence_tokens:
         raise EpicArgumentError(
-            "loss_axes: with sequence_tokens each sequence has a loss by itself"
+            f"loss_axes is {axes}: must be empty with sequence_tokens, because each sequence has "
+            "its own loss"
         )
     load = jax.lax.psum(load, axes) if axes else load
     loss = jnp.zeros((), jnp.float32)

@@ -18,7 +18,7 @@ def load_driver() -> ctypes.CDLL:
 def check_cuda(code: int, what: str) -> None:
     """Raise an error if a CUDA call failed."""
     if code != 0:
-        raise EpicError("EPIC_EDEVICE", f"{what}: CUDA says {code}")
+        raise EpicError("EPIC_EDEVICE", f"{what}: CUDA returned error {code}")
 
 
 @contextlib.contextmanager

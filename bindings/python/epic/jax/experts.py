@@ -313,7 +313,9 @@ def apply_to_slabs(
     )
     if (slot_weights is not None) != (options.weighting != "late"):
         raise EpicArgumentError(
-            'slot_weights come with weighting "early" or "input", and only then'
+            f"slot_weights is {'None' if slot_weights is None else 'given'} and weighting is "
+            f"{options.weighting!r}: must be given with weighting 'early' or 'input', and None "
+            "with 'late'"
         )
     shape = [("slots", rows.shape[0])]
     slot_weights = as_array_or_none("slot_weights", slot_weights, FLOATS, shape)

@@ -89,8 +89,8 @@ class Group:
         width = rows.shape[-1] * rows.dtype.itemsize
         if width > self.max_row_bytes:
             raise EpicArgumentError(
-                f"{name} has rows of {width} bytes: must be at most the max_row_bytes "
-                f"{self.max_row_bytes} that group {self.name!r} was opened with"
+                f"{name} has rows of {width} bytes: must be at most {self.max_row_bytes}, the "
+                f"max_row_bytes of group {self.name!r}; open a group with more"
             )
 
     def close(self) -> None:
@@ -237,18 +237,22 @@ def members_without_mesh(
         mine, count = [world.struct.rank], world.struct.num_ranks
         if list(ranks or mine) != mine or (num_ranks or count) != count:
             raise EpicArgumentError(
-                f"ranks {ranks}, num_ranks {num_ranks}: native is a communicator of {count}, where "
-                f"this process is rank {mine[0]}: leave both out, or split the communicator"
+                f"ranks is {ranks} and num_ranks is {num_ranks}: must be rank {mine[0]} of "
+                f"{count}, as in the communicator that native names; leave both out, or split the "
+                "communicator"
             )
     if isinstance(ranks, int):
-        raise EpicArgumentError(f"ranks is {ranks}: must be a list, with a rank for each device")
+        raise EpicArgumentError(f"ranks is {ranks}: must be a list with a rank for each device")
     taken = list(ranks if ranks is not None else mine)
     if len({check_int("ranks", r) for r in taken}) < len(taken) or max(taken, default=0) >= count:
         raise EpicArgumentError(
             f"ranks is {taken}: must be different numbers from 0 to {count - 1} (num_ranks - 1)"
         )
     if len(taken) > len(devices):
-        raise EpicArgumentError(f"ranks {taken}: this process has {len(devices)} devices for them")
+        raise EpicArgumentError(
+            f"ranks is {taken}: must have at most {len(devices)} ranks, one for each device of "
+            "this process"
+        )
     return [member_of(d, 0, r) for d, r in zip(devices, taken, strict=False)], count
 
 
@@ -269,7 +273,7 @@ def choose_backend(platform: str, wish: str | None) -> str | None:
     """
     if platform not in ("cpu", "gpu"):
         raise EpicArgumentError(
-            f"devices of platform {platform!r}: epic.jax runs on cpu and on CUDA GPUs"
+            f"platform of the devices is {platform!r}: must be 'cpu', or 'gpu' with CUDA"
         )
     return backend_for(platform == "gpu", wish)
 
@@ -281,7 +285,9 @@ def choose_sizes(
     if like is None:
         for name, value in (("max_tokens", max_tokens), ("max_row_bytes", max_row_bytes)):
             if value is None:
-                raise EpicArgumentError(f"{name} is None: pass a number, or like=, the activations")
+                raise EpicArgumentError(
+                    f"{name} is None: pass a number, or pass the activations as like="
+                )
         return check_int("max_tokens", max_tokens), check_int("max_row_bytes", max_row_bytes)
     tokens, row_bytes = meshes.token_sizes(mesh, like, token_axes)
     return (
@@ -367,7 +373,8 @@ def open(
     """
     if mesh is not None and (ranks is not None or num_ranks is not None):
         raise EpicArgumentError(
-            f"ranks {ranks}, num_ranks {num_ranks}: the mesh says both, leave them out"
+            f"ranks is {ranks} and num_ranks is {num_ranks}: must be None with a mesh, which "
+            "defines both"
         )
     if mesh is not None:
         check_kind("mesh", mesh, jax.sharding.Mesh)
@@ -410,7 +417,7 @@ def open(
     with lock:
         if name in open_groups:
             raise EpicArgumentError(
-                f"group {name!r} is open: close it first, or choose another name="
+                f"group {name!r} is already open: close it first, or choose another name="
             )
         open_groups[name] = OpenGroup(group, {}, [])
     try:
@@ -454,7 +461,7 @@ def open_members(
         where = (member.is_gpu, member.ordinal, devices, member.rank)
         if load_handlers().epic_jax_member_add(group.name.encode(), *where, context):
             close(group)
-            raise EpicArgumentError(f"name {group.name!r}: at most 63 bytes are allowed")
+            raise EpicArgumentError(f"name is {group.name!r}: must have at most 63 bytes")
 
 
 def close(group: Group) -> None:
@@ -541,5 +548,8 @@ def contexts_of(group: Group) -> Iterator[int]:
     """Yield the contexts of this process."""
     state = open_groups.get(group.name)
     if state is None:
-        raise EpicError("EPIC_ECLOSED", f"group {group.name!r} is not open in this process")
+        raise EpicError(
+            "EPIC_ECLOSED",
+            f"group {group.name!r} is not open in this process: open it with epic.jax.open",
+        )
     yield from state.contexts.values()

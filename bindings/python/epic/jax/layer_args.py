@@ -146,7 +146,7 @@ def check_parts(options: Moe, weights: MoeWeights) -> None:
 def refuse_unused(name: str, value: Any, why: str) -> None:
     """Refuse an argument that would not be used."""
     if value is not None:
-        raise EpicArgumentError(f"{name} is given and {why}: leave it None")
+        raise EpicArgumentError(f"{name} is given and {why}: must be None")
 
 
 def check_weights_of_layer(
@@ -189,8 +189,8 @@ def check_experts(group: Group, options: Moe, rank_of_expert: Any) -> None:
     owned = steps.max_local_experts(group, layer, rank_of_expert, None)
     if local < owned or (rank_of_expert is None and local != owned):
         raise EpicArgumentError(
-            f"w_gate_up has {local} experts: must have {owned}, as many as a rank of group "
-            f"{group.name!r} has of the {layer.num_experts}"
+            f"w_gate_up has {local} experts: must have {owned}, because a rank of group "
+            f"{group.name!r} has {owned} of the {layer.num_experts} experts"
         )
 
 
@@ -199,15 +199,15 @@ def check_tokens(group: Group, options: Moe, num_tokens: int) -> None:
     layer = options.layer
     if num_tokens > group.max_tokens:
         raise EpicArgumentError(
-            f"x has {num_tokens} tokens: must be at most the max_tokens {group.max_tokens} that "
-            f"group {group.name!r} was opened with"
+            f"x has {num_tokens} tokens: must be at most {group.max_tokens}, the max_tokens of "
+            f"group {group.name!r}; open a group with more"
         )
     blocks = max(1, (layer.leaves or group.num_ranks) // group.num_ranks)
     blocks = blocks if layer.sum_order == "tree" else 1
     if num_tokens % blocks:
         raise EpicArgumentError(
-            f'x has {num_tokens} tokens: with sum_order "tree" must be a multiple of leaves / '
-            f"num_ranks = {blocks}"
+            f"x has {num_tokens} tokens: must be a multiple of {blocks} (leaves / num_ranks) with "
+            "sum_order 'tree'"
         )
     if options.balance_coeff and options.sequence_tokens:
         routing.check_sequences(num_tokens // blocks, options.sequence_tokens, "x")

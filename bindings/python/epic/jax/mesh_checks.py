@@ -94,9 +94,9 @@ def rank_in_mesh(group: Group) -> Any:
     size = size_of_bound_axes(group)
     if size is None and group.num_ranks > 1:
         raise EpicArgumentError(
-            f"a collective of group {group.name!r} outside of a shard_map over "
-            f"{show_axes(group.axes)}: XLA would gather all arrays and run it on every device.  "
-            "Put it into jax.shard_map over the group's mesh, or use epic.jax.sharded"
+            f"a call with group {group.name!r} is outside of a shard_map over "
+            f"{show_axes(group.axes)}: XLA would gather all arrays and make the call on every "
+            "device; make it inside jax.shard_map over the group's mesh, or use epic.jax.sharded"
         )
     if size is not None and size != group.num_ranks:
         raise EpicArgumentError(

@@ -25,7 +25,7 @@ def check_axes_in_mesh(mesh: jax.sharding.Mesh, argument: str, axes: tuple[str, 
         if axis not in mesh.axis_names:
             names = ", ".join(map(str, mesh.axis_names))
             raise EpicArgumentError(
-                f"{argument} {axis!r} is not an axis of the mesh: those are {names}"
+                f"{argument} is {axis!r}: must be an axis of the mesh, one of {names}"
             )
 
 
@@ -36,7 +36,7 @@ def devices_by_rank(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> tuple[lis
     """
     check_axes_in_mesh(mesh, "axis", axes)
     if len(set(axes)) < len(axes):
-        raise EpicArgumentError(f"axis {axes}: each axis once")
+        raise EpicArgumentError(f"axis is {axes}: must not contain an axis twice")
     devices = np.asarray(mesh.devices)
     at = [mesh.axis_names.index(axis) for axis in axes]
     num_ranks = math.prod(devices.shape[i] for i in at)
@@ -68,13 +68,13 @@ def token_sizes(mesh: jax.sharding.Mesh | None, like: Any, token_axes: Any) -> t
         )
     shape = list(like.shape)
     if len(shape) < 2:
-        raise EpicArgumentError(f"like has shape {like.shape}: must be [..., hidden]")
+        raise EpicArgumentError(f"like has the shape {like.shape}: must be [..., hidden]")
     if mesh is not None:
         whole = isinstance(token_axes, jax.sharding.PartitionSpec)
         if whole and len(token_axes) >= len(shape):
             raise EpicArgumentError(
-                f"token_axes {token_axes}: like has {len(shape)} dimensions, and the last, hidden, "
-                "stays whole"
+                f"token_axes is {token_axes}: must have at most {len(shape) - 1} dimensions, "
+                "because the last dimension of like, hidden, is not sharded"
             )
         for i, part in enumerate(token_axes if whole else [token_axes or mesh.axis_names]):
             axes = (part,) if isinstance(part, str) else part or ()

@@ -248,8 +248,8 @@ def loss_axes_of(group: Group, axes: Sequence[str]) -> tuple[str, ...]:
     for axis in as_axes("loss_axes", axes):
         if axis in group.axes:
             raise EpicArgumentError(
-                f"loss_axes {axis!r}: the tokens of the group's axis are counted anyway: leave it "
-                "out"
+                f"loss_axes contains {axis!r}: must not contain an axis of the group, whose tokens "
+                "are always counted"
             )
     return tuple(axes)
 
@@ -260,7 +260,10 @@ def as_token_mask(options: Moe, mask: Any, x: Any) -> Any:
         return None
     mask = as_array("token_mask", mask, ("bool",), x.shape[:-1])
     if options.sequence_tokens:
-        raise EpicUnsupportedError("token_mask: with sequence_tokens all tokens are counted")
+        raise EpicUnsupportedError(
+            "token_mask is given with sequence_tokens: not supported, because the loss of a "
+            "sequence counts all its tokens; leave one of them out"
+        )
     return mask.reshape(-1)
 
 

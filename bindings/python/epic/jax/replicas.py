@@ -71,8 +71,8 @@ def as_rows_of_experts(name: str, plan: Plan, x: Any) -> Any:
     x = as_array(name, x, FLOATS, [local], (local, ANY_ROWS))
     if x.dtype == jnp.float64:
         raise EpicUnsupportedError(
-            f"gradients of replicas are added in float32: {name} is float64; train without "
-            "replicas, or in float32"
+            f"{name} is float64: not supported with replicas, because their gradients are added in "
+            "float32; train without replicas, or in float32"
         )
     return x
 

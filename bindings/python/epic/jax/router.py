@@ -345,7 +345,7 @@ def bias_update(bias: Any, load: Any, rate: float) -> Any:
     bias = as_array("bias", bias, FLOATS, ["num_experts"])
     if bias.shape != load.shape:
         raise EpicArgumentError(
-            f"bias has {bias.shape[0]} experts and load {load.shape[0]}: must have as many"
+            f"bias has {bias.shape[0]} experts and load has {load.shape[0]}: must have equally many"
         )
     if not isinstance(rate, jax.Array):  # an array may be traced
         rate = check_float("rate", rate)

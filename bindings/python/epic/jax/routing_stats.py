@@ -43,9 +43,9 @@ def read_plan(plan: Plan | Record) -> list[RoutingStats]:
     whole: Any = plan.bytes
     if isinstance(whole, jax.core.Tracer) or not whole.is_fully_addressable:
         raise EpicArgumentError(
-            "plan: its bytes are traced, or of other processes too: return the plan from the "
-            "program, and of one shard give dataclasses.replace(plan, "
-            "bytes=plan.bytes.addressable_shards[i].data)"
+            "plan.bytes is traced, or belongs to several processes: must be an array of this "
+            "process; return the plan from the program, and for one shard pass "
+            "dataclasses.replace(plan, bytes=plan.bytes.addressable_shards[i].data)"
         )
     size = plan.spec.group.plan_bytes(plan.spec.layer)
     every = np.asarray(whole).reshape(-1, size + PLAN_TAIL)

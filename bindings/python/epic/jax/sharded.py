@@ -136,8 +136,8 @@ def check_weights(
         count = first.shape[0]
         if count % group.num_ranks:
             raise EpicArgumentError(
-                f"w_gate_up has {count} experts: with rank_of_expert must have as many for each of "
-                f"the {group.num_ranks} ranks"
+                f"w_gate_up has {count} experts: must be a multiple of {group.num_ranks}, the "
+                "number of ranks, with rank_of_expert"
             )
         mine = replace(options.experts, num_local_experts=count // group.num_ranks)
         layer_args.check_experts(group, replace(options, experts=mine), rank_of_expert)
@@ -237,8 +237,8 @@ def moe(
             )
     if options.sequence_tokens and len(axes) > len(axes_of_spec(P(spec[0]))):
         raise EpicArgumentError(
-            f"token_axes {spec}: sequence_tokens {options.sequence_tokens} needs whole sequences "
-            "on each device, so only the first dimension may be sharded"
+            f"token_axes is {spec}: must shard only the first dimension, because sequence_tokens "
+            f"({options.sequence_tokens}) needs whole sequences on each device"
         )
     check_divisible(mesh, "x", x, spec)
     steps.expert_tables(group, options.layer, rank_of_expert, logical_of_expert)

@@ -152,8 +152,8 @@ def as_tokens(
     in_order = x.ndim == 2 or len(dims) == 1 or x.shape[:-1] == dims
     if not in_order or math.prod(x.shape[:-1]) != count:
         raise EpicArgumentError(
-            f"{name} is {x.dtype}{list(x.shape)}: must be {show_shape((*dims, last))}, a row for "
-            "each token of topk_idx"
+            f"{name} is {x.dtype}{list(x.shape)}: must be {show_shape((*dims, last))}, with a row "
+            "for each token of topk_idx"
         )
     return as_rows(x)
 
@@ -176,7 +176,9 @@ def ordering_deps(after: Any) -> list[Any]:
     """Return the arrays to wait for, without a gradient."""
     for x in jax.tree.leaves(after):
         if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-            raise EpicArgumentError(f"after has a {type(x).__name__}: must be arrays")
+            raise EpicArgumentError(
+                f"after contains a {type(x).__name__}: must contain only arrays"
+            )
     return [jax.lax.stop_gradient(x) for x in jax.tree.leaves(after)]
 
 
@@ -193,8 +195,8 @@ def check_group(group: Any, layer: Any, name: str = "layer") -> None:
     check_kind(name, layer, Layer)
     if group.max_top_k and layer.top_k > group.max_top_k:
         raise EpicArgumentError(
-            f"top_k is {layer.top_k}: must be at most the max_top_k {group.max_top_k} that group "
-            f"{group.name!r} was opened with; open it with more"
+            f"top_k is {layer.top_k}: must be at most {group.max_top_k}, the max_top_k of group "
+            f"{group.name!r}; open a group with more"
         )
 
 
@@ -229,8 +231,8 @@ def make_plan_spec(
     rows = as_rows(topk_idx)
     if rows.shape[0] > group.max_tokens:
         raise EpicArgumentError(
-            f"topk_idx has {rows.shape[0]} tokens: must be at most the max_tokens "
-            f"{group.max_tokens} that group {group.name!r} was opened with"
+            f"topk_idx has {rows.shape[0]} tokens: must be at most {group.max_tokens}, the "
+            f"max_tokens of group {group.name!r}; open a group with more"
         )
     slots = num_slots(group, layer, capacity)
     return PlanSpec(group, layer, topk_idx.shape[:-1], slots, moe, check_sms(max_sms)), rows
@@ -262,12 +264,14 @@ def max_local_experts(group: Group, layer: Layer, rank_of_expert: Any, given: in
     elif not isinstance(rank_of_expert, jax.core.Tracer):
         least = max_experts_per_rank(rank_of_expert)
     elif not given:
-        raise EpicArgumentError("num_local_experts is None: pass it if rank_of_expert is traced")
+        raise EpicArgumentError(
+            "num_local_experts is None: must be given if rank_of_expert is traced"
+        )
     count = least if not given else check_int("num_local_experts", given)
     if not least <= count <= most:
         rule = f"at least {least}" if least > count else f"at most {most}"
         raise EpicArgumentError(
-            f"num_local_experts is {count}: must be {rule}, as many as a rank has experts"
+            f"num_local_experts is {count}: must be {rule}, the number of experts that a rank has"
         )
     return count
 
@@ -282,7 +286,7 @@ def expert_tables(group: Group, layer: Layer, owners: Any, logical: Any) -> list
     if bool(layer.num_logical) != (logical is not None):
         raise EpicArgumentError(
             f"logical_of_expert is {'None' if logical is None else 'given'} and num_logical is "
-            f"{layer.num_logical}: it must be passed if num_logical is above 0, and only then"
+            f"{layer.num_logical}: must be given if num_logical is above 0, and None if it is 0"
         )
     owners = placement.owner_table(group, layer, owners)
     check_table("rank_of_expert", layer, owners)

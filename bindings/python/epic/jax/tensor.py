@@ -31,13 +31,13 @@ def experts_of_part(name: str, experts: Experts, axis: str, parts: int) -> Exper
     """Return the options of one device's part of the experts, checked."""
     if experts.inner % parts:
         raise EpicArgumentError(
-            f"{name}.inner {experts.inner}: tensor_axis {axis!r} has {parts} devices, which must "
-            "divide it"
+            f"{name}.inner is {experts.inner}: must be a multiple of {parts}, the number of "
+            f"devices of tensor_axis {axis!r}"
         )
     if not experts.ungated and not experts.interleaved:
         raise EpicArgumentError(
-            f"{name}.interleaved False: with tensor_axis gate and up columns must alternate, so "
-            "that a part of the weight has both"
+            f"{name}.interleaved is False: must be True with tensor_axis, so that each part of the "
+            "weight has columns of gate and of up"
         )
     return replace(experts, inner=experts.inner // parts)
 
@@ -58,7 +58,10 @@ def take_part(options: Any, weights: Any, axis: str) -> tuple[Any, Any]:
     e4m3.refuse_parts(weights, "tensor_axis")
     parts, first = jax.lax.axis_size(axis), jax.lax.axis_index(axis) == 0
     if options.router.zero_experts:
-        raise EpicUnsupportedError("tensor_axis: identity experts would be added on each device")
+        raise EpicUnsupportedError(
+            "tensor_axis with identity experts is not supported, because each of its devices would "
+            "add them: leave one of them out"
+        )
     once = {name: getattr(weights, name) for name in ("b_down", "shared_b_down")}
     once = {name: None if b is None else jnp.where(first, b, 0) for name, b in once.items()}
     experts = experts_of_part("experts", options.experts, axis, parts)

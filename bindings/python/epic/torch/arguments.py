@@ -112,7 +112,7 @@ class Refusal(EpicFunction):
     def backward(*_: Any) -> Any:
         """Raise: only a second derivative reaches this."""
         raise EpicUnsupportedError(
-            "a second derivative was asked for: EPIC's functions have the first alone"
+            "a second derivative is not supported: EPIC's functions have only first derivatives"
         )
 
 
@@ -161,7 +161,7 @@ def check_floats(name: str, x: Tensor) -> None:
 def flatten_rows(name: str, x: Tensor) -> Tensor:
     """Return [..., n] as [rows, n]."""
     if x.dim() < 2:
-        raise EpicArgumentError(f"{name}: shape {list(x.shape)}: [..., hidden] is needed")
+        raise EpicArgumentError(f"{name} has the shape {list(x.shape)}: must be [..., hidden]")
     return x.reshape(-1, x.shape[-1]) if x.dim() > 2 else x
 
 
@@ -173,7 +173,8 @@ def as_rows(name: str, x: Tensor, count: int) -> Tensor:
     rows = flatten_rows(name, x)
     if rows.shape[0] != count:
         raise EpicArgumentError(
-            f"{name}: {rows.shape[0]} rows (shape {list(shape)}): the plan has {count}"
+            f"{name} has the shape {list(shape)}: must have {count} rows, as the plan, not "
+            f"{rows.shape[0]}"
         )
     return rows
 
@@ -189,12 +190,12 @@ def as_weights(
     if x is None or (x.shape == shape and x.dtype == torch.float32):
         return x
     if x.numel() != math.prod(shape) or x.shape[-1:] != shape[-1:]:
-        raise EpicArgumentError(f"{name}: shape {list(x.shape)}: {list(shape)} is needed")
+        raise EpicArgumentError(f"{name} has the shape {list(x.shape)}: must be {list(shape)}")
     check_floats(name, x)
     if tokens is not None and min(x.dim(), tokens.dim()) > 2 and x.shape[:-1] != tokens.shape[:-1]:
         raise EpicArgumentError(
-            f"{name} has the shape {list(x.shape)}: must be as tokens, which has the shape "
-            f"{list(tokens.shape)}"
+            f"{name} has the shape {list(x.shape)}: must have the leading dimensions of tokens, "
+            f"whose shape is {list(tokens.shape)}"
         )
     return x.reshape(shape).to(torch.float32)
 
@@ -203,8 +204,8 @@ def as_flat(name: str, x: Tensor, leading: Any) -> Tensor:
     """Return x as [num_tokens]; it has the leading dimensions of the rows, or one."""
     if x.shape != leading and x.shape != (math.prod(leading),):
         raise EpicArgumentError(
-            f"{name} has the shape {list(x.shape)}: must be {list(leading)}, one value for each "
-            "token"
+            f"{name} has the shape {list(x.shape)}: must be {list(leading)}, with one value for "
+            "each token"
         )
     return x.reshape(-1).contiguous()
 
@@ -212,7 +213,9 @@ def as_flat(name: str, x: Tensor, leading: Any) -> Tensor:
 def count_of(shape: Any, top_k: int) -> int:
     """Return the number of tokens of topk_idx [..., top_k]."""
     if len(shape) < 2 or shape[-1] != top_k:
-        raise EpicArgumentError(f"topk_idx: shape {list(shape)}: [..., top_k {top_k}] is needed")
+        raise EpicArgumentError(
+            f"topk_idx has the shape {list(shape)}: must be [..., {top_k}], as top_k is {top_k}"
+        )
     return math.prod(shape[:-1])
 
 
@@ -221,5 +224,5 @@ def as_int32(name: str, x: Tensor) -> Tensor:
     if x.dtype == torch.int32:
         return x.contiguous()
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-        raise EpicArgumentError(f"{name}: dtype {x.dtype}: integers are needed")
+        raise EpicArgumentError(f"{name} is {x.dtype}: must be an integer type")
     return x.long().clamp(-(1 << 31), (1 << 31) - 1).to(torch.int32).contiguous()

@@ -84,13 +84,14 @@ def with_types(options: Experts, local: int, row_type: str, weight_type: str) ->
     """Return the options with the number of experts and the dtypes of the tensors filled in."""
     if options.num_local_experts not in (0, local):
         raise EpicArgumentError(
-            f"num_local_experts {options.num_local_experts}: the weights have {local}"
+            f"num_local_experts is {options.num_local_experts}: must be {local}, the number of "
+            "experts of the weights"
         )
     for name, found in (("row_type", row_type), ("weight_type", weight_type)):
         if getattr(options, name) not in (None, found):
             raise EpicArgumentError(
-                f"{name} {getattr(options, name)!r}: the tensors are {found}; make them so, or "
-                "leave it None"
+                f"{name} is {getattr(options, name)!r}: must be {found!r}, as the tensors are, or "
+                "None"
             )
     return replace(options, num_local_experts=local, row_type=row_type, weight_type=weight_type)
 
@@ -106,8 +107,8 @@ def compute_facts(
     whole = with_types(options_by_key[options], local, row_type, weight_type)
     if on_gpu and row_type == "float64":
         raise EpicUnsupportedError(
-            "rows are float64: on GPUs the core's experts take float32, bfloat16 and float16; "
-            "float64 is for CPUs"
+            "rows are float64: must be float32, bfloat16 or float16 on GPUs; float64 is supported "
+            "on CPUs"
         )
     none, one = (
         int(_native.experts_memory(whole, slots, on_gpu).saved_bytes) for slots in (0, 1 << 20)
@@ -152,9 +153,9 @@ def check_weights(
         if x is None:
             continue
         if tuple(x.shape) != shape:
-            raise EpicArgumentError(f"{name}: shape {list(x.shape)}: {list(shape)} is needed")
+            raise EpicArgumentError(f"{name} has the shape {list(x.shape)}: must be {list(shape)}")
         if x.dtype != dtype and (dtype != E4M3 or x is weights.w_down):
-            raise EpicArgumentError(f"{name}: dtype {x.dtype}: all weights have one dtype")
+            raise EpicArgumentError(f"{name} is {x.dtype}: must be {dtype}, as w_gate_up")
     check_scales(dtype, weights)
 
 
@@ -163,8 +164,9 @@ def check_scales(dtype: torch.dtype, weights: Any) -> None:
     for name in ("w_gate_up_scales", "w_down_scales"):
         if (getattr(weights, name) is not None) != (dtype == E4M3):
             raise EpicArgumentError(
-                f"{name}: scales come with weights of float8_e4m3fn, here {dtype}: "
-                "epic.torch.scaled(weights) makes both"
+                f"{name} is {'None' if getattr(weights, name) is None else 'given'} and the "
+                f"weights are {dtype}: must be given with float8_e4m3fn, and None with other "
+                "types; epic.torch.scaled(weights) makes both"
             )
 
 
@@ -304,11 +306,13 @@ def experts(
     check_weights(options, weights)
     if rows.dim() != 2 or rows.shape[1] != options.hidden:
         raise EpicArgumentError(
-            f"rows: shape {list(rows.shape)}: [slots, {options.hidden}] is needed"
+            f"rows has the shape {list(rows.shape)}: must be [slots, {options.hidden}]"
         )
     if (slot_weights is not None) != (options.weighting != "late"):
         raise EpicArgumentError(
-            'slot_weights come with weighting "early" or "input", and only then'
+            f"slot_weights is {'None' if slot_weights is None else 'given'} and weighting is "
+            f"{options.weighting!r}: must be given with weighting 'early' or 'input', and None "
+            "with 'late'"
         )
     up = weights.w_gate_up
     number = limit_number(number_of(group, rows, "rows"), max_sms)

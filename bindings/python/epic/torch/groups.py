@@ -131,14 +131,14 @@ def choose_bootstrap(
         mine, count = bootstrap.struct.rank, bootstrap.struct.num_ranks
         if (rank or mine) != mine or (num_ranks or count) != count:
             raise EpicArgumentError(
-                f"rank {rank}, num_ranks {num_ranks}: bootstrap is that of rank {mine} of {count}: "
-                "leave both out"
+                f"rank is {rank} and num_ranks is {num_ranks}: must be rank {mine} of {count}, as "
+                "in bootstrap; leave both out"
             )
         return bootstrap, mine, count
     if bootstrap is not None:
         bootstrapping.check_bootstrap(bootstrap)
         if num_ranks is None:
-            raise EpicArgumentError("bootstrap= needs rank= and num_ranks=")
+            raise EpicArgumentError("num_ranks is None with bootstrap=: pass rank= and num_ranks=")
         rank, num_ranks = check_int("rank", rank), check_int("num_ranks", num_ranks, 1)
         if isinstance(bootstrap, Tcp):
             return bootstrapping.by_tcp(bootstrap, 0, rank, num_ranks, timeout_ms), rank, num_ranks
@@ -146,11 +146,14 @@ def choose_bootstrap(
     if num_ranks is not None:
         if num_ranks != 1 or rank != 0:
             raise EpicArgumentError(
-                f"num_ranks {num_ranks} needs bootstrap=: epic.torch.Tcp(...) or an exchange"
+                f"num_ranks is {num_ranks} without bootstrap=: pass bootstrap=epic.torch.Tcp(...) "
+                "or an exchange function"
             )
         return Bootstrap(_native.Bootstrap(num_ranks=1)), 0, 1
     if rank:
-        raise EpicArgumentError(f"rank {rank}: it goes with num_ranks= and bootstrap=")
+        raise EpicArgumentError(
+            f"rank is {rank} without bootstrap=: pass bootstrap= and num_ranks=, or leave rank out"
+        )
     if process_group is not None:
         return bootstrap_of_processes(process_group, timeout_ms)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -164,11 +167,11 @@ def choose_bootstrap(
 def process_group_of(mesh: Any, dim: Any) -> Any:
     """Return the process group of a DeviceMesh's dimension; a process group as it is."""
     if mesh is dist.GroupMember.NON_GROUP_MEMBER:
-        raise EpicArgumentError("process_group: this process is not one of its ranks")
+        raise EpicArgumentError("process_group does not contain this process: pass one that does")
     if hasattr(mesh, "get_group"):
         return mesh.get_group(dim) if dim is not None else mesh.get_group()
     if dim is not None:
-        raise EpicArgumentError(f"dim {dim!r}: it goes with a DeviceMesh")
+        raise EpicArgumentError(f"dim is {dim!r}: must be None without a DeviceMesh")
     return mesh
 
 
@@ -179,7 +182,7 @@ def choose_device(wish: Any, mesh: Any, process_group: Any) -> torch.device:
         kind = "cuda" if "nccl" in str(dist.get_backend(process_group)) else "cpu"
     device = torch.device(wish if wish is not None else kind or "cpu")
     if device.type not in ("cpu", "cuda"):
-        raise EpicArgumentError(f"device {str(device)!r}: cpu or cuda is needed")
+        raise EpicArgumentError(f"device is {str(device)!r}: must be cpu or cuda")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -386,8 +389,8 @@ class Group:
             if number == 0 and self.number != 0:
                 raise EpicError(
                     "EPIC_ENOMEM",
-                    f"group {self.name!r} cannot keep another layer: it has {len(self.layers)}, "
-                    "and at most 65536 are possible; open another group",
+                    f"group {self.name!r} has {len(self.layers)} layers: must have at most 65536; "
+                    "open another group",
                 )
             KEPT_LAYERS[number] = (bound, size, local, options.num_experts, options.num_logical)
             self.layers.append(number)
@@ -473,7 +476,8 @@ class Group:
     def __reduce__(self) -> Any:
         raise EpicArgumentError(
             f"group {self.name!r} belongs to its process and cannot be pickled: save "
-            "layer.state_dict(), and make the layer anew with a group that is open there"
+            "layer.state_dict(), and make the layer again in the other process, with a group of "
+            "that process"
         )
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
@@ -519,8 +523,8 @@ def shared_group(
         for name, value in options.items():
             if name not in had or had[name] != value:
                 raise EpicArgumentError(
-                    f"{name}={value!r}: the layers of this process group share one that was opened "
-                    f"with {name}={had.get(name)!r}; close() that first"
+                    f"{name} is {value!r}: must be {had.get(name)!r}, with which the group was "
+                    "opened that the layers of this process group share; close() it first"
                 )
         return found
     made = Group(process_group, max_tokens=max_tokens, max_row_bytes=max_row_bytes, **options)

@@ -119,7 +119,9 @@ def check_config(config: Any) -> None:
     """Refuse settings of Megatron-Core that EPIC's dispatcher does not support."""
     for name in ("moe_pad_expert_input_to_capacity", "moe_shared_expert_overlap"):
         if getattr(config, name):
-            raise EpicUnsupportedError(f"{name}: set it to False")
+            raise EpicUnsupportedError(
+                f"{name} is {getattr(config, name)}: must be False with EPIC"
+            )
 
 
 def layers_of(model: nn.Module | Iterable[nn.Module]) -> list[Any]:

@@ -109,10 +109,13 @@ class MoE(nn.Module):
         super().__init__()
         if options.layer.num_experts % group.num_ranks:
             raise EpicArgumentError(
-                f"num_experts {options.layer.num_experts}: {group.num_ranks} ranks must divide it"
+                f"num_experts is {options.layer.num_experts}: must be a multiple of "
+                f"{group.num_ranks}, the number of ranks"
             )
         if shared_gate and options.shared is None:
-            raise EpicArgumentError("shared_gate: the options have no shared expert")
+            raise EpicArgumentError(
+                f"shared_gate is {shared_gate}: must be False without options.shared"
+            )
         dtype = dtype or torch.get_default_dtype()
         if dtype not in ROW_TYPES:
             raise EpicArgumentError(
@@ -451,17 +454,17 @@ def local_and_placements(
     over = value.device_mesh
     if over.ndim != mesh.ndim - 1:
         raise EpicArgumentError(
-            f"mesh: {name} is sharded over {over.mesh_dim_names}: pass a mesh of these dimensions "
-            f"and then the group's, here it has {mesh.mesh_dim_names}"
+            f"mesh has the dimensions {mesh.mesh_dim_names}: must have {over.mesh_dim_names}, over "
+            f"which {name} is sharded, and then the dimension of the group"
         )
     first = []
     for i, placement in enumerate(value.placements):
         if is_expert and placement.is_shard(0):
             if value.shape[0] % over.size(i):
                 raise EpicUnsupportedError(
-                    f"{name}: {value.shape[0]} experts of a rank over {over.size(i)}: checkpoints "
-                    "want a number that divides them, or shard_placement_fn= of fully_shard that "
-                    "says Shard(1)"
+                    f"{name} has {value.shape[0]} experts on a rank, sharded over {over.size(i)} "
+                    f"ranks: must be a multiple of {over.size(i)} for a checkpoint; or pass "
+                    "fully_shard a shard_placement_fn= that returns Shard(1)"
                 )
             first.append(_StridedShard(0, split_factor=num_ranks))
         else:

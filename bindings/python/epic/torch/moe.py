@@ -237,22 +237,27 @@ def check_moe(options: Moe, x: Tensor, weights: MoeWeights) -> None:
     check_floats("x", x)
     hidden = options.experts.hidden
     if x.shape[-1] != hidden:
-        raise EpicArgumentError(f"x: shape {list(x.shape)}: [..., {hidden}] is needed")
+        raise EpicArgumentError(f"x has the shape {list(x.shape)}: must be [..., {hidden}]")
     columns = options.router.num_experts + options.router.zero_experts
     shapes = {"w_gate": (hidden, columns), "b_gate": (columns,), "bias": (columns,)}
     for name, shape in {**shapes, "w_shared_gate": (hidden,)}.items():
         w = getattr(weights, name)
         if w is not None and w.shape != shape:
-            raise EpicArgumentError(f"{name}: shape {list(w.shape)}: {list(shape)} is needed")
+            raise EpicArgumentError(f"{name} has the shape {list(w.shape)}: must be {list(shape)}")
     for name, w in zip(MoeWeights._fields, weights, strict=True):
         if w is not None and w.dtype not in TYPE_NAMES:
             check_floats(name, w)
     for name in ("w_gate", "w_gate_up", "w_down"):
         w = getattr(weights, name)
         if w.device != x.device:
-            raise EpicArgumentError(f"{name}: on {w.device}, x is on {x.device}: use one device")
+            raise EpicArgumentError(
+                f"{name} is on {w.device} and x is on {x.device}: must be on one device"
+            )
     if (options.shared is None) != (weights.shared_gate_up is None):
-        raise EpicArgumentError("shared options and shared weights come together")
+        raise EpicArgumentError(
+            f"shared_gate_up is {'given' if options.shared is None else 'None'} and options.shared "
+            f"is {'None' if options.shared is None else 'given'}: pass both or none"
+        )
 
 
 # ------------------------------------------------------------- the core's own layer ----
@@ -540,14 +545,19 @@ def run_composed(
 def as_mask(options: Moe, token_mask: Tensor, x: Tensor) -> Tensor:
     """Return the token mask as [num_tokens], checked."""
     if options.sequence_tokens:
-        raise EpicUnsupportedError("token_mask: with sequence_tokens all tokens are counted")
+        raise EpicUnsupportedError(
+            "token_mask is given with sequence_tokens: not supported, because the loss of a "
+            "sequence counts all its tokens; leave one of them out"
+        )
     if token_mask.dtype != torch.bool or token_mask.shape != x.shape[:-1]:
         raise EpicArgumentError(
             f"token_mask is {token_mask.dtype} of shape {list(token_mask.shape)}: must be "
-            f"torch.bool of shape {list(x.shape[:-1])}, one value for each token of x"
+            f"torch.bool of shape {list(x.shape[:-1])}, with one value for each token of x"
         )
     if token_mask.device != x.device:
-        raise EpicArgumentError(f"token_mask: on {token_mask.device}, x is on {x.device}: use one")
+        raise EpicArgumentError(
+            f"token_mask is on {token_mask.device} and x is on {x.device}: must be on one device"
+        )
     return token_mask.reshape(-1)
 
 
@@ -646,15 +656,15 @@ def moe(
     mask = None if token_mask is None else as_mask(options, token_mask, x)
     if grouped_mm is not None and type_of_weights(options.experts, weights.w_gate_up) == "e4m3":
         raise EpicUnsupportedError(
-            "grouped_mm with weights of e4m3: leave it out for the core's product, or take weights "
-            "of another type"
+            "grouped_mm with weights of e4m3 is not supported: leave grouped_mm out, or pass "
+            "weights of another type"
         )
     order = int(options.layer.sum_order == "tree") if sum_gradients else None
     if grouped_mm is not None or mask is not None or options.quantize is not None:
         if out is not None:
             raise EpicUnsupportedError(
-                "out= is for the layer that is one operator: with grouped_mm, token_mask or "
-                "quantize compose plan_dispatch, experts and combine, which have out="
+                "out= with grouped_mm, token_mask or quantize is not supported: call "
+                "plan_dispatch, experts and combine, which have out="
             )
         if order is not None:
             weights = with_summed_gradients(weights, group, order, tag)
@@ -692,11 +702,13 @@ def moe_into(args: tuple[Any, ...], x: Tensor, facts: Facts, out: MoeOut) -> Moe
     """Run moe with out=. What backward would need is not kept."""
     given = MoeOut(*parts_of(out, ", ".join(MoeOut._fields)))
     if given.out is not None and given.out.shape != x.shape:
-        raise EpicArgumentError(f"out: shape {list(given.out.shape)}: {list(x.shape)} is needed")
+        raise EpicArgumentError(
+            f"out.out has the shape {list(given.out.shape)}: must be {list(x.shape)}, as x"
+        )
     if given.loss is not None and given.loss.shape != ():
-        raise EpicArgumentError(f"out: loss: shape {list(given.loss.shape)}: [] is needed")
+        raise EpicArgumentError(f"out.loss has the shape {list(given.loss.shape)}: must be []")
     if given.logical_load is not None and not facts.replicas:
-        raise EpicArgumentError("out: logical_load: there are no replicas: pass None")
+        raise EpicArgumentError("out.logical_load is given: must be None without replicas")
     rows = None if given.out is None else given.out.view(args[1].shape)
     loss = None if given.loss is None else given.loss.view(1)
     write_out(ops.moe_out.default, args, rows, loss, *given[2:], None)

@@ -28,7 +28,7 @@ def out_bytes(name: str, out: Tensor | None, x: Tensor | None) -> Tensor | None:
     if out is None or x is None:
         return out
     if out.dtype != x.dtype or not out.is_contiguous():
-        raise EpicArgumentError(f"out {name} is {out.dtype}: a contiguous {x.dtype} is needed")
+        raise EpicArgumentError(f"out {name} is {out.dtype}: must be {x.dtype} and contiguous")
     return out.view(torch.uint8)
 
 
@@ -42,11 +42,11 @@ def dispatch_bytes(
 ) -> Carried:
     """Send rows of an 8-bit dtype, their scales (or None) and weights to their slots."""
     if tokens.dtype not in NARROW:
-        raise EpicArgumentError(f"tokens is {tokens.dtype}: rows with scales have an 8-bit type")
+        raise EpicArgumentError(f"tokens is {tokens.dtype}: must have an 8-bit type with scales")
     if needs_gradient(tokens, weights):
         raise EpicArgumentError(
-            f"tokens is {tokens.dtype}, which has no gradient, and a gradient is asked for: "
-            "call under torch.no_grad(), or detach tokens and weights"
+            f"tokens is {tokens.dtype} and a gradient is required: rows of this type have no "
+            "gradient; call under torch.no_grad(), or detach tokens and weights"
         )
     rows = as_rows("tokens", tokens, plan.num_tokens)
     beside = None if scales is None else as_rows("scales", scales, plan.num_tokens)
@@ -125,7 +125,7 @@ def swizzle_scales(scales: Tensor) -> Tensor:
     if scales.dim() != 2 or scales.element_size() != 1:
         shape = list(scales.shape)
         raise EpicArgumentError(
-            f'scales: {scales.dtype} of shape {shape}: [rows, n] bytes, of "1x32", are needed'
+            f"scales is {scales.dtype} of shape {shape}: must be [rows, n] bytes of block '1x32'"
         )
     rows, columns = scales.shape
     more = (0, -columns % 4, 0, -rows % 128)

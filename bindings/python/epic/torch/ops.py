@@ -38,7 +38,8 @@ def load_library() -> ctypes.CDLL:
     missing = library.epic_torch_register()
     if missing is not None:
         raise ImportError(
-            f"torch {torch.__version__} has not what libepic_torch.so needs: {missing.decode()}"
+            f"torch {torch.__version__} does not have what libepic_torch.so needs: "
+            f"{missing.decode()}"
         )
     return library
 
@@ -62,7 +63,7 @@ def on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
         devices = {x.device for x in args[has_order_token:] if isinstance(x, Tensor)}
         if len(devices) > 1:
             names = " and ".join(sorted(map(str, devices)))
-            raise EpicArgumentError(f"tensors are on {names}: use one device")
+            raise EpicArgumentError(f"tensors are on {names}: must be on one device")
         return function(*args, **options)
 
     has_order_token = (
@@ -214,7 +215,7 @@ def pack_fields(words: Words, values: dict[str, int]) -> dict[str, int]:
         word, first = 0, 0
         for name, bits in parts.items():
             if values[name] >> bits:
-                raise EpicArgumentError(f"{name} {values[name]}: it is below {1 << bits}")
+                raise EpicArgumentError(f"{name} is {values[name]}: must be below {1 << bits}")
             word |= values[name] << first
             first += bits
         found[argument] = word - (1 << 64) if word >> 63 else word
@@ -598,7 +599,8 @@ def refuse_gradient(*tensors: Any) -> None:
         for x in tensors:
             if isinstance(x, Tensor) and x.requires_grad:
                 raise EpicArgumentError(
-                    "out= has no gradient: use torch.no_grad(), or do without out="
+                    "out= is given and a gradient is required: must be used under torch.no_grad(); "
+                    "or leave it out"
                 )
 
 
@@ -618,7 +620,7 @@ def write_out(operator: Any, args: tuple[Any, ...], *outs: Tensor | None) -> Non
     refuse_gradient(*outs, *args)
     for x in outs:  # torch would take tensors on "meta" for a question about shapes
         if x is not None and x.device != args[0].device:
-            raise EpicArgumentError(f"out: on {x.device}: {args[0].device} is needed")
+            raise EpicArgumentError(f"out is on {x.device}: must be on {args[0].device}")
     operator(*args, *outs)
     note_write(*outs)
 
@@ -628,7 +630,7 @@ def parts_of(out: Any, names: str) -> Any:
     count = len(names.split(", "))
     if not isinstance(out, tuple) or len(out) != count:
         is_ = f"{type(out).__name__}"
-        raise EpicArgumentError(f"out: {is_}: ({names}) is needed, as the function gives it")
+        raise EpicArgumentError(f"out is a {is_}: must be ({names}), as the function returns it")
     return out
 
 
@@ -637,10 +639,12 @@ def copy_into(out: Tensor, x: Tensor) -> None:
     refuse_gradient(x, out)
     if out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
         raise EpicArgumentError(
-            f"out: shape {list(out.shape)}, {out.dtype}: a contiguous {x.dtype} of "
-            f"{list(x.shape)} is needed"
+            f"out is {out.dtype} of shape {list(out.shape)}: must be {x.dtype} of shape "
+            f"{list(x.shape)} and contiguous"
         )
     if out.device != x.device:
-        raise EpicArgumentError(f"out: on {out.device}, x is on {x.device}: use one device")
+        raise EpicArgumentError(
+            f"out is on {out.device} and x is on {x.device}: must be on one device"
+        )
     if out is not x:
         out.copy_(x)

@@ -167,7 +167,7 @@ def limit_plan(plan: Plan, max_sms: int | None) -> Plan:
 def wrong_layout(spec: PlanSpec, other: str) -> EpicArgumentError:
     """Return the error of a dispatch that does not fit the layer's layout."""
     is_, needed = ("flat", "expert_major") if spec.flat else ("expert_major", "flat")
-    return EpicArgumentError(f"layout {is_!r}: {needed!r} is needed here, else {other}")
+    return EpicArgumentError(f"layout is {is_!r}: must be {needed!r}, or use {other}")
 
 
 def table_of(layer: Layer, table: Any, like: Tensor, name: str = "rank_of_expert") -> Any:
@@ -177,7 +177,7 @@ def table_of(layer: Layer, table: Any, like: Tensor, name: str = "rank_of_expert
     found = as_int32(name, torch.as_tensor(table, device=like.device))
     if found.shape != (layer.num_experts,):
         raise EpicArgumentError(
-            f"{name}: shape {list(found.shape)}: [{layer.num_experts}] is needed"
+            f"{name} has the shape {list(found.shape)}: must be [{layer.num_experts}]"
         )
     return found
 
@@ -186,8 +186,8 @@ def tables_of(layer: Layer, ranks: Any, logical: Any, like: Tensor) -> tuple[Any
     """Return rank_of_expert and logical_of_expert as tensors, checked."""
     if bool(layer.num_logical) != (logical is not None):
         raise EpicArgumentError(
-            f"num_logical {layer.num_logical}: logical_of_expert [num_experts] comes with "
-            "num_logical, and only then"
+            f"logical_of_expert is {'None' if logical is None else 'given'} and num_logical is "
+            f"{layer.num_logical}: must be given if num_logical is above 0, and None if it is 0"
         )
     whose = table_of(layer, logical, like, "logical_of_expert")
     return table_of(layer, ranks, like), whose
@@ -204,7 +204,10 @@ def check_local(spec: PlanSpec, ranks: Any, local: int, room: int) -> None:
         known = known[(known >= 0) & (known < spec.group.num_ranks)]
         least = int(known.bincount(minlength=1).max())
     if not least <= local <= room:
-        raise EpicArgumentError(f"num_local_experts {local}: a rank has {least} of {room}")
+        raise EpicArgumentError(
+            f"num_local_experts is {local}: must be from {least} to {room}, the number of experts "
+            "that a rank has"
+        )
 
 
 # A spec, num_tokens, capacity, and (rank_of_expert, logical_of_expert).
@@ -233,7 +236,7 @@ def resolve_request(
     num_tokens = shape[0] if len(shape) == 2 and shape[1] == top_k else count_of(shape, top_k)
     slots = spec.capacity if capacity is None else capacity
     if not isinstance(slots, (int, torch.SymInt)) or slots < 0:
-        raise EpicArgumentError(f"capacity {slots!r}: an int, 0 (EXACT) or more, is needed")
+        raise EpicArgumentError(f"capacity is {slots!r}: must be an int, 0 (EXACT) or more")
     ranks, logical, local = placed
     if ranks is None and logical is None and local is None and not spec.num_logical:
         return spec, num_tokens, slots, (None, None)
@@ -241,8 +244,9 @@ def resolve_request(
     if ranks is not None:  # the core may write counts of more experts than the caller reckons with
         if capacity is None or local is None:
             raise EpicArgumentError(
-                "rank_of_expert needs capacity=, as any placement may need more than the bound, "
-                "and num_local_experts="
+                f"capacity is {capacity} and num_local_experts is {local} with rank_of_expert: "
+                "must both be given, because a placement may need more slots than the default "
+                "capacity"
             )
         room = spec.num_experts
         spec = replace(spec, room=room)

@@ -153,8 +153,8 @@ def other_layout(block: nn.Module, why: str) -> EpicUnsupportedError:
     """Return the error of a block whose class is known but whose parameters are not."""
     kind = type(block)
     return EpicUnsupportedError(
-        f"{kind.__name__} of {kind.__module__} is not laid out as in transformers 5 ({why}): use "
-        "the class of the transformers package, without adapters"
+        f"{kind.__name__} of {kind.__module__} has not the parameters of transformers 5 ({why}): "
+        "use the class of the transformers package, without adapters"
     )
 
 

@@ -79,7 +79,8 @@ def check_local_rows(plan: Plan, name: str, x: Tensor) -> None:
     local = plan.spec.num_local
     if x.dim() < 1 or x.shape[0] != local:
         raise EpicArgumentError(
-            f"{name}: shape {list(x.shape)}: [local experts {local}, ...] is needed"
+            f"{name} has the shape {list(x.shape)}: must be [{local}, ...], with one row for each "
+            "local expert"
         )
     check_type(name, x)
 
@@ -89,8 +90,8 @@ def check_type(name: str, x: Tensor) -> None:
     check_floats(name, x)
     if x.dtype == torch.float64:
         raise EpicUnsupportedError(
-            f"gradients of replicas are added in float32: {name} is float64; train without "
-            "replicas, or in float32"
+            f"{name} is float64: not supported with replicas, because their gradients are added in "
+            "float32; train without replicas, or in float32"
         )
 
 
@@ -114,7 +115,7 @@ def sum_replicas(plan: Plan, x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """
     check_local_rows(plan, "x", x)
     if x.dtype != torch.float32:
-        raise EpicArgumentError(f"x: dtype {x.dtype}: float32 is needed")
+        raise EpicArgumentError(f"x is {x.dtype}: must be float32")
     if out is not None:
         copy_into(out, x)
     if not plan.spec.num_logical:

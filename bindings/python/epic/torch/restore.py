@@ -89,8 +89,8 @@ def check_restorable(model: nn.Module, group: Group) -> None:
     blocks = list(replaced_blocks(model))
     if not blocks:
         raise EpicUnsupportedError(
-            f"{type(model).__name__} has no block that replace_moe made: call it on the model that "
-            "was passed to epic.torch.replace_moe"
+            f"{type(model).__name__} has no block that replace_moe made: pass the model that was "
+            "passed to epic.torch.replace_moe"
         )
     for _, name, block in blocks:
         later = {wrapper.parameter_name for wrapper in wrappers_of(block.moe)} - block.adapted
@@ -101,7 +101,7 @@ def check_restorable(model: nn.Module, group: Group) -> None:
             )
         if any(hasattr(p, "placements") for p in block.parameters()):
             raise EpicUnsupportedError(
-                f"{name} is sharded by fully_shard: must be whole on its rank; save with "
+                f"{name} is sharded by fully_shard: must be complete on its rank; save with "
                 "epic.torch.sharded_state instead"
             )
     check_sharding(group, model.named_parameters())
@@ -184,4 +184,6 @@ def save_pretrained(
     if failure is not None:
         raise failure
     if failed.item():
-        raise OSError(f"rank 0 could not write {os.fspath(folder)}: its own error says why")
+        raise OSError(
+            f"rank 0 could not write {os.fspath(folder)}: the error of rank 0 explains why"
+        )

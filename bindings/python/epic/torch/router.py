@@ -44,7 +44,7 @@ def number_of(group: Group | None, x: Tensor, name: str = "logits") -> int:
     if x.device.type == "cpu" and not (group is not None and group.on_gpu):
         return 0
     if group is None:
-        raise EpicArgumentError(f"{name} on {x.device}: group= is needed there")
+        raise EpicArgumentError(f"{name} is on {x.device}: pass group= for tensors on GPUs")
     return group.number
 
 
@@ -52,7 +52,9 @@ def as_logits(router: Router, logits: Tensor) -> Tensor:
     """Return the logits as [num_tokens, E], checked."""
     columns = router.num_experts + router.zero_experts
     if logits.dim() < 2 or logits.shape[-1] != columns:
-        raise EpicArgumentError(f"logits: shape {list(logits.shape)}: [..., {columns}] is needed")
+        raise EpicArgumentError(
+            f"logits has the shape {list(logits.shape)}: must be [..., {columns}]"
+        )
     check_floats("logits", logits)
     return logits.reshape(-1, columns).contiguous()
 
@@ -139,7 +141,10 @@ def route(
     """
     rows = as_logits(router, logits)
     if (token_ids is None) != (table is None):
-        raise EpicArgumentError("token_ids and table come together")
+        raise EpicArgumentError(
+            f"{'token_ids' if token_ids is None else 'table'} is None: pass both token_ids and "
+            "table, or none"
+        )
     if bias is not None:
         check_floats("bias", bias)
         bias = bias.detach().to(torch.float32).contiguous()
@@ -269,7 +274,7 @@ def balance_loss(
     rows = as_logits(router, logits)
     load, topk_idx = (None, topk_idx) if sequence_tokens else (load, None)
     if load is None and topk_idx is None:
-        raise EpicArgumentError("load is needed, or topk_idx with sequence_tokens")
+        raise EpicArgumentError("load is None: pass load, or topk_idx with sequence_tokens")
     rest = (float(coeff), number_of(group, rows), *numbers_of(router.key))
     if out is not None:
         args = (rows, load, topk_idx, total_tokens, sequence_tokens, *rest)
@@ -280,7 +285,7 @@ def balance_loss(
 def loss_into(operator: Any, args: tuple[Any, ...], out: Tensor) -> Tensor:
     """Compute a loss with out=."""
     if out.shape != ():
-        raise EpicArgumentError(f"out: shape {list(out.shape)}: [] is needed")
+        raise EpicArgumentError(f"out has the shape {list(out.shape)}: must be []")
     write_out(operator, args, out.view(1))
     return out
 

@@ -82,7 +82,7 @@ def scaled(weights: Weights) -> Weights:
     """
     named = weights._asdict()  # type: ignore[attr-defined]
     if named["w_gate_up"].dtype == E4M3:
-        raise EpicArgumentError("weights: dtype torch.float8_e4m3fn: they are scaled already")
+        raise EpicArgumentError("weights are torch.float8_e4m3fn: must not be scaled already")
     for name in ("w_gate_up", "w_down"):
         check_floats(name, named[name])
     up, down = quantize_weight(named["w_gate_up"]), quantize_weight(named["w_down"])

@@ -74,9 +74,9 @@ def check_held(own: Tensor, other: Tensor) -> None:
     """Refuse a state with the experts of another rank; one on "meta" has no numbers."""
     if not other.is_meta and other.tolist() != own.tolist():
         raise EpicArgumentError(
-            f"the state holds {format_experts(other)}, and this rank has {format_experts(own)}; a "
-            "state_dict has the experts of one rank: save and load with "
-            "epic.torch.sharded_state(layer, mesh), which has those of all ranks"
+            f"the state contains {format_experts(other)}, and this rank has {format_experts(own)}: "
+            "a state_dict contains the experts of one rank; save and load with "
+            "epic.torch.sharded_state(layer, mesh), which contains those of all ranks"
         )
 
 
@@ -136,10 +136,10 @@ def check_ddp(layer: nn.Module, group: Group) -> None:
     taken = {id(p) for name, p in named if name not in wrapper.parameters_to_ignore}
     if len(ranks) > 1 and any(id(p) in taken for _, p in experts_in(layer)):
         raise EpicArgumentError(
-            f"process_group: DistributedDataParallel joins ranks {format_ranks(ranks)}, which have "
-            "different experts, and it has made them equal to those of one rank: pass the process "
-            'group of the ranks that have the same experts, for example mesh.get_group("dp"), or '
-            "use sum_gradients() without DistributedDataParallel; then make or load the model anew"
+            f"DistributedDataParallel is over ranks {format_ranks(ranks)}, which have different "
+            "experts, and has made them equal to those of one rank: must be over ranks that have "
+            'the same experts; pass process_group=mesh.get_group("dp"), for example, or use '
+            "sum_gradients() without DistributedDataParallel; then make or load the model again"
         )
     CHECKED[layer] = weakref.ref(wrapper)
 
@@ -160,12 +160,12 @@ def check_sharding(group: Group, parameters: Iterable[tuple[str, Any]]) -> None:
         where = f"{name} is sharded over ranks {format_ranks(ranks)} of the group"
         if is_of_experts(name):
             raise EpicArgumentError(
-                f"{where}, each of which has other experts: pass fully_shard the mesh of the other "
-                'dimensions, as mesh["dp"]; then make or load the model anew'
+                f"{where}, which have different experts: pass fully_shard the mesh of the other "
+                'dimensions, for example mesh["dp"]; then make or load the model again'
             )
         raise EpicArgumentError(
-            f"{where}, so fully_shard has added its gradients: do without sum_gradients, or pass "
-            'fully_shard the mesh of the other dimensions, as mesh["dp"]'
+            f"{where}, so fully_shard has already added its gradients: do not call sum_gradients, "
+            'or pass fully_shard the mesh of the other dimensions, for example mesh["dp"]'
         )
 
 

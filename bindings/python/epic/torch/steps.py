@@ -126,7 +126,9 @@ def wait_capacity(plan: Plan, layer: Layer) -> int:
 def bytes_of(out: Any) -> Tensor:
     """Return the bytes of a plan that is passed as out=."""
     if not isinstance(out, Plan):
-        raise EpicArgumentError(f"out: {type(out).__name__}: a Plan is needed, as plan gives it")
+        raise EpicArgumentError(
+            f"out is a {type(out).__name__}: must be a Plan, as plan returns it"
+        )
     return out.bytes
 
 
@@ -255,7 +257,10 @@ def dispatch(
         weights = as_weights("weights", weights, (plan.num_tokens, spec.top_k), tokens)
         if out is not None:
             if quantize is not None:
-                raise EpicArgumentError("quantize with out=: call dispatch_quantized with out=")
+                raise EpicArgumentError(
+                    f"quantize is {quantize!r} with out=: must be None; call dispatch_quantized "
+                    "with out="
+                )
             parts = parts_of(out, "recv, slot_weights")
             return dispatch_into(plan, rows, weights, zero_tail, *parts)
         if quantize is not None:
@@ -296,7 +301,9 @@ def dispatch_narrow(
 ) -> tuple[Tensor, Tensor | None]:
     """Run dispatch for tokens of an 8-bit dtype."""
     if quantize is not None:
-        raise EpicArgumentError(f"quantize: tokens are {tokens.dtype} already")
+        raise EpicArgumentError(
+            f"quantize is {quantize!r}: must be None, because tokens are already {tokens.dtype}"
+        )
     into = None
     if out is not None:
         into = parts_of(out, "recv, slot_weights")
@@ -309,7 +316,10 @@ def dispatch_narrow(
 def check_pair(weights: Tensor | None, slots: Tensor | None) -> None:
     """Check that out= has slot_weights if and only if there are weights."""
     if (weights is None) != (slots is None):
-        raise EpicArgumentError("weights and the slot_weights of out= come together")
+        raise EpicArgumentError(
+            f"weights is {'None' if weights is None else 'given'} and slot_weights of out= is "
+            f"{'None' if slots is None else 'given'}: pass both or none"
+        )
 
 
 # ------------------------------------------------------------------------- quantized ----
@@ -319,7 +329,7 @@ def as_block(name: str, block: str, what: str, rows: Tensor) -> str:
     """Return the block format, after checking that the rows can be rounded to e4m3."""
     if rows.dtype == torch.float64:
         raise EpicUnsupportedError(
-            f"{name} with {what} of torch.float64: float32, bfloat16 and float16 are rounded"
+            f"{what} is torch.float64: must be float32, bfloat16 or float16 with {name}"
         )
     return check_choice(name, block, BLOCKS)
 
@@ -507,7 +517,10 @@ def as_tokens(tokens: Tensor, topk_idx: Tensor, num_tokens: int) -> Tensor:
     """Check tokens against topk_idx and return them as rows, where autograd can see it."""
     if tokens.dim() > 2 and topk_idx.dim() > 2 and tokens.shape[:-1] != topk_idx.shape[:-1]:
         dims = list(topk_idx.shape[:-1])
-        raise EpicArgumentError(f"tokens: shape {list(tokens.shape)}: topk_idx has {dims} tokens")
+        raise EpicArgumentError(
+            f"tokens has the shape {list(tokens.shape)}: must have the leading dimensions of "
+            f"topk_idx, {dims}"
+        )
     return as_rows("tokens", tokens, num_tokens)
 
 
@@ -576,7 +589,9 @@ def plan_dispatch(
         if spec.flat:
             raise wrong_layout(spec, "plan, then dispatch_flat")
         if slots == EXACT:
-            raise EpicArgumentError("capacity EXACT: call plan, then dispatch")
+            raise EpicArgumentError(
+                "capacity is EXACT: must be a number or None; or call plan, then dispatch"
+            )
         if out is not None:
             found = plan_dispatch_into(out, request, topk_idx, tokens, weights, zero_tail)
         elif needs_gradient(tokens, weights):

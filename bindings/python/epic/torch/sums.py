@@ -116,7 +116,7 @@ def sum(
         EpicError: A rank failed, was late, or made a different call.
     """
     if x.dtype not in (torch.float32, torch.float64):
-        raise EpicArgumentError(f"x: dtype {x.dtype}: float32 or float64 is needed")
+        raise EpicArgumentError(f"x is {x.dtype}: must be float32 or float64")
     order = int(tree)
     if out is not None:
         copy_into(out, x)

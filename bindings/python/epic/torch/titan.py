@@ -67,9 +67,9 @@ class EpicTokenDispatcher(BaseEPTokenDispatcher):
         for name in ("hidden_dim", "num_max_tokens_per_rank"):
             if getattr(wish, name) is None:
                 raise EpicArgumentError(
-                    f"{name} is needed: --override.imports "
-                    f"'epic.torch.titan.epic={{\"{name}\": ...}}'; or choose the communication "
-                    'backend "hybridep", whose configuration has it'
+                    f"{name} is None: pass --override.imports "
+                    f"'epic.torch.titan.epic={{\"{name}\": ...}}', or choose the communication "
+                    'backend "hybridep", whose configuration contains it'
                 )
         assert wish.hidden_dim is not None and wish.num_max_tokens_per_rank is not None
         self.group = shared_group(
