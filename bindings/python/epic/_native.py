@@ -33,7 +33,7 @@ RESULTS = (
 ).split()
 EINVAL = RESULTS.index("EPIC_EINVAL")
 EPIC_F32 = 1
-DISPATCH_AGAIN = 128  # EPIC_DISPATCH_AGAIN: rows of e4m3 are not saved
+DISPATCH_AGAIN = 128  # the flag EPIC_DISPATCH_AGAIN, with which e4m3 rows are not saved
 
 
 def struct(name: str, *parts: tuple[str, Any]) -> type[ctypes.Structure]:
@@ -93,7 +93,7 @@ Experts = struct(
     ("alpha", c_float),
     ("gemm", c_void_p),
 )
-PLACES = (b"self", b"p2p")  # backends that compute on CPUs and on GPUs, for size queries
+PLACES = (b"self", b"p2p")  # for size queries: a backend for CPUs and one for GPUs
 MemoryInfo = struct(
     "MemoryInfo",
     *((name, c_int64) for name in "saved_bytes forward_bytes backward_bytes".split()),
@@ -181,7 +181,7 @@ def core() -> ctypes.CDLL:
     return library
 
 
-PLAIN = b"plain loops"  # epic_blas_name without an OpenBLAS
+PLAIN = b"plain loops"  # epic_blas_name() begins with this if EPIC found no OpenBLAS
 
 
 @functools.cache

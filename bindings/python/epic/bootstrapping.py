@@ -18,8 +18,8 @@ from epic.options import check_int, encode_text
 
 Exchange = Callable[[int, bytes], list[bytes]]
 ETIMEOUT, EPEER = 4, 8
-WORLD = "world"  # native= of MPI_COMM_WORLD
-LEAST_ADDRESS = 4096  # no memory lies below
+WORLD = "world"  # the value of native= that means MPI_COMM_WORLD
+LEAST_ADDRESS = 4096  # a smaller number cannot be the address of an MPI_Comm
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Bootstrap:
         self.struct = struct
         self.kept = kept
         self.error: Exception | None = None
-        self.leave: Callable[[], None] = lambda: None  # gives up, from another thread
+        # Ends the bootstrap early; another thread calls it.
+        self.leave: Callable[[], None] = lambda: None
         self.lock = threading.Lock()
         self.is_taken = False
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 
-GRACE = 0.25  # seconds that the main thread has to take an interrupt by itself
+GRACE = 0.25  # seconds in which the main thread may handle an interrupt itself
 STEP = 0.01
 
 Abort = Callable[[str], None]
@@ -33,7 +33,7 @@ def main_is_alive(library: ctypes.CDLL) -> bool:
     """Return whether the main thread runs Python, or does so within GRACE."""
     flag = ctypes.c_int()
     call = ctypes.cast(library.epic_main_is_alive, ctypes.c_void_p)
-    kept.append(flag)  # the call may come after the grace
+    kept.append(flag)  # Python may make the pending call after GRACE, so keep its argument
     if ctypes.pythonapi.Py_AddPendingCall(call, ctypes.byref(flag)):
         return True
     end = time.monotonic() + GRACE
@@ -71,7 +71,7 @@ def start_watch(library: ctypes.CDLL, abort: Abort) -> None:
 def at_exit(owner: int, abort: Abort, close: Callable[[], None]) -> None:
     """Abort the groups after an exception; otherwise let calls in flight end, then close."""
     if os.getpid() != owner:
-        return  # a fork: the groups are its parent's
+        return  # a forked child: the groups belong to its parent
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is not None:
         abort(why(error))

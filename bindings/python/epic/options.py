@@ -20,7 +20,7 @@ from epic.errors import EpicArgumentError
 
 REALS = ("eps", "norm_min", "jitter", "scale", "limit", "alpha")
 BLOCKS = ("1x128", "1x32")
-ON_GPUS = ("gpu", "p2p", "hosts")  # backends; gpu is one of the others
+ON_GPUS = ("gpu", "p2p", "hosts")  # backends for GPUs; "gpu" selects p2p or hosts
 ON_CPUS = ("self", "threads", "shm", "mpi")
 UINT32_MAX, INT64_MAX = (1 << 32) - 1, (1 << 63) - 1
 FLAGS = ("distinct", "ungated", "interleaved")
@@ -63,7 +63,7 @@ def check_int(field: str, value: Any, least: int = 0, most: int = UINT32_MAX) ->
     """Return the value as an int after checking its range."""
     index = None
     if isinstance(value, SupportsIndex) and (field in FLAGS or not isinstance(value, bool)):
-        with contextlib.suppress(TypeError):  # of an array, or of a value that is traced
+        with contextlib.suppress(TypeError):  # raised by arrays and by traced values
             index = value.__index__()
     if index is None or not least <= index <= most:
         end = f" to {most}" if index is not None and index > most else ""
@@ -75,7 +75,7 @@ def check_float(field: str, value: Any) -> float:
     """Return the value as a float after checking that it is finite."""
     found = math.nan
     if isinstance(value, SupportsFloat):
-        with contextlib.suppress(TypeError):  # of an array, or of a value that is traced
+        with contextlib.suppress(TypeError):  # raised by arrays and by traced values
             found = float(value)
     if not math.isfinite(found):
         raise EpicArgumentError(f"{field} is {value!r}: must be a finite number")
@@ -86,11 +86,11 @@ def encode_text(field: str, value: Any) -> bytes:
     """Return the text as the core takes it: a C string in UTF-8."""
     if not isinstance(value, str):
         raise EpicArgumentError(f"{field} is {value!r}: must be a str")
-    if "\0" in value:  # C would take what stands before it for the whole
+    if "\0" in value:  # C would end the text there
         raise EpicArgumentError(f"{field} is {value!r}: must not contain a NUL character")
     try:
         return value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
+    except UnicodeEncodeError:  # the text contains half of a surrogate pair
         raise EpicArgumentError(
             f"{field} is {value!r}: must be text that UTF-8 can encode"
         ) from None
@@ -137,7 +137,7 @@ class Keyed:
     """A dataclass with a key."""
 
     key: str
-    NAMES: tuple[str, ...] = ()  # its fields, for tracers
+    NAMES: tuple[str, ...] = ()  # names of its fields; tracers need them as a constant
 
     def __post_init__(self) -> None:
         found = [getattr(self, name) for name in self.NAMES]
@@ -163,7 +163,8 @@ class Options(Keyed):
     def check(self) -> None:
         """Check the fields by themselves, then by the core's rules."""
         self.numbers()
-        with contextlib.suppress(ImportError):  # without the libraries: when they are used
+        # Without the core's library, the first call checks them.
+        with contextlib.suppress(ImportError):
             self.check_with_core()
 
     def check_with_core(self) -> None:
@@ -177,7 +178,7 @@ class Options(Keyed):
         }
 
 
-DISTINCT = 8  # EPIC_DISTINCT
+DISTINCT = 8  # the value of the flag EPIC_DISTINCT
 
 
 @dataclass(frozen=True)
@@ -381,7 +382,7 @@ class Experts(Options):
         if self.num_local_experts:
             _native.experts_memory(self, 0, self.weight_type == "e4m3")
         else:
-            replace(self, num_local_experts=1)  # which is asked
+            replace(self, num_local_experts=1)  # the core checks the options as those of one expert
 
 
 PARTS: dict[str, Any] = {"layer": Layer, "router": Router, "experts": Experts}
@@ -517,4 +518,4 @@ for kind_ in KINDS.values():
     kind_.NAMES = tuple(field_names(kind_))
 MOE_ARGUMENTS = sorted(
     {name for kind in KINDS.values() for name in kind.NAMES} - set(PARTS)
-)  # of Moe.of
+)  # names of the arguments of Moe.of

@@ -17,7 +17,7 @@ from typing import ClassVar, Protocol
 from epic.errors import EpicArgumentError, EpicError
 
 GO, FAILED = b"go", b"failed"
-LONGEST_PAUSE = 0.05  # seconds between two looks at the store
+LONGEST_PAUSE = 0.05  # seconds between two polls of the store
 
 
 class Store(Protocol):
@@ -66,7 +66,7 @@ class StoreExchange:
                 raise self.late(self.missing(keys))
         parts = [self.store.get(key) for key in keys]
         self.round += 1
-        self.forget(1)  # all ranks have come to this round, so no rank reads the round before
+        self.forget(1)  # all ranks are in this round, so no rank still reads the previous one
         return parts
 
     def join(self, rank: int, mine: bytes, busy: "Attempts") -> list[str]:
@@ -75,7 +75,7 @@ class StoreExchange:
         If another rank gives an attempt up, this rank joins the next one, until its own time limit.
         """
         end = self.deadline()
-        late = set(range(self.num_ranks))  # ranks that were in none of the attempts
+        late = set(range(self.num_ranks))  # ranks that have joined none of the attempts so far
         while True:
             self.attempt = busy.choose(self.first_open(), self.is_decided)
             keys = self.keys(f"{self.attempt}/0")
@@ -104,7 +104,8 @@ class StoreExchange:
         verdict = self.verdict(self.attempt)
         if self.await_keys(keys, end, lambda: self.store.has(verdict)):
             return self.store.put_first(verdict, GO)
-        return self.store.put_first(verdict, FAILED)  # unless another rank has decided
+        # Has no effect if another rank has already decided.
+        return self.store.put_first(verdict, FAILED)
 
     def await_keys(
         self, keys: list[str], end: float, is_void: Callable[[], bool] = lambda: False

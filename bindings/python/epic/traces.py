@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from epic.errors import EpicArgumentError
 
-MOST = 65536  # ranks, experts
+MOST = 65536  # largest number of ranks and of experts in a placement
 
 
 class Placement(NamedTuple):

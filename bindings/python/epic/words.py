@@ -5,7 +5,7 @@ import re
 
 from epic.choices import CHOICES, TYPES
 
-# How the enumerators of a field begin; what follows is the word in capitals.
+# The prefix of each field's enumerators in C. The Python word in capitals follows it.
 PREFIXES = {
     "layout": "EPIC_",
     "overflow": "EPIC_OVERFLOW_",

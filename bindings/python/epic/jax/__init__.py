@@ -80,7 +80,7 @@ __all__ = [
 
 export_types.register_types()
 
-with contextlib.suppress(ImportError):  # no libraries: the first call raises the error
+with contextlib.suppress(ImportError):  # the libraries are missing: the first call raises the error
     _native.warn_without_blas()
 
 

@@ -18,7 +18,7 @@ FLOATS = ("float32", "bfloat16", "float16", "float64")  # dtypes that the core c
 MATRICES = (*FLOATS, "float8_e4m3fn")  # dtypes of the experts' weights
 INDICES = ("int32", "int64")
 INTEGERS = ("int32", "int64", "int8", "int16", "uint8", "uint16", "uint32", "uint64")
-ANY_ROWS = "..."  # first or last in a shape: one or more dimensions of any size
+ANY_ROWS = "..."  # as the first or last entry of a shape: one or more dimensions of any size
 
 Dimension = int | str | tuple[str, int]  # a size, a name (any size), or both
 Shape = Sequence[Dimension]
@@ -82,7 +82,7 @@ def check_array(name: str, value: Any, dtypes: Sequence[str], *shapes: Shape) ->
         dtype = dtype_of(value)
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
         if isinstance(error, jax.errors.JAXTypeError):
-            raise  # JAX explains a tracer that left its function
+            raise  # JAX explains the use of a tracer outside of its function
         raise EpicArgumentError(
             f"{name} is a {type(value).__name__}: must be an array, {needed}"
         ) from error

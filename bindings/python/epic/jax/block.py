@@ -25,7 +25,7 @@ Names = tuple[str | None, ...]
 AxisNames = Mapping[str, Names]
 Rules = Sequence[tuple[str, Any]]
 
-# Variance 1 / fan-in, computed for each expert alone.
+# Variance 1 / fan-in, where the fan-in is that of one expert.
 KERNEL: Initializer = jax.nn.initializers.variance_scaling(
     1.0, "fan_in", "truncated_normal", in_axis=-2, out_axis=-1, batch_axis=(0,)
 )

@@ -49,7 +49,8 @@ def make_site() -> Any:
         return site.bind(*operands, group=group), None
 
     try:
-        mlir.register_lowering(site, lower, cacheable=False)  # a number for each call site
+        # Not cached, so that each call site gets its own number.
+        mlir.register_lowering(site, lower, cacheable=False)
     except TypeError:
         return None
     batching.primitive_batchers[site] = batch
@@ -156,7 +157,7 @@ def call_handler(
         }
         target += "" if group.command_buffers else NO_GRAPH
         results, shapes = [*results, ABSENT], [*shapes, ABSENT]
-    # On a GPU the stream orders the calls, so the call itself may have the side effect.
+    # On a GPU the stream orders the calls. So the call itself may be marked as a side effect.
     on_gpu = group is not None and group.platform == "gpu"
     how: dict[str, Any] = {"has_side_effect": True} if stays and on_gpu else {}
     run = jax.ffi.ffi_call(target, shapes, input_output_aliases=aliases, **how)
@@ -173,8 +174,8 @@ def call_handler(
     return [None if wanted is None else x for wanted, x in zip(results, out, strict=True)]
 
 
-MOST_TRACES = 8  # of which last_calls keeps the last call, for each group
-# By group name: pairs of a trace and the result of its last call, the innermost trace last.
+MOST_TRACES = 8  # largest number of traces per group in last_calls
+# For each group name: pairs (trace, result of its last call). The innermost trace is the last.
 last_calls: dict[str, list[tuple[Any, Any]]] = {}
 
 
@@ -210,7 +211,7 @@ def record_call(group: Group, done: Any) -> None:
         return
     now, calls = get_opaque_trace_state(), last_calls.get(group.name, [])
     outer = [state == now for state, _ in calls]
-    if True in outer:  # later entries are of traces inside of this one, which have ended
+    if True in outer:  # later entries belong to traces inside of this one, which have ended
         calls = calls[: outer.index(True)]
     last_calls[group.name] = [*calls, (now, jax.lax.stop_gradient(done))][-MOST_TRACES:]
 

@@ -492,7 +492,7 @@ def close(group: Group) -> None:
     for member in state.contexts:
         load_handlers().epic_jax_member_remove(group.name.encode(), member.is_gpu, member.ordinal)
     if group.platform == "gpu" and group.command_buffers:
-        jax.clear_caches()  # graphs hold this context's memory
+        jax.clear_caches()  # cached graphs refer to the memory of this context
     bootstrapping.end(state.contexts.values())
     for exchange in state.exchanges:
         with contextlib.suppress(Exception):  # the store may be closed already

@@ -92,7 +92,7 @@ class MoeOut(NamedTuple):
         return self.load if self.logical_load is None else self.logical_load
 
 
-NUM_TABLES = 4  # token_ids, table, rank_of_expert, logical_of_expert
+NUM_TABLES = 4  # number of these arrays: token_ids, table, rank_of_expert, logical_of_expert
 
 # The order of the weights in the handlers' arguments.
 WEIGHT_ORDER = (

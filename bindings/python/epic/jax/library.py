@@ -53,7 +53,7 @@ def load_handlers() -> ctypes.CDLL:
 
     for name in COLLECTIVES + LOCAL:
         register(name, f"epic_jax_{name}", "cpu")
-    for name in COLLECTIVES + LOCAL:  # JAX keeps these for processes without CUDA
+    for name in COLLECTIVES + LOCAL:  # JAX accepts these names also in processes without CUDA
         register(name, f"epic_jax_cuda_{name}", "CUDA")
     for name in COLLECTIVES:
         register(name + NO_GRAPH, f"epic_jax_no_graph_{name}", "CUDA")

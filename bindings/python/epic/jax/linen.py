@@ -93,7 +93,7 @@ class MoEBlock(nn.Module):
         if self.bias_rate:
             shape = (self.options.layer.num_ids,)
             bias = self.variable("moe", "expert_bias", jnp.zeros, shape, jnp.float32)
-        if self.is_initializing():  # no call: the batch may have any size
+        if self.is_initializing():  # init() makes no call of EPIC, so the batch may have any size
             return x if self.dtype is None else x.astype(self.dtype), jnp.zeros((), jnp.float32)
         value = None if bias is None else bias.value
         out = block.apply_moe(self, x, weights, value, **tokens)

@@ -16,7 +16,7 @@ from epic.errors import EpicArgumentError
 from epic.jax.arrays import as_axes
 
 DeviceRows = tuple[tuple[int, ...], ...]
-MOST_TEXT = 200  # bytes; the handlers hold up to 255
+MOST_TEXT = 200  # largest number of bytes of a list of devices; the handlers store up to 255
 
 
 def check_axes_in_mesh(mesh: jax.sharding.Mesh, argument: str, axes: tuple[str, ...]) -> None:

@@ -216,7 +216,7 @@ run_layer.defvjp(run_layer_forward, run_layer_backward)
 
 # ------------------------------------------------------------------------------- moe ----
 
-# The dimension of each weight that FSDP axes shard: hidden.
+# For each weight the dimension that FSDP axes shard. It is the dimension of size hidden.
 FSDP_DIMENSION = {
     "w_gate": 0,
     "w_gate_up": 1,

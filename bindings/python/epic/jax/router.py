@@ -347,7 +347,7 @@ def bias_update(bias: Any, load: Any, rate: float) -> Any:
         raise EpicArgumentError(
             f"bias has {bias.shape[0]} experts and load has {load.shape[0]}: must have equally many"
         )
-    if not isinstance(rate, jax.Array):  # an array may be traced
+    if not isinstance(rate, jax.Array):  # a traced array has no value to check
         rate = check_float("rate", rate)
     mean, rest = jnp.divmod(load.sum(), load.shape[0])
     above = jnp.sign(mean - load) + jnp.where((load == mean) & (rest > 0), 1, 0)

@@ -25,7 +25,7 @@ HALF = TILE // WARPGROUPS
 PART = 64  # columns of one store
 
 
-interpreter: dict[str, Any] = {}  # arguments of plgpu.kernel in tests without a GPU
+interpreter: dict[str, Any] = {}  # more arguments of plgpu.kernel; tests without a GPU set them
 
 
 def transpose_ref(ref: Any) -> Any:
@@ -40,7 +40,7 @@ def width_of(columns: int) -> int:
 
 def swizzle_transforms(columns: int, dtype: Any) -> tuple[Any, ...]:
     """Return the layout in shared memory of a tile with this many columns."""
-    pallas: Any = plgpu  # mypy takes some of its classes for abstract
+    pallas: Any = plgpu  # Any, because mypy considers some of its classes abstract
     swizzle = pallas.find_swizzle(columns * jnp.dtype(dtype).itemsize * 8)
     elements = swizzle // jnp.dtype(dtype).itemsize
     return pallas.TilingTransform((8, elements)), pallas.SwizzleTransform(swizzle)

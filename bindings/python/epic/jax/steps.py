@@ -46,11 +46,11 @@ from epic.jax.groups import Group
 from epic.jax.over_mesh import over_mesh
 from epic.options import Layer, Moe, check_int
 
-PLAN_TAIL = 16  # bytes after the core's plan, which hold the channel of its call site
-CALLERS_CHANNEL = 1 << 23  # this bit marks channels of callers; handler.c has it too
+PLAN_TAIL = 16  # bytes after the core's plan that contain the channel of the call site
+CALLERS_CHANNEL = 1 << 23  # bit of a channel that the caller chose; handler.c has the same constant
 PLAN_FIELDS = ("bytes", "expert_rows", "expert_tokens", "load", "demand", "logical_load")
-PLAN_PARTS = 6  # results of plan_dispatch that make the plan
-LOSS_BY_CALLER = 256  # EPIC_LOSS_BY_CALLER
+PLAN_PARTS = 6  # the first results of plan_dispatch, which form the plan
+LOSS_BY_CALLER = 256  # the value of the flag EPIC_LOSS_BY_CALLER
 MOST_SLOTS = (1 << 31) - 1  # slot numbers are int32
 
 
@@ -73,7 +73,7 @@ class PlanSpec:
 
     group: Group
     layer: Layer
-    token_dims: tuple[int, ...]  # dimensions of topk_idx without the last
+    token_dims: tuple[int, ...]  # all dimensions of topk_idx except the last
     capacity: int
     moe: Moe | None = None  # options of a composed layer, which the ranks compare
     max_sms: int = 0

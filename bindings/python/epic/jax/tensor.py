@@ -16,7 +16,7 @@ from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.jax import e4m3
 from epic.options import Experts
 
-# The dimension of each weight that is sharded: inner.
+# For each weight the dimension that tensor_axis shards. It is the dimension of size inner.
 DIMENSION = {
     "w_gate_up": 2,
     "w_down": 1,
@@ -91,7 +91,7 @@ def sum_parts(out: Any, axis: str, scatter: bool) -> Any:
     def alike(x: Any) -> Any:
         return None if x is None else jax.lax.pmax(jax.lax.stop_gradient(x), axis)
 
-    def of_the_first(x: Any) -> Any:  # each device's group has plans with other ids
+    def of_the_first(x: Any) -> Any:  # the plans of the devices have different ids
         first = jax.lax.axis_index(axis) == 0
         return jax.lax.psum(jnp.where(first, x.astype(jnp.int32), 0), axis).astype(x.dtype)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling as is_traced  # torch.compile takes it for a constant
+from torch.compiler import is_dynamo_compiling as is_traced  # torch.compile treats it as a constant
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 
@@ -72,7 +72,7 @@ def make_apply(function: Any) -> Callable[..., Any]:
 
     Plain.__name__ = function.__name__
     # The apply of Function's base class, in C++.  Torch 2.9.1 has a Python function around it that
-    # takes 5.3 us per call.  Torch 2.15 has nothing around it: this line saves no time there.
+    # takes 5.3 us per call.  Torch 2.15 has no such function, so this line saves no time there.
     short = super(torch.autograd.Function, Plain).apply
     is_transformed = torch._C._are_functorch_transforms_active
 
@@ -80,7 +80,7 @@ def make_apply(function: Any) -> Callable[..., Any]:
         if not is_traced():
             return function.apply(*inputs) if is_transformed() else short(*inputs)
         wants = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-        # Without a gradient, tracers of torch 2.9 pass a ctx to a forward of any number of inputs.
+        # Without a gradient, tracers of torch 2.9 pass a ctx to a forward that has *inputs.
         return function.apply(*inputs) if wants and is_grad_enabled() else function.forward(*inputs)
 
     return apply

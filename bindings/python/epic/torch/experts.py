@@ -115,7 +115,7 @@ def compute_facts(
     )
     values = whole.numbers()
     narrow = values["row_type"] if on_gpu and kept_type in (row_type, "e4m3") else 0
-    of_rows = {"row_type": values["row_type"]} if weight_type == "e4m3" else {}  # x is e4m3, too
+    of_rows = {"row_type": values["row_type"]} if weight_type == "e4m3" else {}  # x is also e4m3
     passed = [
         operator_numbers(name, mlp_numbers("experts", values, **types))
         for name, types in (("experts", of_rows), ("experts_backward", {"grad_type": narrow}))
@@ -379,7 +379,8 @@ def mlp(
     slab = None
     if w.b_gate_up is not None or w.b_down is not None:
         slots = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
-        slab = torch.searchsorted(ends, slots, right=True)  # behind the last: local experts
+        # Slots after the last slab get the number of local experts.
+        slab = torch.searchsorted(ends, slots, right=True)
     column = None if slot_weights is None else slot_weights[:, None].to(x.dtype)
     if options.weighting == "input" and column is not None:
         x = x * column

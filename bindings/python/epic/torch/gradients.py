@@ -136,7 +136,7 @@ def sort_gradients(parameters: Any, mesh: Any) -> dict[Sharing, list[Tensor]]:
             if tuple(gradient.placements) != tuple(placements):
                 parameter.grad = gradient = gradient.redistribute(placements=placements)
             gradient = gradient.to_local()
-        if gradient.numel():  # under fully_shard a process may hold nothing of a small parameter
+        if gradient.numel():  # under fully_shard a process may have no element of a small parameter
             gradients.append(gradient)
     return parts
 
@@ -188,7 +188,8 @@ def scale_gradients(gradients: list[Tensor], scale: Tensor, foreach: bool | None
     for (device, _), some in by_place.items():
         factor = scale.to(device)
         if foreach or (foreach is None and device.type == "cuda"):
-            # One launch for all instead of one for each; torch.nn.utils calls the same function.
+            # One launch for all gradients instead of one for each. torch.nn.utils calls the same
+            # function.
             torch._foreach_mul_(some, factor)
         else:
             for gradient in some:

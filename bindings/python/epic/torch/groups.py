@@ -32,11 +32,11 @@ from epic.options import (
 from epic.torch.ops import KEPT_LAYERS, LIBRARY, pack_layer
 
 DEFAULT_TIMEOUT_MS = 300_000
-LAST_CALLS_MS = 2000  # that calls of other threads have when the process ends
-LAST_RETURN_S = 0.5  # that threads have to return from calls that were ended then
-CPU, CUDA = 0, 1  # torch's numbers of device types
+LAST_CALLS_MS = 2000  # time for calls of other threads when the process ends
+LAST_RETURN_S = 0.5  # time for threads to return from the calls that were then aborted
+CPU, CUDA = 0, 1  # numbers of device types in torch
 
-torch._dynamo.assume_constant_result(intern_options)  # options may be made in compiled functions
+torch._dynamo.assume_constant_result(intern_options)  # so that compiled functions may make options
 
 open_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
 lock = threading.Lock()
@@ -109,7 +109,7 @@ def bootstrap_of_processes(process_group: Any, timeout_ms: int) -> tuple[Bootstr
     """Return a bootstrap over the process group's own store, the rank, and the number of ranks."""
     rank, num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
     ranks = "-".join(map(str, dist.get_process_group_ranks(process_group)))
-    # The name of a process group comes back after destroy_process_group, for other ranks.
+    # Not by name, because torch may give the name of a destroyed process group to other ranks.
     name = ranks if num_ranks <= 16 else hashlib.sha256(ranks.encode()).hexdigest()[:16]
     exchange = StoreExchange(process_group.get_group_store(), f"epic/{name}", num_ranks, timeout_ms)
     return bootstrapping.by_exchange(exchange, rank, num_ranks), rank, num_ranks
@@ -209,8 +209,8 @@ class Facts(NamedTuple):
     capacity: int
     num_local_experts: int
     words: tuple[int, ...]
-    number: int  # that the library keeps it by; 0: it does not
-    owner: int  # the group's number when they were computed
+    number: int  # the number of the layer in the library; 0: the library does not have it
+    owner: int  # the number that the group had when these facts were computed
 
 
 class Group:
@@ -282,7 +282,7 @@ class Group:
         max_top_k: int = 0,
     ) -> None:
         self.number = 0
-        self.specs: dict[Any, Any] = {}  # of layers and tags, as plans have them
+        self.specs: dict[Any, Any] = {}  # the PlanSpec for each (layer, tag)
         self.name = name
         self.max_tokens = check_int("max_tokens", max_tokens)
         self.max_row_bytes = check_int("max_row_bytes", max_row_bytes)
@@ -293,7 +293,7 @@ class Group:
         self.process_ranks = dist.get_process_group_ranks(process_group) if over_processes else None
         self.device = choose_device(device, ranks, process_group)
         backend = choose_backend(self.device, backend)
-        self.on_gpu = backend in ON_GPUS  # where the core computes
+        self.on_gpu = backend in ON_GPUS  # whether the core computes on the GPU
         wait = check_int("timeout_ms", timeout_ms) or DEFAULT_TIMEOUT_MS
         names = encode_text("name", name), encode_text("backend", backend) if backend else None
         bootstrap, self.rank, self.num_ranks = choose_bootstrap(
@@ -315,7 +315,7 @@ class Group:
             torch.zeros(1, dtype=torch.int32, device=self.device) for _ in range(2)
         )
         self.kept: dict[Any, Any] = {}
-        self.layers: list[int] = []  # that the library keeps
+        self.layers: list[int] = []  # numbers of the layers that the library has for this group
         index = self.device.index or 0
         kind = CUDA if self.device.type == "cuda" else CPU
         self.number = LIBRARY.epic_torch_group_add(self.context, kind, index)
@@ -455,13 +455,13 @@ class Group:
         with lock:
             number, self.number = self.number, 0
             open_groups.discard(self)
-        self.specs.clear()  # each has this group
+        self.specs.clear()  # each of them refers to this group
         if number == 0:
             return
         for layer in self.layers:
             KEPT_LAYERS.pop(layer, None)
         if self.device.type == "cuda":
-            with contextlib.suppress(RuntimeError):  # a device that failed has nothing in flight
+            with contextlib.suppress(RuntimeError):  # on a failed device nothing is in flight
                 torch.cuda.synchronize(self.device)
         LIBRARY.epic_torch_group_remove(number)
         _native.core().epic_close(self.context)
@@ -490,7 +490,7 @@ class Group:
         return f"Group({self.name!r}, rank {self.rank} of {self.num_ranks}, {self.device}{state})"
 
 
-# By the process group itself: a name comes back after destroy_process_group, for other ranks.
+# The key is the process group, because torch may give the name of a destroyed one to other ranks.
 shared_groups: "weakref.WeakKeyDictionary[Any, tuple[Group, dict[str, Any]]]" = (
     weakref.WeakKeyDictionary()
 )

@@ -102,7 +102,7 @@ class EpicTokenDispatcher(MoEFlexTokenDispatcher):
         pg_collection: Any,
         group: Group,
     ) -> None:
-        # The flexible dispatcher's own constructor wants DeepEP.
+        # Skip the constructor of the flexible dispatcher, because it requires DeepEP.
         MoETokenDispatcher.__init__(self, config=config, pg_collection=pg_collection)
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices

@@ -123,7 +123,7 @@ class MoE(nn.Module):
             )
         self.group, self.options, self.tag = group, options, tag
         self.grouped_mm, self.bias_rate = grouped_mm, bias_rate
-        # Gradients of 16 bits that are added after backward were rounded on each rank: their bits
+        # Each rank would round gradients of 16 bits before sum_gradients() adds them, so their bits
         # would depend on the number of ranks.
         narrow = dtype in (torch.bfloat16, torch.float16)
         self.sums_in_backward = narrow and options.layer.sum_order == "tree"
@@ -142,7 +142,7 @@ class MoE(nn.Module):
         )
         self.register_buffer("bias", bias)
         load = torch.zeros(options.layer.num_ids, dtype=torch.int32, device=device)
-        # No buffer: DDP would replace it by rank 0's before each forward.
+        # Not a buffer, because DDP would replace it by that of rank 0 before each forward.
         self.load = None if bias_rate is None else load
         self.replicas = logical_of_expert
         whose = tables_of(options.layer, None, logical_of_expert, load)[1]
@@ -220,12 +220,12 @@ class MoE(nn.Module):
             self.load = move_load(load, fn(load).device)
         if before is not None and self.bias is not None and self.bias.dtype != before.dtype:
             self.bias = before.to(self.bias.device)
-        mark_experts(self, self.group)  # the parameters may be new ones
+        mark_experts(self, self.group)  # _apply may have made new parameters
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        mark_experts(self, self.group)  # copies of parameters have no attributes
+        mark_experts(self, self.group)  # unpickled parameters have lost the attribute
 
     def get_extra_state(self) -> Tensor:
         """Return [first, count, num_experts]: the experts that the state holds.
@@ -252,7 +252,7 @@ class MoE(nn.Module):
         super()._load_from_state_dict(state, prefix, metadata, strict, missing, *more)
         if self.group.num_ranks == 1 and prefix + EXTRA in missing:
             missing.remove(prefix + EXTRA)
-        mark_experts(self, self.group)  # with assign=True the parameters are new ones
+        mark_experts(self, self.group)  # assign=True makes new parameters
 
     def weights(self) -> MoeWeights:
         """Return the parameters as `moe` takes them.
@@ -293,9 +293,10 @@ class MoE(nn.Module):
             tag=self.tag,
         )
         if self.training and self.load is not None:
-            # Not found.load_of_ids: compiled functions of torch 2.9 take no properties of a tuple.
+            # Not found.load_of_ids, because torch 2.9 cannot compile properties of a tuple.
             counts = found.load if found.logical_load is None else found.logical_load
-            if self.load.device != counts.device:  # load_state_dict(assign=True), fully_shard
+            # After load_state_dict(assign=True) or fully_shard.
+            if self.load.device != counts.device:
                 self.load = move_load(self.load, counts.device)
             torch.ops.epic.count_load_.default(self.load, counts)
         return found.out, found.loss

@@ -58,7 +58,7 @@ from epic.torch.scaled import E4M3
 
 ops = torch.ops.epic
 
-NO_EXPERTS = Experts(hidden=1, inner=1)  # stands for an absent shared expert
+NO_EXPERTS = Experts(hidden=1, inner=1)  # used if the layer has no shared expert
 
 
 class MoeWeights(NamedTuple):
@@ -141,10 +141,10 @@ class Facts(NamedTuple):
     saved_bytes: int
     forward_bytes: int
     backward_bytes: int
-    plan_bytes: int  # with which begins what is saved
-    replicas: int  # experts, if they are replicas of fewer; else 0
-    weight_type: str  # in the experts' products
-    forward: tuple[Any, ...]  # numbers
+    plan_bytes: int  # size of the plan, which is the first part of the saved bytes
+    replicas: int  # number of experts of a layer with replicas; else 0
+    weight_type: str  # dtype of the weights in the products of the experts
+    forward: tuple[Any, ...]  # numeric arguments of the operator
     backward: tuple[Any, ...]
     max_sms: int = 0  # of each operation; 0: the group's
 
@@ -223,11 +223,11 @@ def facts_of(
     bytes_ = [int(sizes.saved_bytes), int(sizes.forward_bytes), int(sizes.backward_bytes)]
     replicas = wish.layer.num_experts if wish.layer.num_logical else 0
     bytes_ += [group.plan_bytes(wish.layer), replicas]
-    # Gradients of the experts' weights come in the weights' dtype where they are not added.
+    # The operator returns gradients of experts in the dtype of the weights, unless they are summed.
     narrow = group.on_gpu and kept_type in (row_type, "e4m3") and not replicas
     types = whole.experts.numbers()
     back = {"grad_type": types["row_type"] if narrow else 0}
-    if weight_type == "e4m3":  # backward may have them as they are kept
+    if weight_type == "e4m3":  # backward may use the weights in the dtype in which they are stored
         back["weight_type"] = types["weight_type"]
     return (*bytes_, weight_type, numbers_of(whole), numbers_of(whole, **back))
 
@@ -342,7 +342,8 @@ class Layer(EpicFunction):
             rest = sum_over_replicas(ctx, saved, rest)
         if ctx.sum_order is not None:
             rest = sum_over_ranks(ctx, rest)
-        pairs = zip(weights[:-2], (*rest[:2], None, *rest[2:]), strict=True)  # not of the bias
+        # The bias has no gradient.
+        pairs = zip(weights[:-2], (*rest[:2], None, *rest[2:]), strict=True)
         none = [w is None or d is None or w.dtype == E4M3 for w, d in pairs]
         pairs = zip(weights[:-2], (*rest[:2], None, *rest[2:]), strict=True)
         found = [None if no else d.to(w.dtype) for no, (w, d) in zip(none, pairs, strict=True)]
@@ -461,7 +462,7 @@ def compute_losses(
     total = sums.sum(group, live.sum().reshape(1).float(), tag=tag)[0].to(logits.dtype)
     total = total.clamp(min=1)
     if options.balance_coeff and options.sequence_tokens:
-        even = max(logits.shape[0], 1) * group.num_ranks  # known without a wait
+        even = max(logits.shape[0], 1) * group.num_ranks  # the host does not wait for this number
         of_sequences = balance_loss(
             router,
             logits,
@@ -496,14 +497,15 @@ def run_composed(
     max_sms: int = 0,
 ) -> MoeOut:
     """Run the layer as a composition of the single functions."""
-    x = x if mask is None else torch.where(mask[:, None], x, 0)  # whatever padding holds
+    # Padding may contain any values, also NaN.
+    x = x if mask is None else torch.where(mask[:, None], x, 0)
     logits = logits_of(x, weights)
     chosen, w = route(
         options.router, logits, bias=weights.bias, token_ids=token_ids, table=table, group=group
     )
     if mask is not None:
         chosen = torch.where(mask[:, None], chosen, -1)
-    zero = chosen >= options.layer.num_ids  # identity experts stay at home
+    zero = chosen >= options.layer.num_ids  # rows of identity experts are not sent
     sent = torch.where(zero, -1, chosen) if options.router.zero_experts else chosen
     local = weights.w_gate_up.shape[0]
     late = options.experts.weighting == "late"
@@ -529,7 +531,7 @@ def run_composed(
         out = (out + x * kept).to(x.dtype)
     if options.shared is not None:
         out = out + run_shared_expert(options, x, weights)
-        if mask is not None:  # biases of the shared expert make zeros something else
+        if mask is not None:  # with biases the shared expert does not return zeros for zeros
             out = torch.where(mask[:, None], out, 0)
     load, logical = plan.counted("load"), None
     if options.layer.num_logical:

@@ -45,7 +45,8 @@ def load_library() -> ctypes.CDLL:
 
 
 LIBRARY = load_library()
-FAKES = torch.library.Library("epic", "FRAGMENT")  # kept: what it registered goes with it
+# Kept alive, because its registrations end with it.
+FAKES = torch.library.Library("epic", "FRAGMENT")
 
 
 def return_nothing(*_: Any, **__: Any) -> None:
@@ -68,7 +69,7 @@ def on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
     has_order_token = (
         "order_token" in inspect.signature(function).parameters
-    )  # the group's, where that is
+    )  # the first argument is the group's order token, if there is one
     return run
 
 
@@ -87,7 +88,7 @@ def register_shapes(function: Function) -> Function:
         operator = getattr(getattr(torch.ops.epic, name), overload)
         torch.library.register_fake(operator, on_one_device(function), lib=FAKES)
         FAKES.impl(operator, refuse_vmap, "FuncTorchBatched")
-    if not name.endswith("_"):  # in place
+    if not name.endswith("_"):  # operators that end in "_" work in place
         torch.library.register_fake(f"epic::{name}_out", return_nothing, lib=FAKES)
         FAKES.impl(f"{name}_out", refuse_vmap, "FuncTorchBatched")
     return function
@@ -190,7 +191,7 @@ def argument_names(name: str, overload: str = "default") -> list[str]:
     return [argument.name for argument in schema.arguments]
 
 
-# Fields that share a number, with their bits from the lowest on (see bindings/torch/options.h).
+# Fields that share one number, with their bits from the lowest (see bindings/torch/options.h).
 Words = dict[str, dict[str, int]]
 LAYER: Words = {
     "layer_rules": {
@@ -244,9 +245,9 @@ def type_in(kind: int, name: str) -> torch.dtype | None:
     raise KeyError(name)
 
 
-# The layers that groups keep, by number: capacity, bytes of a plan, and how many local experts,
-# experts and logical experts there are.
-# A closed group has none: a compiled function is traced again for it, and its call fails.
+# The layers of all open groups, by number: capacity, bytes of a plan, and the numbers of local
+# experts, experts and logical experts.
+# A closed group has no layers here. So a compiled function is traced again, and its call fails.
 NO_LAYER = (0, 0, 0, 0, 0)
 KEPT_LAYERS: dict[int, tuple[int, int, int, int, int]] = {}
 
@@ -565,15 +566,17 @@ def operator_numbers(name: str, values: dict[str, Any]) -> tuple[Any, ...]:
 
 
 NUM_EXPERTS = argument_names("moe").index("router_num_experts")
-MOE_WEIGHTS = 12  # of moe: w_gate to w_shared_gate; the third is the bias, without a gradient
-OF_EXPERTS = range(3, 7)  # of these, w_gate_up to b_down
+# Weights of the operator moe: w_gate to w_shared_gate; the third, the bias, has no gradient.
+MOE_WEIGHTS = 12
+OF_EXPERTS = range(3, 7)  # the positions of w_gate_up to b_down among these weights
 KIND_OF_EXPERTS = argument_names("moe_backward").index("experts_kind") - 2
 
 
 @register_shapes
 def moe_fake(order_token: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """The tokens, the loss, load, demand, logical_load, and what is saved for backward."""
-    logical, saved_bytes = rest[MOE_WEIGHTS + 5 : MOE_WEIGHTS + 7]  # behind two arrays of scales
+    # They follow two arrays of scales.
+    logical, saved_bytes = rest[MOE_WEIGHTS + 5 : MOE_WEIGHTS + 7]
     num_ids = rest[NUM_EXPERTS - 2]
     loads = (num_ids, 0) if logical is None else (logical.shape[0], num_ids)
     loss = x.new_empty((1,), dtype=wide_dtype(x))
@@ -618,7 +621,7 @@ def note_write(*tensors: Tensor | None) -> None:
 def write_out(operator: Any, args: tuple[Any, ...], *outs: Tensor | None) -> None:
     """Call an operator that writes into tensors of the caller; None: not wanted."""
     refuse_gradient(*outs, *args)
-    for x in outs:  # torch would take tensors on "meta" for a question about shapes
+    for x in outs:  # with tensors on "meta" torch would only compute shapes
         if x is not None and x.device != args[0].device:
             raise EpicArgumentError(f"out is on {x.device}: must be on {args[0].device}")
     operator(*args, *outs)

@@ -42,20 +42,20 @@ class PlanSpec:
     flat: bool
     num_experts: int
     num_logical: int
-    plan_bytes: int  # without the counts
-    capacity: int  # of a rank, that can never overflow
+    plan_bytes: int  # size of the plan without the counts
+    capacity: int  # slots of a rank that always suffice
     num_local: int
-    room: int  # of expert_rows and of expert_tokens among the counts
-    layer: int  # the layer's number, by which the library finds it and its group
-    compared: tuple[Any, ...] = ()  # options of a whole layer that all ranks must have alike
+    room: int  # length of expert_rows and of expert_tokens in the counts
+    layer: int  # number with which the library finds the layer and its group
+    compared: tuple[Any, ...] = ()  # options of a whole layer that must be equal on all ranks
 
 
 def make_spec(group: Group, layer: Layer, tag: int) -> PlanSpec:
     """Return the spec of a layer's calls. The group keeps it; tracers see it made each time."""
     size, bound, local, _, number, owner = group.facts(layer.key)
-    # torch.compile takes the facts for constants, and so the layer's number. It guards every branch
-    # of Python: this one makes it trace again for another group and for a group that was closed.
-    # The body changes nothing.
+    # torch.compile treats the facts as constants, also the layer's number. But it guards every
+    # branch of Python. So this branch makes it trace again for another group, or if the group was
+    # closed. The statement inside changes nothing.
     if group.number != owner:
         size += 0
     spec = PlanSpec(
@@ -72,7 +72,7 @@ def make_spec(group: Group, layer: Layer, tag: int) -> PlanSpec:
         number,
     )
     if not is_traced():
-        if len(group.specs) >= MAX_SPECS:  # for example with a new tag for each call
+        if len(group.specs) >= MAX_SPECS:  # for example if each call has a new tag
             group.specs.clear()
         group.specs[layer.key, tag] = spec
     return spec
@@ -100,8 +100,8 @@ class Plan(NamedTuple):
         """Return some of the int32 numbers that follow the plan."""
         begin = self.spec.plan_bytes + 4 * begin
         found = self.bytes[begin : begin + 4 * count].view(torch.int32)
-        # If a compiled function returns a view of its input in another dtype, torch makes the view
-        # again from the offset, and takes the offset for one in bytes.
+        # A compiled function may return a view of its input in another dtype. Torch then makes the
+        # view again from its offset, but interprets the offset as bytes. So return a copy.
         return found.clone() if is_traced() else found
 
     def counted(self, name: str) -> Tensor:
@@ -241,7 +241,7 @@ def resolve_request(
     if ranks is None and logical is None and local is None and not spec.num_logical:
         return spec, num_tokens, slots, (None, None)
     tables = tables_of(layer, ranks, logical, topk_idx)
-    if ranks is not None:  # the core may write counts of more experts than the caller reckons with
+    if ranks is not None:  # the core may write counts for more experts than num_local_experts
         if capacity is None or local is None:
             raise EpicArgumentError(
                 f"capacity is {capacity} and num_local_experts is {local} with rank_of_expert: "

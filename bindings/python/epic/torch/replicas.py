@@ -151,5 +151,5 @@ def sum_replica_grads(plan: Plan, weight: Tensor | None) -> Tensor | None:
         return weight
     check_local_rows(plan, "weight", weight)
     found = tied_apply(plan.spec, plan.bytes, weight)
-    mark_no_offload(found)  # as the parameter that it is
+    mark_no_offload(found)  # like the parameter itself
     return found

@@ -174,7 +174,7 @@ def save_pretrained(
             for (parent, name, _), made in zip(found, blocks, strict=True):
                 setattr(parent, name, made)
             model.save_pretrained(folder, **options)
-        except Exception as error:  # the other ranks wait for this one
+        except Exception as error:  # raised below, because the other ranks wait for this one
             failure = error
         finally:
             for parent, name, block in found:

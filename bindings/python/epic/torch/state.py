@@ -18,7 +18,7 @@ from epic.errors import EpicArgumentError
 from epic.torch.groups import Group
 from epic.torch.moe import OF_EXPERTS
 
-EXTRA = "_extra_state"  # torch's key of get_extra_state
+EXTRA = "_extra_state"  # the key under which torch saves get_extra_state()
 
 
 # Names that torch.nn.utils makes of theirs: w_down_orig and w_down_mask (prune), w_down_g and

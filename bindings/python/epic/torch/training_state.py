@@ -174,7 +174,7 @@ def fill_missing_state(optimizer: torch.optim.Optimizer) -> None:
     if not any(p.requires_grad and not optimizer.state[p] for p in every):
         return
     if any(optimizer.state[p] for p in every):
-        return  # an optimizer that keeps no state for some parameters
+        return  # the optimizer has stepped, and keeps no state for some parameters
     kept = [(p, p.grad) for p in every]
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in every:
