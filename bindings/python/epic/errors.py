@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exceptions of EPIC: EpicError and its subclasses.
 
-Errors that a compiled JAX program raises while it runs arrive as JAX's JaxRuntimeError with the
-same text, because XLA makes the exception there. error_code() finds the code in either.
+While a compiled JAX program runs, XLA makes the exception, a JaxRuntimeError with the same text.
+error_code() finds the code in both kinds.
 """
 
 import re
@@ -59,11 +59,11 @@ class EpicNonFiniteError(EpicError, FloatingPointError):
 
 
 def error_code(error: BaseException | None) -> str | None:
-    """Return the code of what EPIC reported, "EPIC_EPEER" for example; None: EPIC did not fail.
+    """Return the code of EPIC's error in an exception, for example "EPIC_EPEER", or None.
 
-    error: any exception.  It may come from EPIC itself, from XLA, which puts the sentence into an
-    exception of its own, or from a program that used a result of a call that failed.  The causes
-    of the exception are searched too.
+    error: any exception.  EPIC raises it, or XLA, which puts the sentence of EPIC into its own
+    exception, or a program that used a result of a failed call.  The causes of the exception are
+    searched too.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

@@ -112,7 +112,7 @@ options_by_key: dict[str, Any] = {}
 def key_field() -> Any:
     """Return the field with the name by which options_by_key has a value.
 
-    Tracers take strings for constants, but not numbers.
+    Tracers treat strings as constants, but not numbers.
     """
     return field(init=False, repr=False, compare=False, default="")
 
@@ -120,8 +120,8 @@ def key_field() -> Any:
 def intern_options(kind: str, *values: Any) -> str:
     """Check options, register them in options_by_key and return their key.
 
-    Their parts are passed as keys. It is a function of its own, so that tracers can take its result
-    for a constant.
+    Their parts are passed as keys. It is a separate function, so that tracers can treat its result
+    as a constant.
     """
     twin: Any = object.__new__(KINDS[kind])
     for name, value in zip(field_names(KINDS[kind]), values, strict=True):
@@ -148,7 +148,7 @@ class Keyed:
         """Check the fields."""
 
     def __reduce__(self) -> Any:
-        """Copies are made, and so known, in the process that has them."""
+        """Pickle the fields, so that the constructor registers the copy in its own process."""
         return type(self), tuple(getattr(self, name) for name in field_names(type(self)))
 
 

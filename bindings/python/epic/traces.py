@@ -44,7 +44,7 @@ def read_placement(path: str | os.PathLike[str]) -> Placement:
     at = 0
 
     def numbers(name: str, num: int, least: int, most: int) -> list[int]:
-        """The next `num` numbers, behind their name."""
+        """Return the next `num` numbers, which follow their name."""
         nonlocal at
         found = words[at : at + 1 + num]
         at += 1 + num

@@ -66,11 +66,12 @@ def dtype_of(array: Any) -> Any:
 
 
 def check_array(name: str, value: Any, dtypes: Sequence[str], *shapes: Shape) -> Any:
-    """Return the value, which is an array of one of the dtypes and one of the shapes; numbers and
-    lists of them become one.
+    """Return the value after checking that it is an array of one of the dtypes and shapes.
+
+    Numbers and lists of numbers become an array.
 
     Raises:
-        EpicArgumentError: it is another array, or none.
+        EpicArgumentError: it is no array, or has another dtype or shape.
 
     """
     needed = " or ".join(show_needed(dtypes, shape) for shape in shapes)

@@ -2,9 +2,9 @@
 """Custom calls of the core, and the number that each call site has.
 
 Ranks match their calls by a number that is unique in the program and equal on all ranks.  It comes
-from a primitive of our own, whose lowering uses interfaces that JAX does not document (so does
-mesh_checks.check_lowering).  Where a later JAX lacks them, the number is 0, and independent plans
-of one program need `channel=`.
+from a primitive whose lowering uses interfaces that JAX does not document (as does
+mesh_checks.check_lowering).  If a later JAX does not have them, the number is 0, and independent
+plans of one program need `channel=`.
 """
 
 import functools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selects the GPU of a thread, which the core asks CUDA for when it opens a context."""
+"""Selects the GPU of a thread, because the core opens a context on the current GPU."""
 
 import contextlib
 import ctypes

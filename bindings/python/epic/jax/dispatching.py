@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dispatch in all its forms.
+"""The functions that dispatch rows.
 
-Rows are sent once for each choice or once for each rank, in their dtype or in 8 bits, with a plan
-that exists or together with making it.
+They differ in three ways: a row is sent once for each choice or once for each rank; it is sent in
+its own dtype or in 8 bits; and the plan exists already or is made in the same call.
 """
 
 from collections.abc import Sequence

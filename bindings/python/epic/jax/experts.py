@@ -116,7 +116,7 @@ def zero_tail(slots: Any, expert_rows: Any) -> Any:
 def check_weights(
     options: Experts, weights: ExpertWeights, rows: Any, prefix: str = "", like: Any = None
 ) -> None:
-    """Refuse weights of shapes other than the options ask for, and of several dtypes.
+    """Refuse weights whose shapes do not fit the options, or whose dtypes differ.
 
     Args:
         options: the experts' options.

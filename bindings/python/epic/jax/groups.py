@@ -26,7 +26,7 @@ DEFAULT_TIMEOUT_MS = 300_000
 
 @dataclass(frozen=True)
 class Group:
-    """A group of devices, as programs know it.
+    """A group of devices, as the calls of a program refer to it.
 
     `epic.jax.open` returns it.  It is a static value, equal in all processes and hashable, so it
     may be an argument of jitted functions.  When a program runs, the handlers find the context of a

@@ -29,7 +29,7 @@ TARGETS = tuple(
 def load_handlers() -> ctypes.CDLL:
     """Return libepic_jax.so with its handlers registered.
 
-    XLA keeps bare pointers to them, so the library is never unloaded.
+    XLA keeps pointers to the handlers, so the library is never unloaded.
     """
     _native.core()
     library = ctypes.CDLL(str(_native.find("libepic_jax.so")))

@@ -47,7 +47,7 @@ def check_mesh(group: Group, mesh: Any) -> None:
 def check_lowering(group: Group, context: Any) -> None:
     """Check the mesh of the shard_map that is being compiled.
 
-    JAX keeps it in a private place.  If it is not there, only the handlers compare.
+    The mesh is a private attribute of JAX.  If it is missing, only the handlers compare meshes.
     """
     mesh = getattr(getattr(context, "axis_context", None), "mesh", None)
     if group.num_ranks > 1 or set(group.axes) <= set(getattr(mesh, "axis_names", ())):

@@ -146,7 +146,7 @@ def replace_experts(weights: MoeWeights, given: Sequence[Any]) -> MoeWeights:
 def make_record(static: LayerStatic, x: Any, saved: Any, channel: Any) -> steps.Record:
     """Return the plan of a layer for read_plan().
 
-    The core writes its plan at the beginning of the saved memory.  The tail behind it holds the
+    The core writes its plan at the beginning of the saved memory.  The tail after it holds the
     channel, as in a plan of plan().
     """
     layer, capacity = static.options.layer, static.options.capacity or 0

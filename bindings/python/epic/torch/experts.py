@@ -271,9 +271,9 @@ def experts(
 ) -> Tensor:
     """Run the expert MLP on the slabs of a plan: rows [slots, hidden] -> [slots, hidden].
 
-    Local: no other rank takes part. Only occupied slots are computed. On CPUs the slots behind the
-    last slab are zeros in the result; on GPUs they hold anything, as do their gradients, which
-    dispatch and combine do not read.
+    Local: no other rank takes part. Only occupied slots are computed. On CPUs the slots after the
+    last slab are zeros in the result.  On GPUs these slots and their gradients may hold any values,
+    which dispatch and combine do not read.
 
     Args:
         options: Sizes, activation and weighting.
@@ -358,7 +358,7 @@ def activate(options: Experts, z: Tensor) -> Tensor:
 def bias_of_rows(bias: Tensor, slab: Any) -> Tensor:
     """Return the bias of each row's expert.
 
-    Rows behind the last slab get zeros of their own, so that NaN in them reaches no bias gradient.
+    Rows after the last slab get a bias of zeros, so that NaN in them reaches no bias gradient.
     """
     return torch.cat([bias, torch.zeros_like(bias[:1])])[slab]
 
@@ -373,7 +373,7 @@ def mlp(
 ) -> Tensor:
     """Run the experts with the caller's grouped product.
 
-    Rows behind the last slab may hold anything afterwards; combine does not read them.
+    Rows after the last slab may hold any values afterwards; combine does not read them.
     """
     ends = expert_rows.cumsum(0, dtype=torch.int32)
     slab = None
@@ -406,7 +406,7 @@ def slab_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         ends: End of each expert's rows, [local experts] int32. The host waits for them.
 
     Returns:
-        The products [slots, m]; rows behind the last slab are zero.
+        The products [slots, m]; rows after the last slab are zero.
     """
     out = x.new_zeros((x.shape[0], w.shape[2]))
     begin = 0

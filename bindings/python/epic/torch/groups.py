@@ -402,7 +402,7 @@ class Group:
     def remember(self, compute: Callable[..., tuple[Any, ...]], *key: Any) -> tuple[Any, ...]:
         """Return compute(group, *key), which is computed once for a group.
 
-        torch.compile takes the result for a constant.  It calls a method with a Group as `self`,
+        torch.compile treats the result as a constant.  It calls a method with a Group as `self`,
         but does not accept a Group as an argument."""
         entry = (compute, *key)
         found = self.kept.get(entry)

@@ -62,7 +62,7 @@ NO_EXPERTS = Experts(hidden=1, inner=1)  # used if the layer has no shared exper
 
 
 class MoeWeights(NamedTuple):
-    """Parameters of a layer, as one rank has them: its own experts, and all else whole.
+    """Parameters of a layer on one rank: those of its own experts, and all others completely.
 
     width is 2 * inner (gate, then up; with options.interleaved in turns), or inner with
     options.ungated. E is the number of router columns: num_experts + zero_experts. Optional

@@ -108,10 +108,10 @@ def check_restorable(model: nn.Module, group: Group) -> None:
 
 
 def restore_moe(model: nn.Module, group: Group, *, device: Any = None) -> int:
-    """Put blocks of the transformers package back in place of those that replace_moe made.
+    """Replace the layers that replace_moe made by blocks of the transformers package.
 
-    The blocks hold the weights that the ranks have now, with the same bits.  Every rank calls it
-    and afterwards holds the whole model.  To write a checkpoint use save_pretrained, which needs
+    The blocks get the current weights of the ranks, with the same bits.  Every rank calls it and
+    afterwards has the whole model.  To write a checkpoint use save_pretrained, which needs
     the whole model on one rank only.
 
     Args:

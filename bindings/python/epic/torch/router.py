@@ -34,7 +34,7 @@ def cached_numbers(router: str) -> tuple[Any, ...]:
 def numbers_of(router: str) -> tuple[Any, ...]:
     """Return the operator arguments of the router with that key.
 
-    Tracers look into a cache, so that this function has none of its own.
+    It has no cache decorator, because tracers would look inside; cached_numbers() has the cache.
     """
     return cached_numbers(router)
 

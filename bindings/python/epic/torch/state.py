@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what belongs to one rank only: the experts' parameters, and which a state holds.
+"""Checks for parameters that belong to one rank: those of its experts.
 
-Data parallelism takes all parameters for equal on all ranks; those of experts differ.
+Data parallelism assumes that all parameters are equal on all ranks, but those of experts differ.
+A state_dict contains the experts of one rank, and records which ones.
 """
 
 import re
@@ -122,8 +123,8 @@ CHECKED: "weakref.WeakKeyDictionary[nn.Module, Any]" = weakref.WeakKeyDictionary
 def check_ddp(layer: nn.Module, group: Group) -> None:
     """Refuse DistributedDataParallel and replicate() over ranks that have different experts.
 
-    It runs in a forward, because only there does torch know what wraps a module, by a private name
-    that tests pin.
+    It runs in a forward, because torch knows only there what wraps a module.  The name in torch is
+    private, so a test checks it in each supported version.
     """
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is None or group.num_ranks == 1:
@@ -147,8 +148,8 @@ def check_ddp(layer: nn.Module, group: Group) -> None:
 def check_sharding(group: Group, parameters: Iterable[tuple[str, Any]]) -> None:
     """Refuse parameters under fully_shard over ranks of the group.
 
-    fully_shard takes the parameters of experts for equal on all its ranks, and it adds the
-    gradients of all others by itself.
+    fully_shard assumes that the parameters of experts are equal on all its ranks.  It also adds the
+    gradients of all other parameters, which sum_gradients would add again.
     """
     for name, parameter in parameters:
         mesh = getattr(parameter, "device_mesh", None)

@@ -233,7 +233,7 @@ def dispatch(
         weights: Weight of each choice [..., top_k], or None.
         quantize: "1x128" or "1x32": rows travel in e4m3 with a scale for each block of that many
             columns and arrive rounded. The gradient passes straight through. None: as they are.
-        zero_tail: Whether the slots behind the last slab are set to zero. Padding inside of a slab
+        zero_tail: Whether the slots after the last slab are set to zero. Padding inside of a slab
             always is.
         max_sms: On GPUs the largest number of SMs of this call and its gradient. None: as `plan`.
         out: (recv, slot_weights) that are written and returned, without a gradient.

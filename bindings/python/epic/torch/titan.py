@@ -30,8 +30,8 @@ class Routed(NamedTuple):
 class EpicTokenDispatcher(BaseEPTokenDispatcher):
     """Send rows to the experts of the expert-parallel mesh and back.
 
-    Without such a mesh it is torchtitan's local dispatcher. Scores multiply the experts' output, as
-    in torchtitan.
+    Without such a mesh it works as torchtitan's local dispatcher. Scores multiply the experts'
+    output, as in torchtitan.
     """
 
     @dataclass(kw_only=True, slots=True)
