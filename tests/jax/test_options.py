@@ -127,11 +127,13 @@ def test_all_at_once() -> None:
         shared=Experts(hidden=16, inner=4),
         balance_coeff=0.5,
     )
-    with pytest.raises(epic.EpicArgumentError, match=r"Moe.of: 'hiden'.*did you mean 'hidden'"):
+    with pytest.raises(
+        epic.EpicArgumentError, match=r"argument of Moe.of is .hiden.: .*did you mean 'hidden'"
+    ):
         Moe.of(num_experts=8, top_k=2, hiden=16, inner=12)
     with pytest.raises(epic.EpicArgumentError, match=r"experts is 100: must be at most 8"):
         Moe.of(num_experts=8, top_k=2, hidden=16, inner=12, num_local_experts=100)
-    with pytest.raises(epic.EpicArgumentError, match=r"Moe.of: 'router'"):
+    with pytest.raises(epic.EpicArgumentError, match=r"argument of Moe.of is .router."):
         Moe.of(num_experts=8, top_k=2, hidden=16, inner=12, router=ROUTER)
 
 

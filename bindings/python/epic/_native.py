@@ -241,8 +241,8 @@ def experts_memory(options: Options, slots: int, on_gpu: bool) -> Any:
     """MemoryInfo of the experts' MLP, on GPUs or on CPUs."""
     sizes = MemoryInfo()
     config = Config(max_tokens=1, max_row_bytes=1, backend=PLACES[on_gpu])
-    wish = filled(Experts, options)
-    check(core().epic_experts_memory_v1(None, *sized(config, wish), slots, *sized(sizes)))
+    wanted = filled(Experts, options)
+    check(core().epic_experts_memory_v1(None, *sized(config, wanted), slots, *sized(sizes)))
     return sizes
 
 
@@ -265,10 +265,10 @@ def moe_struct(options: Any) -> tuple[Any, list[Any]]:
 
 def moe_memory(config: ctypes.Structure, options: Any, on_gpu: bool) -> Any:
     """MemoryInfo of the whole layer for a group's config, on GPUs or on CPUs."""
-    wish, kept = moe_struct(options)
+    wanted, kept = moe_struct(options)
     sizes = MemoryInfo()
     config.backend = PLACES[on_gpu]
-    check(core().epic_moe_memory_v1(None, *sized(config, wish, sizes)))
+    check(core().epic_moe_memory_v1(None, *sized(config, wanted, sizes)))
     del kept
     return sizes
 

@@ -93,9 +93,11 @@ def by_tcp(tcp: Tcp, group: int, rank: int, num_ranks: int, timeout_ms: int) -> 
     """Bootstrap over TCP; wait until all ranks have come."""
     struct = _native.Bootstrap()
     secret = tcp.secret.encode() if tcp.secret else None
-    wish = _native.Tcp(tcp.address.encode(), secret, rank, num_ranks, tcp.port + group, timeout_ms)
+    wanted = _native.Tcp(
+        tcp.address.encode(), secret, rank, num_ranks, tcp.port + group, timeout_ms
+    )
     _native.check(
-        _native.core().epic_bootstrap_tcp_v1(ctypes.addressof(struct), *_native.sized(wish))
+        _native.core().epic_bootstrap_tcp_v1(ctypes.addressof(struct), *_native.sized(wanted))
     )
     return Bootstrap(struct)
 

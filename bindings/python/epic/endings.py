@@ -59,13 +59,13 @@ def watch(library: ctypes.CDLL, pipe: int, abort: Abort) -> None:
 
 def start_watch(library: ctypes.CDLL, abort: Abort) -> None:
     """Start the watcher thread if Python handles SIGINT."""
-    heard, told = os.pipe()
-    os.set_blocking(told, False)
-    if library.epic_watch_interrupts(told):
-        os.close(heard)
-        os.close(told)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    if library.epic_watch_interrupts(write_end):
+        os.close(read_end)
+        os.close(write_end)
         return
-    threading.Thread(target=watch, args=(library, heard, abort), daemon=True).start()
+    threading.Thread(target=watch, args=(library, read_end, abort), daemon=True).start()
 
 
 def at_exit(owner: int, abort: Abort, close: Callable[[], None]) -> None:

@@ -37,26 +37,26 @@ def check_choice(field: str, value: Any, words: Iterable[str]) -> str:
     raise EpicArgumentError(f"{field} is {value!r}: must be one of {', '.join(words)}{hint}")
 
 
-def backend_for(on_gpus: bool, wish: str | None) -> str | None:
+def backend_for(on_gpus: bool, requested: str | None) -> str | None:
     """Return the requested backend, else that of EPIC_BACKEND if it fits the memory.
 
     If neither names one, GPUs use "gpu" and the core chooses on CPUs (None).
     """
-    said = wish or os.environ.get("EPIC_BACKEND") or None
+    backend = requested or os.environ.get("EPIC_BACKEND") or None
     if on_gpus:
-        if wish is None and said in ON_CPUS:
-            said = None
-        if said is not None and said not in ON_GPUS:
+        if requested is None and backend in ON_CPUS:
+            backend = None
+        if backend is not None and backend not in ON_GPUS:
             raise EpicArgumentError(
-                f"backend is {said!r}: must be 'gpu', 'p2p' or 'hosts' for arrays on GPUs"
+                f"backend is {backend!r}: must be 'gpu', 'p2p' or 'hosts' for arrays on GPUs"
             )
-        return said or "gpu"
-    if said in ON_GPUS:
-        by = "" if wish else " (EPIC_BACKEND)"
+        return backend or "gpu"
+    if backend in ON_GPUS:
+        by = "" if requested else " (EPIC_BACKEND)"
         raise EpicArgumentError(
-            f"backend is {said!r}{by}: must be a backend for CPUs, where the arrays are"
+            f"backend is {backend!r}{by}: must be a backend for CPUs, where the arrays are"
         )
-    return wish
+    return requested
 
 
 def check_int(field: str, value: Any, least: int = 0, most: int = UINT32_MAX) -> int:
@@ -123,14 +123,14 @@ def intern_options(kind: str, *values: Any) -> str:
     Their parts are passed as keys. It is a separate function, so that tracers can treat its result
     as a constant.
     """
-    twin: Any = object.__new__(KINDS[kind])
+    made: Any = object.__new__(KINDS[kind])
     for name, value in zip(field_names(KINDS[kind]), values, strict=True):
         part = options_by_key.get(value) if isinstance(value, str) else None
-        object.__setattr__(twin, name, part or value)
-    twin.check()
-    object.__setattr__(twin, "key", repr(twin))
-    options_by_key[twin.key] = twin
-    return str(twin.key)
+        object.__setattr__(made, name, part or value)
+    made.check()
+    object.__setattr__(made, "key", repr(made))
+    options_by_key[made.key] = made
+    return str(made.key)
 
 
 class Keyed:
@@ -426,11 +426,11 @@ class Moe(Keyed):
     key: str = key_field()
 
     @classmethod
-    def of(cls, **wishes: Any) -> "Moe":
+    def of(cls, **fields: Any) -> "Moe":
         """Make the options of a layer from the fields of all parts, each named once.
 
         Args:
-            **wishes: Fields of Layer, Router, Experts and Moe, by name.
+            **fields: Fields of Layer, Router, Experts and Moe, by name.
 
         Returns:
             The options.
@@ -446,16 +446,16 @@ class Moe(Keyed):
             >>> options.router.score, options.layer.top_k
             ('sigmoid', 2)
         """
-        for name in wishes:
-            check_choice("Moe.of:", name, MOE_ARGUMENTS)
+        for name in fields:
+            check_choice("an argument of Moe.of", name, MOE_ARGUMENTS)
 
         def chosen(kind: Any) -> dict[str, Any]:
-            return {name: value for name, value in wishes.items() if name in kind.NAMES}
+            return {name: value for name, value in fields.items() if name in kind.NAMES}
 
-        own_words = {part: chosen(kind) for part, kind in PARTS.items()}
-        if wishes.get("num_logical"):
-            own_words["router"]["num_experts"] = wishes["num_logical"]
-        parts = {part: kind(**own_words[part]) for part, kind in PARTS.items()}
+        by_part = {part: chosen(kind) for part, kind in PARTS.items()}
+        if fields.get("num_logical"):
+            by_part["router"]["num_experts"] = fields["num_logical"]
+        parts = {part: kind(**by_part[part]) for part, kind in PARTS.items()}
         return cls(**parts, **chosen(cls))
 
     def check(self) -> None:

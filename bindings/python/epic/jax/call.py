@@ -268,14 +268,14 @@ def map_in_sequence(run: Callable[..., Any]) -> Callable[..., Any]:
     @call_one.def_vmap
     def batch(_: int, is_batched: list[bool], *arrays: Any) -> tuple[Any, Any]:
         axes = frozenset().union(*map(varying_axes, arrays))
-        alike = [cast_varying(axes, jnp.asarray(x)) for x in arrays]
+        same_axes = [cast_varying(axes, jnp.asarray(x)) for x in arrays]
 
         def one(mapped: list[Any]) -> Any:
             left = iter(mapped)
-            every = [next(left) if b else x for b, x in zip(is_batched, alike, strict=True)]
+            every = [next(left) if b else x for b, x in zip(is_batched, same_axes, strict=True)]
             return [cast_varying(axes, out) for out in call_one(*every)]
 
-        out = jax.lax.map(one, [x for b, x in zip(is_batched, alike, strict=True) if b])
+        out = jax.lax.map(one, [x for b, x in zip(is_batched, same_axes, strict=True) if b])
         return out, [True] * len(out)
 
     return lambda *arrays: call_one(*arrays)

@@ -266,7 +266,7 @@ def open_member(bootstrap_of: Callable[[Member], Bootstrap], config: Any, member
 # ------------------------------------------------------------------- open and close ----
 
 
-def choose_backend(platform: str, wish: str | None) -> str | None:
+def choose_backend(platform: str, requested: str | None) -> str | None:
     """Return the name of the backend for devices of the platform; None: the core chooses.
 
     On GPUs only p2p and hosts can access the arrays.
@@ -275,7 +275,7 @@ def choose_backend(platform: str, wish: str | None) -> str | None:
         raise EpicArgumentError(
             f"platform of the devices is {platform!r}: must be 'cpu', or 'gpu' with CUDA"
         )
-    return backend_for(platform == "gpu", wish)
+    return backend_for(platform == "gpu", requested)
 
 
 def choose_sizes(

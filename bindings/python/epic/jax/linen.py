@@ -65,10 +65,10 @@ class MoEBlock(nn.Module):
         """Return the parameters, which initialization creates."""
         found = {}
         more = (self.axis_names, self.kernel_init, self.logical_of_expert)
-        wishes = block.make_parameters(self.group, self.options, self.biases, *more)
-        for name, wish in wishes.items():
-            init = nn.with_logical_partitioning(wish.init, wish.names)
-            found[name] = self.param(name, init, wish.shape, self.param_dtype)
+        wanted = block.make_parameters(self.group, self.options, self.biases, *more)
+        for name, spec in wanted.items():
+            init = nn.with_logical_partitioning(spec.init, spec.names)
+            found[name] = self.param(name, init, spec.shape, self.param_dtype)
         return found
 
     @nn.compact

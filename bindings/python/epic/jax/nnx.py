@@ -82,8 +82,8 @@ class MoEBlock(nnx.Module):
         self.grouped_gemm = grouped_gemm
         self.logical_of_expert = logical_of_expert
         more = (axis_names, kernel_init, logical_of_expert)
-        wishes = block.make_parameters(group, options, biases, *more)
-        self.names = tuple(wishes)
+        wanted = block.make_parameters(group, options, biases, *more)
+        self.names = tuple(wanted)
         rules = get_logical_axis_rules() or logical_rules(group, fsdp_axes, tensor_axis)
 
         def made(kind: Any, value: Any, names: block.Names) -> Any:
@@ -95,9 +95,9 @@ class MoEBlock(nnx.Module):
             with nnx.use_eager_sharding(False):
                 return kind(value, out_sharding=names, mesh=mesh)
 
-        for name, wish in wishes.items():
-            value = wish.init(rngs.params(), wish.shape, param_dtype)
-            setattr(self, name, made(nnx.Param, value, wish.names))
+        for name, spec in wanted.items():
+            value = spec.init(rngs.params(), spec.shape, param_dtype)
+            setattr(self, name, made(nnx.Param, value, spec.names))
         if bias_rate:
             zeros = jnp.zeros(options.layer.num_ids, jnp.float32)
             self.expert_bias = made(ExpertBias, zeros, (None,))

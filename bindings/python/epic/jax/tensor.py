@@ -88,7 +88,7 @@ def sum_parts(out: Any, axis: str, scatter: bool) -> Any:
     tokens, as gather_tokens() put them together.
     """
 
-    def alike(x: Any) -> Any:
+    def equal_on_all(x: Any) -> Any:
         return None if x is None else jax.lax.pmax(jax.lax.stop_gradient(x), axis)
 
     def of_the_first(x: Any) -> Any:  # the plans of the devices have different ids
@@ -102,8 +102,8 @@ def sum_parts(out: Any, axis: str, scatter: bool) -> Any:
     return out._replace(
         out=total,
         loss=jax.lax.pmean(out.loss, axis),
-        load=alike(out.load),
-        demand=alike(out.demand),
-        logical_load=alike(out.logical_load),
+        load=equal_on_all(out.load),
+        demand=equal_on_all(out.demand),
+        logical_load=equal_on_all(out.logical_load),
         record=jax.tree.map(of_the_first, out.record),
     )

@@ -175,12 +175,12 @@ def process_group_of(mesh: Any, dim: Any) -> Any:
     return mesh
 
 
-def choose_device(wish: Any, mesh: Any, process_group: Any) -> torch.device:
+def choose_device(requested: Any, mesh: Any, process_group: Any) -> torch.device:
     """Return the requested device, else that of the mesh or of the process group's backend."""
     kind = getattr(mesh, "device_type", None)
-    if wish is None and kind is None and process_group is not None:
+    if requested is None and kind is None and process_group is not None:
         kind = "cuda" if "nccl" in str(dist.get_backend(process_group)) else "cpu"
-    device = torch.device(wish if wish is not None else kind or "cpu")
+    device = torch.device(requested if requested is not None else kind or "cpu")
     if device.type not in ("cpu", "cuda"):
         raise EpicArgumentError(f"device is {str(device)!r}: must be cpu or cuda")
     if device.type == "cuda" and device.index is None:
@@ -188,9 +188,9 @@ def choose_device(wish: Any, mesh: Any, process_group: Any) -> torch.device:
     return device
 
 
-def choose_backend(device: torch.device, wish: str | None) -> str | None:
+def choose_backend(device: torch.device, requested: str | None) -> str | None:
     """Return the backend for tensors on a device."""
-    return backend_for(device.type == "cuda", wish)
+    return backend_for(device.type == "cuda", requested)
 
 
 def open_on(device: torch.device, bootstrap: Bootstrap, config: Any) -> int:

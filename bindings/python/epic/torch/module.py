@@ -379,8 +379,8 @@ def move_load(load: Tensor, device: torch.device) -> Tensor:
 
 def default_device(group: Group) -> torch.device:
     """Return the group's device, or "meta" under `with torch.device("meta")`."""
-    wish = torch.get_default_device()
-    return wish if wish.type == "meta" else group.device
+    default = torch.get_default_device()
+    return default if default.type == "meta" else group.device
 
 
 def fill_normal(out: Tensor, name: str, seed: int, part: int) -> None:

@@ -173,13 +173,13 @@ def values_of(options: Moe, **types: int) -> dict[str, Any]:
     }
 
 
-def moe_with_types(wish: Moe, local: int, row_type: str, weight_type: str, kept_type: str) -> Moe:
+def moe_with_types(given: Moe, local: int, row_type: str, weight_type: str, kept_type: str) -> Moe:
     """Return the options with the dtypes of the tensors filled in."""
     shared_type = row_type if kept_type == "e4m3" else kept_type
     return replace(
-        wish,
-        experts=with_types(wish.experts, local, row_type, weight_type),
-        shared=wish.shared and with_types(wish.shared, 1, row_type, shared_type),
+        given,
+        experts=with_types(given.experts, local, row_type, weight_type),
+        shared=given.shared and with_types(given.shared, 1, row_type, shared_type),
     )
 
 
@@ -213,16 +213,16 @@ def facts_of(
     kept_type: dtype of the weights in memory; weight_type: their dtype in the products. distinct:
     whether no token names an expert twice. That holds for a router, not for a caller's table.
     """
-    wish = options_by_key[options]
+    given = options_by_key[options]
     if distinct:
-        wish = replace(wish, layer=replace(wish.layer, distinct=True))
-    bound = group.capacity_bound(wish.layer)
-    whole = moe_with_types(wish, local, row_type, weight_type, kept_type)
-    whole = replace(whole, capacity=bound if wish.capacity is None else wish.capacity)
+        given = replace(given, layer=replace(given.layer, distinct=True))
+    bound = group.capacity_bound(given.layer)
+    whole = moe_with_types(given, local, row_type, weight_type, kept_type)
+    whole = replace(whole, capacity=bound if given.capacity is None else given.capacity)
     sizes = _native.moe_memory(group.config(), whole, group.on_gpu)
     bytes_ = [int(sizes.saved_bytes), int(sizes.forward_bytes), int(sizes.backward_bytes)]
-    replicas = wish.layer.num_experts if wish.layer.num_logical else 0
-    bytes_ += [group.plan_bytes(wish.layer), replicas]
+    replicas = given.layer.num_experts if given.layer.num_logical else 0
+    bytes_ += [group.plan_bytes(given.layer), replicas]
     # The operator returns gradients of experts in the dtype of the weights, unless they are summed.
     narrow = group.on_gpu and kept_type in (row_type, "e4m3") and not replicas
     types = whole.experts.numbers()

@@ -49,19 +49,19 @@ def dispatch_bytes(
             "gradient; call under torch.no_grad(), or detach tokens and weights"
         )
     rows = as_rows("tokens", tokens, plan.num_tokens)
-    beside = None if scales is None else as_rows("scales", scales, plan.num_tokens)
+    scale_rows = None if scales is None else as_rows("scales", scales, plan.num_tokens)
     weights = as_weights("weights", weights, (plan.num_tokens, plan.spec.top_k), tokens)
     spec = plan.spec
     place = (plan.capacity, spec.layer, spec.tag, int(zero_tail))
-    sent = (as_bytes(rows), None if beside is None else as_bytes(beside), weights)
+    sent = (as_bytes(rows), None if scale_rows is None else as_bytes(scale_rows), weights)
     args = (spec.group.order_token, plan.bytes, *sent, *place)
     if out is not None:
-        views = (out_bytes("recv", out[0], rows), out_bytes("scales", out[1], beside), out[2])
+        views = (out_bytes("recv", out[0], rows), out_bytes("scales", out[1], scale_rows), out[2])
         write_out(torch.ops.epic.dispatch_bytes_out.default, args, *views)
         return out
     recv, found, slots = torch.ops.epic.dispatch_bytes.default(*args)
-    told = None if beside is None else found.view(beside.dtype)
-    return recv.view(rows.dtype), told, None if weights is None else slots
+    received_scales = None if scale_rows is None else found.view(scale_rows.dtype)
+    return recv.view(rows.dtype), received_scales, None if weights is None else slots
 
 
 def check_scales(rows: Tensor, scales: Tensor, block: str) -> int:

@@ -63,19 +63,19 @@ class EpicTokenDispatcher(BaseEPTokenDispatcher):
         """Open the group, which the layers of a model share."""
         if self.ep_mesh is None:
             return
-        wish = self.config
+        config = self.config
         for name in ("hidden_dim", "num_max_tokens_per_rank"):
-            if getattr(wish, name) is None:
+            if getattr(config, name) is None:
                 raise EpicArgumentError(
                     f"{name} is None: pass --override.imports "
                     f"'epic.torch.titan.epic={{\"{name}\": ...}}', or choose the communication "
                     'backend "hybridep", whose configuration contains it'
                 )
-        assert wish.hidden_dim is not None and wish.num_max_tokens_per_rank is not None
+        assert config.hidden_dim is not None and config.num_max_tokens_per_rank is not None
         self.group = shared_group(
             self.ep_mesh.get_group(),
-            max_tokens=wish.num_max_tokens_per_rank,
-            max_row_bytes=wish.hidden_dim * WIDEST,
+            max_tokens=config.num_max_tokens_per_rank,
+            max_row_bytes=config.hidden_dim * WIDEST,
             device=self.ep_mesh.device_type,
         )
 
