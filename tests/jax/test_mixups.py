@@ -45,7 +45,7 @@ WRONG: dict[str, tuple[Step, str]] = {
     ),
     "tokens in another order": (
         lambda g, x, w, ids: step(g, x.reshape(3, 2, HIDDEN), w, ids.reshape(2, 3, TOP_K)),
-        r"tokens is float32\[3, 2, 20\]: must be \[2, 3, hidden\], a row for each token",
+        r"tokens is float32\[3, 2, 20\]: must be \[2, 3, hidden\], with a row for each token",
     ),
     "weights in another order": (
         lambda g, x, w, ids: step(g, x, w.reshape(3, 2, TOP_K), ids.reshape(2, 3, TOP_K)),
