@@ -212,22 +212,25 @@ static call_array read_chosen(torch_call *call, call_array chosen, epic_dispatch
     if (both_lead &&
         (weights.dim != tokens.dim || memcmp(weights.sizes, tokens.sizes, lead_bytes) != 0))
         call_fail(call, EPIC_EINVAL,
-                  "weights has the shape %s: must be as tokens, which has the shape %s",
+                  "weights has the shape %s: must have the leading dimensions of tokens, whose "
+                  "shape is %s",
                   call_shape(weights.dim, weights.sizes).text,
                   call_shape(tokens.dim, tokens.sizes).text);
     const bool leads = tokens.dim > 2 && chosen.dim > 2;
     const size_t bytes = (size_t)(chosen.dim - 1) * sizeof *chosen.sizes;
     if (leads && (tokens.dim != chosen.dim || memcmp(tokens.sizes, chosen.sizes, bytes) != 0))
-        call_fail(call, EPIC_EINVAL, "tokens: shape %s: topk_idx has %s tokens",
+        call_fail(call, EPIC_EINVAL,
+                  "tokens has the shape %s: must have the leading dimensions of topk_idx, %s",
                   call_shape(tokens.dim, tokens.sizes).text,
                   call_shape(chosen.dim - 1, chosen.sizes).text);
     if (tokens.rows != chosen.rows)
-        call_fail(call, EPIC_EINVAL, "tokens: %lld rows (shape %s): the plan has %lld",
-                  (long long)tokens.rows, call_shape(tokens.dim, tokens.sizes).text,
-                  (long long)chosen.rows);
+        call_fail(call, EPIC_EINVAL,
+                  "tokens has the shape %s: must have %lld rows, as the plan, not %lld",
+                  call_shape(tokens.dim, tokens.sizes).text, (long long)chosen.rows,
+                  (long long)tokens.rows);
     if (weights.data != NULL &&
         (weights.dim < 2 || weights.count != chosen.count || weights.columns != chosen.columns))
-        call_fail(call, EPIC_EINVAL, "weights: shape %s: [%lld, %lld] is needed",
+        call_fail(call, EPIC_EINVAL, "weights has the shape %s: must be [%lld, %lld]",
                   call_shape(weights.dim, weights.sizes).text, (long long)chosen.rows,
                   (long long)chosen.columns);
     args->tokens = call_const_rows(tokens);

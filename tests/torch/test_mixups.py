@@ -329,7 +329,7 @@ def test_scales_of_another_block() -> None:
                     (scales[:, :0], block, "scales are torch"),
                     (scales[:-1], block, "scales are torch"),
                     (scales.to(torch.float16), block, "scales are torch.float16"),
-                    (scales, "1x64", "block '1x64'"),
+                    (scales, "1x64", "block is '1x64'"),
                 ]
                 for value, name, sentence in wrong:
                     with pytest.raises(EpicArgumentError, match=sentence):

@@ -149,6 +149,6 @@ def test_swizzled(shape: tuple[int, int]) -> None:
 def test_swizzled_refuses() -> None:
     """What is no byte for 32 columns."""
     with pytest.raises(
-        EpicArgumentError, match=r"torch.float32 of shape \[4, 4\]: \[rows, n\] bytes"
+        EpicArgumentError, match=r"torch.float32 of shape \[4, 4\]: must be \[rows, n\] bytes"
     ):
         epic.torch.swizzle_scales(torch.ones(4, 4))

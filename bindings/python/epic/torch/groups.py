@@ -522,9 +522,10 @@ def shared_group(
     if found is not None and good and found.max_row_bytes >= max_row_bytes:
         for name, value in options.items():
             if name not in had or had[name] != value:
+                rule = repr(had[name]) if name in had else "left out"
                 raise EpicArgumentError(
-                    f"{name} is {value!r}: must be {had.get(name)!r}, with which the group was "
-                    "opened that the layers of this process group share; close() it first"
+                    f"{name} is {value!r}: must be {rule}, as in the open group that the layers of "
+                    "this process group share; close() that group first"
                 )
         return found
     made = Group(process_group, max_tokens=max_tokens, max_row_bytes=max_row_bytes, **options)
