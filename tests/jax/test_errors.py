@@ -104,7 +104,7 @@ def test_misuse_is_explained(opened: Any) -> None:
         epic.jax.plan(group, LAYER, x[:, :TOP_K])
     with pytest.raises(ValueError, match="top_k 3"):
         epic.jax.plan(group, LAYER, ids[:, :2])
-    with pytest.raises(ValueError, match="max_tokens 64"):
+    with pytest.raises(ValueError, match="must be at most 64, the max_tokens"):
         epic.jax.plan(group, LAYER, jnp.zeros((4 * 65, TOP_K), jnp.int32))
 
 

@@ -171,7 +171,7 @@ def test_state_changes_nothing() -> None:
 def test_what_is_refused() -> None:
     """A model without a layer, and parameters of another model."""
     with epic.torch.Group(num_ranks=1, **SIZES) as group:
-        with pytest.raises(EpicArgumentError, match="it has no epic"):
+        with pytest.raises(EpicArgumentError, match="must contain an epic"):
             epic.torch.TrainingState(nn.Linear(2, 2), None)
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3, 5))])
         with pytest.raises(EpicArgumentError, match=r"a parameter of shape \[3, 5\]"):

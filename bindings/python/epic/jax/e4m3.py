@@ -157,8 +157,8 @@ def check_scales(weights: Any, local: int, sizes: tuple[int, int, int]) -> None:
         if (scales is not None) != needed:
             raise EpicArgumentError(
                 f"{name} is {'None' if needed else 'given'} and w_gate_up is "
-                f"{weights.w_gate_up.dtype}: scales must come with weights of float8_e4m3fn, and "
-                "only then; epic.jax.scaled(weights) makes both"
+                f"{weights.w_gate_up.dtype}: must be given with float8_e4m3fn, and None with other "
+                "types; epic.jax.scaled(weights) makes both"
             )
         if needed:
             check_array(name, scales, ("float32",), (("experts", local), *shape))

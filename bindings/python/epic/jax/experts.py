@@ -141,8 +141,8 @@ def check_weights(
         first = dtype_of(check_array(names[0], weights[0], dtypes, (local, hidden, width)))
         if (first == jnp.float64) != (dtype_of(rows) == jnp.float64):
             raise EpicArgumentError(
-                f"{names[0]} is {first} and the rows are {dtype_of(rows)}: float64 goes with "
-                "float64 only; convert one of them"
+                f"{names[0]} is {first} and rows are {dtype_of(rows)}: must both be float64, or "
+                "neither; convert one of them"
             )
         check_array(names[1], weights[1], (first.name,), (local, inner, hidden))
         of_biases = (first.name,)

@@ -80,7 +80,7 @@ def merged(params: Mapping[str, Any], names: tuple[str, str], interleaved: bool)
         return None
     for name, value in zip(names, found, strict=True):
         if value is None:
-            raise EpicArgumentError(f"{name} is missing: {names[0]} and {names[1]} come together")
+            raise EpicArgumentError(f"{name} is missing: pass both {names[0]} and {names[1]}")
     return merge_gate_up(*found, interleaved=interleaved)
 
 

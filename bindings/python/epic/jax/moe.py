@@ -416,7 +416,7 @@ def moe(
     options = complete_options(group, options, x, weights)
     if grouped_gemm is not None and options.experts.weight_type == "e4m3":
         raise EpicUnsupportedError(
-            "grouped_gemm with experts in e4m3: leave it out for the core's product, or use "
+            "grouped_gemm with experts in e4m3 is not supported: leave grouped_gemm out, or use "
             "weights and a weight_type of a float type"
         )
     rows = steps.as_rows(x)

@@ -232,8 +232,8 @@ def moe(
     for axis in loss_axes:
         if axis not in groups_axes:
             raise EpicArgumentError(
-                f"loss_axes {axis!r}: its devices have the same tokens (token_axes {spec}, "
-                f"tensor_axis {tensor_axis!r}): leave it out"
+                f"loss_axes contains {axis!r}: must not contain it, because its devices have the "
+                f"same tokens (token_axes is {spec}, tensor_axis is {tensor_axis!r})"
             )
     if options.sequence_tokens and len(axes) > len(axes_of_spec(P(spec[0]))):
         raise EpicArgumentError(

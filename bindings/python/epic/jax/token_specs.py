@@ -36,9 +36,11 @@ def check_axes(mesh: Mesh, taken: Axes, **given: Any) -> None:
         one = (axes,) if axes else ()  # an argument that names a single axis
         for axis in as_axes(name, axes or ()) if name.endswith("_axes") else as_axes(name, one):
             if axis not in mesh.axis_names:
-                raise EpicArgumentError(f"{name} {axis!r}: the mesh has the axes {mesh.axis_names}")
+                raise EpicArgumentError(
+                    f"{name} is {axis!r}: must be an axis of the mesh, one of {mesh.axis_names}"
+                )
             if axis in taken:
-                raise EpicArgumentError(f"{name} {axis!r}: that is the group's axis")
+                raise EpicArgumentError(f"{name} is {axis!r}: must not be an axis of the group")
 
 
 def check_divisible(mesh: Mesh, name: str, x: Any, spec: P) -> None:
@@ -47,8 +49,8 @@ def check_divisible(mesh: Mesh, name: str, x: Any, spec: P) -> None:
         count = math.prod(mesh.shape[a] for a in axes_of_spec(P(axes)))
         if x is not None and dimension < x.ndim and x.shape[dimension] % count:
             raise EpicArgumentError(
-                f"{name}: shape {tuple(x.shape)}: the {count} devices of {axes!r} must divide "
-                f"dimension {dimension}"
+                f"{name} has the shape {tuple(x.shape)}: dimension {dimension} must be a multiple "
+                f"of {count}, the number of devices of {axes!r}"
             )
 
 
@@ -77,14 +79,20 @@ def token_spec(
     spec = given if isinstance(given, P) else P(axes)
     if len(spec) >= rank:
         raise EpicArgumentError(
-            f"token_axes {spec}: x has {rank} dimensions, and the last, hidden, stays whole"
+            f"token_axes is {spec}: must have at most {rank - 1} dimensions, because the last "
+            "dimension of x, hidden, is not sharded"
         )
     as_axes("token_axes", axes_of_spec(spec))
     for axis in axes_of_spec(spec):
         if axis not in mesh.axis_names:
-            raise EpicArgumentError(f"token_axes {axis!r}: the mesh has the axes {mesh.axis_names}")
+            raise EpicArgumentError(
+                f"token_axes contains {axis!r}: must contain only axes of the mesh, "
+                f"{mesh.axis_names}"
+            )
     if not set(group.axes) <= set(axes_of_spec(spec)):
-        raise EpicArgumentError(f"token_axes {spec}: the group's {group.axes} must be among them")
+        raise EpicArgumentError(
+            f"token_axes is {spec}: must contain the axes of the group, {group.axes}"
+        )
     return spec, axes_of_spec(spec)
 
 
@@ -99,8 +107,8 @@ def rows_specs(
     spec, axes = token_spec(mesh, group, given, rank, hidden_axis)
     if hidden_axis in axes:
         raise EpicArgumentError(
-            f"hidden_axis {hidden_axis!r}: its devices have the same tokens, so it must not be in "
-            f"token_axes {spec}"
+            f"hidden_axis is {hidden_axis!r}: must not be in token_axes, {spec}, because its "
+            "devices have the same tokens"
         )
     rows = P(*spec, *[None] * (rank - 1 - len(spec)), hidden_axis)
     own = P((*axes, hidden_axis) if hidden_axis else axes)

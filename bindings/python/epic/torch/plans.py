@@ -24,7 +24,7 @@ def limit_number(number: int, max_sms: int) -> int:
     The operators find the limit in the high bits of the number. Number 0, no group, stays 0.
     """
     if not isinstance(max_sms, int) or not 0 <= max_sms <= MOST_SMS:
-        raise EpicArgumentError(f"max_sms {max_sms!r}: an integer from 0 to {MOST_SMS} is needed")
+        raise EpicArgumentError(f"max_sms is {max_sms!r}: must be an integer from 0 to {MOST_SMS}")
     bare = number & ((1 << SMS_SHIFT) - 1)
     return bare | max_sms << SMS_SHIFT if bare else 0
 

@@ -127,8 +127,8 @@ def read_block(block: nn.Module) -> Found:
     up = found["w_gate_up"]
     if up.dtype not in ROW_TYPES:
         raise EpicUnsupportedError(
-            f"{type(block).__name__}: experts of {up.dtype}: load the model with weights that are "
-            "not quantized"
+            f"{type(block).__name__} has experts of {up.dtype}: must not be quantized; load the "
+            "model without quantization"
         )
     known = {id(part) for parts in tensors.values() for part in parts}
     for wrapper in adapters_of(block, family).values():
@@ -153,8 +153,8 @@ def other_layout(block: nn.Module, why: str) -> EpicUnsupportedError:
     """Return the error of a block whose class is known but whose parameters are not."""
     kind = type(block)
     return EpicUnsupportedError(
-        f"{kind.__name__} of {kind.__module__} has not the parameters of transformers 5 ({why}): "
-        "use the class of the transformers package, without adapters"
+        f"{kind.__name__} of {kind.__module__} does not have the parameters of transformers 5 "
+        f"({why}): use the class of the transformers package, without adapters"
     )
 
 
@@ -264,7 +264,7 @@ def replace_moe(model: nn.Module, group: Group, *, grouped_mm: GroupedMm | None 
     if other or not found:
         what = ", ".join(other) or "no Mixture-of-Experts block"
         raise EpicUnsupportedError(
-            f"{type(model).__name__} has {what}: supported are {', '.join(FAMILIES)}"
+            f"{type(model).__name__} has {what}: must have blocks of {', '.join(FAMILIES)}"
         )
     for *_, block in found:
         check_block(block, group)

@@ -48,7 +48,9 @@ class TrainingState:
         self, model: nn.Module, mesh: Any, optimizer: torch.optim.Optimizer | None = None
     ) -> None:
         if not any(isinstance(module, MoE) for module in model.modules()):
-            raise EpicArgumentError(f"model is a {type(model).__name__}: it has no epic.torch.MoE")
+            raise EpicArgumentError(
+                f"model is a {type(model).__name__}: must contain an epic.torch.MoE"
+            )
         if any(adapters_of_experts(module) for module in model.modules()):
             raise EpicUnsupportedError(
                 "model has adapters on experts: must have none; save them with "
