@@ -179,7 +179,7 @@ def test_what_cannot_be(opened: Any) -> None:
             good,
             {"token_axes": ("ep", "tp"), "loss_axes": ("tp",)},
             epic.jax.EpicArgumentError,
-            "loss_axes 'tp': its devices have the same tokens",
+            "loss_axes contains 'tp': must not",
         ),
     ):
         case = {"zero_experts": 3} if wish is columns else {}
