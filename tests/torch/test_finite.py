@@ -150,8 +150,10 @@ def finite(rank: int) -> None:
         if len(x):
             with torch.no_grad():
                 x[2] = torch.nan
-        with epic.torch.check_finite(model.first):
-            assert model.first(x, mask)[0].isfinite().all()
+        with epic.torch.check_finite(model):
+            with epic.torch.check_finite(model.first):
+                assert model.first(x, mask)[0].isfinite().all()
+            assert "forward" in model.first.__dict__
 
 
 def test_nothing_to_find(world: Any) -> None:

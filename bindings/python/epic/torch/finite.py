@@ -81,14 +81,17 @@ def check_finite(model: nn.Module) -> Iterator[None]:
         layers before this one
     """
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, MoE)]
+    before = [layer.__dict__.get("forward") for _, layer in layers]  # None: that of the class
     try:
         for name, layer in layers:
             # Not hooks: inside forward the parameters are whole under fully_shard and under peft.
             layer.forward = checked(name, layer, layer.forward)  # type: ignore[method-assign]
         yield
     finally:
-        for _, layer in layers:
+        for (_, layer), forward in zip(layers, before, strict=True):
             layer.__dict__.pop("forward", None)
+            if forward is not None:
+                layer.forward = forward  # type: ignore[method-assign]
 
 
 def checked(name: str, layer: MoE, forward: Callable[..., Any]) -> Callable[..., Any]:
