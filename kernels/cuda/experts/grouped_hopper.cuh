@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Matrix products over slabs on the tensor cores of sm_90a (Hopper). p2p_gemm
- * (experts/grouped.h) describes the products. The numbers of a and b have 16 bits or are e4m3,
+ * (experts/grouped.h) describes the products. Matrices a and b have 16-bit or e4m3 numbers,
  * sums are float32, and k and n are multiples of 8.
  *
  * A tile of out has 128 x 256 numbers. A CTA has three warpgroups. In the first, one thread
- * (the producer) copies parts of a and b to shared memory. The other two warpgroups (the
- * consumers) multiply them; each consumer computes 64 rows of the tile. Producer and consumers
- * share a ring of STAGES stages in shared memory. Each stage has two barriers, "full" and
- * "empty":
+ * (the producer) copies parts of the matrices a and b to shared memory. The other two
+ * warpgroups (the consumers) multiply them; each consumer computes 64 rows of the tile.
+ * Producer and consumers share a ring of STAGES stages in shared memory. Each stage has two
+ * barriers, "full" and "empty":
  *
  *   producer   waits for empty[s]; copies a 128 x 64 and b 64 x 256 into stage s -> full[s]
  *   consumers  wait for full[s]; issue 4 wgmma of 64 x 256 x 16; arrive at empty[s] after
@@ -18,9 +18,9 @@
  * The grid is persistent, and producer and consumers process the same tiles in the same order.
  * In a cluster of two CTAs, the two CTAs compute two tiles that are neighbours in a column;
  * then the cluster goes on to its next pair of tiles. If both tiles belong to one expert, they
- * need the same part of b. Each CTA then copies half of it, and its multicast copy writes this
- * half to both CTAs. The CTAs decide this for each pair of tiles, so it also works for slabs of
- * very different sizes.
+ * need the same part of matrix b. Each CTA then copies half of it, and its multicast copy
+ * writes this half to both CTAs. The CTAs decide this for each pair of tiles, so it also works
+ * for slabs of very different sizes.
  *
  * The kernel reads a and b in the caller's layout. "Transposed" marks a matrix in which the
  * summed dimension is not contiguous, so that wgmma has to read it transposed.
@@ -54,7 +54,7 @@ static __device__ __forceinline__ void release_stage(const Places &at, int stage
 }
 
 /* Only in the pass WEIGHT: sets the lines (slots) of a stage from number `first` on to zero,
- * for a and for b. Each of the two warpgroups does this for half of the columns. */
+ * for both matrices. Each of the two warpgroups does this for half of the columns. */
 static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int half,
                                                   int thread)
 {
@@ -314,19 +314,20 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
 
 /* ------------------------------------------------------------------------- scaled e4m3 ---- */
 
-/* The scales that one thread needs for an e4m3 tile: those of its two rows of a (low, high),
- * and those of b for the left and right 128 columns of the tile. Each block of 128 along the
- * summed dimension has its own scales. The four lanes that hold the same two rows share the
- * loads: lane i of them loads the scales of blocks i, i + 4, ... A lane starts each load four
- * blocks before the scale is used. */
+/* The scales that one thread needs for an e4m3 tile: those of its two rows of matrix a (low,
+ * high), and those of matrix b for the left and right 128 columns of the tile. Each block of
+ * 128 along the summed dimension has its own scales. The four lanes that hold the same two rows
+ * share the loads: lane i of them loads the scales of blocks i, i + 4, ... A lane starts each
+ * load four blocks before the scale is used. */
 struct Scales {
-    /* low, high: scales of the two rows of a, NULL for a row without a token; b: scales of b */
+    /* low, high: scales of two rows of matrix a, NULL for a row without a token; b: of matrix
+     * b */
     const float *low, *high, *b;
     /* steps: number of blocks of a sum; right: distance in b from the scales of the left
      * columns to those of the right columns */
     int steps, right;
     float next_low, next_high, next_b[2];
-    /* scale of a times scale of b, for the left [0] and right [1] columns */
+    /* scale of matrix a times that of b, for the left [0] and right [1] columns */
     float now_low[2], now_high[2];
 
     __device__ __forceinline__ Scales(const Job &job, const Work &w, const Lane &lane, int half)
@@ -352,9 +353,9 @@ struct Scales {
         next_b[0] = __ldg(b + step);
         next_b[1] = __ldg(b + right + step);
     }
-    /* Multiplies the loaded scales of a and b. The next four blocks use these products. Then
-     * starts loading the scales of the four blocks after them; this lane loads those of block
-     * `step`. */
+    /* Multiplies the loaded scales of the matrices a and b. The next four blocks use these
+     * products. Then starts loading the scales of the four blocks after them; this lane loads
+     * those of block `step`. */
     __device__ __forceinline__ void use_next_blocks(int step)
     {
 #pragma unroll
@@ -445,8 +446,8 @@ static __device__ __forceinline__ void run_consumer(const Maps &maps, const Job 
 
 /* ------------------------------------------------------------------------------ kernel ---- */
 
-/* The kernel. T is the type of a and b, Out the type of the result, CTAS the number of CTAs in
- * a cluster. The body is compiled only for sm_90a. */
+/* The kernel. T is the type of the matrices a and b, Out the type of the result, CTAS the
+ * number of CTAs in a cluster. The body is compiled only for sm_90a. */
 template <class T, class Out, int PASS, int CTAS>
 static __global__ void __launch_bounds__(THREADS, 1)
     hopper_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Job job)

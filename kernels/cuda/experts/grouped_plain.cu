@@ -8,17 +8,17 @@
  *
  * A CTA computes tiles of BM x BN numbers of out. Each of its 128 threads computes 8 x 8 of
  * them, as four blocks of 4 x 4. The loop over the summed dimension advances by BK numbers per
- * step. In each step, the threads read the a and b tiles of this step from shared memory as
- * float32, and load those of the next step into registers.
+ * step. In each step, the threads read this step's tiles of matrices a and b from shared memory
+ * as float32, and load those of the next step into registers.
  *
  * The kernel does not read rows without a token. If such a row is inside a slab, the kernel
  * writes zeros to its row of out. An e4m3 matrix has one scale per 1 x 128 numbers (a) or per
  * 128 x 128 numbers (b). Every e4m3 product runs as the pass INPUT (p2p_as_input), which reads
  * both matrices contiguously along the summed dimension.
  *
- * A product with few tiles and long sums would leave most SMs idle. So the host has each sum
- * cut into slices (p2p_gemm.slices), which different CTAs compute. plain_kernel stores the
- * partial sum of each slice, and slices_kernel adds the partial sums in order. */
+ * A product with few tiles and long sums would leave most SMs idle. So the host sets
+ * p2p_gemm.slices: each sum is then cut into slices, which different CTAs compute. plain_kernel
+ * stores the partial sum of each slice, and slices_kernel adds the partial sums in order. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/grouped.h"
@@ -30,9 +30,9 @@
 #define EACH 8 /* a thread computes EACH x EACH numbers of a tile */
 /* floats of padding after each row in shared memory, to avoid bank conflicts */
 #define PAST 4
-/* how many groups of four numbers of a one thread loads per step */
+/* how many groups of four numbers each thread loads per step from matrix a */
 #define A_FOURS (BM * BK / 4 / THREADS)
-/* how many groups of four numbers of b one thread loads per step */
+/* how many groups of four numbers each thread loads per step from matrix b */
 #define B_FOURS (BN * BK / 4 / THREADS)
 
 /* What a CTA computes at a time: one tile of out, and in it one slice of each sum. */
@@ -184,9 +184,9 @@ static __device__ __forceinline__ int count_four(int64_t end, int64_t at)
     return (int)max((int64_t)0, min((int64_t)4, end - at));
 }
 
-/* The part of the a and b tiles of one step that one thread loads into registers and then
- * writes to shared memory. A_TRANSPOSED, B_TRANSPOSED: the summed dimension is contiguous in
- * the caller's matrix. */
+/* The part of one step's tiles of matrices a and b that one thread loads into registers and
+ * then writes to shared memory. A_TRANSPOSED, B_TRANSPOSED: the summed dimension is contiguous
+ * in the caller's matrix. */
 template <int PASS, bool SCALED> struct Parts {
     static constexpr bool A_TRANSPOSED = PASS != EPIC_GEMM_WEIGHT;
     static constexpr bool B_TRANSPOSED = PASS == EPIC_GEMM_INPUT;
@@ -194,8 +194,8 @@ template <int PASS, bool SCALED> struct Parts {
     float4 a[A_FOURS], b[B_FOURS];
 
     /* Where this thread's n-th group of four numbers is in the tile of one step. step_of()
-     * returns its first index along the summed dimension. line_of() returns its first row of a
-     * or column of b. */
+     * returns its first index along the summed dimension. line_of() returns its first row of
+     * matrix a or column of matrix b. */
     static __device__ __forceinline__ int step_of(bool transposed, int lines, int n)
     {
         const int i = n * THREADS + (int)threadIdx.x;

@@ -75,16 +75,18 @@ struct Work {
      * one */
     int tokens;
     int rows; /* FORWARD, INPUT: rows of the tile that are stored, with padding */
-    /* false: the CTA computes the tile only because the other CTA needs its copies and
-     * arrivals */
+    /* false: the tile is not stored. Either this CTA computes it only because the other CTA of
+     * the cluster needs its copies and arrivals, or the slab has no token, so there is nothing
+     * to add. */
     bool store;
     bool share; /* true: each CTA of the cluster copies half of b, to both CTAs */
 };
 
-/* Fills in w for tile number t, or, with clusters, for the tile of CTA number `rank` in pair of
- * tiles number t. Returns false if t is past the last one. To reuse b in L2, the order is: only
- * in WEIGHT, one expert after the other; then groups of job.group rows of tiles (with clusters:
- * pairs of rows); in a group, one column of tiles after the other. */
+/* Fills in w for tile number t. With clusters, t is the number of a pair of tiles, and w
+ * describes the tile of CTA `rank` of the cluster. Returns false if t is past the last tile.
+ * The order of the tiles keeps b in L2: groups of job.group rows of tiles (with clusters: pairs
+ * of rows) come one after the other, and in a group one column of tiles after the other. WEIGHT
+ * does this for one expert after the other. */
 template <int PASS, int CTAS>
 static __device__ __forceinline__ bool find_tile(Work &w, const Job &job, int num_tiles, int t,
                                                  int rank)
@@ -158,8 +160,9 @@ struct Places {
 
 /* ---------------------------------------------------------------------------- producer ---- */
 
-/* Starts the copy of the tile's a for one stage to shared memory address `to`. `step` is its
- * first index along the summed dimension. The barrier `full` counts the copied bytes. */
+/* Starts the copy of the part of matrix a that one stage needs, to shared memory address `to`.
+ * `step` is its first index along the summed dimension. The barrier `full` counts the copied
+ * bytes. */
 template <int PASS>
 static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uint32_t full,
                                               const Work &w, int step)
@@ -172,8 +175,8 @@ static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uin
     }
 }
 
-/* Starts the copy of the tile's b for one stage to shared memory address `to`. If `share` is
- * set, this CTA copies only its half of b, but to both CTAs of the cluster. */
+/* Starts the copy of the part of matrix b that one stage needs, to shared memory address `to`.
+ * If `share` is set, this CTA copies only half of it, but to both CTAs of the cluster. */
 template <int PASS>
 static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uint32_t full,
                                               const Work &w, int step, bool share, int rank)
@@ -193,8 +196,8 @@ static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uin
     }
 }
 
-/* Main loop of the producer thread: for all tiles of the CTA, copies a and b to the ring, one
- * stage after the other. */
+/* Main loop of the producer thread: for all tiles of the CTA, copies the matrices a and b to
+ * the ring, one stage after the other. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void run_producer(const Maps &maps, const Job &job,
                                                     const Places &at, int rank)

@@ -19,7 +19,7 @@
  * No send waits for anything, and each row goes directly to its destination. Each word of a
  * row, weight or id is its own flag, so it needs no memory order. Only the announcement needs
  * one: a system fence comes before it. So a peer that reads the announcement also sees the
- * words that earlier operations have set back to poison.
+ * words that earlier operations have set back to poison (the mark of an empty word).
  *
  * If a rank has many tokens, some of the last CTAs only send (num_send_only_ctas_of). With
  * WITH_PLAN and more than one CTA, the last CTA does not receive, because it announces the
