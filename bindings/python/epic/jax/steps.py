@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""plan, combine and sum with gradients, and what dispatching.py shares with them.
+"""plan and combine with gradients, and what dispatching.py and sums.py share with them.
 
 The functions work on each device's own arrays inside of a shard_map over the group's axis, and
 anywhere in a group without a mesh or on a mesh of one device.  Outside of a shard_map over a larger
