@@ -259,7 +259,7 @@ static int oldest_notice(const p2p_status *s)
 
 /* If several threads call this at once, the compare-and-swap gives each notice to one of
  * them. */
-epic_result p2p_take_notice(epic_group *group)
+epic_result p2p_next_data_error(epic_group *group)
 {
     char sentence[256];
     for (int i; (i = oldest_notice(group->status)) >= 0;) {

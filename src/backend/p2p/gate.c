@@ -222,8 +222,8 @@ epic_result p2p_trees(epic_group *group, epic_stream stream, float *values, int6
                     "launching the sums of the layer's losses");
 }
 
-epic_result p2p_give_losses(epic_group *group, epic_stream stream, const float *losses,
-                            const epic_moe_args *args)
+epic_result p2p_write_losses(epic_group *group, epic_stream stream, const float *losses,
+                             const epic_moe_args *args)
 {
     (void)group;
     const p2p_losses_job job = {losses, losses ? losses + 1 : NULL, args->loss,

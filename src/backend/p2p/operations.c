@@ -589,10 +589,10 @@ const epic_ops p2p_ops = {
     .check_plan_fits = p2p_fits,
     .add_array = p2p_add,
     .sum_trees = p2p_trees,
-    .write_losses = p2p_give_losses,
+    .write_losses = p2p_write_losses,
     .read_d_losses = p2p_take_losses,
     .poll_failure = p2p_check,
-    .next_data_error = p2p_take_notice,
+    .next_data_error = p2p_next_data_error,
     .max_sms = p2p_max_sms,
     .abort = p2p_abort,
 };

@@ -157,7 +157,7 @@ epic_result p2p_check_group(epic_group *group);
 
 /* Returns the oldest data error that no call has returned yet, with its error sentence, or
  * EPIC_OK. */
-epic_result p2p_take_notice(epic_group *group);
+epic_result p2p_next_data_error(epic_group *group);
 
 /* Breaks the group on all ranks. The other ranks return EPIC_EPEER with the text `why`. */
 void p2p_abort(epic_group *group, uint64_t tag, const char *why);
@@ -213,8 +213,8 @@ epic_result p2p_fits(epic_group *group, const epic_plan_args *args, uint32_t num
  * values[0] and values[1]. */
 epic_result p2p_trees(epic_group *group, epic_stream stream, float *values, int64_t n);
 /* Copies the layer's losses to the caller's arguments that are not NULL. */
-epic_result p2p_give_losses(epic_group *group, epic_stream stream, const float *losses,
-                            const epic_moe_args *args);
+epic_result p2p_write_losses(epic_group *group, epic_stream stream, const float *losses,
+                             const epic_moe_args *args);
 /* Writes to d_losses [2] the gradients of the balance loss and of the z-loss, each plus d_loss.
  * If d_loss is NULL, it counts as 1; another NULL gradient counts as 0. */
 epic_result p2p_take_losses(epic_group *group, epic_stream stream, float *d_losses,
