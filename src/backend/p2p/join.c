@@ -12,12 +12,12 @@
 #define LEAVE_NAP_NS 200000
 
 /* The data that a rank sends to all ranks through the bootstrap. */
-typedef struct join_card {
+typedef struct join_handle {
     uint32_t result; /* epic_result of this rank so far */
     p2p_gpu gpu;
-    cudaIpcMemHandle_t handle;
+    cudaIpcMemHandle_t heap_handle;
     char sentence[256];
-} join_card;
+} join_handle;
 
 /* Implements epic_backend.can_join: all ranks must be on one host. */
 static bool p2p_can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
@@ -55,19 +55,19 @@ static epic_result make_heap(epic_group *g)
 }
 
 /* Makes the part of the group that needs no peer: device, heap, loaded kernels, IPC handle. */
-static epic_result make_own_part(epic_group *g, join_card *mine)
+static epic_result make_own_part(epic_group *g, join_handle *mine)
 {
     TRY(p2p_group_device(g, &mine->gpu));
     TRY(make_heap(g));
     TRY(p2p_load(g));
-    return p2p_heap_export(g, g->self.heap[g->rank], &mine->handle);
+    return p2p_heap_export(g, g->self.heap[g->rank], &mine->heap_handle);
 }
 
 /* ---------------------------------------------------------------- connections to peers ---- */
 
-/* Checks the card of a rank, and returns its error if it failed. Any program that reaches the
- * bootstrap may have written the card. */
-static epic_result check_card(const join_card *c, int rank)
+/* Checks the handle of a rank, and returns its error if it failed. Any program that reaches the
+ * bootstrap may have written the handle. */
+static epic_result check_join_handle(const join_handle *c, int rank)
 {
     if (c->result > EPIC_ECLOSED || !p2p_gpu_fits(&c->gpu) ||
         !memchr(c->sentence, 0, sizeof c->sentence))
@@ -80,15 +80,15 @@ static epic_result check_card(const join_card *c, int rank)
     return epic_fail((epic_result)c->result, "rank %d: %s", rank, c->sentence);
 }
 
-/* Checks the cards of all ranks, takes SMs from the GPU's budget, connects the heaps, and
+/* Checks the handles of all ranks, takes SMs from the GPU's budget, connects the heaps, and
  * starts the watcher. */
-static epic_result connect_peers(epic_group *g, const join_card *cards)
+static epic_result connect_peers(epic_group *g, const join_handle *handles)
 {
     p2p_gpu gpus[DEVICE_MAX_RANKS];
-    for (int q = 0; q < g->num_ranks; q++) TRY(check_card(&cards[q], q));
-    for (int q = 0; q < g->num_ranks; q++) gpus[q] = cards[q].gpu;
+    for (int q = 0; q < g->num_ranks; q++) TRY(check_join_handle(&handles[q], q));
+    for (int q = 0; q < g->num_ranks; q++) gpus[q] = handles[q].gpu;
     TRY(p2p_budget_share(g, gpus));
-    for (int q = 0; q < g->num_ranks; q++) TRY(p2p_heap_connect(g, q, &cards[q].handle));
+    for (int q = 0; q < g->num_ranks; q++) TRY(p2p_heap_connect(g, q, &handles[q].heap_handle));
     return p2p_watch_open(g);
 }
 
@@ -126,18 +126,18 @@ static epic_result p2p_join(epic_group **out, const epic_join *join)
         return epic_fail(EPIC_ENOTSUP, "num_ranks is %d: must be at most %d in backend p2p",
                          join->bootstrap->num_ranks, DEVICE_MAX_RANKS);
     epic_group *g = p2p_group_new(join, &hooks);
-    join_card mine = {0}, cards[DEVICE_MAX_RANKS];
+    join_handle mine = {0}, handles[DEVICE_MAX_RANKS];
     mine.result = g ? (uint32_t)make_own_part(g, &mine) : EPIC_ENOMEM;
     if (mine.result != EPIC_OK)
         snprintf(mine.sentence, sizeof mine.sentence, "%.255s",
                  g ? epic_error(NULL) : "no host memory");
     epic_result result =
         join->bootstrap->gather
-            ? join->bootstrap->gather(join->bootstrap->self, &mine, cards, sizeof mine)
+            ? join->bootstrap->gather(join->bootstrap->self, &mine, handles, sizeof mine)
             : EPIC_OK;
-    if (!join->bootstrap->gather) cards[0] = mine;
+    if (!join->bootstrap->gather) handles[0] = mine;
     if (!g) return epic_fail(EPIC_ENOMEM, "no host memory for a context");
-    if (result == EPIC_OK) result = connect_peers(g, cards);
+    if (result == EPIC_OK) result = connect_peers(g, handles);
     if (result == EPIC_OK)
         *out = g;
     else
