@@ -31,8 +31,8 @@ struct OpState { /* The running operation. Each CTA has one, in shared memory. *
     uint8_t *inbox[DEVICE_MAX_RANKS];  /* inbox[q]: this rank's staging for rows of rank q */
     uint8_t *outbox[DEVICE_MAX_RANKS]; /* outbox[q]: where to store rows for rank q */
 #ifdef EPIC_HOSTS
-    const uint8_t *slow;      /* start of the net inbox (is_host_memory()) */
-    int64_t host_inbox_bytes; /* bytes of the net inbox if it is in host memory, else 0 */
+    const uint8_t *host_inbox; /* start of the net inbox (is_host_memory()) */
+    int64_t host_inbox_bytes;  /* bytes of the net inbox if it is in host memory, else 0 */
     /* host_box[q]: this rank's staging for rows of rank q in the net inbox */
     uint8_t *host_box[DEVICE_MAX_RANKS];
     /* relay[q]: the rank that delivers rank q's rows to this rank: q or a relay */
@@ -103,7 +103,7 @@ __device__ __forceinline__ bool is_stamped(const OpState &op, uint64_t word)
 __device__ __forceinline__ uint8_t *inbox_base(const p2p_self &self, int q)
 {
 #ifdef EPIC_HOSTS
-    if (!(self.near >> q & 1)) return self.inbox;
+    if (!(self.host_ranks >> q & 1)) return self.inbox;
 #endif
     return self.heap[self.rank];
 }
@@ -111,7 +111,7 @@ __device__ __forceinline__ uint8_t *inbox_base(const p2p_self &self, int q)
 __device__ __forceinline__ uint8_t *inbox_base(const OpState &op, int q)
 {
 #ifdef EPIC_HOSTS
-    if (!(op.self->near >> q & 1)) return op.self->inbox;
+    if (!(op.self->host_ranks >> q & 1)) return op.self->inbox;
 #endif
     return op.heap;
 }
@@ -164,7 +164,7 @@ __device__ __forceinline__ int relay_of(const OpState &op, int q)
 __device__ __forceinline__ bool is_host_memory(const OpState &op, const void *at)
 {
 #ifdef EPIC_HOSTS
-    return (uint64_t)((const uint8_t *)at - op.slow) < (uint64_t)op.host_inbox_bytes;
+    return (uint64_t)((const uint8_t *)at - op.host_inbox) < (uint64_t)op.host_inbox_bytes;
 #else
     return false;
 #endif
@@ -174,8 +174,8 @@ __device__ __forceinline__ bool is_host_memory(const OpState &op, const void *at
 __device__ __forceinline__ void find_host_inbox(const p2p_self &self, OpState &op)
 {
 #ifdef EPIC_HOSTS
-    op.slow = self.inbox;
-    op.host_inbox_bytes = self.slow;
+    op.host_inbox = self.inbox;
+    op.host_inbox_bytes = self.host_inbox_bytes;
 #endif
 }
 
@@ -198,7 +198,7 @@ __device__ __forceinline__ uint64_t *announcement_words(const OpState &op, uint8
 __device__ __forceinline__ bool is_remote(const p2p_self &self, int q)
 {
 #ifdef EPIC_HOSTS
-    return !(self.near >> q & 1);
+    return !(self.host_ranks >> q & 1);
 #else
     return false;
 #endif
@@ -250,7 +250,7 @@ __device__ __host__ __forceinline__ int ranks_per_host(const p2p_self &self)
 __device__ __host__ __forceinline__ uint32_t near_ranks(const p2p_self &self)
 {
 #ifdef EPIC_HOSTS
-    return self.near;
+    return self.host_ranks;
 #else
     (void)self;
     return 0xffffffffu;

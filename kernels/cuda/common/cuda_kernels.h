@@ -153,10 +153,11 @@ typedef struct p2p_self {
 #ifdef EPIC_HOSTS
     p2p_ring ring;
     uint8_t *inbox; /* memory that ranks of other hosts write, with the layout of a heap */
-    int64_t slow; /* bytes of the inbox if it is in host memory, where polls are slow; else 0 */
-    uint32_t near;     /* bit mask of the ranks on this host, this rank included */
-    int32_t local;     /* ranks per host if rows go through relays (net/relay.cuh), else 0 */
-    int32_t max_top_k; /* most choices per token that fit the heap */
+    /* bytes of the inbox if it is in host memory, where polls are slow; else 0 */
+    int64_t host_inbox_bytes;
+    uint32_t host_ranks; /* bit mask of the ranks on this host, this rank included */
+    int32_t local;       /* ranks per host if rows go through relays (net/relay.cuh), else 0 */
+    int32_t max_top_k;   /* most choices per token that fit the heap */
     /* this rank sends at least this many tokens before it waits for a token; 0: no such minimum
      */
     int32_t ahead;

@@ -136,7 +136,7 @@ template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V]
 #endif
 #define SPINS_PER_FAR_POLL 32u /* pieces further away are polled once in this many spins */
 /* if all rows of a rank have at most this many bytes, all waiting warps poll at every spin */
-#define MAX_POLLED_WORDS (POLL_WINDOW_BYTES / 8)
+#define MAX_POLLED_BYTES (POLL_WINDOW_BYTES / 8)
 
 /* Returns true if the piece that ends with vector `last` may be the next one of `peer` to
  * arrive. That is, it is at most POLL_WINDOW_BYTES after the piece that arrived last. Called by
@@ -182,7 +182,7 @@ static __device__ __noinline__ bool wait_host_piece(const OpState &op, int peer,
  * every spin. Only low-latency kernels do this. */
 __device__ __forceinline__ bool can_poll_all(const OpState &op, int32_t vectors)
 {
-    return LOW_LATENCY && op.tokens * vectors * 16 <= MAX_POLLED_WORDS;
+    return LOW_LATENCY && op.tokens * vectors * 16 <= MAX_POLLED_BYTES;
 }
 
 /* Waits for the vector `last` of a piece if it is in host memory; else returns true at once,

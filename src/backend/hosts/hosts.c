@@ -95,8 +95,9 @@ static int64_t parts_bytes(const p2p_heap *at, int64_t num_ranks)
     return num_ranks * at->part_words * 4;
 }
 
-/* Allocates the heap, into which this rank and the ranks of its host write. Sets self.near, the
- * bit mask of the ranks of this host, and writes the heap's handle to *mine. */
+/* Allocates the heap, into which this rank and the ranks of its host write. Sets
+ * self.host_ranks, the bit mask of the ranks of this host, and writes the heap's handle to
+ * *mine. */
 static epic_result make_heap(epic_group *g, hosts_part *h, peer_info *mine)
 {
     p2p_heap *at = &g->self.at;
@@ -109,7 +110,7 @@ static epic_result make_heap(epic_group *g, hosts_part *h, peer_info *mine)
             "64 GB; lower config.max_tokens or set config.staging_bytes",
             (long long)at->bytes);
     for (int q = 0; q < g->num_ranks; q++)
-        if (p2p_same(g->peers[q].host, g->peers[g->rank].host)) g->self.near |= 1u << q;
+        if (p2p_same(g->peers[q].host, g->peers[g->rank].host)) g->self.host_ranks |= 1u << q;
     TRY(alloc_gpu(&h->heap, at->parts + parts));
     TRY(p2p_cuda(cudaMemsetAsync(h->heap + at->parts, 0xff, (size_t)parts, g->side),
                  "clearing the heap"));
@@ -134,7 +135,7 @@ static epic_result make_boxes(epic_group *g, hosts_part *h)
     TRY(alloc_for_net(&h->outbox, &h->outbox_on_gpu, h->on_gpu, bytes));
     for (int q = 0; q < g->num_ranks; q++)
         if (q != g->rank) g->self.heap[q] = h->outbox_on_gpu;
-    g->self.slow = h->on_gpu ? 0 : g->self.at.bytes;
+    g->self.host_inbox_bytes = h->on_gpu ? 0 : g->self.at.bytes;
     return p2p_heap_clear(g, g->self.inbox);
 }
 
@@ -169,17 +170,17 @@ static epic_result make_proxy_ring(epic_group *g, hosts_part *h)
 static epic_result open_net(epic_group *g, hosts_part *h, peer_info *mine)
 {
     char why[NET_WHY_BYTES];
-    const net_setup setup = {.host = g->rank,
-                             .num_hosts = g->num_ranks,
-                             .rdma = h->env.rdma,
-                             .threads =
-                                 hosts_env_threads(&h->env, __builtin_popcount(g->self.near)),
-                             .on_gpu = h->on_gpu,
-                             .inbox = h->inbox,
-                             .inbox_bytes = (uint64_t)g->self.at.bytes,
-                             .urgent_bytes = (uint64_t)p2p_heap_poison(&g->self.at),
-                             .outbox = h->outbox,
-                             .outbox_bytes = (uint64_t)g->self.at.bytes};
+    const net_setup setup = {
+        .host = g->rank,
+        .num_hosts = g->num_ranks,
+        .rdma = h->env.rdma,
+        .threads = hosts_env_threads(&h->env, __builtin_popcount(g->self.host_ranks)),
+        .on_gpu = h->on_gpu,
+        .inbox = h->inbox,
+        .inbox_bytes = (uint64_t)g->self.at.bytes,
+        .urgent_bytes = (uint64_t)p2p_heap_poison(&g->self.at),
+        .outbox = h->outbox,
+        .outbox_bytes = (uint64_t)g->self.at.bytes};
     memset(mine->net, 0, sizeof mine->net);
     const epic_result result = h->env.engine->open(&h->net, &setup, mine->net, why);
     return result == EPIC_OK ? EPIC_OK : epic_fail(result, "%s", why);
@@ -420,10 +421,10 @@ static epic_result connect_peers(epic_group *g, hosts_part *h, const peer_info *
     for (int q = 0; q < g->num_ranks; q++) gpus[q] = infos[q].gpu;
     TRY(p2p_budget_share(g, gpus));
     for (int q = 0; q < g->num_ranks; q++)
-        if (q != g->rank && g->self.near >> q & 1)
+        if (q != g->rank && g->self.host_ranks >> q & 1)
             TRY(p2p_heap_connect(g, q, &infos[q].handle));
     g->self.local = ranks_per_host(g, infos);
-    if (g->self.near + 1ull != 1ull << g->num_ranks) g->self.ahead = h->env.window;
+    if (g->self.host_ranks + 1ull != 1ull << g->num_ranks) g->self.ahead = h->env.window;
     TRY(connect_liveness(g, h, infos));
     return start_proxy(g, h);
 }
