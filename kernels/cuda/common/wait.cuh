@@ -78,28 +78,28 @@ static __device__ __noinline__ void report_failure(const OpState &op, uint64_t w
 /* Reports to the host an error in the data. Such an error does not break the group. Does
  * nothing if all P2P_NOTICES notices are unread. */
 static __device__ __noinline__ void report_data_error(const p2p_self &self,
-                                                      const p2p_notice &said)
+                                                      const p2p_notice &notice)
 {
 #pragma unroll 1
     for (int i = 0; i < P2P_NOTICES; i++) {
         volatile p2p_notice *to = &self.status->notices[i];
         if (to->result) continue;
-        to->epoch = said.epoch;
-        to->fault = said.fault;
-        to->rank = said.rank;
-        for (int j = 0; j < 4; j++) to->about[j] = said.about[j];
+        to->epoch = notice.epoch;
+        to->fault = notice.fault;
+        to->rank = notice.rank;
+        for (int j = 0; j < 4; j++) to->about[j] = notice.about[j];
         __threadfence_system();
-        to->result = said.result;
+        to->result = notice.result;
         return;
     }
 }
 
 /* backend hosts: passes the word `waits` of this rank to the proxy thread, which sends it to
  * the peers. */
-__device__ __forceinline__ void publish_waits(const OpState &op, uint64_t said)
+__device__ __forceinline__ void publish_waits(const OpState &op, uint64_t published)
 {
 #ifdef EPIC_HOSTS
-    store_relaxed(&op.self->ring.words->waits, said);
+    store_relaxed(&op.self->ring.words->waits, published);
 #endif
 }
 
@@ -114,8 +114,8 @@ __device__ __forceinline__ uint64_t *waits_address(const OpState &op, uint8_t *h
  * epoch. */
 __device__ __forceinline__ uint32_t read_waits(const OpState &op, int rank)
 {
-    const uint64_t said = load_relaxed(waits_address(op, status_base(op, rank), rank));
-    return is_stamped(op, said) ? (uint32_t)said : 0;
+    const uint64_t published = load_relaxed(waits_address(op, status_base(op, rank), rank));
+    return is_stamped(op, published) ? (uint32_t)published : 0;
 }
 
 /* Publishes that this rank waits for `peers` (bit mask; 0: for none), so that other ranks do
@@ -180,9 +180,9 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
         word = load_relaxed((const uint64_t *)(net_inbox(self) + self.at.broken));
 #pragma unroll 1
     for (int q = 0; q < self.num_ranks && !word; q++) {
-        const uint64_t said = load_relaxed(announcement_words(op, inbox_base(op, q), q));
-        if (!is_stamped(op, said) || (uint32_t)said == op.signature) continue;
-        theirs = (uint32_t)said;
+        const uint64_t announced = load_relaxed(announcement_words(op, inbox_base(op, q), q));
+        if (!is_stamped(op, announced) || (uint32_t)announced == op.signature) continue;
+        theirs = (uint32_t)announced;
         word = P2P_BROKEN(EPIC_EMISMATCH, self.operation, self.rank, phase, 1u << q);
     }
     const uint32_t dead = read_dead_ranks(op);
@@ -243,13 +243,13 @@ static __device__ __noinline__ bool is_too_late(const OpState &op, int peer)
     const p2p_self &self = *op.self;
     const uint64_t time = timer_ns(), moved = load_relaxed(&control_of(op)->progress_ns);
     const uint64_t deadline = max(op.deadline, moved + self.timeout_ns);
-    const uint32_t told = read_waits(op, self.rank);
+    const uint32_t published = read_waits(op, self.rank);
     op.deadline = deadline;
     if (time > deadline) return has_host_run_after(op, deadline, time);
     if (time <= deadline - self.timeout_ns / 4) {
-        if (told) write_waits(op, 0);
-    } else if (peer >= 0 && peer != self.rank && !(told >> peer & 1)) {
-        write_waits(op, told | 1u << peer);
+        if (published) write_waits(op, 0);
+    } else if (peer >= 0 && peer != self.rank && !(published >> peer & 1)) {
+        write_waits(op, published | 1u << peer);
     }
     return false;
 }

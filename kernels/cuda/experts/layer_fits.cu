@@ -14,23 +14,23 @@
 #include "cuda/common/wait.cuh"
 #include "cuda/experts/dense_tokens.h"
 
-/* Returns false if the plan fits. Else returns true and writes the fault to `said`, in the form
- * that the host's error message needs. */
+/* Returns false if the plan fits. Else returns true and writes the fault to `notice`, in the
+ * form that the host's error message needs. */
 static __device__ bool find_fault(const p2p_fits_job &job, const device_plan_header &h,
-                                  p2p_notice &said)
+                                  p2p_notice &notice)
 {
     if (h.num_local > job.num_local) {
-        said.fault = P2P_FAULT_ROOM;
-        said.about[0] = job.num_local;
-        said.about[1] = h.num_local;
+        notice.fault = P2P_FAULT_ROOM;
+        notice.about[0] = job.num_local;
+        notice.about[1] = h.num_local;
         return true;
     }
     for (int q = 1; job.tree && q < h.num_ranks; q++) {
         if (h.tokens_of[q] == h.tokens_of[0]) continue;
-        said.fault = P2P_FAULT_UNEQUAL;
-        said.rank = q;
-        said.about[0] = h.tokens_of[0];
-        said.about[1] = h.tokens_of[q];
+        notice.fault = P2P_FAULT_UNEQUAL;
+        notice.rank = q;
+        notice.about[0] = h.tokens_of[0];
+        notice.about[1] = h.tokens_of[q];
         return true;
     }
     return false;
@@ -43,17 +43,17 @@ static __global__ void fits_kernel(const __grid_constant__ p2p_fits_job job)
     const p2p_self &self = job.self;
     device_plan_header *h = (device_plan_header *)job.plan;
     const p2p_control *control = (const p2p_control *)(self.heap[self.rank] + self.at.control);
-    p2p_notice said = {EPIC_EINVAL, control->epoch, 0, self.rank, {0, 0, 0, 0}};
+    p2p_notice notice = {EPIC_EINVAL, control->epoch, 0, self.rank, {0, 0, 0, 0}};
     if (threadIdx.x != 0) return;
     if (h->magic != DEVICE_PLAN_MAGIC || h->group_id != self.group_id) return;
-    if (h->result != EPIC_OK || !find_fault(job, *h, said)) return;
+    if (h->result != EPIC_OK || !find_fault(job, *h, notice)) return;
     h->result = EPIC_EINVAL;
     uint32_t sum = 0;
     for (uint32_t i = 0; i < offsetof(device_plan_header, sum) / 4; i++)
         sum += device_header_share(((const uint32_t *)h)[i], i);
     h->sum = sum;
     for (int l = 0; l < job.num_local; l++) job.expert_rows[l] = job.expert_tokens[l] = 0;
-    report_data_error(self, said);
+    report_data_error(self, notice);
 }
 
 extern "C" cudaError_t p2p_launch_fits(const p2p_fits_job *job, cudaStream_t stream)

@@ -98,7 +98,7 @@ struct StartState {
      * puts */
     uint64_t epochs, freed;
     /* only in the last CTA: the word `broken` of the net inbox, for finish_lowlat() */
-    uint64_t said;
+    uint64_t net_broken;
 #endif
 };
 
@@ -113,7 +113,8 @@ __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
     o.broken = load_relaxed(&control_of(self)->broken);
     o.epochs = load_relaxed(&control_of(self)->epochs);
     o.freed = load_relaxed(&control_of(self)->freed);
-    if (is_last_cta()) o.said = load_relaxed((const uint64_t *)(self.inbox + self.at.broken));
+    if (is_last_cta())
+        o.net_broken = load_relaxed((const uint64_t *)(self.inbox + self.at.broken));
 #else
     o.broken = load_relaxed((const uint64_t *)(self.heap[self.rank] + self.at.broken));
 #endif
@@ -212,20 +213,20 @@ __device__ __forceinline__ bool wait_sizes(const p2p_self &self, const OpState &
     const int q = lane_id();
     const bool mine = q < self.num_ranks;
     const uint64_t *from = announcement_words(self, op, self.heap[self.rank], mine ? q : 0);
-    uint64_t said[P2P_ANNOUNCE_WORDS] = {};
+    uint64_t announced[P2P_ANNOUNCE_WORDS] = {};
     const bool ok = wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {
         bool all = true;
 #pragma unroll
         for (int i = P2P_ANNOUNCED_TOKENS; i < P2P_ANNOUNCE_WORDS; i++)
-            said[i] = load_relaxed(from + i);
+            announced[i] = load_relaxed(from + i);
 #pragma unroll
         for (int i = P2P_ANNOUNCED_TOKENS; i < P2P_ANNOUNCE_WORDS; i++)
-            all &= is_stamped(op, said[i]);
+            all &= is_stamped(op, announced[i]);
         return __all_sync(ALL_LANES, !mine || all) != 0;
     });
-    tokens = mine ? (int32_t)(uint32_t)said[P2P_ANNOUNCED_TOKENS] : 0;
-    capacity = mine ? (int32_t)(uint32_t)said[P2P_ANNOUNCED_CAPACITY] : 0;
-    rows = mine ? (int32_t)(uint32_t)said[P2P_ANNOUNCED_ROWS] : 0;
+    tokens = mine ? (int32_t)(uint32_t)announced[P2P_ANNOUNCED_TOKENS] : 0;
+    capacity = mine ? (int32_t)(uint32_t)announced[P2P_ANNOUNCED_CAPACITY] : 0;
+    rows = mine ? (int32_t)(uint32_t)announced[P2P_ANNOUNCED_ROWS] : 0;
     return ok;
 }
 
@@ -264,7 +265,7 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
 #ifdef EPIC_HOSTS
     /* A late rank has perhaps received all rows although the group was already broken. It must
      * not count the operation as done. */
-    if (opening.said) {
+    if (opening.net_broken) {
         op.aborted_wait = WAIT_ABORTED(-1, P2P_PHASE_ARRIVE);
         return;
     }

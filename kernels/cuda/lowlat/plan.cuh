@@ -201,8 +201,9 @@ static __device__ bool gather_ids(LowlatPlan &f, const p2p_plan_job &job, const 
     int32_t token = first >> (four_bits + rank_bits);
     /* number of tokens of `rank`; -1 until its announcement has arrived */
     int32_t known = own ? job.num_tokens : in ? -1 : 0;
-    const uint64_t *said = announcement_words(self, op, self.heap[self.rank], in ? rank : 0) +
-                           P2P_ANNOUNCED_TOKENS;
+    const uint64_t *announced =
+        announcement_words(self, op, self.heap[self.rank], in ? rank : 0) +
+        P2P_ANNOUNCED_TOKENS;
     for (; !__all_sync(ALL_LANES, token >= (known < 0 ? f.most : known)); token += step) {
         uint32_t ids[2];
         bool waits = in && !own && token < (known < 0 ? f.most : known);
@@ -219,7 +220,7 @@ static __device__ bool gather_ids(LowlatPlan &f, const p2p_plan_job &job, const 
             if (waits) {
                 uint64_t a, b;
                 load_two_words(from, a, b);
-                const uint64_t tokens = known < 0 ? load_relaxed(said) : 0;
+                const uint64_t tokens = known < 0 ? load_relaxed(announced) : 0;
                 if (known < 0 && is_stamped(op, tokens)) known = (int32_t)(uint32_t)tokens;
                 /* a rank with more tokens than f.most sends no ids */
                 if (known > f.most) known = 0;
@@ -350,16 +351,16 @@ static __device__ bool copy_announcements(const p2p_self &self, const OpState &o
 {
     const int q = lane_id() < self.num_ranks ? lane_id() : self.rank;
     const uint64_t *from = announcement_words(self, op, self.inbox, q);
-    uint64_t *to = announcement_words(self, op, op.heap, q), said[P2P_ANNOUNCE_WORDS];
+    uint64_t *to = announcement_words(self, op, op.heap, q), announced[P2P_ANNOUNCE_WORDS];
     bool waits = is_remote(self, q);
     return wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {
         if (waits) {
-            load_two_words(from, said[0], said[1]);
-            load_two_words(from + 2, said[2], said[3]);
-            waits = !(is_stamped(op, said[0]) && is_stamped(op, said[1]) &&
-                      is_stamped(op, said[2]) && is_stamped(op, said[3]));
+            load_two_words(from, announced[0], announced[1]);
+            load_two_words(from + 2, announced[2], announced[3]);
+            waits = !(is_stamped(op, announced[0]) && is_stamped(op, announced[1]) &&
+                      is_stamped(op, announced[2]) && is_stamped(op, announced[3]));
             for (int i = 0; i < P2P_ANNOUNCE_WORDS && !waits; i++)
-                store_relaxed(to + i, said[i]);
+                store_relaxed(to + i, announced[i]);
         }
         return __any_sync(ALL_LANES, waits) == 0;
     });
@@ -377,7 +378,8 @@ static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int 
         const int q = wrap_rank(self.rank + 1 + u % peers, self.num_ranks);
         const int at = u / peers * 2 * WARP + 2 * lane_id();
         const uint64_t *from = id_words(job, op, self.inbox, q, 0) + at;
-        const uint64_t *said = announcement_words(self, op, op.heap, q) + P2P_ANNOUNCED_TOKENS;
+        const uint64_t *announced =
+            announcement_words(self, op, op.heap, q) + P2P_ANNOUNCED_TOKENS;
         uint64_t *to = id_words(job, op, op.heap, q, 0) + at;
         bool waits = is_remote(self, q) && at < most;
         int missing = -1;
@@ -385,7 +387,7 @@ static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int 
             if (waits) {
                 uint64_t a, b;
                 load_two_words(from, a, b);
-                const uint64_t tokens = load_relaxed(said);
+                const uint64_t tokens = load_relaxed(announced);
                 const bool come = is_stamped(op, a) && is_stamped(op, b);
                 const bool beyond =
                     is_stamped(op, tokens) && at >= (int32_t)(uint32_t)tokens * words;

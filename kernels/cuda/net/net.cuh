@@ -205,14 +205,14 @@ __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &op,
 {
     p2p_control *control = control_of(op);
     uint64_t *copy = &control->announcements[epoch_parity(op)][which][rank];
-    uint64_t said = load_relaxed(copy);
-    const bool missing = __any_sync(ALL_LANES, !is_stamped(op, said)) != 0;
+    uint64_t word = load_relaxed(copy);
+    const bool missing = __any_sync(ALL_LANES, !is_stamped(op, word)) != 0;
     bool ask = false;
     if (missing && lane_id() == 0) ask = poll_permit(&control->announcements_polled_at, 1);
-    if (!__any_sync(ALL_LANES, ask)) return said;
-    if (!is_stamped(op, said)) said = load_relaxed(from);
-    if (is_stamped(op, said)) store_relaxed(copy, said);
-    return said;
+    if (!__any_sync(ALL_LANES, ask)) return word;
+    if (!is_stamped(op, word)) word = load_relaxed(from);
+    if (is_stamped(op, word)) store_relaxed(copy, word);
+    return word;
 }
 
 /* Returns true if all words of an announcement have arrived. Kernels check all of them, even if

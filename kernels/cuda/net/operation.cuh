@@ -154,12 +154,12 @@ wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_co
     const uint64_t *from =
         announcement_words(self, op, are_copied ? op.heap : inbox_base(self, q), q);
     return wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {
-        uint64_t said = load_relaxed(from + P2P_ANNOUNCED_SIGNATURE);
+        uint64_t announced = load_relaxed(from + P2P_ANNOUNCED_SIGNATURE);
         /* A peer cannot be two operations ahead, so a word in this half is of this epoch or
          * older. */
-        INVARIANT(said == 0 || (int32_t)((uint32_t)(said >> 32) - op.epoch) <= 0);
-        if (HOSTS && mine && !is_announcement_complete(op, from)) said = 0;
-        return __all_sync(ALL_LANES, !mine || said == stamp_word(op, op.signature)) != 0;
+        INVARIANT(announced == 0 || (int32_t)((uint32_t)(announced >> 32) - op.epoch) <= 0);
+        if (HOSTS && mine && !is_announcement_complete(op, from)) announced = 0;
+        return __all_sync(ALL_LANES, !mine || announced == stamp_word(op, op.signature)) != 0;
     });
 }
 
@@ -187,12 +187,12 @@ __device__ __forceinline__ bool read_announcement(const p2p_self &self, const Op
     const bool mine = lane_id() < self.num_ranks;
     const int q = mine ? lane_id() : 0;
     const uint64_t *from = announcement_words(self, op, inbox_base(self, q), q) + which;
-    uint64_t said = 0;
+    uint64_t announced = 0;
     const bool ok = wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {
-        said = HOSTS ? read_announcement_cached(op, from, which, q) : load_relaxed(from);
-        return __all_sync(ALL_LANES, !mine || is_stamped(op, said)) != 0;
+        announced = HOSTS ? read_announcement_cached(op, from, which, q) : load_relaxed(from);
+        return __all_sync(ALL_LANES, !mine || is_stamped(op, announced)) != 0;
     });
-    value = mine ? (int32_t)(uint32_t)said : 0;
+    value = mine ? (int32_t)(uint32_t)announced : 0;
     return ok;
 }
 

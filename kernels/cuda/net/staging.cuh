@@ -143,9 +143,10 @@ template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V]
  * a whole warp. */
 __device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, const uint4 *last)
 {
-    const uint64_t said = load_relaxed(&control_of(op)->received_vectors[peer]);
-    const uint32_t place = (uint32_t)(last - (const uint4 *)op.host_box[peer]);
-    return place <= (is_stamped(op, said) ? (uint32_t)said : 0) + POLL_WINDOW_BYTES / 16;
+    const uint64_t received = load_relaxed(&control_of(op)->received_vectors[peer]);
+    const uint32_t index = (uint32_t)(last - (const uint4 *)op.host_box[peer]);
+    return index <=
+           (is_stamped(op, received) ? (uint32_t)received : 0) + POLL_WINDOW_BYTES / 16;
 }
 
 /* Remembers that the piece that ends with vector `last` has arrived. Two warps may overwrite
@@ -153,10 +154,10 @@ __device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, con
 __device__ __forceinline__ void record_arrival(const OpState &op, int peer, const uint4 *last)
 {
     uint64_t *seen = &control_of(op)->received_vectors[peer];
-    const uint32_t place = (uint32_t)(last - (const uint4 *)op.host_box[peer]);
-    const uint64_t said = load_relaxed(seen);
-    if (lane_id() == 0 && (!is_stamped(op, said) || (uint32_t)said < place))
-        store_relaxed(seen, stamp_word(op, place));
+    const uint32_t index = (uint32_t)(last - (const uint4 *)op.host_box[peer]);
+    const uint64_t received = load_relaxed(seen);
+    if (lane_id() == 0 && (!is_stamped(op, received) || (uint32_t)received < index))
+        store_relaxed(seen, stamp_word(op, index));
 }
 
 /* Waits for a piece in host memory, but polls only its last vector: when this one has arrived,
@@ -265,10 +266,10 @@ __device__ __forceinline__ void send_piece(uint4 *staged, int32_t first, int32_t
  * differ between lanes. */
 __device__ __forceinline__ int nth_bit(uint64_t bits, int n)
 {
-    int place = 0;
+    int index = 0;
     for (int i = 0; bits; i++, bits &= bits - 1)
-        if (i == n) place = __ffsll((long long)bits) - 1;
-    return place;
+        if (i == n) index = __ffsll((long long)bits) - 1;
+    return index;
 }
 
 /* Writes zeros to rows [first, end). Each of `threads` threads calls it with its own number

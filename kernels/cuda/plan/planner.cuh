@@ -219,13 +219,13 @@ __device__ __forceinline__ bool slots_fit_int32(const p2p_plan_job &job)
 static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     const int after = (int)(blockDim.x / WARP) - 1 - (int)(threadIdx.x / WARP);
-    int32_t said = 0;
+    int32_t announced = 0;
     if (after == 2 && blockIdx.x == 0 && lane_id() == 0) fill_header(p, job, op);
     if (after > 1) return true;
     if (!read_announcement(job.self, op, after ? P2P_ANNOUNCED_CAPACITY : P2P_ANNOUNCED_TOKENS,
-                           said))
+                           announced))
         return false;
-    (after ? p.capacity : p.header.tokens_of)[lane_id()] = said;
+    (after ? p.capacity : p.header.tokens_of)[lane_id()] = announced;
     return true;
 }
 
@@ -311,11 +311,12 @@ static __device__ __noinline__ void report_fault(const Planner &p, const p2p_pla
     const int64_t index = (uint32_t)words[P2P_FAULT_INDEX], k = job.layer.top_k;
     const int64_t value =
         (int64_t)(words[P2P_FAULT_HIGH] << 32 | (uint32_t)words[P2P_FAULT_LOW]);
-    p2p_notice said = {EPIC_EINVAL, op.epoch, kind, rank, {index, value, 0, 0}};
-    if (kind == P2P_FAULT_REPLICA) said.about[2] = num_ids(job);
+    p2p_notice notice = {EPIC_EINVAL, op.epoch, kind, rank, {index, value, 0, 0}};
+    if (kind == P2P_FAULT_REPLICA) notice.about[2] = num_ids(job);
     if (kind == P2P_FAULT_EXPERT || kind == P2P_FAULT_DUPLICATE || kind == P2P_FAULT_LOGICAL)
-        said = {EPIC_EINVAL, op.epoch, kind, rank, {index / k, index % k, value, num_ids(job)}};
-    report_data_error(job.self, said);
+        notice = {
+            EPIC_EINVAL, op.epoch, kind, rank, {index / k, index % k, value, num_ids(job)}};
+    report_data_error(job.self, notice);
 }
 
 /* Reports to the host the lowest rank that has too few slots. Called by one thread of CTA 0. */

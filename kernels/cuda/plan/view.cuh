@@ -113,12 +113,12 @@ static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
                                                         : P2P_FAULT_LAYER;
     if (self.operation == EPIC_OP_NONE) return;
     const p2p_control *control = (const p2p_control *)(self.heap[self.rank] + self.at.control);
-    p2p_notice said = {EPIC_EINVAL,
-                       epoch_after(load_relaxed(&control->epoch)),
-                       (uint32_t)fault,
-                       self.rank,
-                       {num_tokens, h.tokens_of[self.rank], self.operation, 0}};
-    report_data_error(self, said);
+    p2p_notice notice = {EPIC_EINVAL,
+                         epoch_after(load_relaxed(&control->epoch)),
+                         (uint32_t)fault,
+                         self.rank,
+                         {num_tokens, h.tokens_of[self.rank], self.operation, 0}};
+    report_data_error(self, notice);
 }
 
 /* Value of the argument num_tokens: this rank's number of tokens in the plan is not checked. */
@@ -193,11 +193,11 @@ static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpSta
 {
     for (int q = 0; q < self.num_ranks; q++) {
         const int32_t needed = h->slots_of[q];
-        const uint64_t *said =
+        const uint64_t *announced =
             announcement_words(op, inbox_base(op, q), q) + P2P_ANNOUNCED_ROWS;
         uint64_t word = 0;
         if (!wait_thread(op, q, P2P_PHASE_ARRIVE, [&] {
-                word = load_relaxed(said);
+                word = load_relaxed(announced);
                 return is_stamped(op, word);
             }))
             return true;

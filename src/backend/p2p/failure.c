@@ -264,13 +264,13 @@ epic_result p2p_next_data_error(epic_group *group)
     char sentence[256];
     for (int i; (i = oldest_notice(group->status)) >= 0;) {
         p2p_notice *n = &group->status->notices[i];
-        const p2p_notice said = *n;
-        uint32_t result = said.result;
+        const p2p_notice notice = *n;
+        uint32_t result = notice.result;
         if (!result || !__atomic_compare_exchange_n(&n->result, &result, EPIC_OK, false,
                                                     __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
             continue;
-        write_notice(group, &said, sentence, sizeof sentence);
-        return epic_fail((epic_result)said.result, "%s", sentence);
+        write_notice(group, &notice, sentence, sizeof sentence);
+        return epic_fail((epic_result)notice.result, "%s", sentence);
     }
     return EPIC_OK;
 }
