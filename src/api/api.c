@@ -137,8 +137,8 @@ static epic_result check_plan_dispatch(const epic_plan_args *p, const epic_dispa
 {
     if (p->capacity == EPIC_CAPACITY_EXACT)
         return epic_fail(EPIC_EINVAL,
-                         "capacity is EPIC_CAPACITY_EXACT: the receive buffer exists already, "
-                         "say how many slots it has");
+                         "capacity is EPIC_CAPACITY_EXACT: must be the number of slots of the "
+                         "receive buffer, which exists already");
     if (d->tokens.num_rows != p->num_tokens)
         return epic_fail(EPIC_EINVAL, "tokens.num_rows is %lld: num_tokens is %lld",
                          (long long)d->tokens.num_rows, (long long)p->num_tokens);

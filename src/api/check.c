@@ -168,8 +168,8 @@ static epic_result check_replicas(const epic_plan_args *a, const epic_layer *lay
 {
     if (layer->num_logical && !a->logical_of_expert)
         return epic_fail(EPIC_EINVAL,
-                         "logical_of_expert is NULL: layer.num_logical is %u, so it must say "
-                         "whose replica each expert is",
+                         "logical_of_expert is NULL: must be set because layer.num_logical is "
+                         "%u; pass the logical expert of each expert",
                          layer->num_logical);
     if (!layer->num_logical && (a->logical_of_expert || a->logical_load))
         return epic_fail(EPIC_EINVAL,
@@ -211,8 +211,10 @@ epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
     int64_t needed;
     TRY(check_plan_size(&ctx->config, layer, &needed));
     if (a->plan_bytes < needed)
-        return epic_fail(EPIC_EINVAL, "plan_bytes is %lld: epic_plan_bytes says %lld",
-                         (long long)a->plan_bytes, (long long)needed);
+        return epic_fail(
+            EPIC_EINVAL,
+            "plan_bytes is %lld: must be at least %lld, the result of epic_plan_bytes",
+            (long long)a->plan_bytes, (long long)needed);
     const int64_t experts = layer->num_experts, choices = a->num_tokens * layer->top_k;
     const int64_t local = (experts + ctx->num_ranks - 1) / ctx->num_ranks;
     const call_array arrays[] = {

@@ -35,7 +35,8 @@ epic_result epic_plan_bytes_v1(const epic_config *config, size_t config_size,
 {
     epic_config c;
     epic_layer l;
-    if (!bytes) return epic_fail(EPIC_EINVAL, "bytes is NULL: pass a place for the result");
+    if (!bytes)
+        return epic_fail(EPIC_EINVAL, "bytes is NULL: must point to memory for the result");
     *bytes = 0;
     TRY(read_config_and_layer(&c, &l, config, config_size, layer, layer_size));
     return check_plan_size(&c, &l, bytes);
@@ -79,7 +80,8 @@ epic_result epic_capacity_bound_v1(const epic_config *config, size_t config_size
     epic_config c;
     epic_layer l;
     int64_t plan_bytes;
-    if (!slots) return epic_fail(EPIC_EINVAL, "slots is NULL: pass a place for the result");
+    if (!slots)
+        return epic_fail(EPIC_EINVAL, "slots is NULL: must point to memory for the result");
     *slots = 0;
     TRY(read_config_and_layer(&c, &l, config, config_size, layer, layer_size));
     TRY(check_plan_size(&c, &l, &plan_bytes));

@@ -109,7 +109,7 @@ static epic_result fail_late(hub *h)
                                   "gather %llu: %s did not come to this bootstrap of threads "
                                   "within %u ms%s",
                                   (unsigned long long)h->finished + 1, names, h->timeout_ms,
-                                  h->num_twice > 0 ? ", and another rank came twice" : ""));
+                                  h->num_twice > 0 ? ", and another rank joined twice" : ""));
 }
 
 /* Returns an error to the second of two threads that use the same rank's bootstrap.  The gather

@@ -121,7 +121,7 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
                                  .rank = ctx->rank,
                                  .num_culprits = 1,
                                  .culprits = {ctx->rank}};
-    epic_fit_text(part, sizeof part, why ? why : "it did not say why");
+    epic_fit_text(part, sizeof part, why ? why : "it gave no reason");
     snprintf(failure.sentence, sizeof failure.sentence, "rank %d aborted tag %llu: %s",
              ctx->rank, (unsigned long long)tag, part);
     ctx->backend->transport->break_group(ctx->group, &failure);

@@ -20,7 +20,7 @@ static bool is_name(const char *name)
  * which begins with the name of the file that is missing or broken. */
 static const char *load_remedy(const char *name, const char *library, const char *error)
 {
-    if (strcmp(name, "ucx") != 0) return "there is none but ucx";
+    if (strcmp(name, "ucx") != 0) return "only ucx is supported";
     return error && strncmp(error, library, strlen(library)) == 0
                ? "install UCX (Debian, Ubuntu: libucx-dev) and build libepic again"
                : "install the UCX that it was built for (Debian, Ubuntu: libucx0)";

@@ -112,7 +112,8 @@ static int64_t workspace_bytes(const epic_router *r)
 epic_result epic_router_workspace_v1(const epic_router *router, size_t size, int64_t *bytes)
 {
     epic_router ours;
-    if (!bytes) return epic_fail(EPIC_EINVAL, "bytes is NULL: pass a place for the result");
+    if (!bytes)
+        return epic_fail(EPIC_EINVAL, "bytes is NULL: must point to memory for the result");
     *bytes = 0;
     TRY(read_router(&ours, router, size));
     *bytes = workspace_bytes(&ours);

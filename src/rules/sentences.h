@@ -5,34 +5,34 @@
 #ifndef EPIC_SENTENCES_H
 #define EPIC_SENTENCES_H
 
-#define SAYS_EXPERT /* rank, token, k, id, name of the bound, bound */               \
-    "topk_idx: rank %d, token %lld, k %lld has expert %lld; ids are below %s %lld, " \
-    "or negative for no expert"
+#define SAYS_EXPERT /* rank, token, k, id, name of the bound, bound */         \
+    "topk_idx: rank %d, token %lld, k %lld has expert %lld: must be below %s " \
+    "%lld, or negative for no expert"
 
 #define SAYS_DUPLICATE /* rank, token, k, id */                                               \
     "topk_idx: rank %d, token %lld, k %lld has expert %lld a second time; the layer's flags " \
     "promise EPIC_DISTINCT ids"
 
 #define SAYS_PLACEMENT /* rank, expert, rank, num_ranks - 1 */ \
-    "rank_of_expert: rank %d says expert %lld lives on rank %lld; ranks are 0 to %d"
+    "rank_of_expert: rank %d, expert %lld has owner %lld: must be a rank, 0 to %d"
 
-#define SAYS_TREE_PLACEMENT /* rank, expert, rank, num_ranks */                              \
-    "rank_of_expert: rank %d says expert %lld lives on rank %lld; with EPIC_TREE each rank " \
-    "owns one of the %d equal blocks of experts"
+#define SAYS_TREE_PLACEMENT /* rank, expert, rank, num_ranks */                               \
+    "rank_of_expert: rank %d, expert %lld has owner %lld: with EPIC_TREE each rank must own " \
+    "one of the %d equal blocks of experts"
 
-#define SAYS_REPLICA /* rank, expert, logical expert, num_logical */                         \
-    "logical_of_expert: rank %d says expert %lld is a replica of %lld; logical experts are " \
-    "below num_logical %lld and not negative"
+#define SAYS_REPLICA /* rank, expert, logical expert, num_logical */                  \
+    "logical_of_expert: rank %d, expert %lld has logical expert %lld: must be below " \
+    "num_logical %lld and not negative"
 
 #define SAYS_NO_REPLICA /* rank, logical expert */ \
-    "logical_of_expert: rank %d has no replica of logical expert %lld; each has at least one"
+    "logical_of_expert: rank %d has no replica of logical expert %lld: each must have one"
 
-#define SAYS_TOKEN_ID /* rank, token, id, table_rows */                                   \
-    "token_ids: rank %d, token %lld has id %lld; the table has %lld rows, ids are below " \
-    "that and not negative"
+#define SAYS_TOKEN_ID /* rank, token, id, table_rows */                                    \
+    "token_ids: rank %d, token %lld has id %lld: must be below the table's %lld rows and " \
+    "not negative"
 
 #define SAYS_TABLE /* rank, row, k, expert, experts */                               \
-    "table: rank %d, row %lld, k %lld has expert %lld; ids are below num_experts + " \
+    "table: rank %d, row %lld, k %lld has expert %lld: must be below num_experts + " \
     "zero_experts %lld, or negative for no expert"
 
 #define SAYS_CAPACITY /* rank, slots, needed */                                           \

@@ -59,7 +59,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a table of fractions": (lambda g: placed(g, [0.5] * EXPERTS), "float32: must be an integer"),
     "a table of wide numbers": (
         lambda g: placed(g, torch.full((EXPERTS,), 1 << 32)),
-        "expert 0 lives on rank 2147483647",
+        "expert 0 has owner 2147483647",
     ),
     "ids of fractions": (
         lambda g: chosen(g, torch.full((3, TOP_K), 0.7)),

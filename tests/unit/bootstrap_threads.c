@@ -146,7 +146,7 @@ static void check_twice(bool all_come)
                 strstr(refused->sentence, "another thread is rank 0") != NULL;
     for (int i = 2; i < num_threads; i++) good = good && seats[i].result == wanted;
     good = good && other->result == wanted && strstr(other->sentence, words) != NULL &&
-           (all_come || strstr(other->sentence, "another rank came twice") != NULL);
+           (all_come || strstr(other->sentence, "another rank joined twice") != NULL);
     for (int i = 0; i < num_threads; i++) good = good && !seats[i].wrong_bytes;
     if (!good) printf("twice: %s; %s\n", refused->sentence, other->sentence);
     failures += !good;

@@ -292,11 +292,11 @@ int main(void)
 {
     failures = share(sizeof *failures);
     test("too small", too_small, RANKS, EPIC_BY_RANK, EPIC_EOVERFLOW, "rank 1 has 2 slots");
-    test("no such rank", no_such_rank, RANKS, EPIC_BY_RANK, EPIC_EINVAL, "lives on rank 7");
+    test("no such rank", no_such_rank, RANKS, EPIC_BY_RANK, EPIC_EINVAL, "has owner 7");
     test("unequal", unequal, 2, EPIC_TREE, EPIC_EINVAL, "6 on rank 0 and 3 on rank 1");
     test("damaged", damaged, RANKS, EPIC_BY_RANK, EPIC_EINVAL, "plan of rank 1 cannot be used");
     test("token id", bad_token_id, RANKS, EPIC_BY_RANK, EPIC_EINVAL,
-         "token_ids: rank 1, token 4 has id 99; the table has 4 rows");
+         "token_ids: rank 1, token 4 has id 99: must be below the table's 4 rows");
     test("negative token id", negative_token_id, RANKS, EPIC_BY_RANK, EPIC_EINVAL,
          "token_ids: rank 1, token 4 has id -7");
     test("table", bad_table, RANKS, EPIC_BY_RANK, EPIC_EINVAL,

@@ -186,17 +186,17 @@ static void wrong_tables(const epic_bootstrap *bootstrap, void *self)
     memcpy(other, table, sizeof other);
     if (bootstrap->rank == 1) other[4] = LOGICAL;
     s.table = other;
-    check_says(&s, plan(&s), EPIC_EINVAL, "rank 1 says expert 4 is a replica of 3;");
+    check_says(&s, plan(&s), EPIC_EINVAL, "rank 1, expert 4 has logical expert 3:");
     other[4] = bootstrap->rank == 1 ? -1 : 0;
-    check_says(&s, plan(&s), EPIC_EINVAL, "rank 1 says expert 4 is a replica of -1;");
+    check_says(&s, plan(&s), EPIC_EINVAL, "rank 1, expert 4 has logical expert -1:");
     for (int e = 0; e < EXPERTS; e++) other[e] = table[e] == 1 ? 2 : table[e];
-    check_says(&s, plan(&s), EPIC_EINVAL, "rank 0 has no replica of logical expert 1;");
+    check_says(&s, plan(&s), EPIC_EINVAL, "rank 0 has no replica of logical expert 1:");
     CHECK_EQ(s.logical_load[0] + s.load[0] + s.expert_tokens[0], 0);
     s.table = table;
     memcpy(wild, ids[s.first], (size_t)s.num_tokens * sizeof *ids);
     if (bootstrap->rank == 0) wild[3] = LOGICAL;
     check_says(&s, plan_of(&s, wild), EPIC_EINVAL,
-               "rank 0, token 1, k 1 has expert 3; ids are below num_logical 3");
+               "rank 0, token 1, k 1 has expert 3: must be below num_logical 3");
     CHECK_SAY(plan(&s) == EPIC_OK, "the group is whole: %s", epic_error(s.ctx));
     close_seat(&s);
 }

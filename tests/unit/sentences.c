@@ -211,13 +211,13 @@ static void check_mismatches(void)
     }
 }
 
-/* A peer's note may say anything. */
+/* A peer's op header may contain anything. */
 static void check_data_errors(void)
 {
     static const char *const way_out[] = {[DATA_EXPERT] = "or negative for no expert",
                                           [DATA_DUPLICATE] = "promise EPIC_DISTINCT ids",
-                                          [DATA_PLACEMENT] = "ranks are 0 to 2",
-                                          [DATA_REPLICAS] = "each has at least one",
+                                          [DATA_PLACEMENT] = "must be a rank, 0 to 2",
+                                          [DATA_REPLICAS] = "each must have one",
                                           [DATA_PLAN] = "for this rank and group",
                                           [DATA_TOKEN_ID] = "and not negative",
                                           [DATA_TABLE] = "or negative for no expert",
@@ -225,10 +225,10 @@ static void check_data_errors(void)
                                           [DATA_SAVED_PART] = "wrote on this rank; pass those"};
     for (int error = DATA_EXPERT; error <= DATA_SAVED_PART; error++) {
         epic_op_header good = {0}, bad = {0};
-        const epic_op_header *const notes[] = {&good, &good, &bad};
+        const epic_op_header *const headers[] = {&good, &good, &bad};
         bad.local[LOCAL_ERROR] = error;
         for (int i = 0; i < 4; i++) bad.local[LOCAL_ERROR_DETAILS + i] = INT64_MIN + i;
-        CHECK(op_header_data_error(notes, 3) == EPIC_EINVAL);
+        CHECK(op_header_data_error(headers, 3) == EPIC_EINVAL);
         CHECK(strstr(epic_error(NULL), "rank 2") != NULL);
         ends(epic_error(NULL), way_out[error]);
     }
