@@ -87,7 +87,7 @@ static void print_operation(const operation *o, int64_t now)
     char took[32], ago[32];
     const recorder_entry *e = &o->entry;
     const int64_t end = e->end_ns ? e->end_ns : now;
-    printf("  %s  %-17s tag %" PRIu64 " step %" PRIu64 "  %" PRIu64 " bytes  %s  ",
+    printf("  %s  %-17s tag %" PRIu64 " sequence %" PRIu64 "  %" PRIu64 " bytes  %s  ",
            e->end_ns ? "finished " : "in flight", info_operation(e->operation), e->tag,
            e->sequence, e->bytes, format_duration(elapsed_ns(e->start_ns, end), took));
     if (e->end_ns) {
@@ -157,7 +157,7 @@ static void print_json_operation(const operation *o, int64_t now)
 {
     const recorder_entry *e = &o->entry;
     const int64_t end = e->end_ns ? e->end_ns : now;
-    printf("        {\"operation\": \"%s\", \"tag\": %" PRIu64 ", \"step\": %" PRIu64
+    printf("        {\"operation\": \"%s\", \"tag\": %" PRIu64 ", \"sequence\": %" PRIu64
            ", \"bytes\": %" PRIu64 ", \"start_ns\": %" PRId64 ", \"elapsed_ns\": %" PRId64 ", ",
            info_operation(e->operation), e->tag, e->sequence, e->bytes, e->start_ns,
            elapsed_ns(e->start_ns, end));
@@ -208,7 +208,7 @@ static void print_chrome_operation(const recording *s, const recorder_entry *e, 
     const int64_t end = e->end_ns ? e->end_ns : now;
     printf(",\n{\"ph\": \"X\", \"name\": \"%s%s\", \"cat\": \"epic\", \"pid\": %d, \"tid\": "
            "%" PRIu64 ", \"ts\": %.3f, \"dur\": %.3f, \"args\": {\"tag\": %" PRIu64
-           ", \"step\": %" PRIu64 ", \"bytes\": %" PRIu64 ", ",
+           ", \"sequence\": %" PRIu64 ", \"bytes\": %" PRIu64 ", ",
            info_operation(e->operation), e->end_ns ? "" : ", in flight", s->page->rank,
            info_thread(e->tag), (double)elapsed_ns(zero, e->start_ns) / 1e3,
            (double)elapsed_ns(e->start_ns, end) / 1e3, e->tag, e->sequence, e->bytes);

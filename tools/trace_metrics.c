@@ -29,7 +29,7 @@ void trace_chrome(const trace *t, const char *path)
         fprintf(out,
                 "{\"ph\": \"X\", \"name\": \"%s\", \"cat\": \"epic\", \"pid\": %d, \"tid\": "
                 "%" PRIu64 ", \"ts\": %.3f, \"dur\": %.3f, \"args\": {\"tag\": %" PRIu64
-                ", \"step\": %" PRIu64 ", \"bytes\": %" PRIu64 ", \"result\": \"%s\"}}%s\n",
+                ", \"sequence\": %" PRIu64 ", \"bytes\": %" PRIu64 ", \"result\": \"%s\"}}%s\n",
                 info_operation(e->done.operation), t->events[i].rank, info_thread(e->tag),
                 (double)(e->time_ns - zero) / 1e3, (double)(e->done.end_ns - e->time_ns) / 1e3,
                 e->tag, e->sequence, e->done.bytes,

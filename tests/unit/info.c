@@ -98,14 +98,14 @@ static void a_stuck_group(void)
     const pid_t first = start_rank(7, 0), second = start_rank(7, 2);
     CHECK(info_of_group("") == 0);
     CHECK(says("rank 0 of 4") && says("rank 2 of 4") && says("rank 1, 3"));
-    CHECK(says("in flight") && says("tag 7 step 1") && says("4096 bytes"));
+    CHECK(says("in flight") && says("tag 7 sequence 1") && says("4096 bytes"));
     CHECK(says("moving rows, waits for rank 3") && says("finished"));
     CHECK(says("EPIC_EOVERFLOW") && says("say \"when\""));
     CHECK(says("\n  to other hosts by ucx \"by hand\"\n"));
 
     CHECK(info_of_group("--json") == 0);
     CHECK(says("\"rank\": 2, \"num_ranks\": 4") && says("\"waits_for\": 3"));
-    CHECK(says("\"operation\": \"dispatch\", \"tag\": 7, \"step\": 1, \"bytes\": 4096"));
+    CHECK(says("\"operation\": \"dispatch\", \"tag\": 7, \"sequence\": 1, \"bytes\": 4096"));
     CHECK(says("\"sentence\": \"say \\\"when\\\"\""));
     CHECK(says("\"net\": \"ucx \\\"by hand\\\"\"") && says("\"net\": \"\""));
 
@@ -113,7 +113,7 @@ static void a_stuck_group(void)
     CHECK(says("{\"displayTimeUnit\": \"ns\", \"traceEvents\": [\n{\"ph\": \"M\""));
     CHECK(says("\"name\": \"plan\", \"cat\": \"epic\", \"pid\": 0, \"tid\": 7, \"ts\": "));
     CHECK(says("\"name\": \"dispatch, in flight\", \"cat\": \"epic\", \"pid\": 2, "));
-    CHECK(says("\"step\": 1, \"bytes\": 4096, \"waits_for\": 3}}\n]}\n"));
+    CHECK(says("\"sequence\": 1, \"bytes\": 4096, \"waits_for\": 3}}\n]}\n"));
 
     stop(first);
     CHECK(info_of_group("") == 0 && says("rank 0, 1, 3") && says("rank 2 of 4"));
