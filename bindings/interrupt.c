@@ -13,7 +13,7 @@
 #include "epic/epic.h"
 
 static struct sigaction former; /* the handler that was installed before */
-static int told = -1;           /* write end of the pipe */
+static int pipe_end = -1;       /* write end of the pipe */
 static pid_t owner; /* process that installed the handler; a forked child must not write to
                        the pipe */
 
@@ -22,7 +22,7 @@ static void on_interrupt(int number, siginfo_t *info, void *context)
 {
     const int error = errno;
     /* A full pipe is no error: the reader is already notified. */
-    if (getpid() == owner && write(told, "", 1) < 0) errno = error;
+    if (getpid() == owner && write(pipe_end, "", 1) < 0) errno = error;
     errno = error;
     if (former.sa_flags & SA_SIGINFO)
         former.sa_sigaction(number, info, context);
@@ -44,7 +44,7 @@ EPIC_API int epic_watch_interrupts(int fd)
 {
     struct sigaction ours = {0};
     if (sigaction(SIGINT, NULL, &former) || !is_handled(&former)) return 1;
-    told = fd;
+    pipe_end = fd;
     owner = getpid();
     ours.sa_sigaction = on_interrupt;
     ours.sa_mask = former.sa_mask;

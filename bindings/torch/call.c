@@ -22,7 +22,7 @@ torch_call call_begin(const char *op, torch_value *stack, uint64_t num_results)
     call.stack = stack;
     call.has_out = num_results == 0;
     call.next = call.num_owned = call.num_made = call.num_spans = 0;
-    call.place = (group_place){-1, 0};
+    call.device = (group_device){-1, 0};
     call.use.group = NULL;
     call.use.ctx = NULL;
     call.guard = NULL;
@@ -182,19 +182,19 @@ static torch_tensor next_tensor_or_none(torch_call *call)
 }
 
 /* Writes the name of a device to `out`, such as "cuda:1", and returns `out`. */
-static const char *place_name(group_place place, char *out, size_t size)
+static const char *device_name(group_device device, char *out, size_t size)
 {
-    if (place.device_type == TORCH_CPU)
+    if (device.device_type == TORCH_CPU)
         snprintf(out, size, "cpu");
     else
         snprintf(out, size, "%s:%d",
-                 place.device_type == TORCH_CUDA ? "cuda" : "another device",
-                 (int)place.device_index);
+                 device.device_type == TORCH_CUDA ? "cuda" : "another device",
+                 (int)device.device_index);
     return out;
 }
 
-/* Returns true if both places are the same device. */
-static bool is_same_place(group_place a, group_place b)
+/* Returns true if both are the same device. */
+static bool is_same_device(group_device a, group_device b)
 {
     return a.device_type == b.device_type &&
            (a.device_type == TORCH_CPU || a.device_index == b.device_index);
@@ -202,18 +202,18 @@ static bool is_same_place(group_place a, group_place b)
 
 /* Checks that a tensor is on the device of the call, which is the device of its first
  * tensor. */
-static void check_place(torch_call *call, const char *name, torch_tensor tensor)
+static void check_device(torch_call *call, const char *name, torch_tensor tensor)
 {
-    group_place place;
-    if (torch.get_device_type(tensor, &place.device_type) ||
-        torch.get_device_index(tensor, &place.device_index))
+    group_device device;
+    if (torch.get_device_type(tensor, &device.device_type) ||
+        torch.get_device_index(tensor, &device.device_index))
         call_fail(call, EPIC_EINVAL, "%s: torch did not return its device", name);
-    if (call->place.device_type < 0) call->place = place;
+    if (call->device.device_type < 0) call->device = device;
     char here[32], there[32];
-    if (!is_same_place(call->place, place))
+    if (!is_same_device(call->device, device))
         call_fail(call, EPIC_EINVAL, "%s is on %s, other tensors are on %s: use one device",
-                  name, place_name(place, here, sizeof here),
-                  place_name(call->place, there, sizeof there));
+                  name, device_name(device, here, sizeof here),
+                  device_name(call->device, there, sizeof there));
 }
 
 /* Computes rows, columns, count and bytes of an array from its shape. */
@@ -250,8 +250,8 @@ static call_array make_empty(torch_call *call, uint32_t type, int64_t dim, const
                       sizes[d]);
     }
     if (call->failed) return array;
-    if (torch.empty_strided(dim, sizes, strides, dtype_of(type), call->place.device_type,
-                            call->place.device_index, out)) {
+    if (torch.empty_strided(dim, sizes, strides, dtype_of(type), call->device.device_type,
+                            call->device.device_index, out)) {
         *out = NULL;
         call_fail(call, EPIC_ENOMEM, "no memory for %" PRId64 " elements", count);
         return array;
@@ -307,7 +307,7 @@ static call_array read_array(torch_call *call, const char *name, torch_tensor te
 {
     call_array array = {.data = no_elements};
     bool contiguous;
-    check_place(call, name, tensor);
+    check_device(call, name, tensor);
     if (!read_properties(call, name, tensor, &array, &contiguous)) return array;
     if (!is_one_of(array.type, type))
         call_fail(call, EPIC_EINVAL, "%s is %s: must be %s", name, type_name(array.type),
@@ -362,7 +362,7 @@ void call_check_count(torch_call *call, const char *name, call_array array, int6
 
 void call_order_token(torch_call *call)
 {
-    check_place(call, "order_token", next_tensor(call));
+    check_device(call, "order_token", next_tensor(call));
 }
 
 int64_t call_int(torch_call *call)
@@ -393,9 +393,9 @@ double call_float(torch_call *call)
  * needed. */
 static void enter_device(torch_call *call, epic_call *out)
 {
-    const int32_t wanted = call->place.device_index;
+    const int32_t wanted = call->device.device_index;
     int32_t current;
-    if (call->place.device_type != TORCH_CUDA || call->failed) return;
+    if (call->device.device_type != TORCH_CUDA || call->failed) return;
     if (torch.get_current_cuda_stream == NULL || torch.get_current_device_index(&current) ||
         (current != wanted && torch.create_cuda_guard(wanted, &call->guard)) ||
         torch.get_current_cuda_stream(wanted, &out->stream))
@@ -410,10 +410,10 @@ static void check_entered(torch_call *call, bool entered)
         return;
     }
     char here[32], there[32];
-    if (!is_same_place(call->place, call->use.place))
+    if (!is_same_device(call->device, call->use.device))
         call_fail(call, EPIC_EINVAL, "the tensors are on %s, the group is on %s",
-                  place_name(call->place, here, sizeof here),
-                  place_name(call->use.place, there, sizeof there));
+                  device_name(call->device, here, sizeof here),
+                  device_name(call->use.device, there, sizeof there));
 }
 
 /* Enters the group with this number. */
@@ -466,7 +466,7 @@ epic_call call_enter_local(torch_call *call)
     const int64_t number = read_number(call, &out);
     if (number != 0)
         enter_group(call, number);
-    else if (call->place.device_type != TORCH_CPU)
+    else if (call->device.device_type != TORCH_CPU)
         call_fail(call, EPIC_EINVAL, "tensors on a GPU need a group of that GPU: pass group=");
     enter_device(call, &out);
     return out;

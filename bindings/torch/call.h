@@ -58,9 +58,9 @@ typedef struct torch_call {
                                              call_end() deletes */
     torch_tensor made[CALL_TENSORS];      /* new results */
     call_span spans[CALL_TENSORS];
-    group_place place; /* device of the first tensor; all tensors must be on it */
-    group_use use;     /* the group that the call uses, after a call_enter function */
-    void *guard;       /* CUDA: guard that makes the device current for this thread */
+    group_device device; /* device of the first tensor; all tensors must be on it */
+    group_use use;       /* the group that the call uses, after a call_enter function */
+    void *guard;         /* CUDA: guard that makes the device current for this thread */
     bool failed;
     char error[1024]; /* text of the first error */
 } torch_call;

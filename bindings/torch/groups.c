@@ -13,7 +13,7 @@
 struct group {
     int64_t number;
     epic_context *ctx;
-    group_place place;
+    group_device device;
     int num_uses;    /* number of calls in flight */
     bool is_closing; /* no further call may enter */
     int num_layers;
@@ -42,7 +42,7 @@ static group **find_group(int64_t number)
 static void use_group(group_use *use, group *found)
 {
     found->num_uses++;
-    *use = (group_use){found, found->ctx, found->place};
+    *use = (group_use){found, found->ctx, found->device};
 }
 
 bool group_enter(group_use *use, int64_t number)
@@ -106,7 +106,7 @@ TORCH_EXPORT int64_t epic_torch_group_add(epic_context *ctx, int32_t device_type
     pthread_mutex_lock(&mutex);
     const int64_t number = ++last_number;
     *made = (group){
-        .number = number, .ctx = ctx, .place = {device_type, device_index}, .next = groups};
+        .number = number, .ctx = ctx, .device = {device_type, device_index}, .next = groups};
     groups = made;
     pthread_mutex_unlock(&mutex);
     return number;

@@ -10,10 +10,10 @@
 #include "epic/epic.h"
 
 /* A device, as torch numbers it. */
-typedef struct group_place {
+typedef struct group_device {
     int32_t device_type; /* TORCH_CPU or TORCH_CUDA; -1: not yet known */
     int32_t device_index;
-} group_place;
+} group_device;
 
 typedef struct group group;
 
@@ -21,7 +21,7 @@ typedef struct group group;
 typedef struct group_use {
     group *group; /* NULL: no group was entered */
     epic_context *ctx;
-    group_place place;
+    group_device device;
 } group_use;
 
 /* Enters the group with this number. It cannot be removed until group_leave(). Returns false if

@@ -11,7 +11,7 @@
 
 /* Inputs of one call of plan or plan_dispatch. */
 typedef struct plan_job {
-    group_layer kept; /* the layer that the group stores */
+    group_layer stored; /* the layer that the group stores */
     epic_plan_args args;
     int64_t top_k, table_length, logical_length; /* lengths of topk_idx rows and of the two
                                                     tables */
@@ -33,13 +33,13 @@ static call_array read_choices(torch_call *call, plan_job *job)
  * for the number of slots that always suffices. */
 static void read_layout(torch_call *call, plan_job *job)
 {
-    job->args.call = call_enter_layer(call, &job->kept);
+    job->args.call = call_enter_layer(call, &job->stored);
     const int64_t capacity = call_int(call);
-    job->args.capacity = capacity < 0 ? job->kept.capacity : capacity;
+    job->args.capacity = capacity < 0 ? job->stored.capacity : capacity;
     job->args.call.tag = call_tag(call);
     const call_array table = call_arg_or_none(call, "rank_of_expert", EPIC_I32, 1);
     const call_array logical = call_arg_or_none(call, "logical_of_expert", EPIC_I32, 1);
-    job->args.layer = &job->kept.layer;
+    job->args.layer = &job->stored.layer;
     job->args.rank_of_expert = table.data;
     job->args.logical_of_expert = logical.data;
     job->table_length = table.count;
@@ -51,10 +51,10 @@ static void read_layout(torch_call *call, plan_job *job)
 static void check_lengths(torch_call *call, const plan_job *job)
 {
     if (call->failed) return;
-    const int64_t experts = job->kept.layer.num_experts;
-    if (job->top_k != job->kept.layer.top_k)
+    const int64_t experts = job->stored.layer.num_experts;
+    if (job->top_k != job->stored.layer.top_k)
         call_fail(call, EPIC_EINVAL, "topk_idx has %lld columns: must have top_k = %u",
-                  (long long)job->top_k, job->kept.layer.top_k);
+                  (long long)job->top_k, job->stored.layer.top_k);
     if (job->args.rank_of_expert != NULL && job->table_length != experts)
         call_fail(call, EPIC_EINVAL,
                   "rank_of_expert has %lld elements: must have num_experts = %lld",
@@ -73,16 +73,17 @@ static void plan_results(torch_call *call, plan_job *job)
 {
     check_lengths(call, job);
     if (call->failed) return;
-    const int64_t experts = job->kept.layer.num_experts, logical = job->kept.layer.num_logical;
+    const int64_t experts = job->stored.layer.num_experts,
+                  logical = job->stored.layer.num_logical;
     const int64_t ranks = epic_num_ranks(call->use.ctx), even = (experts + ranks - 1) / ranks;
     const int64_t local = job->args.rank_of_expert != NULL ? experts : even;
     const int64_t count = 2 * local + experts + 1 + logical;
     const int64_t count_bytes = count * (int64_t)sizeof(int32_t);
-    const call_array made = call_memory(call, "plan", job->kept.plan_bytes + count_bytes);
+    const call_array made = call_memory(call, "plan", job->stored.plan_bytes + count_bytes);
     if (call->failed) return;
     job->args.plan = made.data;
-    job->args.plan_bytes = job->kept.plan_bytes;
-    int32_t *counts = (int32_t *)(void *)((char *)made.data + job->kept.plan_bytes);
+    job->args.plan_bytes = job->stored.plan_bytes;
+    int32_t *counts = (int32_t *)(void *)((char *)made.data + job->stored.plan_bytes);
     job->args.expert_rows = counts;
     job->args.expert_tokens = counts + local;
     job->args.load = counts + 2 * local;
@@ -94,7 +95,7 @@ static void plan_results(torch_call *call, plan_job *job)
  * arguments. */
 static void read_layer_options(torch_call *call, plan_job *job)
 {
-    read_compared(call, &job->compared, &job->kept.layer);
+    read_compared(call, &job->compared, &job->stored.layer);
     job->args.moe = &job->compared.moe;
 }
 
@@ -130,9 +131,9 @@ static void op_plan_compared(torch_value *stack, uint64_t num_arguments, uint64_
  * *layer. */
 static epic_call enter_layer(torch_call *call, epic_layer *layer)
 {
-    group_layer kept = {0};
-    epic_call out = call_enter_layer(call, &kept);
-    *layer = kept.layer;
+    group_layer stored = {0};
+    epic_call out = call_enter_layer(call, &stored);
+    *layer = stored.layer;
     out.tag = call_tag(call);
     return out;
 }
@@ -527,7 +528,7 @@ static void op_sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_
 
 /* torch needs host time for each argument of an operator, even for one that is left out. So the
  * group stores the options of a layer, and operators take the number of the layer. */
-#define PLACE ", int group, int tag=0"
+#define GROUP_ARGS ", int group, int tag=0"
 #define PLANNED_BY ", int layer, int tag=0" /* the layer of the plan */
 #define FLAGS ", int flags=1"
 #define LAYOUT                                     \
@@ -579,8 +580,9 @@ static const torch_op ops[] = {
        "slot_weights, "
        "SymInt capacity, int quantize" PLANNED_BY FLAGS
        ") -> (Tensor d_rows, Tensor scales, Tensor d_slot_weights)"),
-    OP(sum_, "(Tensor(a!) order_token, Tensor(b!) x, int order" PLACE ") -> ()"),
-    OP(sum_replicas_, "(Tensor(a!) order_token, Tensor plan, Tensor(b!) x" PLACE ") -> ()"),
+    OP(sum_, "(Tensor(a!) order_token, Tensor(b!) x, int order" GROUP_ARGS ") -> ()"),
+    OP(sum_replicas_,
+       "(Tensor(a!) order_token, Tensor plan, Tensor(b!) x" GROUP_ARGS ") -> ()"),
 };
 
 torch_ops steps_ops(void)
