@@ -76,11 +76,11 @@ INLINE uint8_t e4m3_of_float(float x)
     const uint32_t bits = bits_of(x);
     const uint32_t sign = bits >> 24 & 0x80;
     const uint32_t size = bits & 0x7fffffff;
-    const uint32_t kept = size < bits_of(E4M3_MAX) ? size : bits_of(E4M3_MAX);
-    const uint32_t normal = round_bits(kept, 20) - (120u << 3);
+    const uint32_t clamped = size < bits_of(E4M3_MAX) ? size : bits_of(E4M3_MAX);
+    const uint32_t normal = round_bits(clamped, 20) - (120u << 3);
     /* Below 2^-6 the steps are 2^-9, which is what the sum with 2^14 is rounded to. */
-    const uint32_t small = bits_of(float_of(kept) + 0x1p14f) - bits_of(0x1p14f);
-    const uint32_t code = kept < bits_of(0x1p-6f) ? small : normal;
+    const uint32_t small = bits_of(float_of(clamped) + 0x1p14f) - bits_of(0x1p14f);
+    const uint32_t code = clamped < bits_of(0x1p-6f) ? small : normal;
     return (uint8_t)(size > INFINITY_BITS ? E4M3_NAN : sign | code);
 }
 

@@ -67,19 +67,19 @@ INLINE void store_e4m3(void *to, lanes x)
     const __m256i sign = _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80));
     const __m256i size = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
     const __m256i most = _mm256_castps_si256(_mm256_set1_ps(E4M3_MAX));
-    const __m256i kept = _mm256_min_epi32(size, most);
+    const __m256i clamped = _mm256_min_epi32(size, most);
 
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(kept, 20), _mm256_set1_epi32(1));
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(clamped, 20), _mm256_set1_epi32(1));
     const __m256i half = _mm256_add_epi32(odd, _mm256_set1_epi32((1 << 19) - 1 - (120 << 23)));
-    const __m256i normal = _mm256_srli_epi32(_mm256_add_epi32(kept, half), 20);
+    const __m256i normal = _mm256_srli_epi32(_mm256_add_epi32(clamped, half), 20);
 
     const __m256 shift = _mm256_set1_ps(0x1p14f);
     const __m256i shifted =
-        _mm256_castps_si256(_mm256_add_ps(_mm256_castsi256_ps(kept), shift));
+        _mm256_castps_si256(_mm256_add_ps(_mm256_castsi256_ps(clamped), shift));
     const __m256i small = _mm256_sub_epi32(shifted, _mm256_castps_si256(shift));
 
     const __m256i least = _mm256_castps_si256(_mm256_set1_ps(0x1p-6f));
-    __m256i code = _mm256_blendv_epi8(normal, small, _mm256_cmpgt_epi32(least, kept));
+    __m256i code = _mm256_blendv_epi8(normal, small, _mm256_cmpgt_epi32(least, clamped));
     const __m256i is_nan = _mm256_cmpgt_epi32(size, _mm256_set1_epi32((int)INFINITY_BITS));
     code = _mm256_blendv_epi8(_mm256_or_si256(code, sign), _mm256_set1_epi32(E4M3_NAN), is_nan);
     const __m128i words =

@@ -67,18 +67,18 @@ INLINE void store_e4m3(void *to, lanes x)
     const __m512i sign = _mm512_and_si512(_mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80));
     const __m512i size = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff));
     const __m512i most = _mm512_castps_si512(_mm512_set1_ps(E4M3_MAX));
-    const __m512i kept = _mm512_min_epi32(size, most);
+    const __m512i clamped = _mm512_min_epi32(size, most);
 
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(kept, 20), _mm512_set1_epi32(1));
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(clamped, 20), _mm512_set1_epi32(1));
     const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32((1 << 19) - 1 - (120 << 23)));
-    const __m512i normal = _mm512_srli_epi32(_mm512_add_epi32(kept, half), 20);
+    const __m512i normal = _mm512_srli_epi32(_mm512_add_epi32(clamped, half), 20);
 
     const __m512 shift = _mm512_set1_ps(0x1p14f);
     const __m512i shifted =
-        _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(kept), shift));
+        _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(clamped), shift));
 
     const __m512i least = _mm512_castps_si512(_mm512_set1_ps(0x1p-6f));
-    const __mmask16 is_small = _mm512_cmplt_epi32_mask(kept, least);
+    const __mmask16 is_small = _mm512_cmplt_epi32_mask(clamped, least);
     __m512i code = _mm512_mask_sub_epi32(normal, is_small, shifted, _mm512_castps_si512(shift));
     const __m512i infinity = _mm512_set1_epi32((int)INFINITY_BITS);
     const __mmask16 is_nan = _mm512_cmpgt_epi32_mask(size, infinity);

@@ -164,7 +164,7 @@ static epic_result read_host_plan(const void *plan, int64_t plan_bytes, epic_pla
                             .rank_offset = h->rank_to};
     if (h->layer.sum_order == EPIC_TREE) {
         out->num_leaves = h->layer.leaves / (uint32_t)h->num_ranks;
-        out->first_leaf = (uint32_t)view.place_of[h->rank] * out->num_leaves;
+        out->first_leaf = (uint32_t)view.position_of[h->rank] * out->num_leaves;
     }
     return EPIC_OK;
 }

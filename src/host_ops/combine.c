@@ -144,7 +144,7 @@ static void make_partial(const combining *c, int home, int64_t token, void *out)
     gather_slots(c, home, token, &g);
     if (layer->sum_order == EPIC_TREE && !plan_is_flat(&c->plan)) {
         const int32_t leaves = (int32_t)layer->leaves / c->x->num_ranks;
-        if (reduce_subtree(c, &g, c->plan.place_of[c->x->rank] * leaves, leaves, 1, out))
+        if (reduce_subtree(c, &g, c->plan.position_of[c->x->rank] * leaves, leaves, 1, out))
             return;
         g.n = 0; /* a damaged plan: the leaves of its slots belong to other ranks */
     }
@@ -160,11 +160,11 @@ static void write_trailer(const combining *c, int home, int64_t token, void *tra
     const plan_view *v = &c->plan;
     const uint32_t top_k = v->header->layer.top_k;
     const int32_t *here = plan_slots_of_token(v, home, token);
-    int64_t place =
+    int64_t index =
         plan_is_flat(v) ? v->row_here[v->base_of[home] + token] * (int64_t)top_k : 0;
     float values[MAX_TOP_K] = {0};
     for (uint32_t k = 0; k < top_k; k++)
-        if (here[k] >= 0) values[k] = c->d_slot_weights[plan_is_flat(v) ? place++ : here[k]];
+        if (here[k] >= 0) values[k] = c->d_slot_weights[plan_is_flat(v) ? index++ : here[k]];
     memcpy(trailer, values, top_k * sizeof *values);
 }
 
@@ -235,13 +235,13 @@ static const void *join_subtrees(const combining *c, const void *const *at, int3
 }
 
 /* Writes to `out` the sum of the partials of all ranks, added in a binary tree in the order of
- * the ranks' subtrees (plan_view.place_of). */
+ * the ranks' subtrees (plan_view.position_of). */
 static void add_partials_as_tree(const combining *c, const void **rows, void *out)
 {
     const void *at[EPIC_MAX_RANKS];
     for (int p = 0; p < c->x->num_ranks; p++)
-        at[p] = NULL; /* place_of of a damaged plan may leave elements unset */
-    for (int r = 0; r < c->x->num_ranks; r++) at[c->plan.place_of[r]] = rows[r];
+        at[p] = NULL; /* position_of of a damaged plan may leave elements unset */
+    for (int r = 0; r < c->x->num_ranks; r++) at[c->plan.position_of[r]] = rows[r];
     const void *root = join_subtrees(c, at, 0, c->x->num_ranks, 1);
     c->kernels->add(out, c->type, &root, root != NULL, c->partial_type, c->count);
 }

@@ -155,12 +155,12 @@ static void write_row(const dispatching *d, int64_t slot, const parts *p)
                 (size_t)p->scales.size);
 }
 
-/* Writes the weight of choice k to slot_weights[place]. It uses a normal store, because weights
+/* Writes the weight of choice k to slot_weights[index]. It uses a normal store, because weights
  * are small. If the piece ends inside the weight, only the available bytes are written. */
-static void write_weight(const dispatching *d, int64_t place, uint32_t k, const part *weights)
+static void write_weight(const dispatching *d, int64_t index, uint32_t k, const part *weights)
 {
     const int64_t at = (int64_t)(k * sizeof(float)), end = weights->at + weights->size;
-    float *to = d->args->slot_weights + place;
+    float *to = d->args->slot_weights + index;
     if (weights->at <= at && at + (int64_t)sizeof *to <= end)
         memcpy(to, weights->from + (at - weights->at), sizeof *to);
     else
@@ -174,10 +174,10 @@ static void write_flat_row(const dispatching *d, int from, int64_t token, const 
     const int64_t row = d->plan.row_here[d->plan.base_of[from] + token];
     const int32_t *experts = plan_slots_of_token(&d->plan, from, token);
     const uint32_t top_k = d->plan.header->layer.top_k;
-    int64_t place = row * top_k;
+    int64_t index = row * top_k;
     write_row(d, row, p);
     for (uint32_t k = 0; k < top_k && p->weights.size > 0; k++)
-        if (experts[k] >= 0) write_weight(d, place++, k, &p->weights);
+        if (experts[k] >= 0) write_weight(d, index++, k, &p->weights);
 }
 
 /* Writes the available parts of a token to all its slots on this rank. */

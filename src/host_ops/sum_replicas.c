@@ -79,7 +79,7 @@ static void add_local_replicas(adding *a)
     const plan_header *h = a->plan->header;
     const bool tree = h->layer.sum_order == EPIC_TREE;
     const int64_t leaves = tree ? h->layer.leaves / (uint32_t)h->num_ranks : 1;
-    const int64_t first = tree ? a->plan->place_of[h->rank] * leaves : -1;
+    const int64_t first = tree ? a->plan->position_of[h->rank] * leaves : -1;
     for (a->at = 0; a->at < a->count; a->at += CHUNK) {
         const int64_t left = a->count - a->at;
         a->n = left < CHUNK ? left : CHUNK;

@@ -28,7 +28,7 @@ void plan_layout(plan_header *h)
     h->logical_of = add_section(&end, h->layer.num_logical ? h->layer.num_experts : 0);
     h->slab_begin = add_section(&end, h->num_local + 1);
     h->slab_count = add_section(&end, h->num_local);
-    h->place_of = add_section(&end, h->num_ranks);
+    h->position_of = add_section(&end, h->num_ranks);
     h->fate = add_section(&end, h->num_tokens * k);
     h->rank_to = add_section(&end, h->num_tokens * k);
     h->here = add_section(&end, h->total_tokens * k);
@@ -76,7 +76,7 @@ plan_view plan_view_of(const void *plan)
         .logical_of = (const int32_t *)(bytes + h->logical_of),
         .slab_begin = (const int32_t *)(bytes + h->slab_begin),
         .slab_count = (const int32_t *)(bytes + h->slab_count),
-        .place_of = (const int32_t *)(bytes + h->place_of),
+        .position_of = (const int32_t *)(bytes + h->position_of),
         .fate = (const int32_t *)(bytes + h->fate),
         .rank_to = (const int32_t *)(bytes + h->rank_to),
         .here = (const int32_t *)(bytes + h->here),
@@ -127,7 +127,7 @@ static void locate_arrays(planner *p)
     p->logical_of = (int32_t *)(bytes + h->logical_of);
     p->slab_begin = (int32_t *)(bytes + h->slab_begin);
     p->slab_count = (int32_t *)(bytes + h->slab_count);
-    p->place_of = (int32_t *)(bytes + h->place_of);
+    p->position_of = (int32_t *)(bytes + h->position_of);
     p->fate = (int32_t *)(bytes + h->fate);
     p->rank_to = (int32_t *)(bytes + h->rank_to);
     p->here = (int32_t *)(bytes + h->here);
@@ -279,7 +279,7 @@ static bool are_ranges_valid(const plan_view *v)
            are_all_within(v->expert_of, h->num_local, -1, (int64_t)h->layer.num_experts - 1) &&
            are_all_within(v->logical_of, h->layer.num_logical ? h->layer.num_experts : 0, 0,
                           (int64_t)h->layer.num_logical - 1) &&
-           are_all_within(v->place_of, h->num_ranks, 0, h->num_ranks - 1) &&
+           are_all_within(v->position_of, h->num_ranks, 0, h->num_ranks - 1) &&
            are_all_within(v->fate, h->num_tokens * k, EPIC_FATE_RANK_FULL, INT32_MAX) &&
            are_all_within(v->rank_to, h->num_tokens * k, -1, h->num_ranks - 1) &&
            are_all_within(v->here, h->total_tokens * k, -1,

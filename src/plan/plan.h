@@ -12,7 +12,7 @@
  * logical_of [num_experts]: with num_logical only, the logical expert of each replica
  * slab_begin [num_local + 1]: first slot of each slab; FLAT: all 0
  * slab_count [num_local]: choices in each slab, without padding
- * place_of [num_ranks]: EPIC_TREE only, position of each rank's experts in the tree
+ * position_of [num_ranks]: EPIC_TREE only, position of each rank's experts in the tree
  * fate [num_tokens, top_k]: slot on the rank of the expert, or an EPIC_FATE value
  * rank_to [num_tokens, top_k]: rank of the expert; -1: none
  * here [all tokens, top_k]: slot on this rank, FLAT: local expert; -1: not on this rank
@@ -43,7 +43,7 @@ typedef struct plan_header {
     int64_t num_kept, num_none, num_expert_full, num_rank_full;
     int64_t tokens_of, base_of, expert_of, logical_of, slab_begin,
         slab_count; /* offsets from the header, like those below */
-    int64_t place_of;
+    int64_t position_of;
     int64_t fate, rank_to, here, row_here;
     int32_t rank, num_ranks, num_local;
     /* The epic_result with which the plan was made. With an error the plan has no slots. */
@@ -54,7 +54,7 @@ typedef struct plan_header {
 typedef struct plan_view { /* addresses of the arrays of a valid plan */
     const plan_header *header;
     const int32_t *tokens_of, *base_of, *expert_of, *logical_of, *slab_begin, *slab_count;
-    const int32_t *place_of;
+    const int32_t *position_of;
     const int32_t *fate, *rank_to, *here, *row_here;
 } plan_view;
 
@@ -117,7 +117,8 @@ static inline int64_t round_up(int64_t n, int64_t to)
 typedef struct planner { /* a plan while it is made */
     unsigned char *bytes;
     plan_header *header;
-    int32_t *tokens_of, *base_of, *expert_of, *logical_of, *slab_begin, *slab_count, *place_of;
+    int32_t *tokens_of, *base_of, *expert_of, *logical_of, *slab_begin, *slab_count,
+        *position_of;
     int32_t *fate, *rank_to, *here, *row_here;
     /* The workspace. "Limit" means how many choices of an expert are kept. */
     int32_t *count;    /* [num_experts] choices of the whole group */

@@ -25,7 +25,7 @@ static void count_choices(planner *p)
 }
 
 /* Numbers the local experts of each rank by ascending global id. With EPIC_TREE, also sets the
- * position of each rank's experts in the tree (place_of). */
+ * position of each rank's experts in the tree (position_of). */
 static void number_experts(planner *p)
 {
     const plan_header *h = p->header;
@@ -37,8 +37,8 @@ static void number_experts(planner *p)
     }
     if (h->layer.sum_order != EPIC_TREE) return;
     const uint32_t block = h->layer.num_experts / (uint32_t)h->num_ranks;
-    for (int32_t place = 0; place < h->num_ranks; place++)
-        p->place_of[p->owner[(uint32_t)place * block]] = place;
+    for (int32_t position = 0; position < h->num_ranks; position++)
+        p->position_of[p->owner[(uint32_t)position * block]] = position;
 }
 
 static int32_t min_int32(int32_t a, int32_t b)
@@ -60,13 +60,13 @@ static bool is_priority_by_k(const planner *p)
     return p->header->layer.priority == EPIC_BY_K;
 }
 
-/* Decides whether expert e keeps a choice. `place` is the position of the choice among all
+/* Decides whether expert e keeps a choice. `position` is its index among all
  * choices of e, by priority. The expert keeps the choices at the first min(limit[e], most[rank
  * of e]) positions. Returns 0 if the choice is kept, else EXPERT_IS_FULL or RANK_IS_FULL. */
-static int32_t judge_choice(const planner *p, int32_t e, int32_t place)
+static int32_t judge_choice(const planner *p, int32_t e, int32_t position)
 {
-    if (place < min_int32(p->limit[e], p->most[p->owner[e]])) return 0;
-    return place >= p->quota[e] ? EXPERT_IS_FULL : RANK_IS_FULL;
+    if (position < min_int32(p->limit[e], p->most[p->owner[e]])) return 0;
+    return position >= p->quota[e] ? EXPERT_IS_FULL : RANK_IS_FULL;
 }
 
 /* Judges all choices of the group in the order of EPIC_BY_K: first all choices with k = 0, then
@@ -238,10 +238,10 @@ static void place_token(planner *p, const int32_t *here, choices *c)
         c->rank[k] = -1;
         c->slot[k] = EPIC_FATE_NONE;
         if (here[k] < 0) continue;
-        const int32_t e = here[k] & ID_BITS, place = p->next[e];
+        const int32_t e = here[k] & ID_BITS, position = p->next[e];
         c->rank[k] = p->owner[e];
-        if (here[k] == e && place < p->limit[e]) {
-            c->slot[k] = p->begin[e] + place;
+        if (here[k] == e && position < p->limit[e]) {
+            c->slot[k] = p->begin[e] + position;
             p->next[e]++;
         } else {
             c->slot[k] = fate_of(p, e, here[k]);
@@ -285,8 +285,8 @@ static void place_foreign_token(planner *p, int32_t *here, uint32_t top_k, int32
         const int32_t e = here[k] & ID_BITS;
         int32_t slot = -1;
         if (here[k] == e && p->next[e] < p->limit[e]) {
-            const int32_t place = p->next[e]++;
-            if (p->owner[e] == rank) slot = p->begin[e] + place;
+            const int32_t position = p->next[e]++;
+            if (p->owner[e] == rank) slot = p->begin[e] + position;
         } else if (here[k] >= 0) {
             fate_of(p, e, here[k]);
         }

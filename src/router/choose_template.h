@@ -23,9 +23,10 @@ static inline bool is_above(REAL a, REAL b)
 static inline int insert_best(int32_t *out, int found, int k, const REAL *v, int64_t i)
 {
     if (found == k && !is_above(v[i], v[out[k - 1]])) return found;
-    int place = found < k ? found++ : k - 1;
-    for (; place > 0 && is_above(v[i], v[out[place - 1]]); place--) out[place] = out[place - 1];
-    out[place] = (int32_t)i;
+    int position = found < k ? found++ : k - 1;
+    for (; position > 0 && is_above(v[i], v[out[position - 1]]); position--)
+        out[position] = out[position - 1];
+    out[position] = (int32_t)i;
     return found;
 }
 

@@ -255,7 +255,7 @@ static void change_arrays(damaged *d, unsigned char *plan)
     const plan_header *h = (const plan_header *)(const void *)plan;
     const int32_t place = (int32_t)run_below(&d->random, h->num_ranks);
     if (run_chance(&d->random, 25)) /* two ranks at the same place of the tree */
-        memcpy(plan + h->place_of + 4 * run_below(&d->random, h->num_ranks), &place, 4);
+        memcpy(plan + h->position_of + 4 * run_below(&d->random, h->num_ranks), &place, 4);
 }
 
 static epic_result use_resealed(damaged *d, bool spoiled)

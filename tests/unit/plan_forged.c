@@ -151,7 +151,7 @@ static void forge(forged *f, run_random *random)
         {h->logical_of, h->layer.num_logical ? h->layer.num_experts : 0},
         {h->slab_begin, h->num_local + 1},
         {h->slab_count, h->num_local},
-        {h->place_of, h->num_ranks},
+        {h->position_of, h->num_ranks},
         {h->fate, h->num_tokens * h->layer.top_k},
         {h->here, h->total_tokens * h->layer.top_k}};
     for (int64_t n = run_between(random, 1, 3); n > 0; n--) {

@@ -325,11 +325,11 @@ __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d
 __device__ __forceinline__ uint32_t e4m3_of(float x)
 {
     const uint32_t bits = __float_as_uint(x), size = bits & 0x7fffffff;
-    const uint32_t kept = min(size, 0x43e00000u);
-    const uint32_t normal = ((kept + 0x7ffff + (kept >> 20 & 1)) >> 20) - (120u << 3);
-    const uint32_t small = __float_as_uint(__uint_as_float(kept) + 0x1p14f) - 0x46800000u;
+    const uint32_t clamped = min(size, 0x43e00000u);
+    const uint32_t normal = ((clamped + 0x7ffff + (clamped >> 20 & 1)) >> 20) - (120u << 3);
+    const uint32_t small = __float_as_uint(__uint_as_float(clamped) + 0x1p14f) - 0x46800000u;
     if (size > 0x7f800000u) return 0x7f;
-    return (bits >> 24 & 0x80) | (kept < 0x3c800000u ? small : normal);
+    return (bits >> 24 & 0x80) | (clamped < 0x3c800000u ? small : normal);
 }
 
 __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d)
