@@ -60,9 +60,9 @@ static bool is_priority_by_k(const planner *p)
     return p->header->layer.priority == EPIC_BY_K;
 }
 
-/* Decides whether expert e keeps a choice. `position` is its index among all
- * choices of e, by priority. The expert keeps the choices at the first min(limit[e], most[rank
- * of e]) positions. Returns 0 if the choice is kept, else EXPERT_IS_FULL or RANK_IS_FULL. */
+/* Decides whether expert e keeps a choice. `position` is its index among all choices
+ * of e, by priority. The expert keeps the choices at the first min(limit[e], most[rank of e])
+ * positions. Returns 0 if the choice is kept, else EXPERT_IS_FULL or RANK_IS_FULL. */
 static int32_t judge_choice(const planner *p, int32_t e, int32_t position)
 {
     if (position < min_int32(p->limit[e], p->most[p->owner[e]])) return 0;

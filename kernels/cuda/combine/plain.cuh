@@ -348,13 +348,13 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
     return true;
 }
 
-/* Waits for the partial sums of the ranks at places `place` to `place` + 3 of the sum order
- * (rank_at[]), and stores poison back. there[i]: the rank at place + i has a partial sum, which
- * goes to q[i]. The caller has already set q[i] of this rank. Called by a whole warp. Returns
- * false if the group is broken. */
+/* Waits for the partial sums of the ranks at `position` to `position` + 3 of the sum order
+ * (rank_at[]), and stores poison back. there[i]: the rank at position + i has a partial sum,
+ * which goes to q[i]. The caller has already set q[i] of this rank. Called by a whole warp.
+ * Returns false if the group is broken. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
-receive_partials(const CombineState &c, const Unit &u, int place, bool (&there)[4],
+receive_partials(const CombineState &c, const Unit &u, int position, bool (&there)[4],
                  uint4 (&q)[4][V][PartialSum<ROW, PART>::VECTORS])
 {
     constexpr int P = PartialSum<ROW, PART>::VECTORS;
@@ -363,7 +363,8 @@ receive_partials(const CombineState &c, const Unit &u, int place, bool (&there)[
     int peer[4], late = -1;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int rank = place + i < self.num_ranks ? c.plan.header.rank_at[place + i] : -1;
+        const int rank =
+            position + i < self.num_ranks ? c.plan.header.rank_at[position + i] : -1;
         peer[i] = -1;
         if (!there[i] || rank == self.rank) continue;
         peer[i] = rank;
@@ -451,12 +452,13 @@ add_ranks(const CombineState &c, const Unit &u, uint32_t touched,
     bool some = false;
     clear_sums(total);
 #pragma unroll 1
-    for (int place = 0; place < self.num_ranks; place += 4) {
+    for (int position = 0; position < self.num_ranks; position += 4) {
         uint4 q[4][V][P];
         bool there[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const int rank = place + i < self.num_ranks ? c.plan.header.rank_at[place + i] : -1;
+            const int rank =
+                position + i < self.num_ranks ? c.plan.header.rank_at[position + i] : -1;
             there[i] = rank >= 0 && (touched >> rank & 1);
             if (rank == self.rank)
 #pragma unroll
@@ -464,11 +466,11 @@ add_ranks(const CombineState &c, const Unit &u, uint32_t touched,
 #pragma unroll
                     for (int p = 0; p < P; p++) q[i][v][p] = own[v][p];
         }
-        if (!receive_partials<ROW, PART, V>(c, u, place, there, q)) return false;
+        if (!receive_partials<ROW, PART, V>(c, u, position, there, q)) return false;
         if (deep) {
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                if (there[i]) stack.push_node(q[i][0], (uint32_t)(place + i));
+                if (there[i]) stack.push_node(q[i][0], (uint32_t)(position + i));
             continue;
         }
         if (tree) {

@@ -84,11 +84,11 @@ add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &some,
     constexpr int P = PartialSum<ROW, PART>::VECTORS;
     const p2p_self &self = c.job.self;
     LeafStack<ROW, PART> stack = {c.stack, 0, 0};
-    for (int place = 0; place < self.num_ranks; place++) {
-        const int from = c.plan.header.rank_at[place];
+    for (int position = 0; position < self.num_ranks; position++) {
+        const int from = c.plan.header.rank_at[position];
         if (from / ranks_per_host(self) != self.rank / ranks_per_host(self)) continue;
         if (from == self.rank) {
-            if (some) stack.push_node(node, (uint32_t)place);
+            if (some) stack.push_node(node, (uint32_t)position);
             continue;
         }
         const int by = mate_of(self, from, rank);
@@ -101,7 +101,7 @@ add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &some,
         if (!receive_node<P>(c, u, box_address(self, c.op, c.op.heap, self.rank, by), from,
                              its))
             return false;
-        stack.push_node(its, (uint32_t)place);
+        stack.push_node(its, (uint32_t)position);
     }
     some = stack.pop_result(node);
     return true;

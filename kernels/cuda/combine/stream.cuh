@@ -31,9 +31,9 @@ struct Entry { /* A unit that the warp has begun and not finished; in shared mem
     int32_t vector;    /* first vector of the piece */
     int16_t num_slots; /* slots on this rank */
     int16_t role;      /* role of an expert unit; -1: a source unit */
-    /* only in source units; bit p is 1 if the rank at place p of the sum order (rank_at[p])
+    /* only in source units; bit p is 1 if the rank at position p of the sum order (rank_at[p])
      * sends a partial sum */
-    uint32_t places;
+    uint32_t positions;
     Slot slots[WARP];    /* the token's slots on this rank */
     int32_t ranks[WARP]; /* only in source units: rank to which choice k goes */
 };
@@ -52,14 +52,14 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     int32_t slot_e, slot_s, ranks_s;
     /* in this round, expert units end before token end_e, source units before token end_s */
     int32_t end_e, end_s;
-    int32_t place_rank; /* lane p: the peer at place p of the sum order, or -1 */
-    const Slot *slot;   /* slot whose row is copied next */
+    int32_t position_rank; /* lane p: the peer at position p of the sum order, or -1 */
+    const Slot *slot;      /* slot whose row is copied next */
     /* this lane's part of the current piece in row 0; row_offset() leads to other rows */
     const uint8_t *rows;
     int32_t token, vector; /* token and first vector of the unit that is being copied */
     int32_t slots = 0;     /* number of rows of that unit that are left to copy */
-    /* bit mask of the places whose partial sums are left to copy for that unit */
-    uint32_t places = 0;
+    /* bit mask of the positions whose partial sums are left to copy for that unit */
+    uint32_t positions = 0;
     uint32_t begun = 0, copied = 0, used = 0;
 
     /* memory: WARP_BYTES of shared memory of this warp. end: the round ends before this token.
@@ -72,8 +72,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         const p2p_self &self = c.job.self;
         end_e = self.num_ranks > 1 ? end : c.first;
         end_s = min(end, c.job.num_tokens);
-        place_rank = lane_id() < self.num_ranks ? c.plan.header.rank_at[lane_id()] : -1;
-        if (place_rank == self.rank) place_rank = -1;
+        position_rank = lane_id() < self.num_ranks ? c.plan.header.rank_at[lane_id()] : -1;
+        if (position_rank == self.rank) position_rank = -1;
         read_expert();
         read_source();
     }
@@ -96,7 +96,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     /* Fills the entry of a unit that begins, and starts to copy the weights (or floats) of its
      * slots. Called by a whole warp. */
     __device__ __forceinline__ void fill_entry(Entry &entry, int32_t of_token, int role,
-                                               int piece, int32_t its_slot, uint32_t its_places)
+                                               int piece, int32_t its_slot,
+                                               uint32_t its_positions)
     {
         const float *from = c.job.slot_weights ? c.job.slot_weights : c.job.slot_floats;
         const uint32_t its_slots = __ballot_sync(ALL_LANES, its_slot >= 0);
@@ -111,7 +112,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
             entry.vector = piece * V * WARP;
             entry.num_slots = (int16_t)__popc(its_slots);
             entry.role = (int16_t)role;
-            entry.places = its_places;
+            entry.positions = its_positions;
         }
         begun++;
     }
@@ -132,28 +133,28 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
             entry.ranks[lane_id()] = ranks_s;
             fill_entry(
                 entry, token_s, -1, s.span, clamp_slot(c, slot_s),
-                __ballot_sync(ALL_LANES, place_rank >= 0 && (touched >> place_rank & 1)));
+                __ballot_sync(ALL_LANES, position_rank >= 0 && (touched >> position_rank & 1)));
             s.next_unit(c.source);
             read_source();
         }
     }
-    /* Returns the address in staging of the partial sum that the peer at place `place` of the
+    /* Returns the address in staging of the partial sum that the peer at `position` of the
      * sum order sends. */
-    __device__ __forceinline__ uint4 *staged_partial(int32_t of_token, int place)
+    __device__ __forceinline__ uint4 *staged_partial(int32_t of_token, int position)
     {
-        const int rank = c.plan.header.rank_at[place];
+        const int rank = c.plan.header.rank_at[position];
         return staged_row(c.op.inbox[rank], of_token - c.first, c.shape.vectors);
     }
     /* Starts the copy of one more piece, of a row on this rank or of a peer's partial sum. A
      * unit without pieces takes one buffer of the ring. */
     __device__ __forceinline__ void copy_next()
     {
-        if (!(slots | places) && copied != begun) {
+        if (!(slots | positions) && copied != begun) {
             const Entry &entry = entries[copied++ % ENTRIES];
             token = entry.token;
             vector = entry.vector;
             slots = entry.num_slots;
-            places = entry.places;
+            positions = entry.positions;
             slot = entry.slots;
             rows = c.job.rows + lane_offset(vector);
         }
@@ -161,10 +162,10 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
             slots--;
             ring.copy_piece(rows + row_offset((slot++)->number, c.shape), vector, c.shape, true,
                             c.policy);
-        } else if (places) {
-            const int place = __ffs(places) - 1;
-            const uint8_t *from = (const uint8_t *)staged_partial(token, place);
-            places &= places - 1;
+        } else if (positions) {
+            const int position = __ffs(positions) - 1;
+            const uint8_t *from = (const uint8_t *)staged_partial(token, position);
+            positions &= positions - 1;
             if (!is_host_memory(c.op, from))
                 ring.copy_piece(from + lane_offset(vector), vector, c.shape, false, c.policy);
         }
@@ -246,13 +247,13 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
                     (int64_t)u.token * float_stride(c.top_k),
                 u.num_slots);
     }
-    /* Reads from the ring the partial sum of the rank at place `place`. If it had not arrived
-     * when it was copied, polls it in staging. Then stores poison back to staging. Returns
-     * false if the group is broken. */
-    __device__ __forceinline__ bool receive_partial(const Entry &u, int place, uint4 (&q)[V])
+    /* Reads from the ring the partial sum of the rank at `position`. If it had not arrived when
+     * it was copied, polls it in staging. Then stores poison back to staging. Returns false if
+     * the group is broken. */
+    __device__ __forceinline__ bool receive_partial(const Entry &u, int position, uint4 (&q)[V])
     {
-        uint4 *from = staged_partial(u.token, place);
-        const int rank = c.plan.header.rank_at[place];
+        uint4 *from = staged_partial(u.token, position);
+        const int rank = c.plan.header.rank_at[position];
         read_piece(u, q);
         if (!receive_piece<V, EXACT>(c.op, rank, from, u.vector, c.shape.vectors, true, q))
             return false;
@@ -266,7 +267,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     {
         float total[V][ROW::N];
         const uint32_t rank_bit = 1u << c.job.self.rank;
-        uint32_t left = u.places | (u.num_slots ? rank_bit : 0);
+        uint32_t left = u.positions | (u.num_slots ? rank_bit : 0);
         const float zero = left ? -0.0f : 0.0f;
 #pragma unroll
         for (int v = 0; v < V; v++)
@@ -309,8 +310,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         there_b = false;
     }
     /* Sets out to the sum of all partial sums, added in a binary tree over at most eight
-     * places. To save registers, the output row holds the sum of the first four places while
-     * the others are added. Returns false if the group is broken. */
+     * positions. To save registers, the output row holds the sum of the first four positions
+     * while the others are added. Returns false if the group is broken. */
     __device__ __forceinline__ bool add_tree(const Entry &u, const uint4 (&own)[V],
                                              uint4 (&out)[V])
     {
@@ -320,17 +321,17 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         uint4 q[V], pair[V];
         bool in_q, in_pair = false, in_out = false, waits = false;
 #pragma unroll 1
-        for (int place = 0; place <= last; place++) {
-            in_q = u.places >> place & 1;
-            if (in_q && !receive_partial(u, place, q)) return false;
-            if (u.num_slots && c.plan.header.rank_at[place] == self.rank) {
+        for (int position = 0; position <= last; position++) {
+            in_q = u.positions >> position & 1;
+            if (in_q && !receive_partial(u, position, q)) return false;
+            if (u.num_slots && c.plan.header.rank_at[position] == self.rank) {
                 in_q = true;
 #pragma unroll
                 for (int v = 0; v < V; v++) q[v] = own[v];
             }
             add_to(pair, in_pair, q, in_q);
-            if (place % 2 || place == last) add_to(out, in_out, pair, in_pair);
-            if (place % 4 != 3 || place == last || !in_out) continue;
+            if (position % 2 || position == last) add_to(out, in_out, pair, in_pair);
+            if (position % 4 != 3 || position == last || !in_out) continue;
             waits = true;
             in_out = false;
 #pragma unroll
@@ -395,7 +396,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         __syncwarp();
         const Entry &u = entries[used++ % ENTRIES];
         uint4 own[V];
-        if (u.num_slots || !u.places) add_rows_here(u, own);
+        if (u.num_slots || !u.positions) add_rows_here(u, own);
         if (u.role < 0) return finish_token(u, own);
         send_partial(u, own);
         return true;

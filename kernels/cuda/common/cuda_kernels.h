@@ -113,7 +113,7 @@ typedef enum p2p_phase { /* Names what a rank waited for when an operation faile
 #define P2P_ENTRY(host, word, words) \
     ((uint64_t)(host) << 51 | (uint64_t)(words) << 33 | (uint64_t)(word))
 #define P2P_ENTRY_MOST_WORDS (1 << 17)
-#define P2P_ENTRY_LAP(place) ((uint64_t)(1 + (place) / P2P_RING_ENTRIES % 255) << 56)
+#define P2P_ENTRY_LAP(index) ((uint64_t)(1 + (index) / P2P_RING_ENTRIES % 255) << 56)
 #define P2P_ENTRY_HOST(entry) ((int)((entry) >> 51 & 31))
 #define P2P_ENTRY_WORDS(entry) ((uint32_t)((entry) >> 33 & 0x3ffff))
 #define P2P_ENTRY_WORD(entry) ((entry)&0x1ffffffffull)

@@ -71,17 +71,17 @@ template <class M> __device__ __forceinline__ int pieces_of(const M &m, const Un
 
 /* backend hosts: posts the put of pieces [first, first + count) that this warp has stored for
  * the `peers` (bit mask) on other hosts. All pieces share one entry, because each entry costs a
- * fence and time of the proxy. `place`: index of the token in the round. Called by a whole
+ * fence and time of the proxy. `index`: index of the token in the round. Called by a whole
  * warp. */
 template <int V, class M>
-__device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m, int32_t place,
+__device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m, int32_t index,
                                                 int first, int count, uint32_t peers)
 {
     const int32_t begin = first * V * WARP,
                   end = min((first + count) * V * WARP, m.shape.vectors);
     for (peers &= ~near_ranks(self); peers; peers &= peers - 1) {
         const int rank = __ffs(peers) - 1;
-        const uint4 *staged = staged_row(m.op.outbox[rank], place, m.shape.vectors) + begin;
+        const uint4 *staged = staged_row(m.op.outbox[rank], index, m.shape.vectors) + begin;
         post_put_warp(m.op, rank, staged, (uint32_t)(end - begin) * 16);
     }
 }

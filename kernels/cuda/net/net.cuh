@@ -43,16 +43,16 @@ static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num
 
 #ifdef EPIC_HOSTS
 
-/* Returns true if the ring has free space for entry number `place`. Called by one thread. */
-__device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t place)
+/* Returns true if the ring has free space for entry number `index`. Called by one thread. */
+__device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t index)
 {
     p2p_control *control = control_of(op);
-    if (place < load_relaxed(&control->room)) return true;
+    if (index < load_relaxed(&control->room)) return true;
     if (!poll_permit(&control->room_polled_at, 1)) return false;
     const uint64_t room = load_relaxed(&op.self->ring.words->taken) + P2P_RING_ENTRIES;
     /* Another thread may overwrite this with an older value, which is only too small. */
     store_relaxed(&control->room, room);
-    return place < room;
+    return index < room;
 }
 
 /* Appends an entry to the ring. If the ring is full, waits for free space. `room`: an earlier
@@ -61,11 +61,11 @@ __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t place)
 __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
                                             uint64_t *entries, uint64_t room)
 {
-    const uint64_t place = atomicAdd((unsigned long long *)&control_of(op)->posted, 1ull);
-    if (place >= room &&
-        !wait_thread(op, -1, P2P_PHASE_GRID, [&] { return ring_has_room(op, place); }))
+    const uint64_t index = atomicAdd((unsigned long long *)&control_of(op)->posted, 1ull);
+    if (index >= room &&
+        !wait_thread(op, -1, P2P_PHASE_GRID, [&] { return ring_has_room(op, index); }))
         return;
-    store_relaxed(entries + place % P2P_RING_ENTRIES, entry | P2P_ENTRY_LAP(place));
+    store_relaxed(entries + index % P2P_RING_ENTRIES, entry | P2P_ENTRY_LAP(index));
 }
 
 /* Appends an entry to the ring after a system fence: a reader of the entry sees all stores that

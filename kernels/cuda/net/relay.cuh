@@ -40,8 +40,8 @@ __device__ __forceinline__ int mate_of(const p2p_self &self, int like, int on)
 __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by)
 {
-    const int64_t place = epoch_parity(op) * (self.num_ranks - 1) + source_number(self, to, by);
-    return heap + self.at.staging + place * self.at.source_bytes;
+    const int64_t index = epoch_parity(op) * (self.num_ranks - 1) + source_number(self, to, by);
+    return heap + self.at.staging + index * self.at.source_bytes;
 }
 
 /* Returns the address of the word *wants* about a token of rank `by` in the heap of rank `to`.
@@ -111,18 +111,18 @@ __device__ __forceinline__ uint32_t choose_routes(const p2p_self &self, const Op
 
 /* Forwards a piece of a row: reads it from this rank's inbox, where rank `from` has put it, and
  * stores it to the staging of the ranks in `wants`, whose bit i is the i-th rank of this host.
- * `place`: index of the row in the round. escapes(heap, source) returns the address of the
+ * `index`: index of the row in the round. escapes(heap, source) returns the address of the
  * piece's escape words (staging.cuh), or NULL if rows have none. Called by one warp. Returns
  * false if the group is broken. */
 template <int V, bool EXACT, class Escapes>
 __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpState &op, int from,
-                                              int32_t place, int piece, int32_t vectors,
+                                              int32_t index, int piece, int32_t vectors,
                                               uint32_t wants, Escapes escapes)
 {
     const int32_t vector = piece * V * WARP;
     const int first = self.rank - self.rank % ranks_per_host(self);
     uint4 *staged =
-        staged_row(box_address(self, op, net_inbox(self), self.rank, from), place, vectors);
+        staged_row(box_address(self, op, net_inbox(self), self.rank, from), index, vectors);
     uint4 q[V];
     if (!receive_piece<V, EXACT>(op, from, staged, vector, vectors, false, q)) return false;
     uint32_t *escape = escapes(net_inbox(self), source_number(self, self.rank, from));
@@ -132,7 +132,7 @@ __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpStat
     for (; wants; wants &= wants - 1) {
         const int to = first + __ffs(wants) - 1;
         uint8_t *heap = self.heap[to];
-        send_piece<V, EXACT>(staged_row(box_address(self, op, heap, to, from), place, vectors),
+        send_piece<V, EXACT>(staged_row(box_address(self, op, heap, to, from), index, vectors),
                              vector, vectors, q);
         if (mask) store_relaxed(escapes(heap, source_number(self, to, from)) + lane_id(), mask);
     }
