@@ -253,7 +253,7 @@ typedef struct p2p_dispatch_job {
     int32_t bulk;  /* the GPU supports bulk stores */
     int32_t warps; /* number of warps of a CTA that move rows; set by the launcher */
     /* number of packed rows in shared memory of each warp; set by the launcher */
-    int32_t places;
+    int32_t num_buffers;
 } p2p_dispatch_job;
 
 /* Returns the bytes of a packed row: a row and its scales, each rounded up to 16 bytes. */

@@ -17,14 +17,14 @@
  *   peer unit   token i - lag of each peer: from staging to its slots, then poison again
  *
  * Memory order: every word of a staged row is its own flag (net/staging.cuh). In shared memory,
- * the lanes that write a place call fence_bulk() before the copy engine reads it. A place is
+ * the lanes that write a buffer call fence_bulk() before the copy engine reads it. A buffer is
  * written again only after wait_bulk_read().
  *
  * No wait is circular, because a receive waits for a row that was sent `lag` steps earlier, and
  * each CTA takes its units in order. While some CTAs make the plan, each warp of the other CTAs
  * sends its first token. Then it waits for that token's record, which has its slots.
  *
- * While a warp moves a unit, the row of its next unit is being copied to another place. */
+ * While a warp moves a unit, the row of its next unit is being copied to another buffer. */
 #include "cuda/dispatch/bulk.cuh"
 #include "cuda/dispatch/launcher.cuh"
 
@@ -89,20 +89,20 @@ __device__ __forceinline__ bool is_absent(const PackedMove &m, uint64_t record)
     return __any_sync(ALL_LANES, absent);
 }
 
-/* Starts to copy the row of the unit to shared memory at `place`, or to the L2 if it will be
+/* Starts to copy the row of the unit to shared memory at `buffer`, or to the L2 if it will be
  * quantized. Called by a whole warp. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit, int32_t end,
-                                           uint32_t place)
+                                           uint32_t buffer)
 {
     if (is_in(m, unit, end)) {
         const int32_t token = token_of(m, unit);
         if (unit.is_own() && OwnPiece::QUANTIZED)
             prefetch_own(m, token);
         else if (unit.is_own())
-            copy_own(m, token, place);
+            copy_own(m, token, buffer);
         else if (!is_absent<FLAT>(m, unit.record))
-            copy_staged(m, rank_of_role(m.job.plan.self, unit.role), token, place);
+            copy_staged(m, rank_of_role(m.job.plan.self, unit.role), token, buffer);
     }
     end_copies();
 }
@@ -124,28 +124,28 @@ __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, i
     return receive_weight(m, rank, source, token, 1, slot[1], weight);
 }
 
-/* Stores the packed row at `place` to its slots on this rank. The caller must have called
- * fence_place(). */
+/* Stores the packed row at `buffer` to its slots on this rank. The caller must have called
+ * fence_buffers(). */
 __device__ __forceinline__ void fill_all_slots(const PackedMove &m, const int32_t (&slot)[2],
-                                               uint32_t place)
+                                               uint32_t buffer)
 {
-    bulk_to_slots(m, slot[0], place);
-    if (m.top_k > WARP) bulk_to_slots(m, slot[1], place);
+    bulk_to_slots(m, slot[0], buffer);
+    if (m.top_k > WARP) bulk_to_slots(m, slot[1], buffer);
 }
 
-/* Prepares the packed row of this rank's token for bulk stores: quantizes it to `place`, or
+/* Prepares the packed row of this rank's token for bulk stores: quantizes it to `buffer`, or
  * scans the copy there. Returns true if it has special words (see send_special()). Called by a
  * whole warp. */
 template <class OwnPiece>
 __device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t token,
-                                               uint32_t place)
+                                               uint32_t buffer)
 {
     bool special;
     if (OwnPiece::QUANTIZED) {
-        special = quantize_row(m, token, place);
-        fence_place();
+        special = quantize_row(m, token, buffer);
+        fence_buffers();
     } else {
-        special = scan_packed<false>(m, place).special;
+        special = scan_packed<false>(m, buffer).special;
     }
     return __any_sync(ALL_LANES, special) != 0;
 }
@@ -154,7 +154,7 @@ __device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t toke
  * slots on this rank. Called by a whole warp. Returns false if the group is broken. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t token,
-                                                const Unit &unit, uint32_t place)
+                                                const Unit &unit, uint32_t buffer)
 {
     const int rank = m.job.plan.self.rank;
     constexpr bool with_extras = FLAT;
@@ -162,16 +162,16 @@ __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t tok
     uint32_t weight = 0;
     FlatExtras extras;
     const uint32_t peers = choose_peers(m, token, m.job.weights != NULL, unit.choice);
-    const bool special = peers && prepare_packed<OwnPiece>(m, token, place);
-    if (!special) bulk_to_peers(m, token, peers, place);
+    const bool special = peers && prepare_packed<OwnPiece>(m, token, buffer);
+    if (!special) bulk_to_peers(m, token, peers, buffer);
     if (!find_slots<FLAT>(m, rank, token, true, unit.record, slot)) return false;
     const bool here = __any_sync(ALL_LANES, slot[0] >= 0) != 0;
-    if (here && !peers) prepare_packed<OwnPiece>(m, token, place);
+    if (here && !peers) prepare_packed<OwnPiece>(m, token, buffer);
     if (here && with_extras) extras = peek_extras(m, rank, 0, token, 0);
     if (here && !with_extras && m.job.weights)
         weight = peek_weight(m, rank, 0, token, 0, slot[0]);
-    if (here) fill_all_slots(m, slot, place);
-    if (special) send_special<OwnPiece::QUANTIZED>(m, token, peers, place);
+    if (here) fill_all_slots(m, slot, buffer);
+    if (special) send_special<OwnPiece::QUANTIZED>(m, token, peers, buffer);
     return !here || receive_weights<FLAT>(m, rank, 0, token, slot, extras, weight);
 }
 
@@ -179,9 +179,9 @@ __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t tok
  * the group is broken. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t token,
-                                               const Unit &unit, const BulkPlaces &places)
+                                               const Unit &unit, const BulkBuffers &buffers)
 {
-    const uint32_t place = places.place_address(places.used);
+    const uint32_t buffer = buffers.buffer_address(buffers.used);
     const int source = unit.role - 1;
     const int rank = rank_of_role(m.job.plan.self, unit.role);
     int32_t slot[2];
@@ -193,19 +193,19 @@ __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t toke
         extras = peek_extras(m, rank, source, token, 0);
     else if (m.job.weights)
         weight = peek_weight(m, rank, source, token, 0, slot[0]);
-    ScanResult found = scan_packed<OwnPiece::QUANTIZED>(m, place);
+    ScanResult found = scan_packed<OwnPiece::QUANTIZED>(m, buffer);
     if (__any_sync(ALL_LANES, found.missing)) {
-        if (!wait_packed(m, rank, token, place)) return false;
-        found = scan_packed<OwnPiece::QUANTIZED>(m, place);
-        fence_place();
+        if (!wait_packed(m, rank, token, buffer)) return false;
+        found = scan_packed<OwnPiece::QUANTIZED>(m, buffer);
+        fence_buffers();
     }
     if (__any_sync(ALL_LANES, found.special)) {
-        if (!restore_special_words<OwnPiece::QUANTIZED>(m, rank, source, token, place))
+        if (!restore_special_words<OwnPiece::QUANTIZED>(m, rank, source, token, buffer))
             return false;
-        fence_place();
+        fence_buffers();
     }
-    fill_all_slots(m, slot, place);
-    bulk_restore(m, rank, token, places);
+    fill_all_slots(m, slot, buffer);
+    bulk_restore(m, rank, token, buffers);
     return receive_weights<FLAT>(m, rank, source, token, slot, extras, weight);
 }
 
@@ -228,54 +228,55 @@ __device__ __forceinline__ bool read_counts_once(PackedMove &m, RoundProgress &p
 /* Writes zeros to some padding slots along with this rank's token. Called by a whole warp.
  * Returns false if the group is broken. */
 __device__ __forceinline__ bool pad_with_token(PackedMove &m, int32_t token, RoundProgress &p,
-                                               const BulkPlaces &places)
+                                               const BulkBuffers &buffers)
 {
     if (!read_counts_once(m, p)) return false;
     if (p.slab_bits == NOT_KNOWN && !find_padding_slabs(m, p.slab_bits)) return false;
     if (p.slab_bits >= 0 && token < p.end)
         for_each_padding_slot(m.plan, p.slab_bits, token, m.most_tokens,
-                              [&](int32_t slot) { bulk_padding(m, slot, places); });
+                              [&](int32_t slot) { bulk_padding(m, slot, buffers); });
     return true;
 }
 
-/* Moves the row of a unit. The copy of the row to its place has already been started. Returns
+/* Moves the row of a unit. The copy of the row to its buffer has already been started. Returns
  * false if the group is broken. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_unit(PackedMove &m, const Unit &unit, RoundProgress &p,
-                                          const BulkPlaces &places)
+                                          const BulkBuffers &buffers)
 {
     const int32_t token = token_of(m, unit);
     if (unit.is_own()) {
-        if (is_in(m, unit, p.end) &&
-            !send_own_packed<OwnPiece, FLAT>(m, token, unit, places.place_address(places.used)))
+        if (is_in(m, unit, p.end) && !send_own_packed<OwnPiece, FLAT>(
+                                         m, token, unit, buffers.buffer_address(buffers.used)))
             return false;
-        return pad_with_token(m, token, p, places);
+        return pad_with_token(m, token, p, buffers);
     }
     if (token < m.first) return true;
     if (!read_counts_once(m, p)) return false;
-    return token >= p.end || receive_packed<OwnPiece, FLAT>(m, token, unit, places);
+    return token >= p.end || receive_packed<OwnPiece, FLAT>(m, token, unit, buffers);
 }
 
 /* Moves one round: tokens [m.first, end) of every rank. Returns false if the group is broken.
  */
 template <class OwnPiece, bool FLAT>
-__device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, BulkPlaces &places,
+__device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, BulkBuffers &buffers,
                                             int *turns)
 {
     RoundProgress p = {end, !m.has_new_plan, NOT_KNOWN};
     bool ok = true;
     if ((int)threadIdx.x / WARP >= m.job.warps) return true;
     Unit unit = take_unit<FLAT>(m, turns, p.end);
-    begin_copy<OwnPiece, FLAT>(m, unit, p.end, places.place_address(places.used));
+    begin_copy<OwnPiece, FLAT>(m, unit, p.end, buffers.buffer_address(buffers.used));
     while (ok && m.first + unit.step - m.job.lag < p.end) {
         const Unit next = take_unit<FLAT>(m, turns, p.end);
-        places.wait_free();
-        begin_copy<OwnPiece, FLAT>(m, next, p.end, places.place_address(places.next_place()));
+        buffers.wait_free();
+        begin_copy<OwnPiece, FLAT>(m, next, p.end,
+                                   buffers.buffer_address(buffers.next_buffer()));
         wait_copies<1>();
-        fence_place();
-        ok = move_unit<OwnPiece, FLAT>(m, unit, p, places);
+        fence_buffers();
+        ok = move_unit<OwnPiece, FLAT>(m, unit, p, buffers);
         if (lane_id() == 0) end_bulk();
-        places.used = places.next_place();
+        buffers.used = buffers.next_buffer();
         unit = next;
     }
     return ok;
@@ -287,17 +288,17 @@ template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const uint8_t *memory,
                                             int *turns)
 {
-    BulkPlaces places(m, memory, (int)threadIdx.x / WARP);
+    BulkBuffers buffers(m, memory, (int)threadIdx.x / WARP);
     const int64_t round_tokens =
         m.job.plan.self.at.source_bytes / ((int64_t)m.shape.vectors * 16);
     const int32_t most = m.most_tokens;
     for (m.first = 0;; m.first += (int32_t)round_tokens) {
         const bool last = m.has_new_plan || m.first + round_tokens >= most;
         const int32_t end = last ? most : m.first + (int32_t)round_tokens;
-        const bool moved = move_tokens<OwnPiece, FLAT>(m, end, places, turns);
+        const bool moved = move_tokens<OwnPiece, FLAT>(m, end, buffers, turns);
         wait_copies<0>();
         wait_bulk();
-        fence_place();
+        fence_buffers();
         if (!moved) return false;
         if (last) return true;
         if (!next_round(op)) return false;
@@ -310,7 +311,7 @@ __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const ui
  * false). Called by all CTAs. Returns false if the group is broken. */
 __device__ __forceinline__ bool pad_all(PackedMove &m, const uint8_t *memory)
 {
-    const BulkPlaces places(m, memory, 0);
+    const BulkBuffers buffers(m, memory, 0);
     if (m.plan.header.alignment <= 1) return true;
     if (m.has_new_plan && !read_token_counts(m)) return false;
     if (pads_with_tokens(m.plan, m.stride, m.most_tokens)) return true;
@@ -318,7 +319,7 @@ __device__ __forceinline__ bool pad_all(PackedMove &m, const uint8_t *memory)
     const int warps = (int)(grid_threads() / WARP), warp = (int)(grid_thread() / WARP);
     if (header_of(m)->result == EPIC_OK)
         for_each_padding_piece(m.plan, header_of(m)->owned, 1, warp, warps,
-                               [&](int32_t slot, int) { bulk_padding(m, slot, places); });
+                               [&](int32_t slot, int) { bulk_padding(m, slot, buffers); });
     end_bulk();
     wait_bulk();
     return true;
@@ -378,7 +379,7 @@ extern "C" cudaError_t p2p_load_dispatch_bulk(void)
 }
 
 /* Returns the number of packed rows that fit the shared memory of a CTA. */
-static int64_t places_of(const p2p_dispatch_job &job)
+static int64_t count_buffers(const p2p_dispatch_job &job)
 {
     const int64_t bytes = p2p_packed_bytes(job.row_bytes, job.scale_bytes);
     return (BULK_MEMORY - 2 * CONSTANT_BYTES) / ((bytes + 127) / 128 * 128);
@@ -387,21 +388,21 @@ static int64_t places_of(const p2p_dispatch_job &job)
 extern "C" int p2p_can_dispatch_bulk(const p2p_dispatch_job *job)
 {
     return job->bulk && job->aligned && job->scale_bytes && job->scales_aligned &&
-           job->scale_bytes % 16 == 0 && places_of(*job) >= 8 &&
+           job->scale_bytes % 16 == 0 && count_buffers(*job) >= 8 &&
            (!job->quantize || job->type != EPIC_F32);
 }
 
-/* Sets the number of warps per CTA that move rows, the number of places per warp (two to four),
+/* Sets the number of warps per CTA that move rows, the number of buffers per warp (two to four),
  * and the lag. Quantizing needs more warps and a longer lag. Measured: docs/lab/cuda.md. */
 static void deal_packed(p2p_dispatch_job &job, int num_sms)
 {
-    const int places = (int)places_of(job), tokens = job.num_tokens;
+    const int buffers = (int)count_buffers(job), tokens = job.num_tokens;
     const int wanted = (job.plan.planners ? 924 : 800) / num_sms, least = job.quantize ? 10 : 7;
     int warps = wanted > least ? wanted : least;
-    if (warps > places / 2) warps = places / 2;
+    if (warps > buffers / 2) warps = buffers / 2;
     if (warps > BLOCK / WARP) warps = BLOCK / WARP;
     job.warps = warps;
-    job.places = places / warps < 4 ? places / warps : 4;
+    job.num_buffers = buffers / warps < 4 ? buffers / warps : 4;
     job.units = num_sms * warps;
     const int at_a_time = job.units / job.plan.self.num_ranks;
     job.lag = job.plan.planners ? at_a_time : at_a_time / 2;

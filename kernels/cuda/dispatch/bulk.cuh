@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Code that moves whole packed rows (dispatch/packed.cuh) through shared memory. A warp has 2
- * to 4 *places* in shared memory, each for one packed row. All lanes of the warp copy a row to
- * a place, or quantize it and store the result there. The row leaves by bulk stores, which one
+ * to 4 *buffers* in shared memory, each for one packed row. All lanes of the warp copy a row to
+ * a buffer, or quantize it and store the result there. The row leaves by bulk stores, which one
  * lane starts and the copy engine of the SM performs.
  *
  *   tokens, staging -> copies of all lanes -\
- *   tokens -> registers, quantized ----------+-> place -> bulk stores -> peers, slots
+ *   tokens -> registers, quantized ----------+-> buffer -> bulk stores -> peers, slots
  *
  * So a row costs a warp the same number of instructions whatever its number of slots. A warp
- * waits for bulk stores only when it needs the place again. Shared memory also has constant
+ * waits for bulk stores only when it needs the buffer again. Shared memory also has constant
  * vectors: zeros, for padding, and poison, for staging.
  *
- *   shared memory of a CTA:  [ zeros ][ poison ][ places of warp 0 ][ places of warp 1 ] ... */
+ *   shared memory of a CTA:  [ zeros ][ poison ][ buffers of warp 0 ][ buffers of warp 1 ] ... */
 #ifndef EPIC_BULK_CUH
 #define EPIC_BULK_CUH
 
@@ -20,33 +20,33 @@
 #define BULK_MEMORY (216 << 10) /* dynamic shared memory of a CTA */
 #define CONSTANT_BYTES 2048     /* bytes of zeros, and bytes of poison */
 
-/* The places of a warp: parts of shared memory, each for one packed row. */
-struct BulkPlaces {
-    uint32_t first, bytes;  /* shared-memory address of the first place; bytes of each place */
+/* The buffers of a warp: parts of shared memory, each for one packed row. */
+struct BulkBuffers {
+    uint32_t first, bytes; /* shared-memory address of the first buffer; bytes of each buffer */
     uint32_t zeros, poison; /* shared-memory addresses of the constant vectors */
-    int count, used;        /* number of places; index of the place in use */
+    int count, used;        /* number of buffers; index of the buffer in use */
 
     /* memory: dynamic shared memory of the CTA. warp: number of this warp in the CTA. */
-    __device__ __forceinline__ BulkPlaces(const PackedMove &m, const void *memory, int warp)
+    __device__ __forceinline__ BulkBuffers(const PackedMove &m, const void *memory, int warp)
     {
         zeros = shared_address(memory);
         poison = zeros + CONSTANT_BYTES;
         bytes = (uint32_t)(m.shape.vectors + 7) / 8 * 128; /* rounded up to whole cache lines */
-        count = m.job.places;
+        count = m.job.num_buffers;
         first = poison + CONSTANT_BYTES + (uint32_t)(warp * count) * bytes;
         used = 0;
     }
-    /* Returns the place that is used after the current one. */
-    __device__ __forceinline__ int next_place() const
+    /* Returns the buffer that is used after the current one. */
+    __device__ __forceinline__ int next_buffer() const
     {
         return used + 1 == count ? 0 : used + 1;
     }
-    /* Returns the shared-memory address of a place. */
-    __device__ __forceinline__ uint32_t place_address(int place) const
+    /* Returns the shared-memory address of a buffer. */
+    __device__ __forceinline__ uint32_t buffer_address(int buffer) const
     {
-        return first + (uint32_t)place * bytes;
+        return first + (uint32_t)buffer * bytes;
     }
-    /* Waits until bulk stores have read the next place, so that it may be written again. Each
+    /* Waits until bulk stores have read the next buffer, so that it may be written again. Each
      * unit must end one group of bulk stores. Called by a whole warp. */
     __device__ __forceinline__ void wait_free() const
     {
@@ -73,25 +73,25 @@ static __device__ void fill_constants(const void *memory)
     __syncthreads();
 }
 
-/* Makes the warp's stores to its places visible to bulk stores. Called by a whole warp. */
-__device__ __forceinline__ void fence_place(void)
+/* Makes the warp's stores to its buffers visible to bulk stores. Called by a whole warp. */
+__device__ __forceinline__ void fence_buffers(void)
 {
     fence_bulk();
     __syncwarp();
 }
 
-/* --------------------------------------------------------------- packed rows in places ---- */
+/* --------------------------------------------------------------- packed rows in buffers ---- */
 
-/* Starts to copy the row and scales of this rank's token from the caller's arrays to a place.
+/* Starts to copy the row and scales of this rank's token from the caller's arrays to a buffer.
  */
-__device__ __forceinline__ void copy_own(const PackedMove &m, int32_t token, uint32_t place)
+__device__ __forceinline__ void copy_own(const PackedMove &m, int32_t token, uint32_t buffer)
 {
     const p2p_dispatch_job &job = m.job;
     const uint8_t *const row = job.tokens + row_offset(token, m.shape);
     const uint8_t *const second =
         job.scales + (int64_t)token * job.scale_bytes - (int64_t)m.row_vectors * 16;
     for (int32_t v = lane_id(); v < m.shape.vectors; v += WARP)
-        copy_again(place + v * 16, (v < m.row_vectors ? row : second) + (int64_t)v * 16);
+        copy_again(buffer + v * 16, (v < m.row_vectors ? row : second) + (int64_t)v * 16);
 }
 
 /* Starts to load the row of this rank's token into the L2, because it will be quantized soon.
@@ -103,19 +103,20 @@ __device__ __forceinline__ void prefetch_own(const PackedMove &m, int32_t token)
                       (uint32_t)m.own_shape.row_bytes);
 }
 
-/* Starts to copy a peer's packed row from staging to a place. The row has perhaps not arrived
+/* Starts to copy a peer's packed row from staging to a buffer. The row has perhaps not arrived
  * yet. */
 __device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32_t token,
-                                            uint32_t place)
+                                            uint32_t buffer)
 {
     const uint4 *staged = staged_row(m.op.inbox[rank], token - m.first, m.shape.vectors);
     for (int32_t v = lane_id(); v < m.shape.vectors; v += WARP)
-        copy_again(place + v * 16, staged + v);
+        copy_again(buffer + v * 16, staged + v);
 }
 
-/* Quantizes a token's row and stores the result to its place. Returns true if this lane has
+/* Quantizes a token's row and stores the result to its buffer. Returns true if this lane has
  * made a word of scales that equals poison. Called by a whole warp. */
-__device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token, uint32_t place)
+__device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token,
+                                             uint32_t buffer)
 {
     const uint32_t row_end = (uint32_t)m.row_vectors * 16;
     const uint32_t end = (uint32_t)m.shape.vectors * 16;
@@ -135,20 +136,20 @@ __device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token,
 #pragma unroll
         for (int v = 0; v < 2; v++) {
             const uint32_t at = (uint32_t)QuantizedPiece::row_at(i, v);
-            if (at < row_end) store_shared(place + at, piece.vector_of_run(v));
+            if (at < row_end) store_shared(buffer + at, piece.vector_of_run(v));
         }
         const uint32_t word = row_end + (uint32_t)QuantizedPiece::scales_at(i);
         if (!Sixteens::has_word() || word >= end) continue;
-        store_shared(place + word, piece.e.scales);
+        store_shared(buffer + word, piece.e.scales);
         special |= piece.e.scales == E8M0_NANS;
     }
     return special;
 }
 
-/* Loads this lane's vectors of a piece from its place, calls change(q), and stores them back.
+/* Loads this lane's vectors of a piece from its buffer, calls change(q), and stores them back.
  */
 template <class Change>
-__device__ __forceinline__ void change_piece(const PackedMove &m, uint32_t place, int piece,
+__device__ __forceinline__ void change_piece(const PackedMove &m, uint32_t buffer, int piece,
                                              Change change)
 {
     const int32_t vector = piece * V * WARP + lane_id();
@@ -157,30 +158,30 @@ __device__ __forceinline__ void change_piece(const PackedMove &m, uint32_t place
     for (int v = 0; v < V; v++) {
         q[v] = make_uint4(0, 0, 0, 0);
         if (vector + v * WARP < m.shape.vectors)
-            q[v] = load_shared(place + (vector + v * WARP) * 16);
+            q[v] = load_shared(buffer + (vector + v * WARP) * 16);
     }
     change(q);
 #pragma unroll
     for (int v = 0; v < V; v++)
         if (vector + v * WARP < m.shape.vectors)
-            store_shared(place + (vector + v * WARP) * 16, q[v]);
+            store_shared(buffer + (vector + v * WARP) * 16, q[v]);
 }
 
 struct ScanResult { /* The result of scan_packed() for one lane. */
     bool missing, special;
 };
 
-/* Scans a packed row in its place. `missing`: a word is poison, so it has not arrived.
+/* Scans a packed row in its buffer. `missing`: a word is poison, so it has not arrived.
  * `special`: a word perhaps needs to be restored, because it equals poison or its stand-in
  * (signs ignored). With QUANTIZED, only words of scales can be special: those that equal the
  * stand-in of scales that are all NaN. */
 template <bool QUANTIZED>
-__device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t place)
+__device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t buffer)
 {
     ScanResult found = {false, false};
 #pragma unroll 4
     for (int32_t v = lane_id(); v < m.shape.vectors; v += WARP) {
-        const uint4 q = load_shared(place + v * 16);
+        const uint4 q = load_shared(buffer + v * 16);
         found.missing |= has_poison(q);
         if (!QUANTIZED)
             found.special |= needs_escape(q);
@@ -191,16 +192,16 @@ __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t 
     return found;
 }
 
-/* Waits for the missing words of a staged packed row and stores them to its place. Called by a
+/* Waits for the missing words of a staged packed row and stores them to its buffer. Called by a
  * whole warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32_t token,
-                                            uint32_t place)
+                                            uint32_t buffer)
 {
     const uint4 *staged = staged_row(m.op.inbox[rank], token - m.first, m.shape.vectors);
     bool ok = true;
 #pragma unroll 1
     for (int i = 0; i < m.shape.pieces && ok; i++)
-        change_piece(m, place, i, [&](uint4(&q)[V]) {
+        change_piece(m, buffer, i, [&](uint4(&q)[V]) {
             ok = receive_piece<V, false>(m.op, relay_of(m.op, rank), staged, i * V * WARP,
                                          m.shape.vectors, true, q);
         });
@@ -211,12 +212,12 @@ __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32
  * false if the group is broken. */
 template <bool QUANTIZED>
 __device__ __forceinline__ bool restore_special_words(const PackedMove &m, int rank, int source,
-                                                      int32_t token, uint32_t place)
+                                                      int32_t token, uint32_t buffer)
 {
     bool ok = true;
 #pragma unroll 1
     for (int i = 0; i < m.shape.pieces; i++)
-        change_piece(m, place, i, [&](uint4(&q)[V]) {
+        change_piece(m, buffer, i, [&](uint4(&q)[V]) {
             if (QUANTIZED)
                 restore_nans(m, i * V * WARP, q);
             else
@@ -239,11 +240,11 @@ __device__ __forceinline__ void store_constant(uint8_t *to, int64_t bytes, Store
 
 /* Sends a packed row to the staging of `peers` (bit mask). */
 __device__ __forceinline__ void bulk_to_peers(const PackedMove &m, int32_t token,
-                                              uint32_t peers, uint32_t place)
+                                              uint32_t peers, uint32_t buffer)
 {
     if (lane_id()) return;
     for_each_peer(m, token, peers, [&](int, int, uint4 *staged) {
-        bulk_send(staged, place, (uint32_t)m.shape.vectors * 16);
+        bulk_send(staged, buffer, (uint32_t)m.shape.vectors * 16);
     });
 }
 
@@ -262,31 +263,32 @@ __device__ __forceinline__ void store_scales(const PackedMove &m, int32_t slot, 
 }
 
 /* Stores a packed row to the slots of all lanes. Called by a whole warp. */
-__device__ __forceinline__ void bulk_to_slots(const PackedMove &m, int32_t slot, uint32_t place)
+__device__ __forceinline__ void bulk_to_slots(const PackedMove &m, int32_t slot,
+                                              uint32_t buffer)
 {
     const p2p_dispatch_job &job = m.job;
     const uint32_t row_bytes = (uint32_t)job.row_bytes;
     const bool by_lanes = scales_by_lanes(m);
     uint4 q = make_uint4(0, 0, 0, 0);
     if (by_lanes && lane_id() * 16 < job.scale_bytes)
-        q = load_shared(place + row_bytes + lane_id() * 16);
+        q = load_shared(buffer + row_bytes + lane_id() * 16);
     for_each_slot(m, slot, [&](int32_t to) {
         if (by_lanes) store_scales(m, to, q);
         if (lane_id()) return;
-        bulk_once(job.recv + row_offset(to, m.shape), place, row_bytes, m.policy);
+        bulk_once(job.recv + row_offset(to, m.shape), buffer, row_bytes, m.policy);
         if (!by_lanes)
-            bulk_once(job.recv_scales + (int64_t)to * job.scale_bytes, place + row_bytes,
+            bulk_once(job.recv_scales + (int64_t)to * job.scale_bytes, buffer + row_bytes,
                       (uint32_t)job.scale_bytes, m.policy);
     });
 }
 
 /* Stores zeros to a slot: row, scales and weight. Called by a whole warp. */
 __device__ __forceinline__ void bulk_padding(const PackedMove &m, int32_t slot,
-                                             const BulkPlaces &places)
+                                             const BulkBuffers &buffers)
 {
     const p2p_dispatch_job &job = m.job;
     const auto store = [&](uint8_t *to, uint32_t bytes) {
-        bulk_once(to, places.zeros, bytes, m.policy);
+        bulk_once(to, buffers.zeros, bytes, m.policy);
     };
     if ((uint32_t)slot >= (uint32_t)job.recv_rows) return;
     if (scales_by_lanes(m)) store_scales(m, slot, make_uint4(0, 0, 0, 0));
@@ -301,21 +303,21 @@ __device__ __forceinline__ void bulk_padding(const PackedMove &m, int32_t slot,
 /* Stores poison back to the staging of a packed row that has been received. Called by a whole
  * warp. */
 __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int32_t token,
-                                             const BulkPlaces &places)
+                                             const BulkBuffers &buffers)
 {
     if (lane_id()) return;
     uint8_t *staged = (uint8_t *)staged_row(m.op.inbox[rank], token - m.first, m.shape.vectors);
     store_constant(staged, (int64_t)m.shape.vectors * 16, [&](uint8_t *to, uint32_t bytes) {
-        bulk_store_local(to, places.poison, bytes);
+        bulk_store_local(to, buffers.poison, bytes);
     });
 }
 
 /* Sends a packed row that has special words (poison, or scales that are all NaN). Waits until
- * bulk stores have read the place, replaces the special words in it by stand-ins, and sends
+ * bulk stores have read the buffer, replaces the special words in it by stand-ins, and sends
  * escape words to the peers. Called by a whole warp. */
 template <bool QUANTIZED>
 __device__ __forceinline__ void send_special(const PackedMove &m, int32_t token, uint32_t peers,
-                                             uint32_t place)
+                                             uint32_t buffer)
 {
     const p2p_self &self = m.job.plan.self;
     if (lane_id() == 0) {
@@ -326,7 +328,7 @@ __device__ __forceinline__ void send_special(const PackedMove &m, int32_t token,
 #pragma unroll 1
     for (int i = 0; i < m.shape.pieces; i++) {
         uint32_t mask = 0;
-        change_piece(m, place, i, [&](uint4(&q)[V]) {
+        change_piece(m, buffer, i, [&](uint4(&q)[V]) {
             if (!QUANTIZED) mask = hide_poison<V>(q);
 #pragma unroll
             for (int v = 0; v < V && QUANTIZED; v++) {
@@ -343,8 +345,8 @@ __device__ __forceinline__ void send_special(const PackedMove &m, int32_t token,
             store_relaxed(escape + lane_id(), mask);
         });
     }
-    fence_place();
-    bulk_to_peers(m, token, peers, place);
+    fence_buffers();
+    bulk_to_peers(m, token, peers, buffer);
 }
 
 #endif
