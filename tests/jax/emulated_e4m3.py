@@ -28,6 +28,12 @@ def rows_of(seed: int, ranks: int) -> np.ndarray:
     return rng.normal(size=(sum(TOKENS[:ranks]), HIDDEN)).astype(np.float32)
 
 
+def distance(got: Any, wanted: Any) -> float:
+    """Return the norm of the difference over the norm; 0 without elements."""
+    difference = np.asarray(got, np.float64) - np.asarray(wanted, np.float64)
+    return float(np.linalg.norm(difference) / max(np.linalg.norm(wanted), 1e-30))
+
+
 def check_layer(
     group: epic.jax.Group, rank: int, is_frozen: bool, dtype: str = "float32", **more: Any
 ) -> None:
@@ -67,8 +73,12 @@ def check_layer(
         assert not np.any(np.asarray(got_w.w_down.astype(jnp.float32)))
     else:
         pairs += [(getattr(got_w, n), d_w[n][own]) for n in ("w_gate_up", "w_down")]
-    errors = [relative(got.astype(jnp.float32), wanted) for got, wanted in pairs]
-    assert max(errors) < (1e-3 if dtype == "float32" else 3e-2), errors
+    if dtype == "float32":
+        errors = [relative(got, wanted) for got, wanted in pairs]
+        assert max(errors) < 1e-3, errors
+    else:  # rows of 16 bits are rounded twice, so single activations become the next e4m3 number
+        errors = [distance(got.astype(jnp.float32), wanted) for got, wanted in pairs]
+        assert max(errors) < 2e-2, errors
     plain = x.astype(np.float64)
     exact = np.array(rounded.round_rows(plain))
     assert relative(exact, plain) > 1e-2  # the rounding is much larger than the tolerance
