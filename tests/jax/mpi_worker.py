@@ -84,7 +84,7 @@ def check_communicators() -> None:
     try:
         epic.jax.open(native="world", num_ranks=EP, **SIZES)
     except epic.jax.EpicArgumentError as error:
-        assert f"a communicator of {DP * EP}" in str(error), error
+        assert f"of {DP * EP}, as in the communicator that native names" in str(error), error
         say("refused")
     say("communicators")
 

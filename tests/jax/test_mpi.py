@@ -66,5 +66,5 @@ def test_what_native_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", package)
     assert bootstrapping.address_of(comm) == 12345678
     for wrong in (True, 0, "wordl", object()):
-        with pytest.raises(epic.jax.EpicArgumentError, match=r"native .*: 'world', a commu"):
+        with pytest.raises(epic.jax.EpicArgumentError, match=r"native .*: must be 'world', a"):
             epic.jax.open(native=wrong, max_tokens=1, max_row_bytes=4)
