@@ -270,7 +270,7 @@ static epic_result check_scales(const epic_context *ctx, const epic_dispatch_arg
 static epic_result check_by_slot(const epic_layer *layer, const char *name, const void *given)
 {
     if (!given || layer->layout != EPIC_FLAT) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL, SAYS_BY_SLOT, name);
+    return epic_fail(EPIC_EINVAL, SENTENCE_BY_SLOT, name);
 }
 
 epic_result check_dispatch_args(const epic_context *ctx, const epic_dispatch_args *a)
@@ -284,7 +284,7 @@ epic_result check_dispatch_args(const epic_context *ctx, const epic_dispatch_arg
     TRY(check_rows(ctx, "recv", epic_rows_as_const(a->recv)));
     TRY(check_pair("weights", a->weights, "slot_weights", a->slot_weights));
     if (a->recv_expert && a->layer->layout != EPIC_FLAT)
-        return epic_fail(EPIC_EINVAL, SAYS_RECV_EXPERT);
+        return epic_fail(EPIC_EINVAL, SENTENCE_RECV_EXPERT);
     if (a->quantize) {
         TRY(check_absent("scales", a->scales,
                          "dispatch computes the scales of quantized rows"));

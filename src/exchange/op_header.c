@@ -189,30 +189,30 @@ epic_result op_header_data_error(const epic_op_header *const *headers, int num_r
         case DATA_OK:
             break;
         case DATA_EXPERT:
-            return epic_fail(EPIC_EINVAL, SAYS_EXPERT, r, (long long)about[0],
+            return epic_fail(EPIC_EINVAL, SENTENCE_EXPERT, r, (long long)about[0],
                              (long long)about[1], (long long)about[2],
                              headers[r]->common[COMMON_NUM_LOGICAL] ? "num_logical"
                                                                     : "num_experts",
                              (long long)about[3]);
         case DATA_DUPLICATE:
-            return epic_fail(EPIC_EINVAL, SAYS_DUPLICATE, r, (long long)about[0],
+            return epic_fail(EPIC_EINVAL, SENTENCE_DUPLICATE, r, (long long)about[0],
                              (long long)about[1], (long long)about[2]);
         case DATA_PLACEMENT:
             if (about[1] >= 0 && about[1] < num_ranks)
-                return epic_fail(EPIC_EINVAL, SAYS_TREE_PLACEMENT, r, (long long)about[0],
+                return epic_fail(EPIC_EINVAL, SENTENCE_TREE_PLACEMENT, r, (long long)about[0],
                                  (long long)about[1], num_ranks);
-            return epic_fail(EPIC_EINVAL, SAYS_PLACEMENT, r, (long long)about[0],
+            return epic_fail(EPIC_EINVAL, SENTENCE_PLACEMENT, r, (long long)about[0],
                              (long long)about[1], num_ranks - 1);
         case DATA_REPLICAS:
             if (about[0] < 0)
-                return epic_fail(EPIC_EINVAL, SAYS_NO_REPLICA, r, (long long)about[1]);
-            return epic_fail(EPIC_EINVAL, SAYS_REPLICA, r, (long long)about[0],
+                return epic_fail(EPIC_EINVAL, SENTENCE_NO_REPLICA, r, (long long)about[1]);
+            return epic_fail(EPIC_EINVAL, SENTENCE_REPLICA, r, (long long)about[0],
                              (long long)about[1], (long long)about[2]);
         case DATA_TOKEN_ID:
-            return epic_fail(EPIC_EINVAL, SAYS_TOKEN_ID, r, (long long)about[0],
+            return epic_fail(EPIC_EINVAL, SENTENCE_TOKEN_ID, r, (long long)about[0],
                              (long long)about[1], (long long)about[2]);
         case DATA_TABLE:
-            return epic_fail(EPIC_EINVAL, SAYS_TABLE, r, (long long)about[0],
+            return epic_fail(EPIC_EINVAL, SENTENCE_TABLE, r, (long long)about[0],
                              (long long)about[1], (long long)about[2], (long long)about[3]);
         case DATA_SAVED:
             return epic_fail(EPIC_EINVAL,

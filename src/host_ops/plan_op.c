@@ -72,7 +72,7 @@ epic_result plan_op_check_layer(const plan_op *s, const epic_layer *layer)
 epic_result plan_op_check_tokens(const plan_op *s, const char *name, int64_t num_rows)
 {
     if (s->damaged || num_rows == s->plan.header->num_tokens) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL, SAYS_TOKENS, name, (long long)num_rows,
+    return epic_fail(EPIC_EINVAL, SENTENCE_TOKENS, name, (long long)num_rows,
                      (long long)s->plan.header->num_tokens);
 }
 
@@ -82,7 +82,7 @@ epic_result plan_op_check_slots(const exchange *x, const char *name)
         const int64_t rows = exchange_local_field(x, r, LOCAL_ROWS),
                       needed = exchange_local_field(x, r, LOCAL_NEEDED_ROWS);
         if (rows < needed)
-            return epic_fail(EPIC_EOVERFLOW, SAYS_ROWS, name, r, (long long)rows,
+            return epic_fail(EPIC_EOVERFLOW, SENTENCE_ROWS, name, r, (long long)rows,
                              (long long)needed);
     }
     return EPIC_OK;

@@ -235,7 +235,7 @@ static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expe
         if (count > most) most = count;
     }
     if (j->experts.num_local_experts >= most) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL, SAYS_ROOM, (long long)j->experts.num_local_experts,
+    return epic_fail(EPIC_EINVAL, SENTENCE_ROOM, (long long)j->experts.num_local_experts,
                      (long long)most);
 }
 

@@ -65,7 +65,7 @@ static epic_result check_equal_tokens(const moe_job *j)
     if (j->layer.sum_order != EPIC_TREE) return EPIC_OK;
     for (int32_t r = 1; r < j->ctx->num_ranks; r++)
         if (plan.tokens_of[r] != plan.tokens_of[0])
-            return epic_fail(EPIC_EINVAL, SAYS_UNEQUAL, (long long)plan.tokens_of[0],
+            return epic_fail(EPIC_EINVAL, SENTENCE_UNEQUAL, (long long)plan.tokens_of[0],
                              (long long)plan.tokens_of[r], r);
     return EPIC_OK;
 }

@@ -189,7 +189,7 @@ static epic_result set_limits(planner *p)
     }
     for (int32_t r = 0; r < h->num_ranks; r++)
         if (is_over(p, r))
-            return epic_fail(EPIC_EOVERFLOW, SAYS_CAPACITY, r, (long long)p->capacity[r],
+            return epic_fail(EPIC_EOVERFLOW, SENTENCE_CAPACITY, r, (long long)p->capacity[r],
                              (long long)p->needed[r]);
     return EPIC_OK;
 }

@@ -92,46 +92,46 @@ static void write_notice(const epic_group *g, const p2p_notice *n, char *to, siz
     const long long a = n->about[0], b = n->about[1], c = n->about[2], d = n->about[3];
     switch (n->fault) {
     case P2P_FAULT_EXPERT:
-        snprintf(to, size, SAYS_EXPERT, n->rank, a, b, c, "num_experts", d);
+        snprintf(to, size, SENTENCE_EXPERT, n->rank, a, b, c, "num_experts", d);
         return;
     case P2P_FAULT_LOGICAL:
-        snprintf(to, size, SAYS_EXPERT, n->rank, a, b, c, "num_logical", d);
+        snprintf(to, size, SENTENCE_EXPERT, n->rank, a, b, c, "num_logical", d);
         return;
     case P2P_FAULT_REPLICA:
-        snprintf(to, size, SAYS_REPLICA, n->rank, a, b, c);
+        snprintf(to, size, SENTENCE_REPLICA, n->rank, a, b, c);
         return;
     case P2P_FAULT_NO_REPLICA:
-        snprintf(to, size, SAYS_NO_REPLICA, n->rank, a);
+        snprintf(to, size, SENTENCE_NO_REPLICA, n->rank, a);
         return;
     case P2P_FAULT_DUPLICATE:
-        snprintf(to, size, SAYS_DUPLICATE, n->rank, a, b, c);
+        snprintf(to, size, SENTENCE_DUPLICATE, n->rank, a, b, c);
         return;
     case P2P_FAULT_PLACEMENT:
         if (b >= 0 && b < g->num_ranks)
-            snprintf(to, size, SAYS_TREE_PLACEMENT, n->rank, a, b, g->num_ranks);
+            snprintf(to, size, SENTENCE_TREE_PLACEMENT, n->rank, a, b, g->num_ranks);
         else
-            snprintf(to, size, SAYS_PLACEMENT, n->rank, a, b, g->num_ranks - 1);
+            snprintf(to, size, SENTENCE_PLACEMENT, n->rank, a, b, g->num_ranks - 1);
         return;
     case P2P_FAULT_CAPACITY:
-        snprintf(to, size, SAYS_CAPACITY, n->rank, a, b);
+        snprintf(to, size, SENTENCE_CAPACITY, n->rank, a, b);
         return;
     case P2P_FAULT_ROWS:
-        snprintf(to, size, SAYS_ROWS, row_names_of(c).slots, n->rank, a, b);
+        snprintf(to, size, SENTENCE_ROWS, row_names_of(c).slots, n->rank, a, b);
         return;
     case P2P_FAULT_LOCAL:
-        snprintf(to, size, SAYS_LOCAL, n->rank, a, b);
+        snprintf(to, size, SENTENCE_LOCAL, n->rank, a, b);
         return;
     case P2P_FAULT_ROOM:
-        snprintf(to, size, SAYS_ROOM, a, b);
+        snprintf(to, size, SENTENCE_ROOM, a, b);
         return;
     case P2P_FAULT_UNEQUAL:
-        snprintf(to, size, SAYS_UNEQUAL, a, b, n->rank);
+        snprintf(to, size, SENTENCE_UNEQUAL, a, b, n->rank);
         return;
     case P2P_FAULT_TOKENS:
-        snprintf(to, size, SAYS_TOKENS, row_names_of(c).tokens, a, b);
+        snprintf(to, size, SENTENCE_TOKENS, row_names_of(c).tokens, a, b);
         return;
     case P2P_FAULT_LAYER:
-        snprintf(to, size, SAYS_LAYER);
+        snprintf(to, size, SENTENCE_LAYER);
         return;
     default:
         snprintf(to, size,
