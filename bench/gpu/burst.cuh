@@ -182,7 +182,7 @@ static p2p_slabs device_slabs(Arrays &a, const Slabs &s, cudaStream_t stream)
     d.expert_tokens = a.counts(s.tokens);
     d.num_tiles = (int32_t *)work;
     d.tiles = (slab_tile *)(work + at.tiles);
-    d.slabs = (slab_place *)(work + at.slabs);
+    d.slabs = (slab_range *)(work + at.slabs);
     d.num_slots = s.slots;
     d.num_experts = (int32_t)s.rows.size();
     d.most_tiles = at.most_tiles;

@@ -17,16 +17,16 @@ typedef struct slab_tile {
     int32_t row, expert, tokens, rows;
 } slab_tile;
 
-/* Where a slab is: its first row, and how many of its rows carry a token. */
-typedef struct slab_place {
+/* The rows of a slab: the first one, and how many of them carry a token. */
+typedef struct slab_range {
     int32_t row, tokens;
-} slab_place;
+} slab_range;
 
 /* Offsets of the arrays in the workspace, in bytes, and their types. */
 typedef struct experts_layout {
     int64_t num_tiles;   /* int32: number of tiles */
     int64_t tiles;       /* slab_tile [most_tiles]: list of all tiles */
-    int64_t slabs;       /* slab_place [num_local_experts]: list of all slabs */
+    int64_t slabs;       /* slab_range [num_local_experts]: list of all slabs */
     int64_t activations; /* [num_slots, inner] of row_type; E4M3 forward: e4m3 */
     int64_t scales;      /* E4M3 weights: float32 [num_slots, blocks], one scale for each
                             block of 128 elements of a row */
@@ -53,7 +53,7 @@ static inline void experts_lay_tiles(experts_layout *l, int64_t num_experts, int
     l->num_tiles = 0;
     l->tiles = 128;
     l->slabs = experts_round_up(l->tiles + tiles * (int64_t)sizeof(slab_tile));
-    l->activations = experts_round_up(l->slabs + num_experts * (int64_t)sizeof(slab_place));
+    l->activations = experts_round_up(l->slabs + num_experts * (int64_t)sizeof(slab_range));
 }
 
 /* Returns the number of blocks of 128 elements. Each block of E4M3 elements has one scale. */

@@ -97,7 +97,7 @@ static void make_slabs(problem *p)
                            .expert_tokens = p->tokens.device,
                            .num_tiles = (int32_t *)(void *)work,
                            .tiles = (slab_tile *)(void *)(work + at.tiles),
-                           .slabs = (slab_place *)(void *)(work + at.slabs),
+                           .slabs = (slab_range *)(void *)(work + at.slabs),
                            .num_slots = p->slots,
                            .num_experts = p->s->experts,
                            .most_tiles = at.most_tiles};

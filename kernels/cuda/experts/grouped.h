@@ -31,7 +31,7 @@ typedef struct p2p_slabs {
     int32_t *num_tiles; /* [1]: number of tiles in use */
     /* [most_tiles]: each tile has up to EXPERTS_TILE_ROWS rows of one slab */
     slab_tile *tiles;
-    slab_place *slabs; /* [num_experts]: first row and number of tokens */
+    slab_range *slabs; /* [num_experts]: first row and number of tokens */
     int64_t num_slots;
     int32_t num_experts;
     int32_t most_tiles;

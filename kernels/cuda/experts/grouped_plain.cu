@@ -68,7 +68,7 @@ template <int PASS> static __device__ Piece find_piece(const p2p_gemm &g, int64_
         const int64_t down = (g.k + BM - 1) / BM;
         p.expert = line / down;
         p.first = line % down * BM;
-        const slab_place slab = g.slabs.slabs[p.expert];
+        const slab_range slab = g.slabs.slabs[p.expert];
         p.row = slab.row;
         p.depth = slab.tokens;
         p.rows = p.tokens = (int)min(g.k - p.first, (int64_t)BM);

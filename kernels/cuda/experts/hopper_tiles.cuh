@@ -44,7 +44,7 @@ struct Maps {
 /* Arguments of the kernel, filled in by job_of(). p2p_gemm and p2p_slabs (experts/grouped.h)
  * explain the fields that have no comment here. */
 struct Job {
-    slab_place *slabs;
+    slab_range *slabs;
     slab_tile *tiles;
     const int32_t *num_tiles;
     const void *bias;
@@ -112,7 +112,7 @@ static __device__ __forceinline__ bool find_tile(Work &w, const Job &job, int nu
     if (!w.store) line = down - 1;
     w.share = CTAS == 2;
     if (PASS == EPIC_GEMM_WEIGHT) {
-        const slab_place slab = job.slabs[w.expert];
+        const slab_range slab = job.slabs[w.expert];
         w.row = line * BM;
         w.first = slab.row;
         w.tokens = slab.tokens;

@@ -400,7 +400,7 @@ static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 3
 /* Adds rows number warp, warp + WARPS, ... of a slab to sum. A lane handles two columns:
  * `column` and column + 32. */
 template <class T>
-static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const slab_place &slab,
+static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const slab_range &slab,
                                                 int64_t column, int warp, float (&sum)[2])
 {
     for (int64_t r = warp; r < slab.tokens; r += WARPS * BIAS_AHEAD) {
@@ -435,7 +435,7 @@ static __global__ void __launch_bounds__(THREADS)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int64_t across = (job.n + 63) / 64, expert = blockIdx.x / across;
     const int64_t first = blockIdx.x % across * 64;
-    const slab_place slab = job.slabs.slabs[expert];
+    const slab_range slab = job.slabs.slabs[expert];
     float sum[2] = {0, 0};
     if (job.row_type == EPIC_BF16)
         add_rows<Bf16>(job, slab, first + lane, warp, sum);

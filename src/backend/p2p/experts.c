@@ -60,7 +60,7 @@ static p2p_slabs slabs_of(const experts_call *c, const int32_t *expert_rows,
                        .expert_tokens = expert_tokens,
                        .num_tiles = (int32_t *)(void *)c->work,
                        .tiles = (slab_tile *)(void *)(c->work + c->at.tiles),
-                       .slabs = (slab_place *)(void *)(c->work + c->at.slabs),
+                       .slabs = (slab_range *)(void *)(c->work + c->at.slabs),
                        .num_slots = num_slots,
                        .num_experts = (int32_t)c->experts.num_local_experts,
                        .most_tiles = c->at.most_tiles};

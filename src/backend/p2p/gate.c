@@ -14,7 +14,7 @@ static p2p_slabs slabs_of(const epic_gate_args *gate)
     uint8_t *work = gate->workspace;
     return (p2p_slabs){.num_tiles = (int32_t *)(void *)work,
                        .tiles = (slab_tile *)(void *)(work + at.tiles),
-                       .slabs = (slab_place *)(void *)(work + at.slabs),
+                       .slabs = (slab_range *)(void *)(work + at.slabs),
                        .num_slots = gate->tokens,
                        .num_experts = 1,
                        .most_tiles = at.most_tiles};

@@ -37,7 +37,7 @@ epic_result p2p_shared_gate_backward(epic_group *group, epic_stream stream,
     experts_lay_tiles(&at, 1, tokens->num_tokens);
     const p2p_slabs slabs = {.num_tiles = (int32_t *)(void *)work,
                              .tiles = (slab_tile *)(void *)(work + at.tiles),
-                             .slabs = (slab_place *)(void *)(work + at.slabs),
+                             .slabs = (slab_range *)(void *)(work + at.slabs),
                              .num_slots = tokens->num_tokens,
                              .num_experts = 1,
                              .most_tiles = at.most_tiles};
