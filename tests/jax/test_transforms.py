@@ -183,7 +183,7 @@ def test_second_derivatives_are_refused(what: str, opened: Any) -> None:
 
     first = jax.grad(loss)
     assert jax.eval_shape(first, at).shape == at.shape
-    refused = pytest.raises(epic.jax.EpicUnsupportedError, match="first derivatives only")
+    refused = pytest.raises(epic.jax.EpicUnsupportedError, match="only first derivatives")
     with refused:
         jax.jit(jax.grad(lambda v: (first(v) ** 2).sum()))(at)
     with refused:

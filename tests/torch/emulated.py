@@ -429,7 +429,7 @@ def main() -> int:
     """The named cases, or all."""
     torch.set_num_threads(1)
     groups.open_on = open_on
-    groups.choose_backend = lambda device, wish: wish
+    groups.choose_backend = lambda device, requested: requested
     names = sys.argv[1:] or list(CASES)
     bootstraps = {(n, b): epic.torch.threads(RANKS) for n in names for b in ("p2p", "threads")}
     failures = []

@@ -122,7 +122,7 @@ def main() -> int:
     """Both, and what must be so."""
     torch.set_num_threads(1)
     groups.open_on = open_on
-    groups.choose_backend = lambda device, wish: wish
+    groups.choose_backend = lambda device, requested: requested
     os.environ["EPIC_HOST"] = "%r/2"
     hosts = on_ranks()
     del os.environ["EPIC_HOST"]

@@ -39,7 +39,7 @@ def main() -> int:
         os.environ["EPIC_TEST_BACKEND"] = backend  # for the processes that it starts
     torch.accelerator.is_available = lambda: False  # torch's own CUDA is not there
     groups.open_on = open_on
-    groups.choose_backend = lambda device, wish: os.environ["EPIC_TEST_BACKEND"]
+    groups.choose_backend = lambda device, requested: os.environ["EPIC_TEST_BACKEND"]
     setattr(train_text, "Trainer", Trainer)  # noqa: B010 - mypy has a type in its place
     return training.main(__file__, __doc__, train_text.run)
 
