@@ -602,8 +602,8 @@ def refuse_gradient(*tensors: Any) -> None:
         for x in tensors:
             if isinstance(x, Tensor) and x.requires_grad:
                 raise EpicArgumentError(
-                    "out= is given and a gradient is required: must be used under torch.no_grad(); "
-                    "or leave it out"
+                    "out= is given, and a tensor requires a gradient: must be called under "
+                    "torch.no_grad(); or do not pass out="
                 )
 
 
