@@ -166,7 +166,7 @@ WRONG: list[Wrong] = [
     ("1x32", lambda o: (o[0], o[1].float(), None), "out scales is float32: must be uint8"),
     ("dispatch_flat", lambda o: (*o[:2], o[2].long()), "out recv_expert is int64: must be int32"),
     ("combine", lambda o: o[:3], "out out has the shape [3, 20]: must be [4, 20]"),
-    ("combine", lambda o: o.clone().requires_grad_(), "out= is given, and a tensor requires"),
+    ("combine", lambda o: o.clone().requires_grad_(), "a tensor requires a gradient"),
     ("sum", lambda o: o[:3], "out is torch.float32 of shape [3, 20]: must"),
     ("sum", lambda o: o.double(), "torch.float32 of shape [4, 20] and contiguous"),
     ("sum_replicas", lambda o: o.mT.contiguous().mT, "and contiguous"),
