@@ -29,9 +29,10 @@ examples: setup-build
 	@$(call CMAKE,Release,build)
 	@$(call BUILD,build) --target examples
 
-# The parts of the second stage test what the first stage has built.  The longest parts start first.
-PARTS = "format build" \
-    "gcc-tests jax-quick asan torch tsan clang fuzz nvcc valgrind"
+# The parts of later stages test what the first stage has built.  The longest parts start first.  The
+# emulated GPUs of gcc-tests poll, so no other part runs at the same time.
+PARTS = "format build" "gcc-tests" \
+    "jax-quick asan torch tsan clang fuzz nvcc valgrind"
 test: setup-test
 	@tests/parts.sh "$(MAKE)" $(PARTS)
 
