@@ -86,7 +86,7 @@ __device__ __forceinline__ int bits_of(int n)
     return 32 - __clz(n - 1);
 }
 
-/* What the control warp reads when the kernel starts. */
+/* The words that the control warp reads when the kernel starts. */
 struct StartState {
     uint32_t epoch;    /* the epoch of the last operation that has ended */
     uint32_t overlaps; /* lane 0: result of mark_running() */
@@ -165,17 +165,6 @@ __device__ __forceinline__ void announce_start(const p2p_self &self, const OpSta
     if (HOSTS) store_announced_sizes(op, to);
     store_relaxed(to + P2P_ANNOUNCED_SIGNATURE, stamp_word(op, op.signature));
     post_put(op, lane_id(), to, P2P_ANNOUNCE_WORDS * 8);
-}
-
-/* backend hosts: announces an operation that makes a plan. The signature of such an operation
- * does not contain the id of a plan, so this can be done at once. Called by all warps; only the
- * announcing warp works. */
-__device__ __forceinline__ void announce_plan_start(const p2p_self &self, OpState &op)
-{
-    if (!HOSTS || !is_announcer(true)) return;
-    if (lane_id() == 0) op.signature = self.signature;
-    __syncwarp();
-    announce_start(self, op);
 }
 
 /* Sets all fields of op, the state of the operation, except the signature and the staging
