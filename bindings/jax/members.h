@@ -3,7 +3,8 @@
  *
  * A compiled program contains only the name of its group. The handlers look up the member in
  * every call. So a group may be closed and opened again without compiling the program again. A
- * closed member leaves a record. So a program that still needs it gets an error that says this. */
+ * closed member leaves a record, so that a program that still needs it gets an error which names
+ * the closed group. */
 #ifndef EPIC_JAX_MEMBERS_H
 #define EPIC_JAX_MEMBERS_H
 

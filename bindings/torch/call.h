@@ -79,7 +79,7 @@ typedef struct call_array {
 } call_array;
 
 /* Begins a call of the operator `op`. num_results is the number that torch passed to the
- * kernel. If it is 0, the results are arguments, or there are none. */
+ * kernel. If it is 0, the kernel writes its results into arguments, or returns nothing. */
 torch_call call_begin(const char *op, torch_value *stack, uint64_t num_results);
 /* Stores an error, unless the call already has one. */
 void call_fail(torch_call *call, epic_result result, const char *format, ...)

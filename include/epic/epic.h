@@ -463,7 +463,7 @@ typedef enum epic_layout {
     EPIC_FLAT = 1          /* one row for each (token, rank), by source rank, then by token */
 } epic_layout;
 
-/* What happens to choices that do not fit on a rank or into an expert's capacity. */
+/* The treatment of choices that do not fit on a rank or into an expert's capacity. */
 typedef enum epic_overflow {
     EPIC_OVERFLOW_ERROR = 0, /* the plan fails on every rank with EPIC_EOVERFLOW */
     EPIC_OVERFLOW_DROP = 1   /* choices that do not fit are dropped, by the same rule on all
@@ -813,7 +813,7 @@ typedef enum epic_group_score {
     EPIC_GROUP_SUM = 1 /* the sum of the group_best largest values */
 } epic_group_score;
 
-/* What happens to experts of groups that are not kept.  DeepSeek-V3 uses EPIC_OTHERS_OUT.  The
+/* The treatment of experts of groups that are not kept.  DeepSeek-V3 uses EPIC_OTHERS_OUT.  The
  * package transformers used EPIC_OTHERS_ZERO before its release 5. */
 typedef enum epic_group_others {
     EPIC_OTHERS_OUT = 0, /* never chosen */
@@ -1086,7 +1086,7 @@ typedef enum epic_activation {
                                 EPIC_CLAMPED_SWIGLU (DeepSeek-V4) */
 } epic_activation;
 
-/* Where the weight of a choice is multiplied in. */
+/* The place in the layer where a row is multiplied by the weight of its choice. */
 typedef enum epic_weighting {
     EPIC_WEIGHT_LATE = 0,  /* in combine; the experts do not use weights */
     EPIC_WEIGHT_EARLY = 1, /* on the activations and on the bias of the second product */

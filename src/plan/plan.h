@@ -58,7 +58,7 @@ typedef struct plan_view { /* addresses of the arrays of a valid plan */
     const int32_t *fate, *rank_to, *here, *row_here;
 } plan_view;
 
-/* What is wrong with the bytes of a plan. */
+/* The kinds of damage that a check of a plan's bytes can find. */
 enum plan_damage {
     PLAN_OK,
     PLAN_TOO_SHORT,

@@ -99,7 +99,7 @@ def test_block_of_maxtext(
 
 
 def test_columns() -> None:
-    """Columns are where the options say, also of biases and of layers that are stacked."""
+    """`interleaved` decides the order of columns, also of biases and of stacked layers."""
     gate, up = jnp.arange(6.0).reshape(1, 2, 3), jnp.arange(10.0, 16.0).reshape(1, 2, 3)
     halves = epic.jax.merge_gate_up(gate, up)
     mixed = epic.jax.merge_gate_up(gate, up, interleaved=True)

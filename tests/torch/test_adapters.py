@@ -20,8 +20,8 @@ peft = pytest.importorskip("peft", reason="there is no peft package")
 IDS = torch.randint(3, 64, (8, 7), generator=torch.Generator().manual_seed(4))
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 TARGETS = {
-    "GptOss": [*EXPERTS, "router.weight"],  # experts stored as [E, in, out], which they say
-    "Llama4": [*EXPERTS, "router.weight"],  # as [E, in, out], which they do not say
+    "GptOss": [*EXPERTS, "router.weight"],  # experts are [E, in, out] and have `is_transposed`
+    "Llama4": [*EXPERTS, "router.weight"],  # they are [E, in, out] without `is_transposed`
     "Mixtral, 4 experts": [*EXPERTS, "gate.weight"],
     "Qwen3Moe": [*EXPERTS, "gate.weight"],
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a deadline counts: to the last header from the call, then from the last row that moved;
- * and who is named when the waits form a circle.  The rows here are slow because whoever fills or
- * takes them sleeps.  All sleep side by side, in processes of their own. */
+/* Tests from when a deadline counts: from the call until the last header has come, then from the
+ * last row that moved.  Also tests which rank is named when the waits form a circle.  Rows are slow
+ * here because the rank that fills or takes them sleeps.  Cases run at the same time, in processes. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <string.h>

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rows go to rings through the caches or past them, as timed rows say; results are the same. */
+/* Tests that copies to rings, through the caches or past them, have the same bytes.  Timed rows
+ * decide between the two. */
 #include "exchange/ring_copy.h"
 
 #include <string.h>

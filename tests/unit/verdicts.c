@@ -241,8 +241,8 @@ static void close_after_a_death(const epic_bootstrap *bootstrap, void *closed)
     if (bootstrap->rank == 2) atomic_store((_Atomic int *)closed, 1);
 }
 
-/* Rank 1 brings its part of a sum and stays in it: rank 0 has its result, but its only op slot stays
- * taken, and the wait for one at the next sum names rank 1. */
+/* Rank 1 sends its part of a sum and stays in the call.  Rank 0 gets its result, but its only op slot
+ * stays taken, and the wait for a slot at the next sum names rank 1. */
 static void never_leaves(const epic_bootstrap *bootstrap, void *self)
 {
     static _Atomic int over;

@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-/* Where each expert's slab of rows is, and how the slabs are cut into tiles. For each call of
+/* The position of each expert's slab of rows, and the tiles of the slabs. For each call of
  * the library, p2p_launch_slabs() computes `tiles` and `slabs` once. All later kernels of that
  * call read them. */
 typedef struct p2p_slabs {

@@ -35,7 +35,7 @@
 /* how many groups of four numbers each thread loads per step from matrix b */
 #define B_FOURS (BN * BK / 4 / THREADS)
 
-/* What a CTA computes at a time: one tile of out, and in it one slice of each sum. */
+/* The work of a CTA at a time: one tile of out, and in it one slice of each sum. */
 struct Piece {
     int64_t row;    /* first row of the tile in a and out; WEIGHT: first row of the slab */
     int64_t first;  /* WEIGHT: first row of the tile in out[expert]; else 0 */

@@ -176,7 +176,7 @@ struct LowlatShared {
     bool has_all_rows; /* false: this CTA has found a rank with too few rows */
 };
 
-/* What a warp reads from global memory first: the state of the group, and, in the warp that
+/* The words that a warp reads from global memory first: the state of the group, and, in the warp that
  * checks the plan, the plan's header. */
 template <bool WITH_PLAN> struct Opening {
     StartState start;

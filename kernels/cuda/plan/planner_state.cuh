@@ -34,7 +34,7 @@ enum { /* bits of the template argument KIND, which describes the layer */
 
 /* State of the planner, in shared memory. begin_planner() sets the pointers, which are to
  * arrays in dynamic shared memory. A tally is a counter, mostly of the choices of one expert;
- * num_choice_tallies() and num_tallies() say which counters there are. */
+ * num_choice_tallies() and num_tallies() list the counters. */
 struct Planner {
     device_plan_header header;
     /* [num_tallies]: number of choices on lower ranks and in lower CTAs of this rank */

@@ -44,7 +44,7 @@ def scale_for(largest: Any) -> Any:
 
 
 def as_e4m3(x: Any) -> Any:
-    """Round float32 to e4m3, to nearest even; what is above its largest number becomes that number.
+    """Round float32 to e4m3, to nearest even; larger numbers become the largest number of e4m3.
 
     XLA converts by way of another type on some platforms, which rounds twice.  So the numbers are
     rounded here to 3 bits of mantissa, those below 2^-6 to multiples of 2^-9, and then convert
@@ -125,7 +125,7 @@ def is_scaled(weight: Any) -> bool:
 
 
 def uses_e4m3(options: Experts, weight: Any) -> bool:
-    """Return whether the experts' products are of e4m3: the options or the weight say so."""
+    """Return whether the experts multiply in e4m3, by `weight_type` or by a scaled weight."""
     return options.weight_type == "e4m3" or is_scaled(weight)
 
 

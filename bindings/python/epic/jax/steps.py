@@ -209,7 +209,7 @@ def check_sms(max_sms: Any) -> int:
 
 
 def limit_sms(plan: Plan, max_sms: int | None) -> Plan:
-    """Return the plan for calls of at most this many SMs; None: as many as the plan says."""
+    """Return the plan for calls of at most this many SMs; None keeps the limit of the plan."""
     if max_sms is None:
         return plan
     return replace(plan, spec=replace(plan.spec, max_sms=check_sms(max_sms)))

@@ -53,7 +53,7 @@ def router_of(block: Any) -> Any:
 
 
 def softmax_options(block: Any) -> dict[str, Any]:
-    """Softmax over all experts; the chosen scores are normalized, or not if the router says so."""
+    """Softmax over all experts; `norm_topk_prob` decides whether chosen scores are normalized."""
     normalizes = getattr(router_of(block), "norm_topk_prob", True)
     return {"normalize": "sum" if normalizes else "none"}
 

@@ -23,7 +23,7 @@ from epic.torch.moe import OF_EXPERTS, MoeWeights, logits_of, run_experts, run_s
 from epic.torch.router import route
 from epic.torch.sums import sum as sum_over_ranks
 
-# What is not finite, and where to look, in the order in which a layer computes.
+# The values that are checked, in the order in which a layer computes, and the remedy for each.
 INPUT, LOGITS, EXPERT, SHARED, OUTPUT, D_OUTPUT, D_EXPERT, D_INPUT = range(8)
 STAGES = (
     ("the input row", "look at the layers before this one"),
