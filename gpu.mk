@@ -51,11 +51,12 @@ gpu-test-hosts: gpu-build-hosts
 gpu-bench-hosts: gpu-build-hosts
 	@! $(HOSTS_BUILT) || HOSTS_OUT=$(HOSTS_OUT) bench/gpu/hosts.sh
 
-# A part of `make test`: compiles the kernels with nvcc and fails on a warning.
+# A part of `make test`: compiles the kernels and the benchmarks and fails on a warning.
 test-nvcc:
 	@echo "== nvcc"
 	@if command -v nvcc >/dev/null; then \
-	    { $(call CMAKE,Release,build); } && $(call BUILD,build) --target epic_cuda_checked && \
+	    { $(call CMAKE,Release,build); } && $(call BUILD,build) --target epic_cuda_checked \
+	        epic_gpu_bench_checked && \
 	    echo "left out: machine code of the CUDA kernels (make, make gpu-build)"; fi
 
 .PHONY: gpu-configure gpu-build gpu-test gpu-bench gpu-bench-layer gpu-bench-turns gpu-build-hosts \

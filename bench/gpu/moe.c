@@ -375,7 +375,7 @@ static void *numbers_on(arrays *a, int64_t count, uint32_t type, float size)
 
 /* With experts of e4m3, rows quantized on the way: forward, and with backward, of which weights are
  * bf16, or e4m3 too. */
-static void time_scaled(bench *b, arrays *a, const epic_config *config, const epic_moe *wide)
+static void time_scaled(bench *b, arrays *a, const epic_moe *wide)
 {
     epic_experts experts = *wide->experts;
     epic_moe moe = *wide;
@@ -505,7 +505,7 @@ static void run_model(bench *b, const model *m)
         if (b->rank == 0) printf("layer, %s: %.3f ms\n", m->name, narrow);
     } else {
         time_layer(b, m);
-        time_scaled(b, &a, &config, &moe);
+        time_scaled(b, &a, &moe);
     }
     for (int sms = 24; beside && sms <= 48; sms += 8)
         if (sms != 40) time_beside(b, sms);

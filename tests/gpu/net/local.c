@@ -466,5 +466,16 @@ static void close_net(net *w)
 }
 
 extern EPIC_API const net_engine epic_net_local;
-const net_engine epic_net_local = {
-    .name = "local", .preferred_bytes = 224 << 10, NET_ENGINE_CALLS};
+const net_engine epic_net_local = {.name = "local",
+                                   .preferred_bytes = 224 << 10,
+                                   .is_available = local_can_open,
+                                   .can_reach_gpu = reaches_gpu,
+                                   .open = open_net,
+                                   .connect = connect_all,
+                                   .put = local_put,
+                                   .put_word = local_word,
+                                   .progress = local_look,
+                                   .is_done = local_done,
+                                   .is_gone = local_gone,
+                                   .describe = local_describe,
+                                   .close = close_net};
