@@ -100,6 +100,7 @@ static void be_rank(const epic_bootstrap *bootstrap, void *self)
                                 .max_tokens = 8,
                                 .max_row_bytes = 4096,
                                 .backend = way->backend};
+    if (way->prepare) way->prepare(bootstrap->rank);
     epic_context *ctx;
     const epic_result opened = epic_open(&ctx, bootstrap, &config);
     if (!CHECK_SAY(opened == EPIC_OK, "open: %s", epic_error(ctx))) exit(1);

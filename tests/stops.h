@@ -15,6 +15,8 @@ typedef struct stops_way {
     const char *launcher; /* a program that starts ranks with "-n RANKS COMMAND"; NULL: fork */
     int groups, width;    /* number of groups, scaled, and how many run at a time */
     int most_ranks;       /* of a group; 0: 8 */
+    /* Called by a rank before it opens its context; NULL: nothing to do. */
+    void (*prepare)(int rank);
     /* Adds in place, as epic_allreduce_sum, and returns when the sums are there; NULL: epic_allreduce_sum. */
     epic_result (*sum)(epic_context *ctx, const epic_allreduce_sum_args *args);
 } stops_way;

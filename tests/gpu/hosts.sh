@@ -86,6 +86,7 @@ if has deaths && [ -n "$UCX" ]; then # of processes: kill -9, SIGSTOP, exit; wha
             sort | awk '{ if (!($1 in n) || $2 > m[$1]) m[$1] = $2; n[$1]++; s[$1] += $2 }
                         END { for (k in n) printf "         %s: seen by %d ranks, %.0f ms later on average, %d at most%s\n", k,
                               n[k], s[k] / n[k], m[k], k == "SIGSTOP" ? ", of a deadline of 1000" : " (bar of kill -9: 300)" }'
+        run ucx $local api_stops_hosts
     done
 fi
 if has jax; then # of processes, whose net reaches the other's memory where that is on a GPU

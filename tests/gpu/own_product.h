@@ -12,11 +12,14 @@
 
 #include "epic/epic.h"
 
-/* Uses the stream of the call, because other threads may be in other calls. */
+/* Uses the stream of the call, because other threads may be in other calls.  It waits for the stream
+ * before it copies: a copy to pageable memory that waits for a kernel can keep another thread of
+ * this process from launching the kernel that the first kernel waits for. */
 static inline void *own_copy(const void *device, int64_t bytes, cudaStream_t stream)
 {
     void *host = malloc((size_t)bytes + 1);
-    if (host && !cudaMemcpyAsync(host, device, (size_t)bytes, cudaMemcpyDeviceToHost, stream) &&
+    if (host && !cudaStreamSynchronize(stream) &&
+        !cudaMemcpyAsync(host, device, (size_t)bytes, cudaMemcpyDeviceToHost, stream) &&
         !cudaStreamSynchronize(stream))
         return host;
     fprintf(stderr, "a copy of %lld bytes\n", (long long)bytes);

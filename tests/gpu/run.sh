@@ -36,6 +36,7 @@ run api_data_errors_many 3
 for ranks in 2 4; do run api_mismatch $ranks; done
 run api_mismatch_many 4
 run api_deaths 3 1 "$DEATHS"
+LIMIT=300 run api_stops # all ranks together
 run api_router 3000 "$SEED"
 run api_experts
 LIMIT=300 run api_layer "$CASES" 4 "$SEED"

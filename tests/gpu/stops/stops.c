@@ -16,6 +16,14 @@
 static float *memory; /* on the device */
 static cudaStream_t stream;
 
+/* Spreads the ranks over the GPUs of this machine. */
+static void choose_gpu(int rank)
+{
+    int gpus = 0;
+    CHECK(cudaGetDeviceCount(&gpus) == cudaSuccess && gpus > 0 &&
+          cudaSetDevice(rank % gpus) == cudaSuccess);
+}
+
 static epic_result add_on_device(epic_context *ctx, const epic_allreduce_sum_args *args)
 {
     const size_t bytes = (size_t)args->count * sizeof *args->data;
@@ -41,6 +49,7 @@ int main(void)
                            .groups = 8,
                            .width = 1,
                            .most_ranks = 4,
+                           .prepare = choose_gpu,
                            .sum = add_on_device};
     return stops_main(&way);
 }
