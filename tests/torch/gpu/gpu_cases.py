@@ -304,6 +304,7 @@ def one_module(group: Group, wish: dict[str, Any], more: dict[str, Any]) -> None
         out, loss = module(rows)
         (out.float().square().sum() + loss).backward()
         assert rows.grad is not None
+        module.sum_gradients()
         results.append([out, loss, rows.grad, *(p.grad for p in module.parameters())])
     for a, b in zip(*results, strict=True):
         a, b = a.detach().float(), b.detach()
