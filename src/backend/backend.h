@@ -23,17 +23,19 @@ struct epic_ops;       /* backend/ops.h */
 /* One rank's state in a group.  Each backend defines its own. */
 typedef struct epic_group epic_group;
 
-/* The facts that ranks exchange about each other before a backend is chosen. */
+/* Facts about one rank, which all ranks exchange before epic_open chooses a backend. */
 typedef struct epic_peer {
-    uint64_t host[2];    /* equal on two ranks: same host, boot and PID namespace */
-    uint64_t process[2]; /* equal on two ranks: same process */
+    /* two ranks with equal values are on the same host, in the same boot and PID namespace */
+    uint64_t host[2];
+    uint64_t process[2]; /* two ranks with equal values are in the same process */
     int64_t pid;
     int64_t uid;
-    int64_t network_ns; /* inode of the network namespace; equal on two ranks: abstract socket
-                         * names work between them */
-    /* Identifies the copy of libepic.  Two ranks of a process share the library's global tables
-     * if it is equal.  The number is random, because an address would reveal where the library
-     * is loaded. */
+    /* inode of the network namespace. If it is equal on two ranks, abstract socket names work
+     * between them. */
+    int64_t network_ns;
+    /* Identifies the copy of libepic that the rank uses. Ranks of one process with equal
+     * numbers share the library's global tables. The number is random, because an address would
+     * reveal where the library is loaded. */
     uint64_t library;
 } epic_peer;
 
@@ -54,9 +56,9 @@ typedef struct epic_backend {
     bool (*can_join)(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why);
 
-    /* Creates the group.  Collective: all ranks call it.  On an error it releases everything,
-     * leaves *out as it was and sets the error sentence with epic_fail. epic_open then gathers
-     * the results of all ranks. */
+    /* Creates this rank's state in the group. Collective: all ranks call it. On an error it
+     * releases everything, leaves *out as it was and sets the error sentence with epic_fail.
+     * epic_open then gathers the results of all ranks. */
     epic_result (*join)(epic_group **out, const epic_join *join);
 
     /* Releases the group.  Not collective, and it also works when a peer is gone.  A device
@@ -71,9 +73,9 @@ typedef struct epic_backend {
     /* Computes the memory that join allocates.  The config's defaults are filled in. */
     void (*memory)(const epic_config *config, epic_memory_info *out);
 
-    /* Copies bytes to the host if `from` is memory of this backend's devices; otherwise returns
-     * false.  Sets *good to true if the copy succeeded.  Waits for the device.  NULL: the
-     * backend has no device memory. */
+    /* If `from` is memory of this backend's devices, copies bytes from it to the host, waits
+     * for the device, and sets *good to whether the copy succeeded. Otherwise returns false.
+     * NULL: the backend has no device memory. */
     bool (*fetch)(void *to, const void *from, size_t bytes, bool *good);
 
     /* Allocate and release memory of the group's device, aligned to 64 bytes, for the buffers

@@ -15,8 +15,8 @@ typedef struct epic_loss_args {
     const void *logits;
     int64_t num_tokens;
     int64_t total_tokens;
-    /* A plan in device memory, or NULL.  The number of tokens of all ranks in that plan
-     * replaces total_tokens. */
+    /* A plan in device memory, or NULL. With a plan, the total number of tokens of all ranks
+     * comes from it, and total_tokens is not used. */
     const void *plan;
     int64_t sequence_tokens; /* 0 for the z-loss */
     const int32_t *load;
@@ -39,7 +39,8 @@ typedef struct epic_gate_args {
     epic_stream stream;
     const void *x; /* [tokens, hidden] of row_type */
     int64_t tokens, hidden, columns;
-    int64_t block;                /* tokens that src/moe passes through the layer at a time */
+    /* tokens of a block; equal for every number of ranks, so the method is chosen by it */
+    int64_t block;
     const float *w_gate, *b_gate; /* b_gate may be NULL */
     float *logits;                /* forward: output; backward: its gradient, an input */
     void *workspace;              /* gate_bytes of rules/gate_layout.h */
@@ -47,8 +48,9 @@ typedef struct epic_gate_args {
     const void *addend;           /* backward: rows to add to d_x as well; may be NULL */
     float *d_w_gate, *d_b_gate;   /* backward outputs; may be NULL */
     uint32_t row_type;
-    uint32_t accumulate;   /* 1: add to d_w_gate and d_b_gate */
-    uint32_t always_split; /* 1: split BF16 products of any size into pieces; for tests */
+    uint32_t accumulate; /* 1: add to d_w_gate and d_b_gate */
+    /* 1: use the method with bfloat16 pieces for products of any size; for tests */
+    uint32_t always_split;
     uint32_t reserved;
 } epic_gate_args;
 
@@ -69,8 +71,8 @@ typedef struct epic_ops {
     epic_result (*allreduce_sum)(epic_group *, const epic_allreduce_sum_args *);
     epic_result (*sum_replicas)(epic_group *, const epic_sum_replicas_args *);
 
-    /* Router and losses.  The core has filled in the defaults of args->router.  `factor`
-     * multiplies the sum over the tokens; in the backward pass it multiplies d_loss. */
+    /* Router and losses. The core has filled in the defaults of args->router. In the forward
+     * pass `factor` multiplies the sum over the tokens, in the backward pass d_loss. */
     epic_result (*router_forward)(epic_group *, const epic_router_args *);
     epic_result (*router_backward)(epic_group *, const epic_router_backward_args *);
     epic_result (*balance_loss_forward)(epic_group *, const epic_loss_args *, double factor);
@@ -102,17 +104,18 @@ typedef struct epic_ops {
     epic_result (*shared_gate_backward)(epic_group *, epic_stream, const layer_tokens *,
                                         float *gradient, bool accumulate, void *workspace);
 
-    /* Writes d_weights for the choices that are zero-experts. */
+    /* Writes d_weights, the gradients of the router's weights, for choices that are
+     * zero-experts. Their rows are not sent, so no other operation computes these gradients. */
     epic_result (*zero_experts_backward)(epic_group *, epic_stream, const layer_tokens *);
 
-    /* Adds to the output the rows that are not sent: outputs of the shared expert and of
-     * zero-experts. */
+    /* Adds to the output the rows that never leave this rank: the outputs of the shared expert
+     * and of zero-experts. */
     epic_result (*add_local_rows)(epic_group *, epic_stream, const layer_tokens *,
                                   const layer_rows *);
 
-    /* Checks on the device that no rank has more than num_local experts in the plan and, with
-     * EPIC_TREE, that all ranks have the same number of tokens. next_data_error() returns the
-     * error. */
+    /* Launches a check of the plan on the device. No rank may have more than num_local experts,
+     * and with EPIC_TREE all ranks must have the same number of tokens. next_data_error()
+     * returns the error, if there is one. */
     epic_result (*check_plan_fits)(epic_group *, const epic_plan_args *, uint32_t num_local);
 
     /* Adds the `count` numbers at `from` to `to`, or copies them if `replace` is set.  Both
@@ -120,8 +123,8 @@ typedef struct epic_ops {
     epic_result (*add_array)(epic_group *, epic_stream, void *to, const void *from,
                              int64_t count, uint32_t type, bool replace);
 
-    /* Sums each of the two rows of values [2, n] in the order of a binary tree, and writes the
-     * sums to values[0] and values[1]. */
+    /* Sums each row of values [2, n], a row of n floats, in the order of a binary tree. Writes
+     * the two sums to values[0] and values[1]. */
     epic_result (*sum_trees)(epic_group *, epic_stream, float *values, int64_t n);
 
     /* Writes `losses` to the loss outputs of the layer, or zeros if losses is NULL. */
@@ -135,14 +138,14 @@ typedef struct epic_ops {
     /* Returns EPIC_OK, or the failure of the group, which it also writes to *out. */
     epic_result (*poll_failure)(epic_group *, epic_failure_info *out);
 
-    /* Returns the oldest error in the data that no call has returned yet, or EPIC_OK.  Later
-     * calls do not return it again. */
+    /* Returns the oldest error in the ranks' data that a kernel has reported and no call has
+     * returned yet, or EPIC_OK. Each error is returned once. */
     epic_result (*next_data_error)(epic_group *);
 
     /* Returns the largest number of SMs that one operation uses. */
     uint32_t (*max_sms)(const epic_group *);
 
-    /* Makes all ranks return EPIC_EPEER with the text `why`; it may be NULL. */
+    /* Breaks the group: all ranks return EPIC_EPEER with the text `why`, which may be NULL. */
     void (*abort)(epic_group *, uint64_t tag, const char *why);
 } epic_ops;
 

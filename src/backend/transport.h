@@ -2,25 +2,24 @@
 /* The contract of a host backend: functions through which ranks find each other and exchange
  * rows.
  *
- * Each host backend implements this table of functions.  The collective operations in
+ * Each host backend implements this table of functions. The collective operations in
  * src/exchange and src/host_ops use only this table, so they are written once for all host
  * backends.
  *
- * An *exchange* is one collective operation.  Each rank keeps the state of an exchange in one
- * of its *op slots*, numbered 0 to max_in_flight - 1.  Two ranks may use op slots of different
- * numbers for the same exchange.  They find each other by (tag, sequence), where sequence
- * counts the operations of the tag from 0.  An operation may continue in the exchange of the
- * previous operation of its tag.  Then no op slot has its sequence number.
+ * An *exchange* is one collective operation. Each rank keeps the state of an exchange in one of
+ * its *op slots*, numbered 0 to max_in_flight - 1. Two ranks may use different op slots for the
+ * same exchange. They find each other by (tag, sequence), where sequence counts the operations
+ * of the tag from 0. One public call may make two operations in one exchange. The second
+ * operation then has its own sequence number, but no op slot is announced for it.
  *
- * Every rank first announces an *op header*.  Then rows flow through *rings*.  A ring is a
- * buffer of entries in staging memory, from one rank to one peer.  If `shares` is set, there
- * is also a ring from one rank to EVERYONE: the sender writes each entry once, and every peer
- * reads it.  A *flow* is a sequence of entries of one size, numbered from 0.  Every rank starts
- * the same flows in the same order, and a flow begins after the previous one of its
- * exchange.
+ * Every rank first announces an *op header*. Then rows flow through *rings*. A ring is a buffer
+ * of entries in staging memory, from one rank to one peer. If `shares` is set, there is also a
+ * ring from each rank to EVERYONE: the sender writes each entry once, and every peer reads it.
+ * A *flow* is a sequence of entries of one size, numbered from 0. Every rank runs the same
+ * flows of an exchange, one after the other.
  *
  * Threads: one thread at a time uses an op slot; different threads may use different op slots
- * at the same time.  Only wait() blocks.  No function allocates memory or calls back into the
+ * at the same time. Only wait() blocks. No function allocates memory or calls back into the
  * core. */
 #ifndef EPIC_TRANSPORT_H
 #define EPIC_TRANSPORT_H
@@ -40,9 +39,8 @@ typedef struct epic_op_header {
     int64_t local[12];  /* values of this rank */
     /* The rows of this rank, if all of them fit here.  Then the operation needs no flow. */
     unsigned char bytes[OP_PAYLOAD_BYTES];
-    /* Options of the layer (exchange/layer_options.h).  Peers compare the hashes of the options
-     * in `common`.  Only if these differ, they read this array, to name the option that
-     * differs. */
+    /* Options of the layer (exchange/layer_options.h). Their hashes are in `common`. Peers read
+     * this array only if two hashes differ, to name the option that differs. */
     uint32_t options[60];
 } epic_op_header;
 
@@ -54,28 +52,31 @@ typedef struct epic_flow {
     const int64_t *receives; /* [num_ranks] entries from each peer */
 } epic_flow;
 
-/* The last known status of a peer.  From the status of all peers the core finds the culprits of
- * a wait that passed its deadline. */
+/* The last known status of a peer. When a wait has passed its deadline, the core finds the
+ * culprits from the status of all peers. */
 typedef struct epic_peer_status {
-    bool came;      /* the peer has announced (tag, sequence) or a later one of the tag */
-    bool gone;      /* the peer's process ended, or it closed its context */
-    bool closed;    /* the peer closed its context */
-    bool waiting;   /* the peer is inside wait(), and its heartbeat is recent */
-    uint32_t phase; /* the phase that the peer passed to wait() in (tag, sequence) */
+    /* the peer has announced the exchange (tag, sequence), or a later one of that tag */
+    bool came;
+    bool gone;    /* the peer's process ended, or it closed its context */
+    bool closed;  /* the peer closed its context */
+    bool waiting; /* the peer is inside wait(), and its heartbeat is recent */
+    /* the phase that the peer last passed to wait() in the exchange (tag, sequence) */
+    uint32_t phase;
     uint64_t
         waits_for[EPIC_MAX_RANKS / 64]; /* if waiting: a bit for each rank that it waits for */
-    uint32_t operation;                 /* last operation that the peer announced; 0: none */
-    uint64_t tag;                       /* tag of that operation */
-    uint64_t sequence;                  /* sequence number of that operation */
-    bool inside;                        /* that operation has not finished on the peer */
+    /* the operation that the peer announced last; 0: none */
+    uint32_t operation;
+    uint64_t tag;      /* tag of that operation */
+    uint64_t sequence; /* sequence number of that operation */
+    bool inside;       /* true: the peer has not finished that operation */
 } epic_peer_status;
 
 typedef struct epic_transport {
     /* True if the backend has a ring to EVERYONE. */
     bool shares;
 
-    /* Returns the size of the ring to EVERYONE or of the ring to one peer in bytes.  It is a
-     * multiple of 64 and equal on all ranks.  An entry has at most half as many bytes. */
+    /* Returns the size in bytes of the ring to EVERYONE, or of a ring to one peer. It is a
+     * multiple of 64 and equal on all ranks. An entry has at most half as many bytes. */
     int64_t (*ring_bytes)(const epic_group *group, bool everyone);
 
     /* Claims a free op slot and returns its number.  Returns -1 if no op slot is free: each is
@@ -92,24 +93,25 @@ typedef struct epic_transport {
      * arrived.  The header stays valid until finish(). */
     const epic_op_header *(*op_header)(epic_group *group, int op_slot, int peer);
 
-    /* Starts the next flow of the exchange.  Call it only after op_header() has returned the op
-     * headers of all ranks. */
+    /* Starts the next flow of the exchange. The core calls it only after op_header() has
+     * returned the op headers of all ranks. */
     void (*shape)(epic_group *group, int op_slot, const epic_flow *flow);
 
-    /* Returns memory for entry `index` of the ring, 64-byte aligned, or NULL if the ring is
-     * full.  Indices ascend.  A second call for an entry that was not sent returns the same
-     * memory. */
+    /* Returns memory for entry `index` of the ring to `to`, 64-byte aligned, or NULL while the
+     * ring is full. The caller writes entries in ascending order. Until an entry is sent,
+     * room() returns the same memory for it. */
     void *(*room)(epic_group *group, int op_slot, int to, int64_t index);
 
-    /* Publishes all entries below `upto` to the peer, or to all peers. */
+    /* Publishes all entries with an index below `upto` in the ring to `to`. */
     void (*send)(epic_group *group, int op_slot, int to, int64_t upto);
 
-    /* Returns entry `index` of a peer, or NULL if it has not arrived.  The entry stays valid
-     * until drop(). */
+    /* Returns entry `index` that the peer `from` has sent to this rank, or NULL if it has not
+     * arrived. The entry stays valid until drop(). */
     const void *(*entry)(epic_group *group, int op_slot, int from, int64_t index);
 
-    /* Releases all entries below `upto` of a peer, so that the peer can reuse their memory.
-     * They may include entries that the peer has not sent yet; this rank will not read them. */
+    /* Releases the entries of peer `from` with an index below `upto`, so that the peer can
+     * reuse their memory. They may include entries that the peer has not sent yet and this rank
+     * does not need. */
     void (*drop)(epic_group *group, int op_slot, int from, int64_t upto);
 
     /* Ends the exchange on this rank and releases its op slot, which becomes free when no peer
@@ -117,16 +119,17 @@ typedef struct epic_transport {
      * all that it receives, unless the group has failed. */
     void (*finish)(epic_group *group, int op_slot);
 
-    /* Sleeps until a function above may return another result for this op slot, until the group
-     * fails, or for about `ms` milliseconds.  With op_slot -1 it sleeps until an op slot may be
-     * free.  It may return early.  No change is missed: if something changed after the last
-     * call on this op slot, wait() returns at once.  During the sleep, look() on other ranks
-     * returns `phase` and `waits_for`, one bit for each rank that this rank waits for. */
+    /* Sleeps until one of the functions above may return another result for this op slot, until
+     * the group fails, or for about `ms` milliseconds. With op_slot -1 it sleeps until an op
+     * slot may be free. It may return early. No change is missed: if something has changed
+     * since the caller's last call for this op slot, wait() returns at once. During the sleep,
+     * peers can read `phase` and `waits_for` with look(). `waits_for` has one bit for each rank
+     * that this rank waits for. */
     void (*wait)(epic_group *group, int op_slot, uint32_t phase, const uint64_t *waits_for,
                  uint32_t ms);
 
-    /* Writes to *out the last known status of a peer: its phase in the exchange (tag,
-     * sequence), and its last operation. */
+    /* Writes to *out the last known status of a peer: how far it is in the exchange (tag,
+     * sequence), and which operation it announced last. */
     void (*look)(epic_group *group, int peer, uint64_t tag, uint64_t sequence,
                  epic_peer_status *out);
 

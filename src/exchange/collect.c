@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The collect flow: each rank sends a row for some items of each home. The home of an item
- * handles it when the rows of all contributing ranks have arrived.
+/* The collect flow. An item belongs to one home rank, usually as one of its tokens. Other ranks
+ * contribute a row to the item and send it to the home. When the rows of all contributing ranks
+ * have arrived, the home handles the item.
  *
- * Every rank sends its rows to a home in ascending order of items, on one ring per home. The
- * home handles items in the same order. So the lowest unfinished item of any home always finds
- * room in the rings of its contributors, and the flow makes progress with rings of any size. */
+ * Every rank sends its rows to a home in ascending order of items, on its ring to that home.
+ * The home handles its items in the same order. So the row that a home needs next is always the
+ * oldest in its ring, and the flow makes progress with rings of any size. */
 #include <string.h>
 
 #include "base/error.h"
@@ -16,12 +17,12 @@
 typedef struct collecting {
     exchange *x;
     const collect *c;
-    int64_t item; /* the next item to handle as home, and its next piece */
+    int64_t item; /* the item that this rank handles next as home */
     int32_t piece;
-    int64_t batch; /* entries to move before looking at the other rings */
+    int64_t batch; /* entries to send to one home before the next home has its turn */
 } collecting;
 
-/* Sends entries to one home until the ring is full, the batch is complete, or nothing is left.
+/* Sends entries to one home until its ring is full, one batch is sent, or no entry is left.
  * Returns whether it sent any. */
 static bool collect_send_to(collecting *g, int home)
 {
@@ -58,8 +59,8 @@ static bool collect_send(collecting *g)
     return moved;
 }
 
-/* Fills x->rows with the next piece of the next item from all contributing ranks. Returns false
- * if a rank's entry has not arrived, and marks those ranks as awaited. */
+/* Fills x->rows with the contributing ranks' entries for the next piece of the next item. Marks
+ * each rank whose entry has not arrived as awaited, and then returns false. */
 static bool collect_find_rows(collecting *g)
 {
     exchange *x = g->x;
@@ -75,7 +76,8 @@ static bool collect_find_rows(collecting *g)
     return all;
 }
 
-/* Drops the entries that were read. dropped[r] is the number of entries dropped so far. */
+/* Drops all entries that were read, so that their senders can reuse the memory. dropped[r] is
+ * the number of entries of rank r that were dropped before; it is updated. */
 static void collect_release_rows(collecting *g, int64_t *dropped)
 {
     exchange *x = g->x;
@@ -86,8 +88,8 @@ static void collect_release_rows(collecting *g, int64_t *dropped)
     }
 }
 
-/* Handles items of this rank while all their rows have arrived, at most one batch. Returns
- * whether it handled any. */
+/* Handles this rank's items in order, up to one batch, until an item lacks a row. Returns
+ * whether it handled any piece. */
 static bool collect_receive(collecting *g)
 {
     exchange *x = g->x;
@@ -104,8 +106,8 @@ static bool collect_receive(collecting *g)
     return count > 0;
 }
 
-/* Returns whether this rank still has entries to send or items to handle. Clears the awaited
- * ranks and marks those to which it has not sent everything. */
+/* Returns whether this rank still has entries to send or items to handle. Sets the awaited
+ * ranks to those that have not received all entries from this rank. */
 static bool collect_is_unfinished(collecting *g)
 {
     exchange *x = g->x;
@@ -119,7 +121,8 @@ static bool collect_is_unfinished(collecting *g)
     return open;
 }
 
-/* Counts the entries to and from each rank, and begins the flow. */
+/* Counts the entries that this rank sends to and receives from each rank, and begins the
+ * flow. */
 static void collect_begin_flow(collecting *g)
 {
     exchange *x = g->x;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds the culprits: the ranks for which their peers wait. A rank that itself waits is not a
- * culprit, unless the ranks wait for each other in a circle. */
+/* Finds the culprits of a deadline: ranks that others wait for, but that do not wait
+ * themselves. If the ranks wait for each other in a circle, the culprits are the ranks that
+ * this rank waits for. */
 #include "exchange/culprits.h"
 
 #include <stdio.h>
@@ -36,13 +37,14 @@ void format_ranks(char *out, size_t size, const uint64_t *ranks)
 bool has_peer_finished(const exchange *x, const epic_peer_status *status)
 {
     if (!status->came) return false;
-    if (status->closed) return true; /* no rank closes its context during a call */
+    if (status->closed) return true; /* a rank closes its context only after its calls */
     if (status->tag != x->tag || status->sequence < x->header_sequence) return false;
     return status->sequence > x->header_sequence || !status->inside;
 }
 
-/* Follows the waits of x and of its peers. Adds to `ends` the ranks at which they end: ranks
- * that are gone or do not wait themselves. */
+/* Follows the chain of waits: from the ranks that x waits for to the ranks that those wait for,
+ * and so on. Adds to `ends` the ranks where a chain ends: ranks that are gone or do not
+ * wait. */
 static void follow_waits(exchange *x, uint64_t *ends)
 {
     uint64_t todo[RANK_WORDS], seen[RANK_WORDS] = {0};
@@ -63,8 +65,8 @@ static void follow_waits(exchange *x, uint64_t *ends)
     }
 }
 
-/* Copies to `culprits` those ranks of `from` that are furthest behind. These are the ranks that
- * have not announced this exchange, or else the ranks in its lowest phase. */
+/* Copies to `culprits` the ranks of `from` that are furthest behind: those that have not
+ * announced this exchange. If all have announced it, copies those in the lowest phase. */
 static void keep_furthest_behind(exchange *x, const uint64_t *from, uint64_t *culprits)
 {
     uint32_t least = UINT32_MAX;
@@ -79,8 +81,8 @@ static void keep_furthest_behind(exchange *x, const uint64_t *from, uint64_t *cu
         }
 }
 
-/* Appends the status of a culprit to the sentence. Returns false and appends nothing if it does
- * not fit. */
+/* Appends to the sentence in which operation a culprit was last seen. Returns false and appends
+ * nothing if the text does not fit. */
 static bool append_peer_status(char *sentence, size_t size, int rank,
                                const epic_peer_status *status)
 {
@@ -122,7 +124,8 @@ void find_culprits(exchange *x, uint64_t *culprits, char *sentence, size_t size)
     follow_waits(x, ends);
     bool any = false;
     for (int w = 0; w < RANK_WORDS; w++) any |= ends[w] != 0;
-    /* If `ends` is empty, the waits form a circle: take the ranks that x waits for. */
+    /* If `ends` is empty, the ranks wait for each other in a circle. Then the culprits come
+     * from the ranks that x waits for. */
     keep_furthest_behind(x, any ? ends : x->waits_for, culprits);
     describe_culprits(x, culprits, sentence, size);
 }

@@ -14,7 +14,7 @@ enum {
     PHASE_HEADERS,
     PHASE_ROWS,
     PHASE_NEXT_ROWS
-}; /* phases of an exchange; look() on other ranks returns them */
+}; /* how far a rank is in an exchange; peers read it with transport->look() */
 
 #define LOOK_NS 100000000ull /* time between checks whether peers are alive */
 #define MS 1000000ull
@@ -32,7 +32,8 @@ int64_t exchange_bytes(const epic_config *config)
            (int64_t)row_scratch_bytes(config) + (TREE_LEVELS + 1) * PIECE_MAX;
 }
 
-/* Allocates the arrays of an exchange. On failure exchange_close_all() frees what exists. */
+/* Allocates the arrays of an exchange. Returns false if memory is short; the caller's
+ * exchange_close_all() then frees the arrays that exist. */
 static bool exchange_allocate(exchange *x, const epic_context *ctx)
 {
     const size_t n = (size_t)ctx->num_ranks;
@@ -109,8 +110,8 @@ static epic_result exchange_poll_failure(exchange *x)
     return context_break(x->ctx, &failure);
 }
 
-/* Breaks the group with this rank's failure. If another rank's failure was first, returns
- * that. */
+/* Breaks the group with an error that this rank has found, and returns it. If another rank
+ * broke the group first, returns that rank's error, so that all ranks return the same. */
 static epic_result exchange_break_group(exchange *x, epic_result result,
                                         const uint64_t *culprits, const char *sentence)
 {
@@ -129,12 +130,13 @@ static epic_result exchange_break_group(exchange *x, epic_result result,
     return first ? first : context_break(x->ctx, &failure);
 }
 
-/* Breaks the group with EPIC_EPEER if a peer that this rank waits for is gone.
+/* Breaks the group with EPIC_EPEER if a peer that this rank waits for is gone. `late`: the
+ * deadline has passed, so check now.
  *
- * Data that the peer sent before it ended may have just arrived. So the peer must be seen as
- * gone in two checks, without any progress between them. If some peers' processes ended and
- * other peers closed their contexts, only the former are culprits, because the latter probably
- * closed as a consequence. */
+ * The peer may have sent its last data just before it ended. Therefore two checks must see it
+ * gone, with no entry moved between them. If some peers' processes ended and others closed
+ * their contexts, the error names only the former, because the others probably closed as a
+ * consequence. */
 static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
 {
     if (!late && !x->is_peer_gone && now - x->last_check_ns < LOOK_NS) return EPIC_OK;
@@ -161,9 +163,9 @@ static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
     return exchange_break_group(x, EPIC_EPEER, any_ended ? ended : closed, sentence);
 }
 
-/* Breaks the group because the deadline has passed. Returns EPIC_OK if this process was stopped
- * during the search for culprits. Peers that were stopped with it seem silent, so the deadline
- * starts again. */
+/* Breaks the group with EPIC_ETIMEOUT, because the deadline has passed. If the machine stopped
+ * this process during the search for culprits, the peers were probably stopped too. Then this
+ * restarts the deadline and returns EPIC_OK. */
 static epic_result exchange_report_timeout(exchange *x)
 {
     uint64_t culprits[RANK_WORDS] = {0};
@@ -173,9 +175,9 @@ static epic_result exchange_report_timeout(exchange *x)
     return exchange_break_group(x, EPIC_ETIMEOUT, culprits, sentence);
 }
 
-/* Waits in op slot `op_slot`, or with -1 for a free op slot. Checks failure, deadline and
- * peers, then sleeps in wait(). While a peer seems gone, sleeps only shortly until the second
- * check. */
+/* Checks for a failure, the deadline and ended peers, then sleeps once in transport->wait().
+ * op_slot is the op slot of the exchange, or -1 to wait for a free one. If the first check saw
+ * a peer gone, the sleep is only 1 ms, so that the second check comes soon. */
 static epic_result exchange_wait_in(exchange *x, int op_slot)
 {
     TRY(exchange_poll_failure(x));
@@ -210,8 +212,8 @@ void exchange_report_progress(exchange *x)
     deadline_renew(&x->deadline); /* the deadline starts again with the next wait */
 }
 
-/* Waits for a free op slot and stores it in *op_slot. All op slots are in use by operations
- * that may wait for any peer, so this wait is for all peers. */
+/* Waits for a free op slot and stores its number in *op_slot. The operations that hold the op
+ * slots may wait for any peer. So all peers count as awaited here. */
 static epic_result exchange_wait_for_op_slot(exchange *asked, int *op_slot)
 {
     exchange waiter = *asked;
@@ -219,12 +221,12 @@ static epic_result exchange_wait_for_op_slot(exchange *asked, int *op_slot)
         if (r != waiter.rank) exchange_mark_awaited(&waiter, r);
     while ((*op_slot = asked->transport->claim(asked->group)) < 0)
         TRY(exchange_wait_in(&waiter, -1));
-    asked->deadline = waiter.deadline; /* one deadline for the op slot and the headers */
+    asked->deadline = waiter.deadline; /* the wait for headers continues this deadline */
     return EPIC_OK;
 }
 
-/* Claims an op slot, waiting if necessary, and copies the operation in `asked` to its
- * exchange. */
+/* Claims an op slot, after a wait if none is free. Copies the operation in `asked` to the
+ * exchange of that op slot. */
 static epic_result exchange_claim_op_slot(exchange **out, epic_context *ctx, exchange *asked)
 {
     int op_slot = asked->transport->claim(ctx->group);
@@ -243,10 +245,11 @@ static epic_result exchange_claim_op_slot(exchange **out, epic_context *ctx, exc
     return EPIC_OK;
 }
 
-/* Compares rank r's op header with this rank's, and with the header of rank *good. *good is the
- * first rank whose header reports no error, or -1. The second comparison is needed because a
- * header with an error has few other elements. If this rank's header has an error, the first
- * comparison could miss a difference between two other ranks. */
+/* Compares rank r's op header with two others: this rank's, and that of rank *good. *good is
+ * the first rank whose header reports no error, or -1 if there is none yet.
+ *
+ * A header that reports an error has few other elements. If this rank's own header is such a
+ * header, only the comparison with *good can show that two other ranks differ. */
 static epic_result exchange_compare_header(exchange *x, int r, int *good)
 {
     char sentence[256];
@@ -288,8 +291,9 @@ static epic_result exchange_gather_headers(exchange *x, const epic_op_header *mi
     }
 }
 
-/* Claims an op slot, announces the op header, and waits for those of all ranks. On an error
- * *out is set if an op slot was claimed. */
+/* Claims an op slot, announces the op header, and waits for the headers of all ranks. If it
+ * returns an error after it has claimed an op slot, *out is set and the caller must close
+ * it. */
 static epic_result exchange_enter(exchange **out, epic_context *ctx, exchange *asked,
                                   const epic_op_header *header, uint64_t bytes)
 {
@@ -348,7 +352,7 @@ epic_result exchange_close(exchange *x, epic_result result)
     const uint64_t tag = x->tag, record = x->record;
     rounding_leave(x->rounding);
     x->transport->finish(x->group,
-                         x->op_slot); /* from here on this rank must not use the op slot */
+                         x->op_slot); /* another thread may claim the op slot from here on */
     recorder_end(ctx->recorder, record, result, result == EPIC_OK ? NULL : epic_sentence());
     tags_end(&ctx->tags, tag);
     return result;

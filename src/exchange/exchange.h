@@ -4,14 +4,16 @@
  *
  * Every operation calls exchange_open, runs one or more flows, and calls exchange_close. If one
  * public call consists of two operations, the second may continue in the exchange of the first
- * (exchange_reuse). There are two kinds of flows:
+ * (exchange_reuse). A flow moves the rows of *items*. An item is usually one token, numbered on
+ * its own rank. There are two kinds of flows:
  *
- * scatter: each source rank sends its items in ascending order, and each rank reads the items
- * that it needs. Sources do not wait for one another. The expert ids of a plan, and dispatch,
- * use it.
+ * scatter: each source rank sends its own items in ascending order, and each rank reads the
+ * items that it needs. Sources do not wait for one another. Dispatch uses it for rows, and a
+ * plan uses it for expert ids.
  *
- * collect: each rank computes a row for some items of each home. The home handles an item when
- * the rows of all contributing ranks have arrived. Combine uses it.
+ * collect: the items belong to their home rank. Other ranks compute a row for an item and send
+ * it to the home. When the rows of all contributing ranks have arrived, the home handles the
+ * item. Combine uses it: the home sums the rows of a token.
  *
  * A row that is larger than an entry of a ring is split into pieces. */
 #ifndef EPIC_EXCHANGE_H
@@ -22,19 +24,20 @@
 #include "exchange/op_header.h"
 
 #define RANK_WORDS (EPIC_MAX_RANKS / 64)
-/* The size of every piece, except the last one of a row, is a multiple of this: 1024 float64
- * elements. */
+/* Every piece of a row, except the last one, has a multiple of this many bytes. It is the size
+ * of 1024 float64 elements, the block of the dot product. */
 #define PIECE_UNIT 8192
 #define PIECE_MAX (4 * PIECE_UNIT)
-#define TRAILER_MAX 256 /* largest trailer, the bytes after a row: one float for each k */
-#define TREE_LEVELS 18  /* levels of a tree with 65536 leaves, plus one */
+/* largest trailer: bytes that follow a row in its entry, one float for each k */
+#define TRAILER_MAX 256
+#define TREE_LEVELS 18 /* levels of a binary tree with 65536 leaves, 17, plus one */
 
 /* The measured cost of writing one ring. ring_copy.h explains how it is used. */
 typedef struct ring_cost {
     int32_t line_ps; /* picoseconds to write one cache line, a moving average */
     uint32_t rows;   /* rows written so far */
-    /* write_row_timed() exchanges it atomically, to wait for all earlier stores. Its value is
-     * never read. */
+    /* write_row_timed() does an atomic exchange on it, which waits for all earlier stores. Its
+     * value is never read. */
     _Atomic bool settled;
 } ring_cost;
 
@@ -47,19 +50,22 @@ typedef struct exchange {
     int rank, num_ranks;
     uint32_t operation;
     uint64_t tag, sequence;
-    uint64_t header_sequence; /* sequence number with which the op headers were announced */
-    deadline deadline;        /* deadline of the current wait */
-    uint64_t record;          /* its record in the flight recorder */
-    uint64_t rounding;        /* rounding mode of the caller, which exchange_close() restores */
+    /* sequence number in the op headers; `sequence` is higher after exchange_reuse() */
+    uint64_t header_sequence;
+    deadline deadline; /* deadline of the current wait */
+    uint64_t record;   /* this operation's record in the flight recorder */
+    uint64_t rounding; /* rounding mode of the caller, which exchange_close() restores */
     uint32_t phase;
-    bool is_peer_gone; /* the last check found a peer gone; no progress since */
+    /* true: the last check found a peer gone, and no entry has moved since */
+    bool is_peer_gone;
     uint64_t last_check_ns;
     uint64_t waits_for[RANK_WORDS];
 
     /* The arrays below have one element for each rank. */
     const epic_op_header **headers;
-    int64_t *items;               /* items of each source or home */
-    int64_t *sends, *receives;    /* entries of the current flow */
+    /* number of items of each source (scatter) or home (collect) */
+    int64_t *items;
+    int64_t *sends, *receives;    /* entries to and from each rank in this flow */
     int64_t *num_sent, *num_read; /* entries sent to and read from each rank */
     int64_t *next_item_to;        /* next item to send to each peer */
     int32_t *next_piece_to;
@@ -71,8 +77,9 @@ typedef struct exchange {
     unsigned char *pieces; /* [TREE_LEVELS + 1, PIECE_MAX] scratch rows for partials */
 } exchange;
 
-/* exchange_open_all() allocates the exchanges of a context, one for each op slot, and returns
- * EPIC_ENOMEM if memory is short. exchange_close_all() frees them, also after a failure. */
+/* exchange_open_all() allocates one exchange for each op slot of a context. It returns
+ * EPIC_ENOMEM if memory is short. exchange_close_all() frees the exchanges, also after such a
+ * failure. */
 epic_result exchange_open_all(epic_context *ctx);
 void exchange_close_all(epic_context *ctx);
 int64_t exchange_bytes(const epic_config *config); /* returns the host memory of one exchange */
@@ -80,9 +87,10 @@ int64_t exchange_bytes(const epic_config *config); /* returns the host memory of
 /* Begins an operation: publishes the op header, waits for the headers of all ranks, and
  * compares them.
  *
- * On an error *out is NULL and there is nothing to close, with one exception. If a header
- * reports an error of the data, this returns that error, and *out is open. The caller then
- * clears its outputs and calls exchange_close(). `bytes` is the size that epic-info shows. */
+ * On an error *out is NULL and there is nothing to close, with one exception. If a rank's
+ * header reports an error in that rank's data, this returns that error, and *out is open. The
+ * caller then clears its outputs and calls exchange_close(). epic-info shows `bytes` as the
+ * size of the operation. */
 epic_result exchange_open(exchange **out, epic_context *ctx, uint32_t operation,
                           const epic_call *call, const epic_op_header *header, uint64_t bytes);
 
@@ -95,23 +103,25 @@ void exchange_reuse(exchange *x, uint32_t operation, uint64_t bytes);
  * afterwards. */
 epic_result exchange_close(exchange *x, epic_result result);
 
-/* Sleeps until entries may have arrived or rings may have room. A flow calls it when it cannot
- * move any entry. Returns an error and breaks the group if a peer is gone or the deadline has
- * passed. */
+/* Sleeps until entries may have arrived or rings may have room. A flow calls it when it can
+ * neither send nor read an entry. If an awaited peer is gone or the deadline has passed, it
+ * breaks the group and returns the error. */
 epic_result exchange_wait(exchange *x);
 
-/* Restarts the deadline. A flow calls it after it has moved entries. */
+/* Restarts the deadline of the wait. A flow calls it after it has moved entries, so that only a
+ * wait without any progress ends in EPIC_ETIMEOUT. */
 void exchange_report_progress(exchange *x);
 
-/* Adds to the count of bytes that this rank has written into rings, which tests read. Call it
- * once for many rows, because the atomic addition waits for all earlier stores. */
+/* Adds `bytes` to the number of bytes that this rank has written into rings. Tests read that
+ * number. Call it once for many rows, because the atomic addition waits for all earlier
+ * stores. */
 static inline void exchange_count_bytes(exchange *x, int64_t bytes)
 {
     atomic_fetch_add_explicit(&x->ctx->bytes_sent, (uint64_t)bytes, memory_order_relaxed);
 }
 
-/* Marks a rank as awaited: this rank waits for it. wait() publishes the awaited ranks to the
- * peers. */
+/* Adds a rank to waits_for, the ranks that this rank waits for. During a wait, peers can read
+ * waits_for to find the rank that delays everyone. */
 static inline void exchange_mark_awaited(exchange *x, int rank)
 {
     x->waits_for[rank / 64] |= 1ull << (rank % 64);
@@ -123,16 +133,17 @@ static inline int64_t exchange_local_field(const exchange *x, int rank, int fiel
     return x->headers[rank]->local[field];
 }
 
-/* The split of a row into pieces of piece_bytes, of which the last one may be shorter. */
+/* How a row is split: into num_pieces pieces of piece_bytes bytes. The last piece may be
+ * shorter. */
 typedef struct row_split {
     int64_t row_bytes;
     int64_t piece_bytes;
     int32_t num_pieces; /* at least 1, even for a row without bytes */
 } row_split;
 
-/* Returns the split of a row into pieces. A piece is as large as possible, so that it fits into
- * a ring entry together with `trailer` bytes. everyone: for the ring to EVERYONE, if there is
- * one. */
+/* Splits rows of row_bytes bytes into the largest pieces that fit, with `trailer` more bytes,
+ * into one ring entry. If `everyone` is true and the transport has a ring to EVERYONE, that
+ * ring limits the size; otherwise the ring to one peer does. */
 row_split exchange_split_rows(const exchange *x, bool everyone, int64_t row_bytes,
                               int64_t trailer);
 
@@ -149,17 +160,17 @@ static inline int64_t piece_size(const row_split *c, int32_t piece)
     return left < c->piece_bytes ? left : c->piece_bytes;
 }
 
-/* The callbacks of a scatter flow. `self` is their first argument. All ranks must agree:
- * is_sent(peer, item) here equals is_received(this rank, item) on the peer. */
+/* The callbacks of a scatter flow. Their first argument is `self`. Sender and receiver must
+ * agree: is_sent(peer, item) on this rank equals is_received(this rank, item) on the peer. */
 typedef struct scatter {
     void *self;
     const int64_t *items; /* [num_ranks] items of each source */
     row_split split;
 
-    /* Returns whether this peer reads this item of this rank. */
+    /* Returns whether `peer` needs item `item` of this rank. */
     bool (*is_sent)(void *self, int peer, int64_t item);
 
-    /* Returns whether this rank reads this item of rank `from`. */
+    /* Returns whether this rank needs item `item` of rank `from`. */
     bool (*is_received)(void *self, int from, int64_t item);
 
     /* Writes one piece of an item into an entry of a ring. */
@@ -175,21 +186,22 @@ typedef struct scatter {
     void (*read_own_item)(void *self, int64_t item);
 } scatter;
 
-/* Runs one scatter flow: sends, reads and waits until all entries are moved. Returns EPIC_OK or
- * the failure of the group. */
+/* Runs one scatter flow: sends this rank's entries, reads those of its peers, and waits when
+ * neither is possible. Returns EPIC_OK, or the failure of the group. */
 epic_result scatter_run(exchange *x, const scatter *s);
 
-/* The callbacks of a collect flow. `self` is their first argument. */
+/* The callbacks of a collect flow. Their first argument is `self`. As in a scatter flow,
+ * is_sent(home, item) on this rank equals is_received(this rank, item) on the home. */
 typedef struct collect {
     void *self;
     const int64_t *items; /* [num_ranks] items of each home */
     row_split split;
     int64_t trailer; /* bytes that follow the first piece of a row in its entry */
 
-    /* Returns whether this rank contributes to this item of rank `home`. */
+    /* Returns whether this rank sends a row for item `item` of rank `home`. */
     bool (*is_sent)(void *self, int home, int64_t item);
 
-    /* Returns whether rank `from` contributes to this item of this rank. */
+    /* Returns whether rank `from` sends a row for item `item` of this rank. */
     bool (*is_received)(void *self, int from, int64_t item);
 
     /* Writes one piece of this rank's row for an item of rank `home` into an entry of a
@@ -199,13 +211,14 @@ typedef struct collect {
     /* Makes filled entries visible to peers before they are sent.  May be NULL. */
     void (*flush_stores)(void);
 
-    /* Handles one piece of an item of this rank. rows[r] is the entry of rank r, or NULL if
-     * rank r does not contribute. rows[this rank] is not set. */
+    /* Handles one piece of an item of this rank, when the entries of all contributing ranks
+     * have arrived. rows[r] is the entry of rank r, or NULL if rank r does not contribute or is
+     * this rank. */
     void (*read_rows)(void *self, int64_t item, int32_t piece, const void **rows);
 } collect;
 
-/* Runs one collect flow: sends, reads and waits until all entries are moved. Returns EPIC_OK or
- * the failure of the group. */
+/* Runs one collect flow: sends rows to the homes, handles this rank's items, and waits when
+ * neither is possible. Returns EPIC_OK, or the failure of the group. */
 epic_result collect_run(exchange *x, const collect *c);
 
 #endif

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Converts the options of a layer to words of an op header. Converts two words that differ to
- * an error sentence. */
+/* Two directions: converts the options of a layer to words of an op header, and converts the
+ * first word that differs between two headers to an error sentence. */
 #include "exchange/layer_options.h"
 
 #include <stdio.h>
@@ -32,8 +32,8 @@ typedef enum choice_list {
     TYPES
 } choice_list;
 
-/* The names of each list in the order of their values. The lists are arrays of characters,
- * because a pointer to each would need a relocation in the library. */
+/* The names of each choice_list, in the order of the enum's values. Each list is one string,
+ * because an array of pointers would need relocations in the library. */
 static const char choices[][72] = {
     [SCORES] = "softmax sigmoid sqrtsoftplus logits",
     [GROUP_SCORES] = "max sum",
@@ -95,8 +95,8 @@ static const option options[] = {
 };
 enum { NUM_OPTIONS = sizeof options / sizeof *options };
 
-/* The weights in the order of layer_weight. The first word is 1 if the words of the weights are
- * checksums. */
+/* The weight words: first a flag, then one word for each layer_weight in its order. The flag is
+ * 1 if the words are checksums. */
 static const option weights[] = {
     {"EPIC_CHECK_WEIGHTS", KIND_FLAG, NO_CHOICES},
     {"w_gate", KIND_WEIGHT, NO_CHOICES},
@@ -202,8 +202,8 @@ static void put_shared(uint32_t **at, const epic_experts *e)
     put_limits(at, e);
 }
 
-/* Leaves out options that may differ between ranks: the number of slots and of local experts, a
- * caller's own GEMM, and what is kept for the backward pass. */
+/* Does not include the options that may differ between ranks: the number of slots and of local
+ * experts, a caller's own GEMM, and what is kept for the backward pass. */
 void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_router *router,
                         const epic_experts *experts, const epic_experts *shared)
 {
@@ -303,8 +303,8 @@ static void describe_value(char text[40], const option *o, const uint32_t *words
     }
 }
 
-/* Writes a sentence about the first option of a table whose words differ in a and b. Returns
- * false if all are equal. */
+/* Compares the words of two ranks, a and b, in the order of `table`. Writes a sentence about
+ * the first option that differs. Returns false if none differs. */
 static bool find_difference(const option *table, int count, const uint32_t *a, int rank_a,
                             const uint32_t *b, int rank_b, char *sentence, size_t size)
 {

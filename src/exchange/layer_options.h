@@ -36,8 +36,9 @@ typedef enum layer_weight {
     NUM_LAYER_WEIGHTS
 } layer_weight;
 
-/* Reads the options of a caller's layer. If moe is NULL, the options are unknown. Returns
- * EPIC_EINVAL if a part of the layer is missing. */
+/* Reads the options of the layer that the caller passed. If moe is NULL, the options are
+ * unknown and are not compared. Returns EPIC_EINVAL if the router or the experts are
+ * missing. */
 epic_result layer_options_read(layer_options *out, const epic_moe *moe);
 
 /* Fills in the options from structs that READ_SIZED has read. shared may be NULL. The weights
@@ -49,8 +50,8 @@ void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_rout
 void layer_options_set_weights(layer_options *out, bool are_checked,
                                const uint32_t words[NUM_LAYER_WEIGHTS]);
 
-/* Returns the word of a weight of `bytes` bytes at `data`, which may be NULL. If is_checked is
- * set, the word is a checksum. */
+/* Returns the header word for a weight of `bytes` bytes at `data`: 0 if data is NULL, a
+ * checksum if is_checked is set, otherwise 1. */
 uint32_t layer_options_weight_word(const void *data, int64_t bytes, bool is_checked);
 
 /* Writes a sentence that names the first option or weight that differs between two op headers.

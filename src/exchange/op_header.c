@@ -56,8 +56,8 @@ const char *operation_name(uint32_t operation)
     return operation < sizeof names / sizeof *names ? names[operation] : "an unknown operation";
 }
 
-/* Returns the name of a value of a common field, or NULL if the value is printed as a
- * number. */
+/* Returns the name of the value of an element of epic_op_header.common, or NULL if the value is
+ * printed as a number. */
 static const char *value_name(int field, int64_t value)
 {
     switch (field) {

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The elements of the op header, which is the first message of an operation, and functions that
- * compare them.
+/* The op header is the first message that every rank sends in an operation. This file names its
+ * elements and declares the functions that compare two headers.
  *
- * Every rank reads the headers of all ranks. So all ranks find the same difference, or the same
- * error of the data, and return the same result. */
+ * Every rank reads the headers of all ranks. So all ranks find the same difference between two
+ * headers, or the same reported error, and return the same result. */
 #ifndef EPIC_OP_HEADER_H
 #define EPIC_OP_HEADER_H
 
@@ -74,11 +74,12 @@ typedef struct data_fault {
 
 /* Data that src/moe adds to the op header of an operation. */
 typedef struct op_header_extra {
-    const data_fault *fault;      /* an error of this rank's data; NULL: none */
+    const data_fault *fault;      /* error in this rank's data; NULL: no error */
     const layer_options *options; /* options of the layer; NULL: unknown */
 } op_header_extra;
 
-/* Stores an error of the data in an op header. Does nothing if fault is NULL. */
+/* Stores an error in this rank's data in its op header. Does nothing if `fault` is NULL or
+ * DATA_OK. */
 void op_header_set_fault(epic_op_header *header, const data_fault *fault);
 
 /* Stores the options of a layer in an op header. Does nothing if options is NULL. */
@@ -88,18 +89,18 @@ void op_header_set_options(epic_op_header *header, const layer_options *options)
 const char *operation_name(uint32_t operation);
 
 /* Returns whether two ranks' op headers describe the same operation. If not, writes the first
- * difference to `sentence`. If a header reports an error of the data, compares only the
- * operation. */
+ * difference to `sentence`. If a header reports an error in its rank's data, its other fields
+ * are not filled in, so only the operation is compared. */
 bool op_header_compare(const epic_op_header *a, int rank_a, const epic_op_header *b, int rank_b,
                        char *sentence, size_t size);
 
-/* Returns whether the layer of a call equals the layer of its plan. If not, writes the first
- * field that differs to `sentence`. */
+/* Returns whether the layer that a caller passed equals the layer of its plan. If not, writes
+ * the first field that differs to `sentence`. */
 bool op_header_compare_layer(const epic_op_header *given, const epic_op_header *plan,
                              char *sentence, size_t size);
 
-/* Returns the error of the data that the header of the lowest rank with an error reports, or
- * EPIC_OK. The result and its sentence are equal on every rank. */
+/* Returns the error that the headers report, or EPIC_OK. If several ranks report one, the
+ * lowest rank counts. So every rank returns the same result and sentence. */
 epic_result op_header_data_error(const epic_op_header *const *headers, int num_ranks);
 
 #endif

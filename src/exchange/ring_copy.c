@@ -9,10 +9,11 @@
 #define LINE 64
 #define LEAST_BYTES 1024 /* shorter rows are not timed: their time is mostly noise */
 #define TIMED_EVERY 64   /* one row of this many is timed, because timing slows a row down */
-/* If writing a line takes longer, rows are written past the caches. The limit is between the
- * measured times of cores with and without a shared cache. */
+/* If writing one cache line takes longer than this, rows are written past the caches. The limit
+ * lies between the measured times for cores that share a cache and cores that do not. */
 #define FAR_PS 11000
-#define MOST_PS 30000 /* times are limited to this, in case the thread lost its core */
+/* upper limit of a measured time, because the thread may have been preempted */
+#define MOST_PS 30000
 
 ring_path ring_choose_path(exchange *x, int ring, int64_t bytes)
 {
@@ -29,7 +30,8 @@ void ring_record_time(ring_cost *reach, uint64_t ns, size_t bytes)
     reach->line_ps += (seen - reach->line_ps) / 8;
 }
 
-/* Reads the row into this core's cache, so that the time is only that of writing the ring. */
+/* Reads the source row into this core's cache first, so that the measured time contains only
+ * the writing of the ring. */
 static void read_into_cache(const volatile char *from, size_t bytes)
 {
     for (size_t at = 0; at < bytes; at += LINE) (void)from[at];

@@ -14,20 +14,22 @@
 
 #include "exchange/exchange.h"
 
-/* The ways to copy a row: through the caches, past them, or through them with a timer. */
+/* The three ways to copy a row into a ring: through the caches, past the caches, or through the
+ * caches with the time measured. */
 typedef enum ring_path { RING_CACHED, RING_STREAMED, RING_TIMED } ring_path;
 typedef void copy_function(void *to, const void *from, size_t n);
 
 /* Returns how to copy the next row of `bytes` bytes into a ring. `ring` is the rank that reads
- * the ring; this rank's own number means the ring to EVERYONE. */
+ * the ring, or this rank's own number for the ring to EVERYONE. */
 ring_path ring_choose_path(exchange *x, int ring, int64_t bytes);
 
-/* Copies a row in the way that ring_choose_path() returned. `past` is a function that copies
- * past the caches. */
+/* Copies a row in the way that ring_choose_path() returned. For RING_STREAMED it calls `past`,
+ * a function that writes past the caches. */
 void ring_write_row(exchange *x, int ring, ring_path way, void *entry, const void *from,
                     size_t bytes, copy_function *past);
 
-/* Updates the moving average of a ring with the time of one row of `bytes` bytes. */
+/* Updates the moving average of a ring's cost per cache line. Writing one row of `bytes` bytes
+ * took `ns` nanoseconds. */
 void ring_record_time(ring_cost *reach, uint64_t ns, size_t bytes);
 
 #endif

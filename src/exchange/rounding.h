@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sets the rounding mode of the processor for one operation: round to nearest even, with
- * subnormal numbers. Frameworks may have set the processor to flush subnormal numbers to zero,
+/* Sets the calling thread's floating-point mode for one operation: round to nearest even, with
+ * subnormal numbers. Frameworks may have set the thread to flush subnormal numbers to zero,
  * which would change results.
  *
- * rounding_enter() sets the mode of the calling thread and returns the mode before.
- * rounding_leave() restores that mode. On other processors both do nothing. */
+ * rounding_enter() sets the mode and returns the mode before. rounding_leave() restores that
+ * mode. On processors other than x86 and ARM64 both do nothing. */
 #ifndef EPIC_ROUNDING_H
 #define EPIC_ROUNDING_H
 

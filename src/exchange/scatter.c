@@ -1,16 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The scatter flow: every source sends its items to all ranks that need them, at its own speed.
- * If the transport has a ring to EVERYONE, that ring carries every item once. Otherwise each
- * peer has its own ring.
+/* The scatter flow. Every rank is a source: it sends its items to all ranks that need them,
+ * without waiting for other sources. If the transport has a ring to EVERYONE, the source writes
+ * each item into it once. Otherwise it writes an item into the ring of each peer that needs it.
  *
- * In each round a rank sends what has room, reads what has arrived, and handles its own items
- * only if nothing else moved. If nothing moved at all, it waits. */
+ * A rank repeats three steps until all entries are moved. It sends entries while the rings have
+ * room, and reads entries that have arrived. If neither moved anything, it handles some of its
+ * own items. If nothing moved at all, it waits. */
 #include <string.h>
 
 #include "base/error.h"
 #include "exchange/exchange.h"
 
-#define BATCH_BYTES (256 * 1024) /* bytes to move before looking at the other rings */
+/* bytes to move through one ring before the next ring has its turn */
+#define BATCH_BYTES (256 * 1024)
 
 /* The state of one scatter flow. */
 typedef struct scattering {
@@ -18,8 +20,8 @@ typedef struct scattering {
     const scatter *s;
     int64_t entry_bytes;
     bool shared;      /* true: use the ring to EVERYONE; false: one ring to each peer */
-    int64_t own_next; /* next item of this rank to handle itself */
-    int64_t batch;    /* entries to move before looking at the other rings */
+    int64_t own_next; /* next item of this rank to pass to read_own_item() */
+    int64_t batch;    /* entries to move through one ring before the next ring has its turn */
 } scattering;
 
 static bool is_wanted_by_any(const scattering *g, int64_t item)
@@ -29,16 +31,16 @@ static bool is_wanted_by_any(const scattering *g, int64_t item)
     return false;
 }
 
-/* Fills one entry. Returns the bytes of its piece. */
+/* Fills one entry with a piece of an item. Returns the size of the piece in bytes. */
 static int64_t scatter_fill_entry(scattering *g, int64_t item, int32_t piece, void *entry)
 {
     g->s->fill_entry(g->s->self, item, piece, entry);
     return piece_size(&g->s->split, piece);
 }
 
-/* Sends on the ring to EVERYONE, at most one batch. Returns whether it sent any entry. Entry
- * item * num_pieces + piece exists for every item, even if no peer reads it, so that readers
- * can compute its index. */
+/* Sends up to one batch of entries on the ring to EVERYONE. Returns whether it sent any. Each
+ * item has an entry in this ring, even if no peer needs the item. So a reader finds a piece at
+ * index item * num_pieces + piece. */
 static bool scatter_send_to_all(scattering *g)
 {
     exchange *x = g->x;
@@ -60,7 +62,7 @@ static bool scatter_send_to_all(scattering *g)
     return true;
 }
 
-/* Sends on the ring to one peer, at most one batch. Returns whether it sent any entry. */
+/* Sends up to one batch of entries on the ring to one peer. Returns whether it sent any. */
 static bool scatter_send_to(scattering *g, int peer)
 {
     exchange *x = g->x;
@@ -97,8 +99,8 @@ static bool scatter_send(scattering *g)
     return moved;
 }
 
-/* Reads entries from a peer's ring to EVERYONE, at most one batch, and skips the items that
- * this rank does not need. Returns whether it moved on. */
+/* Reads up to one batch of entries from a peer's ring to EVERYONE, and skips the items that
+ * this rank does not need. Returns whether it read or skipped any. */
 static bool scatter_receive_broadcast(scattering *g, int from)
 {
     exchange *x = g->x;
@@ -121,8 +123,7 @@ static bool scatter_receive_broadcast(scattering *g, int from)
     return true;
 }
 
-/* Reads entries from the ring of one peer to this rank, at most one batch. Returns whether it
- * read any. */
+/* Reads up to one batch of entries from the ring from one peer. Returns whether it read any. */
 static bool scatter_receive_from(scattering *g, int from)
 {
     exchange *x = g->x;
@@ -154,8 +155,8 @@ static bool scatter_receive(scattering *g)
     return moved;
 }
 
-/* Handles items that this rank sends to itself, at most one batch. Returns whether there were
- * any. */
+/* Passes this rank's own items to read_own_item(), up to one batch, if this rank needs them.
+ * Returns whether any item was left. */
 static bool scatter_read_own(scattering *g)
 {
     const int64_t first = g->own_next, total = g->s->items[g->x->rank];
@@ -166,8 +167,8 @@ static bool scatter_read_own(scattering *g)
     return g->own_next > first;
 }
 
-/* Returns whether this rank still has entries to send, to read or to handle. Marks the ranks
- * that it waits for as awaited. */
+/* Returns whether this rank still has entries to send, entries to read or own items to handle.
+ * Sets the awaited ranks to the peers whose entries or whose room in a ring are missing. */
 static bool scatter_is_unfinished(scattering *g)
 {
     exchange *x = g->x;
@@ -185,7 +186,8 @@ static bool scatter_is_unfinished(scattering *g)
     return open || g->own_next < g->s->items[x->rank];
 }
 
-/* Counts the entries to and from each rank, and resets the counters of the flow. */
+/* Counts the entries that this rank sends to and receives from each rank, and resets the
+ * counters of the flow. */
 static void scatter_count_entries(scattering *g)
 {
     exchange *x = g->x;

@@ -10,8 +10,8 @@
 
 #define MAX_THREADS 7         /* largest value of EPIC_NET_THREADS */
 #define DEFAULT_MAX_THREADS 6 /* upper limit of the default */
-/* A default below this becomes 0, because a single thread would only take work from the proxy
- * thread. */
+/* The default number of threads is never 1: a single thread would only take work from the proxy
+ * thread. A default below this number becomes 0. */
 #define DEFAULT_MIN_THREADS 2
 #define CORES_PER_THREAD 2 /* cores that each thread needs; measured in docs/lab/hosts.md */
 
@@ -71,8 +71,9 @@ static epic_result read_number(const char *name, const char *what, const char *w
     return EPIC_OK;
 }
 
-/* Reads EPIC_NET_WINDOW. The default covers all tokens of most operations: then all sends come
- * before the first receive, which keeps the net busy (docs/lab/hosts.md). */
+/* Reads EPIC_NET_WINDOW. The default is at least the number of tokens of most operations. Then
+ * a rank sends all rows before it receives the first, which keeps the net busy
+ * (docs/lab/hosts.md). */
 static epic_result read_window(int32_t *window)
 {
     TRY(read_number("EPIC_NET_WINDOW", "tokens that are sent before one is received", "8192",

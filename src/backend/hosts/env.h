@@ -5,8 +5,8 @@
 
 #include "net/net.h"
 
-/* The kind of memory for inbox and outbox (net/net.h). ANY means memory of the GPU if all ranks
- * can use it, otherwise host memory. */
+/* Where inbox and outbox (net/net.h) are. ANY: in GPU memory if all ranks can use it, otherwise
+ * in host memory. */
 typedef enum hosts_memory {
     HOSTS_MEMORY_ANY,
     HOSTS_MEMORY_GPU,
@@ -17,9 +17,10 @@ typedef enum hosts_memory {
 typedef struct hosts_env {
     const net_engine *engine;
     hosts_memory memory;
-    bool relays;    /* EPIC_NET_RELAY: send a row once to each host, and forward it there */
-    net_rdma rdma;  /* EPIC_NET_RDMA: how rows are sent */
-    int32_t window; /* EPIC_NET_WINDOW: tokens sent before one is received */
+    bool relays;   /* EPIC_NET_RELAY: send a row once to each host, and forward it there */
+    net_rdma rdma; /* EPIC_NET_RDMA: how rows are sent */
+    /* EPIC_NET_WINDOW: number of tokens that sending may be ahead of receiving */
+    int32_t window;
     /* EPIC_NET_THREADS: threads of the net in addition to the proxy thread; -1: choose by the
      * number of cores */
     int32_t threads;

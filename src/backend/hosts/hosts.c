@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The backend hosts: GPUs of several hosts. It uses the kernels and operations of backend p2p,
- * compiled again with EPIC_HOSTS. This file joins and leaves groups. Ranks of one host store
- * into each other's device memory. Ranks of different hosts send through the net (net/net.h).
- * The net treats every rank as a host of its own, so here a host number of the net is a
- * rank. */
+ * compiled again with EPIC_HOSTS. This file joins and leaves groups.
+ *
+ * Ranks of one host store into each other's device memory, the heap. Ranks of different hosts
+ * send through the net: from the outbox of the sender into the inbox of the receiver
+ * (net/net.h). The net treats every rank as a host of its own, so here a host number of the net
+ * is a rank. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,8 +24,9 @@ typedef struct peer_info {
     p2p_gpu gpu;
     cudaIpcMemHandle_t handle; /* IPC handle of the heap, for ranks of this host */
     uint32_t relays;           /* EPIC_NET_RELAY of this rank */
-    uint32_t wanted, on_gpu;   /* hosts_memory; 1: inbox and outbox are on the GPU */
-    char sentence[256];        /* why the rank failed, or why its inbox is not on the GPU */
+    /* wanted: a hosts_memory; on_gpu: 1 if inbox and outbox are on the GPU */
+    uint32_t wanted, on_gpu;
+    char sentence[256]; /* why the rank failed, or why its inbox is not on the GPU */
     _Alignas(8) unsigned char liveness[NET_LIVENESS_HANDLE_BYTES];
     _Alignas(8) unsigned char net[NET_HANDLE_BYTES];
 } peer_info;
@@ -34,13 +37,14 @@ typedef struct hosts_part {
     net *net;
     net_liveness *liveness;
     hosts_proxy *proxy;
-    bool on_gpu;     /* inbox and outbox are on the GPU, otherwise in host memory */
-    uint8_t *heap;   /* on the GPU; ranks of this host write it; private partials follow it */
-    uint8_t *inbox;  /* has the layout of a heap; the net writes it */
-    uint8_t *outbox; /* has the layout of a heap; the net reads it */
+    bool on_gpu; /* inbox and outbox are on the GPU, otherwise in host memory */
+    /* on the GPU; ranks of this host write it. This rank's private partial sums follow it. */
+    uint8_t *heap;
+    uint8_t *inbox;         /* has the layout of a heap; the net writes it */
+    uint8_t *outbox;        /* has the layout of a heap; the net reads it */
     uint8_t *outbox_on_gpu; /* the address of the outbox on the GPU */
     p2p_ring host_ring;     /* the proxy ring, with addresses of the host */
-    char net_text[256];     /* description by the engine after connecting */
+    char net_text[256];     /* text of net_engine.describe() after connecting */
 } hosts_part;
 
 _Static_assert(NET_MAX_HOSTS == DEVICE_MAX_RANKS, "each rank may be a host of its own");
@@ -79,7 +83,7 @@ static epic_result alloc_gpu(uint8_t **out, int64_t bytes)
     return p2p_cuda(cudaMalloc((void **)out, (size_t)bytes), "memory of the device");
 }
 
-/* Allocates a box for the net: *out is its address for the net, *seen its address for
+/* Allocates an inbox or outbox. *out is its address for the net, *seen its address for
  * kernels. */
 static epic_result alloc_for_net(uint8_t **out, uint8_t **seen, bool on_gpu, int64_t bytes)
 {
@@ -89,7 +93,8 @@ static epic_result alloc_for_net(uint8_t **out, uint8_t **seen, bool on_gpu, int
     return EPIC_OK;
 }
 
-/* Returns the size of the partials that only this rank reads. They follow the heap. */
+/* Returns the size of the partial sums that only this rank reads. They are stored behind the
+ * heap. */
 static int64_t parts_bytes(const p2p_heap *at, int64_t num_ranks)
 {
     return num_ranks * at->part_words * 4;
@@ -126,8 +131,9 @@ static int64_t box_bytes(const p2p_heap *at, bool on_gpu)
     return on_gpu ? p2p_heap_bytes(at) : at->bytes;
 }
 
-/* Allocates inbox and outbox, and fills the inbox with poison. self.heap[q] becomes the outbox
- * for each other rank q; p2p_heap_connect() later replaces it for ranks of this host. */
+/* Allocates inbox and outbox, and fills the inbox with poison. Sets self.heap[q] to the outbox
+ * for every other rank q, so that kernels write there what the net then sends. For ranks of
+ * this host, p2p_heap_connect() later replaces it by their heap. */
 static epic_result make_boxes(epic_group *g, hosts_part *h)
 {
     const int64_t bytes = box_bytes(&g->self.at, h->on_gpu);
@@ -192,7 +198,8 @@ static void close_net(hosts_part *h)
     h->net = NULL;
 }
 
-/* Allocates inbox and outbox in the given memory and opens the net with them. */
+/* Allocates inbox and outbox on the GPU or in host memory (on_gpu), and opens the net with
+ * them. */
 static epic_result open_boxes(epic_group *g, hosts_part *h, peer_info *mine, bool on_gpu)
 {
     h->on_gpu = on_gpu;
@@ -201,7 +208,7 @@ static epic_result open_boxes(epic_group *g, hosts_part *h, peer_info *mine, boo
     return open_net(g, h, mine);
 }
 
-/* Replaces boxes on the GPU by boxes in host memory. */
+/* Replaces inbox and outbox on the GPU by ones in host memory, and opens the net again. */
 static epic_result move_to_host(epic_group *g, hosts_part *h, peer_info *mine)
 {
     close_net(h);
@@ -209,7 +216,8 @@ static epic_result move_to_host(epic_group *g, hosts_part *h, peer_info *mine)
     return open_boxes(g, h, mine, false);
 }
 
-/* Adds EPIC_NET_MEMORY=gpu to the error of a rank that set this variable. */
+/* Sets the error of a rank that cannot use GPU memory although its EPIC_NET_MEMORY is gpu. The
+ * error names that variable. */
 static epic_result fail_on_gpu(epic_result result)
 {
     char why[160];
@@ -218,9 +226,8 @@ static epic_result fail_on_gpu(epic_result result)
                      "EPIC_NET_MEMORY=gpu: %s; without it rows go by way of host memory", why);
 }
 
-/* Opens the boxes on the GPU, or in host memory if EPIC_NET_MEMORY is host or this rank's net
- * cannot reach the GPU. connect_boxes() later finds out whether all ranks have theirs on the
- * GPU. */
+/* Opens inbox and outbox on the GPU. Uses host memory if EPIC_NET_MEMORY is host or this rank's
+ * net cannot reach the GPU. connect_boxes() later decides for all ranks together. */
 static epic_result open_own_boxes(epic_group *g, hosts_part *h, peer_info *mine)
 {
     mine->wanted = h->env.memory;
@@ -246,7 +253,8 @@ static epic_result listen_for_liveness(epic_group *g, hosts_part *h, peer_info *
     return net_liveness_listen(&h->liveness, &setup, mine->liveness);
 }
 
-/* Does the part of joining that needs no peer, and fills in *mine for the gather. */
+/* Does the part of joining that needs no peer, and fills in *mine, which gather_peers() sends
+ * to all ranks. */
 static epic_result prepare_rank(epic_group *g, hosts_part *h, peer_info *mine)
 {
     TRY(p2p_group_device(g, &mine->gpu));
@@ -272,7 +280,7 @@ static epic_result connect_net(epic_group *g, hosts_part *h, const peer_info *in
     const epic_result result = h->env.engine->connect(h->net, all, why);
     free(all);
     if (result != EPIC_OK) return epic_fail(result, "%s", why);
-    /* last call from this thread; then the proxy thread owns the net */
+    /* the last use of the net by this thread; afterwards only the proxy thread uses it */
     h->env.engine->describe(h->net, h->net_text, sizeof h->net_text);
     return EPIC_OK;
 }
@@ -343,7 +351,7 @@ static int num_on_gpu(const peer_info *infos, int num_ranks)
     return count;
 }
 
-/* Returns the first rank that asked for this memory by EPIC_NET_MEMORY, or -1. */
+/* Returns the first rank whose EPIC_NET_MEMORY requests this memory, or -1. */
 static int first_that_wants(const peer_info *infos, int num_ranks, hosts_memory memory)
 {
     for (int q = 0; q < num_ranks; q++)
@@ -351,8 +359,8 @@ static int first_that_wants(const peer_info *infos, int num_ranks, hosts_memory 
     return -1;
 }
 
-/* Checks that no two ranks ask for different memory, and that all ranks have their boxes on the
- * GPU if a rank asks for it. */
+/* Checks the requests by EPIC_NET_MEMORY. No two ranks may request different memory. If a rank
+ * requests GPU memory, all ranks must have inbox and outbox there. */
 static epic_result check_wanted_memory(const peer_info *infos, int num_ranks)
 {
     const int gpu = first_that_wants(infos, num_ranks, HOSTS_MEMORY_GPU);
@@ -372,10 +380,12 @@ static epic_result check_wanted_memory(const peer_info *infos, int num_ranks)
     return EPIC_OK;
 }
 
-/* Connects the net with the same kind of memory on all ranks. If all ranks have their boxes on
- * the GPU, it tries that first. If a rank cannot connect, all ranks move to host memory, unless
- * a rank set EPIC_NET_MEMORY=gpu. The gather between the two steps is necessary: no rank may
- * free its boxes while another rank is still connecting to them. */
+/* Connects the net, with the same kind of memory on all ranks. If all ranks have inbox and
+ * outbox on the GPU, it tries that first. If a rank then cannot connect, all ranks move to host
+ * memory, unless a rank set EPIC_NET_MEMORY=gpu.
+ *
+ * A gather separates the two steps: no rank may free its memory while another rank is still
+ * connecting to it. */
 static epic_result connect_boxes(epic_group *g, const epic_join *join, peer_info *infos)
 {
     hosts_part *h = g->hosts;
@@ -397,9 +407,10 @@ static epic_result connect_boxes(epic_group *g, const epic_join *join, peer_info
     return connect_net(g, h, infos);
 }
 
-/* Returns the number of ranks per host if rows can go through relays
- * (kernels/cuda/net/relay.cuh), otherwise 0. All hosts must have the same number of ranks, more
- * than one. The ranks must be numbered host by host, and every rank must allow relays. */
+/* Returns the number of ranks per host if rows can be sent through relays
+ * (kernels/cuda/net/relay.cuh), otherwise 0. Relays need the same number of ranks on every
+ * host, at least two. The ranks must be numbered host by host, and every rank must allow
+ * relays. */
 static int32_t ranks_per_host(const epic_group *g, const peer_info *infos)
 {
     int32_t local = 1;
@@ -431,7 +442,7 @@ static epic_result connect_peers(epic_group *g, hosts_part *h, const peer_info *
 
 /* ---------------------------------------------------------------------- join and leave ---- */
 
-/* Frees everything that the group has; members that do not exist are NULL. */
+/* Frees everything that the group has. Members that were not created yet are NULL. */
 static void free_group(epic_group *g)
 {
     hosts_part *h = g->hosts;
@@ -448,8 +459,9 @@ static void free_group(epic_group *g)
     p2p_group_free(g);
 }
 
-/* Writes bytes to offset `at` of a peer's heap and waits until they are sent. A remote peer
- * gets them through the outbox, in which no kernel uses these offsets. */
+/* Implements p2p_hooks.write: writes bytes to offset `at` of a peer's inbox, and waits until
+ * they are sent. Bytes for a peer are first copied into the outbox, where no kernel uses these
+ * offsets. Bytes for this rank itself go directly into its inbox. */
 static void write_to_peer(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
 {
     if (p2p_is_dead(g, peer)) return;
@@ -492,7 +504,8 @@ static epic_result hosts_join(epic_group **out, const epic_join *join)
     const epic_result own = g ? prepare_rank(g, g->hosts, &infos[num_ranks])
                               : epic_fail(EPIC_ENOMEM, "no host memory for a context");
     epic_result result = gather_peers(join, infos, own);
-    if (result == EPIC_OK) result = check_peers(infos, num_ranks); /* also this rank's error */
+    /* includes this rank's own error */
+    if (result == EPIC_OK) result = check_peers(infos, num_ranks);
     if (result == EPIC_OK) result = connect_boxes(g, join, infos);
     if (result == EPIC_OK) result = connect_peers(g, g->hosts, infos);
     free(infos);
@@ -515,8 +528,8 @@ static bool are_all_gone(epic_group *g)
 }
 
 /* Implements epic_backend.leave. Informs all peers, then waits until every peer has left,
- * closed or died, because a peer may still write into this rank's memory. Then frees the
- * memory. At the timeout it frees the memory anyway. */
+ * closed or died, because a peer may still write into this rank's memory until then. Frees the
+ * memory afterwards, or at the timeout. */
 static void hosts_leave(epic_group *g)
 {
     int device = -1;
@@ -538,8 +551,8 @@ void epic_backend_hosts_counts(const epic_group *g, uint64_t counts[3])
     hosts_proxy_counts(g->hosts->proxy, counts);
 }
 
-/* Implements epic_backend.forget. Closes the child's copies of the liveness connections;
- * otherwise peers would not notice the end of the parent. */
+/* Implements epic_backend.forget, in a forked child. Closes the child's copies of the liveness
+ * connections. While they stay open, peers would not notice the end of the parent. */
 static void hosts_forget(epic_group *g)
 {
     net_liveness_forget(g->hosts->liveness);
@@ -551,8 +564,8 @@ static void hosts_describe_net(const epic_group *g, char *to, size_t size)
     epic_fit_text(to, size, g->hosts->net_text);
 }
 
-/* Implements epic_backend.memory. Unless EPIC_NET_MEMORY decides where inbox and outbox are,
- * only joining shows it, so they are counted on the GPU and in host memory. */
+/* Implements epic_backend.memory. Unless EPIC_NET_MEMORY decides it, only joining shows whether
+ * inbox and outbox are on the GPU or in host memory. Until then they are counted in both. */
 static void hosts_memory_info(const epic_config *config, epic_memory_info *out)
 {
     const p2p_heap at = p2p_heap_for(config);

@@ -1,10 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The proxy thread calls proxy_progress() in a loop, and sleeps while nothing moves.
+/* The proxy thread moves rows between a GPU and the net. It calls proxy_progress() in a loop,
+ * and sleeps while nothing moves.
  *
- * The thread alone calls the engine. It exchanges data with kernels through host memory: the
- * ring and the words next to it (p2p_ring_words). It loads ring entries with acquire order and
- * stores its own words with release order. Other threads of the rank use hosts_proxy_send() and
- * hosts_proxy_wake(). */
+ * Kernels post *pieces* through a ring in host memory: ranges of words in the outbox, for one
+ * host. The thread joins pieces into *puts* (put_batch.h) and passes them to the engine, which
+ * only this thread calls. An *epoch* is one operation of the kernels.
+ *
+ * The thread exchanges data with kernels through the ring and the words next to it
+ * (p2p_ring_words). It loads ring entries with acquire order and stores its own words with
+ * release order. Other threads of the rank use hosts_proxy_send() and hosts_proxy_wake(). */
 #include "backend/hosts/proxy.h"
 
 #include <errno.h>
@@ -18,37 +22,42 @@
 #include "base/error.h"
 #include "base/thread.h"
 
-#define MAX_OPEN_EPOCHS \
-    4 /* epochs whose puts the net still reads; kernels wait, so that there are at most two */
-#define MAX_ENTRIES \
-    256 /* largest number of ring entries that one round reads before it posts puts */
-#define FEW_IN_FLIGHT 4 /* with fewer puts in flight, the net to a host has little to do */
-/* Limits per host. Further urgent puts wait, and are joined while they wait. The bytes of rows
- * in flight are limited because an urgent put may have to wait behind them. */
+/* An epoch is open until its puts are done. Kernels wait before a new epoch, so that at most two
+ * are open. */
+#define MAX_OPEN_EPOCHS 4
+#define MAX_ENTRIES 256 /* ring entries to read before the thread posts puts */
+/* with fewer puts in flight to a host, the net has capacity for partial batches */
+#define FEW_IN_FLIGHT 4
+/* Limits per host. Urgent puts beyond the limit wait, and are joined meanwhile. The bytes of
+ * rows in flight are limited because an urgent put may have to wait behind them in the net. */
 #define MAX_URGENT_IN_FLIGHT 16
 #define MAX_BYTES_IN_FLIGHT (2u << 20)
 #define URGENT_MAX_PUTS 4 /* an urgent batch with more puts waits for more pieces */
-#define URGENT_QUIET_US 5 /* that wait ends when no urgent piece has arrived for this long */
+#define URGENT_QUIET_US 5 /* the wait ends when no urgent piece has arrived for this long */
 #define PREFETCH_LINES 4  /* cache lines of ring entries to prefetch */
-#define IDLE_ROUNDS 64    /* rounds without progress before the first sleep */
-#define SPIN_US 200       /* time without progress before it, with SPARE_CORES cores or more */
+/* calls of proxy_progress() without progress before the first sleep */
+#define IDLE_ROUNDS 64
+/* the thread also polls this long before the first sleep, if it may use SPARE_CORES cores or
+ * more */
+#define SPIN_US 200
 #define SPARE_CORES 8
 #define FIRST_NAP_US 20       /* length of the first sleep; each later one is twice as long */
 #define MAX_NAP_BUSY_US 50    /* longest sleep while an operation runs */
 #define MAX_NAP_IDLE_US 20000 /* longest sleep otherwise; hosts_proxy_wake() ends it */
 #define MESSAGE_TIMEOUT_MS 2000
 
-/* A word in the heaps of the peers that holds this rank's newest state. Puts may arrive in any
- * order, so a new put of the word starts only after the previous one is done. Otherwise an
- * older value could overwrite a newer one. */
+/* A state word has a place in every peer's inbox, and the value there is this rank's newest
+ * state. Puts may arrive in any order. So a new value is sent only after the put of the
+ * previous value is done. Otherwise an older value could overwrite a newer one. */
 typedef struct state_word {
     uint64_t sent;
-    uint64_t posted; /* number of the put that sent it */
+    /* number of the put that sent `sent`; the next value waits until that put is done */
+    uint64_t posted;
 } state_word;
 
 enum { MESSAGE_IDLE, MESSAGE_REQUESTED, MESSAGE_POSTED }; /* the states of a message */
 
-typedef struct message { /* a message of hosts_proxy_send() to one host */
+typedef struct message { /* the message that a caller of hosts_proxy_send() sends to one host */
     uint64_t at, posted;
     uint32_t bytes;
     int state;
@@ -65,21 +74,23 @@ struct hosts_proxy {
     int is_asleep;   /* 1 while the thread sleeps */
     sem_t wake_up;   /* posted by hosts_proxy_wake() to end a sleep early */
     bool is_running; /* kernels of an operation are running */
-    bool has_read;   /* this round has read ring entries */
+    bool has_read;   /* the last call of read_entries() has read an entry */
     bool has_read_urgent;
-    uint32_t full;        /* hosts for which the net had no room in this round */
-    int64_t urgent_at;    /* when an urgent piece was last read */
-    bool epoch_ends_next; /* the epoch ends as soon as the batcher is empty */
+    uint32_t full;     /* bit mask of hosts for which the net has no room now */
+    int64_t urgent_at; /* when an urgent piece was last read */
+    /* the entry that ends the epoch was read; it ends when the batcher is empty */
+    bool epoch_ends_next;
     put_batcher *batcher;
     uint64_t num_read;              /* ring entries read so far */
     uint64_t pieces;                /* entries read that are pieces */
-    uint64_t bytes, puts;           /* bytes and puts posted for them */
+    uint64_t bytes, puts;           /* bytes and puts into which these pieces were joined */
     uint64_t max_puts_in_flight;    /* limit of row puts to one host */
     uint64_t posted[NET_MAX_HOSTS]; /* puts and words to each host */
-    /* number of urgent puts to each host; values of `posted` at the last ones */
+    /* number of urgent puts to each host, and for the last ones their numbers among all puts */
     uint64_t num_urgent[NET_MAX_HOSTS];
     uint64_t urgent[NET_MAX_HOSTS][MAX_URGENT_IN_FLIGHT];
-    uint64_t ends[MAX_OPEN_EPOCHS][NET_MAX_HOSTS]; /* values of `posted` when an epoch ended */
+    /* values of `posted` at the end of the last epochs */
+    uint64_t ends[MAX_OPEN_EPOCHS][NET_MAX_HOSTS];
     uint64_t num_ends, num_freed; /* epochs that have ended; epochs whose puts are done */
     state_word waits[NET_MAX_HOSTS], broken[NET_MAX_HOSTS];
 };
@@ -96,8 +107,8 @@ static bool is_peer(const hosts_proxy *p, int host)
 
 /* ----------------------------------------------------------------- puts of the kernels ---- */
 
-/* Records how many puts were posted to each host until this epoch ended. free_epochs() compares
- * these numbers with the finished puts. */
+/* Ends an epoch: records how many puts were posted to each host so far. When that many puts are
+ * done, free_epochs() reports that the epoch is sent. */
 static void end_epoch(hosts_proxy *p)
 {
     memcpy(p->ends[p->num_ends++ % MAX_OPEN_EPOCHS], p->posted, sizeof p->posted);
@@ -125,9 +136,11 @@ static void read_piece(hosts_proxy *p, int host, uint64_t entry)
 }
 
 /* Reads ring entries until the epoch ends, the batcher is full, the ring is empty, or
- * MAX_ENTRIES were read. Returns the number of entries read. An entry is valid if its top byte
- * is the lap of the ring (P2P_ENTRY_LAP). Loading it with acquire order makes the words in the
- * outbox visible. The store to `taken` lets kernels reuse the entries. */
+ * MAX_ENTRIES were read. Returns the number of entries read.
+ *
+ * The top byte of a valid entry is the number of the current lap through the ring
+ * (P2P_ENTRY_LAP). Because the entry is loaded with acquire order, the words in the outbox that
+ * it describes are visible too. The store to `taken` lets kernels reuse the entries. */
 static int read_entries(hosts_proxy *p)
 {
     int num_read = 0;
@@ -138,7 +151,8 @@ static int read_entries(hosts_proxy *p)
         const int host = P2P_ENTRY_HOST(entry);
         if (entry >> 56 << 56 != P2P_ENTRY_LAP(p->num_read)) break;
         if (!put_batcher_has_room(p->batcher, P2P_ENTRY_WORDS(entry))) break;
-        __builtin_prefetch(from + PREFETCH_LINES * 8); /* past the end: harmless */
+        /* a prefetch past the end of the ring is harmless */
+        __builtin_prefetch(from + PREFETCH_LINES * 8);
         if (P2P_ENTRY_WORD(entry) == P2P_EPOCH_ENDS)
             p->epoch_ends_next = true;
         else if (is_peer(p, host))
@@ -153,7 +167,8 @@ static int read_entries(hosts_proxy *p)
     return num_read;
 }
 
-/* Returns whether fewer than max_puts_in_flight of the puts posted to a host are in flight. */
+/* Returns whether fewer than max_puts_in_flight puts to the host are in flight, that is, posted
+ * but not done. */
 static bool has_fewer_in_flight(const hosts_proxy *p, int host, uint64_t max_puts_in_flight)
 {
     const uint64_t posted = p->posted[host];
@@ -187,10 +202,11 @@ static void record_urgent(hosts_proxy *p, int host)
     p->urgent[host][p->num_urgent[host]++ % MAX_URGENT_IN_FLIGHT] = p->posted[host];
 }
 
-/* Posts all batches that may_go() allows. Returns the number of puts. If the net has no room
- * for one host, the other hosts are still served. Otherwise the other hosts would wait for rows
- * from this rank and report it as the culprit. When the epoch ends and everything is posted,
- * records the end of the epoch. */
+/* Posts all batches that may_go() allows. Returns the number of puts. When the epoch ends and
+ * all batches are posted, records the end of the epoch.
+ *
+ * If the net has no room for one host, it still posts the puts to other hosts. Otherwise those
+ * hosts would wait for rows from this rank and report it as the culprit. */
 static int post_batches(hosts_proxy *p)
 {
     int posted = 0;
@@ -215,8 +231,8 @@ static int post_batches(hosts_proxy *p)
     return posted;
 }
 
-/* Reports finished epochs to the kernels: after all puts of an epoch are done, kernels may
- * overwrite its half of the outbox. */
+/* Reports to the kernels how many epochs are sent. When all puts of an epoch are done, the net
+ * no longer reads that epoch's half of the outbox, and kernels may overwrite it. */
 static void free_epochs(hosts_proxy *p)
 {
     while (p->num_freed < p->num_ends) {
@@ -229,7 +245,8 @@ static void free_epochs(hosts_proxy *p)
 
 /* ------------------------------------------------------ state and messages of the rank ---- */
 
-/* Sends a state word to a host if its value is new and the previous put of the word is done. */
+/* Sends a state word to offset `at` of a host's inbox, if its value is new and the put of the
+ * previous value is done. */
 static void send_state_word(hosts_proxy *p, state_word *m, int host, int64_t at, uint64_t value)
 {
     const hosts_proxy_setup *s = &p->setup;
@@ -239,8 +256,8 @@ static void send_state_word(hosts_proxy *p, state_word *m, int host, int64_t at,
     m->posted = ++p->posted[host];
 }
 
-/* Returns the word that describes the failure which this rank found first, or 0. Only the
- * reporting rank sends it. */
+/* Returns the word that describes the group's failure, or 0 if there is none. Returns 0 also if
+ * another rank reported the failure, because only the reporting rank sends it. */
 static uint64_t broken_word(const hosts_proxy *p)
 {
     const p2p_status *s = p->setup.status;
@@ -249,7 +266,8 @@ static uint64_t broken_word(const hosts_proxy *p)
     return P2P_BROKEN(result, s->operation, s->reporter, s->phase, s->culprits);
 }
 
-/* Sends both state words, "waits for" and "broken", to all peers. */
+/* Sends this rank's state to all peers: the word that names the ranks it waits for, and the
+ * word that describes its failure. */
 static void send_state(hosts_proxy *p)
 {
     const hosts_proxy_setup *s = &p->setup;
@@ -262,8 +280,8 @@ static void send_state(hosts_proxy *p)
     }
 }
 
-/* Advances the message of hosts_proxy_send() to a host. A requested message is posted when no
- * other put to the host is in flight. A posted message becomes idle when its put is done. */
+/* Advances the message to one host. After a request by hosts_proxy_send(), posts the message
+ * when no other put to the host is in flight. Marks it as idle when its put is done. */
 static void progress_message(hosts_proxy *p, int host)
 {
     message *m = &p->messages[host];
@@ -277,8 +295,8 @@ static void progress_message(hosts_proxy *p, int host)
     }
 }
 
-/* Sets the bits of dead ranks in status->dead, which kernels read: ranks whose liveness
- * connection or net has failed. */
+/* Sets the bits of dead ranks in status->dead, which kernels read. A rank is dead if its
+ * liveness connection is lost or the net has given it up. */
 static void mark_dead(const hosts_proxy *p)
 {
     const hosts_proxy_setup *s = &p->setup;
@@ -290,7 +308,8 @@ static void mark_dead(const hosts_proxy *p)
 
 /* --------------------------------------------------------------------------- main loop ---- */
 
-/* Runs one round of the thread. Returns how many entries and puts made progress. */
+/* Does each task of the thread once: reads entries, posts puts, lets the net progress, and
+ * sends this rank's state. Returns how many entries and puts made progress. */
 static int proxy_progress(hosts_proxy *p)
 {
     int moved = read_entries(p);
@@ -308,8 +327,8 @@ static void nap_us(int64_t us)
     nanosleep(&(struct timespec){.tv_nsec = us * 1000}, NULL);
 }
 
-/* Sleeps for `us` microseconds, or until hosts_proxy_wake() is called. Returns whether it was
- * called. */
+/* Sleeps for `us` microseconds, or until a thread calls hosts_proxy_wake(). Returns whether one
+ * did. */
 static bool nap_until_called(hosts_proxy *p, int64_t us)
 {
     const struct timespec end = clock_in_ns(us * 1000);
@@ -335,8 +354,9 @@ static int64_t longer_nap(int64_t us)
     return us < MAX_NAP_IDLE_US / 2 ? us * 2 : MAX_NAP_IDLE_US;
 }
 
-/* The main function of the thread: runs rounds until the proxy is closed. While nothing moves,
- * it first yields, then sleeps longer and longer. A call of hosts_proxy_wake() starts over. */
+/* The main function of the thread: calls proxy_progress() until the proxy is closed. While
+ * nothing moves, it first yields, then takes longer and longer naps. A call of
+ * hosts_proxy_wake() makes the naps short again. */
 static void *proxy_run(void *self)
 {
     hosts_proxy *p = self;
@@ -409,7 +429,7 @@ static void wait_for_message(message *m)
 
 void hosts_proxy_send(hosts_proxy *p, int host, uint64_t at, uint32_t bytes)
 {
-    /* one message per host: a host that does not receive blocks only its own messages */
+    /* each host has its own message, so a host that does not receive delays only its own */
     message *m = &p->messages[host];
     pthread_mutex_lock(&p->mutex);
     wait_for_message(m);

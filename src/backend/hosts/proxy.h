@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The proxy thread of a rank. It reads the puts that kernels post (kernels/cuda/net/net.cuh)
- * and passes them to the net. It reports to the kernels which puts are done and which ranks are
- * dead. It sends this rank's state to the peers. */
+/* The proxy thread of a rank. Kernels post puts in a ring (kernels/cuda/net/net.cuh). The
+ * thread reads them and passes them to the net. It reports to the kernels which puts are done
+ * and which ranks are dead, and sends this rank's state to the peers. */
 #ifndef EPIC_HOSTS_PROXY_H
 #define EPIC_HOSTS_PROXY_H
 
@@ -31,16 +31,16 @@ typedef struct hosts_proxy_setup {
  * EPIC_ENOMEM; EPIC_EDEVICE: the thread cannot be started. */
 epic_result hosts_proxy_open(hosts_proxy **out, const hosts_proxy_setup *setup);
 
-/* Sends `bytes` bytes at offset `at` of the outbox to the same offset of a host's inbox, after
- * all puts posted to that host before. Returns when the put is done, or after
+/* Sends `bytes` bytes from offset `at` of the outbox to the same offset of a host's inbox,
+ * after all puts posted to that host before. Returns when the put is done, or after
  * MESSAGE_TIMEOUT_MS. Any thread may call it; calls run one after the other. */
 void hosts_proxy_send(hosts_proxy *proxy, int host, uint64_t at, uint32_t bytes);
 
 /* Wakes the proxy thread. Called when an operation starts. Any thread may call it. */
 void hosts_proxy_wake(hosts_proxy *proxy);
 
-/* Writes how many bytes, puts and pieces (ring entries) were posted so far. Any thread may call
- * it. */
+/* Writes to counts how many bytes, puts, and pieces (ring entries) were posted so far. Any
+ * thread may call it. */
 void hosts_proxy_counts(const hosts_proxy *proxy, uint64_t counts[3]);
 /* Like hosts_proxy_counts(), for tests and benchmarks that load libepic_hosts.so. */
 EPIC_API void epic_backend_hosts_counts(const epic_group *group, uint64_t counts[3]);

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Joins pieces into puts. A batch is in one of three linked lists: free, waiting for more
- * pieces, or ready to be posted. There are two waiting and two ready lists: one for urgent
- * batches and one for rows. */
+/* Joins pieces into puts. A piece is a range of words that a kernel posted. A batch collects
+ * the pieces of one range of a host's heap. Each batch is in one of these lists: free, waiting
+ * for more pieces, or ready to be posted. There are two waiting and two ready lists: one for
+ * urgent batches and one for batches of rows. */
 #include "backend/hosts/put_batch.h"
 
 #include <stdlib.h>
@@ -9,24 +10,24 @@
 
 #define MAX_OPEN 2048 /* batches that can be in use at once */
 /* A batch is stale if this many pieces were added to other batches since its last piece.
- * Kernels post rows roughly in order, and at most as many rows out of order as there are warps.
- * So a stale batch gets no more pieces. */
+ * Kernels post rows in order, except that warps may overtake each other. So a row is out of
+ * order by less than the number of warps, and a stale batch gets no more pieces. */
 #define STALE_AFTER 512
 #define MAX_SPANS 256 /* most spans that a batch can hold before it must be posted */
 
-/* A range of words within a batch: a piece, or several pieces that touch. */
+/* A range of words within a batch: one piece, or several adjacent pieces. */
 typedef struct span {
     uint32_t first, words;
 } span;
 
-/* The pieces of one batch that are not posted yet. Their spans are sorted when the batch is
- * chosen. */
+/* A batch: the pieces of one range of a host's heap that are not posted yet. choose_batch()
+ * sorts its spans before they are posted. */
 typedef struct put_batch {
     int host;
     uint32_t number; /* index of the batch in the heap */
     uint32_t words;  /* number of words added */
     int num_spans;
-    uint64_t added; /* number of its last piece, counted over all batches */
+    uint64_t added; /* value of put_batcher.added when the batch got its last piece */
     int next;       /* index of the next batch in its list; -1: last */
     int before;
     span spans[MAX_SPANS];
@@ -115,8 +116,9 @@ void put_batcher_free(put_batcher *all)
     free(all);
 }
 
-/* A piece may begin in one batch and end in another, and both may hold other pieces. Therefore
- * two more free batches are required. */
+/* A piece may begin in one batch and end in another, and each of its batches needs a free
+ * entry. words / all->words counts only the batches that the piece fills completely, so two
+ * more are required. */
 bool put_batcher_has_room(const put_batcher *all, uint32_t words)
 {
     return all->num_free >= (int)(words / all->words) + 2;
@@ -142,8 +144,8 @@ bool put_batcher_is_empty(const put_batcher *all)
     return all->num_free == MAX_OPEN;
 }
 
-/* Opens a waiting batch for part `number` of a host's heap. Uses the batch that was freed last,
- * which is probably still in the cache. */
+/* Opens a waiting batch for range `number` of a host's heap. Uses the entry that was freed
+ * last, because it is probably still in the cache. */
 static int open_batch(put_batcher *all, int host, uint32_t number)
 {
     const int i = all->free.last;
@@ -158,7 +160,7 @@ static int open_batch(put_batcher *all, int host, uint32_t number)
     return i;
 }
 
-/* Removes the batch from its waiting list. Later pieces of the same part of the heap open a new
+/* Removes a batch from its waiting list. Later pieces of its range of the heap open a new
  * batch. */
 static void stop_waiting(put_batcher *all, int i)
 {
@@ -198,8 +200,8 @@ static void add_span(put_batch *p, uint32_t first, uint32_t words)
         p->spans[p->num_spans++] = (span){first, words};
 }
 
-/* Makes the oldest waiting batch of rows ready if it is stale. It must not wait until the epoch
- * ends, because its receiver reads rows in order and waits for it. */
+/* Makes the oldest waiting batch of rows ready if it is stale. Otherwise it would wait until
+ * the epoch ends. But its receiver reads rows in order, and may be waiting for these. */
 static void release_stale(put_batcher *all)
 {
     const int i = all->waiting[0].first;
@@ -234,7 +236,7 @@ void put_batcher_add(put_batcher *all, int host, uint64_t word, uint32_t words)
 
 /* ----------------------------------------------------------------------------- posting ---- */
 
-/* Returns the first batch of a list that `may` allows, or -1. */
+/* Returns the first batch of a list that the caller's function `may` allows to post, or -1. */
 static int first_allowed(const put_batcher *all, const list *from, put_batch_kind kind,
                          put_batch_may_go *may, const void *self)
 {
@@ -244,8 +246,9 @@ static int first_allowed(const put_batcher *all, const list *from, put_batch_kin
     return i;
 }
 
-/* Chooses the next batch to post and makes it current. The order is: urgent ready, urgent
- * waiting, ready, waiting. Returns false if no batch may go. */
+/* Chooses the next batch to post and makes it current. The lists are searched in this order:
+ * urgent ready, urgent waiting, ready rows, waiting rows. Returns false if no batch may be
+ * posted. */
 static bool choose_batch(put_batcher *all, put_batch_may_go *may, const void *self)
 {
     int i = -1;
@@ -262,7 +265,7 @@ static bool choose_batch(put_batcher *all, put_batch_may_go *may, const void *se
     }
     if (i < 0) return false;
     put_batch *p = &all->open[i];
-    if (p->words == all->words) { /* all words are there: send them as one span */
+    if (p->words == all->words) { /* no word is missing: send the batch as one span */
         p->num_spans = 1;
         p->spans[0] = (span){0, p->words};
     }

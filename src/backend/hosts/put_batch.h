@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Joins the pieces that kernels post into fewer and larger puts.
  *
- * A piece is a range of words in the outbox, for one host. The heap of a host is divided into
- * batches of the size that the net prefers. A batch waits until it is complete, until no more
- * pieces of it are expected, or until the net has little to do. Then each run of adjacent
- * pieces is sent as one put. The first batches of a heap are urgent: they hold announcements
- * and counts, for which all ranks wait, so they are sent before rows.
+ * A piece is a range of words in the outbox, for one host. Inbox and outbox have the layout of
+ * a heap. Each host's heap is divided into batches of the size that the net prefers. A batch
+ * waits for pieces until it is complete, until no more pieces of it are expected, or until the
+ * net has little to do. Then each sequence of adjacent pieces is sent as one put. The first
+ * batches of a heap are urgent: they hold announcements and counts, for which all ranks wait,
+ * so they are sent before rows.
  *
  * Only the proxy thread uses a batcher. */
 #ifndef EPIC_HOSTS_PUT_BATCH_H
@@ -29,12 +30,12 @@ typedef enum put_batch_kind {
     BATCH_PARTIAL   /* a batch of rows that may get more pieces */
 } put_batch_kind;
 
-/* Returns whether a batch of this kind, which takes `puts` puts, may be sent to the host
- * now. */
+/* The caller's decision: returns whether a batch of this kind may be sent to the host now.
+ * Sending it takes `puts` puts. */
 typedef bool put_batch_may_go(const void *self, int host, put_batch_kind kind, int puts);
 
 /* Creates an empty batcher for heaps of `heap_words` words, of which the first `urgent_words`
- * are urgent. A batch has parcel_words words. Returns NULL if memory is short. */
+ * are urgent. A batch has at most parcel_words words. Returns NULL if memory is short. */
 put_batcher *put_batcher_new(int num_hosts, uint64_t heap_words, uint64_t urgent_words,
                              uint32_t parcel_words);
 void put_batcher_free(put_batcher *all); /* NULL is allowed */
@@ -42,14 +43,14 @@ void put_batcher_free(put_batcher *all); /* NULL is allowed */
 /* Returns whether a piece of `words` words can be added. */
 bool put_batcher_has_room(const put_batcher *all, uint32_t words);
 
-/* Returns whether everything added has been posted. */
+/* Returns whether all added pieces have been posted. */
 bool put_batcher_is_empty(const put_batcher *all);
 
 /* Returns whether a word of the heap belongs to an urgent batch. */
 bool put_batcher_is_urgent(const put_batcher *all, uint64_t word);
 
 /* Adds a piece of `words` words, which begins at `word` of the heap. The caller has checked
- * put_batcher_has_room(). No word is in two pieces. */
+ * put_batcher_has_room(). No two pieces contain the same word. */
 void put_batcher_add(put_batcher *all, int host, uint64_t word, uint32_t words);
 
 /* Writes the next put that `may` allows to *out: urgent batches first, then complete ones, then
@@ -58,11 +59,12 @@ void put_batcher_add(put_batcher *all, int host, uint64_t word, uint32_t words);
 bool put_batcher_next(put_batcher *all, put_batch_may_go *may, const void *self,
                       put_range *out);
 
-/* The put that put_batcher_next() returned was posted: removes it from its batch. */
+/* Removes the put that put_batcher_next() returned from its batch, because the caller has
+ * posted it. */
 void put_batcher_mark_posted(put_batcher *all);
 
-/* The put that put_batcher_next() returned could not be posted: its batch becomes the first of
- * the ready list. */
+/* Keeps the put that put_batcher_next() returned, because the net had no room for it. Its batch
+ * becomes the first of the ready list. */
 void put_batcher_put_back(put_batcher *all);
 
 #endif

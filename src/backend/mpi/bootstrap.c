@@ -2,14 +2,14 @@
 /* Creates a bootstrap from a communicator.
  *
  * MPI's own collectives wait forever for a missing rank and do not name it. So this file
- * duplicates the caller's communicator with the non-blocking MPI_Comm_idup. It gathers with
- * plain messages on the duplicate, from every rank to every other rank.
+ * duplicates the caller's communicator with the non-blocking MPI_Comm_idup. On the duplicate, a
+ * gather is a set of plain messages from every rank to every other rank.
  *
  * While the duplicate is created, a rank cannot see which ranks are missing. So after half of
  * the time limit each rank sends a roll call, an empty message, to all ranks on the caller's
  * communicator. A rank whose roll call does not arrive is missing, and the error names it.
  *
- * MPI cannot cancel a duplicate or messages in flight. After a failure their memory is not
+ * MPI cannot cancel a duplicate or messages in flight. So after a failure their memory is not
  * freed. */
 #include "bootstrap/bootstrap.h"
 
@@ -29,7 +29,7 @@ typedef struct bootstrap {
     MPI_Comm comm;
     int rank, num_ranks;
     uint32_t timeout_ms;
-    epic_result failed; /* result of the gather that failed; EPIC_OK: none failed */
+    epic_result failed; /* EPIC_OK, or the result of the first gather that failed */
     char sentence[512];
 } bootstrap;
 
@@ -79,10 +79,10 @@ static bool receive_roll_call(MPI_Comm comm, bool *missing)
     return true;
 }
 
-/* Receives roll calls, and sends this rank's once: if `late` is set, or if another rank's has
- * arrived. Errors of MPI are ignored, because roll calls only improve an error text. During the
- * exchange, MPI_ERRORS_RETURN replaces the caller's error handler, which may end the
- * program. */
+/* Receives roll calls. Sends this rank's roll call once: when `late` is set, or when another
+ * rank's has arrived. Ignores errors of MPI, because roll calls only improve an error text.
+ * MPI_ERRORS_RETURN replaces the caller's error handler meanwhile, because that handler may end
+ * the program. */
 static void exchange_roll_calls(const bootstrap *m, MPI_Comm comm, bool *missing, bool late)
 {
     MPI_Errhandler theirs;
@@ -110,8 +110,8 @@ static epic_result fail_with_missing(const bootstrap *m, const bool *missing)
 
 /* ------------------------------------------------------------------------- duplicating ---- */
 
-/* Polls until the duplicate exists or the time limit passes. Exchanges roll calls in the second
- * half of the time limit. Between polls other threads may use MPI. */
+/* Polls until the duplicate exists or the time limit has passed. In the second half of the time
+ * limit it exchanges roll calls. Other threads may use MPI between two polls. */
 static epic_result wait_for_duplicate(bootstrap *m, MPI_Comm comm, MPI_Request *request,
                                       bool *missing)
 {
@@ -209,8 +209,8 @@ static epic_result fail_with_sizes(const bootstrap *m, int other, size_t size)
         m->rank, size, other);
 }
 
-/* Handles the i-th request that MPI has finished. `code` is the result of MPI_Testsome. Returns
- * EPIC_EMISMATCH if the peer sent another number of bytes. */
+/* Handles the i-th of the requests that MPI_Testsome has reported as finished. `code` is the
+ * result of MPI_Testsome. Returns EPIC_EMISMATCH if the peer sent another number of bytes. */
 static epic_result finish_request(gather_round *r, const bootstrap *m, int i, int code)
 {
     const int which = r->indices[i];
@@ -236,7 +236,7 @@ static epic_result poll_round(gather_round *r, const bootstrap *m, int *left)
     if (code != MPI_SUCCESS && code != MPI_ERR_IN_STATUS)
         return runtime_fail(code, "MPI_Testsome");
     for (int i = 0; i < count; i++)
-        TRY(finish_request(r, m, i, code)); /* MPI_UNDEFINED is negative */
+        TRY(finish_request(r, m, i, code)); /* if count is MPI_UNDEFINED, it is negative */
     *left -= count > 0 ? count : 0;
     return EPIC_OK;
 }
@@ -269,7 +269,7 @@ static epic_result gather_bytes(void *self, const void *mine, void *all, int64_t
     if (m->failed) return epic_fail(m->failed, "%s", m->sentence);
     TRY(make_round(&r, m, mine, bytes));
     m->failed = run_round(&r, m);
-    if (m->failed) { /* MPI may still access the round's memory, so it is not freed */
+    if (m->failed) { /* MPI may still access the memory of this gather, so it is not freed */
         snprintf(m->sentence, sizeof m->sentence, "%s", epic_sentence());
         return m->failed;
     }
@@ -280,8 +280,9 @@ static epic_result gather_bytes(void *self, const void *mine, void *all, int64_t
 
 /* ---------------------------------------------------------------------- open and close ---- */
 
-/* Returns whether `comm` can be used for a bootstrap. Otherwise writes the reason to `why`,
- * which has `size` bytes, with `name` as the name of the communicator. */
+/* Returns whether `comm` can be used for a bootstrap: it must be a valid intracommunicator. If
+ * not, writes the reason to `why`, which has `size` bytes; `name` is the communicator's name in
+ * that text. */
 bool bootstrap_can_use(MPI_Comm comm, const char *name, char *why, size_t size)
 {
     int inter = 0;
@@ -330,7 +331,8 @@ epic_result mpi_bootstrap(epic_bootstrap *out, const void *native, uint32_t time
     m->timeout_ms = timeout_ms;
     MPI_Comm_rank(comm, &m->rank);
     MPI_Comm_size(comm, &m->num_ranks);
-    TRY(duplicate_comm(m, comm)); /* after an error MPI may still write to m: never freed */
+    /* after an error m is never freed, because MPI may still write to it */
+    TRY(duplicate_comm(m, comm));
     *out = (epic_bootstrap){.rank = m->rank,
                             .num_ranks = m->num_ranks,
                             .gather = gather_bytes,

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sends control messages (MPI tag 0) and stores the failure of the group. NUM_RECEIVE_BUFFERS
  * receives from any source are always posted; progress.c polls them. Control messages are
- * small, so MPI accepts a send at once, and no rank waits for a peer to poll. */
+ * small, so MPI accepts a send at once, and the sender does not wait until the peer polls
+ * MPI. */
 #include <stddef.h>
 #include <stdio.h>
 #include <string.h>
@@ -41,7 +42,8 @@ static void broadcast_message(epic_group *group, const control_message *message,
         if (r != group->rank) control_send(group, message, r, &requests[r]);
 }
 
-/* Ends the waits of all threads of this rank: counts an event in every op slot. */
+/* Ends the waits of all threads of this rank: increments num_events of every op slot, which a
+ * waiting thread compares. */
 void control_notify_all(epic_group *group)
 {
     for (int i = 0; i < group->num_slots; i++) group->slots[i].num_events++;
@@ -50,8 +52,9 @@ void control_notify_all(epic_group *group)
 /* ---------------------------------------------------------------------------- failures ---- */
 
 /* Stores the failure, unless the group has one, and ends all waits of this rank. If
- * should_broadcast is set, also sends the failure to all ranks. The release store of `broken`
- * publishes the failure to threads that do not hold the mutex. */
+ * should_broadcast is set, also sends the failure to all ranks. Threads read the failure
+ * without the mutex after they have seen `broken`. Therefore `broken` is stored last, with
+ * release order. */
 void control_break(epic_group *group, const epic_failure_info *failure, bool should_broadcast)
 {
     if (is_broken(group)) return;

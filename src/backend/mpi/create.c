@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Creates a communicator of some ranks of another communicator, within a deadline.
  *
- * Only MPI_Comm_create_group works without the ranks that are left out, but it waits forever if
- * one of the ranks dies. So a separate thread calls it, if MPI allows several threads. If the
- * call does not return in time, the caller leaves the thread running. The thread frees its
- * memory when the call returns. */
+ * MPI_Comm_create_group is the only call that the other ranks of that communicator need not
+ * make. But it waits forever if one of the ranks dies. So a separate thread calls it, if MPI
+ * allows several threads. If the call does not return in time, the caller abandons the thread.
+ * When the call returns later, the thread frees its own memory. */
 #include <stdlib.h>
 
 #include "backend/mpi/group.h"
@@ -14,7 +14,8 @@
 
 #define NAP_NS 50000
 
-/* Arguments and result of MPI_Comm_create_group, shared by its thread and the caller. */
+/* Arguments and result of MPI_Comm_create_group. The thread that calls it and the caller of
+ * create_comm() share this struct. */
 typedef struct creation {
     pthread_mutex_t mutex; /* guards done and is_abandoned */
     MPI_Comm parent, made;
@@ -44,8 +45,8 @@ static void *run_creation(void *self)
     return NULL;
 }
 
-/* Returns whether the call has returned. If it has not and `abandon` is set, the thread will
- * free *c. */
+/* Returns whether MPI_Comm_create_group has returned. If not and `abandon` is set, marks *c as
+ * abandoned, so that the thread will free it. */
 static bool is_done(creation *c, bool abandon)
 {
     pthread_mutex_lock(&c->mutex);

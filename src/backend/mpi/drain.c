@@ -1,19 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The drain thread: polls MPI until the rows of finished exchanges are sent.
  *
- * A slow peer may not yet have received rows of an exchange that this rank has finished. MPI
- * moves these rows only when this rank calls MPI. But the rank may compute for a long time, or
- * never call EPIC again. So this thread polls MPI once per millisecond while there are unsent
- * rows and no other thread polls. After IDLE_LOOKS rounds without unsent rows it sleeps. It
- * does not sleep at once, because waking it after every operation costs more than a short
- * operation takes. */
+ * A slow peer may not yet have received all rows of an exchange that this rank has finished.
+ * MPI moves these rows only while this rank calls MPI. But the rank may compute for a long
+ * time, or never call EPIC again. So while there are unsent rows and no other thread polls,
+ * this thread polls MPI once per millisecond.
+ *
+ * After IDLE_LOOKS polls without unsent rows the thread sleeps. It does not sleep at once,
+ * because waking it after every operation costs more than a short operation takes. */
 
 #include "backend/mpi/group.h"
 #include "base/error.h"
 #include "base/thread.h"
 
 #define PACE_NS 1000000
-#define IDLE_LOOKS 20 /* rounds without rows before the thread sleeps */
+#define IDLE_LOOKS 20 /* milliseconds without unsent rows before the thread sleeps */
 
 static void wake_drain(epic_group *group)
 {
@@ -31,8 +32,8 @@ static void drain_once(epic_group *group)
     if (looks == group->num_looks && !is_broken(group)) progress_drain(group);
 }
 
-/* The main function of the thread. Sleeps after IDLE_LOOKS rounds without rows, and while the
- * group is broken. */
+/* The main function of the thread. It sleeps after IDLE_LOOKS milliseconds without unsent rows,
+ * and while the group is broken. */
 static void *drain_run(void *self)
 {
     epic_group *group = self;
@@ -72,7 +73,8 @@ void drain_stop(epic_group *group)
     group->drain_runs = false;
 }
 
-/* Implements epic_transport.finish. The slot becomes free when MPI has sent all its rows. */
+/* Implements epic_transport.finish. The slot drains: it becomes free when MPI has sent all its
+ * rows. */
 void mpi_finish(epic_group *group, int index)
 {
     op_slot *slot = &group->slots[index];

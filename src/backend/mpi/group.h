@@ -47,22 +47,23 @@ enum message_kind {
     MESSAGE_HEADER = 1,
     MESSAGE_FAILURE,
     MESSAGE_CLOSED,
-    MESSAGE_STATUS_REQUEST, /* requests the receiver's status, seen from (tag, sequence) */
-    MESSAGE_STATUS_REPLY    /* the reply to a request */
+    MESSAGE_STATUS_REQUEST, /* requests the receiver's status in the exchange (tag, sequence) */
+    MESSAGE_STATUS_REPLY    /* the reply to MESSAGE_STATUS_REQUEST */
 };
 
 /* The status of a rank, which it sends to a peer that waits for it. */
 typedef struct status_report {
     uint32_t waiting;
     uint32_t phase;
-    uint32_t operation; /* the last announced operation, with its tag and sequence */
+    /* the operation that the rank announced last; tag and sequence belong to it */
+    uint32_t operation;
     uint32_t inside;
     uint64_t tag;
     uint64_t sequence;
     uint64_t waits_for[RANK_WORDS];
 } status_report;
 
-/* A message on MPI tag 0. Only the part that its kind needs is sent. */
+/* A control message, sent on MPI tag 0. Only the members that its kind needs are sent. */
 typedef struct control_message {
     uint32_t kind;
     int32_t slot_index; /* HEADER: sender's slot; STATUS_*: slot of the requesting rank */
@@ -91,32 +92,34 @@ typedef struct early_header {
 
 /* The last known state of one peer. */
 typedef struct peer {
-    bool is_closing; /* its close message arrived; older messages may follow */
+    /* its close message arrived, but older messages may still arrive after it */
+    bool is_closing;
     bool closed;
     uint32_t num_early;
     early_header *early; /* [max_early] */
-    uint32_t operation;  /* operation of its last header; 0: no header yet */
+    uint32_t operation;  /* operation in its last op header; 0: none has arrived */
     uint64_t tag, sequence;
     bool dead; /* its process has ended */
 } peer;
 
-/* The last status report of one peer for the exchange of one slot. */
+/* The last status report of one peer, for the exchange of one slot of this rank. */
 typedef struct peer_status {
-    bool is_pending; /* a request was sent and has no reply yet */
+    bool is_pending; /* a request was sent, and its reply has not arrived */
     int64_t requested_ns;
     int64_t replied_ns; /* 0: never */
     status_report status_report;
 } peer_status;
 
-/* The ring of one slot between this rank and one peer, in one direction. A segment is the part
- * of a flow that is sent as one MPI message. Segments are numbered over all flows. Segment n
- * uses half n % 2 of the ring. */
+/* The ring of one slot to or from one peer. Its two halves hold one *segment* each: the entries
+ * of a flow that are sent as one MPI message. Segments are numbered over all flows, and segment
+ * n uses half n % 2 of the ring. */
 typedef struct staging_ring {
-    int64_t num_entries;  /* entries of the flow */
-    int64_t moved;        /* entries of the flow that were sent, or dropped */
+    int64_t num_entries; /* entries of the flow */
+    /* entries of the flow that the writer has sent, or the reader dropped */
+    int64_t moved;
     uint64_t first;       /* first segment of the flow */
     uint64_t num_started; /* segments passed to MPI so far */
-    int64_t offset;       /* send rings: offset in a segment where entries begin */
+    int64_t offset;       /* send rings: offset in each segment at which the entries begin */
 } staging_ring;
 
 enum { REQUEST_HEADER, REQUEST_SEND, REQUEST_RECEIVE = REQUEST_SEND + 2, NUM_REQUESTS = 5 };
@@ -124,13 +127,14 @@ enum { REQUEST_HEADER, REQUEST_SEND, REQUEST_RECEIVE = REQUEST_SEND + 2, NUM_REQ
 /* DRAINING: this rank has finished the exchange, but MPI still reads from its rings. */
 enum op_slot_state { SLOT_FREE, SLOT_CLAIMED, SLOT_OPEN, SLOT_DRAINING };
 
-/* The state of a wait: of one op slot, or of all threads that wait for a free op slot. */
+/* The state of the waits for one op slot. epic_group.wait is for the threads that wait for any
+ * free op slot. */
 typedef struct wait_state {
     bool is_waiting;
     uint32_t phase;
     int64_t last_ns;            /* when a thread last waited */
     int64_t unchanged_since_ns; /* when something last changed */
-    int64_t requested_ns;       /* when status requests were last considered */
+    int64_t requested_ns;       /* when this rank last sent status requests for this wait */
     uint64_t waits_for[RANK_WORDS];
 } wait_state;
 
@@ -141,13 +145,17 @@ typedef struct op_slot {
     uint64_t tag, sequence;
     control_message announcement;
     unsigned num_events,
-        num_seen_events; /* changes that end a wait; their count at the last wait */
+        /* number of changes that end a wait, now and at the end of the last wait */
+        num_seen_events;
     int num_misses;      /* calls without a result since MPI was last polled */
-    unsigned num_looks;  /* number of polls while waiting */
-    bool waits_for_room; /* the thread found a full ring */
+    unsigned num_looks;  /* number of polls of MPI during waits */
+    bool waits_for_room; /* the thread waits until a ring has room */
     wait_state wait;
-    int64_t num_flows;                        /* flows of all exchanges of this slot */
-    int64_t entry_bytes, stride, per_segment; /* of the flow; per_segment: entries */
+    /* number of flows in all exchanges of this slot so far */
+    int64_t num_flows;
+    /* of the current flow; per_segment: entries in a segment, 0 until the exchange's first
+     * flow */
+    int64_t entry_bytes, stride, per_segment;
 
     /* [num_ranks] each */
     epic_op_header *headers;
@@ -166,7 +174,7 @@ struct epic_group {
         *mutex; /* own_mutex, or runtime_mutex() if MPI allows only one thread at a time */
     pthread_mutex_t own_mutex;
     int64_t timeout_ns;
-    bool own_cores; /* each rank of this host can have its own core */
+    bool own_cores; /* true: this host has a core for each of its ranks */
 
     op_slot *slots;              /* [num_slots] */
     peer *peers;                 /* [num_ranks] */
@@ -178,7 +186,7 @@ struct epic_group {
     uint32_t max_early;
     uint64_t last_tag, last_sequence; /* of this rank's last announced operation */
     uint32_t last_operation;
-    wait_state wait; /* wait for a free slot */
+    wait_state wait; /* state of the threads that wait for a free slot */
     int *indices;    /* [num_ranks * NUM_REQUESTS] for MPI_Testsome */
 
     atomic_bool broken;
@@ -273,7 +281,8 @@ void peer_status_read(epic_group *group, int peer, uint64_t tag, uint64_t sequen
 /* staging.c */
 int64_t mpi_ring_bytes(const epic_group *group, bool everyone);
 void staging_receive_done(epic_group *group, op_slot *slot,
-                          int from); /* a segment arrived; the caller holds the mutex */
+                          /* called when a segment has arrived, with the mutex held */
+                          int from);
 void *staging_room(epic_group *group, op_slot *slot, int to, int64_t entry);
 const void *staging_entry(epic_group *group, op_slot *slot, int from, int64_t entry);
 void mpi_shape(epic_group *group, int index, const epic_flow *flow);
@@ -288,7 +297,8 @@ void progress_drain(epic_group *group); /* frees finished slots whose messages h
 /* polls MPI for the messages that the slot waits for */
 void progress_slot(epic_group *group, op_slot *slot);
 void progress_after_miss(epic_group *group,
-                         op_slot *slot); /* polls after many calls without a result */
+                         /* polls MPI once per num_ranks calls that had no result */
+                         op_slot *slot);
 void progress_break_group(epic_group *group, const epic_failure_info *failure);
 
 /* wait.c */

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Joins a group: from a bootstrap to a communicator. Also leaves a group. */
+/* Joins a group: exchanges data through the bootstrap, then creates an MPI communicator of its
+ * ranks. Also leaves a group. */
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -34,7 +35,8 @@ static MPI_Comm parent_of(const epic_config *config)
     return config->native ? *(const MPI_Comm *)config->native : MPI_COMM_WORLD;
 }
 
-/* Returns whether two ranks are threads of one process. Writes their numbers to `why`. */
+/* Returns whether two of the ranks are threads of one process, which backend mpi does not
+ * support. Writes their numbers to `why`. */
 static bool find_threads(const epic_peer *peers, int num_ranks, char *why)
 {
     for (int a = 0; a < num_ranks; a++)
@@ -65,8 +67,8 @@ static bool fits_started(const epic_config *config, int num_ranks, char *why)
     return false;
 }
 
-/* Implements epic_backend.can_join: MPI runs or mpirun started exactly these ranks, and no two
- * ranks are in one process. */
+/* Implements epic_backend.can_join. MPI must be initialized, or mpirun must have started
+ * exactly these ranks. No two ranks may be in one process. */
 bool mpi_can_join(const epic_peer *peers, int num_ranks, const epic_config *config, char *why)
 {
     int initialized = 0, finalized = 0;
@@ -134,8 +136,8 @@ static epic_result prepare_rank(const epic_join *join, epic_group **group, join_
     return drain_start(*group);
 }
 
-/* Checks the infos of all ranks: all ranks succeeded so far, and they are different ranks of
- * one communicator. */
+/* Checks the infos of all ranks: every rank has succeeded so far, and the ranks are different
+ * ranks of one communicator. */
 static epic_result check_infos(const join_info *infos, int num_ranks)
 {
     uint32_t taken[(1 << 20) / 32] = {0};
@@ -165,7 +167,8 @@ static epic_result check_infos(const join_info *infos, int num_ranks)
     return EPIC_OK;
 }
 
-/* Returns whether there are at least as many cores as ranks on this host. */
+/* Returns whether the ranks on this host together may run on at least as many cores as there
+ * are ranks. */
 static bool have_cores(const epic_join *join, const join_info *infos)
 {
     const epic_peer *mine = &join->peers[join->bootstrap->rank];
@@ -179,8 +182,8 @@ static bool have_cores(const epic_join *join, const join_info *infos)
     return cores_count(&any) >= ranks;
 }
 
-/* Creates a communicator of the bootstrap's ranks, in their order. Ranks outside the group do
- * not take part. */
+/* Creates a communicator of the group's ranks, in the bootstrap's order. Ranks of the MPI job
+ * outside the group do not take part. */
 static epic_result make_connections(epic_group *group, const epic_join *join,
                                     const join_info *infos)
 {
@@ -270,8 +273,8 @@ static bool has_dead_peer(epic_group *group, int64_t *since)
     return false;
 }
 
-/* Polls until MPI has sent everything from this rank's memory. Returns false if the group
- * broke, a peer died, or a peer does not receive until the deadline. */
+/* Polls until MPI has sent all messages of this rank. Returns false if the group broke, a peer
+ * died, or a peer did not receive them before the deadline. */
 static bool flush_messages(epic_group *group)
 {
     deadline end = deadline_begin_ms((uint64_t)(group->timeout_ns / 1000000));
@@ -304,8 +307,9 @@ static bool test_slots(epic_group *group)
     return idle;
 }
 
-/* Cancels the pending receives, which no peer will complete, and waits shortly for all
- * requests. Returns false if MPI may still access the rings; then they must not be freed. */
+/* Cancels the pending receives, to which no peer will send, and waits at most CANCEL_NS for all
+ * requests. Returns false if some are still pending. Then MPI may still access the rings, and
+ * they must not be freed. */
 static bool cancel_requests(epic_group *group)
 {
     pthread_mutex_lock(group->mutex);
@@ -322,9 +326,9 @@ static bool cancel_requests(epic_group *group)
     return idle;
 }
 
-/* Breaks the group because a peer died, or did not receive rows until the deadline. The
- * communicator of a broken group is never freed, so late messages cannot reach another
- * group. */
+/* Breaks the group, because a peer died or did not receive rows before the deadline. The
+ * communicator of a broken group is never freed. MPI therefore cannot reuse its number, and
+ * late messages cannot reach another group. */
 static void break_with_timeout(epic_group *group)
 {
     const epic_failure_info failure = {.result = EPIC_ETIMEOUT,
@@ -334,8 +338,9 @@ static void break_with_timeout(epic_group *group)
     progress_break_group(group, &failure);
 }
 
-/* Leaves the group: sends the close message, waits until MPI needs no memory of this rank, and
- * frees the rings. The communicator stays until all peers have left (lifecycle.c). */
+/* Leaves the group: sends the close message, waits until MPI no longer needs this rank's
+ * memory, and frees the rings. The communicator is kept until all peers have left
+ * (lifecycle.c). */
 void mpi_leave(epic_group *group)
 {
     const bool up = runtime_is_up();

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Starts and ends MPI. A process has one MPI, so the state here belongs to the process: whether
- * EPIC started MPI, and the groups that this rank has left.
+/* Starts and ends MPI. A process has one MPI, so the state here belongs to the process. It
+ * consists of whether EPIC started MPI, and the groups that this rank has left.
  *
  * This rank keeps the communicator of a group that it has left until all peers have left too.
- * The reason: MPI reuses the number of a freed communicator, and a late message would then
- * reach the wrong group. A group that all peers have left is freed when this rank opens or
- * leaves another group, or when MPI ends. The communicator of a broken group is never freed. */
+ * If it freed the communicator earlier, MPI could reuse its number for another group, and a
+ * late message would reach the wrong group. A group that all peers have left is freed when this
+ * rank opens or leaves another group, or when MPI ends. The communicator of a broken group is
+ * never freed. */
 #include <unistd.h>
 
 #include "backend/mpi/group.h"
@@ -15,8 +16,10 @@
 
 static struct {
     pthread_mutex_t mutex; /* guards the members below */
-    bool ours;             /* EPIC started MPI, in process `pid` */
-    bool watched;          /* before_finalize() is attached */
+    /* true: EPIC started MPI. `pid` is the process that did, because a forked child must not
+     * end it */
+    bool ours;
+    bool watched; /* before_finalize() is attached */
     bool any_broken;
     int num_open;
     pid_t pid;
@@ -97,8 +100,9 @@ void lifecycle_retire(epic_group *group)
 
 /* ----------------------------------------------------------------------- start and end ---- */
 
-/* MPI calls this at the beginning of MPI_Finalize, no matter which code calls MPI_Finalize.
- * Waits up to LAST_CALL_NS for peers that are leaving, then cancels the posted receives. */
+/* MPI calls this at the beginning of MPI_Finalize, whether EPIC or the program calls
+ * MPI_Finalize. Waits up to LAST_CALL_NS for peers that are leaving, then cancels the posted
+ * receives. */
 static int before_finalize(MPI_Comm comm, int key, void *value, void *state)
 {
     (void)comm, (void)key, (void)value, (void)state;
@@ -114,9 +118,9 @@ static int before_finalize(MPI_Comm comm, int key, void *value, void *state)
     return MPI_SUCCESS;
 }
 
-/* Runs at the end of the process. Calls MPI_Finalize if EPIC started MPI, unless a broken or
- * open group could make it wait forever. In that case mpirun notices that the rank did not end
- * MPI, and ends the job. */
+/* Runs at the end of the process. Calls MPI_Finalize if EPIC started MPI, unless a group is
+ * broken or open. With such a group, MPI_Finalize could wait forever. Without MPI_Finalize,
+ * mpirun notices that the rank ended early, and ends the job. */
 __attribute__((destructor)) static void end(void)
 {
     if (!lifecycle.ours || lifecycle.pid != getpid() || !runtime_is_up()) return;

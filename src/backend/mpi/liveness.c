@@ -2,10 +2,10 @@
 /* Finds peers whose process has ended without a close message. MPI may not report this. If the
  * launcher does not end the job either, the other ranks would wait until their deadline.
  *
- * A pidfd reports the end of a process on this host and in this PID namespace. The rank that
- * detects it breaks the group, also for ranks on other hosts. If the only rank of a host ends,
- * no pidfd reports it. A lost MPI connection is not used, because it does not prove that a
- * process has ended. */
+ * A pidfd shows the end of a process on this host and in this PID namespace. The rank that sees
+ * it breaks the group, so ranks on other hosts learn of it too. No pidfd shows the end of a
+ * rank that is alone on its host. A lost MPI connection is not used as a sign, because it does
+ * not prove that a process has ended. */
 #include <errno.h>
 #include <string.h>
 #include <unistd.h>
@@ -45,9 +45,9 @@ void liveness_check(epic_group *group, int64_t now)
         if (group->pidfds[r].fd >= 0 && group->pidfds[r].revents) mark_dead(group, r);
 }
 
-/* Returns whether the peer has closed or died. Messages that it sent before it died are on this
- * host already, but may not be handled yet. Therefore the exchange checks twice before it
- * reports the peer. */
+/* Returns whether the peer has closed or died. Messages that a dead peer sent before have
+ * arrived on this host, but this rank may not have handled them. Therefore the exchange checks
+ * twice before it reports the peer. */
 bool liveness_is_gone(const epic_group *group, int peer)
 {
     return group->peers[peer].closed || group->peers[peer].dead;

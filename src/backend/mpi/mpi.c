@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The backend mpi: ranks are processes of one MPI job. They share no memory and exchange only
- * messages. This file contains the table of transport functions, and those functions that poll
- * MPI if they have no result yet. */
+ * messages. This file contains the table of transport functions. It also contains the transport
+ * functions that poll MPI when they have no result yet. */
 #include "backend/mpi/group.h"
 #include "base/error.h"
 
@@ -11,8 +11,7 @@
 static int claim_slot(epic_group *group)
 {
     pthread_mutex_lock(group->mutex);
-    /* progress_drain() frees the slot that was used last, whose memory is probably in the
-     * cache */
+    /* first try to free the slot that was used last, whose memory is probably in the cache */
     if (!is_broken(group)) progress_drain(group);
     op_slot *slot = op_slots_find_free(group);
     if (slot) slot->state = SLOT_CLAIMED;
@@ -64,11 +63,11 @@ static bool has_polled_recently(epic_group *group)
     return clock_ns() - looked < RECENT_NS;
 }
 
-/* Returns whether the group is broken. Polls MPI if no thread has polled for RECENT_NS, so that
- * a rank that never waits also learns of failures.
+/* Implements epic_transport.failure. If no thread has polled MPI for RECENT_NS, polls here, so
+ * that a rank that never waits also learns of failures.
  *
- * It polls until two polls in a row find nothing, because in one poll MPI may only receive a
- * message that the next poll reports. So a rank that returns to EPIC after a long time sees a
+ * It polls until two polls in a row find nothing, because MPI may receive a message in one poll
+ * and report it only in the next. So a rank that returns to EPIC after a long time sees a
  * failure before it joins an operation that its peers have given up. */
 static bool get_failure(epic_group *group, epic_failure_info *out)
 {

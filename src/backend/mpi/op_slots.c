@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Op slots. The states of a slot are free, claimed, open (announced), draining (finished, but
- * MPI still reads from its rings), and free again. If a peer's header arrives before this rank
- * begins the exchange, it is stored in peer.early of that peer. */
+/* Op slots, called slots here: the state of one rank for one exchange. A slot is free, then
+ * claimed, then open (announced), then draining (finished, but MPI still reads from its rings),
+ * and then free again. If a peer's op header arrives before this rank has opened a slot for the
+ * exchange, it is stored in that peer's list `early`. */
 #include "backend/mpi/group.h"
 
 /* -------------------------------------------------------------------------- op headers ---- */
 
-/* Returns the open slot of an exchange, or NULL. */
+/* Returns this rank's open slot for an exchange, or NULL. */
 op_slot *op_slots_find(epic_group *group, uint64_t tag, uint64_t sequence)
 {
     for (int i = 0; i < group->num_slots; i++) {
@@ -17,8 +18,8 @@ op_slot *op_slots_find(epic_group *group, uint64_t tag, uint64_t sequence)
     return NULL;
 }
 
-/* Stores a peer's header in its slot. The release store lets the slot's thread read the header
- * without the mutex. */
+/* Stores a peer's op header in this rank's slot. has_header is stored with release order, so
+ * that the thread of the slot can read the header without the mutex. */
 static void store_header(op_slot *slot, int from, int peer_slot, const epic_op_header *header)
 {
     slot->headers[from] = *header;
@@ -27,8 +28,9 @@ static void store_header(op_slot *slot, int from, int peer_slot, const epic_op_h
     slot->num_events++;
 }
 
-/* Stores a header of an exchange that this rank has not begun. If the list is full, the peer
- * has more operations in flight than max_in_flight, which breaks the group. */
+/* Stores a peer's op header for an exchange that this rank has not begun. If the peer's list is
+ * full, the peer has more operations in flight than max_in_flight, and this breaks the
+ * group. */
 static void store_early_header(epic_group *group, const control_message *message, int from)
 {
     peer *p = &group->peers[from];
@@ -51,8 +53,8 @@ static void store_early_header(epic_group *group, const control_message *message
     control_break(group, &failure, true);
 }
 
-/* Stores a header that a peer sent: in the slot of its exchange, or in the list of early
- * headers. */
+/* Stores an op header that a peer sent: in the slot of its exchange, or in the peer's list of
+ * early headers. */
 void op_slots_add_header(epic_group *group, const control_message *message, int from)
 {
     peer *p = &group->peers[from];
@@ -67,7 +69,7 @@ void op_slots_add_header(epic_group *group, const control_message *message, int 
         store_early_header(group, message, from);
 }
 
-/* Moves a peer's early header of this exchange to the slot. */
+/* Moves a peer's op header for this exchange from the list of early headers to the slot. */
 static void take_early_header(epic_group *group, op_slot *slot, int from)
 {
     peer *p = &group->peers[from];
@@ -98,7 +100,8 @@ static void reset_slot(epic_group *group, op_slot *slot)
     for (int r = 0; r < group->num_ranks; r++) {
         atomic_store_explicit(&slot->has_header[r], false, memory_order_relaxed);
         slot->send_rings[r] = (staging_ring){
-            .num_started = (uint64_t)slot->num_flows}; /* begin with alternating halves */
+            /* successive exchanges of a slot begin in different halves of the ring */
+            .num_started = (uint64_t)slot->num_flows};
         slot->receive_rings[r] = (staging_ring){0};
         slot->statuses[r].is_pending = false;
         slot->statuses[r].replied_ns = 0;

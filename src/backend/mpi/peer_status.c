@@ -1,20 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The status of peers. A rank that waits for a long time sends status requests to the ranks
- * that it waits for, and to the ranks that those wait for. A rank that is itself inside a wait
- * of EPIC polls MPI, and so it replies. So at its deadline a rank can distinguish waiting peers
- * from silent ones, and names only the silent ones as culprits. */
+/* Exchanges the status of ranks. A rank that waits for a long time sends status requests to the
+ * ranks that it waits for, and to the ranks that those wait for. A rank that is itself inside a
+ * wait of EPIC polls MPI, so it replies. At its deadline a rank can therefore distinguish
+ * waiting peers from silent ones, and names only the silent ones as culprits. */
 #include <string.h>
 
 #include "backend/mpi/group.h"
 
 #define MS 1000000ll
-#define PATIENCE_NS (50 * MS) /* a wait this long sends its first request */
-#define PACE_NS (10 * MS)     /* time between two rounds of requests */
-#define AGAIN_NS (100 * MS)   /* time between a reply and the next request */
-/* time between requests without a reply, so that few messages accumulate at a stuck peer */
+/* a rank sends its first requests when a wait has lasted this long */
+#define PATIENCE_NS (50 * MS)
+#define PACE_NS (10 * MS) /* shortest time between two calls that send requests */
+/* shortest time between a peer's reply and the next request to it */
+#define AGAIN_NS (100 * MS)
+/* time between two requests to a peer that does not reply. It is long, so that few messages
+ * accumulate at a stuck peer. */
 #define SILENT_NS (5000 * MS)
 #define FRESH_NS (500 * MS)
-#define MOMENT_NS (100 * MS) /* a thread still counts as waiting between two calls of wait() */
+/* a thread counts as waiting until this long after wait() returned, since it may call it
+ * again */
+#define MOMENT_NS (100 * MS)
 
 /* Returns a send buffer whose last message has been sent, or NULL. */
 static send_buffer *find_free_buffer(epic_group *group)
@@ -52,8 +57,8 @@ static void send_request(epic_group *group, op_slot *slot, int to, int64_t now)
     control_send(group, &l->message, to, &l->request);
 }
 
-/* Adds to `whom` the ranks that its members wait for, according to their latest replies, until
- * no rank is added any more. */
+/* Adds to the set `whom` the ranks that its members wait for, according to their latest
+ * replies. Repeats that until it adds no rank. */
 static void add_indirect_waits(epic_group *group, const op_slot *slot, int64_t now,
                                uint64_t *whom)
 {
@@ -64,7 +69,7 @@ static void add_indirect_waits(epic_group *group, const op_slot *slot, int64_t n
         if (!is_fresh(s, now) || !s->status_report.waiting) continue;
         followed[r / 64] |= 1ull << (r % 64);
         for (int w = 0; w < RANK_WORDS; w++) whom[w] |= s->status_report.waits_for[w];
-        r = -1; /* a lower rank may have been added */
+        r = -1; /* start again, because a lower rank may have been added */
     }
 }
 
@@ -88,9 +93,9 @@ static void add_wait(status_report *out, const wait_state *w, int64_t now)
     for (int i = 0; i < RANK_WORDS; i++) out->waits_for[i] |= w->waits_for[i];
 }
 
-/* Returns this rank's report for a request. It contains the wait in the exchange (tag,
- * sequence), if this rank takes part in that exchange. Otherwise it contains all waits of this
- * rank. */
+/* Returns this rank's reply to a request. If this rank takes part in the exchange (tag,
+ * sequence), the reply contains its wait in that exchange. Otherwise it contains all waits of
+ * this rank. */
 static status_report make_report(epic_group *group, uint64_t tag, uint64_t sequence)
 {
     status_report out = {
@@ -125,7 +130,8 @@ void peer_status_reply(epic_group *group, const control_message *question, int f
     control_send(group, &l->message, from, &l->request);
 }
 
-/* Stores a reply, if the exchange of the request still runs. */
+/* Stores a peer's reply, if this rank is still in the exchange for which it sent the
+ * request. */
 void peer_status_store(epic_group *group, const control_message *reply, int from)
 {
     op_slot *slot = op_slots_find(group, reply->tag, reply->sequence);
@@ -136,7 +142,8 @@ void peer_status_store(epic_group *group, const control_message *reply, int from
     s->status_report = reply->status_report;
 }
 
-/* Returns whether the peer has announced this exchange, or a later one of the tag. */
+/* Returns whether the peer has announced the exchange (tag, sequence), or a later one of that
+ * tag. */
 static bool has_come(epic_group *group, int from, const op_slot *slot, uint64_t tag,
                      uint64_t sequence)
 {
@@ -159,8 +166,8 @@ static void copy_header_status(epic_group *group, int from, epic_peer_status *ou
     out->inside = p->operation && op_slots_find(group, p->tag, p->sequence);
 }
 
-/* Copies a report to *out. An old report shows which phase the peer has reached, but not that
- * the peer still waits. */
+/* Copies a report to *out. Even an old report shows which phase the peer has reached. Only a
+ * fresh one shows that the peer still waits. */
 static void copy_report(const status_report *a, bool fresh, epic_peer_status *out)
 {
     out->phase = a->phase;

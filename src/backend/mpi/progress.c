@@ -34,10 +34,11 @@ static void mark_closed(epic_group *group)
     control_notify_all(group);
 }
 
-/* Handles all control messages that have arrived. Returns whether there were any. MPI may
- * report messages in any order. So after a close message this polls until nothing more arrives,
- * and only then marks the peer as closed. At that point every earlier message of the peer is
- * handled. */
+/* Handles all control messages that have arrived. Returns whether any had.
+ *
+ * MPI may report a peer's messages in another order than they were sent. So after a close
+ * message this polls until nothing more arrives, and only then marks the peer as closed. By
+ * then it has handled every earlier message of the peer. */
 bool progress_control(epic_group *group)
 {
     bool any_closing = false, any = false;
@@ -65,8 +66,8 @@ bool progress_control(epic_group *group)
     return any;
 }
 
-/* Implements epic_transport.break_group. Polls first: a failure that a peer has sent already
- * takes precedence. */
+/* Implements epic_transport.break_group. Polls first, because a failure that a peer has sent
+ * already takes precedence over this rank's. */
 void progress_break_group(epic_group *group, const epic_failure_info *failure)
 {
     pthread_mutex_lock(group->mutex);
@@ -77,8 +78,8 @@ void progress_break_group(epic_group *group, const epic_failure_info *failure)
 
 /* -------------------------------------------------------------------------------- rows ---- */
 
-/* Polls the sends and receives of a slot. Counts an event for each arrived segment, and for
- * each finished send if the slot waits for room. */
+/* Polls the sends and receives of a slot. Increments num_events for each segment that has
+ * arrived, and for each finished send if the slot waits for room, because these end a wait. */
 static void poll_slot(epic_group *group, op_slot *slot)
 {
     int count;
@@ -89,7 +90,7 @@ static void poll_slot(epic_group *group, op_slot *slot)
         control_fail(group, code, "MPI_Testsome");
         return;
     }
-    for (int i = 0; i < count; i++) { /* MPI_UNDEFINED is negative */
+    for (int i = 0; i < count; i++) { /* if count is MPI_UNDEFINED, it is negative */
         const int which = group->indices[i] % NUM_REQUESTS;
         if (which >= REQUEST_RECEIVE || (which >= REQUEST_SEND && slot->waits_for_room))
             slot->num_events++;
@@ -105,7 +106,7 @@ static bool is_idle(const epic_group *group, const op_slot *slot)
     return true;
 }
 
-/* Frees a draining slot if all its requests are complete. */
+/* Polls a draining slot, and frees it if all its requests are complete. */
 static void free_if_idle(epic_group *group, op_slot *slot)
 {
     poll_slot(group, slot);
@@ -125,8 +126,8 @@ void progress_drain(epic_group *group)
 /* ------------------------------------------------------------------------- one op slot ---- */
 
 /* Polls MPI for the messages that the slot waits for: rows if a flow has begun, otherwise
- * headers. Polling only one kind matters if there are more ranks than cores, because an MPI
- * call that finds nothing yields the core. */
+ * control messages with op headers. It polls only one kind, because an MPI call that finds
+ * nothing yields the core. That is slow if there are more ranks than cores. */
 void progress_slot(epic_group *group, op_slot *slot)
 {
     if (slot->per_segment)
@@ -135,8 +136,8 @@ void progress_slot(epic_group *group, op_slot *slot)
         progress_control(group);
 }
 
-/* Counts a call without a result. Polls MPI once per num_ranks such calls, so that a caller
- * that never waits also makes progress. */
+/* Called when room() or entry() has no result. Polls MPI once per num_ranks such calls, so that
+ * a caller that never waits also makes progress. */
 void progress_after_miss(epic_group *group, op_slot *slot)
 {
     if (++slot->num_misses < group->num_ranks) return;

@@ -12,7 +12,7 @@ void runtime_nap(int64_t ns)
     nanosleep(&t, NULL);
 }
 
-/* Mutex of all groups if MPI allows only one thread at a time. */
+/* the mutex that all groups use if only one thread at a time may call MPI */
 static pthread_mutex_t one_thread = PTHREAD_MUTEX_INITIALIZER;
 
 /* Returns the mutex that every MPI call of this process must hold, or NULL if several threads

@@ -1,26 +1,28 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sends and receives rows through staging rings. A ring has two halves, and each holds one
- * segment at a time: one half is filled or read while MPI moves the other.
+/* Sends and receives rows through rings. A ring has two halves, and each holds one segment at a
+ * time: the entries that are sent as one MPI message. One half is filled or read while MPI
+ * moves the other.
  *
- * Both sides know the number of entries in a flow, so no message describes the contents of a
- * segment. A segment holds as many entries as fit; the last one holds the rest. A segment is
- * sent when it is full, or when it is the last of its flow. The receiver posts a receive only
- * when a half is free. MPI delays large sends until then, so the protocol needs no credits.
+ * Both sides know the number of entries in a flow, so no message describes a segment. A segment
+ * holds as many entries as fit into half of the ring; the last one of a flow holds the rest.
+ * The writer sends a segment when it is complete. The reader posts a receive only when a half
+ * is free. MPI delays large sends until then, so the protocol needs no credits.
  *
  * A flow that fills only a small part of a segment begins at another offset each time.
  * Otherwise it would write to cache lines that the reader's cache still holds from the previous
  * flow, which is slow.
  *
- * A peer reuses a slot only after it has received everything that it expects there. So the
- * slot's number as MPI tag identifies the exchange, and MPI keeps the order of its flows. */
+ * The reader's slot number is the MPI tag of the rows. A rank reuses a slot only after it has
+ * received all rows that it expects there. So the tag identifies the exchange, and MPI keeps
+ * the order of its messages. */
 #include "backend/mpi/group.h"
 
-/* The offsets of flows alternate within this many bytes, which all rings of a slot share. Ranks
- * may share a cache. */
+/* All rings of a slot together use this many bytes for alternating offsets. The number is
+ * small, because ranks may share a cache. */
 #define ROUND_BYTES (256 * 1024)
 
-/* Implements epic_transport.ring_bytes. There is no broadcast ring: rows for all ranks are sent
- * through the ring to each rank. */
+/* Implements epic_transport.ring_bytes. Backend mpi has no ring to EVERYONE, only one ring to
+ * each rank. */
 int64_t mpi_ring_bytes(const epic_group *group, bool everyone)
 {
     (void)everyone;
@@ -66,7 +68,7 @@ static int segment_bytes(const op_slot *slot, const staging_ring *l, uint64_t nu
     return (int)((count - 1) * slot->stride + slot->entry_bytes);
 }
 
-/* Posts receives for the next segments of the flow whose half of the ring is free. */
+/* Posts receives for the next segments of the flow, one for each free half of the ring. */
 static void post_receives(epic_group *group, op_slot *slot, int from)
 {
     staging_ring *l = &slot->receive_rings[from];
@@ -87,8 +89,8 @@ static void post_receives(epic_group *group, op_slot *slot, int from)
     }
 }
 
-/* Called when a segment from a peer has arrived. Posts the next receive if its half of the ring
- * is free. */
+/* Called when a segment from a peer has arrived. Posts the receive for the next segment, if a
+ * half of the ring is free. */
 void staging_receive_done(epic_group *group, op_slot *slot, int from)
 {
     if (slot->per_segment && !is_broken(group)) post_receives(group, slot, from);
@@ -135,7 +137,7 @@ void *staging_room(epic_group *group, op_slot *slot, int to, int64_t entry)
     return sent_segment(group, slot, to, number) + entry % slot->per_segment * slot->stride;
 }
 
-/* Sends the segments below `end` that were not sent yet. */
+/* Sends the segments with numbers below `end` that were not sent yet. */
 static void start_sends(epic_group *group, op_slot *slot, int to, uint64_t end)
 {
     staging_ring *l = &slot->send_rings[to];
@@ -151,8 +153,8 @@ static void start_sends(epic_group *group, op_slot *slot, int to, uint64_t end)
     pthread_mutex_unlock(group->mutex);
 }
 
-/* Implements epic_transport.send: counts the written entries, and sends each segment that is
- * full or the last of the flow. */
+/* Implements epic_transport.send. Counts the written entries, and sends each segment that is
+ * complete: it is full, or it is the last of the flow. */
 void mpi_send(epic_group *group, int index, int to, int64_t upto)
 {
     op_slot *slot = &group->slots[index];

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The memory of a group: tables, then rings, in one mapping. The system allocates only pages
- * that are used. */
+/* The memory of a group: tables, then rings, in one mapping. The system allocates a page only
+ * when it is first used. */
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -15,8 +15,8 @@
 #define DEFAULT_STAGING (256ll << 20)
 #define MAX_HUGE_PAGES (32ll << 20) /* largest size of a slot's rings that gets huge pages */
 
-/* Splits the memory at `base` into consecutive pieces. If base is NULL, it only counts
- * bytes. */
+/* Hands out consecutive parts of the memory at `base`. If base is NULL, it only counts bytes,
+ * to compute the size of the memory. */
 typedef struct carver {
     unsigned char *base;
     size_t used;
@@ -68,8 +68,8 @@ static int64_t num_rings(const epic_config *config, int num_ranks)
     return 2ll * (num_ranks - 1) * config->max_in_flight;
 }
 
-/* Returns the size of a ring: as large as staging_bytes allows, at most MAX_RING. Without
- * staging_bytes it is at least MIN_RING. */
+/* Returns the size of a ring: as large as config.staging_bytes allows, at most MAX_RING. If
+ * staging_bytes is not set, at least MIN_RING. */
 static int64_t choose_ring_bytes(const epic_config *config, int num_ranks)
 {
     const int64_t rings = num_rings(config, num_ranks);
@@ -166,8 +166,8 @@ epic_result tables_make(epic_group **out, const epic_config *config, int rank, i
     return EPIC_OK;
 }
 
-/* Releases the rings. If in_use is set, MPI may still access them: then the pages are freed,
- * but the addresses stay mapped. */
+/* Releases the rings. If in_use is set, MPI may still access them. Then it frees their pages
+ * but keeps the addresses mapped, so that an access does not crash. */
 void tables_release_rings(epic_group *group, bool in_use)
 {
     const size_t bytes = group->memory_bytes - group->table_bytes;

@@ -6,12 +6,14 @@
 
 #include "backend/mpi/group.h"
 
-#define SPIN_NS 50000 /* a rank with its own core yields only after this time */
-/* sleeps begin after this time: the shortest sleep takes much longer than requested */
+#define SPIN_NS 50000 /* a rank that has its own core does not yield before this time */
+/* a wait only yields before this time, because even the shortest sleep takes much longer than
+ * requested */
 #define YIELD_NS 1000000
 #define SHORTEST_NAP_NS 20000
 #define LONGEST_NAP_NS 200000
-#define PATIENCE_NS 1000000 /* a wait for a peer that is gone ends after this time */
+/* a wait for a peer that is gone ends after this time, so that its last rows can arrive */
+#define PATIENCE_NS 1000000
 /* a wait for rows polls control messages once per this many polls */
 #define POLLS_PER_CONTROL_POLL 8
 
@@ -31,8 +33,8 @@ static void end_wait(wait_state *w)
     w->last_ns = clock_ns();
 }
 
-/* Returns whether this wait is for a peer that is gone. The wait then ends after PATIENCE_NS,
- * and the caller decides whether the peer still has to send rows. */
+/* Returns whether this wait is for a peer that is gone. Such a wait ends after PATIENCE_NS, and
+ * the caller decides whether rows of that peer are missing. */
 static bool waits_for_gone_peer(epic_group *group, const wait_state *w, int64_t now)
 {
     liveness_check(group, now);
@@ -42,8 +44,8 @@ static bool waits_for_gone_peer(epic_group *group, const wait_state *w, int64_t 
 }
 
 /* Polls MPI, and returns whether something has changed for the slot since its last wait. If
- * slot is NULL, returns whether a slot is free. A wait for rows also polls control messages
- * from time to time. */
+ * slot is NULL, returns whether any slot is free. A wait for rows polls control messages too,
+ * but less often. */
 static bool has_changed(epic_group *group, op_slot *slot)
 {
     if (is_broken(group)) return true;
@@ -60,8 +62,8 @@ static bool has_changed(epic_group *group, op_slot *slot)
     return slot->num_events != slot->num_seen_events;
 }
 
-/* Yields the core or sleeps. In one poll MPI may only receive a message that the next poll
- * reports, so the rank yields only after every second poll. */
+/* Yields the core or sleeps between two polls. MPI may receive a message in one poll and report
+ * it only in the next, so the rank yields only after every second poll. */
 static void back_off(const epic_group *group, int looks, int64_t waited, int64_t left)
 {
     if (waited < YIELD_NS) {
@@ -75,8 +77,8 @@ static void back_off(const epic_group *group, int looks, int64_t waited, int64_t
     runtime_nap(ns < left ? ns : left);
 }
 
-/* Polls until something has changed, until `end`, or until a peer that this wait is for is
- * gone. Releases the mutex between polls. */
+/* Polls until something has changed, until the time `end`, or until a peer that the thread
+ * waits for is gone. Releases the mutex between polls. */
 static void wait_until(epic_group *group, op_slot *slot, wait_state *w, int64_t start,
                        int64_t end)
 {

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Beats: a host thread regularly increments a counter that waiting kernels read. So the kernels
- * know that this process is running.
+/* Beats: a host thread regularly increments a counter that waiting kernels read. The counter
+ * shows the kernels that this process is running.
  *
- * The clock of a device continues while the process is stopped. So a kernel ends a wait only
- * after a beat that was later than its deadline. If the beats show that the process was
- * stopped, the kernel starts its deadline again (kernels/cuda/common/wait.cuh). */
+ * The clock of a device continues while the process is stopped. Peers that are stopped with it
+ * may seem silent. So a kernel ends a wait only after a beat that was later than its deadline.
+ * If the beats show that the process was stopped, the kernel starts its deadline again
+ * (kernels/cuda/common/wait.cuh). */
 #ifndef EPIC_P2P_BEATS_H
 #define EPIC_P2P_BEATS_H
 
@@ -12,13 +13,13 @@
 #include "cuda/common/cuda_kernels.h"
 
 typedef struct p2p_beats {
-    uint32_t timeout_ms;   /* shortest time limit of any call so far */
+    uint32_t timeout_ms;   /* shortest time limit of all calls so far */
     uint32_t beats, stops; /* number of beats; number of detected stops of the process */
     int64_t next_ns;       /* time at which the next beat is due; 0: no beat yet */
 } p2p_beats;
 
-/* Makes the beats frequent enough for calls with this time limit. Any thread may call it; a
- * relaxed compare-and-swap keeps the minimum. */
+/* Makes the beats frequent enough for calls with this time limit. Any thread may call it. The
+ * loop keeps the minimum of all time limits. */
 static inline void p2p_beats_expect(p2p_beats *b, uint32_t timeout_ms)
 {
     uint32_t known = __atomic_load_n(&b->timeout_ms, __ATOMIC_RELAXED);
@@ -28,17 +29,18 @@ static inline void p2p_beats_expect(p2p_beats *b, uint32_t timeout_ms)
         continue;
 }
 
-/* Returns the milliseconds between two beats. A wait may end later than its deadline by this
- * time. */
+/* Returns the milliseconds between two beats. A wait may end later than its deadline by up to
+ * this time. */
 static inline int p2p_beats_ms(const p2p_beats *b)
 {
     const uint32_t ms = __atomic_load_n(&b->timeout_ms, __ATOMIC_RELAXED) / 16;
     return ms < 10 ? 10 : ms > 100 ? 100 : (int)ms;
 }
 
-/* Beats if the next beat is due. Exactly one thread calls it, about every p2p_beats_ms(). A
- * call that is late by a quarter of the time limit (at least 30, at most 100 ms) counts as a
- * stop of the process. The release store publishes both counters in one word. */
+/* Increments the counter if the next beat is due. Exactly one thread calls it, about every
+ * p2p_beats_ms(). If a call is late by a quarter of the time limit (at least 30 ms, at most 100
+ * ms), the process was stopped, and `stops` is incremented too. One release store publishes
+ * both counters in one word. */
 static inline void p2p_beat(p2p_beats *b, p2p_status *status)
 {
     const int64_t now = clock_ns(), ms = 1000000, period = p2p_beats_ms(b) * ms;
@@ -46,7 +48,7 @@ static inline void p2p_beat(p2p_beats *b, p2p_status *status)
     const int64_t slack = quarter < 30 * ms ? 30 * ms : quarter > 100 * ms ? 100 * ms : quarter;
     if (now < b->next_ns) return;
     if (b->next_ns && now - b->next_ns > slack) b->stops++;
-    if (++b->beats == 0) b->beats = 1; /* a word of 0 means that no thread beats */
+    if (++b->beats == 0) b->beats = 1; /* 0 is reserved: it means that no thread beats */
     b->next_ns = now + period;
     __atomic_store_n(&status->awake, P2P_AWAKE(b->stops, b->beats), __ATOMIC_RELEASE);
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Counts the SMs of each GPU that contexts of this process use. Kernels that wait for each
- * other must run at the same time, even if their groups differ. So the SMs of all contexts may
- * add up to at most those of the GPU. */
+/* Counts the SMs of each GPU that contexts of this process use. Kernels of ranks that wait for
+ * each other must run at the same time. So the SMs of all contexts on a GPU, also of different
+ * groups, may add up to at most those of the GPU. */
 #include <pthread.h>
 #include <string.h>
 
@@ -24,8 +24,8 @@ int p2p_budget_taken(int device)
     return sms;
 }
 
-/* Adds `sms` to the SMs in use of a device, unless the sum would exceed `most`. *others is the
- * number that was in use before. Returns whether they were added. */
+/* Adds `sms` to the number of SMs in use on a device, unless the sum would exceed `most`.
+ * Stores the number in use before in *others. Returns whether `sms` was added. */
 static bool budget_add(int device, int sms, int most, int *others)
 {
     pthread_mutex_lock(&mutex);
@@ -36,8 +36,8 @@ static bool budget_add(int device, int sms, int most, int *others)
     return fits;
 }
 
-/* Takes `sms` SMs of the group's device for the group. device_sms is the number of SMs of the
- * whole device. Returns EPIC_EINVAL if other contexts of this process leave too few. */
+/* Reserves `sms` SMs of the group's device for the group. device_sms is the number of SMs of
+ * the whole device. Returns EPIC_EINVAL if other contexts of this process leave too few. */
 static epic_result budget_take(epic_group *g, int sms, int device_sms)
 {
     int others;
@@ -55,9 +55,9 @@ static epic_result budget_take(epic_group *g, int sms, int device_sms)
     return EPIC_OK;
 }
 
-/* Returns the SMs of an operation if the config does not set max_sms. If tokens and rows are
- * below the limits SMALL_TOKENS and SMALL_BYTES, more SMs than P2P_SMALL_SMS do not make it
- * faster. */
+/* Returns the number of SMs of an operation if the config does not set max_sms. A context whose
+ * operations have at most SMALL_TOKENS tokens and SMALL_BYTES bytes of rows gets P2P_SMALL_SMS,
+ * because more SMs would not make it faster. */
 static int default_sms(const epic_group *g)
 {
     const epic_config *config = &g->config;
@@ -67,8 +67,8 @@ static int default_sms(const epic_group *g)
     return few ? P2P_SMALL_SMS : P2P_DEFAULT_SMS;
 }
 
-/* All ranks that share a GPU compute the same number of SMs here, so that the kernels of all of
- * them can run at the same time. */
+/* Gives all ranks that share a GPU the same number of SMs, so that the kernels of all of them
+ * can run at the same time. Each rank computes it from the facts that all ranks have sent. */
 epic_result p2p_budget_share(epic_group *g, const p2p_gpu *gpus)
 {
     const p2p_gpu *mine = &gpus[g->rank];

@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Experts: turns checked arguments into kernel launches. The kernels run on this rank alone and
- * wait for no peer.
+ * wait for no peer. x are the expert rows [slots, hidden]; the gradient of an array A is d_A.
  *
- *   forward    saved = x W_gate_up;  activations = f(saved);  y = activations W_down.
- *              With e4m3 weights the activations are also e4m3, followed by their scales.
- *   backward   d = d_y W_down^T; activations and d_gate_up from d and saved, in place;
- *              d_w_down = activations^T d_y;  d_w_gate_up = x^T d_gate_up;
- *              d_x = d_gate_up W_gate_up^T.  With e4m3 weights d_y and d_gate_up are
- *              quantized for the products with them. */
+ * forward: saved = x W_gate_up; activations = f(saved); y = activations W_down. With e4m3
+ * weights the activations are also e4m3, followed by their scales.
+ *
+ * backward: d = d_y W_down^T is the gradient of the activations. A kernel computes d_gate_up
+ * and the activations from d and saved; the activations overwrite d. Then d_w_down =
+ * activations^T d_y, d_w_gate_up = x^T d_gate_up, and d_x = d_gate_up W_gate_up^T. With e4m3
+ * weights d_y and d_gate_up are quantized for the products with them. */
 #include "backend/p2p/p2p.h"
 #include "backend/p2p/ranges.h"
 #include "base/error.h"
@@ -51,8 +52,8 @@ static epic_result begin_experts(epic_group *g, experts_call *c, const epic_expe
     return EPIC_OK;
 }
 
-/* Returns the slabs of the experts (their slots) and the tiles of the products, all in the
- * workspace. */
+/* Returns where each expert's slab (its slots) and the tiles of the products are described.
+ * Both are arrays in the workspace. */
 static p2p_slabs slabs_of(const experts_call *c, const int32_t *expert_rows,
                           const int32_t *expert_tokens, int64_t num_slots)
 {
@@ -66,20 +67,21 @@ static p2p_slabs slabs_of(const experts_call *c, const int32_t *expert_rows,
                        .most_tiles = c->at.most_tiles};
 }
 
-/* Returns the activations in the workspace, [slots, inner]. In the backward pass this memory
- * first holds their gradient. */
+/* Returns the address of the activations [slots, inner] in the workspace. In the backward pass
+ * this memory first holds their gradient. */
 static void *activations_of(const experts_call *c)
 {
     return c->work + c->at.activations;
 }
 
-/* Returns the gradient of the first product in the workspace, [slots, width]. */
+/* Returns the address of d_gate_up [slots, width] in the workspace, the gradient of the first
+ * product. */
 static void *d_gate_up_of(const experts_call *c)
 {
     return c->work + c->at.d_gate_up;
 }
 
-/* Adds the bias to the result of the caller's gemm, which only multiplies. */
+/* Adds the bias to the result of the caller's own gemm, which only multiplies. */
 static epic_result add_bias(const experts_call *c, const p2p_gemm *g)
 {
     const p2p_scale_job job = {.slabs = c->slabs,
@@ -120,7 +122,7 @@ static epic_result launch_caller_product(const experts_call *c, const p2p_gemm *
     return g->bias ? add_bias(c, g) : EPIC_OK;
 }
 
-/* Launches one product: with the caller's gemm if there is one, otherwise with ours. */
+/* Launches one product: with the caller's own gemm if there is one, otherwise with EPIC's. */
 static epic_result launch_product(const experts_call *c, p2p_gemm g)
 {
     const bool scaled = c->scaled && g.pass != EPIC_GEMM_WEIGHT;
@@ -139,7 +141,7 @@ static bool is_whole(const void *p)
     return (uintptr_t)p % 16 == 0;
 }
 
-/* Returns the part of an activation job that both passes share. */
+/* Fills in the members of an activation job that the forward and the backward pass share. */
 static p2p_activation_job activation_of(const experts_call *c)
 {
     const int64_t vector = c->experts.row_type == EPIC_F32 ? 4 : 8;
@@ -194,8 +196,8 @@ epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *a)
 
 /* ---------------------------------------------------------------------------- backward ---- */
 
-/* out [experts, n] = the sum of each expert's rows [slots, n], times their weights if there are
- * any. Does nothing if out is NULL. */
+/* Computes the gradient of a bias: out [experts, n] = the sum of each expert's rows [slots, n],
+ * times `weights` [slots] if they are given. Does nothing if out is NULL. */
 static epic_result bias_gradient(const experts_call *c, const epic_experts_backward_args *a,
                                  const void *rows, const float *weights, void *out, int64_t n)
 {
@@ -211,8 +213,8 @@ static epic_result bias_gradient(const experts_call *c, const epic_experts_backw
     return p2p_cuda(p2p_launch_bias(&job, c->stream), "launching a bias's gradient");
 }
 
-/* out [experts, k, n] = rows [slots, k] transposed times d [slots, n], for each expert. Does
- * nothing if out is NULL. */
+/* Computes the gradient of weights: out [experts, k, n] = rows^T d for each expert, with rows
+ * [slots, k] and d [slots, n]. Does nothing if out is NULL. */
 static epic_result weight_gradient(const experts_call *c, const epic_experts_backward_args *a,
                                    const void *rows, const void *d, void *out, int64_t k,
                                    int64_t n)
@@ -228,7 +230,8 @@ static epic_result weight_gradient(const experts_call *c, const epic_experts_bac
     return out == NULL ? EPIC_OK : launch_product(c, job);
 }
 
-/* out [slots, k] = rows [slots, n] times the transposed weights. */
+/* Computes the gradient of rows: out [slots, k] = rows [slots, n] times the expert's transposed
+ * weights. */
 static epic_result row_gradient(const experts_call *c, const void *rows, const void *weights,
                                 const float *scales, void *out, int64_t k, int64_t n)
 {
@@ -249,9 +252,9 @@ static epic_result row_gradient(const experts_call *c, const void *rows, const v
     return launch_product(c, job);
 }
 
-/* Computes the gradient of the first product from the gradient of the activations. With
- * EPIC_WEIGHT_INPUT the result is also multiplied by the slot weights, but only after the
- * gradient of b_gate_up has been computed from it. */
+/* Computes d_gate_up from the gradient of the activations. With EPIC_WEIGHT_INPUT the result is
+ * also multiplied by the slot weights, but only after the gradient of b_gate_up has been
+ * computed from it. */
 static epic_result activation_backward(const experts_call *c,
                                        const epic_experts_backward_args *a)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Writes the error texts of failures and data errors that kernels report. Also implements
- * abort. */
+/* Writes the error texts of failures and data errors that kernels report in p2p_status. Also
+ * implements abort. */
 #include <stdio.h>
 #include <string.h>
 
@@ -18,8 +18,8 @@ static const char *operation_name(uint32_t operation)
     return operation < sizeof names / sizeof *names ? names[operation] : "an unknown operation";
 }
 
-/* Returns the end of the text "rank 1 waited 9 ms for rank 2 ...", for the phase in which a
- * kernel waited. */
+/* Returns what a waiting kernel waited for, by its phase. It is the end of the text "rank 1
+ * waited 9 ms for rank 2 ...". */
 static const char *phase_name(uint32_t phase)
 {
     static const char *const names[] = {"",
@@ -66,12 +66,12 @@ static void read_why(const epic_group *group, char *why, size_t size)
 
 /* ------------------------------------------------------------------------- data errors ---- */
 
-/* Names of two arguments of an operation: its rows of tokens and its rows of slots. */
+/* The names under which an operation's call has its rows by token and its rows by slot. */
 typedef struct names {
     const char *tokens, *slots;
 } names;
 
-/* Returns the names of the rows of tokens and of slots in an operation. */
+/* Returns the argument names of an operation: its rows by token and its rows by slot. */
 static names row_names_of(long long operation)
 {
     switch (operation) {
@@ -86,7 +86,7 @@ static names row_names_of(long long operation)
     }
 }
 
-/* Writes the error text of a data error. */
+/* Writes the error text of a data error, which a kernel has reported as a notice. */
 static void write_notice(const epic_group *g, const p2p_notice *n, char *to, size_t size)
 {
     const long long a = n->about[0], b = n->about[1], c = n->about[2], d = n->about[3];
@@ -142,7 +142,8 @@ static void write_notice(const epic_group *g, const p2p_notice *n, char *to, siz
 
 /* ---------------------------------------------------------------------------- failures ---- */
 
-/* Writes the error text of a timeout: which rank waited for which, and in which phase. */
+/* Writes the error text of a timeout: which rank waited, for which ranks, and in which
+ * phase. */
 static void write_timeout(const p2p_status *s, char *to, size_t size)
 {
     char culprits[RANK_NAMES_BYTES];
@@ -155,7 +156,8 @@ static void write_timeout(const p2p_status *s, char *to, size_t size)
 }
 
 /* Appends why this rank's plan was invalid, if a kernel reported that in the same operation. An
- * invalid plan can be the reason why this rank's signature differs. */
+ * operation with an invalid plan has another signature, so the plan can be the cause of the
+ * mismatch. */
 static void add_cause(const epic_group *g, char *to, size_t size)
 {
     const p2p_status *s = g->status;
@@ -173,8 +175,8 @@ static void add_cause(const epic_group *g, char *to, size_t size)
     }
 }
 
-/* Writes the error text for ranks that made different calls, or the same call with different
- * arguments. The highest 4 bits of a signature are the operation. */
+/* Writes the error text of a mismatch: two ranks made different calls, or the same call with
+ * different arguments. The highest 4 bits of a rank's signature are its operation. */
 static void write_mismatch(const epic_group *g, char *to, size_t size)
 {
     const p2p_status *s = g->status;
@@ -244,8 +246,8 @@ epic_result p2p_check(epic_group *group, epic_failure_info *out)
     return (epic_result)result;
 }
 
-/* Returns the index of the oldest unread notice, or -1. Epochs are compared by their
- * difference, because they wrap around. */
+/* Returns the index of the oldest notice (report of a data error) that no call has returned, or
+ * -1. The age of two notices is the difference of their epochs, because epochs wrap around. */
 static int oldest_notice(const p2p_status *s)
 {
     int oldest = -1;
@@ -257,8 +259,8 @@ static int oldest_notice(const p2p_status *s)
     return oldest;
 }
 
-/* If several threads call this at once, the compare-and-swap gives each notice to one of
- * them. */
+/* Several threads may call this at the same time. A compare-and-swap ensures that only one of
+ * them returns a notice. */
 epic_result p2p_next_data_error(epic_group *group)
 {
     char sentence[256];

@@ -1,12 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The dense part of a layer on CUDA: the products of the gate, and small sums. The gate uses
- * the kernels of the experts, as if it were one expert whose slab holds all tokens. */
+/* The dense part of a layer on CUDA: the gate, logits = x w_gate + b_gate, and small sums. The
+ * gate uses the kernels of the experts, as if it were one expert whose slab holds all tokens.
+ *
+ * On tensor cores a float32 number is the sum of three bfloat16 numbers, its *pieces*. A
+ * product with pieces has nearly the accuracy of a float32 product. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 #include "cuda/experts/grouped.h"
 #include "rules/gate_layout.h"
 
-/* Returns the gate's only slab, which holds all tokens, and its tiles in the workspace. */
+/* Returns the gate's only slab, which holds all tokens, and the tiles of its products. Both are
+ * arrays in the workspace. */
 static p2p_slabs slabs_of(const epic_gate_args *gate)
 {
     experts_layout at;
@@ -20,8 +24,9 @@ static p2p_slabs slabs_of(const epic_gate_args *gate)
                        .most_tiles = at.most_tiles};
 }
 
-/* Returns the gate's product as a product of one expert with x [tokens, hidden], w_gate, and
- * logits [tokens, columns]. */
+/* Returns a product of the gate as a grouped product of one expert, with the factors x [tokens,
+ * hidden], w_gate, and logits [tokens, columns]. `pass` selects which of the three is the
+ * result. */
 static p2p_gemm product_of(const epic_group *g, const epic_gate_args *gate, uint32_t pass)
 {
     return (p2p_gemm){.slabs = slabs_of(gate),
@@ -46,8 +51,8 @@ static epic_result launch_product(const p2p_gemm *product, epic_stream stream)
                     "launching a product of the gate");
 }
 
-/* Returns the gate's product with its float32 factor split into bfloat16 pieces. The factor is
- * w_gate, or the gradient of the logits. */
+/* Returns a product of the gate in which the float32 factor is split into bfloat16 pieces. That
+ * factor is w_gate in the forward pass, and the gradient of the logits in the backward pass. */
 static p2p_gemm product_of_pieces(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const bool forward = product->pass == EPIC_GEMM_FORWARD;
@@ -66,11 +71,13 @@ static p2p_gemm product_of_pieces(const p2p_gemm *product, const epic_gate_args 
     return pieces;
 }
 
-/* Orders of pieces, two bits for each. Pieces 0, 1 and 2 of a float32 are its high, middle and
- * low bits. IN_ORDER lists each piece once, for a product in which only one factor is split.
- * PAIRS_LEFT and PAIRS_RIGHT are for two split factors: they list the pieces of the products 0
- * x 2, 2 x 0, 1 x 1, 0 x 1, 1 x 0 and 0 x 0, which are added in this order. The other products
- * are less than the last bit of a float32. */
+/* Lists of pieces, two bits for each entry. Piece 0 of a float32 has its high bits, piece 1 the
+ * middle and piece 2 the low bits.
+ *
+ * IN_ORDER lists each piece once, for a product in which only one factor is split. PAIRS_LEFT
+ * and PAIRS_RIGHT are for two split factors: entry i of both lists gives the two pieces of the
+ * i-th product. The products are 0 x 2, 2 x 0, 1 x 1, 0 x 1, 1 x 0 and 0 x 0, and they are
+ * added in this order. All other products are smaller than the last bit of a float32. */
 enum { IN_ORDER = 0 | 1 << 2 | 2 << 4 };
 enum { PAIRS_LEFT = 0 | 2 << 2 | 1 << 4 | 0 << 6 | 1 << 8 | 0 << 10 };
 enum { PAIRS_RIGHT = 2 | 0 << 2 | 1 << 4 | 1 << 6 | 0 << 8 | 0 << 10 };
@@ -81,8 +88,9 @@ static epic_result launch_split(const p2p_pieces_job *job, epic_stream stream)
     return p2p_cuda(p2p_launch_split(job, (cudaStream_t)stream), "launching the gate's pieces");
 }
 
-/* Multiplies in three steps. Splits `b` into pieces. Multiplies `a` by all of them on tensor
- * cores. Adds the columns that belong to the pieces of one number. */
+/* Multiplies with bfloat16 pieces, in three steps. Splits factor b into pieces. Multiplies a by
+ * all pieces at once, as more columns of b, on tensor cores. Adds the columns that belong to
+ * the pieces of one number. */
 static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *pieces,
                                    const epic_gate_args *gate)
 {
@@ -107,9 +115,10 @@ static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *piec
     return p2p_cuda(p2p_launch_fold(&fold, stream), "launching the sum of the gate's pieces");
 }
 
-/* FORWARD and WEIGHT: chooses between pieces and a float32 product. The choice depends only on
- * the layer's sizes and on the tokens of a block (`lines` or `depth`), which are equal for
- * every number of ranks. So the bits of the result are equal, too. */
+/* For EPIC_GEMM_FORWARD and EPIC_GEMM_WEIGHT: chooses between bfloat16 pieces and a float32
+ * product. `lines` or `depth` is the number of tokens of a block. The choice depends only on
+ * that number and the layer's sizes, which are equal for every number of ranks. So the bits of
+ * the result are equal, too. */
 static epic_result multiply_long(p2p_gemm *product, const epic_gate_args *gate, int64_t lines,
                                  int64_t depth)
 {
@@ -121,7 +130,7 @@ static epic_result multiply_long(p2p_gemm *product, const epic_gate_args *gate, 
     return launch_product(product, gate->stream);
 }
 
-/* INPUT: adds d_logits w_gate^T to d_x. Both factors are split into pieces. */
+/* For EPIC_GEMM_INPUT: adds d_logits w_gate^T to d_x. Both factors are split into pieces. */
 static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs,
                                   const epic_gate_args *gate)
 {
@@ -141,8 +150,8 @@ static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs
     return launch_product(pairs, gate->stream);
 }
 
-/* INPUT: chooses the method by the tokens of a block, for the reason given at
- * multiply_long(). */
+/* For EPIC_GEMM_INPUT: chooses between bfloat16 pieces and a float32 product by the number of
+ * tokens of a block, for the reason given at multiply_long(). */
 static epic_result multiply_wide(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const gate_pairs at = gate_pairs_of(gate->tokens, gate->hidden, gate->columns);
@@ -158,7 +167,8 @@ static epic_result multiply_wide(const p2p_gemm *product, const epic_gate_args *
     return launch_product(product, gate->stream);
 }
 
-/* Writes the gate's slab and its tiles, which all products of the gate read. */
+/* Launches the kernel that writes the gate's slab and tiles. All products of the gate read
+ * them. */
 static epic_result launch_gate_slab(epic_group *g, const epic_gate_args *gate)
 {
     TRY(p2p_check_group(g));
@@ -177,7 +187,8 @@ epic_result p2p_gate(epic_group *group, const epic_gate_args *gate)
     return multiply_long(&product, gate, gate->block, gate->hidden);
 }
 
-/* Launches d_b_gate [columns] = the sum of the gradients of the logits over all tokens. */
+/* Launches the gradient of the bias: d_b_gate [columns] = the sum of d_logits over all
+ * tokens. */
 static epic_result bias_gradient(const epic_gate_args *gate)
 {
     const p2p_bias_job job = {.slabs = slabs_of(gate),
@@ -191,7 +202,8 @@ static epic_result bias_gradient(const epic_gate_args *gate)
                     "launching the gate's bias's gradient");
 }
 
-/* Called also if there are no tokens. Then the gradients of w_gate and b_gate are zeros. */
+/* If there are no tokens, this is called too, and writes zeros as the gradients of w_gate and
+ * b_gate. */
 epic_result p2p_gate_backward(epic_group *group, const epic_gate_args *gate)
 {
     p2p_gemm weight = product_of(group, gate, EPIC_GEMM_WEIGHT);

@@ -12,7 +12,8 @@
 #define LEAST_HEAP (4 << 20) /* smallest size in bytes of the allocation of a heap */
 #define MOST_SMS 65536       /* more than any device has */
 
-/* The kernels of p2p use a constant. The kernels of hosts need an even number (float_stride in
+/* Backend p2p always uses the constant DEVICE_MAX_TOP_K. Backend hosts uses config.max_top_k if
+ * it is set, rounded up to an even number, which its kernels need (float_stride in
  * kernels/cuda). */
 int32_t p2p_top_k_for(const epic_config *config)
 {
@@ -63,8 +64,8 @@ epic_group *p2p_group_new(const epic_join *join, const p2p_hooks *hooks)
     return g;
 }
 
-/* Allocates the pinned host memory through which kernels report (p2p_status), and the words
- * behind it. */
+/* Allocates pinned host memory: the struct through which kernels report (p2p_status), then the
+ * words `word` for copies. */
 static epic_result make_status(epic_group *g)
 {
     void *device = NULL;
@@ -157,7 +158,8 @@ bool p2p_fetch(void *to, const void *from, size_t bytes, bool *good)
     return known;
 }
 
-/* Works with any current device, and restores it. */
+/* The caller's thread may have another current device. This sets the group's device and
+ * restores the caller's. */
 void *p2p_allocate(epic_group *g, size_t bytes)
 {
     int before;
@@ -170,7 +172,7 @@ void *p2p_allocate(epic_group *g, size_t bytes)
     return memory;
 }
 
-/* cudaFree() waits for kernels that still use the memory. */
+/* cudaFree() waits until kernels that still use the memory have ended. */
 void p2p_release(epic_group *g, void *memory)
 {
     (void)g;

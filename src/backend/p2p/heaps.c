@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Makes heaps reachable for the ranks of one host. Ranks of this process find the address of a
- * heap in a list. No address is sent through the bootstrap, because a program that reaches the
- * bootstrap could send a false one. Ranks of other processes use CUDA IPC handles. */
+/* Makes the heap of each rank reachable for the other ranks of its host. Within a process, a
+ * rank finds the address of another rank's heap in a list. No address is sent through the
+ * bootstrap, because a program that reaches the bootstrap could send a false one. Between
+ * processes, ranks send CUDA IPC handles. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -44,8 +45,8 @@ static const exported_heap *find_exported(uint64_t group_id, int rank)
     return at;
 }
 
-/* Adds the heap to the list. Returns EPIC_EPEER if the list has this rank of this group
- * already. */
+/* Adds this rank's heap to the list. Returns EPIC_EPEER if the list already has a heap of this
+ * rank and group. */
 static epic_result export_here(const epic_group *group, uint8_t *heap)
 {
     exported_heap *mine = malloc(sizeof *mine);
@@ -146,7 +147,8 @@ static epic_result map_remote_heap(epic_group *g, int peer, cudaIpcMemHandle_t h
     return EPIC_OK;
 }
 
-/* If processes share a GPU, the GPU runs their kernels in turns. That is slow but works. */
+/* Processes may share a GPU. The GPU then runs their kernels in turns, which is slow but
+ * works. */
 epic_result p2p_heap_connect(epic_group *g, int peer, const cudaIpcMemHandle_t *handle)
 {
     if (peer == g->rank) return EPIC_OK;

@@ -54,7 +54,8 @@ static epic_result make_heap(epic_group *g)
     return p2p_heap_clear(g, heap);
 }
 
-/* Makes the part of the group that needs no peer: device, heap, loaded kernels, IPC handle. */
+/* Creates the parts of the group that need no peer: device, heap, loaded kernels, IPC
+ * handle. */
 static epic_result make_own_part(epic_group *g, join_handle *mine)
 {
     TRY(p2p_group_device(g, &mine->gpu));
@@ -80,8 +81,8 @@ static epic_result check_join_handle(const join_handle *c, int rank)
     return epic_fail((epic_result)c->result, "rank %d: %s", rank, c->sentence);
 }
 
-/* Checks the handles of all ranks, takes SMs from the GPU's budget, connects the heaps, and
- * starts the watcher. */
+/* Checks the handles of all ranks, reserves SMs of the GPU, connects the heaps, and starts the
+ * watcher thread. */
 static epic_result connect_peers(epic_group *g, const join_handle *handles)
 {
     p2p_gpu gpus[DEVICE_MAX_RANKS];
@@ -94,7 +95,8 @@ static epic_result connect_peers(epic_group *g, const join_handle *handles)
 
 /* ---------------------------------------------------------------------- join and leave ---- */
 
-/* Implements p2p_hooks.write. Uses the copy engine, so it works while kernels run. */
+/* Implements p2p_hooks.write with a copy engine of the GPU, so it also works while kernels
+ * occupy the SMs. */
 static void write_to_peer(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
 {
     (void)cudaMemcpyAsync(g->self.heap[peer] + at, bytes, count, cudaMemcpyDefault, g->side);
@@ -118,8 +120,8 @@ static void release_group(epic_group *g)
     p2p_group_free(g);
 }
 
-/* Implements epic_backend.join. A rank whose own part failed takes part in the gather too, so
- * that the other ranks get its error instead of waiting. */
+/* Implements epic_backend.join. A rank that failed before the gather takes part in it too, so
+ * that the other ranks return its error instead of waiting. */
 static epic_result p2p_join(epic_group **out, const epic_join *join)
 {
     if (join->bootstrap->num_ranks > DEVICE_MAX_RANKS)
@@ -145,8 +147,8 @@ static epic_result p2p_join(epic_group **out, const epic_join *join)
     return result;
 }
 
-/* Returns whether a peer of this process has freed its heap because its join failed. Such a
- * peer never announces its close. */
+/* Returns whether a peer in this process has freed its heap because its join failed. Such a
+ * peer never announces that it has closed. */
 static bool has_released(const epic_group *g, int peer)
 {
     return p2p_same(g->peers[peer].process, g->peers[g->rank].process) &&
@@ -162,7 +164,8 @@ static bool all_gone(epic_group *g)
     return true;
 }
 
-/* Stores this rank's last epoch to the word `gone` of every peer that can still be reached. */
+/* Announces to every living peer that this rank has closed: writes its last epoch to the word
+ * `gone` in the peer's heap. */
 static void announce_close(epic_group *g)
 {
     *g->word = P2P_GONE((uint64_t)p2p_epoch(g));
@@ -171,9 +174,9 @@ static void announce_close(epic_group *g)
             write_to_peer(g, q, g->self.at.gone + 8 * g->rank, g->word, sizeof *g->word);
 }
 
-/* Implements epic_backend.leave. Announces the close to all peers, then waits until every peer
- * has closed or died, because a peer may still write into this rank's heap. Then frees the
- * heap. At the timeout it frees the heap anyway. */
+/* Implements epic_backend.leave. Announces to all peers that this rank closes. A peer may write
+ * into this rank's heap until it has closed too. So this waits until every peer has closed or
+ * died, at most until the timeout, and then frees the heap. */
 static void p2p_leave(epic_group *g)
 {
     int device = -1;

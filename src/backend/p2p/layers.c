@@ -15,7 +15,8 @@ void p2p_sign_layer(signature *a, const epic_layer *layer)
     if (layer->priority != EPIC_BY_TOKEN) signature_mix(a, ~(uint64_t)layer->priority);
 }
 
-/* Returns a hash of a complete layer. It is never 0, because 0 means "any layer". */
+/* Returns a hash of a layer with all defaults filled in. It is never 0, because 0 means "any
+ * layer". */
 static uint32_t hash_layer(const epic_layer *layer)
 {
     signature a = {0};
@@ -23,8 +24,8 @@ static uint32_t hash_layer(const epic_layer *layer)
     return (uint32_t)(a.hash >> 32) | 1;
 }
 
-/* With EPIC_BY_HOSTS, the plan's rank_of_expert decides between two orders. The kernels accept
- * the hashes of both. */
+/* With EPIC_BY_HOSTS the sum order depends on whether the plan was made with rank_of_expert.
+ * The host does not know that, so the kernels accept the hashes of both orders. */
 void p2p_expect_layer(p2p_self *self, const epic_layer *layer)
 {
     epic_layer order = *layer;

@@ -6,8 +6,9 @@
 
 #include "backend/p2p/p2p.h"
 
-/* A hash of the arguments that must be equal on all ranks. Kernels compare a word that consists
- * of the operation (4 bits) and the highest 28 bits of this hash. */
+/* A signature is a hash of the arguments that must be equal on all ranks. Each rank sends a
+ * word with its operation (4 bits) and the highest 28 bits of the hash, and the kernels compare
+ * the words. */
 typedef struct signature {
     uint64_t hash;
 } signature;
@@ -19,7 +20,7 @@ static inline void signature_mix(signature *a, uint64_t value)
     a->hash ^= a->hash >> 29;
 }
 
-/* Mixes every field of a complete layer into the hash. */
+/* Mixes every field of a layer into the hash. The layer's defaults are filled in. */
 void p2p_sign_layer(signature *a, const epic_layer *layer);
 
 /* Copies the layer to *out and fills in its defaults. Errors: EPIC_ENOTSUP if the kernels do
@@ -35,11 +36,12 @@ epic_result p2p_read_plan_layer(const epic_group *group, epic_layer *out,
 /* Returns the offsets of the arrays in a plan of this layer. */
 device_plan_layout p2p_plan_layout(const epic_group *group, const epic_layer *layer);
 
-/* Sets layer_hashes, with which the kernels check that their plan was made for this complete
- * layer. */
+/* Sets layer_hashes. With them the kernels check that a plan was made for this layer, whose
+ * defaults are filled in. */
 void p2p_expect_layer(p2p_self *self, const epic_layer *layer);
 
-/* Returns whether EPIC_BY_K makes a difference for this layer. */
+/* Returns whether the priority EPIC_BY_K can keep other choices of this layer than the default
+ * priority. That needs dropping and a top_k above 1. */
 bool p2p_keeps_by_k(const epic_layer *layer);
 
 /* Returns whether combine needs an option that the low-latency kernels do not support. These

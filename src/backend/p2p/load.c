@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Loads the kernels when a context opens.
  *
- * At the first launch of a kernel, CUDA loads its code and may give the device more local
- * memory. Both may wait until the device is idle. But the device is never idle while a kernel
- * of a peer waits for ours, so a first launch in an operation could deadlock. Therefore each
- * kernel is launched once here, with EPIC_OP_NONE, and returns at once. */
+ * At the first launch of a kernel, CUDA loads its code and may allocate more local memory on
+ * the device. Both may wait until the device is idle. But the device is not idle while a kernel
+ * of a peer waits for a kernel of this rank. So a first launch during an operation could
+ * deadlock. Therefore each kernel is launched once here, with EPIC_OP_NONE, which makes it
+ * return at once. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 #include "cuda/experts/dense_tokens.h"
@@ -41,7 +42,7 @@ static epic_result load_code(void)
     return p2p_cuda(p2p_load_sum(), "loading the sum kernel");
 }
 
-/* Row sizes for which the launchers choose different kernels. */
+/* Row sizes in bytes. For each of them the launchers choose other kernels. */
 static const int64_t row_bytes[] = {16, 2048, 3584, 4096};
 
 /* Launches the low-latency combine in both orders, by rank and tree. */
@@ -52,8 +53,8 @@ static cudaError_t launch_sums(p2p_combine_job job, cudaStream_t stream)
     return error == cudaSuccess ? p2p_launch_lowlat_combine(&job, 1, stream) : error;
 }
 
-/* Launches all kernels for rows of this size: dispatch with and without making a plan, and
- * combine and combine_backward for each type. */
+/* Launches the kernels for rows of `bytes` bytes: dispatch with an existing plan and with a new
+ * plan, and combine and combine_backward for each type. */
 static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
                                cudaStream_t stream)
 {
@@ -88,8 +89,7 @@ static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
 
 typedef cudaError_t launcher(const p2p_dispatch_job *job, int num_sms, cudaStream_t stream);
 
-/* Launches a dispatch for both layouts, each with a plan that exists and with one that is
- * made. */
+/* Launches a dispatch for both layouts, each with an existing plan and with a new plan. */
 static cudaError_t launch_layouts(const p2p_dispatch_job *like, launcher *launch,
                                   cudaStream_t stream)
 {
@@ -104,8 +104,8 @@ static cudaError_t launch_layouts(const p2p_dispatch_job *like, launcher *launch
     return error;
 }
 
-/* Launches the kernels for packed rows: for rows with given scales and for quantized rows, each
- * with a plan that exists and with one that is made. */
+/* Launches the kernels for packed rows (rows with scales). The scales are given by the caller
+ * or computed by quantization, each with an existing plan and with a new plan. */
 static cudaError_t launch_packed(const p2p_self *self, int aligned, cudaStream_t stream)
 {
     cudaError_t error = cudaSuccess;

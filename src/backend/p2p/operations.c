@@ -9,13 +9,13 @@
 
 #define MOST_ROWS 0x7ffffff0 /* largest number of rows: slots are int32 */
 
-#define HEAD_BYTES (5 << 20) /* bytes that the links send while the plan is made */
+#define HEAD_BYTES (5 << 20) /* bytes that the links can send while a kernel makes the plan */
 #define COMBINE_LAG 48       /* in tokens; measured in docs/lab/cuda.md */
 
 /* ------------------------------------------------------------------------------ common ---- */
 
-/* Fills in the first member of a job: the operation, its signature and its time limit. Also
- * wakes the proxy thread (backend hosts). */
+/* Fills in `self`, the first member of every job: the operation, its signature and its time
+ * limit. Also wakes the proxy thread in backend hosts. */
 static void fill_self(p2p_self *self, const epic_group *g, const epic_call *call,
                       epic_operation operation, signature a)
 {
@@ -29,7 +29,8 @@ static void fill_self(p2p_self *self, const epic_group *g, const epic_call *call
     p2p_beats_expect(g->beats, timeout_ms);
 }
 
-/* Returns the SMs of a call: call.max_sms, but at most the SMs of the group. */
+/* Returns the number of SMs for a call: call.max_sms, or the group's number if that is smaller
+ * or max_sms is not set. */
 static int sms_of(const epic_group *g, const epic_call *call)
 {
     return call->max_sms && (int)call->max_sms < g->num_sms ? (int)call->max_sms : g->num_sms;
@@ -41,7 +42,7 @@ static cudaStream_t stream_of(const epic_call *call)
     return (cudaStream_t)call->stream;
 }
 
-/* Returns a number of rows as int32, at most MOST_ROWS. */
+/* Limits a number of rows to MOST_ROWS, so that it fits into int32. */
 static int32_t rows_of(int64_t num_rows)
 {
     return num_rows > MOST_ROWS ? MOST_ROWS : (int32_t)num_rows;
@@ -72,8 +73,8 @@ static epic_result check_row(const epic_group *g, const char *name, int64_t row_
 
 /* -------------------------------------------------------------------------------- plan ---- */
 
-/* Returns whether this group may use low-latency kernels. In backend hosts all operations of
- * the group must be small enough, because the expert ids go to every rank, and relays must be
+/* Returns whether this group may use low-latency kernels. In backend hosts those kernels send
+ * the expert ids to every rank. So there max_tokens must be small enough, and relays must be
  * off. */
 static bool can_use_lowlat(const epic_group *g)
 {
@@ -85,8 +86,8 @@ static bool can_use_lowlat(const epic_group *g)
 #endif
 }
 
-/* Returns whether an operation with num_tokens tokens uses a low-latency kernel. Rows are sent
- * in the same way by all kernels, so each rank decides for itself. */
+/* Returns whether an operation with num_tokens tokens uses a low-latency kernel. All kernels
+ * send rows in the same way, so each rank decides for itself. */
 static bool fits_lowlat(const epic_group *g, const epic_layer *layer, int32_t num_tokens,
                         int32_t most, int64_t row_bytes)
 {
@@ -126,7 +127,7 @@ static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_
     job->by_k = p2p_keeps_by_k(&job->layer);
     job->resolves = job->layer.num_logical && (flat || job->by_k);
     const bool searches = flat && job->layer.overflow == EPIC_OVERFLOW_DROP;
-    /* these two cases are made by one CTA: plan/flat_drop.cuh, plan/resolve.cuh */
+    /* in these two cases one CTA makes the plan (plan/flat_drop.cuh, plan/resolve.cuh) */
     if (searches || job->resolves) job->planners = 1;
     job->at = p2p_plan_layout(g, &job->layer);
     if (!can_use_lowlat(g) || args->rank_of_expert) max_lowlat_tokens = 0;
@@ -159,8 +160,8 @@ static epic_result p2p_plan(epic_group *g, const epic_plan_args *args)
 
 /* ---------------------------------------------------------------------------- dispatch ---- */
 
-/* Fills in the scales that travel with the rows: given by the caller, or computed by
- * dispatch. */
+/* Fills in the scales that are sent with the rows. The caller gives them, or dispatch computes
+ * them. */
 static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
                                const epic_dispatch_args *args, signature *a)
 {
@@ -184,7 +185,7 @@ static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
     return EPIC_OK;
 }
 
-/* Fills in the job of a dispatch. job->plan.layer is set. */
+/* Fills in the job of a dispatch. The caller has set job->plan.layer. */
 static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
                                  const epic_dispatch_args *args, signature *a)
 {
@@ -210,7 +211,8 @@ static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
 
 typedef cudaError_t launcher(const p2p_dispatch_job *, int, cudaStream_t);
 
-/* Returns the launch function for the kind of rows and the number of tokens. */
+/* Returns the launch function that suits the job's rows, or the low-latency one if is_lowlat is
+ * set. */
 static launcher *launcher_of(const p2p_dispatch_job *job, bool is_lowlat)
 {
     const bool is_packed = job->scale_bytes != 0;
@@ -220,17 +222,17 @@ static launcher *launcher_of(const p2p_dispatch_job *job, bool is_lowlat)
     return is_lowlat ? p2p_launch_lowlat_dispatch : p2p_launch_dispatch;
 }
 
-/* Returns whether the job needs the kernel for EPIC_FLAT. Sending only rows with an existing
- * plan does not need it: the plan stores the row of a token where other layouts store its
- * slot. */
+/* Returns whether the job needs the kernel for EPIC_FLAT. A job that only sends rows with an
+ * existing plan does not: an EPIC_FLAT plan stores a token's row number where other plans store
+ * a slot, so the usual kernel works. */
 static bool is_flat(const p2p_dispatch_job *job)
 {
     return job->plan.layer.layout == EPIC_FLAT &&
            (job->plan.planners || job->recv_expert || job->weights);
 }
 
-/* Returns the largest number of rows per rank that uses a low-latency kernel, equal on all
- * ranks; -1: none does. */
+/* Returns the largest number of tokens per rank for which a low-latency kernel is used, or -1
+ * if there is none. It is equal on all ranks. */
 static int32_t max_lowlat_rows(const epic_group *g, const p2p_dispatch_job *job)
 {
     if (HOSTS && job->scale_bytes) return -1; /* no such low-latency kernel in hosts */
@@ -269,8 +271,8 @@ static epic_result p2p_dispatch(epic_group *g, const epic_dispatch_args *args)
     return launch_dispatch(g, &job, &args->call, "launching dispatch");
 }
 
-/* Returns whether rows may be sent before the plan is complete. This needs three conditions:
- * nothing is dropped, the id alone determines the rank, and all rows fit into the staging
+/* Returns whether rows may be sent before the plan is complete. Three conditions: no choice is
+ * dropped, the expert id alone determines the rank, and all rows fit into the staging
  * memory. */
 static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
 {
@@ -281,9 +283,9 @@ static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
            g->config.max_tokens * row <= g->self.at.source_bytes;
 }
 
-/* Returns how many tokens to send while the plan is made. It is the number that the links carry
- * in that time if the routing is uniform. It is at most a fifth of the tokens, so that
- * receiving can catch up. */
+/* Returns how many tokens to send while the plan is made: as many as the links can carry in
+ * that time with uniform routing. It is at most a fifth of the tokens, so that receiving can
+ * catch up. */
 static int32_t early_tokens_of(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t ranks = g->num_ranks, top_k = job->plan.layer.top_k;
@@ -293,8 +295,8 @@ static int32_t early_tokens_of(const epic_group *g, const p2p_dispatch_job *job)
     return (int32_t)(head < most ? head : most);
 }
 
-/* epic_ops.plan_dispatch: makes a plan and dispatches, in one kernel if can_overlap(),
- * otherwise in two. */
+/* epic_ops.plan_dispatch: makes a plan and dispatches. If can_overlap(), one kernel does both,
+ * otherwise two kernels. */
 static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
                                      const epic_dispatch_args *args)
 {
@@ -323,8 +325,8 @@ static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_a
 
 /* --------------------------------------------------------------- combine and gradients ---- */
 
-/* Returns memory that replaces arrays of slots without rows: kernels read row 0 in place of
- * missing rows (kernels/cuda/combine/slots.cuh). */
+/* Returns memory to pass in place of a caller's array that has no rows. Kernels read its row 0
+ * in place of missing rows (kernels/cuda/combine/slots.cuh). */
 static void *scratch_of(const epic_group *g)
 {
     return g->self.heap[g->rank] + g->self.at.scratch;
@@ -337,8 +339,8 @@ typedef struct plan_argument {
     int64_t plan_bytes;
 } plan_argument;
 
-/* Checks the plan of a call, and fills in the offsets and options that the job takes from
- * it. */
+/* Checks the plan of a call, and fills in the job's offsets and options that depend on the
+ * plan's layer. */
 static epic_result fill_combine_plan(const epic_group *g, p2p_combine_job *job,
                                      epic_layer *layer, const plan_argument *given)
 {
@@ -354,7 +356,7 @@ static epic_result fill_combine_plan(const epic_group *g, p2p_combine_job *job,
     return EPIC_OK;
 }
 
-/* Fills in and launches a combine. dispatch_backward uses it too. */
+/* Fills in a combine and launches it. p2p_dispatch_backward() uses it too. */
 static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
                                   const epic_layer *layer, const epic_call *call,
                                   epic_const_rows rows, epic_rows out, signature a,
@@ -403,7 +405,8 @@ static epic_result p2p_combine(epic_group *g, const epic_combine_args *args)
                           EPIC_OP_COMBINE);
 }
 
-/* Sends the gradients of the weights of an EPIC_FLAT plan back, as a separate operation. */
+/* Sends the weights' gradients of an EPIC_FLAT plan back to the tokens' ranks, as an operation
+ * of its own. */
 static epic_result launch_flat_floats(const epic_group *g,
                                       const epic_dispatch_backward_args *args,
                                       const p2p_combine_job *rows, const epic_layer *layer,
@@ -421,8 +424,8 @@ static epic_result launch_flat_floats(const epic_group *g,
         "launching dispatch_backward");
 }
 
-/* epic_ops.dispatch_backward: a combine without weights, which also sends the gradients of the
- * weights back. With EPIC_FLAT these are sent by a second operation. */
+/* epic_ops.dispatch_backward: a combine without weights. It also sends the weights' gradients
+ * back. With EPIC_FLAT a second operation sends those. */
 static epic_result p2p_dispatch_backward(epic_group *g, const epic_dispatch_backward_args *args)
 {
     P2P_RANGE("epic_dispatch_backward");
@@ -512,8 +515,9 @@ static epic_result p2p_combine_backward(epic_group *g, const epic_combine_backwa
 
 /* --------------------------------------------------------------------------------- sum ---- */
 
-/* epic_ops.allreduce_sum: sums the floats of all ranks. Each launch sums as many as fit into
- * the staging memory. Every rank passes the same count, so all ranks make the same launches. */
+/* epic_ops.allreduce_sum: sums the floats of all ranks. One launch sums as many as fit into the
+ * staging memory, so a large array takes several. Every rank passes the same count, so all
+ * ranks make the same launches. */
 static epic_result p2p_sum(epic_group *g, const epic_allreduce_sum_args *args)
 {
     P2P_RANGE("epic_allreduce_sum");

@@ -10,13 +10,14 @@
 #include "cuda/common/cuda_kernels.h"
 
 #define P2P_DEFAULT_SMS 64 /* SMs of an operation if config.max_sms is 0 */
-#define P2P_SMALL_SMS 32   /* and if all its rows are few and small (budget.c) */
-#define P2P_SPARE_SMS 4    /* SMs that ranks sharing a GPU leave free for other kernels */
+/* SMs of an operation if its rows are also few and small (budget.c) */
+#define P2P_SMALL_SMS 32
+#define P2P_SPARE_SMS 4 /* SMs of a shared GPU that its ranks leave free for other kernels */
 
 typedef struct p2p_watch p2p_watch;   /* watches the peers' processes */
 typedef struct hosts_part hosts_part; /* state that backend hosts adds */
 
-typedef struct p2p_gpu { /* the facts about its GPU that a rank sends to all ranks */
+typedef struct p2p_gpu { /* facts about a rank's GPU, which the rank sends to all ranks */
     int32_t device_sms;
     int32_t taken_sms;  /* SMs that other contexts of its process use */
     uint8_t device[16]; /* uuid */
@@ -36,7 +37,7 @@ typedef struct p2p_hooks {
  * point to. */
 struct epic_group {
     const p2p_hooks *hooks;
-    p2p_self self;      /* first member of every job, without operation and signature */
+    p2p_self self;      /* copied into every job; operation and signature are set there */
     p2p_status *status; /* host memory that kernels write */
     epic_config config;
     epic_peer peers[DEVICE_MAX_RANKS];
@@ -77,25 +78,27 @@ static inline bool p2p_same(const uint64_t a[2], const uint64_t b[2])
 epic_group *p2p_group_new(const epic_join *join, const p2p_hooks *hooks);
 epic_result p2p_group_device(epic_group *group, p2p_gpu *gpu);
 void p2p_group_free(epic_group *group);
-/* Returns whether the numbers, which a peer sent, are in range. */
+/* Returns whether the numbers in *gpu are in range. A peer sent them. */
 bool p2p_gpu_fits(const p2p_gpu *gpu);
 
-/* Returns the number of choices per token for which a heap has room. */
+/* Returns the largest top_k for which a heap has room. */
 int32_t p2p_top_k_for(const epic_config *config);
 /* Returns the offsets of the heap of a context with this config. */
 p2p_heap p2p_heap_for(const epic_config *config);
 /* Returns the bytes to allocate for a heap. */
 int64_t p2p_heap_bytes(const p2p_heap *at);
-/* Sets stamped words to 0 and staging to poison. Returns when the device has done so. */
+/* Clears a heap: sets stamped words to 0 and staging to poison. Returns when the device has
+ * done so. */
 epic_result p2p_heap_clear(epic_group *group, uint8_t *heap);
-/* Returns the epoch of the last operation that began, read from the device. Waits for the copy,
- * but not for kernels. */
+/* Returns the epoch of this rank's last operation that began, read from the device. Waits for
+ * the copy, but not for kernels. */
 uint32_t p2p_epoch(epic_group *group);
-/* Copies P2P_GONE() of each rank from the device; 0: the rank has not closed. Returns the copy
- * in pinned host memory, valid until the next call, or NULL if the copy failed. */
+/* Copies the word `gone` of each rank from the device: P2P_GONE() if the rank has closed, 0 if
+ * not. Returns the copy in pinned host memory, valid until the next call, or NULL if the copy
+ * failed. */
 const uint64_t *p2p_gone(epic_group *group);
 
-/* Returns the memory into which p2p_hooks.write writes. */
+/* Returns this rank's memory into which the p2p_hooks.write of its peers writes. */
 static inline uint8_t *p2p_inbox(const epic_group *g)
 {
 #ifdef EPIC_HOSTS
@@ -122,7 +125,7 @@ epic_result p2p_budget_share(epic_group *group, const p2p_gpu *gpus);
 /* Returns the SMs of this context to the budget of its GPU. */
 void p2p_budget_give_back(epic_group *group);
 
-/* Start and stop the watcher thread (watch.c). */
+/* p2p_watch_open() starts the watcher thread (watch.c), and p2p_watch_close() ends it. */
 epic_result p2p_watch_open(epic_group *group);
 void p2p_watch_close(epic_group *group);
 
@@ -133,8 +136,8 @@ static inline bool p2p_is_dead(const epic_group *group, int peer)
     return __atomic_load_n(&group->status->dead, __ATOMIC_ACQUIRE) >> peer & 1;
 }
 
-/* Makes the heap reachable for the other ranks of this host. Ranks of this process find it in a
- * list. For ranks of other processes, writes the IPC handle. */
+/* Makes this rank's heap reachable for the other ranks of this host: adds it to the list of
+ * this process, and writes its IPC handle for ranks of other processes. */
 epic_result p2p_heap_export(const epic_group *group, uint8_t *heap, cudaIpcMemHandle_t *handle);
 /* Sets heap[peer] to the heap of a peer. Errors: EPIC_ENOTSUP if it cannot be mapped. */
 epic_result p2p_heap_connect(epic_group *group, int peer, const cudaIpcMemHandle_t *handle);
@@ -189,7 +192,8 @@ epic_result p2p_gate_backward(epic_group *group, const epic_gate_args *gate);
  * NULL, it counts as zeros. */
 epic_result p2p_add(epic_group *group, epic_stream stream, void *to, const void *from,
                     int64_t count, uint32_t type, bool replace);
-/* Copies topk_idx to `to`, with -1 in place of zero-experts, whose rows are not sent. */
+/* Copies topk_idx to `to`, with -1 in place of zero-experts, because no rows are sent for
+ * these. */
 epic_result p2p_sent_choices(epic_group *group, epic_stream stream, const layer_tokens *tokens,
                              int32_t *to);
 /* Computes shared_weights, the factor of the shared expert's output for each token: a
@@ -200,7 +204,7 @@ epic_result p2p_shared_gate(epic_group *group, epic_stream stream, const layer_t
 epic_result p2p_shared_gate_backward(epic_group *group, epic_stream stream,
                                      const layer_tokens *tokens, float *gradient,
                                      bool accumulate, void *workspace);
-/* Computes the gradients of the weights of choices that are zero-experts. */
+/* Computes the weights' gradients for choices that are zero-experts. */
 epic_result p2p_zero_weights(epic_group *group, epic_stream stream, const layer_tokens *tokens);
 /* Computes the rows of a layer's output: combined rows plus shared expert plus zero-experts. */
 epic_result p2p_finish(epic_group *group, epic_stream stream, const layer_tokens *tokens,
@@ -215,8 +219,9 @@ epic_result p2p_trees(epic_group *group, epic_stream stream, float *values, int6
 /* Copies the layer's losses to the caller's arguments that are not NULL. */
 epic_result p2p_write_losses(epic_group *group, epic_stream stream, const float *losses,
                              const epic_moe_args *args);
-/* Writes to d_losses [2] the gradients of the balance loss and of the z-loss, each plus d_loss.
- * If d_loss is NULL, it counts as 1; another NULL gradient counts as 0. */
+/* Writes to d_losses [2] the gradients of the balance loss and of the z-loss. d_loss, the
+ * gradient of their sum, is added to each. If d_loss is NULL, it counts as 1; another NULL
+ * gradient counts as 0. */
 epic_result p2p_take_losses(epic_group *group, epic_stream stream, float *d_losses,
                             const epic_moe_backward_args *args);
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* NVTX ranges: each call that launches kernels has a range with its name on the host. Tools
- * such as Nsight Systems then show to which call a kernel belongs. NVTX is a header of the CUDA
- * toolkit. Without such a tool, a range costs a load and a branch. */
+/* NVTX ranges. Each call that launches kernels marks a range on the host with its name. Tools
+ * such as Nsight Systems then show which call launched a kernel. NVTX is a header of the CUDA
+ * toolkit. If no such tool runs, a range costs a load and a branch. */
 #ifndef EPIC_P2P_RANGES_H
 #define EPIC_P2P_RANGES_H
 
@@ -20,7 +20,7 @@ static inline void p2p_range_end(const int *depth)
     nvtxRangePop();
 }
 
-/* Begins a range that ends at the end of the block. */
+/* Begins a range that ends when the enclosing block ends. */
 #define P2P_RANGE(name) \
     __attribute__((cleanup(p2p_range_end), unused)) const int range = p2p_range_begin(name)
 #else

@@ -43,7 +43,8 @@ static epic_result fill_router_rows(epic_group *g, p2p_router_rows *out,
     return EPIC_OK;
 }
 
-/* Rejects weight rules that the host's router supports and the kernels do not. */
+/* Returns EPIC_ENOTSUP for the weight rules that the router supports on the host, but not in
+ * kernels. */
 static epic_result check_weights(const epic_router *router)
 {
     if (router->weight_rule == EPIC_WEIGHT_SPARSEMIXER)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The watcher: a thread that detects when the process of a peer ends, and informs running
- * kernels by a word in host memory. It also writes the beats (beats.h). It makes no CUDA
+/* The watcher: a thread that detects when the process of a peer ends. It then sets a bit in
+ * host memory that running kernels read. It also writes the beats (beats.h). It makes no CUDA
  * call. */
 #include <errno.h>
 #include <poll.h>

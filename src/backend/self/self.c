@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The backend self: a group of one rank, and the smallest complete backend. There are no peers,
- * so the functions for headers and rings are never used or return nothing. The state is only
- * which op slots are in use, and the failure of the group. */
+/* The backend self: a group of one rank, and the smallest complete backend. There are no peers.
+ * So the core never uses the functions for headers and rings, or they return nothing. The group
+ * stores only which op slots are in use, and its failure. */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The failure of a group: the first failure that any rank reports is stored in the segment, and
- * all ranks return it. Also finds out whether a peer is gone. */
+ * all ranks return it. This file also finds out whether a peer is gone. */
 #include <time.h>
 
 #include "backend/shared/shared.h"
@@ -15,9 +15,9 @@ bool shared_is_gone(epic_group *g, int peer)
            (g->is_dead && g->is_dead(g, peer));
 }
 
-/* Claims failure_state, so that this rank may write the failure. Waits while another rank
- * writes its own; takes over from a rank that ended while it was writing. Returns false if the
- * group has a failure already. */
+/* Claims failure_state, so that this rank may write the failure. If another rank is writing
+ * one, waits until it is complete. If that rank ended while it was writing, takes over from it.
+ * Returns false if the group has a failure already, or after PATIENCE_NS. */
 static bool become_writer(epic_group *g)
 {
     const int64_t stop = clock_ns() + PATIENCE_NS;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Op slots. An op slot holds one rank's part of one exchange. Peers search for it by tag and
- * sequence number. */
+/* Op slots, called slots here. A rank's slot holds its op header and counters for one exchange.
+ * Peers search for the slot by tag and sequence number. */
 #include <string.h>
 
 #include "backend/shared/shared.h"
@@ -22,10 +22,12 @@ bool shared_slot_is_free(epic_group *g, const shared_exchange *x)
     return !load_ordered(&x->claimed) && is_released(g, x);
 }
 
-/* Claims a free slot and returns its index, or -1 if no slot is free. Another thread may have
- * used the slot between the test and the claim, so it is tested again after the claim. If that
- * fails, the claim is undone. A thread that saw the short claim may have gone to sleep, so it
- * is woken. */
+/* Claims a free slot and returns its index, or -1 if no slot is free.
+ *
+ * Between the test and the claim, another thread may have claimed, used and released the slot.
+ * So this thread tests again after its claim, and undoes the claim if peers still read the
+ * slot. A thread that tested in between found the slot claimed and may have gone to sleep, so
+ * it is woken. */
 int shared_claim(epic_group *g)
 {
     for (int i = 0; i < g->layout.num_slots; i++) {
@@ -44,9 +46,9 @@ static void raise_num_used_slots(shared_rank_state *head, uint32_t count)
     while (used < count && !compare_swap(&head->num_used_slots, &used, count)) continue;
 }
 
-/* Writes this rank's part of an exchange into its slot. The version is odd while the fields are
- * inconsistent. Tag and sequence are stored with release order, so a peer that loads a new
- * value with acquire order also loads the odd version. */
+/* Writes tag, sequence, operation and op header into this rank's slot. The version is odd while
+ * the members are inconsistent. Tag and sequence are stored with release order. So a peer that
+ * loads one of the new values with acquire order also loads the odd version. */
 static void write_slot(epic_group *g, shared_exchange *x, const epic_op_header *header)
 {
     shared_op_slot *slot = x->slot;
@@ -71,10 +73,10 @@ static void write_slot(epic_group *g, shared_exchange *x, const epic_op_header *
     store_ordered(&slot->version, version + 2);
 }
 
-/* Publishes this rank's op header in its slot and wakes the peers that have already announced
- * the same exchange. A peer that announces later finds this slot by itself. Both store their
- * version before they search, in sequentially consistent order, so at least one of two ranks
- * finds the other. */
+/* Publishes this rank's op header in its slot, and wakes the peers that have already announced
+ * the same exchange. A peer that announces later finds this slot by itself. Each rank stores
+ * its version before it searches, in sequentially consistent order, so at least one of two
+ * ranks finds the other. */
 void shared_announce(epic_group *g, int index, uint64_t tag, uint64_t sequence,
                      const epic_op_header *header)
 {
@@ -93,9 +95,9 @@ void shared_announce(epic_group *g, int index, uint64_t tag, uint64_t sequence,
 }
 
 /* Returns whether a peer's slot holds the exchange (tag, sequence). The peer may be writing
- * another exchange into it, so the result counts only if the version is even and the same
- * before and after. Once both ranks are in this exchange, the slot stays as it is until this
- * rank has finished. */
+ * another exchange into the slot at the same time. So the result counts only if the version is
+ * even, and the same before and after the comparison. Once this rank also takes part in the
+ * exchange, the peer does not reuse the slot until this rank has finished. */
 static bool slot_holds(shared_op_slot *slot, uint64_t tag, uint64_t sequence)
 {
     const uint64_t version = load_ordered(&slot->version);
@@ -105,8 +107,9 @@ static bool slot_holds(shared_op_slot *slot, uint64_t tag, uint64_t sequence)
     return same && load_relaxed(&slot->version) == version;
 }
 
-/* Returns the peer's slot of the exchange (tag, sequence), or NULL, and its index in *index.
- * The search begins at index `first`, which is usually the right one. */
+/* Returns the peer's slot for the exchange (tag, sequence), and its index in *index. Returns
+ * NULL if the peer has none. The search begins at index `first`, usually the index of this
+ * rank's slot, which is often the same. */
 shared_op_slot *shared_find_slot(const epic_group *g, int peer, uint64_t tag, uint64_t sequence,
                                  int first, int *index)
 {
@@ -120,8 +123,8 @@ shared_op_slot *shared_find_slot(const epic_group *g, int peer, uint64_t tag, ui
     return NULL;
 }
 
-/* Finds the peer's slot of this rank's exchange and stores it in x->links, if that has not been
- * done. Returns whether it was found. */
+/* Finds the peer's slot for this exchange and stores it in x->links, unless an earlier call has
+ * found it. Returns whether it was found. */
 bool shared_match_peer(epic_group *g, shared_exchange *x, int peer)
 {
     peer_link *link = &x->links[peer];
@@ -139,8 +142,8 @@ const epic_op_header *shared_op_header(epic_group *g, int index, int peer)
     return shared_match_peer(g, x, peer) ? &x->links[peer].slot->op_header : NULL;
 }
 
-/* Ends the exchange. Marks the slots of the peers as done for this rank, and wakes threads that
- * wait for a free slot. */
+/* Ends the exchange on this rank. Stores in each peer's slot that this rank has finished with
+ * it, and wakes the peers' threads that wait for a free slot. */
 void shared_finish(epic_group *g, int index)
 {
     shared_exchange *x = &g->exchanges[index];

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The status of a peer: the operation that it announced last, whether it waits, and for which
- * ranks. exchange/culprits.c uses this to name the culprits of a deadline. */
+/* Reads the status of a peer: the operation that it announced last, whether it waits, and for
+ * which ranks. At a deadline, exchange/culprits.c finds the culprits from it. */
 #include <string.h>
 
 #include "backend/shared/shared.h"
@@ -8,8 +8,9 @@
 
 #define GRACE_NS 100000000
 
-/* Returns whether a waiting rank's heartbeat is recent. The rank renews it at least every
- * slice_ns. The limit is 2.5 slices, because a busy machine may run the rank late. */
+/* Returns whether the heartbeat in `wait` is recent, so that its rank is still waiting. A
+ * waiting rank renews its heartbeat at least every slice_ns. The limit is 2.5 slices, because a
+ * busy machine may run the rank late. */
 static bool is_fresh(const epic_group *g, const shared_wait *wait)
 {
     const int64_t heartbeat = load_acquire(&wait->heartbeat_ns), now = clock_ns();
@@ -17,7 +18,8 @@ static bool is_fresh(const epic_group *g, const shared_wait *wait)
     return heartbeat && (now < heartbeat || now - heartbeat < limit);
 }
 
-/* If the heartbeat of `wait` is recent, adds the ranks that it waits for to *out. */
+/* If the heartbeat in `wait` is recent, marks the peer as waiting, and adds the ranks that it
+ * waits for to *out. */
 static void add_wait(const epic_group *g, const shared_wait *wait, epic_peer_status *out)
 {
     if (!is_fresh(g, wait)) return;
@@ -26,8 +28,8 @@ static void add_wait(const epic_group *g, const shared_wait *wait, epic_peer_sta
         out->waits_for[w] |= load_relaxed(&wait->waits_for[w]);
 }
 
-/* Adds all ranks for which the peer waits in any operation, and those for which it waits for a
- * free slot. */
+/* Adds to *out the ranks that the peer waits for in any of its operations, or while it waits
+ * for a free slot. */
 static void add_all_waits(const epic_group *g, int peer, epic_peer_status *out)
 {
     const shared_rank_state *head = shared_rank_state_of(g, peer);
@@ -40,7 +42,7 @@ static void add_all_waits(const epic_group *g, int peer, epic_peer_status *out)
 }
 
 /* Reads the last operation that the peer announced. The peer may overwrite the slot at the same
- * time. So the read is repeated until the slot's version was even and did not change. */
+ * time. So this reads again until the slot's version was even and did not change meanwhile. */
 static void add_last_operation(const epic_group *g, int peer, epic_peer_status *out)
 {
     for (int attempt = 0; attempt < 100; attempt++) {

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Staging rings, through which rows flow.
+/* Rings in the segment, through which rows flow from a writer rank to one or all reader ranks.
  *
  * Memory order: the writer stores `sent` after the bytes of the entries, and the reader loads
  * `sent` before it reads them. The reader stores `dropped` after it has read an entry, and the
  * writer loads `dropped` before it overwrites the entry. Both counters are sequentially
- * consistent, which also serves the sleep and wake protocol of wait.c. */
+ * consistent, because the sleep and wake protocol of wait.c needs that. */
 #include "backend/shared/shared.h"
 #include "rules/invariant.h"
 
@@ -14,7 +14,7 @@ int64_t shared_ring_bytes(const epic_group *g, bool everyone)
     return everyone ? g->layout.broadcast_ring_bytes : g->layout.peer_ring_bytes;
 }
 
-/* Begins the next flow on one end of a ring. */
+/* Begins the next flow at one end of a ring. The flow has `entries` entries. */
 static void next_flow(ring_end *end, int64_t entries, char *ring)
 {
     end->base = end->next;
@@ -72,9 +72,9 @@ static bool has_room(const shared_exchange *x, const ring_end *end, int64_t inde
     return end->seen_count >= end->base && end->base + index - end->seen_count < x->depth;
 }
 
-/* Returns how many entries the slowest peer has dropped. Reads first the peer that was slowest
- * last time. If that peer still keeps the ring full, the counters of the other peers do not
- * matter. */
+/* Returns how many entries of the broadcast ring all peers have dropped: the count of the
+ * slowest peer. Loads first the counter of the peer that was slowest last time. If that count
+ * still leaves no room, the counters of the other peers are not needed. */
 static int64_t least_dropped(epic_group *g, shared_exchange *x, int64_t index)
 {
     ring_end slow = x->broadcast_out;
@@ -93,8 +93,8 @@ static int64_t least_dropped(epic_group *g, shared_exchange *x, int64_t index)
     return least;
 }
 
-/* Implements epic_transport.room. Loads the readers' counters only if the last known values
- * leave no room. */
+/* Implements epic_transport.room. Loads the readers' counters only if their last known values
+ * leave no room, because a load may fetch a cache line from another core. */
 void *shared_room(epic_group *g, int index, int to, int64_t entry)
 {
     shared_exchange *x = &g->exchanges[index];
@@ -142,8 +142,8 @@ void shared_send(epic_group *g, int index, int to, int64_t upto)
     shared_wake_slot(g, link->slot);
 }
 
-/* Implements epic_transport.entry. Loads the peer's counter only if the last known value is not
- * enough. */
+/* Implements epic_transport.entry. Loads the peer's counter only if its last known value does
+ * not include the entry, because the load may fetch a cache line from another core. */
 const void *shared_entry(epic_group *g, int index, int from, int64_t entry)
 {
     shared_exchange *x = &g->exchanges[index];
@@ -165,7 +165,8 @@ void shared_drop(epic_group *g, int index, int from, int64_t upto)
     peer_link *link = &x->links[from];
     shared_peer_counters *counters = &link->slot->peers[g->rank];
     const ring_end *end = x->everyone ? &link->broadcast_in : &link->in;
-    INVARIANT(end->base + upto <= end->next); /* a peer may drop entries before they arrive */
+    /* a reader may drop entries that were not sent yet */
+    INVARIANT(end->base + upto <= end->next);
     if (x->everyone)
         store_ordered(&counters->broadcast_dropped, end->base + upto);
     else

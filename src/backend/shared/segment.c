@@ -6,8 +6,9 @@
 
 #define PAGE 4096
 #define FULL_RING (1024 * 1024) /* largest size of a broadcast ring */
-#define GOOD_RING (132 * 1024)  /* full speed: two entries of 64 KiB with trailers */
-#define MIN_RING (2 * 8704)     /* two entries of 1024 float64 elements with trailers */
+/* smallest size for full speed: two entries of 64 KiB with trailers */
+#define GOOD_RING (132 * 1024)
+#define MIN_RING (2 * 8704) /* two entries of 1024 float64 elements with trailers */
 
 static int64_t round_up(int64_t bytes, int64_t unit)
 {
@@ -19,8 +20,8 @@ static int64_t at_least(int64_t bytes, int64_t least)
     return bytes < least ? least : bytes;
 }
 
-/* Sets the sizes for full speed. A ring is never larger than all rows of one operation, because
- * more memory would stay unused. */
+/* Sets the ring sizes for full speed. A ring is not larger than all rows of one operation,
+ * because the additional memory would never be used. */
 static void size_full_rings(const epic_config *config, shared_layout *l)
 {
     const int64_t peers = at_least(l->num_ranks - 1, 1);
@@ -32,8 +33,9 @@ static void size_full_rings(const epic_config *config, shared_layout *l)
     l->peer_ring_bytes = at_least(l->broadcast_ring_bytes / peers / 64 * 64, GOOD_RING);
 }
 
-/* Sets the sizes if a slot has only `bytes` of staging memory. Half of it becomes the broadcast
- * ring, or less if the peer rings would otherwise be smaller than MIN_RING. */
+/* Sets the ring sizes of a slot that has only `bytes` bytes of staging memory. The broadcast
+ * ring gets half of it. It gets less if the peer rings would otherwise be smaller than
+ * MIN_RING. */
 static void split_staging(shared_layout *l, int64_t bytes)
 {
     const int64_t peers = at_least(l->num_ranks - 1, 1);

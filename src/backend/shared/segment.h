@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The layout of the memory that the ranks of a group share.
+/* The segment is the memory that the ranks of a group share. This file describes its layout. A
+ * slot is an op slot: the memory of one rank for one exchange.
  *
- *   segment:  header, then one block for each rank, page-aligned
- *   block:    rank state, op slots [max_in_flight], staging [max_in_flight]
- *   staging: for each slot: the broadcast ring, then one ring to each peer in rank order
+ *   segment: header, then one block for each rank, page-aligned
+ *   block:   rank state, slots [max_in_flight], staging [max_in_flight]
+ *   staging: for each slot, the broadcast ring, then one ring to each peer in rank order
  *
  * The segment contains no addresses, because each rank may map it elsewhere. Its memory is
- * initially zero, and the system allocates a page only when a rank uses it. Words that are
- * written by different ranks are on different cache lines. */
+ * initially zero, and the system allocates a page only when a rank uses it. Words that
+ * different ranks write are on different cache lines. */
 #ifndef EPIC_SHARED_SEGMENT_H
 #define EPIC_SHARED_SEGMENT_H
 
@@ -18,15 +19,16 @@
 #define RANK_WORDS (EPIC_MAX_RANKS / 64)
 #define SEGMENT_MAGIC 0x31474553434950ull /* "PICSEG1" in memory */
 
-/* Values of failure_state. Any other value is the number of the rank that writes the failure,
- * plus one. */
+/* Values of failure_state. Any other value means that a rank is writing the failure now: its
+ * number plus one. */
 #define GROUP_HEALTHY 0u
 #define GROUP_BROKEN UINT32_MAX
 
-/* State of a slot's owner: awake, about to sleep, asleep. wait.c describes the protocol. */
+/* The futex of a slot shows what its owner does: it is awake, about to sleep, or asleep. wait.c
+ * describes the protocol. */
 enum slot_futex_state { SLOT_FUTEX_IDLE, SLOT_FUTEX_ARMED, SLOT_FUTEX_ASLEEP };
 
-/* Published by a rank while it waits; its peers read it to find culprits. */
+/* A rank writes this while it waits. Its peers read it to find the culprits of a deadline. */
 typedef struct shared_wait {
     /* clock_ns() when the rank last showed that it waits; 0: never */
     _Alignas(64) _Atomic int64_t heartbeat_ns;
@@ -34,19 +36,21 @@ typedef struct shared_wait {
     _Atomic uint64_t waits_for[RANK_WORDS];
 } shared_wait;
 
-/* Counters of one slot for its owner and one peer. */
+/* Counters of one slot, between its owner and one peer. The peer writes the first three, the
+ * owner writes `sent`. Counters of entries count over all flows. */
 typedef struct shared_peer_counters {
     /* entries over all flows; written by the peer */
     _Alignas(64) _Atomic int64_t broadcast_dropped;
-    _Atomic int64_t dropped;           /* entries over all flows; written by the peer */
-    _Atomic uint64_t done;             /* version of the slot that the peer has finished with */
+    _Atomic int64_t dropped; /* entries over all flows; written by the peer */
+    /* version of the slot in the last exchange that the peer has finished */
+    _Atomic uint64_t done;
     _Alignas(64) _Atomic int64_t sent; /* entries over all flows; written by the owner */
 } shared_peer_counters;
 
-/* One rank's part of one exchange. Only the owner writes it, except `futex` and the peers' half
- * of the counters. */
+/* The slot of one rank for one exchange. Only that rank, its owner, writes it. Exceptions are
+ * `futex` and the peers' members of the counters. */
 typedef struct shared_op_slot {
-    /* Even: the members up to `op_header` belong to one exchange. Odd: the owner is writing
+    /* Even: the members from `tag` to `op_header` are complete. Odd: the owner is writing
      * them. */
     _Alignas(64) _Atomic uint64_t version;
     _Atomic uint64_t tag;
@@ -65,11 +69,11 @@ typedef struct shared_rank_state {
     _Alignas(64) _Atomic uint32_t closed;
     _Atomic uint32_t num_used_slots;    /* slots from this index on were never used */
     _Atomic uint32_t last_slot;         /* index of the slot announced last, plus one */
-    _Atomic uint64_t cores[CORE_WORDS]; /* a core_set: cores on which the rank may run */
+    _Atomic uint64_t cores[CORE_WORDS]; /* a core_set: the cores on which the rank may run */
     /* incremented when a slot may have become free */
     _Alignas(64) _Atomic uint32_t free_slot_futex;
     _Atomic uint32_t num_sleepers; /* threads that wait for a free slot */
-    shared_wait wait;              /* published by these threads */
+    shared_wait wait;              /* what these threads wait for */
 } shared_rank_state;
 
 /* The beginning of the segment. */
@@ -82,11 +86,11 @@ typedef struct shared_segment_header {
     epic_failure_info failure;
 } shared_segment_header;
 
-/* Sizes and offsets in bytes, computed from the configuration. */
+/* Sizes and offsets of the segment in bytes, computed from the configuration. */
 typedef struct shared_layout {
     int num_ranks;
     int num_slots;
-    int64_t broadcast_ring_bytes; /* size of one such ring of one slot */
+    int64_t broadcast_ring_bytes; /* size of the broadcast ring of one slot */
     int64_t peer_ring_bytes;
     int64_t slot_bytes;
     int64_t staging_bytes; /* size of all rings of one slot */

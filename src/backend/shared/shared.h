@@ -1,35 +1,37 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The transport of ranks that share memory. The backends threads and shm provide the memory.
+/* The transport of ranks that share memory. The backends threads and shm provide the memory. A
+ * slot is an op slot: the memory of one rank for one exchange.
  *
  * Finding peers: announce() writes this rank's slot. Then it searches the peers' slots for the
  * same tag and sequence number, and wakes the peers that have one. The rank that announces last
- * finds the slots of all peers. A slot is reused only after every peer has stored its version
- * in `done`. So a peer may read the slot until it finishes the exchange.
+ * finds the slots of all peers. When a peer has finished the exchange, it stores the slot's
+ * version in `done`. The owner reuses its slot only after every peer has done so.
  *
- * Rings: `sent` and `dropped` count the entries of all flows of an exchange. A flow begins at
- * the start of the ring's memory, after the readers have dropped all entries of the previous
+ * Rings: `sent` and `dropped` count the entries of all flows of an exchange. A new flow begins
+ * at the start of the ring's memory, after the readers have dropped all entries of the previous
  * flow.
  *
- * Sleeping: each slot has a futex. The owner of the slot arms the futex, checks again, and only
- * then sleeps on it. A peer that has changed something loads the futex, and wakes the owner
- * only if the futex is armed or asleep. */
+ * Sleeping: each slot has a futex. The owner of the slot arms the futex, checks once more for
+ * changes, and only then sleeps on it. A peer that has changed something loads the futex, and
+ * wakes the owner only if the futex is armed or asleep. */
 #ifndef EPIC_SHARED_H
 #define EPIC_SHARED_H
 
 #include "backend/shared/segment.h"
 #include "base/patience.h"
 
-/* One direction of one ring as this rank sees it. Entries are counted over all flows. */
+/* This rank's position at one end of a ring, as writer or as reader. It counts entries over all
+ * flows. */
 typedef struct ring_end {
     int64_t base;       /* entries of earlier flows */
-    int64_t next;       /* entries of all flows so far: the next flow's `base` */
-    int64_t seen_count; /* last loaded value of the other side's counter */
+    int64_t next;       /* entries of all flows including this one: the next flow's `base` */
+    int64_t seen_count; /* last value loaded from the other side's counter */
     char *ring;         /* the memory of the ring */
 } ring_end;
 
-/* The state of one peer in one exchange of this rank. */
+/* This rank's view of one peer in one exchange. */
 typedef struct peer_link {
-    shared_op_slot *slot; /* the peer's slot of this exchange; NULL: not found yet */
+    shared_op_slot *slot; /* the peer's slot for this exchange; NULL: not found yet */
     int index;            /* index of that slot */
     ring_end out;
     ring_end in;
@@ -37,8 +39,8 @@ typedef struct peer_link {
     int64_t sent; /* entries sent in this flow */
 } peer_link;
 
-/* The private state of one op slot of this rank. One thread at a time uses it, except
- * `claimed`. */
+/* This rank's private state of one of its op slots. One thread at a time uses it, except
+ * `claimed`, which any thread may test. */
 typedef struct shared_exchange {
     _Atomic bool claimed;
     shared_op_slot *slot;
@@ -64,23 +66,25 @@ struct epic_group {
     int num_ranks;
     bool is_shared_by_processes; /* true: futexes work between processes */
     int64_t slice_ns;            /* longest sleep between two heartbeats */
-    _Atomic int own_cores; /* 1: ranks share cores; 2: each can have its own; 0: unknown */
+    /* 0: not computed yet; 1: there are fewer cores than ranks; 2: each rank can have its own
+     * core */
+    _Atomic int own_cores;
     patience patience;
     _Atomic uint64_t bytes_sent;
     shared_exchange *exchanges; /* [num_slots] */
     peer_link *links;           /* [num_slots, num_ranks] */
 
-    /* Returns whether the peer's process has ended. NULL: a rank cannot end without its
-     * peers. */
+    /* Returns whether the peer's process has ended. NULL if the ranks are threads of one
+     * process, which end together. */
     bool (*is_dead)(epic_group *group, int peer);
     void *backend_data; /* state of the backend threads or shm */
 };
 
 extern const epic_transport shared_transport;
 
-/* Creates this rank's view of a group on `segment`, which stays owned by the backend.
- * is_shared_by_processes: the ranks are processes, so futexes must work between processes.
- * Errors: EPIC_ENOMEM. */
+/* Creates this rank's view of a group in the memory `segment`, which the backend keeps and
+ * unmaps. is_shared_by_processes: the ranks are processes, so futexes must work between
+ * processes. Errors: EPIC_ENOMEM. */
 epic_result shared_group_new(epic_group **out, const epic_join *join,
                              const shared_layout *layout, char *segment,
                              bool is_shared_by_processes);
@@ -133,7 +137,7 @@ static inline shared_rank_state *shared_rank_state_of(const epic_group *group, i
                                  (l->num_ranks - rank) * l->block_bytes);
 }
 
-/* Returns slot `slot` of a rank. */
+/* Returns the slot of a rank with the index `slot`. */
 static inline shared_op_slot *shared_op_slot_of(const epic_group *group, int rank, int slot)
 {
     const shared_layout *l = &group->layout;
@@ -141,14 +145,14 @@ static inline shared_op_slot *shared_op_slot_of(const epic_group *group, int ran
                               slot * l->slot_bytes);
 }
 
-/* Returns the ring of a slot that all peers read. */
+/* Returns the broadcast ring of a rank's slot, which all its peers read. */
 static inline char *shared_broadcast_ring(const epic_group *group, int rank, int slot)
 {
     const shared_layout *l = &group->layout;
     return (char *)shared_rank_state_of(group, rank) + l->staging_at + slot * l->staging_bytes;
 }
 
-/* Returns the ring of a slot that only rank `to` reads. */
+/* Returns the ring of a rank's slot that only rank `to` reads. */
 static inline char *shared_peer_ring(const epic_group *group, int rank, int slot, int to)
 {
     const shared_layout *l = &group->layout;

@@ -1,12 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sleep and wake protocol of op slots.
  *
- * The futex of a slot is idle, armed or asleep. The first wait of the owner finds the futex
- * idle, arms it and returns, so that the owner checks once more. If the futex is still armed in
- * the next wait, nothing has changed, and the owner sleeps. A peer first stores its change and
- * then loads the futex. The owner first arms the futex and then checks for changes. All four
- * accesses are sequentially consistent. So either the peer sees the armed futex and wakes the
- * owner, or the owner's check sees the change. */
+ * A caller checks for changes, and calls wait() if it finds none. The futex of its slot is
+ * idle, armed or asleep. If wait() finds the futex idle, it arms it and returns, so that the
+ * caller checks once more. If the next wait() finds the futex still armed, nothing has changed,
+ * and the thread sleeps.
+ *
+ * No wake-up is lost, because all four accesses are sequentially consistent. A peer first
+ * stores its change and then loads the futex. The owner first arms the futex and then checks
+ * for changes. So either the peer sees the armed futex and wakes the owner, or the owner's
+ * check finds the change. */
 #include <errno.h>
 #include <linux/futex.h>
 #include <sched.h>
@@ -29,8 +32,9 @@ static void futex_sleep(const epic_group *g, _Atomic uint32_t *word, uint32_t se
     syscall(SYS_futex, word, op, seen, &limit, NULL, 0);
 }
 
-/* Publishes in which phase this rank waits and for which ranks. The release store of the
- * heartbeat comes last, so a peer that reads it also reads the rest. */
+/* Publishes in which phase this rank waits and for which ranks. The heartbeat is stored last,
+ * with release order. So a peer that loads the new heartbeat also loads the new phase and
+ * ranks. */
 static void publish_wait(const epic_group *g, shared_wait *wait, uint32_t phase,
                          const uint64_t *waits_for)
 {
@@ -47,8 +51,9 @@ static bool waits_for_gone_peer(epic_group *g, const uint64_t *waits_for)
     return false;
 }
 
-/* Renews the heartbeat between two slices of sleep. Returns true if the wait goes on. Returns
- * false at the deadline, after a failure, or if a peer that this rank waits for is gone. */
+/* Renews the heartbeat between two slices of sleep. Returns whether the thread should sleep
+ * another slice. It should not after the deadline, after a failure of the group, or if a peer
+ * that this rank waits for is gone. */
 static bool should_sleep_on(epic_group *g, shared_wait *wait, const uint64_t *waits_for,
                             int64_t deadline)
 {
@@ -58,7 +63,8 @@ static bool should_sleep_on(epic_group *g, shared_wait *wait, const uint64_t *wa
            !waits_for_gone_peer(g, waits_for);
 }
 
-/* Sleeps until the deadline, but at most slice_ns. */
+/* Sleeps on the futex until the deadline, but at most slice_ns, so that the caller can renew
+ * its heartbeat. */
 static void sleep_slice(epic_group *g, _Atomic uint32_t *word, uint32_t seen, int64_t deadline)
 {
     const int64_t now = clock_ns();
@@ -67,8 +73,8 @@ static void sleep_slice(epic_group *g, _Atomic uint32_t *word, uint32_t seen, in
     futex_sleep(g, word, seen, left < g->slice_ns ? left : g->slice_ns);
 }
 
-/* Returns whether there are at least as many cores as ranks. Called after all peers have joined
- * and published their cores. */
+/* Returns whether the ranks together may run on at least as many cores as there are ranks. The
+ * caller is sure that all peers have joined and published their cores. */
 static bool has_cores(const epic_group *g)
 {
     core_set any = {{0}};
@@ -88,10 +94,10 @@ static bool has_own_cores(epic_group *g)
     return seen_count == 2;
 }
 
-/* Polls the futex for up to SPIN_NS before sleeping. If each rank has its own core, this rank
- * keeps its core busy. Otherwise it yields, because the peer that will wake it may need the
- * core; base/patience.h skips polling if yielding was slow before. Returns true if the futex
- * became idle. */
+/* Polls the futex for up to SPIN_NS before the thread sleeps. If each rank has its own core,
+ * the thread does not give up its core. Otherwise it yields between polls, because the peer
+ * that will wake it may need the core. base/patience.h skips the polling if yielding was slow
+ * before. Returns true if a peer has set the futex to idle. */
 static bool spin_on_futex(epic_group *g, const shared_op_slot *slot)
 {
     const bool spins = has_own_cores(g);
@@ -128,9 +134,10 @@ static bool any_slot_is_free(epic_group *g)
     return false;
 }
 
-/* Waits until a slot may be free. Several threads of a rank may wait at once. A thread first
- * increments num_sleepers, then checks for a free slot. A finishing rank first frees the slot,
- * then loads num_sleepers. So no wake-up is lost. */
+/* Waits until a slot may be free. Several threads of a rank may wait at once. A waiting thread
+ * first increments num_sleepers and then checks for a free slot. A rank that finishes an
+ * exchange first frees the slot and then loads num_sleepers. So one of the two sees the other's
+ * change, and no wake-up is lost. */
 static void sleep_for_free_slot(epic_group *g, const uint64_t *waits_for, int64_t deadline)
 {
     shared_rank_state *head = shared_rank_state_of(g, g->rank);

@@ -5,10 +5,11 @@
  * and a random secret through the bootstrap. Each rank connects to all lower ranks and accepts
  * connections from all higher ranks. The first message of the connecting rank contains the
  * secret of the accepting rank, and the answer contains the secret of the connecting rank. So
- * each proves that it took part in the bootstrap.
+ * each rank proves that it took part in the bootstrap.
  *
- * A rank first sends all its first messages without waiting for answers, then accepts the
- * higher ranks, and last reads the answers. So the ranks cannot block one another. */
+ * A rank first sends its messages to all lower ranks without waiting for answers. Then it
+ * accepts and answers all higher ranks. Only then it waits for the answers of the lower ranks.
+ * In this order no two ranks wait for each other. */
 #include "backend/shm/connections.h"
 
 #include <errno.h>
@@ -27,9 +28,10 @@
 #include "base/process.h"
 
 #define NAME "epic."
-#define NAME_LENGTH 31   /* NAME and hexadecimal digits */
-#define EXTRA_PENDING 16 /* extra connections that may wait for their handshake */
-#define CHECK_MS 200     /* interval of checks that missing ranks still listen */
+#define NAME_LENGTH 31 /* NAME and hexadecimal digits */
+/* accepted connections without a handshake, in addition to one per rank */
+#define EXTRA_PENDING 16
+#define CHECK_MS 200 /* time between two checks whether missing ranks still listen */
 
 /* The address that a rank publishes through the bootstrap. */
 typedef struct handle {
@@ -43,8 +45,8 @@ typedef struct connect_state {
     shm_connections *connections;
     const epic_join *join;
     handle *handles; /* [num_ranks] */
-    /* [2 * num_polls]: listener, pending, connections; then room for the copies of
-     * poll_open() */
+    /* [2 * num_polls]: the listener, pending connections, connections to ranks. The second half
+     * is scratch memory of poll_open(). */
     struct pollfd *polls;
     int *pending; /* [num_pending] accepted sockets without a handshake yet; -1: free */
     int num_pending;
@@ -79,7 +81,8 @@ static epic_result send_handshake(const connect_state *o, int fd, int to, int me
     return handshake_send(fd, &hello, to, memory);
 }
 
-/* Receives a handshake. Returns the rank that sent it, or -1 if no rank of this group did. */
+/* Receives a handshake. Returns the rank that sent it, or -1 if the sender is not a rank of
+ * this group. */
 static int receive_handshake(const connect_state *o, int fd, int *memory)
 {
     handshake hello;
@@ -93,8 +96,8 @@ static int receive_handshake(const connect_state *o, int fd, int *memory)
 
 /* ----------------------------------------------------------------------------- waiting ---- */
 
-/* Polls the open entries of o->polls. The closed ones are left out, because poll() counts them
- * too and fails if there are more entries than the limit on open files. */
+/* Polls the open sockets in o->polls. Leaves out the entries that are -1: poll() counts them
+ * too, and fails if there are more entries than the limit on open files. */
 static int poll_open(connect_state *o, int ms)
 {
     struct pollfd *some = o->polls + o->num_polls;
@@ -107,9 +110,9 @@ static int poll_open(connect_state *o, int ms)
     return got;
 }
 
-/* Waits until a socket is ready, or until it is time to check the missing ranks. Returns an
- * error at the deadline, and if a connected peer has closed its connection. `what` is the name
- * of the awaited message or rank in the error of the deadline. */
+/* Waits until a socket is ready, at most CHECK_MS, so that the caller can check the missing
+ * ranks. Returns EPIC_ETIMEOUT at the deadline, and EPIC_EPEER if a connected peer has closed
+ * its connection. `what` names the awaited message or rank in the error. */
 static epic_result poll_once(connect_state *o, const char *what)
 {
     const uint64_t now = (uint64_t)clock_ns();
@@ -127,8 +130,8 @@ static epic_result poll_once(connect_state *o, const char *what)
     return EPIC_OK;
 }
 
-/* Fills o->polls. Polls the listener only if ranks are missing and a pending entry is free.
- * awaited_rank is the rank whose answer is read, or -1. */
+/* Fills o->polls. Includes the listener only while ranks are missing and an entry of `pending`
+ * is free. awaited_rank is the lower rank whose answer this rank waits for, or -1. */
 static void set_polls(connect_state *o, int awaited_rank)
 {
     bool listen = false;
@@ -165,8 +168,8 @@ static epic_result open_listener(connect_state *o, handle *mine)
     return EPIC_OK;
 }
 
-/* Connects to a lower rank and sends the handshake. Does not wait for the peer to accept; waits
- * only while the peer's queue of connections is full. */
+/* Connects to a lower rank and sends the handshake. Does not wait until the peer accepts. Waits
+ * only while the peer's queue of pending connections is full. */
 static epic_result connect_to_rank(connect_state *o, int peer)
 {
     int *socket_fd = &o->connections->sockets[peer];
@@ -192,9 +195,9 @@ static bool out_of_room(int error)
     return error == EMFILE || error == ENFILE || error == ENOMEM || error == ENOBUFS;
 }
 
-/* Accepts new connections into free pending entries. If the system has no descriptor or memory
- * for one, joining fails at once. Otherwise that peer would wait for an answer until its
- * deadline. */
+/* Accepts new connections into the free entries of `pending`. If the system has no descriptor
+ * or memory for one, joining fails at once. Otherwise the peer that connected would wait for an
+ * answer until its deadline. */
 static epic_result accept_pending(connect_state *o)
 {
     for (int i = 0; i < o->num_pending; i++) {
@@ -207,8 +210,8 @@ static epic_result accept_pending(connect_state *o)
     return EPIC_OK;
 }
 
-/* Reads the handshake of a pending connection. If it comes from a higher rank that is not
- * connected yet, the connection is kept and answered. Any other connection is closed. */
+/* Reads the handshake of a pending connection. Keeps and answers the connection if the sender
+ * is a higher rank that is not connected yet. Closes it otherwise. */
 static epic_result identify_pending(connect_state *o, int *pending_fd)
 {
     shm_connections *connections = o->connections;
@@ -231,8 +234,8 @@ static int first_missing(const connect_state *o)
     return r;
 }
 
-/* Returns whether a peer's listener is open. If it is closed, the peer has either connected
- * already, or its process has ended. */
+/* Returns whether a peer's listener is open. A peer closes it when all higher ranks are
+ * connected, or when its process ends. */
 static bool is_listening(const connect_state *o, int peer)
 {
     socklen_t length;
@@ -267,9 +270,10 @@ static bool handle_incoming(connect_state *o, epic_result *result)
     return any;
 }
 
-/* Accepts all higher ranks. A rank that died before it connected has no connection that could
- * close, so its closed listener shows its death. A connection that it made just before may
- * still be in the queue. Therefore the loop accepts once more before it reports the rank. */
+/* Accepts all higher ranks. A rank that died before it connected has no connection whose end
+ * this rank could notice. So find_gone() checks whether that rank's listener is closed. The
+ * rank may have connected just before its listener closed. Therefore the loop accepts once more
+ * before it reports the rank. */
 static epic_result accept_all(connect_state *o)
 {
     int gone = -1;
@@ -325,8 +329,9 @@ static epic_result connect_to_all(connect_state *o)
     return EPIC_OK;
 }
 
-/* Lets the other ranks notice an error of this rank. Closes all connections, then connects to
- * each lower rank and closes that connection too, so that no rank waits for this one. */
+/* Makes the other ranks notice that this rank failed. Closes its connections, so higher ranks
+ * see a closed connection. Then connects to each lower rank that may still wait for it, and
+ * closes that connection too. */
 static epic_result fail_for_all(connect_state *o, epic_result result)
 {
     char sentence[512];
@@ -342,9 +347,9 @@ static epic_result fail_for_all(connect_state *o, epic_result result)
 
 /* ---------------------------------------------------------------------- open and close ---- */
 
-/* Opens a pidfd for every peer. The kernel reports the pid of the process at the other end of a
- * socket in this rank's PID namespace. If the system has no pidfds, only the sockets are
- * watched. */
+/* Opens a pidfd for every peer. The pid comes from the kernel: it reports the process at the
+ * other end of a socket. If the system has no pidfds, only the sockets show the end of a
+ * peer. */
 static epic_result watch_processes(shm_connections *connections)
 {
     for (int r = 0; r < connections->num_ranks; r++) {
@@ -361,8 +366,8 @@ static epic_result watch_processes(shm_connections *connections)
     return EPIC_OK;
 }
 
-/* Allocates the tables of *o. If `ready` is false, this rank has failed before, and the error
- * sentence stays as it was. */
+/* Allocates the tables of *o. If `ready` is false, this rank has failed before. Then this
+ * returns an error and keeps the earlier error sentence. */
 static epic_result allocate_state(connect_state *o, bool ready)
 {
     if (!ready) return EPIC_EDEVICE;
@@ -393,7 +398,7 @@ static bool is_socket_name(const char name[NAME_LENGTH + 1])
            strspn(name + 5, "0123456789abcdef") == NAME_LENGTH - 5;
 }
 
-/* Exchanges the handles of all ranks. Every rank calls this, even after an error (`result`),
+/* Exchanges the handles of all ranks. Every rank calls it, even if it failed before (`result`),
  * because the gather waits for all ranks. Returns EPIC_EPEER if another rank failed or sent an
  * invalid name. */
 static epic_result gather_handles(const epic_join *join, handle *handles, epic_result result,
@@ -428,7 +433,7 @@ epic_result connections_open(shm_connections *connections, const epic_join *join
                              int *memory)
 {
     handle mine = {0},
-           /* on the stack: the gather must work even without memory */
+           /* on the stack, so that the gather works even if memory is short */
         handles[EPIC_MAX_RANKS];
     connect_state o = {.connections = connections,
                        .join = join,

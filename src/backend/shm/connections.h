@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Connections: one UNIX socket between every two ranks. When the group opens, rank 0 sends the
- * descriptor of the shared memory over them. After that nothing is sent, and a connection that
- * closes shows that the peer's process has ended. A forked child of the peer may keep the
- * socket open. Therefore a pidfd also watches the process itself. */
+ * descriptor of the shared memory over them. After that no rank sends anything. If a connection
+ * closes, the peer's process has ended. But a forked child of the peer may keep the socket
+ * open. Therefore a pidfd also watches the process itself. */
 #ifndef EPIC_SHM_CONNECTIONS_H
 #define EPIC_SHM_CONNECTIONS_H
 
@@ -21,15 +21,16 @@ typedef struct shm_connections {
 /* Allocates the tables. On an error connections_close() frees what was allocated. */
 epic_result connections_alloc(shm_connections *connections, int rank, int num_ranks);
 
-/* Connects to all ranks. Collective: a rank that has failed before calls it too, with ready
- * false, so that its peers return an error. Rank 0 passes the descriptor of the shared memory
- * in *memory; the other ranks receive it there. Each rank closes its descriptor itself. Errors:
- * EPIC_EPEER, EPIC_ETIMEOUT, EPIC_EDEVICE, EPIC_ENOMEM. */
+/* Connects to all ranks. Collective: a rank that has already failed calls it too, with `ready`
+ * false, so that its peers return an error instead of waiting. Rank 0 passes the descriptor of
+ * the shared memory in *memory; the other ranks receive it there. Each rank closes its
+ * descriptor itself. Errors: EPIC_EPEER, EPIC_ETIMEOUT, EPIC_EDEVICE, EPIC_ENOMEM. */
 epic_result connections_open(shm_connections *connections, const epic_join *join, bool ready,
                              int *memory);
 
-/* Replaces connections_open() on a rank that could not allocate its connections: takes part in
- * the gather, so that its peers do not wait. Returns `result` with its error sentence. */
+/* A rank that could not allocate its connections calls this instead of connections_open(). It
+ * takes part in the gather, so that its peers do not wait. Returns `result` and keeps its error
+ * sentence. */
 epic_result connections_decline(const epic_join *join, epic_result result);
 
 /* Closes and frees everything. Members may be NULL. */

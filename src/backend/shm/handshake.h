@@ -12,16 +12,16 @@ typedef struct handshake {
     int64_t rank;       /* rank of the sender */
 } handshake;
 
-/* Sends a handshake to rank `to`. memory: a descriptor to send with it; -1: none. Returns
- * EPIC_EPEER if the rank has closed its connection, EPIC_EDEVICE or EPIC_ENOMEM if the system
- * refuses. */
+/* Sends a handshake on the socket `fd` to rank `to`. `memory` is a descriptor to send with it,
+ * or -1. Returns EPIC_EPEER if the rank has closed its connection, EPIC_EDEVICE or EPIC_ENOMEM
+ * if the system refuses. */
 epic_result handshake_send(int fd, const handshake *hello, int to, int memory);
 
 #define HANDSHAKE_NO_ROOM (-2) /* a descriptor arrived, but this process has no free one */
 
-/* Receives a handshake without waiting. Stores the descriptor that came with it in *memory, or
- * HANDSHAKE_NO_ROOM. If memory is NULL, no descriptor is accepted. Returns false if no message,
- * or another message, arrived. */
+/* Receives a handshake without waiting. Stores the descriptor that arrived with it in *memory,
+ * or HANDSHAKE_NO_ROOM. If `memory` is NULL, accepts no descriptor. Returns false if no message
+ * has arrived, or one that is not a handshake. */
 bool handshake_receive(int fd, handshake *hello, int *memory);
 
 /* Returns whether the process at the other end belongs to the same user. */

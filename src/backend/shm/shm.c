@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The backend shm: ranks are processes of one host. Rank 0 creates anonymous memory (a memfd)
- * and sends its descriptor over the connections. The memory has no name, so no file stays
- * behind after a crash.
+ * and sends its descriptor to the other ranks over the connections (connections.h). The memory
+ * has no name, so no file stays behind after a crash.
  *
- * If a rank forks a child without exec, the child keeps the rank's sockets open. Peers then
- * notice the end of the rank by its pidfd, which needs Linux 5.3 and one PID namespace for all
- * ranks. Without pidfds they notice it when the child ends, or at their deadline. */
+ * If a rank forks a child without exec, the child keeps the rank's sockets open. Then only a
+ * pidfd shows the end of the rank. Pidfds need Linux 5.3 and one PID namespace for all ranks.
+ * Without pidfds, peers notice the end of the rank when the child ends, or at their
+ * deadline. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -68,8 +69,8 @@ static epic_result map_segment(const shared_layout *l, int memory, char **segmen
     return EPIC_OK;
 }
 
-/* Creates the memory and maps it. Seals its size, so that no rank can remove pages that its
- * peers use. */
+/* Creates the shared memory and maps it. Seals its size: otherwise a rank could shrink it, and
+ * its peers would crash at their next access. */
 static epic_result create_segment(const shared_layout *l, uint64_t group_id, int *memory,
                                   char **segment)
 {
@@ -107,8 +108,8 @@ static bool is_peer_dead(epic_group *group, int peer)
     return connections_is_dead(group->backend_data, peer);
 }
 
-/* Implements shm_join(). On an error the resources in *connections, *memory and *segment stay
- * for shm_join() to release. */
+/* Does the work of shm_join(). On an error, shm_join() releases what *connections, *memory and
+ * *segment hold. */
 static epic_result join_with(epic_group **out, const epic_join *join, const shared_layout *l,
                              shm_connections *connections, int *memory, char **segment)
 {

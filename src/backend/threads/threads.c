@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The backend threads: ranks are threads of one process.
  *
- * The first rank maps the segment, and the last one to leave unmaps it. A rank finds its group
- * in a table of the process by the group's id. No address travels through the bootstrap,
- * because a program that reaches the bootstrap could send a false address. */
+ * The first rank that joins maps the segment, and the last one that leaves unmaps it. A rank
+ * finds its group by the group's id in a table of the process. No address is sent through the
+ * bootstrap, because a program that reaches the bootstrap could send a false address. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -85,7 +85,8 @@ static thread_group *find_thread_group(uint64_t group_id)
     return h;
 }
 
-/* Finds or creates the group and counts this rank. The caller holds the mutex. */
+/* Finds the group in the table, or creates it, and counts this rank as joined. The caller holds
+ * the mutex. */
 static epic_result join_locked(thread_group **out, const shared_layout *layout,
                                const epic_join *join)
 {
@@ -129,8 +130,8 @@ static void leave_thread_group(thread_group *h)
     pthread_mutex_unlock(&mutex);
 }
 
-/* Waits until every rank has tried to join. Returns EPIC_EPEER if another rank failed to
- * join. */
+/* Waits until every rank has tried to join. `entered` is this rank's result. Returns EPIC_EPEER
+ * if another rank failed to join. */
 static epic_result gather_results(const epic_join *join, epic_result entered)
 {
     const epic_bootstrap *bootstrap = join->bootstrap;
@@ -142,8 +143,8 @@ static epic_result gather_results(const epic_join *join, epic_result entered)
     return entered;
 }
 
-/* Checks that all ranks have joined in this process. The bootstrap may have reported ranks that
- * do not exist. */
+/* Checks that all ranks have joined in this process. A faulty bootstrap may have reported ranks
+ * that do not exist. */
 static epic_result check_all_joined(const thread_group *h)
 {
     pthread_mutex_lock(&mutex);
