@@ -285,7 +285,7 @@ static __device__ void compute_slabs(LowlatPlan &f, const p2p_plan_job &job)
     if (counts) {
         upto +=
             __reduce_add_sync(ALL_LANES, lane_id() < warp ? (uint32_t)f.upto[lane_id()] : 0);
-        if (e < experts) f.p.start[e] = upto - rows;
+        if (e < experts) f.p.slab_start[e] = upto - rows;
         if (e == experts - 1) f.slots = upto;
     }
     __syncthreads();
@@ -472,7 +472,7 @@ static __device__ void end_header(LowlatPlan &f, const p2p_plan_job &job, const 
     const int q = lane_id();
     const int32_t needed = needed_by(f, job, q);
     f.p.header.slots_of[q] = f.p.demand[q] = needed;
-    f.p.needed[q] = needed;
+    f.p.needed_slots[q] = needed;
     if (q == 0) f.p.header.result = result;
     const uint32_t bad =
         __ballot_sync(ALL_LANES, q < job.self.num_ranks && f.bad[q] != NO_INDEX);
@@ -501,7 +501,7 @@ static __device__ void write_slabs(const LowlatPlan &f, const p2p_plan_job &job,
         const int e = first + min(l, job.block - 1);
         const int32_t count = l < job.block ? f.p.load[e] : 0;
         const int32_t rows = (int32_t)round_up_rows(count, job.layer.alignment);
-        const int32_t begin = f.p.start[e] - f.p.start[first];
+        const int32_t begin = f.p.slab_start[e] - f.p.slab_start[first];
         padding[l] = {rows == count ? 0 : begin + count, rows - count};
         if (l >= job.block) continue;
         slab_begin[l] = begin;

@@ -71,7 +71,7 @@ struct LowlatPlan {
                                                int first) const
     {
         const int at = (rank * groups + token / WARP) * experts + e;
-        const int32_t begin = p.start[e] - p.start[first];
+        const int32_t begin = p.slab_start[e] - p.slab_start[first];
         if (!twice) return begin + before[at] + __popc(mask[at] & ((1u << token % WARP) - 1));
         return begin + count_before(rank, token * fours * LOWLAT_LANE_IDS + k, (uint16_t)e);
     }
@@ -108,7 +108,7 @@ struct LowlatPlan {
     __device__ __forceinline__ int32_t slots_before(const p2p_plan_job &job, int q) const
     {
         const int e = q * job.block;
-        return e < experts ? p.start[e] : slots;
+        return e < experts ? p.slab_start[e] : slots;
     }
     /* Writes a token's record to the plan. For a token of this rank, it also writes the fates
      * and ranks of its choices. Called by one warp. `slot`: in lane k, what slot_here()
@@ -172,8 +172,8 @@ static __device__ void open_tables(LowlatPlan &f, const p2p_plan_job &job, uint8
     if (threadIdx.x) return;
     f.mask = mask;
     f.p.load = (int32_t *)(mask + masks);
-    f.p.start = f.p.load + experts;
-    f.id = (uint16_t *)(((uintptr_t)(f.p.start + experts) + 7) / 8 * 8);
+    f.p.slab_start = f.p.load + experts;
+    f.id = (uint16_t *)(((uintptr_t)(f.p.slab_start + experts) + 7) / 8 * 8);
     f.before = f.id + ranks * job.max_lowlat_tokens * fours_of(job.layer) * LOWLAT_LANE_IDS;
     f.most = job.max_lowlat_tokens;
     f.groups = groups;

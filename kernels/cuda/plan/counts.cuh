@@ -24,24 +24,25 @@
 #include "cuda/plan/planner_state.cuh"
 
 /* Counts one choice per lane in `tally`, the counters of this warp. Returns how many choices of
- * the lane's expert the warp counted before this one. Sets `same` to the bit mask of the lanes
+ * the lane's expert the warp counted before this one. Sets `same_id` to the bit mask of the lanes
  * that have this expert. Called by all lanes; a lane without a choice passes expert -1. */
-__device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert, uint32_t &same)
+__device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert,
+                                               uint32_t &same_id)
 {
-    same = __match_any_sync(ALL_LANES, expert);
-    const int before = __popc(same & lanes_below());
+    same_id = __match_any_sync(ALL_LANES, expert);
+    const int before = __popc(same_id & lanes_below());
     const int32_t base = expert >= 0 ? tally[expert] : 0;
     __syncwarp();
-    if (expert >= 0 && before == 0) tally[expert] = base + __popc(same);
+    if (expert >= 0 && before == 0) tally[expert] = base + __popc(same_id);
     __syncwarp();
     return base + before;
 }
 
-/* count_group() without the result `same`. */
+/* count_group() without the result `same_id`. */
 __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
 {
-    uint32_t same;
-    return count_group(tally, expert, same);
+    uint32_t same_id;
+    return count_group(tally, expert, same_id);
 }
 
 /* Only for layout FLAT: counts the rows that this warp's tokens need on each rank. A token has
@@ -52,24 +53,25 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
 __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &lanes,
                                               int32_t owner, int half, uint32_t &seen)
 {
-    const uint32_t mates = __match_any_sync(ALL_LANES, owner) & lanes.mates;
+    const uint32_t same_owner = __match_any_sync(ALL_LANES, owner) & lanes.token_lanes;
     if (half == 0) seen = 0;
-    const bool counts = owner >= 0 && !(mates & lanes_below()) && !(seen >> owner & 1);
-    const int32_t place = count_group(tally, counts ? owner : -1);
-    if (lanes.halves == 2) seen |= __reduce_or_sync(ALL_LANES, owner >= 0 ? 1u << owner : 0);
-    return counts ? place : -1;
+    const bool counts = owner >= 0 && !(same_owner & lanes_below()) && !(seen >> owner & 1);
+    const int32_t warp_row = count_group(tally, counts ? owner : -1);
+    if (lanes.num_halves == 2)
+        seen |= __reduce_or_sync(ALL_LANES, owner >= 0 ? 1u << owner : 0);
+    return counts ? warp_row : -1;
 }
 
-/* Returns whether an earlier choice of the same token has the same id. `same`: bit mask of the
- * lanes with this id. `first`: in the second half of a token's choices, the id of this lane's
+/* Returns whether an earlier choice of the same token has the same id. `same_id`: bit mask of the
+ * lanes with this id. `first_id`: in the second half of a token's choices, the id of this lane's
  * choice in the first half. */
 __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int32_t id,
-                                                   uint32_t same, int32_t first)
+                                                   uint32_t same_id, int32_t first_id)
 {
-    bool found = (same & lanes.mates & lanes_below()) != 0;
+    bool found = (same_id & lanes.token_lanes & lanes_below()) != 0;
 #pragma unroll 1
-    for (int lane = 0; lanes.halves == 2 && lane < WARP; lane++)
-        found |= __shfl_sync(ALL_LANES, first, lane) == id;
+    for (int lane = 0; lanes.num_halves == 2 && lane < WARP; lane++)
+        found |= __shfl_sync(ALL_LANES, first_id, lane) == id;
     return id >= 0 && found;
 }
 
@@ -80,58 +82,60 @@ __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int3
 /* For each of the warp's first groups of tokens: the id of this lane's choice, and the result
  * of count_group() for it. */
 struct CountedChoices {
-    int32_t id[COUNTED_GROUPS], place[COUNTED_GROUPS];
+    int32_t id[COUNTED_GROUPS], warp_position[COUNTED_GROUPS];
 };
 
 /* Returns whether CountedChoices can hold all choices of the warp. */
-__device__ __forceinline__ bool has_counted_all(const TokenRange &part, const TokenLanes &lanes)
+__device__ __forceinline__ bool has_counted_all(const TokenRange &range,
+                                                const TokenLanes &lanes)
 {
-    return lanes.halves == 1 && part.end - part.begin <= COUNTED_GROUPS * lanes.tokens;
+    return lanes.num_halves == 1 &&
+           range.end - range.begin <= COUNTED_GROUPS * lanes.group_tokens;
 }
 
 /* Visits the choices of this warp's tokens in order, one choice per lane at a time. What the
  * lanes visit at a time is a group. The ids of four groups are loaded together.
  *
- *   read(at)                  returns the id of choice number `at` of this rank
- *   use(at, id, k, first, i)  handles a choice; all lanes call it, with at = id = -1 for no
+ *   read(choice)                returns the id of choice number `choice` of this rank
+ *   use(choice, id, k, first_id, i)  handles a choice; all lanes call it, with choice = id = -1 for no
  *                             choice. i is the group's number among the four. In the second
- *                             half of a token, `first` is what use() returned in the first
+ *                             half of a token, `first_id` is what use() returned in the first
  *                             half; otherwise it is -1. */
 template <class Read, class Use>
 __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
-                                                const TokenLanes &lanes, const TokenRange &part,
-                                                Read read, Use use)
+                                                const TokenLanes &lanes,
+                                                const TokenRange &range, Read read, Use use)
 {
-    const int top_k = job.layer.top_k, half = lanes.halves - 1;
+    const int top_k = job.layer.top_k, half = lanes.num_halves - 1;
     auto k_of = [&](int group) { return lanes.k + (group & half) * WARP; };
-    auto source_number = [&](int group) -> int64_t {
-        const int token = part.begin + (group >> half) * lanes.tokens + lanes.token;
+    auto choice_of_lane = [&](int group) -> int64_t {
+        const int token = range.begin + (group >> half) * lanes.group_tokens + lanes.token;
         const int k = k_of(group);
-        const bool in = lanes.on && token < part.end && k < top_k;
+        const bool in = lanes.has_choice && token < range.end && k < top_k;
         return in ? (int64_t)token * top_k + k : -1;
     };
-    for (int g = 0; part.begin + (g >> half) * lanes.tokens < part.end; g += 4) {
-        int64_t at[4], id[4];
-        int32_t first = -1;
+    for (int g = 0; range.begin + (g >> half) * lanes.group_tokens < range.end; g += 4) {
+        int64_t choice[4], id[4];
+        int32_t first_id = -1;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            at[i] = source_number(g + i);
-            id[i] = at[i] >= 0 ? read(at[i]) : -1;
+            choice[i] = choice_of_lane(g + i);
+            id[i] = choice[i] >= 0 ? read(choice[i]) : -1;
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const int32_t used = use(at[i], id[i], k_of(g + i), first, i);
-            first = lanes.halves == 2 && i % 2 == 0 ? used : -1;
+            const int32_t used = use(choice[i], id[i], k_of(g + i), first_id, i);
+            first_id = lanes.num_halves == 2 && i % 2 == 0 ? used : -1;
         }
     }
 }
 
-/* Checks the id of choice number `at`. If the id is too large, records the choice in
+/* Checks the id of choice number `choice`. If the id is too large, records the choice in
  * p.bad_choice, unless an earlier choice is recorded there. Returns the id, or -1 if the choice
  * has no valid id. */
-__device__ __forceinline__ int32_t check_id(Planner &p, int64_t at, int64_t id, int ids)
+__device__ __forceinline__ int32_t check_id(Planner &p, int64_t choice, int64_t id, int ids)
 {
-    if (id >= ids) atomicMin(&p.bad_choice, (uint32_t)at);
+    if (id >= ids) atomicMin(&p.bad_choice, (uint32_t)choice);
     return id < 0 || id >= ids ? -1 : (int32_t)id;
 }
 
@@ -145,13 +149,13 @@ __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
            record_index(job.self, job.self.rank, 0, (int)job.layer.top_k);
 }
 
-/* Returns the id under which choice number `at` is counted: its expert, or a logical expert if
+/* Returns the id under which choice number `choice` is counted: its expert, or a logical expert if
  * its choices are split among the replicas after counting. */
 template <int KIND>
-__device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t at)
+__device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t choice)
 {
-    if (KIND & PLAN_RARE && job.resolves) return resolved_experts(job)[at];
-    return read_id(job, at);
+    if (KIND & PLAN_RARE && job.resolves) return resolved_experts(job)[choice];
+    return read_id(job, choice);
 }
 
 /* Returns the number of valid ids that planned_id() can return: 0 to this number - 1. */
@@ -166,7 +170,7 @@ template <int KIND> __device__ __forceinline__ int num_planned_ids(const p2p_pla
  * stores the result of count_rows() instead. */
 template <int KIND>
 static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
-                                     const TokenLanes &lanes, const TokenRange &part,
+                                     const TokenLanes &lanes, const TokenRange &range,
                                      int32_t *fate, CountedChoices &counted)
 {
     constexpr bool FLAT = KIND & PLAN_FLAT, RARE = KIND & PLAN_RARE;
@@ -174,31 +178,33 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
     int32_t *tally = p.tally + threadIdx.x / WARP * tallies_of<KIND>(job);
     const bool by_k = RARE && job.by_k;
     const bool distinct = (job.layer.flags & EPIC_DISTINCT) != 0 && !(RARE && job.resolves);
-    const bool all = KIND == 0 && has_counted_all(part, lanes);
+    const bool all = KIND == 0 && has_counted_all(range, lanes);
     uint32_t seen = 0;
-    const auto read = [&](int64_t at) { return planned_id<KIND>(job, at); };
-    for_each_choice(
-        job, lanes, part, read, [&](int64_t at, int64_t id, int k, int32_t first, int i) {
-            const int32_t expert = check_id(p, at, id, ids);
-            uint32_t same;
-            int32_t place =
-                count_group(tally, by_k && expert >= 0 ? k * experts + expert : expert, same);
-            if (distinct) {
-                if (by_k) same = __match_any_sync(ALL_LANES, expert);
-                if (is_repeated_choice(lanes, expert, same, first))
-                    atomicMin(&p.bad_choice, (uint32_t)at);
-            }
-            if (FLAT) {
-                const int32_t row =
-                    count_rows(tally + choice_tallies<KIND>(job), lanes,
-                               expert < 0 ? -1 : p.owner[expert], k >= WARP, seen);
-                if (!RARE || job.layer.overflow == EPIC_OVERFLOW_ERROR) place = row;
-            }
-            counted.id[i] = expert;
-            counted.place[i] = place;
-            if (at >= 0 && !all) fate[at] = place;
-            return expert;
-        });
+    const auto read = [&](int64_t choice) { return planned_id<KIND>(job, choice); };
+    for_each_choice(job, lanes, range, read,
+                    [&](int64_t choice, int64_t id, int k, int32_t first_id, int i) {
+                        const int32_t expert = check_id(p, choice, id, ids);
+                        uint32_t same_id;
+                        int32_t warp_position = count_group(
+                            tally, by_k && expert >= 0 ? k * experts + expert : expert,
+                            same_id);
+                        if (distinct) {
+                            if (by_k) same_id = __match_any_sync(ALL_LANES, expert);
+                            if (is_repeated_choice(lanes, expert, same_id, first_id))
+                                atomicMin(&p.bad_choice, (uint32_t)choice);
+                        }
+                        if (FLAT) {
+                            const int32_t warp_row =
+                                count_rows(tally + choice_tallies<KIND>(job), lanes,
+                                           expert < 0 ? -1 : p.owner[expert], k >= WARP, seen);
+                            if (!RARE || job.layer.overflow == EPIC_OVERFLOW_ERROR)
+                                warp_position = warp_row;
+                        }
+                        counted.id[i] = expert;
+                        counted.warp_position[i] = warp_position;
+                        if (choice >= 0 && !all) fate[choice] = warp_position;
+                        return expert;
+                    });
 }
 
 /* Layout of a word of `counts`: the sending rank's number of choices of an expert, and the rank
@@ -237,7 +243,7 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
     if (threadIdx.x == 0)
         store_relaxed((uint64_t *)(op.heap + job.self.at.first) + blockIdx.x,
                       stamp_word(op, p.bad_choice));
-    const int warps = p.warps;
+    const int warps = p.num_warps;
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
         /* all loads come before the first store, so that they overlap */
         int32_t counts[PLAN_MOST_WARPS], sum = 0;
@@ -381,7 +387,7 @@ __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &jo
                               e,
                           stamp_word(op, sum | owner_word(p, e) | bad));
         }
-    p.low[e] = (int32_t)low;
+    p.before_cta[e] = (int32_t)low;
     return ok;
 }
 
@@ -454,7 +460,7 @@ __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self
     }
     if (bad && e == 0) p.bad_ranks = bad;
     p.load[e] = (int32_t)load;
-    p.low[e] += (int32_t)low;
+    p.before_cta[e] += (int32_t)low;
     return ok;
 }
 
@@ -464,7 +470,7 @@ __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self
  *   1. waits for the counts of all planner CTAs of this rank and adds them
  *   2. CTA 0 stores the sums to every rank
  *   3. waits for the sums of all ranks, checks that all ranks have the same owner for the
- *      expert, and sets p.low and p.load
+ *      expert, and sets p.before_cta and p.load
  *
  * Returns false if the group is broken. If this function were inlined, its registers would make
  * the compiler spill registers in the loop that moves rows. */

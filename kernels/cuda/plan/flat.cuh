@@ -13,13 +13,13 @@
 
 #include "cuda/plan/view.cuh"
 
-/* Returns the address, in `heap`, of the word with a token's row number. `place` is the number
+/* Returns the address, in `heap`, of the word with a token's row number. `source` is the number
  * of the token's rank in the list of sources of the rank that owns the heap. */
 __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, const OpState &op,
-                                                      uint8_t *heap, int place, int64_t token)
+                                                      uint8_t *heap, int source, int64_t token)
 {
     return (uint64_t *)(heap + self.at.rows) +
-           ((int64_t)epoch_parity(op) * self.num_ranks + place) * self.max_tokens + token;
+           ((int64_t)epoch_parity(op) * self.num_ranks + source) * self.max_tokens + token;
 }
 
 /* Returns the address of the word in which rank `source` stores the row number that its token

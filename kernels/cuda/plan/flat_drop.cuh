@@ -3,10 +3,10 @@
  * choices that each of them keeps at most, so that the rank's slots suffice.
  *
  *   EXPERT_MAJOR   the slots that a rank needs depend only on the loads of its experts. So
- *                  every rank computes all limits by itself (find_common_limit)
+ *                  every rank computes all limits by itself (find_keep_limit)
  *   FLAT           a rank needs a row for every token that keeps a choice there. Only the
  *                  token's own rank knows these tokens. So the ranks try a limit, count the
- *                  needed rows, exchange the counts, and bisect (find_drop_limits)
+ *                  needed rows, exchange the counts, and bisect (find_flat_keep_limits)
  *
  * Only one CTA per rank searches, so that positions do not depend on an order of CTAs. The
  * ranks exchange the counts in stamped words, and every exchange of a search has its own
@@ -28,45 +28,47 @@ __device__ __forceinline__ bool layer_drops(const p2p_plan_job &job)
 __device__ __forceinline__ int32_t num_kept(const Planner &p, const p2p_plan_job &job,
                                             int expert)
 {
-    return min(p.load[expert], min(p.common[p.owner[expert]], expert_quota(p, job, expert)));
+    return min(p.load[expert],
+               min(p.keep_limit[p.owner[expert]], expert_quota(p, job, expert)));
 }
 
 /* Returns 0 if the expert keeps choice k of a token, else the EPIC_FATE: the reason why the
- * choice is dropped. `place`: result of count_group() for the choice. */
+ * choice is dropped. `warp_position`: result of count_group() for the choice. */
 __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_plan_job &job,
-                                                  int expert, int k, int32_t place)
+                                                  int expert, int k, int32_t warp_position)
 {
-    const int32_t nth = keep_order_of(p, job, num_tallies(job, true), expert, k, place);
+    const int32_t nth = keep_order_of(p, job, num_tallies(job, true), expert, k, warp_position);
     if (nth < num_kept(p, job, expert)) return 0;
     return nth >= expert_quota(p, job, expert) ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
 }
 
-/* Counts the rows that this warp's tokens need, if only choices within the limits p.common are
- * kept. `places` has the results of count_group() for all choices of this rank. Stores the
- * results of count_rows() in `rows`. */
+/* Counts the rows that this warp's tokens need, if only choices within the limits p.keep_limit are
+ * kept. `warp_positions` has the results of count_group() for all choices of this rank. Stores the
+ * results of count_rows() in `warp_rows`. */
 static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
-                                       const int32_t *places, int32_t *rows)
+                                       const int32_t *warp_positions, int32_t *warp_rows)
 {
     const TokenLanes lanes(job.layer.top_k);
-    const TokenRange part = range_of_warp(p, job);
+    const TokenRange range = range_of_warp(p, job);
     const int top_k = job.layer.top_k, experts = job.layer.num_experts;
     int32_t *tally =
         p.tally + threadIdx.x / WARP * num_tallies(job, true) + num_choice_tallies(job);
     uint32_t seen = 0;
-    if ((int)threadIdx.x / WARP >= p.warps) return;
+    if ((int)threadIdx.x / WARP >= p.num_warps) return;
     if (lane_id() < job.self.num_ranks) tally[lane_id()] = 0;
     __syncwarp();
-    for (int t = part.begin; t < part.end; t += lanes.tokens)
-        for (int half = 0; half < lanes.halves; half++) {
+    for (int t = range.begin; t < range.end; t += lanes.group_tokens)
+        for (int half = 0; half < lanes.num_halves; half++) {
             const int token = t + lanes.token, k = lanes.k + half * WARP;
-            const bool in = lanes.on && token < part.end && k < top_k;
-            const int64_t at = in ? (int64_t)token * top_k + k : 0;
-            const int64_t id = in ? planned_id<PLAN_RARE>(job, at) : -1;
+            const bool in = lanes.has_choice && token < range.end && k < top_k;
+            const int64_t choice = in ? (int64_t)token * top_k + k : 0;
+            const int64_t id = in ? planned_id<PLAN_RARE>(job, choice) : -1;
             int32_t owner = -1;
-            if (id >= 0 && id < experts && fate_of_choice(p, job, (int)id, k, places[at]) == 0)
+            if (id >= 0 && id < experts &&
+                fate_of_choice(p, job, (int)id, k, warp_positions[choice]) == 0)
                 owner = p.owner[id];
-            const int32_t row = count_rows(tally, lanes, owner, half, seen);
-            if (in) rows[at] = row;
+            const int32_t warp_row = count_rows(tally, lanes, owner, half, seen);
+            if (in) warp_rows[choice] = warp_row;
         }
 }
 
@@ -80,8 +82,8 @@ __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const Op
                DEVICE_MAX_RANKS;
 }
 
-/* Counts the rows that each rank needs with the limits p.common: for the tokens of all ranks
- * (p.row_load), and for those of lower ranks (p.row_low). Called by all threads of the CTA.
+/* Counts the rows that each rank needs with the limits p.keep_limit: for the tokens of all ranks
+ * (p.needed_rows), and for those of lower ranks (p.rows_before_cta). Called by all threads of the CTA.
  * Returns false if the group is broken. */
 static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, const OpState &op,
                                          int search)
@@ -97,7 +99,7 @@ static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, co
     __syncthreads();
     if (d < self.num_ranks) {
         int32_t sum = 0, low = 0, all = 0;
-        for (int w = 0; w < p.warps; w++) {
+        for (int w = 0; w < p.num_warps; w++) {
             const int32_t count = p.tally[w * tallies + choices + d];
             p.tally[w * tallies + choices + d] = sum;
             sum += count;
@@ -119,17 +121,17 @@ static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, co
             if (q < self.rank) low += (int32_t)(uint32_t)word;
             all += (int32_t)(uint32_t)word;
         }
-        p.row_low[d] = low;
-        p.row_load[d] = all;
+        p.rows_before_cta[d] = low;
+        p.needed_rows[d] = all;
     }
     return __syncthreads_and(ok) != 0;
 }
 
-/* Finds, by bisection, the largest limit p.common of each rank for which the rank's capacity
+/* Finds, by bisection, the largest limit p.keep_limit of each rank for which the rank's capacity
  * suffices. The last count_needed_rows() uses the final limits, so its counts stay valid.
  * Called by all threads of the CTA. Returns false if the group is broken. */
-static __device__ __noinline__ bool find_drop_limits(Planner &p, const p2p_plan_job &job,
-                                                     const OpState &op)
+static __device__ __noinline__ bool find_flat_keep_limits(Planner &p, const p2p_plan_job &job,
+                                                          const OpState &op)
 {
     const int experts = job.layer.num_experts, d = threadIdx.x;
     const bool mine = d < job.self.num_ranks;
@@ -138,21 +140,23 @@ static __device__ __noinline__ bool find_drop_limits(Planner &p, const p2p_plan_
     if (mine) {
         int32_t most = 0; /* largest load of an expert; a limit of this size drops nothing */
         for (int e = 0; e < experts; e++) most = max(most, p.load[e]);
-        const bool over = p.capacity[d] && p.row_load[d] > p.capacity[d];
-        p.fits[d] = over ? 0 : 0x7fffffff;
-        p.fails[d] = over ? max(most, 1) : 0x7fffffff;
+        const bool over = p.capacity[d] && p.needed_rows[d] > p.capacity[d];
+        p.limit_fits[d] = over ? 0 : 0x7fffffff;
+        p.limit_fails[d] = over ? max(most, 1) : 0x7fffffff;
     }
     for (;;) {
         bool open = false;
         if (mine) {
-            open = p.fails[d] - p.fits[d] > 1;
-            p.common[d] = open ? p.fits[d] + (p.fails[d] - p.fits[d]) / 2 : p.fits[d];
+            open = p.limit_fails[d] - p.limit_fits[d] > 1;
+            p.keep_limit[d] = open ? p.limit_fits[d] + (p.limit_fails[d] - p.limit_fits[d]) / 2
+                                   : p.limit_fits[d];
         }
         open = __syncthreads_and(!open) == 0;
         if (!count_needed_rows(p, job, op, search++)) return false;
         if (!open) return true;
-        if (mine && p.common[d] != p.fits[d])
-            (p.row_load[d] > p.capacity[d] ? p.fails : p.fits)[d] = p.common[d];
+        if (mine && p.keep_limit[d] != p.limit_fits[d])
+            (p.needed_rows[d] > p.capacity[d] ? p.limit_fails : p.limit_fits)[d] =
+                p.keep_limit[d];
         __syncthreads();
     }
 }

@@ -9,7 +9,7 @@
 #include "cuda/plan/flat_drop.cuh"
 
 struct FlatChoice { /* one choice that this lane handles, and its destination */
-    int64_t at;     /* index of the choice among all choices of this rank; -1: no choice */
+    int64_t choice; /* index of the choice among all choices of this rank; -1: no choice */
     int32_t owner;  /* rank of its expert, -1: the choice is not sent */
     int32_t local;  /* number of the expert on that rank */
     /* row number on that rank, if count_rows() counted the row for this choice; else -1 */
@@ -17,26 +17,26 @@ struct FlatChoice { /* one choice that this lane handles, and its destination */
     int32_t fate; /* only if owner is -1: the EPIC_FATE */
 };
 
-/* Computes the destination of choice number `at`. `place` is the result of count_rows() for the
- * choice. Only if the layer drops choices, `place` is the result of count_group(), and
- * row_place that of count_rows(). */
+/* Computes the destination of choice number `choice`. `counted` is the result of count_rows() for the
+ * choice. Only if the layer drops choices, `counted` is the result of count_group(), and
+ * counted_row that of count_rows(). */
 template <int KIND>
 __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p_plan_job &job,
-                                                     int64_t at, int64_t id, int k,
-                                                     int32_t place, int32_t row_place)
+                                                     int64_t choice, int64_t id, int k,
+                                                     int32_t counted, int32_t counted_row)
 {
     const int32_t *tally =
         p.tally + threadIdx.x / WARP * tallies_of<KIND>(job) + choice_tallies<KIND>(job);
-    FlatChoice s = {at, -1, 0, -1, EPIC_FATE_NONE};
+    FlatChoice s = {choice, -1, 0, -1, EPIC_FATE_NONE};
     if (id < 0 || id >= job.layer.num_experts) return s;
     if (KIND & PLAN_RARE && layer_drops(job)) {
-        s.fate = fate_of_choice(p, job, (int)id, k, place);
+        s.fate = fate_of_choice(p, job, (int)id, k, counted);
         if (s.fate < 0) return s;
-        place = row_place;
+        counted = counted_row;
     }
     s.owner = p.owner[id];
-    s.local = p.start[id];
-    if (place >= 0) s.row = p.row_low[s.owner] + tally[s.owner] + place;
+    s.local = p.slab_start[id];
+    if (counted >= 0) s.row = p.rows_before_cta[s.owner] + tally[s.owner] + counted;
     return s;
 }
 
@@ -49,7 +49,7 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
 {
     const p2p_self &self = job.self;
     const uint32_t above = ~lanes_below() << 1;
-    const bool speaks = in && lanes.on && lanes.k == 0;
+    const bool speaks = in && lanes.has_choice && lanes.k == 0;
     const int64_t record = self.at.records / 8 +
                            ((int64_t)epoch_parity(op) * self.num_ranks + self.rank) *
                                self.max_tokens * HEAP_TOP_K(self) +
@@ -58,26 +58,27 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
         const int q = wrap_rank(self.rank + i, self.num_ranks);
         uint64_t *to = (uint64_t *)self.heap[q] + record;
         if (HOSTS) to += record_word_offset(self, q);
-        const uint32_t first = __ballot_sync(ALL_LANES, c[0].owner == q) & lanes.mates;
-        const uint32_t second =
-            lanes.halves == 2 ? __ballot_sync(ALL_LANES, c[1].owner == q) : 0;
-        const int32_t row = __shfl_sync(ALL_LANES, first ? c[0].row : c[1].row,
-                                        first    ? __ffs(first) - 1
-                                        : second ? __ffs(second) - 1
-                                                 : 0);
+        const uint32_t first_half =
+            __ballot_sync(ALL_LANES, c[0].owner == q) & lanes.token_lanes;
+        const uint32_t second_half =
+            lanes.num_halves == 2 ? __ballot_sync(ALL_LANES, c[1].owner == q) : 0;
+        const int32_t row = __shfl_sync(ALL_LANES, first_half ? c[0].row : c[1].row,
+                                        first_half    ? __ffs(first_half) - 1
+                                        : second_half ? __ffs(second_half) - 1
+                                                      : 0);
         if (c[0].owner == q) {
-            const bool last = !(first & above) && !second;
+            const bool last = !(first_half & above) && !second_half;
             c[0].row = row;
-            store_relaxed(to + __popc(first & lanes_below()),
+            store_relaxed(to + __popc(first_half & lanes_below()),
                           stamp_word(op, (uint32_t)c[0].local | (last ? RECORD_LAST : 0)));
         }
         if (c[1].owner == q) {
-            const bool last = !(second & above);
+            const bool last = !(second_half & above);
             c[1].row = row;
-            store_relaxed(to + __popc(first) + __popc(second & lanes_below()),
+            store_relaxed(to + __popc(first_half) + __popc(second_half & lanes_below()),
                           stamp_word(op, (uint32_t)c[1].local | (last ? RECORD_LAST : 0)));
         }
-        const bool none = !first && !second;
+        const bool none = !first_half && !second_half;
         if (speaks && none) store_relaxed(to, stamp_word(op, RECORD_ABSENT | RECORD_LAST));
         if (speaks)
             store_relaxed(row_word_address(self, op, self.heap[q],
@@ -85,7 +86,7 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
                           stamp_word(op, none  ? RECORD_ABSENT
                                          : bad ? RECORD_DISCARD
                                                : (uint32_t)row));
-        fill_records(op, lanes, q, to, in, __popc(first) + __popc(second));
+        fill_records(op, lanes, q, to, in, __popc(first_half) + __popc(second_half));
     }
 }
 
@@ -99,41 +100,43 @@ static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpS
     int32_t *fate = (int32_t *)(job.plan + layout.fate);
     int32_t *rank_of = (int32_t *)(job.plan + layout.rank_of);
     const TokenLanes lanes(job.layer.top_k);
-    const TokenRange part = range_of_warp(p, job);
+    const TokenRange range = range_of_warp(p, job);
     const int top_k = job.layer.top_k;
     const bool bad = p.header.result != EPIC_OK;
     const int32_t lost =
         p.header.result == EPIC_EOVERFLOW ? EPIC_FATE_RANK_FULL : EPIC_FATE_NONE;
-    for (int t = part.begin; t < part.end; t += 2 * lanes.tokens) {
-        int64_t at[4], id[4];
-        int32_t place[4], row[4];
+    for (int t = range.begin; t < range.end; t += 2 * lanes.group_tokens) {
+        int64_t choice[4], id[4];
+        int32_t counted[4], counted_row[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) { /* two groups of tokens, with up to two halves each */
-            const int token = t + i / 2 * lanes.tokens + lanes.token;
+            const int token = t + i / 2 * lanes.group_tokens + lanes.token;
             const int k = lanes.k + i % 2 * WARP;
-            const bool in = lanes.on && token < part.end && k < top_k && i % 2 < lanes.halves;
-            at[i] = in ? (int64_t)token * top_k + k : -1;
-            id[i] = in ? planned_id<KIND>(job, at[i]) : -1;
-            place[i] = in ? fate[at[i]] : -1;
-            row[i] = KIND & PLAN_RARE && in && layer_drops(job) ? rank_of[at[i]] : -1;
+            const bool in =
+                lanes.has_choice && token < range.end && k < top_k && i % 2 < lanes.num_halves;
+            choice[i] = in ? (int64_t)token * top_k + k : -1;
+            id[i] = in ? planned_id<KIND>(job, choice[i]) : -1;
+            counted[i] = in ? fate[choice[i]] : -1;
+            counted_row[i] =
+                KIND & PLAN_RARE && in && layer_drops(job) ? rank_of[choice[i]] : -1;
         }
 #pragma unroll
         for (int g = 0; g < 2; g++) {
-            const int token = t + g * lanes.tokens + lanes.token;
+            const int token = t + g * lanes.group_tokens + lanes.token;
             FlatChoice c[2];
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const int i = g * 2 + h;
-                c[h] = flat_choice_of<KIND>(p, job, at[i], id[i], lanes.k + h * WARP, place[i],
-                                            row[i]);
+                c[h] = flat_choice_of<KIND>(p, job, choice[i], id[i], lanes.k + h * WARP,
+                                            counted[i], counted_row[i]);
             }
-            send_row_words(op, job, lanes, token, token < part.end, bad, c);
+            send_row_words(op, job, lanes, token, token < range.end, bad, c);
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                if (c[h].at < 0) continue;
+                if (c[h].choice < 0) continue;
                 const bool none = c[h].owner < 0;
-                fate[c[h].at] = none ? c[h].fate : bad ? lost : c[h].row;
-                rank_of[c[h].at] = bad ? -1 : c[h].owner;
+                fate[c[h].choice] = none ? c[h].fate : bad ? lost : c[h].row;
+                rank_of[c[h].choice] = bad ? -1 : c[h].owner;
             }
         }
     }

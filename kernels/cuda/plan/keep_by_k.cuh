@@ -26,12 +26,12 @@ static inline int by_k_bytes(const p2p_plan_job *job)
     return job->by_k ? (int)job->layer.num_experts * 4 * (1 + warps) : 0;
 }
 
-/* Sets p.base, and makes p.load the number of choices of each expert over all k. Called by all
+/* Sets p.lower_k_count, and makes p.load the number of choices of each expert over all k. Called by all
  * threads of the CTA, after exchange_counts(). */
 static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts;
-    int32_t *const total = (int32_t *)(p.rare + replica_bytes(&job.layer));
+    int32_t *const total = (int32_t *)(p.rare_memory + replica_bytes(&job.layer));
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
         int32_t before = 0;
         for (int i = e; i < num_choice_tallies(job); i += experts) {
@@ -43,39 +43,41 @@ static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-        p.base = p.load;
+        p.lower_k_count = p.load;
         p.load = total;
-        p.taken = total + experts;
+        p.kept_before = total + experts;
     }
     __syncthreads();
 }
 
-/* Returns the position of a choice in the order in which its expert keeps choices. `place`:
+/* Returns the position of a choice in the order in which its expert keeps choices. `warp_position`:
  * result of count_group() for the choice. */
 __device__ __forceinline__ int32_t keep_order_of(const Planner &p, const p2p_plan_job &job,
-                                                 int tallies, int expert, int k, int32_t place)
+                                                 int tallies, int expert, int k,
+                                                 int32_t warp_position)
 {
     const int i = job.by_k ? k * (int)job.layer.num_experts + expert : expert;
-    const int32_t nth = p.low[i] + p.tally[threadIdx.x / WARP * tallies + i] + place;
-    return job.by_k ? p.base[i] + nth : nth;
+    const int32_t nth =
+        p.before_cta[i] + p.tally[threadIdx.x / WARP * tallies + i] + warp_position;
+    return job.by_k ? p.lower_k_count[i] + nth : nth;
 }
 
-/* Sets p.taken: for each warp and expert, how many choices the expert keeps from tokens before
+/* Sets p.kept_before: for each warp and expert, how many choices the expert keeps from tokens before
  * the warp's first one. keep(expert) returns how many choices an expert keeps in all. Called by
  * all threads of the CTA. */
 template <class Keep>
 static __device__ void count_kept_before(Planner &p, const p2p_plan_job &job, Keep keep)
 {
     const int experts = job.layer.num_experts, choices = num_choice_tallies(job);
-    for (int i = threadIdx.x; i < p.warps * experts; i += blockDim.x) {
+    for (int i = threadIdx.x; i < p.num_warps * experts; i += blockDim.x) {
         const int warp = i / experts, e = i % experts;
         const int32_t most = keep(e);
         int32_t taken = 0;
         for (int j = e; j < choices; j += experts) {
-            const int32_t before = p.low[j] + p.tally[warp * choices + j];
-            taken += max(0, min(before, most - p.base[j]));
+            const int32_t before = p.before_cta[j] + p.tally[warp * choices + j];
+            taken += max(0, min(before, most - p.lower_k_count[j]));
         }
-        p.taken[i] = taken;
+        p.kept_before[i] = taken;
     }
     __syncthreads();
 }

@@ -29,7 +29,7 @@ static __device__ bool store_rows(const OpState &op, const p2p_plan_job &job, in
     const int top_k = job.layer.top_k;
     const TokenLanes lanes(top_k);
     const int32_t token = first_token + lanes.token;
-    const bool in = lanes.on && token < num_tokens;
+    const bool in = lanes.has_choice && token < num_tokens;
     const uint64_t *from = row_word_from(job.self, op, source, in ? token : 0);
     uint64_t word = 0;
     const bool ok = wait_warp(op, source, P2P_PHASE_RECORD, [&] {

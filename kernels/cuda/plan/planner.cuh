@@ -22,16 +22,16 @@
 #include "cuda/plan/flat_place.cuh"
 #include "cuda/plan/resolve.cuh"
 
-struct ExpertSpan { /* a range of experts that contains (at least) all experts of one rank */
+struct ExpertRange { /* a range of experts that contains (at least) all experts of one rank */
     int begin, count;
 };
 
 /* Returns the range in which the experts of a rank are: the rank's block of experts, or all
  * experts if rank_of_expert is set. */
-__device__ __forceinline__ ExpertSpan span_of_rank(const p2p_plan_job &job, int rank)
+__device__ __forceinline__ ExpertRange experts_of_rank(const p2p_plan_job &job, int rank)
 {
-    return job.rank_of_expert ? ExpertSpan{0, (int)job.layer.num_experts}
-                              : ExpertSpan{rank * job.block, job.block};
+    return job.rank_of_expert ? ExpertRange{0, (int)job.layer.num_experts}
+                              : ExpertRange{rank * job.block, job.block};
 }
 
 /* Returns `count` rounded up to a multiple of `alignment`, the alignment of slabs. */
@@ -67,10 +67,10 @@ template <int KIND>
 static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int rank,
                                       int32_t most, bool capped)
 {
-    const ExpertSpan span = span_of_rank(job, rank);
+    const ExpertRange range = experts_of_rank(job, rank);
     uint64_t sum = 0;
-    for (int i = lane_id(); i < span.count; i += WARP) {
-        const int e = span.begin + i;
+    for (int i = lane_id(); i < range.count; i += WARP) {
+        const int e = range.begin + i;
         if (p.owner[e] != rank) continue;
         int32_t count = p.load[e];
         if (KIND & PLAN_RARE)
@@ -78,17 +78,17 @@ static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int r
         sum += round_up_rows(count, job.layer.alignment);
     }
     /* Adds 20 bits at a time, so that the sum over 32 lanes fits in 32 bits. */
-    const uint32_t part = (1u << 20) - 1;
-    uint64_t total = __reduce_add_sync(ALL_LANES, (uint32_t)sum & part);
-    total += (uint64_t)__reduce_add_sync(ALL_LANES, (uint32_t)(sum >> 20) & part) << 20;
-    total += (uint64_t)__reduce_add_sync(ALL_LANES, (uint32_t)(sum >> 40) & part) << 40;
+    const uint32_t low_bits = (1u << 20) - 1;
+    uint64_t total = __reduce_add_sync(ALL_LANES, (uint32_t)sum & low_bits);
+    total += (uint64_t)__reduce_add_sync(ALL_LANES, (uint32_t)(sum >> 20) & low_bits) << 20;
+    total += (uint64_t)__reduce_add_sync(ALL_LANES, (uint32_t)(sum >> 40) & low_bits) << 40;
     return (int64_t)total;
 }
 
 /* Returns the largest limit for which `capacity` slots suffice, if each expert of the rank
  * keeps at most this many choices. Called by one warp. */
-static __device__ int32_t find_common_limit(Planner &p, const p2p_plan_job &job, int rank,
-                                            int64_t capacity)
+static __device__ int32_t find_keep_limit(Planner &p, const p2p_plan_job &job, int rank,
+                                          int64_t capacity)
 {
     int32_t fits = 0, fails = 0x7fffffff;
     while (fails - fits > 1) {
@@ -115,14 +115,14 @@ __device__ __forceinline__ int32_t *expert_table(const p2p_plan_job &job)
     return logical_table(job) + device_round_up(job.layer.num_experts * 4ll, 128) / 4;
 }
 
-/* Sets p.start for a rank's experts: the first slot of the slab, or, with layout FLAT, the
+/* Sets p.slab_start for a rank's experts: the first slot of the slab, or, with layout FLAT, the
  * number of the expert on its rank. For this rank, CTA 0 also writes the plan's tables of slabs
  * and padding. Returns the number of slots of the rank. Called by one warp. */
 template <int KIND>
 static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int rank)
 {
     constexpr bool FLAT = KIND & PLAN_FLAT;
-    const ExpertSpan span = span_of_rank(job, rank);
+    const ExpertRange range = experts_of_rank(job, rank);
     const int lane = lane_id();
     const bool write = rank == job.self.rank && blockIdx.x == 0;
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
@@ -131,9 +131,9 @@ static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int r
     device_padding *padding = (device_padding *)(job.plan + at.padding);
     int64_t slots = 0;
     int32_t owned = 0;
-    for (int i = 0; i < span.count; i += WARP) {
-        const int e = span.begin + i + lane;
-        const bool mine = i + lane < span.count && p.owner[e] == rank;
+    for (int i = 0; i < range.count; i += WARP) {
+        const int e = range.begin + i + lane;
+        const bool mine = i + lane < range.count && p.owner[e] == rank;
         const int32_t count = mine ? num_kept_of<KIND>(p, job, e) : 0;
         const int32_t rows = (int32_t)round_up_rows(count, job.layer.alignment);
         int32_t rows_upto = rows;
@@ -143,12 +143,12 @@ static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int r
         }
         const uint32_t owners = __ballot_sync(ALL_LANES, mine);
         if (mine)
-            p.start[e] = FLAT ? owned + __popc(owners & lanes_below())
-                              : (int32_t)slots + rows_upto - rows;
+            p.slab_start[e] = FLAT ? owned + __popc(owners & lanes_below())
+                                   : (int32_t)slots + rows_upto - rows;
         if (mine && write) {
             const int local = owned + __popc(owners & lanes_below());
-            slab_begin[local] = FLAT ? 0 : p.start[e];
-            padding[local] = {p.start[e] + count, rows - count};
+            slab_begin[local] = FLAT ? 0 : p.slab_start[e];
+            padding[local] = {p.slab_start[e] + count, rows - count};
             if (job.expert_tokens) job.expert_tokens[local] = count;
             if (job.expert_rows) job.expert_rows[local] = rows;
             if (KIND & PLAN_RARE && job.layer.num_logical) expert_table(job)[local] = e;
@@ -158,7 +158,7 @@ static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int r
     }
     const int end = write ? 1 << device_slab_bits(owned) : 0;
     for (int i = owned + lane; i < end; i += WARP) padding[i] = {0, 0};
-    if (FLAT) slots = p.row_load[rank];
+    if (FLAT) slots = p.needed_rows[rank];
     if (lane == 0) {
         p.header.slots_of[rank] = (int32_t)min(slots, (int64_t)0x7fffffff);
         if (rank == job.self.rank) p.header.owned = owned;
@@ -241,9 +241,9 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
     /* wrong data is reported rather than any other error */
     if (threadIdx.x == 0 && p.bad_ranks) h.result = EPIC_EINVAL;
     if (FLAT && RARE && layer_drops(job)) {
-        for (int d = threadIdx.x; d < ranks; d += blockDim.x) p.demand[d] = p.row_load[d];
+        for (int d = threadIdx.x; d < ranks; d += blockDim.x) p.demand[d] = p.needed_rows[d];
         __syncthreads();
-        ok = ok && find_drop_limits(p, job, op);
+        ok = ok && find_flat_keep_limits(p, job, op);
         for (int d = warp; d < ranks && ok; d += warps) place_slabs<KIND>(p, job, d);
         return __syncthreads_and(ok) != 0;
     }
@@ -254,17 +254,17 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
         if (simple)
             demand = place_slabs<KIND>(p, job, d);
         else
-            demand = FLAT ? p.row_load[d] : count_slots<KIND>(p, job, d, 0x7fffffff, false);
+            demand = FLAT ? p.needed_rows[d] : count_slots<KIND>(p, job, d, 0x7fffffff, false);
         const int64_t need = caps ? count_slots<KIND>(p, job, d, 0x7fffffff, true) : demand;
         const int32_t capacity = p.capacity[d];
         if (lane_id() == 0) {
             p.demand[d] = (int32_t)min(demand, (int64_t)0x7fffffff);
-            p.needed[d] = need;
+            p.needed_slots[d] = need;
         }
         if (need > (capacity ? capacity : 0x7fffffff)) {
             if (RARE && layer_drops(job) && capacity) {
-                const int32_t limit = find_common_limit(p, job, d, capacity);
-                if (lane_id() == 0) p.common[d] = limit;
+                const int32_t limit = find_keep_limit(p, job, d, capacity);
+                if (lane_id() == 0) p.keep_limit[d] = limit;
             } else if (lane_id() == 0) {
                 atomicCAS(&h.result, (uint32_t)EPIC_OK, (uint32_t)EPIC_EOVERFLOW);
             }
@@ -325,10 +325,12 @@ static __device__ __noinline__ void report_overflow(const Planner &p, const p2p_
 {
     for (int q = 0; q < job.self.num_ranks; q++) {
         const int32_t capacity = p.capacity[q] ? p.capacity[q] : 0x7fffffff;
-        if (p.needed[q] <= capacity) continue;
-        report_data_error(
-            job.self,
-            {EPIC_EOVERFLOW, op.epoch, P2P_FAULT_CAPACITY, q, {capacity, p.needed[q], 0, 0}});
+        if (p.needed_slots[q] <= capacity) continue;
+        report_data_error(job.self, {EPIC_EOVERFLOW,
+                                     op.epoch,
+                                     P2P_FAULT_CAPACITY,
+                                     q,
+                                     {capacity, p.needed_slots[q], 0, 0}});
         return;
     }
 }
@@ -358,9 +360,9 @@ static __device__ void write_plan_outputs(const Planner &p, const p2p_plan_job &
     for (int e = thread; e < (int)job.layer.num_experts && job.load; e += threads)
         job.load[e] = p.load[e];
     for (int l = thread; l < (int)job.layer.num_logical && job.logical_load; l += threads)
-        job.logical_load[l] = p.chosen[l];
+        job.logical_load[l] = p.logical_load[l];
     for (int e = thread; e < (int)job.layer.num_experts && job.layer.num_logical; e += threads)
-        logical_table(job)[e] = p.logical[e];
+        logical_table(job)[e] = p.logical_of[e];
     for (int l = thread; l < h.num_local; l += threads) {
         const bool none = h.result != EPIC_OK || l >= h.owned;
         if (none && job.expert_rows) job.expert_rows[l] = 0;
@@ -378,50 +380,52 @@ struct PlacedChoice { /* the destination of one choice that this lane handles */
  * choice. */
 template <int KIND>
 __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_plan_job &job,
-                                                  int64_t id, int k, int32_t place, int &e)
+                                                  int64_t id, int k, int32_t warp_position,
+                                                  int &e)
 {
     const int tallies = tallies_of<KIND>(job);
     e = (int)id;
     if (!(KIND & PLAN_RARE)) {
         if (e < 0) return EPIC_FATE_NONE;
-        return p.start[e] + p.low[e] + p.tally[threadIdx.x / WARP * tallies + e] + place;
+        return p.slab_start[e] + p.before_cta[e] + p.tally[threadIdx.x / WARP * tallies + e] +
+               warp_position;
     }
-    int32_t nth = e < 0 ? 0 : keep_order_of(p, job, tallies, e, k, place);
+    int32_t nth = e < 0 ? 0 : keep_order_of(p, job, tallies, e, k, warp_position);
     if (e >= 0 && job.layer.num_logical && !job.resolves) e = choose_replica(p, e, nth);
     const bool keeps = e >= 0 && nth < num_kept(p, job, e),
                full = e >= 0 && nth >= expert_quota(p, job, e);
     if (job.by_k) /* Slots are in the order of tokens, but nth above is in the order of k. */
-        nth = count_group(p.taken + threadIdx.x / WARP * (int)job.layer.num_experts,
+        nth = count_group(p.kept_before + threadIdx.x / WARP * (int)job.layer.num_experts,
                           keeps ? e : -1);
-    return keeps   ? p.start[e] + nth
+    return keeps   ? p.slab_start[e] + nth
            : e < 0 ? EPIC_FATE_NONE
            : full  ? EPIC_FATE_EXPERT_FULL
                    : EPIC_FATE_RANK_FULL;
 }
 
-/* Stores fate and rank of choice number `at` in the plan, and returns its destination. `place`:
- * result of count_group(). Called by all lanes; `at` is -1 in a lane without a choice. */
+/* Stores fate and rank of choice number `choice` in the plan, and returns its destination. `warp_position`:
+ * result of count_group(). Called by all lanes; `choice` is -1 in a lane without a choice. */
 template <int KIND>
 __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p_plan_job &job,
-                                                     int64_t at, int64_t id, int k,
-                                                     int32_t place, int32_t *fate,
+                                                     int64_t choice, int64_t id, int k,
+                                                     int32_t warp_position, int32_t *fate,
                                                      int32_t *rank_of)
 {
-    const bool valid = at >= 0 && id >= 0 && id < num_planned_ids<KIND>(job);
+    const bool valid = choice >= 0 && id >= 0 && id < num_planned_ids<KIND>(job);
     const bool bad = p.header.result != EPIC_OK;
-    int32_t where = EPIC_FATE_NONE, owner = -1;
+    int32_t slot_or_fate = EPIC_FATE_NONE, owner = -1;
     if (!bad) {
         int e;
-        where = slot_of_choice<KIND>(p, job, valid ? id : -1, k, place, e);
-        if (where >= 0) owner = p.owner[e];
+        slot_or_fate = slot_of_choice<KIND>(p, job, valid ? id : -1, k, warp_position, e);
+        if (slot_or_fate >= 0) owner = p.owner[e];
     } else if (valid && p.header.result == EPIC_EOVERFLOW) {
-        where = EPIC_FATE_RANK_FULL;
+        slot_or_fate = EPIC_FATE_RANK_FULL;
     }
-    if (at < 0) return {-1, 0};
-    fate[at] = where;
-    rank_of[at] = owner;
+    if (choice < 0) return {-1, 0};
+    fate[choice] = slot_or_fate;
+    rank_of[choice] = owner;
     if (bad && valid) return {p.owner[(int)id], RECORD_DISCARD};
-    return {owner, (uint32_t)where};
+    return {owner, (uint32_t)slot_or_fate};
 }
 
 /* Sends the records of the lanes' tokens to every rank. A rank that a token has not chosen gets
@@ -440,50 +444,52 @@ __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_j
         const int q = wrap_rank(self.rank + i, self.num_ranks);
         uint64_t *to = (uint64_t *)self.heap[q] + base;
         if (HOSTS) to += record_word_offset(self, q);
-        const uint32_t first = __ballot_sync(ALL_LANES, c[0].rank == q) & lanes.mates;
-        const uint32_t second =
-            lanes.halves == 2 ? __ballot_sync(ALL_LANES, c[1].rank == q) : 0;
+        const uint32_t first_half =
+            __ballot_sync(ALL_LANES, c[0].rank == q) & lanes.token_lanes;
+        const uint32_t second_half =
+            lanes.num_halves == 2 ? __ballot_sync(ALL_LANES, c[1].rank == q) : 0;
         const uint32_t above = ~lanes_below() << 1;
         if (c[0].rank == q) {
-            const bool last = !(first & above) && !second;
-            store_relaxed(to + __popc(first & lanes_below()),
+            const bool last = !(first_half & above) && !second_half;
+            store_relaxed(to + __popc(first_half & lanes_below()),
                           stamp_word(op, c[0].slot | (last ? RECORD_LAST : 0)));
         }
         if (c[1].rank == q) {
-            const bool last = !(second & above);
-            store_relaxed(to + __popc(first) + __popc(second & lanes_below()),
+            const bool last = !(second_half & above);
+            store_relaxed(to + __popc(first_half) + __popc(second_half & lanes_below()),
                           stamp_word(op, c[1].slot | (last ? RECORD_LAST : 0)));
         }
-        if (in && lanes.on && lanes.k == 0 && !first && !second)
+        if (in && lanes.has_choice && lanes.k == 0 && !first_half && !second_half)
             store_relaxed(to, stamp_word(op, RECORD_ABSENT | RECORD_LAST));
-        fill_records(op, lanes, q, to, in, __popc(first) + __popc(second));
+        fill_records(op, lanes, q, to, in, __popc(first_half) + __popc(second_half));
     }
 }
 
 /* place_choices() for a warp that still has all its choices in CountedChoices. */
 template <int KIND>
 static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const OpState &op,
-                                     const TokenLanes &lanes, const TokenRange &part,
+                                     const TokenLanes &lanes, const TokenRange &range,
                                      const CountedChoices &counted, int32_t *fate,
                                      int32_t *rank_of)
 {
 #pragma unroll
     for (int i = 0; i < COUNTED_GROUPS; i++) {
-        const int token = part.begin + i * lanes.tokens + lanes.token;
-        const bool in = lanes.on && token < part.end;
-        const int64_t at = in ? (int64_t)token * job.layer.top_k + lanes.k : -1;
-        if (part.begin + i * lanes.tokens >= part.end) break;
-        const PlacedChoice c[2] = {place_choice<KIND>(p, job, at, in ? counted.id[i] : -1,
-                                                      lanes.k, counted.place[i], fate, rank_of),
+        const int token = range.begin + i * lanes.group_tokens + lanes.token;
+        const bool in = lanes.has_choice && token < range.end;
+        const int64_t choice = in ? (int64_t)token * job.layer.top_k + lanes.k : -1;
+        if (range.begin + i * lanes.group_tokens >= range.end) break;
+        const PlacedChoice c[2] = {place_choice<KIND>(p, job, choice, in ? counted.id[i] : -1,
+                                                      lanes.k, counted.warp_position[i], fate,
+                                                      rank_of),
                                    {-1, 0}};
-        send_records(op, job, lanes, token, token < part.end, c);
+        send_records(op, job, lanes, token, token < range.end, c);
     }
 }
 
 /* Computes the slots of this warp's choices, stores them in the plan, and sends the records. */
 template <int KIND>
 static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const OpState &op,
-                                     const TokenLanes &lanes, const TokenRange &part,
+                                     const TokenLanes &lanes, const TokenRange &range,
                                      const CountedChoices &counted)
 {
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
@@ -491,19 +497,20 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
     int32_t *fate = (int32_t *)(job.plan + at.fate);
     int32_t *rank_of = (int32_t *)(job.plan + at.rank_of);
     const int top_k = job.layer.top_k;
-    if (KIND == 0 && has_counted_all(part, lanes))
-        return place_counted<KIND>(p, job, op, lanes, part, counted, fate, rank_of);
-    for (int t = part.begin; t < part.end; t += 2 * lanes.tokens) {
-        int64_t where[4], id[4];
-        int32_t place[4];
+    if (KIND == 0 && has_counted_all(range, lanes))
+        return place_counted<KIND>(p, job, op, lanes, range, counted, fate, rank_of);
+    for (int t = range.begin; t < range.end; t += 2 * lanes.group_tokens) {
+        int64_t choice[4], id[4];
+        int32_t warp_position[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) { /* two groups of tokens, each with one or two halves */
-            const int token = t + i / 2 * lanes.tokens + lanes.token;
+            const int token = t + i / 2 * lanes.group_tokens + lanes.token;
             const int k = lanes.k + i % 2 * WARP;
-            const bool in = lanes.on && token < part.end && k < top_k && i % 2 < lanes.halves;
-            where[i] = in ? (int64_t)token * top_k + k : -1;
-            id[i] = in ? planned_id<KIND>(job, where[i]) : -1;
-            place[i] = in ? fate[where[i]] : 0;
+            const bool in =
+                lanes.has_choice && token < range.end && k < top_k && i % 2 < lanes.num_halves;
+            choice[i] = in ? (int64_t)token * top_k + k : -1;
+            id[i] = in ? planned_id<KIND>(job, choice[i]) : -1;
+            warp_position[i] = in ? fate[choice[i]] : 0;
         }
 #pragma unroll
         for (int g = 0; g < 2; g++) {
@@ -512,12 +519,12 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
             for (int h = 0; h < 2; h++) {
                 const int i = g * 2 + h;
                 c[h] = {-1, 0};
-                if (h < lanes.halves)
-                    c[h] = place_choice<KIND>(p, job, where[i], id[i], lanes.k + h * WARP,
-                                              place[i], fate, rank_of);
+                if (h < lanes.num_halves)
+                    c[h] = place_choice<KIND>(p, job, choice[i], id[i], lanes.k + h * WARP,
+                                              warp_position[i], fate, rank_of);
             }
-            const int token = t + g * lanes.tokens + lanes.token;
-            send_records(op, job, lanes, token, token < part.end, c);
+            const int token = t + g * lanes.group_tokens + lanes.token;
+            send_records(op, job, lanes, token, token < range.end, c);
         }
     }
 }
@@ -530,8 +537,8 @@ static __device__ __noinline__ void post_put_plan(const Planner &p, const p2p_pl
 {
     const p2p_self &self = job.self;
     const int q = (int)threadIdx.x, top_k = (int)job.layer.top_k;
-    const int begin = (int)blockIdx.x * p.tokens_of_cta;
-    const int tokens = min(job.num_tokens - begin, p.tokens_of_cta);
+    const int begin = (int)blockIdx.x * p.tokens_per_cta;
+    const int tokens = min(job.num_tokens - begin, p.tokens_per_cta);
     __syncthreads();
     if (q >= self.num_ranks || tokens <= 0) return;
     const int64_t source =
@@ -562,9 +569,9 @@ static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const OpSt
     if (replicated) read_replicas(p, job);
     if (replicated && job.resolves && !resolve_replicas(p, job, op)) return false;
     const TokenLanes lanes(job.layer.top_k);
-    const TokenRange part = range_of_warp(p, job);
+    const TokenRange range = range_of_warp(p, job);
     CountedChoices counted;
-    count_choices<KIND>(p, job, lanes, part, (int32_t *)(job.plan + at.fate), counted);
+    count_choices<KIND>(p, job, lanes, range, (int32_t *)(job.plan + at.fate), counted);
     __syncthreads();
     publish_tallies<KIND>(p, job, op);
     bool ok = prepare_header(p, job, op);
@@ -580,7 +587,7 @@ static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const OpSt
     if (FLAT)
         place_rows<KIND>(p, job, op);
     else
-        place_choices<KIND>(p, job, op, lanes, part, counted);
+        place_choices<KIND>(p, job, op, lanes, range, counted);
     if (HOSTS) post_put_plan(p, job, op, FLAT);
     if (blockIdx.x == 0) {
         write_plan_outputs(p, job, (int)threadIdx.x, (int)blockDim.x);

@@ -38,45 +38,45 @@ enum { /* bits of the template argument KIND, which describes the layer */
 struct Planner {
     device_plan_header header;
     /* [num_tallies]: number of choices on lower ranks and in lower CTAs of this rank */
-    int32_t *low;
+    int32_t *before_cta;
     int32_t *load; /* [num_tallies]: number of choices on all ranks */
     /* FLAT: [num_ranks], like low and load, but count the rows that are needed on each rank */
-    int32_t *row_low, *row_load;
+    int32_t *rows_before_cta, *needed_rows;
     /* [num_experts]: first slot of the expert's slab; FLAT: number of the expert on its rank */
-    int32_t *start;
+    int32_t *slab_start;
     /* [warps][num_tallies]: first the number of choices in the warp itself; after
      * publish_tallies(), in all lower warps of this CTA */
     int32_t *tally;
-    uint8_t *owner; /* [num_tallies]: rank that owns the expert */
-    uint8_t *rare;  /* more arrays, only for layers with PLAN_RARE */
+    uint8_t *owner;       /* [num_tallies]: rank that owns the expert */
+    uint8_t *rare_memory; /* more arrays, only for layers with PLAN_RARE */
     /* for each rank: how many choices each of its experts keeps at most, so that its slots
      * suffice */
-    int32_t common[DEVICE_MAX_RANKS];
+    int32_t keep_limit[DEVICE_MAX_RANKS];
     /* for each rank: slots that it would need if no choice were dropped */
     int32_t demand[DEVICE_MAX_RANKS];
     /* for each rank: slots that it has; 0: no bound */
     int32_t capacity[DEVICE_MAX_RANKS];
-    /* FLAT: bounds in the search for `common`. A limit of `fits` is known to fit, one of
+    /* FLAT: bounds in the search for `keep_limit`. A limit of `fits` is known to fit, one of
      * `fails` is known to need too many rows. */
-    int32_t fits[DEVICE_MAX_RANKS], fails[DEVICE_MAX_RANKS];
+    int32_t limit_fits[DEVICE_MAX_RANKS], limit_fails[DEVICE_MAX_RANKS];
     /* for each rank: slots that it needs after expert_capacity has dropped choices */
-    int64_t needed[DEVICE_MAX_RANKS];
+    int64_t needed_slots[DEVICE_MAX_RANKS];
     /* Index of this CTA's first wrong choice, or NO_INDEX. A choice is wrong if its id is too
      * large. With EPIC_DISTINCT, it is also wrong if an earlier choice of its token has the
      * same id. */
     uint32_t bad_choice;
-    uint32_t bad_owner;    /* lowest expert with an invalid owner; NO_INDEX: none */
-    int32_t *base, *taken; /* EPIC_BY_K only: described in plan/keep_by_k.cuh */
-    int32_t *chosen;       /* replicas only: described in plan/replicas.cuh */
+    uint32_t bad_owner; /* lowest expert with an invalid owner; NO_INDEX: none */
+    int32_t *lower_k_count, *kept_before; /* EPIC_BY_K only: described in plan/keep_by_k.cuh */
+    int32_t *logical_load;                /* replicas only: described in plan/replicas.cuh */
     /* replicas only: described in plan/replicas.cuh */
-    uint16_t *logical, *nth, *first, *replica;
-    uint32_t table; /* replicas only: hash of logical_of_expert */
+    uint16_t *logical_of, *replica_index, *first_replica, *replicas;
+    uint32_t table_hash; /* replicas only: hash of logical_of_expert */
     /* Only for replicas: the lowest expert e for which logical_of_expert[e] is invalid. If
      * there is none: num_experts + the lowest logical expert without replicas, or NO_INDEX. */
     uint32_t bad_replica;
     uint32_t bad_ranks; /* bit mask of the ranks whose choices or tables are wrong */
     /* warps: warps of a CTA that count; the others: number of tokens per CTA and per warp */
-    int32_t warps, tokens_of_cta, tokens_of_warp;
+    int32_t num_warps, tokens_per_cta, tokens_per_warp;
 };
 
 /* Returns the number of counters for choices: one per expert, or with EPIC_BY_K one per expert
@@ -146,11 +146,12 @@ static inline int planner_bytes_of(const p2p_plan_job &job)
  * time, one lane per choice. For a token with more than 32 choices, it does this twice: once
  * for each "half" of the token's choices. */
 struct TokenLanes {
-    int tokens, halves; /* tokens: number of tokens in a group; halves: 1 or 2 per token */
-    int token, k;       /* this lane's token in the group, and its choice in the half */
+    int group_tokens,
+        num_halves; /* group_tokens: number of tokens in a group; num_halves: 1 or 2 per token */
+    int token, k;   /* this lane's token in the group, and its choice in the half */
     /* true: this lane handles a choice */
-    bool on;
-    uint32_t mates; /* bit mask of the lanes with the same token */
+    bool has_choice;
+    uint32_t token_lanes; /* bit mask of the lanes with the same token */
 
     /* Assigns choices to the lanes, for tokens with top_k choices. */
     __device__ explicit TokenLanes(int top_k)
@@ -158,13 +159,13 @@ struct TokenLanes {
         const int lane = lane_id();
         /* This reciprocal is approximate, but for such small numbers the quotients below are
          * exact. */
-        const float part = reciprocal_approx((float)top_k);
-        tokens = top_k <= WARP ? (int)((WARP + 0.5f) * part) : 1;
-        halves = top_k <= WARP ? 1 : 2;
-        token = top_k <= WARP ? (int)(((float)lane + 0.5f) * part) : 0;
+        const float inverse = reciprocal_approx((float)top_k);
+        group_tokens = top_k <= WARP ? (int)((WARP + 0.5f) * inverse) : 1;
+        num_halves = top_k <= WARP ? 1 : 2;
+        token = top_k <= WARP ? (int)(((float)lane + 0.5f) * inverse) : 0;
         k = lane - token * top_k;
-        on = token < tokens;
-        mates = top_k >= WARP ? ALL_LANES : ((1u << top_k) - 1) << (token * top_k % WARP);
+        has_choice = token < group_tokens;
+        token_lanes = top_k >= WARP ? ALL_LANES : ((1u << top_k) - 1) << (token * top_k % WARP);
     }
 };
 
@@ -177,8 +178,9 @@ __device__ __forceinline__ void fill_records(const OpState &op, const TokenLanes
                                              uint64_t *record, bool in, int count)
 {
     if (!HOSTS) return;
-    const bool mine = in && lanes.on;
-    if (lanes.halves > 1) return post_put_records(op, q, record, mine && lanes.k == 0, count);
+    const bool mine = in && lanes.has_choice;
+    if (lanes.num_halves > 1)
+        return post_put_records(op, q, record, mine && lanes.k == 0, count);
     if (mine && lanes.k >= max(count, 1))
         store_relaxed(record + lanes.k, stamp_word(op, RECORD_ABSENT));
 }
@@ -204,20 +206,20 @@ struct TokenRange { /* the tokens whose choices a warp handles */
 /* Sets how many tokens each planner CTA and each of its warps handles. Called by one thread. */
 __device__ __forceinline__ void split_tokens(Planner &p, const p2p_plan_job &job, int warps)
 {
-    p.tokens_of_cta = (job.num_tokens + job.planners - 1) / job.planners;
-    p.tokens_of_warp = (p.tokens_of_cta + warps - 1) / warps;
+    p.tokens_per_cta = (job.num_tokens + job.planners - 1) / job.planners;
+    p.tokens_per_warp = (p.tokens_per_cta + warps - 1) / warps;
 }
 
 /* Returns the range of tokens of this warp. It is empty for warps that do not count. */
 __device__ __forceinline__ TokenRange range_of_warp(const Planner &p, const p2p_plan_job &job)
 {
     const int warp = threadIdx.x / WARP;
-    const int cta_end = min(job.num_tokens, (int)(blockIdx.x + 1) * p.tokens_of_cta);
-    TokenRange part;
-    part.begin = (int)blockIdx.x * p.tokens_of_cta + warp * p.tokens_of_warp;
-    part.end = min(cta_end, part.begin + p.tokens_of_warp);
-    if (warp >= p.warps) part.begin = part.end = 0;
-    return part;
+    const int cta_end = min(job.num_tokens, (int)(blockIdx.x + 1) * p.tokens_per_cta);
+    TokenRange range;
+    range.begin = (int)blockIdx.x * p.tokens_per_cta + warp * p.tokens_per_warp;
+    range.end = min(cta_end, range.begin + p.tokens_per_warp);
+    if (warp >= p.num_warps) range.begin = range.end = 0;
+    return range;
 }
 
 /* Sets up the planner: the pointers to arrays in `memory`, all counters as 0, and the owner of
@@ -231,27 +233,27 @@ static __device__ void begin_planner(Planner &p, const p2p_plan_job &job, uint8_
     const int warps = min((int)blockDim.x / WARP, planner_warps(tallies));
     if (threadIdx.x == 2 * WARP) split_tokens(p, job, warps);
     if (threadIdx.x == 0) {
-        p.warps = warps;
-        p.low = (int32_t *)memory;
-        p.load = p.low + tallies;
-        p.row_low = p.low + choices;
-        p.row_load = p.load + choices;
-        p.start = p.load + tallies;
-        p.tally = p.start + tallies;
-        p.owner = (uint8_t *)(p.tally + p.warps * tallies);
-        p.rare = p.owner + (tallies + 15) / 16 * 16;
+        p.num_warps = warps;
+        p.before_cta = (int32_t *)memory;
+        p.load = p.before_cta + tallies;
+        p.rows_before_cta = p.before_cta + choices;
+        p.needed_rows = p.load + choices;
+        p.slab_start = p.load + tallies;
+        p.tally = p.slab_start + tallies;
+        p.owner = (uint8_t *)(p.tally + p.num_warps * tallies);
+        p.rare_memory = p.owner + (tallies + 15) / 16 * 16;
         p.bad_choice = p.bad_owner = p.bad_replica = NO_INDEX;
-        p.table = 0;
+        p.table_hash = 0;
         p.bad_ranks = 0;
         p.header.result = EPIC_OK;
         p.header.num_local = 0;
     }
     if (threadIdx.x < DEVICE_MAX_RANKS) {
         p.header.slots_of[threadIdx.x] = 0;
-        p.common[threadIdx.x] = 0x7fffffff;
+        p.keep_limit[threadIdx.x] = 0x7fffffff;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < p.warps * tallies; i += blockDim.x) p.tally[i] = 0;
+    for (int i = threadIdx.x; i < p.num_warps * tallies; i += blockDim.x) p.tally[i] = 0;
     for (int q = threadIdx.x; KIND & PLAN_FLAT && q < ranks; q += blockDim.x)
         p.owner[choices + q] = (uint8_t)q;
     const int block = experts / ranks;

@@ -30,25 +30,25 @@ __host__ __device__ inline int replica_bytes(const epic_layer *layer)
 /* Returns the number of replicas of a logical expert. */
 __device__ __forceinline__ int num_replicas_of(const Planner &p, int logical)
 {
-    return p.first[logical + 1] - p.first[logical];
+    return p.first_replica[logical + 1] - p.first_replica[logical];
 }
 
-/* Sets p.first to the prefix sum of the numbers of replicas, which p.chosen has at this time.
+/* Sets p.first_replica to the prefix sum of the numbers of replicas, which p.logical_load has at this time.
  * Called by one warp. */
 static __device__ void sum_replica_counts(Planner &p, int num_logical)
 {
     int before = 0;
     for (int i = 0; i < num_logical; i += WARP) {
-        const int l = i + lane_id(), count = l < num_logical ? p.chosen[l] : 0;
+        const int l = i + lane_id(), count = l < num_logical ? p.logical_load[l] : 0;
         int upto = count;
         for (int d = 1; d < WARP; d *= 2) {
             const int lower = __shfl_up_sync(ALL_LANES, upto, d);
             if (lane_id() >= d) upto += lower;
         }
-        if (l < num_logical) p.first[l] = (uint16_t)(before + upto - count);
+        if (l < num_logical) p.first_replica[l] = (uint16_t)(before + upto - count);
         before += __shfl_sync(ALL_LANES, upto, WARP - 1);
     }
-    if (lane_id() == 0) p.first[num_logical] = (uint16_t)before;
+    if (lane_id() == 0) p.first_replica[num_logical] = (uint16_t)before;
 }
 
 /* Reads the caller's table logical_of_expert, checks it, and fills in the tables. p.bad_replica
@@ -58,11 +58,11 @@ static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
     if (threadIdx.x == 0) {
-        p.chosen = (int32_t *)p.rare;
-        p.logical = (uint16_t *)(p.chosen + experts);
-        p.nth = p.logical + experts;
-        p.replica = p.nth + experts;
-        p.first = p.replica + experts;
+        p.logical_load = (int32_t *)p.rare_memory;
+        p.logical_of = (uint16_t *)(p.logical_load + experts);
+        p.replica_index = p.logical_of + experts;
+        p.replicas = p.replica_index + experts;
+        p.first_replica = p.replicas + experts;
     }
     __syncthreads();
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
@@ -71,22 +71,22 @@ static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
             logical = 0;
             atomicMin(&p.bad_replica, (uint32_t)e);
         }
-        p.logical[e] = (uint16_t)logical;
-        p.chosen[e] = 0;
-        atomicAdd(&p.table, ((uint32_t)e * 0x9e3779b1u ^ (uint32_t)logical) * 0x85ebca6bu);
+        p.logical_of[e] = (uint16_t)logical;
+        p.logical_load[e] = 0;
+        atomicAdd(&p.table_hash, ((uint32_t)e * 0x9e3779b1u ^ (uint32_t)logical) * 0x85ebca6bu);
     }
     __syncthreads();
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
         int before = 0;
-        for (int f = 0; f < e; f++) before += p.logical[f] == p.logical[e];
-        p.nth[e] = (uint16_t)before;
-        atomicAdd(&p.chosen[p.logical[e]], 1);
+        for (int f = 0; f < e; f++) before += p.logical_of[f] == p.logical_of[e];
+        p.replica_index[e] = (uint16_t)before;
+        atomicAdd(&p.logical_load[p.logical_of[e]], 1);
     }
     __syncthreads();
     if (threadIdx.x < WARP) sum_replica_counts(p, num_logical);
     __syncthreads();
     for (int e = threadIdx.x; e < experts; e += blockDim.x)
-        p.replica[p.first[p.logical[e]] + p.nth[e]] = (uint16_t)e;
+        p.replicas[p.first_replica[p.logical_of[e]] + p.replica_index[e]] = (uint16_t)e;
     for (int l = threadIdx.x; l < num_logical; l += blockDim.x)
         if (num_replicas_of(p, l) == 0) atomicMin(&p.bad_replica, (uint32_t)(experts + l));
     __syncthreads();
@@ -96,7 +96,7 @@ static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
  * or 0 if the table is invalid. In the heap, it follows the counts. */
 __device__ __forceinline__ uint32_t table_hash_word(const Planner &p)
 {
-    return p.bad_replica == NO_INDEX ? p.table | 1 : 0;
+    return p.bad_replica == NO_INDEX ? p.table_hash | 1 : 0;
 }
 
 /* Checks that all ranks have the same table logical_of_expert. Called by one thread of each
@@ -137,11 +137,11 @@ static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
 static __device__ void split_among_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
-    for (int l = threadIdx.x; l < num_logical; l += blockDim.x) p.chosen[l] = p.load[l];
+    for (int l = threadIdx.x; l < num_logical; l += blockDim.x) p.logical_load[l] = p.load[l];
     __syncthreads();
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
-        const int l = p.logical[e], replicas = num_replicas_of(p, l);
-        p.load[e] = (p.chosen[l] + replicas - 1 - p.nth[e]) / replicas;
+        const int l = p.logical_of[e], replicas = num_replicas_of(p, l);
+        p.load[e] = (p.logical_load[l] + replicas - 1 - p.replica_index[e]) / replicas;
     }
     __syncthreads();
 }
@@ -155,8 +155,8 @@ __device__ __forceinline__ int32_t expert_quota(const Planner &p, const p2p_plan
     if (job.layer.overflow != EPIC_OVERFLOW_DROP || limit == 0 || limit > 0x7fffffff)
         return 0x7fffffff;
     if (!job.layer.num_logical) return (int32_t)limit;
-    const uint32_t replicas = (uint32_t)num_replicas_of(p, p.logical[expert]);
-    return (int32_t)((limit + replicas - 1 - p.nth[expert]) / replicas);
+    const uint32_t replicas = (uint32_t)num_replicas_of(p, p.logical_of[expert]);
+    return (int32_t)((limit + replicas - 1 - p.replica_index[expert]) / replicas);
 }
 
 /* Returns the replica that gets choice number `nth` of a logical expert. Changes nth to the
@@ -165,7 +165,7 @@ __device__ __forceinline__ int choose_replica(const Planner &p, int logical, int
 {
     const int replicas = num_replicas_of(p, logical), turn = nth % replicas;
     nth /= replicas;
-    return p.replica[p.first[logical] + turn];
+    return p.replicas[p.first_replica[logical] + turn];
 }
 
 #endif

@@ -26,7 +26,7 @@ __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const Op
 }
 
 /* Sends `own`, this rank's number of choices of one logical expert, to all ranks, and waits for
- * the numbers of all ranks. Sets p.low and p.chosen of this logical expert. Called by one
+ * the numbers of all ranks. Sets p.before_cta and p.logical_load of this logical expert. Called by one
  * thread. Returns false if the group is broken. */
 static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const OpState &op,
                                        int logical, uint32_t own)
@@ -49,8 +49,8 @@ static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const O
         if (q < self.rank) low += (uint32_t)word;
         all += (uint32_t)word;
     }
-    p.low[logical] = (int32_t)low;
-    p.chosen[logical] = (int32_t)all;
+    p.before_cta[logical] = (int32_t)low;
+    p.logical_load[logical] = (int32_t)all;
     return true;
 }
 
@@ -63,22 +63,22 @@ static __device__ __noinline__ bool resolve_replicas(Planner &p, const p2p_plan_
     const int logicals = (int)job.layer.num_logical, warp = threadIdx.x / WARP;
     const bool distinct = (job.layer.flags & EPIC_DISTINCT) != 0;
     int32_t *const expert_of = resolved_experts(job), *const tally = p.tally + warp * logicals;
-    const auto read = [&](int64_t at) { return read_id(job, at); };
+    const auto read = [&](int64_t choice) { return read_id(job, choice); };
     for_each_choice(job, lanes, range_of_warp(p, job), read,
-                    [&](int64_t at, int64_t id, int, int32_t first, int) {
-                        const int32_t logical = check_id(p, at, id, logicals);
-                        uint32_t same;
-                        const int32_t place = count_group(tally, logical, same);
-                        if (distinct && is_repeated_choice(lanes, logical, same, first))
-                            atomicMin(&p.bad_choice, (uint32_t)at);
-                        if (at >= 0) expert_of[at] = place;
+                    [&](int64_t choice, int64_t id, int, int32_t first_id, int) {
+                        const int32_t logical = check_id(p, choice, id, logicals);
+                        uint32_t same_id;
+                        const int32_t warp_position = count_group(tally, logical, same_id);
+                        if (distinct && is_repeated_choice(lanes, logical, same_id, first_id))
+                            atomicMin(&p.bad_choice, (uint32_t)choice);
+                        if (choice >= 0) expert_of[choice] = warp_position;
                         return logical;
                     });
     __syncthreads();
     bool ok = true;
     for (int l = threadIdx.x; l < logicals && ok; l += blockDim.x) {
         uint32_t sum = 0;
-        for (int w = 0; w < p.warps; w++) {
+        for (int w = 0; w < p.num_warps; w++) {
             const uint32_t count = (uint32_t)p.tally[w * logicals + l];
             p.tally[w * logicals + l] = (int32_t)sum;
             sum += count;
@@ -88,16 +88,17 @@ static __device__ __noinline__ bool resolve_replicas(Planner &p, const p2p_plan_
     ok = __syncthreads_and(ok) != 0;
     if (!ok) return false;
     for_each_choice(job, lanes, range_of_warp(p, job), read,
-                    [&](int64_t at, int64_t id, int, int32_t, int) {
-                        const bool there = at >= 0 && id >= 0 && id < logicals &&
+                    [&](int64_t choice, int64_t id, int, int32_t, int) {
+                        const bool there = choice >= 0 && id >= 0 && id < logicals &&
                                            num_replicas_of(p, (int)id) > 0;
-                        int32_t nth = there ? p.low[id] + tally[id] + expert_of[at] : 0;
-                        if (at >= 0)
-                            expert_of[at] = there ? choose_replica(p, (int)id, nth) : -1;
+                        int32_t nth =
+                            there ? p.before_cta[id] + tally[id] + expert_of[choice] : 0;
+                        if (choice >= 0)
+                            expert_of[choice] = there ? choose_replica(p, (int)id, nth) : -1;
                         return -1;
                     });
     __syncthreads();
-    for (int i = threadIdx.x; i < p.warps * logicals; i += blockDim.x) p.tally[i] = 0;
+    for (int i = threadIdx.x; i < p.num_warps * logicals; i += blockDim.x) p.tally[i] = 0;
     __syncthreads();
     return true;
 }

@@ -17,36 +17,38 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
     const int top_k = job.layer.top_k;
     const TokenLanes lanes(top_k);
     const int32_t token = first_token + lanes.token;
-    const bool in = lanes.on && token < num_tokens;
+    const bool in = lanes.has_choice && token < num_tokens;
     const uint64_t *words = record_address(job.self, op, source, in ? token : 0, top_k);
-    bool over = false; /* true: the record has ended in the first half */
-    for (int half = 0; half < lanes.halves; half++) {
+    bool has_ended = false; /* true: the record has ended in the first half */
+    for (int half = 0; half < lanes.num_halves; half++) {
         const int k = lanes.k + half * WARP;
-        const bool reads = in && k < top_k && !over;
+        const bool reads = in && k < top_k && !has_ended;
         uint64_t word = 0;
-        uint32_t lasts = 0;
+        uint32_t last_words = 0;
         const bool ok = wait_warp(op, source, P2P_PHASE_RECORD, [&] {
             word = reads ? load_relaxed(words + k) : 0;
-            const bool come = reads && is_stamped(op, word);
-            lasts =
-                __ballot_sync(ALL_LANES, come && ((uint32_t)word & RECORD_LAST)) & lanes.mates;
+            const bool has_arrived = reads && is_stamped(op, word);
+            last_words =
+                __ballot_sync(ALL_LANES, has_arrived && ((uint32_t)word & RECORD_LAST)) &
+                lanes.token_lanes;
             /* backend hosts: a kernel must wait for every word that peers send in this epoch */
-            const bool whole = lanes.halves == 1;
-            if (HOSTS && !__all_sync(ALL_LANES, !whole || !reads || come)) return false;
+            const bool is_whole = lanes.num_halves == 1;
+            if (HOSTS && !__all_sync(ALL_LANES, !is_whole || !reads || has_arrived))
+                return false;
             /* p2p: only the words up to the one with RECORD_LAST must have arrived */
-            const bool needed = reads && !(lasts & lanes_below());
+            const bool needed = reads && !(last_words & lanes_below());
             /* true: the word with RECORD_LAST has not arrived */
-            const bool open = !lasts && lanes.halves == 1;
-            return __all_sync(ALL_LANES, !needed || (come && !(reads && open))) != 0;
+            const bool is_open = !last_words && lanes.num_halves == 1;
+            return __all_sync(ALL_LANES, !needed || (has_arrived && !(reads && is_open))) != 0;
         });
         if (!ok) return false;
-        const bool beyond = over || (lasts & lanes_below());
+        const bool is_past_end = has_ended || (last_words & lanes_below());
         const uint32_t value = (uint32_t)word & ~RECORD_LAST;
-        const bool none = beyond || value == RECORD_ABSENT || value == RECORD_DISCARD;
+        const bool none = is_past_end || value == RECORD_ABSENT || value == RECORD_DISCARD;
         if (in && k < top_k)
             records[((int64_t)source * job.self.max_tokens + token) * top_k + k] =
                 none ? -1 : (int32_t)value;
-        over = over || lasts;
+        has_ended = has_ended || last_words;
     }
     return true;
 }

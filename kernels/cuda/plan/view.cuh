@@ -102,13 +102,13 @@ static __device__ void set_plan_pointers(PlanView &view, const uint8_t *plan,
     view.records = (const int32_t *)(plan + at.records);
 }
 
-/* Reports to the host why the plan cannot be used. `whole` is true if checksum and fields are
+/* Reports to the host why the plan cannot be used. `is_intact` is true if checksum and fields are
  * valid. Called by one thread. */
 static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
-                                                    const device_plan_header &h, bool whole,
+                                                    const device_plan_header &h, bool is_intact,
                                                     int32_t num_tokens)
 {
-    const p2p_fault fault = !whole                      ? P2P_FAULT_PLAN
+    const p2p_fault fault = !is_intact                  ? P2P_FAULT_PLAN
                             : is_plan_of_layer(h, self) ? P2P_FAULT_TOKENS
                                                         : P2P_FAULT_LAYER;
     if (self.operation == EPIC_OP_NONE) return;
@@ -152,15 +152,15 @@ static __device__ void view_plan(PlanView &view, const uint32_t (&words)[HEADER_
     const uint32_t sum = header_checksum(words);
     __syncwarp();
     const device_plan_header &h = view.header;
-    const bool fits = is_header_valid(h, self, plan_bytes), whole = sum == h.sum && fits;
+    const bool fits = is_header_valid(h, self, plan_bytes), is_intact = sum == h.sum && fits;
     const int32_t tokens = lane_id() < self.num_ranks ? h.tokens_of[lane_id()] : 0;
     const int32_t most = __reduce_max_sync(ALL_LANES, tokens);
     if (lane_id() == 0) {
         view.most_tokens = most;
-        view.is_valid = whole && is_plan_of_layer(h, self) &&
+        view.is_valid = is_intact && is_plan_of_layer(h, self) &&
                         (num_tokens == ANY_TOKENS || h.tokens_of[self.rank] == num_tokens);
         if (!view.is_valid) {
-            if (blockIdx.x == 0) report_bad_plan(self, h, whole, num_tokens);
+            if (blockIdx.x == 0) report_bad_plan(self, h, is_intact, num_tokens);
             view.header.id = 0;
             view.header.result = EPIC_EINVAL;
         }
@@ -238,25 +238,25 @@ __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t
                                                int32_t &slot, bool &more)
 {
     const int lane = lane_id(), count = min(WARP, top_k - half * WARP);
-    uint32_t lasts = 0;
-    bool again = false;
+    uint32_t last_words = 0;
+    bool has_polled = false;
     const bool ok = wait_warp(op, source, P2P_PHASE_RECORD, [&] {
-        if (again) word = lane < count ? load_relaxed(words + half * WARP + lane) : 0;
-        again = true;
-        const bool come = lane < count && is_stamped(op, word);
-        const uint32_t there = __ballot_sync(ALL_LANES, come);
-        lasts = __ballot_sync(ALL_LANES, come && ((uint32_t)word & RECORD_LAST));
+        if (has_polled) word = lane < count ? load_relaxed(words + half * WARP + lane) : 0;
+        has_polled = true;
+        const bool has_arrived = lane < count && is_stamped(op, word);
+        const uint32_t arrived = __ballot_sync(ALL_LANES, has_arrived);
+        last_words = __ballot_sync(ALL_LANES, has_arrived && ((uint32_t)word & RECORD_LAST));
         /* backend hosts: a kernel must wait for every word that peers send in this epoch */
-        if (HOSTS && top_k <= WARP && __popc(there) < count) return false;
-        const uint32_t need = lasts           ? (2u << (__ffs(lasts) - 1)) - 1
-                              : count == WARP ? ALL_LANES
-                                              : (1u << count) - 1;
-        return (there & need) == need && (lasts || (half + 1) * WARP < top_k);
+        if (HOSTS && top_k <= WARP && __popc(arrived) < count) return false;
+        const uint32_t needed = last_words      ? (2u << (__ffs(last_words) - 1)) - 1
+                                : count == WARP ? ALL_LANES
+                                                : (1u << count) - 1;
+        return (arrived & needed) == needed && (last_words || (half + 1) * WARP < top_k);
     });
-    const int last = lasts ? __ffs(lasts) - 1 : WARP;
+    const int last = last_words ? __ffs(last_words) - 1 : WARP;
     const uint32_t value = (uint32_t)word & ~RECORD_LAST;
     slot = ok && lane <= last && lane < count && value != RECORD_ABSENT ? (int32_t)value : -1;
-    more = !lasts;
+    more = !last_words;
     return ok;
 }
 
