@@ -2,38 +2,39 @@
 /* combine_backward: sends the gradient of each token's sum to the token's slots. If the caller
  * requests it, also computes the gradients of the slots' weights.
  *
- *   d_out           [num_tokens, row_bytes]  input: gradients of this rank's tokens, which
- *                                            travel like rows of dispatch
+ *   d_out           [num_tokens, row_bytes]  input: gradients of the outputs of this rank's tokens
  *   rows            [num_rows, row_bytes]    input: the rows that combine summed
  *   d_rows          [num_rows, row_bytes]    output: weight * d_out of the slot's token, may be
  *                                            quantized to e4m3
  *   d_slot_weights  [num_rows]               output: dot product of d_out and rows of the slot
  *
- * All warps of all CTAs move units, dealt in turn (common/rows.cuh). A unit is a span of pieces
- * of one row. Step i of the list of units has these roles:
+ * A unit is the work of one warp at a time: one span of pieces of one row. All warps of all
+ * CTAs take units from one list in turn (common/rows.cuh). Step i of the list has units with
+ * these roles:
  *
- *   send     token i to every peer that needs it
+ *   send     token i of this rank, to every peer that needs it
  *   receive  token i - lag of each source; this rank's own tokens are the last source. A unit
- *            that receives an own token also adds the dot products of token i - 2 lag.
+ *            that receives an own token also finishes dot products, of token i - 2 lag.
  *
  * A piece has 1024 elements and is one block of a dot product. The warp that has computed a
- * block stores it to this rank's memory `parts`. Another warp later adds the blocks in order.
+ * block stores it to `parts`, memory of this rank. Another warp later adds the blocks in order.
  *
- * Memory order: each word of a row in staging, and each block in `parts`, is its own flag:
- * poison until it is stored. The warp that reads it stores poison back. No wait is circular, as
- * in dispatch/dispatch.cu. */
+ * Memory order: each word of a row in staging, and each block in `parts`, is its own flag. It
+ * is poison until it is stored, and the warp that reads it stores poison back. Ranks cannot
+ * wait for each other in a circle, for the reason in dispatch/dispatch.cu. */
 #include "cuda/combine/backward_plain.cuh"
 #include "cuda/combine/backward_stream.cuh"
 #include "cuda/common/launch.cuh"
 
-/* Threads per CTA. Quantizing needs more registers per thread, so it has fewer threads. */
+/* Number of threads per CTA. A CTA that quantizes has fewer, because quantizing needs more
+ * registers per thread. */
 template <class ROW> static constexpr int block_for(bool quantize)
 {
     return quantize ? Dot<F32>::BLOCK : Dot<ROW>::BLOCK;
 }
 
-/* ROW: element type. EXACT: rows are aligned to 16 bytes and consist of whole pieces. QUANTIZE:
- * d_rows are e4m3 with scales. */
+/* The kernel of combine_backward. ROW: element type. EXACT: rows are aligned to 16 bytes and
+ * consist of whole pieces. QUANTIZE: d_rows are e4m3 with scales. */
 template <class ROW, bool EXACT, bool QUANTIZE>
 __global__ void __launch_bounds__(block_for<ROW>(QUANTIZE), 1)
     combine_backward_kernel(const __grid_constant__ p2p_combine_backward_job job)
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(block_for<ROW>(QUANTIZE), 1)
 
 typedef void (*Kernel)(p2p_combine_backward_job);
 
-/* Returns the kernel for a type of rows. Quantized rows have one kernel, for all sizes. */
+/* Returns the kernel for element type ROW. Quantized rows have one kernel for all row sizes. */
 template <class ROW> static Kernel kernel_for(bool exact, bool quantize)
 {
     if (quantize) return combine_backward_kernel<ROW, false, true>;
@@ -79,7 +80,7 @@ template <class ROW> static Kernel kernel_for(bool exact, bool quantize)
                  : combine_backward_kernel<ROW, false, false>;
 }
 
-/* Returns the kernel for an element type. */
+/* Returns the kernel for an element type (an epic_type). */
 static Kernel kernel_of(uint32_t type, bool exact, bool quantize)
 {
     return type == EPIC_BF16  ? kernel_for<Bf16>(exact, quantize)
@@ -93,8 +94,8 @@ static int block_of(uint32_t type, bool quantize)
     return type == EPIC_F32 ? block_for<F32>(quantize) : block_for<Bf16>(quantize);
 }
 
-/* Returns the bytes of dynamic shared memory of a CTA, which hold the streams (GradientStream)
- * of its warps. */
+/* Returns the bytes of dynamic shared memory of a CTA: WARP_BYTES of GradientStream for each of
+ * its warps. */
 static int memory_bytes(uint32_t type, bool quantize)
 {
     const int warp_bytes = type == EPIC_F32 ? GradientStream<F32, true, false>::WARP_BYTES
@@ -124,9 +125,10 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
     p2p_combine_backward_job copy = *job;
     const int roles = num_roles(job->self) + num_forward_roles(job->self);
     deal_units_for_net(job->self, copy, num_sms, block, roles, vectors);
-    /* Choose the lag. Dot products are added two lags behind sending. If that were fewer tokens
-     * than all warps work on at a time, warps would often wait for the slowest unit. The lag
-     * also covers the skew between warps. Measured: docs/lab/cuda.md. */
+    /* Choose the lag. Dot products are finished two lags after their token is sent. If the lag
+     * were smaller than the number of tokens that all warps process at a time, warps would
+     * often wait for the slowest unit. The lag also covers the difference in progress between
+     * warps. Measured: docs/lab/cuda.md. */
     const int at_a_time = copy.units / units_per_token(copy, roles, vectors);
     const int lag = 32 + 16 * copy.span;
     copy.lag = at_a_time * 3 / 4;

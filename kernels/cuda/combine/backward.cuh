@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Code that both paths of combine_backward (backward_stream.cuh and backward_plain.cuh) use.
- * "The n-th choice on this rank" counts only the choices of a token whose experts are on this
- * rank. */
+ * d_out is the gradient of combine's output: one row per token. "The n-th choice on this rank"
+ * counts only the choices of a token whose experts are on this rank. */
 #ifndef EPIC_COMBINE_BACKWARD_CUH
 #define EPIC_COMBINE_BACKWARD_CUH
 
@@ -12,8 +12,9 @@
 
 typedef RowMove<p2p_combine_backward_job> BackwardMove;
 
-/* Returns where in `parts` the blocks of one dot product are stored: that of the n-th choice on
- * this rank of a token of `rank`. */
+/* Returns the address in `parts` of the blocks of one dot product: that of the n-th choice on
+ * this rank of a token of `rank`. `parts` is memory in this rank's heap, with one word per
+ * block. */
 __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank, int32_t token,
                                                  int n)
 {
@@ -22,8 +23,8 @@ __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank
            ((int64_t)token * m.top_k + n) * m.shape.pieces;
 }
 
-/* Reads from the plan the slot of the n-th choice on this rank of a token of `rank`. Returns -1
- * if there is none. */
+/* Returns the slot of the n-th choice on this rank of a token of `rank`, from the plan. Returns
+ * -1 if there is no such choice, or if the token is before the running round. */
 __device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, int32_t token,
                                              int n)
 {
@@ -33,7 +34,8 @@ __device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, in
     return slot;
 }
 
-/* Returns the rank to which choice k of this rank's token goes, or -1. */
+/* Returns the rank to which choice k of this rank's token goes, or -1 if there is no such
+ * choice or no rank. */
 __device__ __forceinline__ int32_t read_rank(const BackwardMove &m, int32_t token, int k)
 {
     int32_t rank = -1;
@@ -42,8 +44,8 @@ __device__ __forceinline__ int32_t read_rank(const BackwardMove &m, int32_t toke
     return rank;
 }
 
-/* Loads this lane's part of a piece of d_out, for this rank's token. `vector`: first vector of
- * the piece. */
+/* Loads this lane's part of a piece of d_out for one of this rank's own tokens. `vector`: index
+ * in the row of the piece's first vector. */
 template <class ROW, int V>
 __device__ __forceinline__ void load_own(const BackwardMove &m, int32_t token, int32_t vector,
                                          uint4 (&x)[V])
@@ -52,16 +54,17 @@ __device__ __forceinline__ void load_own(const BackwardMove &m, int32_t token, i
                                ROW::MINUS_ZERO);
 }
 
-/* Returns a bit mask of the peers that need the token's row. `choice`: rank of the lane's
- * choice, or -1. Called by a whole warp. */
+/* Returns a bit mask of the peers that need the token's row, because a choice of the token goes
+ * to them. `choice`: the rank of this lane's choice, or -1. Called by a whole warp. */
 __device__ __forceinline__ uint32_t peers_of(const BackwardMove &m, int32_t choice)
 {
     const uint32_t touched = __reduce_or_sync(ALL_LANES, choice >= 0 ? 1u << choice : 0);
     return touched & ~(1u << m.job.self.rank);
 }
 
-/* Stores a piece to the staging of `peers` (bit mask). For peers on other hosts the caller then
- * posts the put of the row with post_put_pieces(). Called by a whole warp. */
+/* Stores a piece of d_out to the staging of each peer in the bit mask `peers`. For peers on
+ * other hosts the piece goes to the outbox, and the caller must post a put with
+ * post_put_pieces(). Called by a whole warp. */
 template <class ROW, int V, bool EXACT>
 __device__ __forceinline__ void send_to_peers(const BackwardMove &m, int32_t token,
                                               int32_t vector, uint32_t peers, uint4 (&x)[V])
@@ -78,7 +81,8 @@ __device__ __forceinline__ void send_to_peers(const BackwardMove &m, int32_t tok
     }
 }
 
-/* Fills the vectors past the end of a row with -0, which adds nothing to a dot product. */
+/* Fills the vectors past the end of a row with -0, so that they add nothing to a dot
+ * product. */
 template <class ROW, int V, bool EXACT>
 __device__ __forceinline__ void fill_end(const BackwardMove &m, int32_t vector, uint4 (&x)[V])
 {
@@ -89,9 +93,9 @@ __device__ __forceinline__ void fill_end(const BackwardMove &m, int32_t vector, 
             x[v] = make_uint4(fill, fill, fill, fill);
 }
 
-/* Reads this lane's part of a piece of d_out, for a token of `rank`. If that is this rank,
- * reads the caller's array. Otherwise waits until the piece has arrived in staging, and stores
- * poison back there. Called by a whole warp. Returns false if the group is broken. */
+/* Reads this lane's part of a piece of d_out for a token of `rank`. For this rank's own token,
+ * reads the caller's array. For a peer's token, waits until the piece has arrived in staging,
+ * and stores poison back. Called by a whole warp. Returns false if the group is broken. */
 template <class ROW, int V>
 __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t token,
                                               int32_t vector, int rank, uint4 (&x)[V])
@@ -109,24 +113,27 @@ __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t tok
     return true;
 }
 
-/* Finishes the dot products for token number `token` of every rank: adds the blocks of each one
- * in order, and stores the sums to d_slot_weights. Each lane adds the blocks of one choice of
- * one rank's token. Stores poison back to `parts`. Called by a whole warp. Returns false if the
- * group is broken. */
+/* Finishes the dot products (gradients of weights) of token number `token` of every rank. For
+ * each choice of these tokens on this rank, adds the blocks in ascending order and stores the
+ * sum to d_slot_weights. Each lane handles one choice. Waits for blocks that other warps have
+ * not stored yet, and stores poison back to `parts`. Called by a whole warp. Returns false if
+ * the group is broken. */
 __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t token)
 {
     const int entries = m.job.self.num_ranks * m.top_k;
     for (int begin = 0; begin < entries; begin += WARP) {
         const int i = begin + lane_id();
         int rank = 0, n = i;
-        /* rank = i / top_k by subtraction, because a division would wait for earlier stores */
+        /* computes rank = i / top_k by subtraction, because a division would wait for earlier
+         * stores */
         for (; n >= m.top_k; n -= m.top_k) rank++;
         const int32_t slot = i < entries ? clamp_slot(m, read_slot(m, rank, token, n)) : -1;
         if (!__any_sync(ALL_LANES, slot >= 0)) continue;
         uint32_t *part = dot_part_of(m, slot >= 0 ? rank : 0, token, slot >= 0 ? n : 0);
         float sum = 0.0f;
         for (int piece = 0; piece < m.shape.pieces; piece += 8) {
-            /* Polls only the last block while it is missing, because polls take bandwidth. */
+            /* First polls only the last of these eight blocks, because polls of all eight would
+             * take memory bandwidth from rows. */
             const int last = min(piece + 8, m.shape.pieces) - 1;
             uint32_t words[8], word = slot >= 0 ? POISON : 0;
             bool ok = wait_warp(m.op, -1, P2P_PHASE_GRID, [&] {
@@ -158,16 +165,16 @@ __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t tok
     return true;
 }
 
-/* Returns where quantized gradient rows are stored. */
+/* Returns the arrays of the caller in which quantized d_rows and their scales are stored. */
 __device__ __forceinline__ QuantizedRows quantized_rows(const p2p_combine_backward_job &job)
 {
     return {job.d_rows,      job.d_rows_scales,        job.quantized_bytes,
             job.scale_bytes, job.quantized_whole != 0, job.scales_in_words != 0};
 }
 
-/* Quantizes weight * x and stores it as piece `number` of a slot's row. `largest`: bits of the
- * largest absolute value of x in the block of this lane (find_largest()). Called by a whole
- * warp. */
+/* Quantizes weight * x and stores the result as piece number `number` of the row of a slot.
+ * `largest`: bits of the largest absolute value of x in the block whose scale this lane
+ * computes (find_largest()). Called by a whole warp. */
 template <class ROW, int V>
 __device__ __forceinline__ void
 store_scaled_quantized(const BackwardMove &m, int32_t slot, int number, float weight,
@@ -187,8 +194,8 @@ store_scaled_quantized(const BackwardMove &m, int32_t slot, int number, float we
     store_quantized<V, ROW::N>(quantized_rows(m.job), slot, number, piece, m.policy);
 }
 
-/* Writes zeros to d_rows, scales and d_slot_weights from slot `first` on. Each of `threads`
- * threads calls it with its own number `thread`. */
+/* Writes zeros to d_rows, their scales and d_slot_weights, from slot `first` to the end. Each
+ * of `threads` threads calls it with its own number `thread` and writes a part. */
 template <bool QUANTIZE>
 static __device__ void zero_slots(const BackwardMove &m, int64_t first, int64_t thread,
                                   int64_t threads)
@@ -202,8 +209,8 @@ static __device__ void zero_slots(const BackwardMove &m, int64_t first, int64_t 
     zero_floats(job.d_slot_weights, first, job.num_rows, thread, threads);
 }
 
-/* Writes zeros to a piece of a slot's row in d_rows and, if it is piece 0, to the slot's
- * d_slot_weights. Called by a whole warp. */
+/* Writes zeros to one piece of a padding slot in d_rows. For piece 0, also writes zero to the
+ * slot's d_slot_weights. Called by a whole warp. */
 template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ void pad_piece(const BackwardMove &m, int32_t slot, int piece)
 {
@@ -216,8 +223,8 @@ __device__ __forceinline__ void pad_piece(const BackwardMove &m, int32_t slot, i
     if (piece == 0 && lane_id() == 0 && m.job.d_slot_weights) m.job.d_slot_weights[slot] = 0.0f;
 }
 
-/* Writes zeros to all padding slots if receive units do not do it (pads_with_tokens() is
- * false). Called by all CTAs. */
+/* Writes zeros to all padding slots, if there are too few units for do_extra_work() to do it
+ * (pads_with_tokens() is false). Called by all CTAs. */
 template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const BackwardMove &m)
 {
     const int warps = (int)(grid_threads() / WARP), warp = (int)(grid_thread() / WARP);
@@ -227,17 +234,18 @@ template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const Ba
             [&](int32_t slot, int piece) { pad_piece<V, false, QUANTIZE>(m, slot, piece); });
 }
 
-/* Does the extra work of a unit that receives a span of this rank's own token: writes some
- * padding and, in one span of the token, finishes the dot products of token number `token` -
- * lag of every rank. Called by a whole warp. Returns false if the group is broken. */
+/* Called by a warp after it has received a span of this rank's own token. Spreads two kinds of
+ * extra work over these units: writes zeros to some padding slots and, for one span of each
+ * token, finishes the dot products of token number `token` - lag of every rank. Returns false
+ * if the group is broken. */
 template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, int32_t token,
                                               int32_t end)
 {
     const int32_t added = token - m.job.lag;
     const int spans = m.stride.spans;
-    /* A hash of the token chooses which span does the final addition, so that this work is
-     * spread evenly. */
+    /* A hash of the token number chooses the span whose unit finishes the dot products, so that
+     * all warps get equally much of this work. */
     const int adds = (int)__umulhi((uint32_t)added * 0x9e3779b9u, (uint32_t)spans);
     if (token >= m.first && token < end &&
         pads_with_tokens(m.plan, m.stride, m.plan.most_tokens))
@@ -249,8 +257,9 @@ __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, i
     return added < m.first || !m.job.d_slot_weights || span != adds || add_dot_parts(m, added);
 }
 
-/* Returns the role of a unit. 0: the unit sends. n: it receives from source n (rank_of_role()).
- * -n: it forwards rows of the mate that is n hosts away. */
+/* Returns the role of a unit. 0: it sends this rank's token. n > 0: it receives a token of
+ * source n (rank_of_role()). -n: with relays, it forwards a row that came from the mate n hosts
+ * away. */
 __device__ __forceinline__ int role_of(const BackwardMove &m, const UnitWalk &walk)
 {
 #ifdef EPIC_HOSTS
@@ -261,9 +270,9 @@ __device__ __forceinline__ int role_of(const BackwardMove &m, const UnitWalk &wa
 #endif
 }
 
-/* Loads the word that a unit needs first, while the warp still works on the unit before it: the
- * rank of the lane's choice if it sends, the slot of the lane's choice on this rank if it
- * receives. */
+/* Loads the word that a unit needs first, one unit ahead, because the load takes long. If the
+ * unit sends, this is the rank of the lane's choice. If it receives, this is the slot of the
+ * lane's choice on this rank. */
 __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitWalk &walk)
 {
     const int32_t sent = m.first + walk.step;
@@ -276,9 +285,9 @@ __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitW
 
 #ifdef EPIC_HOSTS
 
-/* Returns a bit mask of the ranks to which this rank itself sends its token, so that it reaches
- * all `peers`. With relays, this rank's mate on another host receives the token for all peers
- * there. */
+/* Returns a bit mask of the ranks to which this rank itself sends its token `sent`, so that the
+ * token reaches all `peers`. With relays, this rank sends it to one rank of each other host,
+ * its mate, which forwards it to the peers there. */
 __device__ __forceinline__ uint32_t choose_routes(const BackwardMove &m, const UnitWalk &walk,
                                                   int32_t sent, int32_t end, uint32_t peers)
 {
@@ -286,7 +295,8 @@ __device__ __forceinline__ uint32_t choose_routes(const BackwardMove &m, const U
     return choose_routes(m.job.self, m.op, sent, walk.span == 0, peers);
 }
 
-/* Forwards pieces [first, first + count) of a token of the mate that is `hosts` hosts away.
+/* With relays: forwards pieces [first, first + count) of a token to those ranks of this host
+ * that need it. The pieces came over the network from this rank's mate `hosts` hosts away.
  * Called by a whole warp. Returns false if the group is broken. */
 template <int V>
 static __device__ __noinline__ bool

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The plain path of combine_backward, for rows that are not aligned to 16 bytes and for top_k
- * above 32. Units and their order are those of backward.cu. Pieces are loaded when they are
- * used, without a ring. */
+ * above 32. The units of work and their order are those of backward.cu. A warp loads each piece
+ * when it needs it; unlike backward_stream.cuh, it does not copy pieces ahead. */
 #ifndef EPIC_COMBINE_BACKWARD_PLAIN_CUH
 #define EPIC_COMBINE_BACKWARD_PLAIN_CUH
 
 #include "cuda/combine/backward.cuh"
 
 /* Receives a piece of d_out of one token. For each of the token's slots on this rank, stores
- * the piece of d_rows and one block of the dot product. `source`: 0 for the next higher rank.
- * `slot`: this lane's slot, or -1. Called by a whole warp. Returns false if the group is
- * broken. */
+ * the piece of d_rows and one block of the dot product. `source`: distance minus 1 from this
+ * rank up to the token's rank. `slot`: this lane's slot, or -1. Called by a whole warp. Returns
+ * false if the group is broken. */
 template <class ROW, int V, bool QUANTIZE>
 __device__ __forceinline__ bool receive_token(const BackwardMove &m, int32_t token, int piece,
                                               int source, int32_t slot)
@@ -64,8 +64,8 @@ __device__ __forceinline__ bool receive_token(const BackwardMove &m, int32_t tok
     return true;
 }
 
-/* Moves one round: tokens [m.first, end) of every rank. Returns false if the group is broken.
- */
+/* Processes one round: tokens [m.first, end) of every rank. Called by a whole warp. Returns
+ * false if the group is broken. */
 template <class ROW, int V, bool QUANTIZE>
 __device__ __forceinline__ bool move_tokens(const BackwardMove &m, int32_t end)
 {
@@ -106,8 +106,8 @@ __device__ __forceinline__ bool move_tokens(const BackwardMove &m, int32_t end)
     }
 }
 
-/* Moves all rounds by the plain path. noinline, because inlining it would make the main loop of
- * the fast path spill registers. Returns false if the group is broken. */
+/* Runs all rounds of combine_backward by the plain path. noinline, because inlining would make
+ * the main loop of the fast path spill registers. Returns false if the group is broken. */
 template <class ROW, bool QUANTIZE>
 static __device__ __noinline__ bool move_plain(BackwardMove m, OpState &op)
 {

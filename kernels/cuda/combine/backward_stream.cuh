@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The fast path of combine_backward, for rows that are aligned to 16 bytes. The units of a warp
- * become one stream of pieces of d_out and of `rows`. The pieces are copied into a ring in
- * shared memory ahead of their use. A staged piece may be copied before it has arrived. Then
- * the copy contains poison, and the warp polls the piece in staging.
+/* The fast path of combine_backward, for rows that are aligned to 16 bytes. Each warp reads one
+ * stream of pieces, unit after unit: pieces of d_out, and of the caller's `rows`. It copies
+ * pieces into a ring buffer in shared memory before it uses them. A piece in staging may be
+ * copied before it has arrived. Then the copy contains poison, and the warp polls the piece in
+ * staging.
  *
  *     a unit that sends token i       a unit that receives token t of source q
  *
@@ -15,52 +16,57 @@
 
 #include "cuda/combine/backward.cuh"
 
-/* One of the slots of a unit's token on this rank. */
+/* A slot on this rank of the token that a unit receives, and its weight. */
 struct __align__(8) Slot
 {
     int32_t number;
     float weight;
 };
 
-struct Entry {     /* A unit that the warp has begun and not finished; in shared memory. */
-    int32_t token; /* token that is sent or received */
-    /* in a unit that receives: number of slots on this rank; in one that sends: bit mask of
-     * peers; 0: the unit has nothing to do */
+struct Entry {     /* A unit that the warp has begun and not finished. In shared memory. */
+    int32_t token; /* number of the token that is sent or received */
+    /* if the unit receives: number of the token's slots on this rank; if it sends: bit mask of
+     * the peers; 0: the unit has nothing to do */
     uint32_t work;
-    int16_t role, span; /* role: from role_of() */
-    /* first piece and number of pieces; a unit without work takes one buffer of the ring */
+    int16_t role, span; /* role: see role_of(); span: index of the span in the row */
+    /* first: index of the unit's first piece; count: number of its pieces. A unit without work
+     * still uses one buffer of the ring, which stays empty. */
     int16_t first, count;
-    Slot slots[WARP]; /* the token's slots on this rank */
+    Slot slots[WARP]; /* only if the unit receives: the token's slots on this rank */
 };
 
 template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     static constexpr int V = Dot<ROW>::V;
     typedef PieceRing<V, EXACT> Pieces;
     static constexpr int AHEAD = Pieces::AHEAD, ENTRIES = AHEAD + 1;
-    /* PITCH: floats from one row of `sums` to the next, chosen to avoid bank conflicts */
+    /* DOTS: dot products whose lane sums are kept until they are added. PITCH: floats from one
+     * row of `sums` to the next; 4 more than a row has, to avoid bank conflicts. */
     static constexpr int DOTS = 8, PITCH = WARP + 4;
     static constexpr int SUMS = Pieces::BYTES + ENTRIES * (int)sizeof(Entry);
     static constexpr int WARP_BYTES = round_up_to_lines(SUMS + DOTS * PITCH * 4);
 
     const BackwardMove &m;
     Entry *entries;
-    float *sums; /* [DOTS][PITCH]: lane sums of dot products */
+    float *sums; /* [DOTS][PITCH], in shared memory: each lane's sum for each dot product */
     Pieces ring;
     UnitWalk walk;        /* the next unit to begin */
-    int32_t next_word;    /* the word that the next unit needs first, from read_ahead() */
+    int32_t next_word;    /* what read_ahead() has loaded for the next unit */
     int32_t end;          /* the round ends before this token */
-    const Entry *copying; /* the unit whose pieces are being copied */
-    const uint8_t *from;  /* this lane's part of the next piece of d_out */
-    /* this lane's part of the current piece in row 0; row_offset() leads to other rows */
+    const Entry *copying; /* the unit whose pieces are being copied to the ring */
+    const uint8_t *from;  /* address of this lane's bytes of the next piece of d_out */
+    /* address of this lane's bytes of the current piece in row 0 of `rows`; the piece of
+     * another row is row_offset() further */
     const uint8_t *rows;
-    const Slot *slot; /* slot whose row is copied next */
-    int32_t vector;   /* first vector of the current piece */
-    /* left to copy: pieces of d_out; for the current piece, rows of the token's slots */
+    const Slot *slot; /* the slot whose row is copied next */
+    int32_t vector;   /* index in the row of the first vector of the current piece */
+    /* pieces: pieces of d_out that are left to copy for the unit. slots: slots whose rows are
+     * left to copy for the current piece. */
     int pieces = 0, slots = 0;
-    uint32_t begun = 0, copied = 0, used = 0; /* numbers of units begun, copied and used */
+    /* numbers of units that were begun, whose copies were started, that were used */
+    uint32_t begun = 0, copied = 0, used = 0;
 
-    /* memory: WARP_BYTES of shared memory of this warp. round_end: the round ends before this
-     * token. */
+    /* Prepares one round for one warp. memory: WARP_BYTES bytes of shared memory for this warp.
+     * round_end: the round ends before this token. */
     __device__ __forceinline__ GradientStream(const BackwardMove &move, uint8_t *memory,
                                               int32_t round_end)
         : m(move), entries((Entry *)(memory + Pieces::BYTES)), sums((float *)(memory + SUMS)),
@@ -71,14 +77,14 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
 
     /* ---- copying ---- */
 
-    /* Writes the next unit of the list, if there is one, to an entry, and starts to copy the
-     * weights of its slots. */
+    /* Begins the next unit, if one is left: writes it to an entry, and starts to copy the
+     * weights of its slots to shared memory. */
     __device__ __forceinline__ void begin_unit()
     {
         const int32_t sent = m.first + walk.step, received = sent - m.job.lag;
         if (received - m.job.lag >= end) return;
-        /* A warp collective (reduce or ballot) comes before each write to the entry. So no lane
-         * still reads the unit that had this entry before. */
+        /* Each write to the entry comes after a warp collective (reduce or ballot). So all
+         * lanes have finished the unit that used this entry before. */
         Entry &entry = entries[begun++ % ENTRIES];
         uint32_t work;
         const int role = role_of(m, walk);
@@ -116,13 +122,13 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     {
         return u.role > 0 && u.role < m.job.self.num_ranks;
     }
-    /* Returns the address in staging of the row that the unit receives. */
+    /* Returns the address in staging of the row that the unit receives from a peer. */
     __device__ __forceinline__ uint4 *staged_d_out(const Entry &u) const
     {
         return staged_row(m.op.inbox[rank_of_role(m.job.self, u.role)], u.token - m.first,
                           m.shape.vectors);
     }
-    /* Moves on to the next entry. copy_next() then copies the pieces of its unit. */
+    /* Selects the next begun unit. copy_next() then copies its pieces. */
     __device__ __forceinline__ void open_unit()
     {
         const Entry &entry = *(copying = &entries[copied++ % ENTRIES]);
@@ -133,7 +139,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         rows = m.job.rows + lane_offset(entry.first * V * WARP) - Pieces::PIECE_BYTES;
         pieces = entry.work ? entry.count : 1;
     }
-    /* Starts the copy of one more piece: of d_out, or of a slot's row in `rows`. */
+    /* Starts the copy of one more piece to the ring: of d_out, or of a slot's row in `rows`. */
     __device__ __forceinline__ void copy_next()
     {
         if (slots) {
@@ -158,15 +164,16 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
 
     /* ---- using ---- */
 
-    /* Starts the copy of one more piece, and reads the oldest piece of the ring. fill: value of
-     * words past the end of the row. */
+    /* Starts the copy of one more piece, so that the ring stays full, and reads the oldest
+     * piece to q. fill: value of words past the end of the row. */
     __device__ __forceinline__ void read_piece(int32_t its_vector, uint4 (&q)[V], uint32_t fill)
     {
         copy_next();
         ring.read_piece(q, its_vector, m.shape, fill);
     }
-    /* Waits for a staged piece and stores poison back to staging. On entry q is what the ring
-     * contained; on return it is the piece. Returns false if the group is broken. */
+    /* Waits until a staged piece has arrived, then stores poison back to staging. On entry q is
+     * what the ring had copied, perhaps with poison. On return q is the piece. Returns false if
+     * the group is broken. */
     __device__ __forceinline__ bool wait_d_out(const Entry &u, int32_t its_vector,
                                                uint4 (&q)[V])
     {
@@ -179,7 +186,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         fill_end<ROW, V, EXACT>(m, its_vector, q);
         return true;
     }
-    /* Stores weight * x, rounded to type ROW. `to`: this lane's part of the piece. */
+    /* Stores weight * x, rounded to type ROW. `to`: address of this lane's bytes of the
+     * piece. */
     __device__ __forceinline__ void store_scaled(uint8_t *to, int32_t its_vector, float weight,
                                                  const float (&x)[V][ROW::N])
     {
@@ -188,8 +196,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             if (EXACT || its_vector + v * WARP + lane_id() < m.shape.vectors)
                 store_once(to + v * WARP * 16, scale_vector<ROW>(weight, x[v]), m.policy);
     }
-    /* Adds the lane sums of `count` dot products, and stores the results to `parts` as block
-     * `piece`. Lane i does it for slot first + i of the unit. Called by a whole warp. */
+    /* Adds the lane sums of `count` dot products, one per lane, and stores each result to
+     * `parts` as block `piece`. Lane i adds those for slot first + i of the unit. Called by a
+     * whole warp. */
     __device__ __forceinline__ void add_dots(const Entry &u, int piece, int first, int count)
     {
         __syncwarp();
@@ -201,8 +210,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         }
         __syncwarp();
     }
-    /* For one piece q of d_out: stores the piece to d_rows for each of the unit's slots,
-     * multiplied by the slot's weight, and computes one block of each slot's dot product. */
+    /* Processes one received piece q of d_out. For each of the unit's slots, stores weight * q
+     * to d_rows, and computes one block of the slot's dot product. */
     __device__ __forceinline__ void fill_slots(const Entry &u, int piece, const uint4 (&q)[V])
     {
         const bool dots = m.job.d_slot_weights != NULL;
@@ -217,7 +226,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         }
         uint32_t largest = 0;
         if (QUANTIZE) largest = find_largest<V, ROW::N>(x, m.job.quantize);
-        __syncwarp(); /* the weights were copied by other lanes */
+        __syncwarp(); /* makes the weights visible, which other lanes have copied */
         Slot next = u.slots[0];
 #pragma unroll 1
         for (int i = 0; i < count; i++) {
@@ -239,8 +248,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             if (n == DOTS - 1 || i == count - 1) add_dots(u, piece, i - n, n + 1);
         }
     }
-    /* Begins one more unit, and does the oldest unit that was begun. Called by a whole warp.
-     * Returns false if the group is broken. */
+    /* Begins one more unit, so that its copies start early, and processes the oldest unit that
+     * was begun. Called by a whole warp. Returns false if the group is broken. */
     __device__ __forceinline__ bool use_unit()
     {
         begin_unit();

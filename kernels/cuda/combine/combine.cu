@@ -1,25 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* combine, and dispatch_backward (the gradient of dispatch): experts' rows return to the ranks
- * of their tokens and are summed there.
+/* combine, and dispatch_backward (the gradient of dispatch): the experts' rows return to the
+ * home ranks of their tokens and are summed there.
  *
  *   rows  [num_rows, row_bytes]    input: rows by slot
  *   out   [num_tokens, row_bytes]  output: a weighted sum for each of this rank's tokens
  *
- * All warps of all CTAs do the same work. A unit is one piece of one token's row. Each warp
- * walks two lists of units, both in token order:
+ * All warps of all CTAs do the same work. A unit is the work of one warp on one piece (2 KB) of
+ * one token's row. Each warp walks two lists of units, both in token order:
  *
  *   expert unit  for a token of a peer: adds the token's rows on this rank, and stores this
  *                partial sum to the peer's staging
  *   source unit  for a token of this rank: adds the token's rows on this rank, then the peers'
  *                partial sums as they arrive, and stores the sum to out
  *
- * Memory order: an empty word of staging contains poison, a bit pattern that arithmetic never
- * returns. So each word of a partial sum is its own flag: the receiver polls it until it is not
- * poison. Stores need no order.
+ * Memory order: a word of staging that has not arrived contains poison, a bit pattern that
+ * arithmetic never returns. So each word of a partial sum is its own flag: the receiver polls
+ * it until it is not poison. The sender may store the words in any order.
  *
- * No wait is circular, because a warp begins a source unit of token t only after its expert
- * units of all tokens below t + lag. So every warp has already sent its part of the lowest
- * token for which any rank waits.
+ * Ranks cannot wait for each other in a circle. Only source units wait, and a warp begins the
+ * source unit of token t only after its expert units of all tokens below t + lag. Let t be the
+ * lowest token for which any rank waits. Then every warp of every rank has already sent its
+ * partial sums for token t.
  *
  * combine/stream.cuh handles the common case: aligned rows and one partial sum per rank.
  * combine/plain.cuh handles the other cases, which its first comment lists. */
@@ -27,11 +28,11 @@
 #include "cuda/combine/stream.cuh"
 #include "cuda/common/launch.cuh"
 
-#define BLOCK 384 /* threads per CTA, so that each can have 168 registers */
+#define BLOCK 384 /* threads per CTA; with this many, each thread can have 168 registers */
 #define WARPS (BLOCK / WARP)
 
-/* Writes zeros to all outputs. Called by the last CTA if the plan or the number of rows is
- * invalid. */
+/* Writes zeros to all outputs. Called by the last CTA if the plan is invalid, or if a rank
+ * passed too few rows. */
 static __device__ void clear_outputs(const CombineState &c)
 {
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, threadIdx.x, BLOCK);
@@ -39,7 +40,8 @@ static __device__ void clear_outputs(const CombineState &c)
                 BLOCK);
 }
 
-/* ROW: element type. EXACT: rows are aligned to 16 bytes and consist of whole pieces. */
+/* The kernel of combine and dispatch_backward. ROW: element type. EXACT: rows are aligned to 16
+ * bytes and consist of whole pieces. */
 template <class ROW, bool EXACT>
 __global__ void __launch_bounds__(BLOCK, 1)
     combine_kernel(const __grid_constant__ p2p_combine_job job)
@@ -92,7 +94,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
 
 typedef void (*Kernel)(p2p_combine_job);
 
-/* Returns the kernel for an element type. */
+/* Returns the kernel for an element type (an epic_type). `exact`: see EXACT of
+ * combine_kernel(). */
 static Kernel kernel_of(uint32_t type, bool exact)
 {
     if (type == EPIC_BF16)
@@ -101,8 +104,9 @@ static Kernel kernel_of(uint32_t type, bool exact)
     return exact ? combine_kernel<F32, true> : combine_kernel<F32, false>;
 }
 
-/* Returns the bytes of dynamic shared memory of a CTA. They hold either the rings of stream.cuh
- * or the stacks of plain.cuh (LeafStack), so the larger size counts. */
+/* Returns the bytes of dynamic shared memory of a CTA. A CTA uses this memory either for the
+ * rings of stream.cuh or for the stacks of plain.cuh (LeafStack), so the larger of both sizes
+ * suffices. */
 static int memory_bytes(void)
 {
     const int stacks = LEAF_LEVELS * 2 * WARP * 16,
@@ -122,11 +126,12 @@ extern "C" cudaError_t p2p_load_combine(void)
     return cudaSuccess;
 }
 
-/* Returns the number of tokens by which source units, which add, stay behind expert units,
- * which send. Partial sums should have arrived when a source unit needs them. So the lag is a
- * quarter more than the tokens that all warps send at a time. Two cases keep job.lag, because a
- * longer lag does not help: every warp always gets the same piece of a row; or the plan is FLAT
- * and a warp's next piece is only a little further in the row. Measured: docs/lab/cuda.md. */
+/* Returns the lag: the number of tokens by which source units, which add, stay behind expert
+ * units, which send. A source unit should find the peers' partial sums already there. So the
+ * lag is a quarter more than the number of tokens that all warps together send at a time. Two
+ * cases keep job.lag, because a longer lag does not help: every warp always gets the same piece
+ * of a row; or the plan is FLAT and a warp's next piece is only a little further in the row.
+ * Measured: docs/lab/cuda.md. */
 static int lag_of(const p2p_combine_job &job, int num_sms)
 {
     const int pieces = (int)((job.row_bytes + STREAM_V * 512 - 1) / (STREAM_V * 512));

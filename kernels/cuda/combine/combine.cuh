@@ -1,31 +1,32 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Code that both paths of combine (stream.cuh and plain.cuh) use: the type of partial sums, and
- * the arguments of a unit (one piece of one token's row, see combine.cu). */
+ * the state of a running round. A partial sum is the sum of one rank's rows for one token. A
+ * unit is the work of one warp at a time, on one piece of one token's row (combine.cu). */
 #ifndef EPIC_COMBINE_CUH
 #define EPIC_COMBINE_CUH
 
 #include "cuda/combine/slots.cuh"
 #include "cuda/net/relay.cuh"
 
-/* Partial sums of rows whose elements have type ROW. They are sent and added as type PART,
- * which is ROW, or F32 for more precision. VECTORS vectors of PART hold as many elements as one
- * vector of ROW. */
+/* Conversions and addition of partial sums. Rows have elements of type ROW. Partial sums are
+ * sent and added as type PART, which is ROW, or F32 for more precision. One vector of ROW
+ * becomes VECTORS vectors of PART, which hold the same number of elements. */
 template <class ROW, class PART> struct PartialSum {
     static constexpr int VECTORS = ROW::N / PART::N;
 
-    /* Converts VECTORS vectors of PART to floats. */
+    /* Converts VECTORS vectors of PART to ROW::N floats. */
     static __device__ __forceinline__ void unpack_floats(const uint4 *q, float *x)
     {
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) PART::unpack_floats(q[i], x + i * PART::N);
     }
-    /* Rounds floats to PART and packs them into VECTORS vectors. */
+    /* Rounds ROW::N floats to PART and packs them into VECTORS vectors. */
     static __device__ __forceinline__ void pack_floats(uint4 *q, const float *x)
     {
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) q[i] = PART::pack_floats(x + i * PART::N);
     }
-    /* a = a + b, rounded to PART. */
+    /* Adds the partial sum b to a, and rounds the result to PART. */
     static __device__ __forceinline__ void add_partials(uint4 *a, const uint4 *b)
     {
         float x[ROW::N], y[ROW::N];
@@ -37,24 +38,26 @@ template <class ROW, class PART> struct PartialSum {
     }
 };
 
-struct CombineState { /* Arguments of every unit of the running round. */
+struct CombineState { /* What a warp needs to process its units of the running round. */
     const p2p_combine_job &job;
     const OpState &op;
     const PlanView &plan;
-    const Stride &expert, &source; /* how expert and source units are dealt to warps */
-    uint4 *stack; /* this warp's stack of nodes (LeafStack), in shared memory */
+    /* how the two lists of units (combine.cu) are divided among the warps */
+    const Stride &expert, &source;
+    uint4 *stack; /* shared memory of this warp for a LeafStack (plain.cuh) */
     RowShape shape;
     uint64_t policy;
-    int32_t first; /* first token of the running round */
+    int32_t first; /* number of the first token of the running round */
     int32_t top_k;
 #ifdef EPIC_HOSTS
-    bool adds_by_host; /* one rank of each host adds the partial sums of its host (relay.cuh) */
+    /* with relays: one rank of each host adds the partial sums of its host (relay.cuh) */
+    bool adds_by_host;
 #endif
 };
 
-/* Returns in lane n the slot of the n-th of a token's choices that go to this rank, or -1.
- * `rank`: rank that owns the token. `half`: 0 for the first 32 of these choices; 1 for the next
- * 32, and n then starts at 32. */
+/* For one token of `rank`: returns in lane n the slot on this rank of the token's n-th choice.
+ * Only choices that go to this rank are counted; lanes past the last one return -1. half 0
+ * returns the first 32 of these choices, half 1 the next 32. */
 __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, int32_t token,
                                              int half)
 {
@@ -65,8 +68,8 @@ __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, in
     return slot;
 }
 
-/* Returns in lane k the rank to which choice k of this rank's token goes, or -1. `half`: 0 for
- * choices 0 to 31; 1 for choices 32 to 63, and k then starts at 32. */
+/* For one token of this rank: returns in lane k the rank to which choice k goes, or -1 if it
+ * goes to no rank. half 0 returns choices 0 to 31 of the token, half 1 choices 32 to 63. */
 __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t token,
                                                   int half)
 {
@@ -77,15 +80,17 @@ __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t
     return rank;
 }
 
-/* Returns the peer that owns the token of an expert unit. Role 0 is the next higher rank, role
- * 1 the rank after it, and so on. If adds_by_host is set, the mates of this rank
- * (net/relay.cuh) have the last roles. */
+/* Returns the peer whose token an expert unit processes, from the unit's role. Role 0 is the
+ * next higher rank, role 1 the rank after it, and so on (modulo num_ranks). With adds_by_host,
+ * the mates of this rank on other hosts (net/relay.cuh) come last, because units for them wait
+ * for other ranks. */
 __device__ __forceinline__ int peer_of_role(const CombineState &c, int role)
 {
 #ifdef EPIC_HOSTS
     const int local = c.job.self.local, ranks = c.job.self.num_ranks;
     const int others =
-        c.adds_by_host ? ranks - ranks / local : ranks; /* number of ranks that are not mates */
+        /* number of peers that are not this rank's mates */
+        c.adds_by_host ? ranks - ranks / local : ranks;
     if (role >= others)
         role = (role - others + 1) * local - 1;
     else if (c.adds_by_host)
@@ -94,7 +99,8 @@ __device__ __forceinline__ int peer_of_role(const CombineState &c, int role)
     return wrap_rank(c.job.self.rank + 1 + role, c.job.self.num_ranks);
 }
 
-/* Sets sums to -0, because -0 + x is exactly x, also for x = -0. */
+/* Sets all sums to -0, the neutral element of addition: -0 + x is exactly x, also for x =
+ * -0. */
 template <int V, int N> __device__ __forceinline__ void clear_sums(float (&acc)[V][N])
 {
 #pragma unroll

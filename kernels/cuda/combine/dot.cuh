@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Dot products of rows. Results have the same bits as on the host. A row is divided into blocks
- * of 1024 elements (one piece), and a warp computes the dot product of a block. Products are
- * added in three steps: into eight accumulators per lane, then over a lane's accumulators, then
- * over the lanes. */
+ * of 1024 elements (one piece), and a warp computes the dot product of one block. It adds the
+ * products in three steps: into eight accumulators per lane, then over the accumulators of a
+ * lane, then over the lanes. */
 #ifndef EPIC_DOT_CUH
 #define EPIC_DOT_CUH
 
 #include "cuda/common/rows.cuh"
 
-/* The eight accumulators of one lane for one block. The host numbers the accumulators of a
+/* The eight accumulators of one lane for one block. The host numbers the 256 accumulators of a
  * block from 0 to 255. With 16-bit elements, lane l has numbers 8 l to 8 l + 7. With float32,
  * it has 4 l to 4 l + 3 and 128 + 4 l to 128 + 4 l + 3.
  *
@@ -20,7 +20,7 @@ template <class ROW> struct Dot16 {
     static constexpr int V = 4, BLOCK = 512, LAST = 1;
     float acc[8];
 
-    /* Adds the products x[i] * y[i] of one vector to the accumulators. */
+    /* Adds the products x[i] * y[i] of one vector to the accumulators of this lane. */
     __device__ __forceinline__ void add_products(int, const float *x, const float *y)
     {
 #pragma unroll
@@ -41,7 +41,7 @@ template <> struct Dot<F16> : Dot16<F16> {
 };
 
 template <> struct Dot<F32> {
-    /* BLOCK: threads per CTA, so that each can have 168 registers */
+    /* BLOCK: threads per CTA; with this many, each thread can have 168 registers */
     static constexpr int V = 8, BLOCK = 384, LAST = 2;
     float acc[8]; /* acc[0..3]: even vectors; acc[4..7]: odd vectors */
 
@@ -68,8 +68,8 @@ template <> struct Dot<F32> {
     }
 };
 
-/* Adds the lane sums of a block and returns its dot product. s: this lane's sum. Called by a
- * whole warp. */
+/* Adds the sums of all 32 lanes and returns the total, the dot product of a block. s: this
+ * lane's sum. Called by a whole warp. */
 template <class ROW> __device__ __forceinline__ float add_lanes(float s)
 {
 #pragma unroll
@@ -83,8 +83,8 @@ __device__ __forceinline__ float4 add_float4(float4 a, float4 b)
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-/* Like the other add_lanes(), but one lane adds all 32 lane sums, which it reads from shared
- * memory. */
+/* Like add_lanes(float), but one lane alone adds the sums of all 32 lanes, which it reads from
+ * shared memory (`lanes`). */
 template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *lanes)
 {
     const float4 a = add_float4(add_float4(lanes[0], lanes[4]), add_float4(lanes[2], lanes[6]));
@@ -93,8 +93,8 @@ template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *la
     return Dot<ROW>::LAST == 1 ? (s.x + s.z) + (s.y + s.w) : s.x + s.z;
 }
 
-/* Multiplies this lane's elements x and y of a block, and returns the lane sum of the products
- * (lane_sum()). */
+/* Multiplies this lane's elements x and y of a block, and returns this lane's sum of the
+ * products (lane_sum()). */
 template <class ROW, int V>
 __device__ __forceinline__ float dot_of(const float (&x)[V][ROW::N], const uint4 (&y)[V])
 {

@@ -1,33 +1,34 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sends back the floats of dispatch_backward (gradients of weights) with a FLAT plan, as an
- * operation of its own. With a FLAT plan each row has top_k floats, which the kernels of
- * combine do not support.
+/* Returns the floats of dispatch_backward (gradients of weights) to the tokens' ranks if the
+ * plan is FLAT. In a FLAT plan each row has top_k floats, which the kernels of combine do not
+ * support. So this is an operation of its own.
  *
  *   slot_floats    [num_rows, top_k]    input: one per choice of the row's token on this rank
  *   choice_floats  [num_tokens, top_k]  output: one per choice of this rank's tokens
  *
- * All warps of all CTAs do the same work. Warp w of n has tokens w, w + n, ..., in two steps:
+ * All warps of all CTAs do the same work. With W warps, warp w handles tokens w, w + W, ..., in
+ * two steps:
  *
- *   1. send     the floats of a peer's token, to the peer
- *   2. receive  the floats of a token of this rank, from the ranks of its choices
+ *   1. send     the floats of each peer's tokens, to the peer
+ *   2. receive  the floats of this rank's tokens, from the ranks of their choices
  *
- * Memory order: each float is its own flag (poison until it arrives). A warp sends all its
- * floats before it waits for any, so no wait is circular. */
+ * Memory order: each float is its own flag: poison until it arrives. A warp sends all its
+ * floats before it waits for the first, so ranks cannot wait for each other in a circle. */
 #include "cuda/combine/combine.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/plan/flat.cuh"
 
 #define BLOCK 512
 
-/* Arguments of the functions that send and receive. */
+/* What the functions that send and receive floats need. */
 struct FlatFloats {
     const p2p_combine_job &job;
     const OpState &op;
     const PlanView &plan;
     int32_t top_k;
 
-    /* Returns the float of the n-th choice on this rank of a token of `rank`. Sets `there` to
-     * false if there is no such choice. */
+    /* Returns the float of the n-th choice on this rank of a token of `rank`. If the token has
+     * no n-th choice on this rank, sets `there` to false and returns 0. */
     __device__ __forceinline__ uint32_t read_float(int rank, int32_t token, int n,
                                                    bool &there) const
     {
@@ -36,14 +37,14 @@ struct FlatFloats {
         int64_t row = there ? __ldg(plan.records + at) : -1;
         if (there && __ldg(local_experts_of(plan, job.self) + at + n) < 0) row = -1;
         there = row >= 0;
-        /* reads row 0 in place of a missing row, as in clamp_slot() */
+        /* reads row 0 if the caller's buffer has no row `row`, as clamp_slot() does */
         if (row >= job.num_rows) row = 0;
         return there ? __float_as_uint(job.slot_floats[row * top_k + n]) : 0;
     }
 };
 
-/* Sends the floats of a token of `rank` to that rank. `source`: number of this rank among the
- * sources there. Called by a whole warp. */
+/* Sends the floats of a token of `rank` to that rank. `source`: the number of this rank in the
+ * peer's array of floats (floats_base()). Called by a whole warp. */
 static __device__ void send_floats(const FlatFloats &f, int rank, int source, int32_t token)
 {
     uint32_t *to = floats_base(f.job.self, f.op, f.job.self.heap[rank], source) +
@@ -62,9 +63,10 @@ static __device__ void send_floats(const FlatFloats &f, int rank, int source, in
     post_put_floats(f.op, rank, to, count);
 }
 
-/* Receives the floats of 32 choices (one half) of this rank's token, one per lane. `rank`: rank
- * of the lane's choice. `before`: rank of the lane's choice in the previous half. Called by a
- * whole warp. Returns false if the group is broken. */
+/* Receives the floats of up to 32 choices ("half") of this rank's token, one per lane, and
+ * stores them to choice_floats. `rank`: the rank of this lane's choice. `before`: the rank of
+ * this lane's choice in the previous half, or -1. Called by a whole warp. Returns false if the
+ * group is broken. */
 static __device__ bool receive_half(const FlatFloats &f, int32_t token, int half, int32_t rank,
                                     int32_t before)
 {
@@ -94,15 +96,16 @@ static __device__ bool receive_half(const FlatFloats &f, int32_t token, int half
     return true;
 }
 
-/* Sends the floats of peers' choices on this rank to the peers, then receives those of this
- * rank's tokens. Returns false if the group is broken. */
+/* Sends the floats of peers' choices on this rank to the peers, then receives the floats of
+ * this rank's tokens. Called by all warps. Returns false if the group is broken. */
 static __device__ bool move_floats(const FlatFloats &f)
 {
     const p2p_self &self = f.job.self;
     const int warp = (int)(grid_thread() / WARP), warps = (int)(grid_threads() / WARP);
     for (int distance = 1; distance < self.num_ranks; distance++) {
         const int rank = wrap_rank(self.rank + distance, self.num_ranks);
-        /* this rank's number among the peer's sources */
+        /* the peer's number for this rank; a rank numbers the others upwards from the next
+         * higher rank */
         const int source = self.num_ranks - 1 - distance;
         for (int32_t t = warp; t < f.plan.header.tokens_of[rank]; t += warps)
             send_floats(f, rank, source, t);
@@ -120,8 +123,9 @@ static __device__ bool move_floats(const FlatFloats &f)
     return true;
 }
 
-/* Returns true if every rank has announced enough rows for its slots. Does not report an error,
- * because the kernel that moved the rows has reported it. Called by the last CTA. */
+/* Returns true if every rank's buffer has enough rows for its slots, according to the ranks'
+ * announcements. Does not report an error, because the kernel that moved the rows has already
+ * reported it. Called by the last CTA. */
 static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
                                         const device_plan_header &h)
 {
@@ -133,8 +137,8 @@ static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
     return enough;
 }
 
-/* Moves the floats; if the plan or the number of rows is invalid, writes zeros to the output.
- */
+/* The kernel: moves the floats. If the plan is invalid or a rank passed too few rows, writes
+ * zeros to the output. */
 __global__ void __launch_bounds__(BLOCK, 1)
     floats_kernel(const __grid_constant__ p2p_combine_job job)
 {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The plain path of combine, for all cases that stream.cuh does not support: unaligned rows,
  * more than 32 choices, several leaves of the sum tree on a rank, tree order over more than 8
- * ranks, float32 partial sums of 16-bit rows, and relays (combine/relay.cuh). Units and their
- * order are those of combine.cu. A piece is one vector per lane.
+ * ranks, float32 partial sums of 16-bit rows, and relays (combine/relay.cuh). The units of work
+ * and their order are those of combine.cu. A piece has one vector (16 bytes) per lane.
  *
  * Names used here: acc is the sum of rows in float32; a node is a partial sum in the sum tree,
  * packed into vectors; `touched` is a bit mask of the ranks that have choices of a token. */
@@ -11,9 +11,10 @@
 
 #include "cuda/combine/combine.cuh"
 
-#define LEAF_LEVELS 8 /* largest number of nodes on a LeafStack */
+#define LEAF_LEVELS 8 /* largest number of nodes that a LeafStack holds at a time */
 
-/* Like read_slot(), but returns 0 for a slot that is not below num_rows (clamp_slot()). */
+/* Like read_slot(), but replaces a slot for which the caller's buffer has no row by 0
+ * (clamp_slot()). */
 __device__ __forceinline__ int32_t clamped_slot_of(const CombineState &c, int rank,
                                                    int32_t token, int half)
 {
@@ -22,9 +23,9 @@ __device__ __forceinline__ int32_t clamped_slot_of(const CombineState &c, int ra
 
 /* ---------------------------------------------------------------------------- partials ---- */
 
-/* Adds weight * row to acc for the slots of the COUNT lowest lanes in the mask `lanes`, and
- * removes these lanes from it. Loads all rows before it uses one, so that the loads overlap.
- * Called by a whole warp. */
+/* Adds weight * row to acc for COUNT rows: those in the slots of the COUNT lowest lanes of the
+ * bit mask `lanes`. Removes these lanes from the mask. Loads all rows before it uses the first,
+ * so that the loads overlap. Called by a whole warp. */
 template <class ROW, int V, int COUNT>
 __device__ __forceinline__ void add_rows(const CombineState &c, float (&acc)[V][ROW::N],
                                          uint32_t &lanes, int32_t slot, float weight,
@@ -56,13 +57,13 @@ __device__ __forceinline__ void add_rows(const CombineState &c, float (&acc)[V][
 }
 
 /* Adds weight * row to acc for the slots of all lanes in the bit mask `lanes`, in ascending
- * order. Called by a whole warp. */
+ * order of lanes. Called by a whole warp. */
 template <class ROW, int V>
 __device__ __forceinline__ void add_lanes(const CombineState &c, float (&acc)[V][ROW::N],
                                           uint32_t lanes, int32_t slot, float weight,
                                           int32_t vector)
 {
-    constexpr int MOST = 4; /* rows that are loaded at once */
+    constexpr int MOST = 4; /* largest number of rows whose loads overlap */
 #pragma unroll 1
     while (__popc(lanes) >= MOST) add_rows<ROW, V, MOST>(c, acc, lanes, slot, weight, vector);
     const int left = __popc(lanes);
@@ -74,7 +75,7 @@ __device__ __forceinline__ void add_lanes(const CombineState &c, float (&acc)[V]
         add_rows<ROW, V, 1>(c, acc, lanes, slot, weight, vector);
 }
 
-/* Rounds the sums of a piece to PART and packs them into a node. */
+/* Rounds the float32 sums of a piece to type PART and packs them into a node. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ void pack_sum(uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS],
                                          const float (&acc)[V][ROW::N])
@@ -83,8 +84,9 @@ __device__ __forceinline__ void pack_sum(uint4 (&node)[V][PartialSum<ROW, PART>:
     for (int v = 0; v < V; v++) PartialSum<ROW, PART>::pack_floats(node[v], acc[v]);
 }
 
-/* Sets node to the sum of the rows on this rank of a token of `rank`, added in ascending k.
- * Returns false if the token has no row on this rank. Called by a whole warp. */
+/* Sets node to the sum of weight * row over the rows that a token of `rank` has on this rank,
+ * added in ascending k. `slot`: this lane's slot among the first 32; the function reads further
+ * slots itself. Returns false if the token has no row on this rank. Called by a whole warp. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS],
@@ -108,12 +110,13 @@ sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VE
 
 /* ---------------------------------------------------------------- leaves within a rank ---- */
 
-/* Returns the leaf of the sum tree to which the expert of a slot belongs, counted from this
- * rank's first leaf. A leaf is a block of num_experts / leaves adjacent experts. */
+/* Returns the leaf of the sum tree that contains the expert of a slot. Leaf 0 is this rank's
+ * first leaf. A leaf is a block of num_experts / leaves adjacent experts. */
 __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
 {
     const device_plan_header &h = c.plan.header;
-    int low = 0, high = h.owned; /* finds the last slab that begins at or before the slot */
+    /* binary search for the last slab (local expert) that begins at or before the slot */
+    int low = 0, high = h.owned;
     while (high - low > 1) {
         const int middle = (low + high) / 2;
         if (__ldg(c.plan.slab_begin + middle) <= slot)
@@ -125,32 +128,35 @@ __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
     return (h.first_expert + low) / block - h.first_expert / block;
 }
 
-/* Returns the level of the lowest common ancestor of two leaves; leaves have level 0. */
+/* Returns the level in the tree of the lowest common ancestor of leaves a and b. Leaves are at
+ * level 0, their parents at level 1. */
 __device__ __forceinline__ int ancestor_level(uint32_t a, uint32_t b)
 {
     return 32 - __clz(a ^ b);
 }
 
-/* Adds nodes in the order of a binary tree over numbered leaves, some of which may have no
- * node. Nodes come in ascending order of leaves. The stack, in shared memory, holds those that
- * wait for their right sibling. Byte i of `leaf_at` is the number of one leaf below node i. */
+/* Adds nodes in the order of a binary tree whose leaves are numbered. Leaves may be missing.
+ * The caller pushes the nodes in ascending order of leaf numbers. The stack, in shared memory,
+ * holds the nodes that still wait for their right sibling. Byte i of `leaf_at` is the number of
+ * a leaf below node i. */
 template <class ROW, class PART> struct LeafStack {
     static constexpr int P = PartialSum<ROW, PART>::VECTORS;
     uint4 *memory;
     uint64_t leaf_at;
     int depth;
 
-    /* Returns the address of this lane's vector p of node i of the stack. */
+    /* Returns the address in shared memory of this lane's vector p of node i of the stack. */
     __device__ __forceinline__ uint4 *vector_at(int i, int p) const
     {
         return memory + (i * P + p) * WARP + lane_id();
     }
-    /* Returns the number of one leaf below node i of the stack. */
+    /* Returns the number of a leaf below node i of the stack. It shows where in the tree the
+     * node is. */
     __device__ __forceinline__ uint32_t leaf_of_level(int i) const
     {
         return (uint32_t)(leaf_at >> (8 * i)) & 255;
     }
-    /* Replaces the top two nodes by their sum. */
+    /* Replaces the two top nodes of the stack by their sum. */
     __device__ __forceinline__ void merge_top()
     {
         uint4 a[P], b[P];
@@ -164,8 +170,9 @@ template <class ROW, class PART> struct LeafStack {
 #pragma unroll
         for (int p = 0; p < P; p++) *vector_at(depth - 1, p) = a[p];
     }
-    /* Pushes the node of leaf `new_leaf`. Before that, merges the top two nodes as long as
-     * their smallest common subtree does not contain that leaf. */
+    /* Pushes the node of leaf `new_leaf`. Before that, merges the two top nodes as long as
+     * their smallest common subtree does not contain the new leaf: such a subtree is
+     * complete. */
     __device__ __forceinline__ void push_node(const uint4 *node, uint32_t new_leaf)
     {
         while (depth >= 2 &&
@@ -177,7 +184,8 @@ template <class ROW, class PART> struct LeafStack {
         leaf_at = (leaf_at & ~(255ull << (8 * depth))) | (uint64_t)new_leaf << (8 * depth);
         depth++;
     }
-    /* Merges all nodes into one and sets node to it. Returns false if the stack is empty. */
+    /* Merges all nodes of the stack into one and copies it to node. Returns false if the stack
+     * is empty. */
     __device__ __forceinline__ bool pop_result(uint4 *node)
     {
         while (depth >= 2) merge_top();
@@ -187,9 +195,10 @@ template <class ROW, class PART> struct LeafStack {
     }
 };
 
-/* Sets node to the sum of a token's rows on this rank: first adds the rows of each leaf, then
- * adds the leaves in the order of the tree. One vector per lane. Returns false if the token has
- * no row on this rank. Called by a whole warp. */
+/* Sets node to this rank's partial sum for a token of `rank`, if this rank has several leaves
+ * of the sum tree. First adds the rows of each leaf, then adds the leaves in the order of the
+ * tree. Each lane handles one vector. Returns false if the token has no row on this rank.
+ * Called by a whole warp. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool sum_leaves(const CombineState &c,
                                            uint4 (&node)[1][PartialSum<ROW, PART>::VECTORS],
@@ -225,8 +234,9 @@ __device__ __forceinline__ bool sum_leaves(const CombineState &c,
 
 /* ------------------------------------------------------------------ floats that return ---- */
 
-/* Sends the floats of a token of `rank` to that rank: one per choice on this rank. `to`: where
- * the heap of `rank` holds the floats from this rank. Called by a whole warp. */
+/* Sends the floats of a token of `rank` to that rank, one per choice of the token on this rank.
+ * `to`: start of the array, in the heap of `rank`, into which this rank's floats go. Called by
+ * a whole warp. */
 __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int32_t token,
                                             uint32_t *to)
 {
@@ -244,15 +254,16 @@ __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int
     post_put_floats(c.op, rank, to + (int64_t)token * float_stride(c.top_k), count);
 }
 
-/* Waits for the floats of all choices of this rank's token and stores them to choice_floats;
- * lane k has choice k. Called by a whole warp. Returns false if the group is broken. */
+/* Waits until the float of every choice of this rank's token has arrived, and stores the floats
+ * to choice_floats. Lane k handles choice k. Called by a whole warp. Returns false if the group
+ * is broken. */
 __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t token)
 {
     const p2p_self &self = c.job.self;
     const device_plan_layout at = device_plan_layout_of(self.num_ranks, self.max_tokens,
                                                         c.plan.header.num_experts, c.top_k);
     const int32_t *fate = (const int32_t *)(c.job.plan + at.fate);
-    int32_t last = -1; /* rank of this lane's choice in the half before */
+    int32_t last = -1; /* rank of this lane's choice in the previous half (32 choices) */
     for (int half = 0; half * WARP < c.top_k; half++) {
         const int32_t rank = rank_of_choice(c, token, half);
         const int64_t choice = (int64_t)token * c.top_k + half * WARP + lane_id();
@@ -286,15 +297,15 @@ __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t to
 
 /* ------------------------------------------------------------------------------- units ---- */
 
-struct Unit { /* A unit of work and the data that was loaded ahead for it. */
+struct Unit { /* A unit of work, with data that the warp loads one unit ahead. */
     int32_t token;
     int role, piece;
-    int32_t slot;  /* lane n: slot of the token's n-th choice on this rank */
-    int32_t ranks; /* only in source units, lane k: rank to which choice k goes */
+    int32_t slot;  /* in lane n: slot of the token's n-th choice on this rank */
+    int32_t ranks; /* only in source units; in lane k: rank to which choice k goes */
 };
 
-/* Sets node to this rank's partial sum for a unit's token, which `rank` owns. Returns false if
- * the token has no row on this rank. */
+/* Sets node to this rank's partial sum for the piece of a unit. `rank` owns the unit's token.
+ * Returns false if the token has no row on this rank. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool sum_unit(const CombineState &c, const Unit &u, int rank,
                                          uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS])
@@ -308,8 +319,8 @@ __device__ __forceinline__ bool sum_unit(const CombineState &c, const Unit &u, i
 
 #include "cuda/combine/relay.cuh"
 
-/* Does an expert unit: adds this rank's rows for one piece of a peer's token, and stores this
- * partial sum to the peer's staging. Called by a whole warp. Returns false if the group is
+/* Processes an expert unit: adds this rank's rows for one piece of a peer's token, and stores
+ * this partial sum to the peer's staging. Called by a whole warp. Returns false if the group is
  * broken. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit &u)
@@ -330,7 +341,8 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
             return relay_unit<ROW, PART>(c, u, rank, some, node[0]);
 #endif
     if (!some) return true;
-    /* this rank's number among the peer's sources */
+    /* the peer's number for this rank; a rank numbers the others upwards from the next higher
+     * rank */
     const int source = c.job.self.num_ranks - 2 - u.role;
     uint8_t *heap = c.job.self.heap[rank];
     uint4 *staged =
@@ -348,10 +360,10 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
     return true;
 }
 
-/* Waits for the partial sums of the ranks at `position` to `position` + 3 of the sum order
- * (rank_at[]), and stores poison back. there[i]: the rank at position + i has a partial sum,
- * which goes to q[i]. The caller has already set q[i] of this rank. Called by a whole warp.
- * Returns false if the group is broken. */
+/* Receives the partial sums of up to four ranks, those at `position` to `position` + 3 of the
+ * sum order (rank_at[]). there[i]: whether the rank at position + i has a partial sum for the
+ * token; it is read to q[i]. The caller has already set q[i] for this rank itself. Stores
+ * poison back to staging. Called by a whole warp. Returns false if the group is broken. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 receive_partials(const CombineState &c, const Unit &u, int position, bool (&there)[4],
@@ -418,7 +430,8 @@ receive_partials(const CombineState &c, const Unit &u, int position, bool (&ther
     return true;
 }
 
-/* a = a + b. there_a and there_b show whether a and b exist; if only b exists, a becomes b. */
+/* Adds b to a. has_a and has_b: whether a and b contain a partial sum. If only b does, copies b
+ * to a. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ void
 add_node(uint4 (&a)[V][PartialSum<ROW, PART>::VECTORS], bool &there_a,
@@ -436,9 +449,9 @@ add_node(uint4 (&a)[V][PartialSum<ROW, PART>::VECTORS], bool &there_a,
     there_a = true;
 }
 
-/* Sets total to the sum of the partial sums of all ranks in `touched`, added in the order of
- * the plan. own: that of this rank. Called by a whole warp. Returns false if the group is
- * broken. */
+/* Sets total to the sum of the partial sums of all ranks in the bit mask `touched`, added in
+ * the sum order of the plan. own: the partial sum of this rank. Called by a whole warp. Returns
+ * false if the group is broken. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 add_ranks(const CombineState &c, const Unit &u, uint32_t touched,
@@ -509,9 +522,9 @@ add_ranks(const CombineState &c, const Unit &u, uint32_t touched,
     return true;
 }
 
-/* Does a source unit: for one piece of this rank's token, adds this rank's rows and the peers'
- * partial sums, and stores the sum to out. Called by a whole warp. Returns false if the group
- * is broken. */
+/* Processes a source unit: for one piece of this rank's token, adds this rank's rows and the
+ * peers' partial sums, and stores the sum to `out`. Called by a whole warp. Returns false if
+ * the group is broken. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool do_source_unit(const CombineState &c, const Unit &u)
 {
@@ -538,14 +551,15 @@ __device__ __forceinline__ bool do_source_unit(const CombineState &c, const Unit
     return !(u.piece == 0 && c.job.choice_floats) || receive_floats(c, u.token);
 }
 
-/* Does one round: tokens [c.first, end) of every rank. e and s are this warp's next expert and
- * source unit, whose slots and ranks are loaded ahead. Returns false if the group is broken. */
+/* Processes one round: tokens [c.first, end) of every rank. e and s are this warp's next expert
+ * unit and next source unit, whose slots and ranks are already loaded. Returns false if the
+ * group is broken. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t end)
 {
     const p2p_self &self = c.job.self;
     const int peers = self.num_ranks - 1;
-    UnitWalk ahead_e(c.expert), ahead_s(c.source); /* positions of the units after e and s */
+    UnitWalk ahead_e(c.expert), ahead_s(c.source); /* the units after e and s */
     const int32_t expert_end = peers ? end : c.first;
     const int32_t source_end = min(end, c.job.num_tokens);
     auto expert_slot = [&] {
@@ -587,8 +601,8 @@ __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t en
     return true;
 }
 
-/* Does all rounds by the plain path. noinline, because inlining it would make the main loop of
- * stream.cuh spill registers. Returns false if the group is broken. */
+/* Runs all rounds of combine by the plain path. noinline, because inlining would make the main
+ * loop of stream.cuh spill registers. Returns false if the group is broken. */
 template <class ROW, class PART, bool LEAVES>
 static __device__ __noinline__ bool combine_plain(CombineState c, OpState &op)
 {

@@ -1,21 +1,28 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* combine with relays (backend hosts, several ranks per host): each host sends one sum for a
- * token of another host, not one partial sum per rank. The mate of the token's rank
- * (net/relay.cuh) adds the partial sums of its host, which are a subtree of the sum tree.
+/* combine with relays (backend hosts, several ranks per host). Without relays every rank sends
+ * its own partial sum over the network. With relays, one rank of each host adds the partial
+ * sums of its host, and only this sum crosses the network.
  *
- *   other ranks of the host  store *wants* (1: there is a partial sum), and the partial sum if
- *                            there is one, to the mate's heap
- *   mate                     waits for *wants* and then the partial sum of each rank of its
- *                            host, adds them in tree order, puts the sum to the token's rank
+ * The adding rank is the *mate* of the token's home rank: the rank with the same index within
+ * its host (net/relay.cuh). The ranks of a host are a subtree of the sum tree, so adding them
+ * first does not change the result. A *node* is a partial sum in this tree.
  *
- * No wait is circular: only the mate waits, and its units for such tokens come last in the
- * step's list of expert units. They wait for units of the same token on other ranks, which wait
- * for nothing. */
+ *   other ranks of the host  store the word *wants* to the mate's heap: 1 if the rank has a
+ *                            partial sum for the token, else 0. If it is 1, they also store
+ *                            the partial sum.
+ *   mate                     waits for *wants* of each rank of its host, and for the partial sum
+ *                            if *wants* is 1. Adds them in tree order and puts the sum to the
+ *                            token's home rank.
+ *
+ * Ranks cannot wait for each other in a circle. In expert units only the mate waits. It waits
+ * for units of the same token on other ranks of its host, and those units wait for nothing. In
+ * the list of expert units, the units in which this rank is the mate come last for each token
+ * number. */
 #ifndef EPIC_COMBINE_RELAY_CUH
 #define EPIC_COMBINE_RELAY_CUH
 
-/* Returns where in the staging `box` this lane's vectors of a node are. A node is a partial sum
- * in the sum tree; each unit has one. */
+/* Returns the address of this lane's first vector of a partial sum ("node") in staging. `box`:
+ * start of the staging of one pair of ranks. The unit `u` selects the token and the piece. */
 template <int P>
 __device__ __forceinline__ uint4 *node_address(const CombineState &c, const Unit &u,
                                                uint8_t *box)
@@ -24,7 +31,8 @@ __device__ __forceinline__ uint4 *node_address(const CombineState &c, const Unit
            (u.piece * WARP + lane_id()) * P;
 }
 
-/* Stores this lane's vectors of a unit's node to the staging `box`. */
+/* Stores this lane's vectors of a unit's partial sum (`node`) to the staging that begins at
+ * `box`. */
 template <int P>
 __device__ __forceinline__ void store_node(const CombineState &c, const Unit &u, uint8_t *box,
                                            const uint4 (&node)[P])
@@ -35,7 +43,8 @@ __device__ __forceinline__ void store_node(const CombineState &c, const Unit &u,
         if (u.piece * WARP + lane_id() < c.shape.vectors) store_relaxed(to + p, node[p]);
 }
 
-/* Waits for the node that `rank` stores to the staging `box`, and stores poison back. Called by
+/* Waits until the partial sum that `rank` stores to the staging `box` has arrived, and reads it
+ * to `node`. Then writes poison back, so that the staging is empty for its next use. Called by
  * a whole warp. Returns false if the group is broken. */
 template <int P>
 __device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &u, uint8_t *box,
@@ -58,9 +67,10 @@ __device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &
     return ok;
 }
 
-/* Sends this rank's partial sum, if it has one (`some`), to the mate of `rank` on this host.
- * The unit of piece 0 also sends `some` in the word *wants*. Called by ranks that are not the
- * mate. */
+/* Sends this rank's partial sum to the mate, which is the rank of this host that adds for the
+ * token's home rank `rank`. `some`: whether this rank has a partial sum. If it is false, only
+ * the word *wants* = 0 is sent, so that the mate does not wait. The unit of piece 0 sends
+ * *wants*. Called on ranks that are not the mate. */
 template <int P>
 __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, int rank,
                                           bool some, const uint4 (&node)[P])
@@ -73,9 +83,10 @@ __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, 
     if (some) store_node<P>(c, u, box_address(self, c.op, heap, to, by), node);
 }
 
-/* Adds the partial sums of this host's ranks in the order of the tree. On entry `node` is this
- * rank's partial sum, if `some` is true. On return `node` is the sum of the host, if `some` is
- * true. Called by the mate. Returns false if the group is broken. */
+/* Adds the partial sums of all ranks of this host, in the order of the sum tree. Called on the
+ * mate of `rank`, the token's home rank. On entry `node` is this rank's own partial sum; it is
+ * valid only if `some` is true. On return `node` is the sum of the host; it is valid only if
+ * `some` is true. Returns false if the group is broken. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool
 add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &some,
@@ -107,10 +118,11 @@ add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &some,
     return true;
 }
 
-/* Finishes an expert unit whose token belongs to `rank`, which is on another host. The mate of
- * `rank` adds the partial sums of this host and puts the sum; other ranks send theirs to the
- * mate. `node` is this rank's partial sum, if `some` is true. Called by a whole warp. Returns
- * false if the group is broken. */
+/* Finishes an expert unit whose token belongs to `rank`, a rank of another host. If this rank
+ * is the mate of `rank`, it adds the partial sums of its host and puts the sum to `rank`.
+ * Otherwise it sends its own partial sum to the mate. `node` is this rank's partial sum; it is
+ * valid only if `some` is true. Called by a whole warp. Returns false if the group is
+ * broken. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool relay_unit(const CombineState &c, const Unit &u, int rank,
                                            bool some,

@@ -1,20 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions that combine and combine_backward share: slots and rounds. M is the type of their
- * first argument: CombineState or BackwardMove. */
+/* Functions that both combine and combine_backward use: slots, and the loop over rounds. A
+ * round is the part of an operation that fits into the staging memory at once. M is the type of
+ * the kernel's state: CombineState or BackwardMove. */
 #ifndef EPIC_SLOTS_CUH
 #define EPIC_SLOTS_CUH
 
 #include "cuda/plan/view.cuh"
 
-/* Returns the slot, or 0 if it is not below num_rows. A call with too few rows is an error in
- * the data, which all ranks find at the end of the operation. Until then every row that a peer
- * waits for must be sent, so row 0 is sent in place of a missing row. */
+/* Returns `slot`, or 0 if the caller's buffer has no row `slot`. A buffer with too few rows is
+ * an error that all ranks report at the end of the operation. Until then peers still wait for
+ * rows, so row 0 is sent in place of the missing row. */
 template <class M> __device__ __forceinline__ int32_t clamp_slot(const M &m, int32_t slot)
 {
     return slot < m.job.num_rows ? slot : 0;
 }
 
-/* Returns the weight of a slot; 1 if there are no weights or the slot is negative. */
+/* Returns the caller's weight of a slot. Returns 1 if the caller passed no weights, or if
+ * `slot` is negative (no slot). */
 template <class M> __device__ __forceinline__ float read_slot_weight(const M &m, int32_t slot)
 {
     float weight = 1.0f;
@@ -22,9 +24,9 @@ template <class M> __device__ __forceinline__ float read_slot_weight(const M &m,
     return weight;
 }
 
-/* Runs all rounds of an operation. A round has as many tokens of each rank as fit the staging.
- * row_bytes: bytes of staging per token. round(end) does the work for tokens [m.first, end) of
- * every rank. Called by all threads of all CTAs. Returns false if the group is broken. */
+/* Calls round(end) once for each round of the operation. Each call moves the tokens [m.first,
+ * end) of every rank, as many as fit into the staging. row_bytes: bytes of staging that one
+ * token needs. Called by all threads of all CTAs. Returns false if the group is broken. */
 template <class M, class Round>
 __device__ __forceinline__ bool for_each_round(M &m, OpState &op, int64_t row_bytes,
                                                Round round)

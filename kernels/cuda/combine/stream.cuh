@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The fast path of combine, for aligned rows and one partial sum per rank. The units of a warp
- * become one stream of pieces: rows of this rank and partial sums of peers. The pieces are
- * copied into a ring in shared memory ahead of their use. A partial sum may be copied before it
- * has arrived. Then the copy contains poison, and the warp polls the piece in staging.
+/* The fast path of combine, for aligned rows and one partial sum per rank. Each warp reads one
+ * stream of pieces, unit after unit: pieces of rows on this rank, and of partial sums of peers.
+ * It copies pieces into a ring buffer in shared memory before it uses them. A partial sum may
+ * be copied before it has arrived. Then the copy contains poison, and the warp polls the piece
+ * in staging.
  *
- *     an expert unit, token t of source q       a source unit, token t of this rank
+ *     an expert unit, token t of peer q         a source unit, token t of this rank
  *
  *     rows[slot of k]  -> ring -+               rows[slots here]  -> ring -+
  *     rows[slot of k'] -> ring -+               partial of peer a -> ring -+
@@ -19,23 +20,24 @@
 
 #define STREAM_V 4
 
-/* One of the slots of a unit's token on this rank. */
+/* A slot on this rank of the token that a unit processes. */
 struct __align__(8) Slot
 {
     int32_t number;
-    uint32_t word; /* its weight or, in dispatch_backward, the float that is sent back */
+    /* weight of the slot; in dispatch_backward, the float of the slot that is sent back */
+    uint32_t word;
 };
 
-struct Entry { /* A unit that the warp has begun and not finished; in shared memory. */
+struct Entry { /* A unit that the warp has begun and not finished. In shared memory. */
     int32_t token;
     int32_t vector;    /* first vector of the piece */
-    int16_t num_slots; /* slots on this rank */
-    int16_t role;      /* role of an expert unit; -1: a source unit */
-    /* only in source units; bit p is 1 if the rank at position p of the sum order (rank_at[p])
-     * sends a partial sum */
+    int16_t num_slots; /* number of the token's slots on this rank */
+    int16_t role;      /* in an expert unit: its role (peer_of_role()); in a source unit: -1 */
+    /* only in source units: bit p is 1 if the rank at position p of the sum order (rank_at[p])
+     * sends a partial sum for the token */
     uint32_t positions;
     Slot slots[WARP];    /* the token's slots on this rank */
-    int32_t ranks[WARP]; /* only in source units: rank to which choice k goes */
+    int32_t ranks[WARP]; /* only in source units; ranks[k]: the rank to which choice k goes */
 };
 
 template <class ROW, bool EXACT, bool TREE> struct CombineStream {
@@ -47,23 +49,28 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     const CombineState &c;
     Entry *entries;
     Pieces ring;
-    UnitWalk e, s; /* the next expert unit, the next source unit */
-    /* slots and ranks that these units need first, loaded ahead */
+    UnitWalk e, s; /* e: the next expert unit to begin; s: the next source unit */
+    /* This lane's slot of unit e, of unit s, and the rank of this lane's choice in unit s.
+     * Loaded one unit ahead, because the load takes long. */
     int32_t slot_e, slot_s, ranks_s;
-    /* in this round, expert units end before token end_e, source units before token end_s */
+    /* This round has expert units for tokens below end_e, and source units for tokens below
+     * end_s. */
     int32_t end_e, end_s;
-    int32_t position_rank; /* lane p: the peer at position p of the sum order, or -1 */
-    const Slot *slot;      /* slot whose row is copied next */
-    /* this lane's part of the current piece in row 0; row_offset() leads to other rows */
+    int32_t position_rank; /* in lane p: the peer at position p of the sum order, or -1 */
+    const Slot *slot;      /* the slot whose row is copied next */
+    /* Address of this lane's bytes of the current piece in row 0 of the caller's rows. The
+     * piece of another row is row_offset() further. */
     const uint8_t *rows;
-    int32_t token, vector; /* token and first vector of the unit that is being copied */
-    int32_t slots = 0;     /* number of rows of that unit that are left to copy */
-    /* bit mask of the positions whose partial sums are left to copy for that unit */
+    /* token of the unit that is being copied, and the first vector of its piece */
+    int32_t token, vector;
+    int32_t slots = 0; /* number of rows on this rank that are left to copy for that unit */
+    /* bit mask of the positions in the sum order whose partial sums are left to copy for that
+     * unit */
     uint32_t positions = 0;
     uint32_t begun = 0, copied = 0, used = 0;
 
-    /* memory: WARP_BYTES of shared memory of this warp. end: the round ends before this token.
-     */
+    /* Prepares one round for one warp. memory: WARP_BYTES bytes of shared memory for this warp.
+     * end: the round ends before this token. */
     __device__ __forceinline__ CombineStream(const CombineState &combine, uint8_t *memory,
                                              int32_t end)
         : c(combine), entries((Entry *)(memory + Pieces::BYTES)), ring(memory), e(c.expert),
@@ -80,21 +87,21 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
 
     /* ---- copying ---- */
 
-    /* Loads the slots that the next expert unit needs. */
+    /* Loads this lane's slot for the next expert unit. */
     __device__ __forceinline__ void read_expert()
     {
         const int32_t t = c.first + e.step;
         slot_e = t < end_e ? read_slot(c, peer_of_role(c, e.role), t, 0) : -1;
     }
-    /* Loads the slots and ranks that the next source unit needs. */
+    /* Loads this lane's slot and rank for the next source unit. */
     __device__ __forceinline__ void read_source()
     {
         const int32_t t = c.first + s.step;
         slot_s = t < end_s ? read_slot(c, c.job.self.rank, t, 0) : -1;
         ranks_s = rank_of_choice(c, t, 0);
     }
-    /* Fills the entry of a unit that begins, and starts to copy the weights (or floats) of its
-     * slots. Called by a whole warp. */
+    /* Writes a unit that begins to its entry, and starts to copy the weights (or floats) of its
+     * slots to shared memory. Called by a whole warp. */
     __device__ __forceinline__ void fill_entry(Entry &entry, int32_t of_token, int role,
                                                int piece, int32_t its_slot,
                                                uint32_t its_positions)
@@ -116,8 +123,9 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         }
         begun++;
     }
-    /* Begins the next unit, if there is one. It is an expert unit, unless that unit's token is
-     * already `lag` tokens ahead of the next source unit. */
+    /* Begins the next unit, if one is left. The warp prefers expert units, because peers wait
+     * for them. But it takes a source unit if the next expert unit's token is at least `lag`
+     * tokens after that of the next source unit. */
     __device__ __forceinline__ void begin_unit()
     {
         const int32_t token_e = c.first + e.step, token_s = c.first + s.step;
@@ -138,15 +146,16 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
             read_source();
         }
     }
-    /* Returns the address in staging of the partial sum that the peer at `position` of the
-     * sum order sends. */
+    /* Returns the address of the staged partial sum that the peer at `position` of the sum
+     * order sends for a token. */
     __device__ __forceinline__ uint4 *staged_partial(int32_t of_token, int position)
     {
         const int rank = c.plan.header.rank_at[position];
         return staged_row(c.op.inbox[rank], of_token - c.first, c.shape.vectors);
     }
-    /* Starts the copy of one more piece, of a row on this rank or of a peer's partial sum. A
-     * unit without pieces takes one buffer of the ring. */
+    /* Starts the copy of one more piece to the ring: of a row on this rank, or of a peer's
+     * partial sum. A unit that has no pieces also uses one buffer of the ring, which stays
+     * empty. */
     __device__ __forceinline__ void copy_next()
     {
         if (!(slots | positions) && copied != begun) {
@@ -174,19 +183,21 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
 
     /* ---- using ---- */
 
-    /* Returns true if this lane's vector v of the piece is inside the row. */
+    /* Returns true if this lane's vector v of the unit's piece is inside the row. Without
+     * EXACT, the last piece of a row may be shorter. */
     __device__ __forceinline__ bool in_row(const Entry &u, int v) const
     {
         return EXACT || u.vector + v * WARP + lane_id() < c.shape.vectors;
     }
-    /* Starts the copy of one more piece, and reads the oldest piece of the ring. */
+    /* Starts the copy of one more piece, so that the ring stays full, and reads the oldest
+     * piece to q. */
     __device__ __forceinline__ void read_piece(const Entry &u, uint4 (&q)[V])
     {
         copy_next();
         ring.read_piece(q, u.vector, c.shape);
     }
-    /* Sets sum to the sum of weight * row over the unit's slots on this rank, rounded to type
-     * ROW. */
+    /* Sets sum to this rank's partial sum: weight * row, added over the unit's slots on this
+     * rank, and rounded to type ROW. */
     __device__ __forceinline__ void add_rows_here(const Entry &u, uint4 (&sum)[V])
     {
         const int32_t count = u.num_slots;
@@ -199,7 +210,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         do {
             read_piece(u, q);
             if (!count) break;
-            __syncwarp(); /* the weights were copied by other lanes */
+            __syncwarp(); /* makes the weights visible, which other lanes have copied */
             const float weight = with_weights ? __uint_as_float(u.slots[i].word) : 1.0f;
 #pragma unroll
             for (int v = 0; v < V; v++) {
@@ -212,8 +223,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
 #pragma unroll
         for (int v = 0; v < V; v++) sum[v] = ROW::pack_floats(acc[v]);
     }
-    /* Stores a partial sum to the staging of the rank that owns the token. In
-     * dispatch_backward, the unit of the first piece also sends the floats of the token's
+    /* Stores this rank's partial sum (`node`) to the staging of the peer that owns the token.
+     * In dispatch_backward, the unit of the first piece also sends the floats of the token's
      * choices. */
     __device__ __forceinline__ void send_partial(const Entry &u, const uint4 (&node)[V])
     {
@@ -232,8 +243,9 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
                 replace_poison(u.slots[lane_id()].word, F32::NAN_WORD));
         if (HOSTS && u.num_slots) post_put_partial(u, rank);
     }
-    /* Only in backend hosts: posts the put of a partial sum after its last piece has been
-     * stored. One ring entry covers all pieces, because the proxy needs time for each entry. */
+    /* Only in backend hosts: asks the proxy thread to send a partial sum to another host, when
+     * the last of its pieces has been stored. One ring entry covers all pieces, because the
+     * proxy needs time for each entry. */
     __device__ __forceinline__ void post_put_partial(const Entry &u, int rank)
     {
         const p2p_self &self = c.job.self;
@@ -247,9 +259,9 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
                     (int64_t)u.token * float_stride(c.top_k),
                 u.num_slots);
     }
-    /* Reads from the ring the partial sum of the rank at `position`. If it had not arrived when
-     * it was copied, polls it in staging. Then stores poison back to staging. Returns false if
-     * the group is broken. */
+    /* Reads the partial sum of the peer at `position` of the sum order from the ring. If it had
+     * not arrived when the ring copied it, polls it in staging until it arrives. Then stores
+     * poison back to staging. Returns false if the group is broken. */
     __device__ __forceinline__ bool receive_partial(const Entry &u, int position, uint4 (&q)[V])
     {
         uint4 *from = staged_partial(u.token, position);
@@ -260,8 +272,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         poison_piece<V, EXACT>(from, u.vector, c.shape.vectors);
         return true;
     }
-    /* Sets out to the sum of all partial sums, added by ascending rank. own: the partial sum of
-     * this rank. Returns false if the group is broken. */
+    /* Sets `out` to the sum of all ranks' partial sums, added in ascending order of ranks. own:
+     * the partial sum of this rank. Returns false if the group is broken. */
     __device__ __forceinline__ bool add_by_rank(const Entry &u, const uint4 (&own)[V],
                                                 uint4 (&out)[V])
     {
@@ -294,8 +306,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         for (int v = 0; v < V; v++) out[v] = ROW::pack_floats(total[v]);
         return true;
     }
-    /* a = a + b. there_a and there_b show whether a and b exist; if only b exists, a becomes b.
-     */
+    /* Adds b to a. has_a and has_b: whether a and b contain a partial sum. If only b does,
+     * copies b to a. Afterwards b is empty. */
     static __device__ __forceinline__ void add_to(uint4 (&a)[V], bool &there_a,
                                                   const uint4 (&b)[V], bool &there_b)
     {
@@ -309,9 +321,10 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         there_a |= there_b;
         there_b = false;
     }
-    /* Sets out to the sum of all partial sums, added in a binary tree over at most eight
-     * positions. To save registers, the output row holds the sum of the first four positions
-     * while the others are added. Returns false if the group is broken. */
+    /* Sets `out` to the sum of all ranks' partial sums, added in a binary tree of at most eight
+     * leaves, one for each position of the sum order. Needs few registers: while it adds
+     * positions 4 to 7, the output row in memory holds the sum of positions 0 to 3. Returns
+     * false if the group is broken. */
     __device__ __forceinline__ bool add_tree(const Entry &u, const uint4 (&own)[V],
                                              uint4 (&out)[V])
     {
@@ -351,8 +364,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         }
         return true;
     }
-    /* Waits for the floats of the token's choices, lane k for the float of choice k, and stores
-     * them to choice_floats. Returns false if the group is broken. */
+    /* Waits until the float of each of the token's choices has arrived, and stores the floats
+     * to choice_floats. Lane k handles choice k. Returns false if the group is broken. */
     __device__ __forceinline__ bool receive_floats(const Entry &u)
     {
         const p2p_self &self = c.job.self;
@@ -376,8 +389,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
             c.job.choice_floats[(int64_t)u.token * c.top_k + lane_id()] = __uint_as_float(word);
         return true;
     }
-    /* Sets a piece of the output row to the sum of all partial sums. own: the partial sum of
-     * this rank. Returns false if the group is broken. */
+    /* Finishes a source unit: adds all ranks' partial sums of a piece and stores the sum to the
+     * output row. own: the partial sum of this rank. Returns false if the group is broken. */
     __device__ __forceinline__ bool finish_token(const Entry &u, const uint4 (&own)[V])
     {
         uint4 out[V];
@@ -388,8 +401,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
             if (in_row(u, v)) store_once(row + v * WARP * 16, out[v], c.policy);
         return u.vector || !c.job.choice_floats || receive_floats(u);
     }
-    /* Begins one more unit, and does the oldest unit that was begun. Called by a whole warp.
-     * Returns false if the group is broken. */
+    /* Begins one more unit, so that its copies start early, and processes the oldest unit that
+     * was begun. Called by a whole warp. Returns false if the group is broken. */
     __device__ __forceinline__ bool use_unit()
     {
         begin_unit();
@@ -403,8 +416,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     }
 };
 
-/* Does all rounds of combine by the fast path. Called by all threads of all CTAs. Returns false
- * if the group is broken. */
+/* Runs all rounds of combine by the fast path. memory: the dynamic shared memory of the CTA.
+ * Called by all threads of all CTAs. Returns false if the group is broken. */
 template <class ROW, bool EXACT, bool TREE>
 __device__ __forceinline__ bool combine_stream(CombineState &c, OpState &op, uint8_t *memory)
 {
