@@ -37,8 +37,8 @@ __device__ __forceinline__ void add_rows(const CombineState &c, float (&acc)[V][
     for (int r = 0; r < COUNT; r++) {
         from[r] = __ffs(lanes) - 1;
         lanes &= lanes - 1;
-        const int64_t s = __shfl_sync(ALL_LANES, slot, from[r]);
-        const uint8_t *row = c.job.rows + s * c.shape.row_bytes;
+        const int64_t row_slot = __shfl_sync(ALL_LANES, slot, from[r]);
+        const uint8_t *row = c.job.rows + row_slot * c.shape.row_bytes;
 #pragma unroll
         for (int v = 0; v < V; v++)
             q[r][v] = load_row(row, vector + v * WARP + lane_id(), c.shape, c.policy);
@@ -329,18 +329,18 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
     const int rank = peer_of_role(c, u.role);
     const int32_t vector = u.piece * V * WARP;
     uint4 node[V][P];
-    const bool some = sum_unit<ROW, PART, V, LEAVES>(c, u, rank, node);
+    const bool has_partial = sum_unit<ROW, PART, V, LEAVES>(c, u, rank, node);
 #ifdef EPIC_HOSTS
     const p2p_self &self = c.job.self;
-    if (some && u.piece == 0 && c.job.slot_floats)
+    if (has_partial && u.piece == 0 && c.job.slot_floats)
         send_floats(
             c, rank, u.token,
             floats_base(self, c.op, self.heap[rank], source_number(self, rank, self.rank)));
     if constexpr (V == 1)
         if (c.adds_by_host && is_remote(self, rank))
-            return relay_unit<ROW, PART>(c, u, rank, some, node[0]);
+            return relay_unit<ROW, PART>(c, u, rank, has_partial, node[0]);
 #endif
-    if (!some) return true;
+    if (!has_partial) return true;
     /* the peer's number for this rank; a rank numbers the others upwards from the next higher
      * rank */
     const int source = c.job.self.num_ranks - 2 - u.role;
@@ -366,7 +366,7 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
  * poison back to staging. Called by a whole warp. Returns false if the group is broken. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
-receive_partials(const CombineState &c, const Unit &u, int position, bool (&there)[4],
+receive_partials(const CombineState &c, const Unit &u, int position, bool (&has_node)[4],
                  uint4 (&q)[4][V][PartialSum<ROW, PART>::VECTORS])
 {
     constexpr int P = PartialSum<ROW, PART>::VECTORS;
@@ -378,7 +378,7 @@ receive_partials(const CombineState &c, const Unit &u, int position, bool (&ther
         const int rank =
             position + i < self.num_ranks ? c.plan.header.rank_at[position + i] : -1;
         peer[i] = -1;
-        if (!there[i] || rank == self.rank) continue;
+        if (!has_node[i] || rank == self.rank) continue;
         peer[i] = rank;
     }
     auto staged_partial = [&](int i, int v, int p) {
@@ -434,19 +434,19 @@ receive_partials(const CombineState &c, const Unit &u, int position, bool (&ther
  * to a. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ void
-add_node(uint4 (&a)[V][PartialSum<ROW, PART>::VECTORS], bool &there_a,
-         const uint4 (&b)[V][PartialSum<ROW, PART>::VECTORS], bool there_b)
+add_node(uint4 (&a)[V][PartialSum<ROW, PART>::VECTORS], bool &has_a,
+         const uint4 (&b)[V][PartialSum<ROW, PART>::VECTORS], bool has_b)
 {
-    if (!there_b) return;
+    if (!has_b) return;
 #pragma unroll
     for (int v = 0; v < V; v++) {
-        if (there_a)
+        if (has_a)
             PartialSum<ROW, PART>::add_partials(a[v], b[v]);
         else
 #pragma unroll
             for (int p = 0; p < PartialSum<ROW, PART>::VECTORS; p++) a[v][p] = b[v][p];
     }
-    there_a = true;
+    has_a = true;
 }
 
 /* Sets total to the sum of the partial sums of all ranks in the bit mask `touched`, added in
@@ -462,35 +462,35 @@ add_ranks(const CombineState &c, const Unit &u, uint32_t touched,
     const bool tree = c.plan.header.sum_order == EPIC_TREE;
     const bool deep = V == 1 && tree && self.num_ranks > 8;
     LeafStack<ROW, PART> stack = {c.stack, 0, 0};
-    bool some = false;
+    bool has_partial = false;
     clear_sums(total);
 #pragma unroll 1
     for (int position = 0; position < self.num_ranks; position += 4) {
         uint4 q[4][V][P];
-        bool there[4];
+        bool has_node[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int rank =
                 position + i < self.num_ranks ? c.plan.header.rank_at[position + i] : -1;
-            there[i] = rank >= 0 && (touched >> rank & 1);
+            has_node[i] = rank >= 0 && (touched >> rank & 1);
             if (rank == self.rank)
 #pragma unroll
                 for (int v = 0; v < V; v++)
 #pragma unroll
                     for (int p = 0; p < P; p++) q[i][v][p] = own[v][p];
         }
-        if (!receive_partials<ROW, PART, V>(c, u, position, there, q)) return false;
+        if (!receive_partials<ROW, PART, V>(c, u, position, has_node, q)) return false;
         if (deep) {
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                if (there[i]) stack.push_node(q[i][0], (uint32_t)(position + i));
+                if (has_node[i]) stack.push_node(q[i][0], (uint32_t)(position + i));
             continue;
         }
         if (tree) {
-            add_node<ROW, PART, V>(q[0], there[0], q[1], there[1]);
-            add_node<ROW, PART, V>(q[2], there[2], q[3], there[3]);
-            add_node<ROW, PART, V>(q[0], there[0], q[2], there[2]);
-            if (there[0] && some) {
+            add_node<ROW, PART, V>(q[0], has_node[0], q[1], has_node[1]);
+            add_node<ROW, PART, V>(q[2], has_node[2], q[3], has_node[3]);
+            add_node<ROW, PART, V>(q[0], has_node[0], q[2], has_node[2]);
+            if (has_node[0] && has_partial) {
 #pragma unroll
                 for (int v = 0; v < V; v++) {
                     uint4 node[P];
@@ -498,23 +498,23 @@ add_ranks(const CombineState &c, const Unit &u, uint32_t touched,
                     PartialSum<ROW, PART>::add_partials(node, q[0][v]);
                     PartialSum<ROW, PART>::unpack_floats(node, total[v]);
                 }
-            } else if (there[0]) {
+            } else if (has_node[0]) {
 #pragma unroll
                 for (int v = 0; v < V; v++)
                     PartialSum<ROW, PART>::unpack_floats(q[0][v], total[v]);
             }
-            some = some || there[0];
+            has_partial = has_partial || has_node[0];
             continue;
         }
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            if (there[i])
+            if (has_node[i])
 #pragma unroll
                 for (int v = 0; v < V; v++) {
                     float x[ROW::N];
                     PartialSum<ROW, PART>::unpack_floats(q[i][v], x);
 #pragma unroll
-                    for (int e = 0; e < ROW::N; e++) total[v][e] += x[e];
+                    for (int n = 0; n < ROW::N; n++) total[v][n] += x[n];
                 }
     }
     uint4 node[P];
@@ -531,13 +531,13 @@ __device__ __forceinline__ bool do_source_unit(const CombineState &c, const Unit
     const p2p_self &self = c.job.self;
     const int32_t vector = u.piece * V * WARP;
     uint4 own[V][PartialSum<ROW, PART>::VECTORS];
-    const bool some = sum_unit<ROW, PART, V, LEAVES>(c, u, self.rank, own);
+    const bool has_partial = sum_unit<ROW, PART, V, LEAVES>(c, u, self.rank, own);
     uint32_t touched = __reduce_or_sync(ALL_LANES, u.ranks >= 0 ? 1u << u.ranks : 0);
     for (int half = 1; half * WARP < c.top_k; half++) {
         const int32_t rank = rank_of_choice(c, u.token, half);
         touched |= __reduce_or_sync(ALL_LANES, rank >= 0 ? 1u << rank : 0);
     }
-    if (!some) touched &= ~(1u << self.rank);
+    if (!has_partial) touched &= ~(1u << self.rank);
 #ifdef EPIC_HOSTS
     if (c.adds_by_host) touched = reduce_to_mates(self, touched);
 #endif
@@ -551,50 +551,54 @@ __device__ __forceinline__ bool do_source_unit(const CombineState &c, const Unit
     return !(u.piece == 0 && c.job.choice_floats) || receive_floats(c, u.token);
 }
 
-/* Processes one round: tokens [c.first, end) of every rank. e and s are this warp's next expert
- * unit and next source unit, whose slots and ranks are already loaded. Returns false if the
- * group is broken. */
+/* Processes one round: tokens [c.first, end) of every rank. Called by a whole warp. Returns
+ * false if the group is broken. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t end)
 {
     const p2p_self &self = c.job.self;
     const int peers = self.num_ranks - 1;
-    UnitWalk ahead_e(c.expert), ahead_s(c.source); /* the units after e and s */
+    /* the units to load next */
+    UnitWalk expert_walk(c.expert), source_walk(c.source);
     const int32_t expert_end = peers ? end : c.first;
     const int32_t source_end = min(end, c.job.num_tokens);
-    auto expert_slot = [&] {
-        const int32_t token = c.first + ahead_e.step;
-        return token < expert_end ? read_slot(c, peer_of_role(c, ahead_e.role), token, 0) : -1;
+    auto load_expert_slot = [&] {
+        const int32_t token = c.first + expert_walk.step;
+        return token < expert_end ? read_slot(c, peer_of_role(c, expert_walk.role), token, 0)
+                                  : -1;
     };
-    auto source_slot = [&] {
-        const int32_t token = c.first + ahead_s.step;
+    auto load_source_slot = [&] {
+        const int32_t token = c.first + source_walk.step;
         return token < source_end ? read_slot(c, self.rank, token, 0) : -1;
     };
-    int32_t slot_e = expert_slot(), slot_s = source_slot();
-    int32_t ranks_s = rank_of_choice(c, c.first + ahead_s.step, 0);
-    Unit e, s;
-    auto next_expert = [&] {
-        e = {c.first + ahead_e.step, ahead_e.role, ahead_e.span, clamp_slot(c, slot_e), -1};
-        ahead_e.next_unit(c.expert);
-        slot_e = expert_slot();
+    int32_t next_expert_slot = load_expert_slot(), next_source_slot = load_source_slot();
+    int32_t next_source_rank = rank_of_choice(c, c.first + source_walk.step, 0);
+    Unit expert, source; /* the units to process next; their slots and ranks are loaded */
+    auto load_next_expert = [&] {
+        expert = {c.first + expert_walk.step, expert_walk.role, expert_walk.span,
+                  clamp_slot(c, next_expert_slot), -1};
+        expert_walk.next_unit(c.expert);
+        next_expert_slot = load_expert_slot();
     };
-    auto next_source = [&] {
-        s = {c.first + ahead_s.step, 0, ahead_s.span, clamp_slot(c, slot_s), ranks_s};
-        ahead_s.next_unit(c.source);
-        slot_s = source_slot();
-        ranks_s = rank_of_choice(c, c.first + ahead_s.step, 0);
+    auto load_next_source = [&] {
+        source = {c.first + source_walk.step, 0, source_walk.span,
+                  clamp_slot(c, next_source_slot), next_source_rank};
+        source_walk.next_unit(c.source);
+        next_source_slot = load_source_slot();
+        next_source_rank = rank_of_choice(c, c.first + source_walk.step, 0);
     };
-    next_expert();
-    next_source();
+    load_next_expert();
+    load_next_source();
 #pragma unroll 1
-    while (e.token < expert_end || s.token < source_end) {
-        if (e.token < expert_end && (s.token >= source_end || e.token < s.token + c.job.lag)) {
-            const Unit unit = e;
-            next_expert();
+    while (expert.token < expert_end || source.token < source_end) {
+        if (expert.token < expert_end &&
+            (source.token >= source_end || expert.token < source.token + c.job.lag)) {
+            const Unit unit = expert;
+            load_next_expert();
             if (!do_expert_unit<ROW, PART, V, LEAVES>(c, unit)) return false;
         } else {
-            const Unit unit = s;
-            next_source();
+            const Unit unit = source;
+            load_next_source();
             if (!do_source_unit<ROW, PART, V, LEAVES>(c, unit)) return false;
         }
     }

@@ -68,28 +68,29 @@ __device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &
 }
 
 /* Sends this rank's partial sum to the mate, which is the rank of this host that adds for the
- * token's home rank `rank`. `some`: whether this rank has a partial sum. If it is false, only
+ * token's home rank `rank`. `has_partial`: whether this rank has a partial sum. If it is false, only
  * the word *wants* = 0 is sent, so that the mate does not wait. The unit of piece 0 sends
  * *wants*. Called on ranks that are not the mate. */
 template <int P>
 __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, int rank,
-                                          bool some, const uint4 (&node)[P])
+                                          bool has_partial, const uint4 (&node)[P])
 {
     const p2p_self &self = c.job.self;
-    const int to = mate_of(self, rank, self.rank), by = mate_of(self, self.rank, rank);
+    const int to = mate_of(self, rank, self.rank), box_owner = mate_of(self, self.rank, rank);
     uint8_t *heap = self.heap[to];
     if (u.piece == 0 && lane_id() == 0)
-        store_relaxed(wants_word(self, c.op, heap, to, by, u.token), stamp_word(c.op, some));
-    if (some) store_node<P>(c, u, box_address(self, c.op, heap, to, by), node);
+        store_relaxed(wants_word(self, c.op, heap, to, box_owner, u.token),
+                      stamp_word(c.op, has_partial));
+    if (has_partial) store_node<P>(c, u, box_address(self, c.op, heap, to, box_owner), node);
 }
 
 /* Adds the partial sums of all ranks of this host, in the order of the sum tree. Called on the
  * mate of `rank`, the token's home rank. On entry `node` is this rank's own partial sum; it is
- * valid only if `some` is true. On return `node` is the sum of the host; it is valid only if
- * `some` is true. Returns false if the group is broken. */
+ * valid only if `has_partial` is true. On return `node` is the sum of the host; it is valid only if
+ * `has_partial` is true. Returns false if the group is broken. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool
-add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &some,
+add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &has_partial,
                      uint4 (&node)[PartialSum<ROW, PART>::VECTORS])
 {
     constexpr int P = PartialSum<ROW, PART>::VECTORS;
@@ -99,44 +100,44 @@ add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &some,
         const int from = c.plan.header.rank_at[position];
         if (from / ranks_per_host(self) != self.rank / ranks_per_host(self)) continue;
         if (from == self.rank) {
-            if (some) stack.push_node(node, (uint32_t)position);
+            if (has_partial) stack.push_node(node, (uint32_t)position);
             continue;
         }
-        const int by = mate_of(self, from, rank);
-        uint32_t has;
-        uint4 its[P];
-        if (!wait_wants(c.op, wants_word(self, c.op, c.op.heap, self.rank, by, u.token), from,
-                        has))
+        const int box_owner = mate_of(self, from, rank);
+        uint32_t has_sent;
+        uint4 received[P];
+        if (!wait_wants(c.op, wants_word(self, c.op, c.op.heap, self.rank, box_owner, u.token),
+                        from, has_sent))
             return false;
-        if (!has) continue;
-        if (!receive_node<P>(c, u, box_address(self, c.op, c.op.heap, self.rank, by), from,
-                             its))
+        if (!has_sent) continue;
+        if (!receive_node<P>(c, u, box_address(self, c.op, c.op.heap, self.rank, box_owner),
+                             from, received))
             return false;
-        stack.push_node(its, (uint32_t)position);
+        stack.push_node(received, (uint32_t)position);
     }
-    some = stack.pop_result(node);
+    has_partial = stack.pop_result(node);
     return true;
 }
 
 /* Finishes an expert unit whose token belongs to `rank`, a rank of another host. If this rank
  * is the mate of `rank`, it adds the partial sums of its host and puts the sum to `rank`.
  * Otherwise it sends its own partial sum to the mate. `node` is this rank's partial sum; it is
- * valid only if `some` is true. Called by a whole warp. Returns false if the group is
+ * valid only if `has_partial` is true. Called by a whole warp. Returns false if the group is
  * broken. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool relay_unit(const CombineState &c, const Unit &u, int rank,
-                                           bool some,
+                                           bool has_partial,
                                            uint4 (&node)[PartialSum<ROW, PART>::VECTORS])
 {
     constexpr int P = PartialSum<ROW, PART>::VECTORS;
     const p2p_self &self = c.job.self;
     if (u.token >= c.plan.header.tokens_of[rank]) return true;
     if (mate_of(self, rank, self.rank) != self.rank) {
-        send_node<P>(c, u, rank, some, node);
+        send_node<P>(c, u, rank, has_partial, node);
         return true;
     }
-    if (!add_partials_of_host<ROW, PART>(c, u, rank, some, node)) return false;
-    if (!some) return true;
+    if (!add_partials_of_host<ROW, PART>(c, u, rank, has_partial, node)) return false;
+    if (!has_partial) return true;
     store_node<P>(c, u, c.op.outbox[rank], node);
     const uint4 *staged = staged_row(c.op.outbox[rank], u.token - c.first, c.shape.vectors * P);
     post_put_when_complete(self, c.op, rank, u.token, c.shape.pieces, staged,

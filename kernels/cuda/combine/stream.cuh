@@ -49,13 +49,15 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     const CombineState &c;
     Entry *entries;
     Pieces ring;
-    UnitWalk e, s; /* e: the next expert unit to begin; s: the next source unit */
-    /* This lane's slot of unit e, of unit s, and the rank of this lane's choice in unit s.
-     * Loaded one unit ahead, because the load takes long. */
-    int32_t slot_e, slot_s, ranks_s;
-    /* This round has expert units for tokens below end_e, and source units for tokens below
-     * end_s. */
-    int32_t end_e, end_s;
+    UnitWalk expert_walk,
+        source_walk; /* the next expert unit and the next source unit to begin */
+    /* This lane's slot of the next expert unit and of the next source unit, and the rank of
+     * this lane's choice in the next source unit. Loaded one unit ahead, because the load takes
+     * long. */
+    int32_t expert_slot, source_slot, source_rank;
+    /* This round has expert units for tokens below expert_end, and source units for tokens
+     * below source_end. */
+    int32_t expert_end, source_end;
     int32_t position_rank; /* in lane p: the peer at position p of the sum order, or -1 */
     const Slot *slot;      /* the slot whose row is copied next */
     /* Address of this lane's bytes of the current piece in row 0 of the caller's rows. The
@@ -73,32 +75,33 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
      * end: the round ends before this token. */
     __device__ __forceinline__ CombineStream(const CombineState &combine, uint8_t *memory,
                                              int32_t end)
-        : c(combine), entries((Entry *)(memory + Pieces::BYTES)), ring(memory), e(c.expert),
-          s(c.source)
+        : c(combine), entries((Entry *)(memory + Pieces::BYTES)), ring(memory),
+          expert_walk(c.expert), source_walk(c.source)
     {
         const p2p_self &self = c.job.self;
-        end_e = self.num_ranks > 1 ? end : c.first;
-        end_s = min(end, c.job.num_tokens);
+        expert_end = self.num_ranks > 1 ? end : c.first;
+        source_end = min(end, c.job.num_tokens);
         position_rank = lane_id() < self.num_ranks ? c.plan.header.rank_at[lane_id()] : -1;
         if (position_rank == self.rank) position_rank = -1;
-        read_expert();
-        read_source();
+        load_expert();
+        load_source();
     }
 
     /* ---- copying ---- */
 
     /* Loads this lane's slot for the next expert unit. */
-    __device__ __forceinline__ void read_expert()
+    __device__ __forceinline__ void load_expert()
     {
-        const int32_t t = c.first + e.step;
-        slot_e = t < end_e ? read_slot(c, peer_of_role(c, e.role), t, 0) : -1;
+        const int32_t t = c.first + expert_walk.step;
+        expert_slot =
+            t < expert_end ? read_slot(c, peer_of_role(c, expert_walk.role), t, 0) : -1;
     }
     /* Loads this lane's slot and rank for the next source unit. */
-    __device__ __forceinline__ void read_source()
+    __device__ __forceinline__ void load_source()
     {
-        const int32_t t = c.first + s.step;
-        slot_s = t < end_s ? read_slot(c, c.job.self.rank, t, 0) : -1;
-        ranks_s = rank_of_choice(c, t, 0);
+        const int32_t t = c.first + source_walk.step;
+        source_slot = t < source_end ? read_slot(c, c.job.self.rank, t, 0) : -1;
+        source_rank = rank_of_choice(c, t, 0);
     }
     /* Writes a unit that begins to its entry, and starts to copy the weights (or floats) of its
      * slots to shared memory. Called by a whole warp. */
@@ -128,22 +131,25 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
      * tokens after that of the next source unit. */
     __device__ __forceinline__ void begin_unit()
     {
-        const int32_t token_e = c.first + e.step, token_s = c.first + s.step;
-        const bool any_e = token_e < end_e, any_s = token_s < end_s;
+        const int32_t expert_token = c.first + expert_walk.step,
+                      source_token = c.first + source_walk.step;
+        const bool has_expert = expert_token < expert_end,
+                   has_source = source_token < source_end;
         Entry &entry = entries[begun % ENTRIES];
-        if (any_e && (!any_s || token_e < token_s + c.job.lag)) {
-            fill_entry(entry, token_e, e.role, e.span, clamp_slot(c, slot_e), 0);
-            e.next_unit(c.expert);
-            read_expert();
-        } else if (any_s) {
+        if (has_expert && (!has_source || expert_token < source_token + c.job.lag)) {
+            fill_entry(entry, expert_token, expert_walk.role, expert_walk.span,
+                       clamp_slot(c, expert_slot), 0);
+            expert_walk.next_unit(c.expert);
+            load_expert();
+        } else if (has_source) {
             const uint32_t touched =
-                __reduce_or_sync(ALL_LANES, ranks_s >= 0 ? 1u << ranks_s : 0);
-            entry.ranks[lane_id()] = ranks_s;
+                __reduce_or_sync(ALL_LANES, source_rank >= 0 ? 1u << source_rank : 0);
+            entry.ranks[lane_id()] = source_rank;
             fill_entry(
-                entry, token_s, -1, s.span, clamp_slot(c, slot_s),
+                entry, source_token, -1, source_walk.span, clamp_slot(c, source_slot),
                 __ballot_sync(ALL_LANES, position_rank >= 0 && (touched >> position_rank & 1)));
-            s.next_unit(c.source);
-            read_source();
+            source_walk.next_unit(c.source);
+            load_source();
         }
     }
     /* Returns the address of the staged partial sum that the peer at `position` of the sum
@@ -308,18 +314,18 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     }
     /* Adds b to a. has_a and has_b: whether a and b contain a partial sum. If only b does,
      * copies b to a. Afterwards b is empty. */
-    static __device__ __forceinline__ void add_to(uint4 (&a)[V], bool &there_a,
-                                                  const uint4 (&b)[V], bool &there_b)
+    static __device__ __forceinline__ void add_to(uint4 (&a)[V], bool &has_a,
+                                                  const uint4 (&b)[V], bool &has_b)
     {
 #pragma unroll
-        for (int v = 0; v < V && there_b; v++) {
-            if (there_a)
+        for (int v = 0; v < V && has_b; v++) {
+            if (has_a)
                 PartialSum<ROW, ROW>::add_partials(&a[v], &b[v]);
             else
                 a[v] = b[v];
         }
-        there_a |= there_b;
-        there_b = false;
+        has_a |= has_b;
+        has_b = false;
     }
     /* Sets `out` to the sum of all ranks' partial sums, added in a binary tree of at most eight
      * leaves, one for each position of the sum order. Needs few registers: while it adds
@@ -332,33 +338,33 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         const int last = self.num_ranks - 1;
         uint4 *row = (uint4 *)(c.job.out + u.token * c.shape.row_bytes) + u.vector + lane_id();
         uint4 q[V], pair[V];
-        bool in_q, in_pair = false, in_out = false, waits = false;
+        bool has_q, has_pair = false, has_out = false, has_stored_half = false;
 #pragma unroll 1
         for (int position = 0; position <= last; position++) {
-            in_q = u.positions >> position & 1;
-            if (in_q && !receive_partial(u, position, q)) return false;
+            has_q = u.positions >> position & 1;
+            if (has_q && !receive_partial(u, position, q)) return false;
             if (u.num_slots && c.plan.header.rank_at[position] == self.rank) {
-                in_q = true;
+                has_q = true;
 #pragma unroll
                 for (int v = 0; v < V; v++) q[v] = own[v];
             }
-            add_to(pair, in_pair, q, in_q);
-            if (position % 2 || position == last) add_to(out, in_out, pair, in_pair);
-            if (position % 4 != 3 || position == last || !in_out) continue;
-            waits = true;
-            in_out = false;
+            add_to(pair, has_pair, q, has_q);
+            if (position % 2 || position == last) add_to(out, has_out, pair, has_pair);
+            if (position % 4 != 3 || position == last || !has_out) continue;
+            has_stored_half = true;
+            has_out = false;
 #pragma unroll
             for (int v = 0; v < V; v++)
                 if (in_row(u, v)) store_in_place(row + v * WARP, out[v]);
         }
-        if (waits) {
+        if (has_stored_half) {
 #pragma unroll
             for (int v = 0; v < V; v++) {
                 q[v] = in_row(u, v) ? load_relaxed(row + v * WARP) : make_uint4(0, 0, 0, 0);
-                if (in_out) PartialSum<ROW, ROW>::add_partials(&q[v], &out[v]);
+                if (has_out) PartialSum<ROW, ROW>::add_partials(&q[v], &out[v]);
                 out[v] = q[v];
             }
-        } else if (!in_out) {
+        } else if (!has_out) {
 #pragma unroll
             for (int v = 0; v < V; v++) out[v] = make_uint4(0, 0, 0, 0);
         }
