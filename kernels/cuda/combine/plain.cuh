@@ -9,9 +9,7 @@
 #ifndef EPIC_COMBINE_PLAIN_CUH
 #define EPIC_COMBINE_PLAIN_CUH
 
-#include "cuda/combine/combine.cuh"
-
-#define LEAF_LEVELS 8 /* largest number of nodes that a LeafStack holds at a time */
+#include "cuda/combine/leaf_stack.cuh"
 
 /* Like read_slot(), but replaces a slot for which the caller's buffer has no row by 0
  * (clamp_slot()). */
@@ -127,73 +125,6 @@ __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
     const int block = h.num_experts / h.leaves;
     return (h.first_expert + low) / block - h.first_expert / block;
 }
-
-/* Returns the level in the tree of the lowest common ancestor of leaves a and b. Leaves are at
- * level 0, their parents at level 1. */
-__device__ __forceinline__ int ancestor_level(uint32_t a, uint32_t b)
-{
-    return 32 - __clz(a ^ b);
-}
-
-/* Adds nodes in the order of a binary tree whose leaves are numbered. Leaves may be missing.
- * The caller pushes the nodes in ascending order of leaf numbers. The stack, in shared memory,
- * holds the nodes that still wait for their right sibling. Byte i of `leaf_at` is the number of
- * a leaf below node i. */
-template <class ROW, class PART> struct LeafStack {
-    static constexpr int P = PartialSum<ROW, PART>::VECTORS;
-    uint4 *memory;
-    uint64_t leaf_at;
-    int depth;
-
-    /* Returns the address in shared memory of this lane's vector p of node i of the stack. */
-    __device__ __forceinline__ uint4 *vector_at(int i, int p) const
-    {
-        return memory + (i * P + p) * WARP + lane_id();
-    }
-    /* Returns the number of a leaf below node i of the stack. It shows where in the tree the
-     * node is. */
-    __device__ __forceinline__ uint32_t leaf_of_level(int i) const
-    {
-        return (uint32_t)(leaf_at >> (8 * i)) & 255;
-    }
-    /* Replaces the two top nodes of the stack by their sum. */
-    __device__ __forceinline__ void merge_top()
-    {
-        uint4 a[P], b[P];
-#pragma unroll
-        for (int p = 0; p < P; p++) {
-            a[p] = *vector_at(depth - 2, p);
-            b[p] = *vector_at(depth - 1, p);
-        }
-        PartialSum<ROW, PART>::add_partials(a, b);
-        depth--;
-#pragma unroll
-        for (int p = 0; p < P; p++) *vector_at(depth - 1, p) = a[p];
-    }
-    /* Pushes the node of leaf `new_leaf`. Before that, merges the two top nodes as long as
-     * their smallest common subtree does not contain the new leaf: such a subtree is
-     * complete. */
-    __device__ __forceinline__ void push_node(const uint4 *node, uint32_t new_leaf)
-    {
-        while (depth >= 2 &&
-               ancestor_level(leaf_of_level(depth - 2), leaf_of_level(depth - 1)) <
-                   ancestor_level(leaf_of_level(depth - 1), new_leaf))
-            merge_top();
-#pragma unroll
-        for (int p = 0; p < P; p++) *vector_at(depth, p) = node[p];
-        leaf_at = (leaf_at & ~(255ull << (8 * depth))) | (uint64_t)new_leaf << (8 * depth);
-        depth++;
-    }
-    /* Merges all nodes of the stack into one and copies it to node. Returns false if the stack
-     * is empty. */
-    __device__ __forceinline__ bool pop_result(uint4 *node)
-    {
-        while (depth >= 2) merge_top();
-#pragma unroll
-        for (int p = 0; p < P && depth; p++) node[p] = *vector_at(0, p);
-        return depth != 0;
-    }
-};
 
 /* Sets node to this rank's partial sum for a token of `rank`, if this rank has several leaves
  * of the sum tree. First adds the rows of each leaf, then adds the leaves in the order of the
