@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* OpState, the state of the running operation, and the addresses of a rank's words and rows.
+/* OpState, the state of the running operation, and functions that return the addresses of words
+ * and rows that ranks exchange.
  *
  * Backends p2p and hosts are two libraries, compiled from the same sources. In hosts, where
  * some ranks are on other hosts, HOSTS is 1. In p2p it is 0, and the compiler drops all code
@@ -7,7 +8,11 @@
  *
  *   a peer on this host      stores into this rank's heap, over NVLink
  *   a peer on another host   stores into its own outbox; the net copies the words into this
- *                            rank's inbox, which has the layout of the heap (net/net.cuh) */
+ *                            rank's inbox, which has the layout of the heap (net/net.cuh)
+ *
+ * The *epoch* is the number of the running operation, or of its running round. A *stamped* word
+ * contains the epoch in which it was written, so that a reader can tell it from an older
+ * word. */
 #ifndef EPIC_ADDRESSING_CUH
 #define EPIC_ADDRESSING_CUH
 
@@ -16,26 +21,32 @@
 
 #define WARP 32
 #define ALL_LANES 0xffffffffu
-struct OpState { /* The running operation. Each CTA has one, in shared memory. */
+struct OpState { /* State of the running operation. Each CTA has its own, in shared memory. */
     const p2p_self *self;
     uint8_t *heap; /* this rank's heap */
-    /* Device time in ns when this CTA's waits expire. Progress of any wait of this rank moves
-     * it. */
+    /* Device time in ns at which waits of this CTA expire. It moves later when any wait of this
+     * rank makes progress. */
     mutable uint64_t deadline;
     uint32_t epoch, signature;
-    int32_t tokens, capacity, rows; /* the sizes that this rank announces */
-    uint32_t last;                  /* 1 if this CTA was the last to finish */
-    uint32_t overlaps;              /* result of mark_running() */
-    /* WAIT_ABORTED() of a wait of this CTA that was given up; 0: none */
+    int32_t tokens, capacity, rows; /* the sizes that this rank announces to all ranks */
+    uint32_t last;                  /* 1 if this CTA was the last CTA of the grid to finish */
+    /* what mark_running() returned: 1 if another operation of this rank runs */
+    uint32_t overlaps;
+    /* WAIT_ABORTED() of a wait that a thread of this CTA has given up; 0 if there is none */
     mutable uint32_t aborted_wait;
-    uint8_t *inbox[DEVICE_MAX_RANKS];  /* inbox[q]: this rank's staging for rows of rank q */
-    uint8_t *outbox[DEVICE_MAX_RANKS]; /* outbox[q]: where to store rows for rank q */
+    /* inbox[q]: this rank's staging, into which rank q's rows arrive */
+    uint8_t *inbox[DEVICE_MAX_RANKS];
+    /* outbox[q]: the memory into which this rank stores rows for rank q */
+    uint8_t *outbox[DEVICE_MAX_RANKS];
 #ifdef EPIC_HOSTS
-    const uint8_t *host_inbox; /* start of the net inbox (is_host_memory()) */
-    int64_t host_inbox_bytes;  /* bytes of the net inbox if it is in host memory, else 0 */
-    /* host_box[q]: this rank's staging for rows of rank q in the net inbox */
+    /* start of the net inbox: memory into which the net copies words of other hosts */
+    const uint8_t *host_inbox;
+    /* bytes of the net inbox if it is in host memory, else 0 (is_host_memory()) */
+    int64_t host_inbox_bytes;
+    /* host_box[q]: the part of the net inbox into which rank q's rows arrive */
     uint8_t *host_box[DEVICE_MAX_RANKS];
-    /* relay[q]: the rank that delivers rank q's rows to this rank: q or a relay */
+    /* relay[q]: the rank that stores rank q's rows into this rank's memory: q itself or a
+     * relay */
     uint8_t relay[DEVICE_MAX_RANKS];
 #endif
 };
@@ -45,37 +56,37 @@ __device__ __forceinline__ int lane_id()
     return threadIdx.x % WARP;
 }
 
-/* Returns true in the last CTA of the grid. It announces the operation; in low-latency kernels
- * it also ends it. */
+/* Returns true in the last CTA of the grid. This CTA announces the operation to the peers. In
+ * low-latency kernels it also ends the operation. */
 __device__ __forceinline__ bool is_last_cta()
 {
     return blockIdx.x == gridDim.x - 1;
 }
 
-/* Maps a number in [0, 2 * num_ranks) to a rank, modulo num_ranks. */
+/* Returns rank % num_ranks, for `rank` in [0, 2 * num_ranks), without a division. */
 __device__ __forceinline__ int wrap_rank(int rank, int num_ranks)
 {
     return rank >= num_ranks ? rank - num_ranks : rank;
 }
 
 /* Returns the epoch after `epoch`. Epochs run from 1 to 2^32 - 1 and continue with 2, so that
- * odd and even ones alternate. 0 is no epoch: it is the stamp of fresh memory. */
+ * odd and even epochs always alternate. No epoch is 0, because fresh memory contains zeros. */
 __device__ __forceinline__ uint32_t epoch_after(uint32_t epoch)
 {
     return epoch == 0xffffffffu ? 2 : epoch + 1;
 }
 
-/* Returns which half (0 or 1) of memory marked [2] in heap.h the running epoch uses. */
+/* Returns 0 or 1: the half that the running epoch uses of each array marked [2] in heap.h. */
 __device__ __forceinline__ uint32_t epoch_parity(const OpState &op)
 {
     return op.epoch & 1;
 }
 
-/* Many functions below have one version with a `self` argument and one without. `self` is a
- * parameter of the kernel, which lies in constant memory. The versions without it read op.self,
- * a slow load from memory. */
+/* Many functions below have two versions: with a `self` argument and without. `self` is a
+ * parameter of the kernel, so it is in constant memory, which is fast to read. The versions
+ * without it read op.self, a slower load. */
 
-/* Returns this rank's control memory, through which the CTAs of its kernels agree. */
+/* Returns this rank's control memory, through which the CTAs of its kernels coordinate. */
 __device__ __forceinline__ p2p_control *control_of(const p2p_self &self)
 {
     return (p2p_control *)(self.heap[self.rank] + self.at.control);
@@ -86,7 +97,7 @@ __device__ __forceinline__ p2p_control *control_of(const OpState &op)
     return (p2p_control *)(op.heap + op.self->at.control);
 }
 
-/* Returns the stamped word {epoch, value}, which readers accept in this epoch only. */
+/* Returns the stamped word {epoch, value}. Readers accept it only in the running epoch. */
 __device__ __forceinline__ uint64_t stamp_word(const OpState &op, uint32_t value)
 {
     return (uint64_t)op.epoch << 32 | value;
@@ -98,8 +109,9 @@ __device__ __forceinline__ bool is_stamped(const OpState &op, uint64_t word)
     return (uint32_t)(word >> 32) == op.epoch;
 }
 
-/* Returns the base address of the memory where rank q stores words for this rank: this rank's
- * heap, or the net inbox if q is on another host. Both have the same layout. */
+/* Returns the base address of the memory into which rank q's words for this rank arrive. If q
+ * is on this host, it is this rank's heap; otherwise the net inbox. Both have the same
+ * layout. */
 __device__ __forceinline__ uint8_t *inbox_base(const p2p_self &self, int q)
 {
 #ifdef EPIC_HOSTS
@@ -116,9 +128,8 @@ __device__ __forceinline__ uint8_t *inbox_base(const OpState &op, int q)
     return op.heap;
 }
 
-/* Returns the base address of the memory where rank q publishes its status words (waits,
- * broken, gone). In backend hosts status words always travel through the net, also within a
- * host. */
+/* Returns the base address of the memory into which rank q's status words (waits, broken, gone)
+ * arrive. In backend hosts all status words travel through the net, also within a host. */
 #ifdef EPIC_HOSTS
 __device__ __forceinline__ uint8_t *status_base(const OpState &op, int q)
 {
@@ -128,16 +139,17 @@ __device__ __forceinline__ uint8_t *status_base(const OpState &op, int q)
 #define status_base(op, q) op.heap
 #endif
 
-/* Returns the offset, in 8-byte words, from this rank's heap to the memory where rank q's words
- * arrive. Only CTA 0 reads the net inbox; it copies the words to the heap (cache_counts), where
- * the other CTAs wait for them. So the offset is 0 in other CTAs. */
+/* Returns the distance, in 8-byte words, from this rank's heap to the memory in which the
+ * calling CTA should poll rank q's words. CTA 0 polls the net inbox, and copies the words to
+ * the heap (cache_counts()). All other CTAs poll the heap, so for them the distance is 0. */
 __device__ __forceinline__ int64_t inbox_word_offset(const OpState &op, int q)
 {
     return HOSTS && blockIdx.x == 0 ? (inbox_base(op, q) - op.heap) / 8 : 0;
 }
 
-/* Returns the base address of the memory where rank q's rows arrive. With relays
- * (net/relay.cuh) a rank of this host stores them, so they arrive in the heap. */
+/* Returns the base address of the memory into which rank q's rows arrive. With relays
+ * (net/relay.cuh) a rank of this host stores the rows of other hosts, so they arrive in this
+ * rank's heap. */
 __device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, int q)
 {
 #ifdef EPIC_HOSTS
@@ -148,8 +160,8 @@ __device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, int q)
     return inbox_base(self, q);
 }
 
-/* Returns the rank to report as the culprit if a wait for rank q's rows fails: q, or the relay
- * that forwards rows of q to this rank. */
+/* Returns the rank to report as the culprit if a wait for rank q's rows fails. This is q, or
+ * the relay that forwards q's rows to this rank. */
 __device__ __forceinline__ int relay_of(const OpState &op, int q)
 {
 #ifdef EPIC_HOSTS
@@ -159,8 +171,8 @@ __device__ __forceinline__ int relay_of(const OpState &op, int q)
 #endif
 }
 
-/* Returns true if `at` is in host memory (backend hosts only). A poll of host memory takes
- * microseconds and slows down the transfer of rows. */
+/* Returns true if `at` is in host memory, which is possible in backend hosts only. Callers then
+ * poll it rarely, because each poll takes microseconds and slows down the transfer of rows. */
 __device__ __forceinline__ bool is_host_memory(const OpState &op, const void *at)
 {
 #ifdef EPIC_HOSTS
@@ -170,7 +182,7 @@ __device__ __forceinline__ bool is_host_memory(const OpState &op, const void *at
 #endif
 }
 
-/* Sets the address range that is_host_memory() tests. Called by one thread. */
+/* Sets the address range in `op` that is_host_memory() tests. Called by one thread of a CTA. */
 __device__ __forceinline__ void find_host_inbox(const p2p_self &self, OpState &op)
 {
 #ifdef EPIC_HOSTS
@@ -179,8 +191,8 @@ __device__ __forceinline__ void find_host_inbox(const p2p_self &self, OpState &o
 #endif
 }
 
-/* Returns the announcement of `rank` in a heap: P2P_ANNOUNCE_WORDS stamped words. `heap`: base
- * address of that heap. */
+/* Returns the address in a heap of the announcement of `rank`: P2P_ANNOUNCE_WORDS stamped
+ * words. `heap`: base address of that heap. */
 __device__ __forceinline__ uint64_t *announcement_words(const p2p_self &self, const OpState &op,
                                                         uint8_t *heap, int rank)
 {
@@ -204,38 +216,40 @@ __device__ __forceinline__ bool is_remote(const p2p_self &self, int q)
 #endif
 }
 
-/* Returns the index of rank `by` in the arrays of rank `to` that have one part per source. In
- * p2p it is `by`. In backend hosts it is the distance from `to` to `by` minus 1, so that the
- * shared outbox has a part of its own for each destination. */
+/* Returns the index of rank `by` in those arrays of rank `to` that have one part per source
+ * rank. In p2p it is `by`. In backend hosts it is the distance from `to` to `by` minus 1. So if
+ * one rank stores words for different destinations in its outbox, they go to different
+ * parts. */
 __device__ __forceinline__ int source_number(const p2p_self &self, int to, int by)
 {
     return HOSTS ? wrap_rank(by + self.num_ranks - to - 1, self.num_ranks) : by;
 }
 
-/* Largest number of choices per token for which the arrays of a heap have space. A constant in
- * p2p. */
+/* Largest number of choices per token for which the arrays of a heap have space. In p2p it is a
+ * constant; in backend hosts it is set at open. */
 #ifdef EPIC_HOSTS
 #define HEAP_TOP_K(self) ((self).max_top_k)
 #else
 #define HEAP_TOP_K(self) DEVICE_MAX_TOP_K
 #endif
 
-/* In the records of rank q, the part of this rank has index source_number(). A caller that has
- * computed an address with index self.rank adds the offset that this function returns, in
- * 8-byte words. */
+/* In rank q's array of records, the records of this rank are in part source_number(). Returns
+ * the distance to that part, in 8-byte words, for a caller that has computed an address in part
+ * self.rank. */
 __device__ __forceinline__ int64_t record_word_offset(const p2p_self &self, int q)
 {
     return (source_number(self, q, self.rank) - self.rank) * self.max_tokens * HEAP_TOP_K(self);
 }
 
-/* Returns the number of floats per token in the array `floats` of a heap. backend hosts rounds
- * up to an even number, because the net copies words of 8 bytes. */
+/* Returns the number of floats that a token has in the array `floats` of a heap. Backend hosts
+ * rounds it up to an even number, because the net copies whole words of 8 bytes. */
 __device__ __forceinline__ int float_stride(int top_k)
 {
     return HOSTS ? (top_k + 1) & ~1 : top_k;
 }
 
-/* Returns the number of ranks per host if rows go through relays (net/relay.cuh), else 0. */
+/* Returns the number of ranks per host if rows go through relays (net/relay.cuh). Returns 0
+ * otherwise. */
 __device__ __host__ __forceinline__ int ranks_per_host(const p2p_self &self)
 {
 #ifdef EPIC_HOSTS
@@ -257,7 +271,7 @@ __device__ __host__ __forceinline__ uint32_t near_ranks(const p2p_self &self)
 #endif
 }
 
-/* Returns the net inbox, which has the layout of a heap; NULL in p2p. */
+/* Returns the address of the net inbox, which has the layout of a heap. Returns NULL in p2p. */
 __device__ __forceinline__ uint8_t *net_inbox(const p2p_self &self)
 {
 #ifdef EPIC_HOSTS
@@ -268,7 +282,7 @@ __device__ __forceinline__ uint8_t *net_inbox(const p2p_self &self)
 #endif
 }
 
-/* Returns the offset in a heap of the words *wants* (net/relay.cuh). */
+/* Returns the offset in a heap of the words *wants*, which relays read (net/relay.cuh). */
 __device__ __forceinline__ int64_t wants_offset(const p2p_self &self)
 {
 #ifdef EPIC_HOSTS
@@ -279,8 +293,8 @@ __device__ __forceinline__ int64_t wants_offset(const p2p_self &self)
 #endif
 }
 
-/* Returns how many tokens this rank sends, at least, before it waits for a token
- * (EPIC_NET_WINDOW); 0: no minimum. */
+/* Returns the smallest number of tokens that this rank sends before it waits for a token
+ * (EPIC_NET_WINDOW). 0: no minimum. */
 static inline int32_t net_window(const p2p_self &self)
 {
 #ifdef EPIC_HOSTS
@@ -291,8 +305,9 @@ static inline int32_t net_window(const p2p_self &self)
 #endif
 }
 
-/* Returns the number of roles (kinds of units, common/rows.cuh) that forward rows of other
- * hosts: one per other host with relays, else 0. */
+/* Returns the number of roles (kinds of units, common/rows.cuh) in which a warp forwards rows
+ * that came from other hosts. With relays there is one such role per other host, otherwise
+ * none. */
 __host__ __device__ __forceinline__ int num_forward_roles(const p2p_self &self)
 {
 #ifdef EPIC_HOSTS

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A rank's heap: the device memory that its peers write into. A kernel of rank p stores into
- * the heap of rank q directly (NVLink), and rank q's kernel polls its own heap.
+/* The layout of a heap. The heap is the device memory of a rank into which its peers write. A
+ * kernel of rank p stores into the heap of rank q directly (NVLink), and rank q's kernel polls
+ * its own heap.
  *
- * Arrays marked [2] have two halves: one for even, one for odd epochs. Three kinds of memory:
+ * Arrays marked [2] have two halves: one for even, one for odd epochs. An epoch is the number
+ * of an operation or round. There are three kinds of memory:
  *
  *   stamped  64-bit words {epoch, value}. A reader accepts only words of the running epoch.
  *   poison   0xffffffff in every 32-bit word that has not been written. The reader polls until
@@ -18,9 +20,10 @@
 #include "rules/device_layout.h"
 
 #define P2P_MAX_PLANNERS 16
-/* largest number of trial limits: a FLAT plan that drops rows finds its limit by bisection */
+/* largest number of limits that the ranks try: a FLAT plan that drops rows finds the number of
+ * rows to keep by bisection */
 #define P2P_MAX_SEARCHES 40
-/* Largest number of tokens per rank that uses the low-latency kernels (lowlat/lowlat.cuh).
+/* Largest number of tokens for which a rank uses the low-latency kernels (lowlat/lowlat.cuh).
  * Measured: docs/lab/cuda.md. */
 #ifdef EPIC_HOSTS
 #define P2P_LOWLAT_TOKENS 128
@@ -29,73 +32,83 @@
 #endif
 #define P2P_LOWLAT_QUANTIZED_TOKENS 192 /* like P2P_LOWLAT_TOKENS, if dispatch quantizes */
 #define P2P_LOWLAT_COMBINE_TOKENS 96    /* like P2P_LOWLAT_TOKENS, for combine */
-/* Largest plan that low-latency kernels make (lowlat/plan.cuh). */
-#define P2P_LOWLAT_CHOICES 8192 /* choices of all ranks */
-#define P2P_LOWLAT_MASKS 8192   /* experts times groups of 32 tokens, over all ranks */
-#define P2P_LOWLAT_EXPERTS 512  /* experts */
-#define P2P_LOWLAT_ID_WORDS 16  /* 64-bit words of expert ids per token; two ids per word */
-/* Largest number of experts of a layer with replicas. With more experts, the tables would not
- * fit the shared memory of a CTA. */
+/* Limits of the plans that low-latency kernels can make (lowlat/plan.cuh), because they keep
+ * the plan in shared memory. */
+#define P2P_LOWLAT_CHOICES 8192 /* choices (pairs of token and k) of all ranks together */
+/* num_experts times the number of groups of 32 tokens, over all ranks */
+#define P2P_LOWLAT_MASKS 8192
+#define P2P_LOWLAT_EXPERTS 512 /* experts of the layer */
+#define P2P_LOWLAT_ID_WORDS 16 /* 64-bit words of expert ids per token; two ids per word */
+/* Largest number of experts of a layer with replicas (copies of an expert). With more experts,
+ * the tables of the planner would not fit into the shared memory of a CTA. */
 #define P2P_REPLICATED_EXPERTS 2048
 
-/* The layout of a heap: the offset of each array, then sizes. The comment of an array gives its
- * kind of memory (see above) and its shape. */
+/* The layout of a heap: first the offset of each array in bytes, then sizes. The comment of an
+ * array gives its kind of memory (stamped, poison or zero, see the top of this file) and its
+ * shape. "This rank only" means that no peer writes the array. */
 typedef struct p2p_heap {
     int64_t announce; /* stamped [2][MAX_RANKS][P2P_ANNOUNCE_WORDS] */
-    int64_t broken;   /* one word: P2P_BROKEN() of a failed group, else 0 */
-    int64_t gone;     /* [MAX_RANKS]: P2P_GONE() of each rank that has closed, else 0 */
-    /* stamped [MAX_RANKS]: for each rank, a bit mask of the ranks that it waits for; written
-     * late in its time limit */
+    int64_t broken;   /* one word: P2P_BROKEN() if the group has failed, else 0 */
+    /* [MAX_RANKS]: P2P_GONE() of each rank that has closed its context, else 0 */
+    int64_t gone;
+    /* stamped [MAX_RANKS]: each rank's bit mask of the ranks that it waits for. A rank writes
+     * it only when most of its time limit has passed. */
     int64_t waits;
-    int64_t why;     /* char [512]: error text of the peer that aborted */
-    int64_t control; /* p2p_control, for this rank only */
-    /* stamped [2][MAX_RANKS][P2P_FAULT_WORDS]: first wrong value in each rank's data */
+    int64_t why;     /* char [512]: error text that a peer passed to epic_abort() */
+    int64_t control; /* a p2p_control; this rank only */
+    /* stamped [2][MAX_RANKS][P2P_FAULT_WORDS]: the first wrong value in each rank's input */
     int64_t faults;
-    /* stamped [MAX_PLANNERS]: first wrong choice that each planning CTA found; used by this
-     * rank only */
+    /* stamped [MAX_PLANNERS]: the first wrong choice that each planning CTA found; this rank
+     * only */
     int64_t first;
-    /* stamped [2][num_ranks][MAX_TALLIES]: number of choices of each rank by expert */
+    /* stamped [2][num_ranks][MAX_TALLIES]: for each rank, its number of choices of each
+     * expert */
     int64_t counts;
-    /* stamped [2][num_ranks][MAX_SEARCHES][MAX_RANKS]: rows that each rank keeps under each
-     * trial limit; FLAT plans only */
+    /* stamped [2][num_ranks][MAX_SEARCHES][MAX_RANKS]: rows that each rank would keep under
+     * each limit that was tried; only for FLAT plans that drop rows */
     int64_t searches;
-    /* stamped [2][num_ranks][REPLICATED_EXPERTS]: number of choices of each rank by logical
-     * expert; only for layers whose planner must choose replicas before it counts */
+    /* stamped [2][num_ranks][REPLICATED_EXPERTS]: for each rank, its number of choices of each
+     * logical expert; only for layers whose planner must choose replicas before it counts */
     int64_t chosen;
-    /* stamped [MAX_PLANNERS][MAX_TALLIES]: number of choices that each planning CTA counted;
-     * used by this rank only */
+    /* stamped [MAX_PLANNERS][MAX_TALLIES]: number of choices of each expert that each planning
+     * CTA has counted; this rank only */
     int64_t tallies;
-    /* [max_row_bytes]: kernels read it as row 0 if the caller has no rows; this rank only */
+    /* [max_row_bytes]: kernels read it in place of row 0 if the caller's buffer has no rows;
+     * this rank only */
     int64_t scratch;
-    /* stamped [2][num_ranks][max_tokens * max_top_k]: slots on this rank of each rank's tokens;
-     * FLAT: their local experts */
+    /* stamped [2][num_ranks][max_tokens * max_top_k]: the slots on this rank of each rank's
+     * tokens; with FLAT, the local experts of these choices */
     int64_t records;
-    /* stamped [2][num_ranks][max_tokens]: row on this rank of each rank's token; FLAT only */
+    /* stamped [2][num_ranks][max_tokens]: the row on this rank of each rank's token; FLAT
+     * only */
     int64_t rows;
 #ifdef EPIC_HOSTS
-    /* stamped [2][num_ranks][max_tokens]: the words *wants* (net/relay.cuh) */
+    /* stamped [2][num_ranks][max_tokens]: the words *wants*, which relays read
+     * (net/relay.cuh) */
     int64_t wants;
-    /* uint32 [num_ranks][max_tokens]: number of pieces of a token's row that warps have stored
-     * to the outbox; this rank only */
+    /* uint32 [num_ranks][max_tokens]: for each destination and token, the number of pieces of
+     * the row that warps have stored to the outbox; this rank only */
     int64_t sent;
 #endif
-    /* stamped [2][num_ranks][p2p_lowlat_tokens(max_tokens)][LOWLAT_ID_WORDS]: expert ids, two
-     * per word */
+    /* stamped [2][num_ranks][p2p_lowlat_tokens(max_tokens)][LOWLAT_ID_WORDS]: the expert ids of
+     * each rank's tokens, two per word; low-latency plans only */
     int64_t ids;
-    /* poison [2][num_ranks - 1][max_tokens * max_top_k]: weights or their gradients */
+    /* poison [2][num_ranks - 1][max_tokens * max_top_k]: weights of choices, or their
+     * gradients */
     int64_t floats;
-    int64_t escapes; /* zero [2][num_ranks - 1][escape_words]: net/staging.cuh */
-    /* poison [num_ranks][max_tokens * max_top_k * blocks]: blocks of dot products
-     * (combine/backward.cu); this rank only */
+    int64_t escapes; /* zero [2][num_ranks - 1][escape_words]: escape words (net/staging.cuh) */
+    /* poison [num_ranks][max_tokens * max_top_k * blocks]: dot products of blocks of 1024
+     * elements (combine/backward.cu); this rank only */
     int64_t parts;
-    int64_t staging;      /* poison [2][num_ranks - 1][source_bytes]: rows, net/staging.cuh */
+    /* poison [2][num_ranks - 1][source_bytes]: rows that arrive (net/staging.cuh) */
+    int64_t staging;
     int64_t bytes;        /* size of the whole heap */
-    int64_t source_bytes; /* bytes of staging per source rank and half */
-    int64_t escape_words; /* escape words per source rank and half */
-    int64_t part_words;   /* words of `parts` per source rank */
+    int64_t source_bytes; /* bytes of `staging` per source rank and half */
+    int64_t escape_words; /* number of `escapes` per source rank and half */
+    int64_t part_words;   /* number of words of `parts` per rank */
 } p2p_heap;
 
-enum { /* words of an announcement */
+enum { /* indices of the words of an announcement */
        P2P_ANNOUNCED_SIGNATURE = 0,
        P2P_ANNOUNCED_TOKENS = 1,
        P2P_ANNOUNCED_CAPACITY = 2,
@@ -103,60 +116,71 @@ enum { /* words of an announcement */
        P2P_ANNOUNCE_WORDS = 4
 };
 
-enum { /* words that report a wrong value in the data of a plan */
+enum { /* indices of the words that report a wrong value in a planner's input */
        P2P_FAULT_KIND = 0,
-       P2P_FAULT_INDEX = 1, /* index of the choice or the expert */
+       P2P_FAULT_INDEX = 1, /* index of the wrong choice or expert */
        P2P_FAULT_LOW = 2,   /* the wrong value, low 32 bits */
        P2P_FAULT_HIGH = 3,  /* the wrong value, high 32 bits */
        P2P_FAULT_WORDS = 4
 };
 
-/* The word `gone` of a rank that closed after operation number `epoch`. */
+/* The value of the word `gone` of a rank that has closed its context. `epoch`: its last
+ * epoch. */
 #define P2P_GONE(epoch) (1ull << 63 | (epoch))
 
-/* Control memory of a rank, through which the CTAs of its kernels agree. Only its own kernels
- * read and write it. */
+/* Control memory of a rank, through which the CTAs of its kernels coordinate. Only this rank's
+ * own kernels read and write it. */
 typedef struct p2p_control {
     uint32_t epoch; /* epoch of the last finished operation */
-    uint32_t done;  /* number of CTAs that have finished the running operation or round */
-    /* set by the last CTA: the epoch of the next round, which waiting CTAs may begin */
+    /* number of CTAs that have finished the running operation or round; the last one sets it to
+     * 0 */
+    uint32_t done;
+    /* epoch of the next round; the last CTA to finish a round sets it, and the other CTAs wait
+     * for it */
     uint32_t round;
-    uint32_t planned;        /* epoch in which a plan was last completed */
-    uint32_t claim;          /* 1: a thread of this rank reports the failure in p2p_status */
-    uint32_t ended;          /* low-latency kernels: number of CTAs that have finished */
-    uint32_t running;        /* 1 while an operation runs */
-    uint64_t progress_ns;    /* device time in ns when a wait of this rank last ended well */
-    uint32_t dead_polled_at; /* time of the last read of p2p_status.dead, in units of 1024 ns */
-    /* copy of p2p_status.dead from that time: bit mask of dead ranks */
+    uint32_t planned; /* the last epoch in which a plan was completed */
+    /* 1 if a thread of this rank reports the failure in p2p_status; other threads then do
+     * not */
+    uint32_t claim;
+    uint32_t ended;   /* low-latency kernels only: number of CTAs that have finished */
+    uint32_t running; /* 1 while an operation of this rank runs */
+    /* device time in ns at which a wait of this rank last ended with success */
+    uint64_t progress_ns;
+    /* time at which this rank last read p2p_status.dead, in units of 1024 ns */
+    uint32_t dead_polled_at;
+    /* copy of p2p_status.dead (a bit mask of dead ranks), read at dead_polled_at */
     uint32_t dead;
-    /* Device time in ns at which a wait found that its deadline had passed. The next beat of
-     * the host (P2P_AWAKE) confirms it. 0: no deadline waits for this. */
+    /* Device time in ns at which a wait found that its deadline had passed. The wait ends only
+     * after a host thread has run once more (a beat, see P2P_AWAKE), which proves that the
+     * process is not stopped. 0: no wait is in this state. */
     uint64_t due;
-    /* deadlines before this device time have passed, because the host has run since */
+    /* deadlines before this device time in ns have expired, because the host has run after
+     * them */
     uint64_t overdue;
-    uint32_t due_beat;   /* number of beats of the host when `due` was set */
-    uint32_t host_stops; /* number of stops of the process that have already moved a deadline */
-    uint32_t num_postponed; /* number of times the deadline moved since the last progress */
-    /* time of the last read of p2p_status.awake, in units of 1024 ns */
+    uint32_t due_beat; /* the host's number of beats when `due` was set */
+    /* the host's number of process stops that have already postponed a deadline */
+    uint32_t host_stops;
+    /* how many times the deadline was postponed since the last progress of a wait */
+    uint32_t num_postponed;
+    /* time at which this rank last read p2p_status.awake, in units of 1024 ns */
     uint32_t awake_polled_at;
-    /* backend hosts: number of entries that threads have appended to the ring */
+    /* backend hosts: number of entries that kernels have appended to the ring of puts */
     uint64_t posted;
-    uint64_t room;   /* the ring has free space for entries with numbers below this one */
-    uint64_t epochs; /* number of epochs whose end has been posted */
-/* Copies of words in host memory and in the net inbox, where polls are slow. One warp reads the
- * originals; all warps read the copies. */
+    uint64_t room;   /* entries with numbers below this one fit into the ring without waiting */
+    uint64_t epochs; /* number of epochs whose end marker was appended to the ring */
+/* Copies of words that are in host memory or in the net inbox, where each poll is slow. One
+ * warp reads the original; all other warps read the copy here. */
 #ifdef EPIC_HOSTS
-    uint64_t broken; /* P2P_BROKEN() of a failed group, else 0 */
-    uint64_t freed;  /* number of epochs whose puts the net has read */
-    /* When this rank last read each of these from the memory where its owner writes it (not
-     * from a copy): `freed`, the announcements, failures, the free space of the ring. Unit:
-     * 1024 ns. */
+    uint64_t broken; /* P2P_BROKEN() if the group has failed, else 0 */
+    uint64_t freed;  /* number of epochs whose puts the net has fully read from the outbox */
+    /* Times at which this rank last read the original of: `freed`, the announcements, failures,
+     * the free space of the ring. Unit: 1024 ns. */
     uint32_t freed_polled_at;
     uint32_t announcements_polled_at;
     uint32_t failure_polled_at;
     uint32_t room_polled_at;
-    /* stamped, per source rank: index in staging, roughly, of the last vector that has arrived
-     */
+    /* stamped, per source rank: index in its staging, roughly, of the last vector that has
+     * arrived */
     uint64_t received_vectors[DEVICE_MAX_RANKS];
     uint64_t announcements[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS]; /* stamped */
 #endif
@@ -164,15 +188,15 @@ typedef struct p2p_control {
 
 #define P2P_CONTROL_BYTES ((int64_t)(sizeof(p2p_control) + 127) / 128 * 128)
 
-/* Returns the number of tokens per rank whose expert ids (the array `ids`) fit the heap. */
+/* Returns the number of tokens per rank for which the array `ids` of a heap has space. */
 static inline int64_t p2p_lowlat_tokens(int64_t max_tokens)
 {
     return max_tokens < P2P_LOWLAT_TOKENS ? max_tokens : P2P_LOWLAT_TOKENS;
 }
 
-/* Returns the bytes of staging per source rank and half: max_tokens rows, or less if
- * staging_bytes limits the size of the whole staging. It is at least two rows, so that a packed
- * row (a row and its scales) fits. */
+/* Returns the bytes of staging per source rank and half. This is enough for max_tokens rows, or
+ * less if staging_bytes limits the size of the whole staging. It is at least two rows, so that
+ * a packed row (a row and its scales) fits. */
 static inline int64_t p2p_source_bytes(int64_t num_ranks, int64_t max_tokens,
                                        int64_t max_row_bytes, int64_t staging_bytes)
 {
@@ -184,8 +208,8 @@ static inline int64_t p2p_source_bytes(int64_t num_ranks, int64_t max_tokens,
     return device_round_up(bytes, 512);
 }
 
-/* Returns the offset of every array and the size of a heap. It depends on the arguments only,
- * so all ranks get the same layout. */
+/* Returns the offset of every array, and the size of a heap. The result depends only on the
+ * arguments, so all ranks compute the same layout. */
 static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_t max_row_bytes,
                                    int64_t staging_bytes, int64_t max_top_k)
 {
@@ -194,8 +218,8 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     const int64_t choices = max_tokens * max_top_k;
     h.source_bytes = p2p_source_bytes(num_ranks, max_tokens, max_row_bytes, staging_bytes);
     /* A packed row (a row and its scales) may have more pieces than a row of max_row_bytes. But
-     * its escape words are indexed by the token's number in the round, and a round has fewer
-     * rows if rows are longer. So space for one more piece per token suffices. */
+     * escape words are indexed by the token's number in the round, and a round has fewer tokens
+     * if rows are longer. So space for one more piece per token suffices. */
     h.escape_words = (max_tokens + 1) * ((max_row_bytes + 2047) / 2048 + 1) * 32;
     h.part_words = choices * ((max_row_bytes + 2047) / 2048);
     h.announce = 0;
@@ -225,7 +249,7 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     h.floats = h.escapes + device_round_up(2 * peers * h.escape_words * 4, 512);
     h.parts = h.floats + device_round_up(2 * peers * choices * 4, 512);
 #ifdef EPIC_HOSTS
-    h.staging = h.parts; /* `parts` is a separate allocation on the GPU */
+    h.staging = h.parts; /* backend hosts: `parts` is a separate allocation on the GPU */
 #else
     h.staging = h.parts + device_round_up(num_ranks * h.part_words * 4, 512);
 #endif
@@ -233,8 +257,8 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     return h;
 }
 
-/* Returns the offset where poison memory begins; it reaches to the end of the heap. The memory
- * before it is initially zero. */
+/* Returns the offset of the first byte of the heap that is initially poison. The poison reaches
+ * to the end of the heap; all memory before it is initially zero. */
 static inline int64_t p2p_heap_poison(const p2p_heap *h)
 {
     return h->floats;

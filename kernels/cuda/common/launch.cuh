@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions that launch a kernel and that return its dynamic shared memory. The emulator of the
- * tests replaces this file (tests/emulator/include). */
+/* launch_kernel(), and a function that returns a kernel's dynamic shared memory. The emulator
+ * of the tests replaces this file by its own (tests/emulator/include). */
 #ifndef EPIC_LAUNCH_CUH
 #define EPIC_LAUNCH_CUH
 
 #include <cuda_runtime_api.h>
 #include <stdint.h>
 
-/* Enqueues a kernel with `shared_bytes` of dynamic shared memory and returns the launch's
- * error. */
+/* Enqueues a kernel on a stream, with `shared_bytes` bytes of dynamic shared memory per CTA.
+ * Returns the error of the launch. */
 template <class Kernel, class... Arguments>
 static cudaError_t launch_kernel(Kernel kernel, int ctas, int threads, int shared_bytes,
                                  cudaStream_t stream, const Arguments &...arguments)
@@ -17,7 +17,7 @@ static cudaError_t launch_kernel(Kernel kernel, int ctas, int threads, int share
     return cudaGetLastError();
 }
 
-/* Returns the CTA's dynamic shared memory, aligned to 128 bytes. */
+/* Returns the address of the CTA's dynamic shared memory, aligned to 128 bytes. */
 __device__ __forceinline__ void *dynamic_shared()
 {
     extern __shared__ __align__(128) uint8_t dynamic_memory[];

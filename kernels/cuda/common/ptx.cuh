@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* All inline assembly of the kernels, except that of the tensor cores (experts/tensor.cuh).
+ * Names of loads and stores end in:
  *
- *   *_relaxed  single words that peers may access at the same time; gives no order
- *   *_once     rows that no kernel reads again soon: they leave the L2 first, so that staging
- *              stays there
- *   *_again    rows that are read again soon */
+ *   *_relaxed  for single words that peers may access at the same time. Relaxed loads and
+ *              stores do not order other accesses.
+ *   *_once     for rows that no kernel reads again soon. They leave the L2 cache first, so that
+ *              staging stays in it.
+ *   *_again    for rows that are read again soon */
 #ifndef EPIC_PTX_CUH
 #define EPIC_PTX_CUH
 
@@ -12,7 +14,7 @@
 
 #define POISON 0xffffffffu
 
-/* Returns the device's clock in nanoseconds. */
+/* Returns the device's clock (globaltimer) in nanoseconds. */
 __device__ __forceinline__ uint64_t timer_ns()
 {
     uint64_t t;
@@ -21,7 +23,8 @@ __device__ __forceinline__ uint64_t timer_ns()
 }
 
 /* The load_relaxed() functions load memory that peers may store to at the same time. Each
- * 32-bit or 64-bit word is read whole, but the words of a vector may be of different age. */
+ * 32-bit or 64-bit word is loaded as a whole. But one word of a vector may be old while another
+ * one is new. */
 __device__ __forceinline__ uint32_t load_relaxed(const uint32_t *p)
 {
     uint32_t v;
@@ -46,8 +49,8 @@ __device__ __forceinline__ uint4 load_relaxed(const uint4 *p)
     return v;
 }
 
-/* Loads two words at a multiple of 16 bytes. Each word is read whole; they may be of different
- * age. */
+/* Loads two words from p, a multiple of 16 bytes. Each word is loaded as a whole, but one may
+ * be old while the other is new. */
 __device__ __forceinline__ void load_two_words(const uint64_t *p, uint64_t &a, uint64_t &b)
 {
     asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];"
@@ -99,7 +102,8 @@ __device__ __forceinline__ void store_release(uint32_t *p, uint32_t v)
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-/* An ordinary store that the compiler neither moves nor removes. */
+/* Stores a vector by an ordinary store (not relaxed.sys), which the compiler neither moves nor
+ * removes. */
 __device__ __forceinline__ void store_in_place(uint4 *p, uint4 v)
 {
     asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z),
@@ -107,7 +111,7 @@ __device__ __forceinline__ void store_in_place(uint4 *p, uint4 v)
                  : "memory");
 }
 
-/* Returns the L2 cache policy that the *_once() functions need: evict first. */
+/* Returns the L2 cache policy (evict first) that callers pass to the *_once() functions. */
 __device__ __forceinline__ uint64_t policy_once()
 {
     uint64_t policy;
@@ -115,7 +119,8 @@ __device__ __forceinline__ uint64_t policy_once()
     return policy;
 }
 
-/* Loads 16 bytes that no thread writes during the kernel and that are not read again soon. */
+/* Loads 16 bytes that no thread writes during the kernel and that no kernel reads again
+ * soon. */
 __device__ __forceinline__ uint4 load_once(const void *p, uint64_t policy)
 {
     uint4 v;
@@ -125,7 +130,8 @@ __device__ __forceinline__ uint4 load_once(const void *p, uint64_t policy)
     return v;
 }
 
-/* Like load_once(), but the line stays in the L2, because it is read again. */
+/* Like load_once(), but for bytes that are read again soon: their cache line stays in the
+ * L2. */
 __device__ __forceinline__ uint4 load_again(const void *p)
 {
     uint4 v;
@@ -173,7 +179,7 @@ __device__ __forceinline__ void copy_word(uint32_t to, const void *from)
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-/* Ends a group of asynchronous copies of this thread. */
+/* Ends a group of asynchronous copies of this thread. wait_copies() counts in such groups. */
 __device__ __forceinline__ void end_copies()
 {
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -213,8 +219,9 @@ __device__ __forceinline__ void store_shared(uint32_t p, uint32_t v)
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(p), "r"(v) : "memory");
 }
 
-/* Bulk stores, from sm_90 on. One thread starts a copy from shared to global memory, in
- * multiples of 16 bytes. The copy engine of the SM performs it in the background.
+/* Bulk stores (cp.async.bulk), from sm_90 on. One thread starts a copy from shared to global
+ * memory, in multiples of 16 bytes. Then the copy engine of the SM performs it in the
+ * background.
  *
  *   1. threads that wrote the shared memory call fence_bulk(), then synchronize
  *   2. one thread starts bulk stores, then ends the group with end_bulk()
@@ -226,7 +233,7 @@ __device__ __forceinline__ void store_shared(uint32_t p, uint32_t v)
 #define BULK_ASM(...)
 #endif
 
-/* Starts a bulk store to rows that are not read again soon. */
+/* Starts a bulk store to global memory that is not read again soon. */
 __device__ __forceinline__ void bulk_once(void *to, uint32_t from, uint32_t bytes,
                                           uint64_t policy)
 {
@@ -237,7 +244,7 @@ __device__ __forceinline__ void bulk_once(void *to, uint32_t from, uint32_t byte
         : "memory");
 }
 
-/* Starts a bulk store to the staging of a peer. */
+/* Starts a bulk store to the staging of a peer, in the peer's memory. */
 __device__ __forceinline__ void bulk_send(void *to, uint32_t from, uint32_t bytes)
 {
     BULK_ASM("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
@@ -251,20 +258,20 @@ __device__ __forceinline__ void bulk_store_local(void *to, uint32_t from, uint32
     bulk_send(to, from, bytes);
 }
 
-/* Starts to load memory into the L2, because it will be read soon. */
+/* Starts to load memory into the L2 cache, so that later reads of it are fast. */
 __device__ __forceinline__ void bulk_prefetch(const void *from, uint32_t bytes)
 {
     BULK_ASM("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
-/* Ends a group of bulk stores of this thread. */
+/* Ends a group of bulk stores of this thread. wait_bulk_read() counts in such groups. */
 __device__ __forceinline__ void end_bulk(void)
 {
     BULK_ASM("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* Waits until the bulk stores of this thread have read their shared memory, except those of the
- * last PENDING groups. */
+/* Waits until this thread's bulk stores have read their shared memory, which may then be
+ * overwritten. Does not wait for the last PENDING groups. */
 template <int PENDING> __device__ __forceinline__ void wait_bulk_read(void)
 {
     BULK_ASM("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
@@ -282,8 +289,8 @@ __device__ __forceinline__ void fence_bulk(void)
     BULK_ASM("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/* Forces values into registers, so that the compiler does not compute them again from their
- * inputs. */
+/* Forces the compiler to keep values in registers. Otherwise it may compute them again from
+ * their inputs each time. */
 template <int N> __device__ __forceinline__ void keep_in_registers(float (&x)[N])
 {
 #pragma unroll
@@ -303,7 +310,7 @@ __device__ __forceinline__ float max_size(float x, float y)
     return size;
 }
 
-/* Returns the larger value in each 16-bit half, as unsigned numbers. */
+/* Returns the larger of a and b in each 16-bit half, compared as unsigned numbers. */
 __device__ __forceinline__ uint32_t max_halves(uint32_t a, uint32_t b)
 {
     return __vmaxu2(a, b);

@@ -3,8 +3,8 @@
  *
  * A waiting warp polls a word until it has the expected value. Every SPINS_PER_CHECK polls it
  * calls wait_should_abort(), which checks the deadline and looks for a failure of the group. If
- * the wait is given up, the CTA ends, and one of its threads calls report_aborted_wait(). It
- * finds the cause and reports it:
+ * the wait is given up, the CTA ends, and one of its threads calls report_aborted_wait(). This
+ * thread finds the cause and reports it in this order:
  *
  *   1. set control.claim, so that only one thread of the rank reports
  *   2. write the fields of p2p_status (host memory), then a system fence, then
@@ -19,29 +19,30 @@
 #include "cuda/common/addressing.cuh"
 #include "rules/invariant.h"
 
-/* Time after a deadline in which a rank that does not know the culprit lets other ranks report
- * first. */
+/* A rank that does not know the culprit waits this long after the deadline, so that a rank that
+ * knows it can report first. */
 #define REPORT_GRACE_NS 20000000ull
-/* least time between two reads of a word in host memory, in units of 1024 ns */
+/* shortest time between two reads of a word in host memory, in units of 1024 ns */
 #define POLL_PAUSE 50u
 
-/* Encodes a wait that was given up: the rank that it waited for, or -1, and a p2p_phase. */
+/* Encodes a wait that was given up. `peer`: the rank that it waited for, or -1 if it is not
+ * known. `phase`: a p2p_phase. */
 #define WAIT_ABORTED(peer, phase) ((uint32_t)((peer) + 1) << 8 | (uint32_t)(phase))
 
 /* ----------------------------------------------------------------------------- failure ---- */
 
-/* Limits reads of a slow word (in host memory or the net inbox): in `pause` units of 1024 ns,
- * at most one thread of the rank gets a permit. Returns true if this thread gets it. *asked is
- * the time of the last permit. Reads of one host address by many warps are served one after the
- * other, so one thread reads for all. */
+/* Limits how often a slow word (in host memory or in the net inbox) is read. Returns true if
+ * this thread may read it now: at most one thread of the rank gets this permit in `pause` units
+ * of 1024 ns. *asked is the time of the last permit. Without the limit, reads by many warps
+ * would be served one after the other. So one thread reads, and the others use its copy. */
 __device__ __forceinline__ bool poll_permit(uint32_t *asked, uint32_t pause)
 {
     const uint32_t time = (uint32_t)(timer_ns() >> 10), before = load_relaxed(asked);
     return time - before >= pause && atomicCAS(asked, before, time) == before;
 }
 
-/* backend hosts: copies the word `broken` to control memory, where all warps of this rank look.
- * Does nothing if it is 0. */
+/* backend hosts: copies the word `broken`, unless it is 0, to control memory, where all warps
+ * of this rank check it. */
 __device__ __forceinline__ void cache_broken(const OpState &op, uint64_t word)
 {
 #ifdef EPIC_HOSTS
@@ -49,9 +50,11 @@ __device__ __forceinline__ void cache_broken(const OpState &op, uint64_t word)
 #endif
 }
 
-/* Reports a failure of the group, once per rank: writes p2p_status for the host and, if this
- * rank found the failure, stores `broken` into the heaps of all ranks. `word`: P2P_BROKEN().
- * `theirs`: signature of a rank that called another operation, or 0. */
+/* Reports a failure of the group; does nothing if this rank has already reported one. Writes
+ * p2p_status for the host, and stores `broken` into this rank's heap. If this rank found the
+ * failure itself, it also stores `broken` into the heaps of the peers; in backend hosts, the
+ * proxy thread sends it to them. `word`: P2P_BROKEN() of the failure. `theirs`: the signature
+ * of a peer that called another operation, or 0. */
 static __device__ __noinline__ void report_failure(const OpState &op, uint64_t word,
                                                    uint32_t theirs)
 {
@@ -75,8 +78,8 @@ static __device__ __noinline__ void report_failure(const OpState &op, uint64_t w
             store_relaxed((uint64_t *)(self.heap[q] + self.at.broken), word);
 }
 
-/* Reports to the host an error in the data. Such an error does not break the group. Does
- * nothing if all P2P_NOTICES notices are unread. */
+/* Reports an error in the data to the host, by a notice in host memory. Such an error does not
+ * break the group. If all P2P_NOTICES notices are still unread, the error is dropped. */
 static __device__ __noinline__ void report_data_error(const p2p_self &self,
                                                       const p2p_notice &notice)
 {
@@ -95,7 +98,7 @@ static __device__ __noinline__ void report_data_error(const p2p_self &self,
 }
 
 /* backend hosts: passes the word `waits` of this rank to the proxy thread, which sends it to
- * the peers. */
+ * the peers. Does nothing in p2p. */
 __device__ __forceinline__ void publish_waits(const OpState &op, uint64_t published)
 {
 #ifdef EPIC_HOSTS
@@ -103,14 +106,14 @@ __device__ __forceinline__ void publish_waits(const OpState &op, uint64_t publis
 #endif
 }
 
-/* Returns the address of the word in a heap in which `rank` publishes the ranks that it waits
- * for. `heap`: base address of that heap. */
+/* Returns the address, in a heap, of the word `waits` of a rank: the ranks that it waits for.
+ * `heap`: base address of that heap. */
 __device__ __forceinline__ uint64_t *waits_address(const OpState &op, uint8_t *heap, int rank)
 {
     return (uint64_t *)(heap + op.self->at.waits) + rank;
 }
 
-/* Returns a bit mask of the ranks for which `rank` waits; 0 if it has published none in this
+/* Returns a bit mask of the ranks for which `rank` waits, or 0 if it has published none in this
  * epoch. */
 __device__ __forceinline__ uint32_t read_waits(const OpState &op, int rank)
 {
@@ -118,9 +121,9 @@ __device__ __forceinline__ uint32_t read_waits(const OpState &op, int rank)
     return is_stamped(op, published) ? (uint32_t)published : 0;
 }
 
-/* Publishes that this rank waits for `peers` (bit mask; 0: for none), so that other ranks do
- * not take it for the culprit. Called in the last quarter of the time limit, and with 0 if the
- * deadline moves afterwards. */
+/* Publishes to all ranks that this rank waits for `peers` (a bit mask). Other ranks then do not
+ * report this rank as the culprit. Called in the last quarter of the time limit. Called with 0
+ * if the deadline has moved since. */
 static __device__ void write_waits(const OpState &op, uint32_t peers)
 {
     const p2p_self &self = *op.self;
@@ -131,9 +134,9 @@ static __device__ void write_waits(const OpState &op, uint32_t peers)
     publish_waits(op, stamp_word(op, peers));
 }
 
-/* Returns a bit mask of the ranks that hold up the group. These are the ranks that have not
- * announced this epoch. If all have announced it, the function starts at the ranks in `awaited`
- * and follows the published waits, until it reaches ranks that wait for no other rank. */
+/* Returns a bit mask of the ranks that hold up the group. If some ranks have not announced this
+ * epoch, these are the culprits. Otherwise the function starts at the ranks in `awaited` and
+ * follows the published waits, until it reaches ranks that wait for no other rank. */
 static __device__ uint32_t find_culprits(const OpState &op, uint32_t awaited)
 {
     const int num_ranks = op.self->num_ranks, own = op.self->rank;
@@ -155,9 +158,9 @@ static __device__ uint32_t find_culprits(const OpState &op, uint32_t awaited)
     return guilty ? guilty : awaited;
 }
 
-/* Returns a bit mask of the ranks whose processes have died. The host writes it into host
- * memory, where reads by many warps are slow. So one thread reads it there now and then and
- * copies it to control memory for all. */
+/* Returns a bit mask of the ranks whose processes have died, as the host has found. The host
+ * writes the mask into host memory, where reads by many warps would be slow. So now and then
+ * one thread copies it to control memory, and all others read the copy. */
 static __device__ uint32_t read_dead_ranks(const OpState &op)
 {
     p2p_control *control = control_of(op);
@@ -168,10 +171,10 @@ static __device__ uint32_t read_dead_ranks(const OpState &op)
     return load_relaxed(&control->dead);
 }
 
-/* Returns P2P_BROKEN() of the failure that has ended the operation, or 0. It checks in this
- * order: a published failure, a peer that announced another operation, a closed or dead peer.
- * It does not check the deadline. Sets `theirs` to the signature of a peer that announced
- * another operation. */
+/* Returns P2P_BROKEN() of a failure that ends the operation, or 0 if there is none. Checks in
+ * this order: a failure that a rank has published, a peer that announced another operation, a
+ * peer that has closed or died. Does not check the deadline. If a peer announced another
+ * operation, sets `theirs` to its signature. */
 __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, uint32_t &theirs)
 {
     const p2p_self &self = *op.self;
@@ -197,18 +200,18 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
 }
 
 #ifndef SPINS_PER_CHECK
-#define SPINS_PER_CHECK 256u /* polls between two checks of a wait */
+#define SPINS_PER_CHECK 256u /* number of polls between two checks of a wait */
 #endif
 
-/* Returns true if the wait may end at `deadline`, because the host has run after it, too.
- * `time`: current device time.
+/* Returns true if a wait whose deadline has passed may fail, because the host process has run
+ * after the deadline. `time`: current device time.
  *
- * A stop of the process (Ctrl-Z, a frozen container) must not cause a timeout. The clock of the
- * device continues during a stop, but often all peers are stopped, too, and launch nothing. So
- * a wait ends only after a host thread has run later than the deadline (a beat, P2P_AWAKE). If
+ * A stop of the process (Ctrl-Z, a frozen container) must not cause a timeout. During a stop
+ * the device's clock continues, but usually the peers are stopped, too, and launch nothing. So
+ * a wait fails only after a host thread has run later than the deadline (a beat, P2P_AWAKE). If
  * the host finds that the process was stopped, it counts a stop, and the time limit starts
- * again, at most P2P_POSTPONE_LIMIT times. One thread of the rank reads the word `awake` in
- * host memory for all. */
+ * again, at most P2P_POSTPONE_LIMIT times. Only one thread of the rank at a time reads the word
+ * `awake` in host memory. */
 static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, uint64_t time)
 {
     p2p_control *control = control_of(op);
@@ -216,7 +219,7 @@ static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, 
         const uint64_t awake = load_relaxed(&op.self->status->awake);
         const uint32_t beat = (uint32_t)awake, stops = (uint32_t)(awake >> 32);
         const uint64_t due = load_relaxed(&control->due);
-        if (!awake) { /* No host thread beats, so the clock of the device alone decides. */
+        if (!awake) { /* If no host thread writes beats, the device's clock alone decides. */
             store_relaxed(&control->overdue, time);
         } else if (stops != load_relaxed(&control->host_stops)) {
             const uint32_t num_postponed = load_relaxed(&control->num_postponed);
@@ -235,9 +238,9 @@ static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, 
     return load_relaxed(&control->overdue) > deadline;
 }
 
-/* Returns true if the deadline of a wait for `peer` has passed. Each wait of this rank that
- * ends well moves the deadline. In the last quarter of the time limit, publishes that this rank
- * waits for `peer`. */
+/* Returns true if the deadline of a wait for `peer` has passed. First moves the deadline if
+ * another wait of this rank has made progress since. In the last quarter of the time limit,
+ * publishes that this rank waits for `peer`. */
 static __device__ __noinline__ bool is_too_late(const OpState &op, int peer)
 {
     const p2p_self &self = *op.self;
@@ -255,7 +258,7 @@ static __device__ __noinline__ bool is_too_late(const OpState &op, int peer)
 }
 
 /* Returns true if the group has failed. In backend hosts only one thread at a time reads the
- * net inbox, where polls are slow; the others read its result in control memory. */
+ * net inbox, where polls are slow. The other threads read its result in control memory. */
 __device__ __forceinline__ bool has_failed(const OpState &op, int phase)
 {
     uint32_t theirs;
@@ -271,11 +274,11 @@ __device__ __forceinline__ bool has_failed(const OpState &op, int phase)
 #endif
 }
 
-/* Returns true if a wait for `peer` must be given up: the group has failed, or the deadline has
- * passed. A wait calls it every SPINS_PER_CHECK polls. `fresh`: this is the first check of this
- * wait. Then the wait before it has ended well, which counts as progress and moves the
- * deadline. report_aborted_wait() finds the cause later, at the end of the CTA, because waiting
- * warps have few registers. */
+/* Returns true if a wait for `peer` must be given up, because the group has failed or the
+ * deadline has passed. A waiting warp calls it every SPINS_PER_CHECK polls. `fresh`: whether
+ * this is the first call of this wait. If so, the previous wait has ended with success, and
+ * this progress moves the deadline. Does not look for the cause of the failure, because waiting
+ * warps have few registers: report_aborted_wait() does so at the end of the CTA. */
 static __device__ __noinline__ bool wait_should_abort(const OpState &op, int peer, int phase,
                                                       bool fresh)
 {
@@ -291,10 +294,10 @@ static __device__ __noinline__ bool wait_should_abort(const OpState &op, int pee
     return over;
 }
 
-/* Finds the cause of a wait that was given up and reports it. Called by one thread. A thread
- * that does not know which rank it waited for gives other ranks REPORT_GRACE_NS to report
- * first. After that it looks for the culprit among the ranks for which other threads of this
- * rank have published waits. */
+/* Finds the cause of a wait that was given up, and reports it. Called by one thread. If the
+ * thread does not know which rank it waited for, it gives other ranks REPORT_GRACE_NS to report
+ * first. Then it looks for the culprit among the ranks for which other threads of this rank
+ * have published waits. */
 static __device__ __noinline__ void report_aborted_wait(const OpState &op)
 {
     const p2p_self &self = *op.self;
@@ -312,17 +315,18 @@ static __device__ __noinline__ void report_aborted_wait(const OpState &op)
 }
 
 #ifndef LOW_LATENCY
-/* 1 in low-latency kernels, which poll more often, because few rows compete for memory
- * bandwidth */
+/* 1 in low-latency kernels. They poll more often than others, because few rows compete with the
+ * polls for memory bandwidth. */
 #define LOW_LATENCY 0
 #endif
 #ifndef SPINS_TO_SLEEP
 #define SPINS_TO_SLEEP (LOW_LATENCY ? 64u : 4u)
 #endif
 
-/* Polls until ready() is true; ready() must return the same value in all lanes. Called by a
- * whole warp. Returns false if the wait was given up because the group is broken. `peer`: the
- * rank that this lane waits for, or -1; ready() may change it. */
+/* Waits until ready() returns true; ready() must return the same value in all lanes. `peer`:
+ * the rank that this lane waits for, or -1; ready() may change it. `phase`: a p2p_phase, to
+ * report what the rank waited for. Called by a whole warp. Returns false if the wait was given
+ * up, which means that the group is broken. */
 template <class Ready>
 __device__ __forceinline__ bool wait_warp(const OpState &op, const int &peer, int phase,
                                           Ready ready)
