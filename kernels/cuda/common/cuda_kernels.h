@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The arguments ("jobs") of the CUDA kernels, and the functions that launch them. Plain C.
+/* The arguments ("jobs") of the CUDA kernels, and the functions that launch the kernels. Plain
+ * C.
  *
- * A launcher enqueues one kernel on the stream and returns; the job is copied as the kernel's
+ * A launcher enqueues one kernel on the stream and returns. CUDA copies the job as the kernel's
  * parameter. A rank runs one operation at a time. The CTAs of a kernel wait for each other and
  * for peers. So all of them must be resident at once, one per SM. If ranks share a GPU, the
  * CTAs of all these ranks must be resident together. */
@@ -19,96 +20,99 @@ extern "C" {
 #endif
 
 /* Kinds of errors in the data of an operation (class (b) of epic.h). The comment on each kind
- * lists what the numbers in p2p_notice.about are. */
+ * lists the numbers in p2p_notice.about. */
 typedef enum p2p_fault {
     P2P_FAULT_EXPERT = 0,    /* token, k, id, num_experts */
     P2P_FAULT_PLACEMENT = 1, /* expert, rank */
     P2P_FAULT_CAPACITY = 2,  /* slots, needed */
     P2P_FAULT_ROWS = 3,      /* rows, needed, operation */
-    /* `about` is unused: the bytes are not a plan of this rank and group */
+    /* `about` is unused; the bytes are not a plan of this rank and group */
     P2P_FAULT_PLAN = 4,
     P2P_FAULT_TOKENS = 5,     /* tokens, tokens of the plan, operation */
     P2P_FAULT_DUPLICATE = 6,  /* token, k, id */
     P2P_FAULT_LOGICAL = 7,    /* token, k, id, num_logical */
     P2P_FAULT_REPLICA = 8,    /* expert, logical expert, num_logical */
     P2P_FAULT_NO_REPLICA = 9, /* logical expert */
-    P2P_FAULT_LAYER = 10,     /* `about` is unused: the plan was made with another layer */
+    P2P_FAULT_LAYER = 10,     /* `about` is unused; the plan was made with another layer */
     P2P_FAULT_LOCAL = 11,     /* rows, local experts */
     P2P_FAULT_ROOM = 12,      /* num_local_experts, experts of a rank */
     P2P_FAULT_UNEQUAL = 13    /* tokens of rank 0, tokens of this rank */
 } p2p_fault;
 
-/* Reports one error in the data to the host, in host memory. The kernel writes `result` last.
- * The host reads the notice and then sets `result` to 0. */
+/* One error in the data, which a kernel reports in host memory. The kernel writes `result`
+ * last. The host reads the notice and then sets `result` to 0. */
 typedef struct p2p_notice {
     uint32_t result;
     uint32_t epoch;
     uint32_t fault;   /* enum p2p_fault */
-    int32_t rank;     /* rank whose data is wrong */
-    int64_t about[4]; /* numbers about the error, see p2p_fault */
+    int32_t rank;     /* the rank whose data is wrong */
+    int64_t about[4]; /* numbers that describe the error, see p2p_fault */
 } p2p_notice;
 
-/* largest number of unread notices; later errors are dropped */
+/* number of notices that may be unread at a time; more errors are dropped */
 #define P2P_NOTICES 8
 
-/* Host memory through which kernels report to the host, and the host to running kernels. */
+/* Host memory of a rank through which kernels report to the host, and the host to running
+ * kernels. */
 typedef struct p2p_status {
-    /* enum epic_result: why the group broke, or EPIC_OK; kernels write it last */
+    /* enum epic_result: why the group is broken, or EPIC_OK. A kernel writes it last. */
     uint32_t result;
     uint32_t operation; /* enum epic_operation that failed */
     uint32_t epoch;
     uint32_t phase;    /* enum p2p_phase */
     uint32_t reporter; /* rank that found the failure */
     uint32_t culprits; /* bit mask of the ranks at fault */
-    /* signatures that differ, if ranks called different operations */
+    /* the two signatures that differ, if ranks called different operations */
     uint32_t own_signature, peer_signature;
     uint32_t dead; /* written by the host: bit mask of the ranks whose processes have died */
     uint32_t deadline_ms; /* time limit of the operation that broke */
-    /* written by the host while it runs: P2P_AWAKE(); 0 if no thread writes it */
+    /* P2P_AWAKE(), which a host thread updates while the process runs; 0 if there is no such
+     * thread */
     uint64_t awake;
     p2p_notice notices[P2P_NOTICES];
 } p2p_status;
 
 /* Packs two counts of the host into one word: how often a host thread has run (beats), and how
- * often it found that the process had been stopped (stops). They share one word, because a
- * kernel that reads a beat must also see the stop before it. */
+ * often it found that the process had been stopped (stops). They share one word, so that a
+ * kernel which reads a beat also sees all stops before it. */
 #define P2P_AWAKE(stops, beats) ((uint64_t)(stops) << 32 | (uint32_t)(beats))
-/* how many times in a row a stop of the process may postpone a deadline while the wait makes no
- * progress */
+/* how many times a stop of the process may postpone a deadline without progress of a wait in
+ * between */
 #define P2P_POSTPONE_LIMIT 4
 
-typedef enum p2p_phase { /* Names what a rank waited for when an operation failed. */
+typedef enum p2p_phase { /* What a rank waited for when an operation failed. */
                          P2P_PHASE_NONE = 0,
                          P2P_PHASE_ARRIVE = 1, /* a peer's announcement */
                          P2P_PHASE_COUNTS = 2, /* a peer's counts of choices */
-                         P2P_PHASE_RECORD = 3, /* a record: the slots of a token */
-                         P2P_PHASE_ROW = 4,    /* a row */
-                         P2P_PHASE_FLOAT = 5,  /* a weight or its gradient */
-                         P2P_PHASE_GRID = 6,   /* other CTAs of this rank */
-                         /* no wait: ranks passed different tables of experts */
+                         /* a record: the slots of a token, from the rank of the token */
+                         P2P_PHASE_RECORD = 3,
+                         P2P_PHASE_ROW = 4,   /* a row */
+                         P2P_PHASE_FLOAT = 5, /* a weight or its gradient */
+                         P2P_PHASE_GRID = 6,  /* other CTAs of this rank */
+                         /* not a wait: ranks passed different tables rank_of_expert */
                          P2P_PHASE_TABLE = 7,
-                         /* no wait: two operations of this rank ran at once */
+                         /* not a wait: two operations of this rank ran at once */
                          P2P_PHASE_OVERLAP = 8
 } p2p_phase;
 
-/* Makes the word `broken`, which describes why the group failed. `culprits` is a bit mask of
- * ranks. */
+/* Packs the word `broken`, which describes why the group failed. `reporter`: the rank that
+ * found it. `culprits`: bit mask of the ranks at fault. */
 #define P2P_BROKEN(result, operation, reporter, phase, culprits)                \
     ((uint64_t)(result) | (uint64_t)(operation) << 4 | (uint64_t)(phase) << 8 | \
      (uint64_t)(reporter) << 12 | (uint64_t)(culprits) << 32)
 
-/* 1 in the library of backend hosts, which is compiled from the same sources as p2p with
- * EPIC_HOSTS. */
+/* 1 in the library of backend hosts, 0 in that of backend p2p. Both are compiled from the same
+ * sources; EPIC_HOSTS is defined for hosts. */
 #ifdef EPIC_HOSTS
 #define HOSTS 1
 #else
 #define HOSTS 0
 #endif
 
-/* An entry of the ring through which kernels post puts (net/net.cuh). It means: copy `words`
- * words of 8 bytes from word number `word` of the outbox to the same word of the inbox of rank
- * `host`. `lap` (1 to 255) counts how often the ring has been filled. It shows a reader whether
- * the entry is new, so an entry is its own flag. */
+/* An entry of the ring through which kernels request puts (net/net.cuh). It means: copy `words`
+ * words of 8 bytes from the outbox, beginning at word number `word`, to the same place in the
+ * inbox of rank `host`. An entry is its own flag: `lap` (1 to 255) counts how often the ring
+ * has been filled, so a reader can tell a new entry from an old one. */
 #define P2P_RING_ENTRIES (1u << 15)
 #define P2P_ENTRY(host, word, words) \
     ((uint64_t)(host) << 51 | (uint64_t)(words) << 33 | (uint64_t)(word))
@@ -117,82 +121,91 @@ typedef enum p2p_phase { /* Names what a rank waited for when an operation faile
 #define P2P_ENTRY_HOST(entry) ((int)((entry) >> 51 & 31))
 #define P2P_ENTRY_WORDS(entry) ((uint32_t)((entry) >> 33 & 0x3ffff))
 #define P2P_ENTRY_WORD(entry) ((entry)&0x1ffffffffull)
-/* word number of an entry that marks the end of an epoch; no heap is so large */
+/* `word` of an entry that marks the end of an epoch; a heap has fewer words */
 #define P2P_EPOCH_ENDS 0x1ffffffffull
 
-typedef struct p2p_ring { /* The ring and its counters; all in host memory. */
+typedef struct p2p_ring { /* The ring of puts and its counters. All are in host memory. */
     uint64_t *entries;    /* [P2P_RING_ENTRIES], written by kernels */
     struct p2p_ring_words *words;
 } p2p_ring;
 
 typedef struct p2p_ring_words {
-    uint64_t taken; /* written by the proxy thread: number of entries that it has read */
-    /* written by the proxy thread: number of epochs whose puts the net has read */
+    /* number of entries that the proxy thread has read; the proxy thread writes it */
+    uint64_t taken;
+    /* number of epochs whose puts the net has fully read from the outbox; the proxy thread
+     * writes it */
     uint64_t freed;
-    uint64_t waits; /* written by kernels: the word `waits` (heap.h) to send to all peers */
+    /* the word `waits` (heap.h) that the proxy thread sends to all peers; kernels write it */
+    uint64_t waits;
 } p2p_ring_words;
 
-/* Number of bits, within a word, for a count of choices. A count of one rank's choices for one
- * expert must fit. */
+/* Number of bits of a count of choices, in words that also contain other values. The count of
+ * one rank's choices for one expert must fit. */
 #define P2P_COUNT_BITS 26
 
-/* The part of every job that describes the rank and its group. */
+/* The first field of every job: describes the rank and its group. */
 typedef struct p2p_self {
-    /* address of each rank's heap; for a rank on another host, of this rank's outbox */
+    /* heap[q]: address of rank q's heap or, if q is on another host, of this rank's outbox */
     uint8_t *heap[DEVICE_MAX_RANKS];
-    p2p_heap at;        /* layout of all heaps */
-    p2p_status *status; /* in host memory; this is the device's address of it */
+    p2p_heap at;        /* layout of every rank's heap */
+    p2p_status *status; /* device address of the status, which is in host memory */
     uint64_t group_id;
     uint64_t timeout_ns;
     int64_t max_tokens;
     int32_t rank, num_ranks;
     uint32_t operation; /* enum epic_operation */
-    uint32_t signature; /* hash of the arguments that must be equal on all ranks */
-    /* hashes of layers; the plan must have been made for one of these layers; 0: for any */
+    uint32_t signature; /* hash of the arguments of the call that must be equal on all ranks */
+    /* The plan must have been made for a layer with one of these hashes; 0: for any layer. */
     uint32_t layer_hashes[2];
 #ifdef EPIC_HOSTS
     p2p_ring ring;
-    uint8_t *inbox; /* memory that ranks of other hosts write, with the layout of a heap */
+    /* memory into which the net copies words of other hosts; has the layout of a heap */
+    uint8_t *inbox;
     /* bytes of the inbox if it is in host memory, where polls are slow; else 0 */
     int64_t host_inbox_bytes;
     uint32_t host_ranks; /* bit mask of the ranks on this host, this rank included */
-    int32_t local;       /* ranks per host if rows go through relays (net/relay.cuh), else 0 */
-    int32_t max_top_k;   /* most choices per token that fit the heap */
-    /* this rank sends at least this many tokens before it waits for a token; 0: no such minimum
-     */
+    /* number of ranks per host if rows go through relays (net/relay.cuh), else 0 */
+    int32_t local;
+    int32_t max_top_k; /* largest number of choices per token for which heaps have space */
+    /* smallest number of tokens that this rank sends before it waits for a token; 0: no
+     * minimum */
     int32_t ahead;
 #endif
 } p2p_self;
 
-/* Arguments of plan, which computes the slot of every choice. */
+/* Arguments of the operation plan, which computes the slot of every choice. */
 typedef struct p2p_plan_job {
     p2p_self self;
     epic_layer layer;      /* the layer, with all defaults filled in */
     device_plan_layout at; /* layout of the plans of the layer */
     uint8_t *plan;
     const void *topk_idx;
-    const int32_t *rank_of_expert;    /* NULL: blocks of adjacent experts */
-    const int32_t *logical_of_expert; /* used if layer.num_logical is not 0 */
+    /* NULL: rank r owns the experts [r * block, (r + 1) * block) */
+    const int32_t *rank_of_expert;
+    /* logical expert of each replica; used only if layer.num_logical is not 0 */
+    const int32_t *logical_of_expert;
     int32_t *expert_rows, *expert_tokens, *load, *logical_load, *demand;
     int32_t num_tokens;
     int32_t capacity;      /* 0: no bound */
-    int32_t block;         /* experts per rank if rank_of_expert is NULL */
+    int32_t block;         /* number of experts per rank if rank_of_expert is NULL */
     int32_t has_int64_ids; /* 1: topk_idx is int64; 0: int32 */
-    /* number of CTAs that make the plan: the first CTAs of the grid; 0: the plan exists */
+    /* number of CTAs that make the plan (the first CTAs of the grid); 0: the plan already
+     * exists */
     int32_t planners;
     int32_t is_lowlat; /* 1: use the low-latency planner (lowlat/plan.cuh) */
-    /* largest number of tokens of a rank that uses the low-latency planner */
+    /* largest number of tokens for which a rank uses the low-latency planner */
     int32_t max_lowlat_tokens;
-    int32_t by_k; /* 1: drop choices by EPIC_BY_K (plan/keep_by_k.cuh) */
-    /* 1: ids are logical experts, so a replica must be chosen first (plan/resolve.cuh) */
+    int32_t by_k; /* 1: the layer drops choices by EPIC_BY_K (plan/keep_by_k.cuh) */
+    /* 1: topk_idx contains logical experts, so the planner first chooses replicas
+     * (plan/resolve.cuh) */
     int32_t resolves;
 } p2p_plan_job;
 
-/* Largest product of experts and top_k of a layer with EPIC_BY_K. */
+/* Largest value of num_experts * top_k for a layer with EPIC_BY_K. */
 #define P2P_BY_K_TALLIES DEVICE_MAX_EXPERTS
 
 /* Returns 1 if lowlat/plan.cuh can make plans of this layer for up to `most` tokens per rank.
- * It depends on the arguments only, so all ranks get the same result. */
+ * The result depends only on the arguments, so all ranks decide equally. */
 static inline int p2p_can_plan_lowlat(int64_t ranks, int64_t most, const epic_layer *layer)
 {
     const int64_t groups = ranks * ((most + 31) / 32);
@@ -203,8 +216,8 @@ static inline int p2p_can_plan_lowlat(int64_t ranks, int64_t most, const epic_la
            layer->sum_order == EPIC_BY_RANK && layer->layout == EPIC_EXPERT_MAJOR;
 }
 
-/* Returns the largest number of tokens per rank, up to `most`, for which lowlat/plan.cuh can
- * make plans of this layer; 0 if it cannot. */
+/* Returns the largest number of tokens per rank, at most `most`, for which lowlat/plan.cuh can
+ * make plans of this layer. Returns 0 if it cannot make any. */
 static inline int32_t p2p_lowlat_plan_tokens(int64_t ranks, int64_t most,
                                              const epic_layer *layer)
 {
@@ -213,10 +226,10 @@ static inline int32_t p2p_lowlat_plan_tokens(int64_t ranks, int64_t most,
     return (int32_t)most;
 }
 
-/* Arguments of dispatch, which moves rows of tokens to the slots of their experts. It may also
- * make the plan. */
+/* Arguments of the operation dispatch, which moves rows of tokens to the slots of their
+ * experts. If plan.planners > 0, the same kernel also makes the plan. */
 typedef struct p2p_dispatch_job {
-    p2p_plan_job plan; /* the plan that is read or, with planners > 0, made first */
+    p2p_plan_job plan; /* the plan to read or, if planners > 0, to make first */
     int64_t plan_bytes;
     const uint8_t *tokens; /* [num_tokens, row_bytes] */
     uint8_t *recv;         /* [recv_rows, row_bytes] */
@@ -225,34 +238,38 @@ typedef struct p2p_dispatch_job {
     int32_t *recv_expert; /* [recv_rows, top_k], FLAT only */
     int64_t row_bytes;
     int32_t num_tokens, recv_rows;
-    int32_t aligned; /* row addresses and sizes are multiples of 16 bytes */
-    int32_t flat;    /* the plan is FLAT, and the call makes it or moves weights or experts */
-    /* zero_tail: zero the slots after the last slab. leave_padding: do not zero padding. */
+    int32_t aligned; /* 1: all row addresses and row_bytes are multiples of 16 */
+    /* 1: the plan is FLAT, and the call makes it or moves weights or experts */
+    int32_t flat;
+    /* zero_tail: 1: write zeros to the slots after the last slab. leave_padding: 1: do not
+     * write zeros to padding slots. */
     int32_t zero_tail, leave_padding;
     int32_t top_k; /* top_k of the layer */
     int32_t head;  /* tokens [0, head) are sent while the plan is made */
-    /* low-latency kernels: number of CTAs that only send; set by the launcher */
+    /* low-latency kernels only: number of CTAs that only send; set by the launcher */
     int32_t num_send_only_ctas;
-    /* other kernels: one of 2^catch_up steps receives two tokens, until receiving is `lag`
-     * behind sending (dispatch/dispatch.cuh); set by the launcher */
+    /* all other kernels: one of 2^catch_up steps receives two tokens, until receiving is only
+     * `lag` tokens behind sending (dispatch/dispatch.cuh); set by the launcher */
     int32_t catch_up;
-    /* lag, span and units are set by the launcher (common/rows.cuh). */
+    /* The launcher sets lag, span and units (common/rows.cuh). */
     int32_t lag;   /* tokens by which receiving stays behind sending */
     int32_t span;  /* pieces of a row that a unit moves */
     int32_t units; /* number of warps that move rows */
-    /* Only for packed rows (dispatch/packed.cuh). scale_bytes is 0 if rows have no scales. */
+    /* The next fields are only for packed rows (dispatch/packed.cuh): a row and its scales are
+     * moved together. scale_bytes is 0 if rows have no scales. */
     const uint8_t *scales; /* [num_tokens, scale_bytes]; NULL if dispatch quantizes */
     uint8_t *recv_scales;
     int64_t scale_bytes;
-    /* bytes of a row of `tokens`; its elements are of `type` if dispatch quantizes */
+    /* bytes of a row of `tokens`. If dispatch quantizes, its elements are of `type`. */
     int64_t token_bytes;
     uint32_t type, quantize;
-    /* 1: addresses and sizes of rows of scales are multiples of 16 bytes; of 4 bytes */
+    /* scales_aligned: 1: all addresses and sizes of rows of scales are multiples of 16 bytes;
+     * scales_in_words: 1: they are multiples of 4 bytes */
     int32_t scales_aligned, scales_in_words;
-    /* Only for bulk stores (dispatch/bulk.cuh). */
-    int32_t bulk;  /* the GPU supports bulk stores */
+    /* The next fields are only for bulk stores (dispatch/bulk.cuh). */
+    int32_t bulk;  /* 1: the GPU supports bulk stores */
     int32_t warps; /* number of warps of a CTA that move rows; set by the launcher */
-    /* number of packed rows in shared memory of each warp; set by the launcher */
+    /* number of packed rows for which each warp has shared memory; set by the launcher */
     int32_t num_buffers;
 } p2p_dispatch_job;
 
@@ -262,30 +279,32 @@ static inline int64_t p2p_packed_bytes(int64_t row_bytes, int64_t scale_bytes)
     return device_round_up(row_bytes, 16) + device_round_up(scale_bytes, 16);
 }
 
-/* Arguments of combine and dispatch_backward: each rank adds its rows of a token, and the rank
- * that owns the token adds these partial sums. */
+/* Arguments of the operations combine and dispatch_backward. Each rank adds its rows of a
+ * token, and the rank that owns the token adds these partial sums. */
 typedef struct p2p_combine_job {
     p2p_self self;
     const uint8_t *plan;
     int64_t plan_bytes;
     const uint8_t *rows;
     uint8_t *out;
-    const float *slot_weights; /* NULL: all 1 */
-    /* floats to send back to the tokens' ranks without adding them, or NULL */
+    const float *slot_weights; /* NULL: all weights are 1 */
+    /* only in dispatch_backward, else NULL: floats that are returned to the tokens' ranks, not
+     * added */
     const float *slot_floats;
-    float *choice_floats; /* [num_tokens, top_k], where slot_floats of all ranks arrive */
+    float *choice_floats; /* [num_tokens, top_k]: where the slot_floats of all ranks arrive */
     int64_t row_bytes;
     int32_t num_tokens, num_rows;
     uint32_t type;
     int32_t aligned;
-    int32_t lag; /* tokens by which adding stays behind sending */
-    /* the layer's top_k; 1 if its sum order is EPIC_TREE; 1 if its layout is FLAT */
+    int32_t lag; /* number of tokens by which adding stays behind sending */
+    /* top_k of the layer; tree: 1 if its sum order is EPIC_TREE; flat: 1 if its layout is
+     * FLAT */
     int32_t top_k, tree, flat;
-    int64_t rank_of_at, records_at; /* offsets of rank_of and records in the plan */
+    int64_t rank_of_at, records_at; /* offsets of the arrays rank_of and records in the plan */
 } p2p_combine_job;
 
-/* Arguments of combine_backward, which computes d_rows (weight * d_out of the slot's token) and
- * d_slot_weights. */
+/* Arguments of the operation combine_backward, which computes d_rows (weight * d_out of the
+ * slot's token) and d_slot_weights. */
 typedef struct p2p_combine_backward_job {
     p2p_self self;
     const uint8_t *plan;
@@ -296,22 +315,24 @@ typedef struct p2p_combine_backward_job {
     const float *slot_weights;
     float *d_slot_weights;
     int64_t row_bytes;
-    int32_t num_tokens, num_rows; /* num_rows: rows of d_rows and of `rows` */
+    int32_t num_tokens, num_rows; /* num_rows: number of rows of d_rows and of `rows` */
     uint32_t type;
     int32_t aligned;
     int32_t zero_tail, leave_padding;
     int32_t top_k, lag, span, units; /* see p2p_dispatch_job */
     /* The next fields are only for quantized d_rows. */
     uint8_t *d_rows_scales;
-    /* bytes of a row of d_rows_scales; of a row of d_rows */
+    /* scale_bytes: bytes of a row of d_rows_scales; quantized_bytes: bytes of a row of
+     * d_rows */
     int64_t scale_bytes, quantized_bytes;
     uint32_t quantize;
-    /* 1: rows of d_rows are aligned, so a lane stores all its bytes at once */
+    /* 1: rows of d_rows are aligned, so a lane stores all bytes of a vector at once */
     int32_t quantized_whole;
-    int32_t scales_in_words; /* 1: rows of d_rows_scales are aligned words */
+    /* 1: addresses and sizes of rows of d_rows_scales are multiples of 4 bytes */
+    int32_t scales_in_words;
 } p2p_combine_backward_job;
 
-/* Arguments of allreduce_sum, which adds the arrays of all ranks in place. */
+/* Arguments of the operation allreduce_sum, which adds the arrays of all ranks in place. */
 typedef struct p2p_sum_job {
     p2p_self self;
     float *data;
@@ -320,7 +341,8 @@ typedef struct p2p_sum_job {
     uint32_t pad;
 } p2p_sum_job;
 
-/* Arguments of sum_replicas, which adds the arrays of the replicas of each logical expert. */
+/* Arguments of the operation sum_replicas, which adds the arrays of the replicas of each
+ * logical expert. */
 typedef struct p2p_sum_replicas_job {
     p2p_self self;
     const uint8_t *plan;
@@ -331,13 +353,14 @@ typedef struct p2p_sum_replicas_job {
     uint32_t pad;
 } p2p_sum_replicas_job;
 
-/* Each launcher enqueues one operation on `stream` with at most num_sms CTAs and returns the
- * launch's error. */
+/* Each launcher enqueues the kernel of one operation on `stream`, with at most num_sms CTAs,
+ * and returns the error of the launch. */
 cudaError_t p2p_launch_plan(const p2p_plan_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_dispatch_packed(const p2p_dispatch_job *job, int num_sms,
                                        cudaStream_t stream);
-/* Returns 1 if the bulk kernel supports the job. If not, use the other kernels of dispatch. */
+/* Returns 1 if the kernel with bulk stores supports the job. Otherwise callers use the other
+ * kernels of dispatch. */
 int p2p_can_dispatch_bulk(const p2p_dispatch_job *job);
 cudaError_t p2p_launch_dispatch_bulk(const p2p_dispatch_job *job, int num_sms,
                                      cudaStream_t stream);
@@ -357,8 +380,9 @@ cudaError_t p2p_launch_sum(const p2p_sum_job *job, int num_sms, cudaStream_t str
 cudaError_t p2p_launch_sum_replicas(const p2p_sum_replicas_job *job, int num_sms,
                                     cudaStream_t stream);
 
-/* Each function loads one kind of kernel on the current device. Called when a context opens,
- * because a later load would perhaps wait until the device is idle. */
+/* Each function loads the kernels of one operation on the current device. A context calls them
+ * when it opens, because CUDA would otherwise load a kernel at its first launch, and might
+ * first wait until the device is idle. */
 cudaError_t p2p_load_plan(void);
 cudaError_t p2p_load_dispatch(void);
 cudaError_t p2p_load_dispatch_packed(void);

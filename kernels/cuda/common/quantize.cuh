@@ -6,8 +6,9 @@
  *   EPIC_QUANTIZE_1X32   blocks of 32 elements, scale e8m0 (a power of two, one byte): 4 bytes,
  *                        also 1 word, per 128 elements
  *
- * A warp quantizes a piece: V vectors of N elements per lane. Element i of vector v of lane l
- * is element (v * 32 + l) * N + i of the piece. Elements past the end of the row are zeros. */
+ * A warp quantizes one piece of a row at a time: V vectors of N elements per lane. Element i of
+ * vector v of lane l is element (v * 32 + l) * N + i of the piece. Elements past the end of the
+ * row are zeros. Parameters named `how` are one of the two constants above. */
 #ifndef EPIC_QUANTIZE_CUH
 #define EPIC_QUANTIZE_CUH
 
@@ -17,22 +18,23 @@
 #define INFINITY_WORD 0x7f800000u
 #define NAN_SCALE 0x7fc00000u
 #define E4M3_LARGEST 448.0f
-/* If a scale is between these two limits, divide_rounded() computes with normal (not subnormal)
- * numbers only. */
+/* For scales between these two limits, divide_rounded() computes only with normal (not
+ * subnormal) numbers. */
 #define SMALL_SCALE 0x1p-90f
 #define LARGE_SCALE 0x1p100f
 
-/* One lane's part of a quantized piece of a row. */
+/* What one lane has of a quantized piece of a row: elements and scales. */
 template <int V, int N> struct Quantized {
-    static constexpr int LANES = QUANTIZE_BLOCK / N; /* lanes that share a word of scales */
-    static constexpr int WORDS = V * WARP / LANES;   /* words of scales per piece */
-    static constexpr int BYTES = V * WARP * N;       /* bytes of e4m3 per piece */
+    /* number of lanes whose vectors share a word of scales */
+    static constexpr int LANES = QUANTIZE_BLOCK / N;
+    static constexpr int WORDS = V * WARP / LANES; /* number of words of scales per piece */
+    static constexpr int BYTES = V * WARP * N;     /* bytes of e4m3 elements per piece */
     /* e4m3 elements of this lane, four per word */
     uint32_t q[V][N / 4];
-    /* this lane's word of scales: number word_index() of the piece */
+    /* this lane's word of scales, which is word number word_index() of the piece */
     uint32_t scales;
 
-    /* Returns true if this lane stores a word of scales. */
+    /* Returns true if this lane has a word of scales to store. */
     static __device__ __forceinline__ bool has_word()
     {
         return lane_id() % LANES < V;
@@ -44,8 +46,9 @@ template <int V, int N> struct Quantized {
     }
 };
 
-/* Returns the bits of the largest absolute value of N elements. Compared as integers, the bits
- * of nonnegative floats have the same order as the floats, and NaNs come last. */
+/* Returns the bits of the largest absolute value of N elements, as a float32. Callers compare
+ * these bits as integers: for nonnegative floats the order is the same, and NaNs are the
+ * largest. */
 template <int N> __device__ __forceinline__ uint32_t largest_size(const float (&x)[N])
 {
     float size = 0.0f;
@@ -54,7 +57,7 @@ template <int N> __device__ __forceinline__ uint32_t largest_size(const float (&
     return __float_as_uint(size);
 }
 
-/* Finds the largest absolute value of 16 elements of a 16-bit type, and returns its bits as a
+/* Returns the bits of the largest absolute value of 16 elements of a 16-bit type, as a
  * float32. */
 template <class ROW> __device__ __forceinline__ uint32_t largest_size(uint4 low, uint4 high)
 {
@@ -67,10 +70,10 @@ template <class ROW> __device__ __forceinline__ uint32_t largest_size(uint4 low,
     return __float_as_uint(pair[0]);
 }
 
-/* Finds the largest absolute value of each block of elements. own[v]: bits of the largest
- * absolute value in this lane's vector v. Returns the bits for the block that contains this
- * lane's vector lane_id() % V, so that adjacent lanes return different blocks. Called by a
- * whole warp. */
+/* Finds the largest absolute value of each block of elements of a piece. On entry own[v] is the
+ * largest in this lane's vector v (as bits). Returns the largest in the block that contains
+ * this lane's vector lane_id() % V. So V adjacent lanes return the results of V different
+ * vectors. Called by a whole warp. */
 template <int V, int N>
 __device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
 {
@@ -92,8 +95,8 @@ __device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
     return mine;
 }
 
-/* Returns the bits of the largest absolute value in the block whose scale this lane computes.
- * Called by a whole warp. */
+/* Returns the bits of the largest absolute value in one block of the piece: the block whose
+ * scale this lane computes (join_lanes()). Called by a whole warp. */
 template <int V, int N>
 __device__ __forceinline__ uint32_t find_largest(const float (&x)[V][N], uint32_t how)
 {
@@ -105,8 +108,8 @@ __device__ __forceinline__ uint32_t find_largest(const float (&x)[V][N], uint32_
 
 /* ------------------------------------------------------------------------------ scales ---- */
 
-/* Returns the scale of a block of 128 elements. `bits`: bits of the block's largest absolute
- * value. */
+/* Returns the scale of a block of 128 elements. `bits`: largest absolute value in the block, as
+ * bits of a float32. */
 __device__ __forceinline__ float scale_1x128(uint32_t bits)
 {
     const float s = __fdiv_rn(__uint_as_float(bits), E4M3_LARGEST);
@@ -114,9 +117,10 @@ __device__ __forceinline__ float scale_1x128(uint32_t bits)
     return s == 0.0f ? 1.0f : s;
 }
 
-/* Returns the scale of a block of 32 elements as an exponent byte (e8m0). `bits`: bits of the
- * block's largest absolute value. The largest e4m3 number is 448 = 1.75 * 2^8. So the scale's
- * exponent is that of the largest value minus 8, plus 1 if the mantissa is above 1.75. */
+/* Returns the scale of a block of 32 elements as an exponent byte (e8m0). `bits`: largest
+ * absolute value in the block, as bits of a float32. The largest e4m3 number is 448 = 1.75 *
+ * 2^8. So the exponent of the scale is the exponent of `bits` minus 8, plus 1 if its mantissa
+ * is above 1.75. */
 __device__ __forceinline__ uint32_t scale_1x32(uint32_t bits)
 {
     if (bits >= INFINITY_WORD) return 255;
@@ -126,13 +130,13 @@ __device__ __forceinline__ uint32_t scale_1x32(uint32_t bits)
 
 /* The scale of a block of elements. */
 struct BlockScale {
-    uint32_t word; /* the word of scales that contains this block's scale */
+    uint32_t word; /* the word of scales to store; it contains this block's scale */
     float number;  /* 1X128: the scale; 1X32: 1 / scale; NaN if the scale is NaN */
 };
 
-/* Returns the scale of this lane's block. `largest`: bits of the block's largest absolute value
- * before its elements are multiplied by `weight`. Only `largest` is multiplied by the weight:
- * this gives the largest weighted value, because rounding keeps the order of values. */
+/* Returns the scale of this lane's block after its elements are multiplied by `weight`.
+ * `largest`: largest absolute value in the block before the multiplication, as bits. It is
+ * enough to multiply `largest` by the weight, because rounding keeps the order of values. */
 template <int V>
 __device__ __forceinline__ BlockScale scale_of(uint32_t largest, float weight, uint32_t how)
 {
@@ -151,8 +155,8 @@ __device__ __forceinline__ BlockScale scale_of(uint32_t largest, float weight, u
 
 /* ---------------------------------------------------------------------------- division ---- */
 
-/* A divisor s, prepared for divisions. 1 / s = high + low with a relative error of 2^-44. low
- * is above 0, so that -0 / s stays -0. */
+/* A divisor s, prepared for many divisions. 1 / s = high + low with a relative error of 2^-44.
+ * low is above 0, so that -0 / s stays -0. */
 struct Divisor {
     float s, high, low, minus_r; /* minus_r: -1 / s, rounded */
 };
@@ -166,19 +170,20 @@ __device__ __forceinline__ Divisor divisor_of(float s)
     return {s, high, low, -(high + low)};
 }
 
-/* Returns x / s, rounded like a division, if no intermediate result is subnormal. SHORT: x, and
- * the value from which s was computed, have at most 11 significant bits. Then no quotient is so
- * close to the middle between two e4m3 numbers that an error of 2^-44 matters, so the final
- * correction is left out. */
+/* Returns x / s with the bits of a correctly rounded division, if no intermediate result is
+ * subnormal. SHORT: x, and the value from which s was computed, have at most 11 significant
+ * bits. Then the quotient may have an error of 2^-44, because no quotient is so close to the
+ * middle between two e4m3 numbers that this changes its e4m3 value. So SHORT leaves out the
+ * final correction. */
 template <bool SHORT> __device__ __forceinline__ float divide_rounded(float x, const Divisor &d)
 {
     const float q = __fmaf_rn(x, d.high, __fmul_rn(x, d.low));
     return SHORT ? q : __fmaf_rn(__fmaf_rn(q, d.s, -x), d.minus_r, q);
 }
 
-/* Divides N elements of a block of 128 by the block's scale. If the scale is very small or
- * large, first multiplies elements and scale by a power of two that brings the scale nearer to
- * 1. */
+/* Divides N elements of a block of 128 by the block's scale, in place. divide_rounded() needs
+ * normal numbers. So if the scale is very small or large, first multiplies elements and scale
+ * by a power of two that brings the scale nearer to 1. */
 template <bool SHORT, int N>
 __device__ __forceinline__ void divide_block(float (&x)[N], float scale)
 {
@@ -194,10 +199,10 @@ __device__ __forceinline__ void divide_block(float (&x)[N], float scale)
     for (int i = 0; i < N; i++) x[i] = divide_rounded<SHORT>(x[i], d);
 }
 
-/* Quantizes vector v of a piece: sets piece.q[v]. x: its elements, already multiplied by the
- * weight; overwritten. `mine`: the scale that this lane has computed; the scale for vector v is
- * read from the lane that has it. A NaN scale makes all elements NaN. Called by a whole warp.
- */
+/* Quantizes vector v of a piece and stores the result in piece.q[v]. x: the vector's elements,
+ * already multiplied by the weight; overwritten. `mine`: the scale that this lane has computed.
+ * The scale for vector v is read from the lane that has computed it. A NaN scale makes all
+ * elements NaN. Called by a whole warp. */
 template <bool SHORT, int V, int N>
 __device__ __forceinline__ void quantize_vector(Quantized<V, N> &piece, int v, float (&x)[N],
                                                 const BlockScale &mine, uint32_t how)
@@ -214,8 +219,8 @@ __device__ __forceinline__ void quantize_vector(Quantized<V, N> &piece, int v, f
         piece.q[v][i / 4] = pack_e4m3(x[i], x[i + 1], x[i + 2], x[i + 3]);
 }
 
-/* Quantizes a piece of a row and returns its elements and scales. Overwrites x. Called by a
- * whole warp. */
+/* Quantizes a piece of a row, and returns this lane's elements and scales. Overwrites x. Called
+ * by a whole warp. */
 template <int V, int N>
 __device__ __forceinline__ Quantized<V, N> quantize_piece(float (&x)[V][N], uint32_t how)
 {
@@ -229,23 +234,23 @@ __device__ __forceinline__ Quantized<V, N> quantize_piece(float (&x)[V][N], uint
 
 /* ----------------------------------------------------------------------------- storing ---- */
 
-/* Stores the lowest `count` bytes of a word, at most four. */
+/* Stores the lowest `count` bytes of a word, at most four, to an address of any alignment. */
 static __device__ __noinline__ void store_some(uint8_t *to, uint32_t word, int64_t count)
 {
     for (int i = 0; i < 4 && i < count; i++) to[i] = (uint8_t)(word >> i * 8);
 }
 
-/* The arrays in which quantized rows and their scales are stored. */
+/* The caller's arrays in which quantized rows and their scales are stored. */
 struct QuantizedRows {
     uint8_t *rows, *scales;
     int64_t row_bytes, scale_bytes;
-    /* whole: rows are aligned, so a lane stores its N bytes at once. words: scales are aligned,
-     * so they are stored as 32-bit words. */
+    /* whole: rows are aligned, so a lane stores its N bytes at once. words: rows of scales are
+     * aligned to 4 bytes, so they are stored as words. */
     bool whole, words;
 };
 
-/* Stores this lane's N elements (bytes) to a slot's row, at byte `at`. Leaves out those past
- * the end of the row. */
+/* Stores N quantized elements (bytes) of this lane to the row of a slot, beginning at byte `at`
+ * of the row. Leaves out elements past the end of the row. */
 template <int V, int N>
 __device__ __forceinline__ void store_vector(const QuantizedRows &to, int32_t slot, int32_t at,
                                              const uint32_t (&q)[N / 4], uint64_t policy)
@@ -264,7 +269,8 @@ __device__ __forceinline__ void store_vector(const QuantizedRows &to, int32_t sl
         store_once(row, q[0], policy);
 }
 
-/* Stores piece number `number` of a slot's row, and the scales of that piece. */
+/* Stores piece number `number` of the row of a slot, and the scales of that piece. Called by a
+ * whole warp. */
 template <int V, int N>
 __device__ __forceinline__ void store_quantized(const QuantizedRows &to, int32_t slot,
                                                 int number, const Quantized<V, N> &piece,

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rows and how they are divided: pieces, the ring of pieces in shared memory, the element types
- * of rows, and how units of work are dealt to warps.
+/* Rows and how they are divided: pieces, a ring buffer of pieces in shared memory, the element
+ * types of rows, and how units of work are divided among warps.
  *
  *   vector  16 bytes: what a lane loads or stores at once
  *   piece   V vectors per lane of a warp (V is 4 for most kernels: 2 KB). Vector v of lane l
@@ -18,29 +18,30 @@
 
 #include "cuda/common/wait.cuh"
 
-struct RowShape { /* Sizes of the caller's rows. */
+struct RowShape { /* Sizes of the rows of the caller's arrays. */
     int64_t row_bytes;
-    int32_t vectors; /* vectors per row; the last one may be partly filled */
-    int32_t pieces;  /* pieces per row; the last one may be shorter */
-    bool aligned;    /* row addresses and sizes are multiples of 16 bytes */
+    /* number of 16-byte vectors per row; the last vector may be partly filled */
+    int32_t vectors;
+    int32_t pieces; /* number of pieces per row; the last piece may be shorter */
+    bool aligned;   /* all row addresses and row_bytes are multiples of 16 */
 };
 
-/* Returns the sizes of rows of row_bytes bytes, with V vectors per lane and piece. */
+/* Returns the sizes of rows of row_bytes bytes. V: vectors of a lane per piece. */
 template <int V> __device__ __forceinline__ RowShape row_shape(int64_t row_bytes, int aligned)
 {
     const int32_t vectors = (int32_t)((row_bytes + 15) / 16);
     return {row_bytes, vectors, (vectors + V * WARP - 1) / (V * WARP), aligned != 0};
 }
 
-/* Returns the byte offset of row i. Both operands of the product have 32 bits, so one
- * instruction multiplies them. */
+/* Returns the offset of row i in bytes. Both factors of the product are converted to 32 bits,
+ * so that one instruction multiplies them to 64 bits. */
 __device__ __forceinline__ int64_t row_offset(int32_t i, const RowShape &s)
 {
     return (int64_t)((uint64_t)(uint32_t)i * (uint32_t)s.row_bytes);
 }
 
-/* Returns bytes [at, at + 16) of a row at any address. Bytes past the end of the row come from
- * `fill`, a 32-bit word. */
+/* Returns bytes [at, at + 16) of a row that may be unaligned. Bytes past the end of the row are
+ * taken from `fill`, a 32-bit word. */
 static __device__ __noinline__ uint4 load_bytes(const uint8_t *row, int64_t at,
                                                 int64_t row_bytes, uint32_t fill)
 {
@@ -54,7 +55,8 @@ static __device__ __noinline__ uint4 load_bytes(const uint8_t *row, int64_t at,
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/* Stores bytes [at, at + 16) of a row at any address, up to the end of the row. */
+/* Stores bytes [at, at + 16) of a row that may be unaligned. Leaves out bytes past the end of
+ * the row. */
 static __device__ __noinline__ void store_bytes(uint8_t *row, int64_t at, int64_t row_bytes,
                                                 uint4 q)
 {
@@ -64,7 +66,7 @@ static __device__ __noinline__ void store_bytes(uint8_t *row, int64_t at, int64_
         if (at + i < row_bytes) row[at + i] = (uint8_t)(words[i / 4] >> (i % 4 * 8));
 }
 
-/* Returns vector number `vector` of a row, with zeros past its end. Used for rows that no
+/* Returns vector number `vector` of a row; it is zero past the row's end. For rows that no
  * kernel reads again soon. */
 __device__ __forceinline__ uint4 load_row(const uint8_t *row, int32_t vector, const RowShape &s,
                                           uint64_t policy)
@@ -74,8 +76,8 @@ __device__ __forceinline__ uint4 load_row(const uint8_t *row, int32_t vector, co
     return s.aligned ? load_once(row + at, policy) : load_bytes(row, at, s.row_bytes, 0);
 }
 
-/* Like load_row(), but for rows that are read again soon, and with `fill` past the end of the
- * row. */
+/* Like load_row(), but for rows that are read again soon, and with `fill` in place of zero past
+ * the row's end. */
 __device__ __forceinline__ uint4 load_row_again(const uint8_t *row, int32_t vector,
                                                 const RowShape &s, uint32_t fill)
 {
@@ -84,7 +86,7 @@ __device__ __forceinline__ uint4 load_row_again(const uint8_t *row, int32_t vect
     return s.aligned ? load_again(row + at) : load_bytes(row, at, s.row_bytes, fill);
 }
 
-/* Stores vector number `vector` of a row, up to the end of the row. */
+/* Stores vector number `vector` of a row. Leaves out bytes past the end of the row. */
 __device__ __forceinline__ void store_row(uint8_t *row, int32_t vector, const RowShape &s,
                                           uint4 q, uint64_t policy)
 {
@@ -96,8 +98,9 @@ __device__ __forceinline__ void store_row(uint8_t *row, int32_t vector, const Ro
         store_bytes(row, at, s.row_bytes, q);
 }
 
-/* Loads this lane's part of the piece that begins with vector `first`, for rows that are read
- * again soon. `fill`: value of words past the end of the row. Called by a whole warp. */
+/* Loads this lane's vectors of one piece of a row that is read again soon. `first`: index in
+ * the row of the piece's first vector. `fill`: value of words past the end of the row. Called
+ * by a whole warp. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void load_piece_again(const uint8_t *row, int32_t first,
                                                  const RowShape &s, uint4 (&q)[V],
@@ -110,7 +113,8 @@ __device__ __forceinline__ void load_piece_again(const uint8_t *row, int32_t fir
                      : load_row_again(row, first + v * WARP + lane_id(), s, fill);
 }
 
-/* Stores this lane's part of the piece that begins with vector `first`. */
+/* Stores this lane's vectors of one piece of a row. `first`: index in the row of the piece's
+ * first vector. Called by a whole warp. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void store_piece(uint8_t *row, int32_t first, const RowShape &s,
                                             const uint4 (&q)[V], uint64_t policy)
@@ -124,7 +128,7 @@ __device__ __forceinline__ void store_piece(uint8_t *row, int32_t first, const R
             store_row(row, first + v * WARP + lane_id(), s, q[v], policy);
 }
 
-/* Stores zeros to this lane's part of a piece. */
+/* Like store_piece(), but stores zeros. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void zero_piece(uint8_t *row, int32_t first, const RowShape &s,
                                            uint64_t policy)
@@ -135,21 +139,21 @@ __device__ __forceinline__ void zero_piece(uint8_t *row, int32_t first, const Ro
     store_piece<V, EXACT>(row, first, s, zeros, policy);
 }
 
-/* Returns a vector that is poison in every word. */
+/* Returns a vector of which every word is poison: the mark for "not written yet". */
 __device__ __forceinline__ uint4 poison_vector()
 {
     return make_uint4(POISON, POISON, POISON, POISON);
 }
 
-/* Returns true if any word of the vector is poison. Poison is the largest 32-bit number, so
- * comparing the maximum of the words suffices. */
+/* Returns true if any word of the vector is poison. Poison is the largest 32-bit number, so it
+ * is enough to compare the maximum of the words. */
 __device__ __forceinline__ bool has_poison(uint4 q)
 {
     return max(max(q.x, q.y), max(q.z, q.w)) == POISON;
 }
 
-/* Returns the word, or `nan` if it equals poison. Results of arithmetic are never poison, but a
- * NaN of the caller may be. */
+/* Returns the word, or `nan` if the word equals poison, so that a receiver does not take it for
+ * missing. Results of arithmetic are never poison, but a NaN in the caller's data may be. */
 __device__ __forceinline__ uint32_t replace_poison(uint32_t word, uint32_t nan)
 {
     return word == POISON ? nan : word;
@@ -162,38 +166,41 @@ __device__ __forceinline__ uint4 replace_poisons(uint4 q, uint32_t nan)
                       replace_poison(q.z, nan), replace_poison(q.w, nan));
 }
 
-/* Returns the byte offset of this lane's part of the piece that begins with `vector`. */
+/* Returns the offset in a row, in bytes, of this lane's first vector of a piece. `vector`:
+ * index in the row of the piece's first vector. */
 __device__ __forceinline__ int64_t lane_offset(int32_t vector)
 {
     return (int64_t)((uint32_t)(vector + lane_id()) * 16u);
 }
 
-/* Rounds a size up to whole cache lines, so that the shared memory of each warp begins at a
- * line. Most rows begin at a line, too, and copies are faster between equal offsets in a line.
- */
+/* Rounds a size up to whole cache lines of 128 bytes. It makes the shared memory of each warp
+ * begin at a line. Most rows begin at a line, too, and copies are faster if source and
+ * destination have the same offset within a line. */
 static constexpr int round_up_to_lines(int bytes)
 {
     return (bytes + 127) / 128 * 128;
 }
 
-/* A warp's ring of pieces in shared memory. Asynchronous copies (cp.async) fill it ahead of
- * use, in the order of use. Each lane reads back only what it copied itself, so no barrier is
- * needed. The ring has AHEAD + 1 buffers of one piece each: one is in use, AHEAD are being
- * filled. The buffer in use is the next one to be filled. */
+/* A ring buffer of pieces in shared memory, used by one warp. Asynchronous copies (cp.async)
+ * fill it in the order in which the warp will use the pieces. Each lane reads only what it
+ * copied itself, so no barrier is needed. The ring has AHEAD + 1 buffers of one piece each.
+ * While the warp uses one buffer, the other AHEAD are being filled. The buffer in use is the
+ * next one to be filled. */
 template <int V, bool EXACT> struct PieceRing {
     static constexpr int AHEAD = V > 4 ? 2 : 3, PIECE_BYTES = V * WARP * 16;
     static constexpr int BYTES = (AHEAD + 1) * PIECE_BYTES;
-    uint32_t memory; /* shared-memory address of this lane's part of the ring */
-    /* offset of the buffer that is read next and then filled */
+    uint32_t memory; /* shared-memory address of this lane's bytes of buffer 0 */
+    /* offset, from `memory`, of the buffer that is read next and then filled */
     uint32_t next = 0;
 
-    /* warp_memory: BYTES bytes of shared memory for this warp. */
+    /* Creates an empty ring. warp_memory: BYTES bytes of shared memory for this warp. */
     __device__ __forceinline__ explicit PieceRing(const void *warp_memory)
         : memory(shared_address(warp_memory) + lane_id() * 16)
     {
     }
-    /* Starts to copy this lane's part of a piece into the ring. `from`: address of that part.
-     * `vector`: first vector of the piece. `once`: no kernel reads the row again soon. */
+    /* Starts to copy this lane's vectors of a piece into the next buffer. `from`: global
+     * address of the first of them. `vector`: index in the row of the piece's first vector.
+     * `once`: no kernel reads the row again soon. */
     __device__ __forceinline__ void copy_piece(const uint8_t *from, int32_t vector,
                                                const RowShape &s, bool once, uint64_t policy)
     {
@@ -208,21 +215,21 @@ template <int V, bool EXACT> struct PieceRing {
         }
     }
     /* Ends the group of asynchronous copies of one piece and moves to the next buffer. Called
-     * once per piece, even if nothing was copied. */
+     * once per buffer, even if nothing was copied, because waits count groups. */
     __device__ __forceinline__ void commit_piece()
     {
         end_copies();
         next = next + PIECE_BYTES == BYTES ? 0 : next + PIECE_BYTES;
     }
-    /* Waits until the oldest piece has arrived. The copies of the AHEAD pieces after it must
-     * have been committed. */
+    /* Waits until the oldest piece is in shared memory. The AHEAD pieces after it must have
+     * been committed before the call. */
     __device__ __forceinline__ void wait_next()
     {
         wait_copies<AHEAD>();
     }
-    /* Waits for the oldest piece and reads this lane's part to q. `first`: first vector of the
-     * piece. `fill`: value of words past the end of the row. The copies of the AHEAD pieces
-     * after it must have been committed. */
+    /* Waits until the oldest piece is in shared memory, and reads this lane's vectors of it to
+     * q. `first`: index in the row of the piece's first vector. `fill`: value of words past the
+     * end of the row. The AHEAD pieces after it must have been committed before the call. */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int32_t first, const RowShape &s,
                                                uint32_t fill = 0)
     {
@@ -236,8 +243,8 @@ template <int V, bool EXACT> struct PieceRing {
     }
 };
 
-/* Does all units of a warp, whose pieces go through a ring. Keeps AHEAD units begun and the
- * copies of AHEAD pieces in flight. Units: a stream of combine or combine_backward. Called by a
+/* Processes all units of a warp, whose pieces go through a ring. Always keeps AHEAD units begun
+ * and the copies of AHEAD pieces in flight. Units: CombineStream or GradientStream. Called by a
  * whole warp. Returns false if the group is broken. */
 template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
 {
@@ -255,8 +262,8 @@ template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
 
 /* ----------------------------------------------------------------------- element types ---- */
 
-/* The element types of rows. Each converts a vector of 16 bytes to N floats and back. NAN_WORD
- * replaces a NaN of the caller that equals poison. */
+/* An element type of rows. Each of these types converts a vector of 16 bytes to N floats and
+ * back. A sender replaces a NaN of the caller that equals poison by NAN_WORD. */
 struct Bf16 {
     static constexpr int N = 8; /* elements per vector */
     static constexpr uint32_t NAN_WORD = 0x7fff7fffu, MINUS_ZERO = 0x80008000u;
@@ -325,18 +332,19 @@ struct F32 {
 
 /* -------------------------------------------------------------- dealing units to warps ---- */
 
-/* How units are dealt. All units of an operation form one list: for each step (one token), for
- * each role (send, receive from source 1, ...), for each span of the row:
+/* How units are divided among warps. All units of an operation form one list: for each step
+ * (one token), for each role (send, receive from source 1, ...), for each span of the row:
  *
  *   unit number = (step * roles + role) * spans + span
  *
- * Warp w of W in the grid has units w, w + W, w + 2 W, ... */
-/* Distance from a warp's unit to its next one (step, role, span) and the sizes of the list
- * (roles, spans per row, warps that take part). In shared memory. */
+ * Warp w of the W warps that take part has units w, w + W, w + 2 W, ... */
+/* The distance from a unit of a warp to the warp's next unit (step, role, span), and the sizes
+ * of the list (roles, spans per row, number of warps that take part). In shared memory. */
 struct Stride {
     int step, role, span, roles, spans, units;
 
-    /* Sets the distance if the first `num_units` warps of the grid take part. */
+    /* Sets the sizes of the list, and the distance. `num_units`: the number of warps that take
+     * part, the first ones of the grid. */
     __device__ void set_strides(int num_units, int num_roles, int num_spans)
     {
         units = num_units;
@@ -348,13 +356,14 @@ struct Stride {
     }
 };
 
-#define NO_STEP (1 << 30) /* step of warps that take no part: after all steps */
+/* step of a warp that has no units; it is after all steps of any list */
+#define NO_STEP (1 << 30)
 
-/* A warp's current position in the list of units. */
+/* The unit at which a warp is in the list of units. */
 struct UnitWalk {
     int step, role, span;
 
-    /* Begins at the first unit of this warp. */
+    /* Starts at this warp's first unit. */
     __device__ __forceinline__ explicit UnitWalk(const Stride &s)
     {
         const int first = (blockIdx.x * blockDim.x + threadIdx.x) / WARP;
@@ -362,8 +371,7 @@ struct UnitWalk {
         role = first / s.spans % s.roles;
         step = first < s.units ? first / s.spans / s.roles : NO_STEP;
     }
-    /* Moves to the next unit of this warp. Uses only additions, because a division would be
-     * slow. */
+    /* Moves on to this warp's next unit. Uses only additions, because divisions are slow. */
     __device__ __forceinline__ void next_unit(const Stride &s)
     {
         span += s.span;
@@ -384,26 +392,26 @@ static inline int common_divisor(int a, int b)
     return a;
 }
 
-/* Returns the number of units per token: roles times spans of its row. `vectors`: vectors per
- * lane and piece. */
+/* Returns the number of units per token: the number of roles times the number of spans of its
+ * row. `vectors`: vectors of a lane per piece. */
 template <class Job> static inline int units_per_token(const Job &job, int roles, int vectors)
 {
     const int64_t span_bytes = (int64_t)job.span * vectors * 512;
     return roles * (int)((job.row_bytes + span_bytes - 1) / span_bytes);
 }
 
-/* Chooses how a launch deals its units to warps, and sets it in the job. Measured:
+/* Chooses how a launch divides its units among warps, and sets it in the job. Measured:
  * docs/lab/cuda.md.
  *
  *   job.span   pieces per unit. A unit has a fixed cost, so a row has as few spans as keep
  *              all warps equally busy.
  *   job.lag    tokens by which receiving stays behind sending: about as many as all warps
- *              work on at a time, so that pieces have arrived when they are copied
+ *              together process at a time, so that pieces have arrived when they are copied
  *   job.units  number of warps that take part. A token has `kinds` units, one for each role
  *              and span. The number of warps has no common divisor with `kinds`, so that each
  *              warp gets every kind in turn. Successive units of a warp should also be of
- *              distant kinds, because a warp that does similar work for long would get ahead
- *              of the others or fall behind. */
+ *              distant kinds. Otherwise a warp would do similar work for a long time, and get
+ *              ahead of the others or fall behind. */
 template <class Job>
 static inline void deal_units(Job &job, int num_sms, int block, int roles, int vectors)
 {
@@ -417,7 +425,7 @@ static inline void deal_units(Job &job, int num_sms, int block, int roles, int v
     if (spans < least) spans = least;
     if (spans > pieces) spans = pieces;
     job.span = (int32_t)((pieces + spans - 1) / spans);
-    /* spans of a long row: at most two pieces each */
+    /* a long row that is divided has spans of at most two pieces */
     const bool parts = spans > 1 && pieces > 5;
     if (parts && job.span > 2) job.span = 2;
     const int kinds = units_per_token(job, roles, vectors);

@@ -5,8 +5,8 @@
  * A kernel cannot store into the heap of a rank on another host. For such a rank q, heap[q]
  * points to this rank's own *outbox*, which has the layout of a heap. The kernel stores its
  * words there and calls post_put(), which appends an entry to a ring in host memory. The proxy
- * thread (src/backend/hosts/proxy.c) reads the entry and starts a put: the net copies the words
- * to the same offsets of rank q's *inbox*. Puts may arrive in any order.
+ * thread (src/backend/hosts/proxy.c) reads the entry and starts a *put*: the net copies the
+ * words to the same offsets of rank q's *inbox*. Puts may arrive in any order.
  *
  *   kernel warp       stores words into the outbox (relaxed), then __syncwarp
  *   one lane          __threadfence_system, then stores the ring entry: a thread that
@@ -24,16 +24,17 @@
  *      no kernel waited could arrive two epochs later and overwrite a newer word.
  *   2. The net copies whole words of 8 bytes, so the floats of a token begin at even indices.
  *
- * The outbox has two halves, for even and odd epochs. A kernel may write a half again when the
- * net has read the words of all puts of the last epoch that used this half (`freed`). */
+ * The outbox has two halves, for even and odd epochs. A put reads the outbox some time after
+ * the kernel has posted it. So a kernel may write a half again only when the net has read the
+ * words of all puts of the last epoch that used this half (`freed`). */
 #ifndef EPIC_NET_CUH
 #define EPIC_NET_CUH
 
 #include "cuda/common/wait.cuh"
 
-/* Returns the number of tokens by which receiving should stay behind sending: `lag`, or the
- * net's window (EPIC_NET_WINDOW) if that is larger. A large window keeps the net busy, and lets
- * the proxy join puts of adjacent rows. */
+/* Returns the lag, the number of tokens by which receiving should stay behind sending: `lag`
+ * or, if it is larger, the net's window (EPIC_NET_WINDOW). A large window keeps the net busy,
+ * and lets the proxy thread join puts of adjacent rows. */
 static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num_tokens)
 {
     const int32_t window = net_window(self);
@@ -43,21 +44,23 @@ static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num
 
 #ifdef EPIC_HOSTS
 
-/* Returns true if the ring has free space for entry number `index`. Called by one thread. */
+/* Returns true if the ring has free space for entry number `index`, that is, if the proxy
+ * thread has read the entry that was there before. Called by one thread. */
 __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t index)
 {
     p2p_control *control = control_of(op);
     if (index < load_relaxed(&control->room)) return true;
     if (!poll_permit(&control->room_polled_at, 1)) return false;
     const uint64_t room = load_relaxed(&op.self->ring.words->taken) + P2P_RING_ENTRIES;
-    /* Another thread may overwrite this with an older value, which is only too small. */
+    /* Another thread may overwrite this with an older value. That is harmless, because an older
+     * value is smaller and only causes another check. */
     store_relaxed(&control->room, room);
     return index < room;
 }
 
-/* Appends an entry to the ring. If the ring is full, waits for free space. `room`: an earlier
- * value of control->room. If the group breaks during the wait, drops the entry. Called by one
- * thread. */
+/* Appends an entry to the ring. Waits if the ring is full. `room`: an earlier value of
+ * control->room, which avoids a load. If the group breaks during the wait, drops the entry.
+ * Called by one thread. */
 __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
                                             uint64_t *entries, uint64_t room)
 {
@@ -68,9 +71,9 @@ __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
     store_relaxed(entries + index % P2P_RING_ENTRIES, entry | P2P_ENTRY_LAP(index));
 }
 
-/* Appends an entry to the ring after a system fence: a reader of the entry sees all stores that
- * this thread has made or observed. `room` is loaded before the fence, so that the load
- * overlaps with the fence. Called by one thread. */
+/* Appends an entry to the ring after a system fence, so that a thread which reads the entry
+ * sees all stores that this thread has made or observed. Loads `room` before the fence, so that
+ * the load overlaps with the fence. Called by one thread. */
 static __device__ __noinline__ void post_entry(const OpState &op, uint64_t entry)
 {
     uint64_t *entries = op.self->ring.entries;
@@ -79,8 +82,9 @@ static __device__ __noinline__ void post_entry(const OpState &op, uint64_t entry
     write_entry(op, entry, entries, room);
 }
 
-/* Sends to rank q the `bytes` bytes that this rank has stored at `from` in heap[q]. Does
- * nothing if q is on this host. Called by one thread. */
+/* Sends `bytes` bytes to rank q, which this rank has already stored at `from` in heap[q]. Does
+ * nothing if q is on this host, because then they are already in its memory. Called by one
+ * thread. */
 __device__ __forceinline__ void post_put(const OpState &op, int q, const void *from,
                                          uint32_t bytes)
 {
@@ -90,7 +94,8 @@ __device__ __forceinline__ void post_put(const OpState &op, int q, const void *f
     post_entry(op, P2P_ENTRY(q, word, bytes / 8));
 }
 
-/* Like post_put(), for bytes that all lanes of a warp have stored. Called by the whole warp. */
+/* Like post_put(), for bytes that all lanes of a warp have stored together. Called by the whole
+ * warp. */
 __device__ __forceinline__ void post_put_warp(const OpState &op, int q, const void *from,
                                               uint32_t bytes)
 {
@@ -99,8 +104,8 @@ __device__ __forceinline__ void post_put_warp(const OpState &op, int q, const vo
 }
 
 /* Called by a whole warp after it has stored one of the `pieces` pieces of a token's row for
- * rank q. Counts the stored pieces. The warp that has stored the last one sends the whole row:
- * `bytes` bytes at `whole`. */
+ * rank q. Counts the stored pieces of the row. The warp that stores the last piece posts one
+ * put for the whole row: `bytes` bytes at `whole`. */
 __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, const OpState &op,
                                                        int q, int32_t token, int pieces,
                                                        const void *whole, uint32_t bytes)
@@ -109,16 +114,17 @@ __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, con
     __syncwarp();
     if (lane_id() != 0) return;
     uint32_t *sent = (uint32_t *)(op.heap + self.at.sent) + q * self.max_tokens + token;
-    /* Orders the warp's stores before the count. post_put() of the last warp has the system
-     * fence. */
+    /* Orders this warp's stores before the count. The warp that counts last has the system
+     * fence in post_put(), which also covers the stores of the other warps. */
     __threadfence();
     if (atomicAdd(sent, 1u) + 1 != (uint32_t)pieces) return;
     store_relaxed(sent, 0u);
     post_put(op, q, whole, bytes);
 }
 
-/* Sends the `count` floats of a token that the warp has stored at `floats`. If count is odd,
- * poison fills the rest of the last 8-byte word. Called by a whole warp. */
+/* Sends the first `count` floats at `floats`, which the warp has stored for a token, to rank q.
+ * The net copies words of 8 bytes, so if count is odd, poison fills the second half of the last
+ * word. Called by a whole warp. */
 __device__ __forceinline__ void post_put_floats(const OpState &op, int q, uint32_t *floats,
                                                 int count)
 {
@@ -127,9 +133,9 @@ __device__ __forceinline__ void post_put_floats(const OpState &op, int q, uint32
     post_put_warp(op, q, floats, (uint32_t)(count + 1) / 2 * 8);
 }
 
-/* Sends records (slots of a token, plan/view.cuh). Each lane whose `speaks` is true sends the
- * first `words` words of its own `record`, or one word if `words` is 0. Called by a whole warp.
- */
+/* Sends records (slots of a token, plan/view.cuh) to rank q. Each lane whose `speaks` is true
+ * sends the first `words` words of its own `record`, or one word if `words` is 0. Called by a
+ * whole warp. */
 __device__ __forceinline__ void post_put_records(const OpState &op, int q,
                                                  const uint64_t *record, bool speaks, int words)
 {
@@ -137,8 +143,8 @@ __device__ __forceinline__ void post_put_records(const OpState &op, int q,
     if (speaks) post_put(op, q, record, (uint32_t)max(words, 1) * 8);
 }
 
-/* Posts an entry that marks the end of the epoch. No thread may post puts of this epoch after
- * it. Called by one thread of the rank. */
+/* Appends an entry to the ring that marks the end of the epoch. No thread may post puts of this
+ * epoch after it. Called by one thread of the rank. */
 static __device__ __noinline__ void post_epoch_end(const OpState &op)
 {
     p2p_control *control = control_of(op);
@@ -148,9 +154,9 @@ static __device__ __noinline__ void post_epoch_end(const OpState &op)
     store_relaxed(&control->epochs, epochs + 1);
 }
 
-/* Waits until the next epoch may overwrite its half of the outbox. For this the net must have
- * read the words of all puts of the epoch before the last one. Called by one thread. Returns
- * false if the group is broken. */
+/* Waits until the next epoch may overwrite its half of the outbox. The epoch before the last
+ * one used the same half. So the net must have read the words of all puts of that epoch. Called
+ * by one thread. Returns false if the group is broken. */
 __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
 {
     p2p_control *control = control_of(op);
@@ -164,8 +170,8 @@ __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
     });
 }
 
-/* Copies `freed` from host memory to control memory near the end of an operation, so that the
- * next operation finds it there. Called by one warp. */
+/* Copies the counter `freed` from host memory to control memory. Called near the end of an
+ * operation, so that the next operation finds a recent value. Called by one warp. */
 __device__ __forceinline__ void refresh_freed(const OpState &op)
 {
     if (lane_id() == 0)
@@ -174,7 +180,7 @@ __device__ __forceinline__ void refresh_freed(const OpState &op)
 
 static __device__ void report_aborted_wait(const OpState &op);
 
-/* Waits until the CTA may store into the outbox in this epoch. Called by all threads of a CTA
+/* Waits until this CTA may store into the outbox in this epoch. Called by all threads of a CTA
  * before their first store for a peer. Returns false if the group is broken. */
 static __device__ __noinline__ bool wait_outbox(const OpState &op)
 {
@@ -183,8 +189,8 @@ static __device__ __noinline__ bool wait_outbox(const OpState &op)
     return ok;
 }
 
-/* Marks the end of a round's puts and waits until the next round may write the outbox. Called
- * by one warp of the grid. Returns false if the group is broken. */
+/* Marks the end of a round's puts in the ring, and waits until the next round may write the
+ * outbox. Called by one warp of the grid. Returns false if the group is broken. */
 static __device__ bool end_round_puts(const OpState &op)
 {
     bool ok = true;
@@ -197,8 +203,8 @@ static __device__ bool end_round_puts(const OpState &op)
 
 /* Returns word `which` of the announcement of rank `rank`, from a copy in control memory. If
  * the copy has an old stamp, a warp that has a permit (poll_permit()) reads the inbox at `from`
- * and updates the copy. The result still has an old stamp if the word has not arrived. Called
- * by a whole warp, with a different rank in each lane. */
+ * and updates the copy. If the word has not arrived yet, the result has an old stamp. Called by
+ * a whole warp, with a different rank in each lane. */
 __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &op,
                                                              const uint64_t *from, int which,
                                                              int rank)
@@ -215,8 +221,9 @@ __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &op,
     return word;
 }
 
-/* Returns true if all words of an announcement have arrived. Kernels check all of them, even if
- * they need only the first, because of rule 1 at the top of this file. */
+/* Returns true if all words of an announcement have arrived. A kernel checks all words, even if
+ * it uses only the first. Otherwise another word could arrive later and overwrite a newer one
+ * (rule 1 at the top of this file). */
 __device__ __forceinline__ bool is_announcement_complete(const OpState &op,
                                                          const uint64_t *announcement)
 {
@@ -229,7 +236,7 @@ __device__ __forceinline__ bool is_announcement_complete(const OpState &op,
 
 #else
 
-/* Backend p2p: peers see every store directly, so these versions do nothing. */
+/* Backend p2p: peers see every store directly, so the functions below do nothing. */
 __device__ __forceinline__ void post_put(const OpState &, int, const void *, uint32_t)
 {
 }
@@ -283,7 +290,8 @@ __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &, co
 
 #endif
 
-/* Like post_put(), for any number of words: splits them into entries. Called by one thread. */
+/* Like post_put(), for any number of words: divides them into as many ring entries as needed.
+ * Called by one thread. */
 __device__ __forceinline__ void post_put_words(const OpState &op, int q, const uint64_t *from,
                                                int64_t words)
 {

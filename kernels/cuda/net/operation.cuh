@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* How an operation, and each of its rounds, begins and ends on the device.
  *
- * Every operation or round has a number, the epoch. It is counted in device memory, so a CUDA
- * graph that is replayed continues to count. Epoch n on one rank:
+ * Every operation and every round has a number, the epoch. It is counted in device memory, so a
+ * CUDA graph that is replayed continues the count. Epoch n on one rank:
  *
  *   begin     all CTAs read the epoch and set op.epoch = n
  *   announce  first warp of the last CTA: stores the sizes, then a system fence, then stores
@@ -13,24 +13,24 @@
  *             last CTA to finish stores the epoch
  *
  * Why buffers with two halves (n & 1) suffice: a rank ends epoch n only after all peers have
- * announced n. A peer announces n after it has ended n - 1. So in epoch n + 1 no rank still
- * uses the half of epoch n - 1, and this rank may write it again. */
+ * announced n. A peer announces n only after it has ended n - 1. So when this rank is in epoch
+ * n + 1, no rank still uses the half of epoch n - 1, and this rank may write it again. */
 #ifndef EPIC_OPERATION_CUH
 #define EPIC_OPERATION_CUH
 
 #include "cuda/net/net.cuh"
 
 /* Marks in control memory that an operation runs. Returns 1 if another operation of this rank
- * is running, which means that the caller used two streams without ordering them. Called by one
- * thread of each CTA before it reads the epoch, but only CTA 0 does it. CTAs start in order, so
- * when a later CTA starts, the other operation has perhaps ended. */
+ * still runs, which means that the caller used two streams without ordering them. One thread of
+ * each CTA calls it before it reads the epoch, but only CTA 0 marks and checks. CTAs start in
+ * order, so a later CTA may start after the other operation has ended. */
 __device__ __forceinline__ uint32_t mark_running(const p2p_self &self)
 {
     return blockIdx.x == 0 ? atomicOr(&control_of(self)->running, 1u) : 0;
 }
 
-/* Reports a failure if mark_running() has found another operation. Called by one thread of each
- * CTA. */
+/* Reports a failure of the group if mark_running() has found another running operation. Called
+ * by one thread of each CTA. */
 __device__ __forceinline__ void report_overlap(const OpState &op)
 {
     const p2p_self &self = *op.self;
@@ -41,17 +41,17 @@ __device__ __forceinline__ void report_overlap(const OpState &op)
                        0);
 }
 
-/* Stores the epoch of the finished operation, so that the next one gets the next number. Called
- * by one thread when no CTA reads the epoch any more. */
+/* Stores the epoch of the finished operation, so that the next operation gets the next number.
+ * Called by one thread, when no CTA will read the epoch any more. */
 __device__ __forceinline__ void complete_operation(p2p_control *control, const OpState &op)
 {
     control->done = 0;
     store_relaxed(&control->epoch, op.epoch);
-    /* A later mark_running() that reads 0 must also find the new epoch. */
+    /* Stored last: a later mark_running() that reads 0 must also find the new epoch. */
     store_relaxed(&control->running, 0u);
 }
 
-/* Stores the sizes (tokens, capacity, rows) of this rank's announcement. */
+/* Stores the sizes of this rank (tokens, capacity, rows) to the announcement at `to`. */
 __device__ __forceinline__ void store_announced_sizes(const OpState &op, uint64_t *to)
 {
     store_relaxed(to + P2P_ANNOUNCED_TOKENS, stamp_word(op, (uint32_t)op.tokens));
@@ -59,22 +59,22 @@ __device__ __forceinline__ void store_announced_sizes(const OpState &op, uint64_
     store_relaxed(to + P2P_ANNOUNCED_ROWS, stamp_word(op, (uint32_t)op.rows));
 }
 
-/* Announces to every rank, this one included, that this rank has begun the operation. Called by
- * one warp; lane q writes to rank q. */
+/* Announces to every rank, this rank included, that this rank has begun the operation. Called
+ * by one warp; lane q writes to rank q. */
 static __device__ void announce_operation(const p2p_self &self, const OpState &op)
 {
     if (lane_id() >= self.num_ranks) return;
     uint64_t *to = announcement_words(self, op, self.heap[lane_id()], self.rank);
     store_announced_sizes(op, to);
-    /* Everything that earlier operations restored (poison, zeros) becomes visible before the
-     * signature. */
+    /* The fence makes everything that earlier operations have stored back (poison, zeros)
+     * visible to peers before the signature. */
     __threadfence_system();
     store_relaxed(to + P2P_ANNOUNCED_SIGNATURE, stamp_word(op, op.signature));
     post_put(op, lane_id(), to, P2P_ANNOUNCE_WORDS * 8);
 }
 
-/* Sets the addresses in staging for the running epoch: op.inbox[q], where rank q's rows arrive,
- * and op.outbox[q], where this rank stores rows for q. */
+/* Sets the addresses in staging for rank q in the running epoch: op.inbox[q], where rank q's
+ * rows arrive, and op.outbox[q], where this rank stores rows for q. */
 __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, int q)
 {
     const int peers = self.num_ranks - 1, first = epoch_parity(op) * peers;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, in
 
 /* Begins an operation. Called by all threads of all CTAs. `mark`: a value that must be equal on
  * all ranks, such as the id of a plan; it becomes part of the signature. `tokens`, `capacity`,
- * `rows`: the sizes to announce. Returns false if the group is broken, or if the launch only
+ * `rows`: the sizes to announce. Returns false if the group is broken, or if this launch only
  * loads the kernel (EPIC_OP_NONE). */
 static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32_t mark,
                                        int32_t tokens, int32_t capacity, int32_t rows)
@@ -105,7 +105,7 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
     const p2p_control *control = (const p2p_control *)(self.heap[self.rank] + self.at.control);
     uint64_t broken = load_relaxed(&control->broken);
     /* The net writes `broken` to the inbox, where polls are slow. So one thread of the grid
-     * reads it there; the others read the copy in control memory. */
+     * reads it there, and all other threads read the copy in control memory. */
     if (!broken && blockIdx.x == 0 && threadIdx.x == 0)
         broken = load_relaxed((const uint64_t *)(self.inbox + self.at.broken));
 #else
@@ -134,18 +134,19 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
     if (threadIdx.x < self.num_ranks) find_boxes(self, op, threadIdx.x);
     __syncthreads();
     if (HOSTS && !wait_outbox(op)) return false;
-    /* The first warp of the last CTA announces, because no other warp waits for it, and its CTA
-     * makes no plan. */
+    /* The first warp of the last CTA announces: no other warp waits for it, and its CTA makes
+     * no plan. */
     if (is_last_cta() && threadIdx.x < WARP) announce_operation(self, op);
     if (threadIdx.x == 0) report_overlap(op);
     return true;
 }
 
 /* Waits until every rank has announced this operation. If a rank has announced another
- * signature, the periodic check of the wait (find_failure()) finds it. This function has no
- * fence, so later stores of this kernel may become visible before the announcements are read.
- * `are_copied`: reads the copies in this rank's heap (lowlat/plan.cuh). Called by one warp;
- * lane q reads the announcement of rank q. Returns false if the group is broken. */
+ * signature, the wait fails, because its periodic check (find_failure()) finds it. This
+ * function has no fence: later stores of this kernel may become visible before the
+ * announcements are read. `are_copied`: read the copies in this rank's heap (lowlat/plan.cuh).
+ * Called by one warp; lane q reads the announcement of rank q. Returns false if the group is
+ * broken. */
 __device__ __forceinline__ bool
 wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_copied = false)
 {
@@ -155,16 +156,17 @@ wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_co
         announcement_words(self, op, are_copied ? op.heap : inbox_base(self, q), q);
     return wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {
         uint64_t announced = load_relaxed(from + P2P_ANNOUNCED_SIGNATURE);
-        /* A peer cannot be two operations ahead, so a word in this half is of this epoch or
-         * older. */
+        /* A peer cannot be two operations ahead of this rank. So a word in this half of the
+         * array is from this epoch or an older one. */
         INVARIANT(announced == 0 || (int32_t)((uint32_t)(announced >> 32) - op.epoch) <= 0);
         if (HOSTS && mine && !is_announcement_complete(op, from)) announced = 0;
         return __all_sync(ALL_LANES, !mine || announced == stamp_word(op, op.signature)) != 0;
     });
 }
 
-/* Like wait_announcements_unfenced(), followed by a system fence: everything after it happens
- * after the announcements were read. One fence at the end costs less than acquire loads. */
+/* Like wait_announcements_unfenced(), but followed by a system fence, so that later loads and
+ * stores happen after the announcements were read. One fence at the end costs less than an
+ * acquire load in each poll. */
 __device__ __forceinline__ bool wait_announcements(const p2p_self &self, const OpState &op)
 {
     const bool ok = wait_announcements_unfenced(self, op);
@@ -178,9 +180,9 @@ static __device__ bool wait_announcements(const OpState &op)
     return wait_announcements(*op.self, op);
 }
 
-/* Waits for word `which` (P2P_ANNOUNCED_*) of every rank's announcement. In lane q, sets value
- * to the word of rank q, or to 0 if there is no rank q. Called by one warp. Returns false if
- * the group is broken. */
+/* Waits until word `which` (P2P_ANNOUNCED_*) of every rank's announcement has arrived. In lane
+ * q, sets `value` to the word of rank q, or to 0 if there is no rank q. Called by one warp.
+ * Returns false if the group is broken. */
 __device__ __forceinline__ bool read_announcement(const p2p_self &self, const OpState &op,
                                                   int which, int32_t &value)
 {
@@ -203,8 +205,9 @@ static __device__ bool read_announcement(const OpState &op, int which, int32_t &
 }
 
 /* Ends an operation. Called by all threads of all CTAs. CTA `waiting_cta` waits until all ranks
- * have announced. Returns true in the CTA that finishes last. With `read`, that CTA may then
- * read what the peers announced. */
+ * have announced it. Returns true in the CTA that finishes last, which then may do final work.
+ * `read`: this final work reads what peers have announced, so a fence is needed after the
+ * wait. */
 __device__ __forceinline__ bool finish_operation(const p2p_self &self, OpState &op,
                                                  int waiting_cta, bool read)
 {
@@ -226,15 +229,15 @@ __device__ __forceinline__ bool finish_operation(const p2p_self &self, OpState &
     return op.last != 0;
 }
 
-/* Like the other finish_operation(), for most kernels: CTA 0 waits, and the CTA that finishes
- * last may read the announcements. */
+/* Like the other finish_operation(), for most kernels: CTA 0 waits for the peers, and the CTA
+ * that finishes last may read their announcements. */
 static __device__ bool finish_operation(OpState &op)
 {
     return finish_operation(*op.self, op, 0, true);
 }
 
-/* Begins the next round: advances the epoch, announces it to the ranks, and releases the other
- * CTAs of this rank, which wait for control->round. Called by one warp. */
+/* Begins the next round: advances the epoch, announces it to all ranks, and sets
+ * control->round, for which the other CTAs of this rank wait. Called by one warp. */
 static __device__ void begin_round(OpState &op)
 {
     if (threadIdx.x == 0) op.epoch = epoch_after(op.epoch);
@@ -247,10 +250,10 @@ static __device__ void begin_round(OpState &op)
     }
 }
 
-/* Ends a round and begins the next, which is an epoch of its own. An operation has several
- * rounds if not all its rows fit the staging at once. Called by all threads of all CTAs; the
- * last CTA to arrive does the work, the others wait for it. Returns false if the group is
- * broken. */
+/* Ends a round and begins the next. Each round is an epoch of its own. An operation has several
+ * rounds if its rows do not all fit into the staging at once. Called by all threads of all
+ * CTAs. The last CTA to arrive does the work, and the others wait for it. Returns false if the
+ * group is broken. */
 static __device__ bool next_round(OpState &op)
 {
     __syncthreads();

@@ -13,11 +13,13 @@
  * Only rows and partial sums go through relays. Weights, records and other words go directly to
  * their destination.
  *
- * A forwarded row is stored in the staging of its first sender, as if that rank had stored it.
- * A partial sum that a rank gives to a relay is stored in the staging of that rank's mate on
- * the destination host. For each token a rank also sends a stamped word, *wants*, for which the
- * relay waits first. In dispatch it is a bit mask of the ranks of the destination host that
- * need the row. In combine it is 1 if the rank has a partial sum for the token. */
+ * Two rules say in which part of the receiver's staging a relayed row goes. A forwarded row
+ * goes where it would go if its first sender had stored it. A partial sum that a rank gives to
+ * a relay goes into the part of that rank's mate on the destination host.
+ *
+ * For each token a rank also sends a stamped word, *wants*, for which the relay waits first. In
+ * dispatch it is a bit mask of the ranks of the destination host that need the row. In combine
+ * it is 1 if the rank has a partial sum for the token, else 0. */
 #ifndef EPIC_RELAY_CUH
 #define EPIC_RELAY_CUH
 
@@ -28,15 +30,15 @@ __device__ __forceinline__ int num_hosts(const p2p_self &self)
     return self.num_ranks / ranks_per_host(self);
 }
 
-/* Returns the rank on the host of rank `on` that has the same index in its host as rank `like`.
- */
+/* Returns the mate of rank `like` on the host of rank `on`: the rank of that host which has the
+ * same index in its host as `like`. */
 __device__ __forceinline__ int mate_of(const p2p_self &self, int like, int on)
 {
     return on - on % ranks_per_host(self) + like % ranks_per_host(self);
 }
 
-/* Returns where the heap (or inbox) of rank `to` has the staging for rows of rank `by`, in the
- * half that the running epoch uses. `heap`: base address of that heap. */
+/* Returns the address of the staging for rows of rank `by` in the heap (or inbox) of rank `to`,
+ * in the half of the running epoch. `heap`: base address of that heap. */
 __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by)
 {
@@ -44,7 +46,7 @@ __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpSt
     return heap + self.at.staging + index * self.at.source_bytes;
 }
 
-/* Returns the address of the word *wants* about a token of rank `by` in the heap of rank `to`.
+/* Returns the address of the word *wants* in the heap of rank `to`, for a token of rank `by`.
  * `heap`: base address of that heap. */
 __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by, int32_t token)
@@ -55,8 +57,8 @@ __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpSt
            token;
 }
 
-/* Waits for the word *wants* at `at`, which rank `from` stores. Called by one warp. Returns
- * false if the group is broken. */
+/* Waits until rank `from` has stored its word *wants* at `at`, and reads it to `wants`. Called
+ * by one warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at, int from,
                                            uint32_t &wants)
 {
@@ -69,8 +71,8 @@ __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at
     return ok;
 }
 
-/* Replaces the ranks of each other host in the bit mask `ranks` by this rank's mate on that
- * host. */
+/* Returns the bit mask `ranks`, in which all ranks of another host are replaced by one: this
+ * rank's mate on that host. */
 __device__ __forceinline__ uint32_t reduce_to_mates(const p2p_self &self, uint32_t ranks)
 {
     uint32_t mates = 0;
@@ -84,8 +86,9 @@ __device__ __forceinline__ uint32_t reduce_to_mates(const p2p_self &self, uint32
     return mates;
 }
 
-/* Sends *wants* to the mate on each other host: which ranks there need this rank's token.
- * `peers`: bit mask of ranks that need it. Called by one warp; lane h writes to host h. */
+/* Sends the word *wants* for this rank's token to its mate on each other host: it says which
+ * ranks there need the token. `peers`: bit mask of all ranks that need it. Called by one warp;
+ * lane h sends to host h. */
 __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &op,
                                            int32_t token, uint32_t peers)
 {
@@ -98,9 +101,9 @@ __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &
     post_put(op, mate, to, 8);
 }
 
-/* Returns a bit mask of the ranks to which this rank itself sends its token: `peers`, with the
- * ranks of other hosts replaced by mates if there are relays. `first`: this call is for the
- * token's first piece, so it also sends *wants*. */
+/* Returns a bit mask of the ranks to which this rank itself sends its token: `peers` or, with
+ * relays, mates in place of the peers on other hosts. `first`: this call is for the token's
+ * first piece. Then, with relays, the function also sends *wants*. */
 __device__ __forceinline__ uint32_t choose_routes(const p2p_self &self, const OpState &op,
                                                   int32_t token, bool first, uint32_t peers)
 {
@@ -109,7 +112,7 @@ __device__ __forceinline__ uint32_t choose_routes(const p2p_self &self, const Op
     return reduce_to_mates(self, peers);
 }
 
-/* Forwards a piece of a row: reads it from this rank's inbox, where rank `from` has put it, and
+/* Forwards a piece of a row that rank `from` of another host has put into this rank's inbox:
  * stores it to the staging of the ranks in `wants`, whose bit i is the i-th rank of this host.
  * `index`: index of the row in the round. escapes(heap, source) returns the address of the
  * piece's escape words (staging.cuh), or NULL if rows have none. Called by one warp. Returns
@@ -140,7 +143,7 @@ __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpStat
 }
 
 /* Returns true if the ranks of each host form one subtree of the sum tree. Then a mate may add
- * their partial sums, because the order of additions stays the same. */
+ * their partial sums first without changing the order of additions. */
 __device__ __forceinline__ bool can_add_by_host(const p2p_self &self,
                                                 const device_plan_header &h)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Staging: the memory of a rank in which rows arrive from peers. Shared by all kernels that
- * move rows.
+/* Staging: the memory of a rank in which rows arrive from peers. All kernels that move rows use
+ * it.
  *
  *   staging [2 halves, by epoch] [source] [token of the round] [row]
  *
@@ -11,12 +11,12 @@
  *
  * Sources are the other ranks, numbered from the next higher rank upwards (and around to 0).
  * Every 4-byte word is its own flag: it is poison (0xffffffff) until the sender's word arrives.
- * No fence is needed between the words of a row.
+ * So no fence is needed between the words of a row.
  *
- * Rows of bytes may contain 0xffffffff. Such a word is sent as 0x7fff7fff instead, the stand-in
- * (both are NaN in every float type). Each lane then also sends an *escape* word, a mask with
- * one bit per replaced word. A receiver that finds a word with 0x7fff in both halves, signs
- * ignored, waits for the escape words of the piece and restores the replaced words. */
+ * Rows of bytes may contain 0xffffffff. The sender replaces such a word by 0x7fff7fff, the
+ * stand-in (both are NaN in every float type). Each lane then also sends an *escape* word, a
+ * mask with one bit per replaced word. A receiver that finds a word with 0x7fff in both halves,
+ * signs ignored, waits for the escape words of the piece and restores the replaced words. */
 #ifndef EPIC_STAGING_CUH
 #define EPIC_STAGING_CUH
 
@@ -26,15 +26,16 @@
 #define POISON_STAND_IN 0x7fff7fffu
 #define ESCAPE_SENT 0x80000000u
 
-/* Returns the row of a token in a staging buffer. `box`: op.inbox[] or op.outbox[] of a rank.
- * `token`: index of the token in the round. `vectors`: 16-byte vectors per row. */
+/* Returns the address of the row of a token in staging. `box`: op.inbox[] or op.outbox[] of a
+ * rank. `token`: index of the token in the round. `vectors`: number of 16-byte vectors per
+ * row. */
 __device__ __forceinline__ uint4 *staged_row(uint8_t *box, int32_t token, int32_t vectors)
 {
     return (uint4 *)(box + (uint64_t)(uint32_t)token * ((uint32_t)vectors * 16u));
 }
 
-/* Returns where in a heap `source` (0: the next higher rank) stores its escape words. `heap`:
- * base address of that heap. */
+/* Returns the address, in a heap, of the escape words of a source rank. `source`: 0 for the
+ * next higher rank after the owner of the heap. `heap`: base address of that heap. */
 __device__ __forceinline__ uint32_t *escapes_base(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int source)
 {
@@ -42,8 +43,9 @@ __device__ __forceinline__ uint32_t *escapes_base(const p2p_self &self, const Op
            ((int64_t)epoch_parity(op) * (self.num_ranks - 1) + source) * self.at.escape_words;
 }
 
-/* Returns where in a heap `source` (0: the next higher rank) stores its floats (weights or
- * their gradients). `heap`: base address of that heap. */
+/* Returns the address, in a heap, of the floats (weights or their gradients) of a source rank.
+ * `source`: 0 for the next higher rank after the owner of the heap. `heap`: base address of
+ * that heap. */
 __device__ __forceinline__ uint32_t *floats_base(const p2p_self &self, const OpState &op,
                                                  uint8_t *heap, int source)
 {
@@ -52,29 +54,31 @@ __device__ __forceinline__ uint32_t *floats_base(const p2p_self &self, const OpS
                HEAP_TOP_K(self);
 }
 
-/* Returns true if a word of the vector is poison or the stand-in, signs ignored. Other NaNs
- * with the same bits as the stand-in also match, which is harmless: their escape bits are 0. */
+/* Returns true if a word of the vector is poison or the stand-in, signs ignored. The sender and
+ * the receiver both call it, and must decide equally whether a piece has escape words. It also
+ * returns true for other NaNs with the same bits. This is harmless: their escape bits are 0. */
 __device__ __forceinline__ bool needs_escape(uint4 q)
 {
     const uint32_t signs = 0x80008000u;
     return max(max(q.x | signs, q.y | signs), max(q.z | signs, q.w | signs)) == POISON;
 }
 
-/* If the word is poison, replaces it by the stand-in and sets bit `bit` of the mask. */
+/* Replaces a word that is poison by the stand-in, and sets bit `bit` of the mask. Changes
+ * nothing if the word is not poison. */
 __device__ __forceinline__ void hide_word(uint32_t &word, uint32_t &mask, int bit)
 {
     if (word == POISON) word = POISON_STAND_IN, mask |= 1u << bit;
 }
 
-/* Sets the word back to poison if bit `bit` of the mask shows that hide_word() has replaced it.
- */
+/* Undoes hide_word(): sets the word back to poison if bit `bit` of the mask is 1. */
 __device__ __forceinline__ void unhide_word(uint32_t &word, uint32_t mask, int bit)
 {
     if (mask >> bit & 1) word = POISON;
 }
 
-/* Replaces the poison words of a piece before it is sent. Returns this lane's escape word to
- * send, or 0 if the piece needs none. Called by a whole warp. */
+/* Replaces the poison words of a piece before it is sent, because the receiver would take them
+ * for missing words. Returns this lane's escape word, which must be sent next to the piece, or
+ * 0 if the piece needs none. Called by a whole warp. */
 template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
 {
     bool special = false;
@@ -92,9 +96,9 @@ template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
     return mask;
 }
 
-/* Restores the poison words of a received piece. If it needs escape words, waits for them first
- * and sets them back to 0. `escape`: their address. Called by a whole warp. Returns false if
- * the group is broken. */
+/* Restores the poison words of a received piece. If the piece has escape words, waits for them
+ * first and then sets them back to 0. `escape`: address of the piece's escape words. Called by
+ * a whole warp. Returns false if the group is broken. */
 template <int V>
 __device__ __forceinline__ bool unhide_poison(const OpState &op, int peer, uint4 (&q)[V],
                                               uint32_t *escape)
@@ -119,8 +123,8 @@ __device__ __forceinline__ bool unhide_poison(const OpState &op, int peer, uint4
     return ok;
 }
 
-/* Returns true if a word of the piece is still poison, so it has not fully arrived. Called by a
- * whole warp. */
+/* Returns true if a word of the piece is still poison, which means that it has not fully
+ * arrived. Called by a whole warp. */
 template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V])
 {
     bool missing = false;
@@ -131,16 +135,18 @@ template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V]
 
 #ifdef EPIC_HOSTS
 #ifndef POLL_WINDOW_BYTES
-/* a piece at most this many bytes after the one that arrived last is polled at every spin */
+/* a piece is polled at every spin if it is at most this many bytes after the one that arrived
+ * last */
 #define POLL_WINDOW_BYTES (512 << 10)
 #endif
-#define SPINS_PER_FAR_POLL 32u /* pieces further away are polled once in this many spins */
-/* if all rows of a rank have at most this many bytes, all waiting warps poll at every spin */
+#define SPINS_PER_FAR_POLL 32u /* all other pieces are polled once in this many spins */
+/* if all rows of a rank together have at most this many bytes, all pieces are polled at every
+ * spin */
 #define MAX_POLLED_BYTES (POLL_WINDOW_BYTES / 8)
 
-/* Returns true if the piece that ends with vector `last` may be the next one of `peer` to
- * arrive. That is, it is at most POLL_WINDOW_BYTES after the piece that arrived last. Called by
- * a whole warp. */
+/* Returns true if a piece may be the next piece of `peer` to arrive: it is at most
+ * POLL_WINDOW_BYTES after the piece that arrived last. `last`: address of the piece's last
+ * vector. Called by a whole warp. */
 __device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, const uint4 *last)
 {
     const uint64_t received = load_relaxed(&control_of(op)->received_vectors[peer]);
@@ -149,8 +155,9 @@ __device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, con
            (is_stamped(op, received) ? (uint32_t)received : 0) + POLL_WINDOW_BYTES / 16;
 }
 
-/* Remembers that the piece that ends with vector `last` has arrived. Two warps may overwrite
- * each other's value; the next arrival corrects it. */
+/* Records in control memory that a piece has arrived. `last`: address of the piece's last
+ * vector. Two warps may overwrite each other's value. This is harmless: the next arrival
+ * corrects it. */
 __device__ __forceinline__ void record_arrival(const OpState &op, int peer, const uint4 *last)
 {
     uint64_t *seen = &control_of(op)->received_vectors[peer];
@@ -160,10 +167,10 @@ __device__ __forceinline__ void record_arrival(const OpState &op, int peer, cons
         store_relaxed(seen, stamp_word(op, index));
 }
 
-/* Waits for a piece in host memory, but polls only its last vector: when this one has arrived,
- * most of the piece has. A thousand warps may wait, and polls of host memory are slow. So only
- * a warp whose piece may arrive next polls at every spin; the other warps poll rarely. Called
- * by a whole warp. Returns false if the group is broken. */
+/* Waits for a piece that arrives in host memory, where polls are slow. Polls only the piece's
+ * last vector, `last`: when it has arrived, most of the piece has. A thousand warps may wait at
+ * a time. So only a warp whose piece may arrive next polls at every spin; the other warps poll
+ * rarely. Called by a whole warp. Returns false if the group is broken. */
 static __device__ __noinline__ bool wait_host_piece(const OpState &op, int peer,
                                                     const uint4 *last)
 {
@@ -179,15 +186,16 @@ static __device__ __noinline__ bool wait_host_piece(const OpState &op, int peer,
     return ok;
 }
 
-/* Returns true if all rows of this rank are so few bytes that every waiting warp may poll at
- * every spin. Only low-latency kernels do this. */
+/* Returns true if all rows of this rank together are so few bytes that every waiting warp may
+ * poll at every spin. Only low-latency kernels do this. */
 __device__ __forceinline__ bool can_poll_all(const OpState &op, int32_t vectors)
 {
     return LOW_LATENCY && op.tokens * vectors * 16 <= MAX_POLLED_BYTES;
 }
 
-/* Waits for the vector `last` of a piece if it is in host memory; else returns true at once,
- * and the caller polls. Called by a whole warp. Returns false if the group is broken. */
+/* Waits for the last vector of a piece, at `last`, if it is in host memory. Otherwise returns
+ * true at once, and the caller polls the piece. Called by a whole warp. Returns false if the
+ * group is broken. */
 __device__ __forceinline__ bool wait_piece(const OpState &op, int peer, const uint4 *last)
 {
     return !is_host_memory(op, last) || wait_host_piece(op, peer, last);
@@ -199,11 +207,11 @@ __device__ __forceinline__ bool wait_piece(const OpState &, int, const uint4 *)
 }
 #endif
 
-/* Waits for a piece of a staged row and reads it to q: vectors [first, first + V * 32), without
- * those past the end of the row, which has `vectors` vectors. `copied`: q already has what the
- * ring had copied from staging. While no vector has arrived, each lane polls only its first
- * one, because polls take bandwidth from rows. Called by a whole warp. Returns false if the
- * group is broken. */
+/* Waits until a piece of a staged row has arrived, and reads it to q: vectors [first, first + V
+ * * 32) of the row, which has `vectors` vectors in all. `copied`: q already contains what a
+ * ring has copied from staging, perhaps with poison. While nothing has arrived, each lane polls
+ * only its first vector, because polls take bandwidth from rows. Called by a whole warp.
+ * Returns false if the group is broken. */
 template <int V, bool EXACT>
 __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const uint4 *staged,
                                               int32_t first, int32_t vectors, bool copied,
@@ -214,7 +222,7 @@ __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const
     if (is_host_memory(op, staged)) {
         const uint4 *last = staged + min(first + V * WARP, vectors) - 1;
         if (!can_poll_all(op, vectors) && !wait_host_piece(op, peer, last)) return false;
-        copied = false; /* the ring does not copy host memory */
+        copied = false; /* a ring does not copy from host memory */
     }
 #endif
     staged += begin;
@@ -236,8 +244,8 @@ __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const
            });
 }
 
-/* Stores poison back to a staged piece that has been read, so that the epoch after the next can
- * use it. */
+/* Stores poison back to a staged piece that was read, so that the next epoch that uses this
+ * half of the staging (the one after the next) finds it empty. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void poison_piece(uint4 *staged, int32_t first, int32_t vectors)
 {
@@ -249,8 +257,8 @@ __device__ __forceinline__ void poison_piece(uint4 *staged, int32_t first, int32
             store_in_place(staged + v * WARP, poison_vector());
 }
 
-/* Stores a piece to a peer's staging: vectors [first, first + V * 32), at most to the end of
- * the row of `vectors`. No word of q may be poison (see hide_poison()). */
+/* Stores a piece to a peer's staging: vectors [first, first + V * 32) of a row, which has
+ * `vectors` vectors in all. No word of q may be poison (see hide_poison()). */
 template <int V, bool EXACT>
 __device__ __forceinline__ void send_piece(uint4 *staged, int32_t first, int32_t vectors,
                                            const uint4 (&q)[V])
@@ -262,8 +270,8 @@ __device__ __forceinline__ void send_piece(uint4 *staged, int32_t first, int32_t
         if (EXACT || begin + v * WARP < vectors) store_relaxed(staged + v * WARP, q[v]);
 }
 
-/* Returns the position of the n-th set bit, counted from 0, or 0 if there are fewer bits. n may
- * differ between lanes. */
+/* Returns the position of the n-th set bit of `bits`, with n counted from 0. Returns 0 if there
+ * are fewer bits. n may differ between lanes. */
 __device__ __forceinline__ int nth_bit(uint64_t bits, int n)
 {
     int index = 0;
@@ -272,8 +280,8 @@ __device__ __forceinline__ int nth_bit(uint64_t bits, int n)
     return index;
 }
 
-/* Writes zeros to rows [first, end). Each of `threads` threads calls it with its own number
- * `thread` and writes its share. */
+/* Writes zeros to rows [first, end) of an array. Each of `threads` threads calls it with its
+ * own number `thread` and writes a part of them. */
 static __device__ void zero_rows(uint8_t *rows, int64_t row_bytes, int64_t first, int64_t end,
                                  int64_t thread, int64_t threads)
 {
@@ -286,8 +294,8 @@ static __device__ void zero_rows(uint8_t *rows, int64_t row_bytes, int64_t first
     for (int64_t i = vectors * 16 + thread; i < bytes; i += threads) from[i] = 0;
 }
 
-/* Writes zeros to elements [first, end), divided like zero_rows(). Does nothing if x is NULL.
- */
+/* Writes zeros to elements [first, end) of x, divided among threads as in zero_rows(). Does
+ * nothing if x is NULL. */
 static __device__ void zero_floats(float *x, int64_t first, int64_t end, int64_t thread,
                                    int64_t threads)
 {
