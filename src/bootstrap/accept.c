@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Rank 0 of a TCP bootstrap: accepts the connections of the other ranks.
  *
- * A new connection is a joiner.  Rank 0 checks the joiner's hello and, if there is a secret,
- * its proof.  If both are valid, the joiner's rank has joined.  One poll loop serves all
- * joiners.  Each joiner has its own time limit, so a silent connection delays no other.
+ * A new connection is a joiner. Rank 0 checks the joiner's hello and, if there is a secret, its
+ * proof. If both are valid, rank 0 admits the joiner, and the joiner's rank has joined. One
+ * poll loop serves all joiners. Each joiner has its own time limit, so a silent connection
+ * delays no other.
  *
  * If a connection sends bytes that EPIC would not send, rank 0 refuses only that connection,
- * and the bootstrap goes on.  With a secret, bytes before a valid proof have no other effect.
+ * and the bootstrap continues. With a secret, bytes before a valid proof have no other effect.
  * If a rank has another number of ranks or another version, the bootstrap fails on every rank.
  * After such a failure rank 0 accepts connections for LINGER_MS more, so that late ranks also
- * get the error. */
+ * receive the error. */
 #include <errno.h>
 #include <poll.h>
 #include <stdarg.h>
@@ -24,8 +25,9 @@
 #define JOINER_MS 10000 /* time for a joiner's hello and proof */
 #define LINGER_MS 2000  /* time to accept and inform late ranks after a failure */
 #define SEND_MS 1000    /* time to send a short message */
-#define FULL_MS 1000    /* time to wait for a free descriptor before the bootstrap fails */
-#define FULL_NAP_MS 10  /* length of one sleep in that wait */
+/* how long rank 0 waits for a free descriptor before the bootstrap fails */
+#define FULL_MS 1000
+#define FULL_NAP_MS 10 /* length of one sleep while it waits for a descriptor */
 #define MAX_JOINERS 1024
 #define SPARE_JOINERS 64 /* joiners in addition to one for each rank */
 
@@ -33,7 +35,7 @@
 typedef struct joiner {
     epic_link link;
     time_limit limit;
-    bool is_proving; /* both hellos are exchanged; the proof follows */
+    bool is_proving; /* true: both hellos are exchanged, and the proof is expected next */
     size_t done;     /* bytes received of the hello or of the proof */
     epic_hello theirs;
     epic_hello ours;
@@ -45,7 +47,7 @@ typedef struct joiner {
 typedef struct acceptor {
     const epic_tcp *tcp;
     const epic_secret *secret;
-    time_limit *limit; /* limit of the whole bootstrap; after a failure LINGER_MS */
+    time_limit *limit; /* limit of the whole bootstrap; LINGER_MS after a failure */
 
     int listeners[TCP_MAX_ENDPOINTS];
     int num_listeners;
@@ -60,9 +62,9 @@ typedef struct acceptor {
     char sentence[FRAME_SENTENCE + 1];
     bool *was_notified; /* [num_ranks]: ranks that got the failure */
     int num_notified;
-    int num_to_notify; /* rank 0 stops to accept after as many notifications */
+    int num_to_notify; /* after this many notifications rank 0 stops accepting */
 
-    int full_ms;            /* time spent waiting since a descriptor was last free */
+    int full_ms;            /* time that rank 0 has waited for a free descriptor */
     int num_refused;        /* number of refused connections */
     char refusal[160];      /* reason of the last refusal */
     int32_t rank_of_second; /* rank that two processes claimed; 0: no such rank */
@@ -108,8 +110,9 @@ static void send_failure(acceptor *a, int32_t rank, epic_link *link)
     a->num_notified++;
 }
 
-/* Returns true if `rank` already got the failure of this bootstrap.  Such a rank connects for
- * the next bootstrap on this port, so rank 0 stops to accept connections for this one. */
+/* Returns true if `rank` was already notified of this bootstrap's failure. A rank that connects
+ * again after that wants to join the next bootstrap on this port. So rank 0 stops accepting for
+ * this one. */
 static bool has_come_again(acceptor *a, int32_t rank)
 {
     if (rank < 0 || rank >= a->tcp->num_ranks || !a->was_notified[rank]) return false;
@@ -118,8 +121,8 @@ static bool has_come_again(acceptor *a, int32_t rank)
 }
 
 /* Fails the bootstrap with the sentence of the last epic_fail(), and sends it to the ranks that
- * have joined.  Rank 0 accepts further ranks until num_to_notify ranks got it, or LINGER_MS
- * passed. */
+ * have joined. Rank 0 continues to accept ranks until num_to_notify ranks are notified, or
+ * LINGER_MS has passed. */
 static void fail_all_ranks(acceptor *a, epic_result result, int num_to_notify)
 {
     a->failed = result;
@@ -133,8 +136,9 @@ static void fail_all_ranks(acceptor *a, epic_result result, int num_to_notify)
     }
 }
 
-/* Describes the refused connections, for the error about missing ranks.  Two processes with the
- * same rank are named first, because that is the most probable reason for a missing rank. */
+/* Describes the refused connections, for the error about missing ranks. It first names a rank
+ * that two processes claimed, because that is the most probable reason why another rank is
+ * missing. */
 static void describe_refused(const acceptor *a, char *note, size_t size)
 {
     int used = 0;
@@ -180,7 +184,7 @@ static bool is_valid_hello(const epic_hello *hello)
            hello->rank < hello->num_ranks;
 }
 
-/* If a joiner's version or number of ranks differs from ours, fails the bootstrap.  Returns
+/* If a joiner's version or number of ranks differs from rank 0's, fails the bootstrap. Returns
  * true if the bootstrap has failed. */
 static bool is_mismatch(acceptor *a, const epic_hello *theirs)
 {
@@ -203,9 +207,9 @@ static bool is_mismatch(acceptor *a, const epic_hello *theirs)
     return a->failed != EPIC_OK;
 }
 
-/* Sends a joiner the entry frame and stores its link as the link of its rank.  The tag of the
- * frame proves that rank 0 has the secret.  If the frame cannot be sent, the joiner is not
- * admitted, and its rank connects again. */
+/* Admits a joiner: sends it the entry frame, and stores its link as the link of its rank. The
+ * tag of the frame proves that rank 0 has the secret. If the frame cannot be sent, the joiner
+ * is not admitted, and its rank connects again. */
 static void admit_joiner(acceptor *a, joiner *g)
 {
     time_limit limit = time_limit_begin(SEND_MS, a->limit);
@@ -238,7 +242,7 @@ static void handle_proved_joiner(acceptor *a, joiner *g)
     }
 }
 
-/* Sends our hello in answer to the joiner's, and checks the joiner's.  Returns false if the
+/* Sends rank 0's hello in answer to the joiner's, and checks the joiner's. Returns false if the
  * joiner is refused or the hello cannot be sent. */
 static bool answer_hello(acceptor *a, joiner *g)
 {
@@ -264,7 +268,7 @@ static bool answer_hello(acceptor *a, joiner *g)
     return false;
 }
 
-/* Returns true if the joiner's proof shows that it has our secret.  Otherwise refuses the
+/* Returns true if the joiner's proof shows that it has rank 0's secret. Otherwise refuses the
  * joiner. */
 static bool check_proof(acceptor *a, joiner *g)
 {
@@ -279,8 +283,8 @@ static bool check_proof(acceptor *a, joiner *g)
 }
 
 /* Receives the bytes that a joiner has sent, and answers when its hello or proof is complete.
- * Returns true if more bytes must follow.  Returns false if the caller must remove the joiner
- * from the list: its rank has joined, or the connection is refused or closed. */
+ * Returns true if more bytes are expected. Returns false if the caller must remove the joiner
+ * from the list, because its rank has joined or its connection is refused or closed. */
 static bool serve_joiner(acceptor *a, joiner *g)
 {
     if (!g->is_proving) {
@@ -309,7 +313,7 @@ static bool serve_joiner(acceptor *a, joiner *g)
 
 /* ----------------------------------------------------------------------- the poll loop ---- */
 
-/* Drops the oldest joiner to make room for a new one, if possible one that has sent no
+/* Drops the oldest joiner to make room for a new one. Prefers joiners that have sent no
  * hello. */
 static void drop_oldest(acceptor *a)
 {
@@ -324,9 +328,9 @@ static void drop_oldest(acceptor *a)
     if (oldest >= 0) drop_joiner(a, oldest);
 }
 
-/* Drops a joiner after accept() found no free descriptor.  If there is no joiner, the joined
- * ranks themselves use all descriptors.  Then waits, because another thread may close some, and
- * fails the bootstrap after FULL_MS. */
+/* Called when accept() found no free descriptor. Drops a joiner to free one. If there is no
+ * joiner, the joined ranks themselves use all descriptors. Then it waits, because another
+ * thread may close a descriptor, and fails the bootstrap after FULL_MS. */
 static void make_room(acceptor *a, int wrong)
 {
     if (a->num_joiners > 0) {
@@ -355,7 +359,7 @@ static void accept_joiners(acceptor *a, int listener)
             make_room(a, errno);
             return;
         }
-        if (socket < 0) continue; /* the connection is closed already */
+        if (socket < 0) continue; /* the joiner has already closed the connection */
         a->full_ms = 0;
         epic_frame_set_no_delay(socket);
         if (a->num_joiners == a->max_joiners) drop_oldest(a);
@@ -367,8 +371,8 @@ static void accept_joiners(acceptor *a, int listener)
 
 static void fail_lost_rank(acceptor *a, int32_t rank)
 {
-    /* A rank that has joined sends nothing before the begin frame.  So an event on its socket
-     * means that the rank closed it. */
+    /* A rank that has joined sends nothing before it receives the begin frame. So an event on
+     * its socket means that the rank closed it. */
     epic_link_close(&a->links[rank]);
     fail_all_ranks(a,
                    epic_fail(EPIC_EPEER,
@@ -405,8 +409,8 @@ static void poll_and_serve(acceptor *a, int ms)
         break;
     }
 
-    /* Count down: drop_joiner() moves the last joiner to the free index, and that joiner has
-     * already been served. */
+    /* Count down, because drop_joiner() moves the last joiner to the free index. When counting
+     * down, the last joiner has already been served. */
     for (int i = a->num_joiners - 1; i >= 0; i--) {
         const bool stays = joiners[i].revents == 0 || serve_joiner(a, &a->joiners[i]);
         const bool late = stays && time_limit_look(&a->joiners[i].limit) == 0;
@@ -417,7 +421,8 @@ static void poll_and_serve(acceptor *a, int ms)
         if (a->polls[i].revents != 0) accept_joiners(a, a->listeners[i]);
 }
 
-/* Sends the begin frame to all ranks.  If a rank is lost, fails the bootstrap on all. */
+/* Sends the begin frame to all ranks. If a rank's connection is lost, fails the bootstrap on
+ * all ranks. */
 static void send_begin(acceptor *a)
 {
     for (int32_t r = 1; r < a->tcp->num_ranks && a->failed == EPIC_OK; r++) {
@@ -429,8 +434,8 @@ static void send_begin(acceptor *a)
     }
 }
 
-/* Accepts ranks until all have joined.  After a failure, accepts until enough ranks got the
- * failure.  Ends in any case when the time limit passes. */
+/* Accepts ranks until all have joined. After a failure, accepts ranks until enough of them are
+ * notified. Ends in any case when the time limit has passed. */
 static void accept_all_ranks(acceptor *a)
 {
     const int num_peers = a->tcp->num_ranks - 1;

@@ -2,8 +2,8 @@
 /* Finds the socket addresses of a TCP bootstrap, and listens on them.
  *
  * Without a secret a bootstrap uses only loopback, because anyone on the network could connect
- * to another address.  This is so even if tcp.address is another address of this host.  A rank
- * on another host then gets an error at once. */
+ * to another address. If tcp.address is another address of this host, loopback replaces it. If
+ * it is the address of another host, a rank other than 0 fails with an error at once. */
 #include <errno.h>
 #include <netinet/in.h>
 #include <stdio.h>
@@ -90,9 +90,10 @@ static bool is_own_name(const char *name)
             (own[first] == '\0' || name[first] == '\0'));
 }
 
-/* Chooses the endpoints from the resolved addresses.  Without a secret, loopback replaces each
- * address of this host, and an address of another host is an error.  With a secret, rank 0
- * listens on all addresses if its own name resolves only to loopback. */
+/* Chooses the endpoints from the addresses that the name resolved to. Without a secret,
+ * loopback replaces each address of this host, and an address of another host is an error. With
+ * a secret, if the name is this host's and resolves only to loopback, rank 0 listens on all
+ * addresses. */
 static epic_result choose_endpoints(epic_endpoints *out, const struct addrinfo *addresses,
                                     const epic_tcp *tcp)
 {
@@ -158,7 +159,7 @@ static int listen_on(const epic_endpoint *endpoint)
     return -1;
 }
 
-/* Like listen_on(), but tries again until the limit passes while the port is in use. */
+/* Like listen_on(), but tries again while the port is in use, until the limit passes. */
 static int listen_patiently(const epic_endpoint *endpoint, time_limit *limit)
 {
     for (;;) {
@@ -206,7 +207,9 @@ epic_result epic_tcp_listen(int listeners[TCP_MAX_ENDPOINTS], int *num_listeners
         if (listener >= 0) {
             listeners[(*num_listeners)++] = listener;
         } else if (!is_not_here(errno)) {
-            wrong = errno; /* stop: some peers may try only this address of ours */
+            /* do not go on with the other addresses, because some peers may try only this
+             * one */
+            wrong = errno;
             while (*num_listeners > 0) close(listeners[--*num_listeners]);
             break;
         }

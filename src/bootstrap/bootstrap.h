@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Shared by all kinds of bootstrap: limits, a clock, and lists of ranks for errors. */
+/* Declarations that all kinds of bootstrap share: limits, a clock, and lists of ranks for
+ * errors. */
 #ifndef EPIC_BOOTSTRAP_H
 #define EPIC_BOOTSTRAP_H
 
@@ -8,8 +9,9 @@
 #include "base/error.h"
 
 #define BOOTSTRAP_MAX_RANKS 65536
-#define BOOTSTRAP_MAX_BYTES (16u << 20) /* largest contribution of a rank to a gather */
-#define BOOTSTRAP_TIMEOUT_MS 300000u    /* default, for timeout_ms 0 */
+/* largest number of bytes that a rank passes to a gather */
+#define BOOTSTRAP_MAX_BYTES (16u << 20)
+#define BOOTSTRAP_TIMEOUT_MS 300000u /* time limit if timeout_ms is 0 */
 
 /* Checks the arguments of a gather.  Returns EPIC_EINVAL if bytes is too large, or if a pointer
  * is NULL and bytes is not 0. */

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The other ranks of a TCP bootstrap: connect to rank 0.
+/* A rank other than 0 in a TCP bootstrap: connects to rank 0.
  *
- * A rank tries again and again until rank 0 listens and admits it.  On each connection it sends
- * its hello and its proof, and receives the entry frame and the begin frame
- * (bootstrap/frames.h).
+ * The rank tries again and again until rank 0 listens and admits it. On each connection it
+ * sends its hello and its proof. It then receives the entry frame, which admits it, and the
+ * begin frame, which rank 0 sends when all ranks have joined (bootstrap/frames.h).
  *
  * A rank with a secret trusts an answer only if the answer proves that rank 0 has the secret.
  * After any other answer it tries again, so a foreign listener cannot end the bootstrap. */
@@ -18,7 +18,8 @@
 #define FIRST_PAUSE_MS 5
 #define LAST_PAUSE_MS 250
 #define CONNECT_MS 5000 /* time for one address, which may never answer */
-#define HELLO_MS 20000  /* time for rank 0 to admit this rank, which then connects again */
+/* time for rank 0 to admit this rank; after it, the rank connects again */
+#define HELLO_MS 20000
 
 /* State of a rank that connects.  Only the thread that opens the bootstrap uses it. */
 typedef struct connector {
@@ -26,12 +27,13 @@ typedef struct connector {
     const epic_secret *secret;
     time_limit *limit; /* limit of the whole bootstrap */
     bool is_done;      /* no more attempts: the bootstrap succeeded or failed */
-    bool was_reached;  /* a connection was accepted in some attempt */
-    bool has_answered; /* bytes came back in some attempt */
-    char why[256];     /* reason why the best attempt failed */
+    bool was_reached;  /* true: in some attempt a listener accepted the connection */
+    bool has_answered; /* true: in some attempt the other end sent bytes */
+    char why[256];     /* why the attempt that got furthest failed */
 } connector;
 
-/* Connects a socket to an endpoint; waits until the limit passes.  Returns 0 or an errno. */
+/* Connects a socket to an endpoint, and waits for that until the limit passes. Returns 0 or an
+ * errno. */
 static int connect_socket(int s, const epic_endpoint *endpoint, time_limit *limit)
 {
     int wrong = 0;
@@ -46,9 +48,9 @@ static int connect_socket(int s, const epic_endpoint *endpoint, time_limit *limi
     return wrong;
 }
 
-/* Stores the reason of an attempt in which bytes came back.  If the time limit ended this
- * attempt, keeps an earlier such reason, which has more detail.  Returns EPIC_ETIMEOUT: try
- * again. */
+/* Stores why an attempt failed in which the other end sent bytes. If the time limit ended this
+ * attempt, keeps the reason of an earlier such attempt, which has more detail. Returns
+ * EPIC_ETIMEOUT, which means: try again. */
 static epic_result retry_after_answer(connector *c, const char *why)
 {
     if (!c->has_answered || time_limit_look(c->limit) > 0)
@@ -57,8 +59,9 @@ static epic_result retry_after_answer(connector *c, const char *why)
     return EPIC_ETIMEOUT;
 }
 
-/* Stores the reason of an attempt whose connection was accepted but sent no bytes.  Keeps the
- * reason of an earlier attempt that got further.  Returns EPIC_ETIMEOUT: try again. */
+/* Stores why an attempt failed in which the connection was accepted, but no bytes arrived.
+ * Keeps the reason of an earlier attempt that got further. Returns EPIC_ETIMEOUT, which means:
+ * try again. */
 static epic_result retry_after_silence(connector *c, const char *why)
 {
     const bool knows_more =
@@ -68,16 +71,16 @@ static epic_result retry_after_silence(connector *c, const char *why)
     return EPIC_ETIMEOUT;
 }
 
-/* Stores the reason of an attempt that found no listener, unless an earlier attempt got
- * further.  Returns EPIC_ETIMEOUT: try again. */
+/* Stores why an attempt failed that found no listener. Keeps the reason of an earlier attempt
+ * that got further. Returns EPIC_ETIMEOUT, which means: try again. */
 static epic_result retry_unreached(connector *c, int wrong)
 {
     if (!c->was_reached) snprintf(c->why, sizeof c->why, "%s", strerror(wrong));
     return EPIC_ETIMEOUT;
 }
 
-/* Ends the bootstrap with an error that would happen again in every attempt.  With a secret it
- * tries again instead, because the answer may not come from rank 0. */
+/* Ends the bootstrap with an error that would occur again in every attempt. With a secret it
+ * tries again instead, because the answer may not be from rank 0. */
 static epic_result fail_or_retry(connector *c, epic_result result)
 {
     if (c->secret->text != NULL) return retry_after_answer(c, epic_sentence());
@@ -85,7 +88,8 @@ static epic_result fail_or_retry(connector *c, epic_result result)
     return result;
 }
 
-/* Checks version and use of a secret in the hello of rank 0. */
+/* Checks the hello of rank 0: it must have this rank's version, and have a secret exactly if
+ * this rank has one. */
 static epic_result check_rank_0(connector *c, const epic_hello *theirs)
 {
     const bool has_secret = c->secret->text != NULL;
@@ -120,8 +124,8 @@ static epic_result send_proof(connector *c, epic_link *link, const epic_hello *t
     return EPIC_OK;
 }
 
-/* Stores the reason of an attempt that received a frame without a valid tag.  Such a frame may
- * be a refusal, whose sentence goes into the error text but has no other effect. */
+/* Stores why an attempt failed that received a frame without a valid tag. The frame may be a
+ * refusal. Its sentence then goes into the error text, but has no other effect. */
 static epic_result retry_unproved(connector *c, int s, const epic_frame *frame,
                                   time_limit *limit)
 {
@@ -136,8 +140,8 @@ static epic_result retry_unproved(connector *c, int s, const epic_frame *frame,
     return retry_after_answer(c, why);
 }
 
-/* Receives the entry frame, which admits this rank, or a failure.  If no frame comes, the rank
- * tries again, because rank 0 drops joiners when too many connect. */
+/* Receives the entry frame, by which rank 0 admits this rank, or a failure. If no frame
+ * arrives, this rank tries again, because rank 0 drops joiners when too many connect. */
 static epic_result wait_for_entry(connector *c, epic_link *link, time_limit *limit)
 {
     epic_frame frame;
@@ -150,7 +154,7 @@ static epic_result wait_for_entry(connector *c, epic_link *link, time_limit *lim
     return frame.result == EPIC_OK ? EPIC_OK : epic_link_receive_failure(link, &frame, limit);
 }
 
-/* Receives the begin frame, which rank 0 sends when all ranks have joined.  From here on every
+/* Receives the begin frame, which rank 0 sends when all ranks have joined. In this phase every
  * error ends the bootstrap. */
 static epic_result wait_for_begin(const connector *c, epic_link *link)
 {
@@ -191,7 +195,9 @@ static epic_result join_rank_0(connector *c, epic_link *link)
     if (epic_frame_receive_all(link->socket, &theirs, sizeof theirs, &limit) != FRAME_DONE)
         return retry_after_silence(c, "it sent no hello");
     if (theirs.magic != HELLO_MAGIC ||
-        theirs.rank != 0) /* not 0: a socket that is connected to itself gets its own hello */
+        /* a rank other than 0 answers if the socket is connected to itself: this rank's own
+         * hello */
+        theirs.rank != 0)
         return retry_after_answer(c, "what listens there is not rank 0 of EPIC");
 
     TRY(check_rank_0(c, &theirs));
@@ -207,7 +213,7 @@ static epic_result try_endpoint(epic_link *out, connector *c, const epic_endpoin
                                        SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0)};
     if (link.socket < 0 && errno == EAFNOSUPPORT) return retry_unreached(c, errno);
     if (link.socket < 0) {
-        c->is_done = true; /* the reason is on this rank, so another attempt would not help */
+        c->is_done = true; /* the cause is on this rank, so another attempt would fail too */
         return epic_tcp_no_socket(errno);
     }
     time_limit limit = time_limit_begin(CONNECT_MS, c->limit);

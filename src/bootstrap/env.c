@@ -1,22 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Bootstraps from the environment variables that torchrun, mpirun, srun and other launchers
- * set.
+/* Creates a bootstrap from the environment variables that torchrun, mpirun, srun and other
+ * launchers set.
  *
- * Every launcher has its own variables for the rank and the number of ranks. read_claim() reads
- * the variables of one launcher, choose_claim() selects the launcher to follow, and
- * find_endpoint() derives the address and port of rank 0. */
+ * Every launcher has its own variables for the rank and the number of ranks. A claim is what
+ * the variables of one launcher say about this process: read_claim() reads it. choose_claim()
+ * selects the launcher to follow, and find_endpoint() finds the address and port of rank 0. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "bootstrap/env.h"
 
-/* The origin of a variable.  It decides how contradictions are handled. */
+/* How far the variables of a launcher are trusted if they contradict those of another one. */
 typedef enum trust {
-    BY_HAND,  /* set by the user or torchrun, perhaps below another launcher */
+    BY_HAND,  /* set by the user or torchrun, perhaps inside another launcher's job */
     LAUNCHER, /* set by a launcher of ranks; all such launchers must agree */
     SLURM,    /* set by srun, or inherited from a batch script: see is_slurm_task() */
-    HINT      /* may describe something else than the ranks of a group; used last */
+    HINT      /* may describe something other than the ranks of a group; used last */
 } trust;
 
 typedef struct launcher {
@@ -83,9 +83,9 @@ static epic_result fail_half_set(const char *set, const char *missing)
     return epic_fail(EPIC_EINVAL, "%s is set and %s is not: set both", set, missing);
 }
 
-/* Returns true if this process is a task of srun.  Slurm also sets SLURM_PROCID=0 and, with -n,
- * SLURM_NTASKS in a batch script.  But only a task has a step id, or a rank other than 0.
- * check_batch() handles the batch script. */
+/* Returns true if srun started this process as a task. In a batch script Slurm also sets
+ * SLURM_PROCID=0 and, with -n, SLURM_NTASKS. But only a task has a step id, or a rank other
+ * than 0. check_batch() handles the batch script. */
 static bool is_slurm_task(void)
 {
     const char *rank = getenv("SLURM_PROCID");
@@ -120,9 +120,10 @@ static void describe_claim(char *out, size_t size, const claim *c)
                  (long long)c->num_ranks);
 }
 
-/* Returns true if the variables of two launchers contradict each other.  One launcher may start
- * another, so the ranks and sizes of an outer launcher may differ.  But a group of one rank is
- * a contradiction if the other launcher started several ranks. */
+/* Returns true if the variables of two launchers contradict each other. One launcher may start
+ * another, so their ranks and numbers of ranks may differ without a contradiction. But if one
+ * says that the group has one rank, and the other started several ranks, that is a
+ * contradiction. */
 static bool is_contradiction(const claim *followed, const claim *other)
 {
     const trust a = followed->by->trust, b = other->by->trust;
@@ -144,8 +145,8 @@ static epic_result refuse_contradiction(const claim *followed, const claim *othe
                      first, second);
 }
 
-/* Returns the error for a launcher that has set a rank if no launcher has set the number of
- * ranks. */
+/* Returns the error for the case that a launcher has set a rank, but no launcher has set the
+ * number of ranks. */
 static epic_result refuse_unknown(const claim *c)
 {
     return epic_fail(EPIC_EINVAL,
@@ -186,13 +187,13 @@ static epic_result check_is_set(const claim *c, const char *name)
                      c->size_name, (long long)c->num_ranks, name);
 }
 
-/* Returns the port of the bootstrap for a given MASTER_PORT.  The result is equal on all ranks.
+/* Returns the port of the bootstrap for a given MASTER_PORT. The result is equal on all ranks.
  *
  * It is MASTER_PORT itself, except under torchrun with TORCHELASTIC_USE_AGENT_STORE "True".
- * Then the store of torchrun's agent already listens on MASTER_PORT, so another port is derived
- * from it.  That port is below 30000, so that the system does not use it for an outgoing
- * connection.  FACTOR and ENV_NUM_PORTS have no common divisor, so neighboring MASTER_PORTs
- * lead to different, distant ports. */
+ * Then the store of torchrun's agent already listens on MASTER_PORT, so another port is
+ * computed from it. That port is below 30000, because systems do not use those ports for
+ * outgoing connections. FACTOR and ENV_NUM_PORTS have no common divisor, so neighboring
+ * MASTER_PORTs lead to different, distant ports. */
 static int64_t derive_port(int64_t master_port)
 {
     enum { FACTOR = 7919 };
@@ -202,9 +203,10 @@ static int64_t derive_port(int64_t master_port)
     return port != master_port ? port : port + 1;
 }
 
-/* Finds the address and port of rank 0.  RANK and WORLD_SIZE need both MASTER_ADDR and
- * MASTER_PORT.  MPI launchers need only MASTER_PORT: an unset MASTER_ADDR means this host.
- * Under Slurm both may be unset, because srun's variables contain hosts and ports. */
+/* Finds the address and port of rank 0. With RANK and WORLD_SIZE, both MASTER_ADDR and
+ * MASTER_PORT must be set. With an MPI launcher, only MASTER_PORT must be set, and an unset
+ * MASTER_ADDR means this host. With Slurm neither must be set, because srun's variables contain
+ * hosts and ports. */
 static epic_result find_endpoint(epic_tcp *tcp, char host[ENV_HOST], const claim *c)
 {
     int64_t port = 0;
@@ -240,8 +242,8 @@ static epic_result follow_claim(epic_tcp *tcp, char host[ENV_HOST], const claim 
 
 /* ------------------------------------------------------------------------- no launcher ---- */
 
-/* Returns an error in a batch script or a salloc shell of a job with several tasks, because a
- * process there would silently form a group of one. */
+/* Returns an error if this process runs in a batch script or a salloc shell of a job with
+ * several tasks. There srun did not start it, so it would silently form a group of one rank. */
 static epic_result check_batch(void)
 {
     int64_t num_tasks = 1;
@@ -255,8 +257,8 @@ static epic_result check_batch(void)
         (long long)num_tasks);
 }
 
-/* Checks the environment of a process that no launcher started.  MASTER_ADDR or MASTER_PORT
- * without a rank is a mistake. */
+/* Checks the environment of a process that no launcher started. If MASTER_ADDR or MASTER_PORT
+ * is set without a rank, that is an error. */
 static epic_result check_alone(void)
 {
     static const char *const names[] = {"MASTER_ADDR", "MASTER_PORT"};

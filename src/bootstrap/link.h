@@ -2,12 +2,13 @@
 /* One connection of a TCP bootstrap, and the authentication of its frames.
  *
  * With a secret, both ends compute a key that is valid only for this connection: an HMAC with
- * the secret over both hellos.  Each hello has a new nonce.  The key is never sent.  The tag of
- * a frame is an HMAC with that key.  It covers the sender's side, the number of the frame on
- * this side, and the frame itself, which contains the SHA-256 of its bytes.  An attacker
- * between the two ends can only close the connection: a frame that is changed, left out,
- * repeated, reordered or sent back does not have the expected tag.  No field of a frame is used
- * before its tag is checked.
+ * the secret over both hellos. Each hello has a new nonce. The key is never sent. The tag of a
+ * frame is an HMAC with that key. It covers the sender's side, the number of the frame in this
+ * direction, and the frame itself, which contains the SHA-256 of its bytes.
+ *
+ * An attacker between the two ends can only close the connection. If the attacker changes,
+ * removes, repeats, reorders or returns a frame, its tag is not the expected one. No field of a
+ * frame is used before its tag is checked.
  *
  * Without a secret a checksum detects damage, but an attacker can change frames. */
 #ifndef EPIC_LINK_H
@@ -18,7 +19,7 @@
 typedef struct epic_link {
     int socket;                /* -1: not connected */
     const epic_secret *secret; /* NULL: no secret, or epic_link_secure() has not run */
-    bool listener;             /* this end is rank 0 */
+    bool listener;             /* true: this end of the link is rank 0 */
     uint64_t num_sent;         /* frames sent over this link */
     uint64_t num_received;
     uint8_t key[SECRET_PROOF];
@@ -43,16 +44,16 @@ epic_frame epic_link_make_frame(const epic_secret *secret, epic_result result,
                                 uint64_t sequence, const void *bytes, size_t length,
                                 const time_limit *limit);
 
-/* Returns a message with the link's next frame number and the tag for it.  The messages of a
- * link must be sent in this order. */
+/* Returns a message that contains the frame, with the link's next frame number and the tag for
+ * it. The messages of a link must be sent in the order of these calls. */
 epic_message epic_link_message(epic_link *link, const epic_frame *frame, const void *bytes);
 
-/* Makes the next message use the number of the last message again.  Call it only if no byte of
+/* Makes the next message use the same number as the last message. Call it only if no byte of
  * the last message was sent. */
 void epic_link_reuse_number(epic_link *link);
 
-/* Returns true if the tag shows that this is the next frame of the other end.  Call it once for
- * each received frame, because it counts them. */
+/* Returns true if the tag shows that the other end sent this frame, as its next one. Call it
+ * once for each received frame, because it counts them. */
 bool epic_link_check(epic_link *link, const epic_frame *frame);
 
 /* Returns true if these are the bytes of a frame that epic_link_check() has accepted. */
@@ -74,8 +75,8 @@ void epic_link_send_failure(epic_link *link, epic_result result, const char *sen
 epic_result epic_link_receive_failure(const epic_link *link, const epic_frame *frame,
                                       time_limit *limit);
 
-/* Receives the sentence of a failure frame without a valid tag.  The sentence is "" if it does
- * not arrive.  The caller may only show it. */
+/* Receives the sentence of a failure frame without a valid tag. If it does not arrive, the
+ * sentence is "". The caller may only print it, because an attacker may have written it. */
 void epic_link_receive_unproved(int socket, const epic_frame *frame,
                                 char sentence[FRAME_SENTENCE + 1], time_limit *limit);
 

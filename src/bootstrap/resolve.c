@@ -18,7 +18,7 @@
 
 #define PAUSE_MS 50
 
-/* A call of getaddrinfo(), shared by the caller and its thread. */
+/* One call of getaddrinfo(). The caller and the thread that runs the call share it. */
 typedef struct query {
     pthread_mutex_t mutex;
     pthread_cond_t changed;
@@ -113,8 +113,8 @@ static bool wait_for_query(query *q, time_limit *limit)
     return is_done;
 }
 
-/* Returns the errno that made getaddrinfo() fail, or 0. getaddrinfo() does not report that the
- * process has no free descriptor, so this opens one to find out. */
+/* Returns the errno that made getaddrinfo() fail, or 0. If the process has no free descriptor,
+ * getaddrinfo() does not report that. So this function opens one to find out. */
 static int find_reason(int wrong, int system_wrong)
 {
     const int probe = open("/", O_RDONLY | O_CLOEXEC);

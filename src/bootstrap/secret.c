@@ -9,8 +9,8 @@
 
 #define ROLE_BYTES 16
 
-/* Loads libcrypto.  Returns NULL on failure.  Writes to `why` the reason if a libcrypto exists
- * but cannot be loaded, otherwise "". */
+/* Loads libcrypto. Returns NULL on failure. If a libcrypto exists but cannot be loaded, writes
+ * the reason to `why`; otherwise `why` is "". */
 static void *load_libcrypto(char why[256])
 {
     static const char *const names[] = {"libcrypto.so.3", "libcrypto.so.1.1"};

@@ -23,7 +23,8 @@ typedef struct epic_secret {
     int (*compare)(const void *a, const void *b, size_t bytes); /* 0: equal; constant time */
 } epic_secret;
 
-/* The purpose of an HMAC of the secret.  An HMAC for one role is not valid for another. */
+/* The purpose of an HMAC with the secret. It is a part of the data, so that an HMAC for one
+ * purpose is not valid for another. */
 typedef enum epic_role {
     ROLE_CONNECTOR, /* the connecting rank proves that it has the secret */
     ROLE_SESSION    /* the key of the frames of one connection, never sent */

@@ -16,12 +16,13 @@
 #include "bootstrap/tcp.h"
 
 #define SEND_MS 1000 /* time for rank 0 to send a failure to all ranks */
-#define DRAIN_MS 500 /* time for the ranks to read it, when rank 0 closes */
+/* time that rank 0 gives the ranks to read the failure, before it closes */
+#define DRAIN_MS 500
 
 /* A link, and the state of the current gather on it. */
 typedef struct connection {
     epic_link link;
-    bool is_ready; /* this connection is finished in the current phase */
+    bool is_ready; /* true: all bytes of the current phase are sent or received */
     epic_frame frame;
     size_t head;          /* bytes received of `frame` */
     size_t body;          /* bytes received after `frame` */
@@ -32,10 +33,13 @@ typedef struct tcp_bootstrap {
     int32_t rank;
     int32_t num_ranks;
     uint32_t timeout_ms;
-    uint64_t sequence;  /* number of the current gather, from 1 */
-    epic_result broken; /* EPIC_OK, or what every later gather returns */
+    uint64_t sequence; /* number of the current gather, from 1 */
+    /* EPIC_OK, or the error of an earlier gather, which every later gather returns */
+    epic_result broken;
     char sentence[512];
-    epic_secret secret; /* text is NULL: the links have their keys */
+    /* libcrypto, which the links use; after open its text is NULL, because each link has a
+     * key */
+    epic_secret secret;
     int32_t num_connections;
     struct pollfd *polls;     /* [num_connections] */
     connection connections[]; /* rank 0: [num_ranks], [0] unused; other ranks: [1] */
@@ -46,12 +50,13 @@ static unsigned long long gather_number(const tcp_bootstrap *b)
     return (unsigned long long)b->sequence;
 }
 
-/* Polls for `events` on connections that are not ready, and for `idle` on the others.  Returns
- * false if the limit has passed. */
+/* Polls for the events `events` on connections that are not ready, and for `idle` on ready
+ * ones. Returns false if the limit has passed. */
 static bool poll_connections(tcp_bootstrap *b, short events, short idle, time_limit *limit)
 {
     const int32_t first =
-        b->rank == 0 ? 1 : 0; /* skip the unused entry: poll() limits their number */
+        /* skip the unused entry, because poll() limits the number of entries */
+        b->rank == 0 ? 1 : 0;
     for (int32_t i = first; i < b->num_connections; i++)
         b->polls[i] = (struct pollfd){.fd = b->connections[i].link.socket,
                                       .events = b->connections[i].is_ready ? idle : events};
@@ -84,7 +89,7 @@ static epic_result fail_late(const tcp_bootstrap *b, const char *what)
     return result;
 }
 
-/* Returns the error for a frame without the expected tag. */
+/* Returns the error for a frame of `rank` that does not have the expected tag. */
 static epic_result fail_forged(const tcp_bootstrap *b, int32_t rank)
 {
     return epic_fail(EPIC_EPEER, "gather %llu: the data from rank %d was not written by it%s",
@@ -94,8 +99,8 @@ static epic_result fail_forged(const tcp_bootstrap *b, int32_t rank)
                          : "");
 }
 
-/* Checks that a frame is the next one of its rank, belongs to this gather, and has `bytes`
- * bytes. */
+/* Checks that a frame is the next one of its rank, that it belongs to this gather, and that
+ * `bytes` bytes follow it. */
 static epic_result check_frame(tcp_bootstrap *b, int32_t rank, const epic_frame *frame,
                                size_t bytes)
 {
@@ -123,8 +128,9 @@ static epic_result receive_part(tcp_bootstrap *b, int32_t rank, char *to, size_t
                                 time_limit *limit)
 {
     connection *c = &b->connections[rank];
-    /* A ready connection has an event only when its peer closes it.  If our limit has passed,
-     * the peer has left because of a rank that is late. */
+    /* A ready connection has an event only when its peer closes it. If this rank's limit has
+     * passed, the peer has probably left because of another rank that is late. So this names
+     * the late ranks. */
     if (c->is_ready)
         return time_limit_left_ms(limit) == 0 ? fail_late(b, "come") : fail_lost(b, rank);
     if (c->head < sizeof c->frame) {
@@ -145,8 +151,8 @@ static epic_result receive_part(tcp_bootstrap *b, int32_t rank, char *to, size_t
     return EPIC_OK;
 }
 
-/* Receives the bytes of all ranks into `all`, in any order.  Also detects a rank that leaves
- * while another rank is late. */
+/* Receives the bytes of all ranks into `all`, in the order in which they arrive. It also
+ * notices a rank that closes its connection while another rank is late. */
 static epic_result collect_parts(tcp_bootstrap *b, char *all, size_t bytes, time_limit *limit)
 {
     int32_t num_ready = 0;
@@ -166,8 +172,8 @@ static epic_result collect_parts(tcp_bootstrap *b, char *all, size_t bytes, time
     return EPIC_OK;
 }
 
-/* Sends the bytes of all ranks to every rank.  If a rank is lost, the other ranks still get the
- * answer, and the error follows. */
+/* Sends the bytes of all ranks to every rank. If a rank's connection is lost, still sends them
+ * to the other ranks, and then returns the error. */
 static epic_result send_answers(tcp_bootstrap *b, const char *all, size_t bytes,
                                 time_limit *limit)
 {
@@ -194,9 +200,9 @@ static epic_result send_answers(tcp_bootstrap *b, const char *all, size_t bytes,
     return lost == 0 ? EPIC_OK : fail_lost(b, lost);
 }
 
-/* Sends the failure stored in `b` to every rank.  A rank that has received a part of an answer
- * gets no failure frame, because it would read the frame as the rest of the answer.  That rank
- * sees the connection close. */
+/* Sends the failure stored in `b` to every rank. If a rank has received a part of an answer, it
+ * would read a failure frame as the rest of that answer. So this sends no frame to that rank,
+ * which sees the connection close. */
 static void send_failure_to_all(tcp_bootstrap *b)
 {
     time_limit limit = time_limit_begin(SEND_MS, NULL);
@@ -240,9 +246,9 @@ static epic_result fail_without_zero(const tcp_bootstrap *b)
                      gather_number(b), b->rank);
 }
 
-/* Sends this rank's bytes and at the same time receives the frame of the answer.  Rank 0 may
- * send a failure before it has received these bytes.  A rank that cannot send must still get
- * that failure. */
+/* Sends this rank's bytes and at the same time receives the frame of the answer. Both must
+ * happen at the same time: rank 0 may send a failure before it has received all bytes of this
+ * rank, and this rank must receive that failure even if it cannot send. */
 static epic_result exchange_heads(tcp_bootstrap *b, epic_message *message, time_limit *limit)
 {
     connection *c = &b->connections[0];
@@ -304,9 +310,9 @@ static epic_result tcp_gather(void *self, const void *mine, void *all, int64_t b
     return result;
 }
 
-/* Reads and discards bytes from the peers until they close.  After a failure rank 0 does this
- * before it closes.  If it closed a socket with unread bytes, TCP would reset the connection,
- * and the peer could lose the failure. */
+/* Reads and discards bytes from the peers until they close. After a failure rank 0 does this
+ * before it closes its sockets. If it closed a socket with unread bytes, TCP would reset the
+ * connection, and the peer could lose the failure. */
 static void drain_connections(tcp_bootstrap *b)
 {
     char rubbish[4096];

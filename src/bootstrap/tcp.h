@@ -40,9 +40,9 @@ epic_result epic_tcp_endpoints(epic_endpoints *out, const epic_tcp *tcp, time_li
 epic_result epic_tcp_listen(int listeners[TCP_MAX_ENDPOINTS], int *num_listeners,
                             const epic_tcp *tcp, time_limit *limit);
 
-/* Accepts all ranks on rank 0.  Waits until all have joined, or until the limit passes.  On
- * success links[r] is connected for r from 1 to num_ranks - 1.  On failure every rank that
- * connected gets the reason, and no link stays open. */
+/* Called on rank 0: accepts all other ranks. Waits until all have joined, or until the limit
+ * passes. On success links[r] is connected for r from 1 to num_ranks - 1. On failure every rank
+ * that has connected receives the reason, and no link stays open. */
 epic_result epic_tcp_accept(epic_link *links, const epic_tcp *tcp, const epic_secret *secret,
                             time_limit *limit);
 
@@ -51,8 +51,8 @@ epic_result epic_tcp_accept(epic_link *links, const epic_tcp *tcp, const epic_se
 epic_result epic_tcp_connect(epic_link *out, const epic_tcp *tcp, const epic_secret *secret,
                              time_limit *limit);
 
-/* Shortens rank 0's limit so that its answer, or its error, reaches a peer that gives up in
- * left_ms milliseconds. */
+/* Shortens rank 0's time limit, so that its answer or error reaches a peer before the peer
+ * gives up, in left_ms milliseconds. */
 void epic_tcp_answer_earlier(time_limit *limit, uint32_t left_ms);
 
 /* Fails with EPIC_EDEVICE because this rank cannot open a socket; `wrong` is the errno. */

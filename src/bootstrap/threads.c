@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Bootstraps of threads of one process.  All ranks share one hub.  In a gather each rank stores
- * its arguments in the hub and waits.  The last rank to arrive copies the bytes for all ranks
- * and wakes them. */
+/* A bootstrap whose ranks are threads of one process. All ranks share one hub. In a gather each
+ * rank stores its arguments in the hub and waits. The last rank to arrive copies the bytes for
+ * all ranks and wakes them. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -13,11 +13,11 @@
 
 typedef struct hub hub;
 
-/* One rank's entry in the hub; the `self` of its epic_bootstrap. */
+/* One rank's entry in the hub. It is the `self` of that rank's epic_bootstrap. */
 typedef struct member {
     hub *hub;
     int32_t rank;
-    bool arrived; /* the rank waits in a gather, with these arguments: */
+    bool arrived; /* true: the rank waits in a gather, whose arguments follow */
     const void *mine;
     char *all;
     size_t bytes;
@@ -27,12 +27,14 @@ struct hub {
     pthread_mutex_t mutex; /* guards everything below */
     pthread_cond_t changed;
     int32_t num_ranks;
-    int32_t num_open; /* members that have not closed; the last one frees the hub */
+    /* number of members that have not closed; the last one to close frees the hub */
+    int32_t num_open;
     int32_t num_arrived;
-    int32_t num_twice; /* calls for a rank that already waits in this gather */
+    int32_t num_twice; /* number of calls for a rank that already waits in this gather */
     uint32_t timeout_ms;
-    uint64_t finished;  /* number of finished gathers */
-    epic_result broken; /* EPIC_OK, or what every later gather returns */
+    uint64_t finished; /* number of finished gathers */
+    /* EPIC_OK, or the error of an earlier gather, which every later gather returns */
+    epic_result broken;
     char sentence[512];
     bool *gone; /* [num_ranks]: ranks that have closed their bootstrap */
     member members[];
@@ -53,9 +55,9 @@ static epic_result fail_again(const hub *h)
     return epic_fail(h->broken, "%s", h->sentence);
 }
 
-/* Marks the hub as broken because ranks have closed, and wakes all ranks.  Does not change
- * epic_error() of this thread, because the caller may close after a failure whose error it has
- * not read yet. */
+/* Marks the hub as broken because ranks have closed their bootstrap, and wakes all ranks. Does
+ * not change this thread's epic_error(): the thread may have closed after a failure, and not
+ * have read that error yet. */
 static void break_gone(hub *h)
 {
     char names[256];
@@ -82,8 +84,8 @@ static epic_result check_bytes(hub *h, const member *m)
     return EPIC_OK;
 }
 
-/* Copies the bytes for all ranks and wakes them.  Runs in the last rank to arrive, while all
- * others wait, so every buffer is still valid. */
+/* Copies the bytes for all ranks and wakes them. The last rank to arrive runs this while all
+ * others wait, so all their buffers are still valid. */
 static void finish_gather(hub *h)
 {
     for (int32_t to = 0; to < h->num_ranks; to++) {
@@ -124,14 +126,15 @@ static epic_result fail_twice(hub *h, const member *m)
         (unsigned long long)h->finished + 1, m->rank);
 }
 
-/* Takes part in a gather with the arguments in `call`.  The mutex is held before and after. */
+/* Takes part in a gather with the arguments in `call`. The caller holds the mutex before and
+ * after; waiting releases it. */
 static epic_result gather_locked(hub *h, member *m, const member *call)
 {
     if (h->broken == EPIC_OK && h->num_open < h->num_ranks) break_gone(h);
     if (h->broken != EPIC_OK) return fail_again(h);
     TRY(check_bytes(h, call));
-    /* Do not copy all of *call: a second thread of this rank may read m->hub and m->rank
-     * without the mutex. */
+    /* Do not copy all of *call. A second thread that uses this rank by mistake may read m->hub
+     * and m->rank without the mutex. */
     m->arrived = true;
     m->mine = call->mine;
     m->all = call->all;

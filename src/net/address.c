@@ -12,7 +12,8 @@
 
 #include "net/liveness_inner.h"
 
-#define LISTEN_BACKLOG 128 /* pending connections, also of strangers */
+/* connections that may wait for accept(); strangers may connect too */
+#define LISTEN_BACKLOG 128
 #define SOCKET_TYPE (SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK)
 
 void liveness_close_socket(int *socket)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The thread that watches the liveness connections. Ten times a second it sends one byte on
- * each connection. From the acknowledgements of the kernel it decides whether a peer is
- * dead. */
+ * each connection. The peer's kernel acknowledges the bytes (TCP). From these acknowledgements
+ * the thread decides whether a peer is dead. */
 #include <errno.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
@@ -33,7 +33,7 @@ net_peer_state net_liveness_state(const net_liveness *l, int host)
     return (net_peer_state)__atomic_load_n(&l->state[host], __ATOMIC_ACQUIRE);
 }
 
-/* Returns true while the host is connected, and neither closed nor dead. */
+/* Returns true while the host is connected and is neither closed nor dead. */
 static bool is_watched(const net_liveness *l, int host)
 {
     return l->sockets[host] >= 0 && net_liveness_state(l, host) == NET_PEER_ALIVE;
@@ -55,12 +55,12 @@ static void read_beats(net_liveness *l, int host)
 
 /* Checks that the host has acknowledged the earlier bytes, then sends the next byte.
  *
- * A host is dead if both conditions hold for longer than silence_ms: some byte is not
- * acknowledged, and no acknowledgement has arrived.
+ * A host is dead if, for longer than silence_ms, some byte was not acknowledged and no
+ * acknowledgement arrived.
  *
- * A late run of this thread must not count as silence of the peer. The process may have been
- * stopped, or the whole machine, whose kernel then has unprocessed packets. So run_thread()
- * adds its lateness to acked_ms. */
+ * If this process or machine was stopped, acknowledgements could not arrive either. This must
+ * not count as silence of the peer. So run_thread() adds the time by which it is late to
+ * acked_ms. */
 static void check_and_beat(net_liveness *l, int host, int64_t now)
 {
     struct tcp_info info;
@@ -79,7 +79,8 @@ static void check_and_beat(net_liveness *l, int host, int64_t now)
         read_beats(l, host); /* the peer's close byte may have arrived */
 }
 
-/* The thread: sleeps until bytes arrive or the next byte is due, then handles both. */
+/* The main function of the thread: sleeps until bytes arrive or the next byte is due, then
+ * reads and sends. */
 static void *run_thread(void *self)
 {
     net_liveness *l = self;
@@ -137,8 +138,8 @@ void net_liveness_forget(net_liveness *l)
     free(l);
 }
 
-/* Reads all received bytes before it closes a socket. Otherwise the system would send a reset,
- * which can overtake the close byte. */
+/* Before it closes a socket, it reads all received bytes. If bytes were left unread, the system
+ * would send a reset, which can overtake the close byte. */
 void net_liveness_close(net_liveness *l)
 {
     if (!l) return;

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Liveness connections: one TCP connection between every two ranks that exchange rows. They run
- * next to the network library, because such a library may never notice that a peer's host or
- * process is gone.
+/* Liveness connections: one TCP connection between every two ranks that exchange rows over the
+ * net. They exist next to the network library, because such a library may never notice that a
+ * peer's host or process is gone.
  *
- * Each end sends one byte ten times a second. It reads from the kernel (TCP_INFO) whether the
- * other end has acknowledged the bytes. The kernel acknowledges bytes even if the process is
- * stopped or busy, so such a rank is never reported as dead. A process that ended, or a host
- * that cannot be reached, is reported within about one second.
+ * Each end sends one byte ten times a second. It asks its own kernel (TCP_INFO) whether the
+ * other end's kernel has acknowledged the bytes. A kernel acknowledges bytes even while the
+ * process is stopped or busy, so such a process is never reported as dead. The end of a
+ * process, or a host that cannot be reached, is reported within about one second.
  *
- * A forked child inherits the sockets and must call net_liveness_forget(). Until it does, peers
- * cannot see the end of its parent, because the connections stay open. */
+ * A forked child inherits the sockets and must call net_liveness_forget(). Until it does, the
+ * connections stay open, and peers cannot see the end of its parent. */
 #ifndef EPIC_NET_LIVENESS_H
 #define EPIC_NET_LIVENESS_H
 

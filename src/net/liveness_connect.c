@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Makes the liveness connections. Each rank listens, and connects to all hosts with lower
- * numbers. It tries one address of a host after the other.
+ * numbers. It tries the addresses of a host one after the other.
  *
  * Both sides prove that they took part in the bootstrap. The connecting rank sends the secret
  * of the rank that it wants to reach, from that rank's handle. The answer contains the secret
  * of the connecting rank.
  *
- * A connection without these secrets is closed. It may come from a stranger who found the port.
- * Or an address, such as that of a container's bridge, may belong to another machine. */
+ * A connection without these secrets is closed. A stranger may have found the port and
+ * connected. Or an address, such as that of a container's bridge, may belong to another
+ * machine. */
 #include <errno.h>
 #include <poll.h>
 #include <stdio.h>
@@ -21,10 +22,11 @@
 #include "bootstrap/bootstrap.h"
 #include "net/liveness_inner.h"
 
-#define MAX_INCOMING 32             /* unidentified connections; one more replaces the oldest */
+/* accepted connections without a complete handshake; a further one replaces the oldest */
+#define MAX_INCOMING 32
 #define ADDRESS_TRY_MS 1000         /* how long to try one address */
-#define RETRY_PAUSE_MS 50           /* wait before the next address, if this one refuses */
-#define POLL_MS 50                  /* longest wait in one round */
+#define RETRY_PAUSE_MS 50           /* wait after an address refused, before the next one */
+#define POLL_MS 50                  /* longest sleep of one poll() */
 #define MAGIC 0x656e696c63697065ull /* "epicline" in memory */
 
 /* The first message that each side of a connection sends. */
@@ -37,7 +39,7 @@ typedef struct handshake {
 /* A connection whose handshake is not complete. */
 typedef struct connection {
     int fd;              /* socket; -1: not open */
-    bool has_sent;       /* this rank has sent its handshake */
+    bool has_sent;       /* true: this rank has sent its handshake */
     int next;            /* outgoing: index of the next address to try */
     int64_t until_ms;    /* outgoing: when to try the next address */
     size_t num_received; /* bytes in `received` */
@@ -90,8 +92,8 @@ epic_result net_liveness_listen(net_liveness **out, const net_liveness_setup *se
     return result;
 }
 
-/* Returns the handle of a host. Limits its number of addresses, in case the bytes are
- * damaged. */
+/* Returns the handle of a host. If the bytes are damaged, the number of addresses is limited to
+ * a valid one. */
 static liveness_handle handle_of(const connect_state *o, int host)
 {
     liveness_handle handle;
@@ -135,7 +137,7 @@ static int identify_host(const connect_state *o, const connection *t)
     return ours && g->host >= 0 && g->host < l->setup.num_hosts ? g->host : -1;
 }
 
-/* Makes the connection the liveness connection of a host. */
+/* Makes *t the liveness connection of a host. */
 static void adopt_connection(connect_state *o, connection *t, int host)
 {
     o->connections->sockets[host] = t->fd;
@@ -144,7 +146,8 @@ static void adopt_connection(connect_state *o, connection *t, int host)
 
 /* ----------------------------------------------------------- outgoing and incoming ---- */
 
-/* Closes the current attempt, and begins to connect to the next address of a host. */
+/* Closes the current outgoing connection to a host, and begins to connect to its next
+ * address. */
 static void try_next_address(connect_state *o, int host, int64_t now)
 {
     connection *t = &o->outgoing[host];
@@ -157,10 +160,9 @@ static void try_next_address(connect_state *o, int host, int64_t now)
     if (t->fd >= 0) t->until_ms = now + ADDRESS_TRY_MS;
 }
 
-/* Continues one outgoing connection after the poll events `events`. A connection that is not
- * established in time is replaced by one to the next address. An established connection waits
- * for its answer without such a limit, because the peer may call net_liveness_connect()
- * late. */
+/* Continues the outgoing connection to a host, after poll() reported `events`. If it is not
+ * established in time, tries the next address. An established connection waits for the peer's
+ * answer without such a limit, because the peer may call net_liveness_connect() late. */
 static void advance_outgoing(connect_state *o, int host, short events, int64_t now)
 {
     connection *t = &o->outgoing[host];
@@ -187,8 +189,8 @@ static void accept_connection(connect_state *o)
     *t = (connection){.fd = fd};
 }
 
-/* Reads from one incoming connection. When its handshake is complete, answers it and keeps the
- * connection if it is from a host with a higher number. Closes it otherwise. */
+/* Reads from one incoming connection. When its handshake is complete, answers it, and keeps the
+ * connection if it is from a host with a higher number. Closes any other connection. */
 static void advance_incoming(connect_state *o, connection *t)
 {
     const bool there = receive_handshake(t);
@@ -203,7 +205,7 @@ static void advance_incoming(connect_state *o, connection *t)
 
 /* ---------------------------------------------------------------------------- waiting ---- */
 
-/* Sets which[rank] for each rank that is not connected yet. Returns their number. */
+/* Sets which[rank] for each peer that is not connected yet. Returns how many there are. */
 static int find_missing(const net_liveness *l, bool *which)
 {
     int count = 0;
@@ -215,8 +217,8 @@ static int find_missing(const net_liveness *l, bool *which)
     return count;
 }
 
-/* Returns true if this rank still has to connect to the host: the host with the higher number
- * connects. */
+/* Returns true if this rank still has to connect to the host. Of two hosts, the one with the
+ * higher number connects. */
 static bool must_connect(const net_liveness *l, int host)
 {
     return host < l->setup.host && l->sockets[host] < 0;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Types and functions that are common to the files of the liveness connections:
- * liveness_connect.c and address.c make them, and liveness.c watches them. */
+/* Types and functions that the files of the liveness connections share. liveness_connect.c and
+ * address.c make the connections, and liveness.c watches them. */
 #ifndef EPIC_NET_LIVENESS_INNER_H
 #define EPIC_NET_LIVENESS_INNER_H
 
@@ -32,13 +32,14 @@ struct net_liveness {
     int listener;               /* listening socket; -1 once all peers are connected */
     int sockets[NET_MAX_HOSTS]; /* by host; -1: not connected, or this rank's own host */
     int state[NET_MAX_HOSTS];   /* a net_peer_state by host; only the thread writes it */
-    /* By host: the time (clock_ms()) at which the peer had last acknowledged all bytes. */
+    /* By host: the time (clock_ms()) when the peer had last acknowledged all bytes. */
     int64_t acked_ms[NET_MAX_HOSTS];
     int stop_event; /* eventfd that ends the thread; -1: no thread runs */
     pthread_t thread;
 };
 
-/* Returns the peer of this rank on a host: the rank there with the same rail. */
+/* Returns this rank's peer on a host: the rank there with the same rail, its position on the
+ * host. */
 static inline int liveness_rank_of(const net_liveness *l, int host)
 {
     return host * l->setup.ranks_per_host + l->setup.rail;

@@ -8,8 +8,8 @@
 #include "base/library.h"
 #include "net/net.h"
 
-/* Returns true for 1 to 16 small letters. The name becomes a part of a file name, so no other
- * characters are allowed. */
+/* Returns true if the name consists of 1 to 16 small letters. It becomes a part of a file name,
+ * so no other characters are allowed. */
 static bool is_name(const char *name)
 {
     const size_t length = strlen(name);

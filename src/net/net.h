@@ -3,8 +3,8 @@
  * Each rank opens one net, which connects it with one rank on each other host. The engine NAME
  * is in libepic_NAME.so, for example libepic_ucx.so.
  *
- * A rank has an inbox, into which its peers write, and an outbox, from which it sends. Engines
- * guarantee:
+ * A rank has an inbox, into which its peers write, and an outbox, from which it sends. A *put*
+ * copies words from a rank's outbox into the inbox of a peer. Engines guarantee:
  * 1. Every aligned word of 8 bytes arrives whole. A reader that polls it sees the old or the
  *    new value, never a mixture.
  * 2. There is no other order. The words of all puts arrive in any order, each of them once.
@@ -35,9 +35,10 @@ typedef struct net net;
 
 /* How rows are sent, if the engine has a choice. EPIC_NET_RDMA sets it. */
 typedef enum net_rdma {
-    /* RDMA writes if the network keeps words of 8 bytes whole, else messages. */
+    /* RDMA writes if the network keeps words of 8 bytes whole, otherwise messages. */
     NET_RDMA_IF_WHOLE,
-    NET_RDMA_NEVER, /* messages; the receiving thread stores them word by word */
+    /* messages, which the receiver's thread stores into its inbox word by word */
+    NET_RDMA_NEVER,
     NET_RDMA_ALWAYS /* RDMA writes; the user guarantees that the network keeps words whole */
 } net_rdma;
 
@@ -46,8 +47,9 @@ typedef struct net_setup {
     int32_t host, num_hosts; /* this rank's host, and the number of hosts; peers are numbered
                                 by host */
     net_rdma rdma;
-    int32_t threads;      /* threads that the engine may start, if CPUs move the bytes */
-    bool on_gpu;          /* inbox and outbox are memory of a GPU; else of the host */
+    /* threads that the engine may start if CPUs, not devices, move the bytes */
+    int32_t threads;
+    bool on_gpu;          /* true: inbox and outbox are GPU memory; false: host memory */
     void *inbox;          /* aligned to 8 bytes, like both sizes and the outbox */
     uint64_t inbox_bytes; /* equal on all ranks */
     /* Puts to the first `urgent_bytes` bytes of an inbox are small, and peers wait for them
@@ -67,8 +69,8 @@ typedef struct net_engine {
      * (NET_WHY_BYTES bytes). Local. */
     bool (*is_available)(char *why);
 
-    /* Returns true if inbox and outbox may be memory of a GPU of this host. Local: only
-     * connect() can decide whether the peers can reach that memory. */
+    /* Returns true if inbox and outbox may be memory of a GPU of this host. The peers may still
+     * be unable to reach that memory; only connect() shows that. Local. */
     bool (*can_reach_gpu)(void);
 
     /* Opens this rank's end of the net, and writes to `handle` the data that peers need to
@@ -78,14 +80,14 @@ typedef struct net_engine {
     epic_result (*open)(net **out, const net_setup *setup, void *handle, char *why);
 
     /* Connects to all peers. `handles` [num_hosts, NET_HANDLE_BYTES] holds the handles of all
-     * hosts. Local: does not wait for answers. EPIC_ENOTSUP: the GPU memory of a peer cannot be
-     * reached. The caller should then close the net and open it with host memory. */
+     * hosts. Local: does not wait for answers. Returns EPIC_ENOTSUP if a peer's GPU memory
+     * cannot be reached. Then the caller should close the net and open it with host memory. */
     epic_result (*connect)(net *n, const void *handles, char *why);
 
-    /* Sends `bytes` bytes of the outbox, from `from`, to the offset `to` of the host's inbox.
-     * All three are multiples of 8, and bytes is at most NET_MAX_PUT_BYTES. Returns false if
-     * the engine has no room; call progress() and try again. Accepts and drops a put to a host
-     * that is gone. */
+    /* Sends `bytes` bytes at the address `from` in the outbox to the offset `to` of the host's
+     * inbox. All three are multiples of 8, and bytes is at most NET_MAX_PUT_BYTES. Returns
+     * false if the engine has no room; the caller then calls progress() and tries again. If the
+     * host is gone, accepts the put and drops it. */
     bool (*put)(net *n, int host, uint64_t to, const void *from, uint32_t bytes);
 
     /* Like put(), but sends one word of 8 bytes that is passed by value. */
@@ -95,17 +97,18 @@ typedef struct net_engine {
     int (*progress)(net *n);
 
     /* Returns true once the engine no longer reads the sources of the first `count` puts to a
-     * host, so that they may be overwritten. put() and put_word() are counted together. */
+     * host, so that the caller may overwrite them. `count` includes words sent by
+     * put_word(). */
     bool (*is_done)(const net *n, int host, uint64_t count);
 
-    /* Returns true if the engine has given up the host. An engine may never notice that a host
+    /* Returns true if the engine has given up the host. Some engines never notice that a host
      * is gone, so liveness connections (liveness.h) watch the hosts too. */
     bool (*is_gone)(const net *n, int host);
 
     /* Writes one line of at most `size` bytes that names the networks to the peers. */
     void (*describe)(const net *n, char *to, size_t size);
 
-    /* Closes the net. Before that, sends the accepted puts for at most a short time, even if
+    /* Closes the net. Before that, sends the accepted puts. It gives up after a short time if
      * peers do not respond. Accepts NULL. */
     void (*close)(net *n);
 } net_engine;

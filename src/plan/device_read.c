@@ -21,7 +21,8 @@ static bool is_header_valid(const device_plan_header *h)
     return h->bytes == device_plan_end(&at, h->layout, h->num_logical);
 }
 
-/* Counts the fates of some choices in *out. Returns false if one is out of range. */
+/* Adds the fates of `count` choices to the counts in *out. Returns false if a fate is out of
+ * range. */
 static bool count_fates(const int32_t *fates, int64_t count, epic_plan_info *out)
 {
     for (int64_t i = 0; i < count; i++) {
@@ -50,8 +51,8 @@ static epic_result read_fates(const unsigned char *from, int64_t choices, device
     return EPIC_OK;
 }
 
-/* Fills in *out from the header, except the counts of fates. With EPIC_TREE, finds this rank's
- * leaves from its position in the tree (rank_at). */
+/* Fills in *out from the header, except the counts of fates. With EPIC_TREE, this rank's first
+ * leaf follows from its position in the tree (rank_at). */
 static void describe_device_plan(const device_plan_header *h, const device_plan_layout *at,
                                  epic_plan_info *out)
 {

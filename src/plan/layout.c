@@ -36,8 +36,8 @@ void plan_layout(plan_header *h)
     h->bytes = end;
 }
 
-/* Returns the bytes of the planner's workspace: 7 arrays by expert and 4 by rank of int32, and
- * 2 by rank of int64. */
+/* Returns the bytes of the planner's workspace: 7 int32 arrays [num_experts], 4 int32 arrays
+ * [num_ranks] and 2 int64 arrays [num_ranks]. */
 static int64_t workspace_bytes(int64_t num_experts, int64_t num_ranks)
 {
     int64_t end = 0;
@@ -84,8 +84,7 @@ plan_view plan_view_of(const void *plan)
     };
 }
 
-/* Returns the largest number of experts that one rank owns. Uses count [num_ranks] as scratch
- * memory. */
+/* Returns the largest number of experts on one rank. `count` [num_ranks] is scratch memory. */
 static int32_t max_experts_per_rank(int32_t *count, const epic_layer *layer, int32_t num_ranks,
                                     const int32_t *owner)
 {
@@ -96,8 +95,8 @@ static int32_t max_experts_per_rank(int32_t *count, const epic_layer *layer, int
     return most;
 }
 
-/* Sets the pointers to the workspace. It begins after the largest plan that the ranks can have
- * with these numbers of tokens. */
+/* Sets the pointers to the workspace. It begins at the end of the largest plan that is possible
+ * with these numbers of tokens, so its place does not depend on the experts' placement. */
 static void locate_workspace(planner *p, const plan_header *h)
 {
     plan_header largest = *h;
@@ -153,8 +152,8 @@ void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank
             p->owner[e] = (int32_t)r;
     h.num_local = max_experts_per_rank(p->rows, layer, num_ranks, p->owner);
     plan_layout(&h);
-    memset(plan, 0, (size_t)h.fate); /* also clears the padding between arrays, so that equal
-                                        plans have equal bytes */
+    /* also clears the padding between arrays, so that equal plans have equal bytes */
+    memset(plan, 0, (size_t)h.fate);
     *p->header = h;
     locate_arrays(p);
     for (int32_t r = 0; r < num_ranks; r++) {
@@ -241,8 +240,8 @@ static bool are_all_within(const int32_t *values, int64_t count, int32_t least, 
     return count <= 0 || (low >= least && high <= most);
 }
 
-/* Checks the numbers of tokens, and that base_of has their sums. The sums are computed with 64
- * bits, because 32-bit sums could overflow to an expected value. */
+/* Checks the numbers of tokens, and that base_of holds their running sums. The sums are
+ * computed with 64 bits, because a 32-bit sum could overflow and look valid. */
 static bool are_tokens_valid(const plan_view *v)
 {
     const plan_header *h = v->header;
@@ -255,8 +254,8 @@ static bool are_tokens_valid(const plan_view *v)
            v->tokens_of[h->rank] == h->num_tokens;
 }
 
-/* Checks that the slabs follow each other from slot 0 to num_slots, and that each has enough
- * slots for its choices. */
+/* Checks that the slabs are contiguous from slot 0 to num_slots, and that each has at least as
+ * many slots as choices. */
 static bool are_slabs_valid(const plan_view *v)
 {
     const plan_header *h = v->header;

@@ -38,15 +38,17 @@ typedef struct plan_header {
     uint64_t group_id;
     int64_t bytes; /* bytes of the header and the arrays */
     int64_t num_tokens, total_tokens;
-    int64_t num_slots, capacity, demand; /* of this rank */
-    /* Numbers of this rank's choices, by fate. */
+    /* number of this rank's slots; its capacity; slots that all its choices would need */
+    int64_t num_slots, capacity, demand;
+    /* How many of this rank's own choices have each fate. */
     int64_t num_kept, num_none, num_expert_full, num_rank_full;
     int64_t tokens_of, base_of, expert_of, logical_of, slab_begin,
-        slab_count; /* offsets from the header, like those below */
+        /* offsets of the arrays in bytes from the header; so are the members up to row_here */
+        slab_count;
     int64_t position_of;
     int64_t fate, rank_to, here, row_here;
     int32_t rank, num_ranks, num_local;
-    /* The epic_result with which the plan was made. With an error the plan has no slots. */
+    /* The epic_result of the planning. If it is an error, the plan has no slots. */
     uint32_t result;
     epic_layer layer; /* with defaults filled in */
 } plan_header;
@@ -69,12 +71,12 @@ enum plan_damage {
     PLAN_WRONG_RANK
 };
 
-/* Returns the damage as the end of a sentence, for errors. */
+/* Returns a description of the damage, which errors use as the end of their sentence. */
 const char *plan_damage_name(int damage);
 
-/* Checks the bytes of a plan. Returns PLAN_OK and sets *out if they are valid, else the damage.
- * With group_id 0 it accepts a plan of any group and rank. Code that uses the plan later may
- * rely on the ranges of all values. */
+/* Checks the bytes of a plan. If they are valid, returns PLAN_OK and sets *out; otherwise
+ * returns the damage. With group_id 0 it accepts a plan of any group and rank. After PLAN_OK,
+ * all values in the arrays are in their ranges, and code may use them without checks. */
 enum plan_damage plan_check(plan_view *out, const void *plan, int64_t plan_bytes,
                             uint64_t group_id, int32_t rank, int32_t num_ranks);
 
@@ -83,9 +85,10 @@ enum plan_damage plan_check(plan_view *out, const void *plan, int64_t plan_bytes
 epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size,
                        int32_t num_ranks);
 
-/* Replaces EPIC_BY_HOSTS by EPIC_TREE or EPIC_BY_RANK. It becomes EPIC_TREE, with one leaf per
- * rank, if `relayed` is true and the numbers allow it. `relayed` means that the ranks of other
- * hosts add up their rows before they send them (context_relays). */
+/* Replaces the sum order EPIC_BY_HOSTS by EPIC_TREE or EPIC_BY_RANK. `relayed` means that the
+ * ranks of one host add up their rows before they send them to another host (context_relays).
+ * Then EPIC_TREE with one leaf per rank is chosen, if the numbers of experts and ranks allow
+ * it. */
 void layer_choose_order(epic_layer *layer, int32_t num_ranks, bool relayed);
 
 /* Computes the offsets of the arrays and the bytes of the plan from the counts in the
@@ -95,11 +98,13 @@ void plan_layout(plan_header *header);
 /* Returns the addresses of the arrays of a plan. Its header must be valid. */
 plan_view plan_view_of(const void *plan);
 
-/* Returns the bytes that suffice for any plan of this layer, on host contexts (with workspace)
- * and on CUDA contexts. Returns 0 if the numbers of slots do not fit in an int32_t. */
+/* Returns a size in bytes that suffices for any plan of this layer, both on host contexts (with
+ * workspace) and on CUDA contexts. Returns 0 if the numbers of slots do not fit in an
+ * int32_t. */
 int64_t plan_bytes_bound(const epic_layer *layer, int32_t num_ranks, int64_t max_tokens);
 
-/* Returns the number of valid expert ids of this layer: logical experts if it has replicas. */
+/* Returns the number of valid expert ids of this layer. With replicas, ids name logical
+ * experts. */
 static inline uint32_t layer_num_ids(const epic_layer *layer)
 {
     return layer->num_logical ? layer->num_logical : layer->num_experts;
@@ -120,26 +125,29 @@ typedef struct planner { /* a plan while it is made */
     int32_t *tokens_of, *base_of, *expert_of, *logical_of, *slab_begin, *slab_count,
         *position_of;
     int32_t *fate, *rank_to, *here, *row_here;
-    /* The workspace. "Limit" means how many choices of an expert are kept. */
-    int32_t *count;    /* [num_experts] choices of the whole group */
-    int32_t *owner;    /* [num_experts] rank of each expert */
-    int32_t *local;    /* [num_experts] number among that rank's experts */
-    int32_t *begin;    /* [num_experts] first slot of the slab on that rank */
-    int32_t *quota;    /* [num_experts] part of expert_capacity */
-    int32_t *limit;    /* [num_experts] limit */
-    int32_t *next;     /* [num_experts] position of the next choice */
-    int32_t *rows;     /* [num_ranks] FLAT: rows used so far; else slots */
-    int32_t *most;     /* [num_ranks] limit for each expert of the rank, in addition to
-                          `limit` */
-    int32_t *low;      /* [num_ranks] binary search: largest limit that is known to fit */
-    int32_t *high;     /* [num_ranks] smallest limit that is known not to fit */
+    /* The workspace. A limit is the largest number of choices that an expert keeps. */
+    int32_t *count; /* [num_experts] number of the group's choices of each expert */
+    int32_t *owner; /* [num_experts] rank of each expert */
+    int32_t *local; /* [num_experts] number among that rank's experts */
+    int32_t *begin; /* [num_experts] first slot of the slab on that rank */
+    int32_t *quota; /* [num_experts] number of choices within expert_capacity */
+    int32_t *limit; /* [num_experts] limit of each expert */
+    /* [num_experts] number of choices placed so far, or the slot of the next one */
+    int32_t *next;
+    int32_t *rows; /* [num_ranks] FLAT: rows used so far; else slots used so far */
+    /* [num_ranks] second limit for each expert of the rank; the smaller one of both counts */
+    int32_t *most;
+    /* [num_ranks] binary search of `most`: largest limit that is known to fit */
+    int32_t *low;
+    /* [num_ranks] binary search of `most`: smallest limit that is known not to fit */
+    int32_t *high;
     int64_t *needed;   /* [num_ranks] slots that the rank needs; FLAT: rows */
     int64_t *capacity; /* [num_ranks] slots that the rank has; 0: no limit */
 } planner;
 
-/* Returns the first expert that rank_of_expert places on an invalid rank, or -1 if there is
- * none. NULL stands for contiguous blocks, which are valid. With EPIC_TREE, the experts are
- * num_ranks equal blocks, and each rank must own exactly one of them. */
+/* Returns the first expert with an invalid rank in rank_of_expert, or -1 if there is none.
+ * rank_of_expert NULL means contiguous blocks, which are valid. With EPIC_TREE, the experts
+ * form num_ranks equal blocks, and each rank must own exactly one block. */
 int64_t layer_find_misplaced(const epic_layer *layer, int32_t num_ranks,
                              const int32_t *rank_of_expert);
 
@@ -158,21 +166,23 @@ typedef struct plan_tables {
     const int32_t *logical_of_expert; /* NULL: no replicas */
 } plan_tables;
 
-/* Starts a plan in the memory at `plan`, which must be large enough (plan_bytes_bound()).
- * tokens_of [num_ranks] is the number of tokens of each rank. Sets the header, the pointers,
- * the numbers of tokens and the tables. */
+/* Starts a plan in the memory at `plan`, which has at least plan_bytes_bound() bytes. tokens_of
+ * [num_ranks] is the number of tokens of each rank. Sets the header, the pointers, the numbers
+ * of tokens and the tables. */
 void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank,
                    int32_t num_ranks, const int64_t *tokens_of, const plan_tables *tables);
 
 /* Replaces each logical expert in `here` by the replica that gets the choice. */
 void planner_choose_replicas(planner *p);
 
-/* Sets quota[e] to the part of expert_capacity that each replica gets. */
+/* Sets quota[e], the number of choices within expert_capacity. The replicas of a logical expert
+ * share its expert_capacity. */
 void planner_deal_capacity(planner *p);
 
-/* Decides where every choice goes. On entry `here` holds the expert ids of all ranks' choices
- * (negative: none), and owner, logical_of and capacity are set. On EPIC_EOVERFLOW the error
- * names the lowest rank that has too few slots, and the plan is complete but has no slots. */
+/* Decides where every choice goes. The caller has set `here` to the expert ids of all ranks'
+ * choices (negative: none), and owner, logical_of and capacity. If a rank has too few slots,
+ * returns EPIC_EOVERFLOW with an error that names the lowest such rank. The plan is then
+ * complete but has no slots. */
 epic_result planner_finish(planner *p);
 
 /* Writes id, group, result and the checksums. The bytes are then a valid plan. */

@@ -1,13 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Decides where every choice goes, once the expert ids of all ranks are known.
  *
- * All ranks compute the same plan from the same ids, so no rank has to send its result. The
- * steps are:
- * 1. Replace each logical expert by one of its replicas.
- * 2. Count the choices of each expert.
- * 3. Limit the choices of each expert, so that every rank stays within its capacity.
- * 4. Place the slabs.
- * 5. Give each kept choice the next slot of its expert, in the order (rank, token, k). */
+ * All ranks compute the same plan from the same ids, so no rank has to send its result. A
+ * choice is a pair (token, k). A limit is the largest number of choices that an expert keeps.
+ * The steps are: */
 #include <string.h>
 
 #include "base/error.h"
@@ -46,9 +42,9 @@ static int32_t min_int32(int32_t a, int32_t b)
     return a < b ? a : b;
 }
 
-/* Reasons why a choice is dropped. With EPIC_BY_K, choices are judged in another order than
- * slots are given. judge_choices_by_k() therefore stores the reason in `here`, in bits above
- * the expert id. An id is less than MAX_EXPERTS. */
+/* Reasons why a choice is dropped. With EPIC_BY_K, choices are judged by k first, but slots are
+ * given by token first. So judge_choices_by_k() runs before and stores the reason in `here`, in
+ * the bits above the expert id. An id is less than MAX_EXPERTS. */
 enum {
     ID_BITS = MAX_EXPERTS - 1,
     EXPERT_IS_FULL = MAX_EXPERTS,
@@ -60,9 +56,10 @@ static bool is_priority_by_k(const planner *p)
     return p->header->layer.priority == EPIC_BY_K;
 }
 
-/* Decides whether expert e keeps a choice. `position` is its index among all choices
- * of e, by priority. The expert keeps the choices at the first min(limit[e], most[rank of e])
- * positions. Returns 0 if the choice is kept, else EXPERT_IS_FULL or RANK_IS_FULL. */
+/* Decides whether expert e keeps a choice. `position` is the choice's index among all choices
+ * of e, in order of priority. The expert keeps the choices at positions below min(limit[e],
+ * most[rank of e]). Returns 0 if the choice is kept, otherwise EXPERT_IS_FULL or
+ * RANK_IS_FULL. */
 static int32_t judge_choice(const planner *p, int32_t e, int32_t position)
 {
     if (position < min_int32(p->limit[e], p->most[p->owner[e]])) return 0;
@@ -84,15 +81,16 @@ static void judge_choices_by_k(planner *p)
         }
 }
 
-/* Returns true if a choice is kept. The caller must call it once for each choice, in the order
- * of tokens and k, because it counts the choices of each expert in next[]. */
+/* Returns true if a choice is kept. `here` is the choice's entry in p->here. The caller must
+ * call it once for each choice, in the order of tokens and k, because it counts the choices of
+ * each expert in next[]. */
 static bool is_kept(planner *p, int32_t here)
 {
     const int32_t e = here & ID_BITS;
     return is_priority_by_k(p) ? here == e : judge_choice(p, e, p->next[e]++) == 0;
 }
 
-/* Counts the rows that each rank needs in a FLAT layer, in needed[]. A token takes one row on
+/* Counts the rows that each rank needs, in needed[], for a FLAT layer. A token takes one row on
  * each rank that keeps at least one of its choices. */
 static void count_rows(planner *p)
 {
@@ -115,8 +113,8 @@ static void count_rows(planner *p)
     }
 }
 
-/* Counts in needed[] the slots of each rank, if each expert keeps its first min(limit,
- * most[rank]) choices. In a FLAT layer counts rows. */
+/* Counts in needed[] the slots (FLAT: rows) that each rank needs with the present limits: each
+ * expert keeps its first min(limit, most[rank]) choices. */
 static void count_needed_slots(planner *p)
 {
     const plan_header *h = p->header;
@@ -137,12 +135,12 @@ static bool is_over(const planner *p, int32_t rank)
     return p->capacity[rank] && p->needed[rank] > p->capacity[rank];
 }
 
-/* Drops choices on each rank that needs more slots than its capacity. Finds the largest limit
- * for all experts of the rank with which the slots fit, and lowers the experts' limits to it.
+/* Drops choices on each rank that needs more slots than its capacity. All experts of the rank
+ * get the same limit, most[rank]: the largest one with which the slots fit.
  *
- * One binary search serves all ranks at the same time. For each rank, low is a limit that is
- * known to fit, and high one that is known not to fit. A rank that is not over its capacity has
- * low = high from the start. */
+ * One binary search serves all ranks at the same time. For each rank, `low` is a limit that is
+ * known to fit, and `high` one that is known not to fit. A rank within its capacity has low =
+ * high from the start. */
 static void drop_choices(planner *p)
 {
     const plan_header *h = p->header;
@@ -169,8 +167,8 @@ static void drop_choices(planner *p)
 }
 
 /* Sets the limit of each expert, and the demand of this rank. If the layer drops,
- * expert_capacity and then the capacities of the ranks reduce the limits. Otherwise a rank over
- * its capacity is EPIC_EOVERFLOW. */
+ * expert_capacity and then the capacities of the ranks reduce the limits. If it does not drop,
+ * returns EPIC_EOVERFLOW for a rank over its capacity. */
 static epic_result set_limits(planner *p)
 {
     plan_header *h = p->header;
@@ -214,15 +212,15 @@ static void place_slabs(planner *p)
         if (p->expert_of[l] < 0) p->slab_begin[l + 1] = (int32_t)h->num_slots;
 }
 
-/* The results for the choices of one token: slot[k] is the slot (FLAT: row) on rank[k], or an
+/* Where the choices of one token go. slot[k] is the slot (FLAT: row) on rank[k], or an
  * EPIC_FATE value. */
 typedef struct choices {
     int32_t slot[MAX_TOP_K];
     int32_t rank[MAX_TOP_K];
 } choices;
 
-/* Returns the EPIC_FATE value of a choice of expert e that is dropped. Without EPIC_BY_K it
- * also counts the choice in next[]. With EPIC_BY_K, next[] counts only kept choices. */
+/* Returns the EPIC_FATE value of a dropped choice of expert e. Without EPIC_BY_K it also counts
+ * the choice in next[]. With EPIC_BY_K, next[] counts only kept choices. */
 static int32_t fate_of(planner *p, int32_t e, int32_t here)
 {
     const bool by_k = is_priority_by_k(p);
@@ -231,7 +229,7 @@ static int32_t fate_of(planner *p, int32_t e, int32_t here)
     return verdict == EXPERT_IS_FULL ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
 }
 
-/* Computes the results for the choices of one token. */
+/* Decides where the choices of one token go, and stores that in *c. */
 static void place_token(planner *p, const int32_t *here, choices *c)
 {
     for (uint32_t k = 0; k < p->header->layer.top_k; k++) {
@@ -249,8 +247,8 @@ static void place_token(planner *p, const int32_t *here, choices *c)
     }
 }
 
-/* FLAT layer: gives all choices of the token on one rank the same row, the next one of the
- * rank. */
+/* Called for a FLAT layer: gives all choices of the token on one rank the same row, the next
+ * free row of that rank. */
 static void share_rows(planner *p, choices *c)
 {
     for (uint32_t k = 0; k < p->header->layer.top_k; k++) {
@@ -277,8 +275,9 @@ static void record_fates(planner *p, int64_t token, const choices *c)
     }
 }
 
-/* Like place_token(), but for a token of another rank. Replaces its ids in `here` by the slots
- * on this rank, or -1. Choices on other ranks are only counted. */
+/* Like place_token(), but for a token of another rank. Only choices of this rank's experts
+ * matter here: replaces their ids in `here` by slots, and all others by -1. Counts the choices
+ * on other ranks too, because they take positions and slots. */
 static void place_foreign_token(planner *p, int32_t *here, uint32_t top_k, int32_t rank)
 {
     for (uint32_t k = 0; k < top_k; k++) {
@@ -304,7 +303,7 @@ static bool is_nothing_dropped(const planner *p)
 }
 
 /* Returns the slot of the next choice of expert e on the rank that owns it, or -1 if e is
- * negative. Here next[e] is that slot, not a count. */
+ * negative. While this function is used, next[e] is that slot, not a count. */
 static int32_t next_slot(planner *p, int32_t e)
 {
     return e < 0 ? -1 : p->next[e]++;
@@ -316,8 +315,8 @@ static int32_t slot_here(const planner *p, int32_t e, int32_t slot)
     return e >= 0 && p->owner[e] == p->header->rank ? slot : -1;
 }
 
-/* Replaces the ids in here[begin .. end), choices of other ranks' tokens, by slots on this
- * rank. */
+/* Replaces the ids in here[begin .. end), which are choices of other ranks' tokens, by slots on
+ * this rank. */
 static void place_all_kept_foreign(planner *p, int64_t begin, int64_t end)
 {
     for (int64_t i = begin; i < end; i++) {
@@ -326,8 +325,8 @@ static void place_all_kept_foreign(planner *p, int64_t begin, int64_t end)
     }
 }
 
-/* Places all choices of a plan that drops nothing, which most plans are. Needs no decisions, so
- * it is faster than the general code in place_choices(). */
+/* Places all choices of a plan that drops nothing, as most plans. No choice needs to be judged,
+ * so this is faster than the general code in place_choices(). */
 static void place_all_kept(planner *p)
 {
     plan_header *h = p->header;

@@ -22,9 +22,9 @@ replicas_error replicas_check(const epic_layer *layer, const int32_t *logical_of
     return (replicas_error){-1, -1};
 }
 
-/* Links the replicas of each logical expert in a ring, so that they take choices in rotation.
- * turn[logical] is the replica for the next choice. after[expert] is the replica after it. All
- * arrays are parts of the workspace that are not in use yet. */
+/* Links the replicas of each logical expert in a ring, so that choices go to them in rotation.
+ * turn[logical] is the replica for the next choice, and after[expert] is the replica after
+ * `expert`. All arrays are parts of the workspace that are not in use yet. */
 static void form_rings(const planner *p, int32_t *turn, int32_t *after)
 {
     const epic_layer *layer = &p->header->layer;
@@ -55,8 +55,8 @@ void planner_choose_replicas(planner *p)
     }
 }
 
-/* Source of the formula: choice n of a logical expert goes to replica n % r of its r replicas.
- * So of the first `capacity` choices, replica i gets (capacity + r - 1 - i) / r. */
+/* Choice n of a logical expert goes to replica n % r of its r replicas. Only the first
+ * `capacity` choices are kept, so replica i gets (capacity + r - 1 - i) / r of them. */
 void planner_deal_capacity(planner *p)
 {
     const epic_layer *layer = &p->header->layer;

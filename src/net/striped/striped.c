@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A net made of several nets of one engine, its stripes (striped.h).
  *
- * The caller's thread drives the first stripe. Words and small puts use this stripe, so they
- * never wait behind large puts. Each other stripe has a thread. Larger puts are given to these
- * threads in rotation. */
+ * The caller's thread drives the first stripe: it alone calls that stripe's net. Words and
+ * small puts use this stripe, so they never wait behind large puts. Each other stripe has its
+ * own thread. These threads get the larger puts in rotation. */
 #include "net/striped/striped.h"
 
 #include <sched.h>
@@ -18,16 +18,16 @@
 #ifndef STRIPED_LARGE
 #define STRIPED_LARGE (32u << 10) /* puts of at least this size use a thread */
 #endif
-#define MAX_JOBS 64        /* puts that wait for the thread of a stripe */
+#define MAX_JOBS 64        /* size of the queue of puts for the thread of a stripe */
 #define MAX_IN_FLIGHT 1024 /* puts and words to one host; put() refuses more */
 #define CLOSE_MS 1000      /* how long close sends accepted puts */
 
-/* How long the thread of a stripe sleeps. After IDLE_ROUNDS rounds without progress it takes
+/* How long the thread of a stripe sleeps. After IDLE_ROUNDS polls without progress it takes
  * naps, and each nap is twice as long as the one before.
  *
- * While the caller polls at least every POLL_OFTEN_US, naps last at most MAX_NAP_BUSY_US. If
- * the caller polls less often, it has no operation running. Then the thread may sleep up to
- * MAX_NAP_IDLE_US, or until the next put. */
+ * While the caller calls progress() at least every POLL_OFTEN_US, naps last at most
+ * MAX_NAP_BUSY_US. If the caller polls less often, it has no operation running. Then a nap may
+ * last up to MAX_NAP_IDLE_US, or until the next put. */
 #define IDLE_ROUNDS 64
 #define FIRST_NAP_US 20
 #define MAX_NAP_BUSY_US 50
@@ -42,27 +42,33 @@ typedef struct job {
     int host;
 } job;
 
-/* One stripe. Its driver is its thread; for the first stripe it is the caller. Only the driver
- * accesses `posted`. Fields that both threads access are read and written atomically. */
+/* One stripe. Its driver is the thread that calls its net: the stripe's own thread, or the
+ * caller's thread for the first stripe. Only the driver accesses `posted`. Members that both
+ * threads access are read and written atomically. */
 typedef struct stripe {
-    net *net;                          /* the net of the engine for this stripe */
-    net *owner;                        /* the striped net that the stripe belongs to */
-    uint64_t posted[NET_MAX_HOSTS];    /* puts passed to `net`, by host */
-    uint64_t completed[NET_MAX_HOSTS]; /* how many of `posted` have completed, from the first */
-    uint32_t failed_hosts;             /* bit h is set if host h is gone */
+    net *net;                       /* the net of the engine for this stripe */
+    net *owner;                     /* the striped net that the stripe belongs to */
+    uint64_t posted[NET_MAX_HOSTS]; /* puts passed to `net`, by host */
+    /* number of `posted` puts completed, counted up to the first that is not */
+    uint64_t completed[NET_MAX_HOSTS];
+    uint32_t failed_hosts; /* bit h is set if host h is gone */
     pthread_t thread;
-    bool has_thread;          /* the thread exists; it closes `net` before it ends */
-    uint64_t queued, started; /* jobs that the caller queued, and that the thread started */
+    bool has_thread; /* the thread exists; it closes `net` before it ends */
+    /* number of jobs that the caller has queued; number that the thread has started */
+    uint64_t queued, started;
     job jobs[MAX_JOBS];
     int64_t nap_us; /* length of the current nap; 0: the thread is awake */
     sem_t awake;    /* posted by stripe_wake() to end a nap early */
 } stripe;
 
-/* The puts to one host, in the order in which the caller made them. */
+/* The state of the puts to one host. They are numbered in the order in which the caller made
+ * them. */
 typedef struct peer {
-    uint64_t posted, finished;           /* puts made; puts that completed in this order */
-    uint8_t stripe_of[MAX_IN_FLIGHT];    /* number of the stripe that got each put in flight */
-    uint64_t num_completed[STRIPED_MAX]; /* completed puts that `finished` counts, by stripe */
+    /* number of puts made; number completed, counted up to the first that is not */
+    uint64_t posted, finished;
+    uint8_t stripe_of[MAX_IN_FLIGHT]; /* number of the stripe that got each put in flight */
+    /* by stripe: how many of the `finished` puts it sent */
+    uint64_t num_completed[STRIPED_MAX];
 } peer;
 
 /* A striped net. */
@@ -71,7 +77,8 @@ struct net {
     int num_stripes, next; /* stripe 1 + next gets the next large put */
     int is_closing;
     uint64_t num_polls,
-        num_calls; /* how often the caller polled; puts and words that it made */
+        /* number of progress() calls; number of puts and words that the caller made */
+        num_calls;
     peer peers[NET_MAX_HOSTS];
     stripe stripes[STRIPED_MAX];
 };
@@ -108,7 +115,7 @@ static void stripe_update(stripe *s, int host)
         __atomic_fetch_or(&s->failed_hosts, 1u << host, __ATOMIC_RELEASE);
 }
 
-/* Lets the net of the stripe progress, and publishes its state. Returns the number of
+/* Calls progress() of the stripe's net, and publishes its state. Returns the number of
  * events. */
 static int stripe_progress(stripe *s)
 {
@@ -121,8 +128,8 @@ static int stripe_progress(stripe *s)
 
 /* ----------------------------------------------------------------- thread of a stripe ---- */
 
-/* Passes queued puts to the net of the stripe until the net has no room. Returns their
- * number. */
+/* Passes queued puts to the net of the stripe until that net has no room. Returns how many it
+ * passed. */
 static int stripe_take_jobs(stripe *s)
 {
     const uint64_t queued = __atomic_load_n(&s->queued, __ATOMIC_ACQUIRE);
@@ -156,15 +163,15 @@ static void stripe_wake(stripe *s, int64_t us)
         sem_post(&s->awake);
 }
 
-/* Returns the limit of the next nap. During a nap of `us` the caller polled `num_polls`
- * times. */
+/* Returns the longest duration of the next nap. The caller polled `num_polls` times during the
+ * last nap of `us` microseconds. */
 static int64_t longest_nap_us(uint64_t num_polls, int64_t us)
 {
     return (int64_t)num_polls > us / POLL_OFTEN_US ? MAX_NAP_BUSY_US : MAX_NAP_IDLE_US;
 }
 
-/* The thread of a stripe. After the net starts to close, it sends the queued puts for at most
- * CLOSE_MS, and closes its net. */
+/* The main function of a stripe's thread. When the striped net closes, it sends the queued puts
+ * for at most CLOSE_MS, and closes the stripe's net. */
 static void *stripe_run(void *self)
 {
     stripe *s = self;
@@ -238,7 +245,7 @@ static epic_result add_stripe(net *n, handle *all, size_t *used, char *why)
     return EPIC_OK;
 }
 
-/* Opens the first stripe. If the engine gains from more stripes, opens up to setup.threads
+/* Opens the first stripe. If more stripes would be faster (can_gain), opens up to setup.threads
  * more. */
 static epic_result add_stripes(net *n, handle *all, char *why)
 {
@@ -289,8 +296,8 @@ static void copy_handle(const handle *from, int stripe, unsigned char *to)
     memcpy(to, from->bytes + at, from->length[stripe]);
 }
 
-/* Reduces the number of stripes to the smallest number that any host has. Closes the other
- * stripes. */
+/* Reduces the number of stripes to the smallest number that any host has, and closes the
+ * others. Every host sees the same handles, so all hosts choose the same number. */
 static epic_result agree_on_count(net *n, const handle *handles, char *why)
 {
     int count = n->num_stripes;
@@ -339,9 +346,9 @@ static bool has_room(const net *n, int host)
     return n->peers[host].posted - n->peers[host].finished < MAX_IN_FLIGHT;
 }
 
-/* Records that `stripe` got a put, and wakes the threads. The put's own thread wakes from every
- * nap. The other threads wake from long naps only: the peer's answer may arrive on any stripe,
- * so all of them must poll soon. */
+/* Records that `stripe` got a put, and wakes the threads. The thread of that stripe ends any
+ * nap. The other threads end only long naps: the peer's answer may arrive on any stripe, so all
+ * of them must poll soon. */
 static bool record_put(net *n, int host, int stripe)
 {
     peer *p = &n->peers[host];
@@ -364,8 +371,8 @@ static bool queue_put(net *n, const job *j)
     return record_put(n, j->host, number);
 }
 
-/* Gives small puts to the first stripe, and queues large puts for a thread. Returns false if
- * there is no room. */
+/* Implements net_engine.put: passes small puts to the first stripe, and queues large puts for a
+ * thread. Returns false if there is no room. */
 bool striped_put(net *n, int host, uint64_t to, const void *from, uint32_t bytes)
 {
     if (!has_room(n, host)) return false;
@@ -384,8 +391,8 @@ bool striped_put_word(net *n, int host, uint64_t to, uint64_t value)
     return record_put(n, host, 0);
 }
 
-/* Advances peer.finished over the puts that have completed, up to the first one that has not.
- * Returns the number of puts. */
+/* Advances peer.finished over all puts that have completed, up to the first one that has not.
+ * Returns by how many. */
 static int advance_finished(net *n, int host)
 {
     peer *p = &n->peers[host];
@@ -400,7 +407,8 @@ static int advance_finished(net *n, int host)
     return (int)(p->finished - before);
 }
 
-/* Lets the first stripe progress, and counts the puts that all stripes have completed. */
+/* Calls progress() of the first stripe, whose driver is the caller, and counts the puts that
+ * all stripes have completed. */
 int striped_progress(net *n)
 {
     int moved = stripe_progress(&n->stripes[0]);
@@ -435,8 +443,8 @@ void striped_describe(const net *n, char *to, size_t size)
 
 /* ----------------------------------------------------------------------------- closing ---- */
 
-/* Lets the threads send accepted puts for at most CLOSE_MS. Then ends them and closes all
- * stripes. */
+/* Lets the threads send the accepted puts for at most CLOSE_MS. Then ends the threads and
+ * closes all stripes. */
 void striped_close(net *n)
 {
     if (!n) return;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A striped net combines several nets of one engine, its stripes, into one. All stripes of a
- * rank write into the same inbox. Each stripe except the first has a thread. Where CPUs move
- * the bytes, several threads then share this work. Words of a net may arrive in any order
- * (net.h), so stripes need not wait for each other. */
+ * rank write into the same inbox. Each stripe except the first has a thread. If CPUs move the
+ * bytes, several threads share this work and are faster than one. Words of a net may arrive in
+ * any order (net.h), so stripes need not wait for each other. */
 #ifndef EPIC_NET_STRIPED_H
 #define EPIC_NET_STRIPED_H
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The engine that libepic_ucx.so exports: a striped net whose stripes are in ucx.c, and the
- * calls that need no open net. */
+/* The engine that libepic_ucx.so exports: a striped net (striped.h) whose stripes are in ucx.c.
+ * This file has the calls that need no open net. */
 #include <stdio.h>
 
 #include "net/striped/striped.h"

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Opens contexts of UCX. Reads facts about contexts and endpoints from the text that UCX
- * prints, because UCX has no other interface for them. */
+/* Opens contexts of UCX. Finds out which networks a context and its endpoints use. UCX only
+ * prints these facts, so this file reads the printed text. */
 #include "net/ucx/lanes.h"
 
 #include <stdio.h>
@@ -9,12 +9,12 @@
 
 #include "net/ucx/lanes_text.h"
 
-/* Size of a TCP segment: the largest message that UCX sends over TCP in one part. The default
- * of UCX is 64 KB. */
+/* The largest message that UCX sends over TCP in one part, called a segment. The default of UCX
+ * is 64 KB. */
 #define SEGMENT "256K"
 
 /* Returns the text that UCX prints about the context, or about the endpoint if context is NULL.
- * The caller frees it. UCX 1.13 has no other call that names the networks. */
+ * The caller frees it. UCX 1.13 has no function that returns the names of networks. */
 static char *print_info(ucp_context_h context, ucp_ep_h endpoint)
 {
     char *text = NULL;
@@ -59,8 +59,8 @@ bool ucx_can_reach_gpus(ucp_context_h context)
            have.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA);
 }
 
-/* Returns the name of UCX's setting for the segment size. Before version 1.17 the name has no
- * transport in it. */
+/* Returns the name of UCX's setting for the segment size. Before version 1.17 that name has no
+ * prefix "TCP_". */
 static const char *segment_name(void)
 {
     unsigned major, minor, release;
@@ -69,8 +69,8 @@ static const char *segment_name(void)
 }
 
 /* Returns true if this UCX can refuse remote writes on networks that do not have them. Older
- * versions send messages instead, which the peer stores with memcpy, and warn about the
- * setting. */
+ * versions cannot, and warn about the setting. They send messages instead, which the peer
+ * stores with memcpy. */
 static bool can_disable_emulation(void)
 {
     unsigned major, minor, release;
@@ -94,8 +94,8 @@ static ucs_status_t init_context(ucp_context_h *out, const char *segment, bool n
     return status;
 }
 
-/* Opens a first context to see whether it has TCP, and only then one with the segment size. The
- * reason is that UCX warns about TCP settings in a context without TCP. */
+/* Opens a first context to find out whether it has TCP. Only then opens a second one with the
+ * segment size, because UCX warns about TCP settings in a context without TCP. */
 ucs_status_t ucx_create_context(ucp_context_h *out, const char **segment, bool no_emulation)
 {
     const char *theirs = getenv("UCX_TCP_RX_SEG_SIZE");
@@ -124,8 +124,8 @@ bool ucx_can_reach(ucp_ep_h endpoint, uint64_t own, uint64_t theirs)
     return reaches;
 }
 
-/* A packed key begins with the bits of its memory domains, in every version of UCX. No call
- * returns them. */
+/* In every version of UCX, a packed key begins with a bit mask of its memory domains. No
+ * function of UCX returns that mask. */
 uint64_t ucx_domains(const void *key, size_t bytes)
 {
     uint64_t domains = 0;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Which networks UCX has, and which of them it uses for a peer. UCX calls the latter the lanes
- * of an endpoint. */
+/* Finds out which networks UCX has, and which of them it uses for a peer. UCX calls a network
+ * that it uses for a peer a lane of the peer's endpoint. */
 #ifndef EPIC_NET_UCX_LANES_H
 #define EPIC_NET_UCX_LANES_H
 
@@ -21,8 +21,8 @@
 ucs_status_t ucx_create_context(ucp_context_h *out, const char **segment, bool no_emulation);
 
 /* Returns true if UCX supports GPU memory and has a network whose devices may reach it. Without
- * such a network UCX prints errors when GPU memory is registered. ucx_can_reach() decides for a
- * peer. */
+ * such a network UCX prints errors when GPU memory is registered. Whether a certain peer can be
+ * reached, ucx_can_reach() decides. */
 bool ucx_can_reach_gpus(ucp_context_h context);
 
 /* Returns true if the context has a network whose devices move the bytes (RDMA). */
@@ -40,8 +40,8 @@ bool ucx_can_reach(ucp_ep_h endpoint, uint64_t own, uint64_t theirs);
 /* Returns the memory domains of a packed key, one bit for each domain. 0: unknown. */
 uint64_t ucx_domains(const void *key, size_t bytes);
 
-/* Writes the networks of an endpoint, such as ", tcp/eth0 by messages". `way` is the last word.
- * Returns the length, as snprintf does. */
+/* Writes the networks of an endpoint, such as ", tcp/eth0 by messages". `way` is the last word,
+ * "messages" here. Returns the length, as snprintf does. */
 int ucx_describe_lanes(ucp_ep_h endpoint, char *to, size_t size, const char *way);
 
 #endif

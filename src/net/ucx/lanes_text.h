@@ -35,12 +35,12 @@ static inline bool lanes_is_for_memory(const char *at)
     return found && found < at + strcspn(at, "\n");
 }
 
-/* Returns true if every lane is RDMA, and at least one of them is used for remote access to
- * memory.
+/* Returns true if remote writes over these lanes keep words of 8 bytes whole. For that, every
+ * lane must be RDMA, and at least one of them must be used for remote access to memory.
  *
  * Without such a lane UCX sends remote writes as its own messages. The receiver stores them
  * with memcpy, so words may arrive twice or in parts. EFA (srd) prints such a lane even if its
- * devices can only read. So it counts only in a context without emulation. */
+ * devices can only read. So the lane counts only in a context without emulation. */
 static inline bool lanes_keep_words(const char *text, bool no_emulation)
 {
     char lane[64];
@@ -54,9 +54,9 @@ static inline bool lanes_keep_words(const char *text, bool no_emulation)
     return lanes > 0 && writing > 0;
 }
 
-/* Returns true if a lane for remote access has keys of memory on both sides. Bit n of `own` and
- * `theirs` stands for a key of the memory domain md[n] of that side. A device that does not
- * reach GPU memory has no key for it. */
+/* Returns true if a lane for remote access reaches the registered memory on both sides. `own`
+ * and `theirs` are bit masks: bit n is set if the key of that side is valid in the memory
+ * domain md[n]. A device that does not reach GPU memory has no key for it. */
 static inline bool lanes_reach(const char *text, uint64_t own, uint64_t theirs)
 {
     char lane[64];

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One stripe of the engine ucx. UCX chooses the network.
+/* One stripe of the engine ucx: a net over UCX, which chooses the network.
  *
- * If every lane to a peer is RDMA, rows are sent by remote writes, because RDMA keeps words of
- * 8 bytes whole. Over other networks, such as TCP, rows are sent as active messages. The
- * receiving thread stores them into its inbox word by word. A memcpy would not keep words
+ * If every lane (network) to a peer is RDMA, rows are sent by remote writes, because RDMA keeps
+ * words of 8 bytes whole. Over other networks, such as TCP, rows are sent as active messages.
+ * The receiver's thread stores them into its inbox word by word. A memcpy would not keep words
  * whole: it may write a word in parts or twice. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,10 +15,11 @@
 #include "net/striped/striped.h"
 #include "net/ucx/lanes.h"
 
-#define MAX_IN_FLIGHT 256     /* puts and words to one host; put() refuses more */
-#define MESSAGE_ID 1          /* id of this engine's active message */
-#define MAX_PROGRESS_CALLS 64 /* calls of ucp_worker_progress() per progress() */
-#define FLUSH_MS 1000         /* how long close waits for puts in flight */
+#define MAX_IN_FLIGHT 256 /* puts and words to one host; put() refuses more */
+#define MESSAGE_ID 1      /* id of this engine's active message */
+/* ucx_progress() calls ucp_worker_progress() at most this often */
+#define MAX_PROGRESS_CALLS 64
+#define FLUSH_MS 1000 /* how long close waits for puts in flight */
 
 /* The header of a message. A message for put_word() has no other data. */
 typedef struct header {
@@ -33,13 +34,14 @@ typedef struct send_op {
     bool completed;
 } send_op;
 
-/* The rank of this net on one other host. */
+/* The peer on one other host. */
 typedef struct peer {
     ucp_ep_h endpoint;     /* NULL for this rank's own host */
     ucp_rkey_h key;        /* key of the peer's inbox; NULL: send messages instead */
     uint64_t token, inbox; /* from the peer's handle: token, address of its inbox */
     bool gone;
-    uint64_t posted, finished; /* puts made; how many of them have completed, from the first */
+    /* number of puts made; number of them completed, counted up to the first that is not */
+    uint64_t posted, finished;
     send_op ops[MAX_IN_FLIGHT];
 } peer;
 
@@ -81,7 +83,7 @@ static epic_result fail_with_status(char *why, const char *what, ucs_status_t st
 
 /* ------------------------------------------------------------------------- receiving ---- */
 
-/* Stores whole words, so that a kernel that polls the memory never sees half a word. */
+/* Copies bytes word by word, so that a kernel that polls the memory never sees half a word. */
 static void store_words(void *to, const void *from, size_t bytes)
 {
     uint64_t word;
@@ -91,8 +93,9 @@ static void store_words(void *to, const void *from, size_t bytes)
     }
 }
 
-/* Callback of UCX: stores a message into the inbox. Ignores messages without the token of this
- * net, or with a range outside of the inbox. Anyone who finds the port can send messages. */
+/* Callback of UCX: stores a message into the inbox. Anyone who finds the port can send
+ * messages. So it ignores messages without the token of this net, or with a range outside of
+ * the inbox. */
 static ucs_status_t receive_message(void *self, const void *head, size_t head_bytes, void *data,
                                     size_t bytes, const ucp_am_recv_param_t *param)
 {
@@ -255,7 +258,8 @@ static epic_result connect_to_host(net *n, int host, const handle *c, char *why)
     return EPIC_OK;
 }
 
-/* net_engine.connect. With GPU memory, all peers must be reached by remote writes. */
+/* net_engine.connect. If inbox and outbox are on the GPU, remote writes must reach every
+ * peer. */
 static epic_result ucx_connect(net *n, const void *handles, char *why)
 {
     for (int h = 0; h < n->setup.num_hosts; h++) {
@@ -279,8 +283,9 @@ static void on_completed(void *request, ucs_status_t status, void *self)
     ucp_request_free(request);
 }
 
-/* Starts a send: a remote write, or a message to a peer without a key. Returns the request of
- * UCX. If `from` is NULL it sends the word in the header, which stays valid until the end. */
+/* Starts a send: a remote write, or a message if there is no key of the peer's inbox. Returns
+ * the request of UCX. If `from` is NULL, sends the word in c->header, which stays valid until
+ * the send completes. */
 static void *start_send(peer *p, send_op *c, const void *from, uint32_t bytes)
 {
     const ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK |
@@ -296,8 +301,8 @@ static void *start_send(peer *p, send_op *c, const void *from, uint32_t bytes)
                        p->inbox + c->header.to, p->key, &param);
 }
 
-/* Posts a put, or a word if `from` is NULL. Returns false if MAX_IN_FLIGHT are in flight.
- * Accepts and drops sends to a peer that is gone. */
+/* Posts a put, or the word `value` if `from` is NULL. Returns false if MAX_IN_FLIGHT are in
+ * flight. If the peer is gone, accepts the send and drops it. */
 static bool post_send(peer *p, uint64_t to, const void *from, uint32_t bytes, uint64_t value)
 {
     if (p->gone) return true;
@@ -333,8 +338,8 @@ static int ucx_progress(net *n)
     return (int)moved;
 }
 
-/* net_engine.is_done. All sends to a peer that is gone count as done once they have
- * finished. */
+/* net_engine.is_done. If the peer is gone, every `count` is done as soon as no send is in
+ * flight, because later puts are dropped. */
 static bool ucx_is_done(const net *n, int host, uint64_t count)
 {
     const peer *p = &n->peers[host];
@@ -363,8 +368,8 @@ static void ucx_describe(const net *n, char *to, size_t size)
 
 /* ---------------------------------------------------------------------------- closing ---- */
 
-/* Waits until the request has completed, at most FLUSH_MS. Then gives it back to UCX, which
- * frees it when it completes. */
+/* Waits until the request has completed, at most FLUSH_MS. Then returns the request to UCX,
+ * which frees it when it completes. */
 static void wait_for_request(net *n, void *request)
 {
     const int64_t end = clock_ms() + FLUSH_MS;
