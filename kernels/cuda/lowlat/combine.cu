@@ -70,16 +70,16 @@ struct CombineUnits {
     }
     /* Returns this worker's first unit of own tokens (`own`) or of peers' tokens. It is loaded
      * before the plan's header has been checked, so the worker does not know yet how many
-     * tokens the peers have. Sets `likely` to whether the unit exists if each peer has as many
+     * tokens the peers have. Sets `is_likely` to whether the unit exists if each peer has as many
      * tokens as this rank. */
-    __device__ __forceinline__ Unit read_first(bool own, bool &likely) const
+    __device__ __forceinline__ Unit read_first(bool own, bool &is_likely) const
     {
         const p2p_combine_job &job = c.job;
-        likely = false;
+        is_likely = false;
         if (!own && job.self.num_ranks == 1) return {};
         Unit unit = unit_at(first_index(own), own);
         const int rank = own ? job.self.rank : peer_of_role(c, unit.role);
-        likely = unit.token < job.num_tokens;
+        is_likely = unit.token < job.num_tokens;
         if (unit.token >= job.self.max_tokens || lane_id() >= job.top_k) return unit;
         unit.slot = __ldg((const int32_t *)(job.plan + job.records_at) +
                           record_index(job.self, rank, unit.token, job.top_k) + lane_id());
@@ -88,25 +88,25 @@ struct CombineUnits {
                                (int64_t)unit.token * job.top_k + lane_id());
         return unit;
     }
-    /* Calls do_unit(unit, known) for all units of this worker: of own tokens if `own`, else of
-     * peers' tokens. If `known` is true, the first unit is first_one, which the caller has
-     * loaded already; do_unit() gets `known` only for that unit. Returns false as soon as
+    /* Calls do_unit(unit, is_loaded) for all units of this worker: of own tokens if `own`, else of
+     * peers' tokens. If `is_loaded` is true, the first unit is first_unit, which the caller has
+     * loaded already; do_unit() gets `is_loaded` only for that unit. Returns false as soon as
      * do_unit() returns false. */
     template <class Do>
-    __device__ __forceinline__ bool for_each_unit(bool own, Unit first_one, bool known,
+    __device__ __forceinline__ bool for_each_unit(bool own, Unit first_unit, bool is_loaded,
                                                   Do do_unit) const
     {
         const int end = own ? c.job.num_tokens * c.shape.pieces
                             : c.plan.most_tokens * (c.job.self.num_ranks - 1) * c.shape.pieces;
         int u = first_index(own);
-        Unit next = known ? first_one : read_unit(u, own, end);
-        for (; u < end; u += all_ctas.num_workers(), known = false) {
+        Unit next = is_loaded ? first_unit : read_unit(u, own, end);
+        for (; u < end; u += all_ctas.num_workers(), is_loaded = false) {
             Unit unit = next;
             next = read_unit(u + all_ctas.num_workers(), own, end);
             const int rank = own ? c.job.self.rank : peer_of_role(c, unit.role);
             if (__any_sync(ALL_LANES, unit.token >= c.plan.header.tokens_of[rank])) continue;
             unit.slot = clamp_slot(c, unit.slot);
-            if (!do_unit(unit, known)) return false;
+            if (!do_unit(unit, is_loaded)) return false;
         }
         return true;
     }
@@ -157,9 +157,9 @@ template <class Sums> struct Worker {
 };
 
 /* How lowlat_combine_kernel() adds aligned rows, if the partial sums are added in the order of
- * ranks. EXACT: a row is a whole number of pieces. SIDE: how many partial sums a warp polls at
+ * ranks. EXACT: a row is a whole number of pieces. AT_ONCE: how many partial sums a warp polls at
  * a time. */
-template <class ROW_, bool EXACT, int SIDE> struct QuickSums {
+template <class ROW_, bool EXACT, int AT_ONCE> struct QuickSums {
     typedef ROW_ ROW;
     static constexpr int V = 1; /* vectors per lane and piece */
     static constexpr bool PLAIN = false;
@@ -177,7 +177,7 @@ template <class ROW_, bool EXACT, int SIDE> struct QuickSums {
     static __device__ __forceinline__ bool add_partials(const CombineState &c, SlotRows &rows,
                                                         const Unit &u)
     {
-        return receive_sum<ROW, EXACT, SIDE>(c, rows, u);
+        return receive_sum<ROW, EXACT, AT_ONCE>(c, rows, u);
     }
 };
 
@@ -233,9 +233,9 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     prefetch_params(job);
     if (self.operation == EPIC_OP_NONE) return;
     if (is_announcer(false)) fence_system();
-    const StartState opening = read_start_state(self);
-    const bool reads = threadIdx.x / WARP == LOWLAT_WORKERS - 1;
-    if (reads) {
+    const StartState start = read_start_state(self);
+    const bool checks_plan = threadIdx.x / WARP == LOWLAT_WORKERS - 1;
+    if (checks_plan) {
         uint32_t header[HEADER_LANE_WORDS];
         load_header(header, job.plan, job.plan_bytes);
         view_plan(plan, header, job.plan, job.plan_bytes, self, job.num_tokens);
@@ -255,13 +255,13 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     const CombineUnits units(c);
     Worker<Sums> worker;
     if (is_control_warp()) {
-        open_lowlat(op, self, opening, job.num_tokens, 0, job.num_rows);
+        open_lowlat(op, self, start, job.num_tokens, 0, job.num_rows);
         find_lowlat_boxes(op, self);
-    } else if (!reads) {
+    } else if (!checks_plan) {
         worker.read_ahead(units);
     }
     if (threadIdx.x == 0) enough = true;
-    if (!__syncthreads_and(opening.broken == 0)) {
+    if (!__syncthreads_and(start.broken == 0)) {
         if (threadIdx.x == 0) report_aborted_wait(op);
         return;
     }
@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     if (is_control_warp()) {
         const bool good = !moves || have_all_rows(self, op, h);
         if (lane_id() == 0) enough = good;
-        if (is_last_cta()) finish_lowlat(self, op, opening, false);
+        if (is_last_cta()) finish_lowlat(self, op, start, false);
     } else if (moves) {
         (void)worker.run_units(units);
     }
@@ -290,9 +290,9 @@ typedef void (*Kernel)(p2p_combine_job);
 
 /* The properties of a job that select the kernel instance. */
 struct Kind {
-    /* plain: it needs PlainSums; exact: a row is a whole number of pieces; two: the group has
+    /* plain: it needs PlainSums; exact: a row is a whole number of pieces; two_ranks: the group has
      * at most two ranks */
-    bool plain, exact, two;
+    bool plain, exact, two_ranks;
 };
 
 /* Returns the kernel instance for rows of type ROW. */
@@ -300,10 +300,10 @@ template <class ROW> static Kernel kernel_for(const Kind &kind)
 {
     if (kind.plain) return lowlat_combine_kernel<PlainSums<ROW>>;
     if (kind.exact)
-        return kind.two ? lowlat_combine_kernel<QuickSums<ROW, true, 2>>
-                        : lowlat_combine_kernel<QuickSums<ROW, true, 4>>;
-    return kind.two ? lowlat_combine_kernel<QuickSums<ROW, false, 2>>
-                    : lowlat_combine_kernel<QuickSums<ROW, false, 4>>;
+        return kind.two_ranks ? lowlat_combine_kernel<QuickSums<ROW, true, 2>>
+                              : lowlat_combine_kernel<QuickSums<ROW, true, 4>>;
+    return kind.two_ranks ? lowlat_combine_kernel<QuickSums<ROW, false, 2>>
+                          : lowlat_combine_kernel<QuickSums<ROW, false, 4>>;
 }
 
 /* Returns the kernel instance for rows of epic_type `type`. */

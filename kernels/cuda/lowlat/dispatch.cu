@@ -121,7 +121,7 @@ static __device__ void store_lowlat_plan(LowlatPlan &tables, const p2p_plan_job 
     const uint32_t result = judge_plan(tables, job, false).result;
     const int ranks = job.self.num_ranks;
     if (is_control_warp()) return write_lowlat_plan(tables, job, op, planning_ctas, result);
-    for (int u = planning_ctas.worker_index(); u < ranks * tables.most;
+    for (int u = planning_ctas.worker_index(); u < ranks * tables.max_tokens;
          u += planning_ctas.num_workers()) {
         const int rank = u % ranks, token = u / ranks;
         if (token >= tables.tokens[rank]) continue;
@@ -158,15 +158,15 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     prefetch_params(job);
     if (self.operation == EPIC_OP_NONE) return;
     if (!HOSTS && is_announcer(true)) fence_system();
-    const StartState opening = read_start_state(self);
+    const StartState start = read_start_state(self);
     if (HOSTS && is_announcer(true)) fence_system();
     IdSender ids(job, all, true);
     bool may = true;
     if (is_control_warp()) {
         ids.make_words();
-        open_lowlat(op, self, opening, job.num_tokens, job.capacity, 0);
-        may = wait_outbox_ready(op, opening);
-        if (opening.broken == 0 && may) {
+        open_lowlat(op, self, start, job.num_tokens, job.capacity, 0);
+        may = wait_outbox_ready(op, start);
+        if (start.broken == 0 && may) {
             ids.send_ids(op);
             announce_sizes(self, op, job.num_tokens, job.capacity, 0);
         }
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     }
     if (threadIdx.x == 0) op.signature = self.signature;
     open_tables(tables, job, memory);
-    if (!__syncthreads_and(opening.broken == 0 && may)) {
+    if (!__syncthreads_and(start.broken == 0 && may)) {
         if (threadIdx.x == 0) report_aborted_wait(op);
         return;
     }
@@ -183,14 +183,14 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     if (is_control_warp()) {
         if (blockIdx.x == 0) begin_header(tables, job, op);
     }
-    const LowlatPlanState made =
+    const LowlatPlanState state =
         all.contains_this_cta() ? make_lowlat_plan(tables, job, op) : LOWLAT_PLAN_BROKEN;
-    if (made == LOWLAT_PLAN_MADE) store_lowlat_plan(tables, job, op, all);
-    if (made == LOWLAT_PLAN_MADE || !all.contains_this_cta()) count_posted_warp(self);
+    if (state == LOWLAT_PLAN_MADE) store_lowlat_plan(tables, job, op, all);
+    if (state == LOWLAT_PLAN_MADE || !all.contains_this_cta()) count_posted_warp(self);
     if (HOSTS && !all.contains_this_cta()) (void)poll_inbox(job, op);
-    if (made == LOWLAT_PLAN_MIXED && make_mixed_plan(tables, job, op, memory))
+    if (state == LOWLAT_PLAN_MIXED && make_mixed_plan(tables, job, op, memory))
         store_mixed_records(tables, job, op, all);
-    if (is_control_warp() && is_last_cta()) finish_lowlat(self, op, opening, true);
+    if (is_control_warp() && is_last_cta()) finish_lowlat(self, op, start, true);
     end_lowlat(op);
 }
 

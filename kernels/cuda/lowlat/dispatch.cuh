@@ -148,18 +148,18 @@ static __device__ __noinline__ void receive_mixed(const LowlatMove m, OpState &o
 static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
 {
     const p2p_plan_job &job = m.job.plan;
-    const bool heads = is_control_warp() && (int)blockIdx.x == m.receivers.first;
-    if (heads) begin_header(tables, job, m.op);
-    const LowlatPlanState has_new_plan = make_lowlat_plan(tables, job, m.op);
-    if (has_new_plan == LOWLAT_PLAN_BROKEN) return false;
+    const bool writes_header = is_control_warp() && (int)blockIdx.x == m.receivers.first;
+    if (writes_header) begin_header(tables, job, m.op);
+    const LowlatPlanState state = make_lowlat_plan(tables, job, m.op);
+    if (state == LOWLAT_PLAN_BROKEN) return false;
     m.most_tokens = __reduce_max_sync(ALL_LANES, tables.tokens[lane_id()]);
-    m.is_mixed = has_new_plan == LOWLAT_PLAN_MIXED;
+    m.is_mixed = state == LOWLAT_PLAN_MIXED;
     if (m.is_mixed) return true;
     const PlanVerdict verdict = judge_plan(tables, job, true);
     m.result = verdict.result;
     m.discards = verdict.result != EPIC_OK || verdict.short_of_rows;
     if (is_control_warp()) write_lowlat_plan(tables, job, m.op, m.receivers, m.result);
-    if (heads && verdict.short_of_rows)
+    if (writes_header && verdict.short_of_rows)
         (void)check_rows(job.self, m.op, &tables.p.header, lane_id() == 0);
     return true;
 }
@@ -273,7 +273,7 @@ __device__ __forceinline__ void load_own_piece(const LowlatMove &m, FirstUnits &
     if (!first.is_own) return;
     Rows::load_piece(m, first.piece.token, first.piece.piece, first.piece.q);
     if (!WITH_PLAN)
-        first.piece.word = read_record_ahead(m, m.job.plan.self.rank, first.piece.token);
+        first.piece.record_word = read_record_ahead(m, m.job.plan.self.rank, first.piece.token);
 }
 
 /* Phase 1: with WITH_PLAN, sets up empty tables for the new plan. Else checks the header of the

@@ -46,7 +46,7 @@ struct LowlatMove : PackedMove {
 struct PendingPiece {
     int32_t token, piece;
     int rank;
-    uint64_t word; /* this lane's slot, if the plan is read from memory */
+    uint64_t record_word; /* this lane's slot, if the plan is read from memory */
     uint4 q[V];
 };
 
@@ -54,10 +54,10 @@ struct PendingPiece {
 struct PendingWords {
     int32_t token;
     int rank;
-    uint64_t word; /* this lane's slot, if the plan is read from memory */
+    uint64_t record_word; /* this lane's slot, if the plan is read from memory */
     /* For a token of this rank, with an existing plan: slot of this lane's choice on this rank.
      * Else -1. */
-    int32_t choice;
+    int32_t own_slot;
     /* For a token of this rank: weight of this lane's choice. For a token of a peer: the n-th
      * lane has the weight of the token's n-th slot here, or poison if it has not arrived. */
     uint32_t weight;
@@ -142,13 +142,13 @@ template <class Rows> struct PieceSender {
  * the weights of the first tokens before the others are needed. */
 struct WeightSender {
     const LowlatMove &m;
-    int32_t top_k, bits, first;
+    int32_t top_k, choice_bits, first_token;
     uint64_t word;
     uint32_t weight;
 
     /* Makes a sender that has no tokens until read_ahead() is called. */
     __device__ __forceinline__ explicit WeightSender(const LowlatMove &move)
-        : m(move), first(move.job.num_tokens)
+        : m(move), first_token(move.job.num_tokens)
     {
     }
     /* Loads the weights of the first tokens. Warps that are not control warps of receiving CTAs
@@ -164,23 +164,23 @@ struct WeightSender {
     __device__ __forceinline__ void begin_tokens(int32_t choices)
     {
         top_k = choices;
-        bits = bits_of(choices);
-        first = (int32_t)((int)blockIdx.x - m.receivers.first) << (5 - bits);
+        choice_bits = bits_of(choices);
+        first_token = (int32_t)((int)blockIdx.x - m.receivers.first) << (5 - choice_bits);
     }
     /* Returns the token of this lane. */
     __device__ __forceinline__ int32_t lane_token() const
     {
-        return first + (lane_id() >> bits);
+        return first_token + (lane_id() >> choice_bits);
     }
     /* Returns the number k of this lane's choice, within its token. */
     __device__ __forceinline__ int lane_choice() const
     {
-        return lane_id() & ((1 << bits) - 1);
+        return lane_id() & ((1 << choice_bits) - 1);
     }
     /* Returns whether this lane has a choice of an existing token. */
     __device__ __forceinline__ bool has_choice() const
     {
-        return first < m.job.num_tokens && lane_token() < m.job.num_tokens &&
+        return first_token < m.job.num_tokens && lane_token() < m.job.num_tokens &&
                lane_choice() < top_k;
     }
     /* Loads the weight of this lane's choice. */
@@ -195,11 +195,13 @@ struct WeightSender {
     __device__ __forceinline__ void send_current() const
     {
         const p2p_self &self = m.job.plan.self;
-        const uint32_t mates = ALL_LANES >> (WARP - (1 << bits)) << (lane_id() >> bits << bits);
+        const uint32_t token_lanes =
+            ALL_LANES >> (WARP - (1 << choice_bits))
+                             << (lane_id() >> choice_bits << choice_bits);
         for (int distance = 1; distance < self.num_ranks; distance++) {
             const int rank = wrap_rank(self.rank + distance, self.num_ranks);
             const bool goes = has_choice() && choice_goes_to(m, word, rank);
-            const uint32_t those = __ballot_sync(ALL_LANES, goes) & mates;
+            const uint32_t those = __ballot_sync(ALL_LANES, goes) & token_lanes;
             /* backend hosts: no lane skips post_put_weights(), which contains a barrier of the
              * warp */
             if (!HOSTS && !goes) continue;
@@ -229,9 +231,9 @@ struct WeightSender {
     __device__ __forceinline__ void send_weights()
     {
         if (!m.job.weights || !m.receivers.contains_this_cta()) return;
-        while (first < m.job.num_tokens) {
+        while (first_token < m.job.num_tokens) {
             send_current();
-            first += m.receivers.ctas << (5 - bits);
+            first_token += m.receivers.ctas << (5 - choice_bits);
             if (has_choice()) word = read_choice(m, lane_token(), lane_choice());
             read_weight();
         }
@@ -319,7 +321,8 @@ __device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, Pendin
 template <class Rows>
 __device__ __forceinline__ void load_unit_record(const LowlatMove &m, int u, PendingPiece &p)
 {
-    if (!m.has_new_plan && u < num_units<Rows>(m)) p.word = peek_record(m, p.rank, p.token, 0);
+    if (!m.has_new_plan && u < num_units<Rows>(m))
+        p.record_word = peek_record(m, p.rank, p.token, 0);
 }
 
 /* Loads the words of token number u over all ranks. This rank's tokens come first, then those
@@ -330,9 +333,9 @@ __device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWo
     const int k = lane_id(), peers = self.num_ranks - 1, row = u - m.job.num_tokens;
     w.token = row < 0 ? u : row / peers;
     w.rank = row < 0 ? self.rank : wrap_rank(self.rank + 1 + row % peers, self.num_ranks);
-    w.choice = -1;
+    w.own_slot = -1;
     w.weight = POISON;
-    if (!m.has_new_plan) w.word = peek_record(m, w.rank, w.token, 0);
+    if (!m.has_new_plan) w.record_word = peek_record(m, w.rank, w.token, 0);
     if (k >= m.top_k || !m.job.weights) return;
     if (row >= 0) {
         w.weight = load_relaxed(weight_address(m, source_number_of(m, w.rank), w.token, k));
@@ -340,7 +343,8 @@ __device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWo
     }
     const int64_t at = (int64_t)w.token * m.top_k + k;
     w.weight = __float_as_uint(__ldg(m.job.weights + at));
-    if (!m.has_new_plan && __ldg(m.plan.rank_of + at) == w.rank) w.choice = __ldg(m.fates + at);
+    if (!m.has_new_plan && __ldg(m.plan.rank_of + at) == w.rank)
+        w.own_slot = __ldg(m.fates + at);
 }
 
 /* Stores a weight to slot_weights[slot], unless received rows are discarded. */
@@ -357,7 +361,7 @@ __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const Pendi
                                                 int32_t slot, int n)
 {
     if (w.rank == m.job.plan.self.rank) {
-        store_weight(m, m.has_new_plan ? slot : w.choice, w.weight);
+        store_weight(m, m.has_new_plan ? slot : w.own_slot, w.weight);
         return true;
     }
     uint32_t *from = weight_address(m, source_number_of(m, w.rank), w.token, n);
@@ -389,7 +393,7 @@ __device__ __forceinline__ bool receive_pending(const LowlatMove &m, PendingPiec
 {
     const p2p_self &self = m.job.plan.self;
     if (p.token >= m.tokens_in(p.rank)) return true;
-    const int32_t slot = find_slot(m, p.rank, p.token, p.word);
+    const int32_t slot = find_slot(m, p.rank, p.token, p.record_word);
     if (!__any_sync(ALL_LANES, slot >= 0)) return true;
     if (p.rank != self.rank &&
         !Rows::receive_from_peer(m, p.rank, source_number_of(m, p.rank), p.token, p.piece, p.q))
@@ -436,7 +440,7 @@ __device__ __forceinline__ bool receive_words(const LowlatMove &m, PendingWords 
     for (int u = first_words(m); u < num_words(m); u += m.receivers.num_workers()) {
         if (u != first_words(m)) load_words(m, u, w);
         if (w.token >= m.tokens_in(w.rank)) continue;
-        const int32_t slot = find_slot(m, w.rank, w.token, w.word);
+        const int32_t slot = find_slot(m, w.rank, w.token, w.record_word);
         const uint32_t here = __ballot_sync(ALL_LANES, slot >= 0);
         const int n = m.has_new_plan ? __popc(here & lanes_below()) : lane_id();
         if (m.has_new_plan)

@@ -105,29 +105,29 @@ struct StartState {
 /* Reads the group's state at the start of a kernel. Called by all warps; workers get zeros. */
 __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
 {
-    StartState o = {};
-    if (!is_control_warp()) return o;
-    if (lane_id() == 0) o.overlaps = mark_running(self);
-    o.epoch = load_relaxed(&control_of(self)->epoch);
+    StartState start = {};
+    if (!is_control_warp()) return start;
+    if (lane_id() == 0) start.overlaps = mark_running(self);
+    start.epoch = load_relaxed(&control_of(self)->epoch);
 #ifdef EPIC_HOSTS
-    o.broken = load_relaxed(&control_of(self)->broken);
-    o.epochs = load_relaxed(&control_of(self)->epochs);
-    o.freed = load_relaxed(&control_of(self)->freed);
+    start.broken = load_relaxed(&control_of(self)->broken);
+    start.epochs = load_relaxed(&control_of(self)->epochs);
+    start.freed = load_relaxed(&control_of(self)->freed);
     if (is_last_cta())
-        o.net_broken = load_relaxed((const uint64_t *)(self.inbox + self.at.broken));
+        start.net_broken = load_relaxed((const uint64_t *)(self.inbox + self.at.broken));
 #else
-    o.broken = load_relaxed((const uint64_t *)(self.heap[self.rank] + self.at.broken));
+    start.broken = load_relaxed((const uint64_t *)(self.heap[self.rank] + self.at.broken));
 #endif
-    return o;
+    return start;
 }
 
 /* backend hosts: waits until this rank is allowed to write to its outbox, because the net has
  * read the earlier puts from it. Called by the control warp. Returns false if the group is
  * broken. */
-__device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const StartState &opening)
+__device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const StartState &start)
 {
 #ifdef EPIC_HOSTS
-    const bool known = opening.freed + 1 >= opening.epochs || opening.broken;
+    const bool known = start.freed + 1 >= start.epochs || start.broken;
     return __all_sync(ALL_LANES, known || lane_id() || wait_outbox_free(op)) != 0;
 #else
     return true;
@@ -170,7 +170,7 @@ __device__ __forceinline__ void announce_start(const p2p_self &self, const OpSta
 /* Sets all fields of op, the state of the operation, except the signature and the staging
  * addresses. Called by the control warp. */
 __device__ __forceinline__ void open_lowlat(OpState &op, const p2p_self &self,
-                                            const StartState &opening, int32_t tokens,
+                                            const StartState &start, int32_t tokens,
                                             int32_t capacity, int32_t rows)
 {
     if (lane_id() == 0) {
@@ -181,8 +181,8 @@ __device__ __forceinline__ void open_lowlat(OpState &op, const p2p_self &self,
         op.rows = rows;
         op.deadline = timer_ns() + self.timeout_ns;
         op.last = op.aborted_wait = 0;
-        op.epoch = epoch_after(opening.epoch);
-        op.overlaps = opening.overlaps;
+        op.epoch = epoch_after(start.epoch);
+        op.overlaps = start.overlaps;
         find_host_inbox(self, op);
     }
     __syncwarp();
@@ -244,7 +244,7 @@ __device__ __forceinline__ void count_posted_warp(const p2p_self &self)
  * end of the epoch. Called by the control warp of the last CTA. `are_copied`: poll_inbox() has
  * copied the announcements to the heap. */
 __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
-                                              const StartState &opening, bool are_copied)
+                                              const StartState &start, bool are_copied)
 {
     p2p_control *control = control_of(self);
     const auto all_begun = [&] {
@@ -254,7 +254,7 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
 #ifdef EPIC_HOSTS
     /* A late rank has perhaps received all rows although the group was already broken. It must
      * not count the operation as done. */
-    if (opening.net_broken) {
+    if (start.net_broken) {
         op.aborted_wait = WAIT_ABORTED(-1, P2P_PHASE_ARRIVE);
         return;
     }

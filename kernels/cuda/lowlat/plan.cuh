@@ -56,7 +56,7 @@ __device__ __forceinline__ uint32_t encode_id(const p2p_plan_job &job, RawId id)
 }
 
 /* Returns two encoded ids in one 32-bit word. */
-__device__ __forceinline__ uint32_t two_ids(const p2p_plan_job &job, RawId low, RawId high)
+__device__ __forceinline__ uint32_t pack_ids(const p2p_plan_job &job, RawId low, RawId high)
 {
     return encode_id(job, low) | encode_id(job, high) << 16;
 }
@@ -70,7 +70,7 @@ __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpS
            (((int64_t)epoch_parity(op) * job.self.num_ranks + rank) * job.max_lowlat_tokens +
             (HOSTS ? 0 : token)) *
                P2P_LOWLAT_ID_WORDS +
-           (HOSTS ? token * 2 * fours_of(job.layer) : 0);
+           (HOSTS ? token * 2 * id_lanes_of(job.layer) : 0);
 }
 
 /* Sends the expert ids of this rank's tokens to all peers. Each control warp sends some of the
@@ -79,32 +79,33 @@ __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpS
  * sends them after op is set. */
 struct IdSender {
     const p2p_plan_job &job;
-    /* words: words per token; bits: bits that the number of such a word needs */
-    const int words, bits;
+    /* token_words: words per token; word_bits: bits that the number of such a word needs */
+    const int token_words, word_bits;
     int32_t token; /* the token of this lane */
     /* distance from this lane's token to its next one */
-    const int32_t step;
+    const int32_t token_step;
     RawId low, high;
     /* this lane's word */
-    uint32_t both;
+    uint32_t id_pair;
 
     /* Loads the first ids. planning_ctas: the CTAs whose control warps send ids. sends: false
      * if the kernel makes no plan, and so sends no ids. */
     __device__ __forceinline__ IdSender(const p2p_plan_job &plan, const CtaRange &planning_ctas,
                                         bool sends)
-        : job(plan), words(2 * fours_of(plan.layer)), bits(bits_of(words)),
-          token((((int)blockIdx.x - planning_ctas.first) << (5 - bits)) + (lane_id() >> bits)),
-          step(planning_ctas.ctas << (5 - bits))
+        : job(plan), token_words(2 * id_lanes_of(plan.layer)), word_bits(bits_of(token_words)),
+          token((((int)blockIdx.x - planning_ctas.first) << (5 - word_bits)) +
+                (lane_id() >> word_bits)),
+          token_step(planning_ctas.ctas << (5 - word_bits))
     {
         if (!sends || !is_control_warp() || !planning_ctas.contains_this_cta() ||
-            word_of_lane() >= words)
+            word_of_lane() >= token_words)
             token = job.num_tokens;
         read_ids();
     }
     /* Returns the number of this lane's word among the words of its token. */
     __device__ __forceinline__ int word_of_lane() const
     {
-        return lane_id() & ((1 << bits) - 1);
+        return lane_id() & ((1 << word_bits) - 1);
     }
     /* Loads the two ids of this lane's word. */
     __device__ __forceinline__ void read_ids()
@@ -116,7 +117,7 @@ struct IdSender {
     /* Encodes the loaded ids as this lane's word. */
     __device__ __forceinline__ void make_words()
     {
-        if (token < job.num_tokens) both = two_ids(job, low, high);
+        if (token < job.num_tokens) id_pair = pack_ids(job, low, high);
     }
 #ifdef EPIC_HOSTS
     /* Sends the ids of all tokens of this warp to all peers. All lanes stay together in the
@@ -125,15 +126,15 @@ struct IdSender {
     {
         const p2p_self &self = job.self;
         for (int32_t first = __shfl_sync(ALL_LANES, token, 0); first < job.num_tokens;
-             first += step, token += step, read_ids(), make_words()) {
-            const int many = min(job.num_tokens - first, WARP >> bits);
+             first += token_step, token += token_step, read_ids(), make_words()) {
+            const int many = min(job.num_tokens - first, WARP >> word_bits);
             for (int distance = 1; distance < self.num_ranks; distance++) {
                 const int q = wrap_rank(self.rank + distance, self.num_ranks);
                 uint64_t *to = id_words(job, op, self.heap[q], self.rank, first);
                 if (token < job.num_tokens)
-                    store_relaxed(to + (token - first) * words + word_of_lane(),
-                                  stamp_word(op, both));
-                post_put_warp(op, q, to, (uint32_t)(many * words) * 8);
+                    store_relaxed(to + (token - first) * token_words + word_of_lane(),
+                                  stamp_word(op, id_pair));
+                post_put_warp(op, q, to, (uint32_t)(many * token_words) * 8);
             }
         }
     }
@@ -147,9 +148,9 @@ struct IdSender {
                 const int q = wrap_rank(self.rank + distance, self.num_ranks);
                 store_relaxed(id_words(job, op, self.heap[q], self.rank, token) +
                                   word_of_lane(),
-                              stamp_word(op, both));
+                              stamp_word(op, id_pair));
             }
-            token += step;
+            token += token_step;
             read_ids();
             make_words();
         }
@@ -159,61 +160,67 @@ struct IdSender {
 
 /* Enters choice k of a token, with the encoded id e, in the tables. Returns true if another
  * choice of the token has the same expert. */
-__device__ __forceinline__ bool mark_choice(LowlatPlan &f, int rank, int32_t token, int k,
+__device__ __forceinline__ bool mark_choice(LowlatPlan &tables, int rank, int32_t token, int k,
                                             uint32_t e)
 {
-    if (e == LOWLAT_INVALID_ID) atomicMin(&f.bad[rank], (uint32_t)(token * f.top_k + k));
-    if (e >= (uint32_t)f.experts) return false;
+    if (e == LOWLAT_INVALID_ID)
+        atomicMin(&tables.bad_choice[rank], (uint32_t)(token * tables.top_k + k));
+    if (e >= (uint32_t)tables.num_experts) return false;
     const uint32_t bit = 1u << token % WARP;
-    return (atomicOr(&f.mask[(rank * f.groups + token / WARP) * f.experts + (int)e], bit) &
+    return (atomicOr(
+                &tables.mask[(rank * tables.num_groups + token / WARP) * tables.num_experts +
+                             (int)e],
+                bit) &
             bit) != 0;
 }
 
-/* Stores four ids of a token in the tables, and enters these choices. They are choices 4 * four
- * to 4 * four + 3. */
-__device__ __forceinline__ void mark_four_choices(LowlatPlan &f, int rank, int32_t token,
-                                                  int four, const uint32_t (&ids)[2])
+/* Stores four ids of a token in the tables, and enters these choices. They are choices 4 * id_lane
+ * to 4 * id_lane + 3. */
+__device__ __forceinline__ void mark_lane_choices(LowlatPlan &tables, int rank, int32_t token,
+                                                  int id_lane, const uint32_t (&ids)[2])
 {
-    bool twice = false;
-    *(uint2 *)(f.id + f.first_id_index(rank, token) + four * LOWLAT_LANE_IDS) =
+    bool has_repeats = false;
+    *(uint2 *)(tables.ids + tables.first_id_index(rank, token) + id_lane * LOWLAT_LANE_IDS) =
         make_uint2(ids[0], ids[1]);
 #pragma unroll
     for (int j = 0; j < LOWLAT_LANE_IDS; j++)
-        twice |= mark_choice(f, rank, token, four * LOWLAT_LANE_IDS + j,
-                             ids[j / 2] >> (j % 2 * 16) & 0xffff);
-    if (twice) f.twice = true;
+        has_repeats |= mark_choice(tables, rank, token, id_lane * LOWLAT_LANE_IDS + j,
+                                   ids[j / 2] >> (j % 2 * 16) & 0xffff);
+    if (has_repeats) tables.has_repeats = true;
 }
 
 /* Waits for the ids of all ranks and enters them in the tables, four ids per lane at a time.
  * Called by the workers of the CTA. All ids of one lane come from the same rank. The last warps
  * get the first tokens, because the first warps have rows to send. Returns false if the group
  * is broken. */
-static __device__ bool gather_ids(LowlatPlan &f, const p2p_plan_job &job, const OpState &op)
+static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
+                                  const OpState &op)
 {
     const p2p_self &self = job.self;
-    const int fours = fours_of(job.layer), four_bits = bits_of(fours);
+    const int id_lanes = id_lanes_of(job.layer), id_lane_bits = bits_of(id_lanes);
     const int rank_bits = bits_of(self.num_ranks);
     const int first = (LOWLAT_WORKERS - 1 - (int)threadIdx.x / WARP) * WARP + lane_id();
-    const int four = first & ((1 << four_bits) - 1);
-    const int rank = first >> four_bits & ((1 << rank_bits) - 1);
-    const bool own = rank == self.rank, in = four < fours && rank < self.num_ranks;
-    const int32_t step = LOWLAT_WORKERS * WARP >> (four_bits + rank_bits);
-    int32_t token = first >> (four_bits + rank_bits);
+    const int id_lane = first & ((1 << id_lane_bits) - 1);
+    const int rank = first >> id_lane_bits & ((1 << rank_bits) - 1);
+    const bool own = rank == self.rank, is_used = id_lane < id_lanes && rank < self.num_ranks;
+    const int32_t step = LOWLAT_WORKERS * WARP >> (id_lane_bits + rank_bits);
+    int32_t token = first >> (id_lane_bits + rank_bits);
     /* number of tokens of `rank`; -1 until its announcement has arrived */
-    int32_t known = own ? job.num_tokens : in ? -1 : 0;
+    int32_t known = own ? job.num_tokens : is_used ? -1 : 0;
     const uint64_t *announced =
-        announcement_words(self, op, self.heap[self.rank], in ? rank : 0) +
+        announcement_words(self, op, self.heap[self.rank], is_used ? rank : 0) +
         P2P_ANNOUNCED_TOKENS;
-    for (; !__all_sync(ALL_LANES, token >= (known < 0 ? f.most : known)); token += step) {
+    for (; !__all_sync(ALL_LANES, token >= (known < 0 ? tables.max_tokens : known));
+         token += step) {
         uint32_t ids[2];
-        bool waits = in && !own && token < (known < 0 ? f.most : known);
+        bool waits = is_used && !own && token < (known < 0 ? tables.max_tokens : known);
         const uint64_t *from =
-            id_words(job, op, self.heap[self.rank], in ? rank : 0, waits ? token : 0) +
-            2 * four;
-        if (in && own && token < known) {
-            const int k = four * LOWLAT_LANE_IDS;
-            ids[0] = two_ids(job, raw_id(job, token, k), raw_id(job, token, k + 1));
-            ids[1] = two_ids(job, raw_id(job, token, k + 2), raw_id(job, token, k + 3));
+            id_words(job, op, self.heap[self.rank], is_used ? rank : 0, waits ? token : 0) +
+            2 * id_lane;
+        if (is_used && own && token < known) {
+            const int k = id_lane * LOWLAT_LANE_IDS;
+            ids[0] = pack_ids(job, raw_id(job, token, k), raw_id(job, token, k + 1));
+            ids[1] = pack_ids(job, raw_id(job, token, k + 2), raw_id(job, token, k + 3));
         }
         int missing = -1;
         const bool ok = wait_warp(op, missing, P2P_PHASE_COUNTS, [&] {
@@ -222,8 +229,8 @@ static __device__ bool gather_ids(LowlatPlan &f, const p2p_plan_job &job, const 
                 load_two_words(from, a, b);
                 const uint64_t tokens = known < 0 ? load_relaxed(announced) : 0;
                 if (known < 0 && is_stamped(op, tokens)) known = (int32_t)(uint32_t)tokens;
-                /* a rank with more tokens than f.most sends no ids */
-                if (known > f.most) known = 0;
+                /* a rank with more tokens than tables.max_tokens sends no ids */
+                if (known > tables.max_tokens) known = 0;
                 ids[0] = (uint32_t)a;
                 ids[1] = (uint32_t)b;
                 waits =
@@ -233,88 +240,93 @@ static __device__ bool gather_ids(LowlatPlan &f, const p2p_plan_job &job, const 
             return __any_sync(ALL_LANES, waits) == 0;
         });
         if (!ok) return false;
-        if (in && token < known) mark_four_choices(f, rank, token, four, ids);
+        if (is_used && token < known) mark_lane_choices(tables, rank, token, id_lane, ids);
     }
     return true;
 }
 
 /* Waits for the announced sizes of all ranks. Called by the control warp. Returns false if the
  * group is broken. */
-static __device__ bool gather_sizes(LowlatPlan &f, const p2p_self &self, const OpState &op)
+static __device__ bool gather_sizes(LowlatPlan &tables, const p2p_self &self, const OpState &op)
 {
     int32_t tokens, capacity, rows;
     if (!wait_sizes(self, op, tokens, capacity, rows)) return false;
     const int q = lane_id();
-    f.p.header.tokens_of[q] = tokens;
-    f.p.capacity[q] = capacity;
-    f.rows[q] = rows;
-    f.tokens[q] = tokens;
-    if (tokens > f.most) f.has_large_rank = true;
+    tables.p.header.tokens_of[q] = tokens;
+    tables.p.capacity[q] = capacity;
+    tables.recv_rows[q] = rows;
+    tables.tokens[q] = tokens;
+    if (tokens > tables.max_tokens) tables.has_large_rank = true;
     return true;
 }
 
 /* Counts the choices of each expert, then computes the first slot of each slab. Thread e
  * handles expert e. Called by all threads of the CTA; contains two barriers. */
-static __device__ void compute_slabs(LowlatPlan &f, const p2p_plan_job &job)
+static __device__ void compute_slabs(LowlatPlan &tables, const p2p_plan_job &job)
 {
-    const int experts = f.experts, ranks = job.self.num_ranks;
+    const int experts = tables.num_experts, ranks = job.self.num_ranks;
     const int e = (int)threadIdx.x, warp = e / WARP;
     /* warps without an expert skip the work, which is faster */
-    const bool counts = warp * WARP < experts;
+    const bool has_experts = warp * WARP < experts;
     int32_t rows = 0, upto = 0;
     if (e < experts) {
-        int32_t run = 0;
+        int32_t count = 0;
         for (int q = 0; q < ranks; q++) {
-            const int at = q * f.groups * experts + e, groups = (f.tokens[q] + WARP - 1) / WARP;
+            const int index = q * tables.num_groups * experts + e,
+                      groups = (tables.tokens[q] + WARP - 1) / WARP;
 #pragma unroll 4
             for (int g = 0; g < groups; g++) {
-                f.before[at + g * experts] = (uint16_t)run;
-                run += __popc(f.mask[at + g * experts]);
+                tables.earlier_choices[index + g * experts] = (uint16_t)count;
+                count += __popc(tables.mask[index + g * experts]);
             }
         }
-        if (f.twice) run = f.count_before(ranks, 0, (uint16_t)e);
-        f.p.load[e] = run;
-        rows = upto = (int32_t)round_up_rows(run, job.layer.alignment);
+        if (tables.has_repeats) count = tables.count_before(ranks, 0, (uint16_t)e);
+        tables.p.load[e] = count;
+        rows = upto = (int32_t)round_up_rows(count, job.layer.alignment);
     }
-    for (int d = 1; d < WARP && counts; d *= 2) {
+    for (int d = 1; d < WARP && has_experts; d *= 2) {
         const int32_t r = __shfl_up_sync(ALL_LANES, upto, d);
         if (lane_id() >= d) upto += r;
     }
-    if (counts && lane_id() == WARP - 1) f.upto[warp] = upto;
+    if (has_experts && lane_id() == WARP - 1) tables.warp_slots[warp] = upto;
     __syncthreads();
-    if (counts) {
-        upto +=
-            __reduce_add_sync(ALL_LANES, lane_id() < warp ? (uint32_t)f.upto[lane_id()] : 0);
-        if (e < experts) f.p.slab_start[e] = upto - rows;
-        if (e == experts - 1) f.slots = upto;
+    if (has_experts) {
+        upto += __reduce_add_sync(
+            ALL_LANES, lane_id() < warp ? (uint32_t)tables.warp_slots[lane_id()] : 0);
+        if (e < experts) tables.p.slab_start[e] = upto - rows;
+        if (e == experts - 1) tables.total_slots = upto;
     }
     __syncthreads();
 }
 
 /* Returns the number of slots that rank q needs, or 0 if there is no rank q. */
-__device__ __forceinline__ int32_t needed_by(const LowlatPlan &f, const p2p_plan_job &job,
+__device__ __forceinline__ int32_t needed_by(const LowlatPlan &tables, const p2p_plan_job &job,
                                              int q)
 {
-    return q < job.self.num_ranks ? f.slots_before(job, q + 1) - f.slots_before(job, q) : 0;
+    return q < job.self.num_ranks
+               ? tables.slots_before(job, q + 1) - tables.slots_before(job, q)
+               : 0;
 }
 
 /* Returns the number of slots that this rank needs. */
-__device__ __forceinline__ int32_t needed_here(const LowlatPlan &f, const p2p_plan_job &job)
+__device__ __forceinline__ int32_t needed_here(const LowlatPlan &tables,
+                                               const p2p_plan_job &job)
 {
-    return f.slots_before(job, job.self.rank + 1) - f.slots_before(job, job.self.rank);
+    return tables.slots_before(job, job.self.rank + 1) -
+           tables.slots_before(job, job.self.rank);
 }
 
 /* Returns whether the plan can be used. The result is equal on all ranks. Called by one warp.
  * `moves`: the operation also moves rows, so it also checks that each rank has enough rows. */
-static __device__ PlanVerdict judge_plan(const LowlatPlan &f, const p2p_plan_job &job,
+static __device__ PlanVerdict judge_plan(const LowlatPlan &tables, const p2p_plan_job &job,
                                          bool moves)
 {
     const int q = lane_id();
     const bool is_rank = q < job.self.num_ranks;
-    const int32_t needed = needed_by(f, job, q);
-    const bool over = is_rank && f.p.capacity[q] && needed > f.p.capacity[q];
-    const bool bad = is_rank && f.bad[q] != NO_INDEX;
-    const bool few = is_rank && moves && needed > f.rows[q];
+    const int32_t needed = needed_by(tables, job, q);
+    const bool over = is_rank && tables.p.capacity[q] && needed > tables.p.capacity[q];
+    const bool bad = is_rank && tables.bad_choice[q] != NO_INDEX;
+    const bool few = is_rank && moves && needed > tables.recv_rows[q];
     if (!__any_sync(ALL_LANES, over || bad || few)) return {EPIC_OK, false};
     const bool any_bad = __any_sync(ALL_LANES, bad) != 0;
     const bool any_over = __any_sync(ALL_LANES, over) != 0;
@@ -327,15 +339,16 @@ static __device__ PlanVerdict judge_plan(const LowlatPlan &f, const p2p_plan_job
 /* Finds each rank's first choice whose expert an earlier choice of the same token has already.
  * Used for layers with EPIC_DISTINCT, where this is an error. atomicMin makes the result
  * independent of the order of the threads. Called by all threads of the CTA. */
-static __device__ __noinline__ void find_duplicates(LowlatPlan &f, int ranks)
+static __device__ __noinline__ void find_duplicates(LowlatPlan &tables, int ranks)
 {
-    const int each = f.fours * LOWLAT_LANE_IDS;
+    const int each = tables.id_lanes * LOWLAT_LANE_IDS;
     for (int rank = 0; rank < ranks; rank++)
-        for (int i = (int)threadIdx.x; i < f.tokens[rank] * each; i += LOWLAT_BLOCK) {
-            const uint16_t *id = f.id + f.first_id_index(rank, 0);
+        for (int i = (int)threadIdx.x; i < tables.tokens[rank] * each; i += LOWLAT_BLOCK) {
+            const uint16_t *id = tables.ids + tables.first_id_index(rank, 0);
             for (int j = i - i % each; j < i; j++)
-                if (id[j] == id[i] && id[i] < f.experts)
-                    atomicMin(&f.bad[rank], (uint32_t)(i / each * f.top_k + i % each));
+                if (id[j] == id[i] && id[i] < tables.num_experts)
+                    atomicMin(&tables.bad_choice[rank],
+                              (uint32_t)(i / each * tables.top_k + i % each));
         }
 }
 
@@ -366,34 +379,35 @@ static __device__ bool copy_announcements(const p2p_self &self, const OpState &o
     });
 }
 
-/* Copies the ids of remote ranks, two words per lane. Called by `parts` warps; this one is
- * number `part`. It does not wait for ids past a rank's announced number of tokens. Returns
+/* Copies the ids of remote ranks, two words per lane. Called by `warps` warps; this one is
+ * number `warp`. It does not wait for ids past a rank's announced number of tokens. Returns
  * false if the group is broken. */
-static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int part, int parts)
+static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int warp, int warps)
 {
     const p2p_self &self = job.self;
-    const int words = 2 * fours_of(job.layer), most = job.max_lowlat_tokens * words;
+    const int token_words = 2 * id_lanes_of(job.layer),
+              most = job.max_lowlat_tokens * token_words;
     const int peers = self.num_ranks - 1, groups = (most + 2 * WARP - 1) / (2 * WARP);
-    for (int u = part; u < peers * groups; u += parts) {
+    for (int u = warp; u < peers * groups; u += warps) {
         const int q = wrap_rank(self.rank + 1 + u % peers, self.num_ranks);
-        const int at = u / peers * 2 * WARP + 2 * lane_id();
-        const uint64_t *from = id_words(job, op, self.inbox, q, 0) + at;
+        const int index = u / peers * 2 * WARP + 2 * lane_id();
+        const uint64_t *from = id_words(job, op, self.inbox, q, 0) + index;
         const uint64_t *announced =
             announcement_words(self, op, op.heap, q) + P2P_ANNOUNCED_TOKENS;
-        uint64_t *to = id_words(job, op, op.heap, q, 0) + at;
-        bool waits = is_remote(self, q) && at < most;
+        uint64_t *to = id_words(job, op, op.heap, q, 0) + index;
+        bool waits = is_remote(self, q) && index < most;
         int missing = -1;
         const bool ok = wait_warp(op, missing, P2P_PHASE_COUNTS, [&] {
             if (waits) {
                 uint64_t a, b;
                 load_two_words(from, a, b);
                 const uint64_t tokens = load_relaxed(announced);
-                const bool come = is_stamped(op, a) && is_stamped(op, b);
-                const bool beyond =
-                    is_stamped(op, tokens) && at >= (int32_t)(uint32_t)tokens * words;
-                if (come) store_relaxed(to, a);
-                if (come) store_relaxed(to + 1, b);
-                waits = !come && !beyond;
+                const bool has_arrived = is_stamped(op, a) && is_stamped(op, b);
+                const bool is_past_end =
+                    is_stamped(op, tokens) && index >= (int32_t)(uint32_t)tokens * token_words;
+                if (has_arrived) store_relaxed(to, a);
+                if (has_arrived) store_relaxed(to + 1, b);
+                waits = !has_arrived && !is_past_end;
             }
             missing = waits ? q : -1;
             return __any_sync(ALL_LANES, waits) == 0;
@@ -429,36 +443,39 @@ enum LowlatPlanState {
 
 /* Waits for the ids and sizes of all ranks, and computes the tables. Called by all threads of
  * the CTA. */
-static __device__ LowlatPlanState make_lowlat_plan(LowlatPlan &f, const p2p_plan_job &job,
+static __device__ LowlatPlanState make_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                                    const OpState &op)
 {
     bool ok = !HOSTS || gridDim.x > 1 || poll_inbox(job, op);
-    ok = ok && (is_control_warp() ? gather_sizes(f, job.self, op) : gather_ids(f, job, op));
+    ok = ok &&
+         (is_control_warp() ? gather_sizes(tables, job.self, op) : gather_ids(tables, job, op));
     if (!__syncthreads_and(ok)) return LOWLAT_PLAN_BROKEN;
-    if (f.has_large_rank) return LOWLAT_PLAN_MIXED;
-    if (f.twice && job.layer.flags & EPIC_DISTINCT) find_duplicates(f, job.self.num_ranks);
-    compute_slabs(f, job);
+    if (tables.has_large_rank) return LOWLAT_PLAN_MIXED;
+    if (tables.has_repeats && job.layer.flags & EPIC_DISTINCT)
+        find_duplicates(tables, job.self.num_ranks);
+    compute_slabs(tables, job);
     return LOWLAT_PLAN_MADE;
 }
 
 /* Makes a mixed plan: exchanges counts with the other ranks as plan/planner.cuh does, because
  * one of them has more tokens than fit into the tables. Called by all threads of every CTA that
  * makes the plan. Returns false if the group is broken. */
-static __device__ __noinline__ bool make_mixed_plan(LowlatPlan &f, const p2p_plan_job &job,
+static __device__ __noinline__ bool make_mixed_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                                     const OpState &op, uint8_t *memory)
 {
-    const bool ok = (int)blockIdx.x >= job.planners || make_plan<0>(f.p, job, op, memory);
+    const bool ok = (int)blockIdx.x >= job.planners || make_plan<0>(tables.p, job, op, memory);
     return __syncthreads_and(ok) != 0;
 }
 
 /* Fills in the header fields that do not depend on the ids. Called by one control warp, while
  * the ids have not arrived yet. */
-static __device__ void begin_header(LowlatPlan &f, const p2p_plan_job &job, const OpState &op)
+static __device__ void begin_header(LowlatPlan &tables, const p2p_plan_job &job,
+                                    const OpState &op)
 {
     if (lane_id() == 0) {
-        f.p.capacity[job.self.rank] = job.capacity;
-        fill_header(f.p, job, op);
-        f.p.header.num_local = f.p.header.owned = job.block;
+        tables.p.capacity[job.self.rank] = job.capacity;
+        fill_header(tables.p, job, op);
+        tables.p.header.num_local = tables.p.header.owned = job.block;
     }
     __syncwarp();
 }
@@ -466,31 +483,31 @@ static __device__ void begin_header(LowlatPlan &f, const p2p_plan_job &job, cons
 /* Fills in the header fields that depend on the ids, writes the header and the caller's
  * outputs, and reports wrong ids and overflows. Called by the control warp that called
  * begin_header(). */
-static __device__ void end_header(LowlatPlan &f, const p2p_plan_job &job, const OpState &op,
-                                  uint32_t result)
+static __device__ void end_header(LowlatPlan &tables, const p2p_plan_job &job,
+                                  const OpState &op, uint32_t result)
 {
     const int q = lane_id();
-    const int32_t needed = needed_by(f, job, q);
-    f.p.header.slots_of[q] = f.p.demand[q] = needed;
-    f.p.needed_slots[q] = needed;
-    if (q == 0) f.p.header.result = result;
+    const int32_t needed = needed_by(tables, job, q);
+    tables.p.header.slots_of[q] = tables.p.demand[q] = needed;
+    tables.p.needed_slots[q] = needed;
+    if (q == 0) tables.p.header.result = result;
     const uint32_t bad =
-        __ballot_sync(ALL_LANES, q < job.self.num_ranks && f.bad[q] != NO_INDEX);
-    if (q == 0) f.p.bad_ranks = bad;
+        __ballot_sync(ALL_LANES, q < job.self.num_ranks && tables.bad_choice[q] != NO_INDEX);
+    if (q == 0) tables.p.bad_ranks = bad;
     __syncwarp();
-    write_plan_outputs(f.p, job, lane_id(), WARP);
+    write_plan_outputs(tables.p, job, lane_id(), WARP);
     if (lane_id() || result == EPIC_OK) return;
-    if (f.bad[job.self.rank] != NO_INDEX)
-        publish_wrong_value(job, op, P2P_FAULT_EXPERT, f.bad[job.self.rank]);
+    if (tables.bad_choice[job.self.rank] != NO_INDEX)
+        publish_wrong_value(job, op, P2P_FAULT_EXPERT, tables.bad_choice[job.self.rank]);
     if (result == EPIC_EINVAL)
-        report_fault(f.p, job, op);
+        report_fault(tables.p, job, op);
     else
-        report_overflow(f.p, job, op);
+        report_overflow(tables.p, job, op);
 }
 
 /* Writes where this rank's slabs and their padding are to the plan, and the numbers of rows and
  * tokens to the caller's arrays. Called by one control warp. */
-static __device__ void write_slabs(const LowlatPlan &f, const p2p_plan_job &job,
+static __device__ void write_slabs(const LowlatPlan &tables, const p2p_plan_job &job,
                                    uint32_t result)
 {
     const bool good = result == EPIC_OK;
@@ -499,9 +516,9 @@ static __device__ void write_slabs(const LowlatPlan &f, const p2p_plan_job &job,
     const int slabs = 1 << device_slab_bits(job.block), first = job.self.rank * job.block;
     for (int l = lane_id(); l < slabs; l += WARP) {
         const int e = first + min(l, job.block - 1);
-        const int32_t count = l < job.block ? f.p.load[e] : 0;
+        const int32_t count = l < job.block ? tables.p.load[e] : 0;
         const int32_t rows = (int32_t)round_up_rows(count, job.layer.alignment);
-        const int32_t begin = f.p.slab_start[e] - f.p.slab_start[first];
+        const int32_t begin = tables.p.slab_start[e] - tables.p.slab_start[first];
         padding[l] = {rows == count ? 0 : begin + count, rows - count};
         if (l >= job.block) continue;
         slab_begin[l] = begin;
@@ -513,13 +530,13 @@ static __device__ void write_slabs(const LowlatPlan &f, const p2p_plan_job &job,
 /* Writes the header and the slabs of the plan. Called by all control warps. The control warp of
  * the first planning CTA writes the header, that of the second one writes the slabs. If there
  * is only one planning CTA, its control warp writes both. */
-static __device__ void write_lowlat_plan(LowlatPlan &f, const p2p_plan_job &job,
+static __device__ void write_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                          const OpState &op, const CtaRange &planning_ctas,
                                          uint32_t result)
 {
-    const int part = (int)blockIdx.x - planning_ctas.first;
-    if (part == 0) end_header(f, job, op, result);
-    if (part == (planning_ctas.ctas > 1)) write_slabs(f, job, result);
+    const int cta = (int)blockIdx.x - planning_ctas.first;
+    if (cta == 0) end_header(tables, job, op, result);
+    if (cta == (planning_ctas.ctas > 1)) write_slabs(tables, job, result);
 }
 
 #endif

@@ -41,39 +41,41 @@ struct LowlatPlan {
      * token chose the expert */
     uint32_t *mask;
     /* [groups of all ranks][num_experts]: number of choices of the expert in earlier groups */
-    uint16_t *before;
-    uint16_t *id; /* [num_ranks][most][fours * LOWLAT_LANE_IDS]: ids of all choices */
+    uint16_t *earlier_choices;
+    uint16_t *ids; /* [num_ranks][max_tokens][id_lanes * LOWLAT_LANE_IDS]: ids of all choices */
     /* number of tokens of each rank */
     int32_t tokens[DEVICE_MAX_RANKS];
-    int32_t rows[DEVICE_MAX_RANKS]; /* number of rows of each rank's receive buffer */
+    int32_t recv_rows[DEVICE_MAX_RANKS]; /* number of rows of each rank's receive buffer */
     /* for each rank: its first choice with an invalid id, or NO_INDEX */
-    uint32_t bad[DEVICE_MAX_RANKS];
-    /* upto[w]: number of slots of the experts of warp w of compute_slabs() */
-    int32_t upto[LOWLAT_WORKERS];
-    int32_t slots; /* number of slots of all ranks */
-    /* most: largest number of tokens per rank that fits into the tables; groups: number of
+    uint32_t bad_choice[DEVICE_MAX_RANKS];
+    /* warp_slots[w]: number of slots of the experts of warp w of compute_slabs() */
+    int32_t warp_slots[LOWLAT_WORKERS];
+    int32_t total_slots; /* number of slots of all ranks */
+    /* max_tokens: largest number of tokens per rank that fits into the tables; num_groups: number of
      * groups of 32 tokens per rank */
-    int32_t most, groups;
-    /* experts, top_k: those of the layer; fours: number of lanes per token, each with four
+    int32_t max_tokens, num_groups;
+    /* num_experts, top_k: those of the layer; id_lanes: number of lanes per token, each with four
      * ids */
-    int32_t experts, top_k, fours;
-    bool twice;          /* true: a token chose the same expert twice */
-    bool has_large_rank; /* true: a rank has more than `most` tokens */
+    int32_t num_experts, top_k, id_lanes;
+    bool has_repeats;    /* true: a token chose the same expert twice */
+    bool has_large_rank; /* true: a rank has more than max_tokens tokens */
 
-    /* Returns the index in `id` of a token's first id. */
+    /* Returns the index in `ids` of a token's first id. */
     __device__ __forceinline__ int first_id_index(int rank, int32_t token) const
     {
-        return (rank * most + token) * fours * LOWLAT_LANE_IDS;
+        return (rank * max_tokens + token) * id_lanes * LOWLAT_LANE_IDS;
     }
     /* Returns the slot of choice k of a token, on the rank of its expert e. In the slab of e,
      * slots are in the order of rank, token and k. `first` is the first expert of e's rank. */
     __device__ __forceinline__ int32_t slot_of(int rank, int32_t token, int k, int e,
                                                int first) const
     {
-        const int at = (rank * groups + token / WARP) * experts + e;
+        const int index = (rank * num_groups + token / WARP) * num_experts + e;
         const int32_t begin = p.slab_start[e] - p.slab_start[first];
-        if (!twice) return begin + before[at] + __popc(mask[at] & ((1u << token % WARP) - 1));
-        return begin + count_before(rank, token * fours * LOWLAT_LANE_IDS + k, (uint16_t)e);
+        if (!has_repeats)
+            return begin + earlier_choices[index] +
+                   __popc(mask[index] & ((1u << token % WARP) - 1));
+        return begin + count_before(rank, token * id_lanes * LOWLAT_LANE_IDS + k, (uint16_t)e);
     }
     /* Returns how often the ranks below `rank` chose the expert, plus how often it is among the
      * first `choices` ids of `rank`. This is slow. It is used only if a token chose an expert
@@ -83,8 +85,8 @@ struct LowlatPlan {
         int count = 0;
         for (int q = 0; q <= rank; q++) {
             const int first = first_id_index(q, 0),
-                      many = q < rank ? tokens[q] * fours * LOWLAT_LANE_IDS : choices;
-            for (int i = 0; i < many; i++) count += id[first + i] == expert;
+                      many = q < rank ? tokens[q] * id_lanes * LOWLAT_LANE_IDS : choices;
+            for (int i = 0; i < many; i++) count += ids[first + i] == expert;
         }
         return count;
     }
@@ -92,7 +94,7 @@ struct LowlatPlan {
      * choice, it is LOWLAT_NO_ID. */
     __device__ __forceinline__ uint32_t choice_of(int rank, int32_t token, int k) const
     {
-        return k < top_k ? id[first_id_index(rank, token) + k] : LOWLAT_NO_ID;
+        return k < top_k ? ids[first_id_index(rank, token) + k] : LOWLAT_NO_ID;
     }
     /* Returns the slot of choice k of a token if its expert is on this rank, else -1. */
     __device__ __forceinline__ int32_t slot_here(const p2p_plan_job &job, int rank,
@@ -108,7 +110,7 @@ struct LowlatPlan {
     __device__ __forceinline__ int32_t slots_before(const p2p_plan_job &job, int q) const
     {
         const int e = q * job.block;
-        return e < experts ? p.slab_start[e] : slots;
+        return e < num_experts ? p.slab_start[e] : total_slots;
     }
     /* Writes a token's record to the plan. For a token of this rank, it also writes the fates
      * and ranks of its choices. Called by one warp. `slot`: in lane k, what slot_here()
@@ -126,7 +128,7 @@ struct LowlatPlan {
             record[slot >= 0 ? n : __popc(here) + k - n] = slot >= 0 && good ? slot : -1;
         if (rank != job.self.rank || k >= top_k) return;
         const uint32_t e = choice_of(rank, token, k);
-        const bool valid = e < (uint32_t)experts;
+        const bool valid = e < (uint32_t)num_experts;
         const int owner = valid ? (int)(e / (uint32_t)job.block) : -1;
         int32_t fate = EPIC_FATE_NONE;
         if (valid && good) fate = slot_of(rank, token, k, (int)e, owner * job.block);
@@ -138,7 +140,7 @@ struct LowlatPlan {
 };
 
 /* Returns how many lanes handle the ids of one token. Each lane has LOWLAT_LANE_IDS ids. */
-__host__ __device__ __forceinline__ int fours_of(const epic_layer &layer)
+__host__ __device__ __forceinline__ int id_lanes_of(const epic_layer &layer)
 {
     return ((int)layer.top_k + LOWLAT_LANE_IDS - 1) / LOWLAT_LANE_IDS;
 }
@@ -149,7 +151,8 @@ static inline int lowlat_plan_bytes(const p2p_plan_job &job)
 {
     const int64_t ranks = job.self.num_ranks, experts = job.layer.num_experts;
     const int64_t masks = ranks * ((job.max_lowlat_tokens + WARP - 1) / WARP) * experts;
-    const int64_t ids = ranks * job.max_lowlat_tokens * fours_of(job.layer) * LOWLAT_LANE_IDS;
+    const int64_t ids =
+        ranks * job.max_lowlat_tokens * id_lanes_of(job.layer) * LOWLAT_LANE_IDS;
     const int bytes = (int)(masks * 6 + experts * 8 + ids * 2 + 16);
     const int other = job.self.max_tokens > job.max_lowlat_tokens ? planner_bytes_of(job) : 0;
     return bytes > other ? bytes : other;
@@ -157,7 +160,7 @@ static inline int lowlat_plan_bytes(const p2p_plan_job &job)
 
 /* Sets up empty tables. `memory` is lowlat_plan_bytes() of shared memory. Called by all threads
  * of the CTA, before the first barrier. */
-static __device__ void open_tables(LowlatPlan &f, const p2p_plan_job &job, uint8_t *memory)
+static __device__ void open_tables(LowlatPlan &tables, const p2p_plan_job &job, uint8_t *memory)
 {
     const int experts = (int)job.layer.num_experts, ranks = job.self.num_ranks;
     const int groups = (job.max_lowlat_tokens + WARP - 1) / WARP;
@@ -166,22 +169,23 @@ static __device__ void open_tables(LowlatPlan &f, const p2p_plan_job &job, uint8
     if (!is_control_warp())
         for (int i = (int)threadIdx.x; i < masks; i += LOWLAT_WORKERS * WARP) mask[i] = 0;
     if (threadIdx.x < DEVICE_MAX_RANKS) {
-        f.bad[threadIdx.x] = NO_INDEX;
-        f.tokens[threadIdx.x] = 0;
+        tables.bad_choice[threadIdx.x] = NO_INDEX;
+        tables.tokens[threadIdx.x] = 0;
     }
     if (threadIdx.x) return;
-    f.mask = mask;
-    f.p.load = (int32_t *)(mask + masks);
-    f.p.slab_start = f.p.load + experts;
-    f.id = (uint16_t *)(((uintptr_t)(f.p.slab_start + experts) + 7) / 8 * 8);
-    f.before = f.id + ranks * job.max_lowlat_tokens * fours_of(job.layer) * LOWLAT_LANE_IDS;
-    f.most = job.max_lowlat_tokens;
-    f.groups = groups;
-    f.p.bad_ranks = 0;
-    f.experts = experts;
-    f.top_k = (int)job.layer.top_k;
-    f.fours = fours_of(job.layer);
-    f.twice = f.has_large_rank = false;
+    tables.mask = mask;
+    tables.p.load = (int32_t *)(mask + masks);
+    tables.p.slab_start = tables.p.load + experts;
+    tables.ids = (uint16_t *)(((uintptr_t)(tables.p.slab_start + experts) + 7) / 8 * 8);
+    tables.earlier_choices =
+        tables.ids + ranks * job.max_lowlat_tokens * id_lanes_of(job.layer) * LOWLAT_LANE_IDS;
+    tables.max_tokens = job.max_lowlat_tokens;
+    tables.num_groups = groups;
+    tables.p.bad_ranks = 0;
+    tables.num_experts = experts;
+    tables.top_k = (int)job.layer.top_k;
+    tables.id_lanes = id_lanes_of(job.layer);
+    tables.has_repeats = tables.has_large_rank = false;
 }
 
 #endif

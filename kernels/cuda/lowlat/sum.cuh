@@ -140,24 +140,24 @@ template <class ROW> __device__ __forceinline__ void add_to(float (&total)[ROW::
     for (int e = 0; e < ROW::N; e++) total[e] += x[e];
 }
 
-/* Adds the partial sums of the ranks in the bit mask `touched` to total, in the order of ranks.
- * Waits for SIDE partial sums at a time, and stores poison back to staging. `own` is this
+/* Adds the partial sums of the ranks in the bit mask `ranks` to total, in the order of ranks.
+ * Waits for AT_ONCE partial sums at a time, and stores poison back to staging. `own` is this
  * rank's partial sum. Returns false if the group is broken. */
-template <class ROW, bool EXACT, int SIDE>
+template <class ROW, bool EXACT, int AT_ONCE>
 __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u,
-                                            uint32_t touched, uint4 own, float (&total)[ROW::N])
+                                            uint32_t ranks, uint4 own, float (&total)[ROW::N])
 {
     const bool in = in_row<EXACT>(c, u);
-    while (touched) {
-        uint4 q[SIDE], *from[SIDE];
-        int rank[SIDE], late = -1;
-        bool comes[SIDE];
+    while (ranks) {
+        uint4 q[AT_ONCE], *from[AT_ONCE];
+        int rank[AT_ONCE], late = -1;
+        bool is_peer[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < SIDE; i++) {
-            rank[i] = __ffs(touched) - 1;
-            touched &= touched - 1;
-            comes[i] = rank[i] >= 0 && rank[i] != c.job.self.rank;
-            if (comes[i])
+        for (int i = 0; i < AT_ONCE; i++) {
+            rank[i] = __ffs(ranks) - 1;
+            ranks &= ranks - 1;
+            is_peer[i] = rank[i] >= 0 && rank[i] != c.job.self.rank;
+            if (is_peer[i])
                 from[i] =
                     staged_row(c.op.inbox[rank[i]], u.token, c.shape.vectors) + vector_of(u);
             q[i] = own;
@@ -165,19 +165,19 @@ __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u
         const bool ok = wait_warp(c.op, late, P2P_PHASE_ROW, [&] {
             late = -1;
 #pragma unroll
-            for (int i = 0; i < SIDE; i++)
-                if (comes[i] && in) q[i] = load_relaxed(from[i]);
+            for (int i = 0; i < AT_ONCE; i++)
+                if (is_peer[i] && in) q[i] = load_relaxed(from[i]);
 #pragma unroll
-            for (int i = 0; i < SIDE; i++)
-                if (comes[i] && in && has_poison(q[i])) late = rank[i];
+            for (int i = 0; i < AT_ONCE; i++)
+                if (is_peer[i] && in && has_poison(q[i])) late = rank[i];
             return __all_sync(ALL_LANES, late < 0) != 0;
         });
         if (!ok) return false;
 #pragma unroll
-        for (int i = 0; i < SIDE; i++)
-            if (comes[i] && in) store_in_place(from[i], poison_vector());
+        for (int i = 0; i < AT_ONCE; i++)
+            if (is_peer[i] && in) store_in_place(from[i], poison_vector());
 #pragma unroll
-        for (int i = 0; i < SIDE; i++)
+        for (int i = 0; i < AT_ONCE; i++)
             if (rank[i] >= 0) add_to<ROW>(total, q[i]);
     }
     return true;
@@ -185,23 +185,23 @@ __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u
 
 /* Adds one piece of a token of this rank over all ranks, and stores the sum to the output. The
  * caller has loaded `rows`. Returns false if the group is broken. */
-template <class ROW, bool EXACT, int SIDE>
+template <class ROW, bool EXACT, int AT_ONCE>
 __device__ __forceinline__ bool receive_sum(const CombineState &c, SlotRows &rows,
                                             const Unit &u)
 {
     const int count = num_slots_of(u);
     uint4 own = make_uint4(0, 0, 0, 0);
-    uint32_t touched = __reduce_or_sync(ALL_LANES, u.ranks >= 0 ? 1u << u.ranks : 0);
+    uint32_t ranks = __reduce_or_sync(ALL_LANES, u.ranks >= 0 ? 1u << u.ranks : 0);
     float total[1][ROW::N];
     clear_sums(total);
     if (count)
         own = sum_loaded<ROW, EXACT>(c, rows, u, count);
     else
-        touched &= ~(1u << c.job.self.rank);
-    if (!add_by_rank<ROW, EXACT, SIDE>(c, u, touched, own, total[0])) return false;
+        ranks &= ~(1u << c.job.self.rank);
+    if (!add_by_rank<ROW, EXACT, AT_ONCE>(c, u, ranks, own, total[0])) return false;
     if (in_row<EXACT>(c, u))
         store_once(c.job.out + row_offset(u.token, c.shape) + vector_of(u) * 16,
-                   touched ? ROW::pack_floats(total[0]) : make_uint4(0, 0, 0, 0), c.policy);
+                   ranks ? ROW::pack_floats(total[0]) : make_uint4(0, 0, 0, 0), c.policy);
     return !(u.piece == 0 && c.job.choice_floats) || receive_floats(c, u.token);
 }
 
