@@ -34,8 +34,8 @@
 
 /* The packed row of one token, to be sent or received by one warp. */
 struct Unit {
-    int step, role;          /* role 0: this rank's own token; n: a token of the n-th peer */
-    uint64_t choice, record; /* the lane's choice and record word, loaded ahead */
+    int step, role; /* role 0: this rank's own token; n: a token of the n-th peer */
+    uint64_t choice_word, record_word; /* the lane's choice and record word, loaded ahead */
 
     /* Returns true for a unit of this rank's own tokens. */
     __device__ __forceinline__ bool is_own() const
@@ -51,30 +51,30 @@ __device__ __forceinline__ int32_t token_of(const PackedMove &m, const Unit &uni
 }
 
 /* Returns true if the unit has a token in the round, which ends before token `end`. */
-__device__ __forceinline__ bool is_in(const PackedMove &m, const Unit &unit, int32_t end)
+__device__ __forceinline__ bool has_token(const PackedMove &m, const Unit &unit, int32_t end)
 {
     const int32_t token = token_of(m, unit);
     return token >= m.first && token < (unit.is_own() ? min(end, m.job.num_tokens) : end);
 }
 
 /* Takes the next unit for this warp and loads what it needs first. The warps of a CTA share the
- * counter *turns and take units one by one, because some units are more work than others. Of
+ * counter *num_taken and take units one by one, because some units are more work than others. Of
  * every gridDim.x units in the list, each CTA gets one, in an order that rotates. Called by a
  * whole warp. */
 template <bool FLAT>
-__device__ __forceinline__ Unit take_unit(const PackedMove &m, int *turns, int32_t end)
+__device__ __forceinline__ Unit take_unit(const PackedMove &m, int *num_taken, int32_t end)
 {
     const int ctas = (int)gridDim.x, ranks = m.job.plan.self.num_ranks;
-    int turn = 0;
-    if (lane_id() == 0) turn = atomicAdd(turns, 1);
-    turn = __shfl_sync(ALL_LANES, turn, 0);
-    const int number = turn * ctas + (int)((blockIdx.x + (unsigned)turn) % (unsigned)ctas);
+    int taken = 0;
+    if (lane_id() == 0) taken = atomicAdd(num_taken, 1);
+    taken = __shfl_sync(ALL_LANES, taken, 0);
+    const int number = taken * ctas + (int)((blockIdx.x + (unsigned)taken) % (unsigned)ctas);
     Unit unit = {number / ranks, number % ranks, ~0ull, ~0ull};
-    if (!is_in(m, unit, end)) return unit;
+    if (!has_token(m, unit, end)) return unit;
     const int32_t token = token_of(m, unit);
     const int rank = rank_of_role(m.job.plan.self, unit.role);
-    if (unit.is_own()) unit.choice = read_choice(m, token, lane_id());
-    unit.record = FLAT ? peek_row(m, rank, token) : peek_record(m, rank, token, 0);
+    if (unit.is_own()) unit.choice_word = read_choice(m, token, lane_id());
+    unit.record_word = FLAT ? peek_row(m, rank, token) : peek_record(m, rank, token, 0);
     return unit;
 }
 
@@ -95,13 +95,13 @@ template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit, int32_t end,
                                            uint32_t buffer)
 {
-    if (is_in(m, unit, end)) {
+    if (has_token(m, unit, end)) {
         const int32_t token = token_of(m, unit);
         if (unit.is_own() && OwnPiece::QUANTIZED)
             prefetch_own(m, token);
         else if (unit.is_own())
             copy_own(m, token, buffer);
-        else if (!is_absent<FLAT>(m, unit.record))
+        else if (!is_absent<FLAT>(m, unit.record_word))
             copy_staged(m, rank_of_role(m.job.plan.self, unit.role), token, buffer);
     }
     end_copies();
@@ -161,10 +161,10 @@ __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t tok
     int32_t slot[2];
     uint32_t weight = 0;
     FlatExtras extras;
-    const uint32_t peers = choose_peers(m, token, m.job.weights != NULL, unit.choice);
+    const uint32_t peers = choose_peers(m, token, m.job.weights != NULL, unit.choice_word);
     const bool special = peers && prepare_packed<OwnPiece>(m, token, buffer);
     if (!special) bulk_to_peers(m, token, peers, buffer);
-    if (!find_slots<FLAT>(m, rank, token, true, unit.record, slot)) return false;
+    if (!find_slots<FLAT>(m, rank, token, true, unit.record_word, slot)) return false;
     const bool here = __any_sync(ALL_LANES, slot[0] >= 0) != 0;
     if (here && !peers) prepare_packed<OwnPiece>(m, token, buffer);
     if (here && with_extras) extras = peek_extras(m, rank, 0, token, 0);
@@ -181,13 +181,13 @@ template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t token,
                                                const Unit &unit, const BulkBuffers &buffers)
 {
-    const uint32_t buffer = buffers.buffer_address(buffers.used);
+    const uint32_t buffer = buffers.buffer_address(buffers.current);
     const int source = unit.role - 1;
     const int rank = rank_of_role(m.job.plan.self, unit.role);
     int32_t slot[2];
     uint32_t weight = 0;
     FlatExtras extras;
-    if (!find_slots<FLAT>(m, rank, token, true, unit.record, slot)) return false;
+    if (!find_slots<FLAT>(m, rank, token, true, unit.record_word, slot)) return false;
     if (!__any_sync(ALL_LANES, slot[0] >= 0)) return true;
     if (FLAT)
         extras = peek_extras(m, rank, source, token, 0);
@@ -246,8 +246,9 @@ __device__ __forceinline__ bool move_unit(PackedMove &m, const Unit &unit, Round
 {
     const int32_t token = token_of(m, unit);
     if (unit.is_own()) {
-        if (is_in(m, unit, p.end) && !send_own_packed<OwnPiece, FLAT>(
-                                         m, token, unit, buffers.buffer_address(buffers.used)))
+        if (has_token(m, unit, p.end) &&
+            !send_own_packed<OwnPiece, FLAT>(m, token, unit,
+                                             buffers.buffer_address(buffers.current)))
             return false;
         return pad_with_token(m, token, p, buffers);
     }
@@ -260,15 +261,15 @@ __device__ __forceinline__ bool move_unit(PackedMove &m, const Unit &unit, Round
  */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, BulkBuffers &buffers,
-                                            int *turns)
+                                            int *num_taken)
 {
     RoundProgress p = {end, !m.has_new_plan, NOT_KNOWN};
     bool ok = true;
     if ((int)threadIdx.x / WARP >= m.job.warps) return true;
-    Unit unit = take_unit<FLAT>(m, turns, p.end);
-    begin_copy<OwnPiece, FLAT>(m, unit, p.end, buffers.buffer_address(buffers.used));
+    Unit unit = take_unit<FLAT>(m, num_taken, p.end);
+    begin_copy<OwnPiece, FLAT>(m, unit, p.end, buffers.buffer_address(buffers.current));
     while (ok && m.first + unit.step - m.job.lag < p.end) {
-        const Unit next = take_unit<FLAT>(m, turns, p.end);
+        const Unit next = take_unit<FLAT>(m, num_taken, p.end);
         buffers.wait_free();
         begin_copy<OwnPiece, FLAT>(m, next, p.end,
                                    buffers.buffer_address(buffers.next_buffer()));
@@ -276,17 +277,17 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, BulkBuff
         fence_buffers();
         ok = move_unit<OwnPiece, FLAT>(m, unit, p, buffers);
         if (lane_id() == 0) end_bulk();
-        buffers.used = buffers.next_buffer();
+        buffers.current = buffers.next_buffer();
         unit = next;
     }
     return ok;
 }
 
-/* Moves all rounds. *turns: number of units that the warps of this CTA have taken in the round.
+/* Moves all rounds. *num_taken: number of units that the warps of this CTA have taken in the round.
  * Returns false if the group is broken. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const uint8_t *memory,
-                                            int *turns)
+                                            int *num_taken)
 {
     BulkBuffers buffers(m, memory, (int)threadIdx.x / WARP);
     const int64_t round_tokens =
@@ -295,14 +296,14 @@ __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const ui
     for (m.first = 0;; m.first += (int32_t)round_tokens) {
         const bool last = m.has_new_plan || m.first + round_tokens >= most;
         const int32_t end = last ? most : m.first + (int32_t)round_tokens;
-        const bool moved = move_tokens<OwnPiece, FLAT>(m, end, buffers, turns);
+        const bool moved = move_tokens<OwnPiece, FLAT>(m, end, buffers, num_taken);
         wait_copies<0>();
         wait_bulk();
         fence_buffers();
         if (!moved) return false;
         if (last) return true;
         if (!next_round(op)) return false;
-        if (threadIdx.x == 0) *turns = 0;
+        if (threadIdx.x == 0) *num_taken = 0;
         __syncthreads();
     }
 }
@@ -336,11 +337,11 @@ __global__ void __launch_bounds__(BLOCK, 1)
     __shared__ PlanView plan;
     __shared__ Planner planner;
     __shared__ Stride stride;
-    __shared__ int turns;
+    __shared__ int num_taken;
     const p2p_self &self = job.plan.self;
     const RowShape shape = packed_shape(job, true);
     if (threadIdx.x == 0) stride.set_strides(job.units, self.num_ranks, 1);
-    if (threadIdx.x == 0) turns = 0;
+    if (threadIdx.x == 0) num_taken = 0;
     open_plan<WITH_PLAN>(plan, job);
     if (!begin_operation(op, self, WITH_PLAN ? 0 : (uint32_t)plan.header.id, job.num_tokens,
                          job.plan.capacity, job.recv_rows))
@@ -358,7 +359,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     PackedMove m = {move};
     describe_packed(m, 1);
     if (ok && (WITH_PLAN || plan.header.result == EPIC_OK))
-        ok = move_rounds<OwnPiece, FLAT>(m, op, memory, &turns) && pad_all(m, memory);
+        ok = move_rounds<OwnPiece, FLAT>(m, op, memory, &num_taken) && pad_all(m, memory);
     if (ok && job.zero_tail && plan.is_valid) ok = clear_tail<FLAT>(m);
     if (finish_operation(op) && ok) clear_all<FLAT>(m);
 }

@@ -22,38 +22,40 @@
 
 /* The buffers of a warp: parts of shared memory, each for one packed row. */
 struct BulkBuffers {
-    uint32_t first, bytes; /* shared-memory address of the first buffer; bytes of each buffer */
-    uint32_t zeros, poison; /* shared-memory addresses of the constant vectors */
-    int count, used;        /* number of buffers; index of the buffer in use */
+    uint32_t first_address,
+        buffer_bytes; /* shared-memory address of the first buffer; bytes of each buffer */
+    uint32_t zeros, poison;   /* shared-memory addresses of the constant vectors */
+    int num_buffers, current; /* number of buffers; index of the buffer in use */
 
     /* memory: dynamic shared memory of the CTA. warp: number of this warp in the CTA. */
     __device__ __forceinline__ BulkBuffers(const PackedMove &m, const void *memory, int warp)
     {
         zeros = shared_address(memory);
         poison = zeros + CONSTANT_BYTES;
-        bytes = (uint32_t)(m.shape.vectors + 7) / 8 * 128; /* rounded up to whole cache lines */
-        count = m.job.num_buffers;
-        first = poison + CONSTANT_BYTES + (uint32_t)(warp * count) * bytes;
-        used = 0;
+        buffer_bytes =
+            (uint32_t)(m.shape.vectors + 7) / 8 * 128; /* rounded up to whole cache lines */
+        num_buffers = m.job.num_buffers;
+        first_address = poison + CONSTANT_BYTES + (uint32_t)(warp * num_buffers) * buffer_bytes;
+        current = 0;
     }
     /* Returns the buffer that is used after the current one. */
     __device__ __forceinline__ int next_buffer() const
     {
-        return used + 1 == count ? 0 : used + 1;
+        return current + 1 == num_buffers ? 0 : current + 1;
     }
     /* Returns the shared-memory address of a buffer. */
     __device__ __forceinline__ uint32_t buffer_address(int buffer) const
     {
-        return first + (uint32_t)buffer * bytes;
+        return first_address + (uint32_t)buffer * buffer_bytes;
     }
     /* Waits until bulk stores have read the next buffer, so that it may be written again. Each
      * unit must end one group of bulk stores. Called by a whole warp. */
     __device__ __forceinline__ void wait_free() const
     {
         if (lane_id() == 0) {
-            if (count == 2)
+            if (num_buffers == 2)
                 wait_bulk_read<0>();
-            else if (count == 3)
+            else if (num_buffers == 3)
                 wait_bulk_read<1>();
             else
                 wait_bulk_read<2>();

@@ -51,12 +51,12 @@ template <bool EXACT> struct PieceFeed {
     UnitWalk walk;       /* the unit whose pieces are being copied */
     const uint8_t *from; /* this lane's part of the next piece to copy; NULL: nothing to copy */
     int32_t vector;      /* first vector of the next piece */
-    int32_t left;        /* pieces of the unit that have not been copied */
-    int32_t end;         /* the round ends before this token */
+    int32_t pieces_left; /* pieces of the unit that have not been copied */
+    int32_t round_end;   /* the round ends before this token */
 
     __device__ __forceinline__ PieceFeed(const DispatchMove &move, const UnitWalk &first,
-                                         int32_t round_end, const uint8_t *memory)
-        : m(move), ring(memory), walk(first), end(round_end)
+                                         int32_t end, const uint8_t *memory)
+        : m(move), ring(memory), walk(first), round_end(end)
     {
         open_unit();
     }
@@ -73,9 +73,10 @@ template <bool EXACT> struct PieceFeed {
             row = (const uint8_t *)staged_row(m.op.inbox[rank_of_role(self, role)],
                                               token - m.first, m.shape.vectors);
         vector = first_piece(m, walk) * V * WARP;
-        left = pieces_of(m, walk);
-        from = token < (staged ? end : min(end, m.job.num_tokens)) ? row + lane_offset(vector)
-                                                                   : NULL;
+        pieces_left = pieces_of(m, walk);
+        from = token < (staged ? round_end : min(round_end, m.job.num_tokens))
+                   ? row + lane_offset(vector)
+                   : NULL;
         if (is_forward_role(m, walk) || (staged && is_host_memory(m.op, row))) from = NULL;
     }
     /* Starts the copy of one more piece. After the last piece of a unit, moves to the next
@@ -88,7 +89,7 @@ template <bool EXACT> struct PieceFeed {
             vector += V * WARP;
         }
         ring.commit_piece();
-        if (--left) return;
+        if (--pieces_left) return;
         walk.next_unit(m.stride);
         open_unit();
     }
@@ -119,9 +120,9 @@ __device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk 
     const bool copied = m.shape.aligned;
     const int count = pieces_of(m, walk);
     uint32_t peers = 0;
-    if (token < min(feed.end, m.job.num_tokens))
+    if (token < min(feed.round_end, m.job.num_tokens))
         peers = choose_peers(m, token, walk.span == 0 && m.job.weights, word);
-    if (token < min(feed.end, m.job.num_tokens))
+    if (token < min(feed.round_end, m.job.num_tokens))
         peers = choose_routes(m, token, walk.span == 0, peers);
     if (!peers) {
         if (copied) feed.skip_pieces(count);
@@ -282,7 +283,7 @@ __device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWa
     const p2p_self &self = m.job.plan.self;
     const int rank = rank_of_role(self, source_role(m, walk));
     const int32_t begin = m.first + received_before(m, walk.step);
-    const int32_t stop = min(feed.end, m.first + received_before(m, walk.step + 1));
+    const int32_t stop = min(feed.round_end, m.first + received_before(m, walk.step + 1));
     const bool copied = m.shape.aligned;
     if (begin >= stop && copied) feed.skip_pieces(pieces_of(m, walk));
     for (int32_t token = begin; token < stop; token++) {
@@ -320,7 +321,7 @@ __device__ __forceinline__ bool move_tokens(DispatchMove &m, int32_t end, const 
     for (;;) {
         const UnitWalk walk = next;
         const uint64_t word = next_word;
-        if (m.first + received_before(m, walk.step) >= feed.end) return true;
+        if (m.first + received_before(m, walk.step) >= feed.round_end) return true;
         next.next_unit(m.stride);
         next_word = read_ahead(m, next, peek);
         if (walk.role == 0) {
@@ -329,7 +330,7 @@ __device__ __forceinline__ bool move_tokens(DispatchMove &m, int32_t end, const 
         }
         if (!has_token_counts) {
             if (!read_token_counts(m)) return false;
-            feed.end = min(feed.end, m.most_tokens);
+            feed.round_end = min(feed.round_end, m.most_tokens);
             has_token_counts = true;
         }
         if (is_forward_role(m, walk)) {

@@ -68,15 +68,15 @@ __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int ran
 {
     const p2p_self &self = m.job.plan.self;
     const int n = half * WARP + lane_id();
-    FlatExtras b = {~0ull, POISON};
+    FlatExtras extras = {~0ull, POISON};
     if (m.has_new_plan)
-        b.expert = peek_record(m, rank, token, half);
+        extras.expert = peek_record(m, rank, token, half);
     else if (n < m.top_k)
-        b.expert = (uint32_t)__ldg(local_experts_of(m.plan, self) +
-                                   record_index(self, rank, token, m.top_k) + n);
+        extras.expert = (uint32_t)__ldg(local_experts_of(m.plan, self) +
+                                        record_index(self, rank, token, m.top_k) + n);
     if (rank != self.rank && m.job.weights && n < m.top_k)
-        b.weight = load_relaxed(weight_address(m, source, token, n));
-    return b;
+        extras.weight = load_relaxed(weight_address(m, source, token, n));
+    return extras;
 }
 
 /* Waits for this lane's choice and sets `expert` to its local expert, or to -1 if there is no
@@ -127,10 +127,10 @@ __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int
     return ok;
 }
 
-/* Receives the extras of a token and stores them as those of row `row`. `b`: from peek_extras()
+/* Receives the extras of a token and stores them as those of row `row`. `extras`: from peek_extras()
  * for the first half. Called by a whole warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool receive_extras(const DispatchMove &m, int rank, int source,
-                                               int32_t token, int32_t row, FlatExtras b)
+                                               int32_t token, int32_t row, FlatExtras extras)
 {
     const bool fits = (uint32_t)row < (uint32_t)m.job.recv_rows;
     bool more = true;
@@ -138,15 +138,16 @@ __device__ __forceinline__ bool receive_extras(const DispatchMove &m, int rank, 
         const int n = half * WARP + lane_id();
         const int64_t at = (int64_t)row * m.top_k + n;
         int32_t expert = -1;
-        if (half) b = peek_extras(m, rank, source, token, half);
-        if (more && !receive_expert(m, rank, token, half, b.expert, expert, more)) return false;
+        if (half) extras = peek_extras(m, rank, source, token, half);
+        if (more && !receive_expert(m, rank, token, half, extras.expert, expert, more))
+            return false;
         if (m.job.weights &&
-            !receive_choice_weight(m, rank, source, token, half, expert >= 0, b.weight))
+            !receive_choice_weight(m, rank, source, token, half, expert >= 0, extras.weight))
             return false;
         if (!fits || n >= m.top_k) continue;
         if (m.job.recv_expert) m.job.recv_expert[at] = expert;
         if (m.job.weights)
-            m.job.slot_weights[at] = expert >= 0 ? __uint_as_float(b.weight) : 0.0f;
+            m.job.slot_weights[at] = expert >= 0 ? __uint_as_float(extras.weight) : 0.0f;
     }
     return true;
 }

@@ -117,10 +117,10 @@ __device__ __forceinline__ device_padding padding_of(const PlanView &plan, int s
  * earlier stores. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int slab_bits,
-                                                      int part, int parts, Write write)
+                                                      int span, int spans, Write write)
 {
-    const int slab = part & ((1 << slab_bits) - 1), sharers = parts >> slab_bits;
-    int share = part >> slab_bits;
+    const int slab = span & ((1 << slab_bits) - 1), sharers = spans >> slab_bits;
+    int share = span >> slab_bits;
     if (share >= sharers) return;
     share += slab * sharers >> slab_bits;
     if (share >= sharers) share -= sharers;

@@ -37,16 +37,16 @@ template <class OwnPiece> struct PieceFeed {
     RowPieces ring;
     UnitWalk walk;      /* the unit whose pieces are being copied */
     const uint8_t *row; /* row of that unit, staged or the caller's; NULL: nothing to copy */
-    /* address of the scales; vectors from number `split` on come from there */
-    const uint8_t *second;
-    int32_t split, limit; /* vectors below `limit` are copied */
+    /* address of the scales; vectors from number `row_end` on come from there */
+    const uint8_t *scales;
+    int32_t row_end, copy_end; /* vectors below `copy_end` are copied */
     /* first vector of the unit's next piece; number of its pieces that have not been copied */
-    int32_t vector, left;
-    int32_t end; /* the round ends before this token */
+    int32_t vector, pieces_left;
+    int32_t round_end; /* the round ends before this token */
 
     __device__ __forceinline__ PieceFeed(const PackedMove &move, const UnitWalk &first,
-                                         int32_t round_end, const uint8_t *memory)
-        : m(move), ring(memory), walk(first), end(round_end)
+                                         int32_t end, const uint8_t *memory)
+        : m(move), ring(memory), walk(first), round_end(end)
     {
         open_unit();
     }
@@ -54,16 +54,16 @@ template <class OwnPiece> struct PieceFeed {
     __device__ __forceinline__ void open_unit()
     {
         const p2p_dispatch_job &job = m.job;
-        const Pieces part(m, walk);
+        const Pieces pieces(m, walk);
         const int32_t token = token_of(m, walk);
-        const bool in = token < (part.is_own ? min(end, job.num_tokens) : end);
-        vector = part.first * V * WARP;
-        left = max(part.count, 1);
-        split = limit = m.shape.vectors;
-        if (part.is_own && OwnPiece::QUANTIZED) split = limit = m.own_shape.vectors;
-        row = second = NULL;
-        if (!in || part.count <= 0 || is_forward_role(m, walk)) return;
-        if (!part.is_own) {
+        const bool in = token < (pieces.is_own ? min(round_end, job.num_tokens) : round_end);
+        vector = pieces.first * V * WARP;
+        pieces_left = max(pieces.count, 1);
+        row_end = copy_end = m.shape.vectors;
+        if (pieces.is_own && OwnPiece::QUANTIZED) row_end = copy_end = m.own_shape.vectors;
+        row = scales = NULL;
+        if (!in || pieces.count <= 0 || is_forward_role(m, walk)) return;
+        if (!pieces.is_own) {
             row = (const uint8_t *)staged_row(
                 m.op.inbox[rank_of_role(job.plan.self, source_role(m, walk))], token - m.first,
                 m.shape.vectors);
@@ -72,9 +72,9 @@ template <class OwnPiece> struct PieceFeed {
         }
         row = job.tokens + row_offset(token, m.own_shape);
         if (OwnPiece::QUANTIZED) return;
-        split = m.row_vectors;
-        second = job.scales + (int64_t)token * job.scale_bytes - (int64_t)split * 16;
-        if (!job.scales_aligned) limit = split;
+        row_end = m.row_vectors;
+        scales = job.scales + (int64_t)token * job.scale_bytes - (int64_t)row_end * 16;
+        if (!job.scales_aligned) copy_end = row_end;
     }
     /* Starts the copy of one more piece. After the last piece of a unit, moves to the next
      * unit. */
@@ -84,14 +84,14 @@ template <class OwnPiece> struct PieceFeed {
 #pragma unroll
             for (int v = 0; v < V; v++) {
                 const int32_t at = vector + v * WARP + lane_id();
-                if (at < limit)
+                if (at < copy_end)
                     copy_again(ring.memory + ring.next + v * WARP * 16,
-                               (at < split ? row : second) + (int64_t)at * 16);
+                               (at < row_end ? row : scales) + (int64_t)at * 16);
             }
             vector += V * WARP;
         }
         ring.commit_piece();
-        if (--left) return;
+        if (--pieces_left) return;
         walk.next_unit(m.stride);
         open_unit();
     }
@@ -167,18 +167,18 @@ __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &w
                                           uint64_t word, PieceFeed<OwnPiece> &feed)
 {
     const int32_t token = m.first + walk.step;
-    const Pieces part(m, walk);
+    const Pieces pieces(m, walk);
     uint32_t peers = 0;
-    if (token < min(feed.end, m.job.num_tokens))
+    if (token < min(feed.round_end, m.job.num_tokens))
         peers = choose_peers(m, token, walk.span == 0 && m.job.weights, word);
-    if (token < min(feed.end, m.job.num_tokens))
+    if (token < min(feed.round_end, m.job.num_tokens))
         peers = choose_routes(m, token, walk.span == 0, peers);
-    if (!peers || part.count <= 0) {
-        if (FAST) feed.skip_pieces(max(part.count, 1));
+    if (!peers || pieces.count <= 0) {
+        if (FAST) feed.skip_pieces(max(pieces.count, 1));
         return;
     }
 #pragma unroll 1
-    for (int i = part.first; i < part.first + part.count; i++) {
+    for (int i = pieces.first; i < pieces.first + pieces.count; i++) {
         OwnPiece piece;
         get_piece<OwnPiece, FAST>(m, token, i, FAST, feed, piece);
         piece.send_to_peers(m, token, i, peers);
@@ -195,11 +195,11 @@ __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
 {
     const p2p_self &self = m.job.plan.self;
     const int role = source_role(m, walk), rank = rank_of_role(self, role);
-    const Pieces part(m, walk);
+    const Pieces pieces(m, walk);
     const bool both = m.top_k > WARP && __any_sync(ALL_LANES, slot[1] >= 0);
 #pragma unroll 1
-    for (int i = part.first; i < part.first + part.count; i++) {
-        if (part.is_own) {
+    for (int i = pieces.first; i < pieces.first + pieces.count; i++) {
+        if (pieces.is_own) {
             OwnPiece piece;
             get_piece<OwnPiece, FAST>(m, token, i, copied, feed, piece);
             piece.fill_slots_of(m, i, slot[0]);
@@ -214,7 +214,7 @@ __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
         piece.fill_slots_of(m, i, slot[0]);
         if (both) piece.fill_slots_of(m, i, slot[1]);
     }
-    if (copied && part.count <= 0) feed.skip_pieces(1);
+    if (copied && pieces.count <= 0) feed.skip_pieces(1);
     return true;
 }
 
@@ -298,7 +298,7 @@ __device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk
     const p2p_self &self = m.job.plan.self;
     const int rank = rank_of_role(self, source_role(m, walk));
     const int32_t begin = m.first + received_before(m, walk.step);
-    const int32_t stop = min(feed.end, m.first + received_before(m, walk.step + 1));
+    const int32_t stop = min(feed.round_end, m.first + received_before(m, walk.step + 1));
     if (begin >= stop && FAST) feed.skip_pieces(max(Pieces(m, walk).count, 1));
     for (int32_t token = begin; token < stop; token++) {
         if (token > begin)
@@ -335,7 +335,7 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, const ui
     for (;;) {
         const UnitWalk walk = next;
         const uint64_t word = next_word;
-        if (m.first + received_before(m, walk.step) >= feed.end) return true;
+        if (m.first + received_before(m, walk.step) >= feed.round_end) return true;
         next.next_unit(m.stride);
         next_word = read_ahead(m, next, peek);
         if (walk.role == 0) {
@@ -344,7 +344,7 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, const ui
         }
         if (!has_token_counts) {
             if (!read_token_counts(m)) return false;
-            feed.end = min(feed.end, m.most_tokens);
+            feed.round_end = min(feed.round_end, m.most_tokens);
             has_token_counts = true;
         }
         if (is_forward_role(m, walk)) {
