@@ -20,12 +20,12 @@
 #define TANH_CUBIC 0.044715f
 #define LOG2_E 1.44269504088896340736f
 
-/* The value of a function at x, and its derivative (slope) at x. */
+/* The value of a function at one number x, and its derivative (slope) there. */
 struct Activated {
     float value, slope;
 };
 
-/* Returns 1 / (1 + exp(-x)). It computes exp(-|x|), which cannot overflow. */
+/* Returns the sigmoid 1 / (1 + exp(-x)). Computes it from exp(-|x|), which cannot overflow. */
 __device__ __forceinline__ float sigmoid_of(float x)
 {
     const float e = expf(x > 0 ? -x : x);
@@ -64,7 +64,8 @@ __device__ __forceinline__ Activated compute_swish_approx(float x, float alpha)
     return {x * s, s * (1 + y * (1 - s))};
 }
 
-/* Computes the activation function that `ex` selects, for the gate value x. */
+/* Returns the value and slope, at the gate value x, of the activation function that `ex`
+ * selects. */
 __device__ __forceinline__ Activated compute_activation(float x, const epic_experts &ex)
 {
     const bool above = x > ex.limit;
@@ -84,7 +85,7 @@ __device__ __forceinline__ Activated compute_activation(float x, const epic_expe
     }
 }
 
-/* Computes, from the up value u, the factor that multiplies the activation of the gate.
+/* Returns the factor that multiplies the activation of the gate, computed from the up value u.
  * EPIC_CLAMPED_SWIGLU clamps u and adds 1 to it. EPIC_CLAMPED_SILU only clamps u. The factor is
  * 1 for experts without a gate. */
 __device__ __forceinline__ Activated compute_up_factor(float u, const epic_experts &ex)
@@ -98,13 +99,12 @@ __device__ __forceinline__ Activated compute_up_factor(float u, const epic_exper
             u > ex.limit || u < -ex.limit ? 0.0f : 1.0f};
 }
 
-/* Values of the template argument KIND of the kernels. With ANY_ACTIVATION, the kernel selects
- * the activation function at run time. The other two values compile one activation each, for
- * rows of 16-bit numbers: those that most models use. */
+/* Values of the kernels' template argument KIND. With ANY_ACTIVATION, the kernel selects the
+ * activation function at run time. For the two activations that most models use, the other
+ * values compile a separate kernel, for rows of 16-bit numbers. */
 enum { ANY_ACTIVATION, GATED_SILU, GATED_CLAMPED };
 
-/* compute_activation() and compute_up_factor() for kernels in which the template argument KIND
- * selects the activation at compile time. */
+/* Like the functions without KIND above, but KIND selects the activation at compile time. */
 template <int KIND>
 __device__ __forceinline__ Activated compute_activation(float x, const epic_experts &ex)
 {

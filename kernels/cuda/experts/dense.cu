@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Small kernels of a layer's dense part, which is the gate, the shared expert and the losses.
- * They access only memory of this rank.
+/* Small kernels of a layer's dense part: the gate, the shared expert and the losses. They
+ * access only memory of this rank.
  *
  *   rows_kernel       to = from, or to += from           one thread per number
  *   trees_kernel      values [2, n] -> two sums          one warp
@@ -15,7 +15,7 @@
 
 #define THREADS 256
 
-/* Computes to += from, or to = from if job.replace is 1. A job without `from` adds zeros. Each
+/* Computes to += from or, if job.replace is 1, to = from. Without `from`, it uses zeros. Each
  * thread handles one number at a time. */
 static __global__ void __launch_bounds__(THREADS)
     rows_kernel(const __grid_constant__ p2p_rows_job job)
@@ -51,9 +51,9 @@ static __global__ void losses_kernel(const __grid_constant__ p2p_losses_job job)
     if (job.to_second) *job.to_second = second;
 }
 
-/* Writes the gradients of the balance loss and of the z-loss. Each gradient has two parts,
- * which are added: the gradient of the sum of both losses, and the gradient of this loss alone.
- * Only thread 0 works. */
+/* Writes the gradients of the balance loss and of the z-loss to job.to. Each is the sum of two
+ * gradients that the caller passed: for the sum of both losses, and for this loss alone. Only
+ * thread 0 works. */
 static __global__ void incoming_kernel(const __grid_constant__ p2p_incoming_job job)
 {
     if (threadIdx.x != 0) return;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Kernels for the parts of a layer that each rank computes for its own tokens without dispatch:
- * the gate of the shared expert, and the zero-experts, which return their input.
+ * the gate of the shared expert, and the zero-experts, whose output is their input.
  * src/rules/layer_tokens.h describes the arrays.
  *
  *   sent_kernel           ids for dispatch                       one thread per choice
@@ -26,27 +26,28 @@ template <class T> static __device__ __forceinline__ T add_lanes(T x)
     return x;
 }
 
-/* Returns the first token that this warp works on. */
+/* Returns the number of the first token that this warp processes. */
 static __device__ __forceinline__ int64_t first_token()
 {
     return (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
 }
 
-/* Returns the distance between two consecutive tokens of this warp: the number of warps in the
- * grid. */
+/* Returns the step from a token of this warp to its next token, which is the number of warps in
+ * the grid. */
 static __device__ __forceinline__ int64_t token_step()
 {
     return (int64_t)gridDim.x * WARPS;
 }
 
-/* Returns whether element `choice` of topk_idx is a zero-expert, whose id is num_experts or
- * more. */
+/* Returns true if element `choice` of topk_idx is a zero-expert: their ids are num_experts and
+ * above. */
 static __device__ __forceinline__ bool is_zero_expert(const layer_tokens &t, int64_t choice)
 {
     return t.topk_idx[choice] >= t.num_experts;
 }
 
-/* Returns the sum of the weights of a token's zero-experts, on every lane. */
+/* Returns on every lane the sum of the weights of those choices of a token that are
+ * zero-experts. */
 static __device__ __forceinline__ float zero_weight(const layer_tokens &t, int64_t token)
 {
     float w = 0;
@@ -57,7 +58,7 @@ static __device__ __forceinline__ float zero_weight(const layer_tokens &t, int64
 }
 
 /* Copies topk_idx to choices [num_tokens, top_k], and writes -1 in place of each zero-expert.
- * Dispatch reads `choices`; so it sends no rows for zero-experts. */
+ * Dispatch reads `choices`, so it sends no rows to zero-experts. */
 static __global__ void __launch_bounds__(THREADS)
     sent_kernel(const __grid_constant__ layer_tokens t, int32_t *choices)
 {
@@ -66,8 +67,8 @@ static __global__ void __launch_bounds__(THREADS)
         choices[i] = is_zero_expert(t, i) ? -1 : t.topk_idx[i];
 }
 
-/* Computes shared_weights [num_tokens] = sigmoid(x w_shared_gate). The sum of the dot product
- * is float64, as on the host. */
+/* Computes the weight of the shared expert for each token: shared_weights [num_tokens] =
+ * sigmoid(x w_shared_gate). Adds in float64, as the host does. */
 static __global__ void __launch_bounds__(THREADS)
     shared_gate_kernel(const __grid_constant__ layer_tokens t)
 {
@@ -82,8 +83,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Computes the gradient of the sigmoid's argument from the gradient of its value s: multiplies
- * d_shared_weights [num_tokens] by s (1 - s), in place. */
+/* Continues the gradient of shared_weights through the sigmoid: multiplies d_shared_weights
+ * [num_tokens], the gradient of the sigmoid's value s, by s (1 - s), in place. */
 static __global__ void __launch_bounds__(THREADS)
     shared_slope_kernel(const __grid_constant__ layer_tokens t)
 {
@@ -95,8 +96,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* For each choice that is a zero-expert, writes dot(d_out, x) of its token to d_weights. The
- * other elements of d_weights stay unchanged. */
+/* Computes the gradient of the weight of each choice that is a zero-expert: writes dot(d_out,
+ * x) of the token to d_weights. The other elements of d_weights stay unchanged. */
 static __global__ void __launch_bounds__(THREADS)
     zero_weights_kernel(const __grid_constant__ layer_tokens t)
 {
@@ -114,7 +115,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Adds factor * rows[at .. at + V) to sum. */
+/* Adds factor times V numbers of `rows`, from index `at`, to sum. */
 template <class T, int V>
 static __device__ __forceinline__ void add_rows(float (&sum)[V], const void *rows, int64_t at,
                                                 float factor)
@@ -125,8 +126,8 @@ static __device__ __forceinline__ void add_rows(float (&sum)[V], const void *row
     for (int v = 0; v < V; v++) sum[v] += x[v] * factor;
 }
 
-/* Adds the parts of each token's output row (backward: of its gradient row), and stores the sum
- * to rows.to. t.d_out is NULL in forward.
+/* Adds the parts of each token's output row (in backward: of its gradient row), and stores the
+ * sum to rows.to. t.d_out is NULL in forward.
  *   forward   out = rows.a (from combine) + weight of zero-experts * x + rows.b (shared expert)
  *   backward  d_x = rows.a + weight of zero-experts * d_out + rows.b + part of the shared gate
  * Each lane loads and stores vectors of V numbers. */
@@ -135,7 +136,7 @@ static __global__ void __launch_bounds__(THREADS)
     finish_kernel(const __grid_constant__ layer_tokens t,
                   const __grid_constant__ layer_rows rows)
 {
-    /* forward: the zero-expert's output, x; backward: its gradient, d_out */
+    /* forward: x, the output of the zero-experts; backward: d_out, which is its gradient */
     const void *const through = t.d_out ? t.d_out : t.x;
     for (int64_t token = first_token(); token < t.num_tokens; token += token_step()) {
         const float w = zero_weight(t, token);
@@ -157,8 +158,8 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* -------------------------------------------------------------------------- launching ---- */
 
-/* Returns the number of CTAs for `units` tokens or choices, if one CTA works on `each` of them
- * at a time. It is at most 8 * sms. */
+/* Returns the number of CTAs to launch for `units` tokens or choices, if one CTA processes
+ * `each` of them at a time. At most 8 * sms. */
 static int ctas_of(int64_t units, int each, int sms)
 {
     const int64_t ctas = (units + each - 1) / each, most = 8 * (int64_t)sms;

@@ -2,6 +2,10 @@
 /* Arguments ("jobs") and launchers of the experts' kernels, for the host code of
  * src/backend/p2p. This header is plain C.
  *
+ * A *slab* is the contiguous rows of one local expert in the receive buffer. A *tile* is up to
+ * EXPERTS_TILE_ROWS rows of one slab. "y" is the output of a product, "d_y" the gradient of the
+ * output.
+ *
  * All arrays are in device memory of this rank; no kernel accesses a peer's memory. Only the
  * device knows how many rows each expert has. So a launcher chooses the grid for the largest
  * possible number of rows, and each kernel reads the actual numbers. Every launcher enqueues on
@@ -20,27 +24,28 @@
 extern "C" {
 #endif
 
-/* The position of each expert's slab of rows, and the tiles of the slabs. For each call of
- * the library, p2p_launch_slabs() computes `tiles` and `slabs` once. All later kernels of that
- * call read them. */
+/* Describes where the experts' slabs of rows are, and how they are cut into tiles. For each
+ * call of the library, p2p_launch_slabs() computes `tiles` and `slabs` once. All later kernels
+ * of that call read them. */
 typedef struct p2p_slabs {
-    /* [num_experts]: rows of each slab, passed by the caller; NULL: one expert has all slots */
+    /* [num_experts]: number of rows of each slab, passed by the caller; NULL: one expert has
+     * all slots */
     const int32_t *expert_rows;
-    /* [num_experts]: rows of each slab that hold a token; NULL: equal to expert_rows */
+    /* [num_experts]: number of rows of each slab that hold a token; NULL: all of expert_rows */
     const int32_t *expert_tokens;
     int32_t *num_tiles; /* [1]: number of tiles in use */
-    /* [most_tiles]: each tile has up to EXPERTS_TILE_ROWS rows of one slab */
+    /* [most_tiles]: the tiles; each has up to EXPERTS_TILE_ROWS rows of one slab */
     slab_tile *tiles;
-    slab_range *slabs; /* [num_experts]: first row and number of tokens */
+    slab_range *slabs; /* [num_experts]: first row and number of tokens of each slab */
     int64_t num_slots;
     int32_t num_experts;
     int32_t most_tiles;
 } p2p_slabs;
 
-/* A matrix product over slabs; epic_gemm_pass defines the three passes. In FORWARD and INPUT, b
- * has the shape [experts, k, n]. Only FORWARD with E4M3 reads [experts, n, k], because the e4m3
- * tensor cores require that the dimension over which a product sums (k) is contiguous in
- * memory. WEIGHT does not support e4m3. */
+/* Arguments of a matrix product over slabs. epic_gemm_pass defines the three passes. In FORWARD
+ * and INPUT, b has the shape [experts, k, n]. Only FORWARD with E4M3 reads [experts, n, k],
+ * because the e4m3 tensor cores require that the dimension over which a product sums (k) is
+ * contiguous in memory. WEIGHT does not support e4m3. */
 typedef struct p2p_gemm {
     p2p_slabs slabs;
     const void *a; /* FORWARD: x [slots, k]; INPUT: d_y [slots, n]; WEIGHT: x [slots, k] */
@@ -48,12 +53,14 @@ typedef struct p2p_gemm {
     void *out;     /* FORWARD: [slots, n]; INPUT: [slots, k]; WEIGHT: [experts, k, n] */
     /* FORWARD: [experts, n], added to the rows that hold a token; NULL: no bias */
     const void *bias;
-    const float *bias_weights; /* [slots]: the bias of a row is multiplied by this; NULL: 1 */
+    /* [slots]: the bias is multiplied by this factor of its row; NULL: 1 */
+    const float *bias_weights;
     /* E4M3: [slots, blocks], one scale for each 128 numbers of a row */
     const float *a_scales;
     /* E4M3: [experts, blocks, blocks], one scale for each 128 x 128 numbers */
     const float *b_scales;
-    /* INPUT: rows with the shape and type of out, which are added to the result; NULL: none */
+    /* INPUT: an array with the shape and type of out, which is added to the result; NULL:
+     * none */
     const void *also;
     int64_t k, n;
     uint32_t pass;     /* an epic_gemm_pass */
@@ -63,59 +70,60 @@ typedef struct p2p_gemm {
      * E4M3; the bias then has y_type. */
     uint32_t weight_type;
     uint32_t out_type; /* WEIGHT: epic_type of out */
-    /* only in WEIGHT and INPUT: 1 adds the result to out, 0 overwrites out */
+    /* only in WEIGHT and INPUT: 1: add the result to out; 0: overwrite out */
     int32_t accumulate;
     int32_t sms; /* largest number of CTAs */
-    /* Order of the tiles, for reuse of b in L2: the kernel computes this many rows of tiles
-     * (with clusters: pairs of rows) together, one column of tiles after the other. 0: the
-     * launcher chooses. */
+    /* Order in which the kernel computes tiles, so that it reuses b in the L2 cache: this many
+     * rows of tiles (with clusters: pairs of rows) together, one column of tiles after the
+     * other. 0: the launcher chooses. */
     int32_t group;
-    int32_t alone; /* 1: the kernel uses no clusters of two CTAs; only tests set this */
-    /* If above 1: each sum is cut into this many slices, which different CTAs compute. Allowed
-     * only for products with one slab that fills all slots. */
+    int32_t alone; /* 1: run without clusters of two CTAs; only tests set this */
+    /* If above 1: each sum is divided into this many slices, which different CTAs compute.
+     * Allowed only for products with one slab that fills all slots. */
     int32_t slices;
-    /* with slices: [slices, rows of out, columns of out], the sum of each slice */
+    /* only with slices: [slices, rows of out, columns of out], memory for the sum of each
+     * slice */
     float *parts;
 } p2p_gemm;
 
-/* Arguments of the kernels that run between the experts' two matrix products: they compute the
- * activations or their gradients. "Backward" marks fields that only
+/* Arguments of the kernels that run between the experts' two matrix products. They compute the
+ * activations (forward) or their gradients (backward). "Backward" marks fields that only
  * p2p_launch_activation_backward() uses. */
 typedef struct p2p_activation_job {
     p2p_slabs slabs;
-    epic_experts experts; /* with defaults filled in */
-    /* [slots, width]: result of the first product, before input weight and bias */
+    epic_experts experts; /* the caller's description of the experts, with defaults filled in */
+    /* [slots, width]: result of the first product, before input weight and bias are applied */
     const void *gate_up;
     const void *bias; /* [experts, width]; NULL: none */
     /* [slots]: router weight of each row; NULL with EPIC_WEIGHT_LATE */
     const float *slot_weights;
-    /* [slots, inner]. Forward: output. Backward: the kernel reads the gradient of the
-     * activations from here, and overwrites it with the activations. */
+    /* [slots, inner]. Forward: output. Backward: on entry the gradient of the activations; the
+     * kernel overwrites it with the activations. */
     void *activations;
-    /* Forward: [slots, blocks of 128 numbers], output. If set, the activations are quantized to
-     * e4m3. NULL: the activations have row_type. */
+    /* Forward: output [slots, blocks of 128 numbers]. If it is set, the activations are
+     * quantized to e4m3, and these are their scales. NULL: the activations have row_type. */
     float *scales;
     /* backward: output [slots, width], gradient of the first product's result */
     void *d_gate_up;
-    /* backward: [slots, hidden]. Only with EPIC_WEIGHT_EARLY and b_down: dot(d_y, b_down) is a
-     * part of the gradient of slot_weights. */
+    /* Backward: [slots, hidden]. Only with EPIC_WEIGHT_EARLY and b_down, where dot(d_y, b_down)
+     * is a part of the gradient of slot_weights. */
     const void *d_y;
     /* backward: [experts, hidden], bias of the second product; NULL: none */
     const void *b_down;
     float *d_slot_weights; /* backward: output [slots]; NULL: not computed */
     int32_t aligned;       /* 1: each row starts and ends at a multiple of 16 bytes */
-    /* backward, only with EPIC_WEIGHT_INPUT: 1: d_gate_up is multiplied by the weight */
+    /* backward, only with EPIC_WEIGHT_INPUT: 1: multiply d_gate_up by the weight */
     int32_t weigh_d;
     int32_t sms;
     int32_t pad;
 } p2p_activation_job;
 
-/* Arguments of p2p_launch_bias(), which computes the gradient of a bias. out[e] is the sum of
- * weight * row over the rows of expert e that hold a token. */
+/* Arguments of p2p_launch_bias(), which computes the gradient of a bias: out[e] is the sum of
+ * weight * row over those rows of expert e that hold a token. */
 typedef struct p2p_bias_job {
     p2p_slabs slabs;
     const void *rows;     /* [slots, n] of row_type */
-    const float *weights; /* [slots]; NULL: 1 */
+    const float *weights; /* [slots]; NULL: all weights are 1 */
     void *out;            /* [experts, n] of out_type */
     int64_t n;
     uint32_t row_type, out_type;
@@ -129,7 +137,7 @@ typedef struct p2p_bias_job {
 typedef struct p2p_scale_job {
     p2p_slabs slabs;
     void *rows;           /* [slots, n] of row_type; rows without a token stay unchanged */
-    const float *weights; /* [slots]; NULL: 1 */
+    const float *weights; /* [slots]; NULL: all weights are 1 */
     /* [experts, n] of weight_type. If set: rows += weight * bias. NULL: rows *= weight. */
     const void *bias;
     int64_t n;
@@ -138,8 +146,8 @@ typedef struct p2p_scale_job {
     int32_t pad;
 } p2p_scale_job;
 
-/* Arguments of p2p_launch_quantize(), which quantizes to e4m3 the rows that hold a token. Each
- * 128 numbers of a row have one scale. */
+/* Arguments of p2p_launch_quantize(), which quantizes the rows that hold a token to e4m3, with
+ * one scale for each 128 numbers of a row. */
 typedef struct p2p_quantize_job {
     p2p_slabs slabs;
     const void *rows; /* [slots, n] of row_type */
@@ -150,14 +158,16 @@ typedef struct p2p_quantize_job {
     int32_t sms;
 } p2p_quantize_job;
 
-/* The jobs below are for the kernels of experts/dense.cu, the dense part of a layer. */
-/* Arguments of p2p_launch_rows(), which computes to += from for `count` numbers of `type`. */
+/* The jobs below are for the kernels of experts/dense.cu, which compute the dense part of a
+ * layer: gate, shared expert and losses. */
+/* Arguments of p2p_launch_rows(), which adds the array `from` to the array `to`, or copies
+ * it. */
 typedef struct p2p_rows_job {
     void *to;
     const void *from; /* NULL: zeros */
     int64_t count;
     uint32_t type;
-    int32_t replace; /* 1: to = from, instead of the sum */
+    int32_t replace; /* 1: to = from; 0: to += from */
 } p2p_rows_job;
 
 /* Arguments of p2p_launch_losses(), which copies the balance loss (`first`) and the z-loss
@@ -168,60 +178,63 @@ typedef struct p2p_losses_job {
     float *sum, *to_first, *to_second;
 } p2p_losses_job;
 
-/* Arguments of p2p_launch_incoming(), which computes the gradients of the two losses: to = {all
- * + balance, all + z}. `all` is the gradient of the sum of the losses; `balance` and `z` are
- * the gradients of each loss alone. */
+/* Arguments of p2p_launch_incoming(), which computes the gradients of the two losses of a
+ * layer: to = {all + balance, all + z}. `all` is the caller's gradient of the sum of the
+ * losses; `balance` and `z` are the caller's gradients of each loss alone. */
 typedef struct p2p_incoming_job {
     const float *all, *balance, *z; /* NULL: 1 for all, 0 for balance and z */
     float *to;
 } p2p_incoming_job;
 
-/* Arguments for products of float32 matrices on bf16 tensor cores (experts/grouped_pieces.cu).
- * p2p_launch_split() writes each float32 number as three bf16 pieces. A product of these pieces
- * has several sums for each result; p2p_launch_fold() adds them. */
+/* Arguments of two kernels that multiply float32 matrices on bf16 tensor cores
+ * (experts/grouped_pieces.cu). p2p_launch_split() writes each float32 number as three bf16
+ * pieces. The product of these pieces has several sums for each result, and p2p_launch_fold()
+ * adds them. */
 typedef struct p2p_pieces_job {
     const float *from; /* split: [rows, columns]; fold: [rows, GATE_PIECES, columns] */
     void *to;          /* split: bf16 [rows, places, columns]; fold: float32 [rows, columns] */
     const float *bias; /* fold: [columns]; NULL: none */
     int64_t rows, columns;
-    /* split: how many pieces are stored for each number; the same piece can be stored twice */
+    /* split: how many pieces are stored for each number; one piece may be stored twice */
     int32_t places;
-    /* split: bits 2i and 2i + 1 select the piece at position i: 0 high, 1 middle, 2 low */
+    /* split: bits 2i and 2i + 1 select the piece that is stored at position i: 0 high, 1
+     * middle, 2 low */
     uint32_t order;
-    int32_t accumulate; /* fold: 1: add to `to` */
+    int32_t accumulate; /* fold: 1: add the result to `to`; 0: overwrite `to` */
     int32_t sms;
 } p2p_pieces_job;
 
 /* p2p_launch_split() splits float32 numbers into bf16 pieces. p2p_launch_fold() adds the sums
- * that a product computed from these pieces. */
+ * that a product of these pieces has computed for each result. */
 cudaError_t p2p_launch_split(const p2p_pieces_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_fold(const p2p_pieces_job *job, cudaStream_t stream);
 cudaError_t p2p_load_pieces(void);
 
-/* Adds each row of values [2, n] in a binary tree, and writes the two sums to values[0] and
- * values[1]. n must be a power of two. */
+/* Adds the n numbers of each row of values [2, n] in a binary tree, and writes the two sums to
+ * values[0] and values[1]. n must be a power of two. */
 cudaError_t p2p_launch_trees(float *values, int64_t n, cudaStream_t stream);
 cudaError_t p2p_launch_rows(const p2p_rows_job *job, int sms, cudaStream_t stream);
 cudaError_t p2p_launch_losses(const p2p_losses_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_incoming(const p2p_incoming_job *job, cudaStream_t stream);
 cudaError_t p2p_load_dense(void);
 
-/* Computes slabs->slabs and slabs->tiles from the numbers of rows and tokens
- * (experts/slabs.cu). */
+/* Computes slabs->slabs and slabs->tiles from the caller's numbers of rows and tokens
+ * (experts/slabs.cu). Must run before all kernels that read `slabs`. */
 cudaError_t p2p_launch_slabs(const p2p_slabs *slabs, cudaStream_t stream);
 
-/* Launches a matrix product. It uses tensor cores if p2p_gemm_is_slow() returns NULL, else
- * plain loops. p2p_launch_plain_gemm() always uses plain loops, and p2p_launch_hopper_gemm()
- * always uses Hopper's tensor cores. */
+/* Launch a matrix product. p2p_launch_gemm() uses tensor cores if p2p_gemm_is_slow() returns
+ * NULL, else plain loops. p2p_launch_plain_gemm() always uses plain loops, and
+ * p2p_launch_hopper_gemm() always uses Hopper's tensor cores. */
 cudaError_t p2p_launch_gemm(const p2p_gemm *job, cudaStream_t stream);
-/* Returns an e4m3 product as a product of the pass INPUT. For FORWARD it exchanges k and n:
- * e4m3 FORWARD reads transposed weights, so it computes the same sums as INPUT. */
+/* Returns the arguments of an e4m3 product as those of an INPUT product that computes the same
+ * sums. For FORWARD it exchanges k and n: e4m3 FORWARD reads transposed weights, as INPUT
+ * does. */
 p2p_gemm p2p_as_input(p2p_gemm scaled);
 cudaError_t p2p_launch_plain_gemm(const p2p_gemm *job, cudaStream_t stream);
 cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *job, cudaStream_t stream);
 
-/* Returns NULL if this GPU's tensor cores support the product, else the reason in a few
- * words. */
+/* Returns NULL if this GPU's tensor cores support the product. Otherwise returns the reason in
+ * a few words. */
 const char *p2p_gemm_is_slow(const p2p_gemm *job);
 
 /* Returns 1 if this build contains tensor-core kernels for GPUs of the given compute
@@ -235,7 +248,8 @@ cudaError_t p2p_launch_quantize(const p2p_quantize_job *job, cudaStream_t stream
 cudaError_t p2p_launch_bias(const p2p_bias_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_scale(const p2p_scale_job *job, cudaStream_t stream);
 
-/* Load the kernels at open, so that no later launch has to load them. */
+/* Load the kernels on the current device. Called at open, so that no later launch has to load
+ * them. */
 cudaError_t p2p_load_slabs(void);
 cudaError_t p2p_load_activation(void);
 cudaError_t p2p_load_plain_gemm(void);

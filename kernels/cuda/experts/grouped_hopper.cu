@@ -6,8 +6,9 @@
  *   p2p_launch_hopper_gemm  makes tensor maps, chooses an instance of the kernel, launches it
  *   p2p_load_hopper_gemm    loads all instances at open
  *
- * The driver's function cuTensorMapEncodeTiled makes the tensor maps. Builds for other GPUs
- * than Hopper compile the kernels with empty bodies. */
+ * A tensor map describes a matrix to the hardware that copies boxes of it (TMA). The driver's
+ * function cuTensorMapEncodeTiled makes tensor maps. Builds for other GPUs than Hopper compile
+ * the kernels with empty bodies. */
 #pragma nv_diag_suppress 177
 
 #include "cuda/experts/grouped.h"
@@ -24,11 +25,11 @@ typedef CUresult (*encode_function)(CUtensorMap *, CUtensorMapDataType, cuuint32
                                     CUtensorMapSwizzle, CUtensorMapL2promotion,
                                     CUtensorMapFloatOOBfill);
 
-/* the driver's cuTensorMapEncodeTiled; NULL: the kernels cannot be used */
+/* the driver's cuTensorMapEncodeTiled; NULL if the kernels cannot be used on this GPU */
 static encode_function encode;
 
-/* A matrix in device memory, or `count` matrices one after the other. A tensor copy moves a box
- * of `lines` rows x 128 bytes. */
+/* A matrix in device memory, or `count` matrices of the same shape one after the other. A
+ * tensor copy moves a box of `lines` rows x 128 bytes. */
 struct Matrix {
     const void *data;
     int64_t columns, rows, count; /* count 0: one matrix, described in two dimensions */
@@ -36,7 +37,7 @@ struct Matrix {
     int lines;
 };
 
-/* Fills in the tensor map of `m`. */
+/* Sets *map to the tensor map of matrix m. Returns an error if the driver rejects it. */
 static cudaError_t make_map(CUtensorMap *map, const Matrix &m)
 {
     const cuuint64_t element = m.type == EPIC_F32 ? 4 : m.type == EPIC_E4M3 ? 1 : 2;
@@ -56,7 +57,7 @@ static cudaError_t make_map(CUtensorMap *map, const Matrix &m)
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-/* Fills in the tensor maps of a, b and out. Shapes and boxes depend on the pass. */
+/* Sets *maps to the tensor maps of a, b and out. Their shapes and boxes depend on the pass. */
 static cudaError_t make_maps(Maps *maps, const p2p_gemm *g)
 {
     const bool weight = g->pass == EPIC_GEMM_WEIGHT, input = g->pass == EPIC_GEMM_INPUT;
@@ -76,7 +77,7 @@ static cudaError_t make_maps(Maps *maps, const p2p_gemm *g)
     return error == cudaSuccess ? make_map(&maps->out, out) : error;
 }
 
-/* Returns the arguments of the kernel for a product. */
+/* Returns the kernel's arguments for a product. */
 static Job job_of(const p2p_gemm *g)
 {
     Job job = {};
@@ -102,8 +103,8 @@ static Job job_of(const p2p_gemm *g)
     return job;
 }
 
-/* Returns the number of CTAs, a multiple of the cluster size `pair`. The number is limited by
- * g->sms and by the largest number of tiles that the product can have. */
+/* Returns the number of CTAs to launch: a multiple of the cluster size `pair`, at most g->sms,
+ * and at most one per tile that the product can have. */
 static int ctas_of(const p2p_gemm *g, const Job &job, int pair)
 {
     const int64_t down = g->pass == EPIC_GEMM_WEIGHT
@@ -113,7 +114,7 @@ static int ctas_of(const p2p_gemm *g, const Job &job, int pair)
     return (int)(work < most ? work : most) * pair;
 }
 
-/* Launches one instance of the kernel, in clusters of CTAS CTAs. */
+/* Makes the tensor maps and launches one instance of the kernel, in clusters of CTAS CTAs. */
 template <class T, class Out, int PASS, int CTAS>
 static cudaError_t launch_hopper(const p2p_gemm *g, cudaStream_t stream)
 {
@@ -148,7 +149,7 @@ template <int CTAS> static cudaError_t launch_e4m3(const p2p_gemm *forward, cuda
 template <class T> static constexpr bool IS_BF16 = false;
 template <> constexpr bool IS_BF16<__nv_bfloat16> = true;
 
-/* Launches a product of two matrices of the 16-bit type T. Float32 results of FORWARD are
+/* Launches a product of two matrices of the 16-bit type T. FORWARD with float32 results is
  * compiled only for bf16. */
 template <class T, int CTAS>
 static cudaError_t launch_typed(const p2p_gemm *g, cudaStream_t stream)
@@ -165,8 +166,8 @@ static cudaError_t launch_typed(const p2p_gemm *g, cudaStream_t stream)
     return launch_hopper<T, T, EPIC_GEMM_WEIGHT, CTAS>(g, stream);
 }
 
-/* Chooses the kernel instance for a product. INPUT products that add rows to the result use the
- * instance without clusters, because only that one contains the addition. */
+/* Chooses and launches the kernel instance for a product. INPUT products that add to the result
+ * use the instance without clusters, because only that instance contains the addition. */
 extern "C" cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *g, cudaStream_t stream)
 {
     if (g->row_type == EPIC_E4M3)

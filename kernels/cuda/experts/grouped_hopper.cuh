@@ -39,9 +39,10 @@
 
 /* --------------------------------------------------------------------------- consumers ---- */
 
-/* Marks a stage as free: arrives at its barrier `empty`. Called by a warpgroup after its wgmma
- * have read the stage. With clusters, the warpgroup also arrives at the other CTA's barrier,
- * because that CTA's producer also writes into this stage. */
+/* Reports to the producer that this warpgroup has finished with a stage: arrives at the stage's
+ * barrier `empty`. Called after the warpgroup's wgmma have read the stage. With clusters, the
+ * warpgroup also arrives at the other CTA's barrier, because that CTA's producer writes into
+ * this stage, too. */
 template <int CTAS>
 static __device__ __forceinline__ void release_stage(const Places &at, int stage, int thread)
 {
@@ -53,8 +54,9 @@ static __device__ __forceinline__ void release_stage(const Places &at, int stage
     }
 }
 
-/* Only in the pass WEIGHT: sets the lines (slots) of a stage from number `first` on to zero,
- * for both matrices. Each of the two warpgroups does this for half of the columns. */
+/* Only in the pass WEIGHT: sets the lines (slots) from number `first` on of a stage to zero,
+ * for both matrices, because these slots do not belong to the slab. Each of the two consumer
+ * warpgroups does this for half of the columns. */
 static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int half,
                                                   int thread)
 {
@@ -70,15 +72,16 @@ static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int
     named_barrier_sync(BARRIER_BOTH, CONSUMERS);
 }
 
-/* Computes this warpgroup's 64 rows of a tile from 16-bit numbers. To keep the tensor cores
- * busy, it issues the wgmma of the next stage before it waits for those of a stage and releases
- * that stage. */
+/* Computes this warpgroup's 64 rows of a tile from 16-bit numbers. Always issues the wgmma of
+ * the next stage before it waits for those of the stage before, so that the tensor cores stay
+ * busy. After this wait it releases the earlier stage. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void
 multiply_tile(float (&d)[128], const Work &w, const Places &at, Stage &s, int half, int thread)
 {
     constexpr int TRANSPOSE_A = PASS == EPIC_GEMM_WEIGHT, TRANSPOSE_B = PASS != EPIC_GEMM_INPUT;
-    /* distance between two blocks of 16 along the summed dimension, in units of 16 bytes */
+    /* distance between two blocks of 16 numbers along the summed dimension, in units of 16
+     * bytes */
     constexpr int STEP_A = TRANSPOSE_A ? 128 : 2, STEP_B = TRANSPOSE_B ? 128 : 2;
     if (PASS == EPIC_GEMM_WEIGHT && w.tokens % BK != 0) {
         barrier_wait(at.full + 8 * s.index, s.parity);
@@ -106,14 +109,14 @@ multiply_tile(float (&d)[128], const Work &w, const Places &at, Stage &s, int ha
         }
         s.advance();
     }
-    /* This wait must be on every path. Otherwise ptxas serializes the wgmma (warning C7518). */
+    /* The wait must be on every path. Otherwise ptxas serializes the wgmma (warning C7518). */
     wait_wgmma<0>();
     if (w.steps > 0) release_stage<CTAS>(at, s.previous_index(), thread);
 }
 
-/* Which numbers of the 64-row result one thread holds in d; wgmma defines this layout. Number
- * d[4 * j + i] is in row `row` (i < 2) or row + 8 (i >= 2), and in column 8 * j + column + i %
- * 2. */
+/* The positions of a thread's results in the 64 rows of a warpgroup; wgmma defines this layout.
+ * Number d[4 * j + i] is in row `row` (i < 2) or row + 8 (i >= 2), and in column 8 * j + column
+ * + i % 2. */
 struct Lane {
     int row, column;
 
@@ -124,7 +127,8 @@ struct Lane {
     }
 };
 
-/* Returns numbers i and i + 1 of an array as float32. */
+/* Returns numbers i and i + 1 of an array as float32. The last argument selects the array's
+ * type. */
 static __device__ __forceinline__ float2 pair_at(const void *p, int64_t i, __nv_bfloat16)
 {
     return __bfloat1622float2(*(const __nv_bfloat162 *)((const __nv_bfloat16 *)p + i));
@@ -135,7 +139,8 @@ static __device__ __forceinline__ float2 pair_at(const void *p, int64_t i, __hal
     return __half22float2(*(const __half2 *)((const __half *)p + i));
 }
 
-/* Rounds two numbers to 16 bits and packs them into a 32-bit word. */
+/* Rounds two numbers to 16 bits and packs them into a 32-bit word, x in the low half. The last
+ * argument selects the type. */
 static __device__ __forceinline__ uint32_t pack_pair(float x, float y, __nv_bfloat16)
 {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
@@ -148,8 +153,8 @@ static __device__ __forceinline__ uint32_t pack_pair(float x, float y, __half)
     return *(const uint32_t *)&pair;
 }
 
-/* Adds the expert's bias to each row of the results. With job.bias_weights, the bias is first
- * multiplied by the row's weight. */
+/* Adds the expert's bias to each row of the results. If job.bias_weights is set, the bias is
+ * first multiplied by the row's weight. */
 template <class T>
 static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job, const Work &w,
                                                 int half, const Lane &lane)
@@ -172,9 +177,9 @@ static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job,
     }
 }
 
-/* Adds rows of `from` to the results in registers, so that the sum is rounded only once. `row`
- * is this thread's first row, and `from` has `there` rows from that row on. Float32 results do
- * not need this; add_box() adds them in memory. */
+/* Adds rows of the array `from` to the results in registers, so that the sum is rounded only
+ * once. `row`: this thread's first row. `there`: number of rows that `from` has from that row
+ * on. Not used for float32 results, which add_box() adds in memory. */
 template <class Out>
 static __device__ __forceinline__ void add_rows(float (&d)[128], const void *from,
                                                 const Job &job, const Work &w, int64_t row,
@@ -195,8 +200,8 @@ static __device__ __forceinline__ void add_rows(float (&d)[128], const void *fro
     }
 }
 
-/* Adds to the results the rows of job.also, if it is set, and the old values of out, if
- * job.accumulate is set. */
+/* Adds to the results what is already there: the rows of job.also, if it is set, and the old
+ * values of out, if job.accumulate is set. */
 template <class Out, int PASS>
 static __device__ __forceinline__ void add_existing(float (&d)[128], const Job &job,
                                                     const Work &w, int half, const Lane &lane)
@@ -211,8 +216,8 @@ static __device__ __forceinline__ void add_existing(float (&d)[128], const Job &
     if (job.accumulate) add_rows<Out>(d, job.out, job, w, w.row + line, w.tokens - line, lane);
 }
 
-/* Sets the results of rows without a token to zero. `tokens` is the number of rows with a
- * token, counted from this warpgroup's first row. */
+/* Sets the results of rows without a token to zero. `tokens`: number of rows with a token,
+ * counted from this warpgroup's first row. */
 static __device__ __forceinline__ void zero_padding(float (&d)[128], int tokens,
                                                     const Lane &lane)
 {
@@ -224,9 +229,10 @@ static __device__ __forceinline__ void zero_padding(float (&d)[128], int tokens,
     }
 }
 
-/* Writes box q of this warpgroup's 64 rows to shared memory, where a tensor copy will read it.
- * A box has 64 columns of 16-bit numbers, or 32 columns of float32. It has the 128-byte swizzle
- * of tensor copies: 16-byte vector v of line r is stored at position v ^ r % 8. */
+/* Writes box q of this warpgroup's results to shared memory, from where a tensor copy will read
+ * it. A box has 64 rows and 64 columns of 16-bit numbers, or 32 columns of float32. It has the
+ * 128-byte swizzle of tensor copies: 16-byte vector v of line r is stored at position v ^ r %
+ * 8. */
 template <class T>
 static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[128], int q,
                                                  int thread, T)
@@ -251,7 +257,7 @@ static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const float *x = d + q * 16 + j * 4;
-        /* also the position in line `high`, because high % 8 == row % 8 */
+        /* the position is the same in line `high`, because high % 8 == row % 8 */
         const int vector = (2 * j + lane.column / 4) ^ lane.row % 8;
         const uint32_t at = box + vector * 16 + lane.column % 4 * 4;
         write_shared(at + lane.row * 128, x[0], x[1]);
@@ -259,9 +265,9 @@ static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[
     }
 }
 
-/* Copies the first `rows` lines of a box to out with ordinary stores. Used for a box that
- * reaches past the end of the slab, because a tensor copy of the whole box would overwrite the
- * next slab. */
+/* Copies the first `rows` lines of a box from shared memory to out by ordinary stores. Used for
+ * a box that reaches past the end of the slab, because a tensor copy of the whole box would
+ * overwrite the next slab. */
 static __device__ __forceinline__ void
 store_lines(uint8_t *out, int64_t line_bytes, uint32_t box, int rows, int vectors, int thread)
 {
@@ -276,16 +282,17 @@ store_lines(uint8_t *out, int64_t line_bytes, uint32_t box, int rows, int vector
     }
 }
 
-/* Rounds the results to Out and stores them, box by box. The warpgroup has two boxes in shared
- * memory: while a tensor copy reads one of them, the warpgroup writes the other one. */
+/* Rounds the results of a tile to type Out and stores them, one box after the other. The
+ * warpgroup has two boxes in shared memory: while a tensor copy reads one of them, the
+ * warpgroup writes the other. */
 template <class Out, int PASS>
 static __device__ __forceinline__ void store_tile(const float (&d)[128], const Maps &maps,
                                                   const Job &job, const Work &w, uint32_t boxes,
                                                   int half, int thread)
 {
-    /* WIDE: columns of a box; COUNT: number of boxes across the tile */
+    /* WIDE: columns of a box; COUNT: number of boxes side by side in the tile */
     constexpr int WIDE = 128 / sizeof(Out), COUNT = BN / WIDE;
-    /* number of rows of this half that belong to the slab */
+    /* number of rows of this warpgroup that belong to the slab */
     const int rows = w.rows - half * 64;
 #pragma unroll
     for (int q = 0; q < COUNT; q++) {
@@ -316,18 +323,18 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
 
 /* The scales that one thread needs for an e4m3 tile: those of its two rows of matrix a (low,
  * high), and those of matrix b for the left and right 128 columns of the tile. Each block of
- * 128 along the summed dimension has its own scales. The four lanes that hold the same two rows
- * share the loads: lane i of them loads the scales of blocks i, i + 4, ... A lane starts each
- * load four blocks before the scale is used. */
+ * 128 numbers along the summed dimension has its own scales. The four lanes that hold the same
+ * two rows share the loads: lane i of them loads the scales of blocks i, i + 4, ... A lane
+ * starts each load four blocks before the scale is used. */
 struct Scales {
-    /* low, high: scales of two rows of matrix a, NULL for a row without a token; b: of matrix
-     * b */
+    /* low, high: scales of two rows of matrix a, NULL for a row without a token; b: scales of
+     * matrix b */
     const float *low, *high, *b;
-    /* steps: number of blocks of a sum; right: distance in b from the scales of the left
-     * columns to those of the right columns */
+    /* steps: number of blocks per sum; right: distance in b from the scales of the left columns
+     * to those of the right columns */
     int steps, right;
     float next_low, next_high, next_b[2];
-    /* scale of matrix a times that of b, for the left [0] and right [1] columns */
+    /* scale of matrix a times scale of matrix b, for the left [0] and the right [1] columns */
     float now_low[2], now_high[2];
 
     __device__ __forceinline__ Scales(const Job &job, const Work &w, const Lane &lane, int half)
@@ -342,8 +349,8 @@ struct Scales {
         right = block + 1 < blocks ? steps : 0;
         fetch_blocks(lane.column / 2);
     }
-    /* Starts loading this lane's scales of block `step`. Past the last block, the scales are
-     * 0. */
+    /* Starts to load this lane's scales, those of block `step`. Past the last block, the scales
+     * are 0. */
     __device__ __forceinline__ void fetch_blocks(int step)
     {
         next_low = next_high = next_b[0] = next_b[1] = 0;
@@ -353,9 +360,9 @@ struct Scales {
         next_b[0] = __ldg(b + step);
         next_b[1] = __ldg(b + right + step);
     }
-    /* Multiplies the loaded scales of the matrices a and b. The next four blocks use these
-     * products. Then starts loading the scales of the four blocks after them; this lane loads
-     * those of block `step`. */
+    /* Multiplies the loaded scales of matrix a by those of matrix b. The next four blocks use
+     * these products. Then starts to load the scales of the four blocks after them; this lane
+     * loads those of block `step`. */
     __device__ __forceinline__ void use_next_blocks(int step)
     {
 #pragma unroll
@@ -368,10 +375,10 @@ struct Scales {
 };
 
 /* Computes this warpgroup's 64 rows of a tile from e4m3 numbers. The tensor cores keep fewer
- * bits of a sum than float32. So they add only the 128 products of one block; this thread then
- * scales the block's sum and adds it to d in float32. These additions take a quarter of the
- * clocks of the products. They do not overlap with the products of this warpgroup, only with
- * the copies. */
+ * bits of a sum than float32. So they add only the 128 products of one block. Then this thread
+ * multiplies the block's sum by its scale and adds it to d in float32. These additions take a
+ * quarter of the clocks of the products. They overlap with the copies, but not with the
+ * products of this warpgroup. */
 template <int CTAS>
 static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const Job &job,
                                                           const Work &w, const Places &at,
@@ -400,7 +407,8 @@ static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const
             commit_wgmma();
             float scale[2] = {__shfl_sync(0xffffffffu, scales.now_low[h], k % 4, 4),
                               __shfl_sync(0xffffffffu, scales.now_high[h], k % 4, 4)};
-            /* makes the compiler place the shuffles before the wait */
+            /* makes the compiler place the shuffles before the wait, so that they overlap with
+             * the wgmma */
             keep_in_registers(scale);
             if (h == 1 && k + 1 < w.steps) barrier_wait(at.full + 8 * s.index, s.parity);
             wait_wgmma<0>();
@@ -412,8 +420,8 @@ static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const
     }
 }
 
-/* Main loop of a consumer warpgroup: for each tile of the CTA, computes and stores the first
- * (half 0) or the last (half 1) 64 rows. */
+/* Main loop of a consumer warpgroup. For each tile of the CTA, computes and stores 64 rows: the
+ * first 64 (half 0) or the last 64 (half 1). */
 template <class T, class Out, int PASS, int CTAS>
 static __device__ __forceinline__ void run_consumer(const Maps &maps, const Job &job,
                                                     const Places &at, int half, int rank)
@@ -446,16 +454,16 @@ static __device__ __forceinline__ void run_consumer(const Maps &maps, const Job 
 
 /* ------------------------------------------------------------------------------ kernel ---- */
 
-/* The kernel. T is the type of the matrices a and b, Out the type of the result, CTAS the
- * number of CTAs in a cluster. The body is compiled only for sm_90a. */
+/* The kernel, described at the top of this file. T: type of the matrices a and b. Out: type of
+ * the result. CTAS: number of CTAs in a cluster. The body is compiled only for sm_90a. */
 template <class T, class Out, int PASS, int CTAS>
 static __global__ void __launch_bounds__(THREADS, 1)
     hopper_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Job job)
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ uint8_t memory[];
-    /* This memory must be static. load_hopper() reads the kernel's static shared size, which is
-     * 0 if the kernel was compiled without this body (not for sm_90a). */
+    /* This shared memory must be static. load_hopper() reads the kernel's static shared size,
+     * which is 0 if the kernel was compiled without this body (not for sm_90a). */
     __shared__ uint64_t barriers[2 * STAGES];
     const int group = threadIdx.x / 128, rank = CTAS == 2 ? cluster_rank() : 0;
     Places at;
@@ -478,13 +486,13 @@ static __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == 0) run_producer<T, PASS, CTAS>(maps, job, at, rank);
     } else {
         grow_registers<232>();
-        /* Makes e4m3 faster: the shuffle proves to ptxas that all lanes of the warp have the
+        /* The shuffle makes e4m3 faster: it proves to ptxas that all lanes of the warp have the
          * same `half`, so ptxas keeps the wgmma descriptors in uniform registers. */
         const int half = __shfl_sync(0xffffffffu, group - 1, 0);
         run_consumer<T, Out, PASS, CTAS>(maps, job, at, half, rank);
     }
     __syncwarp();
-    /* Wait before exit, because the other CTA perhaps still copies into this CTA's memory. */
+    /* Wait for the other CTA before exit, because it may still copy into this CTA's memory. */
     if (CTAS == 2) cluster_sync();
 #endif
 }

@@ -18,7 +18,8 @@
 
 #define THREADS 256
 
-/* Writes job.places pieces of each number. job.order selects the piece for each position. */
+/* Splits each number into its three pieces, and stores job.places of them. job.order selects
+ * the piece for each position. */
 static __global__ void __launch_bounds__(THREADS)
     split_kernel(const __grid_constant__ p2p_pieces_job job)
 {
@@ -39,7 +40,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Adds the three sums of each result, from the low piece to the high one, then the bias. */
+/* Adds the three sums of each result, the sum of the low pieces first, and then the bias. */
 static __global__ void __launch_bounds__(THREADS)
     fold_kernel(const __grid_constant__ p2p_pieces_job job)
 {
@@ -55,7 +56,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Returns the number of CTAs: one thread per number, but at most 8 CTAs per SM. */
+/* Returns the number of CTAs to launch: one thread per number, but at most 8 CTAs per SM. */
 static int ctas_of(const p2p_pieces_job *job)
 {
     const int64_t ctas = (job->rows * job->columns + THREADS - 1) / THREADS;

@@ -1,15 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Matrix products over slabs by plain loops, for every GPU, type and shape. p2p_gemm
- * (experts/grouped.h) describes the products. Sums are float32, in registers.
+/* Matrix products over slabs (the rows of one expert each) by plain loops, for every GPU, type
+ * and shape. p2p_gemm (experts/grouped.h) describes the products. Sums are float32, in
+ * registers.
  *
  *     FORWARD  out [slots, n] = a [slots, k] b[e]             + bias
  *     INPUT    out [slots, k] = a [slots, n] b[e]^T
  *     WEIGHT   out[e] [k, n]  = a [slots, k]^T b [slots, n]   over the tokens of slab e
  *
  * A CTA computes tiles of BM x BN numbers of out. Each of its 128 threads computes 8 x 8 of
- * them, as four blocks of 4 x 4. The loop over the summed dimension advances by BK numbers per
- * step. In each step, the threads read this step's tiles of matrices a and b from shared memory
- * as float32, and load those of the next step into registers.
+ * them, as four blocks of 4 x 4. The *summed dimension* is the dimension over which a product
+ * sums. A CTA advances along it by BK numbers per step. In each step, the threads read this
+ * step's tiles of matrices a and b from shared memory as float32, and load those of the next
+ * step into registers.
  *
  * The kernel does not read rows without a token. If such a row is inside a slab, the kernel
  * writes zeros to its row of out. An e4m3 matrix has one scale per 1 x 128 numbers (a) or per
@@ -30,31 +32,34 @@
 #define EACH 8 /* a thread computes EACH x EACH numbers of a tile */
 /* floats of padding after each row in shared memory, to avoid bank conflicts */
 #define PAST 4
-/* how many groups of four numbers each thread loads per step from matrix a */
+/* number of groups of four numbers that each thread loads from matrix a per step */
 #define A_FOURS (BM * BK / 4 / THREADS)
-/* how many groups of four numbers each thread loads per step from matrix b */
+/* number of groups of four numbers that each thread loads from matrix b per step */
 #define B_FOURS (BN * BK / 4 / THREADS)
 
-/* The work of a CTA at a time: one tile of out, and in it one slice of each sum. */
+/* What a CTA computes at a time: one tile of out and, if sums are cut into slices, one slice of
+ * each sum. */
 struct Piece {
     int64_t row;    /* first row of the tile in a and out; WEIGHT: first row of the slab */
     int64_t first;  /* WEIGHT: first row of the tile in out[expert]; else 0 */
     int64_t column; /* first column of the tile in out */
-    /* depth: how many products each sum has, over all slices; columns: columns of out */
+    /* depth: number of products of each sum, over all slices; columns: number of columns of
+     * out */
     int64_t expert, depth, columns;
-    int64_t begin, end; /* the slice: products begin to end - 1 of the sum */
-    /* rows: how many rows of the tile are stored; tokens: how many of them are computed */
+    int64_t begin, end; /* the slice: products begin to end - 1 of each sum */
+    /* rows: number of rows of the tile that are stored; tokens: number of them that are
+     * computed, because they hold a token */
     int rows, tokens;
 };
 
-/* Returns into how many slices each sum is cut (1: not cut). */
+/* Returns the number of slices into which each sum is cut; 1 if it is not cut. */
 static __device__ __forceinline__ int64_t slices_of(const p2p_gemm &g)
 {
     return g.slices > 1 ? g.slices : 1;
 }
 
-/* Returns piece number `index`. The pieces are ordered by row of tiles, then by column of
- * tiles, then by slice of the sum. */
+/* Returns piece number `index` of the product. Pieces are ordered by row of tiles, then by
+ * column of tiles, then by slice. */
 template <int PASS> static __device__ Piece find_piece(const p2p_gemm &g, int64_t index)
 {
     Piece p;
@@ -87,7 +92,7 @@ template <int PASS> static __device__ Piece find_piece(const p2p_gemm &g, int64_
     return p;
 }
 
-/* Returns the number of pieces: tiles times slices. */
+/* Returns the number of pieces of the product: tiles times slices. */
 template <int PASS> static __device__ int64_t num_pieces(const p2p_gemm &g)
 {
     const int64_t columns = PASS == EPIC_GEMM_INPUT ? g.k : g.n;
@@ -102,8 +107,8 @@ static __device__ uint32_t y_type(const p2p_gemm &g)
     return g.y_type ? g.y_type : g.row_type;
 }
 
-/* Returns four e4m3 numbers from index `at` on, times their common scale. Only the first
- * `there` of them exist; the others are returned as 0. */
+/* Returns four e4m3 numbers from index `at` of an array, each times their common scale. Only
+ * the first `there` of them are inside the matrix; the others are returned as 0. */
 static __device__ __forceinline__ float4 load_four_e4m3(const void *p, int64_t at, int there,
                                                         const float *scale)
 {
@@ -115,8 +120,8 @@ static __device__ __forceinline__ float4 load_four_e4m3(const void *p, int64_t a
                        there > 3 ? e4m3_value(from[3]) * s : 0);
 }
 
-/* Returns four numbers of type `type` from index `at` on. Only the first `there` of them exist;
- * the others are returned as 0. */
+/* Returns four numbers from index `at` of an array of type `type`. Only the first `there` of
+ * them are inside the matrix; the others are returned as 0. */
 static __device__ __forceinline__ float4 load_four(const void *p, uint32_t type, int64_t at,
                                                    int there)
 {
@@ -172,30 +177,30 @@ static __device__ __forceinline__ void put_four_shared(float *to, int s, int lin
     }
 }
 
-/* Returns the number of blocks of 128 numbers. */
+/* Returns the number of blocks of 128 numbers, rounded up; each block has one scale. */
 static __device__ __forceinline__ int64_t num_blocks(int64_t numbers)
 {
     return (numbers + 127) / 128;
 }
 
-/* Returns how many of the four indices from `at` on are below `end`. */
+/* Returns how many of the four indices at, ..., at + 3 are below `end`. */
 static __device__ __forceinline__ int count_four(int64_t end, int64_t at)
 {
     return (int)max((int64_t)0, min((int64_t)4, end - at));
 }
 
-/* The part of one step's tiles of matrices a and b that one thread loads into registers and
- * then writes to shared memory. A_TRANSPOSED, B_TRANSPOSED: the summed dimension is contiguous
- * in the caller's matrix. */
+/* What one thread loads of one step's tiles of matrices a and b: into registers first, then to
+ * shared memory. A_TRANSPOSED, B_TRANSPOSED: the summed dimension is contiguous in the caller's
+ * matrix. */
 template <int PASS, bool SCALED> struct Parts {
     static constexpr bool A_TRANSPOSED = PASS != EPIC_GEMM_WEIGHT;
     static constexpr bool B_TRANSPOSED = PASS == EPIC_GEMM_INPUT;
     static constexpr int A_PITCH = BM + PAST, B_PITCH = BN + PAST;
     float4 a[A_FOURS], b[B_FOURS];
 
-    /* Where this thread's n-th group of four numbers is in the tile of one step. step_of()
-     * returns its first index along the summed dimension. line_of() returns its first row of
-     * matrix a or column of matrix b. */
+    /* Position of this thread's n-th group of four numbers in the tile of one step. step_of()
+     * returns the group's first index along the summed dimension. line_of() returns its first
+     * row of matrix a or column of matrix b. `lines`: rows or columns of the tile. */
     static __device__ __forceinline__ int step_of(bool transposed, int lines, int n)
     {
         const int i = n * THREADS + (int)threadIdx.x;
@@ -206,8 +211,8 @@ template <int PASS, bool SCALED> struct Parts {
         const int i = n * THREADS + (int)threadIdx.x;
         return transposed ? i / (BK / 4) : i % (lines / 4) * 4;
     }
-    /* Loads this thread's numbers of one step; `step` is its first index along the summed
-     * dimension. */
+    /* Loads this thread's numbers of one step into registers. `step`: the step's first index
+     * along the summed dimension. */
     __device__ __forceinline__ void load_step(const p2p_gemm &g, const Piece &p, int64_t step)
     {
         const uint32_t a_type = PASS == EPIC_GEMM_INPUT ? y_type(g) : g.row_type;
@@ -245,7 +250,8 @@ template <int PASS, bool SCALED> struct Parts {
                 b[n] = load_four(g.b, b_type, at, there);
         }
     }
-    /* Writes the loaded numbers to shared memory, first a, then b. */
+    /* Writes the loaded numbers to shared memory at `to`: first the tile of a, then that of
+     * b. */
     __device__ __forceinline__ void store_step(float *to) const
     {
         float *const to_a = to, *const to_b = to + BK * A_PITCH;
@@ -260,14 +266,15 @@ template <int PASS, bool SCALED> struct Parts {
     }
 };
 
-/* Returns which row (or column) of the tile a thread's i-th row (or column) is. Rows 0 to 3 of
- * a thread are adjacent. Rows 4 to 7 are adjacent too, half a tile further. */
+/* Returns the row (or column) of the tile that is row (or column) i of a thread. A thread's
+ * rows 0 to 3 are adjacent. Its rows 4 to 7 are adjacent too, but half a tile further. */
 static __device__ __forceinline__ int thread_line(int first, int i, int half)
 {
     return first * 4 + i % 4 + (i < 4 ? 0 : half);
 }
 
-/* Reads a thread's eight numbers from a row of shared memory; see thread_line(). */
+/* Reads a thread's eight numbers of one row of shared memory; thread_line() tells which they
+ * are. */
 static __device__ __forceinline__ void load_eight(const float *from, int half, float (&x)[EACH])
 {
     const float4 low = *(const float4 *)from, high = *(const float4 *)(from + half);
@@ -275,9 +282,9 @@ static __device__ __forceinline__ void load_eight(const float *from, int half, f
     x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
 }
 
-/* Stores four results of row m of the tile. If the row has no token, the results are zeros.
- * Otherwise it first adds the bias and the row of `also`, if the job has them. With accumulate,
- * it adds the old values of out. */
+/* Stores four results of row m of the tile. If the row has no token, stores zeros. Otherwise
+ * first adds the bias and the row of `also`, if the job has them. With `accumulate`, also adds
+ * the old values of out. */
 template <int PASS, bool SCALED>
 static __device__ __forceinline__ void store_four(const p2p_gemm &g, const Piece &p, int m,
                                                   int64_t column, float *x)
@@ -304,13 +311,15 @@ static __device__ __forceinline__ void store_four(const p2p_gemm &g, const Piece
     store_numbers_at(g.out, type, at, there, x);
 }
 
-/* Returns the number of rows of out. Called only for jobs with slices, which have one slab. */
+/* Returns the number of rows of out. Called only for jobs with slices, because such jobs have
+ * one slab. */
 template <int PASS> static __device__ __forceinline__ int64_t lines_of(const p2p_gemm &g)
 {
     return PASS == EPIC_GEMM_WEIGHT ? g.k : g.slabs.num_slots;
 }
 
-/* Stores four partial sums of one slice to g.parts [slices, rows of out, columns of out]. */
+/* Stores four partial sums of one slice to g.parts [slices, rows of out, columns of out], where
+ * slices_kernel reads them. */
 template <int PASS>
 static __device__ __forceinline__ void store_partial_four(const p2p_gemm &g, const Piece &p,
                                                           int64_t slice, int m, int64_t column,
@@ -321,9 +330,9 @@ static __device__ __forceinline__ void store_partial_four(const p2p_gemm &g, con
     if (m < p.rows) store_numbers_at(g.parts, EPIC_F32, at, count_four(p.columns, column), x);
 }
 
-/* Computes all pieces (struct Piece); each CTA computes one piece after the other. Shared
- * memory has two buffers: the CTA multiplies one step from one buffer, and writes the next step
- * to the other. */
+/* The kernel: computes all pieces (struct Piece). Each CTA computes one piece after the other.
+ * Shared memory has two buffers: while the CTA multiplies one step from one buffer, it writes
+ * the next step to the other. */
 template <int PASS, bool SCALED>
 static __global__ void __launch_bounds__(THREADS)
     plain_kernel(const __grid_constant__ p2p_gemm g)
@@ -372,8 +381,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Adds the partial sums of all slices, in order, and stores the results. A thread adds four
- * numbers of out at a time. */
+/* The kernel that runs after plain_kernel if sums are cut into slices: adds the partial sums in
+ * order, and stores the results. A thread adds four numbers of out at a time. */
 template <int PASS>
 static __global__ void __launch_bounds__(THREADS)
     slices_kernel(const __grid_constant__ p2p_gemm g)
@@ -396,8 +405,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Returns the number of CTAs. The host does not know how many rows the slabs have, so it takes
- * the number of pieces of full slabs, but at most four CTAs per SM. */
+/* Returns the number of CTAs to launch. The host does not know how many rows the slabs have, so
+ * it takes the largest possible number of pieces, but at most four CTAs per SM. */
 static int ctas_of(const p2p_gemm *g)
 {
     const int64_t columns = g->pass == EPIC_GEMM_INPUT ? g->k : g->n;
@@ -420,8 +429,8 @@ extern "C" p2p_gemm p2p_as_input(p2p_gemm g)
     return g;
 }
 
-/* Launches plain_kernel for one pass, and then slices_kernel if the sums are cut into
- * slices. */
+/* Launches plain_kernel for one pass. If sums are cut into slices, also launches
+ * slices_kernel. */
 template <int PASS, bool SCALED>
 static cudaError_t launch_pass(const p2p_gemm &g, cudaStream_t stream)
 {

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Tiles and producer of the matrix products on Hopper's tensor cores.
- * experts/grouped_hopper.cuh has the consumers, and describes the whole kernel.
+ * experts/grouped_hopper.cuh has the consumers, and describes the whole kernel. The *summed
+ * dimension* is the dimension over which a product sums.
  *
  *   find_tile      rows, columns and expert of tile number t
  *   Stage          position in the ring of stages, with the parity of its barriers
@@ -15,7 +16,8 @@
 
 #define BM EXPERTS_TILE_ROWS
 #define BN 256
-#define BK 64 /* 16-bit numbers along the summed dimension in a stage; e4m3: 128 */
+/* number of 16-bit numbers of a stage along the summed dimension; of e4m3 numbers: 128 */
+#define BK 64
 #define STAGES 4
 #define GROUP_BYTES (64 * 128) /* 64 lines of 128 bytes: one box with 128-byte swizzle */
 #define A_BYTES (2 * GROUP_BYTES)
@@ -27,22 +29,25 @@
 #define CONSUMERS 256
 
 /* Numbers of the CTA's named barriers. __syncthreads() uses number 0. */
-#define BARRIER_OWN 1 /* + half: barrier of one consumer warpgroup (1 or 2) */
-/* Barrier of both consumer warpgroups. */
+/* BARRIER_OWN + half: barrier of one of the two consumer warpgroups (half is 0 or 1) */
+#define BARRIER_OWN 1
+/* barrier of both consumer warpgroups together */
 #define BARRIER_BOTH 3
 
-/* An e4m3 number. As template argument T it selects the code for e4m3 matrices with scales. */
+/* An e4m3 number. As template argument T it selects the code for e4m3 matrices, which have
+ * scales. */
 struct E4m3 {
     uint8_t bits;
 };
 
-/* Tensor maps: they describe the three matrices to the hardware that does the tensor copies. */
+/* Tensor maps, which describe the three matrices to the hardware that does the tensor copies
+ * (TMA). */
 struct Maps {
     CUtensorMap a, b, out;
 };
 
-/* Arguments of the kernel, filled in by job_of(). p2p_gemm and p2p_slabs (experts/grouped.h)
- * explain the fields that have no comment here. */
+/* Arguments of the kernel, set by job_of(). p2p_gemm and p2p_slabs (experts/grouped.h) explain
+ * the fields that have no comment here. */
 struct Job {
     slab_range *slabs;
     slab_tile *tiles;
@@ -51,42 +56,47 @@ struct Job {
     const float *bias_weights;
     const float *a_scales, *b_scales; /* E4M3 only */
     void *out;
-    const void *also; /* INPUT: rows that are added to the result; NULL: none */
-    int64_t columns;  /* columns of out */
+    const void *also; /* INPUT: an array that is added to the result; NULL: none */
+    int64_t columns;  /* number of columns of out */
     int64_t lines;    /* WEIGHT: number of rows of out[expert] */
     int num_experts;
-    int tiles_down; /* WEIGHT: into how many rows of tiles out[expert] is cut */
-    /* how many tiles are next to each other in a row of tiles */
+    int tiles_down; /* WEIGHT: number of rows of tiles of out[expert] */
+    /* number of tiles in a row of tiles */
     int tiles_across;
-    int steps; /* FORWARD, INPUT: stages per tile; each has BK products of a sum (e4m3: 128) */
-    /* Order of the tiles, for reuse of b in L2: the kernel computes this many rows of tiles
-     * (with clusters: pairs of rows) together, one column of tiles after the other. */
+    /* FORWARD, INPUT: number of stages per tile; each has BK (e4m3: 128) products of every
+     * sum */
+    int steps;
+    /* Order in which the kernel computes tiles, so that it reuses b in the L2 cache: this many
+     * rows of tiles (with clusters: pairs of rows) together, one column of tiles after the
+     * other. */
     int group;
     int accumulate;
 };
 
-/* One tile of out, as find_tile() computes it. */
+/* One tile of out, which find_tile() describes. */
 struct Work {
-    int row; /* first row of the tile in a and out; WEIGHT: its first row in out[expert] */
-    /* column: first column of the tile in out; steps: number of stages for the tile */
+    int row; /* the tile's first row in a and out; WEIGHT: its first row in out[expert] */
+    /* column: the tile's first column in out; steps: number of stages for the tile */
     int column, expert, steps;
     int first; /* WEIGHT: first slot of the slab */
-    /* FORWARD, INPUT: rows of the tile that hold a token; WEIGHT: rows of the slab that hold
-     * one */
+    /* FORWARD, INPUT: number of rows of the tile that hold a token; WEIGHT: number of such rows
+     * of the slab */
     int tokens;
-    int rows; /* FORWARD, INPUT: rows of the tile that are stored, with padding */
-    /* false: the tile is not stored. Either this CTA computes it only because the other CTA of
-     * the cluster needs its copies and arrivals, or the slab has no token, so there is nothing
-     * to add. */
+    int rows; /* FORWARD, INPUT: number of rows of the tile that are stored, with padding */
+    /* false: the tile is not stored, for one of two reasons. Either the other CTA of the
+     * cluster computes it, and this CTA only takes part because that CTA needs its copies and
+     * arrivals. Or the slab has no token, so there is nothing to add to out. */
     bool store;
-    bool share; /* true: each CTA of the cluster copies half of b, to both CTAs */
+    /* true: both CTAs of the cluster need the same part of b, so each copies half of it to
+     * both */
+    bool share;
 };
 
-/* Fills in w for tile number t. With clusters, t is the number of a pair of tiles, and w
- * describes the tile of CTA `rank` of the cluster. Returns false if t is past the last tile.
- * The order of the tiles keeps b in L2: groups of job.group rows of tiles (with clusters: pairs
- * of rows) come one after the other, and in a group one column of tiles after the other. WEIGHT
- * does this for one expert after the other. */
+/* Sets w to tile number t. With clusters, t is the number of a pair of tiles, and w becomes the
+ * tile of CTA `rank` of the cluster. Returns false if t is past the last tile. The order of the
+ * tiles keeps b in the L2 cache: groups of job.group rows of tiles (with clusters: pairs of
+ * rows) come one after the other. Within a group, one column of tiles comes after the other.
+ * WEIGHT does this for one expert after the other. */
 template <int PASS, int CTAS>
 static __device__ __forceinline__ bool find_tile(Work &w, const Job &job, int num_tiles, int t,
                                                  int rank)
@@ -107,7 +117,7 @@ static __device__ __forceinline__ bool find_tile(Work &w, const Job &job, int nu
     const int pair = turn * job.group + rest % in_turn;
     w.column = rest / in_turn * BN;
     int line = pair * CTAS + rank;
-    /* with an odd number of rows of tiles, the second CTA repeats the last row */
+    /* if the number of rows of tiles is odd, the second CTA repeats the last row */
     w.store = line < down;
     if (!w.store) line = down - 1;
     w.share = CTAS == 2;
@@ -133,12 +143,13 @@ static __device__ __forceinline__ bool find_tile(Work &w, const Job &job, int nu
     return true;
 }
 
-/* A position in the ring of stages: the index of a stage, and the parity of the barrier phase
- * that the ring is in. The parity changes each time the ring starts again at stage 0. */
+/* A position in the ring of stages: the index of a stage, and the parity of the phase for which
+ * a thread waits at the stage's barriers. The parity changes each time the ring starts again at
+ * stage 0. */
 struct Stage {
     int index, parity;
 
-    /* Moves to the next stage. */
+    /* Moves on to the next stage of the ring. */
     __device__ __forceinline__ void advance()
     {
         if (++index == STAGES) {
@@ -153,16 +164,17 @@ struct Stage {
     }
 };
 
-/* Addresses in shared memory: the ring of stages, the boxes for results, and the barriers. */
+/* Shared-memory addresses of the ring of stages, of the boxes for results, and of the
+ * barriers. */
 struct Places {
     uint32_t stages, stores, full, empty;
 };
 
 /* ---------------------------------------------------------------------------- producer ---- */
 
-/* Starts the copy of the part of matrix a that one stage needs, to shared memory address `to`.
- * `step` is its first index along the summed dimension. The barrier `full` counts the copied
- * bytes. */
+/* Starts to copy the part of matrix a that one stage needs, to shared memory address `to`.
+ * `step`: its first index along the summed dimension. The barrier `full` counts the bytes that
+ * arrive. */
 template <int PASS>
 static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uint32_t full,
                                               const Work &w, int step)
@@ -175,8 +187,9 @@ static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uin
     }
 }
 
-/* Starts the copy of the part of matrix b that one stage needs, to shared memory address `to`.
- * If `share` is set, this CTA copies only half of it, but to both CTAs of the cluster. */
+/* Starts to copy the part of matrix b that one stage needs, to shared memory address `to`. If
+ * `share` is set, this CTA copies only half of it, but to both CTAs of the cluster. The barrier
+ * `full` counts the bytes that arrive. */
 template <int PASS>
 static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uint32_t full,
                                               const Work &w, int step, bool share, int rank)
@@ -196,8 +209,9 @@ static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uin
     }
 }
 
-/* Main loop of the producer thread: for all tiles of the CTA, copies the matrices a and b to
- * the ring, one stage after the other. */
+/* Main loop of the producer thread. For each tile of the CTA, copies the parts of a and b that
+ * the tile needs to the ring, one stage after the other. Before each stage it waits until the
+ * consumers have released it. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void run_producer(const Maps &maps, const Job &job,
                                                     const Places &at, int rank)

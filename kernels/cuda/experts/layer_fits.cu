@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks on the device that a plan fits its layer. The host cannot check this, because it
- * depends on the table rank_of_expert and on how many tokens the other ranks have.
+/* Checks on the device that a plan fits its layer. The host cannot check this when it enqueues
+ * the call, because the answer depends on rank_of_expert and on the other ranks' numbers of
+ * tokens, which only the device knows.
  *
  *   layer                       condition
  *   any                         every rank owns at most job.num_local experts
@@ -14,8 +15,8 @@
 #include "cuda/common/wait.cuh"
 #include "cuda/experts/dense_tokens.h"
 
-/* Returns false if the plan fits. Else returns true and writes the fault to `notice`, in the
- * form that the host's error message needs. */
+/* Returns false if the plan fits the layer. Otherwise returns true, and writes to `notice` what
+ * is wrong, in the form that the host's error message needs. */
 static __device__ bool find_fault(const p2p_fits_job &job, const device_plan_header &h,
                                   p2p_notice &notice)
 {
@@ -36,8 +37,9 @@ static __device__ bool find_fault(const p2p_fits_job &job, const device_plan_hea
     return false;
 }
 
-/* Checks the plan. If it does not fit, the kernel changes the plan's result, computes the
- * checksum of its header again, and reports the fault to the host. */
+/* The kernel: checks the plan. If the plan does not fit the layer, it sets the result in the
+ * plan's header to an error, computes the header's checksum again, and reports the fault to the
+ * host. */
 static __global__ void fits_kernel(const __grid_constant__ p2p_fits_job job)
 {
     const p2p_self &self = job.self;

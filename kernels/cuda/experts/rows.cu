@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Kernels for the rows between the two matrix products of the experts, forward and backward,
- * and for the gradients of the biases.
+/* Kernels that run between the two matrix products of the experts, forward and backward, and
+ * kernels for the gradients of the biases.
  *
  *     gate_up      [slots, width]  result of the first product, before weight and bias
- *     activations  [slots, inner]  forward: output. Backward: replaces their gradient by the
- *                                  activations, which the weight gradient of the second product
- *                                  needs
+ *     activations  [slots, inner]  forward: output. Backward: on entry their gradient, on return
+ *                                  the activations, which the weight gradient of the second
+ *                                  product needs
  *     d_gate_up    [slots, width]  backward: output
  *
  *   activation_kernel            gate_up -> activations
@@ -18,8 +18,8 @@
  * A warp works on one row. If the rows are aligned to 16 bytes, each lane loads 16 bytes at a
  * time. In bias_kernel, a CTA works on 64 columns of one expert. The kernels neither read nor
  * write rows without a token, because the products do not read them. Only d_slot_weights gets
- * zeros there. These kernels should run as fast as memory allows. So the activations that most
- * models use are compiled separately, without a branch for each element. */
+ * zeros there. Memory bandwidth should limit these kernels, not arithmetic. So the activations
+ * that most models use are compiled separately, without a branch for each element. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/common/quantize.cuh"
@@ -39,16 +39,18 @@ static __device__ float add_lanes(float x)
     return x;
 }
 
-/* The slot that a warp works on, and the local expert that owns it. */
+/* The slot that a warp works on, its local expert, and how the slot's weight is used. */
 struct Slot {
     int64_t slot, expert;
     float input,
-        early; /* input multiplies the first product; early multiplies the activation */
+        /* input: factor of the first product's result; early: factor of the activation. One of
+         * the two is the slot's weight, the other is 1. */
+        early;
 };
 
-/* Calls f(slot, expert) for each slot with a token, and padding(slot) for each padding slot
- * inside a slab. The warps of the grid take the slots in turn. All lanes of a warp make each
- * call. */
+/* Calls f(slot, expert) for each slot that holds a token, and padding(slot) for each padding
+ * slot of a slab. The slots are divided among the warps of the grid. All lanes of a warp make
+ * each call. */
 template <class F, class P>
 static __device__ __forceinline__ void each_slot(const p2p_slabs &s, F f, P padding)
 {
@@ -65,7 +67,8 @@ static __device__ __forceinline__ void each_slot(const p2p_slabs &s, F f, P padd
     }
 }
 
-/* Describes a slot. Its weight becomes Slot.input with EPIC_WEIGHT_INPUT, else Slot.early. */
+/* Returns the Slot of a slot number. The slot's weight becomes Slot.input with
+ * EPIC_WEIGHT_INPUT, else Slot.early. */
 static __device__ __forceinline__ Slot slot_of(const p2p_activation_job &job, int64_t slot,
                                                int64_t expert)
 {
@@ -79,8 +82,8 @@ template <int V> struct Pair {
     float gate[V], up[V];
 };
 
-/* Loads columns [i, i + V) of gate and up from row `slot` of `from`, an array with the layout
- * of gate_up. */
+/* Loads columns [i, i + V) of gate and up from row `slot` of `from`, which has the layout of
+ * gate_up. */
 template <class T, int V, int KIND>
 static __device__ __forceinline__ Pair<V> load_pair(const p2p_activation_job &job,
                                                     const void *from, int64_t slot, int64_t i)
@@ -137,7 +140,8 @@ static __device__ __forceinline__ void store_pair(const p2p_activation_job &job,
     }
 }
 
-/* Adds the bias of the slot's expert to p, columns [i, i + V). Loads vectors if possible. */
+/* Adds the bias of the slot's expert to p, for columns [i, i + V). Loads whole vectors if type
+ * and alignment of the bias allow it. */
 template <class T, int V, int KIND>
 static __device__ __forceinline__ void add_bias(const p2p_activation_job &job, const Slot &s,
                                                 int64_t i, Pair<V> &p)
@@ -163,8 +167,8 @@ static __device__ __forceinline__ void add_bias(const p2p_activation_job &job, c
     }
 }
 
-/* Returns the values to which the activation and the up factor are applied: gate and up times
- * the input weight, plus the bias. */
+/* Returns the values to which the activation function and the up factor are applied: gate and
+ * up times the input weight, plus the bias. */
 template <class T, int V, int KIND>
 static __device__ __forceinline__ Pair<V> apply_weight_and_bias(const p2p_activation_job &job,
                                                                 const Slot &s, int64_t i,
@@ -180,8 +184,9 @@ static __device__ __forceinline__ Pair<V> apply_weight_and_bias(const p2p_activa
     return p;
 }
 
-/* Forward: computes the activations of all slots. A warp has few loads in flight, because a
- * store could alias the next loads. So the launch bounds require many warps per SM. */
+/* Forward: computes the activations of all slots. A warp cannot have many loads in flight,
+ * because the compiler must assume that its store changes what the next loads read. So the
+ * launch bounds require many warps per SM. */
 template <class T, int V, int KIND>
 static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 4)
     activation_kernel(const __grid_constant__ p2p_activation_job job)
@@ -207,8 +212,8 @@ static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 4
         [](int64_t) {});
 }
 
-/* Returns the largest |x| of a block of 128 numbers, as the bits of a float32. LANES
- * neighbouring lanes call it; each passes N numbers of the block, and all get the result. */
+/* Returns the bits (as float32) of the largest |x| in a block of 128 numbers. LANES adjacent
+ * lanes call it together; each passes N numbers of the block, and all get the same result. */
 template <int N, int LANES>
 static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
 {
@@ -220,8 +225,8 @@ static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
 }
 
 /* Quantizes 32 * N numbers of a row of n columns, from column `base` on, and stores them and
- * their scales. Each lane passes N of the numbers: adjacent ones if V > 1, else 32 columns
- * apart. */
+ * their scales. Each lane passes N of the numbers. They are adjacent if V > 1, else 32 columns
+ * apart. Called by a whole warp. */
 template <int V, int N>
 static __device__ __forceinline__ void store_quantized(float (&x)[N], uint8_t *to,
                                                        float *scales, int64_t base, int64_t n)
@@ -245,7 +250,8 @@ static __device__ __forceinline__ void store_quantized(float (&x)[N], uint8_t *t
 }
 
 /* Like activation_kernel, but stores the activations as e4m3, with one scale for each 128
- * numbers. A lane has one vector of V numbers, or, if V is 1, four numbers 32 columns apart. */
+ * numbers. A lane handles one vector of V numbers at a time or, if V is 1, four numbers 32
+ * columns apart. */
 template <class T, int V, int KIND>
 static __global__ void __launch_bounds__(THREADS)
     quantized_activation_kernel(const __grid_constant__ p2p_activation_job job)
@@ -280,7 +286,7 @@ static __global__ void __launch_bounds__(THREADS)
         [](int64_t) {});
 }
 
-/* Quantizes rows to e4m3, with one scale for each 128 numbers. */
+/* Quantizes the rows that hold a token to e4m3, with one scale for each 128 numbers. */
 template <class T, int V>
 static __global__ void __launch_bounds__(THREADS)
     quantize_kernel(const __grid_constant__ p2p_quantize_job job)
@@ -308,8 +314,8 @@ static __global__ void __launch_bounds__(THREADS)
         [](int64_t) {});
 }
 
-/* Computes the activations and d_gate_up of a slot. Also returns the gradient of the slot's
- * weight, summed over the columns of this lane. */
+/* Backward for one slot: computes its activations and d_gate_up. Returns this lane's part of
+ * the gradient of the slot's weight: the sum over the columns that this lane handles. */
 template <class T, int V, int KIND>
 static __device__ __forceinline__ float backward_row(const p2p_activation_job &job,
                                                      const Slot &s)
@@ -344,9 +350,9 @@ static __device__ __forceinline__ float backward_row(const p2p_activation_job &j
     return dot;
 }
 
-/* Returns dot(d_y, b_down), summed over the columns of this lane. It is a part of the weight's
- * gradient with EPIC_WEIGHT_EARLY, where the weight also multiplies the bias of the second
- * product. */
+/* Returns this lane's part of dot(d_y, b_down): the sum over the columns that this lane
+ * handles. With EPIC_WEIGHT_EARLY the weight also multiplies the bias b_down of the second
+ * product, so this is a part of the weight's gradient. */
 template <class T, int V>
 static __device__ float down_bias_dot(const p2p_activation_job &job, const Slot &s)
 {
@@ -371,8 +377,8 @@ static __device__ float down_bias_dot(const p2p_activation_job &job, const Slot 
     return dot;
 }
 
-/* Backward: computes activations and d_gate_up of all slots. If job.d_slot_weights is set, it
- * also computes the gradients of the weights; they are 0 for padding. */
+/* Backward: computes activations and d_gate_up of all slots. If job.d_slot_weights is set, also
+ * computes the gradients of the weights, which are 0 for padding. */
 template <class T, int V, int KIND>
 static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 3)
     activation_backward_kernel(const __grid_constant__ p2p_activation_job job)
@@ -395,10 +401,11 @@ static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 3
 
 /* --------------------------------------------------------------------- bias and scale ---- */
 
-#define BIAS_AHEAD 8 /* how many rows a warp loads before it adds them */
+/* number of rows that a warp loads before it adds them, so that the loads overlap */
+#define BIAS_AHEAD 8
 
-/* Adds rows number warp, warp + WARPS, ... of a slab to sum. A lane handles two columns:
- * `column` and column + 32. */
+/* Adds this warp's rows of a slab to sum: rows number warp, warp + WARPS, ..., each times its
+ * weight. A lane handles two columns: `column` and column + 32. */
 template <class T>
 static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const slab_range &slab,
                                                 int64_t column, int warp, float (&sum)[2])
@@ -425,9 +432,9 @@ static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const s
     }
 }
 
-/* Computes the gradients of the biases. A CTA computes 64 columns of one expert's gradient.
- * Each warp adds a part of the expert's rows. Then the CTA adds the sums of the warps in a
- * fixed order, so that every run gives the same bits. */
+/* Computes the gradients of the biases: for each expert the weighted sum of its rows. A CTA
+ * computes 64 columns of one expert. Each of its warps adds some of the expert's rows. Then the
+ * CTA adds the sums of the warps in a fixed order, so that every run gives the same bits. */
 static __global__ void __launch_bounds__(THREADS)
     bias_kernel(const __grid_constant__ p2p_bias_job job)
 {
@@ -454,7 +461,8 @@ static __global__ void __launch_bounds__(THREADS)
     store_number(job.out, job.out_type, at, total);
 }
 
-/* Multiplies rows by their weights, or adds the weighted bias, in place. */
+/* Multiplies the rows that hold a token by their weights or, if job.bias is set, adds weight *
+ * bias to them. Works in place. */
 static __global__ void __launch_bounds__(THREADS)
     scale_kernel(const __grid_constant__ p2p_scale_job job)
 {
@@ -476,8 +484,8 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* -------------------------------------------------------------------------- launching ---- */
 
-/* Returns the number of CTAs: one warp per slot of full slabs (the host knows only the
- * capacity), but at most CTAS_OF_SM CTAs per SM. */
+/* Returns the number of CTAs to launch: one warp for each slot that may be occupied, but at
+ * most CTAS_OF_SM CTAs per SM. */
 static int ctas_of(const p2p_slabs *slabs, int sms)
 {
     const int64_t rows = (int64_t)slabs->most_tiles * EXPERTS_TILE_ROWS;
@@ -485,7 +493,8 @@ static int ctas_of(const p2p_slabs *slabs, int sms)
     return (int)(wanted < most ? wanted : most);
 }
 
-/* Launches the backward kernel, or the forward kernel with or without quantizing. */
+/* Launches one instance of the backward kernel or of the forward kernel, with or without
+ * quantizing. */
 template <class T, int V, int KIND>
 static cudaError_t launch_kind(const p2p_activation_job *job, bool backward,
                                cudaStream_t stream)
@@ -496,8 +505,9 @@ static cudaError_t launch_kind(const p2p_activation_job *job, bool backward,
     return launch_kernel(kernel, ctas_of(&job->slabs, job->sms), THREADS, 0, stream, *job);
 }
 
-/* Chooses the kernel instance: vectors or single numbers, and the activation that is compiled
- * in. float32 rows use ANY_ACTIVATION, whose functions have full precision. */
+/* Chooses and launches the kernel instance: with vectors or single numbers, and with the
+ * activation that is compiled in. float32 rows use ANY_ACTIVATION, whose functions have full
+ * precision. */
 template <class T>
 static cudaError_t launch_typed(const p2p_activation_job *job, bool backward,
                                 cudaStream_t stream)
@@ -515,7 +525,7 @@ static cudaError_t launch_typed(const p2p_activation_job *job, bool backward,
     return launch_kind<T, T::N, ANY_ACTIVATION>(job, backward, stream);
 }
 
-/* Chooses the kernel instance for the type of the rows. */
+/* Chooses and launches the kernel instance for the type of the rows. */
 static cudaError_t launch_any(const p2p_activation_job *job, bool backward, cudaStream_t stream)
 {
     const uint32_t type = job->experts.row_type;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Computes where the slabs and tiles of the local experts are, from the numbers of rows and
- * tokens. The experts' kernels that run later on the stream read the results.
+ * tokens. A slab is the rows of one expert; a tile is a part of a slab. The experts' kernels
+ * that run later on the stream read the results.
  *
  *     in   expert_rows, expert_tokens  [num_experts]
  *     out  slabs  [num_experts]        first row and number of tokens of each slab
@@ -8,7 +9,7 @@
  *
  * The kernel runs as one CTA. Each thread works on one expert, and a prefix sum over the
  * threads gives the expert's first row and first tile. The caller's counts can be wrong. So the
- * kernel cuts off rows past num_slots; then no later kernel accesses memory outside of the
+ * kernel cuts off rows past num_slots, so that no later kernel accesses memory outside of the
  * buffers. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/rows.cuh"
@@ -16,8 +17,9 @@
 
 #define THREADS 256
 
-/* Returns the sum of x over the threads with lower numbers, and sets *total to the sum over all
- * threads. Called by all threads of the CTA. `memory` is [THREADS] in shared memory. */
+/* Returns the sum of x over all threads of the CTA with lower numbers, and sets *total to the
+ * sum over all threads. Called by all threads of the CTA. `memory`: [THREADS] in shared
+ * memory. */
 static __device__ int64_t sum_before(int64_t x, int64_t *memory, int64_t *total)
 {
     const int i = threadIdx.x;
@@ -35,15 +37,15 @@ static __device__ int64_t sum_before(int64_t x, int64_t *memory, int64_t *total)
     return before;
 }
 
-/* Returns counts[e], limited to [0, most]. */
+/* Returns the caller's count of expert e, limited to [0, most] because it may be wrong. */
 static __device__ int64_t count_at(const int32_t *counts, int e, int64_t most)
 {
     const int64_t count = counts[e];
     return count < 0 ? 0 : count < most ? count : most;
 }
 
-/* Computes slabs and tiles, for THREADS experts at a time. first_row and first_tile are the
- * first row and the first tile of the next THREADS experts. */
+/* The kernel: computes slabs and tiles, for THREADS experts at a time. first_row and first_tile
+ * are the first row and the first tile of the experts of the current loop pass. */
 static __global__ void __launch_bounds__(THREADS)
     slabs_kernel(const __grid_constant__ p2p_slabs s)
 {

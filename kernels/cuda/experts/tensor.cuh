@@ -18,14 +18,14 @@
 
 /* -------------------------------------------------------------------------- barriers ---- */
 
-/* Initializes a barrier. Each of its phases completes after `arrivals` arrivals. */
+/* Initializes a barrier. Each phase of the barrier completes after `arrivals` arrivals. */
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals)
 {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-/* Arrives once at the barrier. From now on, its current phase also waits for `bytes` bytes of
- * tensor copies. */
+/* Arrives once at the barrier, and adds `bytes` to what its current phase waits for: the phase
+ * completes only after tensor copies have written this many bytes. */
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes)
 {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
@@ -33,7 +33,7 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes)
                  : "memory");
 }
 
-/* Waits until the barrier's phase with this parity has completed. */
+/* Waits until the phase of the barrier with this parity (0 or 1) has completed. */
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity)
 {
     asm volatile("{\n"
@@ -47,15 +47,15 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity)
                  : "memory");
 }
 
-/* Arrives at a barrier of this CTA. */
+/* Arrives once at a barrier of this CTA. */
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier)
 {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-/* Arrives at the barrier with the same offset in CTA `cta` of the cluster. The arrival needs no
- * memory order, because it only reports that wgmma has read the stage. So it is not a
- * .release.cluster, which would be slow. */
+/* Arrives once at the barrier with the same offset in CTA `cta` of the cluster. The arrival
+ * only reports that wgmma has read the stage, so it needs no memory order. Therefore it is not
+ * a .release.cluster, which would be slow. */
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int cta)
 {
     asm volatile("{\n"
@@ -73,7 +73,7 @@ __device__ __forceinline__ void barrier_init_done()
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-/* Waits for all threads of the cluster. */
+/* Waits until all threads of the cluster have called it. */
 __device__ __forceinline__ void cluster_sync()
 {
     asm volatile("barrier.cluster.arrive.aligned;\n"
@@ -89,14 +89,14 @@ __device__ __forceinline__ int cluster_rank()
     return rank;
 }
 
-/* Waits until `threads` threads of the CTA have called it with this barrier number. */
+/* Waits until `threads` threads of the CTA have called it with the same barrier number. */
 __device__ __forceinline__ void named_barrier_sync(int barrier, int threads)
 {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-/* grow_registers() raises the number of registers of each thread to N, shrink_registers()
- * lowers it. Called by all threads of the warpgroup. */
+/* grow_registers() raises the number of registers of each thread of the warpgroup to N;
+ * shrink_registers() lowers it. Called by all threads of the warpgroup. */
 template <int N> __device__ __forceinline__ void grow_registers()
 {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
@@ -109,8 +109,8 @@ template <int N> __device__ __forceinline__ void shrink_registers()
 
 /* ----------------------------------------------------------------------------- copies ---- */
 
-/* Starts the tensor copy of the box at (x, y) or (x, y, z) of a matrix to shared memory. The
- * barrier counts the copied bytes. */
+/* Starts the tensor copy of a box from a matrix in global memory to shared memory. (x, y) or
+ * (x, y, z): position of the box in the matrix. The barrier counts the bytes that arrive. */
 __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier,
                                          int x, int y)
 {
@@ -129,8 +129,8 @@ __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap *map, ui
                  : "memory");
 }
 
-/* Starts a tensor copy to the same shared address in both CTAs of the cluster. In each CTA, the
- * barrier at the same offset counts the bytes that arrive there. */
+/* Starts the tensor copy of a box to the same shared address in both CTAs of the cluster. In
+ * each CTA, the barrier at the same offset counts the bytes that arrive there. */
 __device__ __forceinline__ void load_box_multicast(uint32_t to, const CUtensorMap *map,
                                                    uint32_t barrier, int x, int y, int z)
 {
@@ -140,8 +140,8 @@ __device__ __forceinline__ void load_box_multicast(uint32_t to, const CUtensorMa
                  : "memory");
 }
 
-/* Starts the tensor copy of a box from shared memory to a matrix. add_box() adds the box to the
- * old values of the matrix. */
+/* Start the tensor copy of a box from shared memory to a matrix in global memory. store_box()
+ * overwrites the old values of the matrix; add_box() adds the box to them. */
 __device__ __forceinline__ void store_box(const CUtensorMap *map, uint32_t from, int x, int y,
                                           int z)
 {
@@ -160,15 +160,15 @@ __device__ __forceinline__ void add_box(const CUtensorMap *map, uint32_t from, i
                  : "memory");
 }
 
-/* Puts this thread's box stores since the last call into a group, so that wait_boxes_read() and
- * wait_boxes() can wait for them. */
+/* Closes a group of box stores: those of this thread since the last call. wait_boxes_read() and
+ * wait_boxes() wait for groups. */
 __device__ __forceinline__ void commit_boxes()
 {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* Waits until this thread's groups of box stores, except the newest PENDING ones, have read
- * their shared memory. The CTA can then overwrite that memory. */
+/* Waits until this thread's groups of box stores have read their shared memory, except the
+ * newest PENDING groups. The CTA may then overwrite that memory. */
 template <int PENDING> __device__ __forceinline__ void wait_boxes_read()
 {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
@@ -188,7 +188,7 @@ __device__ __forceinline__ void fence_async_proxy()
 
 /* ---------------------------------------------------------------------- shared memory ---- */
 
-/* Stores four words, or two float32, to an address of shared memory. */
+/* Store four words, or two float32, to an address of shared memory. */
 __device__ __forceinline__ void write_shared(uint32_t to, uint4 v)
 {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y),
@@ -238,7 +238,7 @@ template <int PENDING> __device__ __forceinline__ void wait_wgmma()
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-/* Operands of inline assembly: the 8, 64 or 128 registers from d[i] on, which hold sums. */
+/* Operands of inline assembly: the 8, 64 or 128 registers from d[i] on, which contain sums. */
 #define SUMS_8(d, i)                                                            \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), \
         "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
