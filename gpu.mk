@@ -26,6 +26,11 @@ gpu-bench: gpu-configure
 	@$(call BUILD,build) --target gpu_benchmarks
 	@GPU_OUT=$(GPU_OUT) bench/gpu/run.sh
 
+# Everything that shows whether EPIC works on this machine, and how fast: tests, bindings, hosts,
+# benchmarks and one table, in parts of at most ten minutes.  GPU_PARTS selects some.
+gpu-all: gpu-build gpu-build-hosts gpu-build-torch gpu-build-jax
+	@GPU_PYTHON=$(GPU_PYTHON) tests/gpu/all.sh $(GPU_PARTS)
+
 # Includes JAX and PyTorch if GPU_PYTHON has them and gpu-build-jax and gpu-build-torch have run.
 gpu-bench-layer: gpu-configure
 	@$(call BUILD,build) --target gpu_benchmarks
@@ -59,5 +64,5 @@ test-nvcc:
 	        epic_gpu_bench_checked && \
 	    echo "left out: machine code of the CUDA kernels (make, make gpu-build)"; fi
 
-.PHONY: gpu-configure gpu-build gpu-test gpu-bench gpu-bench-layer gpu-bench-turns gpu-build-hosts \
+.PHONY: gpu-configure gpu-all gpu-build gpu-test gpu-bench gpu-bench-layer gpu-bench-turns gpu-build-hosts \
     gpu-test-hosts gpu-bench-hosts test-nvcc
