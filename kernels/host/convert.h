@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Converts one element between float32 and the narrow types, by its bits. Rounds to nearest
- * even. Subnormals and -0 are kept. A NaN becomes a quiet NaN. */
+/* Conversions of one element between float32 and narrower types, computed from its bits. They
+ * round to nearest even and keep subnormals and -0. A NaN becomes a quiet NaN. */
 #ifndef EPIC_HOST_CONVERT_H
 #define EPIC_HOST_CONVERT_H
 
@@ -9,11 +9,12 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-#define INFINITY_BITS 0x7f800000u /* of float32; larger values without the sign are NaNs */
+/* bits of infinity in float32; larger bits, without the sign, are NaNs */
+#define INFINITY_BITS 0x7f800000u
 #define E4M3_MAX 448.0f
 #define E4M3_NAN 0x7fu
 
-/* Return the bits of a float32, and the float32 with these bits. */
+/* bits_of() returns the bits of a float32; float_of() returns the float32 with these bits. */
 INLINE uint32_t bits_of(float x)
 {
     uint32_t bits;
@@ -28,8 +29,8 @@ INLINE float float_of(uint32_t bits)
     return x;
 }
 
-/* Drops the low bits of a finite number, rounding to nearest even. A carry into the exponent
- * gives the correct result. */
+/* Returns the bits of a finite number without the lowest `dropped` bits, rounded to nearest
+ * even. A carry from the mantissa into the exponent gives the correct result. */
 INLINE uint32_t round_bits(uint32_t bits, unsigned dropped)
 {
     return (bits + (1u << (dropped - 1)) - 1 + (bits >> dropped & 1)) >> dropped;
@@ -64,13 +65,14 @@ INLINE uint16_t f16_of_float(float x)
     const uint32_t size = bits & 0x7fffffff;
     if (size > INFINITY_BITS) return (uint16_t)(sign | 0x7e00 | (size >> 13 & 0x3ff));
     if (size >= bits_of(65520.0f)) return (uint16_t)(sign | 0x7c00);
-    /* Below 2^-14 the steps are 2^-24, which is what the sum with 1/2 is rounded to. */
+    /* Numbers below 2^-14 are subnormal in float16: multiples of 2^-24. Adding 1/2 rounds to
+     * such a multiple, because float32 numbers next to 1/2 are 2^-24 apart. */
     if (size < bits_of(0x1p-14f))
         return (uint16_t)(sign | (bits_of(float_of(size) + 0.5f) - bits_of(0.5f)));
     return (uint16_t)(sign | (round_bits(size, 13) - (112u << 10)));
 }
 
-/* Saturates: infinity and numbers above 448 become 448. */
+/* Converts to e4m3 with saturation: infinity and numbers above 448 become 448. */
 INLINE uint8_t e4m3_of_float(float x)
 {
     const uint32_t bits = bits_of(x);
@@ -78,7 +80,8 @@ INLINE uint8_t e4m3_of_float(float x)
     const uint32_t size = bits & 0x7fffffff;
     const uint32_t clamped = size < bits_of(E4M3_MAX) ? size : bits_of(E4M3_MAX);
     const uint32_t normal = round_bits(clamped, 20) - (120u << 3);
-    /* Below 2^-6 the steps are 2^-9, which is what the sum with 2^14 is rounded to. */
+    /* Numbers below 2^-6 are subnormal in e4m3: multiples of 2^-9. Adding 2^14 rounds to such a
+     * multiple, because float32 numbers next to 2^14 are 2^-9 apart. */
     const uint32_t small = bits_of(float_of(clamped) + 0x1p14f) - bits_of(0x1p14f);
     const uint32_t code = clamped < bits_of(0x1p-6f) ? small : normal;
     return (uint8_t)(size > INFINITY_BITS ? E4M3_NAN : sign | code);

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The dot product of epic_combine_backward, in its defined order. A block of 1024 products
- * is summed in 256 accumulators, and accumulator i takes elements i, i + 256, i + 512 and i
- * + 768. Groups of 8 accumulators are added in a tree, then the 32 groups.
+/* The dot product of epic_combine_backward, added in a defined order. A block of 1024 products
+ * is summed in 256 accumulators: accumulator i takes elements i, i + 256, i + 512 and i + 768.
+ * Then each group of 8 accumulators is added in a tree, and then the sums of the 32 groups.
  *
- * An accumulator without elements adds nothing to the sum. A sum with -0 has that effect,
- * because x + -0 is x for every x, +0 and -0 included. A short block is therefore filled up
- * with pairs whose product is -0. */
+ * In the last, short block of a row some accumulators have no elements. They must not change
+ * the sum. Adding -0 has this effect, because x + -0 is x for every x, +0 and -0 included. So a
+ * short block is filled up with pairs whose product is -0. */
 #ifndef EPIC_HOST_DOT_H
 #define EPIC_HOST_DOT_H
 
@@ -17,8 +17,8 @@
 #define GROUP 8 /* accumulators per group */
 #define NUM_GROUPS (ACCUMULATORS / GROUP)
 
-/* Defines a function that adds the accumulators of a block in place, in the defined order,
- * and returns the sum. */
+/* Defines a function that adds the accumulators of a block in the defined order and returns the
+ * sum. It overwrites the accumulators. */
 #define DEFINE_ADD_ACCUMULATORS(name, real)                                         \
     static inline real name(real *sums)                                             \
     {                                                                               \
@@ -39,8 +39,8 @@ DEFINE_ADD_ACCUMULATORS(add_accumulators_f64, double)
 #if LANES == 1
 DEFINE_ADD_ACCUMULATORS(add_accumulators, float)
 #else
-/* Adds eight groups at once with distances 4, 2, 1. Returns the sums of groups 0 2 4 6 1 3 5
- * 7. */
+/* Adds the accumulators of eight groups at once, at distances 4, 2 and 1. Returns the sums of
+ * groups 0, 2, 4, 6, 1, 3, 5, 7, in this order. */
 INLINE __m256 add_groups(const float *sums)
 {
     __m256 four[4], two[2];
@@ -61,7 +61,8 @@ INLINE float add_accumulators(const float *sums)
 {
     __m256 by_8[4];
     for (int i = 0; i < 4; i++) by_8[i] = add_groups(sums + i * 8 * GROUP);
-    /* Distance 16 among the groups, then 8; 4, 2, 1 where add_groups left them. */
+    /* Adds groups at distance 16, then 8. Then at 4, 2 and 1, in the order in which
+     * add_groups() returned them. */
     const __m256 eight =
         _mm256_add_ps(_mm256_add_ps(by_8[0], by_8[2]), _mm256_add_ps(by_8[1], by_8[3]));
     const __m256 four = _mm256_add_ps(eight, _mm256_permute_ps(eight, 0x4e));
@@ -71,10 +72,10 @@ INLINE float add_accumulators(const float *sums)
 }
 #endif
 
-/* Returns the sum of a full block that begins at element `at`. Rows are read from front to
- * back, as hardware prefetchers expect, and the accumulators stay in the first-level cache.
- * The fence has no instruction. It keeps the compiler from reading the four quarters of the
- * block at once, which was four times slower on rows that are not in a cache. */
+/* Returns the dot product of a full block that begins at element `at`. Reads rows from front to
+ * back, as hardware prefetchers expect, and keeps the accumulators in the first-level cache.
+ * The fence creates no instruction. It prevents the compiler from reading the four quarters of
+ * the block at once, which was four times slower for rows that are not in a cache. */
 INLINE float dot_block(const void *a, const void *b, epic_type type, int64_t at)
 {
     float sums[ACCUMULATORS];
@@ -92,7 +93,8 @@ INLINE float dot_block(const void *a, const void *b, epic_type type, int64_t at)
     return add_accumulators(sums);
 }
 
-/* Converts a short block to a full block of float32, filled up with `absent`. */
+/* Converts a block of `count` elements to a full block of float32. The missing elements become
+ * `absent`. */
 INLINE void fill_block(float *block, const void *row, epic_type type, int64_t at, int64_t count,
                        float absent)
 {
@@ -102,7 +104,7 @@ INLINE void fill_block(float *block, const void *row, epic_type type, int64_t at
     for (i = count; i < HOST_DOT_BLOCK; i++) block[i] = absent;
 }
 
-/* Returns the sum of a block of fewer than 1024 products. */
+/* Returns the dot product of a block of `count` elements, fewer than 1024. */
 INLINE float dot_short_block(const void *a, const void *b, epic_type type, int64_t at,
                              int64_t count)
 {
@@ -112,7 +114,8 @@ INLINE float dot_short_block(const void *a, const void *b, epic_type type, int64
     return dot_block(whole_a, whole_b, EPIC_F32, 0);
 }
 
-/* Adds the blocks of a row to *sum, in order. */
+/* Adds the dot products of all blocks of a row to *sum, in order. `first`: *sum has no value
+ * yet. */
 INLINE void dot_of(double *sum, bool first, const void *a, const void *b, epic_type type,
                    int64_t n)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* SIMD vectors ("lanes") of float32 for each variant, and loads and stores of row elements
- * of any type. `type` must be a constant where these functions are inlined: F32, BF16 or
- * F16. */
+/* SIMD vectors of float32, of type `lanes`, for the variant that is being compiled, and loads
+ * and stores of row elements of any type. In a call of these functions, `type` must be a
+ * constant: F32, BF16 or F16. */
 #ifndef EPIC_HOST_LANES_ANY_H
 #define EPIC_HOST_LANES_ANY_H
 
@@ -25,7 +25,7 @@ INLINE const char *element_at(const void *row, epic_type type, int64_t at)
     return (const char *)row + at * bytes_of(type);
 }
 
-/* Loads LANES elements from element `at` on, as float32. */
+/* Loads LANES elements of a row, from element `at` on, and converts them to float32. */
 INLINE lanes load_lanes(const void *row, epic_type type, int64_t at)
 {
     const char *from = element_at(row, type, at);
@@ -34,7 +34,7 @@ INLINE lanes load_lanes(const void *row, epic_type type, int64_t at)
                               : load_f32(from);
 }
 
-/* Stores LANES elements, rounded to `type`. */
+/* Rounds LANES elements to `type` and stores them in a row, from element `at` on. */
 INLINE void store_lanes(void *row, epic_type type, int64_t at, lanes x)
 {
     char *to = (char *)row + at * bytes_of(type);
@@ -46,7 +46,8 @@ INLINE void store_lanes(void *row, epic_type type, int64_t at, lanes x)
         store_f32(to, x);
 }
 
-/* Loads the last `count` elements of a row, fewer than LANES. The other lanes are 0. */
+/* Loads the last `count` elements of a row (fewer than LANES), from element `at` on. The other
+ * lanes are 0. */
 INLINE lanes load_some(const void *row, epic_type type, int64_t at, int64_t count)
 {
     char whole[LANES * sizeof(float)] = {0};
@@ -54,7 +55,7 @@ INLINE lanes load_some(const void *row, epic_type type, int64_t at, int64_t coun
     return load_lanes(whole, type, 0);
 }
 
-/* Stores the first `count` lanes as the last elements of a row. */
+/* Stores the first `count` lanes as the last elements of a row, from element `at` on. */
 INLINE void store_some(void *row, epic_type type, int64_t at, int64_t count, lanes x)
 {
     char whole[LANES * sizeof(float)];

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Vectors of float32 for AVX2 with FMA and F16C: eight lanes. */
+/* SIMD vectors of float32 for processors with AVX2, FMA and F16C: eight lanes. */
 #ifndef EPIC_HOST_LANES_H
 #define EPIC_HOST_LANES_H
 
@@ -33,7 +33,7 @@ INLINE void store_f32(void *to, lanes x)
     _mm256_storeu_ps(to, x);
 }
 
-/* Computes what bf16_of_float() does. */
+/* Rounds each lane to bfloat16 as bf16_of_float() does, and stores them. */
 INLINE void store_bf16(void *to, lanes x)
 {
     const __m256i bits = _mm256_castps_si256(x);
@@ -60,7 +60,7 @@ INLINE void store_past_caches(void *to, lanes x)
     _mm256_stream_ps(to, x);
 }
 
-/* Computes what e4m3_of_float() does. */
+/* Rounds each lane to e4m3 as e4m3_of_float() does, and stores them. */
 INLINE void store_e4m3(void *to, lanes x)
 {
     const __m256i bits = _mm256_castps_si256(x);
@@ -87,8 +87,8 @@ INLINE void store_e4m3(void *to, lanes x)
     _mm_storel_epi64(to, _mm_packus_epi16(words, words));
 }
 
-/* Returns the larger of |a| and |b| in each lane, compared by their bits. A NaN is larger
- * than any number. */
+/* Returns the larger of |a| and |b| in each lane, compared by their bits. A NaN counts as
+ * larger than any number. */
 INLINE lanes lanes_max_size(lanes a, lanes b)
 {
     const __m256i sizes = _mm256_set1_epi32(0x7fffffff);
@@ -97,7 +97,8 @@ INLINE lanes lanes_max_size(lanes a, lanes b)
                          _mm256_and_si256(_mm256_castps_si256(b), sizes)));
 }
 
-/* Returns the largest of the lanes' bits. All lanes must be positive or NaN. */
+/* Returns the bits of the largest lane. All lanes must be positive or NaN; a NaN counts as
+ * largest. */
 INLINE uint32_t lanes_largest_bits(lanes a)
 {
     const __m256i bits = _mm256_castps_si256(a);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Vectors of float32 for AVX-512 (F, BW, VL, DQ): sixteen lanes. The processor's bfloat16
- * conversion flushes subnormals to zero, so it is not used. */
+/* SIMD vectors of float32 for processors with AVX-512 (F, BW, VL, DQ): sixteen lanes. The
+ * processor's instruction for bfloat16 flushes subnormals to zero, so it is not used. */
 #ifndef EPIC_HOST_LANES_H
 #define EPIC_HOST_LANES_H
 
@@ -34,7 +34,7 @@ INLINE void store_f32(void *to, lanes x)
     _mm512_storeu_ps(to, x);
 }
 
-/* Computes what bf16_of_float() does. */
+/* Rounds each lane to bfloat16 as bf16_of_float() does, and stores them. */
 INLINE void store_bf16(void *to, lanes x)
 {
     const __m512i bits = _mm512_castps_si512(x);
@@ -60,7 +60,7 @@ INLINE void store_past_caches(void *to, lanes x)
     _mm512_stream_ps(to, x);
 }
 
-/* Computes what e4m3_of_float() does. */
+/* Rounds each lane to e4m3 as e4m3_of_float() does, and stores them. */
 INLINE void store_e4m3(void *to, lanes x)
 {
     const __m512i bits = _mm512_castps_si512(x);
@@ -86,8 +86,8 @@ INLINE void store_e4m3(void *to, lanes x)
     _mm_storeu_si128(to, _mm512_cvtepi32_epi8(code));
 }
 
-/* Returns the larger of |a| and |b| in each lane, compared by their bits. A NaN is larger
- * than any number. */
+/* Returns the larger of |a| and |b| in each lane, compared by their bits. A NaN counts as
+ * larger than any number. */
 INLINE lanes lanes_max_size(lanes a, lanes b)
 {
     const __m512i sizes = _mm512_set1_epi32(0x7fffffff);
@@ -96,7 +96,8 @@ INLINE lanes lanes_max_size(lanes a, lanes b)
                          _mm512_and_si512(_mm512_castps_si512(b), sizes)));
 }
 
-/* Returns the largest of the lanes' bits. All lanes must be positive or NaN. */
+/* Returns the bits of the largest lane. All lanes must be positive or NaN; a NaN counts as
+ * largest. */
 INLINE uint32_t lanes_largest_bits(lanes a)
 {
     return (uint32_t)_mm512_reduce_max_epi32(_mm512_castps_si512(a));

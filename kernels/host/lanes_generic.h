@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A "vector" of one float32 for any processor. Compilers may vectorize the loops. Without an
- * FMA instruction lanes_fma() calls libm, which is correct but slow. */
+/* A "vector" of one float32, for any processor. The compiler may vectorize loops over it. On
+ * processors without an FMA instruction lanes_fma() calls libm, which is correct but slow. */
 #ifndef EPIC_HOST_LANES_H
 #define EPIC_HOST_LANES_H
 
@@ -55,7 +55,7 @@ INLINE void store_e4m3(void *to, lanes x)
     memcpy(to, &narrow, sizeof narrow);
 }
 
-/* Returns the larger of |a| and |b|, compared by their bits. A NaN is larger than any
+/* Returns the larger of |a| and |b|, compared by their bits. A NaN counts as larger than any
  * number. */
 INLINE lanes lanes_max_size(lanes a, lanes b)
 {
@@ -63,7 +63,7 @@ INLINE lanes lanes_max_size(lanes a, lanes b)
     return float_of(size_a > size_b ? size_a : size_b);
 }
 
-/* Returns the bits of a positive number or NaN. */
+/* Returns the bits of a, which must be positive or NaN. */
 INLINE uint32_t lanes_largest_bits(lanes a)
 {
     return bits_of(a);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Quantizes rows to e4m3 with one scale per block.
+/* Quantizes rows to e4m3 with one scale per block of 128 or 32 elements.
  *
  * These rules complete those of epic.h:
  * - 1x128: max|x| / 448 is rounded to float32, and 0 becomes scale 1. x / scale is rounded
@@ -18,8 +18,8 @@
 #define E8M0_ONE 127
 #define E8M0_NAN 255
 
-/* Returns the bits of the largest |x|. Bits of floats without sign have the order of the
- * floats, and NaNs are largest. */
+/* Returns the bits of the largest |x| of a block. Without the sign, the bits of floats have the
+ * order of the floats, and NaNs are largest. */
 INLINE uint32_t max_bits(const float *x, int block)
 {
     lanes max = lanes_of(0.0f);
@@ -27,7 +27,7 @@ INLINE uint32_t max_bits(const float *x, int block)
     return lanes_largest_bits(max);
 }
 
-/* Returns the scale of a block whose largest |x| has the bits `max`. */
+/* Returns the scale of a block of 128 elements. `max`: bits of the block's largest |x|. */
 INLINE float scale_1x128(uint32_t max)
 {
     if (max >= INFINITY_BITS) return float_of(NAN_BITS);
@@ -35,8 +35,9 @@ INLINE float scale_1x128(uint32_t max)
     return scale == 0.0f ? 1.0f : scale;
 }
 
-/* Returns the exponent of the scale. 448 is 1.75 * 2^8: it is the exponent of max minus 8,
- * plus 1 if the mantissa of max is above 1.75. */
+/* Returns the scale of a block of 32 elements as an e8m0 byte, an exponent. `max`: bits of the
+ * block's largest |x|. The largest e4m3 number is 448 = 1.75 * 2^8. So the exponent is that of
+ * max minus 8, plus 1 if the mantissa of max is above 1.75. */
 INLINE int scale_1x32(uint32_t max)
 {
     if (max >= INFINITY_BITS) return E8M0_NAN;
@@ -45,8 +46,8 @@ INLINE int scale_1x32(uint32_t max)
     return scale < 0 ? 0 : scale;
 }
 
-/* Returns 1 / scale. It is a power of two, so multiplying by it equals dividing by the
- * scale. */
+/* Returns 1 / scale of an e8m0 scale. The scale is a power of two, so multiplying by 1 / scale
+ * gives the same bits as dividing by it. */
 INLINE float inverse_of_e8m0(int scale)
 {
     return scale == E8M0_NAN ? float_of(NAN_BITS) : float_of((uint32_t)(254 - scale) << 23);
@@ -77,9 +78,9 @@ INLINE void quantize_block(uint8_t *q, void *scales, int64_t at, const float *x,
         quantize_block_1x32(q, scales, at, x);
 }
 
-/* Quantizes the last block of a row. Missing elements count as 0, which does not change the
- * scale. An infinite w turns those into NaN, but then the other elements are not finite
- * either. */
+/* Quantizes the last block of a row, which has `count` elements. The missing elements count as
+ * 0, which does not change the scale. If w is infinite, they become NaN; but then the other
+ * products are not finite either, so the scale is NaN anyway. */
 INLINE void quantize_short_block(uint8_t *q, void *scales, const void *row, float w,
                                  epic_type type, int64_t at, int64_t count, int block)
 {
@@ -93,7 +94,7 @@ INLINE void quantize_short_block(uint8_t *q, void *scales, const void *row, floa
     memcpy(q, whole, (size_t)count);
 }
 
-/* Quantizes x = w * row, block by block. */
+/* Quantizes w * row, block by block: n elements to q, one scale per block to `scales`. */
 INLINE void quantize_of(uint8_t *q, void *scales, const void *row, float w, epic_type type,
                         int64_t n, int block)
 {

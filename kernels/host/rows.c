@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The host's arithmetic on rows. CMake compiles this file once per kind of processor, with
- * VARIANT as the name.
+/* The host's arithmetic on rows. CMake compiles this file once per kind of processor; VARIANT
+ * is the name of the kind.
  *
- * Rows are summed in strips of STRIP_LANES columns, whose sums stay in registers while all
- * rows are read. Each strip is read from every row before it is written, so `out` may be one
+ * Rows are summed in strips of STRIP_LANES columns. The sums of a strip stay in registers while
+ * all rows are read. A strip is read from every row before it is written, so `out` may be one
  * of the rows. */
 #include "kernels/kernels.h"
 
@@ -22,7 +22,8 @@
 
 #define STRIP (STRIP_LANES / LANES)
 
-/* Arguments of a sum: out[i] = sum of weights[r] * rows[r][i]. weights NULL: all 1. */
+/* Arguments of a weighted sum of rows: out[i] = sum over r of weights[r] * rows[r][i]. weights
+ * NULL: all weights are 1. */
 typedef struct sum_args {
     void *out;
     const void *const *rows;
@@ -30,8 +31,8 @@ typedef struct sum_args {
     int num_rows;
 } sum_args;
 
-/* Calls `function` with the types as constants, so that the compiler makes a version for
- * each pair. */
+/* Calls `function` with the two types as constants, so that the compiler makes a version of it
+ * for each pair of types. */
 #define FOR_EACH_PAIR(function, type, out_type, ...)       \
     do {                                                   \
         if (type == EPIC_BF16 && out_type == EPIC_BF16)    \
@@ -50,7 +51,7 @@ typedef struct sum_args {
             function(__VA_ARGS__, EPIC_F32, EPIC_F32);     \
     } while (0)
 
-/* Sums one strip, from column `at` on. */
+/* Sums one strip of STRIP_LANES columns, from column `at` on. */
 INLINE void sum_strip(const sum_args *args, bool weighted, int64_t at, epic_type type,
                       epic_type out_type)
 {
@@ -72,7 +73,8 @@ INLINE void sum_strip(const sum_args *args, bool weighted, int64_t at, epic_type
     for (int i = 0; i < STRIP; i++) store_lanes(args->out, out_type, at + i * LANES, sums[i]);
 }
 
-/* Sums at most LANES columns, from column `at` on. */
+/* Sums `count` columns, at most LANES, from column `at` on. For the columns that do not fill a
+ * strip. */
 INLINE void sum_some(const sum_args *args, bool weighted, int64_t at, int64_t count,
                      epic_type type, epic_type out_type)
 {
@@ -85,7 +87,7 @@ INLINE void sum_some(const sum_args *args, bool weighted, int64_t at, int64_t co
     store_some(args->out, out_type, at, count, sum);
 }
 
-/* Sums all strips of a row, then the columns that are left. */
+/* Sums all n columns: first whole strips, then the columns that are left. */
 INLINE void sum_of(const sum_args *args, bool weighted, int64_t n, epic_type type,
                    epic_type out_type)
 {
@@ -110,8 +112,8 @@ static void sum_f64(const sum_args *args, int64_t n)
     }
 }
 
-/* host_kernels.partial. Without weights it is the plain sum: 1 * x is x, and fma(1, x, sum)
- * is sum + x. */
+/* Implements host_kernels.partial. Without weights it computes the plain sum, which has the
+ * same bits as with weights of 1: 1 * x is x, and fma(1, x, sum) is sum + x. */
 static void sum_partial(void *out, epic_type out_type, const void *const *rows,
                         const float *weights, int num_rows, epic_type type, int64_t n)
 {
@@ -197,11 +199,13 @@ static void fence_copies(void)
 {
 }
 #else
-#define LINE 256 /* bytes that copy_line() writes with non-temporal stores */
-/* Shorter rows go to memcpy, because head and tail would be too large a part of them. */
+#define LINE 256 /* bytes that copy_line() copies at a time */
+/* Shorter rows are copied by memcpy(). In a short row, the unaligned bytes at both ends would
+ * be a large part of the work. */
 #define MIN_PAST_CACHES 1024
 
-/* Copies LINE bytes with non-temporal stores. `to` must be aligned. */
+/* Copies LINE bytes with non-temporal stores, which bypass the caches. `to` must be aligned to
+ * sizeof(lanes). */
 INLINE void copy_line(char *to, const char *from)
 {
     const int step = (int)sizeof(lanes);
@@ -210,10 +214,10 @@ INLINE void copy_line(char *to, const char *from)
     for (int i = 0; i < LINE / step; i++) store_past_caches(to + i * step, x[i]);
 }
 
-/* host_kernels.copy. Rows are copied to results that are not read soon and exceed the
- * caches, and to staging rings that a core without a common cache reads. Non-temporal stores
- * then save reading the destination from memory, or from the reader's cache, before it is
- * written. */
+/* Implements host_kernels.copy. It copies rows to results, which are larger than the caches and
+ * not read soon, and to staging rings, which a core that shares no cache with this one reads.
+ * An ordinary store would first read the destination from memory or from that core's cache. A
+ * non-temporal store saves this read. */
 static void copy_row(void *to, const void *from, size_t n)
 {
     if (n < MIN_PAST_CACHES) {
@@ -227,15 +231,17 @@ static void copy_row(void *to, const void *from, size_t n)
     memcpy((char *)to + at, (const char *)from + at, n - at);
 }
 
-/* host_kernels.fence_copies. The fence waits until memory has all stores. One fence per row
- * of 4 KiB took more than a third of the time, so callers fence once after many rows. */
+/* Implements host_kernels.fence_copies: waits until the stores of copy_row() are visible in
+ * memory. Callers call it once after many rows, because one fence per row of 4 KiB took more
+ * than a third of the time. */
 static void fence_copies(void)
 {
     _mm_sfence();
 }
 #endif
 
-/* host_kernels.to_double. Also converts E4M3 and E8M0. Returns 0 for other types. */
+/* Implements host_kernels.to_double: converts one element, also of type E4M3 or E8M0. Returns 0
+ * for types that are not listed. */
 static double to_double(const void *from, epic_type type)
 {
     uint8_t byte;
@@ -258,7 +264,8 @@ static double to_double(const void *from, epic_type type)
     }
 }
 
-/* host_kernels.from_float. Also converts to E4M3. Does nothing for other types. */
+/* Implements host_kernels.from_float: converts x to one element, also of type E4M3. Does
+ * nothing for types that are not listed. */
 static void from_float(void *to, epic_type type, float x)
 {
     const double wide = x;

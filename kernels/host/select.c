@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Chooses the variant of the host kernels that this processor runs, and lists the sizes of
- * the element types. */
+/* Chooses the variant of the host kernels for this processor, and returns the sizes of element
+ * types. */
 #include "kernels/kernels.h"
 
 #include <stdatomic.h>
@@ -15,9 +15,9 @@ extern const host_kernels host_kernels_generic;
 extern const host_kernels host_kernels_avx2;
 extern const host_kernels host_kernels_avx512;
 
-/* Does the processor have AVX2, FMA and F16C? __builtin_cpu_supports() also checks that the
- * operating system saves the registers. Some compilers do not know "f16c", so CPUID is read
- * for it. */
+/* Returns true if the processor has AVX2, FMA and F16C. __builtin_cpu_supports() also checks
+ * that the operating system saves the registers. Some compilers do not know "f16c", so the
+ * function reads CPUID for it. */
 static bool runs_avx2(void)
 {
     unsigned a, b, c, d;
@@ -25,7 +25,7 @@ static bool runs_avx2(void)
            __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
 
-/* Does the processor have the parts of AVX-512 that lanes_avx512.h uses? */
+/* Returns true if the processor has the parts of AVX-512 that lanes_avx512.h uses. */
 static bool runs_avx512(void)
 {
     return runs_avx2() && __builtin_cpu_supports("avx512f") &&
@@ -46,7 +46,8 @@ int host_kernels_all(const host_kernels *out[4])
     return num;
 }
 
-/* Threads that call this first at the same time all store the same pointer. */
+/* Needs no lock: if several threads make the first call at the same time, all of them store the
+ * same pointer. */
 const host_kernels *host_kernels_get(void)
 {
     static _Atomic(const host_kernels *) chosen;

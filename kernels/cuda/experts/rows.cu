@@ -1,11 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Kernels that run between the two matrix products of the experts, forward and backward, and
- * kernels for the gradients of the biases.
+/* Kernels that run between the two matrix products of the experts, and kernels for the
+ * gradients of the biases.
  *
  *     gate_up      [slots, width]  result of the first product, before weight and bias
  *     activations  [slots, inner]  forward: output. Backward: on entry their gradient, on return
- *                                  the activations, which the weight gradient of the second
- *                                  product needs
+ *                                  the activations, for the weight gradient of the second product
  *     d_gate_up    [slots, width]  backward: output
  *
  *   activation_kernel            gate_up -> activations
@@ -15,11 +14,11 @@
  *   bias_kernel                  rows -> sum of each expert's rows
  *   scale_kernel                 rows * weight, or rows + weight * bias
  *
- * A warp works on one row. If the rows are aligned to 16 bytes, each lane loads 16 bytes at a
- * time. In bias_kernel, a CTA works on 64 columns of one expert. The kernels neither read nor
- * write rows without a token, because the products do not read them. Only d_slot_weights gets
- * zeros there. Memory bandwidth should limit these kernels, not arithmetic. So the activations
- * that most models use are compiled separately, without a branch for each element. */
+ * A warp works on one row. In bias_kernel, a CTA works on 64 columns of one expert. The kernels
+ * neither read nor write rows without a token, because the products do not read them. Only
+ * d_slot_weights gets zeros there. Memory bandwidth should limit these kernels, not arithmetic.
+ * So the activations that most models use are compiled separately, without a branch for each
+ * element. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/common/quantize.cuh"
@@ -39,18 +38,17 @@ static __device__ float add_lanes(float x)
     return x;
 }
 
-/* The slot that a warp works on, its local expert, and how the slot's weight is used. */
+/* A slot that a warp works on, its local expert, and how its weight is used. */
 struct Slot {
     int64_t slot, expert;
     float input,
-        /* input: factor of the first product's result; early: factor of the activation. One of
-         * the two is the slot's weight, the other is 1. */
+        /* input: factor of the first product's result; early: factor of the activation */
         early;
 };
 
 /* Calls f(slot, expert) for each slot that holds a token, and padding(slot) for each padding
- * slot of a slab. The slots are divided among the warps of the grid. All lanes of a warp make
- * each call. */
+ * slot of a slab. Divides the slots among the warps of the grid. All lanes of a warp make each
+ * call. */
 template <class F, class P>
 static __device__ __forceinline__ void each_slot(const p2p_slabs &s, F f, P padding)
 {
@@ -67,8 +65,8 @@ static __device__ __forceinline__ void each_slot(const p2p_slabs &s, F f, P padd
     }
 }
 
-/* Returns the Slot of a slot number. The slot's weight becomes Slot.input with
- * EPIC_WEIGHT_INPUT, else Slot.early. */
+/* Returns the Slot of a slot number. Its weight becomes `input` or, without EPIC_WEIGHT_INPUT,
+ * `early`. */
 static __device__ __forceinline__ Slot slot_of(const p2p_activation_job &job, int64_t slot,
                                                int64_t expert)
 {
@@ -140,8 +138,8 @@ static __device__ __forceinline__ void store_pair(const p2p_activation_job &job,
     }
 }
 
-/* Adds the bias of the slot's expert to p, for columns [i, i + V). Loads whole vectors if type
- * and alignment of the bias allow it. */
+/* Adds the bias of the slot's expert to p, for columns [i, i + V). Loads vectors where
+ * possible. */
 template <class T, int V, int KIND>
 static __device__ __forceinline__ void add_bias(const p2p_activation_job &job, const Slot &s,
                                                 int64_t i, Pair<V> &p)
@@ -184,9 +182,9 @@ static __device__ __forceinline__ Pair<V> apply_weight_and_bias(const p2p_activa
     return p;
 }
 
-/* Forward: computes the activations of all slots. A warp cannot have many loads in flight,
- * because the compiler must assume that its store changes what the next loads read. So the
- * launch bounds require many warps per SM. */
+/* Forward: computes the activations of all slots. A warp has few loads in flight, because its
+ * stores may change what the next loads read. So the launch bounds require many warps per
+ * SM. */
 template <class T, int V, int KIND>
 static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 4)
     activation_kernel(const __grid_constant__ p2p_activation_job job)
@@ -350,9 +348,9 @@ static __device__ __forceinline__ float backward_row(const p2p_activation_job &j
     return dot;
 }
 
-/* Returns this lane's part of dot(d_y, b_down): the sum over the columns that this lane
- * handles. With EPIC_WEIGHT_EARLY the weight also multiplies the bias b_down of the second
- * product, so this is a part of the weight's gradient. */
+/* Returns this lane's part of dot(d_y, b_down), its sum over the columns that this lane
+ * handles. With EPIC_WEIGHT_EARLY it belongs to the weight's gradient, because the weight
+ * multiplies b_down, too. */
 template <class T, int V>
 static __device__ float down_bias_dot(const p2p_activation_job &job, const Slot &s)
 {
@@ -433,8 +431,8 @@ static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const s
 }
 
 /* Computes the gradients of the biases: for each expert the weighted sum of its rows. A CTA
- * computes 64 columns of one expert. Each of its warps adds some of the expert's rows. Then the
- * CTA adds the sums of the warps in a fixed order, so that every run gives the same bits. */
+ * computes 64 columns of one expert. Then it adds the sums of its warps in a fixed order, so
+ * that every run gives the same bits. */
 static __global__ void __launch_bounds__(THREADS)
     bias_kernel(const __grid_constant__ p2p_bias_job job)
 {
@@ -461,8 +459,8 @@ static __global__ void __launch_bounds__(THREADS)
     store_number(job.out, job.out_type, at, total);
 }
 
-/* Multiplies the rows that hold a token by their weights or, if job.bias is set, adds weight *
- * bias to them. Works in place. */
+/* Multiplies rows by their weights or, if job.bias is set, adds weight * bias to them, in
+ * place. */
 static __global__ void __launch_bounds__(THREADS)
     scale_kernel(const __grid_constant__ p2p_scale_job job)
 {
@@ -493,8 +491,8 @@ static int ctas_of(const p2p_slabs *slabs, int sms)
     return (int)(wanted < most ? wanted : most);
 }
 
-/* Launches one instance of the backward kernel or of the forward kernel, with or without
- * quantizing. */
+/* Launches an instance of the backward kernel, or of the forward kernel that job->scales
+ * selects. */
 template <class T, int V, int KIND>
 static cudaError_t launch_kind(const p2p_activation_job *job, bool backward,
                                cudaStream_t stream)

@@ -13,9 +13,9 @@
 
 #define MOST_WARPS 4
 
-/* Computes the parts and the divisor of a token's weights again, as forward did (struct
- * Shares). s [columns] is the softmax of all columns, or NULL. If it is NULL, the function
- * loads the logits of the chosen experts into z. */
+/* Computes the parts and the divisor of a token's weights again (struct Shares), as forward
+ * did. s [columns]: the softmax over all columns; NULL if the score is not a softmax. Then the
+ * function loads the logits of the chosen experts into z. */
 __device__ __forceinline__ Shares<2> recompute_shares(const p2p_router_backward_job &job,
                                                       const Chosen<2> &c, const float *s,
                                                       float (&z)[2], int64_t token)
@@ -36,8 +36,8 @@ __device__ __forceinline__ Shares<2> recompute_shares(const p2p_router_backward_
     return compute_shares(job.rows, c, x);
 }
 
-/* Replaces g, the gradient of the weights, by the gradient of the parts (struct Shares).
- * share_backward() on the host has the same formula. */
+/* Replaces g, the gradient of the weights, by the gradient of the parts (struct Shares). The
+ * host's share_backward() has the same formula. */
 __device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<2> &c,
                                                float scale, float (&g)[2])
 {
@@ -54,8 +54,8 @@ __device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<
 }
 
 /* Replaces g, the gradient of the parts, by the gradient of the chosen experts' scores or
- * logits, and adds it to d [columns]. It adds one choice after the other, because two choices
- * of a token can have the same expert. */
+ * logits, and adds it to row d [columns] in shared memory. Adds one choice after the other,
+ * because two choices of a token may have the same expert. */
 __device__ __forceinline__ void parts_backward(const epic_router &r, const Shares<2> &s,
                                                const Chosen<2> &c, const float (&z)[2],
                                                float (&g)[2], float *d)
@@ -76,9 +76,9 @@ __device__ __forceinline__ void parts_backward(const epic_router &r, const Share
     }
 }
 
-/* Writes the gradient of all logits of a token. d [columns] is the gradient of the scores, or
- * already that of the logits if the weights are computed from the logits. s [columns] is the
- * softmax of all columns, or NULL. */
+/* Writes the gradient of all logits of a token. d [columns]: the gradient of the scores, or
+ * already that of the logits if the weights are computed from logits. s [columns]: the softmax
+ * over all columns; NULL if the score is not a softmax. */
 template <int V>
 __device__ __forceinline__ void write_gradient(const p2p_router_backward_job &job,
                                                const float *s, const float *d, int64_t token)
@@ -100,7 +100,7 @@ __device__ __forceinline__ void write_gradient(const p2p_router_backward_job &jo
         });
 }
 
-/* Returns the choices of a token. An id that is out of range becomes -1. */
+/* Returns the choices of a token from topk_idx. An id that is out of range becomes -1. */
 __device__ __forceinline__ Chosen<2> read_choices(const p2p_router_backward_job &job,
                                                   int64_t token)
 {
@@ -113,14 +113,15 @@ __device__ __forceinline__ Chosen<2> read_choices(const p2p_router_backward_job 
     return c;
 }
 
-/* Returns whether the weights are computed from a softmax over all experts. */
+/* Returns true if the weights are computed from a softmax over all experts. Then the kernels
+ * need all logits of a token. */
 __host__ __device__ __forceinline__ bool needs_full_softmax(const epic_router &r)
 {
     return r.weight_rule == EPIC_WEIGHT_OF_SCORE && r.score == EPIC_SCORE_SOFTMAX;
 }
 
-/* Computes d_logits. Each warp works on one token. d and s are this warp's rows in shared
- * memory. */
+/* The kernel that computes d_logits. Each warp works on one token. d and s are this warp's rows
+ * in shared memory. */
 template <int V>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     router_backward_kernel(const __grid_constant__ p2p_router_backward_job job)
@@ -153,18 +154,18 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 
 /* -------------------------------------------------------------- the scale by expert ---- */
 
-#define SCALE_WARPS 8 /* the tokens are cut into this many parts, one per warp */
+#define SCALE_WARPS 8 /* the tokens are divided into this many parts, one per warp */
 
 /* Returns what choice number `place` adds to the gradient of its expert's scale: the gradient
- * of the choice's weight, times the weight before it is multiplied by this scale. All lanes get
- * the result. `s` is memory for one row per warp. */
+ * of the choice's weight, times the weight before this scale is applied. All lanes get the
+ * result. `s`: shared memory for one row per warp. */
 __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job, float *s,
                                              int64_t place)
 {
     const int k = (int)job.rows.router.top_k, choice = (int)(place % k);
     const int64_t token = place / k;
     float z[2];
-    __syncwarp(); /* wait until all lanes have read the previous token's row */
+    __syncwarp(); /* Wait until all lanes have read the row of the token before. */
     if (needs_full_softmax(job.rows.router)) {
         load_row<0>(s, job.rows, token);
         compute_softmax<0>(s, s, job.rows.columns);
@@ -179,9 +180,10 @@ __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job,
     return (double)job.d_weights[place] * (double)weight;
 }
 
-/* Computes d_scale_of_expert. A CTA works on one expert, and each of its warps on a part of the
- * tokens. The warps compute the weights again, which is cheap, because an expert has only a
- * small part of all choices. Thread 0 adds the sums of the warps in a fixed order. */
+/* The kernel that computes d_scale_of_expert. A CTA works on one expert, and each of its warps
+ * on a part of the tokens. The warps compute the weights again, which is cheap, because an
+ * expert has only a small part of all choices. Thread 0 adds the sums of the warps in a fixed
+ * order. */
 __global__ void __launch_bounds__(SCALE_WARPS *WARP)
     router_scale_kernel(const __grid_constant__ p2p_router_backward_job job)
 {

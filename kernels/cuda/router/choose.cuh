@@ -1,29 +1,30 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Chooses the experts of a token: those with the k largest selection values. If values are
- * equal, the lower expert id wins. NaN counts as less than any other value.
+/* Chooses the experts of a token: the ids with the k largest selection values (score or logit
+ * plus bias). Of equal values, the lower id wins. NaN counts as less than any other value.
  *
  *   key    a selection value, mapped to an unsigned number in the same order; 0 equals -0
  *   Deal   which lane owns which ids: each lane has consecutive ids, in the order of lanes
  *   Owned  the keys of a lane's ids: sorted in registers, or, if V is 0, in shared memory
  *
- * One warp works on one token. The warp repeats k times: it finds the largest key of all lanes,
- * and the first lane that has this key, which owns the lowest id with it. That lane removes the
- * key. If the router has groups of experts, the warp first computes the score of each group,
- * and keeps only the ids of the best topk_groups groups. */
+ * One warp works on one token. It repeats k times: find the largest key of all lanes, and the
+ * first lane that has this key. This lane owns the lowest id with the key, and removes the key.
+ * If the router has groups of experts, the warp first computes the score of each group, and
+ * keeps only the ids of the best topk_groups groups. */
 #ifndef EPIC_CHOOSE_CUH
 #define EPIC_CHOOSE_CUH
 
 #include "cuda/router/router.cuh"
 
 #define KEY_NONE 0u /* key of an id that cannot be chosen */
-/* keys of the values NaN and 0 */
+/* keys of the selection values NaN and 0 */
 #define KEY_NAN 1u
 #define KEY_ZERO 0x80000000u
 
-/* key_of() converts a value to its key; value_of_key() converts it back. */
+/* key_of() converts a selection value to its key; value_of_key() converts it back. */
 __device__ __forceinline__ uint32_t key_of(float x)
 {
-    const uint32_t bits = __float_as_uint(x + 0.0f); /* adding 0 changes -0 to 0 */
+    /* adding 0 changes -0 to 0, so that both get the same key */
+    const uint32_t bits = __float_as_uint(x + 0.0f);
     const uint32_t key = bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u);
     return x != x ? KEY_NAN : key;
 }
@@ -34,8 +35,8 @@ __device__ __forceinline__ float value_of_key(uint32_t key)
     return key == KEY_NAN ? NAN : __uint_as_float(bits);
 }
 
-/* The keys of one lane, which owns the ids [first, first + count). They are in V registers,
- * sorted, largest first. */
+/* The keys of one lane, which owns the ids [first, first + count). The keys are in V registers,
+ * sorted, the largest first. */
 template <int V> struct Owned {
     int first, count;
     uint32_t key[V];
@@ -72,8 +73,8 @@ template <int V> struct Owned {
             key[v] = v < count ? keys[padded_index(first + v)] : KEY_NONE;
         sort();
     }
-    /* Sets all keys of this lane to `value`, in registers and, if `value` is not KEY_NONE, in
-     * shared memory. */
+    /* Sets all keys of this lane to `value` in registers. If `value` is not KEY_NONE, also sets
+     * them in shared memory, where choose_by_lanes() looks for the ids. */
     __device__ __forceinline__ void fill(uint32_t *keys, uint32_t value)
     {
         if (value != KEY_NONE)
@@ -81,7 +82,7 @@ template <int V> struct Owned {
 #pragma unroll
         for (int v = 0; v < V; v++) key[v] = v < count ? value : KEY_NONE;
     }
-    /* Removes the largest key if `mine` is true. */
+    /* Removes this lane's largest key if `mine` is true. */
     __device__ __forceinline__ void drop(bool mine)
     {
 #pragma unroll
@@ -89,9 +90,9 @@ template <int V> struct Owned {
     }
 };
 
-/* The keys of one lane that owns any number of ids, [first, first + count). They stay in shared
- * memory, unsorted. top() and drop() visit them from the largest key down; equal keys in
- * ascending order of ids. */
+/* The keys of one lane that owns any number of ids, [first, first + count). The keys stay in
+ * shared memory, unsorted. top() and drop() visit them from the largest key to the smallest,
+ * equal keys in ascending order of ids. */
 template <> struct Owned<0> {
     int first, count, place;
     uint32_t best;
@@ -102,13 +103,13 @@ template <> struct Owned<0> {
     {
         return best;
     }
-    /* Returns the id of top(). */
+    /* Returns the id of the key that top() returns. */
     __device__ int id() const
     {
         return first + place;
     }
-    /* Sets `best` and `place` to the next key in the order of visits, after key `last` at
-     * position last_place. */
+    /* Sets `best` and `place` to the key that comes next in this order after key `last`, which
+     * is at position last_place. */
     __device__ void find(uint32_t last, int last_place)
     {
         best = KEY_NONE;
@@ -118,7 +119,7 @@ template <> struct Owned<0> {
             if (left && key > best) best = key, place = v;
         }
     }
-    /* Makes this lane the owner of ids [first_id, first_id + num_ids). Their keys are in
+    /* Makes this lane the owner of the ids [first_id, first_id + num_ids), whose keys are in
      * `from`. */
     __device__ void read(const uint32_t *from, int first_id, int num_ids)
     {
@@ -134,16 +135,15 @@ template <> struct Owned<0> {
         for (int v = 0; v < count; v++) to[padded_index(first + v)] = value;
         find(0xffffffffu, -1);
     }
-    /* Goes on to the next key if `mine` is true. */
+    /* Goes on to this lane's next key if `mine` is true. */
     __device__ void drop(bool mine)
     {
         if (mine) find(best, place);
     }
 };
 
-/* The assignment of expert ids to lanes. If there are at most 32 groups of experts, 1 <<
- * lane_bits lanes share a group. If there are more, each lane has groups_per_lane whole
- * groups. */
+/* Which lane owns which expert ids. If there are at most 32 groups of experts, 1 << lane_bits
+ * lanes share one group. If there are more, each lane has groups_per_lane whole groups. */
 struct Deal {
     int groups;          /* number of groups of experts; 1 if the router has no groups */
     int each;            /* number of ids in a group */
@@ -168,7 +168,7 @@ struct Deal {
     }
 };
 
-/* Returns the assignment of ids to lanes for a router with `columns` ids. */
+/* Returns the Deal (which lane owns which ids) of a router with `columns` ids. */
 static inline Deal deal_of(const epic_router &r, int columns)
 {
     Deal d = {r.num_groups ? (int)r.num_groups : 1, 0, 0, 1, 0};
@@ -193,16 +193,16 @@ __device__ __forceinline__ Run own_run(const Deal &d)
     return {d.group() * d.each + begin, max(count, 0)};
 }
 
-/* Returns the first lane whose `top` is the largest one of the warp. Called by all lanes. */
+/* Returns the first lane whose `top` is the largest of the warp. Called by all lanes. */
 __device__ __forceinline__ int best_lane(uint32_t top)
 {
     const uint32_t largest = __reduce_max_sync(ALL_LANES, top);
     return __ffs(__ballot_sync(ALL_LANES, top == largest)) - 1;
 }
 
-/* Returns the score of this lane's group: the sum of the group's m largest values, added from
- * the largest down. The function gets a copy of `own`, because it removes keys. Called by all
- * lanes. */
+/* Returns the score of this lane's group of experts: the sum of the group's m largest selection
+ * values, added from the largest to the smallest. `own` is a copy, because the function removes
+ * keys from it. Called by all lanes. */
 template <int V>
 __device__ __forceinline__ float score_group(const Deal &d, Owned<V> own, int m)
 {
@@ -220,8 +220,8 @@ __device__ __forceinline__ float score_group(const Deal &d, Owned<V> own, int m)
     return score;
 }
 
-/* Returns whether this lane's group is one of the topk_groups groups with the largest scores.
- * `score` is the score of this lane's group. Called by all lanes. */
+/* Returns true if this lane's group is one of the topk_groups groups with the largest scores.
+ * `score`: the score of this lane's group. Called by all lanes. */
 __device__ __forceinline__ bool keep_group(const Deal &d, float score, int topk_groups)
 {
     const bool leads = d.lane_of_group() == 0 && d.group() < d.groups;
@@ -235,9 +235,9 @@ __device__ __forceinline__ bool keep_group(const Deal &d, float score, int topk_
     return kept;
 }
 
-/* Selects the topk_groups best groups of experts if there are more than 32 groups. Each lane
- * computes the scores of its groups one by one, and writes their keys to group_keys. The ids in
- * groups that are not selected get the key `others`. */
+/* Selects the topk_groups best groups of experts, if there are more than 32 groups. Each lane
+ * computes the scores of its groups one by one, and writes their keys to group_keys. Ids in
+ * groups that are not selected get the key `others`. Called by a whole warp. */
 __device__ __noinline__ void keep_many_groups(const epic_router &r, const Deal &d,
                                               uint32_t *keys, uint32_t *group_keys, int m,
                                               uint32_t others)
@@ -266,8 +266,8 @@ __device__ __noinline__ void keep_many_groups(const epic_router &r, const Deal &
             keys[padded_index(g * d.each + i)] = others;
 }
 
-/* Reads the keys of this lane's ids into `own`. If the router has groups, it also selects the
- * best groups. The ids in the other groups get KEY_NONE, or KEY_ZERO with EPIC_OTHERS_ZERO. */
+/* Reads the keys of this lane's ids into `own`. If the router has groups, also selects the best
+ * groups. Ids in the other groups then get KEY_NONE or, with EPIC_OTHERS_ZERO, KEY_ZERO. */
 template <int V>
 __device__ __forceinline__ void read_own_keys(const epic_router &r, const Deal &d,
                                               Owned<V> &own, uint32_t *keys,
@@ -291,8 +291,8 @@ __device__ __forceinline__ void read_own_keys(const epic_router &r, const Deal &
     __syncwarp();
 }
 
-/* Returns the k choices of a token whose keys are in shared memory. It repeats k times: the
- * lane with the largest key removes this key, and its id becomes the next choice. */
+/* Returns the k choices of a token, if keys are in shared memory (V is 0). Repeats k times: the
+ * lane with the largest key removes this key, and the key's id becomes the next choice. */
 template <int J> __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<0> &own, int k)
 {
     Chosen<J> c = {k, {-1}};
@@ -307,10 +307,10 @@ template <int J> __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<0> &
     return c;
 }
 
-/* Returns the k choices of a token whose keys are in registers. The registers have no ids, so
- * this takes two steps. First the warp finds the k largest keys, and for each the lane that
- * owns it. Then, for all keys at once, lane i searches the ids of the lane that owns key number
- * i for this key. If a lane has equal keys, the lower id comes first. */
+/* Returns the k choices of a token, if keys are in registers. The registers do not contain ids,
+ * so this takes two steps. First the warp finds the k largest keys, and for each key the lane
+ * that owns it. Then, for all keys at once, lane i looks for key number i among the ids of the
+ * lane that owns it. If a lane has equal keys, the lower id comes first. */
 template <int J, int V>
 __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const uint32_t *keys)
 {
@@ -338,9 +338,9 @@ __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const
     return c;
 }
 
-/* Returns the top_k choices of a token from its keys [columns] in shared memory. Called by a
- * whole warp. group_keys is memory for one key per group; it is used only if there are more
- * than 32 groups. */
+/* Returns the top_k choices of a token from its keys [columns] in shared memory. group_keys:
+ * shared memory for one key per group, used only if there are more than 32 groups. Called by a
+ * whole warp. */
 template <int V, int J>
 __device__ __forceinline__ Chosen<J> choose_experts(const epic_router &r, const Deal &d,
                                                     uint32_t *keys, uint32_t *group_keys,

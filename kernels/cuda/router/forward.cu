@@ -7,17 +7,18 @@
  *   out  scores    [num_tokens, columns], if the caller wants them
  *
  * One warp works on one token; no warp waits for another one. The token's logits, scores and
- * selection keys are in shared memory. The weight of a choice is its part divided by the
- * token's divisor:
+ * keys (by which experts are compared, choose.cuh) are in shared memory. The weight of a choice
+ * is the choice's part divided by the token's divisor (struct Shares):
  *
- *   logits -> scores -> selection keys -> choices (choose.cuh) -> parts, divisor -> weights */
+ *   logits -> scores -> keys -> choices (choose.cuh) -> parts, divisor -> weights */
 #include "cuda/common/launch.cuh"
 #include "cuda/router/choose.cuh"
 
 #define MOST_WARPS 4
 
-/* Returns the experts in row token_ids[token] of the caller's table. An id that is out of range
- * becomes -1. If the table does not have this row, all ids are -1. */
+/* Returns the experts of a token that the caller's table fixes: those in row token_ids[token].
+ * An expert id that is out of range becomes -1. If the table does not have this row, all ids
+ * are -1. */
 template <int J>
 __device__ __forceinline__ Chosen<J> read_table_row(const p2p_router_job &job, int64_t token)
 {
@@ -34,7 +35,7 @@ __device__ __forceinline__ Chosen<J> read_table_row(const p2p_router_job &job, i
     return c;
 }
 
-/* The router's bias of this lane's columns, or zeros if there is no bias. The kernel loads it
+/* The router's bias for this lane's columns, or zeros if there is no bias. The kernel loads it
  * before the logits, so that both loads overlap. */
 template <int V> struct Bias {
     float x[V > 0 ? V : 1];
@@ -51,7 +52,8 @@ template <int V> struct Bias {
     }
 };
 
-/* Computes the selection key of each column i from values[i] plus the bias of the column. */
+/* Computes the key of each column i, by which experts are compared, from values[i] plus the
+ * bias of the column. */
 template <int V>
 __device__ __forceinline__ void make_keys(const p2p_router_job &job, uint32_t *keys,
                                           const float *values, const Bias<V> &bias)
@@ -70,8 +72,8 @@ __device__ __forceinline__ void make_keys(const p2p_router_job &job, uint32_t *k
     __syncwarp();
 }
 
-/* Computes the weights of a token's choices, and writes ids and weights. `from` [columns] has
- * the values from which compute_shares() computes the weights: scores or logits. */
+/* Computes the weights of a token's choices, and writes ids and weights to the output. `from`
+ * [columns]: scores or logits, from which compute_shares() computes the weights. */
 template <int J>
 __device__ __forceinline__ void write_weights(const p2p_router_job &job, const Chosen<J> &c,
                                               const float *from, int64_t token)
@@ -94,7 +96,7 @@ __device__ __forceinline__ void write_weights(const p2p_router_job &job, const C
     }
 }
 
-/* The kernel; each warp routes one token. V is the number of columns per lane; 0: any
+/* The kernel: each warp routes one token. V is the number of columns per lane; 0: any
  * number. */
 template <int V>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
@@ -103,7 +105,8 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     float *const memory = (float *)dynamic_shared();
     const epic_router &r = job.rows.router;
     const int columns = job.rows.columns, words = row_words_of<V>(columns);
-    constexpr int J = V > 0 ? 1 : 2; /* choices per lane; V is 0 if a token has more than 32 */
+    /* choices per lane; p2p_launch_router() chooses V = 0 if top_k is above 32 */
+    constexpr int J = V > 0 ? 1 : 2;
     const int64_t token = (int64_t)blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
     const int group_words = r.num_groups > WARP ? row_words((int)r.num_groups) : 0;
     if (token >= job.rows.num_tokens) return;
@@ -139,8 +142,9 @@ static cudaError_t launch_width(const p2p_router_job *job, const Deal &deal,
                          *job, deal);
 }
 
-/* Chooses the smallest V that suffices both for the columns per lane and for the ids per
- * lane. */
+/* Chooses the kernel instance with the smallest V that is at least the number of columns per
+ * lane and the number of ids per lane. Uses V = 0 if no V suffices, or for more than 32 groups
+ * or choices. */
 extern "C" cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream)
 {
     const Deal d = deal_of(job->rows.router, job->rows.columns);

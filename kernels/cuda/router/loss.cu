@@ -7,8 +7,8 @@
  *   loss_kernel<BACKWARD>   logits, d_loss -> d_logits [num_tokens, columns]
  *   bias_update_kernel      load [num_experts] -> bias [num_experts]            one CTA
  *
- * In loss_kernel, one warp works on one run: a number of consecutive tokens (rules/rule.h). The
- * runs depend only on the number of tokens, so the order in which losses are added does not
+ * In loss_kernel, one warp works on one *run*: a number of consecutive tokens (rules/rule.h).
+ * The runs depend only on the number of tokens, so the order in which losses are added does not
  * depend on the GPU. For the balance loss by sequences, each CTA counts the choices in all
  * sequences that its runs overlap. */
 #include "cuda/common/launch.cuh"
@@ -20,8 +20,8 @@
 
 enum Pass { FORWARD, BACKWARD };
 
-/* Writes the probabilities of a token's experts to p: the scores divided by their sum. Returns
- * that sum, or 1 for a softmax. If the sum is 0, all numbers in p are 0. */
+/* Writes the probabilities of a token's experts, which are the scores divided by their sum, to
+ * p. Returns that sum, or 1 for a softmax. If the sum is 0, all numbers in p are 0. */
 __device__ __forceinline__ float compute_probabilities(const p2p_router_rows &rows, float *p,
                                                        int64_t token)
 {
@@ -38,9 +38,9 @@ __device__ __forceinline__ float compute_probabilities(const p2p_router_rows &ro
     return sum;
 }
 
-/* FORWARD: returns what one token adds to the balance loss, the sum of p * load over the
- * experts. BACKWARD: writes the gradient of the token's logits. p [columns] is workspace of the
- * warp; it gets the probabilities. */
+/* FORWARD: returns what one token adds to the balance loss: the sum over the experts of
+ * probability * load. BACKWARD: writes the gradient of the token's logits. p [columns]: shared
+ * memory of the warp; on return it contains the probabilities. */
 template <Pass PASS>
 __device__ __forceinline__ double balance_term(const p2p_loss_job &job, const int32_t *load,
                                                float *p, double factor, int64_t token)
@@ -65,9 +65,9 @@ __device__ __forceinline__ double balance_term(const p2p_loss_job &job, const in
     return 0;
 }
 
-/* FORWARD: returns what one token adds to the z-loss, the square of the logsumexp of its
- * logits. BACKWARD: writes the gradient of the token's logits. p [columns] is workspace of the
- * warp. */
+/* FORWARD: returns what one token adds to the z-loss: the square of the logsumexp of its
+ * logits. BACKWARD: writes the gradient of the token's logits. p [columns]: shared memory of
+ * the warp. */
 template <Pass PASS>
 __device__ __forceinline__ double z_term(const p2p_loss_job &job, float *p, double factor,
                                          int64_t token)
@@ -83,8 +83,8 @@ __device__ __forceinline__ double z_term(const p2p_loss_job &job, float *p, doub
     return 0;
 }
 
-/* Counts the choices of each expert in the sequence that begins with token `first`. Called by
- * all threads of the CTA. */
+/* Counts the choices of each expert in the sequence that begins with token `first`, into counts
+ * [columns] in shared memory. Called by all threads of the CTA. */
 __device__ __forceinline__ void count_sequence(const p2p_loss_job &job, int32_t *counts,
                                                int64_t first)
 {
@@ -104,16 +104,17 @@ struct Span {
     int64_t begin, end;
 };
 
-/* Returns those tokens of s that are in the sequence that begins with token `first`. If
- * sequence_tokens is 0, returns all tokens of s. */
+/* Returns the tokens of s that belong to the sequence that begins with token `first`. If
+ * sequence_tokens is 0 (no sequences), returns all tokens of s. */
 __device__ __forceinline__ Span clip_to_sequence(Span s, int64_t first, int64_t sequence_tokens)
 {
     if (sequence_tokens == 0) return s;
     return {max(s.begin, first), min(s.end, first + sequence_tokens)};
 }
 
-/* Returns the factor of the loss: job.factor. If job.plan is set, the factor is divided once or
- * twice (job.powers) by the number of tokens of all ranks, which the plan records. */
+/* Returns the factor by which the sum over the tokens is multiplied: job.factor. If job.plan is
+ * set, divides it once or twice (job.powers) by the number of tokens of all ranks, which the
+ * plan records. */
 static __device__ double factor_of(const p2p_loss_job &job)
 {
     const device_plan_header *plan = (const device_plan_header *)job.plan;
@@ -125,9 +126,9 @@ static __device__ double factor_of(const p2p_loss_job &job)
     return job.factor / (job.powers == 2 ? (double)tokens : 1.0) / (double)tokens;
 }
 
-/* Computes the sum of the loss over each run of tokens, or the gradient of its logits; one warp
- * per run. For the balance loss by sequences, the whole CTA visits the sequences that its runs
- * overlap, one after the other. */
+/* FORWARD: computes the sum of the loss over each run of tokens. BACKWARD: writes the gradient
+ * of their logits. One warp works on one run. For the balance loss by sequences, the whole CTA
+ * visits the sequences that its runs overlap, one after the other. */
 template <Pass PASS, bool Z>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     loss_kernel(const __grid_constant__ p2p_loss_job job)
@@ -161,7 +162,8 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     if (PASS == FORWARD && lane_id() == 0 && mine < LOSS_RUNS) job.runs[mine] = sum;
 }
 
-/* Adds the sums of all runs in a binary tree, and writes the loss. The grid has one CTA. */
+/* The kernel that adds the sums of all runs in a binary tree, and writes the loss. The grid has
+ * one CTA. */
 __global__ void __launch_bounds__(ADDERS)
     add_runs_kernel(const __grid_constant__ p2p_loss_job job)
 {
@@ -178,7 +180,7 @@ __global__ void __launch_bounds__(ADDERS)
         *(float *)job.loss = (float)(factor_of(job) * runs[0]);
 }
 
-/* Launches loss_kernel with as many warps per CTA as fit in shared memory, at most
+/* Launches loss_kernel with as many warps per CTA as shared memory allows, at most
  * MOST_WARPS. */
 template <Pass PASS, bool Z>
 static cudaError_t launch_pass(const p2p_loss_job *job, cudaStream_t stream)
@@ -208,8 +210,8 @@ extern "C" cudaError_t p2p_launch_loss_backward(const p2p_loss_job *job, cudaStr
 
 /* ----------------------------------------------------------------------------- bias ---- */
 
-/* Computes bias += rate * sign(mean load - load). To be exact, it takes the sign of an integer:
- * total load - num_experts * load. The grid has one CTA. */
+/* The kernel that computes bias += rate * sign(mean load - load). To be exact, it takes the
+ * sign of the integer (total load - num_experts * load). The grid has one CTA. */
 __global__ void __launch_bounds__(ADDERS)
     bias_update_kernel(float *bias, const int32_t *load, int64_t num_experts, float rate)
 {

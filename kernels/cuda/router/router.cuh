@@ -2,11 +2,12 @@
 /* Functions for a warp that works on the logits of one token. All kernels of this folder call
  * them.
  *
- *   column i       belongs to lane i % 32; it is stored in shared memory at padded_index(i)
+ *   column i       logit i of the token; it belongs to lane i % 32, and is stored in shared memory
+ *                  at padded_index(i)
  *   template V     columns per lane, known to the compiler; 0: any number of columns
  *   template J     choices per lane: 1 if top_k is at most 32, else 2
  *
- * The results are bit-identical to those of the host (src/router). For this, device and host
+ * The results have the same bits as those of the host (src/router). For this, device and host
  * use the same scalar functions, add in the same order, and are compiled without fused
  * multiply-add. */
 #ifndef EPIC_ROUTER_CUH
@@ -33,7 +34,7 @@
 #define WARP 32
 #define ALL_LANES 0xffffffffu
 #define SUM_BLOCK 1024
-/* Bytes of shared memory that a CTA uses at most. Every GPU since sm_80 has at least this
+/* Largest number of bytes of shared memory that a CTA uses. Every GPU since sm_80 has this
  * much. */
 #define SHARED_BYTES (96 << 10)
 
@@ -50,22 +51,22 @@ __host__ __device__ __forceinline__ int padded_index(int i)
     return i + (i >> 5);
 }
 
-/* Returns how many words of shared memory a row of `columns` columns needs. The number of
- * columns is rounded up to a multiple of 32. */
+/* Returns the number of words of shared memory for a row of `columns` columns, rounded up to a
+ * multiple of 32 columns, with padding (padded_index()). */
 __host__ __device__ __forceinline__ int row_words(int columns)
 {
     return (columns + WARP - 1) / WARP * (WARP + 1);
 }
 
-/* Returns how many words of shared memory a row needs: with V columns per lane, or, if V is 0,
- * with `columns` columns. */
+/* Returns the number of words of shared memory for a row: of V columns per lane or, if V is 0,
+ * of `columns` columns. */
 template <int V> __host__ __device__ __forceinline__ int row_words_of(int columns)
 {
     return V > 0 ? V * (WARP + 1) : row_words(columns);
 }
 
-/* Calls f(i) for each column i in [first, end) that belongs to this lane, in ascending order.
- * first must be a multiple of 32. */
+/* Calls f(i) for each of this lane's columns i in [first, end), in ascending order. first must
+ * be a multiple of 32. */
 template <int V, class F> __device__ __forceinline__ void each_column(int first, int end, F f)
 {
     if (V > 0) {
@@ -80,8 +81,9 @@ template <int V, class F> __device__ __forceinline__ void each_column(int first,
     }
 }
 
-/* Calls f(i) for this lane's columns below `end`. If V is not 0, it also calls f(i) for columns
- * past `end`, which saves a comparison per column. Their words in shared memory exist. */
+/* Calls f(i) for each of this lane's columns i below `end`. If V is not 0, also calls f(i) for
+ * this lane's columns past `end`, which saves a comparison per column. Shared memory has words
+ * for these columns, too, so f may access them. */
 template <int V, class F> __device__ __forceinline__ void each_place(int end, F f)
 {
     if (V > 0) {
@@ -93,7 +95,7 @@ template <int V, class F> __device__ __forceinline__ void each_place(int end, F 
 }
 
 /* Returns the sum of x over the lanes of the warp, on every lane. Adds lanes at distances 16,
- * 8, 4, 2, 1, in this order. */
+ * 8, 4, 2 and 1, in this order, as the host does. */
 template <class T> __device__ __forceinline__ T add_lanes(T x)
 {
 #pragma unroll
@@ -102,8 +104,8 @@ template <class T> __device__ __forceinline__ T add_lanes(T x)
     return x;
 }
 
-/* Returns the sum of f(i) over all columns, on every lane. It adds in the same order as the
- * host: blocks of SUM_BLOCK columns one after the other; in a block, one sum per lane, then
+/* Returns the sum of f(i) over all columns, on every lane. Adds in the same order as the host:
+ * blocks of SUM_BLOCK columns one after the other; within a block, one sum per lane, then
  * add_lanes(). */
 template <int V, class T, class F> __device__ __forceinline__ T add_columns(int columns, F f)
 {
@@ -119,7 +121,7 @@ template <int V, class T, class F> __device__ __forceinline__ T add_columns(int 
 
 /* ------------------------------------------------------------------------- elements ---- */
 
-/* Returns a number of another type as float32. */
+/* Returns a number of float32 or a 16-bit type as float32. */
 __device__ __forceinline__ float load_element(const float *p)
 {
     return *p;
@@ -135,8 +137,8 @@ __device__ __forceinline__ float load_element(const __half *p)
     return __half2float(*p);
 }
 
-/* Loads (or, in store_number(), stores) element i of an array. Its type, F32, BF16 or F16, is
- * known only at run time. */
+/* load_number() loads, and store_number() stores, element i of an array whose type (F32, BF16
+ * or F16) is known only at run time. */
 __device__ __forceinline__ float load_number(const void *p, uint32_t type, int64_t i)
 {
     if (type == EPIC_BF16) return load_element((const __nv_bfloat16 *)p + i);
@@ -154,7 +156,7 @@ __device__ __forceinline__ void store_number(void *p, uint32_t type, int64_t i, 
         ((float *)p)[i] = x;
 }
 
-/* Loads a row of type T into z, as float32. */
+/* Loads a row of type T into z in shared memory, as float32. */
 template <int V, class T>
 __device__ __forceinline__ void load_typed(float *z, const T *row, int columns)
 {
@@ -174,8 +176,8 @@ __device__ __forceinline__ void load_row(float *z, const p2p_router_rows &rows, 
         load_typed<V>(z, (const float *)rows.logits + first, rows.columns);
 }
 
-/* Writes d(i), the gradient of logit i of a token, for all columns. With `accumulate` it adds
- * d(i) to the old value. */
+/* Writes d(i), the gradient of logit i of a token, for all columns i. With `accumulate`, adds
+ * d(i) to the old value instead. */
 template <int V, class F>
 __device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t type,
                                                      int accumulate, int64_t token, int columns,
@@ -191,8 +193,8 @@ __device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t ty
 
 /* --------------------------------------------------------------------------- scores ---- */
 
-/* Returns the largest `mine` of the warp, not counting NaNs. As on the host, it returns NaN if
- * `first`, the first value of the row, is NaN. */
+/* Returns the largest `mine` of the warp's lanes, not counting NaNs. But if `first`, the first
+ * value of the row, is NaN, returns NaN, as the host does. */
 __device__ __forceinline__ float largest_of(float mine, float first)
 {
 #pragma unroll
@@ -201,13 +203,13 @@ __device__ __forceinline__ float largest_of(float mine, float first)
     return first != first ? first : mine;
 }
 
-/* Two numbers that a softmax needs: the largest logit, and the sum of exp(logit - largest). */
+/* Two numbers of a softmax: the largest logit, and the sum of exp(logit - largest). */
 struct Softmax {
     float largest, sum;
 };
 
-/* Writes the softmax of z to p. p and z can be the same array, because each lane reads and
- * writes only its own columns. */
+/* Writes the softmax of row z to p, both in shared memory. p and z may be the same array,
+ * because each lane reads and writes only its own columns. */
 template <int V>
 __device__ __forceinline__ Softmax compute_softmax(float *p, const float *z, int columns)
 {
@@ -224,7 +226,7 @@ __device__ __forceinline__ Softmax compute_softmax(float *p, const float *z, int
     return s;
 }
 
-/* Returns the score of a logit. Not used for the softmax, where a score depends on all
+/* Returns the score of one logit z. Not used for the softmax, whose scores depend on all
  * logits. */
 __device__ __forceinline__ float score_of(float z, uint32_t score)
 {
@@ -232,7 +234,8 @@ __device__ __forceinline__ float score_of(float z, uint32_t score)
     return score == EPIC_SCORE_SQRTSOFTPLUS ? score_sqrtsoftplus(z) : z;
 }
 
-/* Writes the scores of all columns of z to s. s and z can be the same array. */
+/* Writes the scores of all columns of row z to s, both in shared memory. s and z may be the
+ * same array. */
 template <int V>
 __device__ __forceinline__ void make_scores(float *s, const float *z, uint32_t score,
                                             int columns)
@@ -252,25 +255,27 @@ __device__ __forceinline__ void make_scores(float *s, const float *z, uint32_t s
 
 /* -------------------------------------------------------------------------- weights ---- */
 
-/* The k chosen experts of a token. Lane l has choice l and, with J = 2, also choice l + 32. */
+/* The k chosen experts of a token. Lane l has choice l (index j = 0) and, if J is 2, also
+ * choice l + 32 (j = 1). */
 template <int J> struct Chosen {
     int k;
     int id[J]; /* expert of choice l + 32 j; negative: no expert */
 
-    /* Returns whether the token has a choice number l + 32 j, where l is this lane. */
+    /* Returns true if this lane has a choice with index j: if its number, lane + 32 j, is below
+     * k. */
     __device__ __forceinline__ bool is(int j) const
     {
         return lane_id() + j * WARP < k;
     }
-    /* Returns whether this choice exists and has an expert. */
+    /* Returns true if this lane has a choice with index j, and the choice has an expert. */
     __device__ __forceinline__ bool live(int j) const
     {
         return is(j) && id[j] >= 0;
     }
 };
 
-/* Returns the sum of x over the token's choices, on every lane. It adds in ascending order of
- * the choices. */
+/* Returns the sum of x over the token's choices, on every lane. Adds in ascending order of
+ * choices, as the host does. */
 template <int J>
 __device__ __forceinline__ float add_in_order(const Chosen<J> &c, const float (&x)[J])
 {
@@ -281,8 +286,8 @@ __device__ __forceinline__ float add_in_order(const Chosen<J> &c, const float (&
     return sum;
 }
 
-/* Replaces p, the logits of the chosen experts, by their softmax. Choices without an expert get
- * 0. */
+/* Replaces p, the logits of the chosen experts, by the softmax over only these logits. Choices
+ * without an expert get 0. */
 template <int J>
 __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J])
 {
@@ -308,16 +313,16 @@ __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J]
 
 /* The numbers from which the weights of a token's choices are computed: weight = part /
  * divisor, times scales. Each choice has a part; the token has one divisor. `moves` is true if
- * the divisor depends on the parts; backward then also needs the gradient of the divisor. */
+ * the divisor depends on the parts; then backward also needs the gradient of the divisor. */
 template <int J> struct Shares {
     float parts[J];
     float divisor;
     bool moves;
 };
 
-/* Computes the parts and the divisor as the router's weight_rule and normalize define them. x
- * has one number per choice: the expert's score if weight_rule is EPIC_WEIGHT_OF_SCORE, else
- * its logit. */
+/* Computes the parts and the divisor of a token, as the router's weight_rule and normalize
+ * define them. x has one number per choice: the expert's score if weight_rule is
+ * EPIC_WEIGHT_OF_SCORE, else its logit. */
 template <int J>
 __device__ __forceinline__ Shares<J> compute_shares(const p2p_router_rows &rows,
                                                     const Chosen<J> &c, const float (&x)[J])
@@ -345,8 +350,8 @@ __device__ __forceinline__ Shares<J> compute_shares(const p2p_router_rows &rows,
 
 /* ------------------------------------------------------------------------ launching ---- */
 
-/* Returns how many warps a CTA has, if each warp needs `words` words of shared memory: as many
- * as fit, but at least 1 and at most `most`. */
+/* Returns the number of warps per CTA, if each warp needs `words` words of shared memory: as
+ * many as fit into SHARED_BYTES, but at least 1 and at most `most`. */
 static inline int router_warps(int words, int most)
 {
     const int fit = SHARED_BYTES / (words * 4);

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Arguments ("jobs") and launchers of the kernels of the router and the losses, for the host
- * code of src/backend/p2p. This header is plain C. All arrays are in device memory of this
- * rank; no kernel accesses a peer's memory. Every launcher enqueues on `stream` and returns the
- * error of the launch. */
+/* Arguments ("jobs") and launchers of the kernels of the router and of its losses, for the host
+ * code of src/backend/p2p. This header is plain C. A *column* is one logit of a token: there is
+ * one per expert and zero-expert. All arrays are in device memory of this rank; no kernel
+ * accesses a peer's memory. Every launcher enqueues on `stream` and returns the error of the
+ * launch. */
 #ifndef EPIC_CUDA_ROUTER_H
 #define EPIC_CUDA_ROUTER_H
 
@@ -17,25 +18,28 @@
 extern "C" {
 #endif
 
-/* The arguments that all kernels need: the logits [num_tokens, columns] and the options. */
+/* The arguments that all kernels of the router need: the logits [num_tokens, columns] and the
+ * options. */
 typedef struct p2p_router_rows {
-    epic_router router; /* with defaults filled in */
+    epic_router router; /* the caller's options, with defaults filled in */
     const void *logits;
     int64_t num_tokens;
     int32_t columns; /* number of logits per token: num_experts + zero_experts */
     /* epic_type of the logits */
     uint32_t type;
-    float eps, norm_min, scale; /* options of `router`, as float32 */
+    float eps, norm_min, scale; /* the options of `router` with these names, as float32 */
     uint32_t pad;
 } p2p_router_rows;
 
-/* Arguments of the router forward; epic_router_args describes the arrays. */
+/* Arguments of router forward, which chooses the experts of each token. epic_router_args
+ * describes the arrays. */
 typedef struct p2p_router_job {
     p2p_router_rows rows;
     const float *bias;
-    const float *scale_of_expert; /* [columns]: scale_of_expert of epic_router_args; NULL: 1 */
-    /* [num_tokens]. If set: the experts of token t are those in row token_ids[t] of `table`.
-     * NULL: the kernel chooses the experts by their scores. */
+    /* [columns]: factor of each expert's weights; NULL: all are 1 */
+    const float *scale_of_expert;
+    /* [num_tokens]. If it is set, the experts of token t are those in row token_ids[t] of
+     * `table`. NULL: the kernel chooses the experts by their scores. */
     const void *token_ids;
     const int32_t *table;
     int64_t table_rows;
@@ -43,11 +47,11 @@ typedef struct p2p_router_job {
     float *weights;
     float *scores;
     int32_t wide; /* 1: token_ids are int64 */
-    /* 1: the kernel compares logits instead of scores, because both have the same order */
+    /* 1: the kernel chooses by logits instead of scores, because both give the same order */
     int32_t on_logits;
 } p2p_router_job;
 
-/* Arguments of the router backward. */
+/* Arguments of router backward, which computes the gradient of the logits. */
 typedef struct p2p_router_backward_job {
     p2p_router_rows rows;
     const int32_t *topk_idx;
@@ -59,20 +63,23 @@ typedef struct p2p_router_backward_job {
     int32_t accumulate;
 } p2p_router_backward_job;
 
-/* Arguments of the balance loss or the z-loss, forward and backward. */
+/* Arguments of the balance loss or of the z-loss, forward and backward. */
 typedef struct p2p_loss_job {
     p2p_router_rows rows;
-    const int32_t *load;     /* balance loss over all tokens: [num_experts] */
-    const int32_t *topk_idx; /* balance loss by sequences: [num_tokens, top_k] */
+    /* balance loss over all tokens: [num_experts], number of choices of each expert */
+    const int32_t *load;
+    /* balance loss by sequences: [num_tokens, top_k]; the kernel counts the choices itself */
+    const int32_t *topk_idx;
     int64_t sequence_tokens;
     double factor;
-    /* If set: the kernel divides `factor` by the number of tokens of all ranks, which it reads
-     * from this plan. */
+    /* If it is set, the kernel divides `factor` by the number of tokens of all ranks, which it
+     * reads from this plan. */
     const void *plan;
-    int32_t powers; /* how often the kernel divides by this number: 1 or 2 */
+    int32_t powers; /* how many times the kernel divides by the number of tokens: 1 or 2 */
     int32_t pad;
     const float *d_loss; /* backward: gradient of the loss; NULL: 1 */
-    double *runs;        /* [LOSS_RUNS]: workspace, the sum of each run of tokens */
+    /* [LOSS_RUNS]: workspace for the sum of each run of consecutive tokens */
+    double *runs;
     void *loss;
     void *d_logits;
     uint32_t loss_type, grad_type;
@@ -80,8 +87,8 @@ typedef struct p2p_loss_job {
     int32_t z; /* 1: z-loss; 0: balance loss */
 } p2p_loss_job;
 
-/* Launches the kernels of the router. p2p_launch_loss() and p2p_launch_loss_backward() launch
- * those of the losses. p2p_launch_bias_update() changes `bias` [num_experts] so that the load
+/* p2p_launch_router*() launch the kernels of the router, p2p_launch_loss*() those of the
+ * losses. p2p_launch_bias_update() changes `bias` [num_experts] so that the next steps' load
  * becomes more even. */
 cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_router_backward(const p2p_router_backward_job *job, cudaStream_t stream);
@@ -90,8 +97,8 @@ cudaError_t p2p_launch_loss_backward(const p2p_loss_job *job, cudaStream_t strea
 cudaError_t p2p_launch_bias_update(float *bias, const int32_t *load, int64_t num_experts,
                                    float rate, cudaStream_t stream);
 
-/* Loads the router's kernels at open, so that no later launch has to load them. The other two
- * functions do the same for the kernels of the backward and of the losses. */
+/* Load the kernels of router forward, router backward and the losses on the current device.
+ * Called at open, so that no later launch has to load them. */
 cudaError_t p2p_load_router(void);
 cudaError_t p2p_load_router_backward(void);
 cudaError_t p2p_load_loss(void);
