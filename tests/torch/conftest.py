@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Four processes that the tests share: importing torch once in each is most of a test's time."""
+"""Starts four processes that all tests share, because importing torch takes longer than
+most tests."""
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).parent
-# world.py; reference.py, cases.py, core_layer.py; pages.py
+# The folders of world.py, of reference.py, cases.py and core_layer.py, and of pages.py.
 sys.path[:0] = [str(HERE), str(HERE.parent / "jax"), str(HERE.parent / "pages")]
 
 import pytest
@@ -16,6 +17,6 @@ from world import World
 
 @pytest.fixture(scope="session")
 def world() -> Iterator[World]:
-    """Four processes with torch.distributed."""
+    """Start four processes with torch.distributed, and stop them at the end."""
     with World(4) as four:
         yield four

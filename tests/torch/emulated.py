@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""epic.torch over CUDA contexts on a GPU of threads (tests/emulator), whose memory is the host's:
-what the core does on GPUs, called through the operators, against host contexts.
+"""Tests epic.torch on CUDA contexts of the GPU emulator (tests/emulator), against host contexts.
 
-Two threads are ranks with a GPU each.  Torch knows no stream to wait for, and gives memory back
-when an operator returns: CUDA_LAUNCH_BLOCKING is needed.  Streams, captures and torch's own CUDA
-are left to tests/torch/gpu.  The last line is "right"."""
+The emulator runs a GPU's threads on the CPU, and its GPU memory is host memory. Two threads are
+ranks, each with an emulated GPU. Torch has no stream here on which it could wait for an operator,
+and frees memory when the operator returns. So CUDA_LAUNCH_BLOCKING must be set. tests/torch/gpu
+tests streams, captures and torch's own CUDA. The last line that this program prints is "right".
+"""
 
 import ctypes
 import itertools
@@ -41,12 +42,12 @@ from parts import (
 from reference import relative
 
 RANKS = 2
-GPU = ctypes.CDLL("libemulator.so")  # preloaded, in the place of CUDA's
+GPU = ctypes.CDLL("libemulator.so")  # preloaded in place of the CUDA runtime
 open_on_host = groups.open_on
 
 
 def open_on(device: Any, bootstrap: Any, config: Any) -> int:
-    """Each rank on its GPU: contexts are opened in threads of their own."""
+    """Open a context for each rank on its emulated GPU, each in a thread of its own."""
     assert GPU.cudaSetDevice(bootstrap.struct.rank) == 0
     return open_on_host(device, bootstrap, config)
 
@@ -55,7 +56,7 @@ def open_on(device: Any, bootstrap: Any, config: Any) -> int:
 
 
 def steps_of(group: epic.torch.Group) -> list[torch.Tensor]:
-    """There and back, with gradients."""
+    """Return the results of a dispatch and a combine, and their gradients."""
     found = []
     for fused in (False, True):
         x, w, ids, ct = Data(UNEVEN[:2] + (0, 0)).mine(group.rank)
@@ -65,12 +66,12 @@ def steps_of(group: epic.torch.Group) -> list[torch.Tensor]:
 
 
 def case_steps(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
-    """The host's bits."""
+    """Check that single steps return the bits of the host."""
     assert same(steps_of(on_gpu), steps_of(on_host))
 
 
 def case_max_sms(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
-    """Calls that use one SM return the host's bits, and a layer the same values."""
+    """Check that calls limited to one SM return the host's bits, and a layer the same values."""
     results = []
     for group, limit in ((on_gpu, 1), (on_host, 0)):
         found = []
@@ -92,13 +93,13 @@ def case_max_sms(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
 
 
 def case_forms(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
-    """Flat rows, dropped choices, sums in a tree, experts anywhere: the host's bits."""
+    """Check that flat rows, dropping, tree sums and placed experts return the host's bits."""
     for name in FORMS:
         assert same(run_form(on_gpu, name), run_form(on_host, name)), name
 
 
 def case_experts(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
-    """By the core on the GPU, whatever lies behind the last slab."""
+    """Check the experts of the core on the GPU, with arbitrary values after the last slab."""
     for weighting in ("late", "early", "input"):
         options = epic.torch.Experts(hidden=16, inner=24, weighting=weighting, activation="gelu")
         results = []
@@ -122,7 +123,7 @@ def case_experts(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
 
 
 def agree(a: list[Any], b: list[Any], most: float = 1e-5) -> None:
-    """The GPU's products sum in another order than the host's."""
+    """Compare with a tolerance, because GPU products sum in another order than the host's."""
     worst = [relative(x.detach().double(), y.detach().double()) for x, y in zip(a, b, strict=True)]
     assert max(worst) < most, worst
 
@@ -149,7 +150,7 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def layer_of(
     group: epic.torch.Group, name: str, masked: bool, dtype: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
-    """A layer's results and gradients."""
+    """Return the results and gradients of a layer."""
     wish, more = LAYERS[name]
     layer = epic.torch.MoE(group, epic.torch.Moe.of(**{**WISH, **wish}), dtype=dtype, **more)
     x = numbers(30 + group.rank, 6, 16, dtype=dtype).requires_grad_()
@@ -162,8 +163,9 @@ def layer_of(
 
 
 def case_layers(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
-    """The core's own layer on the GPU; composed around the core's experts with a mask and with rows
-    quantized on the way: no product of the caller's is needed."""
+    """Check the layer of the core on the GPU, and layers that Python composes of several calls:
+    with a token mask, and with rows that EPIC quantizes. None of them needs a product of the
+    caller."""
     for name in LAYERS:
         for masked in (False, True):
             with Counted() as seen:
@@ -175,7 +177,7 @@ def case_layers(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
 
 
 def case_narrow(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
-    """Gradients of bfloat16 weights come so from the GPU, in the layer and in the experts alone."""
+    """Check that bfloat16 weights get bfloat16 gradients from the GPU, in layer and experts."""
     for masked in (False, True):
         with Counted() as seen:
             got = layer_of(on_gpu, "shared", masked, torch.bfloat16)
@@ -184,8 +186,8 @@ def case_narrow(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
 
 
 class Counted(TorchDispatchMode):
-    """Calls of the whole layer, the groups that the experts were computed in, and the dtypes of
-    w_gate_up's gradients."""
+    """Record the calls of the whole layer, the groups that computed experts, and the dtypes of the
+    gradients of w_gate_up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +207,7 @@ class Counted(TorchDispatchMode):
 
 
 def case_placed(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
-    """Experts where a table says."""
+    """Check a layer whose experts are placed by a table."""
     options = epic.torch.Moe.of(**WISH, capacity=64)
     results = []
     for group in (on_gpu, on_host):
@@ -217,7 +219,7 @@ def case_placed(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
 
 
 def case_replicas(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
-    """Sums with the host's bits."""
+    """Check that sums over replicas have the host's bits."""
     layer = epic.torch.Layer(12, 3, num_logical=8)
     results = []
     for group in (on_gpu, on_host):
@@ -229,7 +231,7 @@ def case_replicas(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
 
 
 def case_distinct(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
-    """An expert that is named twice: every rank's check tells."""
+    """Check that a token that names an expert twice is reported by check() of every rank."""
     layer = epic.torch.Layer(8, 3, distinct=True)
     ids = choices(9 + on_gpu.rank, 6, none=0)
     if on_gpu.rank == 1:
@@ -239,7 +241,7 @@ def case_distinct(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
 
 
 def case_refused(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
-    """Rows in float64, by name."""
+    """Check that float64 rows are refused, with an error that names the dtype."""
     layer = epic.torch.MoE(on_gpu, epic.torch.Moe.of(**WISH), dtype=torch.float64)
     x = torch.ones(2, 16, dtype=torch.float64)
     told(lambda: layer(x), "row_type is float64")
@@ -251,7 +253,7 @@ def case_refused(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
 
 
 def told(call: Callable[[], Any], word: str) -> None:
-    """It raises, with the word."""
+    """Check that the call raises an error that contains the word."""
     try:
         call()
     except epic.torch.EpicError as error:
@@ -261,19 +263,22 @@ def told(call: Callable[[], Any], word: str) -> None:
 
 
 class RoundedMm(torch.autograd.Function):
-    """The truth of products of e4m3, in float64: rows and weights are rounded, gradients pass
-    straight through; with weights that stay as they are, those of rows are rounded too."""
+    """Compute products of e4m3 experts in float64, as expected results.
+
+    Rows and weights are rounded to e4m3 and gradients ignore the rounding. If the weights are kept
+    in e4m3, the gradients of rows are rounded, too.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Any, w: Any, ends: Any, frozen: bool) -> torch.Tensor:
-        """Slab by slab."""
+        """Multiply the rows of each slab by the weights of its expert."""
         ctx.ends, ctx.frozen = [0, *ends.tolist()], frozen
         ctx.save_for_backward(x, w)
         return by_slabs(ctx.ends, rounded_rows(x), rounded_weight(w))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        """Of rows and weights."""
+        """Return the gradients of rows and weights."""
         (x, w), (d,) = ctx.saved_tensors, gradients
         d_w = [x[a:b].mT @ d[a:b] for a, b in itertools.pairwise(ctx.ends)]
         way = (rounded_rows(d), rounded_weight(w)) if ctx.frozen else (d, w)
@@ -281,7 +286,7 @@ class RoundedMm(torch.autograd.Function):
 
 
 def by_slabs(ends: list[int], x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """A product for each expert; zeros behind."""
+    """Multiply the rows of each expert by its matrix, with zeros after the last slab."""
     out = x.new_zeros(x.shape[0], w.shape[2])
     for e, (a, b) in enumerate(itertools.pairwise(ends)):
         out[a:b] = x[a:b] @ w[e]
@@ -289,28 +294,29 @@ def by_slabs(ends: list[int], x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def rounded_rows(x: torch.Tensor) -> torch.Tensor:
-    """What travels, in numbers."""
+    """Return the values of the rows after quantizing them as for sending."""
     rows, scales = quantize_rows(x)
     return rows.double() * expand_scales(scales.double(), x.shape[1])
 
 
 def rounded_weight(w: torch.Tensor) -> torch.Tensor:
-    """And of weights."""
+    """Return the values of the weights after rounding them to e4m3."""
     found, scales = quantize_weight(w)
     return (found.double() * expand_scales(scales.double(), *found.shape[1:])).mT
 
 
 def rounded_mm(frozen: bool) -> Any:
-    """As grouped_mm= takes it."""
+    """Return the product in the form that grouped_mm= accepts."""
     return lambda x, w, ends: RoundedMm.apply(x, w, ends, frozen)
 
 
-SCALED: dict[str, Any] = {"hidden": 144, "inner": 136}  # blocks of 128 and what is left
+# not multiples of 128, so that the last blocks are incomplete
+SCALED: dict[str, Any] = {"hidden": 144, "inner": 136}
 KINDS = ((torch.float32, 1e-5), (torch.bfloat16, 1e-2))
 
 
 def case_e4m3(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
-    """Experts of e4m3 against dequantized weights in float64: rounded for each call, or once."""
+    """Check e4m3 experts against dequantized weights in float64, rounded in each call or once."""
     for (dtype, most), weighting, frozen in (
         (KINDS[0], "late", False), (KINDS[0], "input", False), (KINDS[1], "early", True),
     ):  # fmt: skip
@@ -322,7 +328,8 @@ def case_e4m3(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
         used = int(plan.expert_rows.sum())
         x = numbers(5, plan.capacity, 144, dtype=dtype).requires_grad_()
         slots = None if weighting == "late" else numbers(6, plan.capacity)
-        if slots is not None:  # the gradient of "input" is that of the rounded product
+        # With weighting "input", the gradient that arrives here is that of the rounded product.
+        if slots is not None:
             slots.requires_grad_(weighting == "early")
         counts, ct = (plan.expert_rows, plan.expert_tokens), numbers(8, used, 144, dtype=dtype)
         kept = with_tokens(plan)
@@ -340,7 +347,7 @@ def case_e4m3(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
         wanted = mlp(wide, rounded_mm(frozen), rows, counts[0], mine, scale)
         d = torch.autograd.grad(wanted[:used], true, ct.double() * kept[:used, None])
         kept = kept[:used]
-        if weighting == "early":  # behind the last slab is anything
+        if weighting == "early":  # values after the last slab are undefined
             got, d = ([*v[:-1], v[-1][:used]] for v in (got, d))
         agree([y[:used] * kept[:, None], *got], [wanted[:used] * kept[:, None], *d], most)
         plain = mlp(wide, slab_mm, rows, counts[0], mine, scale)[:used] * kept[:, None]
@@ -348,7 +355,7 @@ def case_e4m3(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
 
 
 def with_tokens(plan: epic.torch.Plan) -> torch.Tensor:
-    """1 for each slot that carries a token."""
+    """Return 1 for each slot that contains a token, else 0."""
     found, begin = torch.zeros(plan.capacity), 0
     for size, count in zip(plan.expert_rows.tolist(), plan.expert_tokens.tolist(), strict=True):
         found[begin : begin + count] = 1
@@ -357,7 +364,7 @@ def with_tokens(plan: epic.torch.Plan) -> torch.Tensor:
 
 
 def case_e4m3_layer(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
-    """The core's layer, composed around its experts, and of weights that stay: the same truth."""
+    """Check an e4m3 layer of the core, a composed one, and one with weights kept in e4m3."""
     wish = {**WISH, **SCALED, "weight_type": "e4m3"}
     mask = torch.arange(6) % 3 != 1
     shared = {"shared": epic.torch.Experts(1, 144, 12)}
@@ -371,7 +378,7 @@ def case_e4m3_layer(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None
         given = epic.torch.scaled(layer.weights()) if frozen else layer.weights()
         found = epic.torch.moe(on_gpu, options, x, given, token_mask=masked)
         got = torch.autograd.grad((found.out * ct).sum() + found.loss, (x, *leaves))
-        # The core's layer takes the gradient of a choice's weight at the activation.
+        # The core's layer computes the gradient of a choice's weight at the activation.
         place = {"weighting": "early" if masked is None else "late"}
         wide = epic.torch.Moe.of(**{**WISH, **SCALED, **more, **place})
         named = {n: v.detach().double().requires_grad_() for n, v in layer.named_parameters()}
@@ -387,7 +394,7 @@ FROZEN = ("w_gate_up", "w_down")
 
 
 def case_e4m3_refused(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
-    """On host contexts, by the core's sentence; with a product of the caller's."""
+    """Check that e4m3 experts are refused on host contexts and with a product of the caller."""
     options = epic.torch.Moe.of(**WISH, weight_type="e4m3")
     x, counts = torch.ones(2, 16), torch.zeros(4, dtype=torch.int32)
     layer = epic.torch.MoE(on_host, options)
@@ -412,7 +419,7 @@ CASES = {n.removeprefix("case_"): f for n, f in list(globals().items()) if n[:5]
 
 
 def run(rank: int, bootstraps: dict[Any, Any], names: list[str]) -> None:
-    """All of one rank."""
+    """Run all cases of one rank."""
     assert GPU.cudaSetDevice(rank) == 0
     for name in names:
         on_gpu, on_host = (
@@ -426,7 +433,7 @@ def run(rank: int, bootstraps: dict[Any, Any], names: list[str]) -> None:
 
 
 def main() -> int:
-    """The named cases, or all."""
+    """Run the named cases, or all."""
     torch.set_num_threads(1)
     groups.open_on = open_on
     groups.choose_backend = lambda device, requested: requested

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""epic.torch over two hosts of two GPUs of threads each, as emulated.py; the net is chaos.
+"""Tests epic.torch on two hosts of two emulated GPUs each (see emulated.py), with the net "chaos".
 
-A layer is trained there and on one host of four: with sums in a tree, which several hosts take by
-themselves, the losses have the same bits.  Ranks are threads; the last line is "right"."""
+A layer is trained on these two hosts and on one host of four GPUs. Its sums use a tree, which is
+the default on several hosts, so the losses of both runs have the same bits. Ranks are threads. The
+last line that this program prints is "right".
+"""
 
 import os
 import sys
@@ -35,7 +37,7 @@ TABLE = [0, 1, 2, 3, 3, 2, 1, 0]
 
 
 def in_tree(plan: Plan) -> bool:
-    """Are the plan's rows added in a tree?"""
+    """Return whether the rows of the plan are added in a tree."""
     info = _native.PlanInfo()
     data = plan.bytes
     _native.check(
@@ -45,12 +47,12 @@ def in_tree(plan: Plan) -> bool:
 
 
 def by(order: str) -> epic.torch.Layer:
-    """With that order of sums."""
+    """Return a layer with this order of sums."""
     return epic.torch.Layer(8, 3, sum_order=order)
 
 
 def orders(group: epic.torch.Group) -> list[bool]:
-    """Of plans: in a tree?  Left open, by rank, in a tree, with a table."""
+    """Return whether plans use a tree: by default, by rank, in a tree, and with a table."""
     ids = choices(3 + group.rank, 6)
     left, ranks, tree = epic.torch.Layer(8, 3), by("by_rank"), by("tree")
     plans = [epic.torch.plan(group, layer, ids) for layer in (left, ranks, tree)]
@@ -62,7 +64,7 @@ def orders(group: epic.torch.Group) -> list[bool]:
 
 
 def trained(group: epic.torch.Group, steps: int, rows: int, **wish: Any) -> list[torch.Tensor]:
-    """The losses of a layer that learns to give tokens back, and its last results."""
+    """Train a layer to return its tokens; return the losses and the last results."""
     layer = epic.torch.MoE(group, epic.torch.Moe.of(**{**WISH, **wish}))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.05)
     x = numbers(60 + group.rank, rows, 16)
@@ -80,19 +82,19 @@ def trained(group: epic.torch.Group, steps: int, rows: int, **wish: Any) -> list
 
 
 def work(group: epic.torch.Group) -> dict[str, Any]:
-    """What a rank finds out."""
+    """Return the results of one rank."""
     return {
         "hosts": group.num_hosts,
         "backend": group.backend,
         "net": group.net,
         "orders": orders(group),
         "even": trained(group, 2, 6, **({} if group.num_hosts > 1 else {"sum_order": "tree"})),
-        "uneven": trained(group, 1, 3 + 2 * group.rank),  # with "tree" that would be refused
+        "uneven": trained(group, 1, 3 + 2 * group.rank),  # the order "tree" would be refused here
     }
 
 
 def on_ranks() -> list[dict[str, Any]]:
-    """On a group of the GPUs, by rank; which backend is left to the core."""
+    """Run work() on each rank of a GPU group, whose backend the core chooses."""
     bootstraps = epic.torch.threads(RANKS)
     found: list[dict[str, Any]] = [{} for _ in range(RANKS)]
 
@@ -111,7 +113,7 @@ def on_ranks() -> list[dict[str, Any]]:
 
 
 def run_all(threads: list[threading.Thread]) -> None:
-    """To their ends."""
+    """Start the threads and wait until they end."""
     run: Callable[[threading.Thread], None]
     for run in (threading.Thread.start, threading.Thread.join):
         for thread in threads:
@@ -119,7 +121,7 @@ def run_all(threads: list[threading.Thread]) -> None:
 
 
 def main() -> int:
-    """Both, and what must be so."""
+    """Run both groups and compare their results."""
     torch.set_num_threads(1)
     groups.open_on = open_on
     groups.choose_backend = lambda device, requested: requested

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""examples/torch/train_text.py on GPUs of threads, as emulated.py: emulated_text.py BACKEND OPTIONS
+"""Runs examples/torch/train_text.py on emulated GPUs: emulated_text.py BACKEND OPTIONS.
 
-The example itself, of which each process has a GPU; only its group is opened there.  At the end
-each writes what its weights are: a loss of float32 hides most bits."""
+Each process of the example has an emulated GPU (see emulated.py), and only the opening of the group
+is replaced. At the end each process writes the bits of its weights, because a float32 loss does not
+show small differences.
+"""
 
 import hashlib
 import os
@@ -21,10 +23,10 @@ from epic.torch import groups
 
 
 class Trainer(train_text.Trainer):
-    """The example's, whose weights' bits lie beside the losses."""
+    """The trainer of the example, which also records the bits of its weights."""
 
     def run(self) -> int:
-        """All steps."""
+        """Run all steps."""
         code = super().run()
         bits = hashlib.sha256()
         for weight in self.model.parameters():
@@ -34,10 +36,10 @@ class Trainer(train_text.Trainer):
 
 
 def main() -> int:
-    """As the example, on that backend."""
+    """Run the example on the given backend."""
     if backend := sys.argv.pop(1) if sys.argv[1] in ("hosts", "p2p") else "":
-        os.environ["EPIC_TEST_BACKEND"] = backend  # for the processes that it starts
-    torch.accelerator.is_available = lambda: False  # torch's own CUDA is not there
+        os.environ["EPIC_TEST_BACKEND"] = backend  # for the processes that this one starts
+    torch.accelerator.is_available = lambda: False  # torch itself must not use CUDA
     groups.open_on = open_on
     groups.choose_backend = lambda device, requested: os.environ["EPIC_TEST_BACKEND"]
     setattr(train_text, "Trainer", Trainer)  # noqa: B010 - mypy has a type in its place

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests' functions need in each process: groups, numbers, a step and its truth."""
+"""Shared functions of the tests: groups, random inputs, and a step with its expected results."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ meshes: dict[int, Any] = {}
 
 
 def group_of(ep: int, **more: Any) -> epic.torch.Group:
-    """One of the 4 / ep groups of ep ranks, over a dimension of a mesh."""
+    """Open one of the 4 / ep groups of ep ranks each, over a dimension of a mesh."""
     if ep not in meshes:
         kind = torch.get_default_device().type
         meshes[ep] = init_device_mesh(kind, (RANKS // ep, ep), mesh_dim_names=("dp", "ep"))
@@ -29,13 +29,13 @@ def group_of(ep: int, **more: Any) -> epic.torch.Group:
 
 
 def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Random normal numbers, where torch's tensors are made by default."""
+    """Return random normal numbers, on torch's default device."""
     values = torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
     return values.to(torch.get_default_device(), dtype)
 
 
 def choices(seed: int, rows: int, none: float = 0.1, experts: int = EXPERTS) -> torch.Tensor:
-    """Different experts for each token; some are none."""
+    """Return different experts for each token; some choices are -1 (no expert)."""
     rng = np.random.default_rng(seed)
     ids = np.full((rows, TOP_K), -1, np.int32)
     for row in ids:
@@ -45,7 +45,7 @@ def choices(seed: int, rows: int, none: float = 0.1, experts: int = EXPERTS) -> 
 
 
 class Data:
-    """Tokens, weights, choices and a cotangent of all ranks, and one rank's part of them."""
+    """Tokens, weights, choices and output gradient of all ranks."""
 
     def __init__(
         self, tokens: tuple[int, ...] = EVEN, dtype: torch.dtype = torch.float32, experts: int = 8
@@ -58,19 +58,19 @@ class Data:
         self.ct = numbers(4, rows, HIDDEN, dtype=dtype)
 
     def where(self, rank: int, ep: int = 1) -> slice:
-        """The rows of a rank; with ep those of its group."""
+        """Return the range of a rank's rows; with ep, of the rows of its group."""
         first = rank // ep * ep
         return slice(sum(self.tokens[:first]), sum(self.tokens[: first + ep]))
 
     def mine(self, rank: int, device: str | None = None) -> list[torch.Tensor]:
-        """x and w with gradients, ids, ct."""
+        """Return x and w with requires_grad, the expert ids, and the output gradient."""
         part, every = self.where(rank), (self.x, self.w, self.ids, self.ct)
         x, w, ids, ct = (v[part].clone().to(device or v.device) for v in every)
         return [x.requires_grad_(), w.requires_grad_(), ids, ct]
 
 
 def through(group: epic.torch.Group, fused: bool, **more: Any) -> Callable[..., torch.Tensor]:
-    """tokens -> experts that take the sine -> home."""
+    """Return a function that dispatches tokens, applies sin as the expert, and combines."""
 
     def step(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         if fused:
@@ -84,7 +84,7 @@ def through(group: epic.torch.Group, fused: bool, **more: Any) -> Callable[..., 
 
 
 def true_round(*tensors: torch.Tensor) -> tuple[np.ndarray, ...]:
-    """out, d_x and d_w of `through` in float64."""
+    """Return the output of `through`, d_x and d_w, computed in float64."""
     x, w, ct = (v.detach().cpu().double().numpy() for v in (*tensors[:2], tensors[3]))
     live = tensors[2].cpu().numpy() >= 0
     total = (w * live).sum(axis=1, keepdims=True)
@@ -93,7 +93,7 @@ def true_round(*tensors: torch.Tensor) -> tuple[np.ndarray, ...]:
 
 
 def check_round(step: Callable[..., Any], mine: list[torch.Tensor], most: float) -> list[Any]:
-    """Runs it with gradients and compares; gives out, d_x, d_w."""
+    """Run a step with gradients, compare with float64, and return out, d_x and d_w."""
     from reference import relative
 
     x, w, ids, ct = mine
@@ -104,7 +104,7 @@ def check_round(step: Callable[..., Any], mine: list[torch.Tensor], most: float)
     return got
 
 
-# Of a layer, and of plan; tested on GPUs against the host's bits.
+# Options of the layer, and of plan. GPU tests compare these forms with the host's bits.
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "flat": ({"layout": "flat"}, {}),
     "flat, drop": ({"layout": "flat", "overflow": "drop"}, {"capacity": 4}),
@@ -119,8 +119,8 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def run_form(group: epic.torch.Group, name: str) -> list[torch.Tensor]:
-    """Rows there and their sum home, with gradients; what the plan counts, and its stats.  Nothing
-    but EPIC rounds."""
+    """Dispatch and combine with gradients, so that only EPIC rounds. Return these results, the
+    counts of the plan, and its routing stats."""
     wish, more = FORMS[name]
     layer = epic.torch.Layer(EXPERTS, TOP_K, **{"alignment": ALIGN, **wish})
     local = EXPERTS // group.num_ranks
@@ -142,17 +142,18 @@ def run_form(group: epic.torch.Group, name: str) -> list[torch.Tensor]:
     assert weights is not None
     gradients = torch.autograd.grad((out, weights), (x, w), (ct, torch.ones_like(weights)))
     stats = epic.torch.read_plan(plan)
-    where = torch.where(stats.fate >= 0, stats.rank, -1)  # of the others GPUs do not say it
+    # GPU plans do not contain the rank of a dropped choice
+    where = torch.where(stats.fate >= 0, stats.rank, -1)
     found += [rows, weights, out, *gradients, stats.fate, where]
     return [v.detach().cpu() for v in found]
 
 
 class PoisonedMm(torch.autograd.Function):
-    """A grouped product that leaves NaN behind the last slab, in its result and in its gradient."""
+    """A grouped product that writes NaN after the last slab, in result and gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """One product for each expert."""
+        """Compute one product for each expert."""
         ctx.save_for_backward(x, w, ends)
         out = x.new_full((x.shape[0], w.shape[2]), torch.nan)
         for expert, (begin, end) in enumerate(slabs(ends)):
@@ -161,7 +162,7 @@ class PoisonedMm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d: torch.Tensor) -> tuple[Any, ...]:
-        """Two products for each expert."""
+        """Compute two products for each expert."""
         x, w, ends = ctx.saved_tensors
         d_x, d_w = torch.full_like(x, torch.nan), torch.zeros_like(w)
         for expert, (begin, end) in enumerate(slabs(ends)):
@@ -171,7 +172,7 @@ class PoisonedMm(torch.autograd.Function):
 
 
 def slabs(ends: torch.Tensor) -> list[tuple[int, int]]:
-    """First row, and the row behind the last, of each."""
+    """Return the first and one past the last row of each expert."""
     last = ends.tolist()
     return list(zip([0, *last[:-1]], last, strict=True))
 
@@ -180,5 +181,5 @@ poisoned_mm = PoisonedMm.apply
 
 
 def same(a: Any, b: Any) -> bool:
-    """Bit for bit."""
+    """Return whether both have the same bits."""
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

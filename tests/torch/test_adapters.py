@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters of the peft package on models of transformers whose experts are spread over ranks.
+"""LoRA adapters of peft on transformers models whose experts are spread over ranks.
 
-In processes: peft changes parameters while a layer runs, with state that threads would share."""
+The ranks are processes, not threads, because peft changes parameters while a layer runs, and
+threads would share these changes.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -20,15 +22,16 @@ peft = pytest.importorskip("peft", reason="there is no peft package")
 IDS = torch.randint(3, 64, (8, 7), generator=torch.Generator().manual_seed(4))
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 TARGETS = {
-    "GptOss": [*EXPERTS, "router.weight"],  # experts are [E, in, out] and have `is_transposed`
-    "Llama4": [*EXPERTS, "router.weight"],  # they are [E, in, out] without `is_transposed`
+    # experts are [E, in, out], with the attribute `is_transposed`
+    "GptOss": [*EXPERTS, "router.weight"],
+    "Llama4": [*EXPERTS, "router.weight"],  # experts are [E, in, out], without `is_transposed`
     "Mixtral, 4 experts": [*EXPERTS, "gate.weight"],
     "Qwen3Moe": [*EXPERTS, "gate.weight"],
 }
 
 
 def adapted(name: str) -> Any:
-    """A model with random adapters on experts, router and attention."""
+    """Return a model with random adapters on experts, router and attention."""
     wish = {"target_modules": ["q_proj"], "target_parameters": TARGETS[name]}
     model = peft.get_peft_model(model_of(name), peft.LoraConfig(r=3, lora_alpha=5, **wish))
     torch.manual_seed(5)
@@ -40,13 +43,13 @@ def adapted(name: str) -> Any:
 
 
 def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """The logits, without gradients."""
+    """Return the logits, computed without gradients."""
     with torch.no_grad():
         return model(ids, use_cache=False).logits
 
 
 def step_of(model: Any) -> None:
-    """A step of SGD on the adapters."""
+    """Make one step of SGD on the adapters."""
     with torch.no_grad():
         for value in model.parameters():
             if value.grad is not None:
@@ -54,7 +57,7 @@ def step_of(model: Any) -> None:
 
 
 def train_adapters(rank: int, name: str, ep: int, folder: str) -> None:
-    """Adapters learn, are saved and merged as in the model of transformers."""
+    """Train, save and merge adapters, and compare with the model of transformers."""
     whole, mine = adapted(name), adapted(name)
     first = rank // ep * ep
     ids, own = IDS[2 * first : 2 * (first + ep)], IDS[2 * rank : 2 * rank + 2]
@@ -74,7 +77,8 @@ def train_adapters(rank: int, name: str, ep: int, folder: str) -> None:
         assert relative(logits_of(mine, own), wanted) < 1e-5
 
         epic.torch.save_pretrained(mine, folder, group)
-        for replaces in (False, True) if first == 0 else ():  # another group writes nothing
+        # groups that do not contain process 0 write nothing
+        for replaces in (False, True) if first == 0 else ():
             loaded = peft.PeftModel.from_pretrained(model_of(name), folder)
             if replaces:
                 epic.torch.replace_moe(loaded, group)
@@ -107,12 +111,12 @@ def train_adapters(rank: int, name: str, ep: int, folder: str) -> None:
 @pytest.mark.parametrize("ep", [2, 4])
 @pytest.mark.parametrize("name", TARGETS)
 def test_adapters(world: Any, name: str, ep: int, tmp_path: Path) -> None:
-    """With one expert on a rank, or more."""
+    """Check adapters with one expert or several experts per rank."""
     world.run(train_adapters, name, ep, str(tmp_path))
 
 
 def test_bits_of_adapters() -> None:
-    """A model that is replaced and restored has the bits, the scalings and the modes it had."""
+    """Check that a replaced and restored model has its original bits, scalings and modes."""
     model, wanted = adapted("Qwen3Moe"), adapted("Qwen3Moe")
     model.add_adapter("other", peft.LoraConfig(r=2, target_parameters=TARGETS["Qwen3Moe"]))
     state = {key: value.clone() for key, value in model.state_dict().items()}
@@ -130,7 +134,7 @@ def test_bits_of_adapters() -> None:
 
 
 def test_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program of the guide runs, and what it writes can be loaded."""
+    """Check that the program of the guide runs, and that its files can be loaded."""
     text = find_block(ROOT / "docs/guide/frameworks.md", "# LoRA on experts, router and attention")
     monkeypatch.chdir(tmp_path)
     ids = IDS[:2]
@@ -146,7 +150,7 @@ def test_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    """Adapters on other modules of a block, and those that came after replace_moe."""
+    """Check that adapters on other modules, or added after replace_moe, are refused."""
     model = model_of("Llama4")
     config = peft.LoraConfig(r=2, target_modules=["shared_expert.up_proj"])
     with alone() as group:

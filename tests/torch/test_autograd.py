@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients, checkpointing, autocast, and what torch itself checks of operators."""
+"""Tests gradients, activation checkpointing and autocast, and runs torch's own operator checks."""
 
 import inspect
 from collections.abc import Callable
@@ -37,8 +37,8 @@ ops = torch.ops.epic
 
 
 def gradients(rank: int) -> None:
-    """torch's gradcheck, in float64, in lockstep on all ranks: every rank perturbs its own tokens,
-    as often as the others."""
+    """Run torch's gradcheck in float64 on all ranks at the same time: each rank perturbs its own
+    tokens, as often as the other ranks."""
     with group_of(4) as group:
         data = Data(dtype=torch.float64)
         x, w, ids, _ = data.mine(rank)
@@ -61,12 +61,12 @@ def gradients(rank: int) -> None:
 
 
 def test_gradcheck(world: Any) -> None:
-    """In groups of one: a perturbation of one rank only is no collective's business."""
+    """Check gradients in groups of one rank, because gradcheck perturbs one rank at a time."""
     world.run(gradients)
 
 
 def opcheck(rank: int) -> None:
-    """Schemas, fakes, tracing: each operator with tensors that fit."""
+    """Check schema, fake function and tracing of each operator, with matching tensors."""
     with group_of(4) as group:
         spec = Facts(*group.facts(LAYER.key))
         x, w, ids, ct = (v.detach() for v in Data(UNEVEN).mine(rank))
@@ -109,7 +109,7 @@ def opcheck(rank: int) -> None:
         ):
             torch.library.opcheck(op.default, (*args, spec.number), test_utils=whole)
         for op, args in calls:
-            # Two plans differ: each has a number of its own.
+            # Two plans of equal inputs differ, because each contains a number of its own.
             again = op not in (ops.plan, ops.plan_dispatch)
             more = ("test_aot_dispatch_dynamic",) if again else ()
             torch.library.opcheck(op.default, args, test_utils=(*whole, *more))
@@ -120,7 +120,7 @@ def opcheck(rank: int) -> None:
 
 
 def into_of(op: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """The same call, into tensors; opcheck cannot compare those of e4m3."""
+    """Return the call that writes into tensors; opcheck cannot compare e4m3 tensors."""
     found = op.default(*args)
     outs = found if isinstance(found, tuple) else (found,)
     none = [not x.numel() or x.dtype == torch.float8_e4m3fn for x in outs]
@@ -129,12 +129,12 @@ def into_of(op: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
 
 
 def test_opcheck(world: Any) -> None:
-    """On every rank."""
+    """Check the operators on every rank."""
     world.run(opcheck)
 
 
 def schemas() -> set[str]:
-    """The operators that are registered."""
+    """Return the names of all registered operators."""
     return {
         s.name.removeprefix("epic::")
         for s in torch._C._jit_get_all_schemas()
@@ -143,7 +143,7 @@ def schemas() -> set[str]:
 
 
 def test_every_operator_is_checked_somewhere() -> None:
-    """So that a new one is not forgotten."""
+    """Check that no registered operator is missing in these tests."""
     steps = {
         "plan", "dispatch", "plan_dispatch", "dispatch_quantized", "dispatch_bytes",
         "dispatch_flat", "dispatch_backward", "combine", "combine_backward",
@@ -159,8 +159,8 @@ def test_every_operator_is_checked_somewhere() -> None:
 
 
 def test_schemas_follow_the_options() -> None:
-    """An operator's option arguments are the dataclass's fields, by themselves in their order or
-    as parts of a number."""
+    """Check that the option arguments of operators are the fields of the dataclasses, either one by
+    one in their order, or packed into numbers."""
 
     def names(op: Any, prefix: str) -> list[str]:
         found = [argument.name for argument in op.default._schema.arguments]
@@ -180,7 +180,7 @@ def test_schemas_follow_the_options() -> None:
 
 
 def test_a_layer_as_three_numbers() -> None:
-    """Each field arrives by its name: the core says what is wrong with it."""
+    """Check that each field of a layer reaches the core: the core rejects a wrong value."""
     good = LAYER.numbers()
     wrong = {
         "num_experts": 70000, "num_logical": 9, "top_k": 65, "overflow": 3, "priority": 3,
@@ -203,7 +203,7 @@ def test_a_layer_as_three_numbers() -> None:
 
 
 def test_a_plan_has_what_its_layer_needs() -> None:
-    """Defaults of the operators, and the same values written out, make the same plan."""
+    """Check that default arguments and the same values written out give the same plan."""
     ids, x = torch.zeros((4, 2), dtype=torch.int32), torch.ones((4, 8))
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
         for options in ({}, {"alignment": 4}, {"sum_order": "tree", "leaves": 2}):
@@ -221,7 +221,7 @@ def test_a_plan_has_what_its_layer_needs() -> None:
 
 
 class Names(TorchDispatchMode):
-    """Of EPIC's operators that were called."""
+    """Record the names of EPIC operators that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +234,8 @@ class Names(TorchDispatchMode):
 
 
 def test_bare_operators_are_the_operators() -> None:
-    """Without torch's Python around them they are seen as ever; what has none stays as it is."""
+    """Check that operators called without torch's Python wrapper are visible to modes as before,
+    and that operators without such a wrapper do not change."""
     operator = ops.dispatch.default
     assert boxed_call(operator) is not operator, (
         "torch has no _dispatch_call_boxed any more: see BOXED"
@@ -250,7 +251,7 @@ def test_bare_operators_are_the_operators() -> None:
 
 
 class Twice(torch.autograd.Function):
-    """2 x."""
+    """A function that returns 2 x."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -265,9 +266,12 @@ class Twice(torch.autograd.Function):
 
 
 def test_the_short_way_into_autograd() -> None:
-    """The base class's apply, which arguments.applied calls, does what Function.apply does.  Torch
-    2.9 saves time by it; later versions have nothing around it, so applied needs it no more when
-    2.9 is not supported."""
+    """Check that the base class's apply, which arguments.applied calls, does what Function.apply
+    does.
+
+    This saves time in torch 2.9. Later versions have no wrapper around it, so `applied` can be
+    removed when 2.9 is no longer supported.
+    """
     short = super(torch.autograd.Function, Twice).apply
     for apply in (short, Twice.apply):
         x = torch.ones(3, requires_grad=True)
@@ -279,7 +283,7 @@ def test_the_short_way_into_autograd() -> None:
 
 
 class Overrides(TorchFunctionMode):
-    """Names of EPIC's operators, by __torch_function__."""
+    """Record the names of EPIC operators that __torch_function__ sees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,11 +296,12 @@ class Overrides(TorchFunctionMode):
 
 
 class Named(torch.Tensor):
-    """A tensor of a caller's own class."""
+    """A tensor of a class that a caller defined."""
 
 
 def test_torch_functions_see_the_operators() -> None:
-    """The boxed entry knows none: where there is one, calls take the other."""
+    """Check that __torch_function__ sees all operators: calls avoid the boxed entry, which does not
+    call it."""
     ids, x = torch.zeros((4, 2), dtype=torch.int32), torch.ones((4, 8))
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
         layer = epic.torch.Layer(EXPERTS, 2)
@@ -312,7 +317,7 @@ def test_torch_functions_see_the_operators() -> None:
 
 
 def test_a_layer_that_the_group_keeps() -> None:
-    """Its number is valid until the group closes."""
+    """Check that the number of a layer is valid until its group closes."""
     ids = torch.zeros((4, 2), dtype=torch.int32)
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
         number = Facts(*group.facts(epic.torch.Layer(EXPERTS, 2).key)).number
@@ -330,7 +335,7 @@ def test_a_layer_that_the_group_keeps() -> None:
 
 
 class Counting(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts the plans that are made."""
+    """Count how many plans are made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,7 +347,7 @@ class Counting(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def checkpointed(rank: int, selective: bool, fused: bool) -> None:
-    """The same bits; with the policy a plan is made once."""
+    """Check that the bits are equal, and that a plan is made only once with the policy."""
 
     def contexts() -> Any:
         return create_selective_checkpoint_contexts(epic.torch.save_plans)
@@ -362,19 +367,19 @@ def checkpointed(rank: int, selective: bool, fused: bool) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("selective", [False, True])
 def test_checkpoint(world: Any, selective: bool, fused: bool) -> None:
-    """Activation checkpointing."""
+    """Check activation checkpointing."""
     world.run(checkpointed, selective, fused)
 
 
 class Offload:
-    """Moves every saved tensor but parameters and those that ask to stay, as packages do."""
+    """Copy saved tensors away, as packages do, except parameters and tensors marked to stay."""
 
     def __init__(self) -> None:
         self.moved: list[torch.Tensor] = []
         self.stayed: list[torch.Tensor] = []
 
     def pack(self, x: torch.Tensor) -> Any:
-        """On the way."""
+        """Copy the tensor away."""
         asks = [getattr(x, name, not value) == value for name, value in NO_OFFLOAD.items()]
         assert all(asks) == any(asks)
         if all(asks) or isinstance(x, torch.nn.Parameter):
@@ -384,16 +389,16 @@ class Offload:
         return (x.clone(),)
 
     def unpack(self, x: Any) -> torch.Tensor:
-        """And back."""
+        """Copy the tensor back."""
         return x[0].clone() if isinstance(x, tuple) else x
 
     def hooks(self) -> Any:
-        """A context manager."""
+        """Return a context manager that installs both."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
 
 def offloaded(rank: int) -> None:
-    """Saved tensors that were copied away and back, as many as would go."""
+    """Check that the expected number of saved tensors was copied away and back."""
     with group_of(4) as group:
         mine, on_cpu = Data(UNEVEN).mine(rank), torch.autograd.graph.save_on_cpu
         every = torch.autograd.graph.saved_tensors_hooks
@@ -403,12 +408,13 @@ def offloaded(rank: int) -> None:
             for hooks in (every(torch.clone, torch.clone), on_cpu(), some.hooks()):
                 with hooks:
                     assert same(wanted, check_round(step, mine, 2e-6))
-            assert [x.dtype for x in some.stayed] == 2 * [torch.uint8]  # of dispatch, of combine
+            # the plans that dispatch and combine saved
+            assert [x.dtype for x in some.stayed] == 2 * [torch.uint8]
             assert torch.uint8 not in {x.dtype for x in some.moved} and some.moved
 
 
 def test_offloading(world: Any) -> None:
-    """The plan is a tensor like any other, which asks to stay."""
+    """Check that a plan is an ordinary saved tensor that is marked to stay."""
     world.run(offloaded)
 
 
@@ -425,7 +431,7 @@ OFFLOADED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", OFFLOADED)
 def test_offloading_a_layer(name: str) -> None:
-    """Activations go and come back; the plan, what it counts, weights and the bias do not."""
+    """Check that activations are offloaded, but not the plan, its counts, weights and bias."""
     wish, more = OFFLOADED[name]
     sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden": HIDDEN, "inner": 8}
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
@@ -452,7 +458,7 @@ def test_offloading_a_layer(name: str) -> None:
 
 
 def reused(rank: int) -> None:
-    """A plan, or rows, that were written before their backward: told, not computed with."""
+    """Check that a plan or rows changed before their backward raise an error."""
     with group_of(4) as group:
         x, w, ids, ct = Data().mine(rank)
         plan, recv, slot = epic.torch.plan_dispatch(group, LAYER, ids, x, w)
@@ -469,17 +475,17 @@ def reused(rank: int) -> None:
 
 
 def fails(call: Callable[[], Any], text: str) -> None:
-    """With that text."""
+    """Check that the call raises an error with this text."""
     try:
         call()
     except RuntimeError as error:
         assert text in str(error), error
     else:
-        raise AssertionError(f"no error that says {text!r}")
+        raise AssertionError(f"no error contains {text!r}")
 
 
 def test_reuse_is_detected(world: Any) -> None:
-    """By torch's version counters."""
+    """Check that torch's version counters detect such changes."""
     world.run(reused)
 
 
@@ -487,7 +493,7 @@ NO_SECOND = "a second derivative is not supported"
 
 
 def twice(rank: int) -> None:
-    """There is no second derivative, in the cotangent either."""
+    """Try to compute second derivatives, also with respect to the output gradient."""
     with group_of(1) as group:
         x, w, ids, ct = Data().mine(rank)
         out = through(group, True)(x, w, ids)
@@ -496,12 +502,12 @@ def twice(rank: int) -> None:
 
 
 def test_no_second_derivative(world: Any) -> None:
-    """An error, and not a wrong number."""
+    """Check that a second derivative raises an error instead of returning wrong numbers."""
     world.run(twice)
 
 
 def curved(group: epic.torch.Group) -> dict[str, tuple[Callable[..., torch.Tensor], Any]]:
-    """Functions whose first derivative depends on their input, with that input."""
+    """Return functions whose first derivative depends on their input, and this input."""
     ids, router = Data().ids[:6], epic.torch.Router(EXPERTS, TOP_K)
     plan = epic.torch.plan(group, LAYER, ids)
     known: dict[str, Any] = {"coeff": 0.7, "total_tokens": 6}
@@ -531,8 +537,9 @@ CURVED = ("squares", "combine", "moe", "experts", "route", "balance_loss", "z_lo
 
 @pytest.mark.parametrize("name", CURVED)
 def test_no_second_derivative_of_a_constant_cotangent(name: str) -> None:
-    """A penalty on gradients, a Hessian: what depends on saved tensors alone is told, too, and a
-    graph that nobody differentiates gives the gradients' bits."""
+    """Check that second derivatives raise an error also if they depend only on saved tensors, such
+    as a gradient penalty or a Hessian. A graph that is never differentiated gives the bits of the
+    gradients."""
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
         run, x = curved(group)[name]
         x.requires_grad_()
@@ -541,12 +548,12 @@ def test_no_second_derivative_of_a_constant_cotangent(name: str) -> None:
         assert torch.equal(plain, d_x)
         fails(lambda: (d_x.square().sum() + x.sum()).backward(), NO_SECOND)
         fails(lambda: torch.autograd.functional.hessian(lambda v: run(v).sum(), x), NO_SECOND)
-        again = checkpoint(run, x, use_reentrant=False)  # it unpacks a saved tensor once
+        again = checkpoint(run, x, use_reentrant=False)  # it unpacks each saved tensor only once
         assert torch.equal(plain, torch.autograd.grad(again.sum(), x, create_graph=True)[0])
 
 
 def unused(rank: int) -> None:
-    """Outputs that nobody needs, and inputs without a gradient."""
+    """Run steps with unused outputs, and with inputs that need no gradient."""
     with group_of(4) as group:
         x, w, ids, ct = Data(UNEVEN).mine(rank)
         plan, recv, slot = epic.torch.plan_dispatch(group, LAYER, ids, x, w)
@@ -563,17 +570,17 @@ def unused(rank: int) -> None:
 
 
 def needs(x: torch.Tensor) -> bool:
-    """A gradient."""
+    """Return whether the tensor has a gradient function or needs a gradient."""
     return x.requires_grad
 
 
 def test_parts_of_gradients(world: Any) -> None:
-    """None cotangents, and partial ones."""
+    """Check backward calls in which some output gradients are None."""
     world.run(unused)
 
 
 def autocast(rank: int) -> None:
-    """Neither rows nor weights change their type."""
+    """Check that autocast changes the dtype of neither rows nor weights."""
     with group_of(4) as group:
         mine = Data(UNEVEN).mine(rank)
         wanted = check_round(through(group, True), mine, 2e-6)
@@ -582,12 +589,12 @@ def autocast(rank: int) -> None:
 
 
 def test_autocast(world: Any) -> None:
-    """It is for products; the steps move and add."""
+    """Check autocast, which applies to matrix products and not to steps that move or add rows."""
     world.run(autocast)
 
 
 def test_profiler_shows_names() -> None:
-    """Each operator by its name; a group of one process needs no torch.distributed."""
+    """Check that the profiler shows each operator by name; one process needs no process group."""
     sizes = {**SIZES, "num_ranks": 1}
     with epic.torch.Group(**sizes) as group:
         ids = torch.zeros((4, TOP_K), dtype=torch.int32)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.compile: one function with steps that could change places; several functions, with
-checkpoints around and inside."""
+"""Tests torch.compile: functions whose steps could be reordered, several functions, and checkpoints
+around and inside of them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,13 +15,14 @@ import epic.torch
 from parts import EXPERTS, HIDDEN, LAYER, TOP_K, UNEVEN, Data, group_of, through
 from reference import relative
 
-# With "aot_eager" torch 2.9 takes what a backward writes to for changed behind its back.
+# With "aot_eager" torch 2.9 reports that a backward changed a tensor, although it only writes its
+# own outputs.
 AOT = not torch.__version__.startswith("2.9")
 
 
 def two_steps(group: Any, fused: bool) -> Callable[..., torch.Tensor]:
-    """Two independent round trips behind products of ragged sizes, and a sum beside them: what
-    Inductor would like to reorder."""
+    """Return a function with two independent round trips, each after products of uneven sizes, and
+    a sum. Inductor could reorder them."""
     step = through(group, fused)
 
     def run(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -34,7 +35,7 @@ def two_steps(group: Any, fused: bool) -> Callable[..., torch.Tensor]:
 
 
 def compiled(rank: int, ep: int, fused: bool, backend: str) -> None:
-    """The same numbers as eager, forward and backward, without a graph break."""
+    """Check that results and gradients are those of eager mode, without a graph break."""
     with group_of(ep) as group:
         eager = two_steps(group, fused)
         counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
@@ -53,18 +54,18 @@ def compiled(rank: int, ep: int, fused: bool, backend: str) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("ep", [1, 4])
 def test_compile(world: Any, ep: int, fused: bool) -> None:
-    """Traced forward and backward, with fakes, in full."""
+    """Check that forward and backward are traced completely with fake functions."""
     world.run(compiled, ep, fused, "aot_eager")
 
 
 def test_inductor(world: Any) -> None:
-    """Ranks of different numbers of tokens, so of different programs: the calls keep their
-    order."""
+    """Check that the calls keep their order on ranks with different numbers of tokens, which
+    compile different programs."""
     world.run(compiled, 4, False, "inductor")
 
 
 def compiled_module_reopened(rank: int) -> None:
-    """A group that is opened again under a compiled function; errors keep their text."""
+    """Open a group again after a function was compiled; errors keep their text."""
     x, w, ids, _ = Data().mine(rank)
 
     def run(group: Any, x: torch.Tensor) -> torch.Tensor:
@@ -86,17 +87,17 @@ def compiled_module_reopened(rank: int) -> None:
 
 
 def test_compile_and_reopen(world: Any) -> None:
-    """The number of a group is not baked in."""
+    """Check that a compiled function does not contain the number of its group."""
     world.run(compiled_module_reopened)
 
 
 # -------------------------------------------------------------------- several functions ----
 
-WIDE = 32  # a block of quantized rows
+WIDE = 32  # the block of a quantized row
 
 
 def kinds(group: Any, rank: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Functions of rows [tokens, WIDE]: every operator that has a gradient."""
+    """Return functions of rows [tokens, WIDE] that use every operator with a gradient."""
     _, w, ids, _ = Data(UNEVEN).mine(rank, str(group.device))
     wish = epic.torch.Moe.of(num_experts=EXPERTS, top_k=TOP_K, hidden=WIDE, inner=WIDE)
     layer = epic.torch.MoE(group, wish)
@@ -125,7 +126,7 @@ def kinds(group: Any, rank: int) -> dict[str, Callable[[torch.Tensor], torch.Ten
 
 
 def thrice(function: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
-    """Its output, and the gradient of x."""
+    """Return the output of three calls, and the gradient of x."""
     rows = x.clone().requires_grad_()
     out = rows
     for _ in range(3):
@@ -147,8 +148,8 @@ WAYS: dict[str, Callable[..., Any]] = {
 
 
 def check_apart(group: Any, rank: int, backend: str, *names: str) -> None:
-    """A compiled function that is called thrice before its first backward, as the blocks of a model
-    are: eager's numbers."""
+    """Call a compiled function three times before its first backward, as a model with equal blocks
+    does, and compare with eager mode."""
     x = torch.sin(torch.arange(UNEVEN[rank] * WIDE, device=group.device) + rank * 1.0)
     for name, function in kinds(group, rank).items():
         if names and name not in names:
@@ -164,12 +165,12 @@ def check_apart(group: Any, rank: int, backend: str, *names: str) -> None:
 
 
 def of_four(rank: int, backend: str, *names: str) -> None:
-    """On every rank."""
+    """Run the named functions on every rank."""
     with group_of(4, max_row_bytes=4 * WIDE) as group:
         check_apart(group, rank, backend, *names)
 
 
 def test_apart(world: Any) -> None:
-    """What one function's backward needs is not what the next one's forward changes."""
+    """Check that no forward call changes what the backward of another function needs."""
     how = ("aot_eager",) if AOT else ("inductor", "plan_dispatch")
     world.run(of_four, *how)

@@ -25,9 +25,9 @@ DATA_PARALLEL = find_block(ROOT / "docs/guide/training.md", "# torchrun --nproc-
 TRANSFORMERS = find_block(
     ROOT / "docs/guide/frameworks.md", "# torchrun --nproc-per-node 4 this.py"
 )
-# Programs whose gradients are checked: they have tests of their own.
+# Programs whose gradients are checked have tests of their own below.
 CHECKED = (LAYER, DATA_PARALLEL, TRANSFORMERS)
-ADAPTERS = {"megatron", "titan"}  # modules that need their packages
+ADAPTERS = {"megatron", "titan"}  # modules that need packages of their own
 
 
 def run_program(folder: Path, text: str, processes: int) -> None:
@@ -55,8 +55,8 @@ torch.save(state, f"FOLDER/{rank}.pt")
 
 
 def run_layer(folder: Path, text: str, ranks: int, before: str) -> list[dict[str, Any]]:
-    """Run a program, and return the layer's (parameter, gradient) by name, which each rank has
-    before it comes to the line `before`."""
+    """Run a program and return the layer's (parameter, gradient) by name, as each rank has them
+    before the line `before`."""
     assert text.count(before) == 1
     keep = KEEP_LAYER.replace("FOLDER", str(folder))
     run_program(folder, text.replace(before, keep + before), ranks)
@@ -66,8 +66,11 @@ def run_layer(folder: Path, text: str, ranks: int, before: str) -> list[dict[str
 def true_gradients(
     weights: dict[str, np.ndarray], parts: list[np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return the float64 gradients of the mean over all tokens of the mean square, plus the mean
-    over the groups of their balance losses.  `parts` has the tokens of each group."""
+    """Return the expected gradients in float64.
+
+    The loss is the mean square over all tokens, plus the mean of the groups' balance losses.
+    `parts` contains the tokens of each group.
+    """
     options = reference.Options(2, "softmax", False, 0.01, 0.0, False, 0)
     numbers = sum(x.size for x in parts)
     found: dict[str, Any] = dict.fromkeys(weights, 0.0)
@@ -79,13 +82,13 @@ def true_gradients(
 
 
 def join_ranks(states: list[dict[str, Any]], ep: int, name: str) -> np.ndarray:
-    """Return a parameter of the first group of `ep` ranks, with the experts of all of them."""
+    """Return a parameter with the experts of all `ep` ranks of the first group."""
     ranks = range(ep) if name in OF_EXPERTS else range(1)
     return torch.cat([states[r][name][0] for r in ranks]).double().numpy()
 
 
 def check_gradients(states: list[dict[str, Any]], ep: int) -> None:
-    """Compare the gradients of each rank with float64; groups have `ep` ranks."""
+    """Compare each rank's gradients with float64. Groups have `ep` ranks."""
     batch = torch.randn(102, 256, generator=torch.Generator().manual_seed(0)).double().numpy()
     ranks = len(states)
     each = np.array_split(batch, ranks)
@@ -102,13 +105,13 @@ def check_gradients(states: list[dict[str, Any]], ep: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_layer(tmp_path: Path, ranks: int) -> None:
-    """The gradients are those of the mean over all tokens; ranks have different numbers."""
+    """Check that the gradients are those of the mean over all tokens, with uneven ranks."""
     check_gradients(run_layer(tmp_path, LAYER, ranks, "group.close()"), ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_data_parallel(tmp_path: Path, ranks: int) -> None:
-    """So they are with DistributedDataParallel over the other dimension of the mesh."""
+    """Check the gradients with DistributedDataParallel over the other mesh dimension."""
     states = run_layer(tmp_path, DATA_PARALLEL, ranks, "optimizer.step()")
     check_gradients(states, min(2, ranks))
 
@@ -129,8 +132,8 @@ torch.save({n: p.grad for n, p in model.named_parameters()}, f"{folder}/{dist.ge
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_transformers(tmp_path: Path, ranks: int) -> None:
-    """Run the program with a small model: its gradients are those of the model in one process, of
-    the mean over all labels.  Ranks have different numbers of labels."""
+    """Run the program with a small model and different numbers of labels per rank. Compare its
+    gradients with those of the model in one process, for the mean over all labels."""
     transformers = pytest.importorskip("transformers", reason="there is no transformers package")
     from test_pretrained import model_of
 
@@ -140,7 +143,7 @@ def test_transformers(tmp_path: Path, ranks: int) -> None:
     ends = {1: [7], 2: [2, 7], 4: [1, 3, 4, 7]}[ranks]
     begin = LABELS.format(folder=str(folder), begin=[0, *ends], end=ends)
     run_program(tmp_path, begin + code, ranks)
-    eager = {"experts_implementation": "eager"}  # torch's grouped products take no float64
+    eager = {"experts_implementation": "eager"}  # torch's grouped products do not support float64
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, **eager).double()
     known: dict[str, Any] = {}
     exec(begin, known)
@@ -161,7 +164,7 @@ def test_transformers(tmp_path: Path, ranks: int) -> None:
 
 
 def test_names() -> None:
-    """Every name of epic.torch that the documentation uses exists."""
+    """Check that every name of epic.torch in the documentation exists."""
     for page in list_pages():
         text = page.read_text(encoding="utf-8")
         names = set(re.findall(r"epic\.torch\.([A-Za-z_0-9]+)", text))
@@ -170,7 +173,7 @@ def test_names() -> None:
 
 
 def test_the_steps() -> None:
-    """Run the blocks of the guide that use the steps, for a group of one rank."""
+    """Run the blocks of the guide that call single steps, with a group of one rank."""
     options = epic.torch.Moe.of(num_experts=4, top_k=2, hidden=8, inner=16)
     tokens, weights = torch.ones(6, 8), torch.full((6, 2), 0.5)
     topk_idx = torch.tensor([[0, 3], [1, 2]] * 3)
@@ -200,7 +203,7 @@ def test_the_steps() -> None:
 
 @pytest.mark.parametrize("name", ["MoeWeights", "ExpertWeights", "MoeOut"])
 def test_every_field_is_documented(name: str) -> None:
-    """Each has a line of its own in help(), or shares one."""
+    """Check that help() describes each field, in a line of its own or together with others."""
     kind = getattr(epic.torch, name)
     lines = re.findall(r"^(?: {4})?(\w+(?:, \w+)*): ", inspect.cleandoc(kind.__doc__), re.MULTILINE)
     assert {field for line in lines for field in line.split(", ")} == set(kind._fields)

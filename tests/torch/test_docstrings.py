@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""help() of everything public is complete: arguments, results, and examples that run."""
+"""Checks that help() of every public name is complete: arguments, results, and examples
+that run."""
 
 import doctest
 import inspect
@@ -23,7 +24,7 @@ FIELDS = {
 
 
 def documented(thing: Any, section: str) -> set[str]:
-    """Return the names in a section of a docstring in Google's style."""
+    """Return the names in one section of a Google-style docstring."""
     text = inspect.getdoc(thing) or ""
     _, _, rest = text.partition(f"\n{section}:\n")
     names = set()
@@ -37,7 +38,7 @@ def documented(thing: Any, section: str) -> set[str]:
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_summary(name: str) -> None:
-    """One line that is a sentence."""
+    """Check that the summary is one line and a sentence."""
     lines = (inspect.getdoc(PUBLIC[name]) or "").splitlines()
     assert lines and lines[0][0].isalnum() and lines[0].endswith((".", "].")), lines[:1]
     assert len(lines) == 1 or not lines[1]
@@ -45,7 +46,7 @@ def test_summary(name: str) -> None:
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_fields(name: str) -> None:
-    """Every field is described."""
+    """Check that every field is described."""
     kind = FIELDS[name]
     own = getattr(kind, "_fields", None)
     if own is None:
@@ -55,7 +56,7 @@ def test_fields(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n, v in PUBLIC.items() if n not in FIELDS])
 def test_arguments_and_results(name: str) -> None:
-    """Every argument is described, and what a function returns."""
+    """Check that every argument and the result are described."""
     thing = PUBLIC[name]
     if isinstance(thing, type) and issubclass(thing, Exception):
         return
@@ -68,7 +69,7 @@ def test_arguments_and_results(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n, v in PUBLIC.items() if ">>> import" in str(v.__doc__)])
 def test_examples(name: str) -> None:
-    """They run and print what they say."""
+    """Check that the examples run and print what they show."""
     thing = PUBLIC[name]
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     for case in doctest.DocTestFinder(recurse=True).find(thing, name, module=False, globs={}):
@@ -77,6 +78,6 @@ def test_examples(name: str) -> None:
 
 
 def test_the_layer_has_an_example() -> None:
-    """help(epic.torch.MoE) alone is enough to write a layer."""
+    """Check that help(epic.torch.MoE) contains an example that is enough to write a layer."""
     text = inspect.getdoc(epic.torch.MoE) or ""
     assert all(word in text for word in (">>> ", "Args:", "Raises:", "Moe.of", "sum_gradients"))

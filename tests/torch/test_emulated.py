@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the core does on GPUs, called through the operators: on the emulator of tests/emulator."""
+"""Runs the operators on GPU contexts of the emulator (tests/emulator)."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ if not (EMULATED / "libepic_cuda.so").exists():
 
 
 def environment_of(folder: Path, plugins: tuple[str, ...], **more: str) -> dict[str, str]:
-    """Plugins lie beside the core: so it finds the emulated ones."""
+    """Return an environment in which the core finds the emulated plugins in its own folder."""
     names = ("libepic_torch.so", "libepic_ucx.so")
     own = [path for path in (LIBRARIES / name for name in names) if path.exists()]
     for library in (*LIBRARIES.glob("libepic.so*"), *own):
@@ -33,7 +33,7 @@ def environment_of(folder: Path, plugins: tuple[str, ...], **more: str) -> dict[
 
 
 def run(script: str, folder: Path, plugins: tuple[str, ...], **more: str) -> None:
-    """It must end with "right"."""
+    """Run the script; the last line of its output must be "right"."""
     environment = environment_of(folder, plugins, **more)
     command = [sys.executable, str(Path(__file__).parent / script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
@@ -41,20 +41,21 @@ def run(script: str, folder: Path, plugins: tuple[str, ...], **more: str) -> Non
 
 
 def test_on_a_gpu_of_threads(tmp_path: Path) -> None:
-    """Two ranks, of one host."""
+    """Check two ranks of one host."""
     run("emulated.py", tmp_path, ("libepic_cuda.so",), EMULATED_GPUS="2")
 
 
 def test_on_two_hosts(tmp_path: Path) -> None:
-    """Of two ranks each."""
+    """Check two hosts of two ranks each."""
     plugins = ("libepic_cuda.so", "libepic_hosts.so", "libepic_chaos.so")
     net = {"EPIC_NET": "chaos", "EPIC_NET_MEMORY": "host"}
     run("emulated_hosts.py", tmp_path, plugins, EMULATED_GPUS="4", **net)
 
 
 def example(folder: Path, backend: str, **more: str) -> list[str]:
-    """Three steps of examples/torch/train_text.py, as the rate of the first is 0, four processes:
-    all digits of each loss, and what each process' weights are."""
+    """Run three steps of examples/torch/train_text.py with four processes; return all digits of
+    each loss and the weights. The learning rate of the first step is 0, so one step is not enough.
+    """
     folder.mkdir()
     losses = folder / "losses"
     script = str(Path(__file__).parent / "emulated_text.py")
@@ -69,7 +70,7 @@ def example(folder: Path, backend: str, **more: str) -> list[str]:
 
 @pytest.mark.skipif("EPIC_TEST_EXAMPLES" not in os.environ, reason="minutes: EPIC_TEST_EXAMPLES=1")
 def test_example_on_two_hosts(tmp_path: Path) -> None:
-    """Of two ranks each, over UCX: what one host learns, bit for bit."""
+    """Check that two hosts of two ranks, over UCX, learn the same as one host, bit by bit."""
     one = example(tmp_path / "p2p", "p2p")
     assert len(one) == 3 + 4
     assert example(tmp_path / "2x2", "hosts", EPIC_HOST="%r/2") == one

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong is told, with the core's sentence, to everyone, in time."""
+"""Checks that every rank gets each error in time, with the sentence of the core."""
 
 import os
 import re
@@ -22,11 +22,11 @@ from parts import EXPERTS, HIDDEN, LAYER, SIZES, TOKENS, TOP_K, Data, check_roun
 from world import World
 
 SLACK = int(os.environ.get("EPIC_TEST_SLACK_MS", "0")) / 1000
-NOTICED = 1 + SLACK  # as the fault tests
+NOTICED = 1 + SLACK  # the limit of the fault tests, in seconds
 
 
 def told(call: Callable[[], Any], code: str, *words: str) -> str:
-    """The sentence of the EpicError that the call raises."""
+    """Return the text of the EpicError that the call raises."""
     try:
         call()
     except EpicError as error:
@@ -37,7 +37,7 @@ def told(call: Callable[[], Any], code: str, *words: str) -> str:
 
 
 def alone(**more: Any) -> epic.torch.Group:
-    """A group of one."""
+    """Open a group of one rank."""
     return epic.torch.Group(**{**SIZES, "num_ranks": 1, **more})
 
 
@@ -108,7 +108,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 
 @pytest.mark.parametrize("what", ARGUMENTS)
 def test_arguments(what: str) -> None:
-    """The argument, its value, the rule; the group goes on."""
+    """Check that the error has argument, value and rule, and that the group stays usable."""
     call, text = ARGUMENTS[what]
     with alone() as group:
         plan = epic.torch.plan(group, LAYER, IDS)
@@ -121,14 +121,14 @@ def test_arguments(what: str) -> None:
 
 
 def test_overflow() -> None:
-    """More than the capacity: EPIC_EOVERFLOW, and the group goes on."""
+    """Check that an overflow raises EPIC_EOVERFLOW and the group stays usable."""
     with alone() as group:
         told(lambda: epic.torch.plan(group, LAYER, IDS, capacity=3), "EPIC_EOVERFLOW", "3")
         epic.torch.plan(group, LAYER, IDS)
 
 
 def test_closed() -> None:
-    """A group that was closed, and a plan that outlived it."""
+    """Check calls with a closed group, and with a plan of a closed group."""
     with alone(name="gone") as group:
         plan = epic.torch.plan(group, LAYER, IDS)
     group.close()
@@ -138,7 +138,7 @@ def test_closed() -> None:
 
 
 def test_options() -> None:
-    """Of Group."""
+    """Check the errors for wrong options of Group."""
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -176,7 +176,7 @@ def test_options() -> None:
 
 
 def test_tcp_with_nul() -> None:
-    """C ends a text at a NUL: a secret would be a shorter one."""
+    """Check that a secret with a NUL is refused, because C would use only the part before it."""
     for field, wrong in (("address", "localhost\0"), ("secret", "hush\0hush")):
         options: dict[str, Any] = {field: wrong}
         with pytest.raises(EpicArgumentError, match=f"{field} .*must not contain a NUL"):
@@ -186,7 +186,8 @@ def test_tcp_with_nul() -> None:
 # ---------------------------------------------------------------- the words of Python ----
 
 SOURCES = Path(__file__).parents[2] / "src"
-KEPT = {  # environment variables, and flags of C that epic.torch and epic.jax set themselves
+# Names that errors may contain: environment variables, and C flags that the Python packages set.
+KEPT = {
     "EPIC_SECRET", "EPIC_TIMEOUT_MS", "EPIC_TRACE", "EPIC_NET_MEMORY", "EPIC_BACKEND",
     "EPIC_CHECK_WEIGHTS", "EPIC_ACCUMULATE", "EPIC_DISPATCH_AGAIN", "EPIC_PLANNED",
     "EPIC_RECOMPUTE", "EPIC_SUM_DENSE", "EPIC_LOSS_BY_CALLER",
@@ -195,7 +196,8 @@ OF_TYPES = r"\b(?:B?F16|F32|F64|E4M3)\b"
 
 
 def test_no_names_of_c() -> None:
-    """In what the core says: no enumerator, no type, no function, no member of a config."""
+    """Check that no error of the core contains names of C: enumerators, types, functions,
+    fields."""
     wrong = []
     for file in SOURCES.rglob("*.c"):
         for literal in re.findall(r'"((?:[^"\\\n]|\\.)* (?:[^"\\\n]|\\.)*)"', file.read_text()):
@@ -208,7 +210,7 @@ def test_no_names_of_c() -> None:
 
 
 def test_values_as_python_has_them() -> None:
-    """Arguments and values in the sentences of real calls."""
+    """Check that errors of real calls contain the Python arguments and their values."""
     with pytest.raises(
         EpicArgumentError, match="expert_capacity is 4: must be 0 unless overflow is 'drop'"
     ):
@@ -231,14 +233,14 @@ def test_values_as_python_has_them() -> None:
 
 
 def planned(group: epic.torch.Group, ids: torch.Tensor) -> epic.torch.Plan:
-    """A plan that every rank has: what breaks the group ends the calls that others are in."""
+    """Make a plan on every rank, then let one rank break the group while others are in a call."""
     plan = epic.torch.plan(group, LAYER, ids)
     dist.barrier()
     return plan
 
 
 def different_tokens(rank: int) -> None:
-    """A rank brings another width of rows: EPIC_EMISMATCH on all."""
+    """Let one rank pass rows of another width, which is EPIC_EMISMATCH on all ranks."""
     with group_of(4) as group:
         _, _, ids, _ = Data().mine(rank)
         plan = planned(group, ids)
@@ -249,7 +251,7 @@ def different_tokens(rank: int) -> None:
 
 
 def different_dtype(rank: int) -> None:
-    """And another dtype of the same width."""
+    """Let one rank pass rows of another dtype with the same number of bytes."""
     with group_of(4) as group:
         x, _, ids, _ = Data(dtype=torch.bfloat16 if rank else torch.float16).mine(rank)
         plan = planned(group, ids)
@@ -258,7 +260,7 @@ def different_dtype(rank: int) -> None:
 
 
 def different_plans(rank: int) -> None:
-    """One rank brings the plan before."""
+    """Let one rank pass an older plan."""
     with group_of(4) as group:
         x, _, ids, _ = Data().mine(rank)
         old, new = planned(group, ids), planned(group, ids)
@@ -266,7 +268,7 @@ def different_plans(rank: int) -> None:
 
 
 def different_calls(rank: int) -> None:
-    """One rank sums where the others plan."""
+    """Let one rank call sum while the others plan."""
     with group_of(4) as group:
         ids = Data().mine(rank)[2]
         if rank == 3:
@@ -276,7 +278,7 @@ def different_calls(rank: int) -> None:
 
 
 def wrong_expert(rank: int) -> None:
-    """An id that is none, on one rank: all are told where, and go on."""
+    """Let one rank pass an invalid expert id; all ranks get the same error and continue."""
     with group_of(4) as group:
         mine = Data().mine(rank)
         wrong = mine[2].clone()
@@ -287,7 +289,7 @@ def wrong_expert(rank: int) -> None:
 
 
 def in_backward(rank: int) -> None:
-    """A rank that leaves between forward and backward: its sentence arrives from backward."""
+    """Let a rank leave between forward and backward; backward raises its sentence on the others."""
     with group_of(4) as group:
         x, w, ids, ct = Data().mine(rank)
         out = through(group, True)(x, w, ids)
@@ -299,7 +301,7 @@ def in_backward(rank: int) -> None:
 
 
 def leaves_with(rank: int) -> None:
-    """An exception that leaves a group's with statement tells the others."""
+    """Let an exception leave the with block of a group; the other ranks get its text."""
     try:
         with group_of(4) as group:
             if rank == 3:
@@ -317,14 +319,14 @@ AMONG = [
 
 @pytest.mark.parametrize("what", AMONG)
 def test_among_processes(world: Any, what: Callable[[int], None]) -> None:
-    """Everyone is told, at once; a new group opens afterwards."""
+    """Check that all ranks get the error at once, and that a new group opens afterwards."""
     begin = time.monotonic()
     world.run(what)
-    assert time.monotonic() - begin < 30 + 10 * SLACK  # the deadline is a minute
+    assert time.monotonic() - begin < 30 + 10 * SLACK  # far less than the deadline of one minute
 
 
 def killed(rank: int, sizes: dict[str, Any]) -> tuple[float, str]:
-    """Rank 3 ends without a word in the middle of a layer's backward."""
+    """Kill rank 3 in the middle of a layer's backward."""
     with epic.torch.Group(**sizes) as group:
         x, w, ids, ct = Data().mine(rank)
         out = through(group, True)(x, w, ids)
@@ -337,7 +339,7 @@ def killed(rank: int, sizes: dict[str, Any]) -> tuple[float, str]:
 
 
 def test_a_killed_rank() -> None:
-    """Every other one gets an exception that names it, within a second."""
+    """Check that all other ranks raise an error that names the killed rank, within a second."""
     with World(4) as four:
         four.start(killed, SIZES)
         answers = [four.answer(rank) for rank in range(4)]
@@ -348,12 +350,12 @@ def test_a_killed_rank() -> None:
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_nothing_is_kept() -> None:
-    """By calls that succeed or fail: arguments and results are given back."""
+    """Check that neither successful nor failing calls leak their arguments or results."""
     rows = torch.ones(64, 1000)
     ids = torch.zeros((64, TOP_K), dtype=torch.int32)
     ops = torch.ops.epic
@@ -381,5 +383,5 @@ def test_nothing_is_kept() -> None:
 
         run(20)
         before = resident()
-        run(200)  # 256 kB and more each time
+        run(200)  # each call has at least 256 kB of tensors
         assert resident() - before < 20e6

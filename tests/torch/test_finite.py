@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mode that names the first row that is not finite."""
+"""Tests check_finite, the mode that names the first row that is not finite."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +15,11 @@ WISH = epic.torch.Moe.of(
     num_experts=8, top_k=2, hidden=HIDDEN, inner=12, normalize="sum",
     shared=epic.torch.Experts(1, HIDDEN, 8),
 )  # fmt: skip
-COUNTS = (5, 0, 9, 6)  # tokens of the ranks
+COUNTS = (5, 0, 9, 6)  # tokens of each rank
 
 
 class Two(torch.nn.Module):
-    """Two layers."""
+    """A model of two layers."""
 
     def __init__(self, group: epic.torch.Group, **more: Any) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Two(torch.nn.Module):
         self.chosen: list[list[int]] = []
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """The rows of both."""
+        """Return the rows after both layers."""
         x = x + self.first(x, mask)[0]
         options = self.second.options.router
         self.chosen = epic.torch.route(options, x.detach() @ self.second.w_gate.detach())[
@@ -37,48 +37,49 @@ class Two(torch.nn.Module):
         return x + self.second(x, mask)[0]
 
 
-Case = Callable[[int, Two, torch.Tensor], float]  # changes what a rank has; a factor of the loss
+# changes the inputs of a rank, and returns a factor for the loss
+Case = Callable[[int, Two, torch.Tensor], float]
 
 
 def bad_input(rank: int, model: Two, x: torch.Tensor) -> float:
-    """Of two ranks: the lower one is named."""
+    """Make inputs of two ranks not finite; the error names the lower rank."""
     if rank > 1:
         x[rank + 1, 3] = torch.nan
     return 1.0
 
 
 def bad_expert(rank: int, model: Two, x: torch.Tensor) -> float:
-    """Expert 5 of the second layer."""
+    """Make expert 5 of the second layer return a row that is not finite."""
     if rank == 2:
         model.second.w_down[1, 2, 4] = torch.inf
     return 1.0
 
 
 def bad_router(rank: int, model: Two, x: torch.Tensor) -> float:
-    """One column of all ranks, so that the logits of each token are hit."""
+    """Change one column on all ranks, so that the logits of every token are not finite."""
     model.second.w_gate[:, 3] = torch.nan
     return 1.0
 
 
 def bad_shared(rank: int, model: Two, x: torch.Tensor) -> float:
-    """The shared expert of the first layer."""
+    """Make the shared expert of the first layer return a row that is not finite."""
     model.first.shared_down[0, 1, 1] = torch.nan
     return 1.0
 
 
 def bad_loss(rank: int, model: Two, x: torch.Tensor) -> float:
-    """The gradient that arrives."""
+    """Make the gradient of the output not finite."""
     return float("inf") if rank == 2 else 1.0
 
 
 def bad_gradient(rank: int, model: Two, x: torch.Tensor) -> float:
-    """An overflow in backward of expert 5 of the second layer."""
+    """Let the backward of expert 5 in the second layer overflow."""
     if rank == 2:
         model.second.w_down[1] *= 1e20
     return 1e25
 
 
-# The text, the layer, rank and token; None: of the first token that has chosen expert 5.
+# Expected text, layer, and (rank, token). None means the first token that has chosen expert 5.
 CASES: dict[Case, tuple[str, str, tuple[int, int] | None]] = {
     bad_input: ("the input row", "first", (2, 3)),
     bad_expert: ("the row that the expert returned", "second", None),
@@ -90,13 +91,13 @@ CASES: dict[Case, tuple[str, str, tuple[int, int] | None]] = {
 
 
 def made(rank: int, group: epic.torch.Group, composed: bool) -> tuple[Two, torch.Tensor]:
-    """A model and its tokens, which need a gradient."""
+    """Return a model and its tokens, which need a gradient."""
     model = Two(group, grouped_mm=slab_mm if composed else None)
     return model, numbers(60 + rank, COUNTS[rank], HIDDEN)
 
 
 def find(rank: int, case: Case, composed: bool) -> tuple[str, Any, list[list[int]]]:
-    """What the error has, and the choices of this rank's tokens in the second layer."""
+    """Return the fields of the error, and the choices of this rank's tokens in the second layer."""
     with group_of(4) as group:
         model, x = made(rank, group, composed)
         with torch.no_grad():
@@ -114,7 +115,7 @@ def find(rank: int, case: Case, composed: bool) -> tuple[str, Any, list[list[int
 @pytest.mark.parametrize("composed", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_found(world: Any, case: Case, composed: bool) -> None:
-    """The same on all ranks, one of which has no tokens."""
+    """Check that all ranks, one of them without tokens, raise the same error."""
     answers = world.run(find, case, composed)
     texts = {text for text, *_ in answers}
     assert len(texts) == 1
@@ -130,7 +131,8 @@ def test_what_is_found(world: Any, case: Case, composed: bool) -> None:
 
 
 def finite(rank: int) -> None:
-    """A model without such rows computes the same bits; padding may hold anything."""
+    """Check that a finite model computes the same bits in this mode, whatever the padding
+    contains."""
     with group_of(4) as group:
         model, x = made(rank, group, False)
         mask = torch.arange(len(x)) != 2
@@ -157,5 +159,5 @@ def finite(rank: int) -> None:
 
 
 def test_nothing_to_find(world: Any) -> None:
-    """Nothing is raised."""
+    """Check that nothing is raised if all rows are finite."""
     world.run(finite)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows in other forms: once for each rank (flat), and gradients that travel in e4m3."""
+"""Tests other forms of rows: flat rows (one per token and rank), and gradients sent in e4m3."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ FLAT = epic.torch.Layer(EXPERTS, TOP_K, layout="flat")
 
 
 def flat_rows(data: Data, rank: int, ep: int) -> list[tuple[int, list[int]]]:
-    """Tokens that come to a rank, in their order, and which of their choices it has."""
+    """Return the tokens that a rank receives, in order, and their choices on that rank."""
     local, found = EXPERTS // ep, []
     part = data.where(rank, ep)
     for token in range(part.start, part.stop):
@@ -27,7 +27,7 @@ def flat_rows(data: Data, rank: int, ep: int) -> list[tuple[int, list[int]]]:
 
 
 def check_rows(data: Data, rank: int, ep: int, rows: Any, weights: Any, experts: Any) -> None:
-    """Exactly, with the tail."""
+    """Compare the received rows exactly, including the tail."""
     wanted = flat_rows(data, rank, ep)
     for at, (token, mine) in enumerate(wanted):
         tail = TOP_K - len(mine)
@@ -39,7 +39,7 @@ def check_rows(data: Data, rank: int, ep: int, rows: Any, weights: Any, experts:
 
 
 def flat(rank: int, ep: int, tokens: tuple[int, ...], exact: bool) -> None:
-    """tokens -> the weighted sum of sin(x * (local expert + 1)) on each rank -> home."""
+    """Dispatch flat rows, compute the weighted sum of sin(x * (local expert + 1)), and combine."""
     data = Data(tokens)
     with group_of(ep) as group:
         x, w, ids, ct = data.mine(rank)
@@ -72,13 +72,13 @@ def flat(rank: int, ep: int, tokens: tuple[int, ...], exact: bool) -> None:
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_flat(world: Any, ep: int) -> None:
-    """Rows, their experts and weights exactly; the sum and its gradients against float64."""
+    """Check rows, experts and weights exactly, and the sum and its gradients against float64."""
     for tokens, exact in ((EVEN, False), (UNEVEN, False), (UNEVEN, True)):
         world.run(flat, ep, tokens, exact)
 
 
 def flat_compiled(rank: int) -> None:
-    """The same under torch.compile, without a graph break."""
+    """Check flat rows under torch.compile, without a graph break."""
     with group_of(4) as group:
         x, w, ids, ct = Data(UNEVEN).mine(rank)
 
@@ -96,12 +96,12 @@ def flat_compiled(rank: int) -> None:
 
 
 def test_flat_compiled(world: Any) -> None:
-    """On every rank."""
+    """Run the compiled test on every rank."""
     world.run(flat_compiled)
 
 
 def test_each_layout_has_its_dispatch() -> None:
-    """The wrong one says which is right."""
+    """Check that the dispatch of the wrong layout raises an error that names the right one."""
     ids, x = Data().ids, Data().x
     with epic.torch.Group(num_ranks=1, max_tokens=64, max_row_bytes=4096) as group:
         plan = epic.torch.plan(group, FLAT, ids)
@@ -117,7 +117,7 @@ def test_each_layout_has_its_dispatch() -> None:
 
 
 def rounded_gradient(rank: int, block: str, most: float) -> None:
-    """The output's bits are those of combine; gradients of rows are rounded, once."""
+    """Check that the output has the bits of combine, and that row gradients are rounded once."""
     with group_of(4) as group:
         x, w, ids, ct = Data(UNEVEN).mine(rank)
         plan, rows, slot = epic.torch.plan_dispatch(group, LAYER, ids, x.detach(), w.detach())
@@ -134,7 +134,7 @@ def rounded_gradient(rank: int, block: str, most: float) -> None:
 
 
 def rounded(rows: torch.Tensor, block: str) -> torch.Tensor:
-    """As dispatch rounds them."""
+    """Round rows as dispatch does."""
     size = rows.shape[0]
     with epic.torch.Group(num_ranks=1, max_tokens=size, max_row_bytes=4096) as alone:
         ids = torch.zeros(size, 1, dtype=torch.int32)
@@ -144,6 +144,6 @@ def rounded(rows: torch.Tensor, block: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(("block", "most"), [("1x128", 16 / 448), ("1x32", 16 / 224)])
 def test_quantized_gradient_of_combine(world: Any, block: str, most: float) -> None:
-    """Both kinds of blocks."""
-    assert ALIGN > 1  # so that there is padding, whose gradient is 0
+    """Check quantized gradients with both block sizes."""
+    assert ALIGN > 1  # so that there is padding, whose gradient must be 0
     world.run(rounded_gradient, block, 1.001 * most)

@@ -55,7 +55,8 @@ def whole_model(dtype: torch.dtype) -> Model:
 
 
 def run_backward(model: nn.Module, group: epic.torch.Group, rank: int, dtype: torch.dtype) -> None:
-    """Backward of this rank's rows; ranks have different numbers, and each DP replica all."""
+    """Run backward of this rank's rows. Ranks have different numbers of rows, and every
+    data-parallel replica has all of them."""
     bounds = [0, *(ROWS * (q + 1) ** 2 // group.num_ranks**2 for q in range(group.num_ranks))]
     ep_rank = group.rank
     model(numbers(3, ROWS, 20, dtype=dtype)[bounds[ep_rank] : bounds[ep_rank + 1]]).backward()
@@ -63,7 +64,7 @@ def run_backward(model: nn.Module, group: epic.torch.Group, rank: int, dtype: to
 
 
 def whole_gradient(parameter: Any) -> Tensor:
-    """Return the gradient of a parameter without DTensor."""
+    """Return the full gradient of a parameter as an ordinary tensor."""
     gradient = parameter.grad
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
@@ -91,7 +92,7 @@ def clip(rank: int, ep: int, form: str, norm_type: float, dtype: torch.dtype) ->
     [(1, "plain"), (2, "plain"), (4, "plain"), (4, "list"), (2, "ddp"), (2, "fsdp"), (1, "fsdp")],
 )
 def test_clipping(world: World, ep: int, form: str, norm_type: float) -> None:
-    """The norm and the clipped gradients are those of torch for one rank, on every rank."""
+    """Check that every rank gets the norm and gradients that torch computes on one rank."""
     dtype = torch.float64
     model = whole_model(dtype)
     true = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)
@@ -99,7 +100,7 @@ def test_clipping(world: World, ep: int, form: str, norm_type: float) -> None:
     answers = world.run(clip, ep, form, norm_type, dtype)
     for rank, (norm, gradients) in enumerate(answers):
         assert norm.dtype == torch.float32
-        assert norm.item() == answers[0][0].item()  # the same bits
+        assert norm.item() == answers[0][0].item()  # all ranks return the same bits
         assert abs(norm.item() - true.item()) < 1e-6 * true.item()
         assert gradients.keys() == wanted.keys()
         for name, gradient in gradients.items():
@@ -123,7 +124,7 @@ def clip_16_bits(rank: int) -> Any:
 
 
 def test_clipping_of_16_bits(world: World) -> None:
-    """Shared parameters keep the same bits on all ranks; foreach changes nothing."""
+    """Check that shared parameters keep equal bits on all ranks, with and without foreach."""
     answers = world.run(clip_16_bits)
     for (norm, one), (other_norm, other) in answers:
         assert norm.item() == other_norm.item() == answers[0][0][0].item()
@@ -134,7 +135,7 @@ def test_clipping_of_16_bits(world: World) -> None:
 
 
 def clip_some(rank: int) -> Any:
-    """Clip where one rank lacks a gradient of its experts, and a parameter is frozen."""
+    """Clip when one rank has no gradient for its experts and one parameter is frozen."""
     with group_of(4) as group:
         model = Model(group, torch.float32)
         run_backward(model, group, rank, torch.float32)
@@ -151,14 +152,15 @@ def clip_some(rank: int) -> Any:
 
 
 def test_missing_gradients(world: World) -> None:
-    """Ranks may lack gradients, and frozen parameters do not count."""
+    """Check that missing gradients and frozen parameters do not count."""
     answers = world.run(clip_some)
     true = math.sqrt(sum(own for _, own in answers))
     assert all(abs(norm - true) < 1e-5 * true for norm, _ in answers)
 
 
 def clip_tensor_parallel(rank: int, norm_type: float) -> float:
-    """Clip plain parameters that are divided over "dp" of the mesh as a tensor-parallel axis."""
+    """Clip plain parameters that are sharded over dimension "dp" of the mesh, as in tensor
+    parallelism."""
     with group_of(2) as group:
         mesh = meshes[2]["dp"]
         divided, equal = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(3))
@@ -174,7 +176,7 @@ def clip_tensor_parallel(rank: int, norm_type: float) -> float:
 
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_tensor_parallel(world: World, norm_type: float) -> None:
-    """Parts of a tensor-parallel axis are added; what is equal there counts once."""
+    """Check that shards of a tensor-parallel axis are added, and that copies count once."""
     everything = torch.tensor([*range(8), 2, 2, 2, 1, 1, 2, 2], dtype=torch.float64)
     true = torch.linalg.vector_norm(everything, norm_type).item()
     for norm in world.run(clip_tensor_parallel, norm_type):
@@ -182,7 +184,7 @@ def test_tensor_parallel(world: World, norm_type: float) -> None:
 
 
 def clip_nan(rank: int) -> Any:
-    """One rank has a NaN in an expert."""
+    """Clip when one rank has a NaN in an expert."""
     with group_of(4) as group:
         model = Model(group, torch.float32)
         run_backward(model, group, rank, torch.float32)
@@ -196,12 +198,12 @@ def clip_nan(rank: int) -> Any:
 
 
 def test_a_norm_that_is_not_finite(world: World) -> None:
-    """It is an error on all ranks if asked for, before any gradient changes."""
+    """Check that error_if_nonfinite raises on all ranks before any gradient changes."""
     assert all(math.isnan(norm) for norm in world.run(clip_nan))
 
 
 def test_arguments() -> None:
-    """Wrong arguments are refused."""
+    """Check that wrong arguments are refused."""
     with epic.torch.Group(num_ranks=1, **SIZES) as group:
         weight = nn.Parameter(torch.ones(2))
         with pytest.raises(EpicArgumentError, match="max_norm is -1"):
@@ -242,7 +244,7 @@ def scale_steps(rank: int, fused: bool) -> Any:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_grad_scaler(world: World, fused: bool) -> None:
-    """All ranks skip the step of an overflow and halve the scale; then all make the step."""
+    """Check that all ranks skip the step of an overflow and halve the scale, then make the step."""
     answers = world.run(scale_steps, fused)
     for found, weight in answers:
         assert found == [(True, 32.0), (False, 64.0)]
@@ -250,7 +252,7 @@ def test_grad_scaler(world: World, fused: bool) -> None:
 
 
 def count(rank: int, ep: int) -> float:
-    """Count the labels of a group, and of all."""
+    """Count the labels of a group, and of all groups."""
     with group_of(ep) as group:
         labels = torch.full((2, 5), -100)
         labels.view(-1)[: rank + 1] = 7
@@ -266,5 +268,5 @@ def count(rank: int, ep: int) -> float:
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_count_labels(world: World, ep: int) -> None:
-    """Labels of all ranks are counted, without those to ignore."""
+    """Check that the labels of all ranks are counted, without ignored ones."""
     assert world.run(count, ep) == [10.0] * RANKS

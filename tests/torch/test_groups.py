@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How groups bootstrap, open, close and open again."""
+"""Tests how groups find their ranks, open, close and open again."""
 
 import os
 import subprocess
@@ -30,16 +30,18 @@ SHORT = {**SIZES, "timeout_ms": 1500}
 
 
 def right(group: epic.torch.Group, rank: int, tokens: tuple[int, ...] = UNEVEN) -> None:
-    """It computes."""
+    """Check that the group computes correct results."""
     check_round(through(group, True), Data(tokens).mine(rank), 2e-6)
 
 
 def ways(rank: int) -> None:
-    """The default group, one of all, a mesh, a dimension of one, a subgroup; several at a time, in
-    any order of closing; each rank of its own group."""
+    """Open groups in all ways: the default group, one of all ranks, a mesh, a dimension of size
+    one, a subgroup. Open several at a time, close them in any order, and open another group on each
+    rank."""
     device = torch.get_default_device()
     of_gpus = device.type == "cuda"
-    sizes = {**SIZES, "max_sms": 8} if of_gpus else SIZES  # seven groups share its SMs
+    # because seven groups share the SMs of a GPU
+    sizes = {**SIZES, "max_sms": 8} if of_gpus else SIZES
     more = {**sizes, "device": device}
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "ep"))
     half = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
@@ -66,14 +68,14 @@ def ways(rank: int) -> None:
 
 
 def reopened(rank: int) -> None:
-    """Twenty times over the same process group."""
+    """Open and close a group twenty times over the same process group."""
     for _ in range(20):
         with epic.torch.Group(**SIZES) as group:
             right(group, rank)
 
 
 def not_one_of_them(rank: int) -> None:
-    """A process group of others is refused at once."""
+    """Check that a process group without this process is refused at once."""
     group = dist.new_group([0, 1])
     if rank > 1:
         told(lambda: epic.torch.Group(group, **SIZES), "EPIC_EINVAL", "process_group")
@@ -82,7 +84,7 @@ def not_one_of_them(rank: int) -> None:
 
 
 def late(rank: int) -> None:
-    """A process that does not come to the bootstrap is named; the next one works."""
+    """Check that a process that does not join is named, and that the next group opens."""
     if rank != 2:
         told(lambda: epic.torch.Group(**SHORT), "EPIC_ETIMEOUT", "rank 2 did not come")
     dist.barrier()
@@ -91,7 +93,7 @@ def late(rank: int) -> None:
 
 
 def opens_after_failures(rank: int) -> None:
-    """Whichever rank failed before, and wherever: the next group opens over the same processes."""
+    """Check that the next group opens after any rank failed at any time."""
     half = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     for wrong in (1, 0, 3, 1):
         for over, mine in ((None, rank), (half, rank % 2)):
@@ -107,7 +109,7 @@ def opens_after_failures(rank: int) -> None:
 
 
 def different_sizes(rank: int) -> None:
-    """Ranks that bring different options: all are told."""
+    """Check that all ranks get the error if their options differ."""
     wish = {**SIZES, "max_tokens": 64 + rank // 3}
     told(lambda: epic.torch.Group(**wish), "EPIC_EMISMATCH", "max_tokens")
 
@@ -117,12 +119,12 @@ WHAT = [ways, reopened, not_one_of_them, late, opens_after_failures, different_s
 
 @pytest.mark.parametrize("what", WHAT)
 def test_process_groups(world: Any, what: Callable[[int], None]) -> None:
-    """Over torch.distributed."""
+    """Run the test on processes of torch.distributed."""
     world.run(what)
 
 
 def pair(rank: int, first: list[int], second: list[int]) -> epic.torch.Group:
-    """What the layers over this rank's process group share."""
+    """Open the group that the layers over this rank's process group share."""
     mine = [dist.new_group(first), dist.new_group(second)][rank not in first]
     wish = {name: SIZES[name] for name in ("max_tokens", "max_row_bytes")}
     group = epic.torch.groups.shared_group(mine, **wish)
@@ -135,8 +137,10 @@ def pair(rank: int, first: list[int], second: list[int]) -> epic.torch.Group:
 
 
 def destroyed(rank: int, port: int) -> None:
-    """destroy_process_group before close, and the other way round.  Afterwards process groups of
-    other ranks have the old names; their store is at `port`."""
+    """Call destroy_process_group before close, and after it.
+
+    Afterwards process groups of other ranks have the old names. Their store listens on `port`.
+    """
     old = pair(rank, [0, 1], [2, 3])
     first = epic.torch.Group(**SIZES)
     dist.destroy_process_group()
@@ -154,13 +158,13 @@ def destroyed(rank: int, port: int) -> None:
 
 
 def test_no_order_with_destroy_process_group() -> None:
-    """A store is used at open alone."""
+    """Check that a group needs the store only while it opens."""
     with World(4) as four:
         four.run(destroyed, free_port())
 
 
 def test_threads_of_one_process() -> None:
-    """Each thread is a rank."""
+    """Open a group whose ranks are threads of this process."""
     bootstraps = epic.torch.threads(4)
 
     def run(rank: int) -> None:
@@ -175,7 +179,7 @@ def test_threads_of_one_process() -> None:
 
 
 def test_alone() -> None:
-    """Without torch.distributed, without variables: one rank."""
+    """Check that without torch.distributed and variables a group has one rank."""
     with epic.torch.Group(**SIZES) as group:
         assert (group.rank, group.num_ranks, group.backend) == (0, 1, "self")
         right(group, 0, (11, 0, 0, 0))
@@ -203,7 +207,7 @@ PATHS = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "jax")]
 
 
 def test_torchrun(tmp_path: Path) -> None:
-    """Without torch.distributed's process groups: torchrun's variables, over the agent's store."""
+    """Check torchrun's variables without a process group, over the store of torchrun's agent."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(paths=PATHS, tcp=False))
     words = ["--nproc-per-node", "2", "--master-port", str(free_port()), str(script)]
@@ -211,7 +215,7 @@ def test_torchrun(tmp_path: Path) -> None:
 
 
 def test_tcp(tmp_path: Path) -> None:
-    """The core's own bootstrap."""
+    """Open a group with the core's own TCP bootstrap."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(paths=PATHS, tcp=True))
     env = os.environ | {"PORT": str(free_port())}
@@ -227,7 +231,7 @@ def test_tcp(tmp_path: Path) -> None:
 
 
 def test_contexts_are_closed_where_no_thread_starts(monkeypatch: Any) -> None:
-    """As in Python 3.12 at exit."""
+    """Check that contexts are closed where no thread can start, as in Python 3.12 at exit."""
 
     def start(_: Any) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -262,7 +266,8 @@ print("ends", flush=True)
 
 
 def test_the_end_of_processes_whose_threads_wait_for_each_other(tmp_path: Path) -> None:
-    """Each main thread ends while another thread is in a call that the other rank never makes."""
+    """Check that processes end whose main thread returns while another thread waits in a call that
+    the other rank never makes."""
     script = tmp_path / "script.py"
     script.write_text(ENDS.format(paths=PATHS))
     env = os.environ | {"PORT": str(free_port())}
@@ -278,7 +283,8 @@ def test_the_end_of_processes_whose_threads_wait_for_each_other(tmp_path: Path) 
     try:
         for process in running:
             assert process.stdout is not None and process.stdout.readline() == "ends\n"
-        assert [process.wait(40) for process in running] == [0, 0]  # the deadline is 120 s
+        # much less than the deadline of 120 s
+        assert [process.wait(40) for process in running] == [0, 0]
     finally:
         for process in running:
             process.kill()
@@ -286,7 +292,7 @@ def test_the_end_of_processes_whose_threads_wait_for_each_other(tmp_path: Path) 
 
 
 def test_an_exchange_of_the_callers() -> None:
-    """Any function that gathers; what it raises is raised."""
+    """Check that any function can be the bootstrap, and that its exceptions are raised."""
     store = dist.HashStore()
     exchange = epic.torch.groups.StoreExchange
 
@@ -307,13 +313,13 @@ def test_an_exchange_of_the_callers() -> None:
 
 
 def exchanges(num_ranks: int, *timeouts: int) -> list[Any]:
-    """One exchange for each timeout, all over one store: of rank 0, of rank 1, ..."""
+    """Return bootstrap functions over one store, for each rank and each timeout."""
     store = dist.HashStore()
     return [epic.torch.groups.StoreExchange(store, "x", num_ranks, ms) for ms in timeouts]
 
 
 def test_a_rank_that_waits_meets_a_rank_that_failed_before() -> None:
-    """Rank 0 gives up and comes back with other bytes; rank 1 has waited all the time."""
+    """Let rank 0 give up and return with other bytes, while rank 1 waits in its first attempt."""
     late, other, last = exchanges(3, 150, 20000, 20000)
     back = epic.torch.groups.StoreExchange(late.store.store, "x", 3, 20000)
     with ThreadPoolExecutor(3) as pool:
@@ -322,11 +328,13 @@ def test_a_rank_that_waits_meets_a_rank_that_failed_before() -> None:
         found = [pool.submit(back, 0, b"new"), waits, pool.submit(last, 2, b"two")]
         assert [f.result(20) for f in found] == [[b"new", b"one", b"two"]] * 3
         found = [pool.submit(e, r, bytes([r])) for r, e in enumerate((back, other, last))]
-        assert [f.result(20) for f in found] == [[b"\0", b"\1", b"\2"]] * 3  # the next round
+        # the bytes of the second attempt
+        assert [f.result(20) for f in found] == [[b"\0", b"\1", b"\2"]] * 3
 
 
 def test_an_interrupted_rank_is_not_taken_for_the_one_that_comes_back() -> None:
-    """Its thread may still run: nothing that it wrote is read."""
+    """Check that bytes of an interrupted attempt are never read, although its thread may
+    still run."""
     gone, other = exchanges(2, 20000, 20000)
     with ThreadPoolExecutor(3) as pool:
         waits = pool.submit(gone, 0, b"old")
@@ -340,13 +348,14 @@ def test_an_interrupted_rank_is_not_taken_for_the_one_that_comes_back() -> None:
 
 
 def test_two_processes_of_one_rank(monkeypatch: Any) -> None:
-    """The second is refused by that; who waits for the missing rank is told of it."""
+    """Check that a second process with the same rank is refused, and that a rank that waits for the
+    missing rank gets an error that explains this."""
     first, second, zero = exchanges(3, 20000, 20000, 700)
     with ThreadPoolExecutor(3) as pool:
         waits = pool.submit(first, 1, b"one")
         while first.attempt is None or not first.own:
             time.sleep(0.01)
-        monkeypatch.setattr(Attempts, "of_process", set())  # as in another process
+        monkeypatch.setattr(Attempts, "of_process", set())  # as if it were another process
         wrong = partial(second, 1, b"other")
         told(wrong, "EPIC_EINVAL", "rank is 1", "another process has opened")
         words = ("rank 2 did not come", "two processes opened it as rank 1")
@@ -356,7 +365,7 @@ def test_two_processes_of_one_rank(monkeypatch: Any) -> None:
 
 
 def test_a_bootstrap_is_of_one_rank() -> None:
-    """For one opening, at a time or later."""
+    """Check that a bootstrap opens one group at a time, and only for its own rank."""
     bootstraps = epic.torch.threads(2, 1500)
     with ThreadPoolExecutor(2) as pool:
         found = [pool.submit(epic.torch.Group, bootstrap=bootstraps[0], **SHORT) for _ in range(2)]
@@ -369,7 +378,7 @@ def test_a_bootstrap_is_of_one_rank() -> None:
 
 
 def test_two_threads_open_at_a_time() -> None:
-    """Groups of the same ranks do not read each other's bytes."""
+    """Check that two groups of the same ranks that open at the same time do not mix their bytes."""
     store = dist.HashStore()
 
     def run(rank: int, count: int) -> list[list[bytes]]:
@@ -389,7 +398,7 @@ def test_two_threads_open_at_a_time() -> None:
 
 
 def test_no_torch_state_is_left() -> None:
-    """A closed group is garbage, and its tensors with it."""
+    """Check that a closed group and its tensors are freed."""
     import gc
     import weakref
 
@@ -403,7 +412,7 @@ def test_no_torch_state_is_left() -> None:
     assert torch.is_grad_enabled()
 
 
-SAID = {  # by EPIC_BACKEND: what groups on GPUs and on CPUs take, or what is wrong
+SAID = {  # By EPIC_BACKEND: the backends of groups on GPUs and on CPUs, or the error.
     "": ("gpu", None),
     "shm": ("gpu", None),
     "gpu": ("gpu", "EPIC_BACKEND.: must be a backend for CPUs"),
@@ -415,7 +424,8 @@ SAID = {  # by EPIC_BACKEND: what groups on GPUs and on CPUs take, or what is wr
 @pytest.mark.parametrize("said", SAID)
 @pytest.mark.parametrize("on_gpus", [True, False])
 def test_backend_of_the_environment(monkeypatch: Any, said: str, on_gpus: bool) -> None:
-    """It is for the memory that it reaches; what is asked for goes before it."""
+    """Check that EPIC_BACKEND applies only to devices it supports, and that backend=
+    overrides it."""
     from epic.options import backend_for
 
     monkeypatch.setenv("EPIC_BACKEND", said)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules of the package import each other in one direction."""
+"""Checks that the modules of the package import each other without circles."""
 
 import ast
 from graphlib import TopologicalSorter
@@ -17,7 +17,7 @@ def name_of(path: Path) -> str:
 
 
 def imports_of(path: Path, modules: set[str]) -> set[str]:
-    """Return the modules of the package that a file imports, also inside of functions."""
+    """Return the modules of the package that a file imports, also inside functions."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -29,10 +29,10 @@ def imports_of(path: Path, modules: set[str]) -> set[str]:
 
 
 def test_no_circles() -> None:
-    """No module of epic and epic.torch imports one that needs it, not even in a function."""
+    """Check that no module imports, even in a function, one that depends on it."""
     paths = {
         name_of(path): path for folder in (".", "torch") for path in (ROOT / folder).glob("*.py")
     }
     graph = {name: imports_of(path, set(paths)) for name, path in paths.items()}
-    order = list(TopologicalSorter(graph).static_order())  # raises CycleError at a circle
+    order = list(TopologicalSorter(graph).static_order())  # raises CycleError if there is a circle
     assert set(order) >= set(paths)

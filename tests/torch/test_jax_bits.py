@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer in PyTorch and in JAX: the same bits, where both are installed."""
+"""Checks that PyTorch and JAX compute the same bits of a layer, if both are installed."""
 
 import importlib.util
 import os
@@ -15,9 +15,9 @@ import cases
 from test_moe import OF_EXPERTS, layer_step
 
 HERE = Path(__file__).parent
-# Found without an import: this process has torch, and JAX gets one of its own.
+# Look for JAX without importing it: this process uses torch, and JAX runs in a process of its own.
 if importlib.util.find_spec("jax") is None:
-    pytest.skip("there is no jax beside torch: make test-torch-adapters", allow_module_level=True)
+    pytest.skip("JAX is not installed in this environment: make test-torch-adapters", allow_module_level=True)
 
 IN_JAX = """
 import sys, numpy as np
@@ -36,7 +36,7 @@ with epic.jax.open(mesh, "ep", max_tokens=64, max_row_bytes=4096) as group:
 
 @pytest.fixture(scope="module")
 def of_jax(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what epic.jax gives for every case, on four devices of one process."""
+    """Run epic.jax for every case on four devices of one process; return the folder of results."""
     folder = tmp_path_factory.mktemp("jax")
     code = IN_JAX.format(here=str(HERE.parent / "jax"))
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
@@ -50,7 +50,7 @@ def of_jax(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", cases.CASES)
 def test_the_same_bits(world: Any, of_jax: Path, name: str) -> None:
-    """Output, gradient of x, and gradients of the experts, on 4 ranks."""
+    """Compare output, gradient of x, and gradients of the experts, on 4 ranks."""
     answers = world.run(layer_step, name, 4, {})
     with np.load(of_jax / f"{name}.npz") as found:
         for key, at in (("out", 0), ("d_x", 2)):

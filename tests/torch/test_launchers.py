@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs without torch that torchrun starts."""
+"""Tests programs without torch that torchrun starts."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ STEP = Path(os.environ["EPIC_LIBRARY_PATH"].split(":")[0]).parent / "examples" /
 
 
 def test_c_program() -> None:
-    """The ranks of a C program bootstrap on a port other than that of torchrun's own store."""
+    """Check that the ranks of a C program do not use the port of torchrun's own store."""
     assert STEP.exists(), "build the target example_step"
     words = ["--no-python", "--nproc-per-node", "2", "--master-port", str(free_port()), str(STEP)]
     command = [sys.executable, "-m", "torch.distributed.run", *words]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loads that a layer counts for its bias: each forward once, of this rank's group alone."""
+"""Tests the loads that a layer counts for its bias: each forward counts once, for its own group."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,15 +19,15 @@ WISH = epic.torch.Moe.of(**OPTIONS)
 
 
 def counted(layer: epic.torch.MoE, x: torch.Tensor) -> torch.Tensor:
-    """How often each expert is among the largest logits of a token, bias included."""
+    """Count how often each expert is among the largest logits of a token, bias included."""
     assert layer.bias is not None
     scores = (x.double() @ layer.w_gate.detach().double()).softmax(-1) + layer.bias.double()
     return torch.bincount(scores.topk(TOP_K).indices.reshape(-1), minlength=EXPERTS)
 
 
 def data_parallel(rank: int) -> None:
-    """Two forwards of a step under DistributedDataParallel: loads of the two groups differ, and
-    their sum moves the bias."""
+    """Run two forwards under DistributedDataParallel. The two groups have different loads, and
+    their sum changes the bias."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     with epic.torch.Group(mesh, "ep", **SIZES) as group:
         layer = epic.torch.MoE(group, WISH, bias_rate=0.25)
@@ -48,12 +48,12 @@ def data_parallel(rank: int) -> None:
 
 
 def test_data_parallel(world: Any) -> None:
-    """DDP replaced the counts of a rank by those of rank 0 before each forward."""
+    """Check that DDP does not replace a rank's counts by those of rank 0 before each forward."""
     world.run(data_parallel)
 
 
 def block_of(layer: epic.torch.MoE) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A layer as one function."""
+    """Return the layer as a function."""
 
     def block(x: torch.Tensor) -> torch.Tensor:
         out, loss = layer(x)
@@ -63,7 +63,7 @@ def block_of(layer: epic.torch.MoE) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def again(block: Any, reentrant: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """With activation checkpointing."""
+    """Return the block with activation checkpointing."""
     return lambda x: checkpoint(block, x, use_reentrant=reentrant)
 
 
@@ -83,7 +83,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("more", [{}, {"quantize": "1x32"}], ids=["core", "composed"])
 @pytest.mark.parametrize("way", WAYS)
 def test_checkpointing(way: str, more: dict[str, Any]) -> None:
-    """What runs again in backward is not counted again; a further step is."""
+    """Check that a forward that backward repeats is not counted again, and a new step is."""
     with epic.torch.Group(num_ranks=1, **SIZES) as group:
         layer = epic.torch.MoE(group, epic.torch.Moe.of(**OPTIONS, **more), bias_rate=0.25)
         run, wanted = WAYS[way](block_of(layer)), torch.zeros(EXPERTS, dtype=torch.int64)
@@ -100,7 +100,7 @@ def test_checkpointing(way: str, more: dict[str, Any]) -> None:
 
 
 def test_where_the_counts_are() -> None:
-    """In no state dict, no buffer; a layer takes them along, and they keep their type."""
+    """Check that counts are in no state dict, move with the layer and keep their dtype."""
     with epic.torch.Group(num_ranks=1, **SIZES) as group:
         layer = epic.torch.MoE(group, WISH, bias_rate=0.25)
         layer(numbers(1, 9, HIDDEN))
@@ -117,7 +117,7 @@ def test_where_the_counts_are() -> None:
 
 
 def test_one_graph_runs_at_a_time() -> None:
-    """What torch says of a backward that runs, by a name that is not public."""
+    """Check the private name by which the layer sees that torch runs a backward."""
     seen = []
     x = torch.ones(1, requires_grad=True)
     y = x * 2

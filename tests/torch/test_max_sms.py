@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""max_sms= reaches every operator, forward and backward; on CPUs it changes no bit."""
+"""Checks that max_sms= reaches every operator, forward and backward, and changes no bit on CPUs."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ from parts import EXPERTS, HIDDEN, LAYER, SIZES, UNEVEN, Data, check_round, grou
 
 
 class Limits(TorchDispatchMode):
-    """Records the limit of each operator of EPIC, by name."""
+    """Record the limit that each EPIC operator gets, by its name."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[str, set[int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at `group` or `layer` among the arguments."""
+        """Read the limit from `group` or `layer` among the arguments."""
         name, _, overload = str(func).removeprefix("epic.").partition(".")
         if func.namespace == "epic" and "out" not in overload:
             names = [a.name for a in func._schema.arguments]
@@ -30,7 +30,8 @@ class Limits(TorchDispatchMode):
 
 
 def test_operators() -> None:
-    """A plan's limit holds for the calls on it, unless a call has its own."""
+    """Check that a plan's limit applies to the calls on it, unless a call has a limit of
+    its own."""
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
         x, w, ids, _ = Data().mine(0)
         with Limits() as limits:
@@ -53,7 +54,7 @@ def test_operators() -> None:
 
 @pytest.mark.parametrize("masked", [False, True], ids=["core", "composed"])
 def test_layer(masked: bool) -> None:
-    """The limit of a layer is that of each of its operations; results do not change."""
+    """Check that the limit of a layer reaches all its operations and changes no result."""
     options = epic.torch.Moe.of(num_experts=8, top_k=2, hidden=16, inner=12)
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
         layer = epic.torch.MoE(group, options)
@@ -65,14 +66,15 @@ def test_layer(masked: bool) -> None:
                 found = epic.torch.moe(group, options, x, layer.weights(), max_sms=limit, **more)
                 d = torch.autograd.grad(found.out.square().sum(), (x, layer.w_down))
             results.append([found.out.detach(), *d])
-            local = {"route", "route_backward", "experts", "experts_backward"}  # no group on CPUs
+            # these have no group on CPUs
+            local = {"route", "route_backward", "experts", "experts_backward"}
             every = {name: seen for name, seen in limits.found.items() if name not in local}
             assert every and all(seen == {limit} for seen in every.values()), every
         assert same(*results)
 
 
 def limited(rank: int, ep: int) -> None:
-    """The round trip of test_steps.py with a limit, against float64."""
+    """Run the round trip of test_steps.py with a limit and compare with float64."""
     with group_of(ep) as group:
         check_round(through(group, False, max_sms=2), Data(UNEVEN).mine(rank), 2e-6)
         check_round(through(group, True, max_sms=2), Data(UNEVEN).mine(rank), 2e-6)
@@ -80,12 +82,12 @@ def limited(rank: int, ep: int) -> None:
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_round_trip(world: Any, ep: int) -> None:
-    """Unequal tokens on every number of ranks."""
+    """Check uneven tokens on every number of ranks."""
     world.run(limited, ep)
 
 
 def test_wrong_limits() -> None:
-    """A limit is an integer from 0."""
+    """Check that a limit that is not an integer of at least 0 is refused."""
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
         x, w, ids, _ = Data().mine(0)
         plan = epic.torch.plan(group, LAYER, ids)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-Core's layer with EPIC under it: what its own dispatcher gives, forward and backward."""
+"""Compares Megatron-Core's layer with EPIC's dispatcher and with its own, forward and backward."""
 
 import importlib
 import os
@@ -16,7 +16,7 @@ from parts import numbers
 from reference import relative
 
 sys.path.append(str(Path(__file__).parents[2] / "examples/torch"))
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron compiles small functions on the way
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron compiles small functions, which takes time
 pytest.importorskip("megatron.core", reason="there is no megatron.core: make test-torch-adapters")
 
 HIDDEN, LENGTH, BATCH, EXPERTS = 24, 6, 3, 8
@@ -33,7 +33,7 @@ WORLDS = {"ep4": (1, 4), "ep2": (1, 2), "tp2_ep2": (2, 2), "ep1": (1, 1)}
 
 
 def parallel(tp: int, ep: int) -> None:
-    """Megatron's groups."""
+    """Create Megatron's process groups."""
     from megatron.core import parallel_state
 
     importlib.import_module("megatron_moe").without_gpu()
@@ -46,7 +46,7 @@ def parallel(tp: int, ep: int) -> None:
 
 
 def layer_of(tp: int, ep: int, case: dict[str, Any]) -> Any:
-    """With Megatron's dispatcher that runs on CPUs."""
+    """Return a layer with the dispatcher of Megatron that runs on CPUs."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -71,7 +71,7 @@ def layer_of(tp: int, ep: int, case: dict[str, Any]) -> Any:
 
 
 def gradients_of(layer: Any, x: torch.Tensor, ct: torch.Tensor) -> list[torch.Tensor]:
-    """Output, gradient of x, and those of all parameters."""
+    """Return output, gradient of x, and gradients of all parameters."""
     layer.zero_grad()
     x = x.clone().requires_grad_()
     out, _ = layer(x)
@@ -80,7 +80,7 @@ def gradients_of(layer: Any, x: torch.Tensor, ct: torch.Tensor) -> list[torch.Te
 
 
 def the_same(rank: int, world: str, name: str, most: float) -> None:
-    """EPIC's dispatcher in the place of Megatron's own: the same numbers, twice the same bits."""
+    """Check that EPIC's dispatcher gives the numbers of Megatron's, and equal bits in two runs."""
     megatron = importlib.import_module("epic.torch.megatron")
     tp, ep = WORLDS[world]
     parallel(tp, ep)
@@ -99,18 +99,18 @@ def the_same(rank: int, world: str, name: str, most: float) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_same(world: Any, name: str) -> None:
-    """Every case on 4 ranks."""
+    """Check every case on 4 ranks."""
     world.run(the_same, "ep4", name, 0.03 if name == "bfloat16" else 1e-5)
 
 
 @pytest.mark.parametrize("ranks", ["ep2", "tp2_ep2", "ep1"])
 def test_other_groups(world: Any, ranks: str) -> None:
-    """Several groups at once, experts cut by tensor parallelism, one rank."""
+    """Check several groups, experts sharded by tensor parallelism, and one rank."""
     world.run(the_same, ranks, "plain", 1e-5)
 
 
 def uneven(rank: int) -> None:
-    """Ranks with other numbers of tokens, against all experts in loops."""
+    """Compare ranks with different numbers of tokens with loops over all experts."""
     megatron = importlib.import_module("epic.torch.megatron")
     parallel(1, 4)
     layer = layer_of(1, 4, {})
@@ -131,8 +131,8 @@ def uneven(rank: int) -> None:
 
 
 def in_flight(rank: int) -> None:
-    """Two layers of a model share a group; chunks; a second micro-batch before the first's
-    backward; recomputation in backward."""
+    """Check two layers that share a group, chunks of a model, a second micro-batch before the
+    backward of the first, and recomputation in backward."""
     from torch.utils.checkpoint import checkpoint
 
     megatron = importlib.import_module("epic.torch.megatron")
@@ -156,7 +156,7 @@ def in_flight(rank: int) -> None:
 
 
 def refused(rank: int) -> None:
-    """What the dispatcher does not do is said when it is asked for; without layers nothing is."""
+    """Check that unsupported options are refused, and that a model without layers is unchanged."""
     megatron = importlib.import_module("epic.torch.megatron")
     from epic.errors import EpicUnsupportedError
 
@@ -169,12 +169,12 @@ def refused(rank: int) -> None:
 
 @pytest.mark.parametrize("what", [uneven, in_flight, refused])
 def test_among_processes(world: Any, what: Callable[[int], None]) -> None:
-    """On every rank."""
+    """Run the test on every rank."""
     world.run(what)
 
 
 def test_chosen_experts() -> None:
-    """A map with fewer choices than top_k; a chosen expert whose probability is 0 stays chosen."""
+    """Check maps with fewer choices than top_k; a chosen expert of probability 0 stays chosen."""
     megatron = importlib.import_module("epic.torch.megatron")
     routing_map = torch.tensor(
         [[True, False, True, False], [False] * 4, [False, True, False, True]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that do not belong together are told, where the numbers would be wrong in silence."""
+"""Checks that arguments that do not fit together raise an error instead of giving wrong numbers."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,18 +22,18 @@ WISH: dict[str, Any] = {"num_experts": EXPERTS, "top_k": 2, "hidden": HIDDEN, "i
 
 
 def step(group: Any, x: Any = X, w: Any = W, ids: Any = IDS, **more: Any) -> torch.Tensor:
-    """There and back."""
+    """Dispatch and combine."""
     plan, recv, slots = epic.torch.plan_dispatch(group, LAYER, ids, x, w, **more)
     return epic.torch.combine(plan, recv, slots)
 
 
 def placed(group: Any, table: Any, local: int = EXPERTS) -> torch.Tensor:
-    """With a table."""
+    """Plan with a table of ranks."""
     return step(group, rank_of_expert=table, num_local_experts=local, capacity=99)
 
 
 def chosen(group: Any, table: Any) -> Any:
-    """By token id."""
+    """Choose experts by token id."""
     router = epic.torch.Router(EXPERTS, TOP_K)
     ids = torch.zeros(2, dtype=torch.int64)
     return epic.torch.route(router, torch.zeros(2, EXPERTS), token_ids=ids, table=table)
@@ -76,7 +76,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_steps(name: str) -> None:
-    """The argument, its value, the rule."""
+    """Check that the error has the argument, its value and the rule."""
     wrong, sentence = WRONG[name]
     with epic.torch.Group(**ALONE) as group, pytest.raises(EpicArgumentError, match=sentence):
         wrong(group)
@@ -84,7 +84,7 @@ def test_steps(name: str) -> None:
 
 @pytest.mark.parametrize("what", ["tokens", "rows"])
 def test_wide_rows_are_not_rounded(what: str) -> None:
-    """Said where it is asked for, and not at backward; a block that is none is told with out=."""
+    """Check that the error is raised by forward and not by backward, also with out=."""
     with epic.torch.Group(**ALONE) as group:
         plan = epic.torch.plan(group, LAYER, IDS)
         rows = torch.ones(plan.capacity, HIDDEN)
@@ -107,14 +107,14 @@ def test_wide_rows_are_not_rounded(what: str) -> None:
 
 @pytest.mark.parametrize("name", ["timeout_ms", "max_sms", "max_in_flight", "max_top_k"])
 def test_numbers_of_a_group(name: str) -> None:
-    """-1 was 4294967295."""
+    """Check negative numbers: -1 was once read as 4294967295."""
     with pytest.raises(EpicArgumentError, match=f"{name} is -1: must be an integer"):
         epic.torch.Group(**{**ALONE, name: -1})
 
 
 @pytest.mark.parametrize("what", ["fused", "single", "sum", "route"])
 def test_forward_mode_is_refused(what: str) -> None:
-    """Its derivatives were zeros."""
+    """Check that forward mode raises an error: its derivatives were once zeros."""
     with epic.torch.Group(**ALONE) as group, forward_ad.dual_level():
         x = forward_ad.make_dual(X, X)
         with pytest.raises(NotImplementedError, match="jvp"):
@@ -130,7 +130,7 @@ def test_forward_mode_is_refused(what: str) -> None:
 
 @pytest.mark.parametrize("name", ["b_gate", "b_down", "bias"])
 def test_a_parameter_that_was_not_loaded(name: str) -> None:
-    """On "meta": the layer gave memory that nobody had written."""
+    """Check parameters left on "meta": the layer once returned uninitialized memory."""
     with epic.torch.Group(**ALONE) as group:
         options = epic.torch.Moe.of(**WISH)
         layer = epic.torch.MoE(group, options, gate_bias=True, expert_biases=True, bias_rate=0.1)
@@ -142,7 +142,7 @@ def test_a_parameter_that_was_not_loaded(name: str) -> None:
 
 @pytest.mark.parametrize("assign", [True, False])
 def test_the_load_of_a_layer_made_on_meta(assign: bool) -> None:
-    """It is in no state dict: it begins as zeros, and is counted."""
+    """Check that the load of such a layer starts as zeros and counts; no state dict contains it."""
     with epic.torch.Group(**ALONE) as group:
         options = epic.torch.Moe.of(**WISH)
         state = epic.torch.MoE(group, options, bias_rate=0.1).state_dict()
@@ -158,7 +158,7 @@ def test_the_load_of_a_layer_made_on_meta(assign: bool) -> None:
 
 
 def test_padding_may_hold_anything() -> None:
-    """Not numbers, where the mask is False: losses and gradients are those of the others alone."""
+    """Check that NaN in masked tokens changes neither losses nor gradients of the others."""
     mask = torch.tensor([True, True, False, True, False, True])
     with epic.torch.Group(**ALONE) as group:
         more = {"balance_coeff": 0.1, "z_coeff": 0.1, "zero_experts": 2}
@@ -179,8 +179,11 @@ def test_padding_may_hold_anything() -> None:
 @pytest.mark.parametrize("product", [None, slab_mm], ids=["core", "product"])
 @pytest.mark.parametrize("fill", [float("nan"), float("inf"), 1e30])
 def test_padding_beside_a_shared_expert(fill: float, product: Any) -> None:
-    """As if the masked tokens were not there: zeros for them, whatever they hold, and the outputs,
-    losses and gradients of the others, which a layer that sees only these gives."""
+    """Compare a layer with a mask and a layer that gets only the unmasked tokens.
+
+    Masked tokens return zeros whatever they contain. Outputs, losses and gradients of the others
+    are equal.
+    """
     mask = torch.tensor([True, True, False, True, False, True])
     more = {"balance_coeff": 0.1, "z_coeff": 0.1, "shared": epic.torch.Experts(1, HIDDEN, 8)}
     given: dict[str, Any] = {"gate_bias": True, "expert_biases": True, "shared_gate": True}
@@ -214,7 +217,7 @@ def test_padding_beside_a_shared_expert(fill: float, product: Any) -> None:
 
 
 def test_token_ids_in_another_order() -> None:
-    """As many of them, in other dimensions than the tokens, belonged to other tokens."""
+    """Check that token ids must have the dimensions of the tokens, not only their number."""
     table = torch.tensor([[0, 1], [2, 3]])
     ids = torch.arange(6) % 2
     router = epic.torch.Router(EXPERTS, 2)
@@ -243,7 +246,7 @@ NO_NUMBERS = (torch.int32, torch.bool, torch.complex64)
 @pytest.mark.parametrize("dtype", NO_NUMBERS)
 @pytest.mark.parametrize("grad", [False, True])
 def test_weights_of_other_dtypes(dtype: torch.dtype, grad: bool) -> None:
-    """They were cast: complex ones without their imaginary part."""
+    """Check that other dtypes are refused. They were once cast, complex ones to their real part."""
     x = X.clone().requires_grad_(grad)
     wrong = torch.ones(COUNT, TOP_K).to(dtype)
     flat = epic.torch.Layer(EXPERTS, TOP_K, layout="flat")
@@ -270,7 +273,7 @@ def test_weights_of_other_dtypes(dtype: torch.dtype, grad: bool) -> None:
 
 
 def copies(group: epic.torch.Group) -> epic.torch.Plan:
-    """A plan of replicas."""
+    """Return a plan with replicas."""
     layer = epic.torch.Layer(EXPERTS, TOP_K, num_logical=4)
     return epic.torch.plan(group, layer, IDS % 4, logical_of_expert=[0, 1, 2, 3] * 2)
 
@@ -278,7 +281,7 @@ def copies(group: epic.torch.Group) -> epic.torch.Plan:
 @pytest.mark.parametrize("dtype", NO_NUMBERS)
 @pytest.mark.parametrize("product", [None, slab_mm], ids=["core", "product"])
 def test_a_layer_of_other_dtypes(dtype: torch.dtype, product: Any) -> None:
-    """Each of its arrays by its name."""
+    """Check that the error names the array that has another dtype."""
     more: dict[str, Any] = {"gate_bias": True, "expert_biases": True, "shared_gate": True}
     with epic.torch.Group(**ALONE) as group:
         options = epic.torch.Moe.of(**WISH, shared=epic.torch.Experts(1, HIDDEN, 8))
@@ -293,7 +296,7 @@ def test_a_layer_of_other_dtypes(dtype: torch.dtype, product: Any) -> None:
 
 @pytest.mark.parametrize("product", [None, slab_mm], ids=["core", "product"])
 def test_shapes_of_a_layer(product: Any) -> None:
-    """Of each array; composed, one element was taken for all."""
+    """Check the shape of each array: a composed layer once used one element for all."""
     more: dict[str, Any] = {"gate_bias": True, "expert_biases": True, "shared_gate": True}
     with epic.torch.Group(**ALONE) as group:
         options = epic.torch.Moe.of(**WISH, shared=epic.torch.Experts(1, HIDDEN, 8))
@@ -303,14 +306,15 @@ def test_shapes_of_a_layer(product: Any) -> None:
             if value is not None:
                 for wrong in (value[..., :1], torch.cat([value, value])):
                     changed = weights._replace(**{name: wrong.detach()})
-                    # Twice as many in w_gate_up are too many experts, or too few in the others.
+                    # If w_gate_up has twice as many experts, the error may name it or the other
+                    # arrays.
                     named = "experts|w_down|w_gate_up" if name == "w_gate_up" else name
                     with pytest.raises(EpicArgumentError, match=named):
                         epic.torch.moe(group, options, X, changed, grouped_mm=product)
 
 
 def test_scales_of_another_block() -> None:
-    """Those of 1x32 were taken for those of 1x128: other numbers came out."""
+    """Check that scales of blocks 1x32 are refused for 1x128."""
     with epic.torch.Group(**ALONE) as group:
         for hidden in (20, 300):
             x = numbers(1, COUNT, hidden)
@@ -337,7 +341,8 @@ def test_scales_of_another_block() -> None:
 
 
 def test_a_mask_beside_losses_of_sequences() -> None:
-    """They count all tokens."""
+    """Check that a token mask and losses per sequence are refused, because these count all
+    tokens."""
     with epic.torch.Group(**ALONE) as group:
         wish = epic.torch.Moe.of(**WISH, balance_coeff=0.1, sequence_tokens=3)
         layer = epic.torch.MoE(group, wish)
@@ -346,8 +351,8 @@ def test_a_mask_beside_losses_of_sequences() -> None:
 
 
 def test_counts_of_a_plan_from_outside() -> None:
-    """Of a compiled function with dynamic shapes, as after a graph break: torch gave other bytes of
-    the plan."""
+    """Check the counts of a plan outside of a compiled function with dynamic shapes, for which
+    torch once returned other bytes of the plan."""
     with epic.torch.Group(**ALONE) as group:
         plan = epic.torch.plan(group, LAYER, IDS)
         for name in ("expert_rows", "load", "demand"):
@@ -362,15 +367,16 @@ def test_counts_of_a_plan_from_outside() -> None:
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_options_made_in_a_program(strict: bool) -> None:
-    """Of parts and of plain words: torch.export and torch.compile take them for constants."""
+    """Check that options can be created inside a program, because torch.export and torch.compile
+    treat their parts as constants."""
     if strict and torch.__version__.startswith(("2.9.", "2.11.")):
         pytest.skip("torch 2.9 and 2.11 export no tensors that a function closes over")
 
     class Made(torch.nn.Module):
-        """Options in the body."""
+        """A module that creates its options in forward."""
 
         def forward(self, x: Any, w: Any, ids: Any) -> tuple[Any, Any]:
-            """A layer's steps, and a whole one."""
+            """Run single steps, and a whole layer."""
             layer = epic.torch.Layer(EXPERTS, TOP_K, alignment=4)
             plan, recv, slots = epic.torch.plan_dispatch(group, layer, ids, x, w)
             wish = epic.torch.Moe.of(num_experts=EXPERTS, top_k=2, hidden=HIDDEN, inner=12)
@@ -387,7 +393,7 @@ def test_options_made_in_a_program(strict: bool) -> None:
 
 
 def test_a_tag_for_each_call() -> None:
-    """A group keeps what layers and tags need, and not for ever."""
+    """Check that a group keeps memory for a bounded number of layers and tags."""
     with epic.torch.Group(**ALONE) as group:
         for tag in range(MAX_SPECS + 5):
             epic.torch.plan(group, LAYER, IDS[:1], tag=tag)
@@ -395,7 +401,7 @@ def test_a_tag_for_each_call() -> None:
 
 
 def test_losses_of_sequences_on_uneven_ranks() -> None:
-    """The composed layer counted as many tokens on each rank."""
+    """Check losses per sequence on uneven ranks: a composed layer once assumed equal numbers."""
     bootstraps, tokens = epic.torch.threads(3), (3, 9, 0)
     wish = epic.torch.Moe.of(**{**WISH, "num_experts": 6}, balance_coeff=0.5, sequence_tokens=3)
 
@@ -431,10 +437,10 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("kind", ["core", "composed", "quantized", "masked"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_options_that_differ(change: str, kind: str) -> None:
-    """No shape of what is sent differs, so the results of both ranks would be wrong."""
+    """Check options that differ between ranks although all shapes are equal."""
     (more, sentence), bootstraps = CHANGES[change], epic.torch.threads(2)
     if kind == "masked" and change == "sequence_tokens":
-        pytest.skip("refused beside a mask")
+        pytest.skip("refused together with a mask")
 
     def run(rank: int) -> str:
         given = {"z_coeff": 0.25, **WISH} | (more if rank else {})

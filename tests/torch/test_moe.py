@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole layer: float64, the bits of the core, composed, compiled, as a module."""
+"""Tests the whole layer: against float64, with the bits of the core, composed, compiled, and as a
+module."""
 
 import copy
 import io
@@ -29,7 +30,7 @@ ROWS = cases.BATCH * cases.LENGTH // RANKS
 
 
 def mine(case: dict[str, Any], rank: int, ep: int) -> tuple[Any, ...]:
-    """x, weights, cotangent and tables of a rank."""
+    """Return x, weights, output gradient and tables of one rank."""
     x, ct = (torch.from_numpy(v.reshape(RANKS, ROWS, -1)[rank].copy()) for v in cases.arrays())
     local = cases.EXPERTS // ep
     w = {}
@@ -45,7 +46,7 @@ def mine(case: dict[str, Any], rank: int, ep: int) -> tuple[Any, ...]:
 
 
 def layer_step(rank: int, name: str, ep: int, options: dict[str, Any]) -> Any:
-    """out, loss, d_x and d_weights of a rank."""
+    """Return out, loss, d_x and d_weights of one rank."""
     case = cases.CASES[name]
     with group_of(ep) as group:
         x, w, ct, more = mine(case, rank, ep)
@@ -64,7 +65,7 @@ def layer_step(rank: int, name: str, ep: int, options: dict[str, Any]) -> Any:
 
 
 def whole(answers: list[Any], ep: int) -> tuple[Any, ...]:
-    """What the ranks' parts make together, as cases.true_step has it."""
+    """Join the results of all ranks into the form of cases.true_step."""
     shape = (cases.BATCH, cases.LENGTH, cases.HIDDEN)
     out, d_x = (np.stack([a[i] for a in answers]).reshape(shape) for i in (0, 2))
     loss = sum(a[1] for a in answers) * ep / RANKS
@@ -81,14 +82,14 @@ def whole(answers: list[Any], ep: int) -> tuple[Any, ...]:
 @pytest.mark.parametrize("ep", [1, 2, 4])
 @pytest.mark.parametrize("name", cases.CASES)
 def test_float64(world: Any, name: str, ep: int) -> None:
-    """Every case on every number of ranks, with random cotangents."""
+    """Compare every case with float64, on every number of ranks, with random output gradients."""
     answers = world.run(layer_step, name, ep, {})
     cases.compare(whole(answers, ep), cases.true_step(cases.CASES[name], RANKS // ep))
 
 
 @pytest.mark.parametrize("name", [n for n in cases.CASES if n != "table"])
 def test_the_cores_bits(world: Any, name: str) -> None:
-    """Those of the C layer, called by threads of this process, without torch."""
+    """Compare with the bits of the C layer, which threads of this process call without torch."""
     case = cases.CASES[name]
     answers = world.run(layer_step, name, 4, {})
     config = _native.Config(num_ranks=4, **{n: SIZES[n] for n in ("max_tokens", "max_row_bytes")})
@@ -118,14 +119,14 @@ def test_the_cores_bits(world: Any, name: str) -> None:
 @pytest.mark.parametrize("product", ["plain", "poisoned"])
 @pytest.mark.parametrize("name", [n for n in cases.CASES if n != "table"])
 def test_composed(world: Any, name: str, product: str) -> None:
-    """Around a product of the caller's, also of one that leaves NaN behind the last slab."""
+    """Check layers around the caller's product, also one that leaves NaN after the last slab."""
     answers = world.run(layer_step, name, 4, {"composed": product})
     cases.compare(whole(answers, 4), cases.true_step(cases.CASES[name], 1))
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "shared"])
 def test_compiled(world: Any, name: str) -> None:
-    """Forward and backward in one graph each: the same bits."""
+    """Check that forward and backward compile to one graph each and give the same bits."""
     eager = world.run(layer_step, name, 4, {})
     for a, b in zip(world.run(layer_step, name, 4, {"compiled": True}), eager, strict=True):
         assert np.array_equal(a[0], b[0]) and np.array_equal(a[2], b[2]) and a[1] == b[1]
@@ -133,7 +134,7 @@ def test_compiled(world: Any, name: str) -> None:
 
 
 def test_gradcheck() -> None:
-    """All parameters and both outputs, in float64."""
+    """Run gradcheck on all parameters and both outputs, in float64."""
     options = epic.torch.Moe.of(
         num_experts=3, top_k=2, hidden=4, inner=3, score="sigmoid", normalize="sum",
         balance_coeff=0.3, z_coeff=0.2, shared=epic.Experts(1, 4, 2),
@@ -157,7 +158,8 @@ def test_gradcheck() -> None:
 
 
 def test_router_and_losses() -> None:
-    """gradcheck in float64; opcheck; the choice is the reference's."""
+    """Run gradcheck and opcheck on router and losses, and compare the choices with the
+    reference."""
     router = epic.torch.Router(8, 3, score="sigmoid", normalize="sum", scale=2.5)
     z = numbers(1, 6, 8, dtype=torch.float64).requires_grad_()
     bias = numbers(2, 8)
@@ -201,7 +203,7 @@ def test_router_and_losses() -> None:
 
 @pytest.mark.parametrize("weighting", ["late", "early", "input"])
 def test_experts(weighting: str) -> None:
-    """gradcheck; the same function as with a product of the caller's."""
+    """Run gradcheck on the experts, and compare with the caller's product."""
     options = epic.torch.Experts(hidden=4, inner=3, weighting=weighting, activation="gelu")
     rows, tokens = (torch.tensor(v, dtype=torch.int32) for v in ([2, 0, 3], [2, 0, 3]))
     x = numbers(1, 5, 4, dtype=torch.float64).requires_grad_()
@@ -218,7 +220,7 @@ def test_experts(weighting: str) -> None:
 
 
 class Recorded(TorchDispatchMode):
-    """The arguments of each operator of ours."""
+    """Record the arguments of each EPIC operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +233,7 @@ class Recorded(TorchDispatchMode):
 
 
 def test_opcheck() -> None:
-    """The whole layer and the experts, forward and backward, with the arguments of a real call."""
+    """Run opcheck on layer and experts, forward and backward, with arguments of real calls."""
     ops, seen = torch.ops.epic, Recorded()
     with epic.torch.Group(num_ranks=1, **SIZES) as group:
         layer = epic.torch.MoE(group, WISH, gate_bias=True, expert_biases=True, bias_rate=0.1)
@@ -258,7 +260,7 @@ WISH = epic.torch.Moe.of(
 
 
 def module_step(rank: int, ep: int) -> Any:
-    """out and gradients of a module, of the same layer on any number of ranks."""
+    """Return out and gradients of a module; the layer is the same on any number of ranks."""
     with group_of(ep) as group:
         layer = epic.torch.MoE(
             group, WISH, gate_bias=True, expert_biases=True, shared_gate=True, bias_rate=0.1
@@ -268,7 +270,7 @@ def module_step(rank: int, ep: int) -> Any:
         assert out.shape == x.shape and loss.shape == ()
         (out.square().sum() + loss * (ep / RANKS)).backward()
         layer.sum_gradients()
-        for name, p in layer.named_parameters():  # over the groups side by side
+        for name, p in layer.named_parameters():  # add the gradients over the groups
             if name not in OF_EXPERTS and ep < RANKS:
                 dist.all_reduce(p.grad)
                 p.grad /= ep
@@ -280,7 +282,7 @@ def module_step(rank: int, ep: int) -> Any:
 
 
 def other_gradients(rank: int) -> Any:
-    """Of parameters that only this rank has used, or the others."""
+    """Return gradients of parameters that only some ranks have used."""
     with group_of(RANKS) as group:
         model = torch.nn.ParameterList([torch.ones(3) for _ in range(RANKS)] + [torch.ones(2)])
         model[RANKS].requires_grad_(False)
@@ -291,13 +293,14 @@ def other_gradients(rank: int) -> Any:
 
 
 def test_gradients_that_one_rank_has(world: Any) -> None:
-    """The others add zeros to it, not another parameter's."""
+    """Check that ranks without a gradient add zeros to the right parameter."""
     wanted = [[float(rank + 1)] * 3 for rank in range(RANKS)]
     assert world.run(other_gradients) == [wanted] * RANKS
 
 
 def test_module(world: Any) -> None:
-    """The same layer on 1, 2 and 4 ranks: parameters are drawn for each expert by itself."""
+    """Check that 1, 2 and 4 ranks have the same layer: each expert's parameters have their own
+    seed."""
     answers = {ep: world.run(module_step, ep) for ep in (1, 2, 4)}
     for ep in (2, 4):
         for a, b in zip(answers[ep], answers[1], strict=True):
@@ -309,13 +312,13 @@ def test_module(world: Any) -> None:
 
 
 def alone(**more: Any) -> epic.torch.MoE:
-    """A layer of one process."""
+    """Return a layer of one process."""
     group = epic.torch.Group(num_ranks=1, **SIZES)
     return epic.torch.MoE(group, WISH, gate_bias=True, bias_rate=1e-3, **more)
 
 
 def reference_of(layer: epic.torch.MoE, x: torch.Tensor) -> torch.Tensor:
-    """Composed in float64 of the numbers that the layer has."""
+    """Compute the layer in float64 from its parameters."""
     wide = {n: None if v is None else v.double() for n, v in layer.weights()._asdict().items()}
     wide["bias"] = None if layer.bias is None else layer.bias.float()
     with torch.no_grad():
@@ -326,8 +329,11 @@ def reference_of(layer: epic.torch.MoE, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_module_of_another_dtype(dtype: torch.dtype) -> None:
-    """model.to(dtype) takes the router along, which computes in float32 all the same; the bias
-    stays float32, as its steps are small; gradients are the parameters'."""
+    """Check model.to(dtype).
+
+    The router's parameters change their dtype, but it computes in float32. The bias stays float32,
+    because its updates are small. Gradients have the dtype of their parameters.
+    """
     layer = alone().to(dtype)
     assert layer.bias is not None and layer.bias.dtype == torch.float32
     x = numbers(70, 2, 5, 16, dtype=dtype).requires_grad_()
@@ -343,7 +349,7 @@ def test_a_module_of_another_dtype(dtype: torch.dtype) -> None:
 
 
 def test_a_module_is_copied_and_not_pickled() -> None:
-    """A copy has the group of the first, which is closed once; another process has none of it."""
+    """Check that a copied module shares the group, which closes once, and cannot be pickled."""
     layer = alone()
     other, x = copy.deepcopy(layer), numbers(71, 3, 16)
     assert other.group is layer.group and torch.equal(other(x)[0], layer(x)[0])
@@ -361,7 +367,7 @@ def test_a_module_is_copied_and_not_pickled() -> None:
 
 
 def test_a_module_made_on_meta() -> None:
-    """As any module under a device's context; the same numbers afterwards."""
+    """Check that a module made on "meta" can be allocated, and then has the same values."""
     with torch.device("meta"):
         layer = alone()
     assert all(v.is_meta for v in layer.state_dict().values())
@@ -372,7 +378,7 @@ def test_a_module_made_on_meta() -> None:
 
 
 def test_compiled_where_it_is_composed() -> None:
-    """In one graph too, with any number of tokens."""
+    """Check that a composed layer compiles to one graph for any number of tokens."""
     with epic.torch.Group(num_ranks=1, **SIZES) as group:
         layer = epic.torch.MoE(group, replace(WISH, quantize="1x32"))
         run = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -387,7 +393,7 @@ def test_compiled_where_it_is_composed() -> None:
 
 
 def test_wrong_masks() -> None:
-    """By their shape and dtype, which torch would tell of something else."""
+    """Check that masks of a wrong shape or dtype raise an error of EPIC, not of torch."""
     layer, x = alone(), torch.ones(2, 3, 16)
     shapes = ((2, 2), (3, 2), (6,), (1, 6))
     for mask in (*(torch.ones(s, dtype=torch.bool) for s in shapes), torch.ones(2, 3)):
@@ -398,7 +404,7 @@ def test_wrong_masks() -> None:
 
 
 def checkpoint_roundtrip(rank: int, folder: str) -> None:
-    """Saved by all ranks, loaded by groups of half as many, whose layers were made on "meta"."""
+    """Save on all ranks; load in groups of half the size, whose layers were made on "meta"."""
     device, ranks = torch.get_default_device(), dist.get_world_size()
     mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("ep",))
     x = numbers(40 + rank, 6, 16)
@@ -425,8 +431,8 @@ def test_checkpoint_with_another_number_of_ranks(world: Any, tmp_path: Path) -> 
 
 
 def checkpoint_of_sharded(rank: int, folder: str) -> None:
-    """Of fully_shard over the other axis, by rows of experts or by columns: saved and loaded by
-    layers that are sharded otherwise, or not at all."""
+    """Save a layer under fully_shard over the other axis, sharded by experts' rows or columns. Load
+    it in layers with another sharding, or none."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
 
@@ -471,12 +477,12 @@ def checkpoint_of_sharded(rank: int, folder: str) -> None:
 
 
 def test_checkpoint_of_sharded_layers(world: Any, tmp_path: Path) -> None:
-    """FSDP2 beside expert parallelism."""
+    """Check checkpoints of FSDP2 together with expert parallelism."""
     world.run(checkpoint_of_sharded, str(tmp_path))
 
 
 def data_parallel(rank: int) -> None:
-    """FSDP2 and DDP over the other axis of the mesh: the same gradients."""
+    """Check that FSDP2 and DDP over the other mesh axis give the same gradients."""
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
@@ -510,12 +516,12 @@ def data_parallel(rank: int) -> None:
 
 
 def test_data_parallel(world: Any) -> None:
-    """Two groups of two ranks."""
+    """Check data parallelism with two groups of two ranks."""
     world.run(data_parallel)
 
 
 class Residual(torch.nn.Module):
-    """Two layers, each added to what it was given, in place or not."""
+    """Two layers with residual connections, added in place or not."""
 
     def __init__(self, group: epic.torch.Group, in_place: bool) -> None:
         super().__init__()
@@ -523,7 +529,7 @@ class Residual(torch.nn.Module):
         self.in_place = in_place
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """With the losses."""
+        """Return the output and the losses."""
         for layer in self.layers:
             out, loss = layer(x)
             if self.in_place:
@@ -536,7 +542,7 @@ class Residual(torch.nn.Module):
 
 
 def added_in_place(rank: int) -> None:
-    """To what a layer under fully_shard gave: the same gradients."""
+    """Add in place to the output of a layer under fully_shard; gradients must not change."""
     from torch.distributed.fsdp import fully_shard
 
     shape = (2, dist.get_world_size() // 2)
@@ -558,12 +564,13 @@ def added_in_place(rank: int) -> None:
 
 
 def test_outputs_that_are_written_in_place(world: Any) -> None:
-    """They are no views, of which FSDP2 warns."""
+    """Check that outputs are no views, because FSDP2 warns when views are changed in place."""
     world.run(added_in_place)
 
 
 def sharded_on_meta(rank: int) -> None:
-    """fully_shard of a layer on "meta", by rows or by columns, then memory and first values."""
+    """Call fully_shard on a layer on "meta", by rows or columns, then allocate and
+    initialize it."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
 
@@ -584,12 +591,12 @@ def sharded_on_meta(rank: int) -> None:
 
 
 def test_a_sharded_module_made_on_meta(world: Any) -> None:
-    """As FSDP2 wants its modules made."""
+    """Check the way in which FSDP2 recommends to create modules."""
     world.run(sharded_on_meta)
 
 
 def masked(rank: int) -> None:
-    """Tokens that the mask leaves out have no routed expert, and no part in the loss."""
+    """Run a layer with a mask; masked tokens reach no routed expert and no loss."""
     options = epic.torch.Moe.of(num_experts=8, top_k=2, hidden=16, inner=12, balance_coeff=0.1)
     with group_of(4) as group:
         layer = epic.torch.MoE(group, options)
@@ -603,12 +610,12 @@ def masked(rank: int) -> None:
 
 
 def test_token_mask(world: Any) -> None:
-    """As if the others were not there."""
+    """Check that results are those of a layer without the masked tokens."""
     world.run(masked)
 
 
 def test_wrong_weights() -> None:
-    """Shapes and dtypes, before anything is read."""
+    """Check that wrong shapes and dtypes are refused before anything is read."""
     good = {n: torch.from_numpy(v) for n, v in cases.weights({}).items()}
     x = torch.ones(3, cases.HIDDEN)
     wrong: list[tuple[dict[str, Any], str]] = [

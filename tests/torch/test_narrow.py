@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of 8 bits that are quantized already, and their scales: each byte where numpy counts it."""
+"""Tests rows of 8 bits that the caller has quantized, and their scales, byte by byte
+against numpy."""
 
 from typing import Any
 
@@ -13,17 +14,17 @@ from epic.torch.narrow import NARROW
 from parts import ALIGN, EXPERTS, HIDDEN, LAYER, SIZES, TOP_K, UNEVEN, Data, group_of
 from reference import slots_of
 
-BLOCKS = 3  # scales of a row
+BLOCKS = 3  # number of scales of a row
 SCALES = (torch.float32, torch.float8_e8m0fnu, torch.uint8, torch.bfloat16)
 
 
 def octets(seed: int, *shape: int) -> torch.Tensor:
-    """Any bytes, 0xff too."""
+    """Return random bytes, including 0xff."""
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, shape, np.uint8))
 
 
 def placed(choices: Any, x: torch.Tensor, capacity: int) -> torch.Tensor:
-    """x's rows in their slots, as bytes; zeros where there is none."""
+    """Return the bytes of x's rows in their slots, with zeros in empty slots."""
     rows = x.contiguous().view(torch.uint8)
     out = torch.zeros(capacity, rows.shape[1], dtype=torch.uint8)
     for i, (token, _) in enumerate(choices):
@@ -33,7 +34,7 @@ def placed(choices: Any, x: torch.Tensor, capacity: int) -> torch.Tensor:
 
 
 def carried(rank: int) -> None:
-    """Every type, with scales of every type and without."""
+    """Send rows of every 8-bit type, with scales of every type and without scales."""
     data = Data(UNEVEN)
     part, count = data.where(rank), sum(UNEVEN)
     with group_of(4) as group:
@@ -64,12 +65,12 @@ def carried(rank: int) -> None:
 
 
 def test_carried(world: Any) -> None:
-    """On ranks with different numbers of tokens, of which one has none."""
+    """Check ranks with different numbers of tokens, one of them with none."""
     world.run(carried)
 
 
 def test_strides_compiled_and_out() -> None:
-    """Rows that lie column by column, in a compiled function, into memory that was there."""
+    """Check rows that are not contiguous, in a compiled function, written into existing memory."""
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group, torch.no_grad():
         x, ids = octets(1, 6, HIDDEN).view(torch.float8_e4m3fn), Data().ids[:6]
         s, w = torch.rand(6, 2), torch.rand(6, TOP_K)
@@ -120,7 +121,7 @@ WRONG: dict[str, Any] = {
 
 @pytest.mark.parametrize("text", WRONG)
 def test_refused(text: str) -> None:
-    """What is wrong, and that the group goes on."""
+    """Check that the error has the expected text and the group stays usable."""
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
         x, s = octets(1, 6, HIDDEN).view(torch.float8_e4m3fn), torch.rand(6, 2)
         plan = epic.torch.plan(group, LAYER, Data().ids[:6])
@@ -132,7 +133,7 @@ def test_refused(text: str) -> None:
 
 @pytest.mark.parametrize("shape", [(128, 4), (256, 12), (130, 5), (0, 4), (1, 1)])
 def test_swizzled(shape: tuple[int, int]) -> None:
-    """Byte for byte as the layout is written down."""
+    """Compare the swizzled scales with the documented layout, byte by byte."""
     scales = octets(3, *shape)
     found = epic.torch.swizzle_scales(scales)
     high, wide = -(-shape[0] // 128) * 128, -(-shape[1] // 4) * 4
@@ -147,7 +148,7 @@ def test_swizzled(shape: tuple[int, int]) -> None:
 
 
 def test_swizzled_refuses() -> None:
-    """What is no byte for 32 columns."""
+    """Check that scales that are not bytes of whole blocks are refused."""
     with pytest.raises(
         EpicArgumentError, match=r"torch.float32 of shape \[4, 4\]: must be \[rows, n\] bytes"
     ):

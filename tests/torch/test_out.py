@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""out=: every function writes into tensors of the caller, the bits that it gives without; what does
-not fit is told."""
+"""Tests out=: every function writes the bits of its usual result into the caller's tensors, and
+refuses tensors that do not fit."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +35,7 @@ WISH: dict[str, Any] = {
 
 
 def tensors(found: Any) -> list[torch.Tensor]:
-    """Of what a function gives; of a plan none, as each has a number of its own."""
+    """Return the tensors of a result; none for a plan, because each plan has its own number."""
     if isinstance(found, torch.Tensor):
         return [found]
     if found is None or isinstance(found, Plan):
@@ -44,7 +44,7 @@ def tensors(found: Any) -> list[torch.Tensor]:
 
 
 def blank(found: Any) -> Any:
-    """Of the same kinds and shapes, full of what is wrong."""
+    """Return tensors of the same types and shapes, filled with wrong values."""
     if isinstance(found, torch.Tensor):
         octets = torch.full_like(found.contiguous().view(-1).view(torch.uint8), 255)
         return octets.view(found.dtype).view(found.shape)
@@ -57,7 +57,8 @@ def blank(found: Any) -> Any:
 
 
 def check(name: str, call: Callable[..., Any], rows: int | None = None) -> Any:
-    """The same bits in the tensors that were given; of `rows` rows, if others hold anything."""
+    """Check that the given tensors receive the same bits. With `rows`, compare only this many rows,
+    because the others are undefined."""
     wanted = call()
     given = blank(wanted)
     found = call(out=given)
@@ -69,7 +70,7 @@ def check(name: str, call: Callable[..., Any], rows: int | None = None) -> Any:
 
 
 def functions(group: epic.torch.Group, x: Any, w: Any, ids: Any) -> dict[str, Any]:
-    """Every function that has out=, by its name, with all but out."""
+    """Return every function that has out=, by name, with all other arguments bound."""
     t, logits = epic.torch, numbers(5, x.shape[0], EXPERTS)
     plan, flat = t.plan(group, LAYER, ids), t.plan(group, FLAT, ids)
     copies = t.plan(group, REPLICATED, ids, logical_of_expert=TWELVE)
@@ -100,13 +101,13 @@ def functions(group: epic.torch.Group, x: Any, w: Any, ids: Any) -> dict[str, An
 
 
 def every_function(rank: int) -> None:
-    """One after the other, on ranks with different numbers of tokens, of which one has none."""
+    """Check all functions on ranks with different numbers of tokens, one of them with none."""
     with group_of(4) as group, torch.no_grad():
         x, w, ids, _ = Data(UNEVEN).mine(rank)
         filled = int(epic.torch.plan(group, LAYER, ids).expert_rows.sum())
         for name, call in functions(group, x, w, ids).items():
             found = check(name, call, filled if name == "experts" else None)
-            if name == "plan":  # a plan is good for what it was made for
+            if name == "plan":  # a plan is valid only for the layer that it was made for
                 recv, slots = epic.torch.dispatch(found, x, w)
                 assert same((recv, slots), epic.torch.plan_dispatch(group, LAYER, ids, x, w)[1:])
         y = numbers(8, 3)
@@ -117,12 +118,12 @@ def every_function(rank: int) -> None:
 
 
 def test_every_function(world: Any) -> None:
-    """Also of the whole layer."""
+    """Run the checks on all ranks, also for the whole layer."""
     world.run(every_function)
 
 
 def compiled(rank: int) -> None:
-    """In one graph: what is written is no copy."""
+    """Check in one compiled graph that the caller's tensor itself is written, not a copy."""
     with group_of(4) as group, torch.no_grad():
         x, w, ids, _ = Data(UNEVEN).mine(rank)
         wanted = epic.torch.plan_dispatch(group, LAYER, ids, x, w)
@@ -182,7 +183,7 @@ WRONG: list[Wrong] = [
 
 
 def test_refused() -> None:
-    """The argument, its value, the rule; the group goes on."""
+    """Check that the error has argument, value and rule, and that the group stays usable."""
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
         with torch.no_grad():
             calls = functions(group, X, W, IDS)
@@ -204,11 +205,11 @@ def test_refused() -> None:
                 wish = (layer.options, X, layer.weights())
                 epic.torch.moe(group, *wish, token_mask=mask, out=results["moe"])
         for call in calls.values():
-            call()  # as good as before
+            call()  # the group is still usable
 
 
 def test_not_wanted() -> None:
-    """None in a MoeOut, and of the operators' results: such a result is not kept."""
+    """Check that results for which out= has None are not computed or kept."""
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group, torch.no_grad():
         layer = epic.torch.MoE(group, epic.torch.Moe.of(**WISH))
         wish = (group, layer.options, X, layer.weights())

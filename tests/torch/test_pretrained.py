@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small random models of the transformers package: the same logits and gradients with their experts
+"""Tests small random models of transformers: equal logits and gradients when their experts are
 spread over ranks."""
 
 import copy
@@ -69,7 +69,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3Next": {**SHARED, **LINEAR},
     "Qwen3_5Moe": {**SHARED, **LINEAR},
 }  # fmt: skip
-# Other configurations of the same classes.
+# Other configurations of the same model classes.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepseekV2, greedy": ("DeepseekV2", {"topk_method": "greedy", "n_group": None}),
     "Ernie4_5_Moe, no shared expert": ("Ernie4_5_Moe", {"moe_num_shared_experts": 0}),
@@ -77,12 +77,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "Mixtral, 4 experts": ("Mixtral", {"num_local_experts": 4}),
     "Qwen2Moe, normalized": ("Qwen2Moe", {"norm_topk_prob": True}),
 }
-OF_TEXT = ("Llama4", "Qwen3_5Moe")  # models whose configuration is a part of another
-IN_BLOCKS = ("mlp", "moe", "feed_forward")  # in the names of parameters of blocks
+# models whose text configuration is part of another configuration
+OF_TEXT = ("Llama4", "Qwen3_5Moe")
+IN_BLOCKS = ("mlp", "moe", "feed_forward")  # parts of the names of parameters in blocks
 
 
 def model_of(name: str) -> Any:
-    """With random weights, biases too; in training, except one that is random there."""
+    """Return a model with random weights and biases, in training mode unless that is random."""
     torch.manual_seed(3)
     name, changes = VARIANTS.get(name, (name, {}))
     kind = f"{name}Text" if name in OF_TEXT else name
@@ -97,14 +98,14 @@ def model_of(name: str) -> Any:
 
 
 def gradients_of(model: Any, ids: torch.Tensor) -> Any:
-    """The logits; backward of a loss that every logit has part in."""
+    """Return the logits, after backward of a loss that depends on every logit."""
     logits = model(ids, use_cache=False).logits
     logits.square().mean(dim=-1).sum().backward()
     return logits.detach()
 
 
 def gradients_as_epic_has_them(block: Any) -> dict[str, torch.Tensor]:
-    """Of all parameters of a block of transformers."""
+    """Return the gradients of a transformers block under the names and shapes of EPIC."""
     filled = copy.deepcopy(block).requires_grad_(False)
     for kept, found in zip(filled.parameters(), block.parameters(), strict=True):
         if found.grad is not None:
@@ -114,13 +115,13 @@ def gradients_as_epic_has_them(block: Any) -> dict[str, torch.Tensor]:
 
 
 def last_block(model: Any) -> Any:
-    """Of the last layer: of transformers, or what has replaced it."""
+    """Return the block of the last layer, of transformers or of EPIC."""
     names = (*FAMILIES, "Block")
     return [module for module in model.modules() if type(module).__name__ in names][-1]
 
 
 def on_two(copies: list[Any], function: Any) -> list[Any]:
-    """function(rank, model, group) in two threads, each with half of the experts."""
+    """Call function(rank, model, group) in two threads, each with half of the experts."""
     bootstraps = epic.torch.threads(2)
 
     def run(rank: int) -> Any:
@@ -136,7 +137,7 @@ def on_two(copies: list[Any], function: Any) -> list[Any]:
 
 @pytest.mark.parametrize("name", [*MODELS, *VARIANTS])
 def test_the_same_model(name: str) -> None:
-    """On 2 ranks, threads of this process, each with half of the batch."""
+    """Compare with 2 ranks (threads of this process), each with half of the batch."""
     model = model_of(name)
     ids = torch.randint(3, 64, (4, 7), generator=torch.Generator().manual_seed(4))
     copies = [copy.deepcopy(model) for _ in range(2)]
@@ -161,7 +162,7 @@ def test_the_same_model(name: str) -> None:
 
 
 def train(model: Any, ids: torch.Tensor, group: epic.torch.Group | None) -> list[float]:
-    """The losses of a few steps: this rank's part of the mean over 4 sequences."""
+    """Train for a few steps; return this rank's part of the mean loss over 4 sequences."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     losses = []
     for _ in range(4):
@@ -177,7 +178,7 @@ def train(model: Any, ids: torch.Tensor, group: epic.torch.Group | None) -> list
 
 @pytest.mark.parametrize("name", ["Qwen3Moe", "Llama4"])
 def test_training(name: str) -> None:
-    """The same losses, step by step, whatever the number of ranks; they fall."""
+    """Check that the losses fall, and are equal for any number of ranks."""
     model = model_of(name)
     ids = torch.randint(3, 64, (4, 7), generator=torch.Generator().manual_seed(5))
     copies = [copy.deepcopy(model) for _ in range(2)]
@@ -190,8 +191,7 @@ def test_training(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_generation(name: str, tmp_path: Path) -> None:
-    """The same tokens, one after the other, by a model that came from a folder; alone and by two
-    ranks."""
+    """Check that a model from a folder generates the same tokens on one rank and on two."""
     model_of(name).eval().save_pretrained(tmp_path)
     models = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path) for _ in range(4)]
     ids = torch.tensor([[5, 6, 7], [9, 8, 7]])
@@ -208,7 +208,7 @@ def test_generation(name: str, tmp_path: Path) -> None:
 
 
 def test_other_caches() -> None:
-    """The same tokens with a static cache, and of a batch with padding, on two ranks."""
+    """Check generation with a static cache, and with a padded batch, on two ranks."""
     model = model_of("Qwen3Moe").eval()
     copies = [copy.deepcopy(model) for _ in range(2)]
     ids = torch.tensor([[5, 6, 7], [0, 8, 7]])
@@ -228,7 +228,7 @@ def test_other_caches() -> None:
 
 
 def test_gradient_checkpointing() -> None:
-    """The same gradients when the layers are computed again in backward."""
+    """Check that gradients are equal with gradient checkpointing."""
     model = model_of("Qwen3Moe")
     copies = [copy.deepcopy(model) for _ in range(2)]
     ids = torch.randint(3, 64, (4, 7), generator=torch.Generator().manual_seed(4))
@@ -245,7 +245,7 @@ def test_gradient_checkpointing() -> None:
 
 
 def test_unknown_blocks() -> None:
-    """Are named."""
+    """Check that the error names blocks that are not supported."""
     with epic.torch.Group(max_tokens=64, max_row_bytes=4096) as group:
         with pytest.raises(epic.torch.EpicUnsupportedError, match=r"Linear .* MixtralSparseMoe"):
             epic.torch.from_block(torch.nn.Linear(2, 2), group)
@@ -262,7 +262,7 @@ UNKNOWN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_models_that_are_not_supported(name: str) -> None:
-    """Their blocks are named with those that are; nothing of the model is replaced."""
+    """Check that the error names the blocks of such models, and that nothing is replaced."""
     config = getattr(transformers, f"{name}Config")(**{**SMALL, **UNKNOWN[name]})
     with torch.device("meta"):
         model = getattr(transformers, f"{name}ForCausalLM")(config)
@@ -276,7 +276,8 @@ def test_models_that_are_not_supported(name: str) -> None:
 
 
 def test_a_class_of_the_same_name() -> None:
-    """With other parts, or more parameters than are known: an older release, an adapter."""
+    """Check that blocks of a known class name with unknown parts are refused, for example those of
+    an older release."""
     with alone() as group:
         model = model_of("Mixtral")
         old = last_block(model)
@@ -293,7 +294,7 @@ def test_a_class_of_the_same_name() -> None:
 
 @pytest.mark.parametrize("name", ["GptOss", "HunYuanMoEV1", "Llama4", "Mixtral", "Phimoe"])
 def test_router_logits(name: str) -> None:
-    """Are recorded where transformers records them, on each rank those of its tokens."""
+    """Check that router logits are recorded as in transformers, on each rank for its tokens."""
     model = model_of(name)
     ids = torch.randint(3, 64, (4, 7), generator=torch.Generator().manual_seed(4))
     copies = [copy.deepcopy(model) for _ in range(2)]
@@ -308,7 +309,7 @@ def test_router_logits(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
 def test_balance_loss(name: str) -> None:
-    """That of transformers, which is a part of the model's loss, and its gradients."""
+    """Check the balance loss of transformers, which is part of the model's loss."""
     model = model_of(name)
     model.config.output_router_logits = True
     model.router_aux_loss_coef = 0.5
@@ -328,7 +329,7 @@ def test_balance_loss(name: str) -> None:
 
 
 def test_save_pretrained_keeps_whose_experts_they_are(tmp_path: Path) -> None:
-    """Another rank does not load them."""
+    """Check that another rank refuses to load this rank's experts."""
     model = model_of("Qwen3Moe")
     copies = [copy.deepcopy(model) for _ in range(2)]
 
@@ -348,13 +349,13 @@ def test_save_pretrained_keeps_whose_experts_they_are(tmp_path: Path) -> None:
 
 
 def alone() -> epic.torch.Group:
-    """A group of this process."""
+    """Return a group of this process alone."""
     return epic.torch.Group(num_ranks=1, max_tokens=64, max_row_bytes=4096)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_was_frozen_stays_so(name: str) -> None:
-    """An optimizer that asks for requires_grad finds what it found before."""
+    """Check that replaced parameters keep their requires_grad."""
     model = model_of(name).requires_grad_(False)
     block = last_block(model)
     block.experts.down_proj.requires_grad_(True)
@@ -367,7 +368,7 @@ def test_what_was_frozen_stays_so(name: str) -> None:
 
 
 def test_phimoe_in_training() -> None:
-    """Is refused, because its router draws experts at random there."""
+    """Check that a Phimoe model in training mode is refused, because its router is random there."""
     model = model_of("Phimoe")
     ids = torch.tensor([[5, 6, 7]])
     with alone() as group:
@@ -378,7 +379,7 @@ def test_phimoe_in_training() -> None:
 
 
 def test_another_activation() -> None:
-    """Is refused with its name."""
+    """Check that an unsupported activation is refused by name."""
     model = model_of("Qwen3Moe")
     last_block(model).experts.act_fn = torch.nn.GELU()
     with alone() as group, pytest.raises(epic.torch.EpicUnsupportedError, match="with GELU: must"):
@@ -386,7 +387,7 @@ def test_another_activation() -> None:
 
 
 def test_table_of_families() -> None:
-    """The guide has the classes that are supported, and no others."""
+    """Check that the table of the guide lists exactly the supported classes."""
     guide = Path(__file__).parents[2] / "docs/guide/frameworks.md"
     rows = [line.split("|") for line in guide.read_text().splitlines() if line.startswith("| ")]
     listed = [row[2].strip(" `") for row in rows if row[2].strip(" `") in FAMILIES]
@@ -394,7 +395,7 @@ def test_table_of_families() -> None:
 
 
 def test_noise_of_mixtral() -> None:
-    """While it trains: the same numbers from the same state of torch's generator."""
+    """Check the noise in training: equal generator states give equal numbers."""
     model = model_of("Mixtral")
     ids = torch.tensor([[5, 6, 7, 8]])
     for layer in model.model.layers:
@@ -415,7 +416,7 @@ def test_noise_of_mixtral() -> None:
 
 
 def test_quantized_experts_are_refused() -> None:
-    """Their scales are elsewhere."""
+    """Check that quantized experts are refused, because their scales are in other parameters."""
     model = model_of("DeepseekV3").requires_grad_(False)
     experts = last_block(model).experts
     narrow = experts.gate_up_proj.to(torch.float8_e4m3fn)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas of experts (EPLB): numbers and gradients are those of the logical experts; and ids that
-were promised to differ."""
+"""Tests replicas of experts: results and gradients are those of the logical experts. Also tests
+layers with distinct=True."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,13 +16,13 @@ from parts import RANKS, SIZES, choices, group_of, numbers, same
 from test_errors import told
 from test_moe import OF_EXPERTS, WISH, mine, whole
 
-# Which of the eight logical experts each of twelve is a copy of.
+# The logical expert of each of twelve experts.
 TWELVE = [0, 3, 1, 2, 3, 4, 5, 3, 6, 7, 0, 4]
 LAYER = epic.torch.Layer(12, 3, num_logical=8)
 
 
 def replicated(rank: int, name: str, ep: int) -> tuple[Any, ...]:
-    """Options and a rank's part of a case whose experts have copies."""
+    """Return the options and one rank's inputs of a case with replicas."""
     case = cases.CASES[name]
     wish = cases.options(case, ep)
     layer = replace(wish.layer, num_experts=len(TWELVE), num_logical=cases.EXPERTS)
@@ -37,7 +37,7 @@ def replicated(rank: int, name: str, ep: int) -> tuple[Any, ...]:
 
 
 def layer_step(rank: int, name: str, ep: int, how: str) -> Any:
-    """As test_moe's."""
+    """Run one step, as in test_moe."""
     with group_of(ep) as group:
         wish, x, w, ct, more = replicated(rank, name, ep)
         if how == "composed":
@@ -58,7 +58,7 @@ def layer_step(rank: int, name: str, ep: int, how: str) -> Any:
 @pytest.mark.parametrize("how", ["core", "composed", "compiled"])
 @pytest.mark.parametrize(("name", "ep"), [("sigmoid", 4), ("biases", 2), ("shared", 1)])
 def test_float64(world: Any, name: str, ep: int, how: str) -> None:
-    """Each copy gets the gradient of its logical expert."""
+    """Check that each copy gets the gradient of its logical expert."""
     answers = world.run(layer_step, name, ep, how)
     out, loss, d_x, d_w = cases.true_step(cases.CASES[name], RANKS // ep)
     d_w = {n: v[TWELVE] if n in OF_EXPERTS else v for n, v in d_w.items()}
@@ -72,8 +72,8 @@ def test_float64(world: Any, name: str, ep: int, how: str) -> None:
 
 
 def steps_of(rank: int) -> None:
-    """Any experts of your own: `sum_replica_grads` adds gradients, sum_replicas kept sums; a
-    gradient of a sum is one too."""
+    """Check experts of the caller: `sum_replica_grads` adds gradients in backward, and sum_replicas
+    adds accumulated gradients, and can be differentiated."""
     x, ids = numbers(80 + rank, 6, 4), choices(90 + rank, 6)
     with group_of(4) as group:
         plan, recv, _ = epic.torch.plan_dispatch(group, LAYER, ids, x, logical_of_expert=TWELVE)
@@ -101,12 +101,12 @@ def steps_of(rank: int) -> None:
 
 
 def test_tied_and_summed(world: Any) -> None:
-    """On four ranks."""
+    """Run the checks on four ranks."""
     world.run(steps_of)
 
 
 def trained(rank: int) -> Any:
-    """Copies begin alike, as the experts of a layer without copies, and stay so."""
+    """Train a layer whose copies start with equal values, and return its parameters."""
     wish = replace(WISH, layer=replace(WISH.layer, num_experts=12, num_logical=8))
     with group_of(4) as group:
         plain = epic.torch.MoE(group, WISH, bias_rate=0.1)
@@ -129,7 +129,7 @@ def trained(rank: int) -> Any:
 
 
 def test_module(world: Any) -> None:
-    """Bit for bit."""
+    """Check that copies stay equal, bit by bit."""
     experts = np.concatenate(world.run(trained))
     for logical in range(8):
         copies = experts[np.array(TWELVE) == logical]
@@ -137,7 +137,7 @@ def test_module(world: Any) -> None:
 
 
 def test_wrong_tables() -> None:
-    """num_logical and its table come together; float64 is refused where sums are float32."""
+    """Check that num_logical needs its table, and that float64 is refused."""
     ids = choices(1, 4)
     with epic.torch.Group(num_ranks=1, **SIZES) as group:
         for layer, table in ((LAYER, None), (epic.torch.Layer(8, 3), TWELVE)):
@@ -155,7 +155,7 @@ def test_wrong_tables() -> None:
 
 
 def twice(rank: int) -> None:
-    """A token that names an expert twice, on one rank: every rank is told."""
+    """Let one rank name an expert twice for a token; every rank gets the error."""
     layer = epic.torch.Layer(8, 3, distinct=True)
     ids = choices(5 + rank, 6, none=0)
     with group_of(4) as group:
@@ -167,5 +167,5 @@ def twice(rank: int) -> None:
 
 
 def test_distinct(world: Any) -> None:
-    """The promise is checked, and there is less memory for it."""
+    """Check that duplicate ids are refused with distinct=True, and that it needs less memory."""
     world.run(twice)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of transformers that were spread over ranks: restored, and saved as stock ones."""
+"""Tests models of transformers that were spread over ranks and are then restored or saved."""
 
 import copy
 import io
@@ -18,13 +18,13 @@ IDS = torch.randint(3, 64, (4, 7), generator=torch.Generator().manual_seed(4))
 
 
 def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """The logits, in evaluation."""
+    """Return the logits in evaluation mode."""
     with torch.no_grad():
         return model.eval()(ids, use_cache=False).logits
 
 
 def train_step(model: Any, rank: int, group: epic.torch.Group) -> None:
-    """One step of SGD on half of the batch."""
+    """Make one step of SGD on half of the batch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     ids = IDS[2 * rank : 2 * rank + 2]
     model(ids, use_cache=False).logits.square().mean().backward()
@@ -34,15 +34,15 @@ def train_step(model: Any, rank: int, group: epic.torch.Group) -> None:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal, -0 apart from 0, NaN equal to NaN."""
+    """Return whether all bits are equal; NaN equals NaN."""
     return a.dtype == b.dtype and torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_save_pretrained(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """A saved model is the original, bit for bit; after training stock transformers computes the
-    logits of the ranks from it."""
+    """Check that a saved model equals the original bit by bit. After training, transformers
+    computes the logits of the ranks from the saved files."""
     model = model_of(name).to(dtype)
     last = [p for n, p in model.named_parameters() if n.endswith("down_proj")][-1]
     with torch.no_grad():
@@ -66,7 +66,7 @@ def test_save_pretrained(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     wanted = model.state_dict()
     assert loaded.state_dict().keys() == wanted.keys()
     for key, value in loaded.state_dict().items():
-        # from_pretrained keeps the bias of the choice in float32
+        # from_pretrained keeps the router's bias in float32
         assert same_bits(value.to(wanted[key].dtype), wanted[key]), key
     loaded = stock.from_pretrained(tmp_path / "second", dtype=dtype)
     loaded.config._attn_implementation = "eager"
@@ -75,14 +75,15 @@ def test_save_pretrained(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
         error = (got - answer).abs().max() / answer.abs().max()
         if dtype == torch.float32:
             assert error < 1e-5
-        elif name != "Phimoe":  # SparseMixer's limits make other choices of other rounding
+        # SparseMixer compares with limits, so other rounding gives other choices
+        elif name != "Phimoe":
             assert error < 0.05
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_restore(name: str) -> None:
-    """Every rank has the whole model again, with the class, the names and the bits of the original,
-    and can be replaced once more."""
+    """Check that every rank gets the whole model with its original class, names and bits, and can
+    replace it again."""
     model = model_of(name)
     last_block(model).experts.down_proj.requires_grad_(False)
     copies = [copy.deepcopy(model) for _ in range(2)]
@@ -105,7 +106,7 @@ def test_restore(name: str) -> None:
 
 
 def test_router_logits_after_restore() -> None:
-    """A restored model records router logits, also if it did so before."""
+    """Check that a restored model records router logits, also if it did before."""
     copies = [model_of("Mixtral") for _ in range(2)]
 
     def run(_: int, mine: Any, group: epic.torch.Group) -> Any:
@@ -120,15 +121,15 @@ def test_router_logits_after_restore() -> None:
 
 
 class Halved(torch.nn.Module):
-    """A parametrization."""
+    """A parametrization that halves the parameter."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Half of what is stored."""
+        """Return half of the stored value."""
         return x / 2
 
 
 def test_computed_parameters(tmp_path: Path) -> None:
-    """What torch.nn.utils.parametrize computes from a parameter is trained, and saved as it is."""
+    """Check that parameters computed by torch.nn.utils.parametrize are trained and saved."""
     copies = [model_of("Qwen3Moe") for _ in range(2)]
 
     def run(rank: int, mine: Any, group: epic.torch.Group) -> Any:
@@ -147,7 +148,8 @@ def test_computed_parameters(tmp_path: Path) -> None:
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    """Models without replaced blocks; and rank 0 that cannot write is an error on every rank."""
+    """Check models without replaced blocks, and that a failed write on rank 0 fails on all
+    ranks."""
     with epic.torch.Group(num_ranks=1, max_tokens=64, max_row_bytes=4096) as group:
         for call in (epic.torch.restore_moe, lambda m, g: epic.torch.save_pretrained(m, "x", g)):
             with pytest.raises(epic.torch.EpicUnsupportedError, match="no block that replace_moe"):
@@ -159,7 +161,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         with pytest.raises((OSError, AssertionError)) as caught:
             epic.torch.save_pretrained(mine, blocked / "inside", group)
         assert any(isinstance(m, Block) for m in mine.modules())
-        logits_of(mine, IDS)  # the group goes on
+        logits_of(mine, IDS)  # the group stays usable
         return str(caught.value)
 
     answers = on_two([model_of("Mixtral") for _ in range(2)], run)
@@ -167,7 +169,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_memory_is_kept() -> None:
-    """What replace_moe keeps of the original is small, and no part of the model's state."""
+    """Check that replace_moe keeps little of the original, and nothing in the model's state."""
     model = model_of("Qwen3Moe")
     with epic.torch.Group(num_ranks=1, max_tokens=64, max_row_bytes=4096) as group:
         epic.torch.replace_moe(model, group)

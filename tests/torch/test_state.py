@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What belongs to one rank alone: states say which experts they hold, and data parallelism over
-ranks with different experts is refused."""
+"""Tests state that belongs to one rank: states record which experts they contain, and data
+parallelism over ranks with different experts is refused."""
 
 import copy
 import inspect
@@ -36,7 +36,7 @@ OTHERS = "experts 0 to 3 of 8, and this rank has experts 4 to 7 of 8.*epic.torch
 
 
 def on_ranks(count: int, run: Callable[[epic.torch.Group], Any]) -> list[Any]:
-    """run(group) in a thread for each rank."""
+    """Call run(group) in a thread for each rank."""
     bootstraps = epic.torch.threads(count)
 
     def one(rank: int) -> Any:
@@ -48,7 +48,7 @@ def on_ranks(count: int, run: Callable[[epic.torch.Group], Any]) -> list[Any]:
 
 
 def saved(state: dict[str, Any]) -> dict[str, Any]:
-    """Through a file, whose content is not trusted."""
+    """Save and load a state with torch.save and weights_only=True."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -56,7 +56,7 @@ def saved(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def through_safetensors(state: dict[str, Any]) -> dict[str, Any]:
-    """Through the format of save_pretrained."""
+    """Save and load a state in the format of save_pretrained."""
     safetensors = pytest.importorskip("safetensors.torch")
     return safetensors.load(safetensors.save(state))
 
@@ -73,7 +73,8 @@ CARRIERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("how", CARRIERS)
 def test_the_state_of_another_rank(how: str, strict: bool, assign: bool) -> None:
-    """Is refused before anything is written; a rank's own is loaded."""
+    """Check that the state of another rank is refused before any parameter changes, and that the
+    rank's own state is loaded."""
 
     def run(group: epic.torch.Group) -> Any:
         layer = MoE(group, WISH, expert_biases=True, bias_rate=0.1)
@@ -94,7 +95,7 @@ def test_the_state_of_another_rank(how: str, strict: bool, assign: bool) -> None
 
 
 def test_states_of_other_numbers_of_ranks() -> None:
-    """All experts for a rank of two, half of them for one rank; a state that does not say."""
+    """Check states of another number of ranks, and a state that does not record its experts."""
     (whole,), (half, _) = (on_ranks(n, lambda group: MoE(group, WISH)) for n in (1, 2))
     with pytest.raises(EpicArgumentError, match=r"0 to 7 of 8, and .* 0 to 3 of 8"):
         half.load_state_dict(whole.state_dict())
@@ -106,12 +107,12 @@ def test_states_of_other_numbers_of_ranks() -> None:
     half.load_state_dict(tensors, strict=False)
     whole.load_state_dict(dict(whole.named_parameters()))
     router = {name: v for name, v in whole.state_dict().items() if name not in OF_EXPERTS}
-    found = half.load_state_dict(router, strict=False)  # every rank may have it
+    found = half.load_state_dict(router, strict=False)  # the router's state fits every rank
     assert set(found.missing_keys) <= set(OF_EXPERTS) and torch.equal(half.w_gate, whole.w_gate)
 
 
 def test_a_state_on_meta() -> None:
-    """Has no numbers; what is loaded into it is compared all the same."""
+    """Check a state on "meta", which has no values: its experts are compared all the same."""
 
     def run(group: epic.torch.Group) -> Any:
         return MoE(group, WISH), MoE(group, WISH, device="meta")
@@ -128,7 +129,7 @@ def test_a_state_on_meta() -> None:
 
 
 def refused(call: Callable[[], Any]) -> None:
-    """By the sentence, which torch.distributed.checkpoint may have wrapped."""
+    """Check the text of the error, which torch.distributed.checkpoint may wrap."""
     try:
         call()
     except BaseException as error:
@@ -138,8 +139,8 @@ def refused(call: Callable[[], Any]) -> None:
 
 
 def plain_checkpoints(rank: int, folder: str) -> None:
-    """Without sharded_state one rank's experts are kept: loading that is refused, by whichever
-    call; a folder for each rank holds all."""
+    """Save plain states of one rank with torch.distributed.checkpoint. Loading them on another rank
+    is refused by every call. With a folder for each rank all can be loaded."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
     alone = [dist.new_group([r]) for r in range(4)][rank]
     with epic.torch.Group(mesh, **SIZES) as group:
@@ -160,12 +161,12 @@ def plain_checkpoints(rank: int, folder: str) -> None:
 
 
 def test_plain_checkpoints(world: Any, tmp_path: Path) -> None:
-    """Among processes."""
+    """Run the checks in several processes."""
     world.run(plain_checkpoints, str(tmp_path))
 
 
 def sharded_states(rank: int) -> None:
-    """torch's own functions for the state of a model under fully_shard."""
+    """Use torch's own functions for the state of a model under fully_shard."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     with epic.torch.Group(mesh, "ep", **SIZES) as group:
         model = torch.nn.Sequential(MoE(group, WISH, gate_bias=True))
@@ -189,7 +190,7 @@ def sharded_states(rank: int) -> None:
 
 
 def test_states_under_fully_shard(world: Any) -> None:
-    """Data parallel over the other axis."""
+    """Check these states with data parallelism over the other axis."""
     world.run(sharded_states)
 
 
@@ -197,12 +198,12 @@ def test_states_under_fully_shard(world: Any) -> None:
 
 
 def marks(layer: MoE) -> dict[str, bool]:
-    """Of the parameters, as Megatron-Core and DeepSpeed read them."""
+    """Return the attribute of each parameter that Megatron-Core and DeepSpeed read."""
     return {name: getattr(p, "allreduce", True) for name, p in layer.named_parameters()}
 
 
 def test_parameters_of_experts_are_marked() -> None:
-    """However the parameters came to be."""
+    """Check the attribute, however the parameters were created."""
 
     def run(group: epic.torch.Group) -> Any:
         made = MoE(group, WISH, expert_biases=True)
@@ -217,7 +218,7 @@ def test_parameters_of_experts_are_marked() -> None:
 
 
 def wrapped(rank: int) -> None:
-    """Where it is over ranks of the group it is refused; where experts are left out it is not."""
+    """Wrap a layer in DDP over the ranks of its group: refused, unless DDP ignores the experts."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     x = numbers(3 + rank, 5, 16)
     with epic.torch.Group(mesh, "ep", **SIZES) as group:
@@ -232,11 +233,12 @@ def wrapped(rank: int) -> None:
                 wrong(x)
             with pytest.raises(RuntimeError, match="sum_gradients"):
                 torch.compile(wrong, backend="eager")(x)
-        if "_active_ddp_module" in inspect.getsource(sys.modules[replicate.__module__]):  # not 2.9
+        # torch newer than 2.9
+        if "_active_ddp_module" in inspect.getsource(sys.modules[replicate.__module__]):
             composed = replicate(model(), process_group=mesh.get_group("ep"))
             with pytest.raises(EpicArgumentError, match="DistributedDataParallel is over"):
                 composed(x)
-            DDP._active_ddp_module = None  # replicate leaves it where a forward fails
+            DDP._active_ddp_module = None  # a failed forward of replicate does not reset this
         DDP(model(), process_group=mesh.get_group("dp"))(x)
         ignored, names = model(), [f"1.{name}" for name in OF_EXPERTS]
         DDP._set_params_and_buffers_to_ignore_for_model(ignored, names)
@@ -246,12 +248,12 @@ def wrapped(rank: int) -> None:
 
 
 def test_ddp_over_ranks_of_the_group(world: Any) -> None:
-    """It would make all experts equal."""
+    """Check that DDP over the group is refused, because it would make all experts equal."""
     world.run(wrapped)
 
 
 def sharded_over_the_group(rank: int) -> None:
-    """fully_shard takes its ranks for equal."""
+    """Call fully_shard over the ranks of the group, which would mix different experts."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
     with epic.torch.Group(mesh, **SIZES) as group:
         layer = fully_shard(MoE(group, WISH), mesh=mesh)
@@ -268,5 +270,5 @@ def sharded_over_the_group(rank: int) -> None:
 
 
 def test_fully_shard_over_ranks_of_the_group(world: Any) -> None:
-    """As DDP."""
+    """Check that it is refused like DDP."""
     world.run(sharded_over_the_group)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""plan, dispatch, combine, plan_dispatch and sum on 4 processes: exact, or against float64."""
+"""Tests plan, dispatch, combine, plan_dispatch and sum on 4 processes, exactly or against
+float64."""
 
 from typing import Any
 
@@ -31,7 +32,7 @@ NAN = float("nan")
 
 
 def round_trip(rank: int, ep: int, fused: bool, tokens: tuple[int, ...]) -> None:
-    """With gradients of random cotangents; twice the same bits."""
+    """Run a round trip with random output gradients, and check that a second run has equal bits."""
     with group_of(ep) as group:
         mine = Data(tokens).mine(rank)
         first = check_round(through(group, fused), mine, 2e-6)
@@ -43,18 +44,18 @@ def round_trip(rank: int, ep: int, fused: bool, tokens: tuple[int, ...]) -> None
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_round_trip(world: Any, ep: int, fused: bool, tokens: tuple[int, ...]) -> None:
-    """There, through the sine, and back."""
+    """Check a dispatch, sin as the expert, and a combine."""
     world.run(round_trip, ep, fused, tokens)
 
 
 def turned(x: torch.Tensor) -> torch.Tensor:
-    """The same, column by column."""
+    """Return the same values with another memory layout (column-major)."""
     return x.detach().mT.contiguous().mT.requires_grad_(x.requires_grad)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_any_strides(fused: bool) -> None:
-    """Of arguments, and of a gradient that is one number for all."""
+    """Check arguments with any strides, and an output gradient expanded from one number."""
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
         step, mine = through(group, fused), Data(EVEN).mine(0)
         mine[3] = torch.ones_like(mine[3])
@@ -66,7 +67,7 @@ def test_any_strides(fused: bool) -> None:
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_leading_dimensions(grad: bool) -> None:
-    """Of plan_dispatch's arguments, each as it comes, and weights of another dtype."""
+    """Check leading dimensions in each argument of plan_dispatch, and weights of another dtype."""
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
         x, w, ids, _ = (v[:6].detach() for v in Data(EVEN).mine(0))
         w, x = w.bfloat16(), x.requires_grad_(grad)
@@ -97,7 +98,7 @@ WRONG: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], str]] 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("what", WRONG)
 def test_shapes_that_do_not_fit(what: str, grad: bool) -> None:
-    """plan_dispatch says the same with gradients, whose arguments are brought to shape before."""
+    """Check that plan_dispatch reports wrong shapes equally with and without gradients."""
     of_ids, of_x, of_w, text = WRONG[what]
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
         ids = torch.zeros(of_ids, dtype=torch.int32)
@@ -108,7 +109,8 @@ def test_shapes_that_do_not_fit(what: str, grad: bool) -> None:
 
 
 def test_what_is_written_is_no_copy() -> None:
-    """So it has to be contiguous."""
+    """Check that tensors for output must be contiguous, because a copy would not be written
+    back."""
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
         x = torch.ones(8)[::2]
         with pytest.raises(RuntimeError, match="x is not contiguous"):
@@ -116,7 +118,7 @@ def test_what_is_written_is_no_copy() -> None:
 
 
 def every_slot(rank: int, ep: int, tokens: tuple[int, ...], experts: int) -> None:
-    """Rows, weights and counts, exactly, padding and tail included."""
+    """Check rows, weights and counts exactly, padding and tail included."""
     data = Data(tokens, experts=experts)
     with group_of(ep) as group:
         x, w, ids, _ = data.mine(rank)
@@ -141,17 +143,17 @@ def every_slot(rank: int, ep: int, tokens: tuple[int, ...], experts: int) -> Non
 @pytest.mark.parametrize("ep", [1, 2, 4])
 @pytest.mark.parametrize("tokens", [EVEN, UNEVEN], ids=["even", "uneven"])
 def test_every_slot(world: Any, ep: int, tokens: tuple[int, ...]) -> None:
-    """As numpy counts them."""
+    """Compare with counts of numpy."""
     world.run(every_slot, ep, tokens, EXPERTS)
 
 
 def test_ranks_that_receive_nothing(world: Any) -> None:
-    """All tokens go to the experts of the first ranks."""
+    """Check ranks that receive nothing, because all tokens go to the experts of the first ranks."""
     world.run(every_slot, 4, UNEVEN, 3)
 
 
 def weight_gradients(rank: int) -> None:
-    """Each (token, k) gets its own slot's number back, unsummed."""
+    """Give each slot's weight a gradient equal to the slot's number, and combine."""
     with group_of(4) as group:
         x, w, ids, _ = Data().mine(rank)
         _, _, slot = epic.torch.plan_dispatch(group, LAYER, ids, x, w)
@@ -160,12 +162,12 @@ def weight_gradients(rank: int) -> None:
 
 
 def test_weight_gradients_are_exact(world: Any) -> None:
-    """Bit for bit."""
+    """Check that each choice gets the gradient of its own slot, exactly."""
     world.run(weight_gradients)
 
 
 def small_type(rank: int, dtype: torch.dtype, most: float) -> None:
-    """Sums are rounded once for each rank and once at the end."""
+    """Run a step in a 16-bit dtype, whose sums are rounded once per rank and once at the end."""
     with group_of(4) as group:
         got = check_round(through(group, True), Data(dtype=dtype).mine(rank), most)
         assert [v.dtype for v in got] == [dtype, dtype, torch.float32]
@@ -175,12 +177,12 @@ def small_type(rank: int, dtype: torch.dtype, most: float) -> None:
     ("dtype", "most"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=["bf16", "f16"]
 )
 def test_small_types(world: Any, dtype: torch.dtype, most: float) -> None:
-    """Against float64 of the rounded inputs."""
+    """Compare with float64 results of the rounded inputs."""
     world.run(small_type, dtype, most)
 
 
 def float64(rank: int) -> None:
-    """Summed in float64; int64 choices."""
+    """Run a step in float64 with int64 expert ids."""
     with group_of(4) as group:
         x, w, ids, ct = Data(dtype=torch.float64).mine(rank)
         out = through(group, False)(x, w, ids.long())
@@ -191,12 +193,12 @@ def float64(rank: int) -> None:
 
 
 def test_float64(world: Any) -> None:
-    """To the last bits."""
+    """Compare float64 results up to the last bits."""
     world.run(float64)
 
 
 def no_tokens(rank: int) -> None:
-    """Zero rows are no special case."""
+    """Run a step on ranks without tokens."""
     with group_of(4) as group:
         x, w, ids, ct = Data((0,) * 4).mine(rank)
         out = through(group, True)(x, w, ids)
@@ -205,12 +207,12 @@ def no_tokens(rank: int) -> None:
 
 
 def test_no_tokens(world: Any) -> None:
-    """On every rank."""
+    """Check such ranks together with others."""
     world.run(no_tokens)
 
 
 def exact_sizing(rank: int, experts: int) -> None:
-    """As many slots as land, none on some ranks."""
+    """Plan with EXACT capacity; some ranks receive nothing."""
     data = Data(UNEVEN, experts=experts)
     with group_of(4) as group:
         x, w, ids, ct = data.mine(rank)
@@ -227,12 +229,12 @@ def exact_sizing(rank: int, experts: int) -> None:
 
 @pytest.mark.parametrize("experts", [3, EXPERTS])
 def test_exact_sizing(world: Any, experts: int) -> None:
-    """The same bits as with the bound."""
+    """Check that the bits are those of the default capacity."""
     world.run(exact_sizing, experts)
 
 
 def moved_plan(rank: int) -> None:
-    """A copy of the plan is the plan; three dimensions are as good as two."""
+    """Use a copy of the plan, and tokens with three dimensions."""
     with group_of(2) as group:
         x, w, ids, ct = Data().mine(rank)
         plan = epic.torch.plan(group, LAYER, ids.reshape(2, 3, TOP_K))
@@ -245,12 +247,12 @@ def moved_plan(rank: int) -> None:
 
 
 def test_a_plan_that_moved(world: Any) -> None:
-    """It holds no address."""
+    """Check that a plan contains no address, so that a copy works."""
     world.run(moved_plan)
 
 
 def placed(rank: int) -> None:
-    """Any placement gives the same sums."""
+    """Run a step with a placement of experts; sums do not change."""
     table = [3, 3, 3, 0, 1, 2, 0, 1]
     with group_of(4) as group:
         for fused in (False, True):
@@ -270,12 +272,13 @@ def placed(rank: int) -> None:
 
 
 def test_rank_of_expert(world: Any) -> None:
-    """As a list, or a tensor."""
+    """Pass the placement as a list, or as a tensor."""
     world.run(placed)
 
 
 def drop(rank: int) -> None:
-    """What does not fit gives zeros, forward and backward; load and demand tell the truth."""
+    """Run a layer that drops: dropped choices give zeros forward and backward. Also check load and
+    demand."""
     layer = epic.torch.Layer(EXPERTS, 1, overflow="drop", expert_capacity=2)
     with group_of(4) as group:
         x, ct = numbers(rank, TOKENS, HIDDEN).requires_grad_(), numbers(9, TOKENS, HIDDEN)
@@ -306,12 +309,12 @@ def drop(rank: int) -> None:
 
 
 def test_drop(world: Any) -> None:
-    """By expert_capacity."""
+    """Check dropping by expert_capacity."""
     world.run(drop)
 
 
 def poisoned(rank: int) -> None:
-    """Buffers of the caller that hold NaN: what is read has been written."""
+    """Run steps whose output tensors contain NaN before the call."""
     with group_of(4) as group, torch.no_grad():
         x, w, ids, _ = Data(UNEVEN).mine(rank)
         plan = epic.torch.plan(group, LAYER, ids)
@@ -328,12 +331,12 @@ def poisoned(rank: int) -> None:
 
 
 def test_out_and_poison(world: Any) -> None:
-    """The tail is neither written nor read."""
+    """Check that the tail is neither written nor read."""
     world.run(poisoned)
 
 
 def summed(rank: int, ep: int, tree: bool) -> None:
-    """The same bits on every rank; its gradient is the sum of the gradients."""
+    """Sum over the ranks; all get the same bits, and its gradient is the sum of gradients."""
     every = [numbers(10 + r, 7, 3) for r in range(4)]
     with group_of(ep) as group:
         x = every[rank].clone().requires_grad_()
@@ -354,12 +357,12 @@ def summed(rank: int, ep: int, tree: bool) -> None:
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_sum(world: Any, ep: int, tree: bool) -> None:
-    """In rank order, or in a tree."""
+    """Check sums in rank order and in a tree."""
     world.run(summed, ep, tree)
 
 
 def in_flight(rank: int) -> None:
-    """Three micro-batches, forward and backward interleaved as a pipeline does."""
+    """Run three micro-batches whose forward and backward calls interleave, as in a pipeline."""
     with group_of(4) as group:
         step, batches = through(group, False), []
         for i in range(3):
@@ -380,12 +383,12 @@ def in_flight(rank: int) -> None:
 
 
 def test_plans_in_flight(world: Any) -> None:
-    """The same bits as one after the other."""
+    """Check that the bits are those of separate runs."""
     world.run(in_flight)
 
 
 def quantized(rank: int, block: str, most: float) -> None:
-    """Rows that travel in e4m3, with a gradient that goes straight through."""
+    """Send rows in e4m3; the gradient ignores the rounding."""
     with group_of(4) as group:
         x, w, ids, _ = Data(UNEVEN).mine(rank)
         plan = epic.torch.plan(group, LAYER, ids)
@@ -402,6 +405,6 @@ def quantized(rank: int, block: str, most: float) -> None:
 
 @pytest.mark.parametrize(("block", "most"), [("1x128", 16 / 448), ("1x32", 16 / 224)])
 def test_quantized(world: Any, block: str, most: float) -> None:
-    """Both kinds of blocks: half a step of e4m3 at the largest value, which a scale that is a power
-    of two brings to 224 at least."""
+    """Check both block sizes. The tolerance is half a step of e4m3 at the largest value. A scale
+    that is a power of two maps this value to at least 224."""
     world.run(quantized, block, 1.001 * most)

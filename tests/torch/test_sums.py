@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums over the ranks: their bits, and those of gradients of what all ranks share."""
+"""Tests sums over the ranks, and sums of gradients of shared parameters, bit by bit."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ KINDS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def wide_numbers(rank: int) -> np.ndarray:
-    """Float64 numbers of all sizes, and those that are special."""
+    """Return float64 numbers of all magnitudes, including special values."""
     rng = np.random.default_rng(rank)
     plain = rng.normal(size=2000) * 10.0 ** rng.integers(-300, 300, size=2000)
     special = [np.inf, -np.inf, np.nan, 0.0, -0.0, 5e-324, 1e308, 2.0**-1060, 1 + 2.0**-52]
@@ -24,7 +24,7 @@ def wide_numbers(rank: int) -> np.ndarray:
 
 
 def float64_sum(rank: int, ep: int, tree: bool) -> None:
-    """Plain additions of numpy in the order asked for; twice as much is its gradient."""
+    """Compare a float64 sum with additions of numpy in the same order, and check its gradient."""
     with group_of(ep) as group:
         first = rank // ep * ep
         rows = [wide_numbers(r) for r in range(first, first + ep)]
@@ -45,7 +45,7 @@ def float64_sum(rank: int, ep: int, tree: bool) -> None:
 
 
 def check_bits(got: np.ndarray, wanted: np.ndarray) -> None:
-    """Those of each number; NaN is NaN."""
+    """Compare the bits of all numbers; NaN equals NaN."""
     number = ~np.isnan(wanted)
     assert np.array_equal(np.isnan(got), ~number)
     assert np.array_equal(got[number].view(np.int64), wanted[number].view(np.int64))
@@ -54,12 +54,12 @@ def check_bits(got: np.ndarray, wanted: np.ndarray) -> None:
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_float64(world: Any, ep: int, tree: bool) -> None:
-    """No bit is lost."""
+    """Check that no bit of a float64 sum is lost."""
     world.run(float64_sum, ep, tree)
 
 
 def test_wrong_dtypes() -> None:
-    """Other numbers are refused."""
+    """Check that other dtypes are refused."""
     with epic.torch.Group(num_ranks=1, **SIZES) as group:
         for dtype in (torch.float16, torch.int32, torch.complex64):
             with pytest.raises(epic.torch.EpicArgumentError, match="float32 or float64"):
@@ -67,7 +67,7 @@ def test_wrong_dtypes() -> None:
 
 
 def shared_gradients(rank: int, ep: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Bytes of the gradients of what all ranks share: the same tokens on any number of ranks."""
+    """Return the bytes of gradients of shared parameters, for the same tokens on all ranks."""
     options = epic.torch.Moe.of(
         num_experts=8, top_k=2, hidden=HIDDEN, inner=12, sum_order="tree", leaves=8,
         balance_coeff=0.01, z_coeff=0.001, shared=epic.torch.Experts(1, HIDDEN, 12),
@@ -87,7 +87,7 @@ OF_EXPERTS = ("w_gate_up", "w_down")
 
 @pytest.mark.parametrize("dtype", KINDS)
 def test_bits_of_shared_gradients(world: Any, dtype: torch.dtype) -> None:
-    """With sum_order "tree", on 1, 2 and 4 ranks."""
+    """Check equal bits with sum_order "tree" on 1, 2 and 4 ranks."""
     wanted = world.run(shared_gradients, 1, dtype)[0]
     assert len(wanted) == 5 and all(any(v) for v in wanted.values())
     for ep in (1, 2, 4):
@@ -96,8 +96,11 @@ def test_bits_of_shared_gradients(world: Any, dtype: torch.dtype) -> None:
 
 
 def summed_in_backward(rank: int, composed: bool, dtype: torch.dtype) -> None:
-    """moe(sum_gradients=True): each gradient is the float64 sum of the ranks' parts, and a layer of
-    16 bits in a tree does not add them again."""
+    """Check moe(sum_gradients=True).
+
+    Each gradient is the float64 sum of the ranks' parts. A 16-bit layer with tree order does not
+    add them a second time.
+    """
     options = epic.torch.Moe.of(
         num_experts=8, top_k=2, hidden=HIDDEN, inner=12, sum_order="tree", balance_coeff=0.1,
         shared=epic.torch.Experts(1, HIDDEN, 12),
@@ -105,7 +108,8 @@ def summed_in_backward(rank: int, composed: bool, dtype: torch.dtype) -> None:
     more: dict[str, Any] = {"grouped_mm": slab_mm} if composed else {}
     with group_of(RANKS) as group:
         layer = epic.torch.MoE(group, options, dtype=dtype, shared_gate=True, **more)
-        x = numbers(60 + rank, 5 + rank if composed else 8, HIDDEN).to(dtype)  # a tree wants equal
+        # tree order needs equal numbers
+        x = numbers(60 + rank, 5 + rank if composed else 8, HIDDEN).to(dtype)
 
         def gradients(summed: bool) -> dict[str, torch.Tensor]:
             layer.zero_grad()
@@ -140,12 +144,12 @@ def summed_in_backward(rank: int, composed: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("composed", [False, True])
 def test_sums_in_backward(world: Any, composed: bool, dtype: torch.dtype) -> None:
-    """Of the core's own layer and of a composed one."""
+    """Check the core's own layer and a composed one."""
     world.run(summed_in_backward, composed, dtype)
 
 
 def other_parameters(rank: int) -> None:
-    """A model's complex and float64 parameters, of which no bit is lost."""
+    """Sum gradients of complex and float64 parameters of a model."""
     with group_of(RANKS) as group:
         model = torch.nn.ParameterList(
             [torch.zeros(3, dtype=torch.complex64), torch.zeros(3, dtype=torch.float64)]
@@ -159,5 +163,5 @@ def other_parameters(rank: int) -> None:
 
 
 def test_other_parameters(world: Any) -> None:
-    """They were rounded to float32."""
+    """Check that they are not rounded to float32, as they once were."""
     world.run(other_parameters)

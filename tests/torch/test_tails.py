@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows behind the last slab may hold anything: no parameter's gradient sees them."""
+"""Checks that rows after the last slab may have any values without changing any parameter's
+gradient."""
 
 import itertools
 import math
@@ -27,7 +28,7 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activated(options: epic.torch.Experts, z: Tensor) -> Tensor:
-    """The formulas of the activations, written from their definitions."""
+    """Return the activation, written from its definition."""
     if options.ungated:
         return PLAIN[options.activation](z)
     half = options.inner
@@ -43,7 +44,7 @@ def activated(options: epic.torch.Experts, z: Tensor) -> Tensor:
 def true_rows(
     options: epic.torch.Experts, x: Tensor, w: epic.torch.ExpertWeights, slots: Tensor
 ) -> Tensor:
-    """Row by row, in float64."""
+    """Return the expected rows, computed one by one in float64."""
     rows = []
     for i, expert in enumerate(e for e, count in enumerate(ROWS) for _ in range(count)):
         row = x[i] * slots[i] if options.weighting == "input" else x[i]
@@ -66,7 +67,8 @@ CASES = [
 @pytest.mark.parametrize("biases", [True, False])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_a_poisoned_product(case: dict[str, Any], biases: bool) -> None:
-    """NaN in the tail of what it gives, of its gradients and of the cotangent."""
+    """Check NaN in the tail of the product's result, of its gradients, and of the output
+    gradient."""
     options = epic.torch.Experts(hidden=HIDDEN, inner=INNER, **case)
     wide = options.width
     shapes = [(CAPACITY, HIDDEN), (CAPACITY,), (3, HIDDEN, wide), (3, INNER, HIDDEN)]
@@ -90,7 +92,7 @@ def test_a_poisoned_product(case: dict[str, Any], biases: bool) -> None:
 
 
 def test_the_product_of_torch() -> None:
-    """grouped_mm of torch leaves its tail unwritten on some machines."""
+    """Check torch's grouped_mm, which leaves its tail unwritten on some machines."""
     of_torch = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
 
     def product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchtitan's routed experts with EPIC's dispatcher: what its own all-to-all gives, forward and
-backward; the override that selects it."""
+"""Compares torchtitan's routed experts with EPIC's dispatcher and with its own all-to-all, forward
+and backward, and tests the override that selects EPIC."""
 
 import importlib
 from collections.abc import Callable
@@ -25,7 +25,7 @@ WISHES: dict[str, dict[str, Any]] = {
 
 
 def routed(config: Any, mesh: Any, rank: int) -> Any:
-    """Routed experts, of which this rank has its own."""
+    """Return routed experts with the parameters of this rank's experts."""
     moe = importlib.import_module("torchtitan.models.common.moe")
     local = EXPERTS // (mesh.size() if mesh else 1)
     inner = moe.GroupedExperts.Config(dim=DIM, hidden_dim=INNER, num_experts=local)
@@ -38,7 +38,7 @@ def routed(config: Any, mesh: Any, rank: int) -> Any:
 
 
 def gradients_of(module: Any, rank: int) -> list[torch.Tensor]:
-    """Output, and gradients of x, scores and parameters."""
+    """Return the output, and the gradients of x, scores and parameters."""
     x, ct = (numbers(seed + rank, BATCH, LENGTH, DIM) for seed in (100, 200))
     scores = numbers(300 + rank, BATCH, LENGTH, TOP_K).requires_grad_()
     ids = choices(400 + rank, BATCH * LENGTH, 0.0).reshape(BATCH, LENGTH, TOP_K).long()
@@ -49,14 +49,15 @@ def gradients_of(module: Any, rank: int) -> list[torch.Tensor]:
 
 
 def modules() -> tuple[Any, Any]:
-    """EPIC's for torchtitan, and torchtitan's own dispatchers."""
+    """Return EPIC's module for torchtitan, and torchtitan's dispatchers."""
     importlib.import_module("torchtitan.distributed.utils").set_spmd_backend("default")
     own = importlib.import_module("torchtitan.models.common.token_dispatcher")
     return importlib.import_module("epic.torch.titan"), own
 
 
 def the_same(rank: int, name: str) -> None:
-    """As torchtitan's all-to-all; twice the same bits.  The products are in bfloat16."""
+    """Compare with torchtitan's all-to-all, and check equal bits in two runs. Products are
+    bfloat16."""
     titan, own = modules()
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
     standard = own.AllToAllTokenDispatcher.Config(num_experts=EXPERTS, top_k=TOP_K)
@@ -70,19 +71,19 @@ def the_same(rank: int, name: str) -> None:
         assert torch.equal(a, c)
     group = module.token_dispatcher.group
     assert group.num_ranks == 4 and group.is_open
-    assert routed(config, mesh, rank).token_dispatcher.group is group  # layers share it
+    assert routed(config, mesh, rank).token_dispatcher.group is group  # all layers share one group
     group.close()
     assert routed(config, mesh, rank).token_dispatcher.group.is_open
 
 
 @pytest.mark.parametrize("name", WISHES)
 def test_the_same(world: Any, name: str) -> None:
-    """With each way of sizing."""
+    """Check each way to size the receive buffer."""
     world.run(the_same, name)
 
 
 def without_mesh(rank: int) -> None:
-    """Expert parallelism is off: torchtitan's local dispatcher, bit for bit."""
+    """Check without expert parallelism: equal bits as torchtitan's local dispatcher."""
     titan, own = modules()
     local = own.LocalTokenDispatcher.Config(num_experts=EXPERTS, top_k=TOP_K)
     got, wanted = (gradients_of(routed(c, None, 0), rank) for c in (titan.epic(local), local))
@@ -90,7 +91,7 @@ def without_mesh(rank: int) -> None:
 
 
 def unsized(rank: int) -> None:
-    """What is missing is named, with what to write."""
+    """Check that the error for missing sizes names them and shows what to write."""
     titan, own = modules()
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
     config = titan.epic(own.AllToAllTokenDispatcher.Config(num_experts=EXPERTS, top_k=TOP_K))
@@ -100,13 +101,13 @@ def unsized(rank: int) -> None:
 
 @pytest.mark.parametrize("what", [without_mesh, unsized])
 def test_among_processes(world: Any, what: Callable[[int], None]) -> None:
-    """On every rank."""
+    """Run the test on every rank."""
     world.run(what)
 
 
 @pytest.mark.parametrize("backend", ["standard", "hybridep"])
 def test_override(backend: str) -> None:
-    """Every layer of a model of torchtitan, from the command line's words to the dispatcher."""
+    """Check the override for all layers of a torchtitan model, from the command line on."""
     titan, _ = modules()
     configs = importlib.import_module("torchtitan.config.override")
     qwen3 = importlib.import_module("torchtitan.models.qwen3")

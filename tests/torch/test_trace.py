@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EPIC_TRACE records what PyTorch programs plan."""
+"""Checks that EPIC_TRACE records the plans of PyTorch programs."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ with epic.torch.Group(num_ranks=1, name="traced", max_tokens=4, max_row_bytes=64
 
 
 def test_ids_are_recorded(tmp_path: Path) -> None:
-    """By one variable; docs/guide/traces.md describes traces."""
+    """Check that the variable alone records all ids (docs/guide/traces.md)."""
     wishes = {**os.environ, "EPIC_TRACE": str(tmp_path)}
     subprocess.run([sys.executable, "-c", PROGRAM], env=wishes, check=True, timeout=200)
     (file,) = tmp_path.glob("traced-*-0.epictrace")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training runs that are saved with one number of ranks and resumed with another."""
+"""Tests training runs that are saved with one number of ranks and resumed with another."""
 
 import os
 from pathlib import Path
@@ -22,7 +22,7 @@ ROWS, STEPS = 24, 3
 
 
 class Model(nn.Module):
-    """A Linear and a MoE layer with a bias for the choice."""
+    """A linear layer and a MoE layer with a router bias."""
 
     def __init__(self, group: epic.torch.Group) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def make_run(ep: int, fsdp: bool, kind: str, group: epic.torch.Group) -> tuple[Any, ...]:
-    """Make a model, its optimizer and their state; replicas of the group see the same rows."""
+    """Make a model, its optimizer and their state. All replicas of the group get the same rows."""
     model: Any = Model(group)
     if fsdp:
         fully_shard(model.moe, mesh=meshes[ep]["dp"])
@@ -76,7 +76,7 @@ def run_steps(model: Any, optimizer: Any, group: epic.torch.Group, first: int) -
 
 
 def save_run(rank: int, ep: int, fsdp: bool, kind: str, folder: str, how: str) -> Any:
-    """Train, save, and train on."""
+    """Train, save, and continue training."""
     with group_of(ep) as group:
         model, optimizer, state = make_run(ep, fsdp, kind, group)
         run_steps(model, optimizer, group, 0)
@@ -88,7 +88,7 @@ def save_run(rank: int, ep: int, fsdp: bool, kind: str, folder: str, how: str) -
 
 
 def resume_run(rank: int, ep: int, fsdp: bool, kind: str, folder: str) -> Any:
-    """Make everything anew, load, and train on."""
+    """Create everything again, load, and continue training."""
     with group_of(ep) as group:
         model, optimizer, state = make_run(ep, fsdp, kind, group)
         model.moe.reset_parameters(seed=5)
@@ -104,7 +104,7 @@ def resume_run(rank: int, ep: int, fsdp: bool, kind: str, folder: str) -> Any:
     [("adamw", "sync"), ("adamw", "async"), ("fused", "sync"), ("sgd", "sync"), ("plain", "sync")],
 )
 def test_resume(world: World, kind: str, how: str, tmp_path: Path) -> None:
-    """A run of 4 ranks goes on with 4, 2 and 1, and with 2 under fully_shard."""
+    """Check that a run of 4 ranks continues on 4, 2 and 1 ranks, and on 2 under fully_shard."""
     folder = os.fspath(tmp_path / "saved")
     losses, _ = world.run(save_run, 4, False, kind, folder, how)[0]
     for ep, fsdp in ((4, False), (2, False), (1, False), (2, True)):
@@ -114,7 +114,7 @@ def test_resume(world: World, kind: str, how: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("ep", "fsdp"), [(1, True), (2, True), (2, False)])
 def test_saved_in_another_form(world: World, ep: int, fsdp: bool, tmp_path: Path) -> None:
-    """What fully_shard or few ranks saved is loaded by 4 ranks."""
+    """Check that 4 ranks load what fully_shard or fewer ranks saved."""
     folder = os.fspath(tmp_path / "saved")
     losses, _ = world.run(save_run, ep, fsdp, "adamw", folder, "sync")[0]
     for again, _ in world.run(resume_run, 4, False, "adamw", folder):
@@ -122,7 +122,7 @@ def test_saved_in_another_form(world: World, ep: int, fsdp: bool, tmp_path: Path
 
 
 def save_counts(rank: int, folder: str) -> None:
-    """Save a layer whose replicas have counted other tokens."""
+    """Save a layer whose data-parallel replicas have counted different tokens."""
     with group_of(2) as group:
         model: Any = Model(group)
         mesh = meshes[2]["dp", "ep"]
@@ -131,7 +131,7 @@ def save_counts(rank: int, folder: str) -> None:
 
 
 def load_counts(rank: int, ep: int, folder: str) -> list[int]:
-    """Load it; return the counts of all replicas, as update_bias adds them."""
+    """Load the layer; return the counts of all replicas, added as update_bias does."""
     with group_of(ep) as group:
         model: Any = Model(group)
         mesh = meshes[ep]["dp", "ep"]
@@ -142,7 +142,8 @@ def load_counts(rank: int, ep: int, folder: str) -> list[int]:
 
 
 def test_counts(world: World, tmp_path: Path) -> None:
-    """The counts since the last update_bias are those of all replicas, for any number of them."""
+    """Check that the sum of the counts since the last update_bias is kept for any number of
+    replicas."""
     folder = os.fspath(tmp_path / "saved")
     world.run(save_counts, folder)
     for ep in (1, 2, 4):
@@ -151,7 +152,7 @@ def test_counts(world: World, tmp_path: Path) -> None:
 
 
 def test_state_changes_nothing() -> None:
-    """Asking a new optimizer for its state leaves parameters and gradients as they are."""
+    """Check that reading a new optimizer's state changes neither parameters nor gradients."""
     with epic.torch.Group(num_ranks=1, **SIZES) as group:
         model = Model(group)
         optimizer = make_optimizer("adamw", model)
@@ -169,7 +170,7 @@ def test_state_changes_nothing() -> None:
 
 
 def test_what_is_refused() -> None:
-    """A model without a layer, and parameters of another model."""
+    """Check that a model without a layer, and parameters of another model, are refused."""
     with epic.torch.Group(num_ranks=1, **SIZES) as group:
         with pytest.raises(EpicArgumentError, match="must contain an epic"):
             epic.torch.TrainingState(nn.Linear(2, 2), None)

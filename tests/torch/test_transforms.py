@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.func's transforms, and layers whose parameters torch.nn.utils computes."""
+"""Tests torch.func, and layers whose parameters are computed by torch.nn.utils."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ MORE: dict[str, Any] = {"gate_bias": True, "expert_biases": True, "shared_gate":
 
 
 def linear(group: epic.torch.Group) -> dict[str, tuple[Callable[..., torch.Tensor], Any]]:
-    """Functions of steps that are linear in their input, with that input."""
+    """Return functions of steps that are linear in their input, and this input."""
     ids, w, x = Data().ids[:6], Data().w[:6], numbers(1, 6, HIDDEN)
     flat = epic.torch.Layer(EXPERTS, 3, layout="flat")
     copies = epic.torch.Layer(EXPERTS, 3, num_logical=4)
@@ -54,7 +54,7 @@ LINEAR = (
 
 @pytest.mark.parametrize("name", CURVED + LINEAR)
 def test_reverse_mode(name: str) -> None:
-    """grad, vjp and jacrev without vmap give autograd's bits; what there is not says so."""
+    """Check that grad, vjp and jacrev give autograd's bits, and that vmap raises an error."""
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
         run, x = {**curved(group), **linear(group)}[name]
 
@@ -86,7 +86,7 @@ def test_reverse_mode(name: str) -> None:
 
 
 def test_vmap_of_a_plan() -> None:
-    """Nothing that a transform differentiates is in it."""
+    """Check vmap of a plan, which contains nothing differentiable."""
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
         ids = Data().ids[:6]
 
@@ -98,7 +98,7 @@ def test_vmap_of_a_plan() -> None:
 
 
 def func_step(rank: int, composed: bool) -> None:
-    """A whole layer by torch.func: gradients of its parameters and its input."""
+    """Compute gradients of a whole layer's parameters and input with torch.func."""
     with group_of(4) as group:
         layer = epic.torch.MoE(group, WISH, grouped_mm=slab_mm if composed else None, **MORE)
         layer.reset_parameters(seed=3)
@@ -119,43 +119,47 @@ def func_step(rank: int, composed: bool) -> None:
 
 @pytest.mark.parametrize("composed", [False, True])
 def test_functional_layers(world: Any, composed: bool) -> None:
-    """On four ranks with other numbers of tokens."""
+    """Check such layers on four ranks with different numbers of tokens."""
     world.run(func_step, composed)
 
 
 class Doubled(torch.nn.Module):
-    """Makes a parameter of half the number."""
+    """A parametrization that doubles the stored parameter."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Twice what is stored."""
+        """Return twice the stored value."""
         return 2 * x
 
     def right_inverse(self, x: torch.Tensor) -> torch.Tensor:
-        """What is stored."""
+        """Return the value to store."""
         return x / 2
 
 
 def parametrized(layer: torch.nn.Module, name: str) -> Callable[[], torch.Tensor]:
-    """The gradient of the parameter, from that of half of it."""
+    """Return a function that computes the parameter's gradient from that of its stored half."""
     parametrize.register_parametrization(layer, name, Doubled())
     return lambda: layer.parametrizations[name].original.grad / 2
 
 
 def pruned(layer: torch.nn.Module, name: str) -> Callable[[], torch.Tensor]:
-    """Its gradient, where nothing is pruned."""
+    """Return a function that computes the gradient, zero where the parameter is pruned."""
     prune.identity(layer, name)
     return lambda: getattr(layer, f"{name}_orig").grad
 
 
 def normalized(layer: torch.nn.Module, name: str) -> Callable[[], torch.Tensor]:
-    """Its gradient in the direction of the parameter, which is that of the norm's logarithm."""
+    """Return a function that computes the gradient along the parameter, that of its norm's
+    logarithm."""
     parametrizations.weight_norm(layer, name)
     return lambda: layer.parametrizations[name].original0.grad
 
 
 def computed_parameters(rank: int, change: Callable[..., Any], name: str) -> None:
-    """A layer of which torch.nn.utils computes one parameter: its output and gradients, those of
-    its own experts untouched, the others added over the ranks."""
+    """Check a layer of which torch.nn.utils computes one parameter.
+
+    Output and gradients are correct. Gradients of the rank's own experts stay as they are, and the
+    others are added over the ranks.
+    """
     with group_of(RANKS) as group:
         x = numbers(60 + rank, 5 + rank, HIDDEN)
 
@@ -180,7 +184,7 @@ def computed_parameters(rank: int, change: Callable[..., Any], name: str) -> Non
 
 
 def along(change: Callable[..., Any], value: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The gradient that is compared: of weight_norm's norms, over all but the first dimension."""
+    """Return the gradient to compare: for weight_norm that of the norms, per first index."""
     if change is not normalized:
         return wanted
     dims = tuple(range(1, value.dim()))
@@ -188,7 +192,7 @@ def along(change: Callable[..., Any], value: torch.Tensor, wanted: torch.Tensor)
     return (wanted * value).sum(dims, keepdim=True) / norm
 
 
-# Biases are zeros at first, of which weight_norm has no direction.
+# Biases start as zeros, for which weight_norm has no direction.
 COMPUTED = [
     (change, name)
     for change in (parametrized, pruned, normalized)
@@ -199,13 +203,13 @@ COMPUTED = [
 
 @pytest.mark.parametrize(("change", "name"), COMPUTED)
 def test_computed_parameters(world: Any, change: Callable[..., Any], name: str) -> None:
-    """By parametrize, prune and weight_norm, of experts and of what all ranks share."""
+    """Check parametrize, prune and weight_norm, on experts and on shared parameters."""
     world.run(computed_parameters, change, name)
 
 
 class ParamWrapper(torch.nn.Module):
-    """As peft adapts a parameter (target_parameters): the adapters are its own, and the parameter
-    is parametrized while the layer runs."""
+    """Adapts a parameter as peft's target_parameters do: it owns the adapters, and the parameter is
+    parametrized only while the layer runs."""
 
     def __init__(self, base_layer: torch.nn.Module, parameter_name: str) -> None:
         super().__init__()
@@ -215,11 +219,11 @@ class ParamWrapper(torch.nn.Module):
         value.requires_grad_(False)
 
     def get(self) -> torch.Tensor:
-        """The parameter."""
+        """Return the parameter."""
         return getattr(self.base_layer, self.parameter_name)
 
     def forward(self, x: torch.Tensor) -> Any:
-        """With the adapter's sum."""
+        """Run the layer with the sum of parameter and adapter."""
         added = Added(self.lora)
         parametrize.register_parametrization(self.base_layer, self.parameter_name, added)
         with parametrize.cached():
@@ -231,19 +235,20 @@ class ParamWrapper(torch.nn.Module):
 
 
 class Added(torch.nn.Module):
-    """A parametrization: plus a tensor."""
+    """A parametrization that adds a tensor."""
 
     def __init__(self, more: torch.Tensor) -> None:
         super().__init__()
-        self.more = (more,)  # no parameter of this module
+        self.more = (more,)  # in a tuple, so that it is no parameter of this module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum."""
+        """Return the sum."""
         return x + self.more[0]
 
 
 def adapted(rank: int) -> None:
-    """Gradients of adapters: of experts this rank's own, of the router's the sum."""
+    """Check gradients of adapters: those of experts belong to this rank, those of the router are
+    summed."""
     with group_of(RANKS) as group:
         for name in ("w_gate_up", "w_gate"):
             plain = epic.torch.MoE(group, WISH)
@@ -257,5 +262,5 @@ def adapted(rank: int) -> None:
 
 
 def test_adapters_of_parameters(world: Any) -> None:
-    """As of peft."""
+    """Check adapters in the form that peft uses."""
     world.run(adapted)

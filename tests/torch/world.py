@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes with torch.distributed that run functions of the tests, each a part of it."""
+"""Starts processes with torch.distributed, which run functions of the tests together."""
 
 import importlib
 import multiprocessing
@@ -13,14 +13,15 @@ from typing import Any
 
 from ports import free_port
 
-LIMIT = 240  # seconds for one function
+LIMIT = 240  # time limit of one function in seconds
 
 
 def serve(rank: int, size: int, port: int, pipe: Any) -> None:
-    """A process: runs what comes until nothing comes any more."""
+    """Run the functions that the parent sends, until it closes the pipe."""
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "jax")]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else a pool of processes in each
+    # otherwise each process would start a pool of processes
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     import torch
     import torch.distributed as dist
 
@@ -39,12 +40,12 @@ def serve(rank: int, size: int, port: int, pipe: Any) -> None:
 
 
 def begin(rank: int) -> None:
-    """Imports what takes long."""
+    """Import modules that take long, before the first test."""
     importlib.import_module("epic.torch")
 
 
 class World:
-    """As many processes."""
+    """A number of processes that run functions of the tests."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -74,12 +75,12 @@ class World:
             process.join()
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
-        """function(rank, *args) in each process; of a module that they can import."""
+        """Start function(rank, *args) in each process, which must be able to import its module."""
         for pipe in self.pipes:
             pipe.send((function.__module__, function.__name__, args))
 
     def answer(self, rank: int, limit: float = LIMIT) -> tuple[bool, Any]:
-        """What one gave, or raised."""
+        """Return the result of one process, or what it raised."""
         if not self.pipes[rank].poll(limit):
             return False, f"rank {rank} has not answered in {limit} s"
         try:
@@ -88,7 +89,7 @@ class World:
             return False, f"rank {rank} is gone"
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What each process gave; fails with what any raised."""
+        """Return the results of all processes; fail with the first exception that any raised."""
         self.start(function, *args)
         end = time.monotonic() + LIMIT
         answers = [self.answer(r, max(0.0, end - time.monotonic())) for r in range(self.size)]

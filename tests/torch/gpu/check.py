@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""epic.torch on GPUs:  check.py threads|processes|shared RANKS [cases of the files beside this one]
+"""Runs epic.torch on GPUs: check.py threads|processes|shared RANKS [cases of the files in this
+folder]
 
-threads, processes: each rank has a GPU of its own.  shared: processes that share the GPUs there
-are; the driver gives them turns.  A line for each case, with the first exception where one went
-wrong; then the next case.  The last line is "right", or names what was wrong.
-check.py deaths RANKS: processes that share the GPUs, of which the last is killed."""
+threads, processes: each rank has a GPU of its own. shared: processes share the available GPUs, and
+the driver runs them in turn. check.py deaths RANKS: processes share the GPUs, and the last one is
+killed.
+
+Prints a line for each case, with the first exception if it failed, and continues. The last line is
+"right", or names the cases that failed.
+"""
 
 import faulthandler
 import os
@@ -33,8 +37,9 @@ from parts import SIZES
 from ports import free_port
 
 CASES = {**gpu_cases.CASES, **host_cases.CASES, **framework_cases.CASES}
-# Dynamo is not for threads that trace at once; times of ranks that take turns say nothing.
-# Nor is the profiler.
+# Cases that do not work with some kinds of ranks. Dynamo does not support threads that trace at the
+# same time. Times are meaningless if ranks run in turn, and the profiler does not support this
+# either.
 LEFT_OUT = {
     "threads": {"compile", "apart", "profiler", "pretrained", *framework_cases.CASES},
     "processes": set(),
@@ -43,7 +48,7 @@ LEFT_OUT = {
 
 
 def left_out(how: str, ranks: int) -> set[str]:
-    """The cases that are not for these ranks."""
+    """Return the cases that are skipped for these ranks."""
     four = how != "threads" and ranks == 4
     nccl = how == "processes" and ranks % 2 == 0
     none: set[str] = set()
@@ -54,14 +59,15 @@ def left_out(how: str, ranks: int) -> set[str]:
     )
 
 
-FATAL = ("CUDA error", "CUDA failure", "EPIC_EDEVICE")  # the process can go no further
+# errors after which the process cannot continue
+FATAL = ("CUDA error", "CUDA failure", "EPIC_EDEVICE")
 
 
 # ---------------------------------------------------------------------------- verdicts ----
 
 
 def what_went_wrong(error: BaseException) -> str:
-    """The exception, where it came from, and the line, in a few words."""
+    """Return the exception and the source line that raised it, in one short line."""
     frames = traceback.extract_tb(error.__traceback__)
     path = " > ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames[-4:])
     lines = [f.line for f in frames if f.filename == gpu_cases.__file__ and f.line] or [""]
@@ -70,7 +76,7 @@ def what_went_wrong(error: BaseException) -> str:
 
 
 def run_case(name: str, rank: int, ranks: int, device: torch.device) -> str:
-    """What went wrong; empty: nothing."""
+    """Run a case; return what failed, or an empty string."""
     try:
         bootstrap = gpu_cases.bootstraps(name, rank, ranks)
         sizes = {**SIZES, "timeout_ms": 3 * LIMIT_MS if name in ("compile", "apart") else LIMIT_MS}
@@ -85,7 +91,7 @@ def run_case(name: str, rank: int, ranks: int, device: torch.device) -> str:
 
 
 def told_by_all(name: str, rank: int, ranks: int, mine: str) -> list[str]:
-    """Every rank's verdict."""
+    """Collect the verdicts of all ranks."""
     exchange = gpu_cases.bootstraps(f"verdict of {name}", rank, ranks)
     exchange.timeout_ms = 4 * LIMIT_MS
     try:
@@ -95,7 +101,7 @@ def told_by_all(name: str, rank: int, ranks: int, mine: str) -> list[str]:
 
 
 def cause(verdicts: list[str]) -> str:
-    """The first failure that is not one that another rank's failure made."""
+    """Return the first failure that was not caused by a failure of another rank."""
     wrong = [f"rank {r}: {said}" for r, said in enumerate(verdicts) if said.strip()]
     caused = ("EPIC_EPEER", "EPIC_ETIMEOUT")
     own = [said for said in wrong if not any(word in said for word in caused)]
@@ -103,7 +109,7 @@ def cause(verdicts: list[str]) -> str:
 
 
 def run_cases(rank: int, ranks: int, device: torch.device, names: list[str]) -> list[str]:
-    """All of one rank; gives the cases that went wrong."""
+    """Run all cases on one rank; return the names of those that failed."""
     torch.cuda.set_device(device)
     wrong = []
     for name in names:
@@ -123,13 +129,13 @@ def run_cases(rank: int, ranks: int, device: torch.device, names: list[str]) -> 
 
 
 def device_of(rank: int) -> torch.device:
-    """Of a rank; more ranks than GPUs share them."""
+    """Return the GPU of a rank; if there are more ranks than GPUs, they share them."""
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 def in_process(rank: int, ranks: int, port: int, how: str, names: list[str], folder: str) -> None:
-    """With torch.distributed; the store is that of the process group.  NCCL takes no two ranks of
-    one GPU."""
+    """Run as one process, with the store of the process group. NCCL does not allow two ranks on one
+    GPU, so shared GPUs use gloo."""
     faulthandler.enable()
     faulthandler.register(signal.SIGTERM, all_threads=False, chain=True)
     device = device_of(rank)
@@ -140,7 +146,7 @@ def in_process(rank: int, ranks: int, port: int, how: str, names: list[str], fol
     assert dist.group.WORLD is not None
     torch.set_num_threads(4)
     gpu_cases.store = dist.PrefixStore("check", dist.group.WORLD.get_group_store())
-    more = {"device": device} if how == "shared" else {}  # nccl: the current GPU
+    more = {"device": device} if how == "shared" else {}  # nccl uses the current GPU
     with epic.torch.Group(**SIZES, **more) as group:
         assert group.device == device and group.backend == "p2p", group
     wrong = run_cases(rank, ranks, device, names)
@@ -149,7 +155,7 @@ def in_process(rank: int, ranks: int, port: int, how: str, names: list[str], fol
 
 
 def in_processes(how: str, ranks: int, names: list[str]) -> str:
-    """What was wrong."""
+    """Run all ranks as processes; return what failed."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -159,7 +165,7 @@ def in_processes(how: str, ranks: int, names: list[str]) -> str:
 
 
 def in_threads(ranks: int, names: list[str]) -> str:
-    """What was wrong."""
+    """Run all ranks as threads; return what failed."""
     gpu_cases.store = dist.HashStore()
     found: list[Any] = ["its thread ended"] * ranks
 
@@ -175,7 +181,7 @@ def in_threads(ranks: int, names: list[str]) -> str:
 
 
 def main() -> int:
-    """One line at the end."""
+    """Print the result as the last line."""
     how, ranks, names = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
     os.environ.setdefault("OMP_NUM_THREADS", "4")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

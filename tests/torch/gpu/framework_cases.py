@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers of Megatron-Core and torchtitan on GPUs, their experts spread over the ranks by EPIC,
-against loops over all experts in float64; and against their own dispatchers, where NCCL takes the
-ranks.  What is not installed is left out, and said."""
+"""Cases for the layers of Megatron-Core and torchtitan on GPUs, with EPIC's dispatcher.
+
+They compare with loops over all experts in float64. If NCCL supports the ranks, they also compare
+with the dispatchers of the frameworks. If a framework is not installed, its case is skipped with a
+message.
+"""
 
 import importlib
 import importlib.util
@@ -19,36 +22,37 @@ from parts import choices, numbers
 from reference import relative
 
 Group = epic.torch.Group
-Expert = tuple[Tensor, Tensor]  # [2 * inner, hidden]: gate, then up; [hidden, inner]
+# weights of an expert: [2 * inner, hidden] (gate, then up), and [hidden, inner]
+Expert = tuple[Tensor, Tensor]
 HIDDEN, INNER, EXPERTS = 64, 96, 8
-TOKENS = (24, 7, 40, 1)  # of each rank
+TOKENS = (24, 7, 40, 1)  # tokens of each rank
 
 
 def installed(name: str) -> bool:
-    """Is that package here?"""
+    """Return whether the package is installed."""
     try:
         if importlib.util.find_spec(name):
             return True
     except ImportError:
         pass
-    print(f"    left out: there is no {name}", flush=True)
+    print(f"    left out: {name} is not installed", flush=True)
     return False
 
 
 def of_all(own: Any) -> list[Any]:
-    """Every rank's; tensors come as float64 on the CPU."""
+    """Collect a value of every rank; tensors are converted to float64 on the CPU."""
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
     return found
 
 
 def wide(values: list[Tensor]) -> list[Tensor]:
-    """Copies in float64 on the CPU."""
+    """Return copies in float64 on the CPU."""
     return [value.detach().to("cpu", torch.float64) for value in values]
 
 
 def near(got: list[Tensor], wanted: list[Tensor], most: float) -> None:
-    """Each to within a relative error; not zeros."""
+    """Check that each tensor is within a relative error, and that none is zero."""
     for number, (a, b) in enumerate(zip(wide(got), wanted, strict=True)):
         assert b.abs().max() > 0, f"number {number} is of zeros"
         error = relative(a, b.detach())
@@ -56,7 +60,7 @@ def near(got: list[Tensor], wanted: list[Tensor], most: float) -> None:
 
 
 def mixed(x: Tensor, ids: Tensor, scores: Tensor, experts: list[Expert]) -> Tensor:
-    """Each token's sum over its choices, an expert at a time."""
+    """Return the sum over each token's choices, computed expert by expert."""
     out = torch.zeros_like(x)
     for number, (up, down) in enumerate(experts):
         gate, value = (x @ up.T).chunk(2, -1)
@@ -78,7 +82,8 @@ BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 
 
 def megatron_layer(grouped: bool, dispatcher: str, **more: Any) -> Any:
-    """With SequentialMLP, or Transformer Engine's grouped products; the same numbers each time."""
+    """Return a Megatron layer with SequentialMLP or grouped experts; values depend only on the
+    seed."""
     specs = importlib.import_module("megatron.core.models.gpt.moe_module_specs")
     layers = importlib.import_module("megatron.core.transformer.moe.moe_layer")
     configs = importlib.import_module("megatron.core.transformer.transformer_config")
@@ -100,7 +105,7 @@ def megatron_layer(grouped: bool, dispatcher: str, **more: Any) -> Any:
 
 
 def experts_of(layer: Any) -> list[Tensor]:
-    """Parameters of the experts here: two of each."""
+    """Return the parameters of this rank's experts, two for each."""
     experts = layer.experts
     if hasattr(experts, "local_experts"):
         pairs = [(e.linear_fc1.weight, e.linear_fc2.weight) for e in experts.local_experts]
@@ -111,7 +116,7 @@ def experts_of(layer: Any) -> list[Tensor]:
 
 
 def megatron_step(layer: Any, x: Tensor, ct: Tensor) -> list[Tensor]:
-    """Output; gradients of tokens, router and experts."""
+    """Return the output, and the gradients of tokens, router and experts."""
     fp8 = importlib.import_module("megatron.core.fp8_utils").get_fp8_context(layer.config)
     layer.zero_grad()
     rows = x.clone().requires_grad_()
@@ -123,7 +128,7 @@ def megatron_step(layer: Any, x: Tensor, ct: Tensor) -> list[Tensor]:
 
 
 def megatron_loops(rank: int, layer: Any, x: Tensor, ct: Tensor) -> list[Tensor]:
-    """The same in float64, of all tokens and experts."""
+    """Compute the same values in float64, from all tokens and experts."""
     told = of_all((wide([x, ct, layer.router.weight]), wide(experts_of(layer))))
     leaves = [weight.requires_grad_() for _, weights in told for weight in weights]
     experts = list(zip(leaves[::2], leaves[1::2], strict=True))
@@ -148,8 +153,8 @@ MEGATRON: dict[str, tuple[bool, float, dict[str, Any]]] = {
 
 
 def case_megatron(group: Group) -> None:
-    """Each kind of experts: the loops' numbers, the bits of a second time, and what the package's
-    own dispatcher gives."""
+    """Check each kind of experts against loops, against a second run bit by bit, and against
+    Megatron's own dispatcher."""
     if not installed("megatron.core"):
         return
     state = importlib.import_module("megatron.core.parallel_state")
@@ -189,7 +194,7 @@ WISHES: dict[str, dict[str, Any]] = {
 
 
 def titan_layer(config: Any, mesh: Any) -> Any:
-    """Routed experts, of which this rank has its own."""
+    """Return routed experts with the parameters of this rank's experts."""
     moe = importlib.import_module("torchtitan.models.common.moe")
     local = EXPERTS // mesh.size()
     inner = moe.GroupedExperts.Config(dim=HIDDEN, hidden_dim=INNER, num_experts=local)
@@ -204,7 +209,7 @@ def titan_layer(config: Any, mesh: Any) -> Any:
 
 
 def titan_inputs(rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, scores, ids, cotangent; ranks have other numbers of them."""
+    """Return tokens, scores, ids and output gradient; ranks have different numbers of tokens."""
     shape = (TOKENS[rank], LENGTH)
     x, ct = (numbers(seed + rank, *shape, HIDDEN) for seed in (100, 200))
     ids = choices(400 + rank, TOKENS[rank] * LENGTH, 0.0, EXPERTS).reshape(*shape, TOP_K).long()
@@ -212,7 +217,7 @@ def titan_inputs(rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def titan_step(layer: Any, rank: int, call: Callable[..., Tensor]) -> list[Tensor]:
-    """Output; gradients of tokens, scores and experts."""
+    """Return the output, and the gradients of tokens, scores and experts."""
     x, scores, ids, ct = titan_inputs(rank)
     layer.zero_grad()
     leaves = [x.requires_grad_(), scores.requires_grad_()]
@@ -222,7 +227,7 @@ def titan_step(layer: Any, rank: int, call: Callable[..., Tensor]) -> list[Tenso
 
 
 def titan_loops(rank: int, layer: Any) -> list[Tensor]:
-    """The same in float64, of all tokens and experts."""
+    """Compute the same values in float64, from all tokens and experts."""
     x, scores, ids, ct = titan_inputs(rank)
     names = [name for name, _ in layer.named_parameters()]
     told = of_all((wide([x, scores, ct]), ids.cpu(), wide(list(layer.parameters()))))
@@ -244,8 +249,8 @@ def titan_loops(rank: int, layer: Any) -> list[Tensor]:
 
 
 def case_titan(group: Group) -> None:
-    """Each way of sizing, eager and compiled in parts: the loops' numbers, the bits of a second
-    time, and what the package's own all-to-all gives."""
+    """Check each way to size the buffer, eager and compiled, against loops, against a second run
+    bit by bit, and against torchtitan's all-to-all."""
     if not installed("torchtitan"):
         return
     importlib.import_module("torchtitan.distributed.utils").set_spmd_backend("default")
@@ -256,13 +261,13 @@ def case_titan(group: Group) -> None:
     sizes = {"hidden_dim": HIDDEN, "num_max_tokens_per_rank": max(TOKENS) * LENGTH}
     with torch.device(group.device):
         theirs = None
-        # torchtitan 0.3.0 wants a torch behind 2.11 for its own.
+        # torchtitan 0.3.0 needs a torch newer than 2.11 for its own dispatcher.
         if dist.get_backend() == "nccl" and hasattr(torch.compiler, "_is_non_strict_tracing"):
             layer = titan_layer(standard, mesh)
             theirs = titan_step(layer, group.rank, layer)
         for name, wishes in WISHES.items():
             layer = titan_layer(epic_titan.epic(standard, **sizes, **wishes), mesh)
-            most = 0.1 if name == "fp8" else 0.02  # products are in bfloat16
+            most = 0.1 if name == "fp8" else 0.02  # because products are bfloat16
             got, again = (titan_step(layer, group.rank, layer) for _ in range(2))
             near(got, titan_loops(group.rank, layer), most)
             assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True)), name

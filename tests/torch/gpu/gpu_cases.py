@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What check.py runs, each case on all ranks with a group of its own."""
+"""The cases of check.py. Each case runs on all ranks with a group of its own."""
 
 import threading
 import time
@@ -35,20 +35,20 @@ BIG: dict[str, Any] = {"max_tokens": 4096, "max_row_bytes": 2 * 7168, "timeout_m
 
 # ------------------------------------------------------------------------------ bootstrap ----
 
-store: Any = None  # of all ranks; check.py says which
+store: Any = None  # the store of all ranks, which check.py sets
 rounds: dict[tuple[str, int], int] = {}
 counting, capturing = threading.Lock(), threading.Lock()
 
 
 def bootstraps(case: str, rank: int, ranks: int) -> Any:
-    """An exchange of all ranks of a case; a new one at each call."""
+    """Return a new bootstrap for each further group of this case."""
     with counting:
         number = rounds[case, rank] = rounds.get((case, rank), 0) + 1
     return epic.torch.groups.StoreExchange(store, f"{case}/{number}", ranks, LIMIT_MS)
 
 
 def beside(group: Group, **more: Any) -> Group:
-    """Another group of the same ranks."""
+    """Open another group of the same ranks."""
     bootstrap = bootstraps(group.name, group.rank, group.num_ranks)
     return Group(
         bootstrap=bootstrap, rank=group.rank, num_ranks=group.num_ranks, **{**SIZES, **more}
@@ -56,7 +56,7 @@ def beside(group: Group, **more: Any) -> Group:
 
 
 def wait_for_all(group: Group) -> None:
-    """The hosts of all ranks."""
+    """Wait until the host threads of all ranks are here."""
     bootstraps(group.name, group.rank, group.num_ranks)(group.rank, b"")
 
 
@@ -64,12 +64,13 @@ def wait_for_all(group: Group) -> None:
 
 
 def data_of(group: Group, tokens: tuple[int, ...], **more: Any) -> list[torch.Tensor]:
-    """One rank's part, on its GPU."""
+    """Return this rank's inputs, on its GPU."""
     return Data(tokens, **more).mine(group.rank, str(group.device))
 
 
 def case_round(group: Group) -> None:
-    """There and back, with gradients, even, uneven and without tokens; the same bits each time."""
+    """Check round trips with gradients on even, uneven and empty ranks; a second run has equal
+    bits."""
     for tokens in (EVEN, UNEVEN, (0,) * 4):
         for fused in (False, True):
             step, mine = through(group, fused), data_of(group, tokens)
@@ -80,7 +81,7 @@ def case_round(group: Group) -> None:
 
 
 def case_host_bits(group: Group) -> None:
-    """The bits of the same ranks on the host."""
+    """Compare with the bits of the same ranks on CPUs."""
     with beside(group) as host:
         for dtype in (torch.float32, torch.bfloat16):
             on_gpu = run_all(group, data_of(group, UNEVEN, dtype=dtype))
@@ -89,15 +90,15 @@ def case_host_bits(group: Group) -> None:
 
 
 def case_forms(group: Group) -> None:
-    """Flat rows, dropped choices, sums in a tree, experts anywhere: the bits of the same ranks on
-    the host."""
+    """Compare flat rows, dropping, tree sums and placed experts with the bits of the same ranks on
+    CPUs."""
     with beside(group) as host:
         for name in FORMS:
             assert same(run_form(group, name), run_form(host, name)), name
 
 
 def run_all(group: Group, mine: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Every step's results: twice the rows, so that nothing but EPIC computes."""
+    """Return the results of all steps; the expert doubles its rows, so that only EPIC rounds."""
     x, w, ids, ct = mine
     plan, recv, slot = epic.torch.plan_dispatch(group, LAYER, ids, x, w)
     assert slot is not None
@@ -109,7 +110,7 @@ def run_all(group: Group, mine: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def case_exact(group: Group) -> None:
-    """As many slots as land; ranks that receive nothing."""
+    """Check EXACT capacity, also with ranks that receive nothing."""
     for experts in (2, EXPERTS):
         x, w, ids, ct = data_of(group, UNEVEN, experts=experts)
         plan = epic.torch.plan(group, LAYER, ids, capacity=epic.torch.EXACT)
@@ -121,8 +122,11 @@ def case_exact(group: Group) -> None:
 
 
 def capture(group: Group, run: Callable[[], Any]) -> tuple[Any, Any]:
-    """A graph of run, and its results.  Its beginning waits for the device, and gives memory back,
-    which waits for all devices of the process: meanwhile no rank may wait for another."""
+    """Capture run in a graph; return the graph and its results.
+
+    The start of a capture waits for the device and frees memory, which waits for all devices of the
+    process. So no rank may wait for another rank at this time.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -139,7 +143,8 @@ def capture(group: Group, run: Callable[[], Any]) -> tuple[Any, Any]:
 
 
 def case_graph(group: Group) -> None:
-    """Forward and backward captured, replayed bit for bit with new data; three plans in flight."""
+    """Check captured forward and backward, replayed with new data and equal bits, and three
+    plans."""
     step, mine = through(group, False), data_of(group, UNEVEN)
     x, w, ids, ct = mine
 
@@ -159,8 +164,8 @@ def case_graph(group: Group) -> None:
 
 
 def case_pipeline(group: Group) -> None:
-    """Three micro-batches, forward and backward interleaved as a pipeline's rank does (1F1B), eager
-    and captured: the bits of one after the other."""
+    """Run three micro-batches in the order of a pipeline (1F1B), eager and captured, and compare
+    with the bits of separate runs."""
     step, batches = through(group, False), []
     for i in range(3):
         x, w, ids, ct = data_of(group, UNEVEN)
@@ -194,7 +199,7 @@ def case_pipeline(group: Group) -> None:
 
 
 def case_reuse(group: Group) -> None:
-    """Rows or a plan that were written before their backward: told, not computed with."""
+    """Check that a plan or rows changed before their backward raise an error."""
     x, w, ids, _ = data_of(group, EVEN)
     plan, recv, slot = epic.torch.plan_dispatch(group, LAYER, ids, x, w)
     rows = torch.sin(recv)
@@ -212,7 +217,7 @@ def case_reuse(group: Group) -> None:
 
 
 def case_compile(group: Group) -> None:
-    """By Inductor, forward and backward."""
+    """Compile with Inductor, forward and backward."""
     eager = through(group, True)
     run = torch.compile(eager, fullgraph=True)
     for tokens in (UNEVEN, (9, 2, 0, 30)):
@@ -226,7 +231,7 @@ def case_compile(group: Group) -> None:
 
 
 def case_streams(group: Group) -> None:
-    """On the caller's current stream, whatever it is; and with another device current."""
+    """Check that calls run on the caller's current stream, also if another device is current."""
     step, mine = through(group, True), data_of(group, UNEVEN)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -238,7 +243,7 @@ def case_streams(group: Group) -> None:
 
 
 def case_errors(group: Group) -> None:
-    """An expert that is none, on one rank: every rank's check tells, once."""
+    """Check that every rank's check() reports an invalid expert id of one rank exactly once."""
     _, _, ids, _ = data_of(group, EVEN)
     if group.rank == group.num_ranks - 1:
         ids[1, 2] = EXPERTS + 5
@@ -279,8 +284,8 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def case_module(group: Group) -> None:
-    """Layers by the core, and composed where rows are quantized on the way, in bfloat16 against
-    float32 of one product an expert."""
+    """Check layers of the core in bfloat16, and composed layers with quantized rows, against
+    float32 products of single experts."""
     for name in LAYERS:
         try:
             one_module(group, *LAYERS[name])
@@ -290,7 +295,7 @@ def case_module(group: Group) -> None:
 
 
 def one_module(group: Group, wish: dict[str, Any], more: dict[str, Any]) -> None:
-    """Forward and backward."""
+    """Run one module forward and backward."""
     options = epic.torch.Moe.of(**{**WISH, **wish})
     layer = epic.torch.MoE(group, options, dtype=torch.bfloat16, **more)
     exact = epic.torch.MoE(group, options, dtype=torch.float32, **{**more, "grouped_mm": slab_mm})
@@ -313,8 +318,8 @@ def one_module(group: Group, wish: dict[str, Any], more: dict[str, Any]) -> None
 
 
 def case_layer_graph(group: Group) -> None:
-    """The core's layer captured, forward and backward: replays have the bits of eager calls, with
-    other tokens, so that the counts of the experts are others too."""
+    """Capture the core's layer, forward and backward. Replays with other tokens, and so other
+    counts of experts, have the bits of eager calls."""
     layer = epic.torch.MoE(group, epic.torch.Moe.of(**WISH), dtype=torch.bfloat16)
     x = numbers(75 + group.rank, 24, 64).bfloat16().to(group.device).requires_grad_()
     inputs = (x, *layer.parameters())
@@ -334,7 +339,7 @@ def case_layer_graph(group: Group) -> None:
 
 
 def case_replicas(group: Group) -> None:
-    """Sums over replicas, with the host's bits."""
+    """Check that sums over replicas have the bits of CPUs."""
     results = []
     with beside(group) as host:
         for on in (group, host):
@@ -348,7 +353,7 @@ def case_replicas(group: Group) -> None:
 
 
 def case_checkpoint(group: Group) -> None:
-    """Activation checkpointing, of all and of all but the plans: the same bits."""
+    """Check activation checkpointing of everything, and of everything except plans: equal bits."""
     step, mine = through(group, True), data_of(group, UNEVEN)
     wanted = check_round(step, mine, 2e-6)
     policy = partial(create_selective_checkpoint_contexts, epic.torch.save_plans)
@@ -358,7 +363,7 @@ def case_checkpoint(group: Group) -> None:
 
 
 def case_profiler(group: Group) -> None:
-    """Operators by name, forward and backward, for the profiler and for NVTX."""
+    """Check that the profiler and NVTX show operators by name, forward and backward."""
     step, mine = through(group, True), data_of(group, UNEVEN)
     with torch.profiler.profile() as profile:
         check_round(step, mine, 2e-6)
@@ -370,8 +375,8 @@ def case_profiler(group: Group) -> None:
 
 
 def case_quantized(group: Group) -> None:
-    """Rows that travel in e4m3, both blocks: as the host rounds them; the gradient goes straight
-    through."""
+    """Check rows sent in e4m3 with both block sizes: they are rounded as on CPUs, and the gradient
+    ignores the rounding."""
     results = []
     with beside(group) as host:
         for on in (group, host):
@@ -388,7 +393,7 @@ def case_quantized(group: Group) -> None:
 
 
 def case_host_time(group: Group) -> None:
-    """Host microseconds of a call, without and with autograd: printed, not judged."""
+    """Print the host microseconds of a call, without and with autograd, without a limit."""
     layer = epic.torch.Layer(64, 8, alignment=16)
     with beside(group, device=group.device, **BIG) as wide:
         x = torch.randn(4096, 7168, dtype=torch.bfloat16, device=group.device)
@@ -419,4 +424,4 @@ def case_host_time(group: Group) -> None:
 CASES = {
     name.removeprefix("case_"): f for name, f in list(globals().items()) if name[:5] == "case_"
 }
-CASES["compile"] = CASES.pop("compile")  # the last, as it takes longest
+CASES["compile"] = CASES.pop("compile")  # last, because it takes longest

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of the tests on the CPU, run where torch's tensors are made on the rank's GPU: they open
-groups of their own over torch.distributed; then models, experts of e4m3, and a death."""
+"""Cases of the CPU tests that also run on GPUs: torch creates their tensors on the rank's GPU. They
+open groups of their own over torch.distributed. Then follow models, e4m3 experts, and a killed
+rank."""
 
 import os
 import tempfile
@@ -19,41 +20,41 @@ Group = epic.torch.Group
 
 
 def by_itself(group: Group, function: Callable[..., None], *args: Any) -> None:
-    """function(rank, *args), with the rank's GPU as the default device."""
+    """Call function(rank, *args) with the rank's GPU as the default device."""
     with torch.device(group.device):
         function(group.rank, *args)
 
 
 def case_out(group: Group) -> None:
-    """out= of every function: the same bits, in the tensors that were given."""
+    """Check out= of every function: the given tensors get the same bits."""
     import test_out
 
     by_itself(group, test_out.every_function)
 
 
 def case_opcheck(group: Group) -> None:
-    """What torch itself checks of operators."""
+    """Run torch's own operator checks."""
     import test_autograd
 
     by_itself(group, test_autograd.opcheck)
 
 
 def case_offload(group: Group) -> None:
-    """Activations that are copied away and back."""
+    """Check activations that are copied away and back."""
     import test_autograd
 
     by_itself(group, test_autograd.offloaded)
 
 
 def case_groups(group: Group) -> None:
-    """Over process groups, meshes and their dimensions, several at a time."""
+    """Check groups over process groups, meshes and their dimensions, several at a time."""
     import test_groups
 
     by_itself(group, test_groups.ways)
 
 
 def case_apart(group: Group) -> None:
-    """Several compiled functions, by Inductor, with checkpoints around and inside."""
+    """Compile several functions with Inductor, with checkpoints around and inside."""
     import test_compiled
 
     with torch.device(group.device):
@@ -61,14 +62,14 @@ def case_apart(group: Group) -> None:
 
 
 def case_data_parallel(group: Group) -> None:
-    """FSDP2 and DDP on the other axis of the mesh."""
+    """Check FSDP2 and DDP over the other axis of the mesh."""
     import test_moe
 
     by_itself(group, test_moe.data_parallel)
 
 
 def case_saved(group: Group) -> None:
-    """torch.distributed.checkpoint, with another number of ranks."""
+    """Check torch.distributed.checkpoint with another number of ranks."""
     import test_moe
 
     folder = [tempfile.mkdtemp() if group.rank == 0 else ""]
@@ -77,18 +78,18 @@ def case_saved(group: Group) -> None:
 
 
 def case_pretrained(group: Group) -> None:
-    """Small models of the transformers package with their experts spread over the ranks: the
-    logits and gradients of the model on one GPU."""
+    """Compare small transformers models, spread over the ranks, with the logits and gradients of
+    the model on one GPU."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         import transformers  # noqa: F401
     except ImportError:
-        print("    left out: there is no transformers package")
+        print("    left out: transformers is not installed")
         return
     import test_pretrained as small
 
     for name in small.MODELS:
-        if name == "Phimoe":  # SparseMixer is for CPUs
+        if name == "Phimoe":  # SparseMixer runs only on CPUs
             continue
         whole, mine = (small.model_of(name).to(group.device) for _ in range(2))
         ids = torch.randint(3, 64, (4, 7), generator=torch.Generator().manual_seed(4))
@@ -119,8 +120,8 @@ SCALED: dict[str, Any] = {
 
 
 def case_e4m3(group: Group) -> None:
-    """A layer whose experts are e4m3, rounded for each call or once: the same bits forward, and
-    near the layer in bfloat16, forward and backward."""
+    """Check a layer with e4m3 experts, rounded in each call or once. Both have the same bits
+    forward, and are close to the bfloat16 layer, forward and backward."""
     options = epic.torch.Moe.of(**SCALED, weight_type="e4m3")
     layer = epic.torch.MoE(group, options, dtype=torch.bfloat16)
     plain = epic.torch.Moe.of(**SCALED)
@@ -142,14 +143,15 @@ CASES = {
     name.removeprefix("case_"): f for name, f in list(globals().items()) if name[:5] == "case_"
 }
 OF_FOUR = {"out", "opcheck", "offload", "groups"}  # processes
-BY_NCCL = {"data_parallel", "saved"}  # torch's collectives of DTensor: gloo's crash on GPUs
+# these use collectives of DTensor, which crash with gloo on GPUs
+BY_NCCL = {"data_parallel", "saved"}
 
 
 # ------------------------------------------------------------------------------ a death ----
 
 
 def killed(rank: int, size: int) -> tuple[float, str]:
-    """The last rank ends between forward and backward; the others' check names it."""
+    """Let the last rank end between forward and backward; check() of the others names it."""
     import signal
     import time
 
@@ -163,7 +165,7 @@ def killed(rank: int, size: int) -> tuple[float, str]:
         if rank == size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         begin = time.monotonic()
-        try:  # who hears of it before backward begins is told by that
+        try:  # a rank that notices the death before its backward begins raises here
             out.backward(ct)
             torch.cuda.synchronize()
             group.check()
@@ -173,7 +175,7 @@ def killed(rank: int, size: int) -> tuple[float, str]:
 
 
 def deaths(size: int) -> str:
-    """What was wrong."""
+    """Run the killed-rank case; return what failed."""
     from world import World
 
     with World(size) as world:

@@ -19,7 +19,7 @@ trap 'rm -f "$log"' EXIT
 failed=0
 summary=
 
-# The end of what it printed; the whole of a failure is a line of its own already.
+# Prints the end of a program's output; each failure is a whole line of this output.
 run() { # what, last line, command
     what=$1 last=$2
     shift 2
