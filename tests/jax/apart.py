@@ -19,7 +19,7 @@ import layers
 import reference
 
 T, K, E, H = 5, 2, 8, 16
-QUICK = bool(os.environ.get("EPIC_JAX_QUICK"))  # each process compiles all by itself
+QUICK = bool(os.environ.get("EPIC_JAX_QUICK"))  # each process compiles every program itself
 LAYER = epic.jax.Layer(E, K)
 
 
@@ -116,7 +116,7 @@ def check_layers(rank: int, group: Any, is_busy: bool, is_used: bool) -> None:
 
 
 def run_zero(rank: int, ranks: int, port: int) -> None:
-    """Rank 0 has tokens, the others have none: their calls stay in their programs."""
+    """Rank 0 has tokens and the others have none. Their calls must stay in their programs."""
     with open_group(rank, ranks, port) as group:
         check_rounds(rank, group, T if rank == 0 else 0, True)
         check_layers(rank, group, rank == 0, True)
@@ -125,7 +125,7 @@ def run_zero(rank: int, ranks: int, port: int) -> None:
 
 
 def run_unused(rank: int, ranks: int, port: int) -> None:
-    """Rank 0 uses what it gets, the others do not: their calls stay in their programs."""
+    """Rank 0 uses its results and the others do not. Their calls must stay in their programs."""
     with open_group(rank, ranks, port) as group:
         check_rounds(rank, group, T, rank == 0)
         check_layers(rank, group, rank == 0, rank == 0)
@@ -134,7 +134,7 @@ def run_unused(rank: int, ranks: int, port: int) -> None:
 
 
 def run_differs(rank: int, ranks: int, port: int) -> None:
-    """The ranks' layers differ in an argument of Python: the error has its name and values."""
+    """The layers of the ranks differ in a Python argument; the error has its name and values."""
     ids = jnp.zeros((3, 1), jnp.int32)
     differ: list[dict[str, Any]] = [
         {"distinct": True},
@@ -152,7 +152,7 @@ def run_differs(rank: int, ranks: int, port: int) -> None:
 
 
 SHARED = epic.jax.Experts(1, layers.HIDDEN, layers.INNER)
-# What rank 1 changes of a layer, as fields of Moe or of one of its parts.
+# What rank 1 changes in a layer: fields of Moe or of one of its parts.
 CHANGES: dict[str, dict[str, Any]] = {
     "activation": {"experts": {"activation": "gelu"}},
     "inner": {"experts": {"inner": 20}},
@@ -160,7 +160,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "z_coeff": {"z_coeff": 0.5},
     "sequence_tokens": {"sequence_tokens": T},
     "shared": {"shared": SHARED},
-    "dtype": {},  # of the weights
+    "dtype": {},  # the dtype of the weights changes
 }
 KINDS: dict[str, dict[str, Any]] = {
     "core": {},
@@ -178,7 +178,7 @@ def run_options(rank: int, ranks: int, port: int, kind: str) -> None:
     x = jnp.ones((T, layers.HIDDEN), jnp.float32)
     for name, change in CHANGES.items():
         if kind in ("masked", "loss_axes") and name == "sequence_tokens":
-            continue  # both refuse it
+            continue  # both dtypes refuse this option
         options = base if rank == 0 else change_options(base, change)
         weights = local_weights(options, ranks)
         if name == "dtype" and rank > 0:

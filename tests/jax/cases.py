@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of random numbers, and its expected results.  Nothing of a framework is used here."""
+"""A layer of random numbers, and its expected results. This file uses no framework."""
 
 from typing import Any
 
@@ -72,7 +72,7 @@ def weights(case: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def arrays() -> tuple[np.ndarray, np.ndarray]:
-    """Return x and a random cotangent of out."""
+    """Return x and a random gradient of out."""
     rng = np.random.default_rng(8)
     x, ct = rng.normal(size=(2, BATCH, LENGTH, HIDDEN)).astype(np.float32)
     return x, ct
@@ -114,7 +114,7 @@ def true_step(case: dict[str, Any], groups: int) -> tuple[Any, ...]:
 
 
 def compare(got: tuple[Any, ...], wanted: tuple[Any, ...], most: float = 5e-6) -> None:
-    """Compare by relative error, each array alone."""
+    """Compare each array with a relative tolerance."""
     out, loss, d_x, d_w = wanted
     assert reference.relative(got[0], out) < most
     assert abs(float(got[1]) - loss) <= most * max(abs(loss), 1e-3)

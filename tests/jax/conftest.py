@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eight CPU devices in this process, and the meshes that the tests run on: mostly of four."""
+"""Sets up eight CPU devices in this process, and the meshes of the tests, most of four devices."""
 
 import os
 import sys

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of test_emulated.py: emulated_e4m3.py RANK RANKS PORT.  The last line is "right".
+"""One rank of test_emulated.py: emulated_e4m3.py RANK RANKS PORT. The last line is "right".
 
-Layers with experts in e4m3, and quantized rows in the flat layout, on a GPU of threads, against
-loops in float64.  Each rank has another number of tokens.
+Tests e4m3 experts and quantized flat rows on an emulated GPU, against loops in float64. Each rank
+has a different number of tokens.
 """
 
 import sys
@@ -118,7 +118,7 @@ def main(rank: int, ranks: int, port: int) -> None:
     """Run all cases on one group."""
     take_cpus_for_gpus("gpu")
     checks: Any = e4m3
-    checks.check_e4m3 = lambda *_: None  # the core takes these CPUs for GPUs
+    checks.check_e4m3 = lambda *_: None  # in this test the core treats CPU devices as GPUs
     where: Any = {"ranks": [rank], "num_ranks": ranks}
     where["bootstrap"] = epic.jax.Tcp("127.0.0.1", port)
     with epic.jax.open(**where, **SIZES) as group:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An example of examples/jax on GPUs of threads, as emulated_worker.py: emulated_example.py OPTIONS
+"""Runs an example of examples/jax on emulated GPUs (see emulated_worker.py): emulated_example.py
+OPTIONS.
 
-The example itself, of which each process has a GPU.  EPIC_TEST_EXAMPLE is its name,
-EPIC_TEST_BACKEND its groups' backend, EPIC_TEST_HOSTS the number of hosts that they must be of: in
-the environment, for the processes that it starts.  Those of train_text write what their weights
-are at the end: a loss of float32 hides most bits."""
+It is the original example, and each of its processes has an emulated GPU. Three environment
+variables configure the processes that it starts: EPIC_TEST_EXAMPLE is the name of the example,
+EPIC_TEST_BACKEND the backend of its groups, and EPIC_TEST_HOSTS the number of hosts that they must
+have. Processes of train_text write the bits of their weights at the end, because a float32 loss
+does not show small differences.
+"""
 
 import argparse
 import hashlib
@@ -30,11 +33,12 @@ opening: Any = groups
 open_member = opening.open_member
 training_text: Any = train_text
 make_steps = training_text.make_steps
-weights: list[Any] = []  # after the last step
+weights: list[Any] = []  # the weights after the last step
 
 
 def open_on_hosts(*arguments: Any) -> Any:
-    """Open the context as on several hosts: a group on one host would have equal losses."""
+    """Open the context, and check the number of hosts. On one host the losses would be equal,
+    too."""
     context = open_member(*arguments)
     assert _native.core().epic_num_hosts(context) == int(os.environ["EPIC_TEST_HOSTS"])
     return context

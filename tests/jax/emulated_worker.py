@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of test_emulated.py: emulated_worker.py BACKEND RANK PORT.  BACKEND is what the core
-takes for these GPUs by itself.
+"""One rank of test_emulated.py: emulated_worker.py BACKEND RANK PORT.
 
-A GPU of threads (tests/emulator) has the host's memory, so arrays of JAX's CPU are its own.  Each
-rank is a process with a GPU; CUDA_LAUNCH_BLOCKING as JAX knows no stream to wait for."""
+BACKEND is the backend that the core must select for these GPUs. An emulated GPU (tests/emulator)
+uses host memory, so it can access arrays on JAX's CPU device. Each rank is a process with one GPU.
+JAX has no stream here on which it could wait, so CUDA_LAUNCH_BLOCKING is set.
+"""
 
 import importlib
 import sys
@@ -46,7 +47,8 @@ def trained(group: epic.jax.Group, rank: int, **wish: Any) -> list[str]:
     said = []
     for _ in range(STEPS):
         loss, d_w = step(w)
-        gate = jax.jit(lambda d: epic.jax.sum(group, d))(d_w.w_gate)  # the others are whole
+        # the other gradients are already complete
+        gate = jax.jit(lambda d: epic.jax.sum(group, d))(d_w.w_gate)
         w = jax.tree.map(lambda a, d: a - 0.05 * d, w, d_w._replace(w_gate=gate))
         said.append(float(loss).hex())
     epic.jax.check(group)
@@ -66,15 +68,16 @@ def in_tree(group: epic.jax.Group, **wish: Any) -> bool:
 
 
 def take_cpus_for_gpus(backend: str) -> None:
-    """Open groups with this backend; reserve the memory that GPUs need for a layer."""
-    layers: Any = importlib.import_module("epic.jax.moe")  # the package has a function so named
+    """Let the core treat CPU devices as GPUs, and reserve the memory that GPUs need for a layer."""
+    # import_module, because the package has a function of the same name
+    layers: Any = importlib.import_module("epic.jax.moe")
     opening: Any = groups
     opening.choose_backend = lambda *_: backend
     layers.memory_specs = lambda query, _: call.memory_specs(query, None)
 
 
 def main(backend: str, rank: int, port: int) -> None:
-    """Run the layers in the order that several hosts choose themselves, and in a tree."""
+    """Run the layers in the default order of several hosts, and in a tree."""
     take_cpus_for_gpus("gpu")
     bootstrap = epic.jax.Tcp("127.0.0.1", port)
     sizes: Any = {"max_tokens": 16, "max_row_bytes": 256, "max_top_k": 2, "timeout_ms": 120000}

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Calls the handlers for GPUs as XLA calls them, on a machine without a GPU.
- *
- * A member of "GPU 3" has a host context.  Arrays that only a GPU could read have an address
- * that the host cannot read. */
+/* Calls the handlers for GPUs as XLA calls them, on a machine without a GPU. The device "GPU 3"
+ * of this test has a host context. Arrays that only a GPU could read have an address that the
+ * host cannot read. */
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -47,7 +46,7 @@ static void add_layer(call *c, int64_t top_k)
     add_int(c, "has_moe", 0);
 }
 
-/* Calls a collective; its last result is the byte of a finished call. */
+/* Calls a collective handler. Its last result is the byte of a finished call. */
 static int run_collective(handler *function, call *c)
 {
     static unsigned char done;
@@ -178,7 +177,8 @@ static void test_step(void)
         }
         CHECK(d_w[t] == dot);
     }
-    for (int i = 0; i < TAIL; i++) CHECK(plan[plan_bytes + i] == 0xab); /* not written */
+    /* bytes after the plan are not written */
+    for (int i = 0; i < TAIL; i++) CHECK(plan[plan_bytes + i] == 0xab);
     CHECK(stream_asked == 5);
     CHECK(sum(x[0], x[0]) == 0 && x[0][1] == 1);
 }
@@ -200,7 +200,7 @@ static void test_refusals(void)
           strstr(said, "has devices [3]"));
     devices = "devices [3]";
     CHECK(sum(x[0], x[0]) == 0);
-    ordinal = 2; /* the CPU has a member of this number */
+    ordinal = 2; /* the group also has a CPU device with this number */
     CHECK(sum(x[0], x[0]) == XLA_FFI_Error_Code_FAILED_PRECONDITION);
     CHECK(strstr(said, "CUDA device 2"));
     call none = {0};
@@ -453,7 +453,7 @@ typedef struct results {
     int32_t load[EXPERTS], demand;
 } results;
 
-/* Copies the arrays, and overwrites them with garbage. */
+/* Copies the results, then overwrites the arrays with garbage. */
 static results taken(void)
 {
     results r = {.loss = loss[0], .demand = demand[0]};
@@ -509,7 +509,7 @@ static void test_experts(void)
     CHECK(experts(true) == 0 && d_rows[SLOTS - 1][0] == -7 && d_down[1][0][0] != 0);
 }
 
-/* The next call reports what broke the group, and does nothing. */
+/* The next call reports the error that broke the group, and does nothing else. */
 static void test_broken(epic_context *ctx)
 {
     epic_abort(ctx, 0, "enough");

@@ -32,7 +32,7 @@ extern int failed;
 extern int32_t ordinal;     /* number of the GPU of the call */
 extern int stream_asked;    /* how often a handler got the stream */
 extern const char *devices; /* devices that the program expects of group "g" */
-extern char said[1100];     /* text of run()'s last error */
+extern char said[1100];     /* text of the last error of run() */
 
 #define CHECK(condition)                                                              \
     do {                                                                              \
@@ -42,7 +42,7 @@ extern char said[1100];     /* text of run()'s last error */
         }                                                                             \
     } while (0)
 
-/* Adds an operand or a result: [rows] if columns is 0, else [rows, columns]. */
+/* Adds an operand or a result. Its shape is [rows] if columns is 0, else [rows, columns]. */
 void add(call *c, int side, XLA_FFI_DataType type, const void *data, int64_t rows,
          int64_t columns);
 void add_none(call *c, int side);

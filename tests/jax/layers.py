@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer of cases.py in JAX: for tests in one process and in several."""
+"""The layer of cases.py in JAX, for tests in one process and in several."""
 
 import sys
 from typing import Any

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process of test_mpi.py, started by mpiexec: mpi_worker.py PORT.
 
-dp x ep in one mpirun: as a mesh over jax.distributed, and as communicators without it."""
+It runs dp x ep groups in one mpirun: as a mesh over jax.distributed, and as communicators without
+it.
+"""
 
 import ctypes
 import os
@@ -61,12 +63,12 @@ def check_mesh() -> None:
 def check_communicators() -> None:
     """Run a group whose ranks are those of a communicator, not of the world."""
     number = RANK // EP
-    mine = split(number, -RANK)  # in reverse order
+    mine = split(number, -RANK)  # the communicator has the ranks in reverse order
     with epic.jax.open(native=ctypes.addressof(mine), backend="mpi", **SIZES) as group:
         assert group.num_ranks == EP and backend(group) == "mpi"
         layer = epic.jax.Layer(EP, 1)
 
-        def step(x: Any) -> Any:  # everything to the expert of the group's last rank
+        def step(x: Any) -> Any:  # send all tokens to the expert of the group's last rank
             ids = jnp.full((3, 1), EP - 1, jnp.int32)
             plan, recv, _ = epic.jax.plan_dispatch(group, layer, ids, x)
             return epic.jax.sum(group, x), plan.expert_tokens, epic.jax.combine(plan, 2 * recv)
@@ -76,7 +78,7 @@ def check_communicators() -> None:
         others = [r + 1.0 for r in range(DP * EP) if r // EP == number]
         assert np.array_equal(total, np.full((3, 5), sum(others)))
         assert np.array_equal(out, 2 * x)
-        is_last = RANK % EP == 0  # keys are negative
+        is_last = RANK % EP == 0  # because the keys of the communicator are negative
         assert tokens.tolist() == [3 * EP if is_last else 0]
     with epic.jax.open(native="world", name="all", **SIZES) as group:
         assert group.num_ranks == DP * EP

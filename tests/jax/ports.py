@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports on which processes of a test bootstrap."""
+"""Ports that the processes of a test use to find each other."""
 
 import socket
 
-_held: list[socket.socket] = []  # until this process ends
+_held: list[socket.socket] = []  # sockets that this process holds until it ends
 
 
 def free_port() -> int:
-    """One on which the first process that asks may listen.  It is held meanwhile: a port that is
-    merely free is given to the next connection that anybody makes."""
+    """Return a port on which the first process of a test can listen.
+
+    This process holds the port until it ends. Otherwise the system could give the free port to any
+    other connection.
+    """
     holder = socket.socket()
     _held.append(holder)
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # lets a second one listen
+    # lets the process of the test listen on the same port
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("127.0.0.1", 0))
     return holder.getsockname()[1]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expected results of the functions, in plain numpy in float64.
 
-The code follows epic.h, works on all tokens of a group at once, and uses nothing of EPIC.
+The code follows epic.h, processes all tokens of a group at once, and uses no code of EPIC.
 """
 
 from dataclasses import dataclass
@@ -80,7 +80,8 @@ def route(
     top_k: int,
     ids: Array | None = None,
 ) -> Routing:
-    """Choose the top_k experts by score plus bias (ties: the lower id), or take those of ids."""
+    """Choose the top_k experts by score plus bias (the lower id if scores are equal), or use
+    `ids`."""
     s = scores_of(score, z)
     by = z if bias is None else s + bias
     if ids is None:

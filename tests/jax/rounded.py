@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer whose experts multiply in e4m3, in plain numpy loops in float64.
+"""A layer with e4m3 experts, in plain numpy loops in float64.
 
-Rows have a scale for each 128 elements, weights one for each 128 x 128.  Gradients pass straight
-through the rounding.  Nothing of EPIC is used here.
+Rows have one scale for each 128 elements, and weights one for each block of 128 x 128. Gradients
+ignore the rounding. This file uses no code of EPIC.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ BLOCK = 128
 
 
 def round_block(x: Array) -> Array:
-    """Round a block of numbers that share a scale, in float32; return what they stand for."""
+    """Round a block that shares a scale, in float32; return the values that it represents."""
     x = x.astype(np.float32)
     top = np.abs(x).max(initial=0)
     scale = np.float32(1) if top == 0 else np.float32(top / np.float32(448))
@@ -49,7 +49,7 @@ def moe(
 ) -> tuple[Array, Array, dict[str, Array], Array]:
     """Return out, d_x, d_w and the load.
 
-    is_frozen: the weights of the experts are kept in e4m3: they have no gradient, and backward
+    With is_frozen the weights of the experts are kept in e4m3. They have no gradient, and backward
     multiplies rounded gradients by them.
     """
     z = x @ w["w_gate"]

@@ -15,18 +15,19 @@ export EPIC_LIBRARY_PATH="$build/lib" PYTHONPATH="$PWD/bindings/python" JAX_PLAT
 pins=tests/jax/requirements.txt
 . tests/environments.sh
 
-environment() { # python folder
+environment() { # usage: environment PYTHON FOLDER
     if cmp -s $pins "$2/pins"; then return; fi
     "$1" -m venv --clear "$2" && install_packages "$2" -r $pins && cp $pins "$2/pins"
 }
 
-plugin() { # libepic_mpi.so, where the build has an MPI
+plugin() { # builds libepic_mpi.so, if the build has an MPI
     case $(cmake --build "$build" --target help) in
     *" epic_mpi"*) cmake --build "$build" --target epic_mpi ;;
     esac >"$build/jax.log" || { cat "$build/jax.log"; return 1; }
 }
 
-handlers() { # python of an environment: libepic_jax.so, one for every JAX
+# usage: handlers PYTHON, of an environment; builds libepic_jax.so, which works with every JAX
+handlers() {
     include=$("$1" -c 'import jax; print(jax.ffi.include_dir())')
     cmake -S bindings/jax -B "$build/jax" -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$build/lib" \
         -DEPIC_JAX_INCLUDE="$include" -DEPIC_LIBRARY="$build/lib/libepic.so" >"$build/jax.log" ||
@@ -34,14 +35,15 @@ handlers() { # python of an environment: libepic_jax.so, one for every JAX
     cmake --build "$build/jax" >>"$build/jax.log" || { cat "$build/jax.log"; return 1; }
 }
 
-libraries() { # with the first environment
+libraries() { # uses the first environment
     plugin
     handlers "$1/python"
     "$build/jax/epic_jax_frames"
 }
 
-checks() { # with the first environment, each to an error: sh forgets set -e behind a ||
-    # Also what there is for PyTorch: mypy takes it as unknown here.
+# Uses the first environment. Each command ends with "|| return", because sh ignores set -e here.
+checks() {
+    # Only ruff also checks the PyTorch files: in this environment mypy does not know torch.
     "$1/ruff" check -q bindings/python tests/jax tests/torch examples bench tools \
         tests/pages &&
         "$1/ruff" format --check -q bindings/python tests/jax tests/torch examples bench tools \
@@ -57,13 +59,13 @@ checks() { # with the first environment, each to an error: sh forgets set -e beh
 
 steps=200
 [ -z "${EPIC_JAX_QUICK-}" ] || steps=50
-examples() { # python; the check's text is one that stays as it is
+examples() { # usage: examples PYTHON; the text for the check is one that never changes
     "$1" examples/jax/ep_moe.py --check --devices 4 &&
         "$1" examples/jax/ep_moe.py --check --processes 4 &&
         "$1" examples/jax/train_text.py --check --steps "$steps" LICENSE
 }
 
-suite() { # folder of an environment, pytest arguments
+suite() { # usage: suite ENVIRONMENT, then pytest arguments
     bin=$1
     shift
     "$bin/python" -c 'import sys, jax; print("-- jax", jax.__version__, "Python", sys.version.split()[0])' &&
@@ -94,8 +96,8 @@ check_missing
 [ -n "$first" ] || exit 0
 failed=
 
-# The quick run in two halves, as a suite keeps one core busy.
-part() { # of the first one's test files, as conftest.py says; pytest arguments
+# The quick run has two halves at the same time, because one suite uses only one core.
+part() { # usage: part NUMBER (half of the test files, see conftest.py), then pytest arguments
     which=$1
     shift
     (

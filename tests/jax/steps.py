@@ -29,7 +29,7 @@ def numbers(seed: int, *shape: int, dtype: Any = jnp.float32) -> Any:
 
 
 def choices(seed: int, none: float = 0.1) -> Any:
-    """Return different experts for each of 4 * TOKENS tokens; some choices are none."""
+    """Return different experts for each of 4 * TOKENS tokens; some choices are -1 (no expert)."""
     rng = np.random.default_rng(seed)
     ids = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(4 * TOKENS)])
     ids[rng.random(ids.shape) < none] = -1
@@ -37,7 +37,7 @@ def choices(seed: int, none: float = 0.1) -> Any:
 
 
 def through(group: Any, fused: bool, data: Any = lambda x: x, **more: Any) -> Callable[..., Any]:
-    """Return a function that sends tokens to experts, which take the sine, and back."""
+    """Return a function that dispatches tokens, applies sin as the expert, and combines."""
 
     def step(x: Any, w: Any, ids: Any) -> Any:
         if fused:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks in processes that know nothing of each other's programs: one without tokens, or one that
-uses no result, makes its calls all the same."""
+"""Tests ranks in separate processes, each with a program of its own. A rank without tokens, or one
+that uses no result, must still make its calls."""
 
 import subprocess
 import sys
@@ -48,14 +48,14 @@ RUNS = [("zero", 2), ("unused", 2), pytest.param("zero", 4, marks=pytest.mark.th
 
 @pytest.mark.parametrize(("what", "ranks"), RUNS)
 def test_every_call_is_made(what: str, ranks: int) -> None:
-    """The steps, all forms of dispatch, sum and the layer, forward and backward, in loops and under
-    jax.checkpoint: right on the rank that has tokens and uses them, and no rank waits in vain."""
+    """Check steps, all forms of dispatch, sum and layer, forward and backward, in loops and under
+    jax.checkpoint. Results are correct on the rank with tokens, and no rank waits forever."""
     for said in run_apart(what, ranks):
         assert said.endswith("right\n"), said[-3000:]
 
 
 def test_names_in_errors_of_several_ranks() -> None:
-    """The error names the argument of Python, its values on both ranks, and the code."""
+    """Check that the error has the Python argument, its values on both ranks, and the code."""
     wanted = ["passed distinct=False, rank 1 passed True", "passed overflow 'error', rank 1 p"]
     wanted += ["passed partial_type None, rank 1 passed float32"]
     for said in run_apart("differs", 2):
@@ -81,7 +81,7 @@ def test_options_that_differ(kind: str) -> None:
     """Options that differ between ranks raise an error, even if all arrays have equal shapes."""
     wanted = dict(DIFFERENT)
     if kind in ("masked", "loss_axes"):
-        del wanted["sequence_tokens"]  # both refuse it
+        del wanted["sequence_tokens"]  # both values refuse this option
     for said in run_apart(kind, 2):
         lines = [line for line in said.splitlines() if line.split(" ")[0] in wanted]
         assert len(lines) == len(wanted), said[-3000:]
@@ -90,15 +90,16 @@ def test_options_that_differ(kind: str) -> None:
 
 
 def count_calls(function: Any, *args: Any) -> int:
-    """Return how many of our calls the compiled program has, but for those that keep others."""
+    """Return how many EPIC calls the compiled program has, without those that only keep other
+    calls."""
     text = jax.jit(function).lower(*args).compile().as_text() or ""
     return text.count('custom_call_target="epic_') - text.count('custom_call_target="epic_keep')
 
 
 @pytest.mark.parametrize("tokens", [4, 0])
 def test_calls_of_a_compiled_program(tokens: int, opened: Any) -> None:
-    """As many without tokens where each process has its own program.  On a mesh, where all ranks
-    run one program, XLA drops them on all ranks; results are right."""
+    """Check the number of calls without tokens. A program of one process keeps all calls. On a mesh
+    all ranks run one program, so XLA removes them on all ranks."""
     layer = epic.jax.Layer(8, 2)
     options = epic.jax.Moe.of(num_experts=8, top_k=2, hidden=16, inner=12)
     weights = epic.jax.MoeWeights(**layers.weights({}))
@@ -134,7 +135,7 @@ def test_calls_of_a_compiled_program(tokens: int, opened: Any) -> None:
 
 
 def test_checkpoint_and_vmap_of_kept_calls() -> None:
-    """Side effects work under checkpoint and vmap; in one process, over two devices."""
+    """Check side effects under checkpoint and vmap, in one process with two devices."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("any",))
     layer = epic.jax.Layer(8, 2)
     sizes: dict[str, Any] = {"max_tokens": 16, "max_row_bytes": 64}
@@ -172,8 +173,9 @@ def operands_of_sums(jaxpr: Any) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["jit", "scan"])
 def test_order_around_an_inner_trace(kind: str) -> None:
-    """A call after an inner jit or a loop waits for the call before it; the calls inside wait for
-    each other.  One operand more is the result of the call that it waits for."""
+    """Check that a call after an inner jit or a loop waits for the call before it, and that the
+    calls inside wait for each other. A waiting call has one more operand: the result of the call
+    for which it waits."""
 
     def inner(x: Any) -> Any:
         return epic.jax.sum(group, epic.jax.sum(group, x))
@@ -194,7 +196,7 @@ def test_order_around_an_inner_trace(kind: str) -> None:
 
 
 def test_an_error_stays_with_its_call() -> None:
-    """The group stays usable after an error in the data, also outside of jit."""
+    """Check that the group stays usable after a data error, also outside of jit."""
     sizes: dict[str, Any] = {"max_tokens": 8, "max_row_bytes": 64}
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("any",))
     layer = epic.jax.Layer(8, 1)

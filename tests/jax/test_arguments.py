@@ -21,7 +21,8 @@ EXPERTS = epic.jax.Experts(hidden=H, inner=INNER)
 MOE = epic.jax.Moe(LAYER, ROUTER, EXPERTS, shared=epic.jax.Experts(hidden=H, inner=INNER))
 REPLICAS = epic.jax.Layer(E, K, num_logical=4)
 FLAT = epic.jax.Layer(E, K, layout="flat")
-NO_ARRAYS = {"open", "close", "check", "read_plan", "error_code"}  # tested elsewhere, and:
+# functions that other files test, and:
+NO_ARRAYS = {"open", "close", "check", "read_plan", "error_code"}
 NO_ARRAYS |= {"from_maxtext", "to_maxtext", "scaled"}
 
 
@@ -62,9 +63,9 @@ def of_weights(function: Callable[..., Any], kind: Any) -> Callable[..., Any]:
 
 
 class Case:
-    """A call with right arrays.
+    """A call with correct arrays.
 
-    needed: the arrays that may not be None.  free: those of which another last dimension is right.
+    needed: arrays that must not be None. free: arrays whose last dimension may have another size.
     """
 
     def __init__(
@@ -239,7 +240,7 @@ def cases() -> Iterator[dict[str, Case]]:
 
 
 def wrong_values(case: Case, name: str) -> Iterator[Any]:
-    """Yield what may not stand in the place of an array."""
+    """Yield values that are wrong in place of an array."""
     good = np.asarray(case.arrays[name])
     yield good.astype(np.complex64)
     yield good.astype(np.int16 if good.dtype == bool else bool)

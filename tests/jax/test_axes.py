@@ -28,7 +28,7 @@ SPECS = {
 
 @pytest.fixture
 def long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use two sequences of twelve tokens, fewer than devices, in place of eight of three."""
+    """Use two sequences of twelve tokens, fewer sequences than devices."""
     layers.resize(monkeypatch, BATCH=2, LENGTH=12)
 
 
@@ -50,7 +50,8 @@ def test_tokens_over_several_dimensions(key: str, name: str, opened: Any) -> Non
     w = layers.weights(case)
     run = layers.step(mesh, group, case, token_axes=spec, loss_axes=("dp",))
     got = run(x, w, ct)
-    layers.compare(got, layers.true_step(case, 1))  # losses over all tokens: whoever has them
+    # the losses count all tokens, on whichever device they are
+    layers.compare(got, layers.true_step(case, 1))
     assert got[2].sharding.is_equivalent_to(NamedSharding(mesh, spec), 3)
     text = run.lower(x, w, ct).compile().as_text() or ""
     assert not re.search(r"all-to-all|collective-permute|all-gather", text)
@@ -159,7 +160,7 @@ def maxtext_mesh(shape: tuple[int, ...]) -> Any:
 
 
 def spec_of(names: Any) -> P:
-    """An axis that an earlier dimension has is left out, as in MaxText."""
+    """Leave out an axis that an earlier dimension uses, as MaxText does."""
     taken: set[str] = set()
     parts: list[tuple[str, ...]] = []
     for name in names:

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of other libraries' suites, sharper: exact, or by relative error against float64, with
-random cotangents.  Those that are not here are in the file of their subject: round trips, slots,
-capacity and tensor-parallel hidden in test_steps.py, layers in test_moe.py and test_sharding.py,
-recomputation in test_order.py, processes in test_processes.py, misuse in test_errors.py."""
+"""Stricter forms of cases in the test suites of other libraries: exact, or by relative error
+against float64, with random output gradients.
+
+Other such cases are in the file of their subject: round trips, slots, capacity and tensor-parallel
+hidden in test_steps.py, layers in test_moe.py and test_sharding.py, recomputation in test_order.py,
+processes in test_processes.py, misuse in test_errors.py.
+"""
 
 import re
 from dataclasses import replace
@@ -51,7 +54,7 @@ def test_each_half_and_its_gradient(name: str, mesh: Any, opened: Any) -> None:
     x, w = numbers(1, 4 * TOKENS, HIDDEN), numbers(2, 4 * TOKENS, TOP_K)
     d_recv, d_slot = numbers(3, 4 * capacity, HIDDEN), numbers(4, 4 * capacity)
     y, v = numbers(5, 4 * capacity, HIDDEN), numbers(6, 4 * capacity)
-    v = v.at[::3].set(0)  # a weight of 0 is a weight
+    v = v.at[::3].set(0)  # a weight of 0 counts like any other
     d_out = numbers(7, 4 * TOKENS, HIDDEN)
 
     def send(x: Any, w: Any, ids: Any) -> Any:
@@ -78,14 +81,15 @@ def test_each_half_and_its_gradient(name: str, mesh: Any, opened: Any) -> None:
             true_out[token] += wide[3][slot] * wide[2][slot]
             true["y"][slot] = wide[3][slot] * wide[4][token]
             true["v"][slot] = wide[4][token] @ wide[2][slot]
-    assert np.array_equal(d_w, true["w"])  # each (token, k) its own slot's number
+    # the gradient of each (token, k) is the number of its slot
+    assert np.array_equal(d_w, true["w"])
     assert relative(d_x, true["x"]) < 2e-6 and relative(out, true_out) < 2e-6
     assert relative(d_y, true["y"]) < 1e-7 and relative(d_v, true["v"]) < 2e-6
     assert not np.any(np.asarray(d_y)[~true["y"].any(axis=1) & (true["v"] == 0)])
 
 
 def test_rows_say_where_they_come_from(opened: Any) -> None:
-    """Every row holds its source's number, in rank order: wide rows, 32 experts a rank, top-8."""
+    """Every row contains its source's number: wide rows, 32 experts per rank, top-8."""
     tokens, hidden, top_k, experts = 32, 7168, 8, 128
     mesh = make_mesh(4)
     group = opened(mesh, max_row_bytes=4 * hidden)
@@ -162,7 +166,8 @@ def test_steps_have_no_other_collective(backward: bool, opened: Any) -> None:
     text = run.lower(*args).compile().as_text()
     assert text is not None and text.count("epic_") > 1
     assert not re.search(r"all-gather|all-to-all|collective-permute|all-reduce", text)
-    for out in jax.tree.leaves(jax.block_until_ready(run(*args))):  # the group is closed after it
+    # the loop waits, so that the group closes after all calls
+    for out in jax.tree.leaves(jax.block_until_ready(run(*args))):
         assert out.sharding.is_equivalent_to(place, out.ndim)
 
 
@@ -170,7 +175,7 @@ def test_groups_of_a_mesh() -> None:
     """A group is all devices that share the other coordinates, in any order of the axes."""
 
     class Fake:
-        """A mesh of numbers in place of devices."""
+        """A mesh with numbers in place of devices."""
 
         def __init__(self, devices: np.ndarray, names: tuple[str, ...]) -> None:
             self.devices, self.axis_names = devices, names
@@ -186,7 +191,7 @@ def test_groups_of_a_mesh() -> None:
 
 
 def one_run(group: Any, mesh: Any, case: dict[str, Any]) -> tuple[Any, ...]:
-    """Return x, weights, cotangent, and the layer's results."""
+    """Return x, weights, output gradient, and the layer's results."""
     x, ct = layers.arrays()
     weights = layers.weights(case)
     if "big_bias" in case:
@@ -230,7 +235,7 @@ def test_same_bits_as_the_core(case: str, mesh: Any, opened: Any) -> None:
         total = summed[0] if dp == 1 else np.sum(summed, axis=0, dtype=np.float64)
         if dp == 1:
             assert np.array_equal(got[3][name], total), name
-        else:  # added by XLA
+        else:  # these gradients are added by XLA
             assert relative(got[3][name], total) < 1e-6, name
 
 
@@ -266,7 +271,7 @@ def test_where_gradients_come_from(which: str, opened: Any) -> None:
 
 
 def test_a_bias_that_decides(mesh: Any, opened: Any) -> None:
-    """With a bias of 5 and -5 the choice follows the bias, and the weights do not."""
+    """With biases of 5 and -5 the choice follows the bias, but the weights do not."""
     group = opened(mesh)
     case = {"score": "sigmoid", "normalize": True, "bias": True, "big_bias": True}
     x, weights, ct, got = one_run(group, mesh, case)

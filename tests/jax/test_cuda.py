@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls in a program for GPUs, lowered on a machine without GPUs.
+"""Lowers programs for GPUs on a machine without GPUs, and checks the calls in them.
 
-tests/jax/gpu checks their results, frames.c their handlers.
+tests/jax/gpu checks the results of these calls, and frames.c their handlers.
 """
 
 import re
@@ -51,8 +51,8 @@ def calls_of(graphs: bool = True, dtype: Any = jnp.bfloat16, **more: Any) -> tup
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_one_call(dtype: Any) -> None:
-    """The core's own layer, in XLA's graphs or not; its weights have the rows' type, for the tensor
-    cores."""
+    """Check the core's own layer, in XLA's graphs or not. Its weights are converted to the rows'
+    dtype, for the tensor cores."""
     names, text = calls_of(dtype=dtype, balance_coeff=0.5, alignment=128)
     assert names == ONE_CALL
     assert calls_of(graphs=False)[0] == {name + "_no_graph" for name in ONE_CALL}
@@ -106,5 +106,5 @@ def test_memory_of_experts() -> None:
         return int(re.findall(r"tensor<(\d+)xui8>", line.split("->")[1])[0])
 
     group = Group("of_gpus", ("ep",), 1, 64, 4096, "gpu")
-    assert saved(group) == 1024 * 2 * INNER * 2  # bf16 there, float32 on the host
+    assert saved(group) == 1024 * 2 * INNER * 2  # bf16 on GPUs, float32 on CPUs
     assert saved(None) == 1024 * 2 * INNER * 4

@@ -60,9 +60,9 @@ def test_programs(program: Program, devices: int) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_the_recipe(tmp_path: Path, devices: int) -> None:
-    """The gradients of the training recipe are those of the mean over all tokens that the mask
-    keeps, plus the mean of the balance losses of the groups.  Ranks have different numbers of
-    such tokens."""
+    """Check the gradients of the training recipe. They are those of the mean over all unmasked
+    tokens, plus the mean of the groups' balance losses. Ranks have different numbers of such
+    tokens."""
     file = tmp_path / "result.npz"
     kept = "x=x, mask=mask, **{f'w_{n}': v for n, v in weights._asdict().items() if v is not None}"
     found = "**{f'd_{n}': v for n, v in result._asdict().items() if v is not None}"
@@ -115,4 +115,4 @@ def test_the_steps(opened: Any) -> None:
     assert out.shape == x.shape and (np.asarray(out) > 0).all()
     assert np.asarray(recv).sum() == 2 * x.sum()
     assert set(np.asarray(total)) == {2.0}
-    assert (np.asarray(flat) == 2).all()  # of both ranks, 1 each
+    assert (np.asarray(flat) == 2).all()  # 1 from each of both ranks

@@ -12,7 +12,7 @@ import pytest
 import epic.jax
 from epic.jax import gemm
 
-# Described in the modules that all bindings share.
+# These are described in the modules that all bindings share.
 SHARED = {"EpicArgumentError", "EpicError", "EpicUnsupportedError", "Experts", "Layer", "Moe"}
 SHARED |= {"Router", "RoutingStats", "Tcp", "error_code"}
 
@@ -39,7 +39,7 @@ def section(text: str, name: str) -> str:
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_every_argument_is_described(name: str) -> None:
-    """By its name, in the section Args of a function or Attributes of a class."""
+    """Check the section Args of each function, or Attributes of each class."""
     value = OBJECTS[name]
     text = inspect.getdoc(value) or ""
     assert re.match(r"[A-Z][^\n]*\.$", text.splitlines()[0]), "a summary of one line"
@@ -52,7 +52,7 @@ def test_every_argument_is_described(name: str) -> None:
 
 
 def test_examples_run() -> None:
-    """All examples of the docstrings, with the results that they show."""
+    """Run all examples of the docstrings and compare their output."""
     finder, runner = doctest.DocTestFinder(recurse=False), doctest.DocTestRunner()
     examples = 0
     for name, value in OBJECTS.items():

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of other dtypes: the router's are converted, the experts' must agree."""
+"""Tests parameters of other dtypes: those of the router are converted, those of experts must
+agree."""
 
 from typing import Any
 
@@ -26,8 +27,8 @@ def rounded(dtype: Any) -> tuple[dict[str, np.ndarray], np.ndarray]:
 @pytest.mark.parametrize("gemm", [None, jax.lax.ragged_dot], ids=["core", "composed"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_all_parameters_of_one_dtype(dtype: str, gemm: Any, opened: Any) -> None:
-    """Weights that tree.map(astype) converted: the output and the gradients of float64, the
-    load to the last choice; each gradient has its parameter's dtype."""
+    """Check weights converted by tree.map(astype): output and gradients match float64, the load is
+    exact, and each gradient has its parameter's dtype."""
     mesh = make_mesh(2)
     group = opened(mesh)
     weights, x = rounded(jnp.dtype(dtype))
@@ -44,11 +45,11 @@ def test_all_parameters_of_one_dtype(dtype: str, gemm: Any, opened: Any) -> None
     for name, got in gradient._asdict().items():
         if got is not None:
             assert got.dtype == jnp.dtype(dtype), name
-    # In float64, of weights that are the rounded ones.
+    # Computed in float64 from the rounded weights.
     true = true_of(weights, x)
     assert relative(out.out, true[0]) < 5e-6
     for name, value in true[3].items():
-        step = 2.0**-7 if dtype == "bfloat16" else 2.0**-10  # the gradient's own rounding
+        step = 2.0**-7 if dtype == "bfloat16" else 2.0**-10  # the rounding of the gradient itself
         got = np.asarray(getattr(gradient, name), np.float64)
         assert relative(got, value) < step, name
 
@@ -99,6 +100,6 @@ def test_float64_goes_with_float64(opened: Any) -> None:
         epic.jax.moe(group, options, x.astype(np.float64), epic.jax.MoeWeights(**given))
     with jax.enable_x64(True):
         wide = epic.jax.MoeWeights(**{n: w.astype(np.float64) for n, w in given.items()})
-        wide = wide._replace(w_gate=given["w_gate"])  # the router's is converted
+        wide = wide._replace(w_gate=given["w_gate"])  # the router's weight is converted
         out = epic.jax.moe(group, options, x.astype(np.float64), wide).out
     assert relative(out, layers.true_step({}, 1)[0]) < 1e-12

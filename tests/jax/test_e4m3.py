@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts in e4m3: rounding against loops, and what is refused while tracing.
+"""Tests e4m3 experts: rounding, against loops, and what is refused while tracing.
 
-GPUs compute with them: test_emulated.py and gpu/gpu_forms.py.
+Their products run only on GPUs: see test_emulated.py and gpu/gpu_forms.py.
 """
 
 from dataclasses import replace
@@ -20,11 +20,11 @@ import rounded
 from conftest import make_mesh
 from epic.jax import e4m3
 
-HIDDEN, INNER = 200, 144  # no multiples of 128
+HIDDEN, INNER = 200, 144  # not multiples of 128
 
 
 def values_of(w: Any, scales: Any) -> np.ndarray:
-    """Return what a transposed weight [experts, m, n] stands for, [experts, n, m]."""
+    """Return the values of a transposed weight [experts, m, n], as [experts, n, m]."""
     wide = np.asarray(w.astype(jnp.float32), np.float64)
     factors = np.asarray(scales, np.float64).repeat(128, axis=1).repeat(128, axis=2)
     return np.swapaxes(wide * factors[:, : wide.shape[1], : wide.shape[2]], 1, 2)
@@ -63,7 +63,7 @@ def test_rounding(dtype: str) -> None:
 
 
 def test_every_tie() -> None:
-    """Numbers next to and between those of e4m3 are rounded to nearest even."""
+    """Numbers next to e4m3 numbers and halfway between them are rounded to nearest even."""
     every = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     middle = (every[1:] + every[:-1]) / 2
     x = np.concatenate([every, middle, np.nextafter(middle, 0), np.nextafter(middle, 999)])
@@ -74,7 +74,7 @@ def test_every_tie() -> None:
 
 
 def test_transposing_keeps_the_values() -> None:
-    """The weights of the backward call stand for the same numbers."""
+    """The weights of the backward call represent the same numbers."""
     w = jnp.asarray(rounded.weights_of(1, 2, HIDDEN, INNER)["w_down"])
     turned, scales = e4m3.quantize_weight(w)
     back, back_scales = e4m3.transpose_scaled(turned, scales)
@@ -93,7 +93,7 @@ def layer_of(**more: Any) -> tuple[epic.jax.Moe, epic.jax.MoeWeights, Any]:
 
 
 def test_cpus_refuse_them(opened: Any) -> None:
-    """A group on CPUs refuses e4m3 while tracing, whether the options or the weights ask for it."""
+    """Groups on CPUs refuse e4m3 while tracing, from the options or from the weights."""
     mesh = make_mesh(2)
     group = opened(mesh)
     asked, weights, x = layer_of(weight_type="e4m3")
@@ -114,7 +114,7 @@ def test_cpus_refuse_them(opened: Any) -> None:
 
 
 def test_wrong_scales() -> None:
-    """Scales come with weights in e4m3, in their shape."""
+    """Scales must come with e4m3 weights and have a fitting shape."""
     _, weights, x = layer_of()
     options = epic.jax.Experts(hidden=layers.HIDDEN, inner=layers.INNER)
     fields = epic.jax.ExpertWeights._fields

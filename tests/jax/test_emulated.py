@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers and examples on two emulated hosts over UCX, and on one host, one process per GPU."""
+"""Runs layers and examples on two emulated hosts over UCX, and on one host, one process per GPU."""
 
 import os
 import subprocess
@@ -104,14 +104,14 @@ def example(libraries: Path, name: str, host: str, hosts: int, *options: str) ->
 
 @pytest.mark.parametrize(("host", "ep"), [("%r/2", "4"), ("%r", "2")], ids=["2x2", "2x1_twice"])
 def test_stacked_layers_on_two_hosts(libraries: Path, host: str, ep: str) -> None:
-    """examples/jax/ep_moe.py against its loops in float64: a group of two ranks on each host, and
-    two groups at a time of one rank on each."""
+    """Compare examples/jax/ep_moe.py with its loops in float64: a group of two ranks on each host,
+    and two groups at the same time with one rank on each host."""
     example(libraries, "ep_moe", host, 2, "--ep", ep, "--steps", "1", "--check")
 
 
 def trained(libraries: Path, host: str, hosts: int) -> list[str]:
-    """By examples/jax/train_text.py: all digits of each loss, and what each process' weights are.
-    Of three steps, as the rate of the first is 0."""
+    """Run three steps of examples/jax/train_text.py; return all digits of each loss and the
+    weights. The learning rate of the first step is 0, so one step is not enough."""
     losses = libraries.parent / f"losses_of_{hosts}"
     options = ["--steps", "3", "--losses", str(losses), "--picture", f"{losses}.png", "LICENSE"]
     example(libraries, "train_text", host, hosts, *options)

@@ -59,7 +59,7 @@ def test_closed_and_opened_again(opened: Any) -> None:
         text = failure(step, x)
         assert 'group "epic" was closed on CPU device' in text, text
         assert 'open it again before the program runs, epic.jax.open(..., name="epic")' in text
-    assert jax.eval_shape(step, x).shape == x.shape  # communicates with nobody
+    assert jax.eval_shape(step, x).shape == x.shape  # tracing does not communicate with any rank
     opened(mesh)
     assert np.array_equal(step(x), wanted)
 
@@ -109,7 +109,7 @@ def test_misuse_is_explained(opened: Any) -> None:
 
 
 def test_a_peer_that_never_comes() -> None:
-    """A missing rank causes an error at the deadline that names it, and no hang."""
+    """A missing rank causes an error at the deadline that names it, and no endless wait."""
     mesh = make_mesh(4)
     sizes: dict[str, Any] = {"max_tokens": 8, "max_row_bytes": 64, "timeout_ms": 2000}
     with epic.jax.open(mesh, "ep", name="slow", **sizes) as group:
@@ -126,7 +126,7 @@ def test_a_peer_that_never_comes() -> None:
 
 
 def test_a_group_that_was_never_open(opened: Any) -> None:
-    """The error differs from that of a closed group: the name may be wrong."""
+    """The error differs from that of a closed group, because the name may be wrong."""
     mesh = make_mesh(2)
     other = replace(opened(mesh), name="of another job")
     step = mapped(mesh, lambda x: epic.jax.sum(other, x), 1)
@@ -135,8 +135,8 @@ def test_a_group_that_was_never_open(opened: Any) -> None:
 
 
 def test_the_code_in_any_exception(opened: Any) -> None:
-    """XLA calls it INTERNAL where another program takes the result of one that failed; the code
-    stays, in the words of Python."""
+    """Check error_code if another program uses the result of a failed one. XLA then calls the error
+    INTERNAL, but EPIC's code stays in the text."""
     mesh = make_mesh(4)
     group = opened(mesh)
     x, ids = numbers(1, 4 * TOKENS, HIDDEN), choices(3, 0)
@@ -174,7 +174,7 @@ def test_the_code_in_any_exception(opened: Any) -> None:
 
 
 def test_errors_have_the_words_of_python(opened: Any) -> None:
-    """Errors while tracing and at run time contain no names of C."""
+    """Errors while tracing and at run time contain no C names."""
     mesh = make_mesh(4)
     group = opened(mesh)
     x, ids = numbers(1, 4 * TOKENS, HIDDEN), choices(3, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training example: what its check finds, and how it ends."""
+"""Tests the training example: whether its check finds errors, and how it ends."""
 
 import os
 import signal
@@ -18,12 +18,13 @@ sys.path.insert(0, str(ROOT / "examples/common"))
 import training
 
 pytest.importorskip("optax")
-LIMIT = 240  # seconds, for the first step
+LIMIT = 240  # seconds, including compilation in the first step
 PROGRAM = ROOT / "examples/jax/train_text.py"
 
 
 def test_a_wrong_curve_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One loss of a hundred that is off by two tolerances; and a process that fails."""
+    """Check that one loss of a hundred that is off by two tolerances is found, and a failed
+    process."""
     (tmp_path / "build").mkdir()
     monkeypatch.setattr(training, "ROOT", tmp_path)
     wrong, code = 1 + 2 * training.TOLERANCE, 0
@@ -42,7 +43,7 @@ def test_a_wrong_curve_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_picture(tmp_path: Path) -> None:
-    """A PNG of the right size with all its pixels."""
+    """Check that the picture is a PNG of the right size with all its pixels."""
     import numpy as np
 
     training.write_picture(tmp_path / "x.png", np.ones((10, 2, 8), np.int32))
@@ -51,14 +52,14 @@ def test_picture(tmp_path: Path) -> None:
     size = struct.unpack(">I", data[33:37])[0]
     pixels = zlib.decompress(data[41 : 41 + size])
     assert len(pixels) == height * (3 * width + 1)
-    assert pixels[1:4] == bytes([245, 160, 60])  # the even share
+    assert pixels[1:4] == bytes([245, 160, 60])  # the color of an even share
 
 
 def start(tmp_path: Path) -> Any:
-    """The example with two processes and far too many steps, past its first one."""
+    """Start the example with two processes and many steps; return after its first step."""
     words = ["--steps", "100000", "--processes", "2", "--picture", str(tmp_path / "x.png")]
     (tmp_path / "text.txt").write_text("it is what it is, it was what it was. " * 500)
-    # In the background of a script Ctrl-C is ignored, and children inherit that.
+    # In the background of a script Ctrl-C is ignored, and child processes inherit this.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     running = subprocess.Popen(
         [sys.executable, str(PROGRAM), str(tmp_path / "text.txt"), *words],
@@ -79,7 +80,7 @@ def start(tmp_path: Path) -> Any:
 
 
 def children(process: int) -> list[int]:
-    """Processes that it started."""
+    """Return the ids of processes that a process started."""
     text = Path(f"/proc/{process}/task/{process}/children").read_text()
     return [int(word) for word in text.split()]
 
@@ -87,7 +88,8 @@ def children(process: int) -> list[int]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", ["ctrl_c", "killed"])
 def test_how_it_ends(how: str, tmp_path: Path) -> None:
-    """Ctrl-C, and the death of one process, end every process; not with 0."""
+    """Check that Ctrl-C, and the death of one process, end every process with a status other than
+    0."""
     running = start(tmp_path)
     started = children(running.pid)
     assert len(started) == 2

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs with EPIC's types among their arguments and results pass through jax.export."""
+"""Tests that programs with EPIC's types among their arguments and results pass through
+jax.export."""
 
 from typing import Any
 
@@ -18,13 +19,13 @@ LAYER = epic.jax.Layer(8, 2, alignment=4)
 
 
 def travel(function: Any, *args: Any) -> Any:
-    """Return the program after it was written and read."""
+    """Return the program after it was serialized and read again."""
     written = export.export(jax.jit(function), disabled_checks=CHECKS)(*args).serialize()
     return export.deserialize(written)
 
 
 def test_weights_and_results_of_a_layer(opened: Any) -> None:
-    """MoeWeights and MoeOut pass, over a mesh and with a gradient of MoeWeights."""
+    """MoeWeights and MoeOut can be exported, over a mesh and with a gradient of MoeWeights."""
     mesh = make_mesh(2)
     group = opened(mesh)
     case = layers.CASES["biases"]
@@ -52,7 +53,7 @@ def test_weights_and_results_of_a_layer(opened: Any) -> None:
 
 
 def test_plans_and_weights_of_experts(opened: Any) -> None:
-    """A Plan passes from one program to another; so do ExpertWeights."""
+    """A Plan and ExpertWeights can be passed from one exported program to another."""
     group = opened(None)
     ids = jnp.asarray(np.arange(12).reshape(6, 2) % 8, jnp.int32)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 16)), jnp.float32)

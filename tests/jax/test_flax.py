@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Flax modules: sharded initialization, results, dtypes, the expert bias."""
+"""Tests the Flax modules: sharded initialization, results, dtypes, and the expert bias."""
 
 import subprocess
 import sys
@@ -54,7 +54,7 @@ def linen_block(mesh: Any, group: Any, case: dict[str, Any], **more: Any) -> Any
     module = epic.jax.linen.MoEBlock(
         mesh, group, layers.options(case, group.num_ranks), **wishes(case, **more)
     )
-    x = jnp.zeros((1, 1, layers.HIDDEN))  # any batch will do
+    x = jnp.zeros((1, 1, layers.HIDDEN))  # the size of the batch does not matter here
     key = jax.random.key(0)
     logical = nn.get_partition_spec(jax.eval_shape(module.init, key, x))
     rules = epic.jax.linen.logical_rules(group, ("fsdp",))
@@ -93,7 +93,7 @@ def placed(old: dict[str, Any], new: dict[str, np.ndarray]) -> dict[str, Any]:
 
 @everywhere
 def test_linen(shape: tuple[int, ...], case: dict[str, Any], opened: Any) -> None:
-    """Compare the sharding of parameters, out, loss and all gradients."""
+    """Compare linen's parameter shardings, out, loss and all gradients."""
     grid = three_axes(shape)
     group = opened(grid)
     module, variables = linen_block(grid, group, case)
@@ -113,7 +113,7 @@ def test_linen(shape: tuple[int, ...], case: dict[str, Any], opened: Any) -> Non
 
 @everywhere
 def test_nnx(shape: tuple[int, ...], case: dict[str, Any], opened: Any) -> None:
-    """Compare the other module in the same ways."""
+    """Compare the nnx module in the same way."""
     grid = three_axes(shape)
     group = opened(grid)
     module = nnx_block(grid, group, case)
@@ -161,7 +161,7 @@ def true_biases(steps: int, rate: float) -> list[np.ndarray]:
     return found
 
 
-RATE = 0.125  # a power of two: sums are exact
+RATE = 0.125  # a power of two, so that sums are exact
 
 
 @groups_and_one
@@ -180,7 +180,7 @@ def test_linen_bias(shape: tuple[int, ...], opened: Any) -> None:
         assert updates["losses"]["moe_loss"][0] == loss
         state = {"moe": updates["moe"]}
         assert state["moe"]["expert_bias"].tolist() == wanted.tolist()
-    module.apply({"params": params, **state}, x)  # immutable: as it is
+    module.apply({"params": params, **state}, x)  # an immutable collection does not change
 
 
 @groups_and_one
@@ -203,7 +203,7 @@ def test_nnx_bias(shape: tuple[int, ...], opened: Any) -> None:
     run(module, x)
     assert module.expert_bias[...].tolist() == wanted.tolist()
     module.update_bias = True
-    if hasattr(nnx, "view"):  # what model.eval() is in newer flax
+    if hasattr(nnx, "view"):  # newer Flax uses nnx.view in model.eval()
         run(nnx.view(module, deterministic=True), x)
         assert module.expert_bias[...].tolist() == wanted.tolist()
 
@@ -228,7 +228,7 @@ def test_dtypes(param_dtype: str, opened: Any) -> None:
     assert {v.dtype for v in d_w.values()} == {wish["param_dtype"]}
     wanted = layers.true_step({}, 2)
     assert relative(out.astype(jnp.float32), wanted[0]) < 3e-2
-    if param_dtype == "float32":  # else the router has other weights
+    if param_dtype == "float32":  # otherwise the router's weights are rounded
         assert relative(d_w["w_down"], wanted[3]["w_down"]) < 5e-2
     other = nnx_block(grid, group, {}, **wish)
     assert other.w_down[...].dtype == wish["param_dtype"]
@@ -236,7 +236,7 @@ def test_dtypes(param_dtype: str, opened: Any) -> None:
 
 
 def test_a_group_of_another_mesh(opened: Any) -> None:
-    """A group of another mesh is refused, also for a linen module that gets the mesh later."""
+    """A group of another mesh is refused, also if a linen module gets the mesh later."""
     grid = three_axes((1, 1, 4))
     group = opened(grid)
     turned = jax.sharding.Mesh(grid.devices[..., ::-1], grid.axis_names)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows in other forms: once for each rank (flat), and rounded to e4m3."""
+"""Tests other forms of rows: flat rows (one per token and rank), and rows rounded to e4m3."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,7 +33,8 @@ FLAT = epic.jax.Layer(EXPERTS, TOP_K, layout="flat")
 
 
 def flat_step(group: Any) -> Any:
-    """tokens -> the weighted sum of sin(x * (local expert + 1)) on each rank -> home."""
+    """Return a step: dispatch flat rows, compute sin(x * (local expert + 1)) weighted, and
+    combine."""
 
     def step(x: Any, w: Any, ids: Any) -> Any:
         plan = epic.jax.plan(group, FLAT, ids)
@@ -105,7 +106,7 @@ def test_each_layout_has_its_dispatch(opened: Any) -> None:
         epic.jax.dispatch_quantized(epic.jax.plan(group, LAYER, ids), x, block="2x2")
 
 
-WIDTH = 200  # neither 128 nor 32 divide it
+WIDTH = 200  # a multiple of neither 128 nor 32
 
 
 def true_e4m3(x: np.ndarray, block: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -142,8 +143,8 @@ def flat_by_hand(ids: Any, rows: Any, capacity: int, ep: int) -> np.ndarray:
 
 @pytest.mark.parametrize("block", ["1x128", "1x32"])
 def test_flat_quantized(block: str, mesh: Any, opened: Any) -> None:
-    """Every byte and scale of every flat row is exact; experts and weights are those of
-    dispatch_flat, and rounding in dispatch_flat returns what the bytes stand for."""
+    """Every byte and scale of every flat row is exact. Experts and weights are those of
+    dispatch_flat, and dispatch_flat with rounding returns the values that these bytes represent."""
     group = opened(mesh)
     x = (numbers(1, 4 * TOKENS, WIDTH) * 10).at[3].set(0)
     w, ids = numbers(2, 4 * TOKENS, TOP_K), choices(3, 0.3)
@@ -252,8 +253,8 @@ def test_quantized(block: str, dtype: str, mesh: Any, opened: Any) -> None:
 @pytest.mark.parametrize("gemm", [None, jax.lax.ragged_dot], ids=["core", "ragged_dot"])
 @pytest.mark.parametrize("block", ["1x128", "1x32"])
 def test_layer_with_rounded_rows(block: str, gemm: Any, mesh: Any, opened: Any) -> None:
-    """Like a layer over rounded rows whose router has the true rows; gradients go straight
-    through."""
+    """Compare with a layer over rounded rows whose router gets the original rows. Gradients ignore
+    the rounding."""
     group = opened(mesh)
     case = layers.CASES["shared"]
     x, ct = layers.arrays()
@@ -274,7 +275,8 @@ def test_layer_with_rounded_rows(block: str, gemm: Any, mesh: Any, opened: Any) 
 
     exact, rounded = run(None), run(block)
     errors = [relative(a, b) for a, b in zip(rounded, exact, strict=True)]
-    assert all(1e-4 < e < 0.1 for e in errors), errors  # e4m3 has 3 bits: 6 % of each element
+    # e4m3 has 3 bits of mantissa, so each element is off by up to 6 %
+    assert all(1e-4 < e < 0.1 for e in errors), errors
 
 
 def test_gradient_of_rounded_rows(opened: Any) -> None:
@@ -327,7 +329,8 @@ def test_rows_of_eight_bits(dtype: str, mesh: Any, opened: Any) -> None:
     group = opened(mesh)
     ids, w = choices(3), numbers(2, 4 * TOKENS, TOP_K)
     bits = np.random.default_rng(5).integers(0, 256, (4 * TOKENS, HIDDEN), np.uint8)
-    bits[(bits & 127) > 124] = 0  # not numbers in float8_e5m2, which XLA itself does not keep
+    # values that are no numbers in float8_e5m2, which XLA itself does not keep
+    bits[(bits & 127) > 124] = 0
     x = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.dtype(dtype))
 
     def step(x: Any, w: Any, ids: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Separate gate and up kernels, as MaxText has them, in EPIC's layout and back."""
+"""Tests the conversion of separate gate and up kernels, as MaxText has them, to EPIC's layout."""
 
 from typing import Any, cast
 
@@ -68,8 +68,8 @@ def dense(params: dict[str, Any], x: Any, gate_bias: str) -> Any:
 def test_block_of_maxtext(
     ep: int, gate_bias: str, with_shared: bool, interleaved: bool, opened: Any
 ) -> None:
-    """The layer computes what a dense block with MaxText's parameters computes, and its gradients
-    have MaxText's names; the conversion back is exact."""
+    """The layer computes the results of a dense block with MaxText's parameters. Its gradients have
+    MaxText's names, and the conversion back is exact."""
     mesh = make_mesh(ep)
     group, params = opened(mesh), params_of(with_shared)
     options = epic.jax.Moe.of(
@@ -113,7 +113,7 @@ def test_columns() -> None:
 
 
 def test_what_cannot_be() -> None:
-    """Missing and unfit parameters are refused by name."""
+    """Missing parameters, and those that do not fit, are refused by name."""
     params = params_of(False)
     weights, wrong = epic.jax.from_maxtext(params), cast("Any", params)
     calls: list[tuple[Any, str]] = [

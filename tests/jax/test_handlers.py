@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The handlers check each array of each call themselves.
+"""Checks that handlers verify each array of each call themselves.
 
 The test passes arrays to them that the checks in Python would refuse.
 """
@@ -27,7 +27,7 @@ REFUSED = re.compile(
 
 @dataclass
 class Seen:
-    """One call of a handler, as the functions make it."""
+    """A call of a handler, as EPIC's functions make it."""
 
     target: str
     operands: list[Any]
@@ -123,7 +123,7 @@ def make_programs(group: Any) -> list[Callable[[], Any]]:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, programs: list[Callable[[], Any]]) -> list[Seen]:
-    """Run the programs; return each call that they make, with each set of absent arrays once."""
+    """Run the programs; return each call that they make, once for each set of absent arrays."""
     true, found = jax.ffi.ffi_call, {}
 
     def ffi_call(target: str, results: Any, **how: Any) -> Any:

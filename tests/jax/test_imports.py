@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules of epic.jax import each other in one direction only.
+"""Checks that the modules of epic.jax import each other in one direction only.
 
-An import inside of a function, or one for types alone, counts too: both can hide a circle.
+An import inside a function, or one only for types, counts too, because both can hide a circle.
 """
 
 import ast
@@ -28,7 +28,7 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def test_no_circle() -> None:
-    """graphlib raises CycleError, with the modules of the circle, if there is one."""
+    """Check for circles: graphlib raises CycleError, which names the modules of the circle."""
     graph = {name: imported_modules(path) for name, path in MODULES.items()}
     order = list(TopologicalSorter(graph).static_order())
     assert len(order) == len(MODULES) > 20

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer ignores padding tokens: its results are those of the other tokens alone."""
+"""Tests that a layer ignores padding tokens: its results are those of the other tokens alone."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def test_a_mask(name: str, gemm: Any, ep: int, opened: Any) -> None:
 
 
 def test_load_and_ranks_without_tokens(opened: Any) -> None:
-    """A rank, and a whole group, may have padding only."""
+    """A rank, or a whole group, may have only padding."""
     mesh = make_mesh(2)
     group = opened(mesh)
     case = CASES["normalized"]
@@ -117,7 +117,7 @@ def test_masks_that_cannot_be(opened: Any) -> None:
     x = jnp.asarray(layers.arrays()[0])
     wish = layers.options({}, 1)
     weights = epic.jax.MoeWeights(**layers.weights({}))
-    turned = jnp.ones((3, 8), bool)  # as many as the tokens, in another order
+    turned = jnp.ones((3, 8), bool)  # as many entries as tokens, but in another order
     for mask in (jnp.ones((8,), bool), jnp.ones((8, 3), jnp.int32), turned):
         with pytest.raises(
             epic.jax.EpicArgumentError, match=r"token_mask is .*: must be bool\[8, 3\]"

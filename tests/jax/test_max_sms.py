@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""max_sms= reaches every call of a program, forward and backward.
+"""Checks that max_sms= reaches every call of a program, forward and backward.
 
 On CPUs it changes nothing; test_emulated.py and the GPU scripts run with it.
 """
@@ -29,7 +29,7 @@ def limits(run: Any, *args: Any) -> dict[str, set[int]]:
 
 
 def test_steps(opened: Any) -> None:
-    """A plan's limit holds for the calls on it, unless a call has its own."""
+    """A plan's limit applies to the calls on it, unless a call has a limit of its own."""
     mesh = make_mesh(2)
     group = opened(mesh)
     x, w, ids = numbers(1, 4 * TOKENS, HIDDEN), numbers(2, 4 * TOKENS, TOP_K), choices(3)
@@ -54,7 +54,7 @@ def test_steps(opened: Any) -> None:
 
 @pytest.mark.parametrize("masked", [False, True], ids=["core", "composed"])
 def test_layer(masked: bool, opened: Any) -> None:
-    """The limit of a layer is that of each of its operations, also of a composed layer."""
+    """The limit of a layer applies to each of its operations, also in a composed layer."""
     mesh = make_mesh(2)
     group = opened(mesh)
     wish = layers.options({}, 2)
@@ -75,7 +75,7 @@ def test_layer(masked: bool, opened: Any) -> None:
 
 
 def test_wrong_limits(opened: Any) -> None:
-    """A limit is an integer from 0."""
+    """A limit must be an integer of at least 0."""
     group = opened(None)
     ids, x = choices(3)[:TOKENS], numbers(1, TOKENS, HIDDEN)
     plan = epic.jax.plan(group, LAYER, ids)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small decoder as MaxText builds it (its mesh axes, its logical names and rules, scan over
-layers, remat; linen, and nnx) trains with the block dropped in: the losses of a dense layer."""
+"""Trains a small decoder built like MaxText's, with EPIC's block in place of a dense layer.
+
+It uses MaxText's mesh axes, logical names and rules, scan over layers and remat, in linen and nnx.
+Its losses must be those of the dense layer.
+"""
 
 from functools import partial
 from typing import Any
@@ -105,7 +108,7 @@ class DenseBlock(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention to what came before, then the block."""
+    """Attention to earlier tokens, then the block."""
 
     make_block: Any
 
@@ -131,7 +134,7 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(self, text: Any) -> tuple[Any, Any]:
-        """Logits and the layers' losses."""
+        """Return logits and the losses of the layers."""
         init = nn.with_logical_partitioning(nn.initializers.normal(1.0), ("vocab", "embed"))
         table: Any = self.param("embedding", init, (VOCABULARY, HIDDEN))
         layers = nn.scan(
@@ -189,7 +192,8 @@ meshes = pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES.keys())
 
 @meshes
 def test_a_decoder_trains(shape: tuple[int, ...]) -> None:
-    """The losses equal those of the dense model to 1e-4; experts lie over expert and fsdp."""
+    """The losses equal those of the dense model to 1e-4. Experts are sharded over expert and
+    fsdp."""
     mesh = mesh_of(shape)
     with epic.jax.open(mesh, "expert", like=LIKE, token_axes=TOKENS, timeout_ms=60000) as group:
 
@@ -261,7 +265,7 @@ class NnxDecoder(nnx.Module):
         self.layers = stack(rngs)
 
     def __call__(self, text: Any) -> tuple[Any, Any]:
-        """Logits and the layers' losses."""
+        """Return logits and the losses of the layers."""
 
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
         @nnx.remat(prevent_cse=False)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group on a mesh other than its own is refused.
+"""Tests that a group on a mesh other than its own is refused.
 
-Each kind of mix-up is tried with every call that a program has.  Without the checks the results
-would be wrong without an error.
+Each kind of mix-up is tried with every call of a program. Without the checks the results would be
+wrong without an error.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,8 +31,8 @@ def mesh_of(order: Any, names: tuple[str, ...] = ("dp", "ep")) -> Mesh:
     return Mesh(devices[np.array(order)], names)
 
 
-# What a mesh is that does not have the group's devices by rank; the group is over
-# [[0, 1], [2, 3]], so [0 1] and [2 3].
+# Descriptions of meshes that do not have the group's devices in the order of ranks. The group is
+# over [[0, 1], [2, 3]], so its ranks are [0 1] and [2 3].
 OTHERS = {
     "reversed": mesh_of([[1, 0], [3, 2]]),
     "one_reversed": mesh_of([[0, 1], [3, 2]]),
@@ -146,8 +146,8 @@ def test_another_number_of_ranks(ranks: int, used: int, opened: Any) -> None:
 
 @pytest.mark.parametrize("other", [OTHERS["reversed"], OTHERS["swapped_partners"]])
 def test_opened_again_with_other_devices(other: Mesh, opened: Any) -> None:
-    """Programs that were compiled for the former group do not run on the new one; those of the
-    new one do, and the former again when its devices are back."""
+    """Programs compiled for the former group do not run on the new one. Those of the new group do.
+    The former programs run again when their devices are back."""
     home = SAME["itself"]
     group = opened(home)
     former = rounds(home, group)
@@ -170,7 +170,7 @@ def test_opened_again_with_other_devices(other: Mesh, opened: Any) -> None:
 
 
 def test_a_group_that_is_no_longer_open(opened: Any) -> None:
-    """The value of a former group, in a program that is traced after the new one was opened."""
+    """Check the object of a former group in a program that is traced after the new group opened."""
     former = opened(SAME["itself"])
     epic.jax.close(former)
     opened(OTHERS["reversed"])
@@ -181,7 +181,7 @@ def test_a_group_that_is_no_longer_open(opened: Any) -> None:
 
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Only the handlers compare if JAX hides the devices of the program."""
+    """Hide the devices of the program from JAX, so that only the handlers can compare them."""
     monkeypatch.setattr(mesh_checks, "check_lowering", lambda *_: None)
     yield
     jax.clear_caches()
@@ -190,7 +190,8 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("order", [[2, 1, 0, 3], [1, 2, 3, 0]])
 @pytest.mark.usefixtures("unseen")
 def test_ranks_are_compared_at_each_call(order: list[int]) -> None:
-    """The handler refuses: every rank gets an exception within seconds that names the reason."""
+    """The handler refuses the call: every rank gets an exception within seconds that gives the
+    reason."""
     home = make_mesh(4)
     for name in ("plan", "plan_dispatch", "gradient", "sum"):
         with epic.jax.open(home, "ep", name="calls", **SIZES) as group:
@@ -233,7 +234,7 @@ def test_a_mesh_that_comes_with_the_context(opened: Any) -> None:
     x = np.arange(4, dtype=np.float32)
     for name, mesh in (SAME | OTHERS).items():
         if name.startswith("axes"):
-            continue  # ALL says another order there
+            continue  # the order of ALL differs from the group's order here
         with jax.set_mesh(mesh):
             if name in SAME:
                 assert run(x).tolist() in ([1, 1, 5, 5], [5, 5, 1, 1]), name
@@ -276,7 +277,7 @@ def test_outside_of_a_shard_map(opened: Any) -> None:
 
 
 def test_a_manual_part_of_the_axes(opened: Any) -> None:
-    """A shard_map over other axes than the group's is none for the group."""
+    """A shard_map over axes other than the group's does not make a call valid."""
     group = opened(make_mesh(2))
     run = jax.shard_map(
         lambda x: epic.jax.sum(group, x), mesh=make_mesh(2), in_specs=P("dp"), out_specs=P("dp"),
@@ -287,14 +288,14 @@ def test_a_manual_part_of_the_axes(opened: Any) -> None:
 
 
 def test_another_platform() -> None:
-    """CPU devices are refused, although they have the numbers of GPUs."""
+    """CPU devices are refused, although their numbers are those of the GPUs."""
     group = epic.jax.Group("g", ("ep",), 4, 1, 1, "gpu", devices=((0, 1, 2, 3),))
     with pytest.raises(epic.jax.EpicArgumentError, match=r"devices of cpu.*with devices of gpu"):
         mesh_checks.check_mesh(group, make_mesh(4))
 
 
 def test_texts_of_many_devices() -> None:
-    """Long lists fit into the handlers' memory and still differ."""
+    """Long lists of devices fit into the memory of handlers, and differences in them are found."""
 
     def text(order: Any) -> str:
         rows = tuple(tuple(row) for row in np.asarray(order).reshape(-1, 8).tolist())

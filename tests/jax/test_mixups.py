@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that do not belong together raise errors.
+"""Tests that arguments that do not fit together raise errors.
 
 Without these checks the numbers would be wrong without an error, or the process would end.
 """
@@ -19,7 +19,7 @@ from conftest import make_mesh
 from epic.jax import EpicArgumentError
 from steps import ALL, EXPERTS, HIDDEN, LAYER, TOKENS, TOP_K, choices, numbers
 
-ROWS = (2, 3, HIDDEN)  # of a device, as its choices are [2, 3, TOP_K]
+ROWS = (2, 3, HIDDEN)  # for one device, because its choices are [2, 3, TOP_K]
 Step = Callable[..., Any]
 
 
@@ -211,7 +211,7 @@ def test_much_staging() -> None:
 
 
 def test_experts_are_asked_together() -> None:
-    """Experts are checked together, even if num_local_experts is derived later."""
+    """All fields of experts are checked, even if num_local_experts is derived later."""
     wish: dict[str, Any] = {"num_experts": EXPERTS, "top_k": 2, "hidden": 16, "inner": 8}
     for wrong in ({"interleaved": True}, {"activation": "clamped_swiglu"}):
         with pytest.raises(EpicArgumentError, match="needs a gate"):

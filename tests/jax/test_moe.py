@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Router, losses, experts and the whole layer."""
+"""Tests router, losses, experts and the whole layer."""
 
 import re
 from dataclasses import replace
@@ -29,7 +29,7 @@ def test_layer(case: dict[str, Any], mesh: Any, opened: Any) -> None:
 
 @pytest.mark.parametrize("case", layers.CASES.values(), ids=layers.CASES.keys())
 def test_layer_with_a_callers_gemm(case: dict[str, Any], opened: Any) -> None:
-    """Composed of the single functions around jax.lax.ragged_dot."""
+    """Check the layer that is composed of single functions around jax.lax.ragged_dot."""
     mesh = make_mesh(2)
     group = opened(mesh)
     x, ct = layers.arrays()
@@ -78,7 +78,8 @@ def test_same_bits_as_the_core(opened: Any) -> None:
     assert np.array_equal(got[2], np.concatenate([p[1] for p in parts]).reshape(shape))
     for name in ("w_gate_up", "w_down", "b_gate_up", "b_down"):
         assert np.array_equal(got[3][name], np.concatenate([p[2][name] for p in parts])), name
-    for name in ("w_gate", "shared_gate_up", "shared_down"):  # summed by XLA, in its own order
+    # these are summed by XLA, in its own order
+    for name in ("w_gate", "shared_gate_up", "shared_down"):
         assert relative(got[3][name], sum(p[2][name].astype(np.float64) for p in parts)) < 1e-6
 
 
@@ -130,7 +131,7 @@ def test_router(
 
 
 def test_router_with_groups_and_tables() -> None:
-    """Groups of experts limit the choice; a table replaces it."""
+    """Groups of experts limit the choice, and a table replaces it."""
     rng = np.random.default_rng(1)
     z = rng.normal(size=(32, 32)).astype(np.float32)
     options = epic.jax.Router(32, 4, num_groups=8, topk_groups=2, score="softmax")

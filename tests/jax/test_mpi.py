@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups over MPI: dp x ep inside one mpirun."""
+"""Tests groups over MPI: dp x ep inside one mpirun."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ from ports import free_port
 from test_processes import LIMIT
 
 WORKER = Path(__file__).with_name("mpi_worker.py")
-PERMIT = {  # of Open MPI 4 and 5: as root, and more processes than cores
+PERMIT = {  # for Open MPI 4 and 5: run as root, and more processes than cores
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -39,19 +39,19 @@ def mpiexec() -> str:
 
 
 def test_in_one_mpirun() -> None:
-    """A mesh over jax.distributed, and communicators without one: right numbers over backend mpi,
-    and every process ends well."""
+    """Check a mesh over jax.distributed, and communicators without it: correct results over backend
+    mpi, and every process ends with status 0."""
     words = [mpiexec(), "-n", "4", sys.executable, str(WORKER), str(free_port())]
     done = subprocess.run(
         words, env=os.environ | PERMIT, capture_output=True, text=True, timeout=LIMIT
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     for word in ("mesh", "refused", "communicators"):
-        assert done.stdout.count(word) == 4, done.stdout  # lines of processes may mix
+        assert done.stdout.count(word) == 4, done.stdout  # lines of several processes may mix
 
 
 def test_what_native_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """native may be "world", an address, or a communicator of mpi4py."""
+    """Check that native may be "world", an address, or a communicator of mpi4py."""
     assert bootstrapping.address_of("world") is None
     assert bootstrapping.address_of(1 << 40) == 1 << 40
     comm = object()

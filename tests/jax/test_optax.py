@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clips gradients by optax, which sees global arrays and so the experts of all ranks."""
+"""Checks clipping by optax, which sees global arrays and so the experts of all ranks."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from conftest import make_mesh
 
 @pytest.mark.parametrize("ep", [1, 4])
 def test_global_norm(opened: Any, ep: int) -> None:
-    """The norm is that of every expert and of every shared parameter once, for any mesh."""
+    """The norm counts every expert and every shared parameter once, for any mesh."""
     optax = pytest.importorskip("optax")
     mesh = make_mesh(ep)
     group = opened(mesh)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options are checked when they are made, and all exceptions are of one family."""
+"""Tests that options are checked when they are created, and that all exceptions have one base
+class."""
 
 import inspect
 import re
@@ -61,7 +62,7 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("good", "wrong", "sentence"), MISTAKES, ids=lambda x: str(x)[:40])
 def test_a_mistake(good: Any, wrong: dict[str, Any], sentence: str) -> None:
-    """The error is raised when the option is made, with the field, its value and the rule."""
+    """The error is raised when the option is created, with the field, its value and the rule."""
     with pytest.raises(epic.EpicArgumentError, match=sentence):
         replace(good, **wrong)
 
@@ -73,8 +74,8 @@ def test_a_mistake(good: Any, wrong: dict[str, Any], sentence: str) -> None:
     ids=str,
 )
 def test_a_router_that_cannot_learn(wish: dict[str, Any]) -> None:
-    """The only weight of a token over itself is 1 whatever the logits: said when it is made, and
-    true of the gradient; of two weights it is not said."""
+    """With top_k=1 a normalized weight is 1 for any logits, so the router cannot learn. The error
+    is raised at creation. The gradient is indeed zero, and with two weights there is no error."""
     with pytest.warns(RuntimeWarning, match=r"top_k is 1 and .*gradients only from its"):
         router = Router(8, 1, **wish)
     logits = np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
@@ -152,7 +153,7 @@ MESH = ("data", "context", "ep")
     ids=str,
 )
 def test_sizes_of_a_group(token_axes: Any, tokens: int) -> None:
-    """like= derives the sizes of a device; the layer that it describes fits exactly."""
+    """like= derives the sizes of a device, and the largest layer of these sizes fits."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 2), MESH)
     x = np.ones((8, 6, 16), np.float32)
     with epic.jax.open(mesh, "ep", like=x, token_axes=token_axes) as group:
@@ -207,7 +208,7 @@ def test_one_family() -> None:
 
 
 def test_dtypes_are_values_too() -> None:
-    """Errors that were TypeErrors are EpicArgumentErrors."""
+    """Errors that were once TypeErrors are EpicArgumentErrors."""
     with pytest.raises(epic.EpicArgumentError, match="float type"):
         epic.jax.route(ROUTER, jnp.zeros((3, 8), jnp.int32))
     with pytest.raises(epic.EpicArgumentError, match=r"w_down is bfloat16.*must be float32"):
@@ -217,7 +218,7 @@ def test_dtypes_are_values_too() -> None:
 
 
 def test_a_build_without_openblas_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The warning comes once, with the remedy; this build has OpenBLAS."""
+    """The warning is raised once, with the remedy. This build itself has OpenBLAS."""
     assert _native.core().epic_blas_name() != _native.PLAIN
     core = SimpleNamespace(epic_blas_name=lambda: _native.PLAIN)
     monkeypatch.setattr(_native, "core", lambda: core)
@@ -245,7 +246,7 @@ VALUES = [epic.jax.MoeWeights, epic.jax.ExpertWeights, epic.jax.MoeOut]
 
 @pytest.mark.parametrize("kind", [Layer, Router, Experts, Moe, Tcp, *VALUES])
 def test_every_field_is_documented(kind: Any) -> None:
-    """Each field has a line of its own in help(), or shares one."""
+    """help() describes each field, in a line of its own or together with others."""
     text = inspect.cleandoc(kind.__doc__).partition("Raises:")[0]
     lines = re.findall(r"^(?: {4})?(\w+(?:, \w+)*): ", text, re.MULTILINE)
     said = {name for line in lines for name in line.split(", ")}
@@ -253,8 +254,8 @@ def test_every_field_is_documented(kind: Any) -> None:
 
 
 def test_every_argument_is_documented() -> None:
-    """Each argument of a public function is in its docstring, or in that of the function
-    that it says it is like."""
+    """Each argument of a public function is in its docstring, or in that of a function to which its
+    docstring refers."""
     like = {"moe": epic.jax.moe, "plan_dispatch": epic.jax.plan, "combine": epic.jax.combine}
     of_sharded = ("plan_dispatch", "combine", "moe", "weight_specs")
     for place, names in ((epic.jax, epic.jax.__all__), (epic.jax.sharded, of_sharded)):
@@ -271,7 +272,8 @@ OBVIOUS = ("group", "mesh", "options", "more", "layer", "router", "plan")
 
 
 def test_options_are_values() -> None:
-    """Equal by content, also with numpy's integers; static arguments of jitted functions."""
+    """Options are equal if their contents are, also with numpy integers, and can be static
+    arguments of jitted functions."""
     eight: Any = np.int32(8)
     assert Layer(eight, 2) == LAYER and hash(Layer(eight, 2)) == hash(LAYER)
     assert Layer(eight, 2).numbers() == LAYER.numbers()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many calls in one program: every call site has its own number, so any order works."""
+"""Tests many calls in one program: every call site has its own number, so any order works."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def layers_inputs(count: int) -> tuple[Any, Any, Any]:
 
 
 def one(group: Any, x: Any, w: Any, ids: Any, **more: Any) -> Any:
-    """Run a layer whose experts take the sine."""
+    """Run a layer whose experts apply sin."""
     plan = epic.jax.plan(group, LAYER, ids, **more)
     recv, slot = epic.jax.dispatch(plan, x, w)
     return epic.jax.combine(plan, jnp.sin(recv), slot)
@@ -96,7 +96,7 @@ def test_scan_over_layers(vma: bool, remat: str | None, opened: Any) -> None:
 
 
 def shared_jit(group: Any, way: str, count: int = 12) -> Any:
-    """One inner jit, called several times: JAX lowers it once, with one number."""
+    """Return an inner jit that is called several times: JAX lowers it once, with one number."""
     inner = jax.jit(
         lambda x, w, ids, channel, after: one(
             group, x, w, ids, channel=channel if way == "channel" else None, after=after
@@ -130,7 +130,7 @@ def test_an_inner_jit_called_twice(way: str, opened: Any) -> None:
 
 
 def test_an_inner_jit_called_twice_is_refused() -> None:
-    """Two operations of one number at once raise an error that names both remedies."""
+    """Two operations with one number at the same time raise an error that names both remedies."""
     mesh = make_mesh(4)
     x, w, ids = layers_inputs(12)
     for _ in range(10):

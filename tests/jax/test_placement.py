@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the file of epic-place in Python."""
+"""Tests reading a file of epic-place in Python."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of epic.jax over global arrays in a plain jit, without a shard_map."""
+"""Tests the functions of epic.jax on global arrays in a plain jit, without a shard_map."""
 
 import re
 from typing import Any, cast
@@ -37,7 +37,7 @@ def as_rows(x: Any) -> Any:
 
 
 def layer_args(mesh: Mesh, group: Any, case: dict[str, Any], tokens: P) -> tuple[Any, Any, Any]:
-    """Return x, weights by name and cotangent of layers.py, sharded."""
+    """Return x, weights by name and output gradient of layers.py, sharded."""
     named = layers.weights(case)
     specs = epic.jax.sharded.weight_specs(group, epic.jax.MoeWeights(**named))._asdict()
     w = {n: place(mesh, specs[n], v)[0] for n, v in named.items()}
@@ -101,7 +101,7 @@ def test_tokens_over_several_dimensions() -> None:
         moved = moves(run, *args)
     wide = {n: v.astype(np.float64) for n, v in named.items()}
     halves = [np.split(v.astype(np.float64), 2, axis=1) for v in (x, ct)]
-    parts: list[Any] = [  # a group is the devices of one half of the context
+    parts: list[Any] = [  # each group has the devices of one half of the mesh
         reference.moe(reference.Options(2), as_rows(a), wide, as_rows(c), 0)
         for a, c in zip(*halves, strict=True)
     ]
@@ -118,7 +118,7 @@ def test_tokens_over_several_dimensions() -> None:
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_under_a_mesh_of_the_context(kind: AxisType) -> None:
-    """It works where the mesh is that of the context, with axes of both types."""
+    """Check the layer if the mesh comes from the context, with axes of both types."""
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     mesh = Mesh(devices, ("dp", "ep"), axis_types=(kind, kind))
     case = layers.CASES["normalized"]
@@ -181,7 +181,7 @@ def test_a_layer_of_single_functions(mesh: Mesh, opened: Any) -> None:
 
 
 def test_other_forms_of_dispatch(mesh: Mesh, opened: Any) -> None:
-    """Flat and quantized rows are those that the functions return inside of a shard_map."""
+    """Flat and quantized rows equal those that the functions return inside a shard_map."""
     group = opened(mesh)
     flat = epic.jax.Layer(EXPERTS, TOP_K, layout="flat")
     x, w, ids = numbers(1, 4 * TOKENS, 160), numbers(2, 4 * TOKENS, TOP_K), choices(3)
@@ -227,7 +227,7 @@ def test_hidden_over_an_axis(opened: Any) -> None:
 
 
 def test_what_cannot_be(opened: Any) -> None:
-    """Arrays that the devices cannot share, and wrong axes, are refused while tracing."""
+    """Arrays that cannot be divided over the devices, and wrong axes, are refused while tracing."""
     mesh = make_mesh(2)
     group = opened(mesh)
     ids, x = choices(3), numbers(1, 4 * TOKENS, HIDDEN)

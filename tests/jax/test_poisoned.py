@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products that leave rows past the last slab undefined, forward and backward: no parameter ever
-meets them, in any layer that is composed around such a product."""
+"""Tests products that leave rows past the last slab undefined, forward and backward. In no composed
+layer may these rows reach a parameter."""
 
 import math
 from dataclasses import replace
@@ -19,7 +19,7 @@ NAN = float("nan")
 
 
 def owners_of(slots: int, sizes: Any) -> tuple[Any, Any]:
-    """Return the expert of each slot, and whether a slab has it."""
+    """Return the expert of each slot, and whether the slot belongs to a slab."""
     owner = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(slots), side="right")
     return jnp.minimum(owner, sizes.shape[0] - 1), (owner < sizes.shape[0])[:, None]
 
@@ -54,7 +54,7 @@ poisoned.defvjp(poisoned_forward, poisoned_backward)
 
 
 def act(name: str, gate: np.ndarray, up: np.ndarray | None) -> np.ndarray:
-    """Return the nonlinearity of one token in float64; up None: ungated."""
+    """Return the nonlinearity of one token in float64. If up is None, the expert is not gated."""
     sigmoid = 1 / (1 + np.exp(-gate))
     erf = np.vectorize(math.erf)
     plain = {

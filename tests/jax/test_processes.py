@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Four devices in several processes: right results, and the end of a process is an error."""
+"""Tests four devices in several processes: correct results, and errors if a process ends."""
 
 import os
 import signal
@@ -15,7 +15,8 @@ from ports import free_port
 
 WORKER = Path(__file__).with_name("worker.py")
 LIMIT = 240
-NOTICED = 1 + int(os.environ.get("EPIC_TEST_SLACK_MS", "0")) / 1000  # as the fault tests
+# extra time, as in the fault tests
+NOTICED = 1 + int(os.environ.get("EPIC_TEST_SLACK_MS", "0")) / 1000
 
 
 def start(what: str, processes: int) -> list[Any]:
@@ -27,7 +28,7 @@ def start(what: str, processes: int) -> list[Any]:
     }
     port = str(free_port())
     words = [sys.executable, str(WORKER), what]
-    # In the background of a script Ctrl-C is ignored, and children inherit that.
+    # In the background of a script Ctrl-C is ignored, and child processes inherit this.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     running = [
         subprocess.Popen(
@@ -60,7 +61,7 @@ def run(what: str, processes: int) -> list[str]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("processes", [4, 2])
 def test_layers(processes: int) -> None:
-    """EP 1, 2 and 4 over processes of one device, and of two."""
+    """Check EP 1, 2 and 4 over processes with one device or two devices."""
     for said in run("layers", processes):
         assert said.endswith("right\n"), said[-3000:]
 
@@ -87,8 +88,8 @@ RUNS = [pytest.param(*e, marks=() if e[0] in QUICK else pytest.mark.thorough) fo
 
 @pytest.mark.parametrize(("what", "wanted"), RUNS, ids=ENDS.keys())
 def test_the_end_of_a_process(what: str, wanted: str) -> None:
-    """However it ends, every other one gets an exception that names it, within a second; JAX's
-    own end, which waits for the others, comes after."""
+    """However a process ends, every other one gets an exception that names it, within a second.
+    JAX's own shutdown, which waits for the others, comes later."""
     said = run(what, 4)
     gone = float(said[3].split("gone ")[1].split()[0])
     for text in said[:3]:
@@ -102,12 +103,12 @@ def test_the_end_of_a_process(what: str, wanted: str) -> None:
 
 @pytest.mark.parametrize("what", ["interrupt", "interrupt_open"])
 def test_an_interrupt_lands(what: str) -> None:
-    """Ctrl-C ends a process that waits for a peer, at once and not at the deadline of a minute."""
+    """Ctrl-C ends a process that waits for a peer immediately, not at the deadline of a minute."""
     waiting, late = start(what, 2)
     try:
         for process in (waiting, late):
             assert process.stdout.readline() == "waits\n"
-        time.sleep(1)  # until it is inside
+        time.sleep(1)  # until the process waits
         assert waiting.poll() is None
         begin = time.monotonic()
         waiting.send_signal(signal.SIGINT)

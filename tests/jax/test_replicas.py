@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas of experts (EPLB): results and gradients are those of the logical experts."""
+"""Tests replicas of experts: results and gradients are those of the logical experts."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ from conftest import make_mesh
 from epic.jax.placement import EXPERT_WEIGHTS
 from steps import choices, mapped, numbers
 
-# Which of the eight logical experts each of ten or twelve is a copy of.
+# The logical expert of each of twelve or ten experts.
 TWELVE = np.array([0, 3, 1, 2, 3, 4, 5, 3, 6, 7, 0, 0], np.int32)
 TEN = np.array([7, 0, 1, 2, 3, 4, 5, 6, 7, 7], np.int32)
 RAGGED = jax.lax.ragged_dot
@@ -24,7 +24,7 @@ FULL = {"normalize": True, "biases": True, "balance_coeff": 0.5, "z_coeff": 0.1}
 
 def replicated(case: dict[str, Any], table: np.ndarray) -> tuple[Any, dict[str, np.ndarray]]:
     """Return the case's options and weights, with replicas."""
-    wish = layers.options(case, 3)  # which leaves the number of a rank's experts open
+    wish = layers.options(case, 3)  # this does not set the number of experts of a rank
     layer = replace(wish.layer, num_experts=len(table), num_logical=layers.EXPERTS)
     w = layers.weights(case)
     return replace(wish, layer=layer), {
@@ -78,14 +78,14 @@ def test_layer(
 
 
 def test_steps(mesh: Any, opened: Any) -> None:
-    """Experts of the caller: sum_replica_grads adds their gradients, sum_replicas any kept sums.
-    The replicas may be on any ranks."""
+    """Check experts of the caller: sum_replica_grads adds their gradients, and sum_replicas adds
+    sums that the caller kept. The replicas may be on any ranks."""
     group = opened(mesh)
     ep = group.num_ranks
     owners = np.array([0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3], np.int32) % ep
     layer = epic.jax.Layer(12, 3, num_logical=8)
     x, ids, factor = numbers(1, 24, 5), choices(3, 0), numbers(2, 8)
-    order = np.argsort(owners, kind="stable")  # the rows of rank after rank
+    order = np.argsort(owners, kind="stable")  # rows in the order of the ranks
 
     def step(x: Any, ids: Any, w: Any) -> Any:
         def out_of(w: Any, use: Any) -> Any:
@@ -119,7 +119,8 @@ def test_steps(mesh: Any, opened: Any) -> None:
 
 
 def test_blocks(opened: Any) -> None:
-    """Replicas begin equal and stay equal in training; the bias has the logical experts."""
+    """Replicas begin equal and stay equal in training. The bias has one entry per logical
+    expert."""
     pytest.importorskip("flax")
     from flax import nnx
 

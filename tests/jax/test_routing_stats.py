@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The statistics of each choice of a plan, and those of a training step of an nnx block."""
+"""Tests the statistics of each choice of a plan, and those of a training step of an nnx block."""
 
 from typing import Any
 
@@ -34,8 +34,8 @@ def places(ids: np.ndarray, priority: str) -> np.ndarray:
 def test_the_fate_of_each_choice(
     priority: str, capacity: int | None, expert_capacity: int, mesh: Any, opened: Any
 ) -> None:
-    """Against a count by hand: each expert keeps its first ones, by rank, token and k, or all first
-    choices before all second ones."""
+    """Compare with a count by hand. Each expert keeps its first choices by rank, token and k, or
+    all first choices before second ones."""
     group = opened(mesh)
     ep = group.num_ranks
     layer = epic.jax.Layer(
@@ -68,7 +68,7 @@ def test_the_fate_of_each_choice(
 
 
 def common_limit(ids: Any, layer: Any, capacity: int | None, ep: int) -> int:
-    """The largest number of rows of each expert that fits on every rank."""
+    """Return the largest number of rows of each expert that fits on every rank."""
     load = np.bincount(ids[ids >= 0], minlength=EXPERTS)
     if layer.expert_capacity:
         load = np.minimum(load, layer.expert_capacity)
@@ -92,7 +92,8 @@ def test_plans_that_cannot_be_read(opened: Any) -> None:
 
 @pytest.mark.parametrize("gemm", [None, jax.lax.ragged_dot], ids=["core", "composed"])
 def test_the_fate_of_a_layers_choices(gemm: Any, mesh: Any, opened: Any) -> None:
-    """MoeOut.record: the same as the plan of the router's choices, under jit and with gradients."""
+    """MoeOut.record equals the statistics of a plan of the router's choices, under jit and with
+    gradients."""
     group = opened(mesh)
     case = layers.CASES["drop"]
     options = layers.options(case, group.num_ranks)
@@ -115,8 +116,8 @@ def test_the_fate_of_a_layers_choices(gemm: Any, mesh: Any, opened: Any) -> None
 
 
 def test_a_layer_has_memory_for_distinct_choices(opened: Any) -> None:
-    """A router chooses no expert twice, NaN or not, so four ranks of one expert each take a quarter
-    of the slots; a table may."""
+    """A router chooses no expert twice, even with NaN, so four ranks with one expert each need a
+    quarter of the slots. A table may repeat an expert."""
     mesh = make_mesh(4)
     group = opened(mesh)
     options = epic.jax.Moe.of(num_experts=4, top_k=4, hidden=16, inner=12)
@@ -145,7 +146,7 @@ def test_nnx_says_load_and_demand(opened: Any) -> None:
     wish = layers.options({"score": "sigmoid"}, 2)
 
     class Model(nnx.Module):
-        """With a block inside."""
+        """A model with a block inside."""
 
         def __init__(self) -> None:
             self.block = epic.jax.nnx.MoEBlock(mesh, group, wish, rngs=nnx.Rngs(0), bias_rate=0.125)

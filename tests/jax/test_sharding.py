@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer with weights sharded by FSDP and losses over data axes, and its collectives."""
+"""Tests the layer with weights sharded by FSDP and losses over data axes, and its collectives."""
 
 import re
 from typing import Any
@@ -29,7 +29,7 @@ def three_axes(shape: tuple[int, ...]) -> Any:
 
 
 def placed(mesh: Any, group: Any, case: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Return x, weights and cotangent in their shardings."""
+    """Return x, weights and output gradient in their shardings."""
     weights = layers.weights(case)
     named = epic.jax.MoeWeights(**weights)
     specs = epic.jax.sharded.weight_specs(group, named, ("fsdp",))._asdict()
@@ -43,7 +43,7 @@ def placed(mesh: Any, group: Any, case: dict[str, Any]) -> tuple[Any, Any, Any]:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES.keys())
 def test_fsdp(shape: tuple[int, ...], name: str, gemm: Any, opened: Any) -> None:
-    """Results match; gradients are sharded like the weights."""
+    """Results match, and gradients are sharded like the weights."""
     mesh, case = three_axes(shape), layers.CASES[name]
     group = opened(mesh)
     args = placed(mesh, group, case)
@@ -69,7 +69,7 @@ def test_fsdp_gathers_over_its_axis_alone(opened: Any) -> None:
     text = layers.step(mesh, group, case, fsdp_axes=("fsdp",)).lower(*args).compile().as_text()
     found = collectives(text)
     assert {kind for kind, _ in found} == {"all-gather", "reduce-scatter"}, found
-    # Devices 0 and 2 differ in fsdp alone, so do 1 and 3; three ways to write it.
+    # Devices 0 and 2 differ only in fsdp, and so do 1 and 3. XLA has three ways to write this.
     across = ("{{0,2},{1,3}}", "[2,2]<=[2,2]T(1,0)", "{'fsdp'}")
     assert all(groups.endswith(across) for _, groups in found), found
     assert f"f32[{layers.BATCH // 4}" not in "".join(
@@ -89,7 +89,7 @@ def test_losses_over_data_axes(name: str, gemm: Any, mesh: Any, opened: Any) -> 
 
 
 def test_load_of_all_groups(mesh: Any, opened: Any) -> None:
-    """sharded.moe counts over every device; the bias follows it."""
+    """sharded.moe adds the load over all devices, and the bias follows it."""
     case = layers.CASES["softmax"]
     group = opened(mesh)
     x, _ = layers.arrays()
@@ -117,7 +117,7 @@ def test_bias_update_is_exact() -> None:
 
 
 def test_early_and_late_weighting_agree(opened: Any) -> None:
-    """Output and every gradient, down bias included, within rounding."""
+    """Output and every gradient, including that of the down bias, agree up to rounding."""
     mesh = make_mesh(2)
     group = opened(mesh)
     case = {"biases": True, "normalize": True}
@@ -132,7 +132,7 @@ def test_early_and_late_weighting_agree(opened: Any) -> None:
 
 
 def test_too_small_a_capacity(opened: Any) -> None:
-    """Too few slots raise an error on every rank, or drop choices; lost tokens return zeros."""
+    """Too few slots raise an error on every rank, or drop choices. Dropped tokens return zeros."""
     mesh = make_mesh(4)
     group = opened(mesh)
     case = layers.CASES["softmax"]
@@ -147,7 +147,7 @@ def test_too_small_a_capacity(opened: Any) -> None:
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         jax.block_until_ready(run("error", 3))
-    out = run("drop", 2)  # room for one row of each expert
+    out = run("drop", 2)  # space for one row per expert
     live = np.abs(np.asarray(out.out)).sum(axis=-1).ravel() > 0
     assert 1 <= live.sum() <= layers.EXPERTS
     assert int(out.load.sum()) == 2 * x.shape[0] * x.shape[1]
@@ -155,7 +155,7 @@ def test_too_small_a_capacity(opened: Any) -> None:
 
 
 def test_without_numbers_of_call_sites(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the primitive, layers in a row work, and layers side by side with channel=."""
+    """Without the primitive, dependent layers work, and independent layers work with channel=."""
     monkeypatch.setattr(call, "site_primitive", lambda: None)
     mesh = make_mesh(2)
     group = opened(mesh)
@@ -176,7 +176,7 @@ def test_without_numbers_of_call_sites(opened: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_devices_with_the_same_tokens(opened: Any) -> None:
-    """Devices along an axis that shards neither tokens nor weights do the same."""
+    """Devices along an axis that shards neither tokens nor weights compute the same results."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("ep", "tp"))
     group = opened(mesh)
     case = layers.CASES["normalized"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped products for Hopper, in Pallas' interpreter, which needs no GPU."""
+"""Tests the grouped products for Hopper in Pallas' interpreter, which needs no GPU."""
 
 from typing import Any
 
@@ -30,13 +30,13 @@ def operand(seed: int, *shape: int) -> tuple[Any, np.ndarray]:
 
 
 def rows(seed: int, columns: int) -> tuple[Any, np.ndarray]:
-    """The kernels never read past the last slab, where the rows are NaN."""
+    """Return rows with NaN past the last slab, which the kernels must never read."""
     x, wide = operand(seed, ROWS, columns)
     return x.at[SIZES.sum() :].set(jnp.nan), wide
 
 
 def parts() -> list[tuple[int, slice]]:
-    """Yield every expert's rows."""
+    """Yield each expert with the range of its rows."""
     end = np.cumsum(SIZES)
     return [(e, slice(end[e] - SIZES[e], end[e])) for e in range(len(SIZES))]
 
@@ -55,7 +55,7 @@ def test_rows_by_weights(transposed: bool) -> None:
 
 
 def test_slab_products() -> None:
-    """Experts without rows have zeros."""
+    """Gradients of experts without rows are zeros."""
     (x, wide_x), (y, wide_y) = rows(1, K), rows(2, N)
     got = np.asarray(slabs.slab_products(x, y, jnp.asarray(SIZES)), np.float64)
     for expert, part in parts():

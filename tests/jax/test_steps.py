@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""plan, dispatch, combine, plan_dispatch and sum on 4 devices of one process."""
+"""Tests plan, dispatch, combine, plan_dispatch and sum on 4 devices of one process."""
 
 from typing import Any
 
@@ -69,7 +69,7 @@ def test_every_slot(mesh: Any, opened: Any) -> None:
 
 
 def test_weight_gradients_are_exact(mesh: Any, opened: Any) -> None:
-    """The gradient of each (token, k) is its own slot's number, exactly."""
+    """The weight gradient of each (token, k) is the number of its slot, exactly."""
     group = opened(mesh)
     x, w, ids = numbers(1, 4 * TOKENS, HIDDEN), numbers(2, 4 * TOKENS, TOP_K), choices(3, 0)
 
@@ -136,7 +136,7 @@ def test_three_dimensions(opened: Any) -> None:
 
 
 def test_no_tokens(opened: Any) -> None:
-    """Zero rows are no special case."""
+    """Calls without rows work."""
     mesh = make_mesh(4)
     group = opened(mesh)
     x, w = jnp.zeros((0, HIDDEN)), jnp.zeros((0, TOP_K))
@@ -193,7 +193,7 @@ def test_drop(opened: Any) -> None:
 
 @pytest.mark.parametrize("tree", [False, True])
 def test_sum(mesh: Any, vma: bool, tree: bool, opened: Any) -> None:
-    """The same bits on every rank; its gradient is the sum of the gradients."""
+    """All ranks get the same bits, and the gradient of a sum is the sum of the gradients."""
     group = opened(mesh)
     ep = mesh.shape["ep"]
     x, ct = numbers(1, 4, 7, 3), numbers(2, 4, 7, 3)
@@ -207,7 +207,7 @@ def test_sum(mesh: Any, vma: bool, tree: bool, opened: Any) -> None:
 
 
 def test_donated_and_eager(opened: Any) -> None:
-    """Donation changes nothing; a group of one needs no shard_map and no jit."""
+    """Donation changes nothing, and a group of one rank needs neither shard_map nor jit."""
     mesh = make_mesh(4)
     group = opened(mesh)
     x, w, ids = numbers(1, 4 * TOKENS, HIDDEN), numbers(2, 4 * TOKENS, TOP_K), choices(3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts whose inner dimension is sharded over a mesh axis."""
+"""Tests experts whose inner dimension is sharded over a mesh axis."""
 
 import re
 from dataclasses import replace
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.thorough
 FULL = {"normalize": True, "biases": True, "shared": True, "balance_coeff": 0.5, "z_coeff": 0.1}
 CASES = {"full": FULL, "early": layers.CASES["early"], "input": layers.CASES["input"]}
 MESHES = {"ep2_tp2": (1, 1, 2, 2), "tp4": (1, 1, 1, 4), "fsdp2_tp2": (1, 2, 1, 2)}
-# Gate and up columns alternate, so that each part of the weight has both.
+# Gate and up columns alternate, so that each shard of the weight has both.
 MIXED = np.arange(2 * layers.INNER).reshape(2, layers.INNER).T.reshape(-1)
 
 
@@ -80,8 +80,8 @@ def test_inner_over_an_axis(shape: str, name: str, gemm: Any, opened: Any) -> No
 @pytest.mark.parametrize(("name", "gemm"), [("full", None), ("early", RAGGED)])
 @pytest.mark.parametrize("shape", ["ep2_tp2", "tp4"])
 def test_tokens_over_the_tensor_axis(shape: str, name: str, gemm: Any, opened: Any) -> None:
-    """Tokens that are sharded over the axis are gathered, and the output is reduced and scattered:
-    XLA sums no rows of all devices."""
+    """Tokens that are sharded over the axis are gathered, and the output is reduce-scattered: XLA
+    does not sum rows over all devices."""
     grid = np.array(jax.devices()[:4]).reshape(MESHES[shape])
     mesh = jax.sharding.Mesh(grid, ("dp", "fsdp", "ep", "tp"))
     group = opened(mesh)
@@ -117,7 +117,8 @@ def test_tokens_over_the_tensor_axis(shape: str, name: str, gemm: Any, opened: A
 
 
 def test_a_mask_of_sharded_tokens(opened: Any) -> None:
-    """Masks are gathered with the tokens; the other tokens are those of a layer without a mask."""
+    """Masks are gathered with the tokens, and unmasked tokens get the results of a layer without a
+    mask."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("ep", "tp"))
     group = opened(mesh)
     wish = options({}, 2)
@@ -185,7 +186,8 @@ def test_what_cannot_be(opened: Any) -> None:
         case = {"zero_experts": 3} if wish is columns else {}
         inner = wish.experts.inner
         w = layers.weights(case)
-        # Whatever inner is, the axis must divide the arrays for JAX to come so far.
+        # The axis must divide the arrays whatever inner is, otherwise JAX reports its own error
+        # first.
         w |= {"w_gate_up": np.zeros((8, 16, 24)), "w_down": np.zeros((8, 12, 16))}
         assert inner in (10, 12)
         with pytest.raises(kind, match=sentence):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EPIC_TRACE records what JAX programs plan."""
+"""Checks that EPIC_TRACE records the plans of JAX programs."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ epic.jax.close(group)
 
 
 def test_ids_are_recorded(tmp_path: Path) -> None:
-    """One environment variable records every rank; docs/guide/traces.md describes traces."""
+    """One environment variable makes every rank record (docs/guide/traces.md)."""
     wishes = {**os.environ, "EPIC_TRACE": str(tmp_path)}
     subprocess.run([sys.executable, "-c", PROGRAM], env=wishes, check=True, timeout=200)
     for rank, ids in enumerate(([7, 0, 3, 255], [2, 5, 1, 6])):

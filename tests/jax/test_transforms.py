@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vmap element by element, export, and refused second derivatives."""
+"""Tests vmap element by element, export, and refused second derivatives."""
 
 import re
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def stacked(make: Callable[[int], Any]) -> Any:
 
 
 def inputs() -> tuple[Any, ...]:
-    """Return x, weights, choices and cotangents of COUNT different round trips."""
+    """Return x, weights, choices and output gradients of COUNT different round trips."""
     return (
         stacked(lambda i: numbers(10 + i, 4 * TOKENS, HIDDEN)),
         stacked(lambda i: numbers(20 + i, 4 * TOKENS, TOP_K)),
@@ -74,7 +74,7 @@ def test_vmap_of_the_steps(where: str, fused: bool, vma: bool, opened: Any) -> N
 
 @pytest.mark.parametrize("gemm", [None, jax.lax.ragged_dot], ids=["core", "ragged_dot"])
 def test_vmap_of_layers(gemm: Any, opened: Any) -> None:
-    """Layers side by side with weights of their own; and with some arguments shared."""
+    """Check independent layers with weights of their own, and with some shared arguments."""
     mesh = make_mesh(2)
     group = opened(mesh)
     case = layers.CASES["normalized"]
@@ -153,7 +153,8 @@ def test_vmap_under_remat_and_scan(opened: Any) -> None:
 
 @pytest.mark.parametrize("what", ["layer", "composed", "steps", "route", "experts"])
 def test_second_derivatives_are_refused(what: str, opened: Any) -> None:
-    """The error explains it, in both orders; first derivatives still work."""
+    """The error explains it for both orders of transformations, and first derivatives still
+    work."""
     mesh = make_mesh(2)
     group = opened(mesh)
     case = layers.CASES["normalized"]
@@ -191,14 +192,15 @@ def test_second_derivatives_are_refused(what: str, opened: Any) -> None:
 
 
 def test_a_sum_has_a_second_derivative(opened: Any) -> None:
-    """It is linear, and its gradient is a sum again."""
+    """A sum is linear, and its gradient is a sum again."""
     mesh = make_mesh(2)
     group = opened(mesh)
     total = mapped(mesh, lambda v: epic.jax.sum(group, v), 1)
     first = jax.grad(lambda v: (total(v) ** 2).sum())
     v = numbers(1, 4)
     got = jax.jit(jax.grad(lambda v: (first(v) ** 2).sum()))(v)
-    twice = 2 * 2 * np.kron(np.eye(2), np.ones((2, 2)))  # A^T A = 2 A for a sum A of two
+    # A^T A = 2 A, where A is a sum over two ranks
+    twice = 2 * 2 * np.kron(np.eye(2), np.ones((2, 2)))
     assert relative(got, 2 * twice @ twice @ np.asarray(v, np.float64)) < 1e-6
 
 
@@ -206,7 +208,7 @@ def test_a_sum_has_a_second_derivative(opened: Any) -> None:
 
 
 def test_export(opened: Any) -> None:
-    """A layer with its gradient leaves JAX as bytes and comes back; the targets have names."""
+    """A layer with its gradient can be serialized and read again, and the targets have names."""
     mesh = make_mesh(2)
     group = opened(mesh)
     case = layers.CASES["normalized"]
@@ -224,7 +226,7 @@ def test_export(opened: Any) -> None:
 
 
 def test_an_exported_program_on_another_mesh(opened: Any) -> None:
-    """JAX does not compare the devices then; the handlers do."""
+    """In this case JAX does not compare the devices, but the handlers do."""
     mesh = make_mesh(4)
     group = opened(mesh)
     run = mapped(mesh, lambda v: epic.jax.sum(group, v), 1)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that the ranks do not divide: weights of all of them go in, table and padding are made
-inside, and the numbers are those of one device."""
+"""Tests numbers of experts that are not multiples of the number of ranks.
+
+The caller passes the weights of all experts. The layer makes the table and the padding, and its
+results are those of one device.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -37,7 +40,7 @@ RUNS += [("biases", RAGGED, 9, 4), ("shared", None, 3, 4), ("shared", RAGGED, 3,
 def test_global_arrays(
     experts: int, ep: int, name: str, gemm: Any, count: int, opened: Any
 ) -> None:
-    """sharded.moe: forward and all gradients, against float64."""
+    """Compare sharded.moe, forward and all gradients, with float64."""
     assert count == experts
     mesh = make_mesh(ep)
     case = layers.CASES[name]
@@ -109,7 +112,7 @@ def test_the_steps(experts: int, ep: int, opened: Any) -> None:
 
 
 def test_blocks_are_as_even_as_they_can_be() -> None:
-    """Contiguous, in order, and no rank has two more than another."""
+    """Blocks of experts are contiguous and in order, and their sizes differ by at most one."""
     for experts in range(1, 20):
         for ranks in range(1, 9):
             group = epic.jax.Group("g", ("ep",), ranks, 1, 1)
@@ -127,7 +130,7 @@ def test_blocks_are_as_even_as_they_can_be() -> None:
 
 
 def test_local_experts_are_derived(opened: Any) -> None:
-    """Experts(hidden=, inner=): the group knows how many each rank has."""
+    """With Experts(hidden=, inner=) the group derives how many experts each rank has."""
     mesh = make_mesh(2)
     group = opened(mesh)
     case = layers.CASES["shared"]

@@ -19,7 +19,7 @@ case $1 in *-py3-none-*.whl) ;; *) echo "$1 is not for every Python" >&2; exit 1
 
 "$bin/python" -m venv "$away/venv"
 "$away/venv/bin/pip" install --quiet --disable-pip-version-check --no-deps "$1"
-# Everything but epic comes from the environment that has it already.
+# Everything except epic comes from the environment that already has it.
 "$bin/python" -c 'import site; print(site.getsitepackages()[0])' \
     >"$(echo "$away"/venv/lib/python*/site-packages)/others.pth"
 cp "$checkout"/tests/jax/conftest.py "$checkout"/tests/jax/reference.py \
@@ -27,13 +27,14 @@ cp "$checkout"/tests/jax/conftest.py "$checkout"/tests/jax/reference.py \
     "$checkout"/examples/jax/ep_moe.py "$away"
 cd "$away"
 "$away/venv/bin/python" -c 'import epic, sys; assert epic.__file__.startswith(sys.prefix), epic'
-"$away/venv/bin/epic-info" >info # the wheel's own libraries, and of MPI what the build found
+# the wheel has its own libraries, and the MPI plugin if the build found MPI
+"$away/venv/bin/epic-info" >info
 grep -q "^backend mpi *$away/.*/epic/bin/../lib/libepic_mpi.so loads" info ||
     grep -q '^backend mpi *not built' info || { cat info; exit 1; }
 "$away/venv/bin/python" ep_moe.py --check
 "$away/venv/bin/python" -m pytest -q -p no:cacheprovider test_steps.py -k "every_slot or sum"
 
-# An editable install has the sources in the checkout and the libraries here.
+# An editable install uses the sources of the checkout, and libraries in its own folder.
 "$away/venv/bin/pip" install --quiet --disable-pip-version-check --no-build-isolation --no-deps \
     --config-settings=cmake.define.EPIC_CUDA=OFF --editable "$checkout"
 "$away/venv/bin/python" - "$checkout" <<'END'

@@ -23,13 +23,13 @@ import reference
 import steps
 
 SIZES: dict[str, Any] = {"max_tokens": 64, "max_row_bytes": 4096, "timeout_ms": 60000}
-QUICK = bool(os.environ.get("EPIC_JAX_QUICK"))  # each process compiles all by itself
+QUICK = bool(os.environ.get("EPIC_JAX_QUICK"))  # each process compiles every program itself
 CASES = [case for i, case in enumerate(layers.CASES.values()) if i % 3 == 0 or not QUICK]
 SIDE_BY_SIDE = 6 if QUICK else 16
 
 
 def say(*words: object) -> None:
-    """Print a line for the test at once."""
+    """Print a line for the test immediately."""
     print(*words, flush=True)
 
 
@@ -86,7 +86,7 @@ def run_layers(process: int, processes: int, port: int) -> None:
 
 
 def run_independent(process: int, processes: int, port: int) -> None:
-    """Layers that do not depend on each other, forward and backward, many times."""
+    """Run independent layers, forward and backward, many times."""
     initialize(process, processes, port)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "ep"))
     case = layers.CASES["softmax"]
@@ -142,14 +142,14 @@ def step_until_gone(run: Any, process: int, end: Any) -> None:
         say("gone", time.time())
         end()
     try:
-        steps(5)  # who is slow may be told in the middle of the last of them
+        steps(5)  # a slow process may get the error in the middle of the last step
         jax.block_until_ready(run())
         say("no error")
     except Exception as error:
         say("error", time.time(), str(error).splitlines()[0])
     finally:
         sys.stdout.flush()
-        os._exit(0)  # a peer is gone: jax.distributed would wait for it
+        os._exit(0)  # jax.distributed would wait for the process that is gone
 
 
 def run_gone(process: int, processes: int, port: int, end: Any = kill) -> None:
@@ -176,7 +176,7 @@ run_raise, run_exit = partial(run_gone, end=fail), partial(run_gone, end=leave)
 
 
 def run_with(process: int, processes: int, port: int) -> None:
-    """Raise an exception inside of a group's with statement."""
+    """Raise an exception inside a group's with statement."""
 
     def end() -> None:
         with group:
@@ -190,7 +190,7 @@ def run_with(process: int, processes: int, port: int) -> None:
 
 
 def run_interrupt(process: int, processes: int, port: int) -> None:
-    """The last process sleeps, the others wait for it inside of XLA and are interrupted."""
+    """The last process sleeps. The others wait for it inside XLA and are interrupted."""
     group = epic.jax.open(
         ranks=[process], num_ranks=processes, bootstrap=epic.jax.Tcp(port=port), **SIZES
     )
@@ -211,10 +211,11 @@ def run_interrupt_open(process: int, processes: int, port: int) -> None:
 
 
 def run_late(process: int, processes: int, port: int) -> None:
-    """A process whose open fails by itself is named; a group of the same name opens afterwards."""
+    """A process whose open fails is named, and then a group of the same name opens."""
     initialize(process, processes, port)
     mesh = Mesh(np.array(jax.devices()), ("ep",))
-    multihost_utils.sync_global_devices("begin")  # else whoever starts slowly is late too
+    # otherwise a process that starts slowly would be late, too
+    multihost_utils.sync_global_devices("begin")
     try:
         wrong = {"max_tokens": -1} if process == 2 else {"timeout_ms": 1500}
         epic.jax.open(mesh, "ep", **{**SIZES, **wrong})

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""epic.jax on GPUs, against float64 and against the bits that CPU devices give.
+"""Checks epic.jax on GPUs, against float64 and against the bits of CPU devices.
 
-check.py NAMES               one process with all GPUs; NAMES: some of CASES, or none for all
-check.py PROCESS PROCESSES PORT NAMES     one of several, each with a GPU of its own
+check.py NAMES runs one process with all GPUs. NAMES are some of CASES; without names it runs all.
+
+check.py PROCESS PROCESSES PORT NAMES runs one of several processes, each with a GPU of its own.
 """
 
 import os
@@ -10,7 +11,7 @@ import sys
 import time
 import traceback
 
-from gpu_world import LeftOutError, say  # before JAX, which it tells the platforms
+from gpu_world import LeftOutError, say  # before JAX, because it selects JAX's platforms
 
 # isort: split
 import gpu_errors
@@ -26,7 +27,7 @@ CASES = {
 
 
 def run_case(name: str) -> bool:
-    """False: it failed, which has been said."""
+    """Run a case; after a failure print it and return False."""
     begin = time.monotonic()
     try:
         CASES[name]()
@@ -42,7 +43,7 @@ def run_case(name: str) -> bool:
 
 
 def main(words: list[str]) -> int:
-    """All that is asked for; in several processes, to the first failure."""
+    """Run the named cases. Several processes stop at the first failure."""
     several = bool(words) and words[0].isdigit()
     if several:
         process, processes, port = map(int, words[:3])
@@ -56,7 +57,7 @@ def main(words: list[str]) -> int:
         good = run_case(name) and good
         if several and not good:
             sys.stdout.flush()
-            os._exit(1)  # the others would wait
+            os._exit(1)  # otherwise the other processes would wait
     say("right" if good else "wrong")
     return 0 if good else 1
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases that must fail, with the right words; then the group goes on, or a new one opens."""
+"""Cases that must fail with the expected text. Afterwards the group works, or a new one opens."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ from steps import ALL, EXPERTS, TOKENS, TOP_K, mapped, through, true_round
 
 
 def good_step(mesh: Mesh, group: Any) -> None:
-    """A step that is right: the group is usable."""
+    """Check that the group is usable: run a step and compare its results."""
     rows = len(gpus()) * TOKENS
     x, w, ids = numbers(1, rows, 20), numbers(2, rows, TOP_K), choices(3, rows)
     got = mapped(mesh, through(group, True), 3)(*(put(mesh, v) for v in (x, w, ids)))
@@ -48,7 +48,7 @@ def checked(group: Any) -> str:
 
 
 def case_arguments() -> None:
-    """What the host can check is an error at once, and the group goes on."""
+    """Check that errors that the host finds are raised at once and leave the group usable."""
     mesh = gpu_mesh(len(gpus()))
     rows = len(gpus()) * TOKENS
     for backend in ("shm", "threads"):
@@ -71,8 +71,8 @@ def case_arguments() -> None:
 
 
 def case_meshes() -> None:
-    """A mesh that is not the group's, and a group opened again with other devices under a compiled
-    program: refused by what the host knows, without a wait for the GPU."""
+    """Check meshes that do not fit the group, and a group opened again with other devices under a
+    compiled program. The host refuses them without waiting for the GPU."""
     count = len(gpus())
     if count < 2:
         raise LeftOutError("one GPU")
@@ -87,16 +87,17 @@ def case_meshes() -> None:
         good_step(mesh, group)
     with epic.jax.open(turned, "ep", **SIZES) as group:
         text = failure(run, put(mesh, x))
-        # who is traced again hears it before it runs
+        # a program that is traced again gets the error before it runs
         assert "was made for group" in text or "the mesh has devices" in text, text
         good_step(turned, group)
-    with epic.jax.open(mesh, "ep", **SIZES) as group:  # `run` may be traced again, with this one
+    with epic.jax.open(mesh, "ep", **SIZES) as group:  # `run` may be traced again, with this group
         assert whole(run(put(mesh, x))).tolist() == [count] * count
 
 
 def case_data_errors() -> None:
-    """A bad expert id, and too many slots: zeros, no call fails, check tells it once on every
-    rank, at once or some steps later; the group goes on."""
+    """Check invalid expert ids and too many slots. Results are zeros and no call fails. check()
+    reports the error once on every rank, at once or some steps later, and the group stays usable.
+    """
     mesh = gpu_mesh(len(gpus()))
     rows = len(gpus()) * TOKENS
     x, w, ids = numbers(1, rows, 20), numbers(2, rows, TOP_K), choices(3, rows, 0)
@@ -124,7 +125,8 @@ def sync(name: str) -> None:
 
 
 def what_broke(group: Any, run: Any, x: Any) -> str:
-    """What check says; a rank that found nothing itself hears of it in its next operation."""
+    """Return the text of check(). A rank that found nothing itself gets it in its next
+    operation."""
     for _ in range(2):
         text = checked(group)
         if text:
@@ -134,7 +136,7 @@ def what_broke(group: Any, run: Any, x: Any) -> str:
 
 
 def case_missing_peer() -> None:
-    """A rank that does not come: the others' error names it, then a new group opens."""
+    """Check a rank that does not call: the others' error names it, then a new group opens."""
     count = len(gpus())
     if count == 1:
         raise LeftOutError("one GPU")
@@ -162,7 +164,7 @@ def case_missing_peer() -> None:
 
 
 def case_different_calls() -> None:
-    """Ranks that call different things: an error on all that names both."""
+    """Check ranks that make different calls: the error names both on all ranks."""
     count = len(gpus())
     if count == 1:
         raise LeftOutError("one GPU")
@@ -191,7 +193,7 @@ def case_different_calls() -> None:
 
 
 def case_killed() -> None:
-    """A process that dies is named by the others at once; ends this program."""
+    """Check that a killed process is named by the others at once. This case ends the program."""
     last = jax.process_count() - 1
     if last == 0:
         raise LeftOutError("one process")
@@ -212,4 +214,4 @@ def case_killed() -> None:
         say(f"{'ok' if good else 'FAILED:'} killed ({took:.1f} s): {text}")
         say("right" if good else "wrong")
         sys.stdout.flush()
-        os._exit(0 if good else 1)  # jax.distributed would wait for the dead
+        os._exit(0 if good else 1)  # jax.distributed would wait for the killed process

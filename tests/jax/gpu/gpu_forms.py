@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of other forms: flat rows, drops by k, experts in e4m3.  GPUs give the bits of CPU devices,
-which the suite holds against counts by hand and float64; CPUs have no experts in e4m3."""
+"""Cases with other forms: flat rows, drops by k, and e4m3 experts.
+
+GPUs must return the bits of CPU devices, which the CPU tests compare with counts by hand and with
+float64. e4m3 experts do not work on CPUs, so they are compared with loops.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +33,8 @@ Step = Callable[[Any], Callable[..., Any]]
 
 
 def compare(step_of: Step, hidden: int, dtype: str) -> None:
-    """step_of(group): rows, weights, ids and a gradient of rows -> arrays, on both platforms."""
+    """Compare step_of(group), a function of rows, weights, ids and a row gradient, on both
+    platforms."""
     tokens = TOKENS * len(gpus())
     x, ct = (np.asarray(jnp.asarray(numbers(s, tokens, hidden), dtype)) for s in (1, 4))
     w, ids = numbers(2, tokens, TOP_K), choices(3, tokens, 0.3)
@@ -44,7 +48,7 @@ def compare(step_of: Step, hidden: int, dtype: str) -> None:
 
 
 def case_flat() -> None:
-    """Rows with their experts and weights, their sum at home, the gradients of both."""
+    """Check rows with their experts and weights, the combined sums, and both gradients."""
     layer = epic.jax.Layer(EXPERTS, TOP_K, layout="flat")
 
     def step_of(group: Any) -> Callable[..., Any]:
@@ -65,7 +69,7 @@ def case_flat() -> None:
 
 
 def case_drop_by_k() -> None:
-    """Full experts keep all first choices before second ones."""
+    """Check that full experts keep all first choices before second ones."""
     layer = epic.jax.Layer(EXPERTS, TOP_K, overflow="drop", expert_capacity=2, priority="by_k")
 
     def step_of(group: Any) -> Callable[..., Any]:
@@ -86,7 +90,7 @@ def case_drop_by_k() -> None:
 
 
 def case_flat_quantized() -> None:
-    """Rows in e4m3 with scales in the flat layout, with a limit of SMs."""
+    """Check e4m3 rows with scales in the flat layout, with a limit on SMs."""
     layer = epic.jax.Layer(EXPERTS, TOP_K, layout="flat")
 
     def step_of(group: Any) -> Callable[..., Any]:
@@ -102,7 +106,7 @@ def case_flat_quantized() -> None:
 
 
 def case_e4m3() -> None:
-    """Layers with experts in e4m3, rounded in each call or once, match loops in float64."""
+    """Check layers with e4m3 experts, rounded in each call or once, against loops in float64."""
     tokens, hidden, inner = 5 * len(gpus()), 144, 160
     x, ct = numbers(1, tokens, hidden), numbers(2, tokens, hidden)
     named = rounded.weights_of(3, EXPERTS, hidden, inner)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases that must be right: steps, whole programs, layers."""
+"""Cases that must succeed: single steps, whole programs and layers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +34,8 @@ from steps import ALIGN, EXPERTS, LAYER, TOKENS, TOP_K, mapped, through, true_ro
 
 
 def case_steps() -> None:
-    """Round trip and gradients against float64: types, odd rows, fused or not, vma on and off."""
+    """Check round trips and gradients against float64: dtypes, odd rows, fused or not, vma on or
+    off."""
     tokens = TOKENS * len(gpus())
     bounds = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 3e-3}
     for ep in rank_counts():
@@ -60,7 +61,7 @@ def case_steps() -> None:
 
 
 def case_slots() -> None:
-    """Rows, weights and counts in every slot, exactly, padding and tail included."""
+    """Check rows, weights and counts of every slot exactly, including padding and tail."""
     count, hidden = len(gpus()), 20
     x, w = numbers(1, count * TOKENS, hidden), numbers(2, count * TOKENS, TOP_K)
     ids = choices(3, count * TOKENS)
@@ -93,7 +94,7 @@ def case_slots() -> None:
 
 
 def identity_round(group: Any, layer: Any, capacity: int) -> Callable[..., Any]:
-    """All that the core computes, nothing that XLA does: out, every gradient, a sum."""
+    """Return the results that EPIC alone computes: out, every gradient, and a sum."""
 
     def step(x: Any, w: Any, ids: Any, ct: Any) -> Any:
         def forward(x: Any, w: Any) -> Any:
@@ -108,7 +109,7 @@ def identity_round(group: Any, layer: Any, capacity: int) -> Callable[..., Any]:
 
 
 def case_host_bits() -> None:
-    """GPUs return the bits of CPU devices, forward and backward."""
+    """Check that GPUs return the bits of CPU devices, forward and backward."""
     count, hidden = len(gpus()), 1100
     w, ids = numbers(2, count * 40, TOP_K), choices(3, count * 40)
     for ep in rank_counts():
@@ -130,7 +131,8 @@ def case_host_bits() -> None:
 
 
 def case_drop_and_placement() -> None:
-    """Drops give zeros, forward and backward; any placement gives the same sums."""
+    """Check that drops return zeros, forward and backward, and that placements do not change
+    sums."""
     count, hidden = len(gpus()), 20
     mesh = gpu_mesh(count)
     layer = epic.jax.Layer(EXPERTS, 1, overflow="drop", expert_capacity=2)
@@ -157,7 +159,7 @@ def case_drop_and_placement() -> None:
 
 
 def case_no_tokens() -> None:
-    """Calls without tokens work."""
+    """Check calls without tokens."""
     if jax.__version__.startswith("0.11.") and len(gpus()) > 1:
         raise LeftOutError("this JAX crashes when it compiles calls of empty arrays")
     mesh = gpu_mesh(len(gpus()))
@@ -173,7 +175,7 @@ def case_no_tokens() -> None:
 
 
 def case_independent() -> None:
-    """Sixteen layers that do not depend on each other, psums between, forward and backward."""
+    """Check sixteen independent layers with psums between them, forward and backward."""
     count, layers_count, hidden = len(gpus()), 16, 20
     rows = count * TOKENS
     x = np.stack([numbers(i, rows, hidden) for i in range(layers_count)], 1)
@@ -206,7 +208,8 @@ def case_independent() -> None:
 
 
 def case_scan_and_remat() -> None:
-    """Layers in a scan, recomputed by several policies, donated: as the unrolled ones."""
+    """Compare layers in a scan, recomputed by several policies and with donation, with unrolled
+    ones."""
     count, hidden = len(gpus()), 20
     rows = count * TOKENS
     x, w, ids = numbers(1, rows, hidden), numbers(2, rows, TOP_K), choices(3, rows)
@@ -239,7 +242,7 @@ def case_scan_and_remat() -> None:
 
 
 def long_model(group: Any) -> Callable[..., Any]:
-    """Enough calls in a row for a command buffer."""
+    """Return a program with enough calls in a row for a command buffer."""
     one = through(group, True)
 
     def model(x: Any, w: Any, ids: Any) -> Any:
@@ -251,7 +254,7 @@ def long_model(group: Any) -> Callable[..., Any]:
 
 
 def case_graphs() -> None:
-    """A long program with XLA's command buffers and without: the same bits, step after step."""
+    """Check that a long program has the same bits with XLA's command buffers and without."""
     count, hidden = len(gpus()), 64
     rows = count * TOKENS
     x, w, ids = numbers(1, rows, hidden), numbers(2, rows, TOP_K), choices(3, rows)
@@ -265,7 +268,7 @@ def case_graphs() -> None:
             results.append(whole(h))
             epic.jax.check(group)
     same(*results)
-    again: list[Any] = []  # the graphs of a closed group are not used for the next of its name
+    again: list[Any] = []  # a new group with the name of a closed one must not use its graphs
     for _ in range(2):
         with epic.jax.open(mesh, "ep", **{**SIZES, "command_buffers": True}) as group:
             run = run if again else mapped(mesh, long_model(group), 3)
@@ -275,7 +278,8 @@ def case_graphs() -> None:
 
 
 def case_groups() -> None:
-    """Several at a time, closed and opened again under a compiled program, any device order."""
+    """Open several groups, close and open them again under a compiled program, in any device
+    order."""
     count = len(gpus())
     ep = 2 if count % 2 == 0 else 1
     mesh = gpu_mesh(ep)
@@ -304,7 +308,7 @@ def case_groups() -> None:
 
 
 def case_router() -> None:
-    """Router and losses, with gradients: the bits of the host's choice and weights."""
+    """Check router and losses, with gradients: choices and weights have the bits of CPUs."""
     rng = np.random.default_rng(1)
     logits = (3 * rng.normal(size=(64, 32))).astype(np.float32)
     bias = rng.normal(size=32).astype(np.float32)
@@ -344,7 +348,7 @@ def case_router() -> None:
 
 
 def case_layers() -> None:
-    """The whole layer: every case of layers.py, every size of a group, against float64."""
+    """Check the whole layer: every case of layers.py, every size of a group, against float64."""
     x, ct = layers.arrays()
     for ep in rank_counts():
         mesh = gpu_mesh(ep)
@@ -352,14 +356,15 @@ def case_layers() -> None:
             for name, case in layers.CASES.items():
                 args = put(mesh, x), layers.weights(case), put(mesh, ct)
                 args = (args[0], {n: put(mesh, v, P()) for n, v in args[1].items()}, args[2])
-                with jax.default_matmul_precision("highest"):  # else float32 is TF32
+                # otherwise float32 products would use TF32
+                with jax.default_matmul_precision("highest"):
                     got = jax.tree.map(whole, layers.step(mesh, group, case)(*args))
                 layers.compare(got, layers.true_step(case, mesh.shape["dp"]))
                 say("  ", ep, name)
 
 
 def case_experts() -> None:
-    """Dispatch, JAX's grouped GEMM and combine, with all gradients, against float64."""
+    """Check dispatch, JAX's grouped GEMM and combine, with all gradients, against float64."""
     from epic.jax import gemm
     from epic.jax.composed import apply_experts as experts_of
 
@@ -405,7 +410,8 @@ def case_experts() -> None:
             args = [put(mesh, np.asarray(jnp.asarray(v, dtype))) for v in (x, ct)]
             ws = {n: put(mesh, np.asarray(jnp.asarray(v, dtype))) for n, v in weights.items()}
             fixed = put(mesh, w), put(mesh, ids)
-            with jax.default_matmul_precision("highest"):  # else float32 is TF32 on GPUs
+            # otherwise float32 products would use TF32 on GPUs
+            with jax.default_matmul_precision("highest"):
                 got, pull = jax.vjp(lambda x, ws, f=run, a=fixed: f(x, ws, *a), args[0], ws)
                 grads = pull(args[1])
         bound = most if dtype == "float32" else 3e-2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the programs of this folder share: meshes of GPUs, numbers, how a case is told."""
+"""Shared functions of the programs in this folder: GPU meshes, random numbers, printed results."""
 
 import os
 import sys
@@ -28,11 +28,11 @@ Failure = jax.errors.JaxRuntimeError
 
 
 class LeftOutError(Exception):
-    """A case that cannot be run here, and why."""
+    """Raised by a case that cannot run here, with the reason."""
 
 
 def say(*words: object) -> None:
-    """Print a line at once."""
+    """Print a line immediately."""
     print(*words, flush=True)
 
 
@@ -53,7 +53,7 @@ def host_mesh(ep: int) -> Mesh:
 
 
 def rank_counts() -> list[int]:
-    """Every size of a group that the GPUs allow."""
+    """Return every size of a group that the GPUs allow."""
     return [n for n in (1, 2, 4, 8) if len(gpus()) % n == 0]
 
 
@@ -72,12 +72,12 @@ def whole(x: Any) -> np.ndarray:
 
 
 def numbers(seed: int, *shape: int, dtype: Any = np.float32) -> Any:
-    """Random normal numbers."""
+    """Return random normal numbers."""
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
 def choices(seed: int, tokens: int, none: float = 0.1) -> np.ndarray:
-    """Different experts for each token; some are none."""
+    """Return different experts for each token; some choices are -1 (no expert)."""
     rng = np.random.default_rng(seed)
     ids = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(tokens)])
     ids[rng.random(ids.shape) < none] = -1
@@ -85,7 +85,7 @@ def choices(seed: int, tokens: int, none: float = 0.1) -> np.ndarray:
 
 
 def same(a: Any, b: Any) -> None:
-    """Compare bit for bit, leaf by leaf."""
+    """Compare all leaves bit by bit."""
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert np.array_equal(whole(x), whole(y))
 

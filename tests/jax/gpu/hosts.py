@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer learns over ranks that are hosts, and over the same ranks on one host: the same losses
-and the same weights, bit for bit.
+"""Trains a layer on ranks that act as hosts, and on the same ranks as one host. Losses and weights
+must have the same bits.
 
-hosts.py [RANKS]      2 processes, which may share a GPU.  The net is EPIC_NET's, what it reads
-                      and writes lies where EPIC_NET_MEMORY says (of net local: gpu).  Over ranks
-                      that are hosts sums are in a tree by themselves; on one host they are told to
-                      be.
+hosts.py [RANKS] starts 2 processes by default, which may share a GPU. EPIC_NET selects the net, and
+EPIC_NET_MEMORY the memory that it reads and writes (gpu for the net "local"). On several hosts sums
+use a tree by default; on one host the program selects the tree.
 """
 
 import os
@@ -23,7 +22,7 @@ LIMIT = 120  # seconds
 
 
 def train(rank: int, ranks: int, port: int, apart: bool) -> list[Any]:
-    """The losses of this rank, then its weights.  Which backend it is, the core finds out."""
+    """Return the losses of this rank, then its weights. The core selects the backend."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -77,7 +76,7 @@ def train(rank: int, ranks: int, port: int, apart: bool) -> list[Any]:
 
 
 def of_rank(rank: int, ranks: int, port: int) -> int:
-    """One process."""
+    """Run one process."""
     import numpy as np
 
     os.environ["EPIC_HOST"] = "%r"
@@ -93,7 +92,7 @@ def of_rank(rank: int, ranks: int, port: int) -> int:
 
 
 def main(words: list[str]) -> int:
-    """All processes, each with the next of the GPUs."""
+    """Run all processes, which use the GPUs in turn."""
     if len(words) == 3:
         return of_rank(*map(int, words))
     from ports import free_port

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer on GPUs, which is the core's own in one call where it has one, against float64: a table
-of relative errors, and whether the same bits came again and again.
+"""Checks the layer on GPUs against float64.
 
-layer.py                                  one process with all GPUs
-layer.py PROCESS PROCESSES PORT           one of several, each with a GPU of its own
+Prints a table of relative errors, and whether repeated runs had the same bits. If the core supports
+the layer on GPUs, it must be one call.
+
+layer.py runs one process with all GPUs. layer.py PROCESS PROCESSES PORT runs one of several
+processes, each with a GPU of its own.
 """
 
 import os
@@ -27,9 +29,9 @@ import epic.jax
 from epic.jax.placement import EXPERT_WEIGHTS
 from reference import mlp, mlp_backward, relative
 
-ROUNDED = 0.25  # of cases' weights, which are for rows of 16
+ROUNDED = 0.25  # factor for the weights of cases, whose scale is meant for rows of 16 elements
 AGAIN = 20
-EXACT = ("w_gate", "bias")  # float32 whatever the rows are
+EXACT = ("w_gate", "bias")  # float32 whatever the dtype of the rows is
 BOUNDS = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 SIZES = {**gpu_world.SIZES, "max_tokens": 256, "max_row_bytes": 4096}
 TWELVE = np.array([0, 3, 1, 2, 3, 4, 5, 3, 6, 7, 0, 0], np.int32)
@@ -38,7 +40,7 @@ FULL = {**cases.CASES["normalized"], "biases": True}
 
 @dataclass(frozen=True)
 class Case:
-    """A layer: of cases.py, further arguments of moe, and whether it must be one call."""
+    """A layer: a case of cases.py, further arguments of moe, and whether it must be one call."""
 
     case: dict[str, Any]
     more: dict[str, Any] = field(default_factory=dict)
@@ -51,7 +53,8 @@ class Case:
 
 
 def all_cases() -> dict[str, Case]:
-    """By name; what the core's layer has not is made of steps."""
+    """Return all cases by name. A layer that the core does not support is composed of several
+    calls."""
     found = {n: Case(c) for n, c in cases.CASES.items()}
     found["float32"] = Case(FULL, dtype="float32")
     found["float16"] = Case(FULL, dtype="float16")
@@ -66,7 +69,7 @@ def all_cases() -> dict[str, Case]:
 
 
 def options(case: Case, ranks: int) -> epic.Moe:
-    """Of the case."""
+    """Return the options of the case."""
     wish = cases.options(case.case, ranks)
     if case.table is not None:
         count = len(case.table)
@@ -83,7 +86,7 @@ def rounded(values: Any, dtype: str) -> np.ndarray:
 
 
 def make_cases_large(dtype: str) -> None:
-    """Sizes for tensor cores, and numbers that the type has; the truth is made of the same."""
+    """Use sizes for tensor cores, and numbers that the dtype can represent."""
     cases.LENGTH, cases.HIDDEN, cases.INNER = 32, 256, 128
     of_weights, of_arrays = ORIGINAL
 
@@ -102,7 +105,7 @@ ORIGINAL: tuple[Callable[..., Any], Callable[..., Any]] = (cases.weights, cases.
 
 
 def more_of(case: Case, ranks: int) -> dict[str, Any]:
-    """Arguments of moe."""
+    """Return further arguments of moe."""
     more = {**cases.tables(case.case), **case.more}
     if more.get("token_mask") is True:
         more["token_mask"] = np.ones((cases.BATCH, cases.LENGTH), bool)
@@ -112,7 +115,7 @@ def more_of(case: Case, ranks: int) -> dict[str, Any]:
 
 
 def arguments(mesh: Any, case: Case) -> tuple[Any, ...]:
-    """x, weights and the cotangent on the mesh."""
+    """Return x, weights and output gradient on the mesh."""
     x, ct = cases.arrays()
     w = cases.weights(case.case)
     if case.table is not None:
@@ -123,7 +126,7 @@ def arguments(mesh: Any, case: Case) -> tuple[Any, ...]:
 
 
 def step(mesh: Any, group: Any, case: Case) -> Any:
-    """A jitted function of x, weights and ct: out, loss, d_x, d_weights."""
+    """Return a jitted function of x, weights and ct, which returns out, loss, d_x and d_weights."""
     wish, more = options(case, group.num_ranks), more_of(case, group.num_ranks)
 
     def loss_of(x: Any, w: Any, ct: Any) -> Any:
@@ -139,7 +142,7 @@ def step(mesh: Any, group: Any, case: Case) -> Any:
 
 
 def errors(case: Case, got: Any, groups: int) -> dict[str, float]:
-    """Relative, of each array."""
+    """Return the relative error of each array."""
     out, loss, d_x, d_w = cases.true_step(case.case, groups)
     if case.table is not None:
         d_w = {n: d[case.table] if n in EXPERT_WEIGHTS else d for n, d in d_w.items()}
@@ -149,7 +152,7 @@ def errors(case: Case, got: Any, groups: int) -> dict[str, float]:
 
 
 def run_layer(name: str, case: Case, ep: int) -> bool:
-    """Print a line of the table."""
+    """Run a layer and print a line of the table."""
     make_cases_large(case.dtype)
     mesh = gpu_mesh(ep)
     with epic.jax.open(mesh, "ep", **SIZES) as group, jax.default_matmul_precision("highest"):
@@ -178,8 +181,8 @@ def run_layer(name: str, case: Case, ep: int) -> bool:
 
 
 def run_experts(dtype: str) -> bool:
-    """epic.jax.experts by itself, on one GPU of this process: three slabs, one of them empty,
-    padding, and a tail that holds anything."""
+    """Check epic.jax.experts alone on one GPU: three slabs, one of them empty, padding, and a tail
+    with arbitrary values."""
     hidden, inner, counts, tokens = 256, 128, (128, 0, 256), (100, 0, 256)
     slots = sum(counts) + 96
     rng = np.random.default_rng(3)

@@ -6,7 +6,7 @@
 set -u
 cd "$(dirname "$0")/../../.."
 PYTHON=${GPU_PYTHON:-python3}
-LIMIT=${EPIC_GPU_LIMIT:-300} # seconds for each run
+LIMIT=${EPIC_GPU_LIMIT:-300} # time limit of each run in seconds
 GPUS=$(nvidia-smi -L 2>/dev/null | wc -l)
 [ "$GPUS" -gt 0 ] || { echo "there is no GPU"; exit 1; }
 export EPIC_LIBRARY_PATH="${EPIC_LIBRARY_PATH:-$PWD/build/lib}" PYTHONPATH="$PWD/bindings/python"
@@ -16,7 +16,7 @@ failed=0
 program=check
 check() { timeout -k 5 "$LIMIT" "$PYTHON" "tests/jax/gpu/$program.py" "$@" 2>&1; }
 
-# alone GPUS [cases]
+# usage: alone GPUS [cases]
 alone() {
     log=$(mktemp)
     devices=$(seq -s, 0 $(($1 - 1)))
@@ -27,7 +27,7 @@ alone() {
     rm -f "$log"
 }
 
-# in_one [cases]: a process with some of the GPUs
+# usage: in_one [cases]; one process with some of the GPUs
 in_one() {
     for count in 1 2 4; do
         [ "$count" -le "$GPUS" ] || continue
@@ -41,7 +41,7 @@ in_one() {
     unset EPIC_GRAPHS
 }
 
-# in_several [cases]: a process for each GPU
+# usage: in_several [cases]; one process for each GPU
 in_several() {
     for count in 2 4; do
         [ "$count" -le "$GPUS" ] || continue
