@@ -108,7 +108,7 @@ __device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit
 }
 
 /* Receives the weights of a token's slots or, for FLAT, the extras of its row, after its row
- * has been stored. Called by a whole warp. Returns false if the group is broken. */
+ * has been stored. Called by a whole warp. Returns false if the group of ranks has failed. */
 template <bool FLAT>
 __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, int source,
                                                 int32_t token, const int32_t (&slot)[2],
@@ -151,7 +151,8 @@ __device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t toke
 }
 
 /* Sends this rank's token to its peers and, as soon as its slots are known, stores it to its
- * slots on this rank. Called by a whole warp. Returns false if the group is broken. */
+ * slots on this rank. Called by a whole warp. Returns false if the group of ranks has
+ * failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t token,
                                                 const Unit &unit, uint32_t buffer)
@@ -176,7 +177,7 @@ __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t tok
 }
 
 /* Receives a peer's token into its slots on this rank. Called by a whole warp. Returns false if
- * the group is broken. */
+ * the group of ranks has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t token,
                                                const Unit &unit, const BulkBuffers &buffers)
@@ -216,7 +217,7 @@ struct RoundProgress { /* A warp's state in the running round. */
 };
 
 /* Waits for the token counts of all ranks at the first call. Until then a warp moves only this
- * rank's own tokens. Returns false if the group is broken. */
+ * rank's own tokens. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool read_counts_once(PackedMove &m, RoundProgress &p)
 {
     if (!p.has_counts && !read_token_counts(m)) return false;
@@ -226,7 +227,7 @@ __device__ __forceinline__ bool read_counts_once(PackedMove &m, RoundProgress &p
 }
 
 /* Writes zeros to some padding slots along with this rank's token. Called by a whole warp.
- * Returns false if the group is broken. */
+ * Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool pad_with_token(PackedMove &m, int32_t token, RoundProgress &p,
                                                const BulkBuffers &buffers)
 {
@@ -239,7 +240,7 @@ __device__ __forceinline__ bool pad_with_token(PackedMove &m, int32_t token, Rou
 }
 
 /* Moves the row of a unit. The copy of the row to its buffer has already been started. Returns
- * false if the group is broken. */
+ * false if the group of ranks has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_unit(PackedMove &m, const Unit &unit, RoundProgress &p,
                                           const BulkBuffers &buffers)
@@ -257,8 +258,8 @@ __device__ __forceinline__ bool move_unit(PackedMove &m, const Unit &unit, Round
     return token >= p.end || receive_packed<OwnPiece, FLAT>(m, token, unit, buffers);
 }
 
-/* Moves one round: tokens [m.first, end) of every rank. Returns false if the group is broken.
- */
+/* Moves one round: tokens [m.first, end) of every rank. Returns false if the group of ranks has
+ * failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, BulkBuffers &buffers,
                                             int *num_taken)
@@ -283,8 +284,8 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, BulkBuff
     return ok;
 }
 
-/* Moves all rounds. *num_taken: number of units that the warps of this CTA have taken in the round.
- * Returns false if the group is broken. */
+/* Moves all rounds. *num_taken: number of units that the warps of this CTA have taken in the
+ * round. Returns false if the group of ranks has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const uint8_t *memory,
                                             int *num_taken)
@@ -309,7 +310,7 @@ __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const ui
 }
 
 /* Writes zeros to all padding slots if receive units do not do it (pads_with_tokens() is
- * false). Called by all CTAs. Returns false if the group is broken. */
+ * false). Called by all CTAs. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool pad_all(PackedMove &m, const uint8_t *memory)
 {
     const BulkBuffers buffers(m, memory, 0);

@@ -195,7 +195,7 @@ __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t 
 }
 
 /* Waits for the missing words of a staged packed row and stores them to its buffer. Called by a
- * whole warp. Returns false if the group is broken. */
+ * whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32_t token,
                                             uint32_t buffer)
 {
@@ -211,7 +211,7 @@ __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32
 }
 
 /* Restores the special words of a packed row that has arrived. Called by a whole warp. Returns
- * false if the group is broken. */
+ * false if the group of ranks has failed. */
 template <bool QUANTIZED>
 __device__ __forceinline__ bool restore_special_words(const PackedMove &m, int rank, int source,
                                                       int32_t token, uint32_t buffer)

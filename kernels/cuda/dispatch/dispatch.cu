@@ -144,7 +144,7 @@ __device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk 
 
 /* For tokens with more than 32 choices: stores a piece to the slots in the later halves of the
  * record, and with the first piece receives their weights. A half has 32 choices, one per lane.
- * Returns false if the group is broken. */
+ * Returns false if the group of ranks has failed. */
 template <bool EXACT>
 __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank, int source,
                                                 int32_t token, int piece, const uint4 (&q)[V])
@@ -163,8 +163,8 @@ __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank,
 }
 
 /* Receives the unit's span of one token into its slots on this rank. `word`: from peek_record()
- * or peek_row(). `copied`: the pieces come through the ring. Returns false if the group is
- * broken. */
+ * or peek_row(). `copied`: the pieces come through the ring. Returns false if the group of
+ * ranks has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t token,
                                               const UnitWalk &walk, uint64_t word, bool copied,
@@ -274,7 +274,7 @@ template <bool EXACT> static __device__ __noinline__ void send_head(const Dispat
 
 /* Receives the one or two tokens of a step from one source. If the source is this rank, also
  * writes zeros to padding slots. `slab_bits`: log2 of the number of slabs, rounded up;
- * negative: no padding. Returns false if the group is broken. */
+ * negative: no padding. Returns false if the group of ranks has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,
@@ -302,7 +302,7 @@ __device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWa
 }
 
 /* Moves one round: tokens [m.first, end) of every rank. `memory`: this warp's ring. Returns
- * false if the group is broken. */
+ * false if the group of ranks has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool move_tokens(DispatchMove &m, int32_t end, const uint8_t *memory)
 {
@@ -349,7 +349,7 @@ __device__ __forceinline__ bool move_tokens(DispatchMove &m, int32_t end, const 
 }
 
 /* Writes zeros to all padding slots if receive units do not do it (pads_with_tokens() is
- * false). Called by all CTAs. Returns false if the group is broken. */
+ * false). Called by all CTAs. Returns false if the group of ranks has failed. */
 template <bool EXACT> __device__ __forceinline__ bool pad_all(DispatchMove &m)
 {
     if (m.plan.header.alignment <= 1) return true;
@@ -379,7 +379,7 @@ template <bool FLAT> __device__ __forceinline__ void clear_outputs(const Dispatc
 }
 
 /* Writes zeros to the slots after the last slab. Called by all CTAs. Returns false if the group
- * is broken. */
+ * of ranks has failed. */
 template <bool FLAT> __device__ __forceinline__ bool clear_tail(const DispatchMove &m)
 {
     if (m.has_new_plan && !wait_for_plan(m)) return false;
@@ -394,7 +394,7 @@ template <bool FLAT> __device__ __forceinline__ bool clear_tail(const DispatchMo
 }
 
 /* Moves all rounds. A round has as many tokens of each rank as fit the staging. Returns false
- * if the group is broken. */
+ * if the group of ranks has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool move_rounds(DispatchMove &m, OpState &op, const uint8_t *memory)
 {

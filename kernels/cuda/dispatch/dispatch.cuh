@@ -170,7 +170,7 @@ __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank,
 /* Waits for a half (32 choices) of a record and sets `slot` to this lane's slot on this rank,
  * or -1. `word`: from peek_record(). Sets `more` if another half follows. `keep`: also copies
  * the slots into the plan that is being made. Called by a whole warp. Returns false if the
- * group is broken. */
+ * group of ranks has failed. */
 __device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int32_t token,
                                             int half, bool keep, uint64_t word, int32_t &slot,
                                             bool &more)
@@ -228,7 +228,7 @@ __device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank,
 }
 
 /* Waits for the weight of this lane's slot and stores it to slot_weights. `word`: from
- * peek_weight(). Called by a whole warp. Returns false if the group is broken. */
+ * peek_weight(). Called by a whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_weight(const DispatchMove &m, int rank, int source,
                                                int32_t token, int half, int32_t slot,
                                                uint32_t word)
@@ -269,7 +269,7 @@ __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector
 
 /* Waits for a piece of a row in staging, reads it to q and stores poison back. Reads rows of
  * this rank from `tokens` instead. `copied`: q already has what the ring contained. Called by a
- * whole warp. Returns false if the group is broken. */
+ * whole warp. Returns false if the group of ranks has failed. */
 template <bool EXACT>
 __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int rank, int source,
                                                   int32_t token, int piece, bool copied,
@@ -306,7 +306,7 @@ __device__ __forceinline__ void pad_piece(const DispatchMove &m, int32_t slot, i
 }
 
 /* Waits until the plan that this kernel makes is complete, so that its tables can be read.
- * Called by a whole warp. Returns false if the group is broken. */
+ * Called by a whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool wait_for_plan(const DispatchMove &m)
 {
     const uint32_t *planned = &control_of(m.op)->planned;
@@ -328,7 +328,7 @@ __device__ __forceinline__ const volatile device_plan_header *header_of(const Di
 
 /* If padding is written along with tokens, sets slab_bits to log2 of the number of slabs,
  * rounded up; otherwise to NOT_WITH_TOKENS. Waits for the plan if necessary. Called by a whole
- * warp. Returns false if the group is broken. */
+ * warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool find_padding_slabs(const DispatchMove &m, int &slab_bits)
 {
     slab_bits = NOT_WITH_TOKENS;
@@ -340,7 +340,7 @@ __device__ __forceinline__ bool find_padding_slabs(const DispatchMove &m, int &s
 }
 
 /* Waits for the token counts that all ranks announce, and sets tokens_of and most_tokens.
- * Called by a whole warp. Returns false if the group is broken. */
+ * Called by a whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool read_token_counts(DispatchMove &m)
 {
     if (!read_announcement(m.op, P2P_ANNOUNCED_TOKENS, m.tokens_of)) return false;
@@ -401,7 +401,7 @@ __device__ __forceinline__ void open_plan(PlanView &plan, const p2p_dispatch_job
 
 /* Makes the plan, together with the other planning CTAs, if this CTA is one of them. Called by
  * all threads, after begin_operation(). `memory`: dynamic shared memory, free for rows when it
- * returns. Returns false if the group is broken. */
+ * returns. Returns false if the group of ranks has failed. */
 template <bool WITH_PLAN, bool FLAT>
 __device__ __forceinline__ bool make_own_plan(Planner &planner, const p2p_dispatch_job &job,
                                               OpState &op, uint8_t *memory)

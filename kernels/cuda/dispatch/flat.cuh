@@ -30,7 +30,7 @@ __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32
 }
 
 /* Like read_record(), for FLAT plans. The slot of lane 0 is the token's row; the others are -1.
- * Called by a whole warp. Returns false if the group is broken. */
+ * Called by a whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_t token,
                                          bool keep, uint64_t word, int32_t &slot, bool &more)
 {
@@ -82,7 +82,7 @@ __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int ran
 /* Waits for this lane's choice and sets `expert` to its local expert, or to -1 if there is no
  * such choice. `word`: from peek_record(). Sets `more` if the next half has choices, too. Also
  * copies the experts into a plan that is being made. Called by a whole warp. Returns false if
- * the group is broken. */
+ * the group of ranks has failed. */
 __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, int32_t token,
                                                int half, uint64_t word, int32_t &expert,
                                                bool &more)
@@ -105,7 +105,7 @@ __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, 
 
 /* Waits for the weight of this lane's choice. `there`: this lane has a choice. On entry `word`
  * is what was loaded before; on return it is the weight. Called by a whole warp. Returns false
- * if the group is broken. */
+ * if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int rank,
                                                       int source, int32_t token, int half,
                                                       bool there, uint32_t &word)
@@ -127,8 +127,9 @@ __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int
     return ok;
 }
 
-/* Receives the extras of a token and stores them as those of row `row`. `extras`: from peek_extras()
- * for the first half. Called by a whole warp. Returns false if the group is broken. */
+/* Receives the extras of a token and stores them as those of row `row`. `extras`: from
+ * peek_extras() for the first half. Called by a whole warp. Returns false if the group of ranks
+ * has failed. */
 __device__ __forceinline__ bool receive_extras(const DispatchMove &m, int rank, int source,
                                                int32_t token, int32_t row, FlatExtras extras)
 {

@@ -186,8 +186,8 @@ __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &w
 }
 
 /* Moves the pieces of a unit to the token's slots on this rank. slot[0] is this lane's slot
- * among the first 32 choices, slot[1] that among later choices. Returns false if the group is
- * broken. */
+ * among the first 32 choices, slot[1] that among later choices. Returns false if the group of
+ * ranks has failed. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
                                             const UnitWalk &walk, const int32_t (&slot)[2],
@@ -219,8 +219,8 @@ __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
 }
 
 /* Receives the unit's span of one token into its slots on this rank. `word`: from peek_record()
- * or peek_row(). `copied`: the pieces come through the ring. Returns false if the group is
- * broken. */
+ * or peek_row(). `copied`: the pieces come through the ring. Returns false if the group of
+ * ranks has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_token(const PackedMove &m, int32_t token,
                                               const UnitWalk &walk, uint64_t word, bool copied,
@@ -289,7 +289,7 @@ static __device__ __noinline__ void send_head(const PackedMove m)
 }
 
 /* Receives the one or two tokens of a step from one source. If the source is this rank, also
- * writes zeros to padding slots. Returns false if the group is broken. */
+ * writes zeros to padding slots. Returns false if the group of ranks has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,
@@ -317,7 +317,7 @@ __device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk
 }
 
 /* Moves one round: tokens [m.first, end) of every rank. `memory`: this warp's ring. Returns
- * false if the group is broken. */
+ * false if the group of ranks has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, const uint8_t *memory)
 {
@@ -364,7 +364,7 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, const ui
 }
 
 /* Moves all rounds. A round has as many tokens of each rank as fit the staging. Returns false
- * if the group is broken. */
+ * if the group of ranks has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const uint8_t *memory)
 {
@@ -383,7 +383,7 @@ __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const ui
 }
 
 /* Writes zeros to all padding slots if receive units do not do it (pads_with_tokens() is
- * false). Called by all CTAs. Returns false if the group is broken. */
+ * false). Called by all CTAs. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool pad_all(PackedMove &m)
 {
     if (m.plan.header.alignment <= 1) return true;

@@ -190,8 +190,8 @@ __device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector
 }
 
 /* Waits for a staged piece, reads it to q and stores poison back to staging. `copied`: q
- * already has what the ring contained. Called by a whole warp. Returns false if the group is
- * broken. */
+ * already has what the ring contained. Called by a whole warp. Returns false if the group of
+ * ranks has failed. */
 template <bool QUANTIZED>
 __device__ __forceinline__ bool receive_packed_piece(const PackedMove &m, int rank, int source,
                                                      int32_t token, int piece, bool copied,

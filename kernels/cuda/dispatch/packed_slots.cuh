@@ -10,7 +10,7 @@
 /* Waits for the token's record and sets this lane's slots: slot[0] for choices 0 to 31, slot[1]
  * for later ones, -1 for none. FLAT: slot[0] of lane 0 is the token's row. `word`: from
  * peek_record() or peek_row(). `keep`: also copies the record into the plan that is being made.
- * Called by a whole warp. Returns false if the group is broken. */
+ * Called by a whole warp. Returns false if the group of ranks has failed. */
 template <bool FLAT>
 __device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_t token,
                                            bool keep, uint64_t word, int32_t (&slot)[2])
@@ -43,7 +43,7 @@ __device__ __forceinline__ void clear_rows(const PackedMove &m, int64_t first, i
 }
 
 /* Writes zeros to the slots after the last slab. Called by all CTAs. Returns false if the group
- * is broken. */
+ * of ranks has failed. */
 template <bool FLAT> __device__ __forceinline__ bool clear_tail(const PackedMove &m)
 {
     if (m.has_new_plan && !wait_for_plan(m)) return false;

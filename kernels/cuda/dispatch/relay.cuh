@@ -28,7 +28,7 @@ __device__ __forceinline__ uint32_t choose_routes(const DispatchMove &m, int32_t
 /* Forwards the unit's span of the one or two tokens of a step that a mate has sent. hand(from,
  * token, piece, wants) forwards a piece. `copied`: the caller copies pieces into a ring.
  * Forwarding does not use the ring, so this function drops the unit's pieces from it. Returns
- * false if the group is broken. */
+ * false if the group of ranks has failed. */
 template <class PieceFeed, class Hand>
 __device__ __forceinline__ bool forward_unit(const DispatchMove &m, const UnitWalk &walk,
                                              PieceFeed &feed, bool copied, Hand hand)

@@ -140,7 +140,8 @@ template <class Sums> struct Worker {
         Sums::load_rows(units.c, rows, unit);
     }
     /* Does all units of this worker: first sends the partial sums for peers' tokens, then adds
-     * the partial sums for this rank's tokens. Returns false if the group is broken. */
+     * the partial sums for this rank's tokens. Returns false if the group of ranks has
+     * failed. */
     __device__ __forceinline__ bool run_units(const CombineUnits &units)
     {
         const CombineState &c = units.c;

@@ -66,7 +66,7 @@ __device__ __forceinline__ const int32_t *fates_of(const PlanView &plan, const p
 /* ---------------------------------------------------- with ranks that have more tokens ---- */
 
 /* Waits for a token's record and sets `slot` to this lane's slot. If `keep` is true, it also
- * stores the record in the plan. Returns false if the group is broken. */
+ * stores the record in the plan. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank, int32_t token,
                                                    bool keep, int32_t &slot)
 {
@@ -144,7 +144,8 @@ static __device__ __noinline__ void receive_mixed(const LowlatMove m, OpState &o
 }
 
 /* Makes the plan. Sets m.is_mixed, and m.discards if the received rows must not be stored.
- * Called by all threads of the receiving CTAs. Returns false if the group is broken. */
+ * Called by all threads of the receiving CTAs. Returns false if the group of ranks has
+ * failed. */
 static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
 {
     const p2p_plan_job &job = m.job.plan;
@@ -343,7 +344,7 @@ __device__ __forceinline__ void load_first_units(const LowlatMove &m, FirstUnits
 }
 
 /* Phase 3, only with WITH_PLAN: every receiving CTA makes the whole plan by itself. Returns
- * false if the group is broken. */
+ * false if the group of ranks has failed. */
 __device__ __forceinline__ bool make_new_plan(LowlatMove &m, LowlatShared &s)
 {
     bool ok = true;

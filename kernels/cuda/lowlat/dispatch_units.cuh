@@ -356,7 +356,7 @@ __device__ __forceinline__ void store_weight(const LowlatMove &m, int32_t slot, 
 
 /* Waits for the weights of a token, stores them for the token's slots on this rank, and writes
  * poison back to staging. This lane's slot is the n-th slot of the token here. Returns false if
- * the group is broken. */
+ * the group of ranks has failed. */
 __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const PendingWords &w,
                                                 int32_t slot, int n)
 {
@@ -387,7 +387,7 @@ __device__ __forceinline__ int32_t find_slot(const LowlatMove &m, int rank, int3
 }
 
 /* Waits for a piece and stores it to the token's slots on this rank. Returns false if the group
- * is broken. */
+ * of ranks has failed. */
 template <class Rows>
 __device__ __forceinline__ bool receive_pending(const LowlatMove &m, PendingPiece &p)
 {
@@ -404,7 +404,7 @@ __device__ __forceinline__ bool receive_pending(const LowlatMove &m, PendingPiec
 
 /* Receives all pieces of this worker. The caller has loaded `first`. Each other piece is loaded
  * before the worker receives the piece before it, so that the loads overlap. Returns false if
- * the group is broken. */
+ * the group of ranks has failed. */
 template <class Rows>
 __device__ __forceinline__ bool receive_all(const LowlatMove &m, PendingPiece &first)
 {
@@ -434,7 +434,7 @@ __device__ __forceinline__ int num_words(const LowlatMove &m)
 
 /* Receives the words of this worker's tokens: stores the weights and, with a new plan, the
  * records. The caller has loaded `w`, the words of the first token. Returns false if the group
- * is broken. */
+ * of ranks has failed. */
 __device__ __forceinline__ bool receive_words(const LowlatMove &m, PendingWords &w)
 {
     for (int u = first_words(m); u < num_words(m); u += m.receivers.num_workers()) {

@@ -122,8 +122,8 @@ __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
 }
 
 /* backend hosts: waits until this rank is allowed to write to its outbox, because the net has
- * read the earlier puts from it. Called by the control warp. Returns false if the group is
- * broken. */
+ * read the earlier puts from it. Called by the control warp. Returns false if the group of
+ * ranks has failed. */
 __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const StartState &start)
 {
 #ifdef EPIC_HOSTS
@@ -195,7 +195,7 @@ __device__ __forceinline__ void find_lowlat_boxes(OpState &op, const p2p_self &s
 }
 
 /* Waits for the sizes that all ranks announce. Lane q gets the sizes of rank q; lanes without a
- * rank get zeros. Called by one warp. Returns false if the group is broken. */
+ * rank get zeros. Called by one warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool wait_sizes(const p2p_self &self, const OpState &op,
                                            int32_t &tokens, int32_t &capacity, int32_t &rows)
 {

@@ -192,7 +192,7 @@ __device__ __forceinline__ void mark_lane_choices(LowlatPlan &tables, int rank, 
 /* Waits for the ids of all ranks and enters them in the tables, four ids per lane at a time.
  * Called by the workers of the CTA. All ids of one lane come from the same rank. The last warps
  * get the first tokens, because the first warps have rows to send. Returns false if the group
- * is broken. */
+ * of ranks has failed. */
 static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
                                   const OpState &op)
 {
@@ -246,7 +246,7 @@ static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
 }
 
 /* Waits for the announced sizes of all ranks. Called by the control warp. Returns false if the
- * group is broken. */
+ * group of ranks has failed. */
 static __device__ bool gather_sizes(LowlatPlan &tables, const p2p_self &self, const OpState &op)
 {
     int32_t tokens, capacity, rows;
@@ -359,7 +359,7 @@ static __device__ __noinline__ void find_duplicates(LowlatPlan &tables, int rank
  * other warps wait for it.
  *
  * copy_announcements() copies the announcements of remote ranks. Called by one warp. Returns
- * false if the group is broken. */
+ * false if the group of ranks has failed. */
 static __device__ bool copy_announcements(const p2p_self &self, const OpState &op)
 {
     const int q = lane_id() < self.num_ranks ? lane_id() : self.rank;
@@ -381,7 +381,7 @@ static __device__ bool copy_announcements(const p2p_self &self, const OpState &o
 
 /* Copies the ids of remote ranks, two words per lane. Called by `warps` warps; this one is
  * number `warp`. It does not wait for ids past a rank's announced number of tokens. Returns
- * false if the group is broken. */
+ * false if the group of ranks has failed. */
 static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int warp, int warps)
 {
     const p2p_self &self = job.self;
@@ -419,7 +419,7 @@ static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int 
 
 /* Polls the net inbox and copies the announcements and ids that arrive. Called by all threads
  * of the last CTA, which receives no rows. If the grid has only one CTA, only its control warp
- * polls. Returns false if the group is broken. */
+ * polls. Returns false if the group of ranks has failed. */
 static __device__ bool poll_inbox(const p2p_plan_job &job, const OpState &op)
 {
     const bool alone = gridDim.x == 1;
@@ -459,7 +459,7 @@ static __device__ LowlatPlanState make_lowlat_plan(LowlatPlan &tables, const p2p
 
 /* Makes a mixed plan: exchanges counts with the other ranks as plan/planner.cuh does, because
  * one of them has more tokens than fit into the tables. Called by all threads of every CTA that
- * makes the plan. Returns false if the group is broken. */
+ * makes the plan. Returns false if the group of ranks has failed. */
 static __device__ __noinline__ bool make_mixed_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                                     const OpState &op, uint8_t *memory)
 {

@@ -142,7 +142,7 @@ template <class ROW> __device__ __forceinline__ void add_to(float (&total)[ROW::
 
 /* Adds the partial sums of the ranks in the bit mask `ranks` to total, in the order of ranks.
  * Waits for AT_ONCE partial sums at a time, and stores poison back to staging. `own` is this
- * rank's partial sum. Returns false if the group is broken. */
+ * rank's partial sum. Returns false if the group of ranks has failed. */
 template <class ROW, bool EXACT, int AT_ONCE>
 __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u,
                                             uint32_t ranks, uint4 own, float (&total)[ROW::N])
@@ -184,7 +184,7 @@ __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u
 }
 
 /* Adds one piece of a token of this rank over all ranks, and stores the sum to the output. The
- * caller has loaded `rows`. Returns false if the group is broken. */
+ * caller has loaded `rows`. Returns false if the group of ranks has failed. */
 template <class ROW, bool EXACT, int AT_ONCE>
 __device__ __forceinline__ bool receive_sum(const CombineState &c, SlotRows &rows,
                                             const Unit &u)

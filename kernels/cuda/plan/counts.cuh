@@ -1,31 +1,33 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Counts choices: the first half of making a plan. plan/planner.cuh has the second half.
+/* Counts choices: the first part of making a plan. plan/planner.cuh has the second part.
  *
- * Each warp counts the choices of its tokens (plan/planner_state.cuh). A choice needs its
- * position among all choices of its expert, on all ranks. That is the sum of four counts, each
- * of earlier choices of that expert:
+ * The slot of a choice depends on its position among all choices of the same expert. The order
+ * is: rank, token, k. A position is the sum of four counts, each of earlier choices of that
+ * expert:
  *
  *   on lower ranks + in lower CTAs of this rank + in lower warps + earlier ones in this warp
  *
- * So no position depends on the order in which ranks, CTAs or warps run.
+ * So no position depends on which rank, CTA or warp runs first. A tally is the counter of one
+ * expert (plan/planner_state.cuh).
  *
  *   writer          stores                                       reader that waits
- *   each warp       its counts, in shared memory                 its CTA, at a barrier
- *   planner CTA     `tallies`: counts of the CTA, in this        all planner CTAs of this
+ *   each warp       its tallies, in shared memory                its CTA, at a barrier
+ *   planner CTA     `tallies`: tallies of the CTA, in this       all planner CTAs of this
  *                   rank's heap                                  rank
  *   planner CTA 0   `counts`: counts of the rank, in every       all planner CTAs of all
  *                   rank's heap                                  ranks
  *
- * `tallies` and `counts` consist of stamped words. Each word is its own flag, so no fence is
- * needed. */
+ * `tallies` and `counts` consist of stamped words, which are valid only in the running epoch.
+ * So each word is its own flag, and no fence is needed. */
 #ifndef EPIC_COUNTS_CUH
 #define EPIC_COUNTS_CUH
 
 #include "cuda/plan/planner_state.cuh"
 
-/* Counts one choice per lane in `tally`, the counters of this warp. Returns how many choices of
- * the lane's expert the warp counted before this one. Sets `same_id` to the bit mask of the lanes
- * that have this expert. Called by all lanes; a lane without a choice passes expert -1. */
+/* Counts the choice of each lane in `tally`, this warp's tallies, and returns how many choices
+ * of the same expert the warp counted before this one (in lower lanes, or in earlier calls).
+ * Sets same_id to the bit mask of the lanes with the same expert. Called by all lanes; a lane
+ * without a choice passes expert -1. */
 __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert,
                                                uint32_t &same_id)
 {
@@ -38,18 +40,18 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert,
     return base + before;
 }
 
-/* count_group() without the result `same_id`. */
+/* Like count_group() above, for callers that do not need same_id. */
 __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
 {
     uint32_t same_id;
     return count_group(tally, expert, same_id);
 }
 
-/* Only for layout FLAT: counts the rows that this warp's tokens need on each rank. A token has
- * one row on a rank, however many choices it has there. `owner` is the rank of this lane's
- * choice, or -1. Returns how many rows on that rank the warp counted before, or -1 if an
- * earlier choice of the token has counted the row already. `seen`: bit mask of the ranks to
- * which the first half of the token's choices goes. */
+/* Layout FLAT: counts the rows that a group of tokens needs on each rank. A token needs one row
+ * on each rank that owns one of its experts. So only the token's first choice on a rank counts.
+ * `owner`: the rank of this lane's choice, or -1. Returns how many rows on that rank the warp
+ * counted before, or -1 if an earlier choice of the token has already counted the row. `seen`:
+ * bit mask of the ranks that the token's first half (choices 0 to 31) goes to. */
 __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &lanes,
                                               int32_t owner, int half, uint32_t &seen)
 {
@@ -62,9 +64,9 @@ __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &
     return counts ? warp_row : -1;
 }
 
-/* Returns whether an earlier choice of the same token has the same id. `same_id`: bit mask of the
- * lanes with this id. `first_id`: in the second half of a token's choices, the id of this lane's
- * choice in the first half. */
+/* Returns whether an earlier choice of the same token has the same id. `same_id`: bit mask of
+ * the lanes that have this id now. `first_id`: if the warp is at a token's second half (choices
+ * from 32 on), the id that this lane had in the first half; else -1. */
 __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int32_t id,
                                                    uint32_t same_id, int32_t first_id)
 {
@@ -75,17 +77,17 @@ __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int3
     return id >= 0 && found;
 }
 
-/* For how many groups of tokens (TokenLanes) a lane keeps its choices in registers, from the
- * counting until it computes their slots. */
+/* A lane keeps the choices of its first 4 groups of tokens in registers, so that it need not
+ * load them again when it computes their slots. */
 #define COUNTED_GROUPS 4
 
-/* For each of the warp's first groups of tokens: the id of this lane's choice, and the result
- * of count_group() for it. */
+/* The lane's choice in each of the warp's first groups of tokens: its id, and how many choices
+ * with this id the warp counted before it (count_group()). */
 struct CountedChoices {
     int32_t id[COUNTED_GROUPS], warp_position[COUNTED_GROUPS];
 };
 
-/* Returns whether CountedChoices can hold all choices of the warp. */
+/* Returns whether all choices of this warp fit in CountedChoices. */
 __device__ __forceinline__ bool has_counted_all(const TokenRange &range,
                                                 const TokenLanes &lanes)
 {
@@ -93,14 +95,14 @@ __device__ __forceinline__ bool has_counted_all(const TokenRange &range,
            range.end - range.begin <= COUNTED_GROUPS * lanes.group_tokens;
 }
 
-/* Visits the choices of this warp's tokens in order, one choice per lane at a time. What the
- * lanes visit at a time is a group. The ids of four groups are loaded together.
+/* Calls use() for the choices of this warp's tokens in order, one choice per lane at a time.
+ * The ids for four calls are loaded together, so that the loads overlap.
  *
- *   read(choice)                returns the id of choice number `choice` of this rank
- *   use(choice, id, k, first_id, i)  handles a choice; all lanes call it, with choice = id = -1 for no
- *                             choice. i is the group's number among the four. In the second
- *                             half of a token, `first_id` is what use() returned in the first
- *                             half; otherwise it is -1. */
+ *   read(choice)   returns the id of choice number `choice` of this rank
+ *   use(choice, id, k, first_id, i)
+ *                  handles a choice. All lanes call it; a lane without a choice passes choice =
+ *                  id = -1. i: number of the call among the four. first_id: if the warp is at
+ *                  a token's second half, what use() returned for the first half; else -1 */
 template <class Read, class Use>
 __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
                                                 const TokenLanes &lanes,
@@ -130,17 +132,18 @@ __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
     }
 }
 
-/* Checks the id of choice number `choice`. If the id is too large, records the choice in
- * p.bad_choice, unless an earlier choice is recorded there. Returns the id, or -1 if the choice
- * has no valid id. */
+/* Checks the id of choice number `choice`. If it is too large, records the choice in
+ * p.bad_choice, unless an earlier wrong choice is recorded there. Returns the id, or -1 if the
+ * choice has no expert or a wrong id. */
 __device__ __forceinline__ int32_t check_id(Planner &p, int64_t choice, int64_t id, int ids)
 {
     if (id >= ids) atomicMin(&p.bad_choice, (uint32_t)choice);
     return id < 0 || id >= ids ? -1 : (int32_t)id;
 }
 
-/* Returns the array in which resolve_replicas() stores the experts of this rank's choices. To
- * save memory, it is in the plan, where this rank's own records will be stored later. */
+/* Returns the array in which resolve_replicas() stores the expert of each of this rank's
+ * choices. It is in the plan's memory, where this rank's own records will be stored later. So
+ * it needs no memory of its own. */
 __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
 {
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
@@ -149,8 +152,8 @@ __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
            record_index(job.self, job.self.rank, 0, (int)job.layer.top_k);
 }
 
-/* Returns the id under which choice number `choice` is counted: its expert, or a logical expert if
- * its choices are split among the replicas after counting. */
+/* Returns the id under which choice number `choice` is counted. This is its expert. But if the
+ * layer has replicas that are chosen after counting, it is its logical expert. */
 template <int KIND>
 __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t choice)
 {
@@ -158,16 +161,18 @@ __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t c
     return read_id(job, choice);
 }
 
-/* Returns the number of valid ids that planned_id() can return: 0 to this number - 1. */
+/* Returns the number of different ids that planned_id() returns for valid choices: from 0 to
+ * this number - 1. */
 template <int KIND> __device__ __forceinline__ int num_planned_ids(const p2p_plan_job &job)
 {
     return (int)(KIND & PLAN_RARE && !job.resolves ? (uint32_t)num_ids(job)
                                                    : job.layer.num_experts);
 }
 
-/* Counts the choices of this warp and checks their ids. For each choice, it stores the result
- * of count_group() in `fate`, until the slot is known. For layout FLAT without dropping, it
- * stores the result of count_rows() instead. */
+/* Counts the choices of this warp's tokens and checks their ids. Until the slot of a choice is
+ * known, the plan's array `fate` holds its count: what count_group() returned or, with layout
+ * FLAT without dropping, what count_rows() returned. `counted` gets the same for the first
+ * groups. */
 template <int KIND>
 static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                                      const TokenLanes &lanes, const TokenRange &range,
@@ -207,21 +212,23 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                     });
 }
 
-/* Layout of a word of `counts`: the sending rank's number of choices of an expert, and the rank
- * that owns this expert. RECORD_LAST in the word of expert 0 reports that the sending rank's
- * data is wrong. RECORD_LAST in all words reports that its table rank_of_expert is invalid. */
+/* A word of `counts` has the sending rank's number of choices of one expert, and the rank that
+ * owns this expert in the sender's table. RECORD_LAST in the word of expert 0 means that the
+ * sender's data is wrong. RECORD_LAST in all words means that its table rank_of_expert is
+ * invalid. */
 #define COUNT_BITS P2P_COUNT_BITS
 #define COUNT_OF(word) ((uint32_t)(word) & ((1u << COUNT_BITS) - 1))
 #define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & 31)
 
-/* Returns a word of `counts` with the expert's rank and the count 0. The caller adds the
- * count. */
+/* Returns the word of `counts` for an expert, with the expert's rank and with count 0. The
+ * caller adds the count. */
 __device__ __forceinline__ uint32_t owner_word(const Planner &p, int expert)
 {
     return p.bad_owner == NO_INDEX ? (uint32_t)p.owner[expert] << COUNT_BITS : RECORD_LAST;
 }
 
-/* Breaks the group, because the table of experts of rank q differs from that of this rank. */
+/* Reports EPIC_EMISMATCH, which ends the group: rank q has another table of experts
+ * (rank_of_expert or logical_of_expert) than this rank. */
 static __device__ __noinline__ void report_table_mismatch(const OpState &op, int q)
 {
     const p2p_self &self = *op.self;
@@ -230,9 +237,9 @@ static __device__ __noinline__ void report_table_mismatch(const OpState &op, int
         op.signature);
 }
 
-/* Publishes the counts of this CTA to the other planner CTAs of this rank. In p.tally, it
- * replaces each warp's count by the sum of the counts of lower warps. Called by all threads of
- * the CTA. */
+/* Publishes the tallies of this CTA to the other planner CTAs of this rank. In p.tally,
+ * replaces the tally of each warp by the sum of the lower warps' tallies. Called by all threads
+ * of the CTA. */
 template <int KIND>
 static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -245,7 +252,7 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
                       stamp_word(op, p.bad_choice));
     const int warps = p.num_warps;
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
-        /* all loads come before the first store, so that they overlap */
+        /* All loads come before the first store, so that the loads overlap. */
         int32_t counts[PLAN_MOST_WARPS], sum = 0;
 #pragma unroll
         for (int w = 0; w < PLAN_MOST_WARPS; w++)
@@ -261,8 +268,8 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
     }
 }
 
-/* Returns the address, in `heap`, of the words that describe the first wrong value of
- * `rank`. */
+/* Returns the address, in `heap`, of the fault words of `rank`, in which the rank describes the
+ * first wrong value in its data. */
 __device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const OpState &op,
                                                  uint8_t *heap, int rank)
 {
@@ -270,9 +277,10 @@ __device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const OpS
            (epoch_parity(op) * DEVICE_MAX_RANKS + rank) * P2P_FAULT_WORDS;
 }
 
-/* Returns the wrong value that the caller passed at `index` of the ids or of a table; `kind` (a
- * p2p_fault) selects the array. Changes `kind` to the exact fault, and `index` to match it.
- * Called by one thread. */
+/* Returns the wrong value at `index` of an array that the caller passed. `kind` (a p2p_fault)
+ * says which array: P2P_FAULT_PLACEMENT means rank_of_expert, P2P_FAULT_REPLICA means
+ * logical_of_expert, and P2P_FAULT_EXPERT means topk_idx. Then the function replaces `kind` by
+ * the exact fault, and adapts `index` to it. Called by one thread. */
 __device__ __forceinline__ int64_t read_wrong_value(const p2p_plan_job &job, uint32_t &kind,
                                                     uint32_t &index)
 {
@@ -290,8 +298,9 @@ __device__ __forceinline__ int64_t read_wrong_value(const p2p_plan_job &job, uin
     return id;
 }
 
-/* Reports to all ranks a wrong value that this rank's caller passed: its kind, its index and
- * the value. Called by one thread. */
+/* Sends the fault words to all ranks: kind, index and value of the first wrong value in the
+ * arrays of this rank's caller. Then every rank can report the same error. Called by one
+ * thread. */
 static __device__ __noinline__ void
 publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, uint32_t index)
 {
@@ -307,9 +316,9 @@ publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, u
     }
 }
 
-/* Each planner CTA has published its first wrong value. Finds the first one of the rank, and
- * reports it to all ranks. Called by one thread of CTA 0. Returns false if the group is
- * broken. */
+/* Finds the first wrong value of this rank, and sends it to all ranks. It is in a table if one
+ * of the tables is wrong. Else it is the lowest of the wrong choices that the planner CTAs have
+ * published. Called by one thread of CTA 0. Returns false if the group of ranks has failed. */
 static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_plan_job &job,
                                                   const OpState &op)
 {
@@ -333,8 +342,9 @@ static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_pl
     return true;
 }
 
-/* backend hosts: copies the counts of ranks on other hosts from the net inbox to the heap. Only
- * CTA 0 does this; the other CTAs wait for the words in the heap. */
+/* Copies the counts that ranks on other hosts have sent from the net inbox to the heap. Only
+ * CTA 0 of backend hosts does this, because polls of the net inbox are slow. The other CTAs
+ * wait for the words in the heap. */
 __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts, int first,
                                              const uint64_t (&words)[RANKS_AT_ONCE])
 {
@@ -344,9 +354,9 @@ __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts
             store_relaxed(counts + (first + i) * DEVICE_MAX_TALLIES, words[i]);
 }
 
-/* Waits until all planner CTAs of this rank have published their value of counter e. Sets
- * words[c] to that of CTA c; words without a CTA have the count 0. Returns false if the group
- * is broken. */
+/* Waits until all planner CTAs of this rank have published their tally number e. words[c]
+ * becomes the tally of CTA c; it has count 0 if there is no CTA c. Returns false if the group
+ * of ranks has failed. */
 __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, const OpState &op,
                                                     int e, uint64_t (&words)[P2P_MAX_PLANNERS])
 {
@@ -363,8 +373,9 @@ __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, con
     });
 }
 
-/* Does steps 1 and 2 of exchange_counts() for counter e. `counts` is the offset of this
- * operation's counts in a heap, in 8-byte words. */
+/* Does steps 1 and 2 of exchange_counts() for tally number e: adds the tallies of this rank's
+ * CTAs, and CTA 0 sends the sum to every rank. `counts`: offset of this epoch's counts in a
+ * heap, in 8-byte words. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &job,
                                               const OpState &op, int64_t counts, int e)
 {
@@ -391,9 +402,10 @@ __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &jo
     return ok;
 }
 
-/* backend hosts: CTA 0 posts the puts that send all counts of this rank, after all its threads
- * have stored theirs. Called by all threads. Returns false if a thread has found that the group
- * is broken. */
+/* Backend hosts: CTA 0 posts the puts that send this rank's counts to all ranks, after all its
+ * threads have stored their counts. Called by all threads. `ok`: this thread has found no
+ * failure. Returns false if any thread of CTA 0 has found that the group of ranks has
+ * failed. */
 __device__ __forceinline__ bool post_put_counts(const p2p_self &self, const OpState &op,
                                                 int64_t counts, int experts, bool ok)
 {
@@ -406,15 +418,16 @@ __device__ __forceinline__ bool post_put_counts(const p2p_self &self, const OpSt
     return ok;
 }
 
-/* Waits until RANKS_AT_ONCE ranks, from rank `first` on, have published their value of one
- * counter. `from` is where rank 0 stores its value in this rank's heap. Sets words[i] to the
- * value of rank first + i; words past the last rank have the count 0. Returns false if the
- * group is broken. */
+/* Waits until RANKS_AT_ONCE ranks, from rank `first` on, have published their count of one
+ * tally. `from`: address of rank 0's count in this rank's heap. words[i] becomes the count of
+ * rank first + i; it is 0 if there is no such rank. Returns false if the group of ranks has
+ * failed. */
 __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64_t *from,
                                                  int first, uint64_t (&words)[RANKS_AT_ONCE])
 {
     const int ranks = op.self->num_ranks;
-    int missing = -1; /* a rank whose word has not arrived; -1: all words have arrived */
+    /* a rank whose count has not arrived, for the error; -1: all have arrived */
+    int missing = -1;
     return wait_thread(op, missing, P2P_PHASE_COUNTS, [&] {
         missing = -1;
 #pragma unroll
@@ -430,13 +443,16 @@ __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64
     });
 }
 
-/* Does step 3 of exchange_counts() for counter e. `counts` is the offset of this operation's
- * counts in a heap, in 8-byte words. */
+/* Does step 3 of exchange_counts() for tally number e: waits for the counts of all ranks, and
+ * adds them. `counts`: offset of this epoch's counts in a heap, in 8-byte words. Returns false
+ * if the group of ranks has failed. */
 __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self,
                                                 const OpState &op, int64_t counts, int e)
 {
     const uint64_t *from = (const uint64_t *)op.heap + counts + e;
-    uint32_t load = 0, low = 0, bad = 0, others = 0; /* bad, others: one bit per rank */
+    /* Bit masks of ranks. bad: the rank's data is wrong. others: its table of experts
+     * differs. */
+    uint32_t load = 0, low = 0, bad = 0, others = 0;
     bool ok = true;
 #pragma unroll 1
     for (int first = 0; first < self.num_ranks && ok; first += RANKS_AT_ONCE) {
@@ -464,16 +480,16 @@ __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self
     return ok;
 }
 
-/* Exchanges the counts with all ranks. Called by all threads of the planner CTAs. A thread
- * handles one counter at a time:
+/* Exchanges the counts of choices with all ranks. Called by all threads of the planner CTAs. A
+ * thread handles one tally (mostly: one expert) at a time:
  *
- *   1. waits for the counts of all planner CTAs of this rank and adds them
- *   2. CTA 0 stores the sums to every rank
+ *   1. waits for the tallies of all planner CTAs of this rank and adds them
+ *   2. in CTA 0: stores the sum in the heap of every rank
  *   3. waits for the sums of all ranks, checks that all ranks have the same owner for the
  *      expert, and sets p.before_cta and p.load
  *
- * Returns false if the group is broken. If this function were inlined, its registers would make
- * the compiler spill registers in the loop that moves rows. */
+ * Returns false if the group of ranks has failed. If this function were inlined, the compiler
+ * would spill registers in the loop that moves rows. */
 template <int KIND>
 static __device__ __noinline__ bool exchange_counts(Planner &p, const p2p_plan_job &job,
                                                     const OpState &op)

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Layout FLAT: a token has one row on each rank that owns at least one of its experts. Kernels
- * that move rows treat this row as the token's only slot. For each row, two more arrays hold
- * the token's local experts there and their weights.
+ * that move rows treat this row as the token's only slot on that rank. Two more arrays of the
+ * receive buffer hold, for each row, the token's local experts there and their weights.
  *
- * While the plan is made, each rank stores stamped words for each of its tokens in every rank's
- * heap:
+ * While the plan is made, each rank stores stamped words (valid only in this epoch) for each of
+ * its tokens in the heap of every rank:
  *
  *   rows     one word: the number of the token's row on that rank
  *   records  up to top_k words: the token's local experts there (other layouts: its slots) */
@@ -13,8 +13,8 @@
 
 #include "cuda/plan/view.cuh"
 
-/* Returns the address, in `heap`, of the word with a token's row number. `source` is the number
- * of the token's rank in the list of sources of the rank that owns the heap. */
+/* Returns the address, in `heap`, of the word in which a rank stores the row number of its
+ * token. `source`: source_number() of that rank for the rank that owns the heap. */
 __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, const OpState &op,
                                                       uint8_t *heap, int source, int64_t token)
 {
@@ -22,8 +22,8 @@ __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, cons
            ((int64_t)epoch_parity(op) * self.num_ranks + source) * self.max_tokens + token;
 }
 
-/* Returns the address of the word in which rank `source` stores the row number that its token
- * has on this rank. */
+/* Returns the address, on this rank, of the word in which rank `source` stores which row its
+ * token has on this rank. */
 __device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const OpState &op,
                                                    int source, int64_t token)
 {
@@ -31,14 +31,14 @@ __device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const O
                             source_number(self, self.rank, source), token);
 }
 
-/* Returns whether the value is a row number, and not RECORD_ABSENT or RECORD_DISCARD. */
+/* Returns whether a received value is a row number, not RECORD_ABSENT or RECORD_DISCARD. */
 __device__ __forceinline__ bool is_valid_row(uint32_t value)
 {
     return value < RECORD_DISCARD;
 }
 
-/* Returns the array of local experts of a FLAT plan: [num_ranks, max_tokens, top_k], with the
- * same layout as the records. */
+/* Returns the array `locals` of a FLAT plan: the local experts of each token on this rank,
+ * [num_ranks, max_tokens, top_k]. It is indexed like the records. */
 __device__ __forceinline__ const int32_t *local_experts_of(const PlanView &plan,
                                                            const p2p_self &self)
 {

@@ -1,30 +1,32 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Decides which choices are dropped. The experts of a rank have a common limit: the number of
- * choices that each of them keeps at most, so that the rank's slots suffice.
+/* Decides which choices are dropped if a rank has too few slots. All experts of a rank have the
+ * same *keep limit*: each keeps at most so many choices that the rank's slots suffice.
  *
- *   EXPERT_MAJOR   the slots that a rank needs depend only on the loads of its experts. So
- *                  every rank computes all limits by itself (find_keep_limit)
- *   FLAT           a rank needs a row for every token that keeps a choice there. Only the
+ *   EXPERT_MAJOR   the slots that a rank needs depend only on the loads of its experts. Every
+ *                  rank knows all loads, so it computes all limits by itself
+ *                  (find_keep_limit)
+ *   FLAT           a rank needs one row for each token that keeps a choice there. Only the
  *                  token's own rank knows these tokens. So the ranks try a limit, count the
- *                  needed rows, exchange the counts, and bisect (find_flat_keep_limits)
+ *                  rows that it needs, exchange the counts, and bisect
+ *                  (find_flat_keep_limits)
  *
- * Only one CTA per rank searches, so that positions do not depend on an order of CTAs. The
- * ranks exchange the counts in stamped words, and every exchange of a search has its own
- * words. */
+ * In the second case only one CTA per rank makes the plan, so that it sees all choices of the
+ * rank in order. The ranks exchange the counts in stamped words. Each exchange of a search has
+ * words of its own, so no word is overwritten before all ranks have read it. */
 #ifndef EPIC_FLAT_DROP_CUH
 #define EPIC_FLAT_DROP_CUH
 
 #include "cuda/plan/flat.cuh"
 #include "cuda/plan/keep_by_k.cuh"
 
-/* Returns whether the layer drops choices that do not fit. */
+/* Returns whether the layer drops choices that do not fit, instead of failing the plan. */
 __device__ __forceinline__ bool layer_drops(const p2p_plan_job &job)
 {
     return job.layer.overflow == EPIC_OVERFLOW_DROP;
 }
 
-/* Returns how many choices an expert keeps: all, or as many as its rank's limit and its own
- * quota allow. */
+/* Returns how many choices an expert keeps: its load, but not more than the keep limit of its
+ * rank and its own quota (expert_capacity). */
 __device__ __forceinline__ int32_t num_kept(const Planner &p, const p2p_plan_job &job,
                                             int expert)
 {
@@ -32,8 +34,9 @@ __device__ __forceinline__ int32_t num_kept(const Planner &p, const p2p_plan_job
                min(p.keep_limit[p.owner[expert]], expert_quota(p, job, expert)));
 }
 
-/* Returns 0 if the expert keeps choice k of a token, else the EPIC_FATE: the reason why the
- * choice is dropped. `warp_position`: result of count_group() for the choice. */
+/* Returns 0 if the expert keeps choice k of a token. Else returns the EPIC_FATE_* value with
+ * the reason why it drops the choice. `warp_position`: how many choices of the expert the warp
+ * counted before this one. */
 __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int expert, int k, int32_t warp_position)
 {
@@ -42,9 +45,9 @@ __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_pl
     return nth >= expert_quota(p, job, expert) ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
 }
 
-/* Counts the rows that this warp's tokens need, if only choices within the limits p.keep_limit are
- * kept. `warp_positions` has the results of count_group() for all choices of this rank. Stores the
- * results of count_rows() in `warp_rows`. */
+/* Counts the rows that this warp's tokens need on each rank if the experts keep only
+ * p.keep_limit choices. For each choice of this rank, `warp_positions` has the result of
+ * count_group(). The function stores the result of count_rows() in `warp_rows`. */
 static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
                                        const int32_t *warp_positions, int32_t *warp_rows)
 {
@@ -72,8 +75,8 @@ static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
         }
 }
 
-/* Returns the address, in `heap`, of the row counts that `rank` sends in exchange number
- * `search`. They are one word per destination rank. */
+/* Returns the address, in `heap`, of the words that `rank` sends in exchange number `search`:
+ * for each rank, the rows that the tokens of `rank` need there. */
 __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank, int search)
 {
@@ -82,9 +85,10 @@ __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const Op
                DEVICE_MAX_RANKS;
 }
 
-/* Counts the rows that each rank needs with the limits p.keep_limit: for the tokens of all ranks
- * (p.needed_rows), and for those of lower ranks (p.rows_before_cta). Called by all threads of the CTA.
- * Returns false if the group is broken. */
+/* Counts the rows that each rank needs with the limits p.keep_limit, and exchanges the counts
+ * with all ranks. Sets p.needed_rows (for the tokens of all ranks) and p.rows_before_cta (for
+ * those of lower ranks). `search`: number of this exchange. Called by all threads of the CTA;
+ * thread d handles the rows of rank d. Returns false if the group of ranks has failed. */
 static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, const OpState &op,
                                          int search)
 {
@@ -127,9 +131,11 @@ static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, co
     return __syncthreads_and(ok) != 0;
 }
 
-/* Finds, by bisection, the largest limit p.keep_limit of each rank for which the rank's capacity
- * suffices. The last count_needed_rows() uses the final limits, so its counts stay valid.
- * Called by all threads of the CTA. Returns false if the group is broken. */
+/* Finds, by bisection, the largest p.keep_limit of each rank with which its rows fit its
+ * capacity. All ranks bisect together, because each step needs the counts of all. The last step
+ * counts with the final limits, so p.needed_rows and p.rows_before_cta are those of the plan.
+ * Called by all threads of the CTA; thread d handles the limit of rank d. Returns false if the
+ * group of ranks has failed. */
 static __device__ __noinline__ bool find_flat_keep_limits(Planner &p, const p2p_plan_job &job,
                                                           const OpState &op)
 {
@@ -138,7 +144,7 @@ static __device__ __noinline__ bool find_flat_keep_limits(Planner &p, const p2p_
     int search = 0;
     if (!count_needed_rows(p, job, op, search++)) return false;
     if (mine) {
-        int32_t most = 0; /* largest load of an expert; a limit of this size drops nothing */
+        int32_t most = 0; /* largest load of an expert: with this limit no choice is dropped */
         for (int e = 0; e < experts; e++) most = max(most, p.load[e]);
         const bool over = p.capacity[d] && p.needed_rows[d] > p.capacity[d];
         p.limit_fits[d] = over ? 0 : 0x7fffffff;

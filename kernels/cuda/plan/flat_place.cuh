@@ -1,25 +1,28 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The last step of making a plan with layout FLAT: computes the row numbers of this rank's
- * tokens, and sends them. For each of its tokens, a warp stores one word with the row number
- * and one record (the local experts) in every rank's heap. The words are stamped, so each is
- * its own flag. */
+/* The last step of making a plan with layout FLAT: computes the row that each of this rank's
+ * tokens has on each rank, and sends the row numbers. For each of its tokens, a warp stores two
+ * things in the heap of every rank: one word with the row number, and one record with the
+ * token's local experts there. The words are stamped with the epoch, so each is its own
+ * flag. */
 #ifndef EPIC_FLAT_PLACE_CUH
 #define EPIC_FLAT_PLACE_CUH
 
 #include "cuda/plan/flat_drop.cuh"
 
-struct FlatChoice { /* one choice that this lane handles, and its destination */
-    int64_t choice; /* index of the choice among all choices of this rank; -1: no choice */
-    int32_t owner;  /* rank of its expert, -1: the choice is not sent */
-    int32_t local;  /* number of the expert on that rank */
-    /* row number on that rank, if count_rows() counted the row for this choice; else -1 */
+struct FlatChoice { /* A choice that this lane handles, and where it goes. */
+    /* number of the choice on this rank (token * top_k + k); -1: the lane has no choice */
+    int64_t choice;
+    int32_t owner; /* the rank of its expert; -1: the choice is not sent */
+    int32_t local; /* local number of the expert on that rank */
+    /* the token's row on that rank, in the lane whose choice is the token's first one there;
+     * else -1 until send_row_words() */
     int32_t row;
-    int32_t fate; /* only if owner is -1: the EPIC_FATE */
+    int32_t fate; /* if owner is -1: the reason, an EPIC_FATE_* value */
 };
 
-/* Computes the destination of choice number `choice`. `counted` is the result of count_rows() for the
- * choice. Only if the layer drops choices, `counted` is the result of count_group(), and
- * counted_row that of count_rows(). */
+/* Returns where choice number `choice` goes. `counted`: result of count_rows() for it. If the
+ * layer drops choices, `counted` is the result of count_group() instead, and `counted_row` is
+ * that of count_rows(). */
 template <int KIND>
 __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p_plan_job &job,
                                                      int64_t choice, int64_t id, int k,
@@ -40,9 +43,10 @@ __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p
     return s;
 }
 
-/* Sends the row numbers and records of a group of tokens, side by side in the lanes, to every
- * rank. c[h] is this lane's choice in half h; the function sets c[h].row. `in`: the lane's
- * token exists. `bad`: the plan is invalid. Called by one warp. */
+/* Sends the row numbers and records of a group of tokens to every rank. Each lane has one
+ * choice of one token: c[h] is its choice in half h of the token. Also sets c[h].row in all
+ * lanes of a token. `in`: the lane's token exists. `bad`: the plan is invalid, so receivers
+ * must discard the rows. Called by one warp. */
 __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan_job &job,
                                                const TokenLanes &lanes, int32_t token, bool in,
                                                bool bad, FlatChoice (&c)[2])
@@ -90,8 +94,8 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
     }
 }
 
-/* place_choices() for layout FLAT: stores the fate and the rank of each of this warp's choices
- * in the plan, and sends row numbers and records. */
+/* Does for layout FLAT what place_choices() does for the other layout: stores fate (the row)
+ * and rank of each of this warp's choices in the plan, and sends row numbers and records. */
 template <int KIND>
 static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -109,7 +113,7 @@ static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpS
         int64_t choice[4], id[4];
         int32_t counted[4], counted_row[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) { /* two groups of tokens, with up to two halves each */
+        for (int i = 0; i < 4; i++) { /* i / 2: one of two groups of tokens; i % 2: half */
             const int token = t + i / 2 * lanes.group_tokens + lanes.token;
             const int k = lanes.k + i % 2 * WARP;
             const bool in =

@@ -1,33 +1,35 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* EPIC_BY_K: an expert that cannot keep all its choices keeps those with k = 0 first, then
+/* EPIC_BY_K: an expert that cannot keep all its choices first keeps those with k = 0, then
  * those with k = 1, and so on.
  *
  * The ranks count the choices of each k separately, as if there were one expert per k:
  *
- *   tally        counter k * num_experts + expert
- *   base         [num_experts * top_k]  number of choices of the expert with lower k, all ranks
- *   taken        [warps][num_experts]   number of choices that the expert keeps before the
- *                                       warp's next one
+ *   tally           tally k * num_experts + expert counts the choices with this k
+ *   lower_k_count   [num_experts * top_k]  choices of the expert with lower k, on all ranks
+ *   kept_before     [num_warps][num_experts]  how many choices the expert keeps before the
+ *                                             next one that the warp handles
  *
- * A choice has two positions. The order of keeping (by k first) decides whether the expert
- * keeps the choice: its position there is base, plus its position among the choices with the
- * same k. The order of tokens decides its slot: its position there is the number of choices
- * that the expert keeps before it, which `taken` counts. */
+ * A choice has two positions:
+ *
+ *   in the order of k        decides whether the expert keeps the choice. It is lower_k_count,
+ *                            plus the position among the choices with the same k
+ *   in the order of tokens   decides the slot of a kept choice. It is the number of choices
+ *                            that the expert keeps before it (kept_before) */
 #ifndef EPIC_KEEP_BY_K_CUH
 #define EPIC_KEEP_BY_K_CUH
 
 #include "cuda/plan/replicas.cuh"
 
-/* Returns the dynamic shared memory, in bytes, that EPIC_BY_K needs. It follows the memory of
- * the replicas' tables. */
+/* Returns the bytes of dynamic shared memory that the arrays of EPIC_BY_K need. They follow the
+ * tables of the replicas in memory. */
 static inline int by_k_bytes(const p2p_plan_job *job)
 {
     const int warps = planner_warps(num_tallies(*job, job->layer.layout == EPIC_FLAT));
     return job->by_k ? (int)job->layer.num_experts * 4 * (1 + warps) : 0;
 }
 
-/* Sets p.lower_k_count, and makes p.load the number of choices of each expert over all k. Called by all
- * threads of the CTA, after exchange_counts(). */
+/* Sets p.lower_k_count, and replaces p.load, which has a count per expert and k, by the sum
+ * over all k. Called by all threads of the CTA, after exchange_counts(). */
 static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts;
@@ -50,8 +52,9 @@ static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* Returns the position of a choice in the order in which its expert keeps choices. `warp_position`:
- * result of count_group() for the choice. */
+/* Returns the position of choice k of a token in the order in which its expert keeps choices.
+ * `warp_position`: how many choices of the expert (with this k) the warp counted before it.
+ * `tallies`: number of tallies per warp. */
 __device__ __forceinline__ int32_t keep_order_of(const Planner &p, const p2p_plan_job &job,
                                                  int tallies, int expert, int k,
                                                  int32_t warp_position)
@@ -62,9 +65,9 @@ __device__ __forceinline__ int32_t keep_order_of(const Planner &p, const p2p_pla
     return job.by_k ? p.lower_k_count[i] + nth : nth;
 }
 
-/* Sets p.kept_before: for each warp and expert, how many choices the expert keeps from tokens before
- * the warp's first one. keep(expert) returns how many choices an expert keeps in all. Called by
- * all threads of the CTA. */
+/* Sets p.kept_before for each warp and expert: how many choices the expert keeps of all tokens
+ * before the warp's first one. keep(expert): how many choices the expert keeps in all. Called
+ * by all threads of the CTA. */
 template <class Keep>
 static __device__ void count_kept_before(Planner &p, const p2p_plan_job &job, Keep keep)
 {

@@ -4,25 +4,30 @@
  *   in    topk_idx  [num_tokens, top_k]
  *   out   plan      header and arrays (rules/device_layout.h)
  *
- *   planner CTAs     count this rank's choices and compute their slots (plan/planner.cuh)
- *   other CTAs       copy the records that the ranks send about their tokens into the plan; a
- *                    warp copies several tokens at a time. FLAT: row numbers, then records
- *   last CTA         also announces the operation
+ * A record is what a rank sends to another rank about one of its tokens: the token's slots
+ * there.
+ *
+ *   planner CTAs     count this rank's choices, compute their slots and send the records
+ *                    (plan/planner.cuh)
+ *   other CTAs       copy the records that all ranks send to this rank into the plan; a warp
+ *                    copies the records of several tokens at a time. FLAT: row numbers first
+ *   last CTA         also announces the operation to the peers
  *
  *   writer           stores                           reader that waits
  *   planner CTA 0    counts, to every rank            planner CTAs of every rank
  *   planner CTAs     records, to the experts' ranks   warps that copy records there
  *
- * Counts and records are stamped words. Each word is its own flag, so no other memory order is
- * needed. */
+ * Counts and records are stamped words: a reader accepts a word only if it contains the running
+ * epoch. So each word is its own flag, and no other memory order is needed. */
 #include "cuda/common/launch.cuh"
 #include "cuda/plan/store_records.cuh"
 
 #define BLOCK 512
 
-/* Only for layout FLAT: waits for the row numbers of some tokens of rank `source`, and stores
- * each row number in the plan, as the only slot of the token's record. Called by one warp.
- * Returns false if the group of ranks is broken. */
+/* Layout FLAT: waits for the row numbers that rank `source` sends for a group of its tokens,
+ * from first_token on, and stores them in the plan. A row number becomes entry 0 of the token's
+ * record; the other entries are -1. num_tokens: tokens of rank `source` in all. Called by one
+ * warp. Returns false if the group of ranks has failed. */
 static __device__ bool store_rows(const OpState &op, const p2p_plan_job &job, int32_t *records,
                                   int source, int32_t first_token, int32_t num_tokens)
 {
@@ -42,8 +47,8 @@ static __device__ bool store_rows(const OpState &op, const p2p_plan_job &job, in
     return ok;
 }
 
-/* The kernel. KIND is a combination of PLAN_FLAT and PLAN_RARE. The first job.planners CTAs
- * make the plan; the other CTAs copy the records that arrive. */
+/* The kernel of the operation "plan". KIND is a combination of PLAN_FLAT and PLAN_RARE. The
+ * first job.planners CTAs make the plan. The other CTAs copy the records that arrive. */
 template <int KIND>
 __global__ void __launch_bounds__(BLOCK, 1)
     plan_kernel(const __grid_constant__ p2p_plan_job job)
@@ -57,8 +62,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if ((int)blockIdx.x < job.planners) ok = make_plan<KIND>(planner, job, op, memory);
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
-    /* planner CTAs finish planning late, so they copy no records if there are enough other
-     * CTAs */
+    /* If there are enough other CTAs, planner CTAs copy no records, because they finish
+     * planning late. */
     const int first_cta = (int)gridDim.x >= 2 * job.planners ? job.planners : 0;
     int32_t tokens_of = 0;
     ok = ok && ((int)blockIdx.x < first_cta ||

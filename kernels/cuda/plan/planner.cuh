@@ -1,11 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Makes a plan. Every rank counts its own choices (plan/counts.cuh), and the ranks exchange the
- * counts. Then each rank computes the slots of its own choices, and sends them in records to
- * the ranks of the experts.
+ * counts. Then each rank computes the slots of its own tokens' choices, and sends these slots
+ * in records to the ranks of the experts.
  *
  *   ids -> choices per expert -> counts, to all ranks -> loads, kept choices, slabs
  *                                                                           |
  *   ranks of the experts <- records (slot of each choice) <- slots of own choices
+ *
+ * Words: a choice is one of a token's top_k ids. A record is what a rank sends to another rank
+ * about one of its tokens: the token's slots there. A slab is the range of slots of one expert.
+ * A stamped word contains the epoch (the number of the operation), and is valid only in this
+ * epoch.
  *
  * Kernels call make_plan(), with all threads of the first job.planners CTAs (the planner CTAs):
  *
@@ -15,45 +20,48 @@
  *   planner CTA 0   header, tables and the caller's     other CTAs of this rank, if the kernel
  *                   outputs; then control.planned       also moves rows (release, acquire)
  *
- * All ranks decide from equal numbers, so all get the same result without another exchange. */
+ * All ranks compute with equal counts, so all get the same plan without another exchange. */
 #ifndef EPIC_PLANNER_CUH
 #define EPIC_PLANNER_CUH
 
 #include "cuda/plan/flat_place.cuh"
 #include "cuda/plan/resolve.cuh"
 
-struct ExpertRange { /* a range of experts that contains (at least) all experts of one rank */
+/* A range of expert ids that contains all experts of one rank, and perhaps other experts. */
+struct ExpertRange {
     int begin, count;
 };
 
-/* Returns the range in which the experts of a rank are: the rank's block of experts, or all
- * experts if rank_of_expert is set. */
+/* Returns a range of ids in which all experts of `rank` are: the rank's block of experts or, if
+ * the caller passed rank_of_expert, all experts. */
 __device__ __forceinline__ ExpertRange experts_of_rank(const p2p_plan_job &job, int rank)
 {
     return job.rank_of_expert ? ExpertRange{0, (int)job.layer.num_experts}
                               : ExpertRange{rank * job.block, job.block};
 }
 
-/* Returns `count` rounded up to a multiple of `alignment`, the alignment of slabs. */
+/* Returns the number of slots of a slab with `count` choices: `count` rounded up to a multiple
+ * of `alignment`. */
 __device__ __forceinline__ uint64_t round_up_rows(int32_t count, uint32_t alignment)
 {
-    /* avoids the slow division if the alignment is a power of two */
+    /* For a power of two, a mask gives the remainder without a slow division. */
     const bool power = (alignment & (alignment - 1)) == 0;
     const uint32_t past =
         power ? (uint32_t)count & (alignment - 1) : (uint32_t)count % alignment;
     return (uint64_t)(uint32_t)count + (past ? alignment - past : 0);
 }
 
-/* Upper bound of the additional dynamic shared memory, in bytes, of layers with PLAN_RARE. */
+/* Upper bound of replica_bytes() + by_k_bytes(): the bytes of dynamic shared memory that layers
+ * with PLAN_RARE need in addition. */
 #define PLAN_RARE_BYTES (P2P_REPLICATED_EXPERTS * 12 + 16 + (48 << 10))
 
-/* Returns the dynamic shared memory, in bytes, that make_plan() needs for this job. */
+/* Returns the bytes of dynamic shared memory that make_plan() needs for this job. */
 static inline int planner_bytes_with(const p2p_plan_job &job)
 {
     return planner_bytes_of(job) + replica_bytes(&job.layer) + by_k_bytes(&job);
 }
 
-/* Returns how many choices an expert keeps. */
+/* Returns how many of its choices an expert keeps: all, unless the layer may drop choices. */
 template <int KIND>
 __device__ __forceinline__ int32_t num_kept_of(const Planner &p, const p2p_plan_job &job,
                                                int expert)
@@ -61,8 +69,8 @@ __device__ __forceinline__ int32_t num_kept_of(const Planner &p, const p2p_plan_
     return KIND & PLAN_RARE ? num_kept(p, job, expert) : p.load[expert];
 }
 
-/* Returns how many slots a rank needs if each of its experts keeps at most `most` choices. If
- * `capped` is true, expert_capacity limits each expert, too. Called by one warp. */
+/* Returns how many slots `rank` needs if each of its experts keeps at most `most` choices.
+ * `capped`: expert_capacity limits each expert, too. Called by one warp. */
 template <int KIND>
 static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int rank,
                                       int32_t most, bool capped)
@@ -77,7 +85,8 @@ static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int r
             count = min(count, capped ? min(most, expert_quota(p, job, e)) : most);
         sum += round_up_rows(count, job.layer.alignment);
     }
-    /* Adds 20 bits at a time, so that the sum over 32 lanes fits in 32 bits. */
+    /* A warp can only add 32-bit words. So this adds the 64-bit sums of the lanes in three
+     * steps of 20 bits, none of which can overflow. */
     const uint32_t low_bits = (1u << 20) - 1;
     uint64_t total = __reduce_add_sync(ALL_LANES, (uint32_t)sum & low_bits);
     total += (uint64_t)__reduce_add_sync(ALL_LANES, (uint32_t)(sum >> 20) & low_bits) << 20;
@@ -85,8 +94,8 @@ static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int r
     return (int64_t)total;
 }
 
-/* Returns the largest limit for which `capacity` slots suffice, if each expert of the rank
- * keeps at most this many choices. Called by one warp. */
+/* Returns the largest limit c for which `capacity` slots suffice if each expert of `rank` keeps
+ * at most c choices. It finds c by bisection. Called by one warp. */
 static __device__ int32_t find_keep_limit(Planner &p, const p2p_plan_job &job, int rank,
                                           int64_t capacity)
 {
@@ -101,7 +110,8 @@ static __device__ int32_t find_keep_limit(Planner &p, const p2p_plan_job &job, i
     return fits;
 }
 
-/* Returns the address of the plan's table with the logical expert of each expert. */
+/* Returns the plan's table `logical`: entry e is the logical expert of expert e. Only plans of
+ * layers with replicas have it. */
 __device__ __forceinline__ int32_t *logical_table(const p2p_plan_job &job)
 {
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
@@ -109,15 +119,17 @@ __device__ __forceinline__ int32_t *logical_table(const p2p_plan_job &job)
     return (int32_t *)(job.plan + device_logical(&at, job.layer.layout));
 }
 
-/* Returns the address of the plan's table of local expert ids. It follows logical_table(). */
+/* Returns the plan's table `expert_of`: entry l is the id of this rank's local expert l. Only
+ * plans of layers with replicas have it. In memory it follows logical_table(). */
 __device__ __forceinline__ int32_t *expert_table(const p2p_plan_job &job)
 {
     return logical_table(job) + device_round_up(job.layer.num_experts * 4ll, 128) / 4;
 }
 
-/* Sets p.slab_start for a rank's experts: the first slot of the slab, or, with layout FLAT, the
- * number of the expert on its rank. For this rank, CTA 0 also writes the plan's tables of slabs
- * and padding. Returns the number of slots of the rank. Called by one warp. */
+/* Places the slabs of `rank`: sets p.slab_start of each of its experts to the first slot of the
+ * expert's slab or, with layout FLAT, to the local number of the expert. For this rank's own
+ * slabs, CTA 0 also writes the tables slab_begin and padding of the plan. Returns the number of
+ * slots that the rank needs. Called by one warp. */
 template <int KIND>
 static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int rank)
 {
@@ -167,7 +179,8 @@ static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int r
     return slots;
 }
 
-/* Fills in the header fields that do not depend on the counts. Called by one thread. */
+/* Fills in the fields of the plan's header that do not depend on the counts of choices. Called
+ * by one thread, while the counts are on their way. */
 static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     device_plan_header &h = p.header;
@@ -207,15 +220,19 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const Op
         }
 }
 
-/* Returns whether a rank's number of slots fits in an int32_t, whatever the tokens choose. */
+/* Returns whether no rank can need more than 2^31 - 1 slots, whatever experts the tokens
+ * choose. Then place_slabs() can add slots in 32 bits, and no earlier pass has to check the
+ * sum. */
 __device__ __forceinline__ bool slots_fit_int32(const p2p_plan_job &job)
 {
     const int64_t choices = (int64_t)job.self.num_ranks * job.self.max_tokens * job.layer.top_k;
     return choices + (int64_t)job.layer.num_experts * job.layer.alignment <= 0x7fffffff;
 }
 
-/* Waits for the announced tokens and capacities; CTA 0 also fills in the header. Called by all
- * warps; each of the last three does one task. Returns false if the group is broken. */
+/* Waits for the numbers of tokens and the capacities that all ranks announce. CTA 0 also fills
+ * in the header. All warps call it, but only three work: the last one waits for tokens, the one
+ * before it for capacities, and the third-last fills in the header. Returns false if the group
+ * of ranks has failed. */
 static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     const int after = (int)(blockDim.x / WARP) - 1 - (int)(threadIdx.x / WARP);
@@ -229,8 +246,9 @@ static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const
     return true;
 }
 
-/* Decides how many choices each expert keeps, where the slabs are, and header.result. Called by
- * all threads; all planner CTAs of all ranks decide the same. False: the group is broken. */
+/* Decides how many choices each expert keeps, where the slabs are, and the plan's result
+ * (header.result). All planner CTAs of all ranks decide the same, because they have the same
+ * counts. Called by all threads. Returns false if the group of ranks has failed. */
 template <int KIND>
 static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -238,7 +256,7 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
     const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, ranks = job.self.num_ranks;
     device_plan_header &h = p.header;
     bool ok = true;
-    /* wrong data is reported rather than any other error */
+    /* If data is wrong and slots are too few, EPIC_EINVAL is the result, not EPIC_EOVERFLOW. */
     if (threadIdx.x == 0 && p.bad_ranks) h.result = EPIC_EINVAL;
     if (FLAT && RARE && layer_drops(job)) {
         for (int d = threadIdx.x; d < ranks; d += blockDim.x) p.demand[d] = p.needed_rows[d];
@@ -276,8 +294,10 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
     return ok;
 }
 
-/* backend hosts: waits for the fault words of all ranks with wrong data, so that none arrives
- * in a later epoch and overwrites a newer word. Called by one thread of CTA 0. */
+/* Waits for the fault words of all ranks with wrong data. Only backend hosts needs this. There,
+ * the words arrive through the net, and the kernel must not end before them: a late word would
+ * overwrite a word of a later epoch. Called by one thread of CTA 0. Returns false if the group
+ * of ranks has failed. */
 static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self &self,
                                                 const OpState &op)
 {
@@ -291,7 +311,9 @@ static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self
     return true;
 }
 
-/* Reports the lowest faulty rank's wrong value to the host. Called by one thread of CTA 0. */
+/* Reports a wrong value to this rank's host: that of the lowest rank with wrong data, which the
+ * rank sends in its fault words. So all hosts report the same error. Called by one thread of
+ * CTA 0. */
 static __device__ __noinline__ void report_fault(const Planner &p, const p2p_plan_job &job,
                                                  const OpState &op)
 {
@@ -319,7 +341,8 @@ static __device__ __noinline__ void report_fault(const Planner &p, const p2p_pla
     report_data_error(job.self, notice);
 }
 
-/* Reports to the host the lowest rank that has too few slots. Called by one thread of CTA 0. */
+/* Reports an overflow to this rank's host: the lowest rank that has fewer slots than it needs.
+ * Called by one thread of CTA 0. */
 static __device__ __noinline__ void report_overflow(const Planner &p, const p2p_plan_job &job,
                                                     const OpState &op)
 {
@@ -335,8 +358,8 @@ static __device__ __noinline__ void report_overflow(const Planner &p, const p2p_
     }
 }
 
-/* Writes the plan's header and the caller's outputs, as thread `thread` of `threads`
- * threads. */
+/* Writes the plan's header and tables, and the caller's outputs (demand, load, expert_rows,
+ * ...). Called by `threads` threads, each with its own number `thread`. */
 static __device__ void write_plan_outputs(const Planner &p, const p2p_plan_job &job, int thread,
                                           int threads)
 {
@@ -370,14 +393,15 @@ static __device__ void write_plan_outputs(const Planner &p, const p2p_plan_job &
     }
 }
 
-struct PlacedChoice { /* the destination of one choice that this lane handles */
-    int32_t rank;     /* rank whose record gets the slot (or RECORD_DISCARD); -1: no rank */
+struct PlacedChoice { /* Where a choice of this lane goes. */
+    int32_t rank;     /* the rank to which the slot (or RECORD_DISCARD) is sent; -1: to none */
     uint32_t slot;
 };
 
-/* Returns the slot of a choice on its expert's rank, or the EPIC_FATE if it is dropped. Sets e
- * to its expert (the chosen replica). Called by all lanes, for valid plans; id -1: no
- * choice. */
+/* Returns the slot of choice k of a token on its expert's rank or, if the choice is dropped,
+ * the reason (EPIC_FATE_*). Sets e to its expert; for a logical expert, this is the replica.
+ * `warp_position`: how many choices with this id the warp counted before this one. id -1: the
+ * lane has no choice. Only for valid plans. Called by all lanes. */
 template <int KIND>
 __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int64_t id, int k, int32_t warp_position,
@@ -394,7 +418,9 @@ __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_pl
     if (e >= 0 && job.layer.num_logical && !job.resolves) e = choose_replica(p, e, nth);
     const bool keeps = e >= 0 && nth < num_kept(p, job, e),
                full = e >= 0 && nth >= expert_quota(p, job, e);
-    if (job.by_k) /* Slots are in the order of tokens, but nth above is in the order of k. */
+    /* EPIC_BY_K: nth is the position in the order of k, which decides about keeping. The slot
+     * needs the position in the order of tokens, among the choices that the expert keeps. */
+    if (job.by_k)
         nth = count_group(p.kept_before + threadIdx.x / WARP * (int)job.layer.num_experts,
                           keeps ? e : -1);
     return keeps   ? p.slab_start[e] + nth
@@ -403,8 +429,9 @@ __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_pl
                    : EPIC_FATE_RANK_FULL;
 }
 
-/* Stores fate and rank of choice number `choice` in the plan, and returns its destination. `warp_position`:
- * result of count_group(). Called by all lanes; `choice` is -1 in a lane without a choice. */
+/* Stores slot (or fate) and rank of choice number `choice` in the plan, and returns where to
+ * send the slot. `warp_position`: how many choices with this id the warp counted before this
+ * one. Called by all lanes; a lane without a choice passes choice -1. */
 template <int KIND>
 __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p_plan_job &job,
                                                      int64_t choice, int64_t id, int k,
@@ -428,8 +455,9 @@ __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p
     return {owner, (uint32_t)slot_or_fate};
 }
 
-/* Sends the records of the lanes' tokens to every rank. A rank that a token has not chosen gets
- * RECORD_ABSENT. c[h] is this lane's choice in half h. `in`: the lane's token exists. */
+/* Sends a group of tokens' records to every rank: the token's slots on that rank in ascending
+ * k, one stamped word each. A rank that a token has not chosen gets RECORD_ABSENT. c[h] is this
+ * lane's choice in half h of its token. `in`: the lane's token exists. Called by one warp. */
 __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_job &job,
                                              const TokenLanes &lanes, int32_t token, bool in,
                                              const PlacedChoice (&c)[2])
@@ -465,7 +493,8 @@ __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_j
     }
 }
 
-/* place_choices() for a warp that still has all its choices in CountedChoices. */
+/* Like place_choices(), for a warp whose choices all are in CountedChoices, in registers. It
+ * does not load them from memory again. */
 template <int KIND>
 static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const OpState &op,
                                      const TokenLanes &lanes, const TokenRange &range,
@@ -486,7 +515,9 @@ static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const 
     }
 }
 
-/* Computes the slots of this warp's choices, stores them in the plan, and sends the records. */
+/* Computes the slots of the choices of this warp's tokens, stores them in the plan, and sends
+ * them to the ranks of the experts. Until now the plan's array `fate` has held what
+ * count_group() returned for each choice. */
 template <int KIND>
 static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const OpState &op,
                                      const TokenLanes &lanes, const TokenRange &range,
@@ -503,7 +534,7 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
         int64_t choice[4], id[4];
         int32_t warp_position[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) { /* two groups of tokens, each with one or two halves */
+        for (int i = 0; i < 4; i++) { /* i / 2: one of two groups of tokens; i % 2: half */
             const int token = t + i / 2 * lanes.group_tokens + lanes.token;
             const int k = lanes.k + i % 2 * WARP;
             const bool in =
@@ -529,9 +560,9 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
     }
 }
 
-/* backend hosts: sends this CTA's records (FLAT: also row numbers) to the other ranks, in one
- * large put per rank and array, which is fast. Called by all threads; thread q sends to rank
- * q. */
+/* Posts the puts that send this CTA's records to ranks on other hosts. With layout FLAT it
+ * sends the row numbers, too. Only backend hosts calls it. One large put per rank and array is
+ * faster than one per token. Called by all threads; thread q posts the puts for rank q. */
 static __device__ __noinline__ void post_put_plan(const Planner &p, const p2p_plan_job &job,
                                                   const OpState &op, bool flat)
 {
@@ -554,8 +585,9 @@ static __device__ __noinline__ void post_put_plan(const Planner &p, const p2p_pl
             tokens);
 }
 
-/* Makes the plan. Called by all threads of the first job.planners CTAs. `memory` has
- * planner_bytes_with() bytes of shared memory. Returns false if the group is broken. */
+/* Makes the plan, together with the other planner CTAs of all ranks. Called by all threads of
+ * the first job.planners CTAs. `memory`: planner_bytes_with() bytes of shared memory. Returns
+ * false if the group of ranks has failed. */
 template <int KIND>
 static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const OpState &op,
                                  uint8_t *memory)
@@ -595,7 +627,8 @@ static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const OpSt
         if (threadIdx.x == 0) {
             if (p.header.result == EPIC_EINVAL) report_fault(p, job, op);
             if (p.header.result == EPIC_EOVERFLOW) report_overflow(p, job, op);
-            /* in the operation "plan", no thread waits for control.planned */
+            /* In the operation "plan" no thread waits for control.planned: only kernels that
+             * also move rows do. */
             if (job.self.operation == EPIC_OP_PLAN) return true;
             __threadfence();
             store_release(&control_of(op)->planned, op.epoch);

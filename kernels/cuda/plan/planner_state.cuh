@@ -1,132 +1,144 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The state of the planner (struct Planner), and the assignment of tokens to warps and lanes.
+/* The planner's state (struct Planner), and which warp and lane handles which choice.
  *
- * The first `planners` CTAs of a kernel make the plan. This rank's tokens are cut into one part
- * per CTA, and the part of a CTA into one part per warp. A warp handles several tokens at a
- * time, one lane per choice:
+ * Words: a choice is one of a token's top_k expert ids. A tally is a counter, mostly of the
+ * choices of one expert. The planner CTAs are the first job.planners CTAs of a kernel; they
+ * make the plan together.
  *
- *   num_tallies, tallies_of     how many counters a warp has: per expert (and k), per rank
+ * This rank's tokens are divided among the planner CTAs, and the tokens of a CTA among its
+ * warps. A warp handles several tokens at a time, one choice per lane:
+ *
+ *   num_tallies, tallies_of     how many tallies a warp has: one per expert (and k), per rank
  *   planner_warps               how many warps of a CTA count
- *   planner_bytes               how much shared memory their counters need
- *   TokenLanes                  which lane has which token and choice
- *   split_tokens, TokenRange    which warp has which tokens
- *   begin_planner               sets up the arrays, zero counts, and the owner of every expert
+ *   planner_bytes               how much shared memory their tallies need
+ *   TokenLanes                  which token and choice each lane handles
+ *   split_tokens, TokenRange    which tokens each warp handles
+ *   begin_planner               sets up the arrays, zeros the tallies, finds each expert's rank
  *
- * The planner is compiled separately for each KIND of layer, so that layers without rare
- * features are not slower because of them. */
+ * The planner is compiled separately for each KIND of layer, so that layers without replicas
+ * and without dropping do not pay for these features. */
 #ifndef EPIC_PLANNER_STATE_CUH
 #define EPIC_PLANNER_STATE_CUH
 
 #include "cuda/plan/view.cuh"
 
-/* An index that means "none". */
+/* The value of an index (of a choice, an expert or a CTA) that does not exist. */
 #define NO_INDEX 0xffffffffu
 #define RANKS_AT_ONCE 8
-#define PLAN_MOST_WARPS 16 /* largest number of warps of a CTA that count */
-/* upper bound of the number of counters of all warps of a CTA */
+#define PLAN_MOST_WARPS 16 /* Largest number of warps per CTA that count choices. */
+/* Upper bound of the number of tallies of all warps of a CTA together. */
 #define PLAN_TALLY_WORDS 16384
 
-enum { /* bits of the template argument KIND, which describes the layer */
-       /* the layout is EPIC_FLAT */
+enum { /* Bits of the template argument KIND, which says what the layer needs. */
+       /* the layer's layout is EPIC_FLAT */
        PLAN_FLAT = 1,
        PLAN_RARE = 2 /* the layer has replicas or drops choices */
 };
 
-/* State of the planner, in shared memory. begin_planner() sets the pointers, which are to
- * arrays in dynamic shared memory. A tally is a counter, mostly of the choices of one expert;
- * num_choice_tallies() and num_tallies() list the counters. */
+/* The planner's state, in the shared memory of each planner CTA. begin_planner() points the
+ * pointers at arrays in dynamic shared memory. Arrays of [num_tallies] have one element per
+ * expert; with EPIC_BY_K, one per expert and k. */
 struct Planner {
     device_plan_header header;
-    /* [num_tallies]: number of choices on lower ranks and in lower CTAs of this rank */
+    /* [num_tallies]: choices counted before those of this CTA: on lower ranks, and in lower
+     * CTAs of this rank */
     int32_t *before_cta;
-    int32_t *load; /* [num_tallies]: number of choices on all ranks */
-    /* FLAT: [num_ranks], like low and load, but count the rows that are needed on each rank */
+    int32_t *load; /* [num_tallies]: choices of all ranks */
+    /* FLAT only, [num_ranks]: receive-buffer rows needed on each rank. rows_before_cta counts
+     * those of lower ranks and lower CTAs, needed_rows those of all ranks' tokens. */
     int32_t *rows_before_cta, *needed_rows;
-    /* [num_experts]: first slot of the expert's slab; FLAT: number of the expert on its rank */
+    /* [num_experts]: first slot of the expert's slab. FLAT has no slabs: here it is the local
+     * number of the expert on its rank. */
     int32_t *slab_start;
-    /* [warps][num_tallies]: first the number of choices in the warp itself; after
-     * publish_tallies(), in all lower warps of this CTA */
+    /* [num_warps][num_tallies]: at first, the choices that each warp has counted.
+     * publish_tallies() replaces them by the choices that all lower warps of this CTA have
+     * counted. */
     int32_t *tally;
-    uint8_t *owner;       /* [num_tallies]: rank that owns the expert */
-    uint8_t *rare_memory; /* more arrays, only for layers with PLAN_RARE */
-    /* for each rank: how many choices each of its experts keeps at most, so that its slots
-     * suffice */
+    uint8_t *owner;       /* [num_tallies]: the rank that owns the tally's expert */
+    uint8_t *rare_memory; /* memory after these arrays; only layers with PLAN_RARE use it */
+    /* keep_limit[q]: the largest number of choices that each expert of rank q may keep, so that
+     * the slots of rank q suffice */
     int32_t keep_limit[DEVICE_MAX_RANKS];
-    /* for each rank: slots that it would need if no choice were dropped */
+    /* demand[q]: slots that rank q would need if no choice were dropped */
     int32_t demand[DEVICE_MAX_RANKS];
-    /* for each rank: slots that it has; 0: no bound */
+    /* capacity[q]: slots of rank q's receive buffer; 0: no bound */
     int32_t capacity[DEVICE_MAX_RANKS];
-    /* FLAT: bounds in the search for `keep_limit`. A limit of `fits` is known to fit, one of
-     * `fails` is known to need too many rows. */
+    /* FLAT that drops only: the bisection bounds of keep_limit. With limit_fits[q] the rows of
+     * rank q fit its capacity, with limit_fails[q] they do not. */
     int32_t limit_fits[DEVICE_MAX_RANKS], limit_fails[DEVICE_MAX_RANKS];
-    /* for each rank: slots that it needs after expert_capacity has dropped choices */
+    /* needed_slots[q]: slots that rank q needs after expert_capacity has dropped choices */
     int64_t needed_slots[DEVICE_MAX_RANKS];
-    /* Index of this CTA's first wrong choice, or NO_INDEX. A choice is wrong if its id is too
-     * large. With EPIC_DISTINCT, it is also wrong if an earlier choice of its token has the
-     * same id. */
+    /* Index of the first wrong choice that this CTA found, or NO_INDEX. A choice is wrong if
+     * its id is too large. If the layer has EPIC_DISTINCT, it is also wrong if an earlier
+     * choice of its token has the same id. */
     uint32_t bad_choice;
-    uint32_t bad_owner; /* lowest expert with an invalid owner; NO_INDEX: none */
-    int32_t *lower_k_count, *kept_before; /* EPIC_BY_K only: described in plan/keep_by_k.cuh */
-    int32_t *logical_load;                /* replicas only: described in plan/replicas.cuh */
-    /* replicas only: described in plan/replicas.cuh */
+    /* Lowest expert whose entry in rank_of_expert is invalid, or NO_INDEX. */
+    uint32_t bad_owner;
+    int32_t *lower_k_count, *kept_before; /* arrays of EPIC_BY_K: see plan/keep_by_k.cuh */
+    /* arrays of layers with replicas: see plan/replicas.cuh */
+    int32_t *logical_load;
     uint16_t *logical_of, *replica_index, *first_replica, *replicas;
-    uint32_t table_hash; /* replicas only: hash of logical_of_expert */
-    /* Only for replicas: the lowest expert e for which logical_of_expert[e] is invalid. If
-     * there is none: num_experts + the lowest logical expert without replicas, or NO_INDEX. */
+    /* layers with replicas: hash of the caller's table logical_of_expert */
+    uint32_t table_hash;
+    /* Layers with replicas: the lowest expert e for which logical_of_expert[e] is invalid. If
+     * all entries are valid: num_experts + the lowest logical expert that has no replica, or
+     * NO_INDEX. */
     uint32_t bad_replica;
-    uint32_t bad_ranks; /* bit mask of the ranks whose choices or tables are wrong */
-    /* warps: warps of a CTA that count; the others: number of tokens per CTA and per warp */
+    uint32_t bad_ranks; /* Bit mask of the ranks whose choices or tables are wrong. */
+    /* num_warps: how many warps of a CTA count choices. tokens_per_cta, tokens_per_warp: how
+     * many of this rank's tokens each planner CTA and each of its warps handles. */
     int32_t num_warps, tokens_per_cta, tokens_per_warp;
 };
 
-/* Returns the number of counters for choices: one per expert, or with EPIC_BY_K one per expert
+/* Returns the number of tallies of choices: one per expert, or with EPIC_BY_K one per expert
  * and k. */
 __host__ __device__ inline int num_choice_tallies(const p2p_plan_job &job)
 {
     return (int)(job.layer.num_experts * (job.by_k ? job.layer.top_k : 1));
 }
 
-/* Returns the number of all counters. Layout FLAT has one more counter per rank, after those of
- * the choices. These count rows as if each rank were an expert that a token chooses at most
- * once. */
+/* Returns the number of all tallies. Layout FLAT has one tally per rank more, after those of
+ * the choices. Such a tally counts the rows that a rank needs: each token that chooses an
+ * expert there counts once. */
 __host__ __device__ inline int num_tallies(const p2p_plan_job &job, bool flat)
 {
     return num_choice_tallies(job) + (flat ? job.self.num_ranks : 0);
 }
 
-/* num_choice_tallies() for code in which KIND is a template argument. */
+/* Like num_choice_tallies(), but without a run-time test of the layer if KIND excludes
+ * EPIC_BY_K. */
 template <int KIND> __device__ __forceinline__ int choice_tallies(const p2p_plan_job &job)
 {
     return KIND & PLAN_RARE ? num_choice_tallies(job) : (int)job.layer.num_experts;
 }
 
-/* num_tallies() for code in which KIND is a template argument. */
+/* Like num_tallies(), but decided by KIND at compile time. */
 template <int KIND> __device__ __forceinline__ int tallies_of(const p2p_plan_job &job)
 {
     return choice_tallies<KIND>(job) + (KIND & PLAN_FLAT ? job.self.num_ranks : 0);
 }
 
-/* Returns how many warps of a CTA count, if each has `tallies` counters. It is limited so that
- * the counters fit in shared memory. */
+/* Returns how many warps of a CTA count choices if each warp has `tallies` tallies. With many
+ * tallies fewer warps count, because the tallies must fit in shared memory. */
 __host__ __device__ inline int planner_warps(int tallies)
 {
     const int most = PLAN_TALLY_WORDS / tallies;
     return most < 3 ? 1
            : most > PLAN_MOST_WARPS
                ? PLAN_MOST_WARPS
-               /* never 2, because the counters of two warps would need too much memory */
+               /* never 2: the tallies of two warps would need too much memory */
                : most;
 }
 
-/* Returns the dynamic shared memory, in bytes, of a planner whose warps have `tallies` counters
- * each. */
+/* Returns the bytes of dynamic shared memory that the arrays of Planner need if each warp has
+ * `tallies` tallies. */
 __host__ __device__ inline int planner_bytes(int tallies)
 {
     return tallies * 4 * (3 + planner_warps(tallies)) + (tallies + 15) / 16 * 16;
 }
 
-/* Returns the largest planner_bytes() for any number of counters. It tries all numbers, because
- * planner_bytes() is not monotonic. */
+/* Returns the largest planner_bytes() of any layer: the limit with which the host loads the
+ * kernels. It tries every number of tallies, because planner_bytes() is not monotonic. */
 static inline int planner_most_bytes(void)
 {
     int most = 0;
@@ -135,30 +147,33 @@ static inline int planner_most_bytes(void)
     return most;
 }
 
-/* Returns the dynamic shared memory, in bytes, of the planner for this job, without the arrays
- * that only layers with PLAN_RARE have. */
+/* Returns the bytes of dynamic shared memory that the planner needs for this job, without the
+ * arrays of PLAN_RARE. */
 static inline int planner_bytes_of(const p2p_plan_job &job)
 {
     return planner_bytes(num_tallies(job, job.layer.layout == EPIC_FLAT));
 }
 
-/* Which choice each lane of a warp handles. The warp handles a group of several tokens at a
- * time, one lane per choice. For a token with more than 32 choices, it does this twice: once
- * for each "half" of the token's choices. */
+/* Says which choice each lane of a warp handles. A warp handles a group of tokens at a time,
+ * with one choice per lane. A token with more than 32 choices is a group of its own, and the
+ * warp handles it in two steps: first its choices 0 to 31, then the others (its two
+ * *halves*). */
 struct TokenLanes {
-    int group_tokens,
-        num_halves; /* group_tokens: number of tokens in a group; num_halves: 1 or 2 per token */
-    int token, k;   /* this lane's token in the group, and its choice in the half */
-    /* true: this lane handles a choice */
+    /* group_tokens: tokens per group. num_halves: 1, or 2 if a token has more than 32
+     * choices. */
+    int group_tokens, num_halves;
+    int token, k; /* this lane's token within the group, and its choice within the half */
+    /* false: this lane has no choice, because 32 is not a multiple of top_k */
     bool has_choice;
-    uint32_t token_lanes; /* bit mask of the lanes with the same token */
+    /* bit mask of the lanes that handle choices of the same token as this lane */
+    uint32_t token_lanes;
 
-    /* Assigns choices to the lanes, for tokens with top_k choices. */
+    /* Assigns a choice to each lane, for tokens with top_k choices. */
     __device__ explicit TokenLanes(int top_k)
     {
         const int lane = lane_id();
-        /* This reciprocal is approximate, but for such small numbers the quotients below are
-         * exact. */
+        /* The reciprocal is approximate, but the quotients below are exact: all numbers are at
+         * most 32. */
         const float inverse = reciprocal_approx((float)top_k);
         group_tokens = top_k <= WARP ? (int)((WARP + 0.5f) * inverse) : 1;
         num_halves = top_k <= WARP ? 1 : 2;
@@ -169,11 +184,12 @@ struct TokenLanes {
     }
 };
 
-/* backend hosts: makes the records of this group of tokens for rank q ready to be sent, after
- * `count` words of each record have been stored. The aim is that post_put_plan() can send all
- * records of a CTA in one put. For this, every word must be valid, so the lanes without a word
- * store RECORD_ABSENT. With two halves per token, this function sends each record in its own
- * put instead. Called by one warp. */
+/* In backend hosts, completes the records that the lanes have just stored for rank q, so that
+ * one put can send the records of the whole CTA. A put sends all top_k words of a record, and
+ * the receiver waits for all of them. So the lanes after the record's `count` words store
+ * RECORD_ABSENT. A token with two halves is different: its record is sent in a put of its own.
+ * `record`: address of this lane's record. `in`: the lane's token exists. Called by one
+ * warp. */
 __device__ __forceinline__ void fill_records(const OpState &op, const TokenLanes &lanes, int q,
                                              uint64_t *record, bool in, int count)
 {
@@ -185,32 +201,34 @@ __device__ __forceinline__ void fill_records(const OpState &op, const TokenLanes
         store_relaxed(record + lanes.k, stamp_word(op, RECORD_ABSENT));
 }
 
-/* Returns the number of ids that the caller can choose from: logical experts if the layer has
- * them, else experts. */
+/* Returns how many different ids topk_idx may contain: the number of logical experts if the
+ * layer has replicas, else the number of experts. */
 __device__ __forceinline__ int num_ids(const p2p_plan_job &job)
 {
     return (int)(job.layer.num_logical ? job.layer.num_logical : job.layer.num_experts);
 }
 
-/* Returns the id that the caller passed for choice number i of this rank. */
+/* Returns the id in the caller's topk_idx of choice number i of this rank (i = token * top_k +
+ * k). */
 __device__ __forceinline__ int64_t read_id(const p2p_plan_job &job, int64_t i)
 {
     return job.has_int64_ids ? __ldg((const long long *)job.topk_idx + i)
                              : __ldg((const int32_t *)job.topk_idx + i);
 }
 
-struct TokenRange { /* the tokens whose choices a warp handles */
+struct TokenRange { /* The tokens [begin, end) of this rank whose choices a warp handles. */
     int32_t begin, end;
 };
 
-/* Sets how many tokens each planner CTA and each of its warps handles. Called by one thread. */
+/* Sets how many tokens each planner CTA and each of its `warps` counting warps handles. Called
+ * by one thread. */
 __device__ __forceinline__ void split_tokens(Planner &p, const p2p_plan_job &job, int warps)
 {
     p.tokens_per_cta = (job.num_tokens + job.planners - 1) / job.planners;
     p.tokens_per_warp = (p.tokens_per_cta + warps - 1) / warps;
 }
 
-/* Returns the range of tokens of this warp. It is empty for warps that do not count. */
+/* Returns which tokens this warp handles: none if the warp does not count choices. */
 __device__ __forceinline__ TokenRange range_of_warp(const Planner &p, const p2p_plan_job &job)
 {
     const int warp = threadIdx.x / WARP;
@@ -222,9 +240,9 @@ __device__ __forceinline__ TokenRange range_of_warp(const Planner &p, const p2p_
     return range;
 }
 
-/* Sets up the planner: the pointers to arrays in `memory`, all counters as 0, and the owner of
- * every expert. `memory` has at least planner_bytes_of() bytes. Called by all threads of the
- * CTA. */
+/* Sets up the planner: points the pointers at arrays in `memory`, zeros the tallies, and stores
+ * the owner of every expert. `memory`: planner_bytes_of() bytes of shared memory. Called by all
+ * threads of the CTA. */
 template <int KIND>
 static __device__ void begin_planner(Planner &p, const p2p_plan_job &job, uint8_t *memory)
 {

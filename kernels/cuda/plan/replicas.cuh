@@ -1,27 +1,29 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Handles replicas while a plan is made. The caller's ids are logical experts. Choice n of a
- * logical expert, in the order of all ranks' tokens, goes to replica n % r of its r replicas.
+/* Chooses replicas while a plan is made. Some experts are copies (replicas) of the same logical
+ * expert, and the caller's ids name logical experts. If a logical expert has r replicas, its
+ * choice number n, in the order of all ranks' tokens, goes to replica n % r.
+ *
  * So the ranks count the choices of each logical expert. From n, the planner computes the
- * replica of a choice and its position there (n / r); from the total, it computes the count of
- * each replica.
+ * replica of a choice (n % r) and its position there (n / r). From the total, it computes the
+ * count of each replica.
  *
  * Tables of the planner, in shared memory:
  *
- *   logical   [num_experts]        logical expert of each expert
- *   nth       [num_experts]        number of the expert among its logical expert's replicas
- *   first     [num_logical + 1]    where the replicas of a logical expert begin in `replica`
- *   replica   [num_experts]        experts ordered by logical expert
- *   chosen    [num_logical]        choices of each logical expert, on all ranks
+ *   logical_of      [num_experts]      logical expert of each expert
+ *   replica_index   [num_experts]      number of the expert among its logical expert's replicas
+ *   first_replica   [num_logical + 1]  where a logical expert's replicas begin in `replicas`
+ *   replicas        [num_experts]      experts, ordered by logical expert
+ *   logical_load    [num_logical]      choices of each logical expert, on all ranks
  *
- * Layout FLAT and EPIC_BY_K need the replica of each choice before they count; plan/resolve.cuh
- * is for them. */
+ * Layout FLAT and EPIC_BY_K must know the replica of each choice before they count choices.
+ * plan/resolve.cuh finds it for them. */
 #ifndef EPIC_REPLICAS_CUH
 #define EPIC_REPLICAS_CUH
 
 #include "cuda/plan/counts.cuh"
 
-/* Returns the dynamic shared memory, in bytes, of the tables above. It follows the memory of
- * the arrays that every planner has. */
+/* Returns the bytes of dynamic shared memory of the tables above. In memory they follow the
+ * arrays that every planner has. */
 __host__ __device__ inline int replica_bytes(const epic_layer *layer)
 {
     return layer->num_logical ? (int)layer->num_experts * 12 + 16 : 0;
@@ -33,8 +35,8 @@ __device__ __forceinline__ int num_replicas_of(const Planner &p, int logical)
     return p.first_replica[logical + 1] - p.first_replica[logical];
 }
 
-/* Sets p.first_replica to the prefix sum of the numbers of replicas, which p.logical_load has at this time.
- * Called by one warp. */
+/* Sets p.first_replica to the prefix sums of the numbers of replicas, which the caller has
+ * stored in p.logical_load for now. Called by one warp. */
 static __device__ void sum_replica_counts(Planner &p, int num_logical)
 {
     int before = 0;
@@ -51,9 +53,9 @@ static __device__ void sum_replica_counts(Planner &p, int num_logical)
     if (lane_id() == 0) p.first_replica[num_logical] = (uint16_t)before;
 }
 
-/* Reads the caller's table logical_of_expert, checks it, and fills in the tables. p.bad_replica
- * records the first invalid entry; each invalid entry is then used as 0. Called by all threads
- * of the CTA, after begin_planner(). */
+/* Reads and checks the caller's table logical_of_expert, and fills in the tables above.
+ * p.bad_replica gets the first invalid entry; the planner then uses 0 in place of an invalid
+ * entry. Called by all threads of the CTA, after begin_planner(). */
 static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
@@ -92,16 +94,17 @@ static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* Returns the word that the ranks exchange to compare their tables logical_of_expert: a hash,
- * or 0 if the table is invalid. In the heap, it follows the counts. */
+/* Returns the word with which ranks compare their tables logical_of_expert: a hash of the
+ * table, or 0 if it is invalid. In the heap this word follows the counts. */
 __device__ __forceinline__ uint32_t table_hash_word(const Planner &p)
 {
     return p.bad_replica == NO_INDEX ? p.table_hash | 1 : 0;
 }
 
-/* Checks that all ranks have the same table logical_of_expert. Called by one thread of each
- * planner CTA. CTA 0 sends this rank's hash; each CTA compares the hashes of all ranks. Returns
- * false if the group is broken, also because two tables differ. */
+/* Checks that all ranks have the same table logical_of_expert. CTA 0 sends this rank's hash to
+ * all ranks. Each planner CTA compares the hashes of all ranks with it. Called by one thread of
+ * each planner CTA. Returns false if the group of ranks has failed, or fails now because two
+ * tables differ. */
 static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
                                       const OpState &op)
 {
@@ -132,8 +135,8 @@ static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
     return true;
 }
 
-/* Replaces the counts of the logical experts in p.load by the counts of their replicas. Called
- * by all threads of the CTA, after exchange_counts(). */
+/* Replaces the counts of logical experts in p.load by the counts of their replicas. Called by
+ * all threads of the CTA, after exchange_counts(). */
 static __device__ void split_among_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
@@ -147,7 +150,7 @@ static __device__ void split_among_replicas(Planner &p, const p2p_plan_job &job)
 }
 
 /* Returns how many choices expert_capacity allows an expert to keep. With replicas,
- * expert_capacity is the limit of the logical expert, and is split among its replicas. */
+ * expert_capacity is the limit of the logical expert, and is divided among its replicas. */
 __device__ __forceinline__ int32_t expert_quota(const Planner &p, const p2p_plan_job &job,
                                                 int expert)
 {

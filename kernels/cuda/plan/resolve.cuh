@@ -1,23 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Resolves replicas: finds the replica of each choice before the choices are counted.
+/* Resolves replicas: finds the replica of each choice before the planner counts choices. The
+ * caller's ids name logical experts, each of which has one or more copies (replicas).
  *
- * The caller's ids are logical experts. Layout FLAT counts rows together with choices, and
- * EPIC_BY_K counts each k separately, so both must know the replica of a choice before they
- * count. Other layers compute it after counting (plan/replicas.cuh). One CTA per rank works in
+ * Only two kinds of layers need this, because they must know the replica while they count:
+ * layout FLAT counts rows together with choices, and EPIC_BY_K counts each k separately. Other
+ * layers compute the replica after counting (plan/replicas.cuh). One CTA per rank works in
  * three steps:
  *
  *   1. counts this rank's choices of each logical expert
- *   2. sends the counts to all ranks (`chosen`, stamped) and waits for theirs
- *   3. writes the expert (replica) of each choice to resolved_experts(), for the planner
+ *   2. sends the counts to all ranks (`chosen`, stamped words) and waits for theirs
+ *   3. writes the expert (replica) of each choice to resolved_experts(), where the planner
+ *      reads it instead of the caller's id
  *
- * Only one CTA does this, because it must know the order of all choices of the rank. */
+ * Only one CTA does this, because the replica depends on the order of all choices of the
+ * rank. */
 #ifndef EPIC_RESOLVE_CUH
 #define EPIC_RESOLVE_CUH
 
 #include "cuda/plan/replicas.cuh"
 
-/* Returns the address, in `heap`, of the words in which `rank` stores its number of choices of
- * each logical expert. */
+/* Returns the address, in `heap`, of the words in which `rank` stores how many choices it has
+ * of each logical expert. */
 __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank)
 {
@@ -25,9 +28,10 @@ __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const Op
            ((int64_t)epoch_parity(op) * self.num_ranks + rank) * P2P_REPLICATED_EXPERTS;
 }
 
-/* Sends `own`, this rank's number of choices of one logical expert, to all ranks, and waits for
- * the numbers of all ranks. Sets p.before_cta and p.logical_load of this logical expert. Called by one
- * thread. Returns false if the group is broken. */
+/* Sends `own`, the number of this rank's choices of one logical expert, to all ranks, and waits
+ * for the numbers of all ranks. Sets p.before_cta (sum of the lower ranks) and p.logical_load
+ * (sum of all ranks) of this logical expert. Called by one thread. Returns false if the group
+ * of ranks has failed. */
 static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const OpState &op,
                                        int logical, uint32_t own)
 {
@@ -54,8 +58,9 @@ static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const O
     return true;
 }
 
-/* Writes the expert (replica) of every choice of this rank to resolved_experts(). Called by all
- * threads of the CTA, after read_replicas(). Returns false if the group is broken. */
+/* Writes the expert (replica) of every choice of this rank to resolved_experts(), in the three
+ * steps above. Called by all threads of the CTA, after read_replicas(). Returns false if the
+ * group of ranks has failed. */
 static __device__ __noinline__ bool resolve_replicas(Planner &p, const p2p_plan_job &job,
                                                      const OpState &op)
 {

@@ -1,15 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Copies the records that the ranks send about their tokens into the plan. A warp waits for the
- * stamped words of a record in this rank's heap; no other memory order is needed. With layout
- * FLAT, the same functions copy the local experts. */
+/* Copies the records that the ranks send about their tokens into the plan. A record has a
+ * token's slots on this rank. With layout FLAT it has the token's local experts, which the same
+ * functions copy. The words of a record arrive in this rank's heap. A word is valid if its
+ * stamp is the running epoch, so each word is its own flag and no other memory order is
+ * needed. */
 #ifndef EPIC_STORE_RECORDS_CUH
 #define EPIC_STORE_RECORDS_CUH
 
 #include "cuda/plan/planner.cuh"
 
-/* Waits for the records of some tokens of rank `source`, from first_token on, and copies them
- * to `records` in the plan. The rank has num_tokens tokens in all. Each lane copies one word of
- * one token. Called by one warp. Returns false if the group of ranks is broken. */
+/* Waits for the records of a group of tokens of rank `source`, from first_token on, and copies
+ * them to `records` in the plan. Each lane copies one word of one token. num_tokens: tokens of
+ * rank `source` in all. Called by one warp. Returns false if the group of ranks has failed. */
 static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
                                      int32_t *records, int source, int32_t first_token,
                                      int32_t num_tokens)
@@ -19,7 +21,8 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
     const int32_t token = first_token + lanes.token;
     const bool in = lanes.has_choice && token < num_tokens;
     const uint64_t *words = record_address(job.self, op, source, in ? token : 0, top_k);
-    bool has_ended = false; /* true: the record has ended in the first half */
+    /* true: the record has ended in its first half, so the second half has no words */
+    bool has_ended = false;
     for (int half = 0; half < lanes.num_halves; half++) {
         const int k = lanes.k + half * WARP;
         const bool reads = in && k < top_k && !has_ended;
@@ -31,13 +34,16 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
             last_words =
                 __ballot_sync(ALL_LANES, has_arrived && ((uint32_t)word & RECORD_LAST)) &
                 lanes.token_lanes;
-            /* backend hosts: a kernel must wait for every word that peers send in this epoch */
+            /* Backend hosts: waits for all top_k words of a record of up to 32 words, also for
+             * those after RECORD_LAST. The sender has sent them all in this epoch, and a word
+             * that arrives later would overwrite a word of a later epoch. */
             const bool is_whole = lanes.num_halves == 1;
             if (HOSTS && !__all_sync(ALL_LANES, !is_whole || !reads || has_arrived))
                 return false;
-            /* p2p: only the words up to the one with RECORD_LAST must have arrived */
+            /* p2p: only the words up to the one with RECORD_LAST are sent, so only they must
+             * have arrived. */
             const bool needed = reads && !(last_words & lanes_below());
-            /* true: the word with RECORD_LAST has not arrived */
+            /* true: the word with RECORD_LAST is still missing, so the lanes go on waiting */
             const bool is_open = !last_words && lanes.num_halves == 1;
             return __all_sync(ALL_LANES, !needed || (has_arrived && !(reads && is_open))) != 0;
         });
@@ -53,10 +59,11 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
     return true;
 }
 
-/* Calls keep(source, first token of the group, number of tokens of the source) for each group
- * of tokens that this warp handles. Called by `warps` warps; this one is number `warp`.
- * tokens_of: in lane q, the number of tokens of rank q. Returns false as soon as keep() returns
- * false. */
+/* Calls keep(source, first, tokens) for each group of tokens that this warp handles. A group
+ * has as many tokens as fit in the lanes of a warp. source: rank of the tokens; first: first
+ * token of the group; tokens: how many tokens rank `source` has. The groups are dealt to
+ * `warps` warps; this one is number `warp`. tokens_of: in lane q, the number of tokens of rank
+ * q. Returns false as soon as keep() returns false. */
 template <class Keep>
 __device__ __forceinline__ bool for_each_group(const p2p_plan_job &job, int32_t tokens_of,
                                                int warp, int warps, Keep keep)

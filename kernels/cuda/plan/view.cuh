@@ -1,21 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads plans on the device, and receives records.
+/* Reads plans on the device, and receives records while a plan is made.
  *
- * PlanView has a checked header and pointers to the arrays of a plan in device memory
+ * PlanView has the checked header of a plan in device memory, and pointers to its arrays
  * (rules/device_layout.h). A record is what a rank sends to another rank about one of its
  * tokens: the token's slots on that other rank, in ascending k. It has at most top_k stamped
- * words; the last one has the flag RECORD_LAST. The planner of the token's rank stores the
- * record, and a warp of the receiving rank polls it. */
+ * words, which are valid only in the running epoch. The last word has the flag RECORD_LAST. The
+ * planner of the token's rank stores the record, and a warp of the receiving rank polls it. */
 #ifndef EPIC_PLAN_VIEW_CUH
 #define EPIC_PLAN_VIEW_CUH
 
 #include "cuda/net/operation.cuh"
 
 #define RECORD_LAST 0x80000000u
-/* word of a record: no choice of the token goes to this rank */
+/* Word of a record: no choice of the token goes to the receiving rank. Backend hosts also fills
+ * unused words of a record with it. */
 #define RECORD_ABSENT 0x7fffffffu
-/* Word of a record: a choice goes to this rank, but the plan is invalid, so the receiver
- * discards its row. */
+/* Word of a record in place of a slot: a choice goes to the receiving rank, but the plan is
+ * invalid. The receiver must still receive the row, and discards it. */
 #define RECORD_DISCARD 0x7ffffffeu
 
 /* Returns the bit mask of the lanes below this one. */
@@ -26,30 +27,34 @@ __device__ __forceinline__ uint32_t lanes_below()
 
 /* ----------------------------------------------------------------------------- reading ---- */
 
-/* How many words of the header each lane loads, if one warp loads the header. */
+/* How many words of the header each lane loads if one warp loads the header. */
 #define HEADER_LANE_WORDS ((int)((sizeof(device_plan_header) / 4 + WARP - 1) / WARP))
 
-struct PlanView { /* a plan that a kernel reads; this struct is in shared memory */
+/* A plan that a kernel reads. The struct is in shared memory; the arrays are in the plan. */
+struct PlanView {
     device_plan_header header;
     const int32_t *slab_begin, *rank_of, *records;
-    /* [1 << slab_bits]: padding of each local expert's slab, then zeros */
+    /* [1 << slab_bits]: the padding slots of each local expert's slab; {0, 0} for slabs that do
+     * not exist */
     const device_padding *padding;
-    /* 1 << slab_bits is at least the number of local experts */
+    /* number of local experts, rounded up to a power of two, is 1 << slab_bits */
     int32_t slab_bits;
-    int32_t most_tokens; /* largest number of tokens of a rank */
-    /* 1: the plan is valid, was made by this rank, and fits the layer and the tokens of the
+    int32_t most_tokens; /* number of tokens of the rank that has most */
+    /* 1: the plan is intact, was made by this rank, and fits the layer and the tokens of this
      * call */
     uint32_t is_valid;
 };
 
-/* Returns the index of a token's record in the plan's array of records. */
+/* Returns the index of a token's record in the plan's array of records. `rank`: the rank that
+ * owns the token. */
 __device__ __forceinline__ int64_t record_index(const p2p_self &self, int rank, int32_t token,
                                                 int top_k)
 {
     return ((int64_t)rank * self.max_tokens + token) * top_k;
 }
 
-/* Returns the checksum of a header. Lane l passes words l, l + 32, ... Called by one warp. */
+/* Returns the checksum of a header, of which lane l passes words l, l + 32, and so on. Called
+ * by one warp. */
 static __device__ uint32_t header_checksum(const uint32_t (&words)[HEADER_LANE_WORDS])
 {
     uint32_t sum = 0;
@@ -62,7 +67,8 @@ static __device__ uint32_t header_checksum(const uint32_t (&words)[HEADER_LANE_W
     return __reduce_add_sync(ALL_LANES, sum);
 }
 
-/* Returns whether the plan was made for the layer of the current call. */
+/* Returns whether the plan was made for the layer of the current call. A call that passes no
+ * layer (hash 0) accepts any. */
 __device__ __forceinline__ bool is_plan_of_layer(const device_plan_header &h,
                                                  const p2p_self &self)
 {
@@ -70,8 +76,9 @@ __device__ __forceinline__ bool is_plan_of_layer(const device_plan_header &h,
            h.layer_hash == self.layer_hashes[1];
 }
 
-/* Checks that the header's fields are in range and fit this rank, because a plan can contain
- * any bytes. Called by one warp. */
+/* Returns whether the header's fields are in range and fit this rank. A plan is the caller's
+ * memory and can contain any bytes, so kernels must not use it unchecked. Called by one
+ * warp. */
 static __device__ bool is_header_valid(const device_plan_header &h, const p2p_self &self,
                                        int64_t plan_bytes)
 {
@@ -89,7 +96,7 @@ static __device__ bool is_header_valid(const device_plan_header &h, const p2p_se
     return __all_sync(ALL_LANES, fits) != 0;
 }
 
-/* Sets the view's pointers to the arrays of the plan. */
+/* Sets the view's pointers to the arrays of the plan at address `plan`. */
 static __device__ void set_plan_pointers(PlanView &view, const uint8_t *plan,
                                          const p2p_self &self)
 {
@@ -102,7 +109,7 @@ static __device__ void set_plan_pointers(PlanView &view, const uint8_t *plan,
     view.records = (const int32_t *)(plan + at.records);
 }
 
-/* Reports to the host why the plan cannot be used. `is_intact` is true if checksum and fields are
+/* Reports to the host why this call cannot use the plan. is_intact: checksum and fields are
  * valid. Called by one thread. */
 static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
                                                     const device_plan_header &h, bool is_intact,
@@ -121,11 +128,12 @@ static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
     report_data_error(self, notice);
 }
 
-/* Value of the argument num_tokens: this rank's number of tokens in the plan is not checked. */
+/* Value of num_tokens below for calls that pass no tokens, so that the number of this rank's
+ * tokens in the plan is not checked. */
 #define ANY_TOKENS (-1)
 
-/* Loads a header: lane l gets words l, l + 32, ... All words are 0 if the plan has fewer bytes
- * than a header. Called by one warp. */
+/* Loads the header of the plan at `plan`: lane l gets words l, l + 32, and so on. If the plan's
+ * memory is smaller than a header, all words become 0. Called by one warp. */
 __device__ __forceinline__ void load_header(uint32_t (&words)[HEADER_LANE_WORDS],
                                             const uint8_t *plan, int64_t plan_bytes)
 {
@@ -139,8 +147,9 @@ __device__ __forceinline__ void load_header(uint32_t (&words)[HEADER_LANE_WORDS]
     }
 }
 
-/* Copies the words of a header into the view, checks them, and sets the other members. Called
- * by one warp; a barrier must follow before other warps read the view. */
+/* Copies a header that load_header() has loaded into the view, checks it, and sets the other
+ * members of the view. Called by one warp; a barrier must follow before other warps read the
+ * view. */
 static __device__ void view_plan(PlanView &view, const uint32_t (&words)[HEADER_LANE_WORDS],
                                  const uint8_t *plan, int64_t plan_bytes, const p2p_self &self,
                                  int32_t num_tokens)
@@ -169,9 +178,9 @@ static __device__ void view_plan(PlanView &view, const uint32_t (&words)[HEADER_
     }
 }
 
-/* Reads and checks a plan. Called by all threads of a CTA. If the plan is invalid, or was made
+/* Reads the plan at `plan` into the view, and checks it. If the plan is damaged, or was made
  * for another layer or another number of tokens, sets is_valid to 0, id to 0 and result to
- * EPIC_EINVAL. */
+ * EPIC_EINVAL. Called by all threads of a CTA. */
 static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t plan_bytes,
                                  const p2p_self &self, int32_t num_tokens)
 {
@@ -183,10 +192,11 @@ static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t pl
     __syncthreads();
 }
 
-/* Checks that every rank's receive buffer has a row for each of its slots in the plan. Waits
- * for the announced numbers of rows, which can arrive after the signature. Returns false if a
- * rank has too few rows; if `reports` is true, it also reports the first such rank to the host.
- * If the group is broken, it returns true. Can be called by any threads. */
+/* Returns false if the receive buffer of a rank has fewer rows than the rank has slots in the
+ * plan. Waits for the numbers of rows that all ranks announce, which can arrive later than the
+ * other words of an announcement. `reports`: also reports the first such rank to the host. If
+ * the group of ranks has failed, returns true, because the failure is reported elsewhere. Can
+ * be called by any threads. */
 static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpState &op,
                                                const volatile device_plan_header *h,
                                                bool reports)
@@ -216,9 +226,9 @@ static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpSta
 
 /* ------------------------------------------------------------------- receiving records ---- */
 
-/* Returns the address, in this rank's heap, of the record that rank `source` sends about its
- * token. A record has top_k words. `self` is an argument for speed: op.self would have to be
- * loaded from memory. */
+/* Returns the address, in this rank's heap or net inbox, of the record that rank `source` sends
+ * about its token. A record has top_k words. `self` is an argument for speed: op.self would
+ * have to be loaded from memory. */
 __device__ __forceinline__ const uint64_t *
 record_address(const p2p_self &self, const OpState &op, int source, int64_t token, int top_k)
 {
@@ -229,10 +239,11 @@ record_address(const p2p_self &self, const OpState &op, int source, int64_t toke
            token * top_k;
 }
 
-/* Waits for one half of a record: words [half * 32, half * 32 + 32). `word` is this lane's word
- * as it was loaded before. Sets `slot` to this lane's slot, RECORD_DISCARD, or -1. Sets `more`
- * to whether the record perhaps continues in the next half. Called by one warp. Returns false
- * if the group is broken. */
+/* Waits for one half of a record: words [half * 32, half * 32 + 32), one per lane. `word`: this
+ * lane's word as the caller has loaded it before, perhaps too early. Sets `slot` to this lane's
+ * slot, to RECORD_DISCARD, or to -1 if the record has no such word. Sets `more` to whether the
+ * record may continue in the next half. Called by one warp. Returns false if the group of ranks
+ * has failed. */
 __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t *words,
                                                int top_k, int half, int source, uint64_t word,
                                                int32_t &slot, bool &more)
@@ -246,7 +257,9 @@ __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t
         const bool has_arrived = lane < count && is_stamped(op, word);
         const uint32_t arrived = __ballot_sync(ALL_LANES, has_arrived);
         last_words = __ballot_sync(ALL_LANES, has_arrived && ((uint32_t)word & RECORD_LAST));
-        /* backend hosts: a kernel must wait for every word that peers send in this epoch */
+        /* Backend hosts: waits for all top_k words of a record of up to 32 words, also for
+         * those after RECORD_LAST. The sender has sent them all in this epoch, and a word that
+         * arrives later would overwrite a word of a later epoch. */
         if (HOSTS && top_k <= WARP && __popc(arrived) < count) return false;
         const uint32_t needed = last_words      ? (2u << (__ffs(last_words) - 1)) - 1
                                 : count == WARP ? ALL_LANES
