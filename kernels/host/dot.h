@@ -14,7 +14,7 @@
 #include "lanes.h"
 
 #define ACCUMULATORS 256
-#define GROUP 8 /* accumulators per group */
+#define GROUP 8 /* number of accumulators per group */
 #define NUM_GROUPS (ACCUMULATORS / GROUP)
 
 /* Defines a function that adds the accumulators of a block in the defined order and returns the

@@ -88,7 +88,7 @@ static Kernel kernel_of(uint32_t type, bool exact, bool quantize)
                               : kernel_for<F32>(exact, quantize);
 }
 
-/* Returns the threads per CTA of the kernel that kernel_of() returns. */
+/* Returns the number of threads per CTA for the kernel that kernel_of() returns. */
 static int block_of(uint32_t type, bool quantize)
 {
     return type == EPIC_F32 ? block_for<F32>(quantize) : block_for<Bf16>(quantize);

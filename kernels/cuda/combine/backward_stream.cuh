@@ -49,9 +49,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     Entry *entries;
     float *sums; /* [DOTS][PITCH], in shared memory: each lane's sum for each dot product */
     Pieces ring;
-    UnitWalk walk;        /* the next unit to begin */
+    UnitWalk walk;        /* the next unit that the warp begins */
     int32_t next_word;    /* what read_ahead() has loaded for the next unit */
-    int32_t end;          /* the round ends before this token */
+    int32_t end;          /* the tokens of this round are those below `end` */
     const Entry *copying; /* the unit whose pieces are being copied to the ring */
     const uint8_t *from;  /* address of this lane's bytes of the next piece of d_out */
     /* address of this lane's bytes of the current piece in row 0 of `rows`; the piece of
@@ -117,7 +117,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         walk.next_unit(m.stride);
         next_word = read_ahead(m, walk);
     }
-    /* Returns true if the unit receives from a peer, not from this rank. */
+    /* Returns true if the unit receives a token of a peer, which arrives in staging, not of
+     * this rank. */
     __device__ __forceinline__ bool is_staged(const Entry &u) const
     {
         return u.role > 0 && u.role < m.job.self.num_ranks;
@@ -233,8 +234,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             const Slot current = next;
             uint4 y[V];
             if (dots) read_piece(its_vector, y, 0);
-            /* Read the next slot before the stores, because a load after them would wait for
-             * them. */
+            /* Reads the next slot before the stores of this one, because a load after stores
+             * would wait for them. */
             next = u.slots[min(i + 1, WARP - 1)];
             if (QUANTIZE)
                 store_scaled_quantized<ROW, V>(m, current.number, piece, current.weight, x,

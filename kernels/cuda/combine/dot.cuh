@@ -43,7 +43,7 @@ template <> struct Dot<F16> : Dot16<F16> {
 template <> struct Dot<F32> {
     /* BLOCK: threads per CTA; with this many, each thread can have 168 registers */
     static constexpr int V = 8, BLOCK = 384, LAST = 2;
-    float acc[8]; /* acc[0..3]: even vectors; acc[4..7]: odd vectors */
+    float acc[8]; /* acc[0..3]: sums of the even vectors; acc[4..7]: sums of the odd vectors */
 
     /* Adds the products x[i] * y[i] of vector v of the block to the accumulators. Even vectors
      * use the first four, odd vectors the last four. */
@@ -53,7 +53,7 @@ template <> struct Dot<F32> {
 #pragma unroll
         for (int i = 0; i < 4; i++) a[i] = __fmaf_rn(x[i], y[i], a[i]);
     }
-    /* Returns the sum of four accumulators of this lane and of the adjacent one. */
+    /* Returns the sum of the four accumulators at `a` of this lane and of the adjacent lane. */
     static __device__ __forceinline__ float sum_group(const float *a)
     {
         float s[4];
@@ -61,7 +61,7 @@ template <> struct Dot<F32> {
         for (int i = 0; i < 4; i++) s[i] = a[i] + __shfl_xor_sync(ALL_LANES, a[i], 1);
         return (s[0] + s[2]) + (s[1] + s[3]);
     }
-    /* Returns the sum of all accumulators of this lane and of the adjacent one. */
+    /* Returns the sum of all accumulators of this lane and of the adjacent lane. */
     __device__ __forceinline__ float lane_sum() const
     {
         return sum_group(acc) + sum_group(acc + 4);
@@ -110,7 +110,7 @@ __device__ __forceinline__ float dot_of(const float (&x)[V][ROW::N], const uint4
     return dot.lane_sum();
 }
 
-/* Returns a vector of weight * x, rounded to type ROW. */
+/* Returns a vector of weight * x, rounded to type ROW. x: its elements as floats. */
 template <class ROW>
 __device__ __forceinline__ uint4 scale_vector(float weight, const float (&x)[ROW::N])
 {

@@ -30,7 +30,7 @@ struct __align__(8) Slot
 
 struct Entry { /* A unit that the warp has begun and not finished. In shared memory. */
     int32_t token;
-    int32_t vector;    /* first vector of the piece */
+    int32_t vector;    /* index in the row of the first vector of the unit's piece */
     int16_t num_slots; /* number of the token's slots on this rank */
     int16_t role;      /* in an expert unit: its role (peer_of_role()); in a source unit: -1 */
     /* only in source units: bit p is 1 if the rank at position p of the sum order (rank_at[p])

@@ -103,7 +103,7 @@ __device__ __forceinline__ uint64_t stamp_word(const OpState &op, uint32_t value
     return (uint64_t)op.epoch << 32 | value;
 }
 
-/* Returns true if the word was written in the running epoch. */
+/* Returns true if a stamped word was written in the running epoch. */
 __device__ __forceinline__ bool is_stamped(const OpState &op, uint64_t word)
 {
     return (uint32_t)(word >> 32) == op.epoch;

@@ -20,23 +20,31 @@ extern "C" {
 #endif
 
 /* Kinds of errors in the data of an operation (class (b) of epic.h). The comment on each kind
- * lists the numbers in p2p_notice.about. */
+ * says what is wrong, and then lists the numbers that p2p_notice.about contains. */
 typedef enum p2p_fault {
-    P2P_FAULT_EXPERT = 0,    /* token, k, id, num_experts */
-    P2P_FAULT_PLACEMENT = 1, /* expert, rank */
-    P2P_FAULT_CAPACITY = 2,  /* slots, needed */
-    P2P_FAULT_ROWS = 3,      /* rows, needed, operation */
-    /* `about` is unused; the bytes are not a plan of this rank and group */
+    /* an id is not an expert of the layer; about: token, k, id, num_experts */
+    P2P_FAULT_EXPERT = 0,
+    P2P_FAULT_PLACEMENT = 1, /* rank_of_expert has a wrong rank; about: expert, rank */
+    P2P_FAULT_CAPACITY = 2,  /* the capacity is too small; about: capacity, needed slots */
+    /* a buffer has too few rows; about: its rows, needed rows, operation */
+    P2P_FAULT_ROWS = 3,
+    /* the bytes are not a plan of this rank and group; about: unused */
     P2P_FAULT_PLAN = 4,
-    P2P_FAULT_TOKENS = 5,     /* tokens, tokens of the plan, operation */
-    P2P_FAULT_DUPLICATE = 6,  /* token, k, id */
-    P2P_FAULT_LOGICAL = 7,    /* token, k, id, num_logical */
-    P2P_FAULT_REPLICA = 8,    /* expert, logical expert, num_logical */
-    P2P_FAULT_NO_REPLICA = 9, /* logical expert */
-    P2P_FAULT_LAYER = 10,     /* `about` is unused; the plan was made with another layer */
-    P2P_FAULT_LOCAL = 11,     /* rows, local experts */
-    P2P_FAULT_ROOM = 12,      /* num_local_experts, experts of a rank */
-    P2P_FAULT_UNEQUAL = 13    /* tokens of rank 0, tokens of this rank */
+    /* the call has another number of tokens; about: it, tokens of the plan, operation */
+    P2P_FAULT_TOKENS = 5,
+    P2P_FAULT_DUPLICATE = 6, /* a token has the same expert twice; about: token, k, id */
+    /* an id is not a logical expert; about: token, k, id, num_logical */
+    P2P_FAULT_LOGICAL = 7,
+    /* logical_of_expert has a wrong value; about: expert, value, num_logical */
+    P2P_FAULT_REPLICA = 8,
+    P2P_FAULT_NO_REPLICA = 9, /* a logical expert has no replica; about: logical expert */
+    P2P_FAULT_LAYER = 10,     /* the plan was made with another layer; about: unused */
+    /* sum_replicas: `data` has fewer rows than this rank has experts; about: both numbers */
+    P2P_FAULT_LOCAL = 11,
+    /* a rank has too many experts for the layer; about: num_local_experts, experts */
+    P2P_FAULT_ROOM = 12,
+    /* EPIC_TREE needs equally many tokens per rank; about: tokens of rank 0, of this rank */
+    P2P_FAULT_UNEQUAL = 13
 } p2p_fault;
 
 /* One error in the data, which a kernel reports in host memory. The kernel writes `result`
@@ -65,7 +73,7 @@ typedef struct p2p_status {
     /* the two signatures that differ, if ranks called different operations */
     uint32_t own_signature, peer_signature;
     uint32_t dead; /* written by the host: bit mask of the ranks whose processes have died */
-    uint32_t deadline_ms; /* time limit of the operation that broke */
+    uint32_t deadline_ms; /* time limit of the operation that failed */
     /* P2P_AWAKE(), which a host thread updates while the process runs; 0 if there is no such
      * thread */
     uint64_t awake;
@@ -186,7 +194,7 @@ typedef struct p2p_plan_job {
     const int32_t *logical_of_expert;
     int32_t *expert_rows, *expert_tokens, *load, *logical_load, *demand;
     int32_t num_tokens;
-    int32_t capacity;      /* 0: no bound */
+    int32_t capacity;      /* number of slots of the receive buffer; 0: no bound */
     int32_t block;         /* number of experts per rank if rank_of_expert is NULL */
     int32_t has_int64_ids; /* 1: topk_idx is int64; 0: int32 */
     /* number of CTAs that make the plan (the first CTAs of the grid); 0: the plan already
@@ -245,15 +253,15 @@ typedef struct p2p_dispatch_job {
      * write zeros to padding slots. */
     int32_t zero_tail, leave_padding;
     int32_t top_k; /* top_k of the layer */
-    int32_t head;  /* tokens [0, head) are sent while the plan is made */
+    int32_t head;  /* the kernel sends tokens [0, head) while it makes the plan */
     /* low-latency kernels only: number of CTAs that only send; set by the launcher */
     int32_t num_send_only_ctas;
     /* all other kernels: one of 2^catch_up steps receives two tokens, until receiving is only
      * `lag` tokens behind sending (dispatch/dispatch.cuh); set by the launcher */
     int32_t catch_up;
     /* The launcher sets lag, span and units (common/rows.cuh). */
-    int32_t lag;   /* tokens by which receiving stays behind sending */
-    int32_t span;  /* pieces of a row that a unit moves */
+    int32_t lag;   /* number of tokens by which receiving stays behind sending */
+    int32_t span;  /* number of pieces of a row that a unit moves */
     int32_t units; /* number of warps that move rows */
     /* The next fields are only for packed rows (dispatch/packed.cuh): a row and its scales are
      * moved together. scale_bytes is 0 if rows have no scales. */
@@ -310,7 +318,7 @@ typedef struct p2p_combine_backward_job {
     const uint8_t *plan;
     int64_t plan_bytes;
     const uint8_t *d_out; /* [num_tokens, row_bytes] */
-    const uint8_t *rows;  /* NULL without d_slot_weights */
+    const uint8_t *rows;  /* [num_rows, row_bytes]; NULL if d_slot_weights is NULL */
     uint8_t *d_rows;
     const float *slot_weights;
     float *d_slot_weights;
@@ -319,7 +327,8 @@ typedef struct p2p_combine_backward_job {
     uint32_t type;
     int32_t aligned;
     int32_t zero_tail, leave_padding;
-    int32_t top_k, lag, span, units; /* see p2p_dispatch_job */
+    /* these have the meaning of the same fields in p2p_dispatch_job */
+    int32_t top_k, lag, span, units;
     /* The next fields are only for quantized d_rows. */
     uint8_t *d_rows_scales;
     /* scale_bytes: bytes of a row of d_rows_scales; quantized_bytes: bytes of a row of
@@ -336,7 +345,7 @@ typedef struct p2p_combine_backward_job {
 typedef struct p2p_sum_job {
     p2p_self self;
     float *data;
-    int64_t count;  /* number of floats, at most self.at.source_bytes / 4 */
+    int64_t count;  /* number of floats of `data`, at most self.at.source_bytes / 4 */
     uint32_t order; /* an epic_sum_order: by rank or EPIC_TREE */
     uint32_t pad;
 } p2p_sum_job;
@@ -348,7 +357,7 @@ typedef struct p2p_sum_replicas_job {
     const uint8_t *plan;
     int64_t plan_bytes;
     float *data;
-    int64_t count; /* number of floats per expert */
+    int64_t count; /* number of floats in `data` per expert */
     int32_t num_rows;
     uint32_t pad;
 } p2p_sum_replicas_job;

@@ -30,8 +30,8 @@
 #else
 #define P2P_LOWLAT_TOKENS 512
 #endif
-#define P2P_LOWLAT_QUANTIZED_TOKENS 192 /* like P2P_LOWLAT_TOKENS, if dispatch quantizes */
-#define P2P_LOWLAT_COMBINE_TOKENS 96    /* like P2P_LOWLAT_TOKENS, for combine */
+#define P2P_LOWLAT_QUANTIZED_TOKENS 192 /* the same limit for dispatch that quantizes */
+#define P2P_LOWLAT_COMBINE_TOKENS 96    /* the same limit for combine */
 /* Limits of the plans that low-latency kernels can make (lowlat/plan.cuh), because they keep
  * the plan in shared memory. */
 #define P2P_LOWLAT_CHOICES 8192 /* choices (pairs of token and k) of all ranks together */
@@ -47,8 +47,10 @@
  * array gives its kind of memory (stamped, poison or zero, see the top of this file) and its
  * shape. "This rank only" means that no peer writes the array. */
 typedef struct p2p_heap {
-    int64_t announce; /* stamped [2][MAX_RANKS][P2P_ANNOUNCE_WORDS] */
-    int64_t broken;   /* one word: P2P_BROKEN() if the group has failed, else 0 */
+    /* stamped [2][MAX_RANKS][P2P_ANNOUNCE_WORDS]: what each rank announces when it begins an
+     * operation */
+    int64_t announce;
+    int64_t broken; /* one word: P2P_BROKEN() if the group has failed, else 0 */
     /* [MAX_RANKS]: P2P_GONE() of each rank that has closed its context, else 0 */
     int64_t gone;
     /* stamped [MAX_RANKS]: each rank's bit mask of the ranks that it waits for. A rank writes
@@ -102,7 +104,7 @@ typedef struct p2p_heap {
     int64_t parts;
     /* poison [2][num_ranks - 1][source_bytes]: rows that arrive (net/staging.cuh) */
     int64_t staging;
-    int64_t bytes;        /* size of the whole heap */
+    int64_t bytes;        /* size of the whole heap in bytes */
     int64_t source_bytes; /* bytes of `staging` per source rank and half */
     int64_t escape_words; /* number of `escapes` per source rank and half */
     int64_t part_words;   /* number of words of `parts` per rank */
@@ -182,7 +184,8 @@ typedef struct p2p_control {
     /* stamped, per source rank: index in its staging, roughly, of the last vector that has
      * arrived */
     uint64_t received_vectors[DEVICE_MAX_RANKS];
-    uint64_t announcements[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS]; /* stamped */
+    /* stamped: copies of the announcements of all ranks */
+    uint64_t announcements[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS];
 #endif
 } p2p_control;
 

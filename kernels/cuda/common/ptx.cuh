@@ -59,17 +59,17 @@ __device__ __forceinline__ void load_two_words(const uint64_t *p, uint64_t &a, u
                  : "memory");
 }
 
-/* System-wide fence. Stores before it, by this thread and by earlier kernels, become visible to
- * all ranks before stores after it. Loads after it do not read older values than loads before
- * it. */
+/* Executes a fence between this rank and all other ranks (acq_rel.sys). Stores before the
+ * fence, by this thread and by earlier kernels, become visible to all ranks before stores after
+ * the fence. Loads after the fence do not read older values than loads before it. */
 __device__ __forceinline__ void fence_system()
 {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
-/* Loads a word in this GPU's memory with acquire order: if it reads the value of a
+/* Loads a word in this GPU's memory with acquire order. If the load reads the value of a
  * store_release(), later loads of this thread see all stores that the storing thread made
- * before. */
+ * before that store_release(). */
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t *p)
 {
     uint32_t v;
@@ -95,8 +95,8 @@ __device__ __forceinline__ void store_relaxed(uint4 *p, uint4 v)
                  : "memory");
 }
 
-/* Stores a word to this GPU's memory with release order: a thread that reads it with
- * load_acquire() then sees all earlier stores of this thread. */
+/* Stores a word to this GPU's memory with release order. A thread that reads the value with
+ * load_acquire() then sees all stores that this thread made before. */
 __device__ __forceinline__ void store_release(uint32_t *p, uint32_t v)
 {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
@@ -185,13 +185,14 @@ __device__ __forceinline__ void end_copies()
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* Waits until this thread's groups of copies are complete, except the last PENDING groups. */
+/* Waits until this thread's groups of asynchronous copies are complete. Does not wait for the
+ * last PENDING groups. */
 template <int PENDING> __device__ __forceinline__ void wait_copies()
 {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-/* Returns the shared-memory address of a generic pointer. */
+/* Returns the 32-bit shared-memory address of a pointer to shared memory. */
 __device__ __forceinline__ uint32_t shared_address(const void *p)
 {
     return (uint32_t)__cvta_generic_to_shared(p);
@@ -252,7 +253,8 @@ __device__ __forceinline__ void bulk_send(void *to, uint32_t from, uint32_t byte
              : "memory");
 }
 
-/* Starts a bulk store to this rank's own staging. */
+/* Starts a bulk store to this rank's own staging. A function of its own, because the emulator
+ * of the tests replaces it. */
 __device__ __forceinline__ void bulk_store_local(void *to, uint32_t from, uint32_t bytes)
 {
     bulk_send(to, from, bytes);
@@ -283,7 +285,8 @@ __device__ __forceinline__ void wait_bulk(void)
     BULK_ASM("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-/* Makes this thread's stores to shared memory visible to later bulk stores of the CTA. */
+/* Makes this thread's earlier stores to shared memory visible to bulk stores that the CTA
+ * starts later. */
 __device__ __forceinline__ void fence_bulk(void)
 {
     BULK_ASM("fence.proxy.async.shared::cta;" ::: "memory");
@@ -302,7 +305,7 @@ __device__ __forceinline__ void keep_in_registers(uint32_t &x)
     asm volatile("" : "+r"(x));
 }
 
-/* Returns the larger of the absolute values of x and y; NaN if either is NaN. */
+/* Returns the larger of |x| and |y|; NaN if x or y is NaN. */
 __device__ __forceinline__ float max_size(float x, float y)
 {
     float size;
@@ -327,8 +330,8 @@ __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d
     return (uint32_t)high << 16 | low;
 }
 #else
-/* Converts a number to e4m3 without the instruction of sm_89, with the same bits.
- * kernels/host/convert.h explains the method. */
+/* Converts a number to e4m3 on GPUs before sm_89, which have no instruction for it. The bits
+ * are the same. kernels/host/convert.h explains the method. */
 __device__ __forceinline__ uint32_t e4m3_of(float x)
 {
     const uint32_t bits = __float_as_uint(x), size = bits & 0x7fffffff;
@@ -345,7 +348,7 @@ __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d
 }
 #endif
 
-/* Returns 2^x with an error in the last one or two bits. */
+/* Returns 2^x, with an error in the last one or two bits (ex2.approx). */
 __device__ __forceinline__ float exp2_approx(float x)
 {
     float y;
@@ -353,7 +356,7 @@ __device__ __forceinline__ float exp2_approx(float x)
     return y;
 }
 
-/* Returns 1 / x with an error in the last one or two bits. */
+/* Returns 1 / x, with an error in the last one or two bits (rcp.approx). */
 __device__ __forceinline__ float reciprocal_approx(float x)
 {
     float y;

@@ -29,7 +29,7 @@ template <int V, int N> struct Quantized {
     static constexpr int LANES = QUANTIZE_BLOCK / N;
     static constexpr int WORDS = V * WARP / LANES; /* number of words of scales per piece */
     static constexpr int BYTES = V * WARP * N;     /* bytes of e4m3 elements per piece */
-    /* e4m3 elements of this lane, four per word */
+    /* this lane's e4m3 elements, four per word */
     uint32_t q[V][N / 4];
     /* this lane's word of scales, which is word number word_index() of the piece */
     uint32_t scales;
@@ -39,7 +39,7 @@ template <int V, int N> struct Quantized {
     {
         return lane_id() % LANES < V;
     }
-    /* Returns the index in the piece of this lane's word of scales. */
+    /* Returns the index, among the words of scales of the piece, of this lane's word. */
     static __device__ __forceinline__ int word_index()
     {
         return lane_id() % LANES * (WARP / LANES) + lane_id() / LANES;
@@ -128,7 +128,7 @@ __device__ __forceinline__ uint32_t scale_1x32(uint32_t bits)
     return (uint32_t)max((int)(bits >> 23) - 8 + ((bits & 0x7fffff) > 0x600000), 0);
 }
 
-/* The scale of a block of elements. */
+/* The scale of one block of elements, in the two forms that kernels need. */
 struct BlockScale {
     uint32_t word; /* the word of scales to store; it contains this block's scale */
     float number;  /* 1X128: the scale; 1X32: 1 / scale; NaN if the scale is NaN */

@@ -32,22 +32,22 @@ __device__ __forceinline__ float sigmoid_of(float x)
     return (x > 0 ? 1 : e) / (1 + e);
 }
 
-/* Returns x s(y), where y = alpha x and s is the sigmoid. The derivative is s(y) (1 + y (1 -
- * s(y))). */
+/* Returns swish(x) = x s(y), where y = alpha x and s is the sigmoid, and its derivative s(y) (1
+ * + y (1 - s(y))). */
 __device__ __forceinline__ Activated compute_swish(float x, float alpha)
 {
     const float s = sigmoid_of(alpha * x);
     return {x * s, s * (1 + alpha * x * sigmoid_of(-alpha * x))};
 }
 
-/* Returns GELU(x), computed with erf. */
+/* Returns GELU(x), computed with erf, and its derivative. */
 __device__ __forceinline__ Activated compute_gelu(float x)
 {
     const float below = 0.5f * (1 + erff(x * SQRT_HALF));
     return {x * below, below + x * INV_SQRT_2_PI * expf(-x * x / 2)};
 }
 
-/* Returns the tanh approximation of GELU(x). */
+/* Returns the tanh approximation of GELU(x), and its derivative. */
 __device__ __forceinline__ Activated compute_gelu_tanh(float x)
 {
     const float t = tanhf(SQRT_2_OVER_PI * (x + TANH_CUBIC * x * x * x));
@@ -78,7 +78,7 @@ __device__ __forceinline__ Activated compute_activation(float x, const epic_expe
         return compute_gelu_tanh(x);
     case EPIC_RELU2:
         return {x < 0 ? 0 : x * x, x < 0 ? 0 : 2 * x};
-    /* EPIC_CLAMPED_SWIGLU, EPIC_CLAMPED_SILU: above the limit, the value is constant */
+    /* EPIC_CLAMPED_SWIGLU and EPIC_CLAMPED_SILU: the value is constant above ex.limit */
     default:
         const Activated a = compute_swish(above ? ex.limit : x, ex.alpha);
         return {a.value, above ? 0 : a.slope};

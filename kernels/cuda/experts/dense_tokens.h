@@ -35,7 +35,7 @@ cudaError_t p2p_launch_finish(const layer_tokens *t, const layer_rows *rows, int
  * them. */
 cudaError_t p2p_load_dense_tokens(void);
 
-/* Arguments of p2p_launch_fits(). */
+/* Arguments of p2p_launch_fits(), which checks that a plan fits its layer. */
 typedef struct p2p_fits_job {
     p2p_self self;
     uint8_t *plan;

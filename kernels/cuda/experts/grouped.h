@@ -33,7 +33,7 @@ typedef struct p2p_slabs {
     const int32_t *expert_rows;
     /* [num_experts]: number of rows of each slab that hold a token; NULL: all of expert_rows */
     const int32_t *expert_tokens;
-    int32_t *num_tiles; /* [1]: number of tiles in use */
+    int32_t *num_tiles; /* [1]: number of tiles that the slabs have */
     /* [most_tiles]: the tiles; each has up to EXPERTS_TILE_ROWS rows of one slab */
     slab_tile *tiles;
     slab_range *slabs; /* [num_experts]: first row and number of tokens of each slab */
@@ -72,7 +72,7 @@ typedef struct p2p_gemm {
     uint32_t out_type; /* WEIGHT: epic_type of out */
     /* only in WEIGHT and INPUT: 1: add the result to out; 0: overwrite out */
     int32_t accumulate;
-    int32_t sms; /* largest number of CTAs */
+    int32_t sms; /* largest number of CTAs to launch */
     /* Order in which the kernel computes tiles, so that it reuses b in the L2 cache: this many
      * rows of tiles (with clusters: pairs of rows) together, one column of tiles after the
      * other. 0: the launcher chooses. */
@@ -164,7 +164,7 @@ typedef struct p2p_quantize_job {
  * it. */
 typedef struct p2p_rows_job {
     void *to;
-    const void *from; /* NULL: zeros */
+    const void *from; /* NULL: an array of zeros */
     int64_t count;
     uint32_t type;
     int32_t replace; /* 1: to = from; 0: to += from */
@@ -182,7 +182,7 @@ typedef struct p2p_losses_job {
  * layer: to = {all + balance, all + z}. `all` is the caller's gradient of the sum of the
  * losses; `balance` and `z` are the caller's gradients of each loss alone. */
 typedef struct p2p_incoming_job {
-    const float *all, *balance, *z; /* NULL: 1 for all, 0 for balance and z */
+    const float *all, *balance, *z; /* NULL counts as 1 for `all`, as 0 for `balance` and `z` */
     float *to;
 } p2p_incoming_job;
 
@@ -241,7 +241,7 @@ const char *p2p_gemm_is_slow(const p2p_gemm *job);
  * capability. */
 int p2p_gemm_is_built(int major, int minor);
 
-/* Launchers of experts/rows.cu. */
+/* Launchers of the kernels in experts/rows.cu. */
 cudaError_t p2p_launch_activation(const p2p_activation_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_activation_backward(const p2p_activation_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_quantize(const p2p_quantize_job *job, cudaStream_t stream);

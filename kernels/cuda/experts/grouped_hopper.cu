@@ -32,7 +32,7 @@ static encode_function encode;
  * tensor copy moves a box of `lines` rows x 128 bytes. */
 struct Matrix {
     const void *data;
-    int64_t columns, rows, count; /* count 0: one matrix, described in two dimensions */
+    int64_t columns, rows, count; /* count 0: one matrix, with a tensor map of two dimensions */
     uint32_t type;
     int lines;
 };
@@ -250,8 +250,8 @@ template <class T, int CTAS> static cudaError_t load_typed(bool *good)
     return error == cudaSuccess ? load_hopper<T, float, EPIC_GEMM_WEIGHT, CTAS>(good) : error;
 }
 
-/* Returns the address of the driver's cuTensorMapEncodeTiled, or NULL. The CUDA runtime looks
- * it up, because EPIC does not link with libcuda. */
+/* Returns the address of the driver's cuTensorMapEncodeTiled, or NULL if the driver does not
+ * have it. The CUDA runtime looks it up, because EPIC does not link with libcuda. */
 static encode_function find_encode()
 {
     void *function = NULL;

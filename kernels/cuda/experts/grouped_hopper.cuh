@@ -398,7 +398,8 @@ static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const
         const int stage = s.index;
         s.advance();
 #pragma unroll
-        for (int h = 0; h < 2; h++) { /* the left and the right 128 columns */
+        /* h: 0 for the left 128 columns of the tile, 1 for the right */
+        for (int h = 0; h < 2; h++) {
             fence_wgmma();
 #pragma unroll
             for (int i = 0; i < 4; i++)
@@ -474,7 +475,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(at.full + 8 * i, 1);
-            /* each consumer warpgroup of the cluster arrives once */
+            /* both consumer warpgroups of each CTA of the cluster arrive once per stage */
             barrier_init(at.empty + 8 * i, 2 * CTAS);
         }
         barrier_init_done();

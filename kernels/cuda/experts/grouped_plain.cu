@@ -40,9 +40,9 @@
 /* What a CTA computes at a time: one tile of out and, if sums are cut into slices, one slice of
  * each sum. */
 struct Piece {
-    int64_t row;    /* first row of the tile in a and out; WEIGHT: first row of the slab */
-    int64_t first;  /* WEIGHT: first row of the tile in out[expert]; else 0 */
-    int64_t column; /* first column of the tile in out */
+    int64_t row;    /* the tile's first row in a and out; WEIGHT: the slab's first row */
+    int64_t first;  /* WEIGHT: the tile's first row in out[expert]; else 0 */
+    int64_t column; /* the tile's first column in out */
     /* depth: number of products of each sum, over all slices; columns: number of columns of
      * out */
     int64_t expert, depth, columns;
@@ -144,7 +144,8 @@ static __device__ __forceinline__ float4 load_four(const void *p, uint32_t type,
     return make_float4(x[0], x[1], x[2], x[3]);
 }
 
-/* Stores the first `there` of four numbers of x at index `at` of an array of type `type`. */
+/* Stores the first `there` numbers of x, at most four, from index `at` of an array of type
+ * `type`. */
 static __device__ __forceinline__ void store_numbers_at(void *p, uint32_t type, int64_t at,
                                                         int there, const float *x)
 {
@@ -163,7 +164,7 @@ static __device__ __forceinline__ void store_numbers_at(void *p, uint32_t type, 
 }
 
 /* Writes four numbers to a matrix [BK][PITCH] in shared memory. TRANSPOSED: to [s][line], [s +
- * 1][line], ... Otherwise to [s][line], [s][line + 1], ... */
+ * 1][line], and so on. Otherwise to [s][line], [s][line + 1], and so on. */
 template <bool TRANSPOSED, int PITCH>
 static __device__ __forceinline__ void put_four_shared(float *to, int s, int line, float4 x)
 {

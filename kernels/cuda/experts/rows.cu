@@ -111,7 +111,7 @@ static __device__ __forceinline__ Pair<V> load_pair(const p2p_activation_job &jo
     return p;
 }
 
-/* Stores columns [i, i + V) of gate and up to row `slot` of d_gate_up. */
+/* Stores columns [i, i + V) of the gradients of gate and up to row `slot` of d_gate_up. */
 template <class T, int V>
 static __device__ __forceinline__ void store_pair(const p2p_activation_job &job, int64_t slot,
                                                   int64_t i, const Pair<V> &p)

@@ -67,7 +67,8 @@ __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int cta)
                  : "memory");
 }
 
-/* Makes initialized barriers visible to the other CTAs of the cluster and to tensor copies. */
+/* Makes barriers that this thread has initialized visible to the other CTAs of the cluster and
+ * to tensor copies. */
 __device__ __forceinline__ void barrier_init_done()
 {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -202,7 +203,8 @@ __device__ __forceinline__ void write_shared(uint32_t to, float x, float y)
 }
 
 /* Stores four 8 x 8 matrices of 16-bit numbers to shared memory (stmatrix). Lane l passes the
- * address of row l % 8 of matrix l / 8, and its two numbers of each matrix. */
+ * address of row l % 8 of matrix l / 8, and its two numbers of each matrix. Called by a whole
+ * warp. */
 __device__ __forceinline__ void write_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c,
                                                uint32_t d)
 {
@@ -222,7 +224,8 @@ __device__ __forceinline__ uint64_t describe_factor(uint32_t address, int leadin
 }
 
 /* fence_wgmma() orders earlier accesses to registers before the next wgmma. commit_wgmma()
- * closes a group of wgmma. wait_wgmma() waits until at most PENDING groups are incomplete. */
+ * closes a group of wgmma instructions. wait_wgmma() waits until at most PENDING groups are
+ * incomplete. */
 __device__ __forceinline__ void fence_wgmma()
 {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

@@ -87,7 +87,7 @@ __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, in
     op.host_box[q] = self.inbox + self.at.staging + (first + its) * self.at.source_bytes;
     op.relay[q] = (uint8_t)q;
     if (row_inbox_base(self, q) == inbox_base(self, q)) return;
-    /* the rank of this host that forwards the rows of rank q */
+    /* with relays: the rank of this host that forwards rank q's rows */
     const int relay = self.rank - self.rank % self.local + q % self.local;
     if (relay != self.rank) op.relay[q] = (uint8_t)relay;
 #endif
@@ -174,7 +174,8 @@ __device__ __forceinline__ bool wait_announcements(const p2p_self &self, const O
     return ok;
 }
 
-/* Like the other wait_announcements(), for kernels that do not keep p2p_self in registers. */
+/* Like wait_announcements(self, op), but reads op.self. For kernels that do not keep p2p_self
+ * in registers. */
 static __device__ bool wait_announcements(const OpState &op)
 {
     return wait_announcements(*op.self, op);
@@ -198,7 +199,8 @@ __device__ __forceinline__ bool read_announcement(const p2p_self &self, const Op
     return ok;
 }
 
-/* Like the other read_announcement(), for kernels that do not keep p2p_self in registers. */
+/* Like read_announcement(self, ...), but reads op.self. For kernels that do not keep p2p_self
+ * in registers. */
 static __device__ bool read_announcement(const OpState &op, int which, int32_t &value)
 {
     return read_announcement(*op.self, op, which, value);
@@ -229,7 +231,7 @@ __device__ __forceinline__ bool finish_operation(const p2p_self &self, OpState &
     return op.last != 0;
 }
 
-/* Like the other finish_operation(), for most kernels: CTA 0 waits for the peers, and the CTA
+/* Like finish_operation(self, ...), for most kernels: CTA 0 waits for the peers, and the CTA
  * that finishes last may read their announcements. */
 static __device__ bool finish_operation(OpState &op)
 {

@@ -46,7 +46,7 @@ template <int V> struct Owned {
     {
         return key[0];
     }
-    /* Sorts the keys with a bitonic network. The compiler knows all indices, so the keys stay
+    /* Sorts the keys with a bitonic network, whose indices the compiler knows. So the keys stay
      * in registers. */
     __device__ __forceinline__ void sort()
     {
@@ -98,7 +98,7 @@ template <> struct Owned<0> {
     uint32_t best;
     const uint32_t *keys;
 
-    /* Returns the largest key that is left, or KEY_NONE. */
+    /* Returns the largest key that is left, or KEY_NONE if no key is left. */
     __device__ uint32_t top() const
     {
         return best;
@@ -129,7 +129,7 @@ template <> struct Owned<0> {
         place = 0;
         find(0xffffffffu, -1);
     }
-    /* Sets all keys of this lane to `value`. */
+    /* Sets the keys of all ids of this lane to `value`, and starts again at the largest. */
     __device__ void fill(uint32_t *to, uint32_t value)
     {
         for (int v = 0; v < count; v++) to[padded_index(first + v)] = value;
@@ -156,12 +156,12 @@ struct Deal {
     {
         return 1 << lane_bits;
     }
-    /* Returns the group of this lane. */
+    /* Returns the number of the group of experts of this lane. */
     __device__ __forceinline__ int group() const
     {
         return lane_id() >> lane_bits;
     }
-    /* Returns the number of this lane within its group (0: the first lane). */
+    /* Returns the number of this lane among the lanes of its group. */
     __device__ __forceinline__ int lane_of_group() const
     {
         return lane_id() & (lanes() - 1);
@@ -327,7 +327,7 @@ __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const
     const int last_lane = __shfl_up_sync(ALL_LANES, lane, 1);
     const bool begins = key != last_key || lane != last_lane || lane_id() == 0;
     const uint32_t upto = __ballot_sync(ALL_LANES, begins) & ((2u << lane_id()) - 1);
-    /* number of earlier choices with the same key and the same owner */
+    /* number of this token's earlier choices with the same key and the same owner */
     int before = lane_id() - (31 - __clz((int)upto));
     const int first = __shfl_sync(ALL_LANES, own.first, lane);
     const int count = __shfl_sync(ALL_LANES, own.count, lane);

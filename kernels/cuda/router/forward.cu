@@ -45,7 +45,7 @@ template <int V> struct Bias {
 #pragma unroll
         for (int v = 0; v < V; v++) x[v] = read(job, v * WARP + lane_id());
     }
-    /* Returns the bias of one column. */
+    /* Returns the router's bias of one column; 0 if there is no bias or no such column. */
     static __device__ __forceinline__ float read(const p2p_router_job &job, int column)
     {
         return job.bias && column < job.rows.columns ? __ldg(job.bias + column) : 0.0f;

@@ -99,7 +99,7 @@ __device__ __forceinline__ void count_sequence(const p2p_loss_job &job, int32_t 
     __syncthreads();
 }
 
-/* The tokens [begin, end). */
+/* A range of tokens: [begin, end). */
 struct Span {
     int64_t begin, end;
 };
@@ -186,7 +186,7 @@ template <Pass PASS, bool Z>
 static cudaError_t launch_pass(const p2p_loss_job *job, cudaStream_t stream)
 {
     const int words = row_words(job->rows.columns);
-    /* number of warps that fit next to the counts of one sequence */
+    /* number of warps whose rows fit into shared memory, next to the counts of one sequence */
     const int left = SHARED_BYTES / 4 / words - 1;
     const int warps = left < MOST_WARPS ? left : MOST_WARPS;
     return launch_kernel(loss_kernel<PASS, Z>, (LOSS_RUNS + warps - 1) / warps, warps * WARP,

@@ -163,7 +163,7 @@ __device__ __forceinline__ void load_typed(float *z, const T *row, int columns)
     each_column<V>(0, columns, [&](int i) { z[padded_index(i)] = load_element(row + i); });
 }
 
-/* Loads the logits of a token into z [columns] in shared memory, as float32. */
+/* Loads the logits of a token into row z [columns] in shared memory, as float32. */
 template <int V>
 __device__ __forceinline__ void load_row(float *z, const p2p_router_rows &rows, int64_t token)
 {
@@ -259,7 +259,7 @@ __device__ __forceinline__ void make_scores(float *s, const float *z, uint32_t s
  * choice l + 32 (j = 1). */
 template <int J> struct Chosen {
     int k;
-    int id[J]; /* expert of choice l + 32 j; negative: no expert */
+    int id[J]; /* id[j]: expert of choice lane + 32 j; negative: no expert */
 
     /* Returns true if this lane has a choice with index j: if its number, lane + 32 j, is below
      * k. */

@@ -46,7 +46,7 @@ typedef struct p2p_router_job {
     int32_t *topk_idx;
     float *weights;
     float *scores;
-    int32_t wide; /* 1: token_ids are int64 */
+    int32_t wide; /* 1: token_ids are int64; 0: int32 */
     /* 1: the kernel chooses by logits instead of scores, because both give the same order */
     int32_t on_logits;
 } p2p_router_job;
@@ -55,7 +55,8 @@ typedef struct p2p_router_job {
 typedef struct p2p_router_backward_job {
     p2p_router_rows rows;
     const int32_t *topk_idx;
-    const float *scale_of_expert; /* [columns]; NULL: 1 */
+    /* [columns]: factor of each expert's weights; NULL: all are 1 */
+    const float *scale_of_expert;
     const float *d_weights;
     void *d_logits;
     float *d_scale_of_expert; /* output [columns]; NULL: not computed */
@@ -77,7 +78,7 @@ typedef struct p2p_loss_job {
     const void *plan;
     int32_t powers; /* how many times the kernel divides by the number of tokens: 1 or 2 */
     int32_t pad;
-    const float *d_loss; /* backward: gradient of the loss; NULL: 1 */
+    const float *d_loss; /* backward: [1], gradient of the loss; NULL: 1 */
     /* [LOSS_RUNS]: workspace for the sum of each run of consecutive tokens */
     double *runs;
     void *loss;
