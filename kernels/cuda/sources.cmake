@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-# What the libraries of backends p2p and hosts are made of.  Kernels in which ranks speak to each
-# other, and the host's files, are compiled for each; for hosts with EPIC_HOSTS (net/net.cuh).
+# Sources of the libraries of backends p2p and hosts. Kernels in which ranks communicate, and the
+# files for the CPU, are compiled for each of the two; for hosts with EPIC_HOSTS (common/hosts.h).
 set(here ${CMAKE_CURRENT_LIST_DIR})
 set(src ${here}/../../src)
 file(GLOB epic_cuda_alone CONFIGURE_DEPENDS ${here}/router/*.cu ${here}/experts/*.cu)
 list(FILTER epic_cuda_alone EXCLUDE REGEX "/(dense_tokens|layer_fits)\\.cu$") # they read the group
 file(GLOB epic_cuda_ranks CONFIGURE_DEPENDS ${here}/*/*.cu)
 list(REMOVE_ITEM epic_cuda_ranks ${epic_cuda_alone})
+set(epic_hosts_ranks ${epic_cuda_ranks})
+list(FILTER epic_hosts_ranks EXCLUDE REGEX "/dispatch/bulk\\.cu$") # only p2p has this kernel
 file(GLOB p2p CONFIGURE_DEPENDS ${src}/backend/p2p/*.c)
 set(epic_p2p_host ${p2p} ${src}/base/error.c ${src}/base/text.c ${src}/base/process.c)
 file(GLOB hosts CONFIGURE_DEPENDS ${src}/backend/hosts/*.c ${src}/net/*.c)

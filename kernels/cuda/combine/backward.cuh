@@ -262,12 +262,15 @@ __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, i
  * away. */
 __device__ __forceinline__ int role_of(const BackwardMove &m, const UnitWalk &walk)
 {
-#ifdef EPIC_HOSTS
+    if (!HOSTS) return walk.role;
     const int handing = num_forward_roles(m.job.self);
     return walk.role > handing ? walk.role - handing : -walk.role;
-#else
-    return walk.role;
-#endif
+}
+
+/* Returns true if a unit with this role forwards rows from another host. */
+__device__ __forceinline__ bool is_forward_role(int role)
+{
+    return HOSTS && role < 0;
 }
 
 /* Loads the word that a unit needs first, one unit ahead, because the load takes long. If the
@@ -277,20 +280,19 @@ __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitW
 {
     const int32_t sent = m.first + walk.step;
     const int role = role_of(m, walk);
-    if (HOSTS && role < 0) return -1;
+    if (is_forward_role(role)) return -1;
     return role == 0
                ? read_rank(m, sent, lane_id())
                : read_slot(m, rank_of_role(m.job.self, role), sent - m.job.lag, lane_id());
 }
 
-#ifdef EPIC_HOSTS
-
 /* Returns a bit mask of the ranks to which this rank itself sends its token `sent`, so that the
  * token reaches all `peers`. With relays, this rank sends it to one rank of each other host,
- * its mate, which forwards it to the peers there. */
+ * its mate, which forwards it to the peers there. In p2p, returns `peers`. */
 __device__ __forceinline__ uint32_t choose_routes(const BackwardMove &m, const UnitWalk &walk,
                                                   int32_t sent, int32_t end, uint32_t peers)
 {
+    if (!HOSTS) return peers;
     if (sent >= min(end, m.job.num_tokens)) return 0;
     return choose_routes(m.job.self, m.op, sent, walk.span == 0, peers);
 }
@@ -303,10 +305,10 @@ static __device__ __noinline__ bool
 forward_unit(const BackwardMove &m, int hosts, int32_t token, int32_t end, int first, int count)
 {
     const p2p_self &self = m.job.self;
-    const int from = wrap_rank(self.rank + hosts * self.local, self.num_ranks);
+    const int from = wrap_rank(self.rank + hosts * ranks_per_host(self), self.num_ranks);
     uint32_t wants;
     if (token < m.first || token >= min(end, m.plan.header.tokens_of[from])) return true;
-    if (!wait_wants(m.op, wants_word(self, m.op, self.inbox, self.rank, from, token), from,
+    if (!wait_wants(m.op, wants_word(self, m.op, net_inbox(self), self.rank, from, token), from,
                     wants))
         return false;
     for (int piece = first; piece < first + count && wants; piece++)
@@ -315,7 +317,5 @@ forward_unit(const BackwardMove &m, int hosts, int32_t token, int32_t end, int f
             return false;
     return true;
 }
-
-#endif
 
 #endif

@@ -79,9 +79,7 @@ __device__ __forceinline__ bool move_tokens(const BackwardMove &m, int32_t end)
         if (role == 0) {
             uint32_t to = peers_of(m, word);
             if (m.top_k > WARP) to |= peers_of(m, read_rank(m, sent, WARP + lane_id()));
-#ifdef EPIC_HOSTS
             to = choose_routes(m, walk, sent, end, to);
-#endif
             for (int piece = first; piece < first + count && to && sent < end; piece++) {
                 uint4 x[V];
                 load_own<ROW, V>(m, sent, piece * V * WARP, x);
@@ -90,12 +88,10 @@ __device__ __forceinline__ bool move_tokens(const BackwardMove &m, int32_t end)
             if (sent < end) post_put_pieces<V>(m.job.self, m, sent - m.first, first, count, to);
             continue;
         }
-#ifdef EPIC_HOSTS
-        if (role < 0) {
+        if (is_forward_role(role)) {
             if (!forward_unit<V>(m, -role, token, end, first, count)) return false;
             continue;
         }
-#endif
         const int source = role - 1;
         for (int piece = first; piece < first + count && token >= m.first && token < end;
              piece++)

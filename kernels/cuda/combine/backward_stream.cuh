@@ -89,10 +89,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         uint32_t work;
         const int role = role_of(m, walk);
         if (role == 0) {
-            work = peers_of(m, sent < end ? next_word : -1);
-#ifdef EPIC_HOSTS
-            work = choose_routes(m, walk, sent, end, work);
-#endif
+            work = choose_routes(m, walk, sent, end, peers_of(m, sent < end ? next_word : -1));
         } else {
             const bool in = received >= m.first && received < end;
             const int32_t its_slot = in ? clamp_slot(m, next_word) : -1;
@@ -270,11 +267,10 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             if (is_staged(u) && !wait_d_out(u, piece * V * WARP, q)) return false;
             fill_slots(u, piece, q);
         }
-#ifdef EPIC_HOSTS
         if (u.role == 0 && u.work)
             post_put_pieces<V>(m.job.self, m, u.token - m.first, u.first, count, u.work);
-        if (u.role < 0) return forward_unit<V>(m, -u.role, u.token, end, u.first, count);
-#endif
+        if (is_forward_role(u.role))
+            return forward_unit<V>(m, -u.role, u.token, end, u.first, count);
         return u.role == 0 || is_staged(u) ||
                do_extra_work<V, EXACT, QUANTIZE>(m, u.span, u.token, end);
     }

@@ -49,10 +49,8 @@ struct CombineState { /* What a warp needs to process its units of the running r
     uint64_t policy;
     int32_t first; /* number of the first token of the running round */
     int32_t top_k;
-#ifdef EPIC_HOSTS
     /* with relays: one rank of each host adds the partial sums of its host (relay.cuh) */
     bool adds_by_host;
-#endif
 };
 
 /* For one token of `rank`: returns in lane n the slot on this rank of the token's n-th choice.
@@ -86,16 +84,14 @@ __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t
  * for other ranks. */
 __device__ __forceinline__ int peer_of_role(const CombineState &c, int role)
 {
-#ifdef EPIC_HOSTS
-    const int local = c.job.self.local, ranks = c.job.self.num_ranks;
+    const int local = ranks_per_host(c.job.self), ranks = c.job.self.num_ranks;
     const int others =
         /* number of peers that are not this rank's mates */
         c.adds_by_host ? ranks - ranks / local : ranks;
-    if (role >= others)
+    if (HOSTS && role >= others)
         role = (role - others + 1) * local - 1;
-    else if (c.adds_by_host)
+    else if (HOSTS && c.adds_by_host)
         role += role / (local - 1);
-#endif
     return wrap_rank(c.job.self.rank + 1 + role, c.job.self.num_ranks);
 }
 

@@ -261,16 +261,14 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
     const int32_t vector = u.piece * V * WARP;
     uint4 node[V][P];
     const bool has_partial = sum_unit<ROW, PART, V, LEAVES>(c, u, rank, node);
-#ifdef EPIC_HOSTS
     const p2p_self &self = c.job.self;
-    if (has_partial && u.piece == 0 && c.job.slot_floats)
+    if (HOSTS && has_partial && u.piece == 0 && c.job.slot_floats)
         send_floats(
             c, rank, u.token,
             floats_base(self, c.op, self.heap[rank], source_number(self, rank, self.rank)));
     if constexpr (V == 1)
         if (c.adds_by_host && is_remote(self, rank))
             return relay_unit<ROW, PART>(c, u, rank, has_partial, node[0]);
-#endif
     if (!has_partial) return true;
     /* the peer's number for this rank; a rank numbers the others upwards from the next higher
      * rank */
@@ -316,7 +314,6 @@ receive_partials(const CombineState &c, const Unit &u, int position, bool (&has_
         return staged_row(c.op.inbox[peer[i]], u.token - c.first, c.shape.vectors * P) +
                (vector + v * WARP + lane_id()) * P + p;
     };
-#ifdef EPIC_HOSTS
     const int32_t last = min(vector + V * WARP, c.shape.vectors) * P - 1;
 #pragma unroll
     for (int i = 0; i < 4; i++)
@@ -325,7 +322,6 @@ receive_partials(const CombineState &c, const Unit &u, int position, bool (&has_
                 c.op, peer[i],
                 staged_row(c.op.inbox[peer[i]], u.token - c.first, c.shape.vectors * P) + last))
             return false;
-#endif
     const bool ok = wait_warp(c.op, late, P2P_PHASE_ROW, [&] {
         late = -1;
 #pragma unroll
@@ -469,9 +465,7 @@ __device__ __forceinline__ bool do_source_unit(const CombineState &c, const Unit
         touched |= __reduce_or_sync(ALL_LANES, rank >= 0 ? 1u << rank : 0);
     }
     if (!has_partial) touched &= ~(1u << self.rank);
-#ifdef EPIC_HOSTS
-    if (c.adds_by_host) touched = reduce_to_mates(self, touched);
-#endif
+    if (HOSTS && c.adds_by_host) touched = reduce_to_mates(self, touched);
     float total[V][ROW::N];
     if (!add_ranks<ROW, PART, V>(c, u, touched, own, total)) return false;
     uint8_t *row = c.job.out + u.token * c.shape.row_bytes;

@@ -2,9 +2,8 @@
 /* OpState, the state of the running operation, and functions that return the addresses of words
  * and rows that ranks exchange.
  *
- * Backends p2p and hosts are two libraries, compiled from the same sources. In hosts, where
- * some ranks are on other hosts, HOSTS is 1. In p2p it is 0, and the compiler drops all code
- * that depends on it. Every address that differs between the two is chosen in this file:
+ * In backend hosts, some ranks are on other hosts (hosts.h). Every address that differs between
+ * backends p2p and hosts is chosen in this file:
  *
  *   a peer on this host      stores into this rank's heap, over NVLink
  *   a peer on another host   stores into its own outbox; the net copies the words into this
@@ -21,6 +20,20 @@
 
 #define WARP 32
 #define ALL_LANES 0xffffffffu
+
+/* The part of OpState that only backend hosts has. */
+struct OpStateNet {
+    /* start of the net inbox: memory into which the net copies words of other hosts */
+    const uint8_t *host_inbox;
+    /* bytes of the net inbox if it is in host memory, else 0 (is_host_memory()) */
+    int64_t host_inbox_bytes;
+    /* host_box[q]: the part of the net inbox into which rank q's rows arrive */
+    uint8_t *host_box[DEVICE_MAX_RANKS];
+    /* relay[q]: the rank that stores rank q's rows into this rank's memory: q itself or a
+     * relay */
+    uint8_t relay[DEVICE_MAX_RANKS];
+};
+
 struct OpState { /* State of the running operation. Each CTA has its own, in shared memory. */
     const p2p_self *self;
     uint8_t *heap; /* this rank's heap */
@@ -38,17 +51,7 @@ struct OpState { /* State of the running operation. Each CTA has its own, in sha
     uint8_t *inbox[DEVICE_MAX_RANKS];
     /* outbox[q]: the memory into which this rank stores rows for rank q */
     uint8_t *outbox[DEVICE_MAX_RANKS];
-#ifdef EPIC_HOSTS
-    /* start of the net inbox: memory into which the net copies words of other hosts */
-    const uint8_t *host_inbox;
-    /* bytes of the net inbox if it is in host memory, else 0 (is_host_memory()) */
-    int64_t host_inbox_bytes;
-    /* host_box[q]: the part of the net inbox into which rank q's rows arrive */
-    uint8_t *host_box[DEVICE_MAX_RANKS];
-    /* relay[q]: the rank that stores rank q's rows into this rank's memory: q itself or a
-     * relay */
-    uint8_t relay[DEVICE_MAX_RANKS];
-#endif
+    __extension__ OpStateNet net[HOSTS]; /* backend hosts only (hosts.h) */
 };
 
 __device__ __forceinline__ int lane_id()
@@ -109,35 +112,43 @@ __device__ __forceinline__ bool is_stamped(const OpState &op, uint64_t word)
     return (uint32_t)(word >> 32) == op.epoch;
 }
 
+/* Returns a bit mask of the ranks on this host, this rank included. */
+__device__ __host__ __forceinline__ uint32_t near_ranks(const p2p_self &self)
+{
+    return HOSTS ? self.net->host_ranks : 0xffffffffu;
+}
+
+/* Returns true if rank q is on another host. */
+__device__ __forceinline__ bool is_remote(const p2p_self &self, int q)
+{
+    return HOSTS && !(near_ranks(self) >> q & 1);
+}
+
+/* Returns the address of the net inbox, which has the layout of a heap. Returns NULL in p2p. */
+__device__ __forceinline__ uint8_t *net_inbox(const p2p_self &self)
+{
+    return HOSTS ? self.net->inbox : NULL;
+}
+
 /* Returns the base address of the memory into which rank q's words for this rank arrive. If q
  * is on this host, it is this rank's heap; otherwise the net inbox. Both have the same
  * layout. */
 __device__ __forceinline__ uint8_t *inbox_base(const p2p_self &self, int q)
 {
-#ifdef EPIC_HOSTS
-    if (!(self.host_ranks >> q & 1)) return self.inbox;
-#endif
-    return self.heap[self.rank];
+    return is_remote(self, q) ? net_inbox(self) : self.heap[self.rank];
 }
 
 __device__ __forceinline__ uint8_t *inbox_base(const OpState &op, int q)
 {
-#ifdef EPIC_HOSTS
-    if (!(op.self->host_ranks >> q & 1)) return op.self->inbox;
-#endif
-    return op.heap;
+    return is_remote(*op.self, q) ? net_inbox(*op.self) : op.heap;
 }
 
 /* Returns the base address of the memory into which rank q's status words (waits, broken, gone)
  * arrive. In backend hosts all status words travel through the net, also within a host. */
-#ifdef EPIC_HOSTS
 __device__ __forceinline__ uint8_t *status_base(const OpState &op, int q)
 {
-    return q == op.self->rank ? op.heap : op.self->inbox;
+    return HOSTS && q != op.self->rank ? net_inbox(*op.self) : op.heap;
 }
-#else
-#define status_base(op, q) op.heap
-#endif
 
 /* Returns the distance, in 8-byte words, from this rank's heap to the memory in which the
  * calling CTA should poll rank q's words. CTA 0 polls the net inbox, and copies the words to
@@ -147,16 +158,21 @@ __device__ __forceinline__ int64_t inbox_word_offset(const OpState &op, int q)
     return HOSTS && blockIdx.x == 0 ? (inbox_base(op, q) - op.heap) / 8 : 0;
 }
 
+/* Returns the number of ranks per host if rows go through relays (net/relay.cuh). Returns 0
+ * otherwise. */
+__device__ __host__ __forceinline__ int ranks_per_host(const p2p_self &self)
+{
+    return HOSTS ? self.net->local : 0;
+}
+
 /* Returns the base address of the memory into which rank q's rows arrive. With relays
  * (net/relay.cuh) a rank of this host stores the rows of other hosts, so they arrive in this
  * rank's heap. */
 __device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, int q)
 {
-#ifdef EPIC_HOSTS
     const bool relayed =
         self.operation == EPIC_OP_DISPATCH || self.operation == EPIC_OP_COMBINE_BACKWARD;
-    if (self.local && relayed) return self.heap[self.rank];
-#endif
+    if (ranks_per_host(self) && relayed) return self.heap[self.rank];
     return inbox_base(self, q);
 }
 
@@ -164,31 +180,24 @@ __device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, int q)
  * the relay that forwards q's rows to this rank. */
 __device__ __forceinline__ int relay_of(const OpState &op, int q)
 {
-#ifdef EPIC_HOSTS
-    return op.relay[q];
-#else
-    return q;
-#endif
+    return HOSTS ? op.net->relay[q] : q;
 }
 
 /* Returns true if `at` is in host memory, which is possible in backend hosts only. Callers then
  * poll it rarely, because each poll takes microseconds and slows down the transfer of rows. */
 __device__ __forceinline__ bool is_host_memory(const OpState &op, const void *at)
 {
-#ifdef EPIC_HOSTS
-    return (uint64_t)((const uint8_t *)at - op.host_inbox) < (uint64_t)op.host_inbox_bytes;
-#else
-    return false;
-#endif
+    if (!HOSTS) return false;
+    const uint64_t offset = (uint64_t)((const uint8_t *)at - op.net->host_inbox);
+    return offset < (uint64_t)op.net->host_inbox_bytes;
 }
 
 /* Sets the address range in `op` that is_host_memory() tests. Called by one thread of a CTA. */
 __device__ __forceinline__ void find_host_inbox(const p2p_self &self, OpState &op)
 {
-#ifdef EPIC_HOSTS
-    op.host_inbox = self.inbox;
-    op.host_inbox_bytes = self.host_inbox_bytes;
-#endif
+    if (!HOSTS) return;
+    op.net->host_inbox = net_inbox(self);
+    op.net->host_inbox_bytes = self.net->host_inbox_bytes;
 }
 
 /* Returns the address in a heap of the announcement of `rank`: P2P_ANNOUNCE_WORDS stamped
@@ -206,16 +215,6 @@ __device__ __forceinline__ uint64_t *announcement_words(const OpState &op, uint8
     return announcement_words(*op.self, op, heap, rank);
 }
 
-/* Returns true if rank q is on another host. */
-__device__ __forceinline__ bool is_remote(const p2p_self &self, int q)
-{
-#ifdef EPIC_HOSTS
-    return !(self.host_ranks >> q & 1);
-#else
-    return false;
-#endif
-}
-
 /* Returns the index of rank `by` in those arrays of rank `to` that have one part per source
  * rank. In p2p it is `by`. In backend hosts it is the distance from `to` to `by` minus 1. So if
  * one rank stores words for different destinations in its outbox, they go to different
@@ -227,11 +226,7 @@ __device__ __forceinline__ int source_number(const p2p_self &self, int to, int b
 
 /* Largest number of choices per token for which the arrays of a heap have space. In p2p it is a
  * constant; in backend hosts it is set at open. */
-#ifdef EPIC_HOSTS
-#define HEAP_TOP_K(self) ((self).max_top_k)
-#else
-#define HEAP_TOP_K(self) DEVICE_MAX_TOP_K
-#endif
+#define HEAP_TOP_K(self) (HOSTS ? (self).net->max_top_k : DEVICE_MAX_TOP_K)
 
 /* In rank q's array of records, the records of this rank are in part source_number(). Returns
  * the distance to that part, in 8-byte words, for a caller that has computed an address in part
@@ -248,61 +243,17 @@ __device__ __forceinline__ int float_stride(int top_k)
     return HOSTS ? (top_k + 1) & ~1 : top_k;
 }
 
-/* Returns the number of ranks per host if rows go through relays (net/relay.cuh). Returns 0
- * otherwise. */
-__device__ __host__ __forceinline__ int ranks_per_host(const p2p_self &self)
-{
-#ifdef EPIC_HOSTS
-    return self.local;
-#else
-    (void)self;
-    return 0;
-#endif
-}
-
-/* Returns a bit mask of the ranks on this host, this rank included. */
-__device__ __host__ __forceinline__ uint32_t near_ranks(const p2p_self &self)
-{
-#ifdef EPIC_HOSTS
-    return self.host_ranks;
-#else
-    (void)self;
-    return 0xffffffffu;
-#endif
-}
-
-/* Returns the address of the net inbox, which has the layout of a heap. Returns NULL in p2p. */
-__device__ __forceinline__ uint8_t *net_inbox(const p2p_self &self)
-{
-#ifdef EPIC_HOSTS
-    return self.inbox;
-#else
-    (void)self;
-    return NULL;
-#endif
-}
-
 /* Returns the offset in a heap of the words *wants*, which relays read (net/relay.cuh). */
 __device__ __forceinline__ int64_t wants_offset(const p2p_self &self)
 {
-#ifdef EPIC_HOSTS
-    return self.at.wants;
-#else
-    (void)self;
-    return 0;
-#endif
+    return HOSTS ? self.at.net->wants : 0;
 }
 
 /* Returns the smallest number of tokens that this rank sends before it waits for a token
  * (EPIC_NET_WINDOW). 0: no minimum. */
 static inline int32_t net_window(const p2p_self &self)
 {
-#ifdef EPIC_HOSTS
-    return self.ahead;
-#else
-    (void)self;
-    return 0;
-#endif
+    return HOSTS ? self.net->ahead : 0;
 }
 
 /* Returns the number of roles (kinds of units, common/rows.cuh) in which a warp forwards rows
@@ -310,12 +261,7 @@ static inline int32_t net_window(const p2p_self &self)
  * none. */
 __host__ __device__ __forceinline__ int num_forward_roles(const p2p_self &self)
 {
-#ifdef EPIC_HOSTS
-    return self.local ? self.num_ranks / self.local - 1 : 0;
-#else
-    (void)self;
-    return 0;
-#endif
+    return ranks_per_host(self) ? self.num_ranks / ranks_per_host(self) - 1 : 0;
 }
 
 #endif

@@ -109,14 +109,6 @@ typedef enum p2p_phase { /* What a rank waited for when an operation failed. */
     ((uint64_t)(result) | (uint64_t)(operation) << 4 | (uint64_t)(phase) << 8 | \
      (uint64_t)(reporter) << 12 | (uint64_t)(culprits) << 32)
 
-/* 1 in the library of backend hosts, 0 in that of backend p2p. Both are compiled from the same
- * sources; EPIC_HOSTS is defined for hosts. */
-#ifdef EPIC_HOSTS
-#define HOSTS 1
-#else
-#define HOSTS 0
-#endif
-
 /* An entry of the ring through which kernels request puts (net/net.cuh). It means: copy `words`
  * words of 8 bytes from the outbox, beginning at word number `word`, to the same place in the
  * inbox of rank `host`. An entry is its own flag: `lap` (1 to 255) counts how often the ring
@@ -151,6 +143,22 @@ typedef struct p2p_ring_words {
  * one rank's choices for one expert must fit. */
 #define P2P_COUNT_BITS 26
 
+/* The part of p2p_self that only backend hosts has. */
+typedef struct p2p_net {
+    p2p_ring ring;
+    /* memory into which the net copies words of other hosts; has the layout of a heap */
+    uint8_t *inbox;
+    /* bytes of the inbox if it is in host memory, where polls are slow; else 0 */
+    int64_t host_inbox_bytes;
+    uint32_t host_ranks; /* bit mask of the ranks on this host, this rank included */
+    /* number of ranks per host if rows go through relays (net/relay.cuh), else 0 */
+    int32_t local;
+    int32_t max_top_k; /* largest number of choices per token for which heaps have space */
+    /* smallest number of tokens that this rank sends before it waits for a token; 0: no
+     * minimum */
+    int32_t ahead;
+} p2p_net;
+
 /* The first field of every job: describes the rank and its group. */
 typedef struct p2p_self {
     /* heap[q]: address of rank q's heap or, if q is on another host, of this rank's outbox */
@@ -165,20 +173,7 @@ typedef struct p2p_self {
     uint32_t signature; /* hash of the arguments of the call that must be equal on all ranks */
     /* The plan must have been made for a layer with one of these hashes; 0: for any layer. */
     uint32_t layer_hashes[2];
-#ifdef EPIC_HOSTS
-    p2p_ring ring;
-    /* memory into which the net copies words of other hosts; has the layout of a heap */
-    uint8_t *inbox;
-    /* bytes of the inbox if it is in host memory, where polls are slow; else 0 */
-    int64_t host_inbox_bytes;
-    uint32_t host_ranks; /* bit mask of the ranks on this host, this rank included */
-    /* number of ranks per host if rows go through relays (net/relay.cuh), else 0 */
-    int32_t local;
-    int32_t max_top_k; /* largest number of choices per token for which heaps have space */
-    /* smallest number of tokens that this rank sends before it waits for a token; 0: no
-     * minimum */
-    int32_t ahead;
-#endif
+    __extension__ p2p_net net[HOSTS]; /* backend hosts only (hosts.h) */
 } p2p_self;
 
 /* Arguments of the operation plan, which computes the slot of every choice. */

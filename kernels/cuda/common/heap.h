@@ -17,6 +17,7 @@
 
 #include <stdint.h>
 
+#include "cuda/common/hosts.h"
 #include "rules/device_layout.h"
 
 #define P2P_MAX_PLANNERS 16
@@ -25,11 +26,7 @@
 #define P2P_MAX_SEARCHES 40
 /* Largest number of tokens for which a rank uses the low-latency kernels (lowlat/lowlat.cuh).
  * Measured: docs/lab/cuda.md. */
-#ifdef EPIC_HOSTS
-#define P2P_LOWLAT_TOKENS 128
-#else
-#define P2P_LOWLAT_TOKENS 512
-#endif
+#define P2P_LOWLAT_TOKENS (HOSTS ? 128 : 512)
 #define P2P_LOWLAT_QUANTIZED_TOKENS 192 /* the same limit for dispatch that quantizes */
 #define P2P_LOWLAT_COMBINE_TOKENS 96    /* the same limit for combine */
 /* Limits of the plans that low-latency kernels can make (lowlat/plan.cuh), because they keep
@@ -42,6 +39,16 @@
 /* Largest number of experts of a layer with replicas (copies of an expert). With more experts,
  * the tables of the planner would not fit into the shared memory of a CTA. */
 #define P2P_REPLICATED_EXPERTS 2048
+
+/* Offsets of the arrays of a heap that only backend hosts has. */
+typedef struct p2p_net_arrays {
+    /* stamped [2][num_ranks][max_tokens]: the words *wants*, which relays read
+     * (net/relay.cuh) */
+    int64_t wants;
+    /* uint32 [num_ranks][max_tokens]: for each destination and token, the number of pieces of
+     * the row that warps have stored to the outbox; this rank only */
+    int64_t sent;
+} p2p_net_arrays;
 
 /* The layout of a heap: first the offset of each array in bytes, then sizes. The comment of an
  * array gives its kind of memory (stamped, poison or zero, see the top of this file) and its
@@ -84,14 +91,7 @@ typedef struct p2p_heap {
     /* stamped [2][num_ranks][max_tokens]: the row on this rank of each rank's token; FLAT
      * only */
     int64_t rows;
-#ifdef EPIC_HOSTS
-    /* stamped [2][num_ranks][max_tokens]: the words *wants*, which relays read
-     * (net/relay.cuh) */
-    int64_t wants;
-    /* uint32 [num_ranks][max_tokens]: for each destination and token, the number of pieces of
-     * the row that warps have stored to the outbox; this rank only */
-    int64_t sent;
-#endif
+    __extension__ p2p_net_arrays net[HOSTS]; /* backend hosts only (hosts.h) */
     /* stamped [2][num_ranks][p2p_lowlat_tokens(max_tokens)][LOWLAT_ID_WORDS]: the expert ids of
      * each rank's tokens, two per word; low-latency plans only */
     int64_t ids;
@@ -130,6 +130,28 @@ enum { /* indices of the words that report a wrong value in a planner's input */
  * epoch. */
 #define P2P_GONE(epoch) (1ull << 63 | (epoch))
 
+/* The part of the control memory that only backend hosts has. */
+typedef struct p2p_net_control {
+    uint64_t posted; /* number of entries that kernels have appended to the ring of puts */
+    uint64_t room;   /* entries with numbers below this one fit into the ring without waiting */
+    uint64_t epochs; /* number of epochs whose end marker was appended to the ring */
+    /* The rest are copies of words that are in host memory or in the net inbox, where each poll
+     * is slow. One warp reads the original; all other warps read the copy here. */
+    uint64_t broken; /* P2P_BROKEN() if the group has failed, else 0 */
+    uint64_t freed;  /* number of epochs whose puts the net has fully read from the outbox */
+    /* Times at which this rank last read the original of: `freed`, the announcements, failures,
+     * the free space of the ring. Unit: 1024 ns. */
+    uint32_t freed_polled_at;
+    uint32_t announcements_polled_at;
+    uint32_t failure_polled_at;
+    uint32_t room_polled_at;
+    /* stamped, per source rank: index in its staging, roughly, of the last vector that has
+     * arrived */
+    uint64_t received_vectors[DEVICE_MAX_RANKS];
+    /* stamped: copies of the announcements of all ranks */
+    uint64_t announcements[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS];
+} p2p_net_control;
+
 /* Control memory of a rank, through which the CTAs of its kernels coordinate. Only this rank's
  * own kernels read and write it. */
 typedef struct p2p_control {
@@ -166,27 +188,7 @@ typedef struct p2p_control {
     uint32_t num_postponed;
     /* time at which this rank last read p2p_status.awake, in units of 1024 ns */
     uint32_t awake_polled_at;
-    /* backend hosts: number of entries that kernels have appended to the ring of puts */
-    uint64_t posted;
-    uint64_t room;   /* entries with numbers below this one fit into the ring without waiting */
-    uint64_t epochs; /* number of epochs whose end marker was appended to the ring */
-/* Copies of words that are in host memory or in the net inbox, where each poll is slow. One
- * warp reads the original; all other warps read the copy here. */
-#ifdef EPIC_HOSTS
-    uint64_t broken; /* P2P_BROKEN() if the group has failed, else 0 */
-    uint64_t freed;  /* number of epochs whose puts the net has fully read from the outbox */
-    /* Times at which this rank last read the original of: `freed`, the announcements, failures,
-     * the free space of the ring. Unit: 1024 ns. */
-    uint32_t freed_polled_at;
-    uint32_t announcements_polled_at;
-    uint32_t failure_polled_at;
-    uint32_t room_polled_at;
-    /* stamped, per source rank: index in its staging, roughly, of the last vector that has
-     * arrived */
-    uint64_t received_vectors[DEVICE_MAX_RANKS];
-    /* stamped: copies of the announcements of all ranks */
-    uint64_t announcements[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS];
-#endif
+    __extension__ p2p_net_control net[HOSTS]; /* backend hosts only (hosts.h) */
 } p2p_control;
 
 #define P2P_CONTROL_BYTES ((int64_t)(sizeof(p2p_control) + 127) / 128 * 128)
@@ -244,18 +246,15 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     h.escapes = h.ids + device_round_up(2 * num_ranks * p2p_lowlat_tokens(max_tokens) *
                                             P2P_LOWLAT_ID_WORDS * 8,
                                         512);
-#ifdef EPIC_HOSTS
-    h.wants = h.escapes;
-    h.sent = h.wants + device_round_up(2 * num_ranks * max_tokens * 8, 512);
-    h.escapes = h.sent + device_round_up(num_ranks * max_tokens * 4, 512);
-#endif
+    if (HOSTS) {
+        h.net->wants = h.escapes;
+        h.net->sent = h.net->wants + device_round_up(2 * num_ranks * max_tokens * 8, 512);
+        h.escapes = h.net->sent + device_round_up(num_ranks * max_tokens * 4, 512);
+    }
     h.floats = h.escapes + device_round_up(2 * peers * h.escape_words * 4, 512);
     h.parts = h.floats + device_round_up(2 * peers * choices * 4, 512);
-#ifdef EPIC_HOSTS
-    h.staging = h.parts; /* backend hosts: `parts` is a separate allocation on the GPU */
-#else
-    h.staging = h.parts + device_round_up(num_ranks * h.part_words * 4, 512);
-#endif
+    /* in backend hosts, `parts` is a separate allocation on the GPU */
+    h.staging = h.parts + (HOSTS ? 0 : device_round_up(num_ranks * h.part_words * 4, 512));
     h.bytes = h.staging + 2 * peers * h.source_bytes;
     return h;
 }

@@ -45,9 +45,7 @@ __device__ __forceinline__ bool poll_permit(uint32_t *asked, uint32_t pause)
  * of this rank check it. */
 __device__ __forceinline__ void cache_broken(const OpState &op, uint64_t word)
 {
-#ifdef EPIC_HOSTS
-    if (word) store_relaxed(&control_of(op)->broken, word);
-#endif
+    if (HOSTS && word) store_relaxed(&control_of(op)->net->broken, word);
 }
 
 /* Reports a failure of the group; does nothing if this rank has already reported one. Writes
@@ -101,9 +99,7 @@ static __device__ __noinline__ void report_data_error(const p2p_self &self,
  * the peers. Does nothing in p2p. */
 __device__ __forceinline__ void publish_waits(const OpState &op, uint64_t published)
 {
-#ifdef EPIC_HOSTS
-    store_relaxed(&op.self->ring.words->waits, published);
-#endif
+    if (HOSTS) store_relaxed(&op.self->net->ring.words->waits, published);
 }
 
 /* Returns the address, in a heap, of the word `waits` of a rank: the ranks that it waits for.
@@ -262,16 +258,12 @@ static __device__ __noinline__ bool is_too_late(const OpState &op, int peer)
 __device__ __forceinline__ bool has_failed(const OpState &op, int phase)
 {
     uint32_t theirs;
-#ifdef EPIC_HOSTS
     p2p_control *control = control_of(op);
-    if (load_relaxed(&control->broken)) return true;
-    if (!poll_permit(&control->failure_polled_at, POLL_PAUSE)) return false;
+    if (HOSTS && load_relaxed(&control->net->broken)) return true;
+    if (HOSTS && !poll_permit(&control->net->failure_polled_at, POLL_PAUSE)) return false;
     const uint64_t word = find_failure(op, phase, theirs);
     cache_broken(op, word);
     return word != 0;
-#else
-    return find_failure(op, phase, theirs) != 0;
-#endif
 }
 
 /* Returns true if a wait for `peer` must be given up, because the group has failed or the

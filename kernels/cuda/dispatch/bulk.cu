@@ -24,13 +24,12 @@
  * each CTA takes its units in order. While some CTAs make the plan, each warp of the other CTAs
  * sends its first token. Then it waits for that token's record, which has its slots.
  *
- * While a warp moves a unit, the row of its next unit is being copied to another buffer. */
+ * While a warp moves a unit, the row of its next unit is being copied to another buffer.
+ *
+ * Only backend p2p has this kernel (sources.cmake). In backend hosts, rows for other hosts are
+ * sent by pieces (packed.cu). */
 #include "cuda/dispatch/bulk.cuh"
 #include "cuda/dispatch/launcher.cuh"
-
-/* Only backend p2p has this kernel. In backend hosts, rows for other hosts are sent by pieces
- * (packed.cu). */
-#ifndef EPIC_HOSTS
 
 /* The packed row of one token, to be sent or received by one warp. */
 struct Unit {
@@ -424,22 +423,3 @@ extern "C" cudaError_t p2p_launch_dispatch_bulk(const p2p_dispatch_job *job, int
     return launch_kernel(kernel, num_sms, BLOCK,
                          planning > BULK_MEMORY ? planning : BULK_MEMORY, stream, copy);
 }
-
-#else
-
-extern "C" cudaError_t p2p_load_dispatch_bulk(void)
-{
-    return cudaSuccess;
-}
-
-extern "C" int p2p_can_dispatch_bulk(const p2p_dispatch_job *)
-{
-    return 0;
-}
-
-extern "C" cudaError_t p2p_launch_dispatch_bulk(const p2p_dispatch_job *, int, cudaStream_t)
-{
-    return cudaErrorInvalidValue;
-}
-
-#endif

@@ -218,11 +218,9 @@ static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from
                                    });
 }
 
-#ifndef EPIC_HOSTS
-
 /* Sends the first `head` tokens while the planning CTAs make the plan. Called by all CTAs; the
  * planning CTAs return at once. noinline, because inlining it would make the main loop spill
- * registers. */
+ * registers. Backend hosts uses send_head_spans(). */
 template <bool EXACT> static __device__ __noinline__ void send_head(const DispatchMove m)
 {
     const int planners = m.job.plan.planners;
@@ -241,11 +239,9 @@ template <bool EXACT> static __device__ __noinline__ void send_head(const Dispat
     }
 }
 
-#else
-
-/* The send_head() of backend hosts. A unit is a whole span, not a piece, because each put has a
- * cost. */
-template <bool EXACT> static __device__ __noinline__ void send_head(const DispatchMove m)
+/* Like send_head(), for backend hosts. A unit is a whole span, not a piece, because each put has
+ * a cost. */
+template <bool EXACT> static __device__ __noinline__ void send_head_spans(const DispatchMove m)
 {
     const int planners = m.job.plan.planners, spans = m.stride.spans;
     const int warps = BLOCK / WARP, first = ((int)blockIdx.x - planners) * warps;
@@ -269,8 +265,6 @@ template <bool EXACT> static __device__ __noinline__ void send_head(const Dispat
         post_put_pieces<V>(m.job.plan.self, m, token - m.first, begin, count, peers);
     }
 }
-
-#endif
 
 /* Receives the one or two tokens of a step from one source. If the source is this rank, also
  * writes zeros to padding slots. `slab_bits`: log2 of the number of slabs, rounded up;
@@ -311,7 +305,10 @@ __device__ __forceinline__ bool move_tokens(DispatchMove &m, int32_t end, const 
     };
     bool has_token_counts = !m.has_new_plan;
     int slab_bits = NOT_KNOWN;
-    if (m.head) send_head<EXACT>(m);
+    if (m.head && HOSTS)
+        send_head_spans<EXACT>(m);
+    else if (m.head)
+        send_head<EXACT>(m);
     UnitWalk next(m.stride);
     next.step += m.head;
     PieceFeed<EXACT> feed(m, next, end, memory);
@@ -439,9 +436,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     bool ok = make_own_plan<WITH_PLAN, FLAT>(planner, job, op, memory);
     DispatchMove m = {{job, op, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
     m.has_new_plan = has_new_plan;
-#ifdef EPIC_HOSTS
     m.num_forward_roles = num_forward_roles(self);
-#endif
     m.head = has_new_plan && job.plan.planners < (int)gridDim.x ? job.head : 0;
     m.tokens_of =
         !has_new_plan && lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;

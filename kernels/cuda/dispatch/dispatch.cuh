@@ -17,21 +17,15 @@ struct DispatchMove : RowMove<p2p_dispatch_job> {
     int32_t tokens_of; /* lane q: number of tokens of rank q */
     /* largest number of tokens of a rank, or an upper limit while it is not known */
     int32_t most_tokens;
-    bool has_new_plan; /* this kernel also makes the plan */
-#ifdef EPIC_HOSTS
-    int32_t num_forward_roles; /* number of roles that forward rows */
-#endif
+    bool has_new_plan;         /* this kernel also makes the plan */
+    int32_t num_forward_roles; /* number of roles that forward rows; 0 in p2p */
 };
 
 /* Returns the source that a unit receives from, in the numbering of rank_of_role(). 0 or less:
  * the unit sends or forwards. */
 __device__ __forceinline__ int source_role(const DispatchMove &m, const UnitWalk &walk)
 {
-#ifdef EPIC_HOSTS
-    return walk.role - m.num_forward_roles;
-#else
-    return walk.role;
-#endif
+    return HOSTS ? walk.role - m.num_forward_roles : walk.role;
 }
 
 /* Returns true if the unit forwards rows from another host. */

@@ -93,13 +93,12 @@ struct StartState {
     /* P2P_BROKEN if the group has failed, else 0. backend hosts: covers only failures that this
      * GPU has seen; the waits also find failures in the net inbox. */
     uint64_t broken;
-#ifdef EPIC_HOSTS
-    /* epochs: how many epochs have ended; freed: for how many of them the net has read all
-     * puts */
+    /* backend hosts. epochs: how many epochs have ended; freed: for how many of them the net
+     * has read all puts */
     uint64_t epochs, freed;
-    /* only in the last CTA: the word `broken` of the net inbox, for finish_lowlat() */
+    /* backend hosts, only in the last CTA: the word `broken` of the net inbox, for
+     * finish_lowlat() */
     uint64_t net_broken;
-#endif
 };
 
 /* Reads the group's state at the start of a kernel. Called by all warps; workers get zeros. */
@@ -109,15 +108,12 @@ __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
     if (!is_control_warp()) return start;
     if (lane_id() == 0) start.overlaps = mark_running(self);
     start.epoch = load_relaxed(&control_of(self)->epoch);
-#ifdef EPIC_HOSTS
-    start.broken = load_relaxed(&control_of(self)->broken);
-    start.epochs = load_relaxed(&control_of(self)->epochs);
-    start.freed = load_relaxed(&control_of(self)->freed);
-    if (is_last_cta())
-        start.net_broken = load_relaxed((const uint64_t *)(self.inbox + self.at.broken));
-#else
-    start.broken = load_relaxed((const uint64_t *)(self.heap[self.rank] + self.at.broken));
-#endif
+    start.broken = read_broken(self);
+    if (HOSTS) {
+        start.epochs = load_relaxed(&control_of(self)->net->epochs);
+        start.freed = load_relaxed(&control_of(self)->net->freed);
+        if (is_last_cta()) start.net_broken = read_net_broken(self);
+    }
     return start;
 }
 
@@ -126,12 +122,9 @@ __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
  * ranks has failed. */
 __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const StartState &start)
 {
-#ifdef EPIC_HOSTS
+    if (!HOSTS) return true;
     const bool known = start.freed + 1 >= start.epochs || start.broken;
     return __all_sync(ALL_LANES, known || lane_id() || wait_outbox_free(op)) != 0;
-#else
-    return true;
-#endif
 }
 
 /* Sends this rank's sizes, which are words of the announcement, to every rank. Called by all
@@ -251,21 +244,19 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
         return __all_sync(ALL_LANES, load_relaxed(&control->done) ==
                                          gridDim.x * (HOSTS ? blockDim.x / WARP : 1)) != 0;
     };
-#ifdef EPIC_HOSTS
     /* A late rank has perhaps received all rows although the group was already broken. It must
      * not count the operation as done. */
-    if (start.net_broken) {
+    if (HOSTS && start.net_broken) {
         op.aborted_wait = WAIT_ABORTED(-1, P2P_PHASE_ARRIVE);
         return;
     }
+    if (!HOSTS && !wait_announcements(self, op)) return;
     if (!wait_warp(op, -1, P2P_PHASE_GRID, all_begun)) return;
-    if (lane_id() == 0) post_epoch_end(op);
-    refresh_freed(op);
-    if (!wait_announcements_unfenced(self, op, are_copied)) return;
-#else
-    if (!wait_announcements(self, op)) return;
-    if (!wait_warp(op, -1, P2P_PHASE_GRID, all_begun)) return;
-#endif
+    if (HOSTS) {
+        if (lane_id() == 0) post_epoch_end(op);
+        refresh_freed(op);
+        if (!wait_announcements_unfenced(self, op, are_copied)) return;
+    }
     if (lane_id() == 0) complete_operation(control, op);
 }
 

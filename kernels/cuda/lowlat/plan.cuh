@@ -119,10 +119,9 @@ struct IdSender {
     {
         if (token < job.num_tokens) id_pair = pack_ids(job, low, high);
     }
-#ifdef EPIC_HOSTS
-    /* Sends the ids of all tokens of this warp to all peers. All lanes stay together in the
-     * loop, because one put sends the words of all lanes. */
-    __device__ __forceinline__ void send_ids(const OpState &op)
+    /* Sends the ids of all tokens of this warp to all peers by puts (backend hosts). All lanes
+     * stay together in the loop, because one put sends the words of all lanes. */
+    __device__ __forceinline__ void put_ids(const OpState &op)
     {
         const p2p_self &self = job.self;
         for (int32_t first = __shfl_sync(ALL_LANES, token, 0); first < job.num_tokens;
@@ -138,10 +137,10 @@ struct IdSender {
             }
         }
     }
-#else
     /* Sends the ids of all tokens of this warp to all peers. */
     __device__ __forceinline__ void send_ids(const OpState &op)
     {
+        if (HOSTS) return put_ids(op);
         const p2p_self &self = job.self;
         while (token < job.num_tokens) {
             for (int distance = 1; distance < self.num_ranks; distance++) {
@@ -155,7 +154,6 @@ struct IdSender {
             make_words();
         }
     }
-#endif
 };
 
 /* Enters choice k of a token, with the encoded id e, in the tables. Returns true if another
@@ -352,7 +350,6 @@ static __device__ __noinline__ void find_duplicates(LowlatPlan &tables, int rank
         }
 }
 
-#ifdef EPIC_HOSTS
 /* backend hosts: words from other hosts arrive in the net inbox. That may be host memory, where
  * the polls of many warps are served one after the other. So only a few warps, the *inbox
  * pollers*, poll it. They copy what has arrived to the same offsets of the heap, where all
@@ -363,7 +360,7 @@ static __device__ __noinline__ void find_duplicates(LowlatPlan &tables, int rank
 static __device__ bool copy_announcements(const p2p_self &self, const OpState &op)
 {
     const int q = lane_id() < self.num_ranks ? lane_id() : self.rank;
-    const uint64_t *from = announcement_words(self, op, self.inbox, q);
+    const uint64_t *from = announcement_words(self, op, net_inbox(self), q);
     uint64_t *to = announcement_words(self, op, op.heap, q), announced[P2P_ANNOUNCE_WORDS];
     bool waits = is_remote(self, q);
     return wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {
@@ -391,7 +388,7 @@ static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int 
     for (int u = warp; u < peers * groups; u += warps) {
         const int q = wrap_rank(self.rank + 1 + u % peers, self.num_ranks);
         const int index = u / peers * 2 * WARP + 2 * lane_id();
-        const uint64_t *from = id_words(job, op, self.inbox, q, 0) + index;
+        const uint64_t *from = id_words(job, op, net_inbox(self), q, 0) + index;
         const uint64_t *announced =
             announcement_words(self, op, op.heap, q) + P2P_ANNOUNCED_TOKENS;
         uint64_t *to = id_words(job, op, op.heap, q, 0) + index;
@@ -419,21 +416,16 @@ static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int 
 
 /* Polls the net inbox and copies the announcements and ids that arrive. Called by all threads
  * of the last CTA, which receives no rows. If the grid has only one CTA, only its control warp
- * polls. Returns false if the group of ranks has failed. */
+ * polls. In p2p there is nothing to copy, because peers store into the heap itself. Returns
+ * false if the group of ranks has failed. */
 static __device__ bool poll_inbox(const p2p_plan_job &job, const OpState &op)
 {
+    if (!HOSTS) return true;
     const bool alone = gridDim.x == 1;
     if (!is_control_warp())
         return alone || copy_ids(job, op, (int)threadIdx.x / WARP, LOWLAT_WORKERS);
     return copy_announcements(job.self, op) && (!alone || copy_ids(job, op, 0, 1));
 }
-#else
-/* p2p: peers store into the heap itself, so there is nothing to copy. */
-static __device__ bool poll_inbox(const p2p_plan_job &, const OpState &)
-{
-    return true;
-}
-#endif
 
 enum LowlatPlanState {
     LOWLAT_PLAN_BROKEN, /* the group is broken */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* How kernels send data to ranks on other hosts (backend hosts). In backend p2p all ranks share
- * one host, so the functions that post puts do nothing there.
+ * one host, so the functions that post puts or wait for the net do nothing there.
  *
  * A kernel cannot store into the heap of a rank on another host. For such a rank q, heap[q]
  * points to this rank's own *outbox*, which has the layout of a heap. The kernel stores its
@@ -42,16 +42,14 @@ static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num
     return lag > ahead ? lag : ahead;
 }
 
-#ifdef EPIC_HOSTS
-
 /* Returns true if the ring has free space for entry number `index`, that is, if the proxy
  * thread has read the entry that was there before. Called by one thread. */
 __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t index)
 {
-    p2p_control *control = control_of(op);
+    p2p_net_control *control = control_of(op)->net;
     if (index < load_relaxed(&control->room)) return true;
     if (!poll_permit(&control->room_polled_at, 1)) return false;
-    const uint64_t room = load_relaxed(&op.self->ring.words->taken) + P2P_RING_ENTRIES;
+    const uint64_t room = load_relaxed(&op.self->net->ring.words->taken) + P2P_RING_ENTRIES;
     /* Another thread may overwrite this with an older value. That is harmless, because an older
      * value is smaller and only causes another check. */
     store_relaxed(&control->room, room);
@@ -64,7 +62,7 @@ __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t index)
 __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
                                             uint64_t *entries, uint64_t room)
 {
-    const uint64_t index = atomicAdd((unsigned long long *)&control_of(op)->posted, 1ull);
+    const uint64_t index = atomicAdd((unsigned long long *)&control_of(op)->net->posted, 1ull);
     if (index >= room &&
         !wait_thread(op, -1, P2P_PHASE_GRID, [&] { return ring_has_room(op, index); }))
         return;
@@ -76,8 +74,8 @@ __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
  * the load overlaps with the fence. Called by one thread. */
 static __device__ __noinline__ void post_entry(const OpState &op, uint64_t entry)
 {
-    uint64_t *entries = op.self->ring.entries;
-    const uint64_t room = load_relaxed(&control_of(op)->room);
+    uint64_t *entries = op.self->net->ring.entries;
+    const uint64_t room = load_relaxed(&control_of(op)->net->room);
     __threadfence_system();
     write_entry(op, entry, entries, room);
 }
@@ -99,6 +97,7 @@ __device__ __forceinline__ void post_put(const OpState &op, int q, const void *f
 __device__ __forceinline__ void post_put_warp(const OpState &op, int q, const void *from,
                                               uint32_t bytes)
 {
+    if (!HOSTS) return;
     __syncwarp();
     if (lane_id() == 0) post_put(op, q, from, bytes);
 }
@@ -113,7 +112,7 @@ __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, con
     if (!is_remote(self, q)) return;
     __syncwarp();
     if (lane_id() != 0) return;
-    uint32_t *sent = (uint32_t *)(op.heap + self.at.sent) + q * self.max_tokens + token;
+    uint32_t *sent = (uint32_t *)(op.heap + self.at.net->sent) + q * self.max_tokens + token;
     /* Orders this warp's stores before the count. The warp that counts last has the system
      * fence in post_put(), which also covers the stores of the other warps. */
     __threadfence();
@@ -139,6 +138,7 @@ __device__ __forceinline__ void post_put_floats(const OpState &op, int q, uint32
 __device__ __forceinline__ void post_put_records(const OpState &op, int q,
                                                  const uint64_t *record, bool speaks, int words)
 {
+    if (!HOSTS) return;
     __syncwarp();
     if (speaks) post_put(op, q, record, (uint32_t)max(words, 1) * 8);
 }
@@ -147,8 +147,8 @@ __device__ __forceinline__ void post_put_records(const OpState &op, int q,
  * epoch after it. Called by one thread of the rank. */
 static __device__ __noinline__ void post_epoch_end(const OpState &op)
 {
-    p2p_control *control = control_of(op);
-    uint64_t *entries = op.self->ring.entries;
+    p2p_net_control *control = control_of(op)->net;
+    uint64_t *entries = op.self->net->ring.entries;
     const uint64_t room = load_relaxed(&control->room), epochs = load_relaxed(&control->epochs);
     write_entry(op, P2P_ENTRY(0, P2P_EPOCH_ENDS, 0), entries, room);
     store_relaxed(&control->epochs, epochs + 1);
@@ -159,9 +159,9 @@ static __device__ __noinline__ void post_epoch_end(const OpState &op)
  * by one thread. Returns false if the group is broken. */
 __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
 {
-    p2p_control *control = control_of(op);
+    p2p_net_control *control = control_of(op)->net;
     const uint64_t epochs = load_relaxed(&control->epochs);
-    const uint64_t *freed = &op.self->ring.words->freed;
+    const uint64_t *freed = &op.self->net->ring.words->freed;
     return wait_thread(op, -1, P2P_PHASE_GRID, [&] {
         if (load_relaxed(&control->freed) + 1 >= epochs) return true;
         if (poll_permit(&control->freed_polled_at, 1))
@@ -174,8 +174,9 @@ __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
  * operation, so that the next operation finds a recent value. Called by one warp. */
 __device__ __forceinline__ void refresh_freed(const OpState &op)
 {
-    if (lane_id() == 0)
-        store_relaxed(&control_of(op)->freed, load_relaxed(&op.self->ring.words->freed));
+    if (HOSTS && lane_id() == 0)
+        store_relaxed(&control_of(op)->net->freed,
+                      load_relaxed(&op.self->net->ring.words->freed));
 }
 
 static __device__ void report_aborted_wait(const OpState &op);
@@ -209,7 +210,7 @@ __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &op,
                                                              const uint64_t *from, int which,
                                                              int rank)
 {
-    p2p_control *control = control_of(op);
+    p2p_net_control *control = control_of(op)->net;
     uint64_t *copy = &control->announcements[epoch_parity(op)][which][rank];
     uint64_t word = load_relaxed(copy);
     const bool missing = __any_sync(ALL_LANES, !is_stamped(op, word)) != 0;
@@ -233,62 +234,6 @@ __device__ __forceinline__ bool is_announcement_complete(const OpState &op,
         whole &= is_stamped(op, load_relaxed(announcement + i));
     return whole;
 }
-
-#else
-
-/* Backend p2p: peers see every store directly, so the functions below do nothing. */
-__device__ __forceinline__ void post_put(const OpState &, int, const void *, uint32_t)
-{
-}
-
-__device__ __forceinline__ void post_put_warp(const OpState &, int, const void *, uint32_t)
-{
-}
-
-__device__ __forceinline__ void post_put_when_complete(const p2p_self &, const OpState &, int,
-                                                       int32_t, int, const void *, uint32_t)
-{
-}
-
-__device__ __forceinline__ void post_put_floats(const OpState &, int, uint32_t *, int)
-{
-}
-
-__device__ __forceinline__ void post_put_records(const OpState &, int, const uint64_t *, bool,
-                                                 int)
-{
-}
-
-__device__ __forceinline__ void post_epoch_end(const OpState &)
-{
-}
-
-__device__ __forceinline__ void refresh_freed(const OpState &)
-{
-}
-
-__device__ __forceinline__ bool wait_outbox(const OpState &)
-{
-    return true;
-}
-
-__device__ __forceinline__ bool end_round_puts(const OpState &)
-{
-    return true;
-}
-
-__device__ __forceinline__ bool is_announcement_complete(const OpState &, const uint64_t *)
-{
-    return true;
-}
-
-__device__ __forceinline__ uint64_t read_announcement_cached(const OpState &, const uint64_t *,
-                                                             int, int)
-{
-    return 0;
-}
-
-#endif
 
 /* Like post_put(), for any number of words: divides them into as many ring entries as needed.
  * Called by one thread. */

@@ -73,6 +73,19 @@ static __device__ void announce_operation(const p2p_self &self, const OpState &o
     post_put(op, lane_id(), to, P2P_ANNOUNCE_WORDS * 8);
 }
 
+/* Sets op.net->host_box[q] and op.net->relay[q]. `offset`: where rows of rank q arrive in a heap.
+ */
+__device__ __forceinline__ void find_net_boxes(const p2p_self &self, OpState &op, int q,
+                                               int64_t offset)
+{
+    op.net->host_box[q] = net_inbox(self) + offset;
+    op.net->relay[q] = (uint8_t)q;
+    if (row_inbox_base(self, q) == inbox_base(self, q)) return;
+    /* with relays: the rank of this host that forwards rank q's rows */
+    const int relay = self.rank - self.rank % ranks_per_host(self) + q % ranks_per_host(self);
+    if (relay != self.rank) op.net->relay[q] = (uint8_t)relay;
+}
+
 /* Sets the addresses in staging for rank q in the running epoch: op.inbox[q], where rank q's
  * rows arrive, and op.outbox[q], where this rank stores rows for q. */
 __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, int q)
@@ -83,14 +96,23 @@ __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, in
     op.inbox[q] =
         row_inbox_base(self, q) + self.at.staging + (first + its) * self.at.source_bytes;
     op.outbox[q] = self.heap[q] + self.at.staging + (first + mine) * self.at.source_bytes;
-#ifdef EPIC_HOSTS
-    op.host_box[q] = self.inbox + self.at.staging + (first + its) * self.at.source_bytes;
-    op.relay[q] = (uint8_t)q;
-    if (row_inbox_base(self, q) == inbox_base(self, q)) return;
-    /* with relays: the rank of this host that forwards rank q's rows */
-    const int relay = self.rank - self.rank % self.local + q % self.local;
-    if (relay != self.rank) op.relay[q] = (uint8_t)relay;
-#endif
+    if (HOSTS)
+        find_net_boxes(self, op, q, self.at.staging + (first + its) * self.at.source_bytes);
+}
+
+/* Returns the word `broken` as far as this GPU knows it, at the start of a kernel. In backend
+ * hosts it is the copy in control memory, and read_net_broken() reads the word that the net
+ * writes. */
+__device__ __forceinline__ uint64_t read_broken(const p2p_self &self)
+{
+    return load_relaxed(HOSTS ? &control_of(self)->net->broken
+                              : (const uint64_t *)(self.heap[self.rank] + self.at.broken));
+}
+
+/* Returns the word `broken` in the net inbox (backend hosts only). */
+__device__ __forceinline__ uint64_t read_net_broken(const p2p_self &self)
+{
+    return load_relaxed((const uint64_t *)(net_inbox(self) + self.at.broken));
 }
 
 /* Begins an operation. Called by all threads of all CTAs. `mark`: a value that must be equal on
@@ -101,17 +123,9 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
                                        int32_t tokens, int32_t capacity, int32_t rows)
 {
     if (self.operation == EPIC_OP_NONE) return false;
-#ifdef EPIC_HOSTS
-    const p2p_control *control = (const p2p_control *)(self.heap[self.rank] + self.at.control);
-    uint64_t broken = load_relaxed(&control->broken);
-    /* The net writes `broken` to the inbox, where polls are slow. So one thread of the grid
-     * reads it there, and all other threads read the copy in control memory. */
-    if (!broken && blockIdx.x == 0 && threadIdx.x == 0)
-        broken = load_relaxed((const uint64_t *)(self.inbox + self.at.broken));
-#else
-    const uint64_t broken =
-        load_relaxed((const uint64_t *)(self.heap[self.rank] + self.at.broken));
-#endif
+    uint64_t broken = read_broken(self);
+    /* One thread of the grid reads `broken` in the net inbox, where polls are slow. */
+    if (HOSTS && !broken && blockIdx.x == 0 && threadIdx.x == 0) broken = read_net_broken(self);
     if (threadIdx.x == 0) {
         op.tokens = tokens;
         op.capacity = capacity;
@@ -223,7 +237,7 @@ __device__ __forceinline__ bool finish_operation(const p2p_self &self, OpState &
         __threadfence();
         op.last = atomicAdd(&control->done, 1u) == gridDim.x - 1;
         if (op.last) {
-            post_epoch_end(op);
+            if (HOSTS) post_epoch_end(op);
             complete_operation(control, op);
         }
     }

@@ -133,7 +133,6 @@ template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V]
     return __any_sync(ALL_LANES, missing) != 0;
 }
 
-#ifdef EPIC_HOSTS
 #ifndef POLL_WINDOW_BYTES
 /* a piece is polled at every spin if it is at most this many bytes after the one that arrived
  * last */
@@ -149,8 +148,8 @@ template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V]
  * vector. Called by a whole warp. */
 __device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, const uint4 *last)
 {
-    const uint64_t received = load_relaxed(&control_of(op)->received_vectors[peer]);
-    const uint32_t index = (uint32_t)(last - (const uint4 *)op.host_box[peer]);
+    const uint64_t received = load_relaxed(&control_of(op)->net->received_vectors[peer]);
+    const uint32_t index = (uint32_t)(last - (const uint4 *)op.net->host_box[peer]);
     return index <=
            (is_stamped(op, received) ? (uint32_t)received : 0) + POLL_WINDOW_BYTES / 16;
 }
@@ -160,8 +159,8 @@ __device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, con
  * corrects it. */
 __device__ __forceinline__ void record_arrival(const OpState &op, int peer, const uint4 *last)
 {
-    uint64_t *seen = &control_of(op)->received_vectors[peer];
-    const uint32_t index = (uint32_t)(last - (const uint4 *)op.host_box[peer]);
+    uint64_t *seen = &control_of(op)->net->received_vectors[peer];
+    const uint32_t index = (uint32_t)(last - (const uint4 *)op.net->host_box[peer]);
     const uint64_t received = load_relaxed(seen);
     if (lane_id() == 0 && (!is_stamped(op, received) || (uint32_t)received < index))
         store_relaxed(seen, stamp_word(op, index));
@@ -200,12 +199,6 @@ __device__ __forceinline__ bool wait_piece(const OpState &op, int peer, const ui
 {
     return !is_host_memory(op, last) || wait_host_piece(op, peer, last);
 }
-#else
-__device__ __forceinline__ bool wait_piece(const OpState &, int, const uint4 *)
-{
-    return true;
-}
-#endif
 
 /* Waits until a piece of a staged row has arrived, and reads it to q: vectors [first, first + V
  * * 32) of the row, which has `vectors` vectors in all. `copied`: q already contains what a
@@ -218,13 +211,11 @@ __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const
                                               uint4 (&q)[V])
 {
     const int32_t begin = first + lane_id();
-#ifdef EPIC_HOSTS
     if (is_host_memory(op, staged)) {
         const uint4 *last = staged + min(first + V * WARP, vectors) - 1;
         if (!can_poll_all(op, vectors) && !wait_host_piece(op, peer, last)) return false;
         copied = false; /* a ring does not copy from host memory */
     }
-#endif
     staged += begin;
     auto read = [&] {
 #pragma unroll

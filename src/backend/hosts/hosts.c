@@ -101,7 +101,7 @@ static int64_t parts_bytes(const p2p_heap *at, int64_t num_ranks)
 }
 
 /* Allocates the heap, into which this rank and the ranks of its host write. Sets
- * self.host_ranks, the bit mask of the ranks of this host, and writes the heap's handle to
+ * self.net->host_ranks, the bit mask of the ranks of this host, and writes the heap's handle to
  * *mine. */
 static epic_result make_heap(epic_group *g, hosts_part *h, peer_info *mine)
 {
@@ -115,7 +115,8 @@ static epic_result make_heap(epic_group *g, hosts_part *h, peer_info *mine)
             "64 GB; lower config.max_tokens or set config.staging_bytes",
             (long long)at->bytes);
     for (int q = 0; q < g->num_ranks; q++)
-        if (p2p_same(g->peers[q].host, g->peers[g->rank].host)) g->self.host_ranks |= 1u << q;
+        if (p2p_same(g->peers[q].host, g->peers[g->rank].host))
+            g->self.net->host_ranks |= 1u << q;
     TRY(alloc_gpu(&h->heap, at->parts + parts));
     TRY(p2p_cuda(cudaMemsetAsync(h->heap + at->parts, 0xff, (size_t)parts, g->side),
                  "clearing the heap"));
@@ -137,12 +138,12 @@ static int64_t box_bytes(const p2p_heap *at, bool on_gpu)
 static epic_result make_boxes(epic_group *g, hosts_part *h)
 {
     const int64_t bytes = box_bytes(&g->self.at, h->on_gpu);
-    TRY(alloc_for_net(&h->inbox, &g->self.inbox, h->on_gpu, bytes));
+    TRY(alloc_for_net(&h->inbox, &g->self.net->inbox, h->on_gpu, bytes));
     TRY(alloc_for_net(&h->outbox, &h->outbox_on_gpu, h->on_gpu, bytes));
     for (int q = 0; q < g->num_ranks; q++)
         if (q != g->rank) g->self.heap[q] = h->outbox_on_gpu;
-    g->self.host_inbox_bytes = h->on_gpu ? 0 : g->self.at.bytes;
-    return p2p_heap_clear(g, g->self.inbox);
+    g->self.net->host_inbox_bytes = h->on_gpu ? 0 : g->self.at.bytes;
+    return p2p_heap_clear(g, g->self.net->inbox);
 }
 
 static void free_memory(uint8_t **memory, bool on_gpu)
@@ -168,8 +169,8 @@ static epic_result make_proxy_ring(epic_group *g, hosts_part *h)
     memset(memory, 0, (size_t)bytes);
     h->host_ring.entries = (uint64_t *)(void *)memory;
     h->host_ring.words = (p2p_ring_words *)(void *)(memory + words);
-    TRY(map_to_gpu(&g->self.ring.entries, h->host_ring.entries));
-    return map_to_gpu(&g->self.ring.words, h->host_ring.words);
+    TRY(map_to_gpu(&g->self.net->ring.entries, h->host_ring.entries));
+    return map_to_gpu(&g->self.net->ring.words, h->host_ring.words);
 }
 
 /* Opens this rank's end of the net and writes its handle. */
@@ -180,7 +181,7 @@ static epic_result open_net(epic_group *g, hosts_part *h, peer_info *mine)
         .host = g->rank,
         .num_hosts = g->num_ranks,
         .rdma = h->env.rdma,
-        .threads = hosts_env_threads(&h->env, __builtin_popcount(g->self.host_ranks)),
+        .threads = hosts_env_threads(&h->env, __builtin_popcount(g->self.net->host_ranks)),
         .on_gpu = h->on_gpu,
         .inbox = h->inbox,
         .inbox_bytes = (uint64_t)g->self.at.bytes,
@@ -432,10 +433,11 @@ static epic_result connect_peers(epic_group *g, hosts_part *h, const peer_info *
     for (int q = 0; q < g->num_ranks; q++) gpus[q] = infos[q].gpu;
     TRY(p2p_budget_share(g, gpus));
     for (int q = 0; q < g->num_ranks; q++)
-        if (q != g->rank && g->self.host_ranks >> q & 1)
+        if (q != g->rank && g->self.net->host_ranks >> q & 1)
             TRY(p2p_heap_connect(g, q, &infos[q].handle));
-    g->self.local = ranks_per_host(g, infos);
-    if (g->self.host_ranks + 1ull != 1ull << g->num_ranks) g->self.ahead = h->env.window;
+    g->self.net->local = ranks_per_host(g, infos);
+    if (g->self.net->host_ranks + 1ull != 1ull << g->num_ranks)
+        g->self.net->ahead = h->env.window;
     TRY(connect_liveness(g, h, infos));
     return start_proxy(g, h);
 }
@@ -465,7 +467,7 @@ static void free_group(epic_group *g)
 static void write_to_peer(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
 {
     if (p2p_is_dead(g, peer)) return;
-    uint8_t *to = peer == g->rank ? g->self.inbox : g->hosts->outbox_on_gpu;
+    uint8_t *to = peer == g->rank ? g->self.net->inbox : g->hosts->outbox_on_gpu;
     (void)cudaMemcpyAsync(to + at, bytes, count, cudaMemcpyDefault, g->side);
     (void)cudaStreamSynchronize(g->side);
     if (peer != g->rank) hosts_proxy_send(g->hosts->proxy, peer, (uint64_t)at, (uint32_t)count);
@@ -482,7 +484,7 @@ static epic_group *new_group(const epic_join *join)
 {
     epic_group *g = p2p_group_new(join, &hooks);
     if (!g) return NULL;
-    g->self.max_top_k = p2p_top_k_for(&g->config);
+    g->self.net->max_top_k = p2p_top_k_for(&g->config);
     g->hosts = calloc(1, sizeof *g->hosts);
     if (g->hosts) return g;
     p2p_group_free(g);

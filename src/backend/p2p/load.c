@@ -18,7 +18,9 @@ static epic_result load_code(void)
     TRY(p2p_cuda(p2p_load_plan(), "loading the plan kernel"));
     TRY(p2p_cuda(p2p_load_dispatch(), "loading the dispatch kernels"));
     TRY(p2p_cuda(p2p_load_dispatch_packed(), "loading the dispatch kernels for packed rows"));
-    TRY(p2p_cuda(p2p_load_dispatch_bulk(), "loading the dispatch kernels with bulk stores"));
+    if (!HOSTS)
+        TRY(p2p_cuda(p2p_load_dispatch_bulk(),
+                     "loading the dispatch kernels with bulk stores"));
     TRY(p2p_cuda(p2p_load_combine(), "loading the combine kernels"));
     TRY(p2p_cuda(p2p_load_combine_backward(), "loading the combine_backward kernels"));
     TRY(p2p_cuda(p2p_load_lowlat_plan(), "loading the low-latency plan kernel"));
@@ -120,7 +122,7 @@ static cudaError_t launch_packed(const p2p_self *self, int aligned, cudaStream_t
         error = p2p_launch_lowlat_dispatch_packed(&job, 1, stream);
         if (error == cudaSuccess)
             error = launch_layouts(&job, p2p_launch_dispatch_packed, stream);
-        if (error == cudaSuccess && !HOSTS)
+        if (!HOSTS && error == cudaSuccess)
             error = launch_layouts(&job, p2p_launch_dispatch_bulk, stream);
         job.plan.layer.num_experts = job.plan.planners = job.plan.is_lowlat = 1;
         if (error == cudaSuccess) error = p2p_launch_lowlat_dispatch_packed(&job, 1, stream);

@@ -78,12 +78,7 @@ static epic_result check_row(const epic_group *g, const char *name, int64_t row_
  * off. */
 static bool can_use_lowlat(const epic_group *g)
 {
-#ifdef EPIC_HOSTS
-    return g->config.max_tokens <= g->lowlat_tokens && !g->self.local;
-#else
-    (void)g;
-    return true;
-#endif
+    return !HOSTS || (g->config.max_tokens <= g->lowlat_tokens && !g->self.net->local);
 }
 
 /* Returns whether an operation with num_tokens tokens uses a low-latency kernel. All kernels
@@ -216,7 +211,7 @@ typedef cudaError_t launcher(const p2p_dispatch_job *, int, cudaStream_t);
 static launcher *launcher_of(const p2p_dispatch_job *job, bool is_lowlat)
 {
     const bool is_packed = job->scale_bytes != 0;
-    if (!is_lowlat && p2p_can_dispatch_bulk(job)) return p2p_launch_dispatch_bulk;
+    if (!HOSTS && !is_lowlat && p2p_can_dispatch_bulk(job)) return p2p_launch_dispatch_bulk;
     if (is_packed)
         return is_lowlat ? p2p_launch_lowlat_dispatch_packed : p2p_launch_dispatch_packed;
     return is_lowlat ? p2p_launch_lowlat_dispatch : p2p_launch_dispatch;

@@ -101,11 +101,7 @@ const uint64_t *p2p_gone(epic_group *group);
 /* Returns this rank's memory into which the p2p_hooks.write of its peers writes. */
 static inline uint8_t *p2p_inbox(const epic_group *g)
 {
-#ifdef EPIC_HOSTS
-    return g->self.inbox;
-#else
-    return g->self.heap[g->rank];
-#endif
+    return HOSTS ? g->self.net->inbox : g->self.heap[g->rank];
 }
 
 /* epic_backend.fetch: copies bytes from device memory to the host. Returns false if `from` is
