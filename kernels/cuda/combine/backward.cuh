@@ -12,9 +12,9 @@
 
 typedef RowMove<p2p_combine_backward_job> BackwardMove;
 
-/* Returns the address in `parts` of the blocks of one dot product: that of the n-th choice on
- * this rank of a token of `rank`. `parts` is memory in this rank's heap, with one word per
- * block. */
+/* Returns the address of the blocks of one dot product in `parts`, memory of this rank with one
+ * word per block. The dot product is that of a token of `rank` with the row of the token's n-th
+ * choice on this rank. */
 __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank, int32_t token,
                                                  int n)
 {
@@ -93,9 +93,10 @@ __device__ __forceinline__ void fill_end(const BackwardMove &m, int32_t vector, 
             x[v] = make_uint4(fill, fill, fill, fill);
 }
 
-/* Reads this lane's part of a piece of d_out for a token of `rank`. For this rank's own token,
- * reads the caller's array. For a peer's token, waits until the piece has arrived in staging,
- * and stores poison back. Called by a whole warp. Returns false if the group is broken. */
+/* Reads this lane's vectors of a piece of d_out for a token of `rank`. For this rank's own
+ * token, reads the caller's array. For a peer's token, waits until the piece has arrived in
+ * staging, and then marks the staging as empty again (poison). Called by a whole warp. Returns
+ * false if the group is broken. */
 template <class ROW, int V>
 __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t token,
                                               int32_t vector, int rank, uint4 (&x)[V])
@@ -116,8 +117,8 @@ __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t tok
 /* Finishes the dot products (gradients of weights) of token number `token` of every rank. For
  * each choice of these tokens on this rank, adds the blocks in ascending order and stores the
  * sum to d_slot_weights. Each lane handles one choice. Waits for blocks that other warps have
- * not stored yet, and stores poison back to `parts`. Called by a whole warp. Returns false if
- * the group is broken. */
+ * not stored yet, and marks `parts` as empty again (poison). Called by a whole warp. Returns
+ * false if the group is broken. */
 __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t token)
 {
     const int entries = m.job.self.num_ranks * m.top_k;

@@ -169,9 +169,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         copy_next();
         ring.read_piece(q, its_vector, m.shape, fill);
     }
-    /* Waits until a staged piece has arrived, then stores poison back to staging. On entry q is
-     * what the ring had copied, perhaps with poison. On return q is the piece. Returns false if
-     * the group is broken. */
+    /* Waits until a staged piece has arrived, then marks its staging as empty again (poison).
+     * On entry q is what the ring had copied, perhaps with poison. On return q is the piece.
+     * Returns false if the group is broken. */
     __device__ __forceinline__ bool wait_d_out(const Entry &u, int32_t its_vector,
                                                uint4 (&q)[V])
     {

@@ -44,8 +44,8 @@ __device__ __forceinline__ void store_node(const CombineState &c, const Unit &u,
 }
 
 /* Waits until the partial sum that `rank` stores to the staging `box` has arrived, and reads it
- * to `node`. Then writes poison back, so that the staging is empty for its next use. Called by
- * a whole warp. Returns false if the group is broken. */
+ * to `node`. Then marks the staging as empty again by storing poison to it. Called by a whole
+ * warp. Returns false if the group is broken. */
 template <int P>
 __device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &u, uint8_t *box,
                                              int rank, uint4 (&node)[P])

@@ -58,8 +58,10 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     /* This round has expert units for tokens below expert_end, and source units for tokens
      * below source_end. */
     int32_t expert_end, source_end;
-    int32_t position_rank; /* in lane p: the peer at position p of the sum order, or -1 */
-    const Slot *slot;      /* the slot whose row is copied next */
+    /* in lane p: the rank at position p of the sum order; -1 if there is none or it is this
+     * rank */
+    int32_t position_rank;
+    const Slot *slot; /* the slot whose row is copied next */
     /* Address of this lane's bytes of the current piece in row 0 of the caller's rows. The
      * piece of another row is row_offset() further. */
     const uint8_t *rows;
@@ -266,8 +268,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
                 u.num_slots);
     }
     /* Reads the partial sum of the peer at `position` of the sum order from the ring. If it had
-     * not arrived when the ring copied it, polls it in staging until it arrives. Then stores
-     * poison back to staging. Returns false if the group is broken. */
+     * not arrived when the ring copied it, polls it in staging until it arrives. Then marks the
+     * staging as empty again (poison). Returns false if the group is broken. */
     __device__ __forceinline__ bool receive_partial(const Entry &u, int position, uint4 (&q)[V])
     {
         uint4 *from = staged_partial(u.token, position);

@@ -6,10 +6,11 @@
  * Arrays marked [2] have two halves: one for even, one for odd epochs. An epoch is the number
  * of an operation or round. There are three kinds of memory:
  *
- *   stamped  64-bit words {epoch, value}. A reader accepts only words of the running epoch.
- *   poison   0xffffffff in every 32-bit word that has not been written. The reader polls until
- *            it finds another value, and then writes poison back.
- *   zero     0 until written. The reader writes 0 back.
+ *   epoch-stamped     64-bit words {epoch, value}. A reader accepts only words of the running
+ *                     epoch.
+ *   initially poison  0xffffffff in every 32-bit word that has not been written. The reader polls
+ *                     until it finds another value, and then writes poison back.
+ *   initially zero    0 until written. The reader writes 0 back.
  *
  * docs/internals/cuda.md has a table of which rank writes and reads each word, and when. */
 #ifndef EPIC_HEAP_H
@@ -42,67 +43,69 @@
 
 /* Offsets of the arrays of a heap that only backend hosts has. */
 typedef struct p2p_net_arrays {
-    /* stamped [2][num_ranks][max_tokens]: the words *wants*, which relays read
-     * (net/relay.cuh) */
+    /* the words *wants*, for which relays wait (net/relay.cuh); epoch-stamped
+     * [2][num_ranks][max_tokens] */
     int64_t wants;
-    /* uint32 [num_ranks][max_tokens]: for each destination and token, the number of pieces of
-     * the row that warps have stored to the outbox; this rank only */
+    /* for each destination and token: number of pieces of the row that warps have stored to the
+     * outbox; uint32 [num_ranks][max_tokens]; this rank only */
     int64_t sent;
 } p2p_net_arrays;
 
 /* The layout of a heap: first the offset of each array in bytes, then sizes. The comment of an
- * array gives its kind of memory (stamped, poison or zero, see the top of this file) and its
- * shape. "This rank only" means that no peer writes the array. */
+ * array says what the array contains, then its kind of memory (see the top of this file) and
+ * its shape. "This rank only" means that no peer writes the array. */
 typedef struct p2p_heap {
-    /* stamped [2][MAX_RANKS][P2P_ANNOUNCE_WORDS]: what each rank announces when it begins an
-     * operation */
+    /* what each rank announces when it begins an operation; epoch-stamped
+     * [2][MAX_RANKS][P2P_ANNOUNCE_WORDS] */
     int64_t announce;
-    int64_t broken; /* one word: P2P_BROKEN() if the group has failed, else 0 */
-    /* [MAX_RANKS]: P2P_GONE() of each rank that has closed its context, else 0 */
+    int64_t broken; /* P2P_BROKEN() if the group has failed, else 0; one word */
+    /* P2P_GONE() of each rank that has closed its context, else 0; [MAX_RANKS] */
     int64_t gone;
-    /* stamped [MAX_RANKS]: each rank's bit mask of the ranks that it waits for. A rank writes
-     * it only when most of its time limit has passed. */
+    /* Each rank's bit mask of the ranks that it waits for. A rank writes it only when most of
+     * its time limit has passed. Epoch-stamped [MAX_RANKS]. */
     int64_t waits;
-    int64_t why;     /* char [512]: error text that a peer passed to epic_abort() */
+    int64_t why;     /* error text that a peer passed to epic_abort(); char [512] */
     int64_t control; /* a p2p_control; this rank only */
-    /* stamped [2][MAX_RANKS][P2P_FAULT_WORDS]: the first wrong value in each rank's input */
+    /* the first wrong value in each rank's input; epoch-stamped
+     * [2][MAX_RANKS][P2P_FAULT_WORDS] */
     int64_t faults;
-    /* stamped [MAX_PLANNERS]: the first wrong choice that each planning CTA found; this rank
-     * only */
+    /* the first wrong choice that each planning CTA found; epoch-stamped [MAX_PLANNERS]; this
+     * rank only */
     int64_t first;
-    /* stamped [2][num_ranks][MAX_TALLIES]: for each rank, its number of choices of each
-     * expert */
+    /* each rank's number of choices of each expert; epoch-stamped
+     * [2][num_ranks][MAX_TALLIES] */
     int64_t counts;
-    /* stamped [2][num_ranks][MAX_SEARCHES][MAX_RANKS]: rows that each rank would keep under
-     * each limit that was tried; only for FLAT plans that drop rows */
+    /* number of rows that each rank would keep under each limit that was tried, only for FLAT
+     * plans that drop rows; epoch-stamped [2][num_ranks][MAX_SEARCHES][MAX_RANKS] */
     int64_t searches;
-    /* stamped [2][num_ranks][REPLICATED_EXPERTS]: for each rank, its number of choices of each
-     * logical expert; only for layers whose planner must choose replicas before it counts */
+    /* each rank's number of choices of each logical expert, only for layers whose planner must
+     * choose replicas before it counts; epoch-stamped [2][num_ranks][REPLICATED_EXPERTS] */
     int64_t chosen;
-    /* stamped [MAX_PLANNERS][MAX_TALLIES]: number of choices of each expert that each planning
-     * CTA has counted; this rank only */
+    /* number of choices of each expert that each planning CTA has counted; epoch-stamped
+     * [MAX_PLANNERS][MAX_TALLIES]; this rank only */
     int64_t tallies;
-    /* [max_row_bytes]: kernels read it in place of row 0 if the caller's buffer has no rows;
-     * this rank only */
+    /* A row that kernels read in place of row 0 if the caller's buffer has no rows.
+     * [max_row_bytes]; this rank only. */
     int64_t scratch;
-    /* stamped [2][num_ranks][max_tokens * max_top_k]: the slots on this rank of each rank's
-     * tokens; with FLAT, the local experts of these choices */
+    /* the slots on this rank of each rank's tokens (with FLAT: the local experts of these
+     * choices); epoch-stamped [2][num_ranks][max_tokens * max_top_k] */
     int64_t records;
-    /* stamped [2][num_ranks][max_tokens]: the row on this rank of each rank's token; FLAT
-     * only */
+    /* the row on this rank of each rank's token, FLAT only; epoch-stamped
+     * [2][num_ranks][max_tokens] */
     int64_t rows;
     __extension__ p2p_net_arrays net[HOSTS]; /* backend hosts only (hosts.h) */
-    /* stamped [2][num_ranks][p2p_lowlat_tokens(max_tokens)][LOWLAT_ID_WORDS]: the expert ids of
-     * each rank's tokens, two per word; low-latency plans only */
+    /* the expert ids of each rank's tokens, two per word, only for low-latency plans;
+     * epoch-stamped [2][num_ranks][p2p_lowlat_tokens(max_tokens)][LOWLAT_ID_WORDS] */
     int64_t ids;
-    /* poison [2][num_ranks - 1][max_tokens * max_top_k]: weights of choices, or their
-     * gradients */
+    /* weights of choices, or their gradients; initially poison [2][num_ranks - 1][max_tokens *
+     * max_top_k] */
     int64_t floats;
-    int64_t escapes; /* zero [2][num_ranks - 1][escape_words]: escape words (net/staging.cuh) */
-    /* poison [num_ranks][max_tokens * max_top_k * blocks]: dot products of blocks of 1024
-     * elements (combine/backward.cu); this rank only */
+    /* escape words (net/staging.cuh); initially zero [2][num_ranks - 1][escape_words] */
+    int64_t escapes;
+    /* dot products of blocks of 1024 elements (combine/backward.cu); initially poison
+     * [num_ranks][max_tokens * max_top_k * blocks]; this rank only */
     int64_t parts;
-    /* poison [2][num_ranks - 1][source_bytes]: rows that arrive (net/staging.cuh) */
+    /* rows that arrive (net/staging.cuh); initially poison [2][num_ranks - 1][source_bytes] */
     int64_t staging;
     int64_t bytes;        /* size of the whole heap in bytes */
     int64_t source_bytes; /* bytes of `staging` per source rank and half */
@@ -145,10 +148,10 @@ typedef struct p2p_net_control {
     uint32_t announcements_polled_at;
     uint32_t failure_polled_at;
     uint32_t room_polled_at;
-    /* stamped, per source rank: index in its staging, roughly, of the last vector that has
-     * arrived */
+    /* for each source rank: index in its staging, roughly, of the last vector that has arrived;
+     * epoch-stamped */
     uint64_t received_vectors[DEVICE_MAX_RANKS];
-    /* stamped: copies of the announcements of all ranks */
+    /* copies of the announcements of all ranks; epoch-stamped */
     uint64_t announcements[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS];
 } p2p_net_control;
 

@@ -235,8 +235,8 @@ __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const
            });
 }
 
-/* Stores poison back to a staged piece that was read, so that the next epoch that uses this
- * half of the staging (the one after the next) finds it empty. */
+/* Marks a staged piece that was read as empty again, by storing poison to it. The next epoch
+ * that uses this half of the staging (the one after the next) then finds it empty. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void poison_piece(uint4 *staged, int32_t first, int32_t vectors)
 {
