@@ -167,7 +167,7 @@ static void fail_late(acceptor *a)
     describe_refused(a, note, sizeof note);
     fail_all_ranks(a,
                    epic_fail(EPIC_ETIMEOUT,
-                             "%s did not come to rank 0 at %.64s, port %u within "
+                             "%s did not connect to rank 0 at %.64s, port %u within "
                              "%u ms%s%s",
                              missing != NULL ? names : "some ranks", a->tcp->address,
                              a->tcp->port, a->tcp->timeout_ms, where, note),

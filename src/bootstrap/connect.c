@@ -242,8 +242,8 @@ epic_result epic_tcp_connect(epic_link *out, const epic_tcp *tcp, const epic_sec
         time_limit_nap(limit, pause);
     }
     if (c.is_done) return result;
-    return epic_fail(EPIC_ETIMEOUT,
-                     "rank 0 did not come to %.64s, port %u within %u ms (best attempt of rank "
-                     "%d: %s)",
-                     tcp->address, tcp->port, tcp->timeout_ms, tcp->rank, c.why);
+    return epic_fail(
+        EPIC_ETIMEOUT,
+        "rank 0 did not accept rank %d at %.64s, port %u within %u ms (best attempt: %s)",
+        tcp->rank, tcp->address, tcp->port, tcp->timeout_ms, c.why);
 }

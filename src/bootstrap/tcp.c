@@ -132,7 +132,7 @@ static epic_result receive_part(tcp_bootstrap *b, int32_t rank, char *to, size_t
      * passed, the peer has probably left because of another rank that is late. So this names
      * the late ranks. */
     if (c->is_ready)
-        return time_limit_left_ms(limit) == 0 ? fail_late(b, "come") : fail_lost(b, rank);
+        return time_limit_left_ms(limit) == 0 ? fail_late(b, "join") : fail_lost(b, rank);
     if (c->head < sizeof c->frame) {
         const epic_frame_state state =
             epic_frame_receive(c->link.socket, &c->frame, sizeof c->frame, &c->head);
@@ -162,7 +162,7 @@ static epic_result collect_parts(tcp_bootstrap *b, char *all, size_t bytes, time
         c->head = c->body = 0;
     }
     while (num_ready < b->num_ranks - 1) {
-        if (!poll_connections(b, POLLIN, POLLRDHUP, limit)) return fail_late(b, "come");
+        if (!poll_connections(b, POLLIN, POLLRDHUP, limit)) return fail_late(b, "join");
         for (int32_t r = 1; r < b->num_ranks; r++) {
             if (b->polls[r].revents == 0) continue;
             TRY(receive_part(b, r, all + (size_t)r * bytes, bytes, limit));
@@ -234,7 +234,7 @@ static epic_result fail_silent(const tcp_bootstrap *b)
     return epic_fail(
         EPIC_ETIMEOUT,
         "gather %llu: rank 0 did not answer rank %d within %u ms: it, or a rank that "
-        "it waits for, did not come",
+        "it waits for, did not join",
         gather_number(b), b->rank, b->timeout_ms);
 }
 

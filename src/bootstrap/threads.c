@@ -103,12 +103,12 @@ static epic_result fail_late(hub *h)
 {
     char names[256];
     bool *missing = calloc((size_t)h->num_ranks, sizeof *missing);
-    if (missing == NULL) return break_hub(h, epic_fail(EPIC_ETIMEOUT, "ranks did not come"));
+    if (missing == NULL) return break_hub(h, epic_fail(EPIC_ETIMEOUT, "ranks did not join"));
     for (int32_t r = 0; r < h->num_ranks; r++) missing[r] = !h->members[r].arrived;
     epic_bootstrap_list_ranks(names, sizeof names, missing, h->num_ranks);
     free(missing);
     return break_hub(h, epic_fail(EPIC_ETIMEOUT,
-                                  "gather %llu: %s did not come to this bootstrap of threads "
+                                  "gather %llu: %s did not join this bootstrap of threads "
                                   "within %u ms%s",
                                   (unsigned long long)h->finished + 1, names, h->timeout_ms,
                                   h->num_twice > 0 ? ", and another rank joined twice" : ""));

@@ -86,7 +86,7 @@ def not_one_of_them(rank: int) -> None:
 def late(rank: int) -> None:
     """Check that a process that does not join is named, and that the next group opens."""
     if rank != 2:
-        told(lambda: epic.torch.Group(**SHORT), "EPIC_ETIMEOUT", "rank 2 did not come")
+        told(lambda: epic.torch.Group(**SHORT), "EPIC_ETIMEOUT", "rank 2 did not join")
     dist.barrier()
     with epic.torch.Group(**SIZES) as group:
         right(group, rank)
@@ -99,7 +99,7 @@ def opens_after_failures(rank: int) -> None:
         for over, mine in ((None, rank), (half, rank % 2)):
             bad = mine == wrong % (4 if over is None else 2)
             wish = {**SHORT, "timeout_ms": 500, "max_tokens": -1 if bad else 8}
-            code, word = ("EPIC_EINVAL", "max_tokens") if bad else ("EPIC_ETIMEOUT", "did not come")
+            code, word = ("EPIC_EINVAL", "max_tokens") if bad else ("EPIC_ETIMEOUT", "did not join")
             told(partial(epic.torch.Group, over, **wish), code, word)
             dist.barrier()
             different = {**SIZES, "max_tokens": 64 + mine}
@@ -324,7 +324,7 @@ def test_a_rank_that_waits_meets_a_rank_that_failed_before() -> None:
     back = epic.torch.groups.StoreExchange(late.store.store, "x", 3, 20000)
     with ThreadPoolExecutor(3) as pool:
         waits = pool.submit(other, 1, b"one")
-        told(lambda: late(0, b"old"), "EPIC_ETIMEOUT", "rank 2 did not come")
+        told(lambda: late(0, b"old"), "EPIC_ETIMEOUT", "rank 2 did not join")
         found = [pool.submit(back, 0, b"new"), waits, pool.submit(last, 2, b"two")]
         assert [f.result(20) for f in found] == [[b"new", b"one", b"two"]] * 3
         found = [pool.submit(e, r, bytes([r])) for r, e in enumerate((back, other, last))]
@@ -358,7 +358,7 @@ def test_two_processes_of_one_rank(monkeypatch: Any) -> None:
         monkeypatch.setattr(Attempts, "of_process", set())  # as if it were another process
         wrong = partial(second, 1, b"other")
         told(wrong, "EPIC_EINVAL", "rank is 1", "another process has opened")
-        words = ("rank 2 did not come", "two processes opened it as rank 1")
+        words = ("rank 2 did not join", "two processes opened it as rank 1")
         told(lambda: zero(0, b"zero"), "EPIC_ETIMEOUT", *words)
         first.leave()
         told(lambda: waits.result(20), "EPIC_ETIMEOUT")
@@ -370,7 +370,7 @@ def test_a_bootstrap_is_of_one_rank() -> None:
     with ThreadPoolExecutor(2) as pool:
         found = [pool.submit(epic.torch.Group, bootstrap=bootstraps[0], **SHORT) for _ in range(2)]
         errors = sorted(str(f.exception(20)) for f in found)
-    assert errors[0].startswith("EPIC_ETIMEOUT") and "rank 1 did not come" in errors[0]
+    assert errors[0].startswith("EPIC_ETIMEOUT") and "rank 1 did not join" in errors[0]
     assert errors[1].startswith("bootstrap of rank 0 is already used")
     told(
         lambda: epic.torch.Group(bootstrap=bootstraps[0], **SHORT), "EPIC_EINVAL", "is already used"

@@ -63,18 +63,20 @@ static const row rows[] = {
 
     {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.2 MASTER_PORT=1 EPIC_TIMEOUT_MS=50",
      EPIC_ETIMEOUT,
-     {"rank 0 did not come to 127.0.0.2, port 1 within 50 ms", "of rank 1"}},
+     {"rank 0 did not accept rank 1 at 127.0.0.2, port 1 within 50 ms"}},
     {"OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=3 MASTER_PORT=1 EPIC_TIMEOUT_MS=50",
      EPIC_ETIMEOUT,
-     {"127.0.0.1, port 1", "of rank 2"}},
-    {"PMI_RANK=2 PMI_SIZE=3 MASTER_PORT=1 EPIC_TIMEOUT_MS=50", EPIC_ETIMEOUT, {"of rank 2"}},
+     {"accept rank 2 at 127.0.0.1, port 1"}},
+    {"PMI_RANK=2 PMI_SIZE=3 MASTER_PORT=1 EPIC_TIMEOUT_MS=50",
+     EPIC_ETIMEOUT,
+     {"accept rank 2"}},
     {"RANK=1 WORLD_SIZE=2 PMI_RANK=0 PMI_SIZE=9 MASTER_ADDR=127.0.0.1 MASTER_PORT=1 "
      "EPIC_TIMEOUT_MS=50",
      EPIC_ETIMEOUT,
-     {"of rank 1"}},
+     {"accept rank 1"}},
     {"MV2_COMM_WORLD_RANK=2 MV2_COMM_WORLD_SIZE=3 MASTER_PORT=1 EPIC_TIMEOUT_MS=50",
      EPIC_ETIMEOUT,
-     {"of rank 2"}},
+     {"accept rank 2"}},
     {"JSM_NAMESPACE_RANK=0 JSM_NAMESPACE_SIZE=2", EPIC_EINVAL, {"MASTER_PORT is not set"}},
     {"FLUX_TASK_RANK=0 FLUX_JOB_SIZE=1", EPIC_OK, {0}},
 
@@ -108,7 +110,7 @@ static const row rows[] = {
     {"PMIX_RANK=2 OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=3 MASTER_PORT=1 "
      "EPIC_TIMEOUT_MS=50",
      EPIC_ETIMEOUT,
-     {"of rank 2"}},
+     {"accept rank 2"}},
 
     /* two that differ */
     {"RANK=0 WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=4",
@@ -133,11 +135,11 @@ static const row rows[] = {
     {"OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 SLURM_PROCID=1 SLURM_STEP_ID=0 "
      "SLURM_NTASKS=2 MASTER_PORT=1 EPIC_TIMEOUT_MS=50", /* mpirun's daemons came by srun */
      EPIC_ETIMEOUT,
-     {"of rank 3"}},
+     {"accept rank 3"}},
     {"OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 FLUX_TASK_RANK=0 FLUX_JOB_SIZE=1 "
      "MASTER_PORT=1 EPIC_TIMEOUT_MS=50", /* mpirun in a script that flux started */
      EPIC_ETIMEOUT,
-     {"of rank 3"}},
+     {"accept rank 3"}},
 
     /* srun, sbatch, salloc */
     {"SLURM_PROCID=0 SLURM_NTASKS=1", EPIC_OK, {0}},
@@ -161,7 +163,7 @@ static const row rows[] = {
     {"SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_ID=7 SLURM_STEP_NODELIST=127.0.[0-1].[2-9,11] "
      "SLURM_STEP_RESV_PORTS=1-4 EPIC_TIMEOUT_MS=50",
      EPIC_ETIMEOUT,
-     {"127.0.0.2, port 1 within", "of rank 1"}},
+     {"accept rank 1 at 127.0.0.2, port 1 within"}},
     {"SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_JOB_NODELIST=127.0.0.3,n4 MASTER_PORT=1 "
      "EPIC_TIMEOUT_MS=50",
      EPIC_ETIMEOUT,

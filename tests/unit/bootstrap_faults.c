@@ -186,22 +186,22 @@ static void test_late(void)
     const trial away = {"rank 2 absent", 4, absent, NULL, NULL, NULL, NULL, 4000, 2, 40, 1};
     run(&away);
     for (int r = 0; r < 4; r++)
-        if (r != 2) expect(&away, r, EPIC_ETIMEOUT, "rank 2 did not come", "4000 ms");
+        if (r != 2) expect(&away, r, EPIC_ETIMEOUT, "rank 2 did not connect", "4000 ms");
     expect_soon(&away, 7500);
 
     const trial zero = {"rank 0 absent", 3, absent, NULL, NULL, NULL, NULL, 400, 0, 40, 1};
     run(&zero);
     for (int r = 1; r < 3; r++)
-        expect(&zero, r, EPIC_ETIMEOUT, "rank 0 did not come", "400 ms");
+        expect(&zero, r, EPIC_ETIMEOUT, "rank 0 did not accept", "400 ms");
 
     const trial slow = {"rank 2 late", 4, late, NULL, NULL, NULL, NULL, 4000, 2, 40, 1};
     run(&slow);
     for (int r = 0; r < 4; r++)
-        expect(&slow, r, EPIC_ETIMEOUT, "rank 2 did not come", "gather 1");
+        expect(&slow, r, EPIC_ETIMEOUT, "rank 2 did not join", "gather 1");
 
     const trial kept = {"rank 0 held", 4, held, NULL, NULL, NULL, NULL, 4000, 2, 40, 1};
     run(&kept);
-    expect(&kept, 0, EPIC_ETIMEOUT, "rank 2 did not come", "gather 1");
+    expect(&kept, 0, EPIC_ETIMEOUT, "rank 2 did not join", "gather 1");
     for (int r = 1; r < 4; r += 2)
         expect(&kept, r, EPIC_ETIMEOUT, "rank 0 did not answer", "a rank that it waits for");
 }

@@ -222,7 +222,7 @@ static void test_silence(void)
     const uint32_t port = hold_port(&holder);
     CHECK(listen(holder, 5) == 0);
     const epic_tcp tcp = {.rank = 1, .num_ranks = 2, .port = port, .timeout_ms = 800};
-    expect(&tcp, EPIC_ETIMEOUT, "rank 0 did not come", 790);
+    expect(&tcp, EPIC_ETIMEOUT, "rank 0 did not accept", 790);
     close(holder);
 }
 

@@ -135,7 +135,7 @@ static void test_absent(void)
                      .num_gathers = 1};
     run_stopped(&t);
     for (int r = 0; r < 4; r++)
-        if (r != 2) expect(&t, r, EPIC_ETIMEOUT, "rank 2 did not come", "1000 ms");
+        if (r != 2) expect(&t, r, EPIC_ETIMEOUT, "rank 2 did not connect", "1000 ms");
     expect_soon(&t, 10 * LIMIT_MS);
 }
 

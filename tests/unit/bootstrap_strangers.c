@@ -121,7 +121,7 @@ static void test_stranger_before(void)
     const trial never = {
         "nonsense, then nothing", 2, zero_never, NULL, NULL, NULL, NULL, 1000, -1, 8, 1};
     run(&never);
-    expect(&never, 1, EPIC_ETIMEOUT, "rank 0 did not come", "is not rank 0 of EPIC");
+    expect(&never, 1, EPIC_ETIMEOUT, "rank 0 did not accept", "is not rank 0 of EPIC");
 }
 
 /* The odd rank is a process too many, which says that it is rank 1. */
@@ -179,7 +179,7 @@ static void test_taken(void)
                      1};
     run(&t);
     for (int r = 0; r < 2; r++)
-        expect(&t, r, EPIC_ETIMEOUT, "rank 2 did not come to rank 0", cause);
+        expect(&t, r, EPIC_ETIMEOUT, "rank 2 did not connect to rank 0", cause);
     expect(&t, 2, EPIC_EINVAL, "rank 1 has joined already", NULL);
 }
 
@@ -333,26 +333,26 @@ static void test_secret(void)
     const trial wrong = {
         "wrong secret", 3, bootstrap_and_gather, NULL, NULL, "hush", "husk", 1500, 2, 8, 1};
     run(&wrong);
-    expect(&wrong, 0, EPIC_ETIMEOUT, "rank 2 did not come", "rank 2 is not that of rank 0");
-    expect(&wrong, 1, EPIC_ETIMEOUT, "rank 2 did not come", NULL);
+    expect(&wrong, 0, EPIC_ETIMEOUT, "rank 2 did not connect", "rank 2 is not that of rank 0");
+    expect(&wrong, 1, EPIC_ETIMEOUT, "rank 2 did not connect", NULL);
     expect(&wrong, 2, EPIC_ETIMEOUT, "of rank 2 is not that of rank 0", "EPIC_SECRET");
 
     const trial none = {"no secret", 3, without_secret, NULL, NULL, "hush", NULL, 1500, 2,
                         8,           1};
     run(&none);
-    expect(&none, 0, EPIC_ETIMEOUT, "rank 2 did not come", "rank 2 has none");
-    expect(&none, 1, EPIC_ETIMEOUT, "rank 2 did not come", NULL);
+    expect(&none, 0, EPIC_ETIMEOUT, "rank 2 did not connect", "rank 2 has none");
+    expect(&none, 1, EPIC_ETIMEOUT, "rank 2 did not connect", NULL);
     expect(&none, 2, EPIC_EINVAL, "rank 0 has a secret and rank 2 has none", NULL);
 
     const trial only = {"one secret", 3, only_secret, NULL, NULL, NULL, NULL, 1500, 2, 8, 1};
     run(&only);
-    expect(&only, 1, EPIC_ETIMEOUT, "rank 2 did not come", NULL);
+    expect(&only, 1, EPIC_ETIMEOUT, "rank 2 did not connect", NULL);
     expect(&only, 2, EPIC_ETIMEOUT, "rank 0 has no secret and rank 2 has one", NULL);
 
     const trial fake = {
         "false rank 0", 2, zero_without_secret, NULL, NULL, "hush", NULL, 600, 0, 8, 1};
     run(&fake);
-    expect(&fake, 1, EPIC_ETIMEOUT, "rank 0 did not come", NULL);
+    expect(&fake, 1, EPIC_ETIMEOUT, "rank 0 did not accept", NULL);
 
     const trial bare = {
         "no libcrypto", 2, without_libcrypto, NULL, NULL, "hush", NULL, 3000, 0, 8, 1};

@@ -141,7 +141,7 @@ static void check_twice(bool all_come)
     const bool first_failed = seats[0].result == EPIC_EINVAL;
     const seat *refused = &seats[first_failed ? 0 : 1], *other = &seats[first_failed ? 1 : 0];
     const epic_result wanted = all_come ? EPIC_OK : EPIC_ETIMEOUT;
-    const char *words = all_come ? "" : "rank 2 did not come";
+    const char *words = all_come ? "" : "rank 2 did not join";
     bool good = refused->result == EPIC_EINVAL &&
                 strstr(refused->sentence, "another thread is rank 0") != NULL;
     for (int i = 2; i < num_threads; i++) good = good && seats[i].result == wanted;
@@ -234,7 +234,7 @@ int main(void)
          .bytes = 8,
          .odd_stays_away = true,
          .result = EPIC_ETIMEOUT,
-         .words = {"gather 1: rank 2 did not come", "3000 ms"}},
+         .words = {"gather 1: rank 2 did not join", "3000 ms"}},
         {.name = "closes",
          .num_ranks = 4,
          .odd = 1,

@@ -116,13 +116,13 @@ static bool says_why(const char *sentence)
     return strstr(sentence, "Too many open files") != NULL;
 }
 
-/* Of the others: the poor rank's sentence, that it did not come, or that it left. */
+/* Of the others: the poor rank's sentence, that it did not accept, or that it left. */
 static void check_other(const trial *t, int rank)
 {
     char name[32];
     const report *r = &t->reports[rank];
     snprintf(name, sizeof name, "rank %d", t->poor);
-    const bool unheard = t->poor == 0 && strstr(r->sentence, "rank 0 did not come") != NULL;
+    const bool unheard = t->poor == 0 && strstr(r->sentence, "rank 0 did not accept") != NULL;
     CHECK_SAY(says_why(r->sentence) || unheard || strstr(r->sentence, name) != NULL,
               "poor rank %d, rank %d: %s", t->poor, rank, r->sentence);
     CHECK_SAY(strstr(r->sentence, "another host") == NULL, "rank %d: %s", rank, r->sentence);

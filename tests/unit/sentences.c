@@ -158,7 +158,7 @@ static void check_verdict(void)
     all[0].refused = EPIC_EPEER;
     all[1].refused = EPIC_ETIMEOUT;
     snprintf(all[0].sentence, sizeof all[0].sentence, "shm: rank 1 left");
-    snprintf(all[1].sentence, sizeof all[1].sentence, "shm: rank 0 did not come");
+    snprintf(all[1].sentence, sizeof all[1].sentence, "shm: rank 0 did not answer");
     CHECK(hello_compare(all, 3) == EPIC_ENOMEM);
     CHECK_SAY(strncmp(epic_error(NULL), "open: rank 2: shm: ", 19) == 0, "%s",
               epic_error(NULL));

@@ -181,7 +181,7 @@ class StoreExchange:
         return {rank for rank, key in enumerate(keys) if not self.store.has(key)}
 
     def late(self, ranks: set[int]) -> EpicError:
-        """Return the error that names the ranks which did not come."""
+        """Return the error that names the ranks that did not join."""
         names = ", ".join(map(str, sorted(ranks))) or "another"
         twice = f"{self.prefix}/{self.attempt}/twice"
         note = ""
@@ -189,7 +189,7 @@ class StoreExchange:
             note = f", and two processes opened it as rank {self.store.get(twice).decode()}"
         return EpicError(
             "EPIC_ETIMEOUT",
-            f"rank {names} did not come to the bootstrap within {self.timeout_ms} ms{note}: every "
+            f"rank {names} did not join the bootstrap within {self.timeout_ms} ms{note}: every "
             "rank must open the group; correct the cause, then open it again on all ranks",
         )
 

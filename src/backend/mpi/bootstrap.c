@@ -103,7 +103,7 @@ static epic_result fail_with_missing(const bootstrap *m, const bool *missing)
     char names[160];
     epic_bootstrap_list_ranks(names, sizeof names, missing, m->num_ranks);
     return epic_fail(EPIC_ETIMEOUT,
-                     "bootstrap over MPI: rank %d waited %u ms for %s, who did not come to the "
+                     "bootstrap over MPI: rank %d waited %u ms for %s, which did not join the "
                      "communicator's bootstrap",
                      m->rank, m->timeout_ms, names);
 }

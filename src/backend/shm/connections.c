@@ -112,12 +112,12 @@ static int poll_open(connect_state *o, int ms)
 
 /* Waits until a socket is ready, at most CHECK_MS, so that the caller can check the missing
  * ranks. Returns EPIC_ETIMEOUT at the deadline, and EPIC_EPEER if a connected peer has closed
- * its connection. `what` names the awaited message or rank in the error. */
+ * its connection. `what` is the beginning of that error, for example "rank 1 did not connect". */
 static epic_result poll_once(connect_state *o, const char *what)
 {
     const uint64_t now = (uint64_t)clock_ns();
     if (deadline_look(&o->deadline, now))
-        return epic_fail(EPIC_ETIMEOUT, "shm: %s did not come within %u ms", what,
+        return epic_fail(EPIC_ETIMEOUT, "shm: %s within %u ms", what,
                          o->join->config->timeout_ms);
     const uint64_t ms = deadline_sleep_ns(&o->deadline, now, CHECK_MS * 1000000ull) / 1000000;
     const int got = poll_open(o, (int)ms + 1);
@@ -279,10 +279,10 @@ static epic_result accept_all(connect_state *o)
     int gone = -1;
     while (o->missing > 0) {
         epic_result result = EPIC_OK;
-        char who[32];
-        snprintf(who, sizeof who, "rank %d", first_missing(o));
+        char what[40];
+        snprintf(what, sizeof what, "rank %d did not connect", first_missing(o));
         set_polls(o, -1);
-        TRY(poll_once(o, who));
+        TRY(poll_once(o, what));
         const bool has_call = handle_incoming(o, &result);
         TRY(result);
         if (has_call) {
@@ -301,11 +301,11 @@ static epic_result receive_answer(connect_state *o, int peer)
 {
     const int *socket_fd = &o->connections->sockets[peer];
     const struct pollfd *polled = &o->polls[1 + o->num_pending + peer];
-    char who[48];
-    snprintf(who, sizeof who, "the answer of rank %d", peer);
+    char what[40];
+    snprintf(what, sizeof what, "rank %d did not answer", peer);
     do {
         set_polls(o, peer);
-        TRY(poll_once(o, who));
+        TRY(poll_once(o, what));
     } while (!polled->revents);
     const int speaker = receive_handshake(o, *socket_fd, peer == 0 ? o->memory : NULL);
     if (*o->memory == HANDSHAKE_NO_ROOM) {

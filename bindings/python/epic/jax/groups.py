@@ -360,7 +360,7 @@ def open(
     Raises:
         EpicArgumentError: an argument is wrong.
         EpicError: the group could not be opened; `code` has the reason, for example EPIC_ETIMEOUT
-            if a process did not come.
+            if a process did not join.
 
     Example:
         >>> import jax

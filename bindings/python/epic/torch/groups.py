@@ -247,7 +247,7 @@ class Group:
 
     Raises:
         EpicArgumentError: An argument is invalid.
-        EpicError: A rank did not come in time or passed other sizes. The text names the rank.
+        EpicError: A rank did not join in time or passed other sizes. The text names the rank.
 
     Example:
         >>> import torch, epic.torch
