@@ -19,24 +19,24 @@ static epic_result check_context(epic_context *ctx)
     return context_check(ctx);
 }
 
-/* Mixes the hash of the layer's options into call->tag. A device backend uses the tag only to
- * compare a hash of it between the ranks. So the mixed tag makes the ranks compare the options
- * too. */
+/* Mixes the hash of the layer's options into call->tag. A device backend uses the tag only in
+ * the signature that the ranks compare. So with the mixed tag they compare the options too. */
 static void add_options_hash(epic_call *call, const op_header_extra *extra)
 {
     if (extra && extra->options && extra->options->hash)
         call->tag = hash_join(call->tag, extra->options->hash);
 }
 
-/* If a matrix is {NULL, 0, 0} (no rows), sets its row_bytes to `bytes`, the row_bytes of the
- * matrix that belongs to it. A macro, because it works on epic_rows and epic_const_rows. */
+/* If the caller passed {NULL, 0, 0}, a matrix without rows, sets its row_bytes to `bytes`, the
+ * row_bytes of a matrix with rows of the same size. A macro, because it works on epic_rows and
+ * epic_const_rows. */
 #define DEFAULT_ROW_BYTES(rows, bytes)                                                         \
     do {                                                                                       \
         if (!(rows).data && !(rows).num_rows && !(rows).row_bytes) (rows).row_bytes = (bytes); \
     } while (0)
 
-/* Reads and checks the arguments of a plan. Copies args->layer with its defaults filled in to
- * *layer, and makes a->layer point to that copy. */
+/* Reads and checks the arguments of a plan. Copies args->layer to *layer, fills in its
+ * defaults, and makes a->layer point to that copy. */
 static epic_result read_plan_args(const epic_context *ctx, epic_plan_args *a, epic_layer *layer,
                                   const epic_plan_args *args, size_t size)
 {
@@ -76,9 +76,9 @@ epic_result api_plan(epic_context *ctx, const epic_plan_args *args,
     return call_plan(ctx, args, sizeof *args, extra);
 }
 
-/* Fills in row_bytes of matrices without rows: recv gets it from tokens, or tokens from recv. A
- * quantized row has one byte for each element. Sizes are not checked yet, so a product that
- * overflows becomes INT64_MAX, which check_rows() rejects later. */
+/* Fills in row_bytes of a matrix without rows: recv gets it from tokens, or tokens from recv. A
+ * quantized row has one byte for each element. Sizes are not checked yet. If a product of them
+ * overflows, it becomes INT64_MAX, which check_rows() rejects later. */
 static void default_dispatch_rows(epic_dispatch_args *a)
 {
     const int64_t size = a->quantize ? (int64_t)epic_type_bytes(a->type) : 1;
@@ -91,10 +91,10 @@ static void default_dispatch_rows(epic_dispatch_args *a)
     DEFAULT_ROW_BYTES(a->recv_scales, a->scales.row_bytes);
 }
 
-/* Copies the layer of an existing plan to *out, fills in its defaults, and makes *layer point
- * to it. Also replaces EPIC_BY_HOSTS by the order that it stands for, except on GPUs of several
- * hosts. There the order depends on whether the plan had a rank_of_expert, which this call
- * cannot see. */
+/* Copies the layer that the caller passed for an existing plan to *out, fills in its defaults,
+ * and makes *layer point to the copy. Replaces EPIC_BY_HOSTS by the order for which it stands,
+ * except on GPUs of several hosts. There the order depends on whether the plan was made with a
+ * rank_of_expert, which this call cannot see. */
 static epic_result read_plan_layer(const epic_context *ctx, epic_layer *out,
                                    const epic_layer **layer)
 {
@@ -131,8 +131,8 @@ epic_result api_dispatch(epic_context *ctx, const epic_dispatch_args *args,
     return call_dispatch(ctx, args, sizeof *args, extra);
 }
 
-/* Checks the dispatch arguments against the plan arguments. This runs before the plan is made,
- * so that an error leaves the plan's bytes as they were. */
+/* Checks that the arguments of the dispatch fit those of the plan. This happens before the plan
+ * is made, so that an error leaves the plan's bytes as they were. */
 static epic_result check_plan_dispatch(const epic_plan_args *p, const epic_dispatch_args *d)
 {
     if (p->capacity == EPIC_CAPACITY_EXACT)

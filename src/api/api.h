@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Variants of public calls for src/moe, the MoE layer inside the core. They can put additional
- * data into the op header, which a public call cannot. */
+/* Variants of public calls for src/moe, the MoE layer inside the core. They can add data to the
+ * op header, which a public call cannot. */
 #ifndef EPIC_API_H
 #define EPIC_API_H
 
 #include "context/context.h"
 #include "exchange/op_header.h"
 
-/* Each function works like the public call of the same name, and also sends `extra` in its op
+/* Each function works like the public call of the same name, and also adds `extra` to its op
  * header. extra may be NULL. If extra->fault is set (host contexts only), all ranks return that
  * error, the outputs are zeros, and the group stays usable. The ranks also compare
- * extra->options and return EPIC_EMISMATCH if they differ. */
+ * extra->options, and return EPIC_EMISMATCH if they differ. */
 epic_result api_plan(epic_context *ctx, const epic_plan_args *args,
                      const op_header_extra *extra);
 epic_result api_dispatch(epic_context *ctx, const epic_dispatch_args *args,

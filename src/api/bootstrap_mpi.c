@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_bootstrap_mpi. The plugin libepic_mpi.so implements it. A plugin has its own error
- * sentence. Every call here copies that sentence into this library, where epic_error reads
+/* epic_bootstrap_mpi, which the plugin libepic_mpi.so implements. A plugin has its own error
+ * sentence. Every call here copies that sentence into this library, so that epic_error returns
  * it. */
 #include <stdlib.h>
 

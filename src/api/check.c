@@ -9,7 +9,8 @@
 #include "plan/plan.h"
 #include "rules/sentences.h"
 
-/* Rejects a flag that is not in `known`, the flags that the call defines. */
+/* Returns an error if `flags` has a bit that is not in `known`, the flags that the call
+ * defines. */
 static epic_result check_flags(uint32_t flags, uint32_t known)
 {
     if (!(flags & ~known)) return EPIC_OK;
@@ -50,7 +51,8 @@ static epic_result check_rows(const epic_context *ctx, const char *name, epic_co
     return EPIC_OK;
 }
 
-/* Checks that the caller left a matrix zero. The error ends with `why`, the reason. */
+/* Checks that the caller left a matrix zero, because this call does not use it. The error ends
+ * with `why`, the reason. */
 static epic_result check_absent(const char *name, epic_const_rows rows, const char *why)
 {
     if (!rows.data && !rows.num_rows && !rows.row_bytes) return EPIC_OK;
@@ -100,9 +102,9 @@ static epic_result check_pair(const char *a, const void *given_a, const char *b,
                      given_a ? b : a, given_a ? a : b);
 }
 
-/* Checks the shapes of a quantization from `in` to `out`: n elements of `type` become n bytes.
- * EPIC_QUANTIZE_1X128 makes one 4-byte scale per 128 elements, EPIC_QUANTIZE_1X32 one byte per
- * 32 elements. */
+/* Checks the row sizes of a quantization: `in` has n elements of `type` per row, and `out` n
+ * bytes. `scales` has one 4-byte scale per 128 elements with EPIC_QUANTIZE_1X128, and one byte
+ * per 32 elements with EPIC_QUANTIZE_1X32. */
 static epic_result check_quantized(const epic_context *ctx, uint32_t quantize, uint32_t type,
                                    const char *in_name, epic_const_rows in,
                                    const char *out_name, epic_const_rows out,
@@ -245,7 +247,7 @@ static epic_result check_dispatch_arrays(const epic_dispatch_args *a)
     return CHECK_ARRAYS(arrays);
 }
 
-/* Checks the scales that travel with rows that are already quantized. */
+/* Checks the scales that the caller passes with rows that are already quantized. */
 static epic_result check_scales(const epic_context *ctx, const epic_dispatch_args *a)
 {
     if (!a->scales.data && !a->recv_scales.data && !a->scales.row_bytes &&
@@ -265,8 +267,8 @@ static epic_result check_scales(const epic_context *ctx, const epic_dispatch_arg
     return EPIC_OK;
 }
 
-/* Rejects an array that is indexed by slot, such as slot_weights, if the layer is EPIC_FLAT. A
- * slot of a flat layer stands for a token, so it has no single weight. */
+/* Returns an error if an array that is indexed by slot, such as slot_weights, is given for an
+ * EPIC_FLAT layer. A slot of a flat layer stands for a token, so it has no single weight. */
 static epic_result check_by_slot(const epic_layer *layer, const char *name, const void *given)
 {
     if (!given || layer->layout != EPIC_FLAT) return EPIC_OK;
@@ -389,8 +391,8 @@ static epic_result check_numbers(const char *name, const float *data, int64_t co
                      (long long)count);
 }
 
-/* data->row_bytes is not compared with config.max_row_bytes: a row holds the weights of an
- * expert, not a token. */
+/* Does not compare data->row_bytes with config.max_row_bytes, because a row holds the weights
+ * of an expert, not a token. */
 epic_result check_sum_replicas_args(const epic_sum_replicas_args *a)
 {
     const epic_rows *data = &a->data;

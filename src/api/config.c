@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads configurations. All environment variables of the core are read here, except EPIC_HOST
+/* Reads configurations. This file reads all environment variables of the core, except EPIC_HOST
  * (hello.c). Bootstraps and plugins read their own. */
 #include "api/config.h"
 

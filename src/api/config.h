@@ -15,8 +15,8 @@ epic_result config_read(epic_config *out, const epic_config *config, size_t size
 epic_result config_read_sizes(epic_config *out, const epic_config *config, size_t size);
 
 /* Reads the configuration for a memory query: the config of ctx, or the caller's config if ctx
- * is NULL. Sets *on_device to true if a context with this config computes in device memory.
- * num_ranks stays 0 if the caller's config has none. Loads no plugin. Errors: EPIC_EINVAL,
+ * is NULL. Sets *on_device to true if a context with this config computes in device memory. If
+ * the caller's config has no num_ranks, it stays 0. Loads no plugin. Errors: EPIC_EINVAL,
  * EPIC_ECLOSED, and the failure of ctx. */
 epic_result config_of_query(epic_config *out, bool *on_device, epic_context *ctx,
                             const epic_config *config, size_t size);
@@ -24,8 +24,8 @@ epic_result config_of_query(epic_config *out, bool *on_device, epic_context *ctx
 /* Returns the folder for traces (EPIC_TRACE), or NULL. */
 const char *config_trace(void);
 
-/* Returns whether EPIC_CHECK_WEIGHTS is set: layer calls then compare a checksum of the weights
- * that must be equal on all ranks. */
+/* Returns whether EPIC_CHECK_WEIGHTS is set. Then the calls of a layer compare checksums of the
+ * weights that must be equal on all ranks. */
 bool config_checks_weights(void);
 
 /* Replaces "gpu" by "p2p" on one host and by "hosts" on several. Returns any other name
@@ -41,7 +41,7 @@ epic_result backend_place(bool *on_device, const char *name);
  * cannot be loaded. Any thread may call it. */
 epic_result backend_find(const epic_backend **out, const char *name);
 
-/* Copies bytes to host memory, from host memory or from memory of a device whose plugin is
+/* Copies bytes to host memory. `from` is host memory, or memory of a device whose plugin is
  * loaded. Waits for the device. Returns false if the copy failed. */
 bool backend_fetch(void *to, const void *from, size_t bytes);
 

@@ -24,7 +24,7 @@ static uint64_t random_uint64(void)
 {
     uint64_t word;
     if (getrandom(&word, sizeof word, 0) == sizeof word) return word;
-    struct timespec now; /* fallback that still differs per group */
+    struct timespec now; /* without random numbers, the time still makes groups differ */
     clock_gettime(CLOCK_REALTIME, &now);
     return hash_join((uint64_t)getpid(),
                      (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec);
@@ -89,9 +89,9 @@ static epic_result identify_host(uint64_t host[2], int rank)
     return EPIC_OK;
 }
 
-/* Reads the start time of this process in clock ticks: word 22 of /proc/self/stat. The search
- * begins after the program's name in parentheses, which may contain spaces. Inode and times of
- * /proc/self cannot be used: they change while the process runs. */
+/* Reads the start time of this process in clock ticks: word 22 of /proc/self/stat. The
+ * program's name, in parentheses, may contain spaces, so the search begins after it. Inode and
+ * times of /proc/self are not suitable, because they change while the process runs. */
 static epic_result read_process_start(uint64_t *start)
 {
     char text[1024];
@@ -103,7 +103,7 @@ static epic_result read_process_start(uint64_t *start)
 }
 
 /* Identifies the process by its pid and its start time. The pid alone is not enough, because
- * the kernel uses pids again. */
+ * the kernel reuses pids. */
 static epic_result identify_process(uint64_t process[2], const uint64_t host[2])
 {
     process[0] = hash_join(host[1], (uint64_t)getpid());
@@ -204,8 +204,8 @@ static bool is_terminated(const char *text, size_t size)
     return memchr(text, 0, size) != NULL;
 }
 
-/* Returns whether EPIC of this version wrote the hello. Fields after `bytes` are valid only
- * then. For other hellos compare_hellos() returns the error. */
+/* Returns whether a rank with this version of EPIC wrote the hello. Only then the fields after
+ * `bytes` are valid. For other hellos compare_hellos() returns the error. */
 static bool is_same_version(const hello *h)
 {
     return h->magic == HELLO_MAGIC && h->version == EPIC_VERSION;
@@ -227,15 +227,15 @@ static epic_result check_texts(const hello *h, int rank)
                      rank, what);
 }
 
-/* Returns whether `refused` is an error that a peer caused. The peer's own error then has more
- * detail. */
+/* Returns whether `refused` is an error that another rank caused, such as a timeout while
+ * waiting for it. That rank's own error has more detail. */
 static bool is_second_hand(int64_t refused)
 {
     return refused == EPIC_EPEER || refused == EPIC_ETIMEOUT;
 }
 
-/* Returns the first hello with an error, or NULL. If second_hand is set, considers only errors
- * that a peer caused (is_second_hand()); otherwise only the other errors. */
+/* Returns the hello of the lowest rank with an error, or NULL. Considers only errors that a
+ * peer caused (is_second_hand()) if second_hand is set, otherwise only the other errors. */
 static const hello *find_refusal(const hello *all, int num_ranks, bool second_hand)
 {
     for (const hello *h = all; h < all + num_ranks; h++)
@@ -252,7 +252,7 @@ static bool begins_with_rank(const char *sentence)
     return sscanf(sentence, "rank %d: %n", &rank, &end) == 1 && end > 0;
 }
 
-/* Returns on this rank the error with which `rank` failed. */
+/* Returns the error with which `rank` failed, as an error of this rank. */
 static epic_result report_refusal(const hello *refusal, int rank)
 {
     const epic_result result = (epic_result)refusal->refused;

@@ -7,8 +7,8 @@
 
 #include "backend/backend.h"
 
-/* Size of an error sentence in a hello. With the prefix "open: rank 1023: " it fits into the
- * 511 bytes of a failure's sentence. */
+/* Size of an error sentence in a hello. Together with the prefix "open: rank 1023: " it fits
+ * into the 511 bytes of a failure's sentence. */
 #define HELLO_SENTENCE 480
 
 /* All versions of EPIC with the same magic use this size and layout, so that ranks of two
@@ -16,8 +16,9 @@
 typedef struct hello {
     uint64_t magic;
     uint32_t version;
-    uint32_t bytes;  /* sizeof(hello) */
-    int64_t refused; /* epic_result of this rank so far; `sentence` is its text */
+    uint32_t bytes; /* sizeof(hello) */
+    /* epic_result of this rank so far; if it is an error, `sentence` is its text */
+    int64_t refused;
     int64_t rank, num_ranks;
     int64_t max_tokens, max_row_bytes, staging_bytes, timeout_ms, max_in_flight, max_sms,
         max_top_k;

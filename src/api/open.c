@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Opens and closes a context. epic_open gathers data of all ranks three times: the
- * configurations, the chosen backend, and the result of joining. After each gather all ranks
- * return the same error, or go on. See docs/internals/architecture.md. */
+/* Opens and closes a context. epic_open makes three gathers over all ranks: of the
+ * configurations, of the chosen backend, and of the result of joining. After each gather all
+ * ranks return the same error, or all continue. See docs/internals/architecture.md. */
 #include "context/context.h"
 
 #include <stdio.h>
@@ -50,8 +50,8 @@ static epic_result check_bootstrap(const epic_bootstrap *bootstrap)
     return EPIC_OK;
 }
 
-/* Checks config.num_ranks against the bootstrap. All ranks return the error, because
- * open_with() gathers it. */
+/* Checks that config.num_ranks, if set, equals the bootstrap's number of ranks. open_with()
+ * gathers an error, so that all ranks return it. */
 static epic_result check_num_ranks(uint32_t num_ranks, const epic_bootstrap *bootstrap)
 {
     if (num_ranks == 0 || num_ranks == (uint32_t)bootstrap->num_ranks) return EPIC_OK;
@@ -60,8 +60,9 @@ static epic_result check_num_ranks(uint32_t num_ranks, const epic_bootstrap *boo
                      num_ranks, bootstrap->num_ranks);
 }
 
-/* Chooses the backend that the config names. Without a name, chooses the first of epic_backends
- * that can join these ranks, and tries mpi last. An error lists the reason of each backend. */
+/* Chooses the backend that the config names. If it names none, chooses the first of
+ * epic_backends that can join these ranks; if none can, tries mpi. An error lists the reason of
+ * each backend. */
 static epic_result choose_backend(const epic_backend **out, const epic_peer *peers,
                                   int num_hosts, const epic_config *config)
 {
@@ -88,10 +89,10 @@ static epic_result choose_backend(const epic_backend **out, const epic_peer *pee
         loaded ? "mpi: " : "", why);
 }
 
-/* Calls a bootstrap's gather and checks what it did, because a caller may have written it. The
- * result must be an epic_result, and this rank's bytes must be at its index in `all`. An error
- * without a sentence gets one. If gather succeeds, the thread's error sentence stays as it
- * was. */
+/* Calls a bootstrap's gather and checks its result, because a caller may have written the
+ * function. The result must be an epic_result, and this rank's bytes must be at its index in
+ * `all`. If an error has no sentence, adds one. If gather succeeds, the thread's error sentence
+ * stays as it was. */
 static epic_result gather_checked(void *self, const void *mine, void *all, int64_t bytes)
 {
     const epic_bootstrap *bootstrap = self;
@@ -146,8 +147,9 @@ static int32_t count_hosts(const epic_peer *peers, int num_ranks)
     return hosts;
 }
 
-/* Chooses a backend and checks that every rank found the same one. This is a gather of its own,
- * because join is collective: if a plugin is missing on one host, no rank may start to join. */
+/* Chooses a backend, and checks that every rank has found the same one. It needs a gather
+ * before join, because join is collective: if a plugin is missing on one host, no rank may
+ * start to join. */
 static epic_result agree_on_backend(const epic_backend **out, const epic_context *ctx,
                                     const epic_bootstrap *bootstrap, hello *mine, hello *all,
                                     const epic_peer *peers)
@@ -170,8 +172,8 @@ static epic_result join_group(epic_context *ctx, const epic_backend *backend,
     return EPIC_OK;
 }
 
-/* Opens the trace file if EPIC_TRACE is set. Returns EPIC_ENOTSUP for a device context, whose
- * expert ids are in device memory. The trace file would be empty. */
+/* Opens the trace file if EPIC_TRACE is set. Returns EPIC_ENOTSUP for a device context: its
+ * expert ids are in device memory, so the trace could not contain them. */
 static epic_result start_trace(epic_context *ctx)
 {
     const char *folder = config_trace();
@@ -218,7 +220,7 @@ static bool is_ours(const epic_context *ctx)
 }
 
 /* Releases everything that a context holds. A forked child releases only its own copies,
- * because its parent still uses the group. */
+ * because its parent continues to use the group. */
 static void release_context(epic_context *ctx)
 {
     const bool ours = is_ours(ctx);
@@ -280,8 +282,8 @@ static epic_result open_bootstrap(epic_context *ctx, const epic_bootstrap *boots
 }
 
 /* Makes a bootstrap for a caller that passed none: from config.native (MPI), or from the
- * environment. The default is not a group of one rank: then a job of several processes would
- * silently become several groups. */
+ * environment. It does not default to a group of one rank, because then a job of several
+ * processes would silently become several groups. */
 static epic_result make_default_bootstrap(epic_bootstrap *out, const epic_config *config)
 {
     return config->native ? epic_bootstrap_mpi(out, config->native, config->timeout_ms)

@@ -46,7 +46,9 @@ static epic_result load_plugin(const epic_backend **out, const plugin *p)
         return EPIC_OK;
     }
     const char *why =
-        dlerror(); /* begins with the missing file: the plugin, or a library that it needs */
+        /* its text begins with the missing file: the plugin, or a library that the plugin
+         * needs */
+        dlerror();
     const bool absent = why && strncmp(why, p->library, strlen(p->library)) == 0;
     const epic_result result = epic_fail(
         EPIC_ENOTSUP, "backend \"%s\": %s cannot be loaded; %s (%.250s)", p->name, p->library,

@@ -49,10 +49,10 @@ static int64_t min_int64(int64_t a, int64_t b)
 
 /* Returns the largest number of slots that a rank with `local` experts can need.
  *
- * A token has at most top_k choices on one rank. With EPIC_DISTINCT it has at most one for each
- * local expert. No slab holds more than expert_capacity choices. Each slab with a choice is
- * padded to a multiple of the alignment. An EPIC_FLAT layer has one slot for each token and
- * rank. */
+ * A token has at most top_k choices on one rank. With EPIC_DISTINCT it also has at most one
+ * choice per local expert. No slab holds more than expert_capacity choices. Each slab with a
+ * choice is padded to a multiple of the alignment. An EPIC_FLAT layer has one slot per token
+ * and rank. */
 static int64_t capacity_bound(const epic_config *c, const epic_layer *l, int64_t local)
 {
     const int64_t tokens = c->max_tokens * c->num_ranks;
@@ -66,8 +66,8 @@ static int64_t capacity_bound(const epic_config *c, const epic_layer *l, int64_t
                      local * round_up(slab, l->alignment));
 }
 
-/* Returns the largest number of experts that one rank can own. placed: with any rank_of_expert;
- * otherwise contiguous blocks of equal size. */
+/* Returns the largest number of experts that one rank can own. If `placed` is true, any
+ * rank_of_expert is possible; otherwise the experts are in contiguous blocks. */
 static int64_t max_local_experts(const epic_config *c, const epic_layer *l, bool placed)
 {
     const bool blocks = !placed && l->num_experts % c->num_ranks == 0;

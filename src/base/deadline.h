@@ -22,15 +22,17 @@
 
 #include "base/clock.h"
 
-#define DEADLINE_RESTART_LIMIT 4       /* in timeouts of running time, for each wait */
-#define DEADLINE_SLACK_NS 100000000ull /* longer than any usual delay by the scheduler */
+/* a deadline starts anew only until a wait has run for this many timeouts */
+#define DEADLINE_RESTART_LIMIT 4
+/* a check later than this cannot be due to the scheduler alone */
+#define DEADLINE_SLACK_NS 100000000ull
 
 typedef struct deadline {
     uint64_t timeout_ns;
     uint64_t start_ns;    /* when it last started; 0: starts at the next deadline_look() */
     uint64_t end_ns;      /* when the deadline is reached */
     uint64_t expected_ns; /* time by which the next deadline_look() is due */
-    uint64_t ran_ns;      /* running time of this wait before start_ns */
+    uint64_t ran_ns;      /* running time of this wait before the last start */
 } deadline;
 
 /* Starts a deadline at `now`, a time of clock_ns(). */
@@ -42,14 +44,15 @@ static inline void deadline_start(deadline *d, uint64_t timeout_ns, uint64_t now
                     .expected_ns = now};
 }
 
-/* Makes the next deadline_look() start the deadline anew.  Called when data has moved. */
+/* Makes the next deadline_look() start the deadline anew. The caller has seen progress: data
+ * has moved. */
 static inline void deadline_renew(deadline *d)
 {
     d->start_ns = 0;
 }
 
-/* Returns how many nanoseconds the current check is late (expected_ns), which is the time for
- * which this process was stopped.  Returns 0 for a delay that is usual on a busy machine. */
+/* Returns for how long this process was stopped: by how much the check at `now` is later than
+ * expected_ns. Returns 0 for a delay that is usual on a busy machine. */
 static inline uint64_t deadline_stopped_ns(const deadline *d, uint64_t now)
 {
     const uint64_t quarter = d->timeout_ns / 4;
@@ -95,8 +98,8 @@ static inline deadline deadline_begin_ms(uint64_t timeout_ms)
     return d;
 }
 
-/* Checks the deadline before a sleep of `nap_ns` nanoseconds, and sets expected_ns to the end
- * of that sleep.  Returns true if the deadline has passed. */
+/* Checks the deadline, and sets expected_ns to the end of the sleep that follows, of `nap_ns`
+ * nanoseconds. Returns true if the deadline has passed. */
 static inline bool deadline_before_nap(deadline *d, uint64_t nap_ns)
 {
     const uint64_t now = (uint64_t)clock_ns();

@@ -19,13 +19,13 @@ epic_fail(epic_result result, const char *format, ...);
  * changes it. */
 const char *epic_sentence(void);
 
-/* Copies a sentence to `out`, which has `size` bytes.  If it does not fit, its middle is
- * replaced by " ... ".  The beginning names the error and the end names the remedy; the middle
- * usually contains a long value of the caller.  No UTF-8 character is cut. */
+/* Copies a sentence to `out`, which has `size` bytes. If it does not fit, " ... " replaces its
+ * middle. The reason is that its beginning names the error and its end the remedy, while the
+ * middle usually contains a long value of the caller. No UTF-8 character is cut. */
 void epic_fit_text(char *out, size_t size, const char *sentence);
 
-/* Returns an ending for a sentence about this errno: "; " and a remedy, or "" if there is no
- * remedy. */
+/* Returns a text to append to a sentence about this errno: "; " and a remedy, or "" if there is
+ * no remedy. */
 const char *epic_remedy(int error);
 
 /* Returns from the calling function if `call` does not return EPIC_OK. */

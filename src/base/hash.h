@@ -19,15 +19,15 @@ static inline uint64_t hash_mix(uint64_t x)
     return x ^ x >> 33;
 }
 
-/* Returns the hash of a sequence of words whose hash so far is `hash` and whose next word is
- * x.  Depends on the order of the words. */
+/* Extends a hash: `hash` is the hash of the earlier words, x is the next word. Returns the hash
+ * of all. The order of the words matters. */
 static inline uint64_t hash_join(uint64_t hash, uint64_t x)
 {
     return hash_mix(hash ^ (x + 0x9e3779b97f4a7c15ull));
 }
 
-/* Hashes n bytes.  Four words are hashed independently at a time, so that the speed of memory
- * is the limit. */
+/* Hashes n bytes. It hashes four words at a time, independently of each other, so that only the
+ * speed of memory limits it. */
 static inline uint64_t hash_bytes(const void *bytes, size_t n)
 {
     const unsigned char *p = bytes;

@@ -18,11 +18,12 @@
 #define LEAST_SLEEPS 8 /* waits that sleep at once after the first late return */
 #define MOST_SLEEPS 1024
 
-/* State of all waits of a rank, shared by its threads; initially zero.  All accesses are
- * relaxed: a lost update only changes how many waits sleep. */
+/* State of all waits of a rank, which its threads share. It is initially zero. All accesses are
+ * relaxed: if an update is lost, only a few more or fewer waits sleep. */
 typedef struct patience {
     _Atomic int sleeps; /* the next `sleeps` waits sleep at once */
-    _Atomic int last;   /* sleeps after the last late return, minus returns in time */
+    /* value of `sleeps` after the last late return, less one for each return in time since */
+    _Atomic int last;
 } patience;
 
 /* Returns true if the wait that begins now must sleep at once, and counts that wait. */

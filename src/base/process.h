@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Detects the end of other processes and forks of this process.  Checks its limit on the size
- * of files. */
+/* Functions about processes: detect the end of other processes, count forks of this one, and
+ * check its limit on the size of files. */
 #ifndef EPIC_PROCESS_H
 #define EPIC_PROCESS_H
 
@@ -12,8 +12,8 @@
  * another PID namespace. */
 int process_watch(int64_t pid);
 
-/* Returns true if the process has ended. fd comes from process_watch().  If it is -1, the
- * function uses the pid and treats a zombie as alive. */
+/* Returns true if the process has ended. fd is the result of process_watch(). If it is -1,
+ * checks the pid instead, and then a zombie counts as alive. */
 bool process_ended(int fd, int64_t pid);
 
 /* Returns true if this process may create a file or memfd of `bytes` bytes.  Creating a larger

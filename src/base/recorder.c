@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The flight recorder: a ring of records in a memfd.  Each record has a seqlock.
+/* The flight recorder: a ring of records in a memfd. Each record has a seqlock, a counter that
+ * is odd while the record is written.
  *
- * A record has one writer at a time: the thread that has set in_flight.  The writer makes the
+ * A record has one writer at a time: the thread that has set in_flight. The writer makes the
  * seqlock odd, stores each word of the record with release order, and makes the seqlock even
- * with release order.  A reader loads the seqlock, then each word with acquire order, then the
- * seqlock again.  If any word came from a newer write, the reader also sees the odd seqlock
- * that was stored before that word.  The two loads of the seqlock then differ, and the reader
- * tries again. */
+ * with release order. A reader loads the seqlock, then each word with acquire order, then the
+ * seqlock again. If any word was from a newer write, the reader also sees the odd seqlock that
+ * was stored before that word. Then the two loads of the seqlock differ, and the reader tries
+ * again. */
 #include "base/recorder.h"
 
 #include <errno.h>
@@ -148,8 +149,8 @@ static void load_words(void *to, const _Atomic uint64_t *from, size_t num_words)
     }
 }
 
-/* Writes a record and, if the operation failed, its sentence, between an odd and an even
- * seqlock.  Only the thread that claimed the record may call this. */
+/* Writes a record and, if the operation failed, its sentence. The seqlock is odd during the
+ * writes and even afterwards. Only the thread that claimed the record may call this. */
 static void publish_entry(recorder_page *page, size_t i, const recorder_entry *entry,
                           const char *sentence)
 {
@@ -165,9 +166,9 @@ static void publish_entry(recorder_page *page, size_t i, const recorder_entry *e
     atomic_store_explicit(&record->seqlock, seqlock + 2, memory_order_release);
 }
 
-/* Claims the first record that is not in flight, from position `number` of the ring.  Returns
- * its index, or -1 if all records are in flight.  The acquire order pairs with the release in
- * recorder_end() of the previous writer. */
+/* Claims the first record that is not in flight, beginning at position `number` of the ring.
+ * Returns its index, or -1 if all records are in flight. The acquire order pairs with the
+ * release in recorder_end() of the previous writer. */
 static int claim_record(recorder_page *page, uint64_t number)
 {
     for (uint64_t i = 0; i < RECORDER_RECORDS; i++) {
@@ -262,7 +263,7 @@ const recorder_page *recorder_map(int fd)
     struct stat file;
     const int seals = fcntl(fd, F_GET_SEALS);
     if (seals < 0 || !(seals & F_SEAL_SHRINK))
-        return NULL; /* reading a mapped file that has shrunk raises SIGBUS */
+        return NULL; /* refuse it: if the file shrank, reading its mapping would raise SIGBUS */
     if (fstat(fd, &file) < 0 || file.st_size != sizeof(recorder_page)) return NULL;
 
     recorder_page *page = mmap(NULL, sizeof *page, PROT_READ, MAP_SHARED, fd, 0);

@@ -35,16 +35,16 @@ epic_result recorder_open(epic_recorder **out, const char *group, uint64_t group
 /* Marks the recorder as closed and frees it. */
 void recorder_close(epic_recorder *recorder);
 
-/* Makes recorder_end() also write each operation to `trace`, which must stay open until the
- * recorder is closed. */
+/* After this call, recorder_end() also writes each operation to `trace`, which must stay open
+ * until the recorder is closed. */
 void recorder_trace(epic_recorder *recorder, epic_trace *trace);
 
 /* Frees the copy of a recorder in a forked child.  The recorder of the parent stays open. */
 void recorder_forget(epic_recorder *recorder);
 
-/* Begins a record and returns its id for the two functions below.  `sequence` is the sequence
- * number of the operation in its tag.  If all records are in flight, the operation is not
- * recorded, and the id is one that the functions ignore. */
+/* Begins a record and returns its id, which the two functions below take. `sequence` is the
+ * sequence number of the operation in its tag. If all records are in flight, the operation is
+ * not recorded. Then the id is one that both functions ignore. */
 uint64_t recorder_begin(epic_recorder *recorder, uint32_t operation, uint64_t tag,
                         uint64_t sequence, uint64_t bytes);
 
@@ -119,14 +119,14 @@ _Static_assert(sizeof(recorder_entry) == 64, "recorder_entry has holes");
 _Static_assert(sizeof(recorder_record) == 128, "recorder_record has holes");
 _Static_assert(offsetof(recorder_page, records) == 384, "recorder_page has holes");
 
-/* Maps the memfd of a recorder read-only.  Returns NULL if it is not a recorder of this
- * version, or if it could shrink under the reader.  recorder_unmap() accepts NULL. */
+/* Maps the memfd of a recorder read-only. Returns NULL if it is not a recorder of this version,
+ * or if its file could shrink while it is read. recorder_unmap() accepts NULL. */
 const recorder_page *recorder_map(int fd);
 void recorder_unmap(const recorder_page *page);
 
-/* Copies record i as one write left it, never a mix of two writes.  `sentence` may be NULL; it
- * becomes "" unless the operation failed.  Returns false if the record was never used, or
- * changed during every try. */
+/* Copies record i as one write left it, never a mixture of two writes. `sentence` may be NULL;
+ * it becomes "" unless the operation failed. Returns false if the record was never used, or if
+ * every try found it changing. */
 bool recorder_read(const recorder_page *page, int i, recorder_entry *out,
                    char sentence[RECORDER_SENTENCE]);
 

@@ -6,9 +6,9 @@
 
 #include "base/error.h"
 
-/* Every struct that is passed with a size, and its last field in release 0.1.  No caller has a
- * smaller struct, so a smaller size is a mistake, usually the sizeof of a pointer.  A row stays
- * as it is when fields are appended to its struct. */
+/* Every struct that is passed with a size, and its last field in release 0.1. No caller has a
+ * smaller struct, so a smaller size is a mistake, usually the sizeof of a pointer. When fields
+ * are appended to a struct, its row here does not change. */
 #define SIZED_STRUCTS(ROW)                         \
     ROW(epic_tcp, timeout_ms)                      \
     ROW(epic_config, native)                       \
@@ -61,10 +61,10 @@ extern const sized_type sized_types[NUM_SIZED];
 #define SIZED_CASE(type, last) , type * : SIZED_##type
 #define SIZED_TYPE(ours) (&sized_types[_Generic((ours)SIZED_STRUCTS(SIZED_CASE))])
 
-/* Copies a caller's struct of `size` bytes to *ours.  Fields that a shorter struct does not
- * have become zero.  Bytes of a longer struct that this library does not know must be zero.
- * `name` is the name of the argument in errors.  Returns EPIC_EINVAL if such a byte is not
- * zero, if theirs is NULL, or if no version of the struct had this size. */
+/* Copies a caller's struct of `size` bytes to *ours. If it is shorter than this library's, the
+ * missing fields become zero. If it is longer, its unknown bytes must be zero. `name` is the
+ * name of the argument in errors. Returns EPIC_EINVAL if an unknown byte is not zero, if theirs
+ * is NULL, or if no version of the struct had this size. */
 epic_result sized_read(void *ours, const sized_type *type, const void *theirs, size_t size,
                        const char *name);
 
@@ -72,8 +72,8 @@ epic_result sized_read(void *ours, const sized_type *type, const void *theirs, s
  * version.  Errors: EPIC_EINVAL. */
 epic_result sized_place(const void *out, const sized_type *type, size_t size, const char *name);
 
-/* Copies *ours to `out`, which has `size` bytes: cut if `out` is shorter, followed by zeros if
- * it is longer. */
+/* Copies *ours to `out`, which has `size` bytes. If `out` is shorter than this library's
+ * struct, the copy is cut. If it is longer, zeros follow. */
 void sized_write(void *out, const void *ours, const sized_type *type, size_t size);
 
 /* Shorter forms of the functions above: the type follows from the pointer. */

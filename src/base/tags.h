@@ -33,8 +33,8 @@ typedef struct tag_table {
 #define TAGS_AT_FIRST 1024
 #define TAGS_BYTES ((int64_t)(TAGS_AT_FIRST * sizeof(tag_entry))) /* before the table grows */
 
-/* Opens an empty table.  At most max_in_flight operations may be in flight at once.  Errors:
- * EPIC_ENOMEM.  tags_close() frees the table and accepts one of zeros. */
+/* Opens an empty table. At most max_in_flight operations may be in flight at the same time.
+ * Errors: EPIC_ENOMEM. tags_close() frees the table. It accepts a table of zeros. */
 epic_result tags_open(tag_table *table, uint32_t max_in_flight);
 void tags_close(tag_table *table);
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Cleans text that other programs have written and that a terminal may show: error sentences of
+/* Cleans text that other programs have written, before a terminal shows it: error sentences of
  * peers, values of environment variables, names of groups. */
 #ifndef EPIC_TEXT_H
 #define EPIC_TEXT_H

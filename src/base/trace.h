@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Traces: a file with the plans and operations of one rank, for epic-trace.  The structs below
- * are the file format, little-endian; docs/reference/trace-format.md describes it.  A context
- * writes a trace if EPIC_TRACE names a folder when the context is opened.
+/* Traces: a file with the plans and operations of one rank, for epic-trace. The structs below
+ * are the file format, little-endian; docs/reference/trace-format.md describes it. If
+ * EPIC_TRACE names a folder when a context is opened, the context writes a trace there.
  *
- * Each record is written to the file immediately, so that the trace of a killed rank is
- * complete up to its last record.  Nothing is allocated after open.  If a write fails, the
- * trace ends there, and the context goes on without it. */
+ * Each record is written to the file immediately. So the trace of a killed rank is complete up
+ * to its last record. Nothing is allocated after open. If a write fails, the trace ends there,
+ * and the context continues without it. */
 #ifndef EPIC_TRACE_H
 #define EPIC_TRACE_H
 

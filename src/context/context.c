@@ -52,7 +52,7 @@ static bool new_failure(const epic_context *ctx, epic_failure_info *failure)
     const bool found = backend->transport
                            ? backend->transport->failure(ctx->group, failure)
                            : backend->ops->poll_failure(ctx->group, failure) != EPIC_OK;
-    text_clean(failure->sentence); /* a peer or a caller of epic_abort wrote the text */
+    text_clean(failure->sentence); /* the text is from a peer, or from a caller of epic_abort */
     return found;
 }
 
@@ -128,8 +128,8 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
     context_check(ctx);
 }
 
-/* Only device backends send rows once to each host and forward them there. On host backends an
- * order by hosts has no advantage. */
+/* Only device backends use relays: they send a row once to each host and forward it there. On
+ * host backends an order by hosts has no advantage. */
 bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert)
 {
     return ctx->backend->ops && ctx->num_hosts > 1 && !rank_of_expert;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The context: one rank of one group. The code of the core that works on contexts shares this
- * struct. */
+/* The context: the state of one rank of one group. All code of the core that works on contexts
+ * shares this struct. */
 #ifndef EPIC_CONTEXT_H
 #define EPIC_CONTEXT_H
 
@@ -43,9 +43,10 @@ struct epic_context {
 /* Returns the number of bytes of rows that this rank has written into rings. Tests use it. */
 uint64_t epic_context_bytes_sent(const epic_context *ctx);
 
-/* Makes `failure` the failure of the context, unless the context has one already. Returns the
- * result of the context's failure and sets its sentence. Any thread may call it: a mutex
- * decides which failure is first, and the release store of `broken` publishes it. */
+/* Makes `failure` the failure of the context, unless the context already has one. Returns the
+ * result of the context's failure and sets its sentence. Any thread may call it. If several
+ * threads do at once, a mutex decides whose failure is first. The failure is published by the
+ * release store of `broken`. */
 epic_result context_break(epic_context *ctx, const epic_failure_info *failure);
 
 /* Returns the host memory of a context without its group: the struct, the table of tags, the
@@ -53,13 +54,13 @@ epic_result context_break(epic_context *ctx, const epic_failure_info *failure);
 int64_t context_bytes(const epic_config *config, bool host);
 
 /* Returns EPIC_OK, or the failure that broke the group. Returns EPIC_ECLOSED if epic_open
- * failed for this context, and in a forked child. Every public call that communicates begins
- * with it. Any thread may call it. */
+ * failed for this context, and in a forked child. Every public call that communicates calls it
+ * first. Any thread may call it. */
 epic_result context_check(epic_context *ctx);
 
-/* Returns whether EPIC_BY_HOSTS stands for an order by hosts for this placement. It does if the
- * ranks are GPUs of several hosts and the experts are in contiguous blocks (rank_of_expert is
- * NULL). */
+/* Returns whether ranks of one host add up their rows before they send them to another host,
+ * which EPIC_BY_HOSTS then chooses as order. They do if the ranks are GPUs of several hosts and
+ * the experts are in contiguous blocks (rank_of_expert is NULL). */
 bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert);
 
 /* Returns whether a device backend runs the operations of this context. Returns false for NULL

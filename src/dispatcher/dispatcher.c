@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The dispatcher: a handle that owns the plan and the buffers of one training step. Each new
- * dispatch overwrites those of the step before. The dispatcher uses only public calls, except
- * to allocate memory, which the backend does. */
+/* The dispatcher: a handle that owns the context, the plan and the buffers of one training
+ * step. Each new dispatch overwrites the results of the step before. Everything is done by
+ * public calls, except that the backend allocates the memory. */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -13,7 +13,7 @@
 struct epic_dispatcher {
     epic_dispatcher_config config;
     epic_context *ctx;
-    bool opened_here; /* the dispatcher opened ctx, so epic_dispatcher_close closes it */
+    bool opened_here; /* true: the dispatcher opened ctx, so epic_dispatcher_close closes it */
     epic_layer layer;
     epic_layer_info sizes;
     int64_t row_bytes; /* bytes of a token's row */
@@ -95,7 +95,7 @@ static void release_all(epic_dispatcher *s)
 
 /* ------------------------------------------------------------------------- open, close ---- */
 
-/* Uses config.ctx, or opens a context that belongs to the dispatcher. */
+/* Uses config.ctx, or opens a context that the dispatcher owns. */
 static epic_result open_context(epic_dispatcher *s)
 {
     const epic_config config = {.max_tokens = s->config.max_tokens,
@@ -168,8 +168,8 @@ epic_result epic_dispatcher_open_v1(epic_dispatcher **out, const epic_dispatcher
         *out = s;
         return EPIC_OK;
     }
-    /* A peer may have opened its dispatcher and would wait for this rank's first call, so abort
-     * the group. */
+    /* Abort the group. Otherwise a peer that has opened its dispatcher would wait for this
+     * rank's first call. */
     char why[512];
     snprintf(why, sizeof why, "%s", epic_sentence());
     if (s->opened_here && s->ctx != NULL && s->ctx->backend != NULL)

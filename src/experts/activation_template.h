@@ -36,8 +36,8 @@ static inline REAL gelu_tanh(REAL x)
     return sizeof x == sizeof(float) ? (REAL)tanhf((float)inner) : (REAL)tanh(inner);
 }
 
-/* Sets out[i] to the activation of in[i * step], for i below n. The activation is that of the
- * gate; up_factor() is the factor of the up projection. */
+/* Sets out[i] to the activation of in[i * step], for i below n. The numbers are those of the
+ * gate; up_factor() handles the up projection. */
 static void apply_activation(REAL *out, const REAL *in, int64_t n, int step,
                              const epic_experts *ex)
 {
@@ -68,7 +68,8 @@ static void apply_activation(REAL *out, const REAL *in, int64_t n, int step,
     }
 }
 
-/* Returns the derivative of the swish x s(a x) for ax = a x: s(ax) (1 + ax (1 - s(ax))). */
+/* Returns the derivative of the swish x s(a x), with s the sigmoid. Its argument is the product
+ * ax = a x: s(ax) (1 + ax (1 - s(ax))). */
 static inline REAL swish_slope(REAL ax)
 {
     return sigmoid_of(ax) * (1 + ax * sigmoid_of(-ax));
@@ -110,7 +111,8 @@ static void make_slopes(REAL *out, const REAL *in, int64_t n, int step, const ep
     }
 }
 
-/* Returns the factor by which u, a number of the up projection, multiplies the activation. */
+/* Returns the factor for u, a number of the up projection. The activation is multiplied by
+ * it. */
 static inline REAL up_factor(REAL u, const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;

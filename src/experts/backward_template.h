@@ -58,9 +58,9 @@ static double early_gradient(const experts_job *job, const REAL *gate_up, const 
                   : sum;
 }
 
-/* Computes job->d_gate_up from d [slots, inner], the gradient of the left operand of the second
- * product. With EPIC_WEIGHT_EARLY, also computes the gradients of the slots' weights. Padding
- * rows become 0. */
+/* Computes job->d_gate_up from d [slots, inner], the gradient of the activations (with
+ * EPIC_WEIGHT_EARLY, after they were multiplied by the slots' weights). With EPIC_WEIGHT_EARLY,
+ * also computes the gradients of the slots' weights. Padding rows become 0. */
 static void activations_backward(const experts_job *job, const slab *slab, REAL *d,
                                  const void *d_y)
 {
@@ -99,7 +99,7 @@ static void inputs_backward(const experts_job *job, const slab *slab, REAL *d)
 }
 
 /* Computes d_x from job->d_gate_up. With EPIC_WEIGHT_INPUT, also computes the gradients of the
- * slots' weights. Uses job->rows, which no later step reads. */
+ * slots' weights. Overwrites job->rows, which no later step reads. */
 static void rows_backward(const experts_job *job, const slab *slab)
 {
     const bool input = job->experts.weighting == EPIC_WEIGHT_INPUT;
@@ -121,7 +121,8 @@ void OF(experts_backward)(const experts_job *job, const slab *slab)
     const void *d_y = slab_rows(job, slab, job->d_y);
     REAL *d = job->activations;
 
-    /* Padding slots keep this 0. The functions below overwrite the slots with tokens. */
+    /* Set all weight gradients to 0. The functions below overwrite those of slots with tokens,
+     * so padding slots keep 0. */
     for (int64_t r = 0; job->d_slot_weights != NULL && r < slab->rows; r++)
         store_weight_gradient(job, slab->first + r, 0);
     bias_gradient(job, slab, job->d_b_down, d_y, hidden, true);

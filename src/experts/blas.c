@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Loads OpenBLAS at first use, so that libepic.so itself depends only on libc. onednn.c
- * loads oneDNN in the same way. */
+/* Multiplies matrices with OpenBLAS or oneDNN. Loads OpenBLAS at first use, so that libepic.so
+ * itself depends only on libc. onednn.c loads oneDNN in the same way. */
 #include "experts/blas.h"
 
 #include <dlfcn.h>
@@ -27,7 +27,7 @@ GEMM(dgemm_int, int, double);
 GEMM(sgemm_wide, int64_t, float);
 GEMM(dgemm_wide, int64_t, double);
 
-/* Functions of the OpenBLAS that was loaded. `loaded` is false if none was found. */
+/* Functions of the OpenBLAS that was loaded. If none was found, `loaded` is false. */
 typedef struct blas {
     /* A build with 32-bit integers sets the first two functions. A build with 64-bit integers
      * sets the next two. The others stay NULL. */
@@ -46,7 +46,7 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 #ifdef EPIC_HAVE_BLAS
 
-/* Prefix and suffix of the function names in a build of OpenBLAS. The list has the names of
+/* Builds of OpenBLAS add a prefix and a suffix to the function names. The list has the names in
  * Linux distributions first, then those in the packages of scipy and numpy. */
 typedef struct naming {
     const char *before, *after;
@@ -233,8 +233,8 @@ void gemm_bf16(const gemm *g)
     if (!onednn_multiply(g)) multiply_bf16_plain(g);
 }
 
-/* State of experts_blas_enter(): the number of calls without their experts_blas_leave() yet,
- * and OpenBLAS's number of threads before the first of them. The mutex protects both. */
+/* State of experts_blas_enter(): how many callers have entered and not left yet, and OpenBLAS's
+ * number of threads before the first one entered. The mutex protects both. */
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static int64_t num_inside;
 static int threads_before;

@@ -7,12 +7,13 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* One matrix product: C [m, n] = op(A) op(B), or C += op(A) op(B) if `add` is set.
+/* One matrix product: C [m, n] = op(A) op(B). If `add` is set, it adds to C instead: C += op(A)
+ * op(B).
  *
- * op(A) is [m, k]: A itself, or with transpose_a the transpose of A, which is stored as [k, m].
- * op(B) is [k, n], and transpose_b does the same for B. The elements of a stored row are
- * contiguous. lda, ldb and ldc are the distances in elements from one stored row to the next.
- * m, n and k are above 0 and below 2^31. */
+ * op(A) is [m, k]. Without transpose_a it is A itself. With transpose_a, A is stored as [k, m],
+ * and op(A) is its transpose. op(B) is [k, n], and transpose_b has the same meaning for B. The
+ * elements of a stored row are contiguous. lda, ldb and ldc are the distances in elements from
+ * one stored row to the next. m, n and k are above 0 and below 2^31. */
 typedef struct gemm {
     int64_t m, n, k;
     const void *a;
@@ -43,9 +44,8 @@ void gemm_bf16(const gemm *g);
 void gemm_plain_f32(const gemm *g);
 void gemm_plain_f64(const gemm *g);
 
-/* Limit OpenBLAS and oneDNN to one thread per product, from experts_blas_enter() to
- * experts_blas_leave(). The reason is that the bits of a product depend on the number of
- * threads.
+/* Between experts_blas_enter() and experts_blas_leave(), OpenBLAS and oneDNN use one thread per
+ * product. The reason is that the bits of a product depend on the number of threads.
  *
  * OpenBLAS has one setting for the whole process: the first thread that enters sets it, and the
  * last thread that leaves restores it. oneDNN has one setting per thread. Any thread may call

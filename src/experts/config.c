@@ -9,10 +9,9 @@
 
 #define MAX_EXPERTS 65536
 #define MAX_ROW_NUMBERS (1 << 24) /* largest hidden and inner */
-/* Largest number of weights of all local experts. Their bytes then fit in an int64_t. */
+/* Largest number of weights of all local experts. With it, their bytes fit in an int64_t. */
 #define MAX_WEIGHT_NUMBERS (1ll << 56)
-/* Numbers of a weight tile: 4 MiB of float32. They fit in a core's cache, and are much more
- * than one row. */
+/* Size of a weight tile: 4 MiB of float32. A tile fits in a core's cache, and has many rows. */
 #define TILE_NUMBERS (1 << 20)
 
 static epic_result check_range(const char *name, uint32_t value, uint32_t first, uint32_t last)
@@ -23,8 +22,8 @@ static epic_result check_range(const char *name, uint32_t value, uint32_t first,
     return EPIC_OK;
 }
 
-/* Checks the types of rows and weights. F64 rows and F64 weights go together. E4M3 is allowed
- * for weights only. */
+/* Checks the types of rows and weights. F64 rows need F64 weights, and F64 weights need F64
+ * rows. Only weights may be E4M3. */
 static epic_result check_types(const epic_experts *ex)
 {
     if (convert_bytes(ex->row_type) == 0)
@@ -151,8 +150,8 @@ int64_t experts_saved_bytes(const experts_job *job, int64_t num_slots)
     return num_slots * job->width * number_bytes(job);
 }
 
-/* Points each workspace field of *job to its part of the memory at `at`. With `at` NULL the
- * fields keep their values. Returns the total size in numbers. */
+/* Sets the workspace pointers of *job to parts of the memory at `at`. If `at` is NULL, the
+ * pointers keep their values. Returns the total size in numbers. */
 static int64_t layout_pieces(experts_job *job, int64_t num_slots, bool backward, char *at)
 {
     const bool copied =

@@ -29,8 +29,9 @@ typedef struct experts_job {
     bool has_f64_weights; /* slot_weights are float64 */
     bool accumulate;      /* EPIC_ACCUMULATE: add to the gradients */
     bool is_recompute;    /* EPIC_RECOMPUTE: forward computes only `saved` */
-    /* Rows and weights are BF16, and oneDNN multiplies them without a conversion. Operands that
-     * the passes compute, such as activations, are rounded to BF16. */
+    /* Rows and weights are BF16, and oneDNN multiplies them without a conversion. Arrays that
+     * the passes compute as factors of a product, such as activations, are then rounded to
+     * BF16. */
     bool is_bf16;
     bool is_device;     /* arrays are in device memory, which the host must not read */
     uint32_t grad_type; /* epic_type of the gradients of weights and biases; 0: float32 */
@@ -51,15 +52,16 @@ typedef struct experts_job {
     void *d_x, *d_w_gate_up, *d_w_down, *d_b_gate_up, *d_b_down;
     void *d_slot_weights;
 
-    /* Workspace. Every slab uses the same memory, one slab after the other. */
+    /* The workspace. The slabs are computed one after the other, and all use the same
+     * memory. */
     void *rows;         /* [slots, hidden]: converted or weighted rows; empty if products
                            read the caller's rows */
     void *activations;  /* [slots, inner] */
     void *d_gate_up;    /* backward: [slots, width] */
     void *weights_tile; /* one tile of a weight matrix, converted to float32 */
-    void *line;         /* [2 * max(hidden, inner)] for row results, then space for one row
-                           of an operand */
-    void *bias;         /* [max(width, hidden)]: a bias, converted */
+    /* [2 * max(hidden, inner)] for results of one row, then space for one row of a factor */
+    void *line;
+    void *bias; /* [max(width, hidden)]: a bias, converted */
 } experts_job;
 
 /* The slots of one local expert. */
@@ -90,9 +92,9 @@ static inline bool experts_is_clamped(const epic_experts *ex)
 bool experts_has_ready_rows(const experts_job *job);
 bool experts_has_ready_weights(const experts_job *job);
 
-/* Returns the number of columns (or rows) of a weight matrix that are converted at a time. Each
- * has k numbers, and the matrix has n of them. The result depends only on k and n, because the
- * bits of a product can depend on the size of its parts. */
+/* Returns the size of a tile: how many columns (or rows) of a weight matrix are converted at a
+ * time. Each has k numbers, and the matrix has n of them. The result depends only on k and n,
+ * because the bits of a product can depend on the size of its tiles. */
 int64_t experts_tile_size(int64_t k, int64_t n);
 
 /* Writes to *out the bytes of `saved` and of both workspaces for num_slots slots. on_device
@@ -105,7 +107,7 @@ epic_result experts_memory(const epic_experts *experts, size_t experts_size, int
  * slots. job->is_device chooses between a device and the host. */
 int64_t experts_saved_bytes(const experts_job *job, int64_t num_slots);
 int64_t experts_workspace_bytes(const experts_job *job, int64_t num_slots, bool backward);
-/* Points the workspace fields of *job to their parts of `workspace`. For host contexts only. */
+/* Sets the workspace pointers of *job to parts of `workspace`. For host contexts only. */
 void experts_layout_workspace(experts_job *job, int64_t num_slots, bool backward,
                               void *workspace);
 

@@ -92,7 +92,7 @@ static epic_result check_counts(const experts_job *job, int64_t num_slots)
     return EPIC_OK;
 }
 
-/* Checks that slot weights are passed if and only if the experts apply them. */
+/* Checks that the caller passed slot weights exactly if the experts multiply by them. */
 static epic_result check_weighting(const experts_job *job, int64_t num_slots)
 {
     const bool late = job->experts.weighting == EPIC_WEIGHT_LATE;
@@ -122,7 +122,7 @@ static epic_result check_memory(const char *name, const void *memory, int64_t by
     return EPIC_OK;
 }
 
-/* An array of scales. The call requires it for E4M3 weights, and refuses it for other types. */
+/* An array of scales: required for E4M3 weights, and refused for other types. */
 typedef struct named_scales {
     const char *name;
     const float *scales;
@@ -204,8 +204,8 @@ epic_result experts_read_grad_type(uint32_t *type, uint32_t row_type, bool devic
 
 /* Sizes of the arrays of forward and backward. */
 typedef struct shapes {
-    /* Numbers of elements. `local` is the number of local experts, and `slots` the number of
-     * slots. */
+    /* Numbers of elements of arrays. `local` is the number of local experts, `slots` the number
+     * of slots. */
     int64_t local, slots, rows, gate_up, down, biases_up, biases_down;
     int64_t x_scales, gate_up_scales, down_scales; /* E4M3 only */
     /* Bytes of one element. */
@@ -292,7 +292,7 @@ static epic_result read_context(experts_job *job, epic_context *ctx)
     return EPIC_OK;
 }
 
-/* Moves *slab to the next local expert. Returns false after the last one. */
+/* Moves *slab to the slab of the next local expert. Returns false after the last one. */
 static bool next_slab(const experts_job *job, slab *slab)
 {
     slab->expert++;
@@ -412,7 +412,8 @@ static epic_result prepare_backward(experts_job *job, const epic_experts_backwar
     return EPIC_OK;
 }
 
-/* Zeroes the weight and bias gradients of an expert without slots, which no pass computes. */
+/* Zeroes the weight and bias gradients of an expert that has no slots. No pass runs for it, so
+ * nothing else writes them. */
 static void zero_gradients(const experts_job *job, int64_t expert)
 {
     const struct {

@@ -4,7 +4,7 @@
  * Writes the result of the first product (gate_up, config.h) to `saved`, which backward reads.
  * Then computes the activations and the second product from it. */
 
-/* Adds the bias [n] to each of num_rows rows of n numbers. No bias (NULL) changes nothing. */
+/* Adds the bias [n] to each of num_rows rows of n numbers. Does nothing if `bias` is NULL. */
 static void add_bias(REAL *rows, const REAL *bias, int64_t num_rows, int64_t n)
 {
     if (bias == NULL) return;
@@ -25,7 +25,7 @@ static void activate_row(const experts_job *job, REAL *out, const REAL *gate_up)
         for (int64_t i = 0; i < job->inner; i++) out[i] *= up_factor(up[i * step], ex);
 }
 
-/* Computes the activations of the slab, the left operand of the second product, and returns
+/* Computes the activations of the slab, the left factor of the second product, and returns
  * them. With EPIC_WEIGHT_EARLY each row is multiplied by its slot's weight. Padding rows are
  * 0. */
 static const void *make_activations(const experts_job *job, const slab *slab,

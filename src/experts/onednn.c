@@ -42,8 +42,8 @@ typedef struct onednn {
 
 static onednn the_onednn;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-/* State of onednn_enter() for this thread: how many calls are open, and OpenMP's number of
- * threads before the first of them. */
+/* State of onednn_enter() for this thread: how often it has entered and not left yet, and
+ * OpenMP's number of threads before it first entered. */
 static _Thread_local int depth, threads_before;
 
 /* Stores the address of the named function in the function pointer at `function`. Returns false

@@ -16,7 +16,7 @@
 #include "rules/convert.h"
 #include "rules/scalar.h"
 
-/* Each of these files uses the files before it, so their order matters. */
+/* each of these files uses functions of the files above it, so their order matters */
 #include "experts/activation_template.h"
 
 #include "experts/product_template.h"

@@ -1,14 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Matrix products of the experts, and the conversion of their operands. pass_template.h
- * includes this file.
+/* Matrix products of the experts, and the conversion of their operands, the factors.
+ * pass_template.h includes this file.
  *
  * Products read operands of type REAL. If rows and weights are BF16 and the processor can
  * multiply them (job->is_bf16), products read BF16 operands instead.
  *
  * Weights of other types are converted to REAL in the workspace, one tile at a time
- * (experts_tile_size). A tile is a part of the columns of the result, and has the full length k
- * of the sums. Products are never cut along k, because that would change the order of
- * additions. */
+ * (experts_tile_size). A tile has some of the weight matrix's columns, and all k terms of their
+ * sums. Products are never split along k, because that would change the order of additions. */
 
 /* Converts n elements of `type` to REAL. If REAL is double, the type is EPIC_F64 and the
  * elements are only copied. */
@@ -58,8 +57,8 @@ static void store_weight_gradient(const experts_job *job, int64_t slot, double g
 }
 
 /* Returns the memory in which the caller computes a row of an operand. With job->is_bf16 it is
- * scratch memory in job->line, and store_operand_row() then converts the row to BF16. Otherwise
- * it is the row itself. */
+ * scratch memory in job->line, and store_operand_row() later converts the row to BF16.
+ * Otherwise it is the operand's row itself. */
 static REAL *operand_row(const experts_job *job, void *operand, int64_t row, int64_t n)
 {
     const int64_t most = job->hidden > job->inner ? job->hidden : job->inner;
@@ -93,7 +92,7 @@ static void clear_padding(const experts_job *job, const slab *slab, void *operan
            (size_t)(slab->rows - slab->tokens) * bytes);
 }
 
-/* Multiplies two operands, which are BF16 with job->is_bf16, else REAL. */
+/* Multiplies two operands. They are BF16 if job->is_bf16 is set, otherwise REAL. */
 static void multiply_matrices(const experts_job *job, const gemm *g)
 {
     if (job->is_bf16)

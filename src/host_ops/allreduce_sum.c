@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_allreduce_sum on the host.
  *
- * A long array is split into blocks, and block b belongs to rank b % num_ranks (its owner).
- * First every rank sends each block to the owner, which adds the blocks of all ranks (a collect
- * flow, exchange.h). Then each owner sends its sums to all ranks (a scatter flow). So all ranks
- * get the same bits.
+ * A long array is split into blocks. Rank b % num_ranks is the owner of block b. First every
+ * rank sends its numbers of each block to the block's owner, which adds them (a collect flow,
+ * exchange.h). Then each owner sends its sums to all ranks (a scatter flow). So all ranks get
+ * the same bits.
  *
  * A short array is sent inside the op headers, and every rank adds the arrays of all ranks.
  * This takes one message delay instead of three. The order of the additions, and thus the bits,
@@ -23,7 +23,8 @@ typedef struct summing {
     exchange *x;
 } summing;
 
-/* Returns the global number of the block that is item number `item` of rank `owner`. */
+/* Returns the number in the whole array of the block that is item number `item` of rank
+ * `owner`. */
 static int64_t block_of(const summing *s, int owner, int64_t item)
 {
     return item * s->x->num_ranks + owner;
@@ -49,17 +50,17 @@ static void sum_copy_block(summing *s, int owner, int64_t item, void *entry)
     memcpy(entry, block_at(s, block), block_size(s, block) * sizeof(float));
 }
 
-/* Collect flow, fill_entry: sends this rank's part of a block to its owner. Blocks have one
- * piece. */
+/* Collect flow, fill_entry: sends this rank's numbers of a block to the block's owner. A block
+ * is one piece. */
 static void sum_fill_part(void *self, int home, int64_t item, int32_t piece, void *entry)
 {
     (void)piece;
     sum_copy_block(self, home, item, entry);
 }
 
-/* Returns the sum of the rows of ranks first to first + count - 1, added in a binary tree.
- * count is a power of two. The result is a row of the caller, or scratch row `level`. Uses no
- * scratch row below `level`. */
+/* Adds the rows of ranks first to first + count - 1 in a binary tree; count is a power of two.
+ * Returns the sum: the only row if count is 1, otherwise scratch row `level`. Uses no scratch
+ * row below `level`. */
 static const void *sum_join_ranks(const summing *s, const void *const *rows, int first,
                                   int count, int level, int64_t n)
 {
@@ -83,7 +84,7 @@ static void sum_add_rows(const summing *s, float *out, const void *const *rows, 
         s->kernels->add(out, EPIC_F32, rows, num_ranks, EPIC_F32, n);
 }
 
-/* Collect flow, read_rows: adds the parts of all ranks for one of this rank's own blocks.
+/* Collect flow, read_rows: adds the numbers of all ranks for one block that this rank owns.
  * Stores the sum in the caller's array. */
 static void sum_add_block(void *self, int64_t item, int32_t piece, const void **rows)
 {

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_combine and epic_dispatch_backward on the host.
  *
- * The home of a token is the rank that owns it. For each token of each home, every rank adds
- * its slots of that token into one row, its *partial sum* (short: partial), and sends it to the
- * home. The home adds the partials in the layer's sum order and rounds the result once.
+ * The home of a token is the rank that owns the token. A rank may hold several slots of a
+ * token. It adds their rows into one row, its *partial sum* (short: partial), and sends that to
+ * the home. The home adds the partials of all ranks in the layer's sum order and rounds the
+ * result once.
  *
- * dispatch_backward adds gradient rows in the same way. It also sends one float for each k
- * after the partial: the gradients of the slots' weights. The home stores these floats in
+ * dispatch_backward adds gradient rows in the same way. After the partial it also sends one
+ * float for each k: the gradients of the slots' weights. The home stores these floats in
  * d_weights without adding them. */
 #include <string.h>
 
@@ -23,13 +24,13 @@ typedef struct combining {
     const char *rows_name;
     epic_const_rows rows;
     epic_rows out;
-    uint32_t top_k; /* dispatch_backward only: floats in a row of d_weights */
+    uint32_t top_k; /* dispatch_backward only: number of floats in a row of d_weights */
     const float *slot_weights;
     const float *d_slot_weights;
     float *d_weights;
     row_split split; /* how a partial is split into pieces */
     int64_t trailer;
-    /* First element and number of elements of the current piece. */
+    /* The current piece: its first element in the row, and its number of elements. */
     int64_t first, count;
 } combining;
 
@@ -77,7 +78,8 @@ static int32_t local_expert(const plan_view *v, int32_t slot)
     return low;
 }
 
-/* Returns the leaf that the expert of a slot belongs to. Leaves are equal blocks of experts. */
+/* Returns the leaf to which the expert of a slot belongs. A leaf is one of `leaves` equal
+ * blocks of experts. */
 static int32_t leaf_of(const plan_view *v, int32_t slot)
 {
     const epic_layer *layer = &v->header->layer;
@@ -85,8 +87,8 @@ static int32_t leaf_of(const plan_view *v, int32_t slot)
     return (int32_t)((uint32_t)expert / (layer->num_experts / layer->leaves));
 }
 
-/* Lists the slots on this rank of one token of rank `home`. In a FLAT layer there is one row,
- * which is already a finished partial. */
+/* Lists this rank's slots for one token of rank `home`. In a FLAT layer there is one row, which
+ * is already a finished partial. */
 static void gather_slots(const combining *c, int home, int64_t token, gathered *g)
 {
     const plan_view *v = &c->plan;
@@ -106,10 +108,10 @@ static void gather_slots(const combining *c, int home, int64_t token, gathered *
     }
 }
 
-/* Writes to `out` the sum of the slots in g whose leaves are first to first + count - 1. Each
- * leaf adds its slots by ascending k. The leaves are added in a binary tree, and an empty
- * subtree adds nothing. Returns false if no slot has one of these leaves. May overwrite the
- * scratch rows from `level` on. */
+/* Adds the rows of those slots in g whose leaves are first to first + count - 1, and writes the
+ * sum to `out`. Each leaf adds its rows by ascending k. The leaves are added in a binary tree,
+ * and an empty subtree adds nothing. Returns false if no slot has one of these leaves. May
+ * overwrite the scratch rows from `level` on. */
 static bool reduce_subtree(const combining *c, const gathered *g, int32_t first, int32_t count,
                            int level, void *out)
 {
@@ -146,15 +148,15 @@ static void make_partial(const combining *c, int home, int64_t token, void *out)
         const int32_t leaves = (int32_t)layer->leaves / c->x->num_ranks;
         if (reduce_subtree(c, &g, c->plan.position_of[c->x->rank] * leaves, leaves, 1, out))
             return;
-        g.n = 0; /* a damaged plan: the leaves of its slots belong to other ranks */
+        g.n = 0; /* the plan is damaged: its slots have leaves of other ranks */
     }
     c->kernels->partial(out, c->partial_type, g.rows, c->slot_weights ? g.weights : NULL, g.n,
                         c->type, c->count);
 }
 
-/* Writes to `trailer` one float for each k: the gradient of the weight of that choice's slot,
- * or 0 if this rank has no slot for it. A FLAT layer stores the floats of a row by ascending
- * k. */
+/* Writes the trailer: one float for each k. It is the gradient of that choice's weight, or 0 if
+ * this rank has no slot for the choice. In a FLAT layer the caller's floats of a row are sorted
+ * by ascending k. */
 static void write_trailer(const combining *c, int home, int64_t token, void *trailer)
 {
     const plan_view *v = &c->plan;
@@ -168,9 +170,9 @@ static void write_trailer(const combining *c, int home, int64_t token, void *tra
     memcpy(trailer, values, top_k * sizeof *values);
 }
 
-/* Collect flow, fill_entry: computes one piece of a partial for rank `home`. Writes it to the
- * ring entry directly if the entry is written through the caches, else through a scratch row.
- * The trailer goes after the first piece. */
+/* Collect flow, fill_entry: computes one piece of a partial for rank `home`. If the entry is
+ * written through the caches, writes the piece directly into the ring entry; otherwise into a
+ * scratch row first. The trailer follows the first piece. */
 static void combine_fill_entry(void *self, int home, int64_t token, int32_t piece, void *entry)
 {
     combining *c = self;
@@ -187,8 +189,8 @@ static void combine_fill_entry(void *self, int home, int64_t token, int32_t piec
 
 /* ------------------------------------------------------------------------- home side ---- */
 
-/* Stores the floats of a trailer from rank `from`, but only those of choices whose slots are on
- * that rank. */
+/* Stores the floats of a trailer from rank `from` in d_weights, but only for choices whose
+ * slots are on that rank. */
 static void read_trailer(const combining *c, int from, int64_t token, const void *trailer)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
@@ -218,9 +220,9 @@ static void read_trailers(const combining *c, int64_t token, const void **rows)
     }
 }
 
-/* Adds the partials at[first] to at[first + count - 1] in a binary tree. NULL is an empty
+/* Adds the partials at[first] to at[first + count - 1] in a binary tree. A NULL is an empty
  * subtree, which adds nothing. Returns NULL if all are empty, the only partial if there is one,
- * else scratch row `level`. May overwrite the scratch rows from `level` on. */
+ * otherwise scratch row `level`. May overwrite the scratch rows from `level` on. */
 static const void *join_subtrees(const combining *c, const void *const *at, int32_t first,
                                  int32_t count, int level)
 {
@@ -240,7 +242,7 @@ static void add_partials_as_tree(const combining *c, const void **rows, void *ou
 {
     const void *at[EPIC_MAX_RANKS];
     for (int p = 0; p < c->x->num_ranks; p++)
-        at[p] = NULL; /* position_of of a damaged plan may leave elements unset */
+        at[p] = NULL; /* if the plan is damaged, position_of may not set every element */
     for (int r = 0; r < c->x->num_ranks; r++) at[c->plan.position_of[r]] = rows[r];
     const void *root = join_subtrees(c, at, 0, c->x->num_ranks, 1);
     c->kernels->add(out, c->type, &root, root != NULL, c->partial_type, c->count);
@@ -256,8 +258,8 @@ static void add_partials_by_rank(const combining *c, const void **rows, void *ou
     c->kernels->add(out, c->type, list, n, c->partial_type, c->count);
 }
 
-/* Collect flow, read_rows: adds the partials of one token, with this rank's own, and writes one
- * piece of the output row. */
+/* Collect flow, read_rows: adds the partials of one token, including this rank's own, and
+ * writes one piece of the output row. */
 static void combine_read_rows(void *self, int64_t token, int32_t piece, const void **rows)
 {
     combining *c = self;
@@ -292,7 +294,8 @@ static bool combine_is_received(void *self, int from, int64_t token)
 
 /* ------------------------------------------------------------------------ the whole ---- */
 
-/* Checks the size of the receive buffers, then runs the collect flow of an open exchange. */
+/* Checks that the buffer of slot rows is large enough on every rank, then runs the collect flow
+ * of an open exchange. */
 static epic_result combine_transfer(combining *c)
 {
     const epic_layer *layer = &c->plan.header->layer;

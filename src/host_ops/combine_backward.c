@@ -46,8 +46,8 @@ static void write_scaled_row(const spreading *s, int64_t slot, float w, const vo
         s->kernels->quantize_1x32(row + first, scales + first / 32, piece, w, type, n);
 }
 
-/* Adds one piece to the dot product of a slot. *sum holds the sum between the pieces. The last
- * piece writes it to d_slot_weights. */
+/* Adds one piece to the dot product of a slot. *sum holds the dot product of the earlier
+ * pieces. After the last piece, writes the result to d_slot_weights. */
 static void add_dot(const spreading *s, int64_t slot, double *sum, const void *piece,
                     int64_t first, int64_t n)
 {

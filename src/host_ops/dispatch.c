@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_dispatch on the host.
  *
- * A rank sends each token once to each rank that holds at least one slot of it. The message is
- * one sequence of bytes (below: the string): the row, its scales, and one weight for each k. It
- * is split into pieces like any row. The receiver copies the row, the scales and the slot's own
- * weight to each slot. */
+ * A rank sends each token once to each rank that holds at least one slot of the token. It sends
+ * one sequence of bytes, called the string in this file: the row, its scales, and one weight
+ * for each k. The string is split into pieces like any row. The receiver copies the row, the
+ * scales and the slot's own weight to each slot. */
 #include <string.h>
 
 #include "base/error.h"
@@ -12,18 +12,19 @@
 #include "exchange/ring_copy.h"
 #include "host_ops/host_ops.h"
 
-/* Receive buffers below this size stay in the cache until the experts read them. */
+/* Receive buffers below this size are written through the caches, because they stay there until
+ * the experts read them. */
 #define CACHED_COPY_MAX (4 << 20)
 
 /* One call of dispatch. */
 typedef struct dispatching {
     const epic_dispatch_args *args;
     const host_kernels *kernels;
-    copy_function *copy; /* used for rows and scales of slots */
+    copy_function *copy; /* copies rows and scales to slots: through the caches or past them */
     exchange *x;
     plan_view plan;
     row_split split;               /* how the string is split into pieces */
-    int64_t scales_at, weights_at; /* where these parts begin in the string */
+    int64_t scales_at, weights_at; /* offsets in the string at which scales and weights begin */
     int64_t token_in_row; /* token whose quantized row and scales are in x->row, or -1 */
 } dispatching;
 
@@ -54,8 +55,8 @@ static void quantize_token(dispatching *d, int64_t token)
         d->x->row, d->x->row + d->scales_at, row_of(&a->tokens, token), 1, type, n);
 }
 
-/* Returns the row of one of this rank's tokens as it is sent: quantized if the call asks for
- * it. scales_part() and weights_part() return the other two parts of its string. */
+/* Returns the first part of a token's string: its row, quantized if the call asks for that.
+ * scales_part() and weights_part() return the other two parts. */
 static const unsigned char *row_part(dispatching *d, int64_t token)
 {
     if (!d->args->quantize) return row_of(&d->args->tokens, token);
@@ -75,8 +76,8 @@ static const float *weights_part(const dispatching *d, int64_t token)
     return d->args->weights + token * d->plan.header->layer.top_k;
 }
 
-/* Copies the overlap of two ranges of a string. Bytes [at, at + size) of the string belong at
- * `to`. Bytes [begin, end) are at `from`. */
+/* Copies the bytes that two ranges of a string share. The memory at `to` receives bytes [at, at
+ * + size) of the string. The memory at `from` holds its bytes [begin, end). */
 static void copy_overlap(copy_function *copy, void *to, int64_t at, int64_t size,
                          const void *from, int64_t begin, int64_t end)
 {
@@ -87,8 +88,8 @@ static void copy_overlap(copy_function *copy, void *to, int64_t at, int64_t size
              (size_t)(high - low));
 }
 
-/* Copies through the caches. Used for slots that the experts read soon, and for ring entries
- * whose readers share a cache with this core. */
+/* Copies through the caches. Used for slots that the experts soon read, and for ring entries
+ * whose reader shares a cache with this core. */
 static void copy_cached(void *to, const void *from, size_t n)
 {
     memcpy(to, from, n);
@@ -109,7 +110,8 @@ static void fill_entry_with(dispatching *d, int64_t token, int32_t piece, void *
 
 /* Scatter flow, fill_entry: copies one piece of a token's string into a ring entry.
  * ring_choose_path() decides whether the copy goes through the caches, past them, or is timed.
- * The timed copy needs the piece in one block, which is x->pieces. */
+ * For a timed copy the piece is first assembled in x->pieces, so that only one copy is
+ * timed. */
 static void dispatch_fill_entry(void *self, int64_t token, int32_t piece, void *entry)
 {
     dispatching *d = self;
@@ -123,20 +125,21 @@ static void dispatch_fill_entry(void *self, int64_t token, int32_t piece, void *
 
 /* -------------------------------------------------------------------------- receiving ---- */
 
-/* Bytes [at, at + size) of the row, the scales or the weights of a token, which lie at `from`.
- * The part is empty if size is 0 or less. */
+/* A part of a token's data that has arrived: bytes [at, at + size) of its row, its scales or
+ * its weights, stored at `from`. It is empty if size is 0 or less. */
 typedef struct part {
     const unsigned char *from;
     int64_t at, size;
 } part;
 
-/* The parts of one token's string that are available: those in one piece, or all of them. */
+/* The parts of one token's string that have arrived: those in one piece, or the whole
+ * string. */
 typedef struct parts {
     part row, scales, weights;
 } parts;
 
-/* Returns the part of a string that lies in both byte ranges, [begin, end) and [low, high).
- * `piece` holds the bytes of [begin, end). The offset in the result counts from low. */
+/* Returns the bytes of a string that are in both ranges [begin, end) and [low, high). `piece`
+ * holds the bytes [begin, end). In the result, `at` counts from low. */
 static part string_part_of(const unsigned char *piece, int64_t begin, int64_t end, int64_t low,
                            int64_t high)
 {
@@ -144,7 +147,7 @@ static part string_part_of(const unsigned char *piece, int64_t begin, int64_t en
     return (part){piece + (first - begin), first - low, last - first};
 }
 
-/* Writes the available bytes of the row and the scales to a slot. */
+/* Writes the bytes of the row and the scales that have arrived to a slot. */
 static void write_row(const dispatching *d, int64_t slot, const parts *p)
 {
     const epic_dispatch_args *a = d->args;
@@ -155,8 +158,8 @@ static void write_row(const dispatching *d, int64_t slot, const parts *p)
                 (size_t)p->scales.size);
 }
 
-/* Writes the weight of choice k to slot_weights[index]. It uses a normal store, because weights
- * are small. If the piece ends inside the weight, only the available bytes are written. */
+/* Writes the weight of choice k to slot_weights[index]. Uses a normal store, because a weight
+ * is small. If the piece ends inside the weight, writes only the bytes that have arrived. */
 static void write_weight(const dispatching *d, int64_t index, uint32_t k, const part *weights)
 {
     const int64_t at = (int64_t)(k * sizeof(float)), end = weights->at + weights->size;
@@ -167,8 +170,8 @@ static void write_weight(const dispatching *d, int64_t index, uint32_t k, const 
         copy_overlap(copy_cached, to, at, sizeof *to, weights->from, weights->at, end);
 }
 
-/* FLAT layer: writes a token to its single row on this rank. Its weights follow each other by
- * ascending k. */
+/* Called for a FLAT layer: writes a token to its single row on this rank. The weights of the
+ * row are sorted by ascending k. */
 static void write_flat_row(const dispatching *d, int from, int64_t token, const parts *p)
 {
     const int64_t row = d->plan.row_here[d->plan.base_of[from] + token];
@@ -180,7 +183,7 @@ static void write_flat_row(const dispatching *d, int from, int64_t token, const 
         if (experts[k] >= 0) write_weight(d, index++, k, &p->weights);
 }
 
-/* Writes the available parts of a token to all its slots on this rank. */
+/* Writes the parts of a token that have arrived to all its slots on this rank. */
 static void write_token(const dispatching *d, int from, int64_t token, const parts *p)
 {
     if (plan_is_flat(&d->plan)) {
@@ -249,8 +252,8 @@ static void list_output_arrays(const epic_dispatch_args *a, uint32_t weights, sl
     out[2] = (slot_array){a->slot_weights, 4 * (int64_t)weights, a->recv.num_rows};
 }
 
-/* FLAT layer: writes recv_expert. Each row lists the local experts of its token by ascending k,
- * then -1. */
+/* Called for a FLAT layer: writes recv_expert. Each row lists the local experts of its token by
+ * ascending k, then -1. */
 static void write_recv_expert(const dispatching *d)
 {
     const plan_header *h = d->plan.header;
@@ -345,8 +348,8 @@ static uint64_t dispatched_bytes(const epic_dispatch_args *args)
     return (uint64_t)(args->tokens.num_rows * args->tokens.row_bytes);
 }
 
-/* Moves the rows of a valid plan in an open exchange. Small receive buffers are written through
- * the caches, large ones past them. */
+/* Moves the rows according to a valid plan, in an open exchange. Writes a small receive buffer
+ * through the caches, and a large one past them. */
 static epic_result dispatch_transfer_all(dispatching *d)
 {
     const bool few = d->plan.header->num_slots * d->args->recv.row_bytes < CACHED_COPY_MAX;
@@ -382,8 +385,8 @@ epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
     return dispatch_run(ctx, args, &s);
 }
 
-/* Does not check the number of receive rows. The caller has compared it with the capacity, and
- * a plan never has more slots than its capacity. */
+/* Does not check the number of rows of the receive buffer. The caller has compared it with the
+ * capacity, and a plan never has more slots than its capacity. */
 epic_result host_dispatch_continue(exchange *x, const epic_dispatch_args *args)
 {
     dispatching d = {

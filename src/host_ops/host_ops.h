@@ -4,9 +4,9 @@
  * The public calls (src/api) have already checked pointers and enums, and have filled in the
  * defaults of args->layer. The functions here check what depends on the plan.
  *
- * Every operation is collective and blocks until its rows have moved. An error in the data of
- * one rank is returned by all ranks. `extra` adds an error and layer options of the caller to
- * the op header; it may be NULL. */
+ * Every operation is collective and blocks until its rows have moved. If the data of one rank
+ * has an error, all ranks return it. The parameter `extra` adds the caller's own data error and
+ * the layer's options to the op header; it may be NULL. */
 #ifndef EPIC_HOST_OPS_H
 #define EPIC_HOST_OPS_H
 
@@ -20,7 +20,8 @@ epic_result host_plan(epic_context *ctx, const epic_plan_args *args,
 epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
                                const epic_dispatch_args *dispatch,
                                const op_header_extra *extra);
-/* Runs epic_dispatch. The unchecked form trusts the plan, because this call has made it. */
+/* host_dispatch() runs epic_dispatch. host_dispatch_unchecked() does not check the plan,
+ * because the same call has just made it. */
 epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
                           const op_header_extra *extra);
 epic_result host_dispatch_unchecked(epic_context *ctx, const epic_dispatch_args *args);
@@ -40,8 +41,8 @@ epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward
 epic_result host_allreduce_sum(epic_context *ctx, const epic_allreduce_sum_args *args);
 epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args);
 
-/* Like host_allreduce_sum(), but starts from the op header `about`. So the ranks also compare
- * the elements that the caller has set in it. */
+/* Like host_allreduce_sum(), but the op header begins as a copy of `about`. So the ranks also
+ * compare the elements that the caller has set in it. */
 epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_args *args,
                                  const epic_op_header *about);
 
@@ -72,13 +73,13 @@ epic_result plan_op_check_layer(const plan_op *s, const epic_layer *layer);
  * the plan. Returns EPIC_OK for a damaged plan. */
 epic_result plan_op_check_tokens(const plan_op *s, const char *name, int64_t num_rows);
 
-/* Returns EPIC_EOVERFLOW if the buffer of any rank has fewer rows than its plan has slots.
- * Reads the op headers, so all ranks return the same result. `name` is the buffer's name in the
- * error. */
+/* Returns EPIC_EOVERFLOW if the slot buffer of any rank has fewer rows than that rank's plan
+ * has slots. It reads the op headers of all ranks, so all ranks return the same result. `name`
+ * is the buffer's name in the error. */
 epic_result plan_op_check_slots(const exchange *x, const char *name);
 
-/* Returns what this rank holds for each choice [top_k] of a token of rank `from`: the slot, or
- * in a FLAT layer the local expert; -1 for a choice of another rank. */
+/* Returns an array [top_k] for one token of rank `from`. Element k is this rank's slot for
+ * choice k (FLAT: the local expert), or -1 if the choice is not on this rank. */
 static inline const int32_t *plan_slots_of_token(const plan_view *v, int from, int64_t token)
 {
     return v->here + (v->base_of[from] + token) * (int64_t)v->header->layer.top_k;

@@ -27,7 +27,7 @@ static int64_t id_at(const epic_plan_args *args, int64_t i)
                                         : ((const int32_t *)args->topk_idx)[i];
 }
 
-/* Writes the ids in the form that is sent: 32 bits, and -1 for no expert. */
+/* Converts the caller's expert ids to the form that is sent: 32 bits, and -1 for no expert. */
 static void copy_ids(int32_t *ids, const epic_plan_args *args, const epic_layer *layer)
 {
     const int64_t choices = args->num_tokens * layer->top_k;
@@ -73,8 +73,8 @@ static void op_header_check_ids(epic_op_header *header, const epic_plan_args *ar
     }
 }
 
-/* Checks the placement and replica tables. Stores their hashes, which ranks compare, or their
- * first error in the op header. Returns false if there is an error. */
+/* Checks the placement and replica tables. Stores in the op header their hashes, which the
+ * ranks compare, or their first error. Returns false if there is an error. */
 static bool op_header_set_tables(epic_op_header *header, const epic_context *ctx,
                                  const epic_plan_args *args, const epic_layer *layer)
 {
@@ -207,9 +207,9 @@ static void write_counts(planning *p, epic_result result)
     if (args->demand) *args->demand = (int32_t)q->header->demand;
 }
 
-/* Makes a plan without slots, after an error in the data of any rank. Uses this rank's
- * placement, unless the placement is the error. The lengths of the caller's output arrays
- * depend on it. */
+/* Makes a plan without slots, after an error in the data of any rank. The lengths of the
+ * caller's output arrays depend on the placement, so it uses this rank's placement, unless the
+ * error is there. */
 static void make_empty_plan(planning *p)
 {
     const exchange *x = p->x;
@@ -264,8 +264,8 @@ static bool is_plan_written(epic_result result)
     return result == EPIC_OK || result == EPIC_EINVAL || result == EPIC_EOVERFLOW;
 }
 
-/* Makes the plan. `next` is the dispatch_signature() of a dispatch that follows in the same
- * call, or 0. Afterwards the caller must close p->x, unless it is NULL. */
+/* Runs epic_plan up to the finished plan. `next` is the dispatch_signature() of a dispatch that
+ * follows in the same call, or 0. Afterwards the caller must close p->x, unless it is NULL. */
 static epic_result plan_run(planning *p, epic_context *ctx, const op_header_extra *extra,
                             int64_t next)
 {
@@ -295,8 +295,9 @@ epic_result host_plan(epic_context *ctx, const epic_plan_args *args,
     return p.x ? exchange_close(p.x, result) : result;
 }
 
-/* Returns true if the dispatches of all ranks have the same signature. If not, the dispatch
- * runs with op headers of its own, which find the difference and report it. */
+/* Returns true if the dispatches of all ranks have the same signature. Then dispatch can run in
+ * the exchange of the plan. If not, it runs with op headers of its own, which find the
+ * difference and report it. */
 static bool do_all_continue(const exchange *x)
 {
     for (int r = 0; r < x->num_ranks; r++)

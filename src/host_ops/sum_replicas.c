@@ -30,8 +30,8 @@ typedef struct adding {
     float levels[MOST_LEVELS][CHUNK];
 } adding;
 
-/* Returns true if a local expert is a replica of a->logical and belongs to `leaf`. With leaf
- * -1, its leaf does not matter. */
+/* Returns true if a local expert is a replica of a->logical and belongs to leaf `leaf`. With
+ * leaf -1, its leaf does not matter. */
 static bool is_replica_on_leaf(const adding *a, int32_t local, int64_t leaf)
 {
     const int32_t expert = a->plan->expert_of[local];
@@ -45,8 +45,8 @@ static float *numbers_of(const adding *a, int32_t local)
     return (float *)a->args->data.data + local * a->count;
 }
 
-/* Writes to `out` the sum of the replicas in one leaf: 0, plus each replica by ascending
- * expert. Handles the current chunk only. */
+/* Writes to `out` the sum of the replicas in one leaf, for the current chunk: 0, plus each
+ * replica by ascending expert. */
 static void add_leaf(const adding *a, int64_t leaf, float *out)
 {
     memset(out, 0, (size_t)a->n * sizeof *out);
@@ -57,8 +57,8 @@ static void add_leaf(const adding *a, int64_t leaf, float *out)
     }
 }
 
-/* Writes to a->levels[level] the sum of the leaves first to first + count - 1, added in a
- * binary tree. count is a power of two. Overwrites the levels above. */
+/* Adds the leaves first to first + count - 1 in a binary tree, and writes the sum to
+ * a->levels[level]. count is a power of two. Overwrites the levels above `level`. */
 static void add_leaves(adding *a, int64_t first, int64_t count, int level)
 {
     float *out = a->levels[level];
@@ -72,8 +72,8 @@ static void add_leaves(adding *a, int64_t first, int64_t count, int level)
     a->kernels->add(out, EPIC_F32, both, 2, EPIC_F32, a->n);
 }
 
-/* Writes to the workspace the sum of this rank's replicas, chunk by chunk. Without tree order,
- * all experts of the rank count as one leaf. */
+/* Writes the sum of this rank's replicas to the workspace, chunk by chunk. If the layer has
+ * another order than EPIC_TREE, all experts of the rank count as one leaf. */
 static void add_local_replicas(adding *a)
 {
     const plan_header *h = a->plan->header;
@@ -109,8 +109,8 @@ static void mark_replicated(const plan_view *v, uint64_t *several)
     }
 }
 
-/* The first sum has no elements. It only compares the plans of all ranks before anything is
- * added. */
+/* The first sum has no elements. Its op headers only compare the plans of all ranks, before
+ * anything is added. */
 epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args)
 {
     plan_op s;

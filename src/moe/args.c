@@ -15,7 +15,7 @@
 typedef struct call_args {
     const epic_moe *moe;
     const epic_moe_weights *weights;
-    epic_const_rows x, y; /* y is `out` in forward, and d_out in backward */
+    epic_const_rows x, y; /* y: the rows of `out` in forward, of d_out in backward */
     const char *y_name;
     const void *saved;
     int64_t saved_bytes;
@@ -25,8 +25,8 @@ typedef struct call_args {
     bool backward;
 } call_args;
 
-/* Checks that `rows` has the number and the width of the rows of x. {NULL, 0, 0}, a matrix
- * without rows, may have any width. */
+/* Checks that `rows` has as many rows as x, and that they are as wide. An argument {NULL, 0,
+ * 0}, which has no rows, may have any width. */
 static epic_result check_rows(const moe_job *j, const char *name, epic_const_rows rows)
 {
     const bool is_empty = !rows.data && !rows.num_rows && !rows.row_bytes;
@@ -45,7 +45,7 @@ static epic_result check_rows(const moe_job *j, const char *name, epic_const_row
     return EPIC_OK;
 }
 
-/* Checks the alignment of `saved` or the workspace, and that it has the needed bytes. */
+/* Checks that `saved` or the workspace is aligned and has at least `needed` bytes. */
 static epic_result check_memory(const char *name, const void *memory, int64_t bytes,
                                 int64_t needed)
 {
@@ -59,7 +59,7 @@ static epic_result check_memory(const char *name, const void *memory, int64_t by
     return EPIC_OK;
 }
 
-/* Checks that a weight is not NULL if the layer needs it. */
+/* Returns an error if a weight is NULL although the layer needs it (`wanted`). */
 static epic_result check_weight(const char *name, const void *weight, bool wanted)
 {
     if (weight || !wanted) return EPIC_OK;
@@ -78,8 +78,8 @@ static epic_result check_scales(const char *name, const float *scales, bool scal
         name);
 }
 
-/* Sets j->is_e4m3_backward if the caller passed scales, because the weights of backward are
- * then E4M3 too. Refuses this with EPIC_RECOMPUTE, which multiplies rows and weights of
+/* If the caller of backward passed scales, the weights are E4M3 in backward too, and this sets
+ * j->is_e4m3_backward. Returns an error with EPIC_RECOMPUTE, which needs rows and weights of
  * row_type. */
 static epic_result read_e4m3_backward(moe_job *j)
 {
@@ -107,8 +107,8 @@ static epic_result check_weights(const moe_job *j, bool scaled)
     return EPIC_OK;
 }
 
-/* Checks that the tokens of this rank form whole blocks (moe.h), and that the tokens of a block
- * form whole sequences. */
+/* Checks that this rank's tokens fill whole blocks (moe.h), and that the tokens of a block form
+ * whole sequences. */
 static epic_result check_num_tokens(const moe_job *j, int64_t tokens)
 {
     const int64_t sequence = j->moe.sequence_tokens;
@@ -127,8 +127,8 @@ static epic_result check_num_tokens(const moe_job *j, int64_t tokens)
 }
 
 /* Records in j->options which weights the caller passed. With EPIC_CHECK_WEIGHTS on the host,
- * also records a hash of each weight that all ranks hold. Dispatch compares the record of all
- * ranks. */
+ * also records a hash of each weight that all ranks hold. During dispatch the ranks compare
+ * these records. */
 static void record_weights(moe_job *j)
 {
     const epic_moe_weights *w = &j->weights;
@@ -190,7 +190,8 @@ static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *cal
                          "x.num_rows is %lld: it must be 0 to config.max_tokens %lld",
                          (long long)c->x.num_rows, (long long)ctx->config.max_tokens);
     TRY(moe_read_config(j, &ctx->config, c->moe, sizeof *c->moe, c->x.num_rows));
-    /* The next call replaces EPIC_BY_HOSTS by another order. The number of blocks stays 1. */
+    /* layer_choose_order() replaces EPIC_BY_HOSTS by another order; the number of blocks stays
+     * 1 */
     j->is_by_hosts = j->layer.sum_order == EPIC_BY_HOSTS;
     layer_choose_order(&j->layer, ctx->num_ranks, context_relays(ctx, c->rank_of_expert));
     TRY(check_rows(j, "x", c->x));
@@ -218,8 +219,8 @@ static epic_result check_loss_type(const moe_job *j, uint32_t type)
 }
 
 /* Checks that no rank owns more than num_local_experts experts, which is the size of
- * expert_rows. Does not check that the entries of the table are ranks: epic_plan does, and all
- * ranks return its error. */
+ * expert_rows. Does not check that the entries of the table are ranks. epic_plan checks that,
+ * and then all ranks return its error. */
 static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expert)
 {
     const uint32_t experts = j->layer.num_experts, ranks = (uint32_t)j->ctx->num_ranks;
@@ -239,7 +240,8 @@ static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expe
                      (long long)most);
 }
 
-/* Returns EPIC_ENOTSUP on a device for epic_moe_plan, or for a plan that it made. */
+/* Returns EPIC_ENOTSUP for epic_moe_plan, or for a call that uses its plan. Called on CUDA
+ * contexts, which do not support it. */
 static epic_result check_device_planned(const epic_moe_args *a, bool planning)
 {
     if (planning || a->flags & EPIC_PLANNED)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads and checks the arguments of the layer's calls. If a check fails, the call has not
- * written or sent anything. */
+/* Reads and checks the arguments of the layer's calls. If a check fails, the call returns
+ * before it has written or sent anything. */
 #ifndef EPIC_MOE_ARGS_H
 #define EPIC_MOE_ARGS_H
 
@@ -12,14 +12,14 @@
 epic_result moe_read_forward_args(moe_job *j, epic_context *ctx, epic_moe_args *a,
                                   bool planning);
 
-/* Does the same for epic_moe_backward. `g` holds the arrays for the caller's gradients. */
+/* Like moe_read_forward_args(), but for epic_moe_backward. `g` holds the arrays for the
+ * caller's gradients. */
 epic_result moe_read_backward_args(moe_job *j, epic_context *ctx, epic_moe_backward_args *a,
                                    const epic_moe_gradients *g);
 
 /* Check that every array of a call is aligned, and that no output overlaps another array.
- * Return EPIC_OK or EPIC_EINVAL. The operations inside the layer check their own arrays too.
- * But they run when peers already wait for this rank, so an error there would break the
- * group. */
+ * Return EPIC_OK or EPIC_EINVAL. The operations inside the layer would find such an error too.
+ * But by then peers already wait for this rank, so it would break the group. */
 epic_result moe_check_forward_arrays(const moe_job *j, const epic_moe_args *a);
 epic_result moe_check_backward_arrays(const moe_job *j, const epic_moe_backward_args *a,
                                       const epic_moe_gradients *g);

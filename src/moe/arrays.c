@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Checks the addresses of all arrays of a call of the layer: their alignment, and that no
- * output overlaps another array. Runs before the first operation, while no peer waits for this
- * rank yet. */
+ * output overlaps another array. This happens before the first operation, when no peer waits
+ * for this rank yet. */
 #include "base/arrays.h"
 #include "moe/args.h"
 #include "rules/convert.h"
@@ -15,7 +15,8 @@ typedef struct array_list {
     size_t num;
 } array_list;
 
-/* Adds an array of `count` elements, each of `unit` bytes. out: the call writes the array. */
+/* Adds an array of `count` elements of `unit` bytes each. `out` is true if the call writes the
+ * array. */
 static void add_array(array_list *p, const char *name, const void *data, int64_t count,
                       int64_t unit, bool out)
 {

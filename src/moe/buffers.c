@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Lays out the two buffers of a layer: `saved`, which forward writes and backward reads, and
- * `workspace`. Offsets and sizes depend only on the configuration. So the same code computes
- * the sizes for epic_moe_memory and the addresses for a call. */
+ * `workspace`. Offsets and sizes depend only on the configuration. So epic_moe_memory uses the
+ * same code to compute sizes as a call to compute addresses. */
 #include "moe/moe.h"
 #include "plan/plan.h"
 #include "rules/experts_layout.h"
@@ -24,11 +24,11 @@ static void *place_buffer(unsigned char *base, int64_t *used, int64_t bytes)
 /* Lays out `saved`.
  *
  * The buffers that epic_moe_plan fills come first, and their offsets do not depend on the
- * capacity. The reason is that the caller sets the capacity, and enlarges `saved`, after
- * epic_moe_plan has counted the slots.
+ * capacity. After epic_moe_plan has counted the slots, the caller sets the capacity and
+ * enlarges `saved`. These buffers then keep their places and contents.
  *
- * On devices the counts have room for all experts. There the table that places experts is in
- * device memory, and can give one rank any number of experts. */
+ * On devices the counts have room for all experts, because the placement table is in device
+ * memory. The host cannot read there how many experts each rank has. */
 static void layout_saved(moe_job *j, unsigned char *base)
 {
     int64_t used = 0;
@@ -56,8 +56,8 @@ static void layout_saved(moe_job *j, unsigned char *base)
     j->saved_bytes = used;
 }
 
-/* Adds to the workspace the buffers that EPIC_RECOMPUTE and EPIC_DISPATCH_AGAIN leave out of
- * `saved`, and in forward the scales of E4M3 rows. */
+/* Adds the buffers to the workspace that are not in `saved` because of EPIC_RECOMPUTE or
+ * EPIC_DISPATCH_AGAIN. In forward also adds the scales of E4M3 rows. */
 static void layout_unsaved(moe_job *j, unsigned char *base, int64_t *used, bool backward)
 {
     const bool scaled = j->is_e4m3 && !backward;

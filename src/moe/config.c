@@ -160,8 +160,8 @@ static int64_t num_levels(int64_t blocks)
     return levels;
 }
 
-/* Computes the memory of the experts, or of the shared expert. Puts the name of the option in
- * front of an error. */
+/* Computes the memory that the experts, or the shared expert, need. `name` is the option's
+ * name; an error begins with it. */
 static epic_result measure_experts(const char *name, const epic_experts *experts, int64_t slots,
                                    bool on_device, epic_experts_memory_info *out)
 {
@@ -172,9 +172,9 @@ static epic_result measure_experts(const char *name, const epic_experts *experts
     return epic_fail(EPIC_EINVAL, "moe.%s: %s", name, why);
 }
 
-/* Computes the memory of an E4M3 layer. Forward multiplies E4M3 weights. Backward multiplies
- * weights of either row_type or E4M3, as the caller passes them, so its workspace must have
- * room for both. */
+/* Computes the memory that the experts of an E4M3 layer need. Forward multiplies by E4M3
+ * weights. Backward multiplies by weights of row_type or by E4M3 weights, whichever the caller
+ * passes, so its workspace must have room for both. */
 static epic_result measure_e4m3_experts(moe_job *j)
 {
     epic_experts_memory_info scaled_info;
@@ -203,8 +203,8 @@ static epic_result measure_memory(moe_job *j, const epic_config *config)
     return EPIC_OK;
 }
 
-/* Float64 layers let the experts apply the weights, because combine multiplies by float32
- * weights only. */
+/* In a float64 layer the experts multiply by the weights, because combine supports only float32
+ * weights. */
 epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_moe *moe,
                             size_t size, int64_t tokens)
 {
@@ -225,7 +225,7 @@ epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_mo
     j->block = (tokens + j->blocks - 1) / j->blocks;
     j->tokens = j->block * j->blocks;
     TRY(check_options(j));
-    /* j->options, which ranks compare, already contains the caller's coefficients. */
+    /* the caller's coefficients are already in j->options, which the ranks compare */
     if (j->moe.flags & EPIC_LOSS_BY_CALLER) j->moe.balance_coeff = j->moe.z_coeff = 0;
     TRY(check_e4m3(j));
     TRY(measure_memory(j, config));

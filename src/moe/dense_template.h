@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Host arithmetic of the layer's dense part on one block of tokens: the gate, the zero-experts
- * and the gate of the shared expert. dense_f32.c and dense_f64.c include this file. They define
- * REAL (float or double), GEMM (the matrix product) and OPS (the name of the table of
- * functions).
+ * and the gate of the shared expert. dense_f32.c and dense_f64.c define three macros and
+ * include this file: REAL (float or double), GEMM (the matrix product) and OPS (the name of the
+ * table of functions).
  *
  * Rows of other types are converted to REAL. The matrix products of the gate convert GATE_TILE
  * columns of all rows at a time; the other functions convert one row at a time. */
@@ -48,8 +48,9 @@ static void *out_row_at(const dense_block *b, const epic_rows *rows, int64_t tok
     return (char *)rows->data + token * b->job->row_bytes;
 }
 
-/* Returns columns [first, first + count) of x as REAL. *stride receives the number of elements
- * from one row to the next. Rows of another type are converted into work.tile. */
+/* Returns columns [first, first + count) of x as REAL numbers. Stores in *stride the number of
+ * elements from one row to the next. Rows of another type are first converted into
+ * work.tile. */
 static const REAL *columns_of(const dense_block *b, int64_t first, int64_t count,
                               int64_t *stride)
 {
@@ -72,8 +73,8 @@ static int64_t smaller_of(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* dense_ops.gate_forward: logits = x W_gate + b_gate. Adds up products of GATE_TILE columns of
- * x. */
+/* dense_ops.gate_forward: logits = x W_gate + b_gate. Multiplies GATE_TILE columns of x at a
+ * time, and adds these products. */
 static void gate_forward(const dense_block *b, void *logits)
 {
     const moe_job *j = b->job;
@@ -95,8 +96,8 @@ static void gate_forward(const dense_block *b, void *logits)
         for (int64_t e = 0; e < j->columns; e++) out[t * j->columns + e] += bias[e];
 }
 
-/* Returns true if choice number `choice` is a zero-expert: their ids follow those of the
- * experts. */
+/* Returns true if choice number `choice` of the block is a zero-expert. Ids of zero-experts
+ * follow those of the experts. */
 static bool is_zero_expert(const dense_block *b, int64_t choice)
 {
     return b->topk_idx[choice] >= (int32_t)b->job->router.num_experts;
@@ -113,7 +114,7 @@ static void add_zero_experts(const dense_block *b, int64_t token, const REAL *ro
     }
 }
 
-/* dense_ops.add_local_experts, one token at a time. */
+/* dense_ops.add_local_experts: handles one token at a time. */
 static void add_local_experts(const dense_block *b, const epic_rows *out, const void *shared_y)
 {
     const moe_job *j = b->job;
@@ -147,8 +148,8 @@ static void shared_gate_forward(const dense_block *b, void *weights)
     }
 }
 
-/* Returns the gradient of z, the argument of the sigmoid for a token: d_weight * s * (1 - s),
- * with s = sigmoid(z). */
+/* Returns the gradient of z, the argument of the sigmoid in the shared expert's gate: d_weight
+ * * s * (1 - s), with s = sigmoid(z). */
 static REAL shared_gate_slope(const moe_job *j, int64_t token)
 {
     const REAL s = ((const REAL *)j->work.shared_weights)[token];
@@ -208,8 +209,8 @@ static void gate_gradient(const dense_block *b, const REAL *d_logits, REAL *dens
         for (int64_t e = 0; e < j->columns; e++) bias[e] += d_logits[t * j->columns + e];
 }
 
-/* dense_ops.gate_backward. One matrix product computes the gate's part of d_x for all rows. The
- * other parts are then added to it row by row. */
+/* dense_ops.gate_backward. One matrix product computes d_logits W_gate^T for all rows of d_x.
+ * Then the other parts of d_x are added row by row. */
 static void gate_backward(const dense_block *b, const void *d_logits,
                           const epic_const_rows *d_out, const void *d_shared,
                           const epic_rows *d_x, void *dense)

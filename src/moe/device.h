@@ -32,9 +32,9 @@ epic_result moe_device_route(moe_job *j, const epic_moe_args *a);
 epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a);
 /* Adds the outputs of the zero-experts and of the shared expert to the combined rows `out`. */
 epic_result moe_device_add_local_experts(moe_job *j, const epic_rows *out);
-/* Runs the part of backward that follows dispatch backward: the gradients of the router, the
- * losses, the shared expert and the gate. Sums the gradients of the dense part over blocks and
- * ranks. */
+/* Runs the second half of backward, after the gradient rows have returned to their tokens: the
+ * gradients of the router, the losses, the shared expert and the gate. Sums the gradients of
+ * the dense part over blocks and ranks. */
 epic_result moe_device_dense_backward(moe_job *j, const epic_moe_backward_args *a,
                                       const epic_moe_gradients *g);
 
@@ -47,9 +47,9 @@ epic_result moe_device_backward(moe_job *j, const epic_moe_backward_args *a,
 /* Returns the arguments of a loss of one block, without its output and its gradients. */
 epic_loss_args moe_device_loss_args(const moe_job *j, const dense_block *block, double coeff);
 
-/* Returns the factor of the balance loss (formula: router/losses.c) before it is divided by the
- * number of tokens of all ranks. Only the plan in device memory holds that number, so a kernel
- * divides by it. */
+/* Returns the factor of the balance loss (formula: router/losses.c), not yet divided by the
+ * number of tokens of all ranks. Only the plan in device memory contains that number, so a
+ * kernel does this division. */
 double moe_device_balance_factor(const moe_job *j);
 
 #endif

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Runs epic_moe_backward on a device. It has the stages of host_backward.c, and each stage
+/* Runs epic_moe_backward on a device. The stages are those of host_backward.c, and each
  * launches kernels on the caller's stream. */
 #include "base/error.h"
 #include "experts/config.h"
 #include "moe/device.h"
 
-/* Device addresses to which kernels write the gradients of the dense part. NULL: this gradient
- * is not computed. flags is 0 or EPIC_ACCUMULATE. */
+/* Device addresses to which kernels write the gradients of the dense part. If an address is
+ * NULL, that gradient is not computed. `flags` is 0 or EPIC_ACCUMULATE. */
 typedef struct dense_targets {
     float *w_gate, *b_gate, *scale, *gate_up, *down, *b_gate_up, *b_down, *w_shared_gate;
     uint32_t flags;
@@ -27,8 +27,8 @@ static dense_targets caller_targets(const epic_moe_gradients *g, uint32_t flags)
                            g->shared_b_down,  g->w_shared_gate, flags};
 }
 
-/* Zeroes the gradients in `dense` that no kernel writes, because the sum over ranks reads
- * them. */
+/* Zeroes the gradients in `dense` that no kernel writes. The sum over the ranks reads the whole
+ * row, so every element must be a number. */
 static epic_result zero_missing_gradients(moe_job *j, float *dense)
 {
     const dense_offsets p = moe_dense_offsets(j);
@@ -40,7 +40,7 @@ static epic_result zero_missing_gradients(moe_job *j, float *dense)
                       p.end - p.w_shared_gate, EPIC_F32, true);
 }
 
-/* Returns as targets the parts of `dense`, one row of work.dense. */
+/* Returns targets in `dense`, which is one row of work.dense. */
 static dense_targets staged_targets(const moe_job *j, float *dense)
 {
     const dense_offsets p = moe_dense_offsets(j);
@@ -81,9 +81,9 @@ static epic_result losses_backward(moe_job *j, const dense_block *block)
 
 /* Computes work.d_logits of one block from the gradients of its weights and its losses.
  *
- * The flag EPIC_ACCUMULATE of epic_router_backward would also apply to d_logits, which must be
- * overwritten. So if the caller accumulates, the gradient of scale_of_expert is computed in
- * work.d_scale and then added. */
+ * With EPIC_ACCUMULATE, epic_router_backward would also add to d_logits, which must be
+ * overwritten. So if the caller accumulates, the gradient of scale_of_expert is first computed
+ * in work.d_scale and then added. */
 static epic_result router_backward(moe_job *j, const dense_block *block,
                                    const layer_tokens *tokens, const dense_targets *to)
 {
@@ -113,7 +113,7 @@ static epic_result router_backward(moe_job *j, const dense_block *block,
     return losses_backward(j, block);
 }
 
-/* Runs backward of the shared expert on one block. Writes its part of d_x to `d_x`, unless this
+/* Runs the shared expert's backward on one block. Writes its part of d_x to `d_x`, unless d_x
  * is NULL. */
 static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_block *block,
                                           const layer_tokens *tokens, void *d_x,
@@ -155,8 +155,9 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_blo
                       (to->flags & EPIC_ACCUMULATE) != 0, j->work.gate);
 }
 
-/* Adds the zero-experts' part and the part of the shared expert's gate to work.shared_y. If the
- * layer has a shared expert, this buffer already holds the shared expert's part of d_x. */
+/* Adds two parts of d_x to work.shared_y: those of the zero-experts and of the shared expert's
+ * gate. If the layer has a shared expert, work.shared_y already holds that expert's part of
+ * d_x. */
 static epic_result add_local_d_x(moe_job *j, const layer_tokens *tokens)
 {
     const layer_rows sum = {j->work.shared_y, j->has_shared ? j->work.shared_y : NULL, NULL};
@@ -164,8 +165,8 @@ static epic_result add_local_d_x(moe_job *j, const layer_tokens *tokens)
     return CONTEXT_OP(j->ctx, add_local_rows, j->call.stream, tokens, &sum);
 }
 
-/* Computes the gradients of the gate's weights, and d_x of the block: the gate's part, the part
- * that dispatch backward wrote there, and work.shared_y. */
+/* Computes the gradients of the gate's weights. Completes d_x of the block: adds the gate's
+ * part and work.shared_y to the part that dispatch backward has written there. */
 static epic_result gate_backward(moe_job *j, const dense_block *block, const epic_rows *d_x,
                                  const dense_targets *to)
 {
@@ -195,8 +196,8 @@ static epic_result block_backward(moe_job *j, const epic_moe_backward_args *a, i
     return gate_backward(j, &block, &d_x, to);
 }
 
-/* Computes the gradients of blocks first to first + count - 1 and adds them in a binary tree.
- * The sum is row `level` of work.dense. Overwrites the rows after it. */
+/* Computes the dense gradients of blocks first to first + count - 1, and adds them in a binary
+ * tree. The sum is row `level` of work.dense. Overwrites the rows after it. */
 static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a, int64_t first,
                                    int64_t count, int64_t level)
 {

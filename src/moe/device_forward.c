@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Runs epic_moe_forward on a device. It has the stages of host_forward.c, and each stage
- * launches kernels on the caller's stream. The host never reads their results. Invalid data is
- * found by the kernels of the plan on every rank, and epic_check returns the error. */
+/* Runs epic_moe_forward on a device. The stages are those of host_forward.c, and each launches
+ * kernels on the caller's stream. The host never reads their results. The kernels of the plan
+ * find invalid data on every rank, and epic_check returns the error. */
 #include "base/error.h"
 #include "moe/device.h"
 #include "rules/experts_layout.h"
 
-/* Runs the gate and the router for all blocks together. This is allowed because the logits of a
- * token depend only on that token. */
+/* Runs the gate and the router once for all blocks. The logits of a token depend only on that
+ * token, so the blocks need not be separate. */
 epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
 {
     dense_block all = moe_get_block(j, 0);
@@ -36,8 +36,8 @@ epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
     return CONTEXT_OP(j->ctx, mask_zero_experts, j->call.stream, &tokens, j->work.plan_idx);
 }
 
-/* Zeroes the counts of all local experts. The plan writes them only for the number of experts
- * of the rank that owns the most. */
+/* Zeroes the counts of all num_local_experts experts. The plan writes counts only for as many
+ * experts as the rank with the most experts has, which may be fewer. */
 static epic_result zero_counts(moe_job *j)
 {
     const int32_t *end = j->saved.expert_tokens + j->experts.num_local_experts;
@@ -64,8 +64,8 @@ static void quantize_dispatch(const moe_job *j, epic_dispatch_args *dispatch)
         (epic_rows){j->work.recv_scales, j->capacity, experts_blocks(j->hidden) * 4};
 }
 
-/* The counts are zeroed only if the plan might not write all of them. check_plan_fits checks on
- * the device what check_placement() and check_equal_tokens() check on the host. */
+/* The counts are zeroed first if the plan might not write all of them. check_plan_fits does on
+ * the device the checks that check_placement() and check_equal_tokens() do on the host. */
 epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a)
 {
     epic_dispatch_args dispatch = {.call = j->call,

@@ -30,8 +30,8 @@ static int64_t count_slots(const moe_job *j)
     return slots;
 }
 
-/* Returns the index of a slot's own weight in an array with top_k weights per slot. A k that is
- * out of range, because `saved` is damaged, counts as 0. */
+/* Returns the index of a slot's own weight in an array with top_k weights per slot. If `saved`
+ * is damaged and k is out of range, uses k = 0. */
 static int64_t weight_index(const moe_job *j, int64_t slot)
 {
     const float k = j->saved.slot_k[slot];

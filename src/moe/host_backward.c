@@ -20,8 +20,8 @@ typedef struct backward_call {
     data_fault fault;
 } backward_call;
 
-/* Computes work.d_logits of one block from the gradients of its weights and its losses. Adds to
- * the gradient of scale_of_expert in `dense`. */
+/* Computes work.d_logits of one block from the gradients of its weights and its losses. Adds
+ * the block's gradient of scale_of_expert to `dense`. */
 static epic_result router_backward(moe_job *j, const dense_block *block, const void *d_weights,
                                    void *dense)
 {
@@ -43,7 +43,7 @@ static epic_result router_backward(moe_job *j, const dense_block *block, const v
     return moe_losses_backward(j, block);
 }
 
-/* Runs backward of the shared expert on one block. Writes its part of d_x to `d_x`, unless this
+/* Runs the shared expert's backward on one block. Writes its part of d_x to `d_x`, unless d_x
  * is NULL. */
 static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_block *block,
                                           const epic_const_rows *d_out, void *d_x, void *dense)
@@ -101,8 +101,8 @@ static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
     return EPIC_OK;
 }
 
-/* Computes the gradients of blocks first to first + count - 1 and adds them in a binary tree.
- * The sum is row `level` of work.dense. Overwrites the rows after it. */
+/* Computes the dense gradients of blocks first to first + count - 1, and adds them in a binary
+ * tree. The sum is row `level` of work.dense. Overwrites the rows after it. */
 static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t first,
                                    int64_t count, int64_t level)
 {
@@ -143,8 +143,8 @@ static void store_dense_gradients(const moe_job *j, const backward_call *c)
     store_gradient(j, c, g->w_shared_gate, p.w_shared_gate, p.end);
 }
 
-/* Zeroes all gradients after an error that every rank returns. With EPIC_ACCUMULATE only d_x
- * becomes zero, and the weight gradients keep their values. */
+/* Zeroes all gradients after an error that every rank returns. With EPIC_ACCUMULATE the weight
+ * gradients keep their values, and only d_x becomes zero. */
 static void zero_gradients(const moe_job *j, const backward_call *c)
 {
     const epic_moe_gradients *g = &c->gradients;
@@ -166,8 +166,8 @@ static void zero_gradients(const moe_job *j, const backward_call *c)
     store_dense_gradients(j, c);
 }
 
-/* Runs all stages. The first two return the same error on every rank. A later error is local,
- * so it aborts the context. */
+/* Runs all stages. An error of the first two is returned by every rank. A later error may occur
+ * on this rank alone, so it aborts the context. */
 static epic_result run_backward(moe_job *j, backward_call *c)
 {
     epic_result result = moe_combine_backward(j, &c->args->d_out, &c->fault);

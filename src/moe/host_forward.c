@@ -20,7 +20,7 @@
 #include "rules/sentences.h"
 
 /* Runs the gate and the router. If token ids or their table are invalid, chooses no expert and
- * stores the error in *fault. The plan then returns it on every rank. */
+ * stores the error in *fault. Every rank then returns it from the plan. */
 static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
     for (int64_t b = 0; j->block && b < j->blocks; b++) {
@@ -50,7 +50,8 @@ static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *
         return EPIC_OK;
     }
     TRY(epic_router_forward(NULL, &how));
-    for (int64_t i = 0; i < j->tokens * j->top_k; i++) /* zero-experts are not dispatched */
+    /* rows are not dispatched to zero-experts */
+    for (int64_t i = 0; i < j->tokens * j->top_k; i++)
         j->work.plan_idx[i] =
             j->saved.topk_idx[i] < (int32_t)j->router.num_experts ? j->saved.topk_idx[i] : -1;
     return EPIC_OK;
@@ -89,8 +90,8 @@ static void copy_load(const moe_job *j, const epic_moe_args *a)
                layer->num_logical * sizeof *a->logical_load);
 }
 
-/* Makes the plan and dispatches the rows. With EPIC_PLANNED, uses the plan of epic_moe_plan
- * instead. Copies the loads to the caller's arrays even after an error. */
+/* Makes the plan, or with EPIC_PLANNED uses the plan of epic_moe_plan, and dispatches the rows.
+ * Copies the loads to the caller's arrays even after an error. */
 static epic_result plan_and_dispatch(moe_job *j, const epic_moe_args *a,
                                      const op_header_extra *extra)
 {
@@ -164,7 +165,7 @@ static void store_loss(void *out, uint32_t type, double loss)
         *(float *)out = (float)loss;
 }
 
-/* Stores the sum of both losses and each of them. */
+/* Stores the caller's three outputs: both losses, and their sum. */
 static void store_losses(const epic_moe_args *a, double balance, double z)
 {
     store_loss(a->loss, a->loss_type, balance + z);
@@ -197,8 +198,9 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
     return EPIC_OK;
 }
 
-/* Routes the tokens. With EPIC_PLANNED, checks the routing that epic_moe_plan stored in `saved`
- * instead. Damage found there is returned by this rank only, since no peer waits yet. */
+/* Routes the tokens. With EPIC_PLANNED, epic_moe_plan has stored the routing in `saved`, and
+ * this only checks it. If it is damaged, this rank alone returns an error, since no peer waits
+ * yet. */
 static epic_result prepare_routes(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
     if (!(a->flags & EPIC_PLANNED)) return route_tokens(j, a, fault);

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* One call of the MoE layer: its checked arguments, its sizes and the addresses of its buffers.
  *
- * The layer computes in blocks of tokens. A rank has one block. With EPIC_TREE it has its share
- * of the group's `leaves` blocks. Each sum over tokens, such as a loss or a gradient of a
- * replicated weight, is computed per block. The sums of the blocks are then added in a binary
- * tree: first on each rank, then over the ranks by epic_allreduce_sum. The tree depends only on
- * `leaves`, so the result has the same bits for every number of ranks.
+ * The layer computes in blocks of tokens. The tokens of a rank are one block. With EPIC_TREE
+ * the group has `leaves` blocks, and each rank has an equal number of them. Each sum over
+ * tokens, such as a loss or a gradient of a replicated weight, is computed per block. Then the
+ * sums of the blocks are added in a binary tree: first on each rank, then over the ranks by
+ * epic_allreduce_sum. The tree depends only on `leaves`, so the result has the same bits for
+ * every number of ranks.
  *
- * Two terms of these files:
- * - A "real" is a number of the arithmetic: float64 if the rows are F64, else float32.
- * - The "dense part" is the weights of which every rank holds a copy: the gate, its bias,
- *   scale_of_expert and the shared expert. */
+ * Two terms of these files: a "real" is a number of the arithmetic: float64 if the rows are
+ * F64, otherwise float32. The "dense part" is the set of weights of which every rank holds a
+ * copy: the gate, its bias, scale_of_expert and the shared expert. */
 #ifndef EPIC_MOE_H
 #define EPIC_MOE_H
 
@@ -21,8 +21,8 @@
 
 #define GATE_TILE 512 /* columns of x that gate_forward() converts at a time */
 
-/* Buffers inside `saved`, which forward writes and backward reads. "real" is float32 or float64
- * (moe_job.real_type). */
+/* Buffers inside `saved`, which forward writes and backward reads. A "real" is a float32, or in
+ * a float64 layer a float64. */
 typedef struct moe_saved {
     void *plan;
     void *logits;      /* [tokens, columns] real */
@@ -35,39 +35,42 @@ typedef struct moe_saved {
     float *slot_k;      /* float64 layers: [capacity], k of the slot's choice */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load;
     int64_t *total_tokens; /* tokens of all ranks; -1 if forward failed */
-    /* Data that epic_experts_forward saves. `shared` has one part per block. With
-     * EPIC_RECOMPUTE both are in the workspace, and `shared` has room for one block. */
+    /* Data that epic_experts_forward saves, for the experts and for each block of the shared
+     * expert. With EPIC_RECOMPUTE both are in the workspace, and `shared` has room for one
+     * block. */
     void *experts, *shared;
 } moe_saved;
 
 /* Buffers inside `workspace`. Their contents are valid during one call only. */
 typedef struct moe_work {
-    void *experts, *shared, *router; /* workspaces of the calls of these parts */
-    float *recv_scales;              /* E4M3 forward: [capacity, experts_blocks(hidden)] */
+    /* workspaces of the calls for the experts, the shared expert and the router */
+    void *experts, *shared, *router;
+    float *recv_scales; /* E4M3 forward: [capacity, experts_blocks(hidden)] */
     /* Forward: [tokens, top_k], topk_idx with -1 instead of zero-experts. On devices only if
      * the layer has zero-experts. */
     int32_t *plan_idx;
     void *tile; /* host: [block, GATE_TILE] real, converted columns of x */
     void *rows; /* host: [2, hidden] real, in backward [block + 1, hidden]; converted rows */
-    /* [block, hidden]: output of the shared expert. In backward its part of d_x, on devices
-     * plus the zero-experts' part. */
+    /* [block, hidden]. Forward: output of the shared expert. Backward: its part of d_x; on
+     * devices the zero-experts' part is added. */
     void *shared_y;
     void *shared_weights;   /* [block] real: the shared expert's gate, sigmoid(x w) */
     void *d_shared_weights; /* backward: [block] real */
     void *losses;           /* [2, blocks] real: balance loss and z-loss */
-    float *choice_k;        /* float64 forward: [tokens, top_k], k of each choice */
-    double *recv_weights;   /* float64 forward: [capacity, top_k], all weights of the token */
-    void *y;                /* forward: [capacity, hidden], output of the experts */
-    /* Backward: [capacity, hidden], gradient of y. Later stages reuse it: for rows with the
-     * gradients of weights (f64_weights.c), and for d_x if the caller does not want it. */
+    float *choice_k;        /* float64 forward: [tokens, top_k], the number k of each choice */
+    /* float64 forward: [capacity, top_k], for each slot all weights of its token */
+    double *recv_weights;
+    void *y; /* forward: [capacity, hidden], output of the experts */
+    /* Backward: [capacity, hidden], gradient of y. Later stages reuse the memory: for rows with
+     * the weights' gradients (f64_weights.c), and for d_x if the caller does not want it. */
     void *d_y;
     void *d_recv;         /* backward: [capacity, hidden], gradient of recv */
     void *d_slot_weights; /* backward: [capacity] real */
     void *d_weights;      /* backward: [tokens, top_k] real */
     void *d_logits;       /* backward: [block, columns] real */
-    /* Backward: [dense_levels, dense_count] real, gradients of the dense part. There is one row
-     * per level of the tree of blocks. On devices only if EPIC_SUM_DENSE or several blocks need
-     * sums. */
+    /* Backward: [dense_levels, dense_count] real, gradients of the dense part, with one row for
+     * each level of the tree of blocks. On devices it exists only if gradients of several
+     * blocks or ranks (EPIC_SUM_DENSE) must be added. */
     unsigned char *dense;
     float *d_scale; /* backward on devices: [columns], gradient of scale_of_expert */
     void *gate;     /* devices: workspace of the gate's kernels */
@@ -84,7 +87,8 @@ typedef struct moe_job {
     bool has_shared;
     bool is_by_hosts; /* the caller passed EPIC_BY_HOSTS */
     epic_moe_weights weights;
-    layer_options options; /* options and weights that ranks compare */
+    /* the layer's options and weights, as the op header shows them to the peers */
+    layer_options options;
 
     bool is_device; /* arrays are in device memory, which the host must not read */
     bool is_f64;    /* real is float64 */
@@ -103,10 +107,11 @@ typedef struct moe_job {
     epic_experts_memory_info experts_memory;
     epic_experts_memory_info shared_memory; /* for one block */
     int64_t router_bytes;
-    int64_t dense_count;   /* number of reals in the gradients of the dense part */
-    int64_t dense_levels;  /* levels of the tree of blocks; 0: no sums, see work.dense */
-    double d_balance, d_z; /* host backward: d_loss plus the gradient of each loss */
-    uint32_t grad_type;    /* backward: epic_type of the experts' weight gradients */
+    int64_t dense_count;  /* number of reals in the gradients of the dense part */
+    int64_t dense_levels; /* levels of the tree of blocks; 0: work.dense is not needed */
+    /* host backward: gradient of each loss, plus d_loss, the gradient of their sum */
+    double d_balance, d_z;
+    uint32_t grad_type; /* backward: epic_type of the experts' weight gradients */
     moe_saved saved;
     moe_work work;
     int64_t saved_bytes, work_bytes;
@@ -118,8 +123,9 @@ typedef struct moe_job {
 epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_moe *moe,
                             size_t size, int64_t tokens);
 
-/* Points the fields of j->saved and j->work into the memory at `saved` and `workspace`. Sets
- * j->saved_bytes and j->work_bytes. With NULL addresses it only computes these sizes. */
+/* Sets the pointers in j->saved and j->work to buffers in the memory at `saved` and
+ * `workspace`. Sets j->saved_bytes and j->work_bytes. With NULL addresses it only computes
+ * these sizes. */
 void moe_layout_buffers(moe_job *j, const void *saved, void *workspace, bool backward);
 
 /* Returns the address of element `index` of an array of reals. */
@@ -144,8 +150,8 @@ static inline epic_rows moe_block_out_rows(const moe_job *j, const epic_rows *ro
                        j->row_bytes};
 }
 
-/* Offsets, in reals, of each gradient of the dense part in one buffer. Biases that the layer
- * may lack always have an offset, so that all ranks sum the same number of reals. */
+/* Offsets, in reals, of the gradients of the dense part in one buffer. Biases that a layer does
+ * not have get offsets too, so that all ranks sum the same number of reals. */
 typedef struct dense_offsets {
     int64_t w_gate, b_gate, scale, gate_up, down, b_gate_up, b_down, w_shared_gate, end;
 } dense_offsets;
@@ -153,7 +159,8 @@ typedef struct dense_offsets {
 /* Returns the offsets for the shapes of this layer. */
 dense_offsets moe_dense_offsets(const moe_job *j);
 
-/* One block of tokens: its rows of x, and its parts of the arrays in `saved`. */
+/* One block of tokens: its rows of x, and the addresses of its rows in the arrays of
+ * `saved`. */
 typedef struct dense_block {
     const moe_job *job;
     epic_const_rows x;
@@ -169,8 +176,8 @@ dense_block moe_get_block(const moe_job *j, int64_t b);
 typedef struct dense_ops {
     /* Computes the logits of the block: logits = x W_gate + b_gate. */
     void (*gate_forward)(const dense_block *b, void *logits);
-    /* Adds to `out` the outputs that this rank computes without dispatch. They are weight * x
-     * for each zero-expert of a token, and the row of shared_y, unless shared_y is NULL. */
+    /* Adds to `out` the outputs that are not dispatched: weight * x for each zero-expert that a
+     * token has chosen, and the token's row of shared_y, unless shared_y is NULL. */
     void (*add_local_experts)(const dense_block *b, const epic_rows *out, const void *shared_y);
     /* Writes the factor of the shared expert's output: weights [block] = sigmoid(x
      * w_shared_gate). */

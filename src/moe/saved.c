@@ -4,9 +4,9 @@
 #include "moe/stages.h"
 #include "plan/plan.h"
 
-/* Compares the saved counts of rows and tokens with the plan in `saved`. Stores the first
- * difference in *fault and returns true. Local experts that the plan does not have must have
- * counts 0. */
+/* Compares the saved counts of rows and tokens with the plan in `saved`. If one differs, stores
+ * the first difference in *fault and returns true. Local experts that the plan does not have
+ * must have counts 0. */
 static bool find_bad_count(const moe_job *j, const plan_view *plan, data_fault *fault)
 {
     const int64_t planned = plan->header->num_local;
@@ -24,8 +24,8 @@ static bool find_bad_count(const moe_job *j, const plan_view *plan, data_fault *
     return false;
 }
 
-/* Looks for a saved choice that is not an id of the router. Stores the first one in *fault and
- * returns true. Negative ids are valid and mean no expert. */
+/* Searches for a saved choice that is not an id of the router. If there is one, stores the
+ * first in *fault and returns true. Negative ids are valid and mean no expert. */
 static bool find_bad_choice(const moe_job *j, data_fault *fault)
 {
     for (int64_t i = 0; i < j->tokens * j->top_k; i++) {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The parts of the layer that are equal on the host and on a device: the collective operations,
- * and the experts. host_*.c and device_*.c call these functions. */
+/* The stages of the layer that are equal on the host and on a device: the collective
+ * operations, and the experts. host_*.c and device_*.c call these functions. */
 #include "moe/stages.h"
 
 #include <stdio.h>
@@ -29,7 +29,8 @@ epic_plan_args moe_make_plan_args(const moe_job *j, const epic_moe_args *a,
 }
 
 /* Calls epic_experts_forward for all slots. With flags 0 it computes work.y. With
- * EPIC_RECOMPUTE it computes only the data that backward reads, with weights of row_type. */
+ * EPIC_RECOMPUTE it computes only the data that backward reads, and then the weights have
+ * row_type. */
 static epic_result call_experts(moe_job *j, uint32_t flags)
 {
     const bool scaled = j->is_e4m3 && !flags;
@@ -85,9 +86,9 @@ epic_result moe_combine(moe_job *j, const epic_rows *out)
     return epic_combine(j->ctx, &how);
 }
 
-/* Sends d_out without weights, even if combine multiplied by weights in forward. The reason is
- * that the gradient of a weight would need the outputs of the experts, which forward does not
- * save. moe_experts_backward() computes it from the activations instead. */
+/* Sends d_out without weights, even if combine multiplied by weights in forward. With weights
+ * it would also have to compute the weights' gradients from the outputs of the experts, which
+ * forward does not save. moe_experts_backward() computes them from the activations instead. */
 epic_result moe_combine_backward(moe_job *j, const epic_const_rows *d_out, data_fault *fault)
 {
     const epic_rows slots = {j->work.d_y, j->capacity, j->row_bytes};
@@ -149,7 +150,7 @@ epic_result moe_experts_backward(moe_job *j, const epic_moe_gradients *g, uint32
 }
 
 /* A rank that does not want d_x takes part too, because its peers wait for it. It writes the
- * result to work.d_y, which no later stage reads. */
+ * unwanted rows to work.d_y, which no later stage reads. */
 epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x)
 {
     const epic_rows spare = {j->work.d_y, j->tokens, j->row_bytes};

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The parts of the layer that forward and backward have in common, or the host and the device.
- * A call handles all tokens of this rank, unless its description names a block. A collective
- * call returns the same error on every rank. */
+/* Stages of the layer that several files use: forward and backward, or the host and the device.
+ * A function handles all tokens of this rank, unless it has a parameter for a block. A
+ * collective function returns the same error on every rank. */
 #ifndef EPIC_MOE_STAGES_H
 #define EPIC_MOE_STAGES_H
 
@@ -9,9 +9,9 @@
 #include "moe/moe.h"
 
 /* Checks on the host that `saved` still holds the data that forward wrote, and stores the first
- * damage in *fault. The caller passes *fault to the next collective operation, which returns
- * the error on every rank. That operation also checks the plan inside `saved`. Returns
- * EPIC_EINVAL if x does not have the number of tokens of forward, else EPIC_OK. */
+ * damage in *fault. The caller passes *fault to the next collective operation, so that every
+ * rank returns the error. That operation also checks the plan inside `saved`. This function
+ * itself returns EPIC_EINVAL only if x has another number of tokens than in forward. */
 epic_result moe_check_saved(const moe_job *j, data_fault *fault);
 
 /* Returns the memory in which the shared expert saves its data of block b. With EPIC_RECOMPUTE
@@ -42,11 +42,11 @@ static inline const int32_t *moe_router_load(const moe_job *j)
 
 /* Weights of float64 layers (f64_weights.c).
  *
- * Dispatch sends only a float32 weight with each choice. In its place a float64 layer sends k,
- * the position of the choice in its token's top_k. All top_k float64 weights of the token are
- * sent as the scales of its row. Each slot then selects weight k. For the gradients, each slot
- * sends a row of top_k zeros with its gradient at position k. Combine adds these rows for each
- * token.
+ * With each choice, dispatch can send only a float32. A float64 layer uses it for k, the
+ * position of the choice in its token's top_k. It sends all top_k float64 weights of the token
+ * as the scales of the token's row. Each slot then selects weight k. For the gradients, each
+ * slot sends a row of top_k zeros with its gradient at position k, and combine adds these rows
+ * for each token.
  *
  * moe_attach_f64_weights() adds the arrays for this to the arguments of dispatch. */
 void moe_attach_f64_weights(moe_job *j, epic_dispatch_args *how);
@@ -63,7 +63,8 @@ epic_result moe_losses_forward(const moe_job *j, const dense_block *block, void 
 /* Adds the gradients of both losses of one block to j->work.d_logits, on the host. */
 epic_result moe_losses_backward(const moe_job *j, const dense_block *block);
 
-/* Returns the context for local calls: NULL on the host. */
+/* Returns the context to pass to local calls such as epic_experts_forward: NULL means the
+ * host. */
 static inline epic_context *moe_local_context(const moe_job *j)
 {
     return j->is_device ? j->ctx : NULL;
@@ -75,8 +76,9 @@ epic_result moe_run_experts(moe_job *j);
 /* Returns the rows in work.y to their tokens, and writes the sums to `out` [tokens, hidden].
  * Collective. */
 epic_result moe_combine(moe_job *j, const epic_rows *out);
-/* Sends d_out to the slots of each token, in work.d_y. *fault holds damage that this rank
- * found, which all ranks then return; it may be NULL. Collective. */
+/* Sends each token's row of d_out to the token's slots, and writes it there to work.d_y. *fault
+ * holds damage that this rank found, which all ranks then return; fault may be NULL.
+ * Collective. */
 epic_result moe_combine_backward(moe_job *j, const epic_const_rows *d_out, data_fault *fault);
 /* With EPIC_DISPATCH_AGAIN, dispatches x again, because forward did not save the received rows.
  * Collective. */
@@ -89,14 +91,14 @@ epic_result moe_recompute_experts(moe_job *j);
  * the weight gradients in `g`. flags is 0 or EPIC_ACCUMULATE. */
 epic_result moe_experts_backward(moe_job *j, const epic_moe_gradients *g, uint32_t flags);
 /* Returns the rows in work.d_recv to their tokens and writes the sums to d_x [tokens, hidden].
- * Sends the gradients of the slots' weights to work.d_weights. Collective, even if this rank
- * does not want d_x (d_x->data is NULL). */
+ * Also returns the gradients of the slots' weights, to work.d_weights. Collective: a rank that
+ * does not want d_x (d_x->data is NULL) calls it too. */
 epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x);
 /* With EPIC_SUM_DENSE, sums work.dense over the ranks. Collective. */
 epic_result moe_sum_dense(moe_job *j);
 
-/* Aborts the context after a local error, because peers already wait for this rank. The peers'
- * errors contain the sentence of this error. Returns `result`. */
+/* Called after an error on this rank alone, while its peers already wait for it. Aborts the
+ * context, so that the peers return an error with the same sentence. Returns `result`. */
 epic_result moe_abort_call(moe_job *j, epic_result result);
 
 #endif

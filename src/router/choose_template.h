@@ -11,15 +11,15 @@
  * the sum of its group_best largest values. Columns of other groups are not considered, or
  * count with the value 0 (EPIC_OTHERS_ZERO). */
 
-/* Returns true if value a comes before value b in the order of choice. b belongs to a lower
- * column, so it comes first if both are equal. NaN comes last. */
+/* Returns true if value a is chosen before value b. b belongs to a lower column, so b comes
+ * first if both are equal. NaN comes last. */
 static inline bool is_above(REAL a, REAL b)
 {
     return a > b || (b != b && a == a);
 }
 
-/* Inserts column i into `out`, the sorted list of the best columns so far, if it is among the
- * best k. `found` is the length of the list. Returns the new length. */
+/* Inserts column i into `out`, the sorted list of the best columns so far, if its value v[i] is
+ * among the k best. `found` is the length of the list. Returns the new length. */
 static inline int insert_best(int32_t *out, int found, int k, const REAL *v, int64_t i)
 {
     if (found == k && !is_above(v[i], v[out[k - 1]])) return found;
@@ -30,8 +30,8 @@ static inline int insert_best(int32_t *out, int found, int k, const REAL *v, int
     return found;
 }
 
-/* Writes the columns of the k largest values of v [n] to `out`, the largest first. kept has one
- * byte for each block of `block` columns, and 0 excludes a block. NULL includes all. */
+/* Writes to `out` the columns of the k largest values of v [n], the largest first. kept[b] is 0
+ * if block b, of `block` columns, is excluded. kept NULL includes all blocks. */
 static void select_best(int32_t *out, int k, const REAL *v, int64_t n, const uint8_t *kept,
                         int64_t block)
 {
@@ -67,8 +67,8 @@ static void keep_groups(const router_job *job, const REAL *v)
     for (uint32_t i = 0; i < r->topk_groups; i++) job->kept[job->order[i]] = 1;
 }
 
-/* Chooses experts with group-limited routing. Changes v if the other groups count with value
- * 0. */
+/* Chooses experts with group-limited routing. With EPIC_OTHERS_ZERO it sets the values in v of
+ * groups that are not kept to 0. */
 static void select_in_groups(const router_job *job, REAL *v, int32_t *topk_idx)
 {
     const epic_router *r = &job->router;
@@ -84,8 +84,8 @@ static void select_in_groups(const router_job *job, REAL *v, int32_t *topk_idx)
     select_best(topk_idx, k, v, job->num_columns, NULL, job->num_columns);
 }
 
-/* Chooses the experts of a token. Uses the logits in place of the scores if both have the same
- * order (job->on_logits), so that no scores must be computed. */
+/* Chooses the experts of a token. If the logits have the same order as the selection values
+ * (job->on_logits), it chooses by the logits, so that no scores need be computed. */
 static void select_experts(const router_job *job, int32_t *topk_idx)
 {
     const int64_t n = job->num_columns;

@@ -100,7 +100,7 @@ static epic_result read_router(epic_router *out, const epic_router *theirs, size
     return check_groups(out);
 }
 
-/* Returns the bytes of the workspace. Counts eight bytes for each number, even if it is
+/* Returns the bytes of the workspace. Counts eight bytes for each number, although it may be
  * float32, because epic_router_workspace has no argument for the type. */
 static int64_t workspace_bytes(const epic_router *r)
 {
@@ -150,7 +150,7 @@ static epic_result check_common(const router_job *job, const router_common *comm
     return EPIC_OK;
 }
 
-/* Points the fields of *job to their parts of the workspace. */
+/* Sets the workspace pointers of *job. */
 static void layout_workspace(router_job *job, void *workspace)
 {
     const int64_t n = job->num_columns;

@@ -25,7 +25,8 @@ typedef struct router_job {
     uint32_t weights_type;       /* epic_type of weights, scale_of_expert and scores */
     uint32_t grad_type;          /* epic_type of d_logits */
     bool accumulate;             /* EPIC_ACCUMULATE */
-    bool on_logits;     /* choose by the logits: they have the order of the selection values */
+    /* true: choose by the logits, which have the same order as the selection values */
+    bool on_logits;
     double *runs;       /* [LOSS_RUNS]: partial sums of a loss */
     double *scale_sums; /* [num_columns]: gradient of scale_of_expert, summed over tokens */
     /* For one token: */

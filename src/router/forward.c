@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_router_forward: chooses top_k experts for each token and computes their weights.
  *
- * The host computes one token after the other (row.h): the scores of its logits
- * (score_template.h), the choice (choose_template.h) and the weights (weigh_template.h). On a
- * CUDA context the device backend does this. */
+ * The host handles one token after the other (row.h): it computes the scores of the token's
+ * logits (score_template.h), chooses experts (choose_template.h) and computes their weights
+ * (weigh_template.h). On a CUDA context the device backend does this. */
 #include "base/arrays.h"
 #include "base/sized.h"
 #include "context/context.h"
@@ -60,8 +60,8 @@ data_fault router_find_fault(const router_job *job, const epic_router_args *args
     return (data_fault){DATA_OK, {0}};
 }
 
-/* Returns the first invalid token id or table entry as an error of this rank. For calls that
- * involve no other rank. */
+/* Returns EPIC_EINVAL for the first invalid token id or table entry. Used by calls that involve
+ * no other rank. */
 static epic_result check_ids(const router_job *job, const epic_router_args *args)
 {
     const data_fault fault = router_find_fault(job, args);

@@ -1,14 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The part of one token in the losses. row_template.h includes this file.
+/* The contribution of one token to the losses. row_template.h includes this file.
  *
- * Balance loss: the part of a token is the sum over experts e of P_e load_e. P is a
- * probability. For the scores softmax and logits it is the softmax of the logits. For other
- * scores it is the score divided by the sum of the scores. The gradient of P_e is load_e, which
- * is propagated back through the softmax or the division to the logits.
+ * Balance loss: the contribution is the sum over experts e of P_e load_e. P is a probability.
+ * For the scores softmax and logits it is the softmax of the logits. For other scores it is the
+ * score divided by the sum of the scores. The derivative with respect to P_e is load_e. From it
+ * the gradient of the logits follows through the softmax or the division.
  *
- * Z-loss: the part of a token is logsumexp(z)^2. Its gradient is 2 logsumexp(z) softmax(z).
+ * Z-loss: the contribution is logsumexp(z)^2, with z the logits. Its gradient is 2 logsumexp(z)
+ * softmax(z).
  *
- * Sums over experts and over tokens are computed in float64. losses.c has the sources. */
+ * Sums over experts and over tokens are computed in float64. losses.c has the sources of the
+ * formulas. */
 
 /* Computes the probabilities P in job->scores. Returns the divisor of the scores, 0 if all
  * scores are 0, or 1 for a softmax. */
@@ -52,8 +54,8 @@ static double sum_balance(const router_job *job, const void *logits, const int32
     return dot_load(job, load);
 }
 
-/* router_row_ops.balance_backward: the gradient of factor * (sum of P_e load_e) to the logits
- * z. With m = sum of P_j load_j:
+/* router_row_ops.balance_backward: computes dz, the gradient of factor * (sum of P_e load_e)
+ * with respect to the logits z. With m = sum of P_j load_j:
  * - softmax: dz_i = factor * P_i (load_i - m).
  * - other scores s: dz_i = factor * (load_i - m) / (sum of s) * ds_i/dz_i.
  *
@@ -95,8 +97,8 @@ static double square_logsumexp(const router_job *job, const void *logits)
     return l * l;
 }
 
-/* router_row_ops.z_backward: the gradient of factor * l^2, with l = logsumexp(z), is 2 factor l
- * softmax(z). */
+/* router_row_ops.z_backward: computes the gradient of factor * l^2, with l = logsumexp(z). It
+ * is 2 factor l softmax(z). */
 static void z_backward(const router_job *job, const void *logits, double factor, void *d_logits)
 {
     const REAL *p = job->scores;

@@ -144,7 +144,8 @@ static double balance_factor(const loss_job *job)
 {
     const epic_loss_args *a = &job->args;
     const double T = (double)a->total_tokens;
-    /* Sequence-wise: 1 / S^2 for each sequence, averaged over T / S sequences, is 1 / (S T). */
+    /* The sequence-wise loss is the mean over T / S sequences of a sum divided by S^2, which is
+     * the total divided by S T. */
     const double counted = a->sequence_tokens > 0 ? (double)a->sequence_tokens : T;
     if (T == 0) return 0;
     return job->router.router.num_experts * a->coeff / job->router.router.top_k / counted / T;
@@ -162,8 +163,8 @@ static const int32_t *count_choices(const loss_job *job, int64_t first)
     return r->order;
 }
 
-/* Sets *load to the loads for the tokens from `first` on. Returns for how many tokens they are
- * valid. */
+/* Sets *load to the load [num_experts] for the tokens from `first` on. Returns for how many
+ * tokens it is valid: one sequence, or all tokens. */
 static int64_t next_load(const loss_job *job, int64_t first, const int32_t **load)
 {
     const bool whole = job->args.sequence_tokens == 0;

@@ -11,7 +11,7 @@
 
 #define MAX_CHOSEN 64 /* largest top_k */
 
-/* The parts and the divisor of one token. */
+/* The parts and the divisor from which the weights of one token are computed. */
 typedef struct shares {
     REAL parts[MAX_CHOSEN];   /* 0 for a choice without an expert */
     REAL divisor;             /* if it is 0, every weight is 0 */
@@ -34,11 +34,11 @@ static void softmax_chosen(REAL *p, const REAL *z, const int32_t *topk_idx, int 
     for (int i = 0; i < k; i++) p[i] /= sum;
 }
 
-/* Computes p [num_columns], the softmax from which EPIC_WEIGHT_SPARSEMIXER takes the part of
- * choice i (arXiv 2310.00811, as used by Phi-3.5-MoE). The softmax excludes the columns of
- * earlier choices. It also excludes columns far below the largest logit that is left: those
- * with (largest - z) / max(|z|, largest) > 2 * jitter. This comparison is that of Phi-3.5-MoE,
- * even for a largest logit below 0. */
+/* Computes p [num_columns], a softmax. EPIC_WEIGHT_SPARSEMIXER uses its value for choice i as
+ * that choice's part (arXiv 2310.00811, as used by Phi-3.5-MoE). The softmax excludes the
+ * columns of earlier choices. It also excludes columns far below the largest logit that is
+ * left: those with (largest - z) / max(|z|, largest) > 2 * jitter. This comparison is that of
+ * Phi-3.5-MoE, even for a largest logit below 0. */
 static void masked_softmax(const router_job *job, const int32_t *topk_idx, int i, REAL *p)
 {
     const REAL *z = job->logits;
@@ -71,7 +71,8 @@ static void sparsemixer_parts(const router_job *job, const int32_t *topk_idx, RE
 }
 
 /* Adds the gradient of the logits for EPIC_WEIGHT_SPARSEMIXER to job->spare. The part of each
- * choice has the gradient of its own softmax. The exclusion of columns has no gradient. */
+ * choice depends on the logits through that choice's own softmax. Which columns a softmax
+ * excludes has no gradient. */
 static void sparsemixer_backward(const router_job *job, const REAL *parts,
                                  const int32_t *topk_idx, const REAL *g)
 {
@@ -150,8 +151,8 @@ static void weigh_choices(const router_job *job, const int32_t *topk_idx, void *
 }
 
 /* Adds the gradient of scale_of_expert to job->scale_sums. Then multiplies g, the gradient of
- * the weights, by the scales. Afterwards g is the gradient of the weights without
- * scale_of_expert. */
+ * the weights, by scale_of_expert. After that g is the gradient of parts[i] / divisor *
+ * scale. */
 static void scale_backward(const router_job *job, const shares *shares, const int32_t *topk_idx,
                            REAL *g)
 {
@@ -165,8 +166,8 @@ static void scale_backward(const router_job *job, const shares *shares, const in
 }
 
 /* Replaces g, the gradient of the weights, by the gradient of the parts. The forward pass
- * computes weight_i = part_i * scale / divisor. If the divisor depends on the parts, as their
- * sum, d_i = (g_i - sum_j g_j part_j / divisor) * scale / divisor. */
+ * computes weight_i = part_i * scale / divisor. If the divisor is the sum of the parts, d_i =
+ * (g_i - sum_j g_j part_j / divisor) * scale / divisor. */
 static void share_backward(const shares *shares, REAL *g, int k, REAL scale)
 {
     REAL mean = 0;
@@ -178,8 +179,8 @@ static void share_backward(const shares *shares, REAL *g, int k, REAL scale)
         for (int i = 0; i < k; i++) g[i] -= mean;
 }
 
-/* Adds the gradient g of the parts to job->spare. With EPIC_WEIGHT_OF_SCORE it is the gradient
- * of the scores, and with the other rules that of the logits. */
+/* Adds g, the gradient of the parts, to job->spare. There it is the gradient of the scores with
+ * EPIC_WEIGHT_OF_SCORE, and the gradient of the logits with the other rules. */
 static void parts_backward(const router_job *job, const REAL *parts, const int32_t *topk_idx,
                            const REAL *g)
 {

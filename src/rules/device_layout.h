@@ -61,13 +61,13 @@ typedef struct device_plan_header {
     uint32_t sum;          /* checksum of the words above */
 } device_plan_header;
 
-/* Returns the contribution of word number i to the checksum of the header. */
+/* Returns what word number i adds to the checksum of the header. */
 DEVICE_LAYOUT_BOTH static inline uint32_t device_header_share(uint32_t word, uint32_t i)
 {
     return (word ^ i) * (2 * i + 0x9e3779b1u);
 }
 
-/* Returns the checksum of a header, which is the sum of the contributions of its words. */
+/* Returns the checksum of a header: the sum of device_header_share() over its words. */
 static inline uint32_t device_header_sum(const device_plan_header *header)
 {
     const uint32_t *words = (const uint32_t *)(const void *)header;
@@ -133,7 +133,7 @@ DEVICE_LAYOUT_BOTH static inline int64_t device_logical(const device_plan_layout
     return layout == EPIC_FLAT ? 2 * at->bytes - at->records : at->bytes;
 }
 
-/* Returns the bytes of one array with an int32 for each expert. */
+/* Returns the bytes of an array with one int32 per expert, such as slab_begin. */
 DEVICE_LAYOUT_BOTH static inline int64_t device_table_bytes(const device_plan_layout *at)
 {
     return at->padding - at->slab_begin;

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The workspace for the matrix products of a layer's gate on a device.
  *
- * These products have few columns and long sums. Small products split their sums into slices,
- * so that the whole GPU works, and need memory for partial sums. Large products use tensor
- * cores (experts/grouped_pieces.cu). They represent each float32 factor as a sum of bf16
- * values, its pieces, and need memory for those. The core computes the size of the workspace
- * with this file, and the device backend divides it. */
+ * These products have few columns and long sums. Small products divide each sum into slices, so
+ * that there is work for the whole GPU, and need memory for partial sums. Large products use
+ * tensor cores (experts/grouped_pieces.cu). They represent each float32 factor as a sum of
+ * three bf16 numbers, its pieces, and need memory for the pieces. The core computes the size of
+ * the workspace with this file, and the device backend divides the workspace. */
 #ifndef EPIC_GATE_LAYOUT_H
 #define EPIC_GATE_LAYOUT_H
 
@@ -13,7 +13,7 @@
 
 #include "rules/experts_layout.h"
 
-#define GATE_UNITS 512  /* wanted number of CTAs of a product: a few for each SM */
+#define GATE_UNITS 512  /* desired number of CTAs of a product: a few per SM */
 #define GATE_LEAST 128  /* sums of this length or less are not split */
 #define GATE_COLUMNS 64 /* columns of a tile */
 #define GATE_PIECES 3   /* bf16 values whose sum represents a float32 */
@@ -27,8 +27,8 @@ static inline int64_t gate_ceil(int64_t a, int64_t b)
     return (a + b - 1) / b;
 }
 
-/* Returns the number of slices of the sums in a product [lines, columns]. Each sum has `depth`
- * terms. */
+/* Returns into how many slices the sums of a product [lines, columns] are divided. Each sum has
+ * `depth` terms. */
 static inline int32_t gate_slices(int64_t lines, int64_t columns, int64_t depth)
 {
     const int64_t tiles =
@@ -38,10 +38,10 @@ static inline int32_t gate_slices(int64_t lines, int64_t columns, int64_t depth)
     return (int32_t)(wanted < most ? wanted : most > 1 ? most : 1);
 }
 
-/* Returns the bytes of the partial sums, or 0 if sums are not split.
+/* Returns the bytes of the partial sums, or 0 if sums are not divided.
  *
  * In forward the number of slices depends on `block`, the tokens of one block, and not on all
- * tokens. With EPIC_TREE blocks have the same size for every number of ranks, so the sums have
+ * tokens. With EPIC_TREE, blocks have the same size for every number of ranks, so the sums have
  * the same bits. Backward computes one block at a time. */
 static inline int64_t gate_parts_bytes(int64_t tokens, int64_t block, int64_t hidden,
                                        int64_t columns, bool backward)
@@ -61,9 +61,9 @@ static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
            GATE_LARGE;
 }
 
-/* Offsets in bytes for a product on tensor cores, after the list of tiles. `pieces` is the
- * float32 factor as bf16 [depth, GATE_PIECES, columns]. `sums` is float32 [lines, GATE_PIECES,
- * columns], the result for each piece. */
+/* Offsets of arrays for a product on tensor cores. They follow the list of tiles. `pieces` is
+ * the float32 factor as bf16 [depth, GATE_PIECES, columns]. `sums` is float32 [lines,
+ * GATE_PIECES, columns], the result for each piece. */
 typedef struct gate_pieces {
     int64_t pieces, sums, end;
 } gate_pieces;
@@ -80,9 +80,9 @@ static inline gate_pieces gate_pieces_of(int64_t tokens, int64_t lines, int64_t 
     return at;
 }
 
-/* Offsets in bytes for the gradient of x on tensor cores, whose factors are both float32.
- * d_logits is bf16 [tokens, GATE_PAIRS, columns], and weights is bf16 [hidden, GATE_PAIRS,
- * columns]. The result is written to the rows of d_x, so it needs no memory here. */
+/* Offsets of arrays for the gradient of x on tensor cores. Both factors are float32. d_logits
+ * is bf16 [tokens, GATE_PAIRS, columns], and weights is bf16 [hidden, GATE_PAIRS, columns]. The
+ * result is added to d_x, so it needs no memory here. */
 typedef struct gate_pairs {
     int64_t d_logits, weights, end;
 } gate_pairs;

@@ -23,10 +23,10 @@ typedef struct layer_tokens {
     float *d_shared_weights;    /* backward: [num_tokens] */
 } layer_tokens;
 
-/* Rows [num_tokens, hidden] of the kernel that adds these parts. It computes to = a + b + the
- * output of the zero-experts, which in backward is their gradient, from d_out. Backward also
- * adds the gradient through the gate of the shared expert. `to` may be the same array as
- * `a`. */
+/* Rows [num_tokens, hidden] of the kernel that adds up a layer's output. In forward it computes
+ * to = a + b + the outputs of the zero-experts. In backward it computes to = a + b + the
+ * gradients through the zero-experts and through the shared expert's gate, from d_out. `to` may
+ * be the same array as `a`. */
 typedef struct layer_rows {
     void *to;
     const void *a, *b; /* NULL counts as 0 */

@@ -34,9 +34,10 @@ RULE bool router_on_logits(const epic_router *r, bool has_bias)
            (!has_bias && (r->num_groups == 0 || r->group_score == EPIC_GROUP_MAX));
 }
 
-/* Returns true if experts of groups that are not kept can never be chosen. This is so with
- * EPIC_OTHERS_OUT. It is also so if logits replace scores that are above 0: with
- * EPIC_OTHERS_ZERO these experts would have the value 0, and all kept experts more. */
+/* Returns true if experts of groups that are not kept can never be chosen. With EPIC_OTHERS_OUT
+ * this is always so. With EPIC_OTHERS_ZERO these experts have the value 0. If the choice is by
+ * logits in place of scores that are above 0, all kept experts have larger scores, so the
+ * others are never chosen either. */
 RULE bool router_others_out(const epic_router *r, bool on_logits)
 {
     return r->group_others == EPIC_OTHERS_OUT || (on_logits && r->score != EPIC_SCORE_LOGITS);

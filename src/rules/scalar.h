@@ -37,8 +37,8 @@ SCALAR float power_of_two(int32_t n)
     return x;
 }
 
-/* Returns e^(x + low) for x up to 88. `low` is tiny: the part of the argument that was lost
- * when x was rounded. Writes x as n log 2 + r, computes e^r by its Taylor series, and
+/* Returns e^(x + low) for x up to 88. `low` is a tiny number: the part of the argument that was
+ * lost when x was rounded. Writes x as n log 2 + r, computes e^r by its Taylor series, and
  * multiplies by 2^n. */
 SCALAR float exp_f32(float x, float low)
 {
@@ -56,7 +56,7 @@ SCALAR float exp_f32(float x, float low)
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     p = (p * r) * r + r;
-    /* 2^n is two factors, because it may be subnormal */
+    /* 2^n is two factors, because power_of_two() cannot return a subnormal number */
     const int32_t whole = (int32_t)(word_of(sum) - word_of(near));
     const int32_t half = whole >> 1;
     return ((p + 1.0f) * power_of_two(half)) * power_of_two(whole - half);
@@ -67,9 +67,10 @@ SCALAR float exp_f32(float x, float low)
 SCALAR float part_of_f32(float a, float b)
 {
 #if defined(__CUDACC__)
-    /* One Newton step improves 1 / b, and one correction improves the quotient. The result is
-     * correctly rounded for a = 1 and for b = 1 + a, if the start is at most 2 units in the
-     * last place off. Only the largest b below 2 needs an exact start. */
+    /* One Newton step improves the approximation of 1 / b, and one correction improves the
+     * quotient. For a = 1 and for b = 1 + a the result is correctly rounded, if the first
+     * approximation is at most 2 units in the last place off. Only the largest b below 2 needs
+     * an exact first value. */
     const float start = b == 0x1.fffffep0f ? 0x1.000002p-1f : reciprocal_approx(b);
     const float y = fmaf(fmaf(-b, start, 1), start, start);
     const float q = a * y;
