@@ -3,52 +3,60 @@
  *
  *   rows  [num_rows, row_bytes], weights of their slots  ->  out [num_tokens, row_bytes]
  *
- *   writer   worker of an expert's rank: stores a partial sum (weight * row, added over the
- *            token's slots there) to the staging of the token's rank
+ * A partial sum is the sum of weight * row over a token's slots on one rank. A worker is a warp
+ * that moves rows.
+ *
+ *   writer   worker of an expert's rank: stores the partial sum of a token to the staging of
+ *            the token's rank
  *   reader   worker of the token's rank: polls the partial sum until no word is poison (the
- *            mark of an empty word), adds it to the token's sum, and stores poison back
+ *            mark of a word that has not arrived), adds it to the token's sum, and stores
+ *            poison back
  *
  * A worker first sends its partial sums for the peers' tokens. Then it adds the partial sums
- * that arrive for this rank's tokens. No send waits for anything, so no wait is circular. Each
- * word is its own flag: it has arrived when it is no longer poison. One warp of the last CTA
- * announces the operation, and the control warp of that CTA ends it. lowlat/sum.cuh has the
- * units of work for aligned rows. Rows at any address, and sums in tree order, use the units of
- * combine/plain.cuh. */
-/* Makes waits poll longer before they sleep. It must be defined before the first #include. */
+ * that arrive for this rank's tokens. No send waits for anything, so no two ranks wait for each
+ * other in a circle. One warp of the last CTA announces the operation, and the control warp of
+ * that CTA ends it.
+ *
+ * lowlat/sum.cuh has the units of work for aligned rows. Rows at any address, and sums in tree
+ * order, use the units of combine/plain.cuh. */
+/* Makes waits poll longer before they sleep, for lower latency. wait.cuh reads it, so it must
+ * be defined before the first #include. */
 #define LOW_LATENCY 1
-/* With the control warp: 16 warps, so four per scheduler, with 128 registers per thread. */
+/* With the control warp 16 warps, four per scheduler of the SM; this leaves 128 registers per
+ * thread. */
 #define LOWLAT_WORKERS 15
 
 #include "cuda/common/launch.cuh"
 #include "cuda/lowlat/sum.cuh"
 
-/* Which units of work a worker does. A unit is one piece of a token's row. There are two kinds
- * of units: for a peer's token, the worker sends a partial sum; for a token of this rank
- * ("own"), it adds the partial sums. To balance the work, the first units of peers' tokens go
- * to the first workers, and the first units of own tokens go to the last workers. */
+/* Says which units of work a worker does. A unit is one piece of a token's row. There are two
+ * kinds: for a token of a peer, the worker sends a partial sum; for a token of this rank
+ * ("own"), it adds the partial sums of all ranks. To balance the work, the first units of
+ * peers' tokens go to the first workers, and the first units of own tokens to the last
+ * workers. */
 struct CombineUnits {
     const CombineState &c;
     const CtaRange all_ctas;
-    /* number of this worker; computed with a shuffle, so that the compiler knows that it is
-     * equal in all lanes */
+    /* Number of this worker. It is computed with a shuffle, so that the compiler knows that it
+     * is equal in all lanes. */
     const int worker;
 
-    /* All CTAs do units of both kinds. */
+    /* Divides the units of both kinds among the workers of all CTAs. */
     __device__ __forceinline__ explicit CombineUnits(const CombineState &combine)
         : c(combine), all_ctas{0, (int)gridDim.x},
           worker(all_ctas.worker_index_of(__shfl_sync(ALL_LANES, (int)(threadIdx.x / WARP), 0)))
     {
     }
-    /* Returns unit number u: of own tokens if `own`, else of peers' tokens. */
+    /* Returns unit number u of own tokens (`own`) or of peers' tokens, without its slots. */
     __device__ __forceinline__ Unit unit_at(int u, bool own) const
     {
         const int senders = c.job.self.num_ranks - 1, row = u / c.shape.pieces;
         if (own) return {row, 0, u % c.shape.pieces, -1, -1};
         return {row / senders, row % senders, u % c.shape.pieces, -1, -1};
     }
-    /* Returns the number of this worker's first unit: of own tokens if `own`, else of peers'
-     * tokens. For own tokens, the warps that check the plan (the last worker of each CTA) come
-     * after all other workers, because they have more to do. */
+    /* Returns the number of this worker's first unit of own tokens (`own`) or of peers' tokens.
+     * For own tokens, the last worker of each CTA comes after all others, because it also
+     * checks the plan. */
     __device__ __forceinline__ int first_index(bool own) const
     {
         const int back = all_ctas.num_workers() - 1 - worker;
@@ -56,9 +64,9 @@ struct CombineUnits {
         return back >= all_ctas.ctas ? back - all_ctas.ctas
                                      : back + all_ctas.num_workers() - all_ctas.ctas;
     }
-    /* Returns unit u with this lane's slot; for an own token, also with the rank of this lane's
-     * choice. `end` is the number of units of this kind. From `end` on, the result is an empty
-     * unit. */
+    /* Returns unit number u with this lane's slot; for an own token, also with the rank that
+     * this lane's choice goes to. If u is not below `end`, the number of units of this kind, it
+     * returns an empty unit. */
     __device__ __forceinline__ Unit read_unit(int u, bool own, int end) const
     {
         if (u >= end) return {};
@@ -70,8 +78,8 @@ struct CombineUnits {
     }
     /* Returns this worker's first unit of own tokens (`own`) or of peers' tokens. It is loaded
      * before the plan's header has been checked, so the worker does not know yet how many
-     * tokens the peers have. Sets `is_likely` to whether the unit exists if each peer has as many
-     * tokens as this rank. */
+     * tokens the peers have. is_likely becomes true if the unit exists in the usual case that
+     * each peer has as many tokens as this rank. */
     __device__ __forceinline__ Unit read_first(bool own, bool &is_likely) const
     {
         const p2p_combine_job &job = c.job;
@@ -88,9 +96,9 @@ struct CombineUnits {
                                (int64_t)unit.token * job.top_k + lane_id());
         return unit;
     }
-    /* Calls do_unit(unit, is_loaded) for all units of this worker: of own tokens if `own`, else of
-     * peers' tokens. If `is_loaded` is true, the first unit is first_unit, which the caller has
-     * loaded already; do_unit() gets `is_loaded` only for that unit. Returns false as soon as
+    /* Calls do_unit(unit, is_loaded) for all units of this worker: those of own tokens if
+     * `own`, else those of peers' tokens. is_loaded: the caller has already loaded the first
+     * unit, first_unit. do_unit() gets true only for that unit. Returns false as soon as
      * do_unit() returns false. */
     template <class Do>
     __device__ __forceinline__ bool for_each_unit(bool own, Unit first_unit, bool is_loaded,
@@ -114,17 +122,17 @@ struct CombineUnits {
 
 enum { NOTHING_LOADED, SENT_LOADED, OWN_LOADED };
 
-/* The work of one worker. Sums is QuickSums or PlainSums. To save time, the worker loads its
- * first units, and the rows of one of them, before the plan's header has been checked. It sends
- * and stores nothing before that check. */
+/* The work of one worker. Sums (QuickSums or PlainSums) says how rows are added. To save time,
+ * the worker loads its first units, and the rows of one of them, before the plan's header has
+ * been checked. It sends and stores nothing before that check. */
 template <class Sums> struct Worker {
     Unit sent = {}, own = {};
     SlotRows rows;
     int loaded = NOTHING_LOADED;
     bool is_ahead = false;
 
-    /* Loads this worker's first unit of peers' tokens, its first unit of own tokens, and the
-     * rows of one of these units. Called before the first barrier of the CTA. */
+    /* Loads this worker's first unit of each kind, and the rows of one of these units. Called
+     * before the first barrier of the CTA, while another warp checks the plan's header. */
     __device__ __forceinline__ void read_ahead(const CombineUnits &units)
     {
         bool sends, adds;
@@ -134,20 +142,20 @@ template <class Sums> struct Worker {
         if (Sums::PLAIN || !(sends || adds)) return;
         Unit unit = sends ? sent : own;
         unit.slot = clamp_slot(units.c, unit.slot);
-        /* no valid plan has such a record; so load no rows before the plan is checked */
+        /* A valid plan has no such record. Rows are then loaded only after the plan has been
+         * checked. */
         if (!has_slots_in_low_lanes(unit)) return;
         loaded = sends ? SENT_LOADED : OWN_LOADED;
         Sums::load_rows(units.c, rows, unit);
     }
-    /* Does all units of this worker: first sends the partial sums for peers' tokens, then adds
-     * the partial sums for this rank's tokens. Returns false if the group of ranks has
-     * failed. */
+    /* Does all units of this worker: first it sends the partial sums for peers' tokens, then it
+     * adds those for this rank's tokens. Returns false if the group of ranks has failed. */
     __device__ __forceinline__ bool run_units(const CombineUnits &units)
     {
         const CombineState &c = units.c;
         return units.for_each_unit(false, sent, is_ahead, [&](const Unit &u, bool is_first) {
             if (!is_first || loaded != SENT_LOADED) Sums::load_rows(c, rows, u);
-            loaded = NOTHING_LOADED; /* the rows that were loaded ahead are used only once */
+            loaded = NOTHING_LOADED; /* from now on, each unit loads its own rows */
             Sums::send_partial(c, rows, u);
             return true;
         }) && units.for_each_unit(true, own, is_ahead, [&](const Unit &u, bool is_first) {
@@ -157,12 +165,12 @@ template <class Sums> struct Worker {
     }
 };
 
-/* How lowlat_combine_kernel() adds aligned rows, if the partial sums are added in the order of
- * ranks. EXACT: a row is a whole number of pieces. AT_ONCE: how many partial sums a warp polls at
- * a time. */
+/* How lowlat_combine_kernel() adds aligned rows if the partial sums are added in the order of
+ * ranks. EXACT: a row consists of whole pieces. AT_ONCE: how many partial sums a warp polls
+ * together. */
 template <class ROW_, bool EXACT, int AT_ONCE> struct QuickSums {
     typedef ROW_ ROW;
-    static constexpr int V = 1; /* vectors per lane and piece */
+    static constexpr int V = 1; /* 16-byte vectors per lane and piece */
     static constexpr bool PLAIN = false;
 
     static __device__ __forceinline__ void load_rows(const CombineState &c, SlotRows &rows,
@@ -183,7 +191,7 @@ template <class ROW_, bool EXACT, int AT_ONCE> struct QuickSums {
 };
 
 /* How lowlat_combine_kernel() adds rows at any address, in the order of ranks or in tree order.
- * It loads no rows ahead. */
+ * A worker with PlainSums loads no rows ahead. */
 template <class ROW_> struct PlainSums {
     typedef ROW_ ROW;
     static constexpr int V = 2;
@@ -205,8 +213,8 @@ template <class ROW_> struct PlainSums {
     }
 };
 
-/* Writes zeros to all outputs. Called by `threads` threads if no rows were moved; this one is
- * number `thread`. */
+/* Writes zeros to all outputs, because the plan is invalid or a rank has too few rows. Each of
+ * `threads` threads calls it with its own number `thread`. */
 static __device__ void clear_outputs(const CombineState &c, int64_t thread, int64_t threads)
 {
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, thread, threads);
@@ -214,10 +222,10 @@ static __device__ void clear_outputs(const CombineState &c, int64_t thread, int6
                 threads);
 }
 
-/* The kernel. Sums is QuickSums or PlainSums, the way in which rows are added.
+/* The kernel. Sums (QuickSums or PlainSums) says how rows are added.
  *
- *   1. One worker per CTA loads and checks the plan's header. The control warp sets op.
- *      The other workers load their first units and rows.
+ *   1. The last worker of each CTA loads and checks the plan's header. The control warp sets
+ *      op. The other workers load their first units and rows.
  *   2. The first barrier of the CTA. One warp of the grid announces the operation.
  *   3. Workers send partial sums, then add those of own tokens. The control warp of the last
  *      CTA ends the operation.
@@ -229,7 +237,8 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     __shared__ OpState op;
     __shared__ PlanView plan;
     __shared__ Stride unused;
-    __shared__ bool enough; /* false: this CTA has found a rank with too few rows */
+    /* false: the receive buffer of a rank has fewer rows than the plan has slots there */
+    __shared__ bool enough;
     const p2p_self &self = job.self;
     prefetch_params(job);
     if (self.operation == EPIC_OP_NONE) return;
@@ -272,7 +281,7 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
 
     const device_plan_header &h = plan.header;
     const bool moves = plan.is_valid && h.result == EPIC_OK;
-    /* The compiler keeps this copy of top_k in a register. It would load job.top_k again for
+    /* The compiler keeps this copy of top_k in a register. It would load job.top_k again in
      * each unit. */
     c.top_k = (int)h.top_k;
     if (is_control_warp()) {
@@ -289,14 +298,14 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
 
 typedef void (*Kernel)(p2p_combine_job);
 
-/* The properties of a job that select the kernel instance. */
+/* The properties of a job that decide which instance of the kernel is launched. */
 struct Kind {
-    /* plain: it needs PlainSums; exact: a row is a whole number of pieces; two_ranks: the group has
-     * at most two ranks */
+    /* plain: the job needs PlainSums. exact: a row consists of whole pieces. two_ranks: the
+     * group has at most two ranks. */
     bool plain, exact, two_ranks;
 };
 
-/* Returns the kernel instance for rows of type ROW. */
+/* Returns the instance of the kernel for rows of type ROW. */
 template <class ROW> static Kernel kernel_for(const Kind &kind)
 {
     if (kind.plain) return lowlat_combine_kernel<PlainSums<ROW>>;
@@ -307,7 +316,7 @@ template <class ROW> static Kernel kernel_for(const Kind &kind)
                           : lowlat_combine_kernel<QuickSums<ROW, false, 4>>;
 }
 
-/* Returns the kernel instance for rows of epic_type `type`. */
+/* Returns the instance of the kernel for rows of epic_type `type`. */
 static Kernel kernel_of(uint32_t type, const Kind &kind)
 {
     if (type == EPIC_BF16) return kernel_for<Bf16>(kind);

@@ -1,20 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Two kernels for few tokens: dispatch of plain rows, and a kernel that only makes a plan.
+/* Two kernels for few tokens: dispatch of plain rows (rows without scales), and a kernel that
+ * only makes a plan.
  *
  *   tokens  [num_tokens, row_bytes]   aligned vectors; a piece has V * 16 bytes per lane
  *   recv    [recv_rows, row_bytes]    the rows of all slots of the plan; padding is zeros
  *
- * lowlat/dispatch.cuh has the kernel of dispatch; this file defines how it moves plain rows.
- * lowlat_plan_kernel makes a plan in the same way as that kernel, but moves no rows:
+ * lowlat/dispatch.cuh has the kernel of dispatch; PlainRows below says how it moves plain rows.
+ * lowlat_plan_kernel makes a plan in the same way as that kernel, but moves no rows. A CTA has
+ * one control warp, its last warp; the others are workers:
  *
  *   control warps   send the expert ids, announce the operation, write header and slabs, end it
  *   workers         receive the ids, compute the plan's tables, write the records */
 #include "cuda/lowlat/dispatch.cuh"
 #include "cuda/plan/store_records.cuh"
 
-/* backend hosts: sends a token's row to the ranks `peers` when all its pieces are stored.
- * Called by each warp after it has stored one piece. The warp that has stored the last piece of
- * the row posts the put. */
+/* Backend hosts: sends a token's row to those of `peers` (bit mask) that are on other hosts, in
+ * one put per peer. Each warp calls it after it has stored one piece of the row. The warp that
+ * has stored the last missing piece posts the puts. */
 __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token,
                                               uint32_t peers)
 {
@@ -27,9 +29,9 @@ __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token
     }
 }
 
-/* How lowlat_dispatch_kernel() moves plain rows. WHOLE: rows are aligned, and a row is a whole
- * number of pieces. PackedRows has the same functions:
- *   shape_of            returns the shape of the rows that travel
+/* How lowlat_dispatch_kernel() moves plain rows. WHOLE: rows are aligned, and a row consists of
+ * whole pieces. PackedRows has the same functions:
+ *   shape_of            returns the shape of the rows that are sent
  *   describe_rows       fills in the members of PackedMove
  *   own_pieces          returns the number of pieces of a row of this rank
  *   load_piece          loads a piece of a token of this rank
@@ -81,8 +83,8 @@ template <bool WHOLE> struct PlainRows {
     {
         pad_piece<EXACT>(m, slot, piece);
     }
-    /* Writes zeros to the rows and weights of all slots from `first` on. Called by `threads`
-     * threads; this one is number `thread`. */
+    /* Writes zeros to the rows and weights of all slots from `first` on. Each of `threads`
+     * threads calls it with its own number `thread`. */
     static __device__ __forceinline__ void clear_rows(const LowlatMove &m, int64_t first,
                                                       int64_t thread, int64_t threads)
     {
@@ -113,8 +115,9 @@ extern "C" cudaError_t p2p_launch_lowlat_dispatch(const p2p_dispatch_job *job, i
     return launch_lowlat(exact ? whole : ragged, *job, num_sms, stream);
 }
 
-/* Writes the plan from the tables to memory: control warps write header and slabs, workers
- * write the records. Called by all warps of the CTAs that have made the plan. */
+/* Writes the plan from the tables in shared memory to the caller's memory: control warps write
+ * header and slabs, workers write the records. Called by all warps of the CTAs that have made
+ * the plan. */
 static __device__ void store_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                          const OpState &op, const CtaRange &planning_ctas)
 {
@@ -130,8 +133,9 @@ static __device__ void store_lowlat_plan(LowlatPlan &tables, const p2p_plan_job 
     }
 }
 
-/* Writes the records of a mixed plan (lowlat/plan.cuh): copies the records that the ranks send.
- * Called by all warps of the CTAs that have made the plan. */
+/* Writes the records of a mixed plan (one for which another rank has too many tokens for the
+ * tables, lowlat/plan.cuh): copies the records that the ranks send. Called by all warps of the
+ * CTAs that have made the plan. */
 static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables,
                                                         const p2p_plan_job &job,
                                                         const OpState &op,
@@ -145,8 +149,8 @@ static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables
                    });
 }
 
-/* The kernel of the operation "plan". All CTAs make the plan, except the last one if the grid
- * has several. */
+/* The kernel of the operation "plan" for few tokens. All CTAs make the plan. But if the grid
+ * has several CTAs, the last one only announces and ends the operation. */
 __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     lowlat_plan_kernel(const __grid_constant__ p2p_plan_job job)
 {

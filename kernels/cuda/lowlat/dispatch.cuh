@@ -4,22 +4,26 @@
  *   tokens  [num_tokens, row_bytes] of this rank -> slots on the ranks of their experts
  *   weights [num_tokens, top_k] of this rank     -> slot_weights of those slots
  *
- * A unit of work is one piece of a token's row. The template parameter Rows defines how pieces
- * are moved: PlainRows (lowlat/dispatch.cu) or PackedRows (lowlat/dispatch_packed.cu). Workers
- * first send pieces of this rank's tokens to the peers that need them. Then they receive pieces
- * into the slots: first those of this rank's own tokens, then those of the peers' tokens. One
- * warp receives both the weights and the record of a token (together its "words"). To balance
- * the work, the first pieces go to the first workers, and the first words to the last workers.
+ * A CTA has one control warp, its last warp; the others are workers. A unit of work is one
+ * piece of a token's row. Rows (template parameter) says how pieces are moved: PlainRows
+ * (lowlat/dispatch.cu) or PackedRows (lowlat/dispatch_packed.cu).
+ *
+ * Workers first send pieces of this rank's tokens to the peers that need them. Then they
+ * receive pieces into the slots: first those of this rank's own tokens, then those of the
+ * peers' tokens. One warp receives both the weights and the record of a token (together its
+ * "words"). To balance the work, the first pieces go to the first workers, and the first words
+ * to the last workers.
  *
  *   worker 0   send piece 0 | receive piece 0 of own tokens | of peers' tokens
  *   worker 1   send piece 1 | receive piece 1 of own tokens | of peers' tokens
  *   ...                     | (WITH_PLAN: every CTA computes the plan in between)
  *   control    send ids, weights | announce the operation | wait for announcements | end it
  *
- * No send waits for anything, and each row goes directly to its destination. Each word of a
- * row, weight or id is its own flag, so it needs no memory order. Only the announcement needs
- * one: a system fence comes before it. So a peer that reads the announcement also sees the
- * words that earlier operations have set back to poison (the mark of an empty word).
+ * No send waits for anything, and each row goes directly to its destination, so no two ranks
+ * wait for each other in a circle. Each word of a row, weight or id is its own flag, so it
+ * needs no memory order. Only the announcement needs one: a system fence comes before it. So a
+ * peer that reads the announcement also sees the words that this rank's earlier operations have
+ * set back to poison (the mark of a word that has not arrived).
  *
  * If a rank has many tokens, some of the last CTAs only send (num_send_only_ctas_of). With
  * WITH_PLAN and more than one CTA, the last CTA does not receive, because it announces the
@@ -31,8 +35,8 @@
 
 /* ---------------------------------------------------------- padding and the whole plan ---- */
 
-/* Writes zeros to the rows of this rank's padding slots. Called by all workers of receiving
- * CTAs. */
+/* Writes zeros to this rank's padding slots (the slots at the end of a slab that have no
+ * token), unless the caller does not need them. Called by all workers of receiving CTAs. */
 template <class Rows> __device__ __forceinline__ void pad_slabs(const LowlatMove &m)
 {
     const p2p_plan_job &plan = m.job.plan;
@@ -54,7 +58,7 @@ template <class Rows> __device__ __forceinline__ void pad_slabs(const LowlatMove
     }
 }
 
-/* Returns the slots of this rank's choices (the table `fate`) in a plan that exists already. */
+/* Returns the table `fate` of a plan in memory: the slot of each of this rank's choices. */
 __device__ __forceinline__ const int32_t *fates_of(const PlanView &plan, const p2p_self &self)
 {
     const device_plan_header &h = plan.header;
@@ -65,8 +69,9 @@ __device__ __forceinline__ const int32_t *fates_of(const PlanView &plan, const p
 
 /* ---------------------------------------------------- with ranks that have more tokens ---- */
 
-/* Waits for a token's record and sets `slot` to this lane's slot. If `keep` is true, it also
- * stores the record in the plan. Returns false if the group of ranks has failed. */
+/* Mixed plan: waits for the record that `rank` sends about its token, and sets `slot` to this
+ * lane's slot or -1. `keep`: also stores the record in the plan. Returns false if the group of
+ * ranks has failed. */
 __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank, int32_t token,
                                                    bool keep, int32_t &slot)
 {
@@ -75,8 +80,10 @@ __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank
     return read_record(m, rank, token, 0, keep, word, slot, more);
 }
 
-/* receive_words() for a mixed plan (lowlat/plan.cuh), where slots come from records, not from
- * tables. */
+/* Does for a mixed plan what receive_words() does for other plans: receives the weights and
+ * records of this worker's tokens. In a mixed plan (lowlat/plan.cuh), slots come from the
+ * records that ranks send, not from the tables. Returns false if the group of ranks has
+ * failed. */
 __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
 {
     for (int u = first_words(m); u < num_words(m); u += m.receivers.num_workers()) {
@@ -93,8 +100,9 @@ __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
     return true;
 }
 
-/* receive_all() for a mixed plan (lowlat/plan.cuh), where slots come from records, not from
- * tables. */
+/* Does for a mixed plan what receive_all() does for other plans: receives this worker's pieces
+ * into their slots. In a mixed plan (lowlat/plan.cuh), slots come from the records that ranks
+ * send, not from the tables. Returns false if the group of ranks has failed. */
 template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const LowlatMove &m)
 {
     for (int u = m.receivers.worker_index(); u < num_units<Rows>(m);
@@ -115,9 +123,10 @@ template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const L
     return true;
 }
 
-/* Makes a mixed plan (lowlat/plan.cuh) and receives all rows. Called by all threads of the
- * receiving CTAs. The function is not inlined, so m is passed by value: a reference would make
- * the compiler keep m in memory on all paths of the kernel. */
+/* Makes a mixed plan (lowlat/plan.cuh), and then receives all rows and weights, because another
+ * rank has too many tokens for this kernel's own planner. Called by all threads of the
+ * receiving CTAs. The function is not inlined, so m is passed by value: a reference would force
+ * the compiler to keep m in memory on all paths of the kernel. */
 template <class Rows>
 static __device__ __noinline__ void receive_mixed(const LowlatMove m, OpState &op,
                                                   LowlatPlan &tables, uint8_t *memory)
@@ -143,9 +152,9 @@ static __device__ __noinline__ void receive_mixed(const LowlatMove m, OpState &o
         Rows::clear_rows(m, 0, threadIdx.x, LOWLAT_BLOCK);
 }
 
-/* Makes the plan. Sets m.is_mixed, and m.discards if the received rows must not be stored.
- * Called by all threads of the receiving CTAs. Returns false if the group of ranks has
- * failed. */
+/* Makes the plan in the tables of this CTA. Sets m.is_mixed if the caller must make a mixed
+ * plan instead, and m.discards if received rows must not be stored. Called by all threads of
+ * the receiving CTAs. Returns false if the group of ranks has failed. */
 static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
 {
     const p2p_plan_job &job = m.job.plan;
@@ -170,15 +179,16 @@ static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
 /* Static shared memory of a CTA. The arrays of the tables are in dynamic shared memory. */
 struct LowlatShared {
     OpState op;
-    /* without WITH_PLAN: the plan that the kernel reads; else only its addresses are set */
+    /* without WITH_PLAN: the plan that the kernel reads; with it, only addresses are set */
     PlanView plan;
     LowlatPlan tables; /* with WITH_PLAN: the plan that the kernel makes */
     Stride unused;
-    bool has_all_rows; /* false: this CTA has found a rank with too few rows */
+    /* false: the receive buffer of a rank has fewer rows than the plan has slots there */
+    bool has_all_rows;
 };
 
-/* The words that a warp reads from global memory first: the state of the group, and, in the warp that
- * checks the plan, the plan's header. */
+/* What a warp loads from global memory first when the kernel starts: in control warps, the
+ * state of the group of ranks; in the warp that checks the plan, the plan's header. */
 template <bool WITH_PLAN> struct Opening {
     StartState start;
     uint32_t header[HEADER_LANE_WORDS];
@@ -190,35 +200,38 @@ template <bool WITH_PLAN> struct Opening {
         if (HOSTS && is_announcer(WITH_PLAN)) fence_system();
         if (reads_header()) load_header(header, job.plan.plan, job.plan_bytes);
     }
-    /* Returns whether this warp reads the header of the plan. */
+    /* Returns whether this warp reads and checks the plan's header. This is the last worker of
+     * a CTA, if the kernel reads a plan. */
     static __device__ __forceinline__ bool reads_header()
     {
         return !WITH_PLAN && threadIdx.x / WARP == LOWLAT_WORKERS - 1;
     }
 };
 
-/* The first piece and the first words that a worker receives. It loads them before it waits. */
+/* The first piece and the first words (weights and record of a token) that a worker receives.
+ * It loads them early, so that its first wait is short. */
 struct FirstUnits {
     PendingPiece piece;
     PendingWords words;
-    bool is_own; /* the piece belongs to a token of this rank */
+    bool is_own; /* true: the piece belongs to a token of this rank */
 };
 
-/* Returns whether this warp receives pieces. */
+/* Returns whether this warp receives pieces: a worker of a receiving CTA. */
 __device__ __forceinline__ bool is_receiving_worker(const LowlatMove &m)
 {
     return m.receivers.contains_this_cta() && !is_control_warp();
 }
 
-/* Returns whether this warp perhaps still has to send a fault of the caller's data after phase
- * 2 (end_header). Such a warp calls count_posted_warp() after phase 3, not after phase 2. */
+/* Returns whether this warp may still have to send data after phase 2: a wrong value in the
+ * caller's ids, from end_header(). Such a warp calls count_posted_warp() after phase 3, all
+ * other warps after phase 2. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool reports_data_errors(const LowlatMove &m)
 {
     return WITH_PLAN && m.receivers.contains_this_cta() && is_control_warp();
 }
 
-/* Returns the arguments of the units (LowlatMove), with the CTAs that send and those that
+/* Returns the arguments of the units (LowlatMove), and decides which CTAs send and which
  * receive. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ LowlatMove describe_move(const p2p_dispatch_job &job,
@@ -233,7 +246,7 @@ __device__ __forceinline__ LowlatMove describe_move(const p2p_dispatch_job &job,
     m.discards = m.is_mixed = false;
     m.tables = &s.tables;
     const int ctas = (int)gridDim.x, send_only = job.num_send_only_ctas;
-    /* 1 if the last CTA announces and does not receive */
+    /* 1 if the last CTA announces the operation and therefore does not receive */
     const int announcers = WITH_PLAN && ctas > 1;
     m.senders = {send_only ? ctas - send_only : 0,
                  send_only ? send_only : ctas - (HOSTS ? announcers : 0)};
@@ -241,10 +254,10 @@ __device__ __forceinline__ LowlatMove describe_move(const p2p_dispatch_job &job,
     return m;
 }
 
-/* Phase 1 of a control warp: sets the state of the operation. With a new plan, it also sends
- * its share of the ids, and this rank's sizes. Returns false if this rank must not send,
- * because the group is broken or the net has not read the outbox of an earlier operation in
- * time. */
+/* Phase 1 of a control warp: sets op, the state of the operation. With WITH_PLAN, it also sends
+ * its share of the expert ids, and this rank's sizes. Returns false if this rank must not send.
+ * Then the group of ranks has failed, or the net has not read the outbox of an earlier
+ * operation in time. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool open_operation(const LowlatMove &m, LowlatShared &s,
                                                const StartState &start, IdSender &ids,
@@ -263,8 +276,9 @@ __device__ __forceinline__ bool open_operation(const LowlatMove &m, LowlatShared
     return may_send;
 }
 
-/* Phase 1 of a worker: loads the first piece that it will receive, if it belongs to a token of
- * this rank. */
+/* Phase 1 of a worker: loads the first piece that it will receive, if the piece belongs to a
+ * token of this rank. Such a piece is in the caller's memory, so nothing has to arrive
+ * first. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void load_own_piece(const LowlatMove &m, FirstUnits &first)
 {
@@ -277,8 +291,8 @@ __device__ __forceinline__ void load_own_piece(const LowlatMove &m, FirstUnits &
         first.piece.record_word = read_record_ahead(m, m.job.plan.self.rank, first.piece.token);
 }
 
-/* Phase 1: with WITH_PLAN, sets up empty tables for the new plan. Else checks the header of the
- * plan that the kernel reads. */
+/* Phase 1: with WITH_PLAN, sets up empty tables for the plan that the kernel makes. Without it,
+ * checks the header of the plan that the kernel reads. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ void open_plan(const LowlatMove &m, LowlatShared &s,
                                           const Opening<WITH_PLAN> &opening)
@@ -298,8 +312,9 @@ __device__ __forceinline__ void open_plan(const LowlatMove &m, LowlatShared &s,
     s.plan.header.alignment = job.plan.layer.alignment;
 }
 
-/* End of phase 1: waits for all warps of the CTA; then the last CTA announces the operation to
- * all ranks. Returns false if the operation has failed, so that the CTA must return. */
+/* End of phase 1: waits at a barrier for all warps of the CTA. Then the announcing warp of the
+ * last CTA announces the operation to all ranks. Returns false if any warp may not send; the
+ * CTA must then return. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool announce_operation(const LowlatMove &m, LowlatShared &s,
                                                    bool may_send)
@@ -317,7 +332,8 @@ __device__ __forceinline__ bool announce_operation(const LowlatMove &m, LowlatSh
     return true;
 }
 
-/* Phase 2: sends this rank's rows and weights. This phase waits for no other rank. */
+/* Phase 2: workers send this rank's rows, control warps send its weights. This phase waits for
+ * no other rank. is_valid: the plan is valid, or not known yet. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void send_rows(const LowlatMove &m, WeightSender &weights,
                                           PieceSender<Rows> &sender, bool is_valid)
@@ -331,8 +347,8 @@ __device__ __forceinline__ void send_rows(const LowlatMove &m, WeightSender &wei
     if (!reports_data_errors<WITH_PLAN>(m)) count_posted_warp(m.job.plan.self);
 }
 
-/* End of phase 2: loads those of the worker's first receiving units that phase 1 has not
- * loaded. */
+/* End of phase 2: starts to load the worker's first piece and words, except the piece that
+ * phase 1 has loaded already. */
 template <class Rows>
 __device__ __forceinline__ void load_first_units(const LowlatMove &m, FirstUnits &first)
 {
@@ -343,8 +359,9 @@ __device__ __forceinline__ void load_first_units(const LowlatMove &m, FirstUnits
     if (first_words(m) < num_words(m)) load_words(m, first_words(m), first.words);
 }
 
-/* Phase 3, only with WITH_PLAN: every receiving CTA makes the whole plan by itself. Returns
- * false if the group of ranks has failed. */
+/* Phase 3, only with WITH_PLAN: every receiving CTA makes the whole plan by itself, in shared
+ * memory. In backend hosts, the last CTA polls the net inbox for them. Returns false if the
+ * group of ranks has failed. */
 __device__ __forceinline__ bool make_new_plan(LowlatMove &m, LowlatShared &s)
 {
     bool ok = true;
@@ -356,7 +373,7 @@ __device__ __forceinline__ bool make_new_plan(LowlatMove &m, LowlatShared &s)
 }
 
 /* Phase 4: receives rows and weights into their slots, writes zeros to slots without a row, and
- * ends the operation. `is_valid`: the plan is valid. `ok`: the group is not broken. */
+ * ends the operation. is_valid: the plan is valid. `ok`: the group of ranks has not failed. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void receive_rows(const LowlatMove &m, LowlatShared &s,
                                              const StartState &start, FirstUnits &first,
@@ -385,7 +402,8 @@ __device__ __forceinline__ void receive_rows(const LowlatMove &m, LowlatShared &
     Rows::clear_rows(m, 0, threadIdx.x, LOWLAT_BLOCK);
 }
 
-/* Phase 4 with a mixed plan: another rank has too many tokens for the tables. */
+/* Phase 4 with a mixed plan, which the kernel must make because another rank has too many
+ * tokens for the tables: ends the operation, makes the plan and receives all rows. */
 template <class Rows>
 __device__ __forceinline__ void receive_mixed_and_end(const LowlatMove &m, LowlatShared &s,
                                                       const StartState &start)
@@ -395,12 +413,12 @@ __device__ __forceinline__ void receive_mixed_and_end(const LowlatMove &m, Lowla
     end_lowlat(s.op);
 }
 
-/* The kernel. Rows defines how pieces are moved (PlainRows lists its functions). WITH_PLAN: the
- * kernel also makes the plan; else it reads one.
+/* The kernel. Rows says how pieces are moved (PlainRows lists its functions). With WITH_PLAN
+ * the kernel also makes the plan; without it, the kernel reads a plan.
  *
- *   1. announce  Control warps open the operation and send ids. Workers load their first
- *                pieces. Without WITH_PLAN, one worker checks the plan's header. After
- *                the first barrier of the CTA, one warp of the grid announces the operation.
+ *   1. announce  Control warps set op and send ids. Workers load their first pieces. Without
+ *                WITH_PLAN, one worker checks the plan's header. After the first barrier of
+ *                the CTA, one warp of the grid announces the operation.
  *   2. send      Workers send all their pieces. Control warps send weights.
  *   3. plan      WITH_PLAN: receiving CTAs make the plan.
  *   4. receive   Workers receive words, then pieces, and zero the padding. The control warp of
@@ -438,9 +456,9 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     receive_rows<Rows, WITH_PLAN>(m, s, opening.start, first, is_valid, ok);
 }
 
-/* Returns the number of CTAs that only send. If a rank has many tokens, its stores to peers
- * delay everything else on the same SM, above all the ids that are sent after them
- * (docs/lab/cuda.md). So other CTAs then receive. */
+/* Returns how many CTAs only send. If a rank has many tokens, its stores to peers delay
+ * everything else on the same SM, above all the ids that are sent after them
+ * (docs/lab/cuda.md). So separate CTAs then send and receive. */
 static int32_t num_send_only_ctas_of(const p2p_dispatch_job *job, int num_sms)
 {
     const int many = job->plan.is_lowlat ? num_sms * 10 / 64 : num_sms * 15 / 64;
@@ -448,7 +466,8 @@ static int32_t num_send_only_ctas_of(const p2p_dispatch_job *job, int num_sms)
     return job->plan.is_lowlat && job->num_tokens >= 32 ? num_sms / 8 : 0;
 }
 
-/* Launches kernels[1], which makes the plan, if the job needs a new plan, else kernels[0]. */
+/* Launches kernels[1], which also makes the plan, if the job asks for a plan. Else launches
+ * kernels[0]. */
 template <class Kernel>
 static cudaError_t launch_lowlat(const Kernel (&kernels)[2], p2p_dispatch_job job, int num_sms,
                                  cudaStream_t stream)
@@ -459,7 +478,7 @@ static cudaError_t launch_lowlat(const Kernel (&kernels)[2], p2p_dispatch_job jo
     return launch_kernel(kernels[has_new_plan], num_sms, LOWLAT_BLOCK, bytes, stream, job);
 }
 
-/* Loads both kernels and raises their limits of dynamic shared memory. */
+/* Loads both kernels, and allows them the dynamic shared memory that the largest plan needs. */
 template <class Kernel> static cudaError_t load_lowlat(const Kernel (&kernels)[2])
 {
     for (const Kernel &kernel : kernels) {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* dispatch for few tokens (lowlat/dispatch.cuh) with packed rows. A packed row is a row and its
- * scales (the "second row") as one sequence of vectors (dispatch/packed.cuh). Either the caller
- * passes the scales, or the kernel computes them when it quantizes the row.
+ * scales as one sequence of 16-byte vectors (dispatch/packed.cuh). Either the caller passes the
+ * scales, or the kernel computes them when it quantizes the row.
  *
  *   tokens  [num_tokens, token_bytes], scales [num_tokens, scale_bytes], at any address
  *   recv    [recv_rows, row_bytes], recv_scales [recv_rows, scale_bytes]
@@ -9,9 +9,9 @@
  * lowlat/dispatch.cuh describes which warp does what. */
 #include "cuda/lowlat/dispatch.cuh"
 
-/* How lowlat_dispatch_kernel() moves packed rows; PlainRows (lowlat/dispatch.cu) describes the
- * functions. OwnPiece makes a packed piece from this rank's rows: JoinedPiece reads both arrays
- * of the caller, QuantizedPiece quantizes the row. */
+/* How lowlat_dispatch_kernel() moves packed rows. PlainRows (lowlat/dispatch.cu) describes the
+ * functions. OwnPiece makes a piece of a packed row from this rank's rows: JoinedPiece copies
+ * it from the caller's rows and scales, QuantizedPiece quantizes the row. */
 template <class OwnPiece> struct PackedRows {
     static constexpr bool EXACT = false;
 
@@ -51,7 +51,7 @@ template <class OwnPiece> struct PackedRows {
                                                          int32_t token, int piece, int32_t slot,
                                                          const uint4 (&q)[V])
     {
-        /* A piece from a peer is packed already. */
+        /* A peer's piece arrives in packed form; only this rank's own piece must be made. */
         if (!own) {
             for_each_slot(m, slot, [&](int32_t to) { store_packed(m, to, piece, q); });
             return;

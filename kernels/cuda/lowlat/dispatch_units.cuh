@@ -7,31 +7,37 @@
  *   receive_all     workers        receive pieces from staging, store them to slots
  *   receive_words   workers        receive weights and, with a new plan, store records
  *
- * In staging, a word of a piece or a weight is poison (the mark of an empty word) until its
- * sender has stored it. The receiving warp polls the word until it is not poison, and then
- * stores poison back. So each word is its own flag, and no memory order is needed. */
+ * A piece is 2 KB of a token's row. A CTA has one control warp, its last warp; the others are
+ * workers. A worker loads what it needs for its next unit before it waits for the current one.
+ *
+ * In staging, a word of a piece or a weight is poison (the mark of a word that has not arrived)
+ * until its sender has stored it. The receiving warp polls the word until it is not poison, and
+ * then stores poison back. So each word is its own flag, and no memory order is needed. */
 #ifndef EPIC_LOWLAT_DISPATCH_UNITS_CUH
 #define EPIC_LOWLAT_DISPATCH_UNITS_CUH
 
-/* Makes waits poll longer before they sleep. It must be defined before the first #include. */
+/* Makes waits poll longer before they sleep, for lower latency. wait.cuh reads it, so it must
+ * be defined before the first #include. */
 #define LOW_LATENCY 1
 
 #include "cuda/common/launch.cuh"
 #include "cuda/dispatch/packed.cuh"
 #include "cuda/lowlat/plan.cuh"
 
-/* Arguments of the functions that do the units of work. Either this kernel makes the plan
- * (has_new_plan), or it reads an existing plan from memory. */
+/* Arguments of all units of the kernel. has_new_plan: this kernel makes the plan and finds
+ * slots in its tables. Else it reads slots from a plan in memory. */
 struct LowlatMove : PackedMove {
-    const LowlatPlan *tables; /* new plan: the plan's tables in shared memory */
-    uint32_t result;          /* new plan: an epic_result, the result of the plan */
-    const int32_t *fates;     /* existing plan: slots of this rank's choices */
-    /* true: received rows are not stored, because the plan failed or a rank has too few rows */
+    const LowlatPlan *tables; /* if the kernel makes the plan: its tables, in shared memory */
+    /* if the kernel makes the plan: the plan's result, an epic_result */
+    uint32_t result;
+    const int32_t *fates; /* if the kernel reads a plan: the slots of this rank's choices */
+    /* true: rows are received, but not stored, because the plan has failed or a rank has too
+     * few rows */
     bool discards;
-    /* true: another rank has too many tokens for the tables, so this kernel reads the slots
-     * from the records that the ranks send (lowlat/plan.cuh) */
+    /* true: another rank has too many tokens for the tables, so slots come from the records
+     * that the ranks send (a mixed plan, lowlat/plan.cuh) */
     bool is_mixed;
-    /* CTAs that send, and CTAs that receive; a CTA can be in both ranges */
+    /* The CTAs that send, and those that receive. A CTA can be in both ranges. */
     CtaRange senders, receivers;
 
     /* Returns the number of tokens of a rank. */
@@ -41,31 +47,35 @@ struct LowlatMove : PackedMove {
     }
 };
 
-/* A piece that a warp is receiving. The warp loads parts of it before it waits for the
- * piece. */
+/* A unit that a warp is receiving: one piece of a token of `rank`. The warp loads what it can
+ * before it waits for the piece. */
 struct PendingPiece {
     int32_t token, piece;
     int rank;
-    uint64_t record_word; /* this lane's slot, if the plan is read from memory */
+    /* if the kernel reads a plan: this lane's word of the token's record, which is its slot or
+     * -1 */
+    uint64_t record_word;
     uint4 q[V];
 };
 
-/* The weights and the record of a token (its "words") that a warp is receiving. */
+/* The "words" of a token of `rank` that a warp is receiving: its weights and its record. */
 struct PendingWords {
     int32_t token;
     int rank;
-    uint64_t record_word; /* this lane's slot, if the plan is read from memory */
-    /* For a token of this rank, with an existing plan: slot of this lane's choice on this rank.
-     * Else -1. */
+    /* if the kernel reads a plan: this lane's word of the token's record, which is its slot or
+     * -1 */
+    uint64_t record_word;
+    /* If the token is this rank's own, and the kernel reads a plan: slot of this lane's choice
+     * if it goes to this rank. Else -1. */
     int32_t own_slot;
-    /* For a token of this rank: weight of this lane's choice. For a token of a peer: the n-th
-     * lane has the weight of the token's n-th slot here, or poison if it has not arrived. */
+    /* If the token is this rank's own: weight of this lane's choice. If it is a peer's: lane n
+     * has the weight of the token's n-th slot here, or poison if the weight has not arrived. */
     uint32_t weight;
 };
 
-/* Loads where choice k of a token goes: from the caller's ids for a new plan, else from the
- * table rank_of of the existing plan. Called before the plan's header has been checked, so the
- * caller must not use the result if the plan is invalid. */
+/* Loads where choice k of this rank's token goes: the caller's expert id if the kernel makes
+ * the plan, else the rank from the plan's table rank_of. Called before the plan's header has
+ * been checked, so the caller must not use the result if the plan turns out to be invalid. */
 __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32_t token, int k)
 {
     const p2p_dispatch_job &job = m.job;
@@ -77,9 +87,9 @@ __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32
 
 /* ----------------------------------------------------------------------------- sending ---- */
 
-/* Sends a worker's pieces of this rank's tokens. Unit number token * pieces + piece is one
- * piece of a token. After the CTA's first barrier, every instruction delays the operation. So
- * the sender loads the first piece, and finds the peers that need it, before that barrier. */
+/* Sends pieces of this rank's tokens, as one worker. Unit number token * pieces + piece is one
+ * piece of a token. Work after the CTA's first barrier delays the peers. So the sender loads
+ * its first piece, and finds the peers that need it, before that barrier. */
 template <class Rows> struct PieceSender {
     const LowlatMove &m;
     int unit, end;
@@ -88,7 +98,7 @@ template <class Rows> struct PieceSender {
     uint32_t peers;
     uint4 q[V];
 
-    /* Loads the first piece of this worker. */
+    /* Loads the first piece of this worker, and where its token goes. */
     __device__ __forceinline__ explicit PieceSender(const LowlatMove &move)
         : m(move), unit(move.senders.worker_index()),
           end(m.job.num_tokens * Rows::own_pieces(move))
@@ -116,7 +126,8 @@ template <class Rows> struct PieceSender {
             if (q != self.rank && __any_sync(ALL_LANES, choice_goes_to(m, word, q)))
                 peers |= 1u << q;
     }
-    /* Sends all pieces of this worker. It starts to load the next piece before it sends one. */
+    /* Sends all pieces of this worker. It starts to load the next piece before it sends the
+     * current one, so that the load and the stores overlap. */
     __device__ __forceinline__ void send_all()
     {
         if (unit >= end) return;
@@ -137,9 +148,9 @@ template <class Rows> struct PieceSender {
     }
 };
 
-/* Sends the weights of this rank's tokens. Each control warp sends the weights of some tokens,
- * several tokens at a time; each lane has one choice of one of these tokens. read_ahead() loads
- * the weights of the first tokens before the others are needed. */
+/* Sends the weights of this rank's tokens. Each control warp of the receiving CTAs sends those
+ * of some tokens, several tokens at a time; each lane has one choice of one of these tokens.
+ * read_ahead() loads the first weights, and send_weights() sends all. */
 struct WeightSender {
     const LowlatMove &m;
     int32_t top_k, choice_bits, first_token;
@@ -151,8 +162,8 @@ struct WeightSender {
         : m(move), first_token(move.job.num_tokens)
     {
     }
-    /* Loads the weights of the first tokens. Warps that are not control warps of receiving CTAs
-     * do nothing. */
+    /* Loads the weights of this warp's first tokens. Does nothing in warps that send no
+     * weights, which are all but the control warps of receiving CTAs. */
     __device__ __forceinline__ void read_ahead()
     {
         if (is_control_warp() && m.receivers.contains_this_cta() && m.job.weights)
@@ -160,30 +171,30 @@ struct WeightSender {
         if (has_choice()) word = read_choice_ahead(m, lane_token(), lane_choice());
         read_weight();
     }
-    /* Selects the first tokens of this warp. `choices` is the number of choices per token. */
+    /* Selects the first tokens of this warp. `choices`: number of choices per token. */
     __device__ __forceinline__ void begin_tokens(int32_t choices)
     {
         top_k = choices;
         choice_bits = bits_of(choices);
         first_token = (int32_t)((int)blockIdx.x - m.receivers.first) << (5 - choice_bits);
     }
-    /* Returns the token of this lane. */
+    /* Returns the token whose weight this lane sends next. */
     __device__ __forceinline__ int32_t lane_token() const
     {
         return first_token + (lane_id() >> choice_bits);
     }
-    /* Returns the number k of this lane's choice, within its token. */
+    /* Returns k of this lane's choice of that token. */
     __device__ __forceinline__ int lane_choice() const
     {
         return lane_id() & ((1 << choice_bits) - 1);
     }
-    /* Returns whether this lane has a choice of an existing token. */
+    /* Returns whether this lane has a choice, of a token that exists. */
     __device__ __forceinline__ bool has_choice() const
     {
         return first_token < m.job.num_tokens && lane_token() < m.job.num_tokens &&
                lane_choice() < top_k;
     }
-    /* Loads the weight of this lane's choice. */
+    /* Loads the weight of this lane's choice, if it has one. */
     __device__ __forceinline__ void read_weight()
     {
         if (!has_choice()) return;
@@ -191,7 +202,7 @@ struct WeightSender {
         weight = __float_as_uint(__ldg(weights + lane_choice()));
     }
     /* Sends the weights of the current tokens to all peers. A peer gets only the weights of the
-     * choices that go to it; they are adjacent in its memory. */
+     * choices that go to it, next to each other and in ascending k. */
     __device__ __forceinline__ void send_current() const
     {
         const p2p_self &self = m.job.plan.self;
@@ -202,10 +213,10 @@ struct WeightSender {
             const int rank = wrap_rank(self.rank + distance, self.num_ranks);
             const bool goes = has_choice() && choice_goes_to(m, word, rank);
             const uint32_t those = __ballot_sync(ALL_LANES, goes) & token_lanes;
-            /* backend hosts: no lane skips post_put_weights(), which contains a barrier of the
-             * warp */
+            /* In backend hosts all lanes must call post_put_weights(), which contains a barrier
+             * of the warp. */
             if (!HOSTS && !goes) continue;
-            /* number of this rank in the peer's list of sources */
+            /* this rank's number among the peer's sources */
             const int source = self.num_ranks - 1 - distance;
             uint32_t *floats = floats_base(self, m.op, self.heap[rank], source) +
                                (int64_t)lane_token() * float_stride(top_k);
@@ -215,8 +226,10 @@ struct WeightSender {
             post_put_weights(rank, floats, __popc(those));
         }
     }
-    /* backend hosts: posts the put that sends a token's weights to one rank. Called by all
-     * lanes of the warp; the lane of the token's first choice posts. */
+    /* Backend hosts: posts the put that sends the weights of each lane's token to `rank`.
+     * `count`: weights of the token. A put copies words of 8 bytes, so if `count` is odd, a
+     * poison word follows. Called by all lanes of the warp; the lane of the token's first
+     * choice posts. */
     __device__ __forceinline__ void post_put_weights(int rank, uint32_t *floats,
                                                      int count) const
     {
@@ -242,9 +255,9 @@ struct WeightSender {
 
 /* --------------------------------------------------------------------------- receiving ---- */
 
-/* Sets rank, token and piece of receiving unit number u. The units of this rank's own tokens
- * come first. Then come those of the peers: token 0 of each peer, then token 1 of each peer,
- * and so on. */
+/* Sets rank, token and piece of receiving unit number u. First come the units of this rank's
+ * own tokens, then those of the peers: token 0 of each peer, token 1 of each peer, and so
+ * on. */
 template <class Rows>
 __device__ __forceinline__ void locate_unit(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -260,22 +273,24 @@ __device__ __forceinline__ void locate_unit(const LowlatMove &m, int u, PendingP
     p.rank = wrap_rank(self.rank + 1 + row % peers, self.num_ranks);
 }
 
-/* Returns the number of receiving units: the pieces of all tokens of all ranks. */
+/* Returns how many receiving units this rank has: the pieces of all tokens of all ranks,
+ * whether or not the token has slots here. */
 template <class Rows> __device__ __forceinline__ int num_units(const LowlatMove &m)
 {
     const int peers = m.job.plan.self.num_ranks - 1;
     return m.job.num_tokens * Rows::own_pieces(m) + m.most_tokens * peers * m.shape.pieces;
 }
 
-/* Returns the number of `rank` in this rank's list of sources. */
+/* Returns the number of `rank` among this rank's sources: 0 for the next higher rank. */
 __device__ __forceinline__ int source_number_of(const LowlatMove &m, int rank)
 {
     const p2p_self &self = m.job.plan.self;
     return wrap_rank(rank + self.num_ranks - self.rank - 1, self.num_ranks);
 }
 
-/* Loads this lane's word of a token's record from an existing plan. Called before the plan's
- * header has been checked, so the caller must not use the result if the plan is invalid. */
+/* Loads this lane's word of the record of a token of `rank` from the plan in memory. Called
+ * before the plan's header has been checked, so the caller must not use the result if the plan
+ * turns out to be invalid. */
 __device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int rank,
                                                       int32_t token)
 {
@@ -287,8 +302,9 @@ __device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int r
 }
 
 /* Loads a piece of a peer's token from staging before the warp waits for it; words that have
- * not arrived are poison. Only for tokens below this rank's own number of tokens: mostly the
- * peers have the same number, so a later token probably does not exist. */
+ * not arrived are poison. If the token number is not below this rank's own number of tokens,
+ * the vectors become poison without a load: mostly all ranks have equally many tokens, so the
+ * token probably does not exist. */
 template <class Rows>
 __device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p)
 {
@@ -303,8 +319,8 @@ __device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p
     }
 }
 
-/* If receiving unit u exists, locates it and loads its piece: from the caller's rows for a
- * token of this rank, else from staging. */
+/* Finds out which piece receiving unit u is, if the unit exists, and loads the piece: from the
+ * caller's rows for this rank's own token, else from staging. */
 template <class Rows>
 __device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -316,8 +332,8 @@ __device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, Pendin
         load_staged<Rows>(m, p);
 }
 
-/* Loads this lane's word of the record of receiving unit u, if the kernel reads an existing
- * plan. */
+/* Loads this lane's word of the record of receiving unit u, if the kernel reads a plan and the
+ * unit exists. */
 template <class Rows>
 __device__ __forceinline__ void load_unit_record(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -325,8 +341,8 @@ __device__ __forceinline__ void load_unit_record(const LowlatMove &m, int u, Pen
         p.record_word = peek_record(m, p.rank, p.token, 0);
 }
 
-/* Loads the words of token number u over all ranks. This rank's tokens come first, then those
- * of the peers. */
+/* Loads the words (weights and record) of token number u of all ranks' tokens. This rank's
+ * tokens come first, then those of the peers. */
 __device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWords &w)
 {
     const p2p_self &self = m.job.plan.self;
@@ -347,16 +363,17 @@ __device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWo
         w.own_slot = __ldg(m.fates + at);
 }
 
-/* Stores a weight to slot_weights[slot], unless received rows are discarded. */
+/* Stores a weight to slot_weights[slot], if the lane has a slot and received rows are not
+ * discarded. */
 __device__ __forceinline__ void store_weight(const LowlatMove &m, int32_t slot, uint32_t word)
 {
     if (slot >= 0 && slot < m.job.recv_rows && !m.discards)
         m.job.slot_weights[slot] = __uint_as_float(word);
 }
 
-/* Waits for the weights of a token, stores them for the token's slots on this rank, and writes
- * poison back to staging. This lane's slot is the n-th slot of the token here. Returns false if
- * the group of ranks has failed. */
+/* Waits for the weights of a token and stores them to slot_weights of the token's slots on this
+ * rank. For a peer's token, stores poison back to staging. `slot`: this lane's slot, the n-th
+ * slot of the token here. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const PendingWords &w,
                                                 int32_t slot, int n)
 {
@@ -378,7 +395,9 @@ __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const Pendi
     return true;
 }
 
-/* Returns the slot of the token on this rank that belongs to this lane, or -1. */
+/* Returns this lane's slot of a token of `rank`, or -1. If the kernel makes the plan, the slot
+ * comes from the tables, and lane k has the slot of choice k. Else it is `word`, the lane's
+ * word of the record. */
 __device__ __forceinline__ int32_t find_slot(const LowlatMove &m, int rank, int32_t token,
                                              uint64_t word)
 {
@@ -386,8 +405,8 @@ __device__ __forceinline__ int32_t find_slot(const LowlatMove &m, int rank, int3
                           : (int32_t)word;
 }
 
-/* Waits for a piece and stores it to the token's slots on this rank. Returns false if the group
- * of ranks has failed. */
+/* Waits for a piece and stores it to the token's slots on this rank. A token without a slot
+ * here has no piece to wait for. Returns false if the group of ranks has failed. */
 template <class Rows>
 __device__ __forceinline__ bool receive_pending(const LowlatMove &m, PendingPiece &p)
 {
@@ -402,9 +421,9 @@ __device__ __forceinline__ bool receive_pending(const LowlatMove &m, PendingPiec
     return true;
 }
 
-/* Receives all pieces of this worker. The caller has loaded `first`. Each other piece is loaded
- * before the worker receives the piece before it, so that the loads overlap. Returns false if
- * the group of ranks has failed. */
+/* Receives all pieces of this worker. The caller has loaded `first`. The worker starts to load
+ * the next piece before it waits for the current one, so that the loads overlap. Returns false
+ * if the group of ranks has failed. */
 template <class Rows>
 __device__ __forceinline__ bool receive_all(const LowlatMove &m, PendingPiece &first)
 {
@@ -419,22 +438,22 @@ __device__ __forceinline__ bool receive_all(const LowlatMove &m, PendingPiece &f
     return true;
 }
 
-/* Returns the number of the first token whose words this worker receives. The last worker gets
- * token 0, because the first workers have more pieces. */
+/* Returns the number of the first token whose words (weights and record) this worker receives.
+ * The last worker gets token 0, because the first workers have more pieces to receive. */
 __device__ __forceinline__ int first_words(const LowlatMove &m)
 {
     return m.receivers.num_workers() - 1 - m.receivers.worker_index();
 }
 
-/* Returns how many tokens have words that this rank receives, over all ranks. */
+/* Returns for how many tokens, of all ranks, this rank receives words (weights and record). */
 __device__ __forceinline__ int num_words(const LowlatMove &m)
 {
     return m.job.num_tokens + m.most_tokens * (m.job.plan.self.num_ranks - 1);
 }
 
-/* Receives the words of this worker's tokens: stores the weights and, with a new plan, the
- * records. The caller has loaded `w`, the words of the first token. Returns false if the group
- * of ranks has failed. */
+/* Receives the words of this worker's tokens: stores their weights and, if the kernel makes the
+ * plan, their records. `w`: the words of the first token, which the caller has loaded. Returns
+ * false if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_words(const LowlatMove &m, PendingWords &w)
 {
     for (int u = first_words(m); u < num_words(m); u += m.receivers.num_workers()) {

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Low-latency kernels: the functions that all kernels for few tokens share.
+/* Low-latency kernels, for few tokens: the functions that all of them share.
  *
  * These kernels send rows in the same way as the other kernels (net/staging.cuh), so one rank
- * can use a low-latency kernel while a peer uses another one. Only the begin and the end of an
- * operation differ. A CTA has LOWLAT_WORKERS workers, which are warps that move rows, and one
- * control warp. The work that is done once per CTA or once per operation is:
+ * can run a low-latency kernel while a peer runs another kernel of the operation. Only the
+ * begin and the end of an operation differ. A CTA has LOWLAT_WORKERS workers, which are warps
+ * that move rows, and one control warp, its last warp. Work that is done once per CTA or once
+ * per operation:
  *
  *   every CTA   control warp   counts that the CTA has started
  *   last CTA    worker 0       system fence, then announces the operation to every rank; the
@@ -13,8 +14,9 @@
  *                              then counts the operation as done
  *
  * The announcement is the only word that needs a memory order. Each word of a row, weight or id
- * is its own flag. Every warp sends all that it has to send before it waits, so no wait is
- * circular. */
+ * is its own flag: the reader polls until it is no longer poison, or has the stamp of this
+ * epoch. Every warp sends all that it has to send before it waits, so no two warps wait for
+ * each other in a circle. */
 #ifndef EPIC_LOWLAT_CUH
 #define EPIC_LOWLAT_CUH
 
@@ -22,18 +24,20 @@
 #include "cuda/plan/view.cuh"
 
 #ifndef LOWLAT_WORKERS
-#define LOWLAT_WORKERS 16 /* with the control warp: 17 warps, so 96 registers per thread */
+/* with the control warp 17 warps, which leaves 96 registers per thread */
+#define LOWLAT_WORKERS 16
 #endif
 #define LOWLAT_BLOCK ((LOWLAT_WORKERS + 1) * WARP)
 
-/* Returns whether this thread is in the control warp, the last warp of the CTA. */
+/* Returns whether this thread is in the control warp, which is the last warp of the CTA. */
 __device__ __forceinline__ bool is_control_warp()
 {
     return threadIdx.x >= LOWLAT_WORKERS * WARP;
 }
 
-/* The CTAs [first, first + ctas), which share the units of one kind of work. Worker u %
- * num_workers() does unit u. Workers with consecutive numbers are in different CTAs. */
+/* The CTAs [first, first + ctas), among whose workers the units of one kind of work are
+ * divided: worker number u % num_workers() does unit u. Workers with consecutive numbers are in
+ * different CTAs, so that few units are spread over many SMs. */
 struct CtaRange {
     int first, ctas;
 
@@ -42,36 +46,38 @@ struct CtaRange {
     {
         return (uint32_t)((int)blockIdx.x - first) < (uint32_t)ctas;
     }
-    /* Returns the number of this warp among the workers of all these CTAs. */
+    /* Returns the number of this warp among the workers of all CTAs of the range. */
     __device__ __forceinline__ int worker_index() const
     {
         return worker_index_of((int)(threadIdx.x / WARP));
     }
-    /* Returns the number of warp `warp` of this CTA among the workers of all these CTAs. */
+    /* Returns the number that warp `warp` of this CTA has among the workers of all CTAs of the
+     * range. */
     __device__ __forceinline__ int worker_index_of(int warp) const
     {
         return warp * ctas + (int)blockIdx.x - first;
     }
-    /* Returns the number of workers of all these CTAs. */
+    /* Returns how many workers the CTAs of the range have. */
     __device__ __forceinline__ int num_workers() const
     {
         return LOWLAT_WORKERS * ctas;
     }
-    /* Returns the number of this thread among the threads of all these CTAs, control warps
-     * included. */
+    /* Returns the number of this thread among all threads of the CTAs of the range, control
+     * warps included. */
     __device__ __forceinline__ int64_t thread_index() const
     {
         return ((int64_t)blockIdx.x - first) * LOWLAT_BLOCK + threadIdx.x;
     }
-    /* Returns the number of threads of all these CTAs, control warps included. */
+    /* Returns how many threads the CTAs of the range have, control warps included. */
     __device__ __forceinline__ int64_t num_threads() const
     {
         return (int64_t)ctas * LOWLAT_BLOCK;
     }
 };
 
-/* Prefetches the kernel's parameters: each warp loads one line of 64 bytes. Called first of all
- * in the kernel, because the first use of each line waits for memory. */
+/* Prefetches the kernel's parameters: each warp loads one line of 64 bytes. The first use of
+ * each line waits for memory. So the kernel calls this function first, and all lines are loaded
+ * at the same time. */
 template <class Job> __device__ __forceinline__ void prefetch_params(const Job &job)
 {
     const int at = (int)(threadIdx.x / WARP) * 16;
@@ -80,28 +86,31 @@ template <class Job> __device__ __forceinline__ void prefetch_params(const Job &
     keep_in_registers(word);
 }
 
-/* Returns how many bits are needed for the numbers 0 to n - 1. */
+/* Returns how many bits the numbers 0 to n - 1 need. */
 __device__ __forceinline__ int bits_of(int n)
 {
     return 32 - __clz(n - 1);
 }
 
-/* The words that the control warp reads when the kernel starts. */
+/* The words that the control warp reads from memory when the kernel starts. */
 struct StartState {
-    uint32_t epoch;    /* the epoch of the last operation that has ended */
-    uint32_t overlaps; /* lane 0: result of mark_running() */
-    /* P2P_BROKEN if the group has failed, else 0. backend hosts: covers only failures that this
-     * GPU has seen; the waits also find failures in the net inbox. */
+    uint32_t epoch; /* epoch (number) of the last operation that has ended on this rank */
+    /* lane 0: 1 if another operation of this rank is running (mark_running()) */
+    uint32_t overlaps;
+    /* P2P_BROKEN() if the group of ranks has failed, else 0. In backend hosts, it shows only
+     * failures that a kernel of this rank has already seen; waits find the others, in the net
+     * inbox. */
     uint64_t broken;
-    /* backend hosts. epochs: how many epochs have ended; freed: for how many of them the net
-     * has read all puts */
+    /* Backend hosts. epochs: how many epochs of this rank have ended. freed: of how many of
+     * them the net has read all puts, so that their outbox can be written again. */
     uint64_t epochs, freed;
-    /* backend hosts, only in the last CTA: the word `broken` of the net inbox, for
-     * finish_lowlat() */
+    /* Backend hosts, only in the last CTA: the word `broken` of the net inbox, which
+     * finish_lowlat() checks. */
     uint64_t net_broken;
 };
 
-/* Reads the group's state at the start of a kernel. Called by all warps; workers get zeros. */
+/* Reads the words of StartState. Called by all warps at the start of a kernel; only the control
+ * warp reads, workers get zeros. */
 __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
 {
     StartState start = {};
@@ -117,9 +126,9 @@ __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
     return start;
 }
 
-/* backend hosts: waits until this rank is allowed to write to its outbox, because the net has
- * read the earlier puts from it. Called by the control warp. Returns false if the group of
- * ranks has failed. */
+/* Backend hosts: waits until this rank may write to its outbox, because the net has read all
+ * puts of the epoch that last used it. Backend p2p has no outbox and returns true. Called by
+ * the control warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const StartState &start)
 {
     if (!HOSTS) return true;
@@ -127,9 +136,10 @@ __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const Start
     return __all_sync(ALL_LANES, known || lane_id() || wait_outbox_free(op)) != 0;
 }
 
-/* Sends this rank's sizes, which are words of the announcement, to every rank. Called by all
- * warps; only the control warp of the last CTA sends. With backend hosts, it does nothing:
- * announce_start() stores all words of the announcement, so that one put sends them. */
+/* Sends this rank's sizes (tokens, capacity, rows), which are words of its announcement, to
+ * every rank. Called by all warps; only the control warp of the last CTA sends. In backend
+ * hosts it does nothing: announce_start() stores all words of the announcement, so that one put
+ * sends them. */
 __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpState &op,
                                                int32_t tokens, int32_t capacity, int32_t rows)
 {
@@ -140,17 +150,19 @@ __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpSta
     store_relaxed(to + P2P_ANNOUNCED_ROWS, stamp_word(op, (uint32_t)rows));
 }
 
-/* Returns whether this warp announces the operation. That is worker 0 of the last CTA. Only
- * with backend hosts, if the kernel makes a plan (`plans`), it is the control warp of the last
- * CTA, because the plan waits for the announcement. The warp must issue a system fence before
- * announce_start(). The fence takes long, so the kernel issues it first of all. */
+/* Returns whether this warp announces the operation. This is worker 0 of the last CTA. There is
+ * one exception: in backend hosts, if the kernel makes a plan (`plans`), it is the control warp
+ * of the last CTA, because the plan waits for the announcement. The announcing warp must issue
+ * a system fence before announce_start(). A fence takes long, so the kernel issues it when it
+ * starts. */
 __device__ __forceinline__ bool is_announcer(bool plans)
 {
     return is_last_cta() && (HOSTS && plans ? is_control_warp() : threadIdx.x < WARP);
 }
 
-/* Sends the operation's signature, the last word of the announcement, to every rank. Called by
- * the announcing warp, after its system fence. */
+/* Sends the operation's signature to every rank. This word completes the announcement. Called
+ * by the announcing warp, after its system fence: a peer that reads the signature must also see
+ * the poison that this rank's earlier operations have stored back. */
 __device__ __forceinline__ void announce_start(const p2p_self &self, const OpState &op)
 {
     if (lane_id() >= self.num_ranks) return;
@@ -160,7 +172,7 @@ __device__ __forceinline__ void announce_start(const p2p_self &self, const OpSta
     post_put(op, lane_id(), to, P2P_ANNOUNCE_WORDS * 8);
 }
 
-/* Sets all fields of op, the state of the operation, except the signature and the staging
+/* Sets the fields of op, the state of the operation, except the signature and the staging
  * addresses. Called by the control warp. */
 __device__ __forceinline__ void open_lowlat(OpState &op, const p2p_self &self,
                                             const StartState &start, int32_t tokens,
@@ -181,14 +193,15 @@ __device__ __forceinline__ void open_lowlat(OpState &op, const p2p_self &self,
     __syncwarp();
 }
 
-/* Sets the staging addresses in op. Called by the control warp. */
+/* Sets the staging addresses in op: where rows from each rank arrive, and where rows to each
+ * rank go. Called by the control warp. */
 __device__ __forceinline__ void find_lowlat_boxes(OpState &op, const p2p_self &self)
 {
     if (lane_id() < self.num_ranks) find_boxes(self, op, lane_id());
 }
 
-/* Waits for the sizes that all ranks announce. Lane q gets the sizes of rank q; lanes without a
- * rank get zeros. Called by one warp. Returns false if the group of ranks has failed. */
+/* Waits for the sizes that all ranks announce. Lane q gets the sizes of rank q; a lane without
+ * a rank gets zeros. Called by one warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool wait_sizes(const p2p_self &self, const OpState &op,
                                            int32_t &tokens, int32_t &capacity, int32_t &rows)
 {
@@ -212,9 +225,10 @@ __device__ __forceinline__ bool wait_sizes(const p2p_self &self, const OpState &
     return ok;
 }
 
-/* Counts this CTA as started, and breaks the group if two operations overlap. Called by all
- * threads after the first barrier. One thread of the control warp does the work, because the
- * workers have rows to send. */
+/* Counts this CTA as started, which means that it has read the epoch. Reports a failure if
+ * another operation of this rank runs at the same time. Called by all threads after the first
+ * barrier; one thread of the control warp does the work, because the workers have rows to
+ * send. */
 __device__ __forceinline__ void count_started_cta(const p2p_self &self, const OpState &op)
 {
     if (threadIdx.x != LOWLAT_WORKERS * WARP) return;
@@ -222,8 +236,8 @@ __device__ __forceinline__ void count_started_cta(const p2p_self &self, const Op
     report_overlap(op);
 }
 
-/* backend hosts: counts this warp as done with its puts. finish_lowlat() waits for this count
- * instead of the count of started CTAs. Called by every warp after its last put. */
+/* Backend hosts: counts this warp as done with its puts. finish_lowlat() waits for this count,
+ * not for the count of started CTAs. Called by every warp after its last put. */
 __device__ __forceinline__ void count_posted_warp(const p2p_self &self)
 {
     if (!HOSTS || lane_id() != 0) return;
@@ -231,11 +245,11 @@ __device__ __forceinline__ void count_posted_warp(const p2p_self &self)
     atomicAdd(&control_of(self)->done, 1u);
 }
 
-/* Ends the operation: waits for the peers' announcements, and until all CTAs have started (and
- * so have read the epoch). Then it counts the operation as done. With backend hosts, it waits
- * until all warps have posted their puts, instead of for the start of the CTAs, and posts the
- * end of the epoch. Called by the control warp of the last CTA. `are_copied`: poll_inbox() has
- * copied the announcements to the heap. */
+/* Ends the operation. It waits until all peers have announced it, and until all CTAs have
+ * started. A CTA that starts later would read the new epoch. Then it advances the epoch. In
+ * backend hosts, it waits until all warps have posted their puts, not only started, and then
+ * posts the end of the epoch. are_copied: poll_inbox() has copied the peers' announcements to
+ * the heap. Called by the control warp of the last CTA. */
 __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
                                               const StartState &start, bool are_copied)
 {
@@ -244,8 +258,8 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
         return __all_sync(ALL_LANES, load_relaxed(&control->done) ==
                                          gridDim.x * (HOSTS ? blockDim.x / WARP : 1)) != 0;
     };
-    /* A late rank has perhaps received all rows although the group was already broken. It must
-     * not count the operation as done. */
+    /* The group of ranks had failed before this kernel started. Perhaps all rows have arrived
+     * all the same, but the operation must not count as done. */
     if (HOSTS && start.net_broken) {
         op.aborted_wait = WAIT_ABORTED(-1, P2P_PHASE_ARRIVE);
         return;
@@ -260,8 +274,9 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
     if (lane_id() == 0) complete_operation(control, op);
 }
 
-/* Returns whether every rank's receive buffer has a row for each of its slots in the plan. If
- * the group is broken, it returns true. Called by the control warp. */
+/* Returns whether the receive buffer of every rank has a row for each slot that the rank has in
+ * the plan. If the group of ranks has failed, returns true, because the failure is reported
+ * elsewhere. Called by the control warp. */
 __device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpState &op,
                                               const device_plan_header &h)
 {
@@ -271,8 +286,9 @@ __device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpStat
            __all_sync(ALL_LANES, q >= num_ranks || h.slots_of[q] <= rows) != 0;
 }
 
-/* Returns true in the last one of `ctas` CTAs that calls it, false in the others. Called by all
- * threads of these CTAs, after their last store. */
+/* Returns true in the CTA that calls it last, of the `ctas` CTAs that call it. That CTA may
+ * overwrite what the others have stored. Called by all threads of these CTAs, after their last
+ * store. */
 static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
 {
     if (threadIdx.x == 0) {
@@ -284,8 +300,9 @@ static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
     return op.last != 0;
 }
 
-/* is_last_cta_to_end() for all CTAs of the grid, called if a rank has too few rows. The last
- * CTA also reports the rank with too few rows to the host. */
+/* Returns true in the CTA that calls it last, of all CTAs of the grid. That CTA also reports
+ * the rank that has too few rows to the host. Called by all threads if a rank has too few
+ * rows. */
 static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_header &h)
 {
     if (is_last_cta_to_end(op, (int)gridDim.x))
@@ -293,7 +310,7 @@ static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_he
     return op.last != 0;
 }
 
-/* If a wait of this CTA was given up, reports it. Called by all threads at the end of the
+/* Reports the cause if a wait of this CTA was given up. Called by all threads at the end of the
  * kernel. */
 __device__ __forceinline__ void end_lowlat(OpState &op)
 {

@@ -8,30 +8,36 @@
  *                           every rank (stamped words)           (gather_ids)
  *   control warp, last CTA  sizes (stamped words)                control warps (gather_sizes)
  *
- * So a plan needs only one exchange between the ranks, not two (first counts, then slots). All
- * ranks compute with equal numbers, so they all get the same plan. Each word is its own flag
- * (its stamp is the epoch), so no fence is needed.
+ * A CTA has one control warp, its last warp; the others are workers. A stamped word contains
+ * the epoch (the number of the operation), and a reader accepts it only in this epoch. So each
+ * word is its own flag, and no fence is needed.
+ *
+ * A plan needs only one exchange between the ranks in this way. The general planner
+ * (plan/planner.cuh) needs two: first counts, then slots. All ranks compute with the same ids,
+ * so they all get the same plan.
  *
  * A rank uses this planner if it has at most max_lowlat_tokens tokens. A rank with more tokens
  * uses plan/planner.cuh, which waits for counts from all ranks. If there is such a rank, this
- * rank discards its tables and also makes the plan as plan/planner.cuh does (a *mixed* plan).
+ * rank discards its tables, and also makes the plan with plan/planner.cuh. This is a *mixed*
+ * plan.
  *
- * A CTA has three barriers: after all ids have arrived, after each warp has counted the choices
- * of its experts, and after the first slot of each slab is known. Some work needs only one warp
- * per grid: the control warp of one CTA writes the header, and that of another CTA writes the
- * slabs. */
+ * A CTA has three barriers: after all ids have arrived, after its warps have counted the
+ * choices of the experts, and after the first slot of each slab is known. Some work needs only
+ * one warp per grid: the control warp of one CTA writes the header, and that of another CTA
+ * writes the slabs. */
 #ifndef EPIC_LOWLAT_PLAN_CUH
 #define EPIC_LOWLAT_PLAN_CUH
 
 #include "cuda/lowlat/plan_tables.cuh"
 
-/* An expert id as it was loaded from the caller's array. The encoding comes later, because a
- * computation with the id would wait for the load. */
+/* An expert id as loaded from the caller's array. It is encoded later (encode_id), because any
+ * computation with it would wait for the load. */
 struct RawId {
-    uint32_t low, high; /* high: upper half of an int64 id, else unused */
+    uint32_t low, high; /* high: upper half of an int64 id; unused for an int32 id */
 };
 
-/* Loads the id of choice k of a token of this rank. Past the last choice, it is -1. */
+/* Loads the expert id of choice k of a token of this rank. If k is past the last choice, the id
+ * is -1. */
 __device__ __forceinline__ RawId raw_id(const p2p_plan_job &job, int32_t token, int k)
 {
     const int64_t at = (int64_t)token * job.layer.top_k + k;
@@ -46,7 +52,8 @@ __device__ __forceinline__ RawId raw_id(const p2p_plan_job &job, int32_t token, 
     return id;
 }
 
-/* Returns the 16-bit form of an id: the expert, LOWLAT_NO_ID or LOWLAT_INVALID_ID. */
+/* Returns an id in 16 bits: the expert, LOWLAT_NO_ID for a negative id, or LOWLAT_INVALID_ID
+ * for one that is too large. */
 __device__ __forceinline__ uint32_t encode_id(const p2p_plan_job &job, RawId id)
 {
     const int32_t sign = (int32_t)(job.has_int64_ids ? id.high : id.low);
@@ -55,14 +62,15 @@ __device__ __forceinline__ uint32_t encode_id(const p2p_plan_job &job, RawId id)
                                                                              : id.low;
 }
 
-/* Returns two encoded ids in one 32-bit word. */
+/* Encodes two ids and returns them in one 32-bit word. */
 __device__ __forceinline__ uint32_t pack_ids(const p2p_plan_job &job, RawId low, RawId high)
 {
     return encode_id(job, low) | encode_id(job, high) << 16;
 }
 
-/* Returns where the id words of a token of `rank` are in `heap`. With backend hosts, the words
- * of consecutive tokens are adjacent, so that one put sends several tokens. */
+/* Returns the address, in `heap`, of the words with the ids of a token of `rank`. In backend
+ * hosts, the words of consecutive tokens are adjacent, so that one put sends those of several
+ * tokens. */
 __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpState &op,
                                               uint8_t *heap, int rank, int32_t token)
 {
@@ -73,23 +81,24 @@ __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpS
            (HOSTS ? token * 2 * id_lanes_of(job.layer) : 0);
 }
 
-/* Sends the expert ids of this rank's tokens to all peers. Each control warp sends some of the
- * tokens, several at a time; each lane has one word (two ids) of one of these tokens. The
- * constructor loads the first ids when the kernel starts. make_words() encodes them; send_ids()
- * sends them after op is set. */
+/* Sends the expert ids of this rank's tokens to all peers. Each control warp sends those of
+ * some tokens, several tokens at a time; each lane has one word (two ids) of one of these
+ * tokens. The constructor starts to load the first ids when the kernel starts. make_words()
+ * encodes them. send_ids() sends them, after op is set. */
 struct IdSender {
     const p2p_plan_job &job;
-    /* token_words: words per token; word_bits: bits that the number of such a word needs */
+    /* token_words: words per token. word_bits: bits that the number of a word within its token
+     * needs. */
     const int token_words, word_bits;
-    int32_t token; /* the token of this lane */
-    /* distance from this lane's token to its next one */
+    int32_t token; /* the token whose word this lane sends next */
+    /* how many tokens this lane advances after each word */
     const int32_t token_step;
     RawId low, high;
-    /* this lane's word */
+    /* this lane's word: two encoded ids */
     uint32_t id_pair;
 
     /* Loads the first ids. planning_ctas: the CTAs whose control warps send ids. sends: false
-     * if the kernel makes no plan, and so sends no ids. */
+     * if the kernel makes no plan; then there are no ids to send. */
     __device__ __forceinline__ IdSender(const p2p_plan_job &plan, const CtaRange &planning_ctas,
                                         bool sends)
         : job(plan), token_words(2 * id_lanes_of(plan.layer)), word_bits(bits_of(token_words)),
@@ -102,19 +111,19 @@ struct IdSender {
             token = job.num_tokens;
         read_ids();
     }
-    /* Returns the number of this lane's word among the words of its token. */
+    /* Returns the number of this lane's word within its token. */
     __device__ __forceinline__ int word_of_lane() const
     {
         return lane_id() & ((1 << word_bits) - 1);
     }
-    /* Loads the two ids of this lane's word. */
+    /* Loads the two ids of this lane's word, if its token exists. */
     __device__ __forceinline__ void read_ids()
     {
         if (token >= job.num_tokens) return;
         low = raw_id(job, token, 2 * word_of_lane());
         high = raw_id(job, token, 2 * word_of_lane() + 1);
     }
-    /* Encodes the loaded ids as this lane's word. */
+    /* Encodes the loaded ids into this lane's word. */
     __device__ __forceinline__ void make_words()
     {
         if (token < job.num_tokens) id_pair = pack_ids(job, low, high);
@@ -137,7 +146,8 @@ struct IdSender {
             }
         }
     }
-    /* Sends the ids of all tokens of this warp to all peers. */
+    /* Sends the ids of all tokens of this warp to all peers. In p2p, each lane stores its words
+     * to the heaps of the peers. */
     __device__ __forceinline__ void send_ids(const OpState &op)
     {
         if (HOSTS) return put_ids(op);
@@ -156,8 +166,9 @@ struct IdSender {
     }
 };
 
-/* Enters choice k of a token, with the encoded id e, in the tables. Returns true if another
- * choice of the token has the same expert. */
+/* Enters choice k of a token of `rank` in the tables. e: its encoded id. If the id is invalid,
+ * records the choice in bad_choice. Returns true if another choice of the token has the same
+ * expert. */
 __device__ __forceinline__ bool mark_choice(LowlatPlan &tables, int rank, int32_t token, int k,
                                             uint32_t e)
 {
@@ -172,8 +183,8 @@ __device__ __forceinline__ bool mark_choice(LowlatPlan &tables, int rank, int32_
             bit) != 0;
 }
 
-/* Stores four ids of a token in the tables, and enters these choices. They are choices 4 * id_lane
- * to 4 * id_lane + 3. */
+/* Stores the four ids that lane number id_lane of a token has received in the tables, and
+ * enters these choices: 4 * id_lane to 4 * id_lane + 3. ids[0] has the first two. */
 __device__ __forceinline__ void mark_lane_choices(LowlatPlan &tables, int rank, int32_t token,
                                                   int id_lane, const uint32_t (&ids)[2])
 {
@@ -187,9 +198,9 @@ __device__ __forceinline__ void mark_lane_choices(LowlatPlan &tables, int rank, 
     if (has_repeats) tables.has_repeats = true;
 }
 
-/* Waits for the ids of all ranks and enters them in the tables, four ids per lane at a time.
- * Called by the workers of the CTA. All ids of one lane come from the same rank. The last warps
- * get the first tokens, because the first warps have rows to send. Returns false if the group
+/* Waits for the ids of all ranks and enters them in the tables. A lane handles four ids of a
+ * token at a time, all from the same rank. Called by the workers of the CTA. The last warps get
+ * the first tokens, because the first warps still have rows to send. Returns false if the group
  * of ranks has failed. */
 static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
                                   const OpState &op)
@@ -203,7 +214,7 @@ static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
     const bool own = rank == self.rank, is_used = id_lane < id_lanes && rank < self.num_ranks;
     const int32_t step = LOWLAT_WORKERS * WARP >> (id_lane_bits + rank_bits);
     int32_t token = first >> (id_lane_bits + rank_bits);
-    /* number of tokens of `rank`; -1 until its announcement has arrived */
+    /* number of tokens of `rank`; -1 until the rank's announcement has arrived */
     int32_t known = own ? job.num_tokens : is_used ? -1 : 0;
     const uint64_t *announced =
         announcement_words(self, op, self.heap[self.rank], is_used ? rank : 0) +
@@ -227,7 +238,7 @@ static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
                 load_two_words(from, a, b);
                 const uint64_t tokens = known < 0 ? load_relaxed(announced) : 0;
                 if (known < 0 && is_stamped(op, tokens)) known = (int32_t)(uint32_t)tokens;
-                /* a rank with more tokens than tables.max_tokens sends no ids */
+                /* A rank with so many tokens sends no ids, so there is nothing to wait for. */
                 if (known > tables.max_tokens) known = 0;
                 ids[0] = (uint32_t)a;
                 ids[1] = (uint32_t)b;
@@ -243,8 +254,8 @@ static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
     return true;
 }
 
-/* Waits for the announced sizes of all ranks. Called by the control warp. Returns false if the
- * group of ranks has failed. */
+/* Waits for the sizes that all ranks announce, and enters them in the tables. Called by the
+ * control warp. Returns false if the group of ranks has failed. */
 static __device__ bool gather_sizes(LowlatPlan &tables, const p2p_self &self, const OpState &op)
 {
     int32_t tokens, capacity, rows;
@@ -258,13 +269,14 @@ static __device__ bool gather_sizes(LowlatPlan &tables, const p2p_self &self, co
     return true;
 }
 
-/* Counts the choices of each expert, then computes the first slot of each slab. Thread e
- * handles expert e. Called by all threads of the CTA; contains two barriers. */
+/* Computes the tables after all ids have arrived: counts the choices of each expert, then
+ * computes the first slot of each slab. Thread e handles expert e. Called by all threads of the
+ * CTA; contains two barriers. */
 static __device__ void compute_slabs(LowlatPlan &tables, const p2p_plan_job &job)
 {
     const int experts = tables.num_experts, ranks = job.self.num_ranks;
     const int e = (int)threadIdx.x, warp = e / WARP;
-    /* warps without an expert skip the work, which is faster */
+    /* Warps without an expert skip the work, which saves time for the others. */
     const bool has_experts = warp * WARP < experts;
     int32_t rows = 0, upto = 0;
     if (e < experts) {
@@ -297,7 +309,7 @@ static __device__ void compute_slabs(LowlatPlan &tables, const p2p_plan_job &job
     __syncthreads();
 }
 
-/* Returns the number of slots that rank q needs, or 0 if there is no rank q. */
+/* Returns how many slots rank q needs; 0 if there is no rank q. */
 __device__ __forceinline__ int32_t needed_by(const LowlatPlan &tables, const p2p_plan_job &job,
                                              int q)
 {
@@ -306,7 +318,7 @@ __device__ __forceinline__ int32_t needed_by(const LowlatPlan &tables, const p2p
                : 0;
 }
 
-/* Returns the number of slots that this rank needs. */
+/* Returns how many slots this rank needs. */
 __device__ __forceinline__ int32_t needed_here(const LowlatPlan &tables,
                                                const p2p_plan_job &job)
 {
@@ -314,8 +326,10 @@ __device__ __forceinline__ int32_t needed_here(const LowlatPlan &tables,
            tables.slots_before(job, job.self.rank);
 }
 
-/* Returns whether the plan can be used. The result is equal on all ranks. Called by one warp.
- * `moves`: the operation also moves rows, so it also checks that each rank has enough rows. */
+/* Returns whether the plan can be used: not if an id is invalid, or if a rank needs more slots
+ * than its capacity. `moves`: the operation also moves rows, so the function also checks that
+ * each rank's receive buffer has a row per slot. All ranks get the same verdict. Called by one
+ * warp. */
 static __device__ PlanVerdict judge_plan(const LowlatPlan &tables, const p2p_plan_job &job,
                                          bool moves)
 {
@@ -334,9 +348,9 @@ static __device__ PlanVerdict judge_plan(const LowlatPlan &tables, const p2p_pla
             !any_bad && !any_over};
 }
 
-/* Finds each rank's first choice whose expert an earlier choice of the same token has already.
- * Used for layers with EPIC_DISTINCT, where this is an error. atomicMin makes the result
- * independent of the order of the threads. Called by all threads of the CTA. */
+/* Finds duplicates, which are an error in layers with EPIC_DISTINCT: sets bad_choice of each
+ * rank to its first choice whose expert an earlier choice of the token has, too. atomicMin
+ * makes the result independent of the order of threads. Called by all threads of the CTA. */
 static __device__ __noinline__ void find_duplicates(LowlatPlan &tables, int ranks)
 {
     const int each = tables.id_lanes * LOWLAT_LANE_IDS;
@@ -350,13 +364,13 @@ static __device__ __noinline__ void find_duplicates(LowlatPlan &tables, int rank
         }
 }
 
-/* backend hosts: words from other hosts arrive in the net inbox. That may be host memory, where
- * the polls of many warps are served one after the other. So only a few warps, the *inbox
- * pollers*, poll it. They copy what has arrived to the same offsets of the heap, where all
- * other warps wait for it.
+/* In backend hosts, words from other hosts arrive in the net inbox. It may be in host memory,
+ * where the polls of many warps are served one after the other. So only a few warps, the *inbox
+ * pollers*, poll it. They copy the words that have arrived to the same offsets of the heap,
+ * where all other warps wait for them.
  *
- * copy_announcements() copies the announcements of remote ranks. Called by one warp. Returns
- * false if the group of ranks has failed. */
+ * copy_announcements() does this for the announcements of ranks on other hosts. Called by one
+ * warp. Returns false if the group of ranks has failed. */
 static __device__ bool copy_announcements(const p2p_self &self, const OpState &op)
 {
     const int q = lane_id() < self.num_ranks ? lane_id() : self.rank;
@@ -376,9 +390,10 @@ static __device__ bool copy_announcements(const p2p_self &self, const OpState &o
     });
 }
 
-/* Copies the ids of remote ranks, two words per lane. Called by `warps` warps; this one is
- * number `warp`. It does not wait for ids past a rank's announced number of tokens. Returns
- * false if the group of ranks has failed. */
+/* Copies the expert ids that ranks on other hosts have sent from the net inbox to the heap. A
+ * lane copies two words at a time. It does not wait for words past the number of tokens that
+ * their rank has announced. The words are divided among `warps` warps; this one is number
+ * `warp`. Returns false if the group of ranks has failed. */
 static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int warp, int warps)
 {
     const p2p_self &self = job.self;
@@ -414,10 +429,11 @@ static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int 
     return true;
 }
 
-/* Polls the net inbox and copies the announcements and ids that arrive. Called by all threads
- * of the last CTA, which receives no rows. If the grid has only one CTA, only its control warp
- * polls. In p2p there is nothing to copy, because peers store into the heap itself. Returns
- * false if the group of ranks has failed. */
+/* Backend hosts: polls the net inbox and copies the announcements and ids that arrive to the
+ * heap. Called by all threads of the last CTA, which receives no rows. If the grid has only one
+ * CTA, only its control warp polls, because the workers have rows to move. In p2p there is
+ * nothing to copy, because peers store into the heap itself. Returns false if the group of
+ * ranks has failed. */
 static __device__ bool poll_inbox(const p2p_plan_job &job, const OpState &op)
 {
     if (!HOSTS) return true;
@@ -428,13 +444,15 @@ static __device__ bool poll_inbox(const p2p_plan_job &job, const OpState &op)
 }
 
 enum LowlatPlanState {
-    LOWLAT_PLAN_BROKEN, /* the group is broken */
-    LOWLAT_PLAN_MADE,   /* the tables are complete */
-    LOWLAT_PLAN_MIXED   /* a rank has too many tokens; the caller must call make_mixed_plan() */
+    LOWLAT_PLAN_BROKEN, /* the group of ranks has failed */
+    LOWLAT_PLAN_MADE,   /* the tables have the plan */
+    /* a rank has too many tokens for the tables, so the caller must call make_mixed_plan() */
+    LOWLAT_PLAN_MIXED
 };
 
-/* Waits for the ids and sizes of all ranks, and computes the tables. Called by all threads of
- * the CTA. */
+/* Makes the plan in the tables of this CTA: waits for the ids and sizes of all ranks, and
+ * computes the tables. Called by all threads of the CTA. Returns which kind of plan it has
+ * made, if any. */
 static __device__ LowlatPlanState make_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                                    const OpState &op)
 {
@@ -449,9 +467,10 @@ static __device__ LowlatPlanState make_lowlat_plan(LowlatPlan &tables, const p2p
     return LOWLAT_PLAN_MADE;
 }
 
-/* Makes a mixed plan: exchanges counts with the other ranks as plan/planner.cuh does, because
- * one of them has more tokens than fit into the tables. Called by all threads of every CTA that
- * makes the plan. Returns false if the group of ranks has failed. */
+/* Makes a mixed plan, because another rank has more tokens than fit in the tables. That rank
+ * uses plan/planner.cuh, so this rank does so, too: the first job.planners CTAs run
+ * make_plan(). Called by all threads of every CTA that would make the plan. Returns false if
+ * the group of ranks has failed. */
 static __device__ __noinline__ bool make_mixed_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                                     const OpState &op, uint8_t *memory)
 {
@@ -459,8 +478,8 @@ static __device__ __noinline__ bool make_mixed_plan(LowlatPlan &tables, const p2
     return __syncthreads_and(ok) != 0;
 }
 
-/* Fills in the header fields that do not depend on the ids. Called by one control warp, while
- * the ids have not arrived yet. */
+/* Fills in the fields of the plan's header that do not depend on the ids. Called by one control
+ * warp of the grid, while the ids are on their way. */
 static __device__ void begin_header(LowlatPlan &tables, const p2p_plan_job &job,
                                     const OpState &op)
 {
@@ -472,9 +491,9 @@ static __device__ void begin_header(LowlatPlan &tables, const p2p_plan_job &job,
     __syncwarp();
 }
 
-/* Fills in the header fields that depend on the ids, writes the header and the caller's
- * outputs, and reports wrong ids and overflows. Called by the control warp that called
- * begin_header(). */
+/* Fills in the other fields of the plan's header after the ids have arrived, writes the header
+ * and the caller's outputs, and reports invalid ids and overflows. Called by the control warp
+ * that called begin_header(). */
 static __device__ void end_header(LowlatPlan &tables, const p2p_plan_job &job,
                                   const OpState &op, uint32_t result)
 {
@@ -497,8 +516,9 @@ static __device__ void end_header(LowlatPlan &tables, const p2p_plan_job &job,
         report_overflow(tables.p, job, op);
 }
 
-/* Writes where this rank's slabs and their padding are to the plan, and the numbers of rows and
- * tokens to the caller's arrays. Called by one control warp. */
+/* Writes the first slot and the padding of each of this rank's slabs to the plan, and the
+ * numbers of rows and tokens of each local expert to the caller's arrays. Called by one control
+ * warp of the grid. */
 static __device__ void write_slabs(const LowlatPlan &tables, const p2p_plan_job &job,
                                    uint32_t result)
 {
@@ -519,9 +539,9 @@ static __device__ void write_slabs(const LowlatPlan &tables, const p2p_plan_job 
     }
 }
 
-/* Writes the header and the slabs of the plan. Called by all control warps. The control warp of
- * the first planning CTA writes the header, that of the second one writes the slabs. If there
- * is only one planning CTA, its control warp writes both. */
+/* Writes the header and the slabs of the plan. Called by all control warps, of which one writes
+ * the header and one the slabs: those of the first and the second planning CTA. If there is
+ * only one planning CTA, its control warp writes both. */
 static __device__ void write_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                          const OpState &op, const CtaRange &planning_ctas,
                                          uint32_t result)

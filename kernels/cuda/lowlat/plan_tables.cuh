@@ -1,72 +1,81 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The tables from which a plan for few tokens is computed. Each CTA has its own tables in
- * shared memory; lowlat/plan.cuh fills them in.
+/* The tables from which a plan for few tokens is computed. Each CTA has its own copy in shared
+ * memory, which lowlat/plan.cuh fills in. A rank's tokens are divided into groups of 32.
  *
- *   id       expert ids of all choices of all ranks
- *   mask     for each expert and group of 32 tokens of a rank: bits of the tokens that chose it
- *   before   for each expert and group: number of choices of the expert in earlier groups
- *   start    for each expert: first slot of its slab
+ *   ids              expert ids of all choices of all ranks
+ *   mask             for each group and expert: one bit per token, 1 if it chose the expert
+ *   earlier_choices  for each group and expert: choices of the expert in earlier groups
+ *   slab_start       for each expert: first slot of its slab
  *
- * The slot of a choice is start + before + the number of bits in the mask below the token's
- * bit. A mask has one bit per token, so it cannot express that a token chooses an expert twice.
- * If any token does so, all slots are found by counting ids one by one, which is slow. */
+ * The slot of a choice is slab_start + earlier_choices + the number of mask bits below the
+ * token's bit. A mask has one bit per token, so it cannot express that a token chooses an
+ * expert twice. If any token does so, all slots are found by counting ids one by one, which is
+ * slow. */
 #ifndef EPIC_LOWLAT_PLAN_TABLES_CUH
 #define EPIC_LOWLAT_PLAN_TABLES_CUH
 
 #include "cuda/dispatch/dispatch.cuh"
 #include "cuda/lowlat/lowlat.cuh"
 
-#define LOWLAT_NO_ID 0xffffu      /* encoded id of a choice without an expert */
-#define LOWLAT_INVALID_ID 0xfffeu /* encoded id that means: the caller's id is out of range */
-#define LOWLAT_LANE_IDS 4         /* number of ids that a lane loads and marks at a time */
-/* Upper bound of the tables' dynamic shared memory, in bytes. There are at most 8192 ids of at
- * most 4096 tokens. The last "* 2" is there because each token's number of ids is rounded up to
- * a multiple of four. */
+/* encoded id of a choice that has no expert (the caller's id is negative) */
+#define LOWLAT_NO_ID 0xffffu
+#define LOWLAT_INVALID_ID 0xfffeu /* encoded id of a choice whose id is too large */
+#define LOWLAT_LANE_IDS 4         /* how many ids of one token a lane handles at a time */
+/* Upper bound of lowlat_plan_bytes(), in bytes. There are at most 8192 ids of at most 4096
+ * tokens, 2 bytes per id. Each token's number of ids is rounded up to a multiple of four, which
+ * at most doubles their number: hence the last factor 2. */
 #define LOWLAT_PLAN_MAX_BYTES \
     (P2P_LOWLAT_MASKS * 6 + LOWLAT_WORKERS * WARP * 8 + P2P_LOWLAT_CHOICES * 2 * 2 + 16)
 
-struct PlanVerdict { /* whether a plan can be used; equal on all ranks */
+struct PlanVerdict { /* Whether a plan can be used. The verdict is equal on all ranks. */
     uint32_t result;
-    bool short_of_rows; /* true: the plan is valid, but a rank has fewer rows than slots */
+    /* true: the plan is valid, but the receive buffer of a rank has fewer rows than it has
+     * slots */
+    bool short_of_rows;
 };
 
-/* The tables of the plan. The struct is in static shared memory, the arrays behind its pointers
- * are in dynamic shared memory. */
+/* The tables of a plan (see above). The struct is in static shared memory; the arrays behind
+ * its pointers are in dynamic shared memory. */
 struct LowlatPlan {
-    /* Only these members of Planner are used: load, start, capacity, demand, needed, bad_ranks
-     * and header. Here `start` counts slots over all ranks: the first slot of rank 1 follows
-     * the last one of rank 0. */
+    /* The planner's state, of which only these members are used: load, slab_start, capacity,
+     * demand, needed_slots, bad_ranks and header. Here slab_start counts slots over all ranks:
+     * the first slot of rank 1 follows the last one of rank 0. */
     Planner p;
     /* [groups of all ranks][num_experts]: one bit for each of the group's 32 tokens, 1 if the
      * token chose the expert */
     uint32_t *mask;
-    /* [groups of all ranks][num_experts]: number of choices of the expert in earlier groups */
+    /* [groups of all ranks][num_experts]: how many choices of the expert are in earlier groups,
+     * of lower ranks or of the same rank */
     uint16_t *earlier_choices;
-    uint16_t *ids; /* [num_ranks][max_tokens][id_lanes * LOWLAT_LANE_IDS]: ids of all choices */
+    /* [num_ranks][max_tokens][id_lanes * LOWLAT_LANE_IDS]: encoded expert ids of all choices */
+    uint16_t *ids;
     /* number of tokens of each rank */
     int32_t tokens[DEVICE_MAX_RANKS];
     int32_t recv_rows[DEVICE_MAX_RANKS]; /* number of rows of each rank's receive buffer */
-    /* for each rank: its first choice with an invalid id, or NO_INDEX */
+    /* for each rank: the first of its choices that has an invalid id, or NO_INDEX */
     uint32_t bad_choice[DEVICE_MAX_RANKS];
-    /* warp_slots[w]: number of slots of the experts of warp w of compute_slabs() */
+    /* warp_slots[w]: number of slots of the experts that warp w handles in compute_slabs() */
     int32_t warp_slots[LOWLAT_WORKERS];
-    int32_t total_slots; /* number of slots of all ranks */
-    /* max_tokens: largest number of tokens per rank that fits into the tables; num_groups: number of
-     * groups of 32 tokens per rank */
+    int32_t total_slots; /* number of slots of all ranks together */
+    /* max_tokens: how many tokens of each rank the tables have space for. num_groups: groups of
+     * 32 tokens per rank. */
     int32_t max_tokens, num_groups;
-    /* num_experts, top_k: those of the layer; id_lanes: number of lanes per token, each with four
-     * ids */
+    /* num_experts, top_k: those of the layer. id_lanes: lanes that handle the ids of one token,
+     * LOWLAT_LANE_IDS ids each. */
     int32_t num_experts, top_k, id_lanes;
-    bool has_repeats;    /* true: a token chose the same expert twice */
-    bool has_large_rank; /* true: a rank has more than max_tokens tokens */
+    /* true: some token chose an expert twice, so masks do not give the slots */
+    bool has_repeats;
+    /* true: a rank has more than max_tokens tokens, so the tables cannot be used */
+    bool has_large_rank;
 
-    /* Returns the index in `ids` of a token's first id. */
+    /* Returns the index in `ids` of the first id of a token of `rank`. */
     __device__ __forceinline__ int first_id_index(int rank, int32_t token) const
     {
         return (rank * max_tokens + token) * id_lanes * LOWLAT_LANE_IDS;
     }
-    /* Returns the slot of choice k of a token, on the rank of its expert e. In the slab of e,
-     * slots are in the order of rank, token and k. `first` is the first expert of e's rank. */
+    /* Returns the slot that choice k of a token of `rank` has on the rank of its expert e.
+     * Within the slab of e, slots are in the order of rank, token and k. `first`: first expert
+     * of the rank that owns e. */
     __device__ __forceinline__ int32_t slot_of(int rank, int32_t token, int k, int e,
                                                int first) const
     {
@@ -77,9 +86,9 @@ struct LowlatPlan {
                    __popc(mask[index] & ((1u << token % WARP) - 1));
         return begin + count_before(rank, token * id_lanes * LOWLAT_LANE_IDS + k, (uint16_t)e);
     }
-    /* Returns how often the ranks below `rank` chose the expert, plus how often it is among the
-     * first `choices` ids of `rank`. This is slow. It is used only if a token chose an expert
-     * twice. */
+    /* Returns how many choices of `expert` the ranks below `rank` have, plus how many are among
+     * the first `choices` ids of `rank`. It compares ids one by one, which is slow. It is used
+     * only if some token chose an expert twice. */
     __device__ __noinline__ int count_before(int rank, int choices, uint16_t expert) const
     {
         int count = 0;
@@ -90,13 +99,14 @@ struct LowlatPlan {
         }
         return count;
     }
-    /* Returns the encoded id of choice k of a token, as its rank has sent it. Past the last
-     * choice, it is LOWLAT_NO_ID. */
+    /* Returns the encoded id of choice k of a token of `rank`; LOWLAT_NO_ID if k is past the
+     * last choice. */
     __device__ __forceinline__ uint32_t choice_of(int rank, int32_t token, int k) const
     {
         return k < top_k ? ids[first_id_index(rank, token) + k] : LOWLAT_NO_ID;
     }
-    /* Returns the slot of choice k of a token if its expert is on this rank, else -1. */
+    /* Returns the slot of choice k of a token of `rank` if its expert is on this rank, else
+     * -1. */
     __device__ __forceinline__ int32_t slot_here(const p2p_plan_job &job, int rank,
                                                  int32_t token, int k) const
     {
@@ -105,17 +115,18 @@ struct LowlatPlan {
         const bool here = e - (uint32_t)first < (uint32_t)job.block;
         return here ? slot_of(rank, token, k, (int)e, first) : -1;
     }
-    /* Returns the number of slots of the ranks below q. For q = num_ranks, these are all
-     * slots. */
+    /* Returns how many slots the ranks below q have together. For q = num_ranks, this is the
+     * number of all slots. */
     __device__ __forceinline__ int32_t slots_before(const p2p_plan_job &job, int q) const
     {
         const int e = q * job.block;
         return e < num_experts ? p.slab_start[e] : total_slots;
     }
-    /* Writes a token's record to the plan. For a token of this rank, it also writes the fates
-     * and ranks of its choices. Called by one warp. `slot`: in lane k, what slot_here()
-     * returned for choice k. `here`: bit mask of the lanes that have a slot. `result`: the
-     * result of the plan. */
+    /* Writes the record of a token of `rank` (its slots on this rank) to the plan. If the token
+     * is this rank's own, also writes the fates and ranks of its choices. `slot`: in lane k,
+     * the result of slot_here() for choice k. `here`: bit mask of the lanes that have a slot.
+     * `result`: result of the plan; if it is an error, no slot is written. Called by one
+     * warp. */
     __device__ __forceinline__ void store_token(const p2p_plan_job &job, int rank,
                                                 int32_t token, int32_t slot, uint32_t here,
                                                 uint32_t result) const
@@ -139,14 +150,15 @@ struct LowlatPlan {
     }
 };
 
-/* Returns how many lanes handle the ids of one token. Each lane has LOWLAT_LANE_IDS ids. */
+/* Returns how many lanes handle the ids of one token, LOWLAT_LANE_IDS ids each. */
 __host__ __device__ __forceinline__ int id_lanes_of(const epic_layer &layer)
 {
     return ((int)layer.top_k + LOWLAT_LANE_IDS - 1) / LOWLAT_LANE_IDS;
 }
 
-/* Returns the dynamic shared memory, in bytes, that the tables need. If mixed plans are
- * possible, it also suffices for plan/planner.cuh. */
+/* Returns the bytes of dynamic shared memory that the tables need. If a rank can have too many
+ * tokens for the tables, the memory also suffices for plan/planner.cuh, which then makes the
+ * plan. */
 static inline int lowlat_plan_bytes(const p2p_plan_job &job)
 {
     const int64_t ranks = job.self.num_ranks, experts = job.layer.num_experts;
@@ -158,8 +170,8 @@ static inline int lowlat_plan_bytes(const p2p_plan_job &job)
     return bytes > other ? bytes : other;
 }
 
-/* Sets up empty tables. `memory` is lowlat_plan_bytes() of shared memory. Called by all threads
- * of the CTA, before the first barrier. */
+/* Sets up empty tables. `memory`: lowlat_plan_bytes() bytes of dynamic shared memory. Called by
+ * all threads of the CTA, before its first barrier. */
 static __device__ void open_tables(LowlatPlan &tables, const p2p_plan_job &job, uint8_t *memory)
 {
     const int experts = (int)job.layer.num_experts, ranks = job.self.num_ranks;

@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The units of work of combine for few tokens, if rows are aligned and partial sums are added
- * in the order of ranks. A unit is one piece of a token's row; a piece has one vector per lane:
+/* The units of work of combine for few tokens, for aligned rows whose partial sums are added in
+ * the order of ranks. A partial sum is the sum of weight * row over a token's slots on one
+ * rank. A unit is one piece of a token's row; a piece has one 16-byte vector per lane:
  *
- *   send_sum      token of a peer: adds the token's rows on this rank, and stores this partial
- *                 sum to the peer's staging
- *   receive_sum   token of this rank: adds the token's rows on this rank, polls the peers'
- *                 partial sums, adds all in the order of ranks, stores the result to out
+ *   send_sum      for a token of a peer: adds the token's rows on this rank, and stores this
+ *                 partial sum to the peer's staging
+ *   receive_sum   for a token of this rank: adds the token's rows on this rank, polls the
+ *                 peers' partial sums, adds all in the order of ranks, stores the sum to out
  *
  * A warp loads up to eight rows of a unit together, so that the loads overlap. It loads the
  * rows of its first unit before the plan's header has been checked. The results are
- * bit-identical to those of combine/plain.cuh. Template argument EXACT: every lane of every
+ * bit-identical to those of combine/plain.cuh. EXACT (template argument): every lane of every
  * piece is inside the row. */
 #ifndef EPIC_LOWLAT_SUM_CUH
 #define EPIC_LOWLAT_SUM_CUH
@@ -17,30 +18,31 @@
 #include "cuda/combine/plain.cuh"
 #include "cuda/lowlat/lowlat.cuh"
 
-#define LOWLAT_LOADED_ROWS 8 /* how many rows of a token a warp loads together */
+#define LOWLAT_LOADED_ROWS 8 /* largest number of rows of a token that a warp loads together */
 
-/* This lane's vectors of the rows of a unit, LOWLAT_LOADED_ROWS rows at a time. */
+/* The rows of a unit that the warp has loaded, up to LOWLAT_LOADED_ROWS at a time: this lane's
+ * vector of each row. */
 struct SlotRows {
     uint4 q[LOWLAT_LOADED_ROWS];
-    float weight; /* weight of this lane's slot */
+    float weight; /* weight of this lane's slot (lane n has the token's slot number n) */
 };
 
-/* Returns the index, within the row, of the vector that this lane handles in the unit's
- * piece. */
+/* Returns the index within the row of the vector that this lane handles. */
 __device__ __forceinline__ int32_t vector_of(const Unit &u)
 {
     return u.piece * WARP + lane_id();
 }
 
-/* Returns whether this lane's vector is inside the row. */
+/* Returns whether this lane's vector is inside the row. The last piece of a row may be shorter
+ * than a warp. */
 template <bool EXACT>
 __device__ __forceinline__ bool in_row(const CombineState &c, const Unit &u)
 {
     return EXACT || vector_of(u) < c.shape.vectors;
 }
 
-/* Loads this lane's vectors of the unit's rows number `from` to from + LOWLAT_LOADED_ROWS - 1.
- * The unit has `count` rows; lane n has the slot of row n. */
+/* Loads this lane's vectors of the unit's rows number `from` to from + LOWLAT_LOADED_ROWS - 1,
+ * of its `count` rows. Lane n of u.slot has the slot of row n. */
 template <bool EXACT>
 __device__ __forceinline__ void load_slot_rows(const CombineState &c, SlotRows &rows,
                                                const Unit &u, int count, int from)
@@ -55,8 +57,8 @@ __device__ __forceinline__ void load_slot_rows(const CombineState &c, SlotRows &
     }
 }
 
-/* Adds weight * row to acc for the loaded rows. The first of them is row number `from` of the
- * unit's `count` rows. */
+/* Adds weight * row to acc for each loaded row. `from`: number of the first loaded row.
+ * `count`: rows of the unit in all. */
 template <class ROW>
 __device__ __forceinline__ void add_loaded(const SlotRows &rows, float (&acc)[1][ROW::N],
                                            int count, int from)
@@ -72,21 +74,21 @@ __device__ __forceinline__ void add_loaded(const SlotRows &rows, float (&acc)[1]
     }
 }
 
-/* Returns whether the unit's slots are in the lowest lanes, as in every valid record. Before
- * the plan's header has been checked, a record can contain any values. */
+/* Returns whether the lanes with a slot are the lowest ones, as in every valid record. A record
+ * that is loaded before the plan has been checked may contain anything. */
 __device__ __forceinline__ bool has_slots_in_low_lanes(const Unit &u)
 {
     const uint32_t lanes = __ballot_sync(ALL_LANES, u.slot >= 0);
     return (lanes & (lanes + 1)) == 0;
 }
 
-/* Returns the number of slots that the unit's token has on this rank. */
+/* Returns how many slots the unit's token has on this rank. */
 __device__ __forceinline__ int num_slots_of(const Unit &u)
 {
     return __popc(__ballot_sync(ALL_LANES, u.slot >= 0));
 }
 
-/* Loads the weights and the first LOWLAT_LOADED_ROWS rows of a unit. The caller has set
+/* Loads the weights of a unit's slots and its first LOWLAT_LOADED_ROWS rows. The caller has set
  * u.slot. */
 template <bool EXACT>
 __device__ __forceinline__ void load_unit_rows(const CombineState &c, SlotRows &rows,
@@ -96,8 +98,9 @@ __device__ __forceinline__ void load_unit_rows(const CombineState &c, SlotRows &
     load_slot_rows<EXACT>(c, rows, u, num_slots_of(u), 0);
 }
 
-/* Returns this rank's partial sum: adds weight * row over the unit's `count` slots, in the
- * order of the token's choices. The caller has loaded the first rows. */
+/* Returns this rank's partial sum for the unit: the sum of weight * row over its `count` slots,
+ * in the order of the token's choices. The caller has loaded the first rows; this function
+ * loads the others. */
 template <class ROW, bool EXACT>
 __device__ __forceinline__ uint4 sum_loaded(const CombineState &c, SlotRows &rows,
                                             const Unit &u, int count)
@@ -114,7 +117,8 @@ __device__ __forceinline__ uint4 sum_loaded(const CombineState &c, SlotRows &row
 }
 
 /* Adds this rank's rows for one piece of a peer's token, and stores this partial sum to the
- * peer's staging. The caller has loaded `rows`. */
+ * peer's staging. With the first piece it also sends the token's slot_floats, if the caller
+ * passed any. The caller has loaded `rows`. */
 template <class ROW, bool EXACT>
 __device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, const Unit &u)
 {
@@ -125,13 +129,13 @@ __device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, 
     if (in_row<EXACT>(c, u))
         store_relaxed(staged_row(c.op.outbox[rank], u.token, c.shape.vectors) + vector_of(u),
                       node);
-    /* number of this rank in the peer's list of sources */
+    /* this rank's number among the peer's sources */
     const int source = self.num_ranks - 2 - u.role;
     if (u.piece == 0 && c.job.slot_floats)
         send_floats(c, rank, u.token, floats_base(self, c.op, self.heap[rank], source));
 }
 
-/* Adds the numbers of vector q to total. */
+/* Adds the elements of vector q to total. */
 template <class ROW> __device__ __forceinline__ void add_to(float (&total)[ROW::N], uint4 q)
 {
     float x[ROW::N];
@@ -140,9 +144,9 @@ template <class ROW> __device__ __forceinline__ void add_to(float (&total)[ROW::
     for (int e = 0; e < ROW::N; e++) total[e] += x[e];
 }
 
-/* Adds the partial sums of the ranks in the bit mask `ranks` to total, in the order of ranks.
- * Waits for AT_ONCE partial sums at a time, and stores poison back to staging. `own` is this
- * rank's partial sum. Returns false if the group of ranks has failed. */
+/* Adds the partial sums of `ranks` (bit mask) to total, in the order of ranks. `own`: this
+ * rank's partial sum. The others arrive in staging: the warp polls AT_ONCE of them together,
+ * and then stores poison back. Returns false if the group of ranks has failed. */
 template <class ROW, bool EXACT, int AT_ONCE>
 __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u,
                                             uint32_t ranks, uint4 own, float (&total)[ROW::N])
@@ -183,7 +187,8 @@ __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u
     return true;
 }
 
-/* Adds one piece of a token of this rank over all ranks, and stores the sum to the output. The
+/* Adds one piece of a token of this rank over all ranks, and stores the sum to the output. With
+ * the first piece it also receives the token's choice_floats, if the caller wants them. The
  * caller has loaded `rows`. Returns false if the group of ranks has failed. */
 template <class ROW, bool EXACT, int AT_ONCE>
 __device__ __forceinline__ bool receive_sum(const CombineState &c, SlotRows &rows,
