@@ -17,7 +17,7 @@ from test_moe import OF_EXPERTS, layer_step
 HERE = Path(__file__).parent
 # Look for JAX without importing it: this process uses torch, and JAX runs in a process of its own.
 if importlib.util.find_spec("jax") is None:
-    pytest.skip("JAX is not installed in this environment: make test-torch-adapters", allow_module_level=True)
+    pytest.skip("JAX is not installed: make test-torch-adapters", allow_module_level=True)
 
 IN_JAX = """
 import sys, numpy as np

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Every wrong argument of the exchange: the result, a sentence that names the argument and its
- * value, outputs as they were, and peers that never notice.  Then data that is wrong (class b),
- * which every rank is told. */
+/* Tests wrong arguments of the exchange. The result and the sentence name the argument and its
+ * value, outputs stay unchanged, and the peers notice nothing. Then tests wrong data (class b),
+ * which every rank reports. */
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,7 +17,7 @@
 #define ROW (HIDDEN * 4)
 #define COUNT_OF(array) (sizeof(array) / sizeof *(array))
 
-/* All that a call may be given. */
+/* The argument structs of all calls. */
 typedef struct calls {
     epic_layer layer;
     epic_plan_args plan;
@@ -30,7 +30,7 @@ typedef struct calls {
 
 enum which { PLAN, DISPATCH, BOTH, COMBINE, DISPATCH_BACKWARD, COMBINE_BACKWARD, SUM };
 
-/* One field, set to something else. */
+/* A field that a test sets to another value. */
 typedef struct setting {
     size_t at, size;
     int64_t value;
@@ -39,7 +39,7 @@ typedef struct setting {
 typedef struct wrong {
     enum which which;
     epic_result result;
-    const char *name, *value; /* what the sentence must say */
+    const char *name, *value; /* words that the error must contain */
     setting set[3];
 } wrong;
 
@@ -51,7 +51,7 @@ static int32_t somewhere[4096];
     }
 #define BAD EPIC_EINVAL
 
-/* The row arrays of the calls have ROW bytes a row, tokens TOKENS rows. */
+/* In these calls rows have ROW bytes, and token arrays have TOKENS rows. */
 static const wrong wrongs[] = {
     {PLAN, BAD, "layer", "NULL", {SET(plan.layer, 0)}},
     {PLAN, BAD, "num_experts", "0", {SET(layer.num_experts, 0)}},
@@ -335,7 +335,7 @@ static void spoil(calls *c, const wrong *w)
 
 /* ----------------------------------------------------- arguments that the host can check ---- */
 
-/* A digest of everything that a call could have written. */
+/* Returns a hash of all memory that a call could have written. */
 static uint64_t outputs_of(const step *s)
 {
     const struct {
@@ -375,7 +375,7 @@ static void try_wrong(step *s, const wrong *w)
     CHECK_SAY(outputs_of(s) == before, "%s %s: something was written", w->name, w->value);
 }
 
-/* Rank 0 errs, the others do not: a right call of all must still meet. */
+/* Rank 0 makes wrong calls. Then all ranks make a correct call, which must still succeed. */
 static void try_all(step *s)
 {
     for (size_t i = 0; i < COUNT_OF(wrongs); i++) {
@@ -389,7 +389,8 @@ static void try_all(step *s)
     }
 }
 
-/* Longer structs may bring nothing but zeros; sized.c has the sizes that are refused. */
+/* A longer struct is accepted only if the additional bytes are zero. sized.c tests the sizes
+ * that are refused. */
 static void try_sizes(step *s)
 {
     struct {
@@ -442,7 +443,7 @@ static void poison(step *s)
     memset(s->expert_tokens, 0xab, STEP_EXPERTS * 4);
 }
 
-/* The plan failed on every rank: what is made with it moves nothing and gives zeros. */
+/* The plan failed on every rank, so calls that use it move nothing and return zeros. */
 static void check_moves_nothing(step *s)
 {
     calls c = right_calls(s, 1);
@@ -516,7 +517,7 @@ static void bad_placement(step *s, int victim)
     check_told(s, make_call(s->ctx, PLAN, &c), EPIC_EINVAL, said);
 }
 
-/* A plan of rank 0 in another rank's hands, and bytes that are no plan. */
+/* One rank uses a plan of rank 0, or bytes that are not a plan. */
 static void bad_plan(step *s)
 {
     calls c = right_calls(s, 1);

@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A rank that sleeps in a wait wakes for a peer's abort, and does not sleep past its deadline. */
+/* Tests that a rank that sleeps in a wait wakes when a peer aborts, and does not sleep past its
+ * deadline. */
 #include <stdatomic.h>
 #include <string.h>
 
 #include "check.h"
 #include "run.h"
 
-#define TRIES 4     /* the machine may be busy; damage is late every time */
-#define SOON_MS 400 /* a sleep that nothing ends lasts a second */
+#define TRIES 4     /* repeat, because the machine may be busy; a real bug is late every time */
+#define SOON_MS 400 /* a sleep that no event ends lasts one second */
 
 static _Atomic uint64_t aborted_ns;
 
@@ -31,10 +32,10 @@ static void hear_abort(const epic_bootstrap *bootstrap, void *self)
     const epic_allreduce_sum_args sum = {.call.timeout_ms = 30000, .data = &number, .count = 1};
     epic_context *ctx = opened(bootstrap);
     if (bootstrap->rank == 1) {
-        run_nap_us(200000); /* until the other sleeps */
+        run_nap_us(200000); /* until the other rank sleeps */
         atomic_store(&aborted_ns, run_now_ns());
         epic_abort(ctx, 0, "no more data");
-        run_nap_us(1300000); /* closing wakes it too */
+        run_nap_us(1300000); /* closing must also wake the rank */
     } else {
         CHECK_EQ(epic_allreduce_sum(ctx, &sum), EPIC_EPEER);
         keep_least(self, run_now_ns() - atomic_load(&aborted_ns));

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Bootstraps over TCP: processes meet and gather at 1, 2, 3 and 8 ranks, on any address of this
- * host, again and again on one port; arguments that cannot be. */
+/* Tests bootstraps over TCP: processes connect and gather with 1, 2, 3 and 8 ranks, on any
+ * address of this host, and repeatedly on one port. Also tests invalid arguments. */
 #include <dirent.h>
 #include <ifaddrs.h>
 #include <net/if.h>
@@ -70,7 +70,7 @@ static void test_ipv6(void)
     }
 }
 
-/* An address of this host that is not loopback, if it has one. */
+/* Uses an address of this host that is not loopback, if it has one. */
 static void test_own_address(void)
 {
     char address[64] = "";
@@ -128,7 +128,8 @@ static void test_arguments(void)
     refuse(&bad, sizeof bad, "tcp.port is 65536");
     bad = good, bad.secret = "";
     refuse(&bad, sizeof bad, "secret (tcp.secret or EPIC_SECRET) is empty");
-    bad = good, bad.address = "203.0.113.77"; /* set aside for documents: nobody's */
+    /* reserved for documentation, so no host has this address */
+    bad = good, bad.address = "203.0.113.77";
     refuse(&bad, sizeof bad, "\"203.0.113.77\" (tcp.address or MASTER_ADDR) is not one of");
     longer.more = 1;
     refuse(&longer.tcp, sizeof longer, "not zero");
@@ -181,7 +182,8 @@ static int num_descriptors(void)
     return n;
 }
 
-/* Meets often on one port, and counts descriptors before and after. */
+/* Opens many bootstraps on one port, and compares the number of descriptors before and after.
+ */
 static void bootstrap_often(const trial *t, epic_tcp *tcp, report *out)
 {
     const int before = num_descriptors();
@@ -194,7 +196,7 @@ static void bootstrap_often(const trial *t, epic_tcp *tcp, report *out)
     if (num_descriptors() != before) out->wrong_bytes = true;
 }
 
-/* A bootstrap that the odd rank makes fail, and then one on the same port that works. */
+/* Opens a bootstrap that the odd rank makes fail, then one on the same port that succeeds. */
 static void bootstrap_again(const trial *t, epic_tcp *tcp, report *out)
 {
     epic_bootstrap bootstrap;
@@ -219,7 +221,7 @@ static void test_often(void)
     const trial again = {"again", 3, bootstrap_again, NULL, NULL, NULL, NULL, 60000, 2, 40, 2};
     run(&again);
     for (int r = 0; r < 3; r++) expect(&again, r, EPIC_OK, NULL, NULL);
-    expect_soon(&again, 30000); /* nobody waited for the deadline */
+    expect_soon(&again, 30000); /* no rank waited for the deadline */
 }
 
 int main(void)

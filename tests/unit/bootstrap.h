@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Trials of bootstraps over TCP: each rank a process, a stranger perhaps, and what they found. */
+/* Trials of bootstraps over TCP. Each rank is a process. A trial may also have a stranger, a
+ * process that is no rank of the group. */
 #ifndef BOOTSTRAP_H
 #define BOOTSTRAP_H
 
@@ -31,7 +32,7 @@ static int failures;
         }                                                     \
     } while (0)
 
-/* What a rank of a trial found, in memory shared with the parent. */
+/* What a rank of a trial reports, in memory shared with the parent. */
 typedef struct report {
     epic_result result;
     char sentence[512];
@@ -42,15 +43,15 @@ typedef struct report {
 typedef struct trial {
     const char *name;
     int num_ranks;
-    /* Runs in a process of its own, for one rank. */
+    /* runs in a process of its own, for each rank */
     void (*rank)(const struct trial *trial, epic_tcp *tcp, report *out);
-    /* Runs in another, if there is one, while they meet. */
+    /* runs in a further process while the ranks connect; NULL: no stranger */
     void (*stranger)(const struct trial *trial, uint32_t port);
     const char *address;
     const char *secret;
-    const char *other_secret; /* of the odd rank */
+    const char *other_secret; /* the secret of the odd rank */
     uint32_t timeout_ms;
-    int odd; /* the rank that does something else */
+    int odd; /* the rank that behaves differently */
     size_t bytes;
     int num_gathers;
 } trial;
@@ -58,8 +59,9 @@ typedef struct trial {
 static report *reports;
 static int statuses[MOST + 1];
 
-/* A port of loopback that stays ours while *holder is open: bound without SO_REUSEADDR, so to
- * us alone, and then with it, so that rank 0 may listen there too. */
+/* Returns a port of loopback that no other program can use while *holder is open. The socket is
+ * first bound without SO_REUSEADDR, so that the port is exclusive. Then the option is set, so
+ * that rank 0 can listen there too. */
 static inline uint32_t hold_port(int *holder)
 {
     struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
@@ -115,7 +117,8 @@ static inline void run_once(const trial *t)
     const uint32_t port = hold_port(&holder);
     const int num_children = t->num_ranks + (t->stranger != NULL);
     memset(reports, 0, sizeof *reports * (MOST + 1));
-    /* the stranger first, if any; rank 0 last, so that the others have to knock again */
+    /* Start the stranger first, if there is one, and rank 0 last, so that the other ranks must
+     * retry. */
     for (int i = num_children - 1; i >= 0; i--) children[i] = spawn(t, i, port);
     for (int i = 0; i < t->num_ranks; i++) waitpid(children[i], &statuses[i], 0);
     close(holder);
@@ -124,7 +127,7 @@ static inline void run_once(const trial *t)
     waitpid(children[t->num_ranks], &statuses[t->num_ranks], 0);
 }
 
-/* Runs a trial; again if somebody else got the port first. */
+/* Runs a trial. Repeats it if another program took the port first. */
 static inline void run(const trial *t)
 {
     for (int i = 0; i < 5; i++) {
@@ -139,7 +142,7 @@ static inline void run(const trial *t)
     }
 }
 
-/* Expects a result of a rank, and words in its sentence. */
+/* Expects this result of a rank, and these words in its sentence. */
 static inline void expect(const trial *t, int rank, epic_result result, const char *word,
                           const char *other)
 {
@@ -160,7 +163,7 @@ static inline unsigned char byte_of(int rank, int number, size_t i)
     return (unsigned char)(rank * 131 + number * 31 + (int)(i % 251) + (int)(i / 1021));
 }
 
-/* One gather with bytes that everybody can predict. */
+/* Runs one gather whose bytes every rank can compute. */
 static inline epic_result gather(epic_bootstrap *bootstrap, int number, size_t bytes,
                                  report *out)
 {
@@ -231,7 +234,7 @@ static inline int knock_until_open(uint32_t port)
     }
 }
 
-/* Plays rank 0 for one visitor: hellos of that version, then an entry. */
+/* Acts as rank 0 for one connection: sends a hello of that version, then an entry. */
 static inline void play_zero(const epic_tcp *tcp, uint32_t version, bool has_secret)
 {
     time_limit limit = time_limit_begin(5000, NULL);
@@ -252,7 +255,7 @@ static inline void play_zero(const epic_tcp *tcp, uint32_t version, bool has_sec
     close(listener);
 }
 
-/* Runs tests one after the other; the end of main. */
+/* Runs the tests one after the other, at the end of main(). */
 static inline int run_tests(void (*const tests[])(void), size_t count)
 {
     reports = mmap(NULL, sizeof *reports * (MOST + 1), PROT_READ | PROT_WRITE,

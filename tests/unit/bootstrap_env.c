@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Bootstraps that the environment describes: what launchers set, and what half of it gives. */
+/* Tests bootstraps that the environment describes: the variables that launchers set, and
+ * incomplete sets of them. */
 #include <netinet/in.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -13,12 +14,12 @@
 #include "run.h"
 
 typedef struct row {
-    const char *settings; /* "NAME=value NAME=value" */
+    const char *settings; /* in the form "NAME=value NAME=value" */
     epic_result result;
-    const char *words[3]; /* in the sentence */
+    const char *words[3]; /* words that the error must contain */
 } row;
 
-/* Bootstraps of more than one rank end here with EPIC_ETIMEOUT: nobody listens. */
+/* Bootstraps of more than one rank end with EPIC_ETIMEOUT here, because no rank 0 listens. */
 static const row rows[] = {
     {"", EPIC_OK, {0}},
     {"EPIC_SECRET=hush", EPIC_OK, {0}},
@@ -80,7 +81,7 @@ static const row rows[] = {
     {"JSM_NAMESPACE_RANK=0 JSM_NAMESPACE_SIZE=2", EPIC_EINVAL, {"MASTER_PORT is not set"}},
     {"FLUX_TASK_RANK=0 FLUX_JOB_SIZE=1", EPIC_OK, {0}},
 
-    /* torchrun, whose store may listen on MASTER_PORT itself */
+    /* torchrun, whose store may itself listen on MASTER_PORT */
     {"RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=1 "
      "TORCHELASTIC_USE_AGENT_STORE=True EPIC_TIMEOUT_MS=50",
      EPIC_ETIMEOUT,
@@ -97,7 +98,7 @@ static const row rows[] = {
      EPIC_EINVAL,
      {"MASTER_PORT is not set"}},
 
-    /* one of several, of how many nobody says */
+    /* variables that show several ranks, but not how many */
     {"PMIX_RANK=1",
      EPIC_EINVAL,
      {"PMIX_RANK is 1", "RANK and WORLD_SIZE", "epic_bootstrap_mpi"}},
@@ -112,7 +113,7 @@ static const row rows[] = {
      EPIC_ETIMEOUT,
      {"accept rank 2"}},
 
-    /* two that differ */
+    /* two launchers whose variables contradict each other */
     {"RANK=0 WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=4",
      EPIC_EINVAL,
      {"WORLD_SIZE is 1", "OMPI_COMM_WORLD_SIZE is 4", "unset"}},
@@ -133,7 +134,7 @@ static const row rows[] = {
      EPIC_EINVAL,
      {"SLURM_PROCID is 1", "PMIX_RANK is 5"}},
     {"OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 SLURM_PROCID=1 SLURM_STEP_ID=0 "
-     "SLURM_NTASKS=2 MASTER_PORT=1 EPIC_TIMEOUT_MS=50", /* mpirun's daemons came by srun */
+     "SLURM_NTASKS=2 MASTER_PORT=1 EPIC_TIMEOUT_MS=50", /* srun started the daemons of mpirun */
      EPIC_ETIMEOUT,
      {"accept rank 3"}},
     {"OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 FLUX_TASK_RANK=0 FLUX_JOB_SIZE=1 "
@@ -194,7 +195,7 @@ static int check(const row *r)
 {
     epic_bootstrap bootstrap;
     set_environment(r->settings);
-    setenv("EPIC_TIMEOUT_MS", "1000", 0); /* where a row says nothing */
+    setenv("EPIC_TIMEOUT_MS", "1000", 0); /* default for rows that do not set it */
     const epic_result result = epic_bootstrap_env(&bootstrap);
     bool good = result == r->result;
     for (int i = 0; i < 3 && good; i++)
@@ -210,8 +211,8 @@ static int check(const row *r)
     return !good;
 }
 
-/* Three processes that only have their environment; the formats take rank and port.  Where torchrun's
- * store is to listen on that port, it does. */
+/* Starts three processes that have only their environment. The formats take rank and port. If
+ * torchrun's store is to listen on this port, the test listens there. */
 static const char *const launched[] = {
     "RANK=%d WORLD_SIZE=3 MASTER_ADDR=127.0.0.1 MASTER_PORT=%d EPIC_SECRET=hush "
     "EPIC_TIMEOUT_MS=5000",
@@ -251,7 +252,8 @@ static int check_processes(const char *format)
     const int one = 1;
     int failed = 0;
 
-    /* the port stays ours while this is open: bound to us alone, then shared with rank 0 */
+    /* No other program can use the port while this socket is open: it is bound exclusively
+     * first, then shared with rank 0. */
     const int holder = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     bind(holder, (struct sockaddr *)&at, sizeof at);
     getsockname(holder, (struct sockaddr *)&at, &bytes);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Bootstraps over TCP that go wrong: ranks that differ, die, leave or come late become an error
- * that names the rank, on every rank. */
+/* Tests bootstraps over TCP that fail. If ranks differ, die, leave or come late, every rank
+ * gets an error that names the rank. */
 #include "bootstrap.h"
 
 /* ------------------------------------------------------------------------- differences ---- */
@@ -8,11 +8,11 @@
 static void odd_num_ranks(const trial *t, epic_tcp *tcp, report *out)
 {
     if (tcp->rank == t->odd) tcp->num_ranks = 3;
-    if (tcp->rank == 1) nap(200); /* comes after the failure, and is told too */
+    if (tcp->rank == 1) nap(200); /* connects after the failure, and must get the same error */
     bootstrap_and_gather(t, tcp, out);
 }
 
-/* A rank of another version: its own sentence is its business. */
+/* A rank of another version. Its own error is not checked. */
 static void odd_version(const trial *t, epic_tcp *tcp, report *out)
 {
     if (tcp->rank != t->odd) {
@@ -64,7 +64,7 @@ static void test_differences(void)
 
 /* ---------------------------------------------------------- lost, late, different ---- */
 
-/* Gathers twice; the odd rank dies in between. */
+/* Gathers twice; the odd rank dies between the gathers. */
 static void killed(const trial *t, epic_tcp *tcp, report *out)
 {
     epic_bootstrap bootstrap;
@@ -73,11 +73,11 @@ static void killed(const trial *t, epic_tcp *tcp, report *out)
     if (out->result == EPIC_OK && tcp->rank == t->odd) kill(getpid(), SIGKILL);
     if (out->result == EPIC_OK) out->result = gather(&bootstrap, 1, t->bytes, out);
     if (out->result != EPIC_OK && gather(&bootstrap, 2, t->bytes, out) != out->result)
-        out->wrong_bytes = true; /* a broken bootstrap stays broken */
+        out->wrong_bytes = true; /* after a failure every gather must fail */
     epic_bootstrap_close(&bootstrap);
 }
 
-/* Says hello as a rank does, and goes before the others have come. */
+/* Sends a hello like a rank, and leaves before the other ranks have connected. */
 static void goes_early(const trial *t, epic_tcp *tcp, report *out)
 {
     if (tcp->rank == t->odd) {
@@ -99,21 +99,21 @@ static void absent(const trial *t, epic_tcp *tcp, report *out)
     if (tcp->rank != t->odd) bootstrap_and_gather(t, tcp, out);
 }
 
-/* The odd rank meets, and comes too late to the gather. */
+/* The odd rank connects, but comes too late to the gather. */
 static void late(const trial *t, epic_tcp *tcp, report *out)
 {
     epic_bootstrap bootstrap;
     out->result = epic_bootstrap_tcp(&bootstrap, tcp);
     if (tcp->rank == t->odd) nap((int)t->timeout_ms + 400);
     if (out->result == EPIC_OK) out->result = gather(&bootstrap, 0, t->bytes, out);
-    /* the others stay, as ranks do that have more to tidy up */
+    /* The other ranks keep their sockets open for a while, like ranks with more to clean up. */
     if (out->result == EPIC_ETIMEOUT) snprintf(out->sentence, 512, "%s", epic_error(NULL));
     if (tcp->rank != t->odd) nap(300);
     epic_bootstrap_close(&bootstrap);
 }
 
-/* The odd rank does not come to the gather, and rank 0 has no core until the others have given up
- * and gone. */
+/* The odd rank does not come to the gather. Rank 0 gets no CPU time until the other ranks have
+ * given up and left. */
 static void held(const trial *t, epic_tcp *tcp, report *out)
 {
     epic_bootstrap bootstrap;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Where a TCP bootstrap takes place: which addresses rank 0 listens on, with and without a secret;
- * names that no server answers for, and those that mean another address on each host; and a
- * libcrypto that cannot be loaded. */
+/* Tests the addresses of TCP bootstraps: which addresses rank 0 listens on with and without a
+ * secret, host names that no server resolves, and names that mean another address on each host.
+ * Also tests a libcrypto that cannot be loaded. */
 #include <arpa/inet.h>
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -27,8 +27,9 @@
 
 #define DEAD_NAME "nobody-answers.invalid"
 
-static _Thread_local const char *own_name; /* of this host; NULL: other */
-static atomic_int num_dead;                /* questions that are held up */
+/* the name of this host in this thread; NULL: the real one */
+static _Thread_local const char *own_name;
+static atomic_int num_dead; /* number of name lookups that block */
 static atomic_bool release_dead;
 
 int getaddrinfo(const char *name, const char *service, const struct addrinfo *hints,
@@ -95,7 +96,7 @@ static void *run_zero(void *self)
     return NULL;
 }
 
-/* An address of this host that is not loopback, in numbers; "": there is none. */
+/* Returns an address of this host that is not loopback, as a number, or "" if it has none. */
 static void find_public(char address[64])
 {
     struct ifaddrs *all = NULL;
@@ -109,7 +110,7 @@ static void find_public(char address[64])
     freeifaddrs(all);
 }
 
-/* Who answered while rank 0 waited. */
+/* Which addresses accepted a connection while rank 0 waited. */
 typedef struct heard {
     bool loopback, public;
 } heard;
@@ -132,8 +133,9 @@ static heard knock(zero *z, const char *public)
     return h;
 }
 
-/* While rank 0 waits at `address`: does it listen on loopback, and on the public address?  A busy
- * machine may ask when its time is up: then it gets more. */
+/* While rank 0 waits at `address`, checks whether it listens on loopback and on the public
+ * address. On a busy machine the check may come after the deadline. Then it is repeated with
+ * more time. */
 static void check_listens(const char *address, const char *host, const char *secret,
                           const char *public, bool on_loopback, bool on_public)
 {
@@ -163,7 +165,7 @@ static void test_listening(void)
     check_listens("127.0.0.1", NULL, NULL, public, true, false);
     check_listens("127.0.0.1", NULL, "hush", public, true, false);
     check_listens(public, NULL, "hush", public, false, true);
-    /* the host's own name, which Debian's /etc/hosts makes a loopback address */
+    /* the name of this host, which Debian's /etc/hosts maps to a loopback address */
     check_listens("localhost", "localhost", "hush", public, true, true);
     check_listens("localhost", "localhost", NULL, public, true, false);
     check_listens("localhost", "elsewhere", "hush", public, true, false);
@@ -171,9 +173,9 @@ static void test_listening(void)
 
 /* ------------------------------------------------------------------------------- errors ---- */
 
-#define LATE_MS 15000 /* on a busy machine */
+#define LATE_MS 15000 /* allowed delay on a busy machine */
 
-/* How long it took, in ms. */
+/* Checks the result, and returns how long the call took in ms. */
 static int64_t expect(const epic_tcp *tcp, epic_result result, const char *words,
                       int64_t least_ms)
 {
@@ -188,7 +190,7 @@ static int64_t expect(const epic_tcp *tcp, epic_result result, const char *words
     return ms;
 }
 
-/* 203.0.113.0/24 is set aside for documents: nobody's. */
+/* 203.0.113.0/24 is reserved for documentation, so no host has such an address. */
 static void test_other_host(void)
 {
     const epic_tcp tcp = {.address = "203.0.113.77",
@@ -209,13 +211,14 @@ static void test_dead_servers(void)
                               .timeout_ms = 500};
         expect(&tcp, EPIC_ETIMEOUT, "no name server answered within 500 ms", 490);
     }
-    CHECK_EQ(num_dead, 2); /* threads that were left behind; LeakSanitizer looks after them */
+    /* two threads still block in lookups; LeakSanitizer checks their memory */
+    CHECK_EQ(num_dead, 2);
     release_dead = true;
     for (int i = 0; i < 500 && num_dead > 0; i++) run_nap_us(10000);
     run_nap_us(50000);
 }
 
-/* Somebody who takes connections and says nothing: the deadline holds. */
+/* A program accepts connections and sends nothing. The deadline must end the wait. */
 static void test_silence(void)
 {
     int holder;
@@ -226,7 +229,7 @@ static void test_silence(void)
     close(holder);
 }
 
-/* Plays a rank 0 that admits the rank and then sends nothing. */
+/* Acts as a rank 0 that admits the rank and then sends nothing. */
 static void *let_in(void *self)
 {
     const int listener = *(const int *)self;
@@ -245,7 +248,7 @@ static void *let_in(void *self)
     return NULL;
 }
 
-/* The deadline is one for all of the bootstrap: it was a second later. */
+/* Tests that the whole bootstrap has one deadline. Once it ended a second later. */
 static void test_silent_zero(void)
 {
     int64_t least_ms = LATE_MS;
@@ -264,8 +267,8 @@ static void test_silent_zero(void)
     CHECK_SAY(least_ms < 3900, "%lld ms", (long long)least_ms);
 }
 
-/* A file that is no library, where the loader looks first: in a process of its own, since that is
- * read when a program begins. */
+/* Puts a file that is no library where the loader looks first. Runs in a process of its own,
+ * because the loader reads the variable when a program starts. */
 static void test_libcrypto(const char *program)
 {
     char folder[] = "/tmp/epic-libcrypto-XXXXXX", path[64];

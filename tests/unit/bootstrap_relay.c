@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Bootstraps with a secret, and somebody who does not know it: between the ranks, where every frame
- * is changed, repeated, swapped or cut; in the place of rank 0; in that of a guest.  The ranks
- * get what they brought or an error, and who is not in between cannot even make the bootstrap
- * fail. */
+/* Tests bootstraps with a secret against an attacker who does not know it. The attacker is
+ * between two ranks and changes, repeats, swaps or cuts messages, or takes the place of rank 0
+ * or of another rank. The ranks must get the correct bytes or an error. An attacker who is not
+ * between the ranks must not even make the bootstrap fail. */
 #include <netinet/in.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -27,7 +27,7 @@ typedef struct guest {
     epic_result result;
     char sentence[512];
     bool wrong_bytes;
-    int gathers; /* that went well */
+    int gathers; /* number of gathers that succeeded */
 } guest;
 
 static void *run_rank(void *self)
@@ -55,7 +55,7 @@ static struct sockaddr_in loopback(uint32_t port)
                                 .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
 }
 
-/* A listening socket, and its port; port 0: any. */
+/* Opens a listening socket and stores its port. If *port is 0, any port is used. */
 static int listen_at(uint32_t *port)
 {
     struct sockaddr_in at = loopback(*port);
@@ -70,8 +70,9 @@ static int listen_at(uint32_t *port)
     return s;
 }
 
-/* A port that stays ours while *holder is open: bound without SO_REUSEADDR, so to us alone, and
- * then with it, so that rank 0 may listen there too. */
+/* Returns a port that no other program can use while *holder is open. The socket is first bound
+ * without SO_REUSEADDR, so that the port is exclusive. Then the option is set, so that rank 0
+ * can listen there too. */
 static uint32_t hold_port(int *holder)
 {
     struct sockaddr_in at = loopback(0);
@@ -84,7 +85,7 @@ static uint32_t hold_port(int *holder)
     return ntohs(at.sin_port);
 }
 
-/* -1: nobody listens. */
+/* Connects to the port. Returns -1 if no program listens. */
 static int knock(uint32_t port)
 {
     const struct sockaddr_in at = loopback(port);
@@ -108,12 +109,12 @@ static void write_all(int s, const void *from, size_t bytes)
 
 typedef enum damage { FLIP, REPEAT, SWAP, DROP, CUT, REFLECT } damage;
 
-/* What the relay does to one message of one direction of the first connection.  Messages from
- * rank 0: hello, entry, begin, answers; to it: hello, proof, parts. */
+/* What the relay does to one message in one direction of the first connection. Rank 0 sends
+ * hello, entry, begin and answers. It receives hello, proof and parts. */
 typedef struct relay {
     uint32_t to;
     int listener;
-    bool from_zero; /* the direction */
+    bool from_zero; /* true: the messages from rank 0 */
     int message;
     damage what;
     size_t byte; /* FLIP */
@@ -145,7 +146,7 @@ static bool read_message(const way *w, int number, message *m)
     return true;
 }
 
-/* Passes one message on, spoiled. */
+/* Forwards one message after changing it. */
 static void spoil(way *w, message *m, int number)
 {
     message next;
@@ -210,7 +211,7 @@ static void *run_relay(void *self)
     }
 }
 
-/* Ranks 0 and 1 meet, rank 1 through the relay. */
+/* Ranks 0 and 1 open a bootstrap; rank 1 connects through the relay. */
 static void bootstrap_in(relay *r, uint32_t timeout_ms, guest guests[2])
 {
     pthread_t threads[2], relaying;
@@ -236,7 +237,8 @@ static void bootstrap_in(relay *r, uint32_t timeout_ms, guest guests[2])
     close(holder);
 }
 
-/* Whose entry is spoiled knocks till the end: soon, and later where nothing had come by then. */
+/* If the entry of a rank is changed, the rank retries until its deadline. If nothing had
+ * arrived by then, it reports the deadline later. */
 static void bootstrap_through(relay *r)
 {
     guest guests[2];
@@ -250,13 +252,13 @@ static void bootstrap_through(relay *r)
     const guest *reader = &guests[r->from_zero];
     for (int i = 0; i < 2; i++) CHECK(!guests[i].wrong_bytes);
     CHECK_SAY(r->used == (r->message <= last), "message %d was not damaged", r->message);
-    if (r->message <= 1 && !(r->from_zero && r->message == 1)) return; /* hello, proof */
+    if (r->message <= 1 && !(r->from_zero && r->message == 1)) return; /* hello and proof */
     if (r->message > last) {
         for (int i = 0; i < 2; i++)
             CHECK_SAY(guests[i].result == EPIC_OK, "honest relay: %s", guests[i].sentence);
         return;
     }
-    /* what was repeated last is never read */
+    /* a repeated last message is never read */
     const bool told = reader->result != EPIC_OK || (r->what == REPEAT && r->message == last);
     CHECK_SAY(told, "%s 0: message %d, damage %d, byte %zu: nobody noticed",
               r->from_zero ? "from" : "to", r->message, (int)r->what, r->byte);
@@ -287,7 +289,7 @@ static void test_relay(void)
             }
             for (r.what = REPEAT; r.what <= REFLECT; r.what++)
                 if (number > 1 && r.what != DROP && r.what != SWAP) bootstrap_through(&r);
-            r.what = SWAP; /* of entry and begin; gathers wait for each other */
+            r.what = SWAP; /* swaps entry and begin; later messages wait for each other */
             if (entry) bootstrap_through(&r);
         }
 }
@@ -298,11 +300,11 @@ typedef struct stranger {
     uint32_t port;
     uint32_t version;
     bool has_secret;
-    bool stays; /* until it is over: the next visitors get no answer */
+    bool stays; /* stays connected until the end, so that later connections get no answer */
     atomic_bool over;
 } stranger;
 
-/* In the place of rank 0, for one visitor: says that the bootstrap has failed, for good. */
+/* Acts as rank 0 for one connection and sends that the bootstrap has failed. */
 static void *refuse_one(void *self)
 {
     stranger *o = self;
@@ -327,7 +329,7 @@ static void *refuse_one(void *self)
     return NULL;
 }
 
-/* In the place of rank 1, again and again, with a proof that it made up. */
+/* Acts as rank 1, again and again, with an invented proof. */
 static void *take_seat(void *self)
 {
     stranger *o = self;
@@ -350,7 +352,8 @@ static void *take_seat(void *self)
     return NULL;
 }
 
-/* Three ranks with a secret meet in spite of the stranger; the last comes late. */
+/* Three ranks with a secret open a bootstrap in spite of the attacker. The last rank comes
+ * late. */
 static void bootstrap_despite(void *(*body)(void *), stranger *o, bool zero_late)
 {
     guest guests[3] = {0};
@@ -390,8 +393,8 @@ static void test_strangers(void)
     bootstrap_despite(take_seat, &sitting, false);
 }
 
-/* Nobody else comes.  The attempt that the deadline cuts off has heard nothing; told is what the one
- * before it heard. */
+/* No other rank connects. The deadline cuts off the last attempt, which received nothing. So
+ * the error must contain what the attempt before it received. */
 static void test_last_words(void)
 {
     stranger other = {.version = FRAME_VERSION, .has_secret = true, .stays = true};

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranks of a TCP bootstrap are stopped for longer than its time limit, as Ctrl-Z or a suspended
- * machine stops them.  The limit counts the time in which a rank runs: if all ranks are stopped
- * together, the bootstrap still opens; a rank that never comes is still named.  The "stranger" of
- * a trial sends the signals. */
+/* Tests ranks of a TCP bootstrap that are stopped for longer than the time limit, for example
+ * by Ctrl-Z or a suspended machine. The limit counts only the time in which a rank runs. If all
+ * ranks are stopped together, the bootstrap must still open. A rank that never comes must still
+ * be named. The "stranger" of a trial sends the signals. */
 #include <stdatomic.h>
 
 #include "bootstrap.h"
@@ -14,7 +14,7 @@
 
 typedef struct stage {
     _Atomic pid_t pids[MOST];
-    _Atomic int awake; /* 1: the stop is over */
+    _Atomic int awake; /* 1: the stop has ended */
 } stage;
 
 static stage *shared;
@@ -55,7 +55,7 @@ static void stop_rank_1(const trial *t, uint32_t port)
     stop_ranks(t, 1, 1);
 }
 
-/* The odd rank comes to the bootstrap after the stop. */
+/* The odd rank connects after the stop. */
 static void late_to_bootstrap(const trial *t, epic_tcp *tcp, report *out)
 {
     enter_stage(tcp);
@@ -63,7 +63,7 @@ static void late_to_bootstrap(const trial *t, epic_tcp *tcp, report *out)
     bootstrap_and_gather(t, tcp, out);
 }
 
-/* The odd rank comes to the bootstrap, and to its gather after the stop. */
+/* The odd rank connects, but comes to its gather only after the stop. */
 static void late_to_gather(const trial *t, epic_tcp *tcp, report *out)
 {
     epic_bootstrap bootstrap;
@@ -74,7 +74,7 @@ static void late_to_gather(const trial *t, epic_tcp *tcp, report *out)
     epic_bootstrap_close(&bootstrap);
 }
 
-/* The odd rank never comes. */
+/* The odd rank never connects. */
 static void absent(const trial *t, epic_tcp *tcp, report *out)
 {
     enter_stage(tcp);
@@ -84,7 +84,7 @@ static void absent(const trial *t, epic_tcp *tcp, report *out)
         bootstrap_and_gather(t, tcp, out);
 }
 
-/* The odd rank comes while rank 1, which has joined, is stopped. */
+/* The odd rank connects while rank 1, which has already joined, is stopped. */
 static void late_but_in_time(const trial *t, epic_tcp *tcp, report *out)
 {
     enter_stage(tcp);

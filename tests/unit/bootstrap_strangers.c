@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Bootstraps over TCP and who does not belong there: garbage and silence on the port, a rank that
- * comes twice, a secret that another has not or that nobody can check. */
+/* Tests bootstraps over TCP with strangers, that is, connections that do not belong to the
+ * group: garbage and silence on the port, a rank that connects twice, and secrets that differ
+ * or cannot be verified. */
 #include <dlfcn.h>
 
 #include "bootstrap.h"
@@ -15,7 +16,7 @@ static void say(uint32_t port, const void *bytes, size_t length, bool hold)
     if (!hold) close(s);
 }
 
-/* All kinds of garbage, again and again; every other connection is kept open. */
+/* Sends all kinds of garbage repeatedly, and keeps every other connection open. */
 static void babble(const trial *t, uint32_t port)
 {
     static const char http[] = "GET / HTTP/1.1\r\nHost: localhost\r\n\r\n";
@@ -30,8 +31,8 @@ static void babble(const trial *t, uint32_t port)
         say(port, http, sizeof http - 1, hold);
         const time_limit limit = time_limit_begin(60000, NULL);
         epic_frame_make_hello(&hello, 2, t->num_ranks, t->secret != NULL, &limit);
-        say(port, &hello, (size_t)(rand() % 63), hold); /* half of a hello */
-        hello.rank = t->num_ranks;                      /* a rank that is not */
+        say(port, &hello, (size_t)(rand() % 63), hold); /* an incomplete hello */
+        hello.rank = t->num_ranks;                      /* a rank that does not exist */
         say(port, &hello, sizeof hello, hold);
         hello.rank = 0;
         say(port, &hello, sizeof hello, hold);
@@ -44,7 +45,7 @@ static void babble(const trial *t, uint32_t port)
     }
 }
 
-/* More silent connections than rank 0 keeps. */
+/* Opens more silent connections than rank 0 keeps. */
 static void be_silent(const trial *t, uint32_t port)
 {
     (void)t;
@@ -86,7 +87,7 @@ static void talk_nonsense(int listener)
     close(s);
 }
 
-/* Rank 0 comes after another program, which listened on its port and talked nonsense. */
+/* Rank 0 starts after another program, which listened on its port and sent garbage. */
 static void zero_after_stranger(const trial *t, epic_tcp *tcp, report *out)
 {
     if (tcp->rank == 0) {
@@ -97,7 +98,7 @@ static void zero_after_stranger(const trial *t, epic_tcp *tcp, report *out)
     bootstrap_and_gather(t, tcp, out);
 }
 
-/* The other program stays, and says no more. */
+/* The other program keeps the connections open and sends nothing more. */
 static void zero_never(const trial *t, epic_tcp *tcp, report *out)
 {
     if (tcp->rank != 0) {
@@ -124,7 +125,7 @@ static void test_stranger_before(void)
     expect(&never, 1, EPIC_ETIMEOUT, "rank 0 did not accept", "is not rank 0 of EPIC");
 }
 
-/* The odd rank is a process too many, which says that it is rank 1. */
+/* The odd rank is one process too many, and sends that it is rank 1. */
 static void rank_twice(const trial *t, epic_tcp *tcp, report *out)
 {
     if (tcp->rank == t->odd) {
@@ -144,7 +145,7 @@ static void test_duplicate(void)
     expect(&t, 3, EPIC_EINVAL, "rank 1 has joined already", NULL);
 }
 
-/* The odd rank takes rank 1's place; noise of strangers comes after it. */
+/* The odd rank takes the place of rank 1. Then strangers send garbage. */
 static void rank_of_another(const trial *t, epic_tcp *tcp, report *out)
 {
     if (tcp->rank == t->odd) {
@@ -162,7 +163,8 @@ static void make_noise_later(const trial *t, uint32_t port)
     nap(20000);
 }
 
-/* Ranks that wait for one that came with another's number hear of that. */
+/* Tests that ranks that wait for a rank whose place was taken get an error that explains this.
+ */
 static void test_taken(void)
 {
     const char *cause = "another process connected as rank 1, which had joined already";
@@ -185,8 +187,8 @@ static void test_taken(void)
 
 /* --------------------------------------------------------------- words for a terminal ---- */
 
-/* One guest is between hello and proof when more silent ones come than rank 0 keeps: those go
- * first, so its proof is still looked at. */
+/* One joiner has sent its hello, but not its proof, when more silent connections come than rank
+ * 0 keeps. Rank 0 must drop silent connections first, so that it still reads the proof. */
 static void prove_among_silent(const trial *t, uint32_t port)
 {
     time_limit limit = time_limit_begin(5000, NULL);
@@ -228,8 +230,8 @@ static void test_queue(void)
     for (int r = 0; r < 2; r++) expect(&t, r, EPIC_OK, NULL, NULL);
 }
 
-/* Who listens is no rank 0, and refuses with words that a terminal would obey: the bell, ESC, CSI
- * as U+009B and as a bare byte, DEL, halves of characters. */
+/* A program that is not rank 0 refuses the rank with a text full of control codes: the bell,
+ * ESC, CSI as U+009B and as a single byte, DEL, and incomplete characters. */
 #define EVIL                           \
     "bell\x07 esc\x1b[31m csi\xc2\x9b" \
     "31m \x9b"                         \
@@ -262,7 +264,8 @@ static void zero_with_words(const trial *t, epic_tcp *tcp, report *out)
         bootstrap_and_gather(t, tcp, out);
 }
 
-/* U+00E9 over and over: wherever such a sentence is cut, it is between two of them. */
+/* Sends U+00E9 many times, so that any cut of the text falls between two of them or inside one.
+ */
 static void zero_with_long_words(const trial *t, epic_tcp *tcp, report *out)
 {
     char words[1 + 2 * 200 + 1] = "x";
@@ -291,7 +294,7 @@ static void test_words(void)
 
 /* --------------------------------------------------------------------- the secret ---- */
 
-/* libcrypto is looked for through this, so that a test can hide it. */
+/* The code under test loads libcrypto through this function, so that a test can hide it. */
 static bool hide_libcrypto;
 
 void *dlopen(const char *name, int flags)
@@ -360,8 +363,8 @@ static void test_secret(void)
     for (int r = 0; r < 2; r++) expect(&bare, r, EPIC_ENOTSUP, "libcrypto.so.3", NULL);
 }
 
-/* A proof holds for its role, its secret and its hellos alone; one is checked against the value
- * that Python's hmac gives. */
+/* Tests that a proof is valid only for its role, secret and hellos. One proof is compared with
+ * the value of Python's hmac. */
 static void test_proofs(void)
 {
     static const uint8_t known[] = {0xb3, 0xfb, 0x55, 0x77, 0x01, 0xba, 0x8e, 0xc3,

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Bootstraps of threads of one process: gathers, and every way in which one rank fails the
- * others. */
+/* Tests bootstraps between threads of one process: gathers, and every way in which one rank
+ * makes the others fail. */
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
@@ -21,14 +21,14 @@
 typedef struct trial {
     const char *name;
     int num_ranks;
-    int odd;             /* the rank that does something else, or -1 */
-    uint32_t timeout_ms; /* 0: 20 s */
+    int odd;             /* the rank that behaves differently, or -1 */
+    uint32_t timeout_ms; /* time limit; 0 means 20 s */
     int num_gathers;
     size_t bytes;
-    bool odd_stays_away; /* closes only after all the others are done */
-    bool odd_closes;     /* after its first gather */
-    bool odd_is_longer;  /* from its second gather on */
-    epic_result result;  /* of the others */
+    bool odd_stays_away; /* the odd rank closes only after all other ranks are done */
+    bool odd_closes;     /* the odd rank closes after its first gather */
+    bool odd_is_longer;  /* the odd rank passes more bytes from its second gather on */
+    epic_result result;  /* result of the other ranks */
     const char *words[2];
 } trial;
 
@@ -75,12 +75,13 @@ static void *be_rank(void *argument)
     }
     if (s->result != EPIC_OK) {
         snprintf(s->sentence, sizeof s->sentence, "%s", epic_error(NULL));
-        if (gather(s, 0, 8) != s->result) s->wrong_bytes = true; /* broken stays broken */
+        /* after a failure every gather must fail */
+        if (gather(s, 0, 8) != s->result) s->wrong_bytes = true;
     }
-    if (odd && t->odd_closes) poll(NULL, 0, 30); /* the others wait by now, most times */
+    if (odd && t->odd_closes) poll(NULL, 0, 30); /* usually the other ranks wait by now */
     epic_bootstrap_close(&s->bootstrap);
     if (s->result != EPIC_OK && strcmp(s->sentence, epic_error(NULL)) != 0)
-        s->wrong_bytes = true; /* close leaves the sentence alone */
+        s->wrong_bytes = true; /* closing must not change the error text */
     epic_bootstrap_close(&s->bootstrap);
     return NULL;
 }
@@ -120,13 +121,13 @@ static void *gather_once(void *argument)
 {
     seat *s = argument;
     if (s->bootstrap.rank > 0)
-        poll(NULL, 0, 300); /* both threads of rank 0 have come by then */
+        poll(NULL, 0, 300); /* both threads that are rank 0 have connected by then */
     s->result = gather(s, 0, 8);
     snprintf(s->sentence, sizeof s->sentence, "%s", epic_error(NULL));
     return NULL;
 }
 
-/* Two threads come as rank 0, and of three ranks all come or rank 2 does not. */
+/* Two threads connect as rank 0. Of three ranks, all connect or rank 2 does not. */
 static void check_twice(bool all_come)
 {
     seat seats[4] = {0};
@@ -153,7 +154,8 @@ static void check_twice(bool all_come)
     for (int r = 0; r < 3; r++) epic_bootstrap_close(&bootstraps[r]);
 }
 
-/* Rank 0 of a process that is stopped comes after the stop, which it notices by the clock. */
+/* Rank 0 of a stopped process comes to the gather after the stop, which it detects by the
+ * clock. */
 static void *gather_after_stop(void *argument)
 {
     seat *s = argument;
@@ -169,7 +171,7 @@ static void *gather_after_stop(void *argument)
     return NULL;
 }
 
-/* The process of all threads is stopped for longer than the time limit. */
+/* Stops the process of all threads for longer than the time limit. */
 static void check_stopped(void)
 {
     int status = 0;
@@ -208,7 +210,7 @@ static void check_arguments(void)
     failures += epic_bootstrap_threads(bootstraps, -3, 0) != EPIC_EINVAL;
     failures += epic_bootstrap_threads(bootstraps, 1 << 20, 0) != EPIC_EINVAL;
 
-    /* nobody ever gathers */
+    /* no rank ever gathers */
     failures += epic_bootstrap_threads(bootstraps, 2, 0) != EPIC_OK;
     failures += bootstraps[0].gather(bootstraps[0].self, NULL, NULL, 4) != EPIC_EINVAL;
     epic_bootstrap_close(&bootstraps[1]);

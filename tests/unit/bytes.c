@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What goes over the net: combine sends one row for each (token, other rank), whatever top-k is;
- * dispatch puts each token that any peer wants into its lane once, where memory is shared. */
+/* Counts what is sent. Combine sends one row for each (token, other rank), whatever top-k is.
+ * If memory is shared, dispatch writes each token that any peer needs only once. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -22,7 +22,7 @@ typedef struct counted {
     unsigned char *plan;
     int64_t plan_bytes;
     int64_t slots;
-    int32_t topk_idx[RUN_MAX_RANKS][TOKENS][TOP_K]; /* of all ranks */
+    int32_t topk_idx[RUN_MAX_RANKS][TOKENS][TOP_K]; /* expert ids of all ranks */
 } counted;
 
 static int owner(const counted *c, int32_t expert)
@@ -39,7 +39,8 @@ static bool goes_to(const counted *c, int from, int token, int to)
     return false;
 }
 
-/* Pairs (token of any other rank, this rank): rows that this rank owes at combine. */
+/* Returns how many pairs (token of another rank, this rank) there are. This is the number of
+ * rows that this rank sends in combine. */
 static int64_t rows_owed(const counted *c)
 {
     int64_t rows = 0;
@@ -49,7 +50,7 @@ static int64_t rows_owed(const counted *c)
     return rows;
 }
 
-/* Tokens of this rank that any other rank wants. */
+/* Returns how many tokens of this rank any other rank needs. */
 static int64_t tokens_wanted(const counted *c)
 {
     int64_t tokens = 0;
@@ -141,7 +142,7 @@ static void count_gradients(counted *c)
     free(rows), free(d_tokens);
 }
 
-/* A short array rides in the notes. */
+/* Tests that a short array is sent inside the op headers. */
 static void count_sums(counted *c)
 {
     float data[65] = {0};
@@ -155,7 +156,7 @@ static void count_sums(counted *c)
 
 static void choose_experts(counted *c, uint64_t seed)
 {
-    run_random random = {seed}; /* the same on all ranks */
+    run_random random = {seed}; /* the same seed on all ranks */
     for (int r = 0; r < c->num_ranks; r++)
         for (int t = 0; t < TOKENS; t++)
             for (int k = 0; k < TOP_K; k++)

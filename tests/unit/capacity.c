@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_capacity_bound against every possible choice of experts for small sizes: no choice needs
- * more, and one needs as much. */
+/* Compares epic_capacity_bound with every possible choice of experts for small sizes. No choice
+ * may need more slots, and at least one must need this number. */
 #include "check.h"
 #include "epic/epic.h"
 
@@ -9,7 +9,8 @@
 typedef struct search {
     epic_layer layer;
     int num_experts, num_choices;
-    int most_each; /* choices of one expert: a distinct token brings one at most */
+    /* largest number of choices of one expert: one per token if ids are distinct */
+    int most_each;
     int counts[8];
     int64_t most;
 } search;
@@ -26,7 +27,8 @@ static int64_t slots_of(const search *s)
     return slots;
 }
 
-/* Every way to give what is left of the choices to the experts of one rank, from `first` on. */
+/* Tries every way to distribute the remaining choices over the experts of one rank, from
+ * `first` on. */
 static void spread(search *s, int first, int left)
 {
     if (first == s->num_experts) {

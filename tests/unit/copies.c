@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Two copies of the library in one process, as two Python wheels bring them: this program's own
- * and libepic.so.  Ranks of different copies do not find each other in the tables of one copy, so
- * backend threads must refuse them with a reason, and another backend takes them. */
+/* Tests two copies of the library in one process, as two Python wheels would load them: the
+ * copy in this program, and libepic.so. Each copy has its own table of ranks. So ranks of
+ * different copies cannot use the backend threads, which must refuse with a reason, and another
+ * backend connects them. */
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -31,7 +32,7 @@ static void *find(void *library, const char *name)
     return at;
 }
 
-/* build/lib/libepic.so, from build/tests/unit/copies. */
+/* Loads build/lib/libepic.so, found from build/tests/unit/copies. */
 static bool load_second_copy(void)
 {
     char path[4096];
@@ -52,9 +53,9 @@ static bool load_second_copy(void)
 }
 
 typedef struct trial {
-    const char *backend; /* asked for; NULL: the first that can */
-    const char *found;   /* NULL: open must refuse */
-    bool mixed;          /* odd ranks use the second copy */
+    const char *backend; /* requested backend; NULL: the first that can connect the ranks */
+    const char *found;   /* expected backend; NULL: open must fail */
+    bool mixed;          /* true: odd ranks use the second copy */
 } trial;
 
 typedef struct seat {
@@ -86,7 +87,8 @@ static void *be_thread(void *self)
     return NULL;
 }
 
-/* The ranks meet in memory: a hub of epic_bootstrap_threads would belong to one copy. */
+/* The bootstrap uses shared memory, because a hub of epic_bootstrap_threads would belong to one
+ * copy. */
 static void run_copies(int num_ranks, const trial *t)
 {
     seat seats[8];

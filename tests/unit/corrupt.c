@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Plans whose bytes are damaged in ten thousand ways: an error that all ranks share, or a result;
- * never a wild access (AddressSanitizer looks), a wait for ever, or a broken group.  Then damage
- * with its checksums put right again, which only the checks of ranges can find. */
+/* Tests plans whose bytes are damaged in ten thousand ways. All ranks must return the same
+ * error or a result. There must be no invalid memory access (AddressSanitizer checks this), no
+ * endless wait and no broken group. Then tests damaged plans with correct checksums, which only
+ * the range checks can detect. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,13 +17,13 @@
 
 #define HIDDEN 24
 #define NUM_OPERATIONS 4
-#define DAMAGES 4500 /* on one rank, and on two */
+#define DAMAGES 4500 /* number of damaged plans on one rank, and on two */
 #define RESEALED 1500
 
 static const uint32_t operations[NUM_OPERATIONS] = {
     EPIC_OP_DISPATCH, EPIC_OP_COMBINE, EPIC_OP_COMBINE_BACKWARD, EPIC_OP_DISPATCH_BACKWARD};
 
-/* What the ranks of a test share. */
+/* Memory that the ranks of a test share. */
 typedef struct arena {
     pthread_barrier_t barrier;
     epic_result results[RUN_MAX_RANKS];
@@ -30,14 +31,16 @@ typedef struct arena {
     int num_errors, num_good;
 } arena;
 
-/* The used part of the plan, and plans that are good but not the right ones. */
+/* The used part of the plan, and valid plans that do not fit the call. */
 typedef struct damaged {
     step s;
     unsigned char *good, *other_layer, *other_group;
-    size_t bytes;              /* of the buffer */
-    int64_t used;              /* by the plan */
-    uint32_t timeout_ms;       /* of what uses a damaged plan; 0: the group's */
-    run_random random, common; /* of this rank; of all */
+    size_t bytes; /* size of the plan buffer */
+    int64_t used; /* bytes of the buffer that the plan uses */
+    /* deadline of the groups that use a damaged plan; 0: that of the test group */
+    uint32_t timeout_ms;
+    /* random numbers of this rank, and those that are equal on all ranks */
+    run_random random, common;
 } damaged;
 
 /* --------------------------------------------------------------------------- damaging ---- */
@@ -70,13 +73,13 @@ static void garble(damaged *d, unsigned char *plan)
     for (int64_t i = begin; i < end; i++) plan[i] = (unsigned char)run_next(&d->random);
 }
 
-/* Returns the bytes that the call is told. */
+/* Damages the plan. Returns the size in bytes to pass to the call. */
 static size_t damage(damaged *d, unsigned char *plan)
 {
     memcpy(plan, d->good, d->bytes);
     switch (run_below(&d->random, 8)) {
     case 0:
-        return (size_t)run_below(&d->random, d->used); /* cut short */
+        return (size_t)run_below(&d->random, d->used); /* a plan that is cut short */
     case 1:
         memset(plan, run_chance(&d->random, 50) ? 0 : 0xff, d->bytes);
         return d->bytes;
@@ -96,7 +99,7 @@ static size_t damage(damaged *d, unsigned char *plan)
     }
 }
 
-/* Makes the checksums right, as only who knows the code would. */
+/* Makes the checksums of a damaged plan correct again. */
 static void reseal(unsigned char *plan, size_t bytes)
 {
     plan_header *h = (plan_header *)(void *)plan;
@@ -108,7 +111,8 @@ static void reseal(unsigned char *plan, size_t bytes)
 
 /* ---------------------------------------------------------------------------- using it ---- */
 
-/* A copy that ends where the call is told that the plan ends: a read past it is found. */
+/* Copies the plan into memory that ends where the plan ends, so that a sanitizer detects reads
+ * past its end. */
 static epic_result use(damaged *d, uint32_t operation, const unsigned char *plan, size_t bytes)
 {
     unsigned char *copy = aligned_alloc(16, (bytes + 15) / 16 * 16 + 16);
@@ -132,8 +136,9 @@ static epic_result use(damaged *d, uint32_t operation, const unsigned char *plan
     return result;
 }
 
-/* A plan of another layer is good bytes: then the ranks bring different plans, which breaks the
- * group as it must, or a row has another shape, which the host can check.  Neither is damage. */
+/* Returns whether the bytes are a valid plan of another layer or group. If only one rank has
+ * such a plan, the ranks have different plans, which breaks the group. Or a row has another
+ * shape, which the host detects. Neither is damage. */
 static bool is_good_plan(const unsigned char *plan, size_t bytes)
 {
     epic_plan_info info;
@@ -156,7 +161,8 @@ static void damaged_open(damaged *d, epic_context *ctx, epic_context *other, uin
     CHECK(step_all(&s, 1));
     memcpy(d->other_group, s.plan, d->bytes);
     step_close(&s);
-    memcpy(d->other_layer, d->other_group, d->bytes); /* of another group and, below, damaged */
+    /* a plan of another group, which is damaged below */
+    memcpy(d->other_layer, d->other_group, d->bytes);
     ((plan_header *)(void *)d->other_layer)->layer.top_k = 1;
 }
 
@@ -175,7 +181,8 @@ static bool is_class_b(epic_result result)
     return result == EPIC_OK || result == EPIC_EINVAL || result == EPIC_EOVERFLOW;
 }
 
-/* The victim brings a damaged plan, the others the right one: all get the same. */
+/* The victim passes a damaged plan, the other ranks the correct one. All must get the same
+ * result. */
 static void check_damage(damaged *d, arena *a, int victim, uint32_t operation)
 {
     unsigned char *plan = calloc(1, d->bytes);
@@ -230,7 +237,7 @@ static void run_damages(const epic_bootstrap *bootstrap, void *self)
 
 /* ---------------------------------------------------------------- checksums put right ---- */
 
-/* A good plan of one of the kinds of layers. */
+/* Makes a valid plan of one of several kinds of layers. */
 static bool plan_kind(damaged *d, int kind)
 {
     const epic_call call = {.tag = 2};
@@ -254,7 +261,7 @@ static void change_arrays(damaged *d, unsigned char *plan)
     }
     const plan_header *h = (const plan_header *)(const void *)plan;
     const int32_t place = (int32_t)run_below(&d->random, h->num_ranks);
-    if (run_chance(&d->random, 25)) /* two ranks at the same place of the tree */
+    if (run_chance(&d->random, 25)) /* two ranks with the same position in the tree */
         memcpy(plan + h->position_of + 4 * run_below(&d->random, h->num_ranks), &place, 4);
 }
 
@@ -273,7 +280,8 @@ static epic_result use_resealed(damaged *d, bool spoiled)
     return result;
 }
 
-/* Damage may give wrong rows now; on one rank it can keep nobody waiting. */
+/* Runs operations with damaged plans whose checksums are correct. Rows may be wrong. On one
+ * rank no call may wait. */
 static void run_resealed(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
@@ -299,7 +307,8 @@ static void run_resealed(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
-/* On two ranks it may: then the deadline ends it, and another group is opened. */
+/* Does the same on two ranks. There a call may wait until the deadline. Then the test opens
+ * another group. */
 static void run_resealed_group(const epic_bootstrap *bootstrap, void *self)
 {
     const int number = *(const int *)self;

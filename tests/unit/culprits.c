@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The ranks that a wait blames, for peers whose state is given: find_culprits() asks a transport
- * that answers from a table. */
+/* Tests which ranks a wait names as culprits for given states of its peers: find_culprits()
+ * calls a transport that answers from a table. */
 #include "exchange/culprits.h"
 
 #include <string.h>
@@ -21,14 +21,14 @@ static void look(epic_group *group, int peer, uint64_t tag, uint64_t place,
     *out = peers[peer];
 }
 
-/* A peer that is inside the operation that rank 0 waits in, sending rows. */
+/* Returns the status of a peer that is sending rows in the operation in which rank 0 waits. */
 static epic_peer_status moving(void)
 {
     return (epic_peer_status){
         .came = true, .phase = 1, .operation = 4, .tag = TAG, .sequence = STEP, .inside = true};
 }
 
-/* Rank 0 waits for all others; the ranks of `right`, a bit each, must be blamed. */
+/* Rank 0 waits for all others. The ranks in the bit mask `right` must be named. */
 static void expect_culprits(const char *what, uint64_t right)
 {
     uint64_t culprits[RANK_WORDS] = {0};
@@ -44,7 +44,7 @@ static void expect_culprits(const char *what, uint64_t right)
               (unsigned)culprits[0], (unsigned)right, sentence);
 }
 
-/* A peer that has done its part owes nothing, and is not blamed beside one that does not move. */
+/* A peer that has finished its part is not named if another peer does not move. */
 static void test_finished_peers(void)
 {
     peers[2] = peers[3] = peers[1] = moving();
@@ -61,7 +61,7 @@ static void test_finished_peers(void)
     expect_culprits("rank 1 has died", 0xe);
 }
 
-/* A peer that waits itself is not blamed, but the one that it waits for. */
+/* A peer that itself waits is not named, but the peer for which it waits is. */
 static void test_waiting_peers(void)
 {
     peers[1] = peers[2] = peers[3] = moving();
@@ -74,7 +74,7 @@ static void test_waiting_peers(void)
     expect_culprits("all wait in a circle", 0xe);
 }
 
-/* Only those that are furthest behind are blamed. */
+/* Only the peers that are furthest behind are named. */
 static void test_last_peers(void)
 {
     peers[1] = peers[2] = peers[3] = moving();

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests from when a deadline counts: from the call until the last header has come, then from the
- * last row that moved.  Also tests which rank is named when the waits form a circle.  Rows are slow
- * here because the rank that fills or takes them sleeps.  Cases run at the same time, in processes. */
+/* Tests from when a deadline counts: from the call until the last header has arrived, then from
+ * the last row that moved. Also tests which rank is named when the waits form a circle. Rows
+ * are slow here because the rank that sends or receives them sleeps. The cases run at the same
+ * time, in processes. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -13,17 +14,18 @@
 #include "run.h"
 
 #define DEADLINE_MS 2500
-#define LATE_MS 1700 /* less than the deadline, more than half of it */
+#define LATE_MS 1700 /* less than the deadline, but more than half of it */
 #define NAP_MS 100
-#define ITEMS 50 /* twice the deadline, in naps */
+#define ITEMS 50 /* rows of an operation that takes twice the deadline, with a sleep per row */
 #define STOP_AT 8
-#define LATER_MS 2000 /* more than this past its time is another time */
+#define LATER_MS 2000 /* if the error comes this much later, the deadline was restarted */
 #define TRIES 5
 #define ROW 8192
-#define LEAST_LANE 17408 /* two entries of ROW: nothing runs ahead */
+/* the ring holds only two entries of ROW bytes, so no rank can run ahead */
+#define LEAST_LANE 17408
 
 static const char *backend;
-static _Atomic int *late; /* shared by the ranks of a try */
+static _Atomic int *late; /* number of late errors, shared by the ranks of one attempt */
 
 static epic_context *open_context(const epic_bootstrap *bootstrap, uint32_t in_flight)
 {
@@ -45,8 +47,9 @@ static long ms_since(uint64_t begin)
     return (long)((run_now_ns() - begin) / 1000000);
 }
 
-/* A deadline that was put off ends later than that.  On a busy machine others do, too: what did is
- * tried again, and fails if it does so each time. */
+/* Counts an error that came too late. If the deadline was restarted, the error is late. On a
+ * busy machine others are late, too. So a late case is repeated, and fails if it is late each
+ * time. */
 static void note_time(long ms)
 {
     if (ms >= DEADLINE_MS + LATER_MS) atomic_store(late, 1);
@@ -76,7 +79,7 @@ typedef struct slow {
     uint64_t tag;
     bool collects;
     enum pace pace;
-    uint64_t moved_ns; /* when rank 1 took the last row */
+    uint64_t moved_ns; /* time when rank 1 received the last row */
     epic_result result;
 } slow;
 
@@ -136,7 +139,7 @@ static void take_rows(void *self, int64_t item, int32_t piece, const void **rows
     take(self, item, rows[0]);
 }
 
-/* From rank 0 to rank 1. */
+/* Moves rows from rank 0 to rank 1. */
 static epic_result flow(slow *s)
 {
     const row_split whole = {.row_bytes = ROW, .piece_bytes = ROW, .num_pieces = 1};
@@ -170,7 +173,7 @@ static void *be_slow(void *self)
     return NULL;
 }
 
-/* An operation that moves for twice its deadline, however slowly, is no failure. */
+/* An operation that moves rows, however slowly, for twice its deadline does not fail. */
 static void moving(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
@@ -194,8 +197,8 @@ static void moving(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
-/* Rank 0 comes late, and its first row comes as late again: the deadline starts anew when the
- * header has come. */
+/* Rank 0 comes late, and its first row comes late again. The deadline must restart when the
+ * header arrives. */
 static void late_rows(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
@@ -207,7 +210,7 @@ static void late_rows(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
-/* One that moved and then stops fails a deadline after the last row. */
+/* An operation that moves rows and then stops fails one deadline after its last row. */
 static void stopping(const epic_bootstrap *bootstrap, void *self)
 {
     epic_context *ctx = open_context(bootstrap, 1);
@@ -233,7 +236,7 @@ static epic_result sum(epic_context *ctx, uint64_t tag)
     return epic_allreduce_sum(ctx, &args);
 }
 
-/* A header that comes just before the deadline of an operation leaves it where it is. */
+/* A header that arrives just before the deadline does not move the deadline. */
 static void late_note(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
@@ -255,7 +258,7 @@ static void *sum_until_told(void *self)
     return NULL;
 }
 
-/* Nor does what moves under another tag. */
+/* Rows that move under another tag do not move the deadline either. */
 static void other_tag(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
@@ -275,8 +278,8 @@ static void other_tag(const epic_bootstrap *bootstrap, void *self)
 
 /* ------------------------------------------------------------------------- a circle ---- */
 
-/* Every rank is in a tag of its own, so each waits for all others and nobody is at rest: named
- * are those that the one who tells waits for. */
+/* Every rank uses a tag of its own, so each waits for all others and no rank is idle. The error
+ * names the ranks for which the reporting rank waits. */
 static void circle(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
@@ -287,15 +290,16 @@ static void circle(const epic_bootstrap *bootstrap, void *self)
               info.num_culprits, info.sentence);
     CHECK_SAY(strstr(info.sentence, "was last seen in sum (tag 10") != NULL, "%s",
               info.sentence);
-    /* Of two both are named, each with its tag: who tells, and the one it waits for. */
+    /* With two ranks, the error names both, each with its tag. */
     static const char *const both[] = {"rank 0", "rank 1", "(tag 100,", "(tag 101,"};
     for (size_t i = 0; bootstrap->num_ranks == 2 && i < sizeof both / sizeof *both; i++)
         CHECK_SAY(strstr(info.sentence, both[i]), "no %s in: %s", both[i], info.sentence);
     epic_close(ctx);
 }
 
-/* Rank 0 waits for 1 and 2, rank 1 in another tag for 0 and 2, rank 2 for nobody: it alone is
- * named.  A rank that gets no core for a quarter of a second is not seen waiting: three tries. */
+/* Rank 0 waits for 1 and 2, rank 1 in another tag for 0 and 2, and rank 2 for no rank. So only
+ * rank 2 is named. A rank that gets no CPU time for a quarter of a second does not appear to
+ * wait, so there are three attempts. */
 static void chain(const epic_bootstrap *bootstrap, void *self)
 {
     epic_context *ctx = open_context(bootstrap, 1);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One rank may have too few file descriptors, or too little memory: open then fails, and every
- * rank that hears of it hears that rank's own sentence, which says what it lacks.  Nobody blames a
- * healthy rank or another host, nobody waits past the deadline. */
+/* Tests ranks with too few file descriptors or too little memory. Open fails on that rank, and
+ * the other ranks get its sentence, which names what is missing. No rank names a healthy rank
+ * or another host, and no rank waits past the deadline. */
 #include <errno.h>
 #include <fcntl.h>
 #include <netinet/in.h>
@@ -16,7 +16,7 @@
 
 #define RANKS 3
 #define PATIENCE_MS 1500
-#define MOST_LIMIT 40 /* more than a rank needs here */
+#define MOST_LIMIT 40 /* more descriptors than a rank needs here */
 
 typedef struct report {
     epic_result result;
@@ -24,15 +24,16 @@ typedef struct report {
 } report;
 
 typedef struct trial {
-    int poor;  /* the rank that lacks something */
-    int limit; /* on descriptors */
+    int poor;  /* the rank with the limit */
+    int limit; /* its limit on descriptors */
     bool memory;
     const char *secret;
     uint32_t port;
     report *reports; /* [RANKS] */
 } trial;
 
-/* Every descriptor below the limit that is not ours is closed, so that the limit means as much. */
+/* Closes all descriptors below the limit that the test does not need, so that the limit has its
+ * full effect. */
 static void limit_descriptors(int limit)
 {
     const struct rlimit few = {(rlim_t)limit, (rlim_t)limit};
@@ -83,12 +84,12 @@ static void run_rank(const epic_bootstrap *bootstrap, void *self)
     if (bootstrap->rank == t->poor && t->memory) limit_memory();
     open_and_close(t, bootstrap->rank);
     const int64_t ms = (int64_t)(run_now_ns() - start) / 1000000;
-    /* to meet, to be told, to join; and a loaded machine */
+    /* time to connect, to get the error and to join, on a busy machine */
     CHECK_SAY(ms < 3 * PATIENCE_MS + 3000, "rank %d took %lld ms", bootstrap->rank,
               (long long)ms);
 }
 
-/* A port that stays ours while *holder is open. */
+/* Returns a port that no other program can use while *holder is open. */
 static uint32_t hold_port(int *holder)
 {
     struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
@@ -116,7 +117,8 @@ static bool says_why(const char *sentence)
     return strstr(sentence, "Too many open files") != NULL;
 }
 
-/* Of the others: the poor rank's sentence, that it did not accept, or that it left. */
+/* Checks the error of another rank: the sentence of the rank with the limit, that this rank did
+ * not accept, or that it left. */
 static void check_other(const trial *t, int rank)
 {
     char name[32];
@@ -159,11 +161,11 @@ static void test_descriptors(report *reports, const char *secret)
     }
 }
 
-/* What a rank lacks after the bootstrap reaches all, word for word. */
+/* If a rank fails after the bootstrap, all ranks get its sentence word for word. */
 static void test_memory(report *reports)
 {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-    (void)reports; /* address space is theirs */
+    (void)reports; /* a sanitizer uses the address space itself */
     printf("memory: left out with sanitizers\n");
 #else
     for (int poor = 0; poor < RANKS; poor++) {

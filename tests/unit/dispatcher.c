@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Opening the simple step, and what it refuses; the suite has its values on every backend. */
+/* Tests how an epic_dispatcher opens and what it refuses. The conformance suite tests its
+ * values on every backend. */
 #include <string.h>
 
 #include "check.h"
@@ -49,8 +50,8 @@ static void refuse_backward(epic_dispatcher *dispatcher, const char *first)
     CHECK_SAY(strstr(epic_error(NULL), first) != NULL, "%s", epic_error(NULL));
 }
 
-/* Every token to expert 5, which answers with what it is given, and passes gradients on.  What the
- * slots had before is no gradient of this round. */
+/* Sends every token to expert 5, which returns its rows and gradients unchanged. Old contents
+ * of the slots must not appear as gradients. */
 static void check_round(epic_dispatcher *dispatcher)
 {
     float tokens[TOKENS][HIDDEN], out[TOKENS][HIDDEN];
@@ -83,7 +84,8 @@ static void work(epic_context *ctx)
     if (!CHECK(epic_dispatcher_open(&dispatcher, &config) == EPIC_OK)) return;
     CHECK(epic_dispatcher_context(dispatcher) == ctx);
     if (epic_rank(ctx) == 0) check_refusals(ctx);
-    CHECK(epic_dispatcher_combine(dispatcher, NULL) == EPIC_EINVAL); /* none is under way */
+    /* no dispatch has been made */
+    CHECK(epic_dispatcher_combine(dispatcher, NULL) == EPIC_EINVAL);
     CHECK(strstr(epic_error(NULL), "call epic_dispatcher_dispatch first") != NULL);
     refuse_backward(dispatcher, "call epic_dispatcher_dispatch first");
     check_round(dispatcher);
@@ -100,7 +102,8 @@ static void seat(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
-/* Without a context: the environment says who meets, and nothing in it is a group of one. */
+/* Tests the default without a context: the environment describes the ranks, and an empty
+ * environment is a group of one rank. */
 static void check_alone(void)
 {
     epic_dispatcher *dispatcher;

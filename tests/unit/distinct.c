@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* EPIC_DISTINCT: a duplicate is the same error on every rank and the group goes on; what is
- * distinct fits the smaller capacity, also in the worst case; ranks that promise differently are
- * told. */
+/* Tests EPIC_DISTINCT. A duplicate id is the same error on every rank, and the group stays
+ * usable. Distinct ids fit into the smaller capacity, also in the worst case. Ranks that set
+ * the flag differently get an error. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -31,7 +31,7 @@ static epic_result plan(epic_context *ctx, plans *p, int32_t ids[TOKENS][TOP_K])
     return epic_plan(ctx, &args);
 }
 
-/* Every token to both experts of rank 1, and to two others. */
+/* Sends every token to both experts of rank 1, and to two others. */
 static void fill(int32_t ids[TOKENS][TOP_K])
 {
     for (int t = 0; t < TOKENS; t++) {
@@ -48,7 +48,7 @@ static void check_duplicate(epic_context *ctx, plans *p, int rank)
     CHECK(plan(ctx, p, ids) == EPIC_EINVAL);
     const char *said = epic_error(ctx);
     CHECK_SAY(strstr(said, "rank 2, token 3, k 2 has expert 3 a second time"), "%s", said);
-    if (rank == 2) ids[3][1] = ids[3][2] = -1; /* no expert is no duplicate of no expert */
+    if (rank == 2) ids[3][1] = ids[3][2] = -1; /* two choices of no expert are no duplicates */
     CHECK_SAY(plan(ctx, p, ids) == EPIC_OK, "%s", epic_error(ctx));
 }
 
@@ -76,7 +76,8 @@ static void work(const epic_bootstrap *bootstrap, void *self)
     CHECK(plan(ctx, &p, ids) == EPIC_OK);
     CHECK_EQ(p.demand, epic_rank(ctx) == 1 ? info.capacity : RANKS * TOKENS);
     check_duplicate(ctx, &p, epic_rank(ctx));
-    /* Who is quick breaks the group while others are still in the call before: not in a plan. */
+    /* A fast rank breaks the group while others are still in the previous call, so this call is
+     * not a plan. */
     float one = 1;
     const epic_allreduce_sum_args sum = {.data = &one, .count = 1};
     (void)epic_allreduce_sum(ctx, &sum);

@@ -11,7 +11,7 @@ static void test_combinations(void)
     const tolerances exact = {1e-12, 1e-6, 1e-6};
     int turn = 0;
     for (uint32_t activation = 0; activation <= EPIC_CLAMPED_SILU; activation++)
-        for (uint32_t shape = 0; shape < 3; shape++) /* gated, ungated, interleaved */
+        for (uint32_t shape = 0; shape < 3; shape++) /* gated, not gated, interleaved */
             for (uint32_t weighting = 0; weighting < 3; weighting++)
                 for (int biased = 0; biased < 2; biased++) {
                     problem p;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Experts as their tests see them: slabs with padding and a tail of NaNs, and every number
+/* Inputs of the experts' tests: slabs with padding and a tail of NaNs. Every number is stored
  * twice, as the library reads it and in float64. */
 #ifndef EXPERTS_PROBLEM_H
 #define EXPERTS_PROBLEM_H
@@ -14,8 +14,8 @@
 #include "rules/convert.h"
 
 #define MOST_LOCAL 8
-#define TAIL 5    /* slots past the last slab, poisoned */
-#define STEP 1e-4 /* of central differences: their error is about STEP^2 */
+#define TAIL 5    /* number of slots past the last slab, filled with NaN */
+#define STEP 1e-4 /* step of central differences, whose error is about STEP^2 */
 #define SLOT_STEP 0x1p-12
 
 static int failures;
@@ -41,7 +41,7 @@ static inline double between(double low, double high)
 
 /* ------------------------------------------------------------------------------ numbers ---- */
 
-/* The same numbers twice: as the library reads them, and in float64. */
+/* An array of numbers, stored as the library reads them and in float64. */
 typedef struct array {
     void *data;
     double *truth;
@@ -124,7 +124,7 @@ static inline uint32_t gradient_type(const problem *p)
     return p->experts.row_type == EPIC_F64 ? EPIC_F64 : EPIC_F32;
 }
 
-/* Lays an array out: zeros in padding, NaNs in the tail. */
+/* Fills an array, with zeros in padding and NaNs in the tail. */
 static inline void lay_out(problem *p, array *a, int64_t each)
 {
     int64_t slot = 0;
@@ -243,7 +243,8 @@ static inline epic_experts_backward_args backward_args(const problem *p)
     };
 }
 
-/* Fills results with a pattern first, so that elements that are not written are noticed. */
+/* Runs forward and backward. Fills results with a pattern first, so that elements that are not
+ * written are noticed. */
 static inline void run(problem *p)
 {
     const epic_experts_args f = forward_args(p);

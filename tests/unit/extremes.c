@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Numbers at the ends of their types, alone and in pairs, in the arguments of calls and of size
- * queries.  A call refuses them with EPIC_EINVAL before it multiplies; the build with
- * UndefinedBehaviorSanitizer shows whether it does. */
+/* Tests extreme numbers, alone and in pairs, in the arguments of calls and of size queries. A
+ * call must refuse them with EPIC_EINVAL before it multiplies. The build with
+ * UndefinedBehaviorSanitizer detects overflows. */
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,10 +25,10 @@ static double work[1 << 14];
 
 typedef struct extreme_call {
     const char *name;
-    void *args; /* its arguments, good ones */
+    void *args; /* valid arguments of the call */
     size_t size;
     epic_result (*make)(const void *args);
-    int64_t largest;   /* values from 0 to it are good where memory is as large */
+    int64_t largest;   /* values from 0 to this one are valid if memory is large enough */
     size_t fields[12]; /* offsets of its int64_t fields; 0 ends the list */
 } extreme_call;
 
@@ -101,7 +101,7 @@ static void check_steps(const epic_layer *layer)
     d.quantize = EPIC_QUANTIZE_1X128;
     CALL(dispatch, dispatch_args, d, ROWS(epic_dispatch_args, tokens),
          ROWS(epic_dispatch_args, recv), ROWS(epic_dispatch_args, recv_scales));
-    d.tokens = (epic_const_rows){0}; /* as wide as recv says */
+    d.tokens = (epic_const_rows){0}; /* rows are as wide as those of recv */
     CALL(dispatch, dispatch_args, d, ROWS(epic_dispatch_args, recv));
     epic_combine_args c = {.plan = plan,
                            .plan_bytes = sizeof plan,
@@ -191,7 +191,8 @@ static void check_router(void)
     CALL(bias_update, bias_update_args, u, offsetof(epic_bias_update_args, num_experts));
 }
 
-/* Sizes of layers that no machine holds: a number of bytes, or a refusal. */
+/* Queries sizes of layers that fit no machine. The result must be a number of bytes or an
+ * error. */
 static void check_experts(void)
 {
     const uint32_t wide[] = {1, 8, 1 << 16, 1 << 24, UINT32_MAX};
@@ -261,7 +262,7 @@ static void check_sizes(const epic_layer *layer)
             }
 }
 
-/* A step in a context of the caller's, whose rows are wider than the context's. */
+/* Opens a dispatcher in a context of the caller, with rows wider than the context allows. */
 static void check_step(void)
 {
     epic_dispatcher *step = NULL;

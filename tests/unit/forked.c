@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A process with a context forks.  The context is not the child's: every call is refused there,
- * and closing it takes nothing from the parent and its peers. */
+/* Tests a process that forks while it has a context. In the child every call is refused.
+ * Closing the context there changes nothing for the parent and its peers. */
 #include <fcntl.h>
 #include <string.h>
 #include <sys/wait.h>
@@ -18,7 +18,7 @@ static void refused(epic_context *ctx, epic_result result, const char *call)
               epic_result_name(result), epic_error(ctx));
 }
 
-/* Everything that takes a context, then epic_close. */
+/* Makes every call that takes a context, then epic_close. */
 static void be_a_child(epic_context *ctx, step *s)
 {
     epic_failure_info info;
@@ -46,7 +46,7 @@ static void be_a_child(epic_context *ctx, step *s)
     epic_close(ctx);
 }
 
-/* Rank 0 forks twice, one child inside the other; then all go on. */
+/* Rank 0 forks, and its child forks again. Then all ranks continue. */
 static void ranks(const epic_bootstrap *bootstrap, void *self)
 {
     const epic_config config = {.max_tokens = STEP_MAX_TOKENS,

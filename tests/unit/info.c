@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic-info sees, from outside, what the ranks of a group are stuck in. */
+/* Tests that epic-info shows, from another process, the operations in which the ranks of a
+ * group are stuck. */
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,10 +20,10 @@
         }                                                                           \
     } while (0)
 
-static char program[4096]; /* build/bin/epic-info, from build/tests/unit/info */
+static char program[4096]; /* path of build/bin/epic-info, found from build/tests/unit/info */
 static char group[64];
 static char output[65536];
-static bool damages; /* the next rank damages its recording */
+static bool damages; /* true: the next rank damages its recording */
 
 static void damage_recording(void);
 
@@ -35,7 +36,7 @@ static void find_program(void)
     strcat(program, "/bin/epic-info");
 }
 
-/* Runs epic-info, keeps what it prints in output, returns its exit status. */
+/* Runs epic-info, stores its output in `output`, and returns its exit status. */
 static int info(const char *arguments)
 {
     char command[8192];
@@ -63,7 +64,8 @@ static bool says(const char *words)
     return false;
 }
 
-/* A rank of four: finished one operation, failed one, and is stuck in the next. */
+/* Starts one of four ranks, which finishes one operation, fails in one, and is stuck in the
+ * next. */
 static pid_t start_rank(uint64_t group_id, int rank)
 {
     char byte;
@@ -121,7 +123,8 @@ static void a_stuck_group(void)
     CHECK(info_of_group("") == 1 && says("no rank of group"));
 }
 
-/* Two jobs gave their groups one name: each is shown for itself, with what it misses. */
+/* If two jobs have groups with one name, each is shown separately, with its own missing ranks.
+ */
 static void two_of_a_name(void)
 {
     const pid_t ranks[] = {start_rank(7, 0), start_rank(0xabcd, 0), start_rank(0xabcd, 3),
@@ -135,7 +138,7 @@ static void two_of_a_name(void)
     for (int i = 0; i < 4; i++) stop(ranks[i]);
 }
 
-/* A name that would give a terminal orders; letters of other languages stay. */
+/* A group name with terminal control codes is cleaned, and letters of other languages stay. */
 static void a_hostile_name(void)
 {
     snprintf(group, sizeof group, "a\033[2Jb\nc\177\302\233d\377\303\244-%d", (int)getpid());
@@ -148,8 +151,8 @@ static void a_hostile_name(void)
     stop(rank);
 }
 
-/* Opens this process's recording as a stranger may, and gives it times that lie as far apart as
- * numbers can. */
+/* Opens this process's recording as another process can, and writes times that are as far apart
+ * as possible. */
 static void damage_recording(void)
 {
     char path[64], link[256];

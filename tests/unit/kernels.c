@@ -50,7 +50,7 @@ static void check_near(const char *what, const void *const *rows, const float *w
             sum += x;
             sizes += fabs(x);
         }
-        /* Each of num_rows steps rounds a sum no larger than `sizes` by 2^-24 of it. */
+        /* Each of num_rows steps rounds a sum no larger than `sizes` by at most 2^-24 of it. */
         if (!(fabs(got[i] - sum) <= (num_rows + 1) * sizes * 0x1p-24)) fail(what, type, n, i);
     }
 }
@@ -79,7 +79,7 @@ static sum_case sum_case_open(const host_kernels *k, epic_type type, epic_type o
     return c;
 }
 
-/* A partial has the rows' type or F32; only add rounds F32 rows to something narrower. */
+/* Partials have the rows' type or F32. Only add() rounds F32 rows to a narrower type. */
 static bool has_partial(const sum_case *c)
 {
     return c->type != EPIC_F32 || c->out_type == EPIC_F32;
@@ -188,7 +188,7 @@ static term true_block(const void *a, const void *b, epic_type type, int64_t at,
             t[i].there = true;
         }
     }
-    /* Adds like the lanes of a warp: each adds its neighbor at that distance. */
+    /* Adds like the lanes of a warp: each lane adds the value of the lane at that distance. */
     for (int distance = 4; distance > 0; distance /= 2)
         for (int i = 0; i < 256; i++)
             if ((i & distance) == 0) t[i] = plus(t[i], t[i + distance], wide);
@@ -231,7 +231,7 @@ static void check_dot(const host_kernels *k, epic_type type, kind kind)
         near += get(a, type, i) * get(b, type, i);
         sizes += fabs(get(a, type, i) * get(b, type, i));
     }
-    /* A product passes 4 + 8 + 5 roundings or fewer, of sums no larger than `sizes`. */
+    /* A product passes at most 4 + 8 + 5 roundings of sums no larger than `sizes`. */
     if (!(fabs(sum - near) <= 20 * sizes * 0x1p-24)) fail("dot (float64)", type, n, 0);
 }
 

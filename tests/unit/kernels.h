@@ -48,7 +48,7 @@ typedef struct format {
     epic_type type;
     int exponent_bits;
     int mantissa_bits;
-    uint32_t infinity; /* the first code above the finite ones */
+    uint32_t infinity; /* the first code after the finite ones */
     bool saturates;
 } format;
 
@@ -182,7 +182,7 @@ static inline double random_value(kind kind, epic_type type)
 
 typedef struct buffer {
     unsigned char *memory;
-    char *row; /* at any address */
+    char *row; /* a row at any address */
 } buffer;
 
 static inline buffer buffer_open(void)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_open where one rank may have little: descriptors, files, memory.  Every rank gets the same,
- * EPIC_OK or a sentence that names the rank and its limit, at once; nothing leaks, no signal
- * comes, and with the limit gone the next group opens. */
+/* Tests epic_open if one rank has few descriptors, small files or little memory. All ranks
+ * return the same result at once: EPIC_OK, or an error that names the rank and its limit.
+ * Nothing leaks, and no signal is raised. Without the limit the next group opens. */
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -18,8 +18,9 @@
 typedef struct trial {
     int victim;
     int resource;
-    uint64_t spare; /* descriptors, bytes of a file, bytes of memory that the victim may add */
-    bool large;     /* a group that takes much memory */
+    /* how many descriptors, bytes of a file or bytes of memory the victim may still use */
+    uint64_t spare;
+    bool large; /* true: a group that needs much memory */
     uint32_t result[RANKS];
     char said[RANKS][512];
 } trial;
@@ -31,7 +32,7 @@ static int num_open(void)
     return num;
 }
 
-/* The limit under which so many more descriptors are possible. */
+/* Returns the limit under which this many more descriptors can be opened. */
 static rlim_t descriptors(uint64_t spare)
 {
     int fd = 0;
@@ -89,7 +90,8 @@ static void open_limited(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
-/* Was the group opened?  If not, every rank heard the same of the victim, with each word. */
+/* Returns whether the group opened. If not, every rank must have the same error about the
+ * victim, with all words. */
 static bool try_limit(int victim, int resource, uint64_t spare, bool large, const char *word,
                       const char *help)
 {
@@ -115,7 +117,7 @@ static bool try_limit(int victim, int resource, uint64_t spare, bool large, cons
     return opened;
 }
 
-/* From none to enough. */
+/* Tries all numbers of descriptors from none to enough. */
 static void try_descriptors(int victim)
 {
     int refused = 0;
@@ -128,7 +130,7 @@ static void try_descriptors(int victim)
               refused);
 }
 
-/* Rank 0 makes the memory that all share; the others can do without a file. */
+/* Rank 0 creates the memory that all ranks share. The other ranks need no file. */
 static void try_files(void)
 {
     static const uint64_t sizes[] = {0, 1, 4096, 50000};
@@ -148,7 +150,7 @@ static void try_memory(void)
 #endif
 }
 
-/* A group of one needs no file at all. */
+/* A group of one rank needs no file. */
 static void alone(const epic_bootstrap *bootstrap, void *self)
 {
     (void)bootstrap, (void)self;

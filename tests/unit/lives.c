@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Groups that open, work, sometimes break, and close, many times in one process: neither its
- * descriptors nor its memory nor its threads grow.  EPIC_TEST_SCALE makes it longer; a soak runs
- * it again and again. */
+/* Opens, uses, sometimes breaks, and closes groups many times in one process. Its descriptors,
+ * memory and threads must not grow. EPIC_TEST_SCALE makes the test longer, and the soak test
+ * repeats it. */
 #include <dirent.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -22,7 +22,7 @@
 typedef struct seat {
     epic_bootstrap bootstrap;
     uint64_t life;
-    int breaks; /* the rank that gives up; -1: nobody */
+    int breaks; /* the rank that aborts; -1: none */
 } seat;
 
 static epic_result work(epic_context *ctx, void *plan, int64_t bytes, run_random *random)
@@ -57,7 +57,7 @@ static epic_result work(epic_context *ctx, void *plan, int64_t bytes, run_random
     epic_result result = epic_plan_dispatch(ctx, &args, &dispatch);
     if (result == EPIC_OK) result = epic_combine(ctx, &combine);
     for (int i = 0; result == EPIC_OK && i < TOKENS * HIDDEN; i++)
-        if (!CHECK(x[i] == (float)(i % 17))) break; /* experts gave back what they got */
+        if (!CHECK(x[i] == (float)(i % 17))) break; /* the experts returned their input */
     free(recv);
     free(slot_weights);
     return result;
@@ -144,11 +144,12 @@ int main(void)
         one_life(run_mix(run_seed(), (uint64_t)life));
     }
     CHECK_EQ(entries_of("/proc/self/fd"), files);
-    /* A thread that was joined may be seen for a moment yet. */
+    /* A joined thread may still be visible for a moment. */
     for (int i = 0; i < 5000 && entries_of("/proc/self/task") > tasks; i++) run_nap_us(1000);
     CHECK_EQ(entries_of("/proc/self/task"), tasks);
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) /* they keep freed memory */
-    /* Less than 20 KB for each of the fewest lives that are counted. */
+/* sanitizers keep freed memory */
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+    /* This is less than 20 KB for each group, even for the smallest number of groups. */
     CHECK_SAY(resident_kb() < kb + 2048, "%ld KB, once warm %ld", resident_kb(), kb);
 #endif
     printf("%d lives: %ld KB, once warm %ld\n", lives, resident_kb(), kb);

@@ -26,7 +26,7 @@ enum { MEMORY = 1, FORWARD = 2, BACKWARD = 4, CALLS = FORWARD | BACKWARD, ALL = 
 /* One wrong argument: the field at this offset gets `value`, and the error must contain both
  * words. */
 typedef struct wrong {
-    int of; /* the calls that have this field */
+    int of; /* bit mask of the calls that have this field */
     size_t at, bytes;
     uint64_t value;
     const char *word, *other;

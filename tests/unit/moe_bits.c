@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* With EPIC_TREE and EPIC_SUM_DENSE the layer's outputs and gradients have the same bits for 1, 2,
- * 4 and 8 ranks, and so have the sums of replicas: random layers, ranks that come late, threads
- * and processes, with the kernels that OpenBLAS chooses and with those for Haswell, as many BLAS
- * threads as there are cores.
+/* Tests that with EPIC_TREE and EPIC_SUM_DENSE the layer's outputs and gradients have the same
+ * bits for 1, 2, 4 and 8 ranks, and so have the sums of replicas. The layers are random, ranks
+ * come late, and ranks are threads or processes. The test runs with the kernels that OpenBLAS
+ * selects and with those for Haswell, with one BLAS thread per core.
  *
- * The program starts itself once for each of these: OpenBLAS reads its variables when it is
- * loaded, and a process that forks ranks must not have used it before. */
+ * The program starts itself once for each combination. OpenBLAS reads its variables when it is
+ * loaded, and a process must not have used it before it forks ranks. */
 #include <pthread.h>
 
 #include "run.h"

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Random layers with EPIC_TREE and EPIC_SUM_DENSE, the same for every number of ranks. */
+/* Random layers with EPIC_TREE and EPIC_SUM_DENSE, equal for every number of ranks. */
 #ifndef MOE_BITS_H
 #define MOE_BITS_H
 
@@ -7,7 +7,8 @@
 
 #define LEAVES 8
 #ifndef MOST_NUMBERS
-#define MOST_NUMBERS (1 << 15) /* of an expert's matrix; a case then takes milliseconds */
+/* largest number of elements of an expert's matrix, so that a case takes milliseconds */
+#define MOST_NUMBERS (1 << 15)
 #endif
 
 /* --------------------------------------------------------------------- random layers ---- */

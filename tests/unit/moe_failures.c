@@ -140,7 +140,7 @@ static void not_planned(void *what, int rank, epic_context *ctx, const epic_conf
               strstr(epic_error(ctx), "EPIC_PLANNED"),
           "%s", epic_error(ctx));
     *total = right;
-    ((unsigned char *)t->saved)[40] ^= rank == 1; /* dispatch reports it on all ranks */
+    ((unsigned char *)t->saved)[40] ^= rank == 1; /* dispatch reports the damage on all ranks */
     note(f, rank, epic_moe_forward(ctx, &t->forward));
     CHECK(zeros(t->out, t->forward.out.num_rows * t->forward.out.row_bytes), "out of rank %d",
           rank);

@@ -18,12 +18,13 @@
 typedef struct part {
     const problem *p;
     int rank;
-    int64_t tokens, first; /* its tokens, and the first of them among all */
+    /* this rank's number of tokens, and the index of its first token among all tokens */
+    int64_t tokens, first;
     epic_experts experts;
     epic_moe moe;
     epic_config config;
     epic_moe_memory_info memory;
-    uint32_t mine[64], num_mine; /* its experts */
+    uint32_t mine[64], num_mine; /* ids of this rank's experts */
     void *given[NUM_GIVEN], *gradient[NUM_GIVEN], *d_out, *out, *token_ids;
     void *saved, *workspace;
     array d_losses;
@@ -62,7 +63,7 @@ static inline epic_config config_of(const problem *p)
                          .max_in_flight = 4};
 }
 
-/* Copies this rank's experts of an array by global expert in, or, with `back`, out. */
+/* Copies this rank's experts from an array with all experts, or back to it if `back` is set. */
 static inline void move_experts(const part *t, array *whole, void *mine, int which, bool back)
 {
     const size_t bytes = (size_t)(numbers_of(t->p, which) * convert_bytes(whole->type));
@@ -76,7 +77,7 @@ static inline void move_experts(const part *t, array *whole, void *mine, int whi
     }
 }
 
-/* Returns how many numbers of an array this rank has. */
+/* Returns how many elements of an array this rank has. */
 static inline int64_t numbers_here(const part *t, int which)
 {
     if (which == X) return t->tokens * t->p->experts.hidden;
@@ -136,7 +137,7 @@ static inline void make_calls(part *t, uint64_t tag)
     const problem *p = t->p;
     void **g = t->given, **d = t->gradient;
     const int64_t row = p->experts.hidden * convert_bytes(row_type(p));
-    const bool none = t->tokens == 0; /* then the calls get {NULL, 0, 0} */
+    const bool none = t->tokens == 0; /* a rank without tokens passes {NULL, 0, 0} */
     const bool parts = p->d_parts_given;
     const array *d_losses = &t->d_losses;
     t->weights = (epic_moe_weights){g[W_GATE],
@@ -205,7 +206,8 @@ static inline void make_calls(part *t, uint64_t tag)
     if (p->wants_no_d_x) t->backward.d_x = (epic_rows){0};
 }
 
-/* Makes everything that one rank needs. config: that of the context, for the size query. */
+/* Allocates everything that one rank needs. config: configuration of the context, for the size
+ * query. */
 static inline part *part_make(const problem *p, int rank, const epic_config *config,
                               uint64_t tag)
 {
@@ -355,7 +357,7 @@ static inline epic_result part_sum_replicas(part *t, epic_context *ctx)
     return EPIC_OK;
 }
 
-/* Copies the rank's results to the results of all ranks. */
+/* Copies the rank's results into the results of all ranks. */
 static inline void part_tell(const part *t)
 {
     const problem *p = t->p;

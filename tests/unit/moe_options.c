@@ -109,7 +109,7 @@ static void work(void *what, int rank, epic_context *ctx, const epic_config *con
     part_free(own);
 }
 
-/* words NULL: all calls must succeed. */
+/* If words is NULL, all calls must succeed. */
 static void test(change *how, when at, const char *words)
 {
     static differing d;
@@ -190,7 +190,7 @@ static const struct {
     {again, "EPIC_DISPATCH_AGAIN is 0 on rank 0 and 1 on rank 1"},
     {by_caller, "EPIC_LOSS_BY_CALLER is 0 on rank 0 and 1 on rank 1"}};
 
-/* Only the calls of the whole layer know which weights exist. */
+/* These weights exist only for calls of the whole layer. */
 static const struct {
     change *how;
     const char *words;
@@ -204,7 +204,7 @@ static const struct {
 CHANGE(other_capacity, p->moe.capacity = 32)
 CHANGE(recompute, p->moe.flags = EPIC_RECOMPUTE)
 CHANGE(same_type, p->experts.weight_type = EPIC_F32)
-CHANGE(other_limit, p->experts.limit = 3) /* silu has no limit */
+CHANGE(other_limit, p->experts.limit = 3) /* SiLU has no limit */
 CHANGE(other_tokens, p->tokens_of[1] = TOKENS)
 static change *const allowed[] = {other_capacity, recompute, same_type, other_limit,
                                   other_tokens};

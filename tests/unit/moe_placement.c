@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Experts that move between ranks from step to step change a training by rounding alone, and with
- * EPIC_TREE not even by that: a few steps of gradient descent of one layer towards random rows,
- * with the placement as it began and with one made anew from each step's load. */
+/* Tests a short training in which experts move between ranks after each step. One run keeps the
+ * first placement, the other makes a new placement from each step's load. Results may differ
+ * only by rounding, and with EPIC_TREE not at all. The training is a few steps of gradient
+ * descent of one layer towards random rows. */
 #include <pthread.h>
 
 #include "unit/moe_layer.h"
@@ -16,7 +17,7 @@ typedef struct training {
     bool moves;
     pthread_barrier_t *barrier;
     double loss[STEPS][RANKS];
-    int num_moved; /* experts, in all */
+    int num_moved; /* number of experts that have moved */
 } training;
 
 /* -------------------------------------------------------------------------- placement ---- */
@@ -77,7 +78,7 @@ static double measure(const training *t, part *part)
     return loss;
 }
 
-/* Updates one rank's experts, or what all ranks have. */
+/* Updates the parameters of one rank's experts, or of the parameters that all ranks have. */
 static void descend(problem *p, const part *part, bool dense)
 {
     for (int i = 0; i < X; i++) {

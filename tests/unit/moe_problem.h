@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A layer as its tests see it: parameters, rows and results of all ranks in one place.
- *
+/* Inputs and results of a layer for all ranks in one place: parameters, rows and results.
  * Ranks write to memory that forked processes share. */
 #ifndef MOE_PROBLEM_H
 #define MOE_PROBLEM_H
@@ -19,7 +18,7 @@
 #define MOST_RANKS 8
 #define BEFORE 1.0 /* value of gradients before EPIC_ACCUMULATE adds to them */
 
-static _Atomic int *failures; /* failures of all ranks */
+static _Atomic int *failures; /* number of failures of all ranks */
 
 #define CHECK(condition, ...)                                      \
     do {                                                           \
@@ -137,7 +136,7 @@ static inline void fill_random(array *a, source *s, double size)
 
 /* ------------------------------------------------------------------------------- layer ---- */
 
-enum { /* what has a gradient; X: the rows of all tokens */
+enum { /* everything that has a gradient; X: the rows of all tokens */
        W_GATE,
        B_GATE,
        SCALE_OF_EXPERT,
@@ -184,29 +183,30 @@ typedef struct problem {
     int64_t tokens_of[MOST_RANKS], total;
     epic_layer layer;
     epic_router router;
-    epic_experts experts, shared; /* num_local_experts: of all ranks */
-    bool planned;                 /* by epic_moe_plan, in as much memory as that takes */
+    epic_experts experts, shared; /* num_local_experts counts the experts of all ranks */
+    /* planned by epic_moe_plan, with exactly as many slots as needed */
+    bool planned;
     bool has_shared, shared_gated, biased, gate_biased, scaled, wants_no_gradient, wants_no_d_x;
-    epic_moe moe; /* without its pointers */
+    epic_moe moe; /* its pointers are not set */
     int32_t rank_of_expert[64];
-    bool placed;            /* by that table */
-    int32_t logical_of[64]; /* with layer.num_logical */
-    float bias[96];         /* for the choice */
+    bool placed;            /* experts are placed by the table below */
+    int32_t logical_of[64]; /* used if layer.num_logical is set */
+    float bias[96];         /* the router's bias */
     bool bias_given;
-    int32_t *table, *token_ids; /* NULL: none */
+    int32_t *table, *token_ids; /* NULL: not used */
     int64_t table_rows;
     bool wide_ids;
-    double d_loss, d_balance_loss, d_z_loss; /* float32 has them */
-    bool narrow_losses;                      /* float32 though the rows are F64 */
+    double d_loss, d_balance_loss, d_z_loss; /* gradients of the losses, with float32 values */
+    bool narrow_losses;                      /* losses are float32 although rows are F64 */
     bool d_loss_given, d_parts_given;
     uint32_t backward_flags;
-    bool narrow_gradients; /* of experts, in the rows' type */
+    bool narrow_gradients; /* gradients of experts have the type of the rows */
 
     array given[NUM_GIVEN];
     array d_out;
     array out;
-    array gradient[NUM_GIVEN]; /* dense: one after the other for every rank */
-    array loss;                /* [3 * num_ranks]: the sum, balance, z */
+    array gradient[NUM_GIVEN]; /* dense gradients: one after the other for every rank */
+    array loss;                /* [3 * num_ranks]: sum, balance loss and z-loss */
     int32_t *load, *demand;    /* [num_ranks, num_experts], [num_ranks] */
     int32_t *logical_load;     /* [num_ranks, num_logical] */
 } problem;

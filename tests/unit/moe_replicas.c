@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A layer with replicas is the layer without them: the same outputs, losses and gradients, and
- * after epic_sum_replicas every replica has the gradient of the expert that it is a copy of.  Also
- * where expert_capacity drops.
- *
- * Tolerances as in moe_values.c: a token's row is the same row in another slab. */
+/* Tests that a layer with replicas is equal to the layer without them. It has the same outputs,
+ * losses and gradients, also if expert_capacity drops choices. After epic_sum_replicas every
+ * replica has the gradient of its logical expert.
+ * Tolerances as in moe_values.c: a token has the same row in another slab. */
 #include "unit/moe_layer.h"
 
 static problem draw(uint32_t seed, int num_ranks, uint32_t type)

@@ -65,8 +65,9 @@ static void test_late_early(bool biased, uint32_t type)
 
 #define SIDE 3
 
-/* Runs forward through all layers, then backward from the last to the first. Each has its
- * own tag, sizes and saved memory, and none may read what another left in the workspace. */
+/* Runs forward through all layers, then backward from the last to the first. Each layer has its
+ * own tag, sizes and saved memory, and none may read what another layer left in the workspace.
+ */
 static void run_side_by_side(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
     const problem *p = what;
@@ -100,7 +101,7 @@ static void test_side_by_side(void)
     }
 }
 
-/* Leaving out other gradients must not change one of them. */
+/* Checks that a gradient does not change if others are not computed. */
 static void test_no_gradients(void)
 {
     problem p = draw(12, 2, EPIC_F64);
@@ -176,7 +177,7 @@ static void test_differences(uint32_t seed)
 
 /* ------------------------------------------------------------------------------ not wanted ---- */
 
-/* If no rank or only one wants d_x, the bits of the gradients stay the same. */
+/* Checks that the gradients have the same bits if no rank or only one rank computes d_x. */
 static void run_without_d_x(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
     const problem *p = what;
@@ -209,7 +210,7 @@ static void test_no_d_x(uint32_t seed, uint32_t type)
 
 /* ----------------------------------------------------------------------- less is saved ---- */
 
-/* Parts that are recomputed because they are not saved give the same bits. */
+/* Checks that parts that are recomputed instead of saved have the same bits. */
 static void test_less_saved(uint32_t seed, uint32_t type)
 {
     problem whole = draw(seed, 1 + (int)(seed % 4), type);
@@ -219,7 +220,7 @@ static void test_less_saved(uint32_t seed, uint32_t type)
     if (!whole.planned) check_saved_bytes(&whole, &config);
     for (uint32_t i = 1; i <= 3; i++) {
         problem less = whole;
-        less.moe.flags |= i * EPIC_RECOMPUTE; /* one flag, the other, both */
+        less.moe.flags |= i * EPIC_RECOMPUTE; /* first one flag, then the other, then both */
         make_results(&less);
         team_threads(run_once, &less, &config);
         compare_bits(&whole, &less, i == 1 ? "recomputed" : "with rows dispatched again");

@@ -1,14 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Random layers of every kind, and their results against plain float64 loops and central
- * differences of those.
- *
- * Tolerances, of the largest error to the largest number of an array:
+/* Random layers of every kind. Compares their results with plain float64 loops, and their
+ * gradients with central differences of these loops.
+ * Tolerances are relative to the largest number of an array:
  *   F64 rows    1e-12; gradients 1e-6: central differences with a step of 1e-5 are off by 1e-10
  *               of the second derivatives, and by 1e-11 of the values themselves
  *   F32         1e-4
  *   BF16, F16   rows are rounded, to 2^-9 and 2^-12, in up to five places one after the other
- *               (expert, partial, sum over ranks, layer, and the same on the way back), and
- *               differences of weights' gradients magnify that: 16 such roundings */
+ *               (expert, partial, sum over ranks, layer, and the same in backward). Differences
+ *               for gradients of weights magnify this: 16 such roundings */
 #ifndef MOE_VALUES_H
 #define MOE_VALUES_H
 
@@ -17,7 +16,7 @@
 /* Draw only layers that CUDA contexts support. */
 static bool for_devices;
 
-#define SAMPLES 40 /* elements per array whose gradient is compared */
+#define SAMPLES 40 /* number of elements per array whose gradient is compared */
 
 static inline double tolerance(const problem *p)
 {
@@ -35,7 +34,7 @@ static inline double tolerance(const problem *p)
 
 /* --------------------------------------------------------------------- random layers ---- */
 
-typedef struct kind { /* a row of the table of routers */
+typedef struct kind { /* A row of the table of routers. */
     const char *name;
     epic_router router;
     bool bias, table;
@@ -202,8 +201,9 @@ static int by_size(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* CUDA contexts keep gate and up in 16 bits, and one that this moved over the limit would have the
- * slope of the other side: so the limit is where they leave most room, between 0.4 and 0.8. */
+/* CUDA contexts round gate and up to 16 bits. If rounding moved a value over the limit, it
+ * would get the slope of the other side. So the limit is placed in the widest gap between 0.4
+ * and 0.8. */
 static inline void place_limit(problem *p)
 {
     oracle o = oracle_make(p);
@@ -297,7 +297,7 @@ static inline void compare_forward(const problem *p, const oracle *o)
     double error = 0, size = 0;
     for (int64_t i = 0; i < p->total * p->experts.hidden; i++) {
         const double off = fabs(get(&p->out, i) - o->out[i]);
-        error = off <= error ? error : off; /* a NaN stays */
+        error = off <= error ? error : off; /* keep a NaN */
         size = fmax(size, fabs(o->out[i]));
     }
     compare(p, "out", error, size);
@@ -334,13 +334,13 @@ static inline void compare_gradient(const problem *p, const oracle *o, int which
         const int64_t i = n < SAMPLES ? k : (int64_t)below(s, (uint32_t)n);
         const double got = gradient_of(p, which, i), want = difference(o, which, i, step);
         double off = fabs(got - want);
-        /* Was it a step over the kink of an activation? */
+        /* Did the difference step over the kink of an activation? */
         for (int k = 0; k < 2 && off > allowed * size; k++)
             off = fmin(off, fabs(got - difference(o, which, i, step / (k ? nearest : 64))));
         error = fmax(error, off);
         size = fmax(size, fabs(want));
     }
-    /* Differences are off by 1e-11, and what is added to BEFORE in float32 by 6e-8. */
+    /* Differences are off by 1e-11, and float32 gradients that are added to BEFORE by 6e-8. */
     const bool added = p->backward_flags & EPIC_ACCUMULATE && real_type(p) == EPIC_F32;
     const double least = wide || added ? 1e-2 : 1e-4;
     compare_within(p, given_names[which], error, fmax(size, least), allowed);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A rank without tokens says {NULL, 0, 0} where its rows would be, and one without slots too. */
+/* Tests ranks without tokens or slots, which pass {NULL, 0, 0} in place of their rows. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -9,8 +9,8 @@
 
 enum { TOKENS = 3, HIDDEN = 5, RANKS = 3, ROW = HIDDEN * 4 };
 
-/* Rank 0 sends everything to rank 1's expert; rank 2 has neither tokens nor slots but knows how
- * wide rows are from its receive buffer. */
+/* Rank 0 sends all rows to the expert of rank 1. Rank 2 has neither tokens nor slots, but its
+ * receive buffer defines how wide rows are. */
 typedef struct part {
     float tokens[TOKENS][HIDDEN], slots[TOKENS][HIDDEN], out[TOKENS][HIDDEN];
     int32_t ids[TOKENS];
@@ -63,14 +63,15 @@ static void run(epic_context *ctx, part *p, void *plan, int64_t plan_bytes)
     CHECK_SAY(epic_combine(ctx, &combine) == EPIC_OK, "%s", epic_error(ctx));
     if (rank == 0) CHECK(!memcmp(p->tokens, p->out, sizeof p->out));
     epic_combine_backward_args alone = back;
-    alone.rows = epic_rows_as_const(none); /* without d_slot_weights nobody needs it */
+    alone.rows = epic_rows_as_const(none); /* not needed without d_slot_weights */
     CHECK_SAY(epic_combine_backward(ctx, &alone) == EPIC_OK, "%s", epic_error(ctx));
     CHECK_SAY(epic_dispatch_backward(ctx, &home) == EPIC_OK, "%s", epic_error(ctx));
     if (rank == 0) CHECK(!memcmp(p->tokens, p->out, sizeof p->out));
     epic_dispatch_args nothing = dispatch;
     nothing.tokens = epic_rows_as_const(none);
     nothing.recv = none;
-    CHECK(epic_dispatch(ctx, &nothing) == EPIC_EINVAL); /* nobody knows how wide */
+    /* no argument defines how wide rows are */
+    CHECK(epic_dispatch(ctx, &nothing) == EPIC_EINVAL);
     CHECK_SAY(strstr(epic_error(ctx), "row_bytes is 0"), "%s", epic_error(ctx));
 }
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_open when something is wrong on one rank only: every rank gets the same, at once, and the
- * next group opens. */
+/* Tests epic_open if something is wrong on one rank only. All ranks get the same error at once,
+ * and the next group opens. */
 #include <string.h>
 
 #include "api/hello.h"
@@ -15,11 +15,11 @@ static void check_result(epic_result result, epic_result right)
 
 static const epic_config good = {.max_tokens = 4, .max_row_bytes = 64, .max_in_flight = 2};
 
-/* A bootstrap that hands on to another one and spoils a gather of one rank. */
+/* A bootstrap that calls another one, and changes one gather of one rank. */
 typedef struct spoiled {
     epic_bootstrap inner;
     int gathers;
-    int which; /* the gather that is spoiled, from 1 */
+    int which; /* number of the gather that is changed, from 1 */
     epic_result result;
 } spoiled;
 
@@ -29,7 +29,8 @@ static epic_result gather(void *self, const void *mine, void *all, int64_t bytes
     const epic_result result = s->inner.gather(s->inner.self, mine, all, bytes);
     if (++s->gathers != s->which || s->inner.rank != 1) return result;
     hello *hellos = all;
-    if (s->result == EPIC_OK) hellos[0].peer.process[0]++; /* rank 1 sees strangers */
+    /* rank 1 receives other process ids */
+    if (s->result == EPIC_OK) hellos[0].peer.process[0]++;
     if (s->result == EPIC_OK) hellos[0].peer.host[0]++;
     return s->result;
 }
@@ -41,7 +42,8 @@ static epic_bootstrap spoil(spoiled *s, const epic_bootstrap *inner)
     return (epic_bootstrap){inner->rank, inner->num_ranks, gather, NULL, s};
 }
 
-/* Rank 1 finds no backend that joins, or another one: nobody may begin to join. */
+/* Rank 1 finds no backend that can join, or another backend than the others. No rank may begin
+ * to join. */
 static void another_backend(const epic_bootstrap *bootstrap, void *self)
 {
     const char *backend = self;
@@ -60,7 +62,8 @@ static void another_backend(const epic_bootstrap *bootstrap, void *self)
     CHECK_EQ(info.result, result);
     CHECK_EQ(info.operation, EPIC_OP_OPEN);
     check_result(epic_check(ctx), EPIC_ECLOSED);
-    /* A long sentence, which contains paths, is shortened in its middle to fit behind the prefix. */
+    /* A long sentence that contains paths is shortened in its middle, so that it fits after the
+     * prefix. */
     const char *prefix = "ctx never opened, open a new one: ";
     CHECK(strncmp(epic_error(ctx), prefix, strlen(prefix)) == 0);
     CHECK_SAY(strncmp(epic_error(ctx) + strlen(prefix), info.sentence, 150) == 0, "%s\n%s",
@@ -76,7 +79,8 @@ static epic_result refuse(void *self, const void *mine, void *all, int64_t bytes
     return EPIC_EPEER;
 }
 
-/* A bootstrap of the caller's own leaves no sentence: its result is told, not an older failure. */
+/* If a bootstrap of the caller fails without a sentence, open reports its result, not an older
+ * failure. */
 static void failing_bootstrap(void)
 {
     const epic_bootstrap bootstrap = {.rank = 1, .num_ranks = 2, .gather = refuse};
@@ -88,7 +92,8 @@ static void failing_bootstrap(void)
     epic_close(ctx);
 }
 
-/* Rank 1's config has another number of ranks than the bootstrap: all hear of it, from it. */
+/* The config of rank 1 has another number of ranks than the bootstrap. All ranks get its error.
+ */
 static void another_num_ranks(const epic_bootstrap *bootstrap, void *self)
 {
     epic_config config = good;

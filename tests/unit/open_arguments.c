@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Wrong arguments of epic_open and of the queries, and what only some numbers of ranks refuse. */
+/* Tests wrong arguments of epic_open and of the size queries, and arguments that only some
+ * numbers of ranks refuse. */
 #include <stdio.h>
 #include <string.h>
 
@@ -125,7 +126,7 @@ static void try_queries(void)
     CHECK(epic_bootstrap_env(NULL) == EPIC_EINVAL);
 }
 
-/* A binary tree of three ranks there is not. */
+/* A binary tree cannot have three ranks. */
 static void three(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
@@ -139,7 +140,7 @@ static void three(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
-/* A config of another kind on one rank: everybody is told, nobody opens. */
+/* One rank has a different config. All ranks get an error, and no group opens. */
 static void unequal(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Flags of one call given to another, arrays that share memory, and arrays that lie where their
- * elements may not: refused by every call, with both names, and nothing written. */
+/* Tests flags of one call passed to another call, arrays that overlap, and misaligned arrays.
+ * Every call must refuse them with both names, and write nothing. */
 #include <string.h>
 
 #include "check.h"
@@ -18,7 +18,7 @@ static void refused(epic_result result, const char *call, const char *name, cons
 
 /* ---------------------------------------------------------------------------- the steps ---- */
 
-/* `call` of a copy of `args` in which `change` was made is refused. */
+/* Makes `change` in a copy of `args`, and checks that `call` refuses it. */
 #define WITH(call, args, change, name, other)          \
     do {                                               \
         call##_args a = args;                          \
@@ -33,7 +33,8 @@ static void try_flags(step *s)
 {
     for (size_t i = 0; i < sizeof all_flags / sizeof *all_flags; i++) {
         const uint32_t f = all_flags[i];
-        const bool slots = f == EPIC_ZERO_TAIL || f == EPIC_LEAVE_PADDING; /* of slots */
+        /* the flags that concern slots */
+        const bool slots = f == EPIC_ZERO_TAIL || f == EPIC_LEAVE_PADDING;
         WITH(epic_plan, step_plan(s, 1), a.flags = f, "flags", "");
         WITH(epic_combine, step_combine(s, 1), a.flags = f, "flags", "");
         WITH(epic_dispatch_backward, step_dispatch_backward(s, 1), a.flags = f, "flags", "");
@@ -77,7 +78,7 @@ static void try_steps(step *s)
          "d_slot_weights", "slot_weights");
 }
 
-/* Arrays of nothing may lie anywhere: two of them at one address, too. */
+/* Empty arrays may have any address. Two of them may have the same one. */
 static void try_empty(step *s)
 {
     step none;
@@ -91,7 +92,7 @@ static void try_empty(step *s)
     step_close(&none);
 }
 
-/* Rank 0 errs, and the right calls of all meet afterwards. */
+/* Rank 0 makes wrong calls. Then all ranks make correct calls, which must succeed. */
 static void ranks(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
@@ -118,7 +119,8 @@ static void ranks(const epic_bootstrap *bootstrap, void *self)
 
 static _Alignas(64) unsigned char memory[16][65536];
 
-/* `field` set to an address, then set back: refused, naming both words. */
+/* Sets `field` to an address, checks that the call is refused with both words, and resets it.
+ */
 #define FIELD(call, args, field, address, name, other)  \
     do {                                                \
         const void *right = args.field;                 \

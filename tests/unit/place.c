@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Placements that epic-place proposes: the optimum where all placements can be tried, and never
- * worse than round robin and greedy where they cannot. */
+/* Tests placements of epic-place. They must be optimal if all placements can be tried, and
+ * otherwise never worse than round robin and greedy. */
 #include "place.h"
 
 #include <stdio.h>
@@ -18,7 +18,7 @@ typedef struct hunt {
     int64_t best;
 } hunt;
 
-/* Fills place i and all after it. */
+/* Tries all experts at position i and all later positions. */
 static void try_all(hunt *h, int32_t i)
 {
     const place_problem *p = h->p;
@@ -31,7 +31,7 @@ static void try_all(hunt *h, int32_t i)
         if (cost < h->best) h->best = cost;
         return;
     }
-    /* Within a rank places are alike. */
+    /* The order of experts within a rank does not matter, so try only ascending ones. */
     for (int32_t e = i % p->slots ? h->at[i - 1] : 0; e < p->logical; e++) {
         h->at[i] = e;
         h->count[e]++;
@@ -58,7 +58,8 @@ static void near_the_optimum(int32_t logical, int32_t ranks, int32_t slots, uint
 
 /* -------------------------------------------------------------------------- many experts ---- */
 
-/* A few experts have most of the load; which ones drifts from step to step. */
+/* Returns loads in which a few experts have most of the load, and other experts in each step.
+ */
 static int32_t *skewed(int32_t logical, int64_t steps, uint64_t seed)
 {
     int32_t *load = calloc((size_t)(logical * steps), sizeof *load);
@@ -78,7 +79,7 @@ static int32_t *skewed(int32_t logical, int64_t steps, uint64_t seed)
     return load;
 }
 
-/* Is every expert there, and no other? */
+/* Returns whether the placement contains every expert and no other. */
 static bool is_placement(const place_problem *p, const int32_t *at)
 {
     int32_t count[256] = {0};
@@ -117,7 +118,8 @@ static void better_than_simple(int32_t logical, int32_t ranks, int32_t slots)
 
 /* ---------------------------------------------------------------------------------- hosts ---- */
 
-/* Tokens go to ranks 0 and 2, or 1 and 3: exchanged, nothing crosses. */
+/* Tokens go to ranks 0 and 2, or to 1 and 3. If ranks are exchanged, no row crosses between
+ * hosts. */
 static void hosts(void)
 {
     enum { TOKENS = 100 };

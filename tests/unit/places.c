@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Counters that pass 2^32: the sequence numbers of a tag and the versions of an op slot. */
+/* Tests counters that pass 2^32: the sequence numbers of a tag, and the versions of an op slot.
+ */
 #include <string.h>
 
 #include "backend/shared/shared.h"
@@ -26,7 +27,7 @@ static epic_context *open_context(const epic_bootstrap *bootstrap)
     return ctx;
 }
 
-/* The next operation of the tag has the number `sequence`. */
+/* Sets the sequence number of the tag's next operation. */
 static void start_at(epic_context *ctx, uint64_t tag, uint64_t sequence)
 {
     uint64_t first;
@@ -37,8 +38,8 @@ static void start_at(epic_context *ctx, uint64_t tag, uint64_t sequence)
             ctx->tags.entries[i].next = sequence + 1;
 }
 
-/* As if the op slots of this rank had been used so often already.  Before its first operation, so
- * that nobody looks at them yet. */
+/* Sets the versions of this rank's op slots as if they had been used often. Must be called
+ * before the first operation, when no peer reads them yet. */
 static void start_op_slots_at(epic_context *ctx, uint64_t version)
 {
     epic_group *g = ctx->group;
@@ -59,7 +60,8 @@ static epic_result sum(epic_context *ctx, uint32_t timeout_ms)
     return result;
 }
 
-/* Every operation, before, on and after the edge; then one that nobody else comes to. */
+/* Runs every operation before, at and after 2^32. Then rank 0 waits in an operation that no
+ * peer calls. */
 static void over_the_edge(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
@@ -68,7 +70,7 @@ static void over_the_edge(const epic_bootstrap *bootstrap, void *self)
     start_at(ctx, TAG, EDGE - 3);
     start_op_slots_at(ctx, EDGE - 4);
     step_open(&s, ctx, 9, 64);
-    CHECK(step_all(&s, TAG)); /* plan to sum: past the edge */
+    CHECK(step_all(&s, TAG)); /* from plan to sum, past 2^32 */
     for (int i = 0; i < 20; i++) CHECK_SAY(sum(ctx, 0) == EPIC_OK, "%s", epic_error(ctx));
     epic_failure_info info = {0};
     if (bootstrap->rank == 0) CHECK_EQ(sum(ctx, 300), EPIC_ETIMEOUT);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What epic_plan_read says of the bytes of a CUDA context's plan, and of damaged ones. */
+/* Tests what epic_plan_read returns for plans of a CUDA context, and for damaged ones. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -8,7 +8,7 @@
 
 enum { RANKS = 4, TOKENS = 9, MAX_TOKENS = 16, EXPERTS = 8, TOP_K = 3, SLOTS = 20 };
 
-typedef struct made { /* a plan of rank 2, in memory of exactly its bytes */
+typedef struct made { /* A plan of rank 2, in memory of exactly its size. */
     unsigned char *bytes;
     device_plan_header *header;
     int32_t *fate;
@@ -65,7 +65,7 @@ static void check_good(void)
     CHECK_EQ(info.num_rank_full, 2);
     CHECK_EQ(info.num_local_experts, 2);
     CHECK_EQ(info.num_leaves, 2);
-    CHECK_EQ(info.first_leaf, 2); /* its subtree is the second */
+    CHECK_EQ(info.first_leaf, 2); /* the subtree of this rank is the second one */
     CHECK(!memcmp(m.bytes + info.fate_offset, m.fate, sizeof *m.fate));
     m.header->result = EPIC_EOVERFLOW;
     seal(&m);
@@ -83,7 +83,7 @@ static void check_refused(const made *m, size_t size, const char *word)
               word);
 }
 
-/* Every word of the header but the magic: the sum tells. */
+/* Damages every word of the header except the magic number. The checksum must detect it. */
 static void check_damage(void)
 {
     const made m = make();
@@ -99,7 +99,8 @@ static void check_damage(void)
     free(m.bytes);
 }
 
-/* Damaged and sealed again: no size may lead outside. */
+/* Damages the plan and corrects the checksum. No size may lead to an access outside of the
+ * plan. */
 static void check_forged(void)
 {
     static const int64_t values[] = {-1, 0, 9, 5000, INT32_MAX, INT64_MAX / 4};

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Plans that somebody damaged and sealed again: the checksums are right, so only the ranges
- * protect memory.  Buffers are exactly as large as the honest plan needs; a sanitizer sees every
+/* Tests damaged plans with correct checksums, so that only the range checks protect memory.
+ * Buffers are exactly as large as the valid plan needs, so that a sanitizer detects every
  * access outside of them. */
 #include <stdlib.h>
 #include <string.h>
@@ -22,7 +22,7 @@ static void check_result(epic_result result, epic_result right)
 typedef struct forged {
     epic_context *ctx;
     epic_layer layer;
-    unsigned char *plan; /* of exactly its bytes */
+    unsigned char *plan; /* memory of exactly the plan's size */
     size_t bytes;
     int64_t num_slots;
 } forged;
@@ -68,7 +68,7 @@ static void make_plan(forged *f, run_random *random)
     free(plan);
 }
 
-/* Every operation that reads a plan; what it returns is not asked. */
+/* Runs every operation that reads a plan, with any result. */
 static void use_plan(const forged *f)
 {
     const int64_t wide = ELEMENTS * 4, slots = f->num_slots;
@@ -139,8 +139,8 @@ static int32_t forged_value(run_random *random)
                                   : (int32_t)run_between(random, -3, 40);
 }
 
-/* Offsets in the header begin and end every array; top_k and layout stay, because the caller's
- * arrays are as long as they say. */
+/* Changes offsets in the header, which begin and end every array. top_k and layout stay,
+ * because the caller's arrays fit them. */
 static void forge(forged *f, run_random *random)
 {
     plan_header *h = (plan_header *)f->plan;
@@ -191,7 +191,7 @@ static void random_damage(epic_context *ctx)
     CHECK_SAY(used > count / 20, "only %ld of %d forged plans passed the checks", used, count);
 }
 
-/* Differences of slab_begin that wrap around an int32 to what is expected. */
+/* Sets slab_begin so that its differences wrap around an int32 to the expected values. */
 static void slabs_that_wrap(epic_context *ctx)
 {
     run_random random = {check_seed = 1};

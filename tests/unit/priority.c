@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* EPIC_BY_K: an expert that is full keeps the first choices of all ranks before any second one,
- * whatever ranks the tokens are on; slots keep the order of the tokens; ranks that go by
- * different priorities are told. */
+/* Tests EPIC_BY_K. A full expert keeps the first choices of all ranks before any second choice,
+ * on whatever ranks the tokens are. Slots keep the order of the tokens. Ranks with different
+ * priorities get an error. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -11,7 +11,8 @@
 
 enum { TOKENS = 12, TOP_K = 2, EXPERTS = 4, LIMIT = 5 };
 
-/* Expert 0 is the first choice of tokens 2, 3, 8 and 11, the second of 0, 1, 4, 5 and 9. */
+/* Expert 0 is the first choice of tokens 2, 3, 8 and 11, and the second choice of 0, 1, 4, 5
+ * and 9. */
 static const int32_t ids[TOKENS][TOP_K] = {{1, 0}, {2, 0}, {0, 3}, {0, 1}, {3, 0}, {1, 0},
                                            {2, 3}, {3, 2}, {0, 2}, {1, 0}, {2, 1}, {0, 1}};
 
@@ -58,7 +59,8 @@ static epic_result plan(seat *s, int64_t capacity)
     return epic_plan(s->ctx, &args);
 }
 
-/* The fates of expert 0's choices are `want` [TOKENS], EPIC_FATE_NONE: no choice of it. */
+/* Checks that the fates of expert 0's choices are `want` [TOKENS], where EPIC_FATE_NONE means
+ * that the token has not chosen it. */
 static void check_fates(const seat *s, const int32_t *want)
 {
     epic_plan_info info;
@@ -77,7 +79,7 @@ static void check_fates(const seat *s, const int32_t *want)
 #define OVER EPIC_FATE_RANK_FULL
 #define NONE EPIC_FATE_NONE
 
-/* Expert 0's slab begins at slot 0 of rank 0. */
+/* The slab of expert 0 begins at slot 0 of rank 0. */
 static void expert_is_full(const epic_bootstrap *bootstrap, void *self)
 {
     static const int32_t by_k[TOKENS] = {0,    FULL, 1, 2,    FULL, FULL,
@@ -94,7 +96,7 @@ static void expert_is_full(const epic_bootstrap *bootstrap, void *self)
     close_seat(&s);
 }
 
-/* Two ranks: experts 0 and 1 share four slots, two each. */
+/* With two ranks, experts 0 and 1 share four slots and get two each. */
 static void rank_is_full(const epic_bootstrap *bootstrap, void *self)
 {
     static const int32_t want[TOKENS] = {OVER, FULL, 0,    1,    FULL, FULL,

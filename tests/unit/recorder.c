@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The flight recorder: what is written is what another process reads, never half of it; a stuck
- * operation stays however many pass it; a closed recorder is gone. */
+/* Tests the flight recorder. Another process reads complete records, never half of one. A stuck
+ * operation stays visible however many later ones finish. A closed recorder disappears. */
 #include "base/recorder.h"
 #include "run.h"
 
@@ -24,7 +24,8 @@
 
 #define GROUP "recorder-test"
 
-/* Opens the recorder's memfd as a stranger would, by its name in /proc/PID/fd; -1: none. */
+/* Opens the recorder's memfd like another process, by its name in /proc/PID/fd. Returns -1 if
+ * there is none. */
 static int find(pid_t pid, const char *name)
 {
     char folder[64], path[512], link[512], wanted[256];
@@ -97,7 +98,7 @@ static void one_operation(void)
     CHECK(entry.state == RECORDER_DONE && entry.result == EPIC_ETIMEOUT);
     CHECK(entry.end_ns >= entry.start_ns && strlen(sentence) == RECORDER_SENTENCE - 1);
 
-    /* Late words about a finished record are not heard. */
+    /* Late updates of a finished record are ignored. */
     recorder_phase(recorder, record, RECORDER_MOVING, 1);
     recorder_end(recorder, record, EPIC_OK, NULL);
     CHECK(find_tag(page, 7, &entry, sentence) >= 0 && entry.result == EPIC_ETIMEOUT);
@@ -162,7 +163,8 @@ typedef struct writer {
     uint64_t id;
 } writer;
 
-/* Everything in a record follows from its tag, so that a mixture of two shows. */
+/* Every field of a record follows from its tag, so that a mixture of two records is detected.
+ */
 static void *write_many(void *argument)
 {
     const writer *self = argument;
@@ -195,7 +197,8 @@ static bool whole(const recorder_entry *entry, const char *sentence)
            strspn(sentence, letter) == 100 + tag % 299;
 }
 
-/* The reader's process: exits 0 once the recorder is closed and no record was torn. */
+/* The process that reads. It exits with 0 when the recorder is closed and no record was mixed.
+ */
 static void read_until_closed(int opened, int mapped)
 {
     char byte;

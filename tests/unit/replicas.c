@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Replicas by hand: who gets which choice, on any number of ranks; what is dropped; the sums of
- * replicas; tables that cannot be used, and ranks that differ. */
+/* Tests replicas against values computed by hand: which copy gets each choice on any number of
+ * ranks, which choices are dropped, and sums of replicas. Also tests invalid tables, and ranks
+ * with different tables. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -16,11 +17,12 @@ static const int32_t table[EXPERTS] = {0, 2, 0, 1, 0, 2, 0};
 static const int32_t ids[TOKENS][TOP_K] = {{0, 1}, {0, 2}, {0, 0}, {1, 2}, {-1, 0}, {2, 1},
                                            {0, 2}, {0, 2}, {1, 0}, {0, 1}, {2, 0},  {0, 0}};
 
-/* By turns: 0, 2, 4, 6 for logical 0; 1, 5 for 2. */
+/* Choices go to the copies in turn: 0, 2, 4, 6 for logical expert 0, and 1, 5 for 2. */
 static const int32_t takers[TOKENS][TOP_K] = {{0, 3}, {2, 1}, {4, 6}, {3, 5}, {-1, 0}, {1, 3},
                                               {2, 5}, {4, 1}, {3, 6}, {0, 3}, {5, 2},  {4, 6}};
 
-/* E is not divisible by ranks; on two ranks both choices of token 2 land on one. */
+/* The number of experts is not divisible by the number of ranks. With two ranks, both choices
+ * of token 2 go to one rank. */
 static const int32_t places[EXPERTS] = {0, 2, 0, 1, 1, 2, 1};
 
 typedef struct seat {
@@ -78,7 +80,7 @@ static epic_result plan(seat *s)
     return plan_of(s, ids[s->first]);
 }
 
-/* Choices of expert e that come before choice (token, k), and all of them. */
+/* Returns how many choices of expert e come before choice (token, k), or all of them. */
 static int count_of(int32_t e, int token, int k)
 {
     int count = 0;
@@ -91,7 +93,7 @@ static int all_of(int32_t e)
     return count_of(e, TOKENS, 0);
 }
 
-/* Where expert e's slab begins when each keeps at most quota[e]. */
+/* Returns where the slab of expert e begins if each expert keeps at most quota[e]. */
 static int slab_of(const seat *s, int32_t e, const int *quota)
 {
     int begin = 0;
@@ -134,7 +136,8 @@ static void by_turns(const epic_bootstrap *bootstrap, void *self)
     close_seat(&s);
 }
 
-/* Of 6 choices of logical expert 0 its replicas keep 2, 2, 1, 1: the first 6 of the group. */
+/* The replicas of logical expert 0 keep 2, 2, 1 and 1 of 6 choices: the first 6 of the group.
+ */
 static void drops(const epic_bootstrap *bootstrap, void *self)
 {
     static const int quota[EXPERTS] = {2, 3, 2, 6, 1, 3, 1};
@@ -155,7 +158,7 @@ static void drops(const epic_bootstrap *bootstrap, void *self)
     close_seat(&s);
 }
 
-/* A rank that is full drops by replica, and every rank knows it. */
+/* A rank that is full drops by replica, and every rank computes this. */
 static void rank_is_full(const epic_bootstrap *bootstrap, void *self)
 {
     seat s = open_seat(bootstrap);
@@ -217,7 +220,7 @@ static void wrong_arguments(const epic_bootstrap *bootstrap, void *self)
     close_seat(&s);
 }
 
-/* Arguments of the sum: they are looked at before anybody is waited for. */
+/* Wrong arguments of the sum are refused before the call waits for any rank. */
 static void wrong_sums(const epic_bootstrap *bootstrap, void *self)
 {
     float data[EXPERTS][COUNT], workspace[COUNT];
@@ -299,7 +302,7 @@ static epic_result sum(const seat *s, float (*data)[COUNT], int64_t num_rows, in
     return epic_sum_replicas(s->ctx, &args);
 }
 
-/* Expert e has 2^e in every number: the sums tell who took part. */
+/* Fills all numbers of expert e with 2^e, so that a sum shows which experts are in it. */
 static void fill(const seat *s, float (*data)[COUNT])
 {
     int local = 0;
@@ -344,7 +347,7 @@ static void damaged_plan(const epic_bootstrap *bootstrap, void *self)
     close_seat(&s);
 }
 
-/* Rank 1 brings the plan of the step before, or other rows. */
+/* Rank 1 passes the plan of an earlier step, or other rows. */
 static void sums_differ(const epic_bootstrap *bootstrap, void *self)
 {
     const bool rows = self != NULL;

@@ -11,7 +11,7 @@
 
 #define RANKS 3
 #define TOKENS 64
-#define HIDDEN 1024 /* float32: 4 KiB, rows that are timed */
+#define HIDDEN 1024 /* float32 rows of 4 KiB, which are timed */
 #define ROW 4096
 #define NEAR_NS 250
 #define FAR_NS 1700
@@ -22,7 +22,7 @@ static ring_path next_path(ring_cost *cost, int64_t bytes)
     return ring_choose_path(&x, 0, bytes);
 }
 
-/* The first row is timed, and then few; short ones never. */
+/* The first row is timed, then few rows. Short rows are never timed. */
 static void test_turns(void)
 {
     ring_cost cost = {0};
@@ -40,7 +40,7 @@ static ring_path path_after(ring_cost *cost, int rows, uint64_t ns)
     return path == RING_TIMED ? next_path(cost, ROW) : path;
 }
 
-/* Cores that move apart and together are followed; one late clock is not. */
+/* The choice follows cores that move apart and together, but ignores a single late clock. */
 static void test_learning(void)
 {
     ring_cost cost = {0};
@@ -49,10 +49,10 @@ static void test_learning(void)
     CHECK_EQ(path_after(&cost, 10, FAR_NS), RING_STREAMED);
     CHECK_EQ(path_after(&cost, 1, NEAR_NS), RING_STREAMED);
     CHECK_EQ(path_after(&cost, 10, NEAR_NS), RING_CACHED);
-    CHECK_EQ(path_after(&cost, 1, UINT32_MAX), RING_CACHED); /* the core was away */
+    CHECK_EQ(path_after(&cost, 1, UINT32_MAX), RING_CACHED); /* another program used the core */
 }
 
-/* All rings of all op slots, with no row timed in the next step. */
+/* Sets the costs of all rings of all op slots. The next step times no row. */
 static void set_costs(epic_context *ctx, int32_t line_ps)
 {
     for (uint32_t i = 0; i < ctx->config.max_in_flight; i++)

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_open over a bootstrap that lies: gathers that give a rank forged records of its peers, by
- * random bytes, flipped bits, texts without an end, huge numbers, other ranks' records.  Never a
- * crash (AddressSanitizer looks), never a wait past the deadline, never EPIC_OK with a context
- * that cannot be used. */
+/* Tests epic_open over a malicious bootstrap. Its gathers give a rank forged records of its
+ * peers: random bytes, flipped bits, unterminated texts, huge numbers, or records of other
+ * ranks. There must be no crash (AddressSanitizer checks this), no wait past the deadline, and
+ * no EPIC_OK with an unusable context. */
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
@@ -12,19 +12,19 @@
 #include "run.h"
 
 #define RANKS 3
-#define PATIENCE_MS 300 /* of the groups: what a rank waits for a peer that left, */
-#define HONEST_MS 40000 /* and where all are honest, which nobody waits for */
+#define PATIENCE_MS 300 /* deadline of a group, for which a rank waits for a peer that left */
+#define HONEST_MS 40000 /* deadline if all ranks are honest, which should never pass */
 #define MOST_NS 20000000000ull
 
 static const epic_config good = {
     .max_tokens = 4, .max_row_bytes = 64, .max_in_flight = 2, .timeout_ms = PATIENCE_MS};
 
-/* A bootstrap that hands on to an honest one, and lies about what came. */
+/* A bootstrap that calls an honest one, and changes what it returns. */
 typedef struct liar {
     epic_bootstrap inner;
     run_random random;
-    int which;   /* the gather that it lies in, from 0; -1: in each */
-    int gathers; /* so far */
+    int which;   /* number of the gather that it changes, from 0; -1: every gather */
+    int gathers; /* number of gathers so far */
     bool lied;
 } liar;
 
@@ -55,7 +55,7 @@ static void garble(liar *l, unsigned char *record, size_t bytes)
         record[i] = (unsigned char)run_next(&l->random);
 }
 
-/* Every text of a hello without an end, or with colours for a terminal. */
+/* Makes every text of a hello unterminated, or adds terminal control codes. */
 static void endless_texts(liar *l, unsigned char *record, size_t bytes)
 {
     hello *h = (hello *)(void *)record;
@@ -117,10 +117,10 @@ static epic_result gather(void *self, const void *mine, void *all, int64_t bytes
 typedef struct trial {
     const char *backend;
     uint64_t seed;
-    int deceived; /* a bit for each rank */
+    int deceived; /* bit mask of the ranks that get forged records */
 } trial;
 
-/* An open that succeeded gives a context with which an operation works, or fails as it may. */
+/* If an open succeeded, an operation on the context must succeed or return an error. */
 static void use(epic_context *ctx, bool honest)
 {
     float one[4] = {1, 1, 1, 1};
@@ -167,7 +167,7 @@ typedef struct place {
     trial *trial;
 } place;
 
-/* Leaves the bootstrap at once, so that who is still in it hears of it. */
+/* Leaves the bootstrap immediately after open, so that ranks that still use it notice. */
 static void *open_and_leave(void *self)
 {
     place *p = self;
@@ -175,7 +175,7 @@ static void *open_and_leave(void *self)
     return NULL;
 }
 
-/* Ranks are threads also for shm: it does not mind. */
+/* Ranks are threads also for backend shm, which allows this. */
 static void run_trial(trial *t, int num_ranks)
 {
     epic_bootstrap bootstraps[RANKS];
@@ -201,7 +201,7 @@ static void test_deceived(const char *backend, int64_t count)
     }
 }
 
-/* A group of one whose bootstrap lies to it. */
+/* A group of one rank with a malicious bootstrap. */
 static void test_self(void)
 {
     run_random random = {run_mix(run_seed(), 2)};
@@ -213,7 +213,7 @@ static void test_self(void)
 
 /* -------------------------------------------------------------------- named for what was ---- */
 
-/* A peer that is nobody: every record is this rank's own, spoiled by `spoil`. */
+/* A bootstrap without peers: every record is a copy of this rank's own, changed by `spoil`. */
 typedef struct mirror {
     void (*spoil)(void *record, size_t bytes, int number);
     int gathers;
@@ -244,13 +244,13 @@ static void expect(const char *backend, void (*spoil)(void *, size_t, int), cons
     epic_close(ctx);
 }
 
-/* As an int it is 0: open went on without a backend. */
+/* As an int this value is 0. Once open then continued without a backend. */
 static void refuse_past_32_bits(void *record, size_t bytes, int number)
 {
     if (bytes == sizeof(hello) && number == 1) ((hello *)record)->refused = 1ll << 32;
 }
 
-/* An address in the place where rank 0 told its memory's. */
+/* Writes a random address where rank 0 passes that of its memory. */
 static void invent_address(void *record, size_t bytes, int number)
 {
     const uint64_t address = 0xdead0000;

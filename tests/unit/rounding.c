@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A caller that flushes subnormals to zero gets the same bits, and keeps its setting. */
+/* Tests that a caller that flushes subnormals to zero gets the same bits, and keeps its
+ * setting. */
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>

@@ -15,7 +15,7 @@ static void check_numbers(const problem *p, int t, const char *pattern)
     for (int i = 0; i < p->k; i++) sum += idx[i] < 0 ? 0 : s[idx[i]];
     for (int i = 0; i < p->k; i++) {
         const double got = number(p->weights, weights_type(p), t * p->k + i);
-        /* Are scores too small for float32, or 0? */
+        /* Is a score 0 or too small for float32? */
         const bool tiny = idx[i] >= 0 && s[idx[i]] < 1e-37;
         if (m->router.weight_rule == EPIC_WEIGHT_OF_SCORE && (tiny || sum < 1e-30)) w[i] = got;
         CHECK(same(got, w[i], tolerance) && got == got,

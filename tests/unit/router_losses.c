@@ -5,7 +5,7 @@
 #include "oracles/router_oracle.h"
 
 typedef struct loss_case {
-    bool z;       /* else balance */
+    bool z;       /* true: z-loss, false: balance loss */
     int sequence; /* tokens of a sequence, or 0 */
     const int32_t *load;
     double coeff;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What errors say when everything in them is as long as it can be: the way out at their end is
- * never cut, and what has a name in the header is called by it. */
+/* Tests errors whose parts are as long as possible. The remedy at the end is never cut, and
+ * errors use the names of the header. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,7 +27,8 @@ static char *long_word(size_t length)
     return word;
 }
 
-/* Every length around the limit: whole as long as it fits, else without its middle. */
+/* Tests every length around the limit. A text stays whole if it fits, otherwise its middle is
+ * cut. */
 static void check_fit(void)
 {
     for (size_t length = 400; length < 2000; length++) {
@@ -50,7 +51,7 @@ static void check_fit(void)
     }
 }
 
-/* Controls and what is no UTF-8 do not reach a terminal; characters stay whole. */
+/* Control characters and invalid UTF-8 are replaced, and no character is cut. */
 static void check_clean(void)
 {
     static const struct {
@@ -68,7 +69,7 @@ static void check_clean(void)
         CHECK_SAY(!strcmp(epic_error(NULL), texts[i].to), "text %zu became \"%s\"", i,
                   epic_error(NULL));
     }
-    for (size_t extra = 0; extra < 8; extra++) { /* cut at all places in a character */
+    for (size_t extra = 0; extra < 8; extra++) { /* tries all cuts inside a character */
         char word[8 + 3 * 400 + 1] = "";
         memset(word, 'x', extra);
         for (size_t i = 0; i < 400; i++) memcpy(word + extra + 3 * i, "\xe2\x82\xac", 4);
@@ -77,7 +78,7 @@ static void check_clean(void)
     }
 }
 
-/* What the environment says is clean where an error repeats it. */
+/* Values of environment variables are cleaned before an error repeats them. */
 static void check_environment(void)
 {
     static const char *const names[] = {
@@ -140,7 +141,7 @@ static void check_open(void)
     free(word);
 }
 
-/* One rank's own sentence, of any length, comes to the others with its end. */
+/* The sentence of one rank, of any length, reaches the other ranks with its end. */
 static void check_verdict(void)
 {
     static hello all[3];
@@ -166,7 +167,8 @@ static void check_verdict(void)
     all[2].refused = EPIC_OK;
     CHECK(hello_compare(all, 3) == EPIC_EPEER);
     CHECK(strncmp(epic_error(NULL), "open: rank 0: shm: ", 19) == 0);
-    snprintf(all[0].sentence, sizeof all[0].sentence, "rank 2: no memory"); /* all repeat it */
+    /* all ranks return it */
+    snprintf(all[0].sentence, sizeof all[0].sentence, "rank 2: no memory");
     CHECK(hello_compare(all, 3) == EPIC_EPEER);
     CHECK(strcmp(epic_error(NULL), "open: rank 2: no memory") == 0);
     free(word);
@@ -211,7 +213,7 @@ static void check_mismatches(void)
     }
 }
 
-/* A peer's op header may contain anything. */
+/* The op header of a peer may contain any bytes. */
 static void check_data_errors(void)
 {
     static const char *const way_out[] = {[DATA_EXPERT] = "or negative for no expert",

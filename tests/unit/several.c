@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What is said of several ranks or experts, and not of the first alone: ranks that are late, orders
- * of a sum that differ, replicas of many logical experts. */
+/* Tests errors about several ranks or experts, which must name all of them: ranks that are
+ * late, different orders of a sum, and replicas of many logical experts. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -19,7 +19,7 @@ static epic_context *opened(const epic_bootstrap *bootstrap)
     return ctx;
 }
 
-/* Ranks 2 and 3 do not come: both are named, and all ranks that wait are told the same. */
+/* Ranks 2 and 3 do not call. All waiting ranks get the same error, which names both. */
 static void two_are_late(const epic_bootstrap *bootstrap, void *self)
 {
     float number = 1;
@@ -37,7 +37,7 @@ static void two_are_late(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
-/* Each order gives other bits: ranks that ask for different ones must not get on. */
+/* Different orders give different bits, so ranks with different orders must get an error. */
 static void other_order(const epic_bootstrap *bootstrap, void *self)
 {
     float number = 1;
@@ -50,7 +50,8 @@ static void other_order(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
-/* Replica e and replica e + LOGICAL are of one logical expert, on both ranks of a group of two. */
+/* Replicas e and e + LOGICAL are copies of one logical expert, on both ranks of a group of two.
+ */
 static void many_logical(const epic_bootstrap *bootstrap, void *self)
 {
     int32_t logical_of[EXPERTS];

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What backend shm accepts while its ranks join.  A process of another user is turned away even if
- * it has the secret of the rank that it calls.  Memory from rank 0 is refused if it can still change
- * its size, since a peer could then take pages away under this rank. */
+/* Tests what backend shm accepts while its ranks join. A process of another user is refused
+ * even if it knows the secret of the rank to which it connects. Memory from rank 0 is refused
+ * if its size can still change, because a peer could then remove pages that this rank uses. */
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
@@ -42,8 +42,8 @@ typedef struct handle {
 
 /* ------------------------------------------------------------ a caller of another user ---- */
 
-/* Connects to the rank of the handle and sends the handshake of rank 1.  Returns what comes back: the bytes of the
- * answer, or 0 if the rank has hung up. */
+/* Connects to the rank of the handle and sends the handshake of rank 1. Returns the number of
+ * bytes of the answer, or 0 if the rank has closed the connection. */
 static ssize_t call_rank_0(const handle *theirs)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
@@ -63,7 +63,7 @@ static ssize_t call_rank_0(const handle *theirs)
     return got;
 }
 
-/* The system call changes this thread alone; setresuid() would change the whole process. */
+/* The system call changes only this thread, but setresuid() would change the whole process. */
 static void *be_stranger(void *self)
 {
     CHECK(syscall(SYS_setresuid, -1, OTHER_USER, -1) == 0);
@@ -72,7 +72,7 @@ static void *be_stranger(void *self)
     return NULL;
 }
 
-/* Rank 1's bootstrap: a stranger that knows the handles connects to rank 0 before rank 1
+/* The bootstrap of rank 1: a stranger that knows the handles connects to rank 0 before rank 1
  * does. */
 static epic_result gather_with_stranger(void *self, const void *mine, void *all, int64_t bytes)
 {

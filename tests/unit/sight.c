@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a rank sees of a peer that leaves.  A peer that closes its context and ends, both within one
- * look, has closed; it did not die.  A peer that looks dead once is not blamed yet, because what it
- * sent before may arrive a moment later. */
+/* Tests the status that a rank sees of a peer that leaves. A peer that closes its context and
+ * ends, both between two checks, has closed and not died. A peer that looks dead once is not
+ * named yet, because data that it sent before may still arrive. */
 #include "backend/shared/shared.h"
 #include "check.h"
 #include "context/context.h"
 #include "exchange/exchange.h"
 #include "run.h"
 
-/* The process has ended by the time it is asked for; it closed before. */
+/* The process has ended by the time its status is read, but it closed before. */
 static bool closed_and_ended(epic_group *g, int peer)
 {
     atomic_store(&shared_rank_state_of(g, peer)->closed, 1);
@@ -40,9 +40,9 @@ static void look(const epic_bootstrap *bootstrap, void *self)
 /* ------------------------------------------------------------- a peer that is seen gone ---- */
 
 static const epic_transport *real;
-static _Atomic int was_seen; /* 1: rank 0 has seen rank 1 gone */
+static _Atomic int was_seen; /* 1: rank 0 has seen that rank 1 is gone */
 
-/* Rank 1 looks dead at the first look.  What it sent before arrives right after. */
+/* Rank 1 looks dead at the first check. Data that it sent before arrives right after. */
 static void look_once_gone(epic_group *group, int peer, uint64_t tag, uint64_t sequence,
                            epic_peer_status *out)
 {

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Structs that travel with their size: shorter, equal, longer with a zero tail and without; and
- * of every call every size that no release ever had, sizeof of a pointer first of all. */
+/* Tests structs that are passed with their size: shorter, equal, and longer with and without a
+ * zero tail. Every call must refuse sizes that no release had, first of all the sizeof of a
+ * pointer. */
 #include "base/sized.h"
 
 #include <stdio.h>
@@ -41,7 +42,7 @@ static void check_rule(void)
     CHECK(sized_place(NULL, &thing, sizeof got, "out") == EPIC_EINVAL);
 }
 
-/* An answer fills the caller's place, also a longer one, and nothing behind it. */
+/* A result fills the caller's struct, also a longer one, and nothing after it. */
 static void check_answer(void)
 {
     const ours answer = {1, 2, 3, 4, 5, 6};
@@ -56,7 +57,7 @@ static void check_answer(void)
     }
 }
 
-/* No struct has shrunk, and none is so small that a pointer's size could be right. */
+/* No struct has become smaller, and none is so small that a pointer's size could be valid. */
 static void check_table(void)
 {
     for (int i = 0; i < NUM_SIZED; i++) {
@@ -90,7 +91,8 @@ static void check_refused(bool refused, const char *call, const char *name, cons
             return;
 }
 
-/* `call`, which uses `size` for a struct of this type, refuses every size that was never its. */
+/* Checks that `call`, which passes `size` for a struct of this type, refuses every invalid
+ * size. */
 #define REFUSES(type, name, call)                                                   \
     do {                                                                            \
         const size_t wrong[] = {                                                    \
@@ -161,7 +163,7 @@ static void check_steps(epic_context *ctx)
     REFUSES(epic_sum_replicas_args, "args", epic_sum_replicas_v1(ctx, &sr, size) BAD);
 }
 
-/* The second struct of a call is looked at when the first is right. */
+/* The second struct of a call is checked only if the first one is valid. */
 static void check_pair(epic_context *ctx)
 {
     _Alignas(64) static unsigned char plan[65536];

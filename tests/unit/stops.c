@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A deadline counts only the time in which this process ran.  The first part gives base/deadline.h
- * times that a stopped process would see.  The second part makes one rank stand still at the two
- * places outside wait() where it looks at the clock or at its peers, as if it had been stopped
- * there: rank 1 comes later than rank 0's deadline, but not later than the one that starts after
- * the stop. */
+/* Tests that a deadline counts only the time in which this process ran. The first part passes
+ * base/deadline.h the times that a stopped process would read. The second part makes one rank
+ * pause at the two places outside of wait() where it reads the clock or the status of its
+ * peers, as if it had been stopped there. Rank 1 comes after rank 0's deadline, but before the
+ * one that starts after the stop. */
 #include "base/deadline.h"
 #include "check.h"
 #include "exchange/exchange.h"
@@ -15,7 +15,8 @@
 
 /* ----------------------------------------------------------------------- times as given ---- */
 
-/* Looks every 50 ms for `ms` milliseconds from `now` on; returns when it was late, or 0. */
+/* Reads the clock every 50 ms for `ms` milliseconds from `now` on. Returns the time at which
+ * the deadline passed, or 0. */
 static uint64_t run_for(deadline *d, uint64_t now, uint64_t ms)
 {
     for (const uint64_t end = now + ms * MS; now < end; now += 50 * MS) {
@@ -42,7 +43,7 @@ static void check_stop(uint64_t before_ms, uint64_t stop_ms, bool anew)
     CHECK_EQ(run_for(&d, awake, 5000), expected + TIMEOUT_MS * MS);
 }
 
-/* The sleep that was announced is no stop; what comes on top of it is. */
+/* A sleep that was announced is no stop, but time beyond it is. */
 static void check_long_sleep(void)
 {
     deadline d;
@@ -56,7 +57,7 @@ static void check_long_sleep(void)
     CHECK(deadline_look(&d, START + 1000 * MS));
 }
 
-/* A process that is stopped for ever and again still comes to the end of its deadline. */
+/* A process that is stopped again and again still reaches its deadline. */
 static void check_endless_stops(void)
 {
     deadline d;
@@ -77,7 +78,7 @@ static void check_renewal(void)
     deadline d;
     deadline_start(&d, TIMEOUT_MS * MS, START);
     CHECK_EQ(run_for(&d, START, 800), 0);
-    deadline_renew(&d); /* something moved; the caller is away for longer than the timeout */
+    deadline_renew(&d); /* a row moved; then the process is away for longer than the timeout */
     CHECK_EQ(run_for(&d, START + 3000 * MS, 5000), START + (3000 + TIMEOUT_MS) * MS);
 }
 
@@ -87,7 +88,7 @@ enum { DEADLINE_MS = 600, STILL_MS = 700 };
 
 static _Thread_local const epic_transport *real;
 static _Thread_local int still_announces, still_looks;
-static _Thread_local uint64_t begin_ns; /* of the call */
+static _Thread_local uint64_t begin_ns; /* begin of the call */
 
 static void stand_still(int *times)
 {
@@ -110,7 +111,7 @@ static void look(epic_group *group, int peer, uint64_t tag, uint64_t sequence,
 }
 
 typedef struct still {
-    int announces, looks; /* how often rank 0 stands still there */
+    int announces, looks; /* how often rank 0 pauses at these places */
     int late_ms;          /* when rank 1 comes */
 } still;
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_plan_dispatch meets once where all ranks call it alike, and else as its two calls do: beside
- * ranks that make these two, with rows that differ, with an id that is wrong; and who leaves its
- * peers waiting for rows is named. */
+/* Tests epic_plan_dispatch. If all ranks call it with equal options, it needs one exchange,
+ * otherwise it works like its two calls. The other ranks make these two calls, pass other row
+ * sizes, or pass an invalid id. A rank that makes its peers wait for rows is named. */
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,7 +15,8 @@
 #define RANKS 3
 #define TOP_K 2
 #define EXPERTS 6
-#define MOST 40 /* tokens; their ids do not fit a header, those of FEW do */
+/* largest number of tokens; their ids do not fit into an op header, those of FEW tokens do */
+#define MOST 40
 #define FEW 4
 #define HIDDEN 16
 #define SLOTS (RANKS * MOST * TOP_K)
@@ -24,8 +25,8 @@
 
 static _Thread_local int own_rank, bootstraps, flows;
 static const epic_transport *real;
-static atomic_int stuck, given_up; /* the rank that does not come to its rows, or -1 */
-static atomic_bool late_flow;      /* it got as far as that */
+static atomic_int stuck, given_up; /* the rank that never sends its rows, or -1 */
+static atomic_bool late_flow;      /* the late rank has started to send */
 
 static void announce(epic_group *group, int op_slot, uint64_t tag, uint64_t sequence,
                      const epic_op_header *header)
@@ -44,7 +45,7 @@ static void shape(epic_group *group, int op_slot, const epic_flow *flow)
     real->shape(group, op_slot, flow);
 }
 
-/* Peers are looked for where they met. */
+/* Reads the status of peers under the sequence number of the shared exchange. */
 static void look(epic_group *group, int peer, uint64_t tag, uint64_t sequence,
                  epic_peer_status *out)
 {
@@ -130,7 +131,8 @@ static epic_result plan_dispatch(seat *s)
     return epic_plan_dispatch(s->ctx, &plan, &dispatch);
 }
 
-/* What the experts give back unchanged comes home as it was: the weights add up to one. */
+/* The experts return their rows unchanged and the weights add up to one, so every token must
+ * get its own row. */
 static void check_home(seat *s)
 {
     const epic_combine_args combine = {.layer = &s->layer,
@@ -210,7 +212,8 @@ static void stays_away(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
     seat *s = open_seat(bootstrap, FEW, 500);
-    const epic_result result = plan_dispatch(s); /* rank 1 finds all its rows, too late */
+    /* all rows of rank 1 have arrived, but too late */
+    const epic_result result = plan_dispatch(s);
     if (s->rank != 1) CHECK_EQ(result, EPIC_ETIMEOUT);
     atomic_fetch_add(&given_up, s->rank != 1);
     epic_failure_info failure;

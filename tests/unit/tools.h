@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Running epic-trace and epic-place in a folder of the test. */
+/* Runs epic-trace and epic-place in a folder of the test. */
 #ifndef UNIT_TOOLS_H
 #define UNIT_TOOLS_H
 
@@ -11,7 +11,7 @@
 
 #include "check.h"
 
-static char programs[4096]; /* build/bin, from build/tests/unit/NAME */
+static char programs[4096]; /* the folder build/bin, found from build/tests/unit/NAME */
 static char folder[64];
 static char output[1 << 20];
 
@@ -33,8 +33,8 @@ static inline void tools_end(void)
     CHECK_EQ(system(command), 0);
 }
 
-/* Runs a tool in the folder of the test, keeps what it prints in output, returns its status; -1
- * if a signal ended it. */
+/* Runs a tool in the folder of the test and stores its output in `output`. Returns its status,
+ * or -1 if a signal ended it. */
 static inline int tool(const char *name, const char *arguments)
 {
     char command[8192];
@@ -55,7 +55,7 @@ static inline bool says(const char *words)
     return false;
 }
 
-/* The number behind the words. */
+/* Returns the number after these words in the output. */
 static inline long long number(const char *words)
 {
     const char *at = strstr(output, words);

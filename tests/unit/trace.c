@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* EPIC_TRACE: what ranks plan and do is in their files, which end where a write failed; a folder
- * that cannot be written to is an error of open on every rank. */
+/* Tests EPIC_TRACE. The files of the ranks contain their plans and operations. If a write
+ * fails, a file ends there. If the folder cannot be written, open fails on every rank. */
 #include "base/trace.h"
 
 #include <dirent.h>
@@ -29,7 +29,7 @@ typedef struct seat {
     char why[512];
 } seat;
 
-/* Ids that say who chose them; some are none. */
+/* Returns an id that depends on rank, step and position; some are -1. */
 static int64_t id_of(const seat *s, int step, int64_t i)
 {
     const int64_t id = (s->bootstrap.rank * 31 + step * 7 + i) % (int64_t)s->experts;
@@ -83,7 +83,7 @@ static void run(seat seats[RANKS], uint32_t experts, int steps)
     for (int r = 0; r < RANKS; r++) epic_bootstrap_close(&bootstraps[r]);
 }
 
-/* Reads the file of a rank, and takes it away; its bytes. */
+/* Reads the file of a rank and removes it. Returns its size. */
 static size_t take(int rank, unsigned char *out, size_t size)
 {
     char path[512], ending[32];
@@ -155,7 +155,7 @@ static void all_is_there(uint32_t experts)
     }
 }
 
-/* Files may not grow: the trace ends, the program does not. */
+/* Limits the size of files: the trace ends, but the program continues. */
 static void a_full_disk(void)
 {
     const pid_t child = run_fork();
@@ -170,7 +170,7 @@ static void a_full_disk(void)
         if (setrlimit(RLIMIT_FSIZE, &limit) || !ids) _exit(1);
         if (trace_open(&trace, folder, &header) != EPIC_OK) _exit(2);
         for (int i = 0; i < 3; i++) trace_plan(trace, record, ids, EPIC_I32);
-        if (trace_close(trace)) _exit(3); /* it says that it is not whole */
+        if (trace_close(trace)) _exit(3); /* close reports that the trace is incomplete */
         _exit(0);
     }
     int status;
@@ -209,6 +209,6 @@ int main(void)
     all_is_there(65536);
     a_full_disk();
     a_folder_that_is_none();
-    CHECK(rmdir(folder) == 0); /* every file was taken */
+    CHECK(rmdir(folder) == 0); /* all files were removed */
     return check_end();
 }

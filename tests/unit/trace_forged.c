@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What epic-trace and epic-place make of files that no program of ours has written: a sentence and
- * status 1, or what can be read; never a crash, a wait, or controls on the terminal. */
+/* Tests epic-trace and epic-place with files that EPIC has not written. They must print a
+ * sentence and exit with 1, or print what can be read. They must never crash, wait, or write
+ * control characters to the terminal. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -50,7 +51,7 @@ static void begin_folder(void)
     CHECK_EQ(system(command), 0);
 }
 
-/* A header, a plan with its ids, and a record. */
+/* Writes a header, a plan with its ids, and a record. */
 static void write_file(const char *name, trace_header head, trace_record plan,
                        trace_record record)
 {
@@ -64,7 +65,7 @@ static void write_file(const char *name, trace_header head, trace_record plan,
     fclose(out);
 }
 
-/* Every command does it, or says why not in one line. */
+/* Every command must succeed, or print one line that explains the error. */
 static void survived(const char *what)
 {
     for (int i = 0; i <= NUM_COMMANDS; i++) {
@@ -146,7 +147,7 @@ static void names(void)
     survived("a file's name with controls");
 }
 
-/* Bytes changed at random, and the end cut off. */
+/* Changes random bytes, and cuts off the end. */
 static void damage(void)
 {
     unsigned char good[1024];
@@ -176,7 +177,7 @@ static void no_files(void)
     char path[128];
     begin_folder();
     snprintf(path, sizeof path, "%s/d/a.epictrace", folder);
-    CHECK_EQ(mkfifo(path, 0600), 0); /* nobody ever writes into it */
+    CHECK_EQ(mkfifo(path, 0600), 0); /* no process ever writes into it */
     refused("show d", "not a regular file");
     snprintf(path, sizeof path, "%s/pipe.npy", folder);
     CHECK_EQ(mkfifo(path, 0600), 0);
@@ -189,7 +190,8 @@ static void no_files(void)
 
 /* --------------------------------------------------------------------------------- arrays ---- */
 
-/* An .npy file of 12 values of 4 bytes, with `dictionary` in a header of `length` bytes. */
+/* Writes an .npy file of 12 values of 4 bytes, with `dictionary` in a header of `length` bytes.
+ */
 static void write_npy(const char *dictionary, int length)
 {
     FILE *out = create("d.npy");
@@ -233,7 +235,7 @@ static void arrays(void)
     refused("show d.npy --loads", "expert 0 has load 9223372036854775807: must be 0 to");
     write_npy("{'descr': '<i4', 'fortran_order': True, 'shape': (6, 2), }", 118);
     refused("show d.npy", "in Fortran order");
-    char text[4097]; /* a value that is missing where the header ends */
+    char text[4097]; /* the header ends where a value should follow */
     snprintf(text, sizeof text,
              "%-4088s'descr':", "{'fortran_order': False, 'shape': (6, 2), ");
     write_npy(text, 4096);
@@ -243,7 +245,7 @@ static void arrays(void)
     snprintf(command, sizeof command, "cd %s && head -c 100 d.npy >cut.npy", folder);
     CHECK_EQ(system(command), 0);
     refused("show cut.npy", "cut.npy: it ends in its header");
-    CHECK_EQ(tool("epic-trace", "show d.npy"), 0); /* all are -1 */
+    CHECK_EQ(tool("epic-trace", "show d.npy"), 0); /* all ids are -1 */
     CHECK(says("choices     12, of these 12 name no expert"));
     refused("show d.npy --layer 2/2", "the first number must be less than the second");
     refused("draw d.npy o.svg --steps 5:1", "the trace has no step to draw");

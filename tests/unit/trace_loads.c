@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tables of loads, [layers, experts], in epic-trace and epic-place: they are refused as ids, and
- * with --loads they give what the choices that they count give. */
+/* Tests tables of loads [layers, experts] in epic-trace and epic-place. They are refused as
+ * ids. With --loads they give the results of the choices that they count. */
 #include <stdint.h>
 
 #include "check.h"
@@ -20,7 +20,7 @@ static const int64_t published[2][12] = {
     {20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27},
 };
 
-/* As numpy.save writes an array of int64. */
+/* Writes an array of int64 as numpy.save does. */
 static void write_npy(const char *name, const char *shape, const int64_t *values, size_t num)
 {
     char text[118], header[128];
@@ -47,7 +47,7 @@ static void refused(const char *file, const char *why)
     CHECK(says(why) && says("look like loads"));
 }
 
-/* Shapes and values that a router does not give. */
+/* Shapes and values that ids of a router cannot have. */
 static void tables_as_ids(void)
 {
     static int64_t wide[3][128], few[32][8], level[40][16];
@@ -89,7 +89,8 @@ static void draw(void)
     write_npy("loads.npy", "(6, 16)", &loads[0][0], STEPS * EXPERTS);
 }
 
-/* The choices of the busiest rank of each row from `first` on, every `every`-th, by the file. */
+/* Returns the sum over every `every`-th row, beginning with row `first`, of the choices on the
+ * busiest rank under the placement in the file. */
 static long long cost_of(const char *file, int first, int every)
 {
     char path[128];
@@ -112,7 +113,7 @@ static void placements(void)
 {
     static char from_ids[1 << 16];
     static unsigned char one[1 << 16], two[1 << 16];
-    for (int slots = 4; slots <= 6; slots++) { /* more than 4: replicas */
+    for (int slots = 4; slots <= 6; slots++) { /* more than 4 slots per rank: replicas */
         char words[128];
         snprintf(words, sizeof words, "ids.npy --ranks 4 --slots %d --out one.txt", slots);
         CHECK_EQ(tool("epic-place", words), 0);

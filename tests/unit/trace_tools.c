@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic-trace and epic-place, from outside: what goes in comes out, replays are right at any number
- * of ranks, and a proposed placement has the balance that was predicted. */
+/* Tests epic-trace and epic-place as programs. Exported ids are the imported ones, replays are
+ * correct for any number of ranks, and a proposed placement has the predicted balance. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,7 +18,7 @@
 
 static int32_t ids[STEPS][TOKENS][TOP_K];
 
-/* As numpy.save writes an array of int16. */
+/* Writes an array of int16 as numpy.save does. */
 static void write_npy(void)
 {
     char header[128];
@@ -39,7 +39,8 @@ static void write_npy(void)
     fclose(out);
 }
 
-/* Busy experts first; some choices of none.  A token chooses an expert once. */
+/* Draws ids: low ids are chosen most often, and some choices are -1. A token chooses an expert
+ * at most once. */
 static void draw_ids(void)
 {
     run_random random = {3};
@@ -177,7 +178,7 @@ static void broken_placements(void)
 
 /* --------------------------------------------------------------------- recorded by a run ---- */
 
-/* A sum and a plan of a group of one. */
+/* Records a sum and a plan of a group of one rank. */
 static void record(void)
 {
     char path[128];
@@ -244,13 +245,13 @@ static void damage(void)
     CHECK(says("--ranks is 65: with --hosts it must be at most 64"));
     CHECK_EQ(tool("epic-trace", "show in.npy --experts 3"), 1);
     CHECK(says("it must be below 3"));
-    /* A rank that was killed while it wrote: its last plan is left out. */
+    /* A rank was killed while it wrote, so its last plan is ignored. */
     char command[256];
     snprintf(command, sizeof command, "cd %s/recorded && truncate -s -8 *-1.epictrace", folder);
     CHECK_EQ(system(command), 0);
     CHECK_EQ(tool("epic-trace", "show recorded"), 0);
     CHECK(says("incomplete  1 plans") && says("steps       4\n"));
-    /* A record that says nonsense, behind the header. */
+    /* An invalid record after the header. */
     snprintf(command, sizeof command,
              "cd %s/recorded && printf '\\377\\377' | dd of=$(ls *-1.epictrace) bs=1 seek=168 "
              "conv=notrunc 2>/dev/null",

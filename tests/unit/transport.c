@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The host transports, driven directly: ranks as threads and as processes, random exchanges, what
- * they leave behind.  With the argument "bench" it measures. */
+/* Tests the host transports directly: ranks as threads and as processes, random exchanges, and
+ * what they leave behind. With the argument "bench" it measures instead. */
 #include <pthread.h>
 
 #include "transport.h"
@@ -14,7 +14,7 @@ static void some_exchanges(seat *s)
     CHECK(!s->t->failure(s->group, &failure));
 }
 
-/* Cells are used again and again: mostly nothing flows. */
+/* Uses op slots again and again; most exchanges move no rows. */
 static void many_exchanges(seat *s)
 {
     for (uint64_t sequence = 0; sequence < 3000; sequence++)
@@ -135,7 +135,7 @@ static void leaves_nothing(const epic_backend *backend)
     for (int i = 0; i < 50; i++) run(backend, AS_THREADS, config, one_small_exchange, NULL);
     CHECK(count_open_files() == files);
     CHECK(count_lines("/proc/self/maps", "epic-shm") == 0);
-    CHECK(virtual_kib() - kib < 512 * 1024); /* a segment is 100 MiB */
+    CHECK(virtual_kib() - kib < 512 * 1024); /* a segment has 100 MiB */
 }
 
 /* ---------------------------------------------------------------- measuring ---- */
@@ -154,7 +154,7 @@ static void bench_empty(seat *s)
         printf("%-8s %d ranks: empty exchange %.2f us\n", s->backend->name, s->num_ranks, us);
 }
 
-/* Stages entries and copies out every peer's, as dispatch does. */
+/* Publishes entries and copies those of every peer, like dispatch. */
 static void bench_everyone(seat *s)
 {
     walk w = {.s = s, .tag = 2, .everyone = true, .entry_bytes = BENCH_BYTES};
@@ -256,7 +256,7 @@ int main(int argc, char **argv)
     const int ranks[] = {1, 2, 3, 4, 8};
     for (int i = 0; i < 5; i++) {
         both(config_of(ranks[i], 4, 0), some_exchanges);
-        both(config_of(ranks[i], 2, 2 * 8 * 17408), some_exchanges); /* little room */
+        both(config_of(ranks[i], 2, 2 * 8 * 17408), some_exchanges); /* little staging memory */
         timed("some exchanges");
     }
     both(config_of(3, 2, 0), many_exchanges);

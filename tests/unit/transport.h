@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranks of a host transport that is driven directly, as threads or as processes, and random
+/* Ranks of a host transport that is called directly, as threads or as processes, and random
  * exchanges between them. */
 #ifndef TRANSPORT_H
 #define TRANSPORT_H
@@ -24,16 +24,16 @@ extern const epic_backend epic_backend_self, epic_backend_threads, epic_backend_
 
 #define MAX_TEST_RANKS 64
 #define GATHER_BYTES 128
-#define PATIENCE_S 40 /* nothing here may take longer */
+#define PATIENCE_S 40 /* longest time for any wait here */
 
 /* ---------------------------------------------------------------- ranks of a test ---- */
 
-/* What the ranks of one test share beside the transport under test. */
+/* Memory that the ranks of one test share, in addition to the transport under test. */
 typedef struct arena {
     pthread_barrier_t barrier;
     unsigned char gathered[MAX_TEST_RANKS][GATHER_BYTES];
     _Atomic int failures;
-    _Atomic uint64_t stamp; /* a time that one rank tells the others */
+    _Atomic uint64_t stamp; /* a time that one rank passes to the others */
     _Atomic int ready;
     pid_t pids[MAX_TEST_RANKS];
 } arena;
@@ -121,9 +121,9 @@ static inline void *run_rank(void *arg)
     if (result != EPIC_OK) fprintf(stderr, "join: %s\n", epic_sentence());
     CHECK(result == EPIC_OK);
     if (result != EPIC_OK) return NULL;
-    pthread_barrier_wait(&s->arena->barrier); /* as the core does after a join */
+    pthread_barrier_wait(&s->arena->barrier); /* as the core does after joining */
     s->body(s);
-    fflush(stdout); /* a process ends without it */
+    fflush(stdout); /* a process that ends this way does not flush */
     if (s->group) s->backend->leave(s->group);
     return NULL;
 }
@@ -201,12 +201,12 @@ static inline void run(const epic_backend *backend, enum how how, epic_config co
 
 #define MAX_ENTRIES 200
 
-/* One exchange of one rank; everything random follows from (seed, tag, sequence), so that all ranks
- * think of the same flows. */
+/* One exchange of one rank. All random numbers follow from (seed, tag, sequence), so that every
+ * rank computes the same flows. */
 typedef struct walk {
     seat *s;
     uint64_t tag, sequence, seed;
-    uint64_t dice; /* this rank's own */
+    uint64_t dice; /* random numbers of this rank alone */
     int op_slot;
     int64_t entry_bytes;
     bool everyone;
@@ -330,7 +330,8 @@ static inline bool pull(walk *w, int from)
     const int64_t first = w->read[from];
     for (uint64_t batch = 1 + roll(w, 8); batch > 0 && w->read[from] < w->receives[from];
          batch--) {
-        if (w->everyone && roll(w, 8) == 0) { /* not wanted: dropped unseen */
+        /* not needed, so it is released without reading */
+        if (w->everyone && roll(w, 8) == 0) {
             w->read[from]++;
             continue;
         }
@@ -402,7 +403,7 @@ static inline void timed(const char *what)
     last = now();
 }
 
-/* The beginning and the end of main. */
+/* Start main() and end it. */
 static inline void begin_tests(void)
 {
     shared =

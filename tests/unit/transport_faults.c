@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The host transports, driven directly, and all that may go wrong while somebody waits or joins:
- * ranks die, leave early and break the group; strangers call; files run out. */
+/* Tests the host transports directly when something goes wrong while a rank waits or joins.
+ * Ranks die, leave early and break the group, strangers connect, and descriptors run out. */
 #include <pthread.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -35,8 +35,8 @@ static bool has_pidfds(void)
     return fd >= 0;
 }
 
-/* Rank 2 is killed while it waits; the parent does not reap it before the others have seen, and
- * a child of it lives on and holds all that it had open. */
+/* Rank 2 is killed while it waits. The parent does not reap it before the other ranks have
+ * noticed, and a child of rank 2 lives on with all its open descriptors. */
 static void killed_peer(seat *s)
 {
     uint64_t mask[RANK_WORDS];
@@ -74,7 +74,8 @@ static void kill_rank_2(void)
     nap_us(1500000);
 }
 
-/* Rank 1 dies while it writes the group's failure: the others report theirs. */
+/* Rank 1 dies while it writes the group's failure record. The other ranks report their own
+ * failures. */
 static void killed_writer(seat *s)
 {
     if (s->rank == 1) {
@@ -98,7 +99,8 @@ static void kill_rank_1(void)
     atomic_store(&shared->stamp, now());
 }
 
-/* All wait for what never comes, one of them for a free op slot; the last rank breaks the group. */
+/* All ranks wait for something that never comes, one of them for a free op slot. Then the last
+ * rank breaks the group. */
 static void broken_group(seat *s)
 {
     uint64_t mask[RANK_WORDS];
@@ -118,12 +120,13 @@ static void broken_group(seat *s)
     epic_failure_info failure;
     while (!s->t->failure(s->group, &failure))
         s->t->wait(s->group, s->rank == 0 ? -1 : op_slot, 1, mask, 20000);
-    CHECK(now() - atomic_load(&s->arena->stamp) < 10000000000u); /* not the 20 s of the wait */
+    /* much less than the 20 s of the wait */
+    CHECK(now() - atomic_load(&s->arena->stamp) < 10000000000u);
     CHECK(failure.rank == s->num_ranks - 1);
     for (int i = 0; i < num_op_slots; i++) s->t->finish(s->group, i);
 }
 
-/* Rank 0 leaves right after it has sent; rank 1 reads later. */
+/* Rank 0 leaves right after it has sent, and rank 1 reads later. */
 static void early_leaver(seat *s)
 {
     walk w = {.s = s, .tag = 1, .seed = 1, .everyone = true, .entry_bytes = 1000};
@@ -157,7 +160,8 @@ static void early_leaver(seat *s)
     s->t->finish(s->group, w.op_slot);
 }
 
-/* Rank 0 watches rank 1, who waits, and rank 2, who has come and then sleeps elsewhere. */
+/* Rank 0 reads the status of rank 1, which waits, and of rank 2, which has announced its
+ * operation and then sleeps elsewhere. */
 static void peer_statuses(seat *s)
 {
     if (s->rank == 0) {
@@ -172,7 +176,7 @@ static void peer_statuses(seat *s)
     uint64_t mask[RANK_WORDS] = {4};
     while (s->rank == 1 && !atomic_load(&s->arena->ready))
         s->t->wait(s->group, op_slot, 3, mask, 1000);
-    CHECK(cpu_time() - cpu < 40000000u); /* who waits takes no time from the others */
+    CHECK(cpu_time() - cpu < 40000000u); /* a rank that waits uses no CPU time */
     if (s->rank == 2) s->t->wait(s->group, op_slot, 1, mask, 1);
     if (s->rank != 1) nap_us(350000);
     if (s->rank == 0) {
@@ -182,7 +186,7 @@ static void peer_statuses(seat *s)
         CHECK(status.came && status.waiting && status.phase == 3 && status.waits_for[0] == 4);
         CHECK(status.operation == 4 && status.tag == 6 && status.sequence == 0 &&
               status.inside);
-        s->t->look(s->group, 1, 7, 0, &status); /* it waits, though not here */
+        s->t->look(s->group, 1, 7, 0, &status); /* it waits, but in another operation */
         CHECK(!status.came && status.waiting && status.waits_for[0] == 4 && !status.gone);
         s->t->look(s->group, 2, 6, 0, &status);
         CHECK(status.came && !status.waiting && status.phase == 1);
@@ -200,7 +204,8 @@ static void peer_statuses(seat *s)
 
 /* ---------------------------------------------------------------- joining ---- */
 
-/* Calls a listening address twice, as /proc/net/unix shows it: talks nonsense, and is silent. */
+/* Connects twice to a listening address of /proc/net/unix: once it sends garbage, once nothing.
+ */
 static int call_twice(const char *name, int *callers)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
@@ -220,7 +225,7 @@ static int call_twice(const char *name, int *callers)
     return count;
 }
 
-/* Strangers call the ranks while they join. */
+/* Strangers connect to the ranks while they join. */
 static void call_as_stranger(void)
 {
     char text[512];
@@ -242,7 +247,7 @@ static void call_as_stranger(void)
     for (int i = 0; i < count; i++) close(callers[i]);
 }
 
-/* The last rank joins once the strangers have called. */
+/* The last rank joins after the strangers have connected. */
 static epic_result join_late(epic_group **out, const epic_join *join)
 {
     const bool last = join->bootstrap->rank == join->bootstrap->num_ranks - 1;
@@ -257,8 +262,8 @@ static void strangers(void)
     run(&late, AS_PROCESSES, config_of(3, 4, 0), one_small_exchange, call_as_stranger);
 }
 
-/* The last rank may open so few files that it fails before or after the ranks have met; the
- * others hear of it at once. */
+/* The last rank may open so few descriptors that it fails before or after the ranks have
+ * connected. The other ranks notice at once. */
 static int files_left;
 
 static void limit_files(void)
@@ -279,7 +284,7 @@ static epic_result join_without_files(epic_group **out, const epic_join *join)
     if (last) limit_files();
     const epic_result result = epic_backend_shm.join(&none, join);
     CHECK(now() - start < 2000000000u);
-    pthread_barrier_wait(&shared->barrier); /* as the core does after a join */
+    pthread_barrier_wait(&shared->barrier); /* as the core does after joining */
     if (last) CHECK(result == EPIC_EDEVICE && strstr(epic_sentence(), "ulimit -n"));
     if (last || files_left == 0) CHECK(result != EPIC_OK && !none);
     if (!last && result != EPIC_OK)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What all ranks must say alike, in corners: an error of one rank beside a mismatch of two
- * others, a failed plan's outputs, a buffer of no rows, a rank that closes early, one that closes
- * because another has died, and one that never leaves an operation. */
+/* Tests special cases in which all ranks must report the same: an error of one rank together
+ * with a mismatch of two others, outputs of a failed plan, an empty buffer, a rank that closes
+ * early, one that closes because another died, and one that never leaves an operation. */
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -61,8 +61,8 @@ static epic_plan_args plan_args(const seat *s, const int32_t *ids, int64_t num_t
                             .num_tokens = num_tokens};
 }
 
-/* Rank 0 brings an id that is too large, ranks 1 and 2 different layers: EPIC_EMISMATCH goes
- * first, on rank 0 too. */
+/* Rank 0 passes an id that is too large, ranks 1 and 2 different layers. EPIC_EMISMATCH has
+ * priority, on rank 0 too. */
 static void error_beside_mismatch(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
@@ -75,7 +75,7 @@ static void error_beside_mismatch(const epic_bootstrap *bootstrap, void *self)
     close_seat(&s);
 }
 
-/* The counts of a plan that failed are zeros, as many as rank_of_expert gives one rank. */
+/* The counts of a failed plan are zeros, as many as rank_of_expert gives this rank experts. */
 static void counts_after_error(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
@@ -130,7 +130,7 @@ static void scales_from_an_empty_buffer(const epic_bootstrap *bootstrap, void *s
     close_seat(&s);
 }
 
-/* epic_failure tells what another rank reported, before any call of ours has failed. */
+/* epic_failure returns what another rank reported, before any call of this rank has failed. */
 static void abort_is_told(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
@@ -149,8 +149,8 @@ static void abort_is_told(const epic_bootstrap *bootstrap, void *self)
     close_seat(&s);
 }
 
-/* A rank that waits returns soon after another rank has aborted, long before its deadline.  Rank 0
- * closes after that, since rank 1 would notice the close, too. */
+/* A rank that waits returns soon after another rank has aborted, long before its deadline. Rank
+ * 0 closes only after that, because rank 1 would notice the close, too. */
 static void abort_ends_a_wait(const epic_bootstrap *bootstrap, void *self)
 {
     static _Atomic int over;
@@ -187,9 +187,9 @@ static void stand_still(int signal)
     run_nap_us(700000);
 }
 
-/* Rank 0 sends much to rank 2, who stands still for a while; rank 1 has no part, finishes and
- * closes.  Its going is nobody's failure.  (run_threads joins rank 1 before rank 2: the thread
- * that gets the signal is still there.) */
+/* Rank 0 sends much to rank 2, which pauses for a while. Rank 1 has no part, finishes and
+ * closes. This is no failure. (run_threads joins rank 1 before rank 2, so the thread that gets
+ * the signal still exists.) */
 static void early_close(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
@@ -220,7 +220,7 @@ static void early_close(const epic_bootstrap *bootstrap, void *self)
     free(recv.data);
 }
 
-/* Rank 0 dies and rank 2 closes: rank 1 is told of the one that died. */
+/* Rank 0 dies and rank 2 closes. The error of rank 1 must name rank 0. */
 static void close_after_a_death(const epic_bootstrap *bootstrap, void *closed)
 {
     seat s = open_seat(bootstrap, 3, TOKENS);
@@ -230,7 +230,7 @@ static void close_after_a_death(const epic_bootstrap *bootstrap, void *closed)
         const epic_allreduce_sum_args args = {.data = &one, .count = 1};
         epic_failure_info info;
         while (!atomic_load((_Atomic int *)closed)) run_nap_us(1000);
-        run_nap_us(2000000); /* the death takes a moment */
+        run_nap_us(2000000); /* it takes a moment until the death is noticed */
         check_result(epic_allreduce_sum(s.ctx, &args), EPIC_EPEER);
         check_result(epic_failure(s.ctx, &info), EPIC_OK);
         CHECK_SAY(info.num_culprits == 1 && info.culprits[0] == 0 &&
@@ -241,8 +241,8 @@ static void close_after_a_death(const epic_bootstrap *bootstrap, void *closed)
     if (bootstrap->rank == 2) atomic_store((_Atomic int *)closed, 1);
 }
 
-/* Rank 1 sends its part of a sum and stays in the call.  Rank 0 gets its result, but its only op slot
- * stays taken, and the wait for a slot at the next sum names rank 1. */
+/* Rank 1 sends its part of a sum and stays in the call. Rank 0 gets its result, but its only op
+ * slot stays in use. So at the next sum it waits for a slot, and the error names rank 1. */
 static void never_leaves(const epic_bootstrap *bootstrap, void *self)
 {
     static _Atomic int over;

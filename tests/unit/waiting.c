@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How long ranks watch before they sleep: what a late return of the core costs, and whether the cores
- * of all ranks, bound or not, are enough for one each. */
+/* Tests how long ranks poll before they sleep: the effect of getting the core back late, and
+ * whether all ranks, bound to cores or not, have a core each. */
 #include "base/cores.h"
 #include "base/patience.h"
 #include "check.h"
@@ -15,7 +15,8 @@ static int sleeps_left(patience *p)
     return count;
 }
 
-/* A layer that computes between short operations must not put all of these to sleep. */
+/* A single late return, for example when a layer computes between short operations, must not
+ * make all waits sleep. */
 static void test_one_late_return(void)
 {
     patience p = {0};
@@ -28,7 +29,7 @@ static void test_one_late_return(void)
     CHECK_EQ(sleeps_left(&p), LEAST_SLEEPS);
 }
 
-/* Where a program computes all the time, watching must become rare. */
+/* If a program computes all the time, polling must become rare. */
 static void test_many_late_returns(void)
 {
     patience p = {0};
@@ -38,7 +39,7 @@ static void test_many_late_returns(void)
         const int sleeps = sleeps_left(&p);
         CHECK(sleeps >= 2 * before);
         before = sleeps;
-        patience_learn(&p, EARLY_NS); /* one in time does not make up for it */
+        patience_learn(&p, EARLY_NS); /* one early return does not compensate for it */
         before -= before > 0;
     }
     for (int i = 0; i < 10; i++) patience_learn(&p, LATE);

@@ -54,7 +54,7 @@ static void check_gathers(const MPI_Comm *comm)
     epic_bootstrap_close(&bootstrap);
 }
 
-/* Opens a context with a communicator and nothing else. */
+/* Opens a context with only a communicator. */
 static void check_open(const char *backend, MPI_Comm *comm)
 {
     const epic_config config = {.max_tokens = STEP_MAX_TOKENS,

@@ -18,8 +18,8 @@ extern const epic_backend epic_backend_mpi;
         exit(1);                                                                 \
     } while (0)
 
-/* Chooses a port that all ranks of this job compute alike and other jobs on this host hardly
- * use. */
+/* Chooses a port that all ranks of this job compute equally and that other jobs on this host
+ * are unlikely to use. */
 static void choose_port(void)
 {
     const char *job = getenv("PMIX_NAMESPACE");

@@ -84,7 +84,7 @@ static epic_group *open_group(MPI_Comm *comm, uint32_t max_in_flight, int64_t st
 
 /* -------------------------------------------------------------- an exchange, as core does */
 
-/* How much each rank sends to each; the same on every rank. */
+/* How many bytes each rank sends to each other rank; equal on every rank. */
 typedef struct script {
     epic_group *group;
     int rank, num_ranks;
@@ -327,7 +327,7 @@ static void *work(void *self)
     return NULL;
 }
 
-/* Eight exchanges in flight, begun in a different order on every rank. */
+/* Runs eight exchanges at the same time, started in a different order on every rank. */
 static void check_threads(MPI_Comm *comm)
 {
     epic_group *group = open_group(comm, NUM_THREADS, 0);
@@ -369,8 +369,8 @@ static bool sees_waits(const script *s)
     return true;
 }
 
-/* Rank 0 is late and each other rank waits for the one below it. All of them see who waits for
- * whom, down to rank 0, which does not wait. */
+/* Rank 0 is late, and each other rank waits for the rank below it. All of them see this chain
+ * of waits down to rank 0, which does not wait. */
 static void look_down(const script *s, int op_slot, double end)
 {
     const uint64_t waits_for[EPIC_MAX_RANKS / 64] = {1ull << (s->rank - 1)};
@@ -421,7 +421,7 @@ static void check_peer_statuses(MPI_Comm *comm)
     epic_backend_mpi.leave(group);
 }
 
-/* A rank that has gone on to other work still serves rows that a slow peer receives later.
+/* A rank that has continued with other work still serves rows that a slow peer receives later.
  * Returns how long the peer took. */
 static double drain(MPI_Comm *comm)
 {
@@ -445,7 +445,7 @@ static double drain(MPI_Comm *comm)
     return took;
 }
 
-/* A peer that had to wait for the other work would do so every time. */
+/* If a peer had to wait for the other work, it would do so every time. */
 static void check_draining(MPI_Comm *comm)
 {
     double longest = 1;
@@ -511,7 +511,7 @@ static void *wait_for_break(void *self)
     return NULL;
 }
 
-/* The last rank breaks the group in the middle of rows of one tag and headers of others. */
+/* The last rank breaks the group while rows of one tag and headers of other tags are sent. */
 static void check_break(MPI_Comm *comm)
 {
     epic_group *group = open_group(comm, NUM_THREADS, 0);
