@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Runs one CTA: its threads are fibers that take turns on one thread of the system.
- *
- * A fiber runs until it waits for its warp, for its CTA, or naps; then the next fiber of the
- * queue continues. Lanes that meet at different calls, copies that are never waited for, and
- * accesses beyond the shared memory end the program. */
+/* Runs one CTA. Its threads are fibers that run in turn on one thread of the operating system.
+ * A fiber runs until it waits for its warp or its CTA, or until it naps. Then the next fiber of
+ * the queue continues. The program ends with an error if lanes that must meet are in different
+ * calls, if a copy is never waited for, or if an access is beyond the shared memory. */
 #include <sched.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -18,22 +17,22 @@
 
 #define STACK_BYTES (64 << 10) /* bytes of a fiber's stack */
 #define STACK_END 0x57ac57acu  /* at the lowest address of a stack */
-#define MAX_COPIES 128         /* copies of a fiber that are under way */
-#define MAX_BULK 64            /* bulk stores of a fiber that are under way */
+#define MAX_COPIES 128         /* largest number of unfinished copies of a fiber */
+#define MAX_BULK 64            /* largest number of unfinished bulk stores of a fiber */
 #define MAX_WARPS (EMULATOR_MAX_THREADS / EMULATOR_WARP)
 #define ALL 0xffffffffu
 #define JUNK 0xcd
 #define YIELD_ONE_IN 256
-#define NAP_NS 20000 /* sleep if all threads of a CTA nap */
+#define NAP_NS 20000 /* sleep this long if all threads of a CTA nap */
 
-typedef struct copy { /* a cp.async that is under way */
+typedef struct copy { /* an unfinished cp.async */
     const void *from;
     uint32_t to, bytes, group;
-    bool early; /* the data was copied when it was issued */
+    bool early; /* true: the data was copied when the copy was issued */
     uint8_t data[16];
 } copy;
 
-typedef struct bulk { /* a cp.async.bulk from shared memory that is under way */
+typedef struct bulk { /* an unfinished cp.async.bulk from shared memory */
     uint8_t *to;
     uint32_t from, bytes, group;
     void (*watch)(const void *);
@@ -42,23 +41,23 @@ typedef struct bulk { /* a cp.async.bulk from shared memory that is under way */
 typedef struct fiber {
     emulator_thread place;
     jmp_buf jump;
-    bool started; /* it has a stack and a place to continue */
+    bool started; /* true: it has a stack and can continue */
     bool napping;
     unsigned warp_calls;
     uint32_t group, num_copies;
     copy copies[MAX_COPIES];
     uint32_t bulk_group, num_bulk;
-    bool hidden; /* what it wrote is not visible to bulk stores yet */
+    bool hidden; /* true: bulk stores do not yet see what it wrote */
     bulk bulk[MAX_BULK];
 } fiber;
 
 typedef struct warp {
     uint32_t arrived, gone;
     emulator_warp_call what;
-    uint64_t values[2][EMULATOR_WARP]; /* of even and odd warp calls */
+    uint64_t values[2][EMULATOR_WARP]; /* values of the lanes, for even and odd warp calls */
 } warp;
 
-typedef struct sm { /* a thread of the system that runs CTAs */
+typedef struct sm { /* an operating system thread that runs CTAs */
     const launch *work;
     fiber *fibers;
     uint8_t *stacks;
@@ -68,9 +67,9 @@ typedef struct sm { /* a thread of the system that runs CTAs */
     fiber *running;
     warp warps[MAX_WARPS];
     int alive, at_barrier, good, result;
-    uint16_t queue[EMULATOR_MAX_THREADS]; /* ring of the fibers that can run */
+    uint16_t queue[EMULATOR_MAX_THREADS]; /* ring buffer of the fibers that can run */
     unsigned first, waiting, napping;
-    unsigned idle; /* turns in a row in which all fibers napped */
+    unsigned idle; /* number of successive turns in which all fibers napped */
     uint64_t random;
 } sm;
 
@@ -187,7 +186,7 @@ static void run_next(void)
     switch_to(next);
 }
 
-/* Sometimes lets other threads of the system run before the remaining lanes. */
+/* Sometimes lets other operating system threads run before the remaining lanes. */
 static void leave_the_sm(void)
 {
     if (emulator_random() % YIELD_ONE_IN == 0) sched_yield();
@@ -205,7 +204,7 @@ static void do_bulk(const bulk *b)
     }
 }
 
-/* Performs a fiber's bulk stores, whatever it waits for. */
+/* Performs all bulk stores of a fiber, whether or not it waits for them. */
 static void do_all_bulk(fiber *f)
 {
     for (uint32_t i = 0; i < f->num_bulk; i++) do_bulk(&f->bulk[i]);
@@ -399,7 +398,7 @@ static void reset_sm(sm *s, const launch *work, int cta)
     s->good = 1;
     s->first = s->waiting = s->napping = s->idle = 0;
     memset(s->warps, 0, sizeof s->warps);
-    /* otherwise it has what the last CTA left there */
+    /* otherwise the memory keeps what the last CTA left there */
     if (emulator_random() & 1) memset(s->shared, JUNK, (size_t)work->shared_bytes);
     for (int i = 0; i < work->threads; i++) {
         fiber *f = &s->fibers[i];

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The one product of cuBLAS that tests need, as a kernel of one warp. alpha is 1 and beta is 0.
- */
+/* The only product of cuBLAS that the tests need, as a kernel of one warp. alpha must be 1 and
+ * beta 0. */
 #include <cublas_v2.h>
 #include <stdlib.h>
 
@@ -10,7 +10,7 @@ struct emulated_cublas {
     cudaStream_t stream;
 };
 
-typedef struct product { /* c = a b, in column order */
+typedef struct product { /* c = a b, in column-major order */
     int m, n, k, lda, ldb, ldc;
     const float *a, *b;
     float *c;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Devices: each has SMs, which are threads that take the CTAs of kernels in launch order. */
+/* Emulated devices. Each has SMs, which are threads that run the CTAs of kernels in launch
+ * order. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -7,10 +8,10 @@
 
 #include "inner.h"
 
-typedef struct running { /* a kernel until its last CTA has begun */
+typedef struct running { /* a kernel whose last CTA has not begun yet */
     const launch *work;
     int begun, ended;
-    bool backward; /* CTAs begin with the last one */
+    bool backward; /* true: the last CTA begins first */
     pthread_cond_t done;
     struct running *next;
 } running;
@@ -23,12 +24,13 @@ typedef struct gpu {
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static gpu gpus[MAX_DEVICES];
-static int held[MAX_DEVICES]; /* guarded by mutex: CTAs of a kernel that may begin; 0: all */
+/* guarded by mutex: how many CTAs of a kernel may begin; 0: all */
+static int held[MAX_DEVICES];
 static __thread int device_now;
 static struct {
     const void *kernel;
     int bytes;
-} asked[MAX_KERNELS]; /* guarded by mutex: shared memory that each kernel may use */
+} asked[MAX_KERNELS]; /* guarded by mutex: shared memory that each kernel has requested */
 
 static int number_of(const char *name, int otherwise, int most)
 {
@@ -81,7 +83,8 @@ static void *be_sm(void *self)
             pthread_cond_wait(&g->work, &mutex);
             continue;
         }
-        if (!r->begun) r->backward = held[g - gpus] != 0; /* the last CTA announces */
+        /* the last CTA sends the announcements, so it begins first if CTAs are held back */
+        if (!r->begun) r->backward = held[g - gpus] != 0;
         const int cta = r->backward ? r->work->ctas - 1 - r->begun : r->begun;
         r->begun++;
         pthread_mutex_unlock(&mutex);

@@ -29,9 +29,9 @@ extern "C" {
 #endif
 
 #define EMULATOR_WARP 32
-#define EMULATOR_MAX_THREADS 1024 /* per CTA */
+#define EMULATOR_MAX_THREADS 1024 /* largest number of threads of a CTA */
 
-typedef struct emulator_thread { /* identity of a kernel's thread */
+typedef struct emulator_thread { /* which thread of a kernel this is */
     unsigned thread, cta, threads, ctas;
     uint8_t *shared; /* dynamic shared memory of the CTA */
     uint32_t shared_bytes;
@@ -40,7 +40,7 @@ typedef struct emulator_thread { /* identity of a kernel's thread */
 /* The running thread of a kernel. */
 extern __thread emulator_thread *emulator_here;
 
-typedef enum emulator_warp_call { /* the call at which a warp meets */
+typedef enum emulator_warp_call { /* the calls at which a warp meets */
                                   EMULATOR_SYNC,
                                   EMULATOR_SHUFFLE,
                                   EMULATOR_VOTE,
@@ -51,7 +51,7 @@ typedef enum emulator_warp_call { /* the call at which a warp meets */
 /* Waits for all lanes of the warp and returns their values, valid until the next call. */
 const uint64_t *emulator_warp_sync(emulator_warp_call what, uint64_t value);
 
-/* Waits for all threads of the CTA; returns 1 if `good` was 1 for all. */
+/* Waits for all threads of the CTA. Returns 1 if all threads passed good = 1. */
 int emulator_sync(int good);
 
 /* Lets the other threads run. */
@@ -81,7 +81,7 @@ void emulator_check_store(const void *p);
 void emulator_fence(int system);
 
 uint32_t emulator_random(void);
-uint64_t emulator_now(void); /* in ns */
+uint64_t emulator_now(void); /* device time in ns */
 
 /* Ends the program: the code under test is wrong. */
 #if defined(__GNUC__)
@@ -89,17 +89,18 @@ __attribute__((noreturn, format(printf, 1, 2)))
 #endif
 void emulator_die(const char *format, ...);
 
-/* Bytes of all blocks of device memory, or of pinned host memory, in whole pages. */
+/* Returns the bytes of all blocks of device memory, or of pinned host memory, in whole pages.
+ */
 uint64_t emulator_bytes(bool host);
 
-/* From now on allocations that would exceed `bytes` of the device's memory fail; 0: none fail.
- */
+/* From now on allocations fail that would use more than `bytes` of the device's memory. 0: none
+ * fail. */
 void emulator_limit(int device, uint64_t bytes);
 
-/* From now on only the first `ctas` CTAs of any kernel on the device begin; 0: all do. */
+/* From now on only the first `ctas` CTAs of any kernel on the device begin. 0: all begin. */
 void emulator_hold(int device, int ctas);
 
-/* Number of different kernels that this process has launched. */
+/* Returns the number of different kernels that this process has launched. */
 int emulator_kernels(void);
 
 /* one launch of a kernel */
@@ -117,8 +118,8 @@ cudaError_t emulator_enqueue(const void *kernel, void (*body)(const void *argume
                              const void *arguments, size_t bytes, int ctas, int threads,
                              int shared_bytes, cudaStream_t stream);
 
-/* The NVTX ranges that this thread has begun, each followed by a blank; `open`: how many have
- * not ended. */
+/* Returns the names of the NVTX ranges that this thread has begun, each followed by a blank.
+ * *open: number of ranges that have not ended. */
 const char *emulator_ranges(int *open);
 
 #ifdef __cplusplus

@@ -23,7 +23,7 @@ typedef struct list {
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static list of_device[MAX_DEVICES]; /* guarded by mutex */
-static __thread list of_cta;        /* of the CTA that runs on this thread */
+static __thread list of_cta;        /* stores of the CTA that runs on this thread */
 /* all stores that are not visible, by hash; 0: none */
 static uintptr_t unseen[1 << TABLE_BITS];
 
@@ -51,7 +51,7 @@ static void push_store(list *l, uintptr_t at)
     l->at[l->count++] = at;
 }
 
-/* A store without room in the table is not watched. */
+/* If the table has no space, a store is not checked. */
 void emulator_note_store(const void *p)
 {
     const uintptr_t at = (uintptr_t)p;

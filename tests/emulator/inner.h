@@ -9,10 +9,11 @@
 
 #define MAX_DEVICES 8
 #define MAX_KERNELS 256
-#define SHARED_BYTES (227 << 10)  /* per CTA, if the kernel has requested it */
-#define SHARED_UNASKED (48 << 10) /* and if it has not */
+#define SHARED_BYTES (227 << 10) /* shared memory per CTA, if the kernel has requested it */
+/* shared memory per CTA, if the kernel has not requested more */
+#define SHARED_UNASKED (48 << 10)
 
-typedef struct launch { /* of a kernel */
+typedef struct launch { /* a launch of a kernel */
     void (*body)(const void *arguments);
     const void *arguments;
     int ctas, threads, shared_bytes;
@@ -21,14 +22,15 @@ typedef struct launch { /* of a kernel */
 /* cta.c: runs one CTA on the calling thread. */
 void run_cta(const launch *work, int cta);
 
-/* device.c: runs a kernel from beginning to end; random numbers; the number of SMs. */
+/* device.c: runs a kernel from beginning to end; returns random numbers and the number of SMs.
+ */
 void run_kernel(int device, const launch *work);
 int most_shared(const void *kernel);
 int num_devices(void);
 int num_sms(void);
 int current_device(void);
 
-/* memory.c: is the address in memory of this runtime? */
+/* memory.c: returns whether the address is in memory of this runtime. */
 bool is_known(const void *p);
 
 /* fences.c: makes stores visible, or forgets them. */

@@ -6,7 +6,7 @@
 
 #include "inner.h"
 
-#define MAX_LAUNCHES 64 /* launches that a thread remembers */
+#define MAX_LAUNCHES 64 /* number of launches that a thread remembers */
 
 typedef struct task {
     launch kernel; /* valid if it has a body */
@@ -20,7 +20,8 @@ typedef struct task {
 
 typedef struct emulator_stream {
     pthread_t thread;
-    pthread_cond_t given, idle; /* its thread has a task; it has none */
+    /* signalled when its thread gets a task, and when the thread becomes idle */
+    pthread_cond_t given, idle;
     task *first, **end;
     bool busy, closed;
     int device;
@@ -33,13 +34,14 @@ typedef struct emulator_graph {
     int users;
 } graph;
 
-static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* of all streams */
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards all streams */
 static pthread_cond_t any_idle = PTHREAD_COND_INITIALIZER;
 static stream *streams;
 static stream *defaults[MAX_DEVICES];
 static const void *launched[MAX_KERNELS];
 static __thread emulator_launch launches[MAX_LAUNCHES]; /* launches of this thread */
-static __thread int num_launches;                       /* since they were last copied */
+/* number of launches since they were last copied */
+static __thread int num_launches;
 static __thread stream *own;
 
 /* ------------------------------------------------------------------------------- tasks ---- */
@@ -72,7 +74,7 @@ static void *copy_of(const void *from, size_t bytes)
     return p;
 }
 
-/* Makes a task like t with a copy of `data`. */
+/* Returns a task like t with a copy of `data`. */
 static task *new_task(const task *t, const void *data, size_t bytes)
 {
     task *made = copy_of(t, sizeof *t);
@@ -250,7 +252,8 @@ cudaError_t emulator_enqueue(const void *kernel, void (*body)(const void *argume
     return cudaSuccess;
 }
 
-/* Host memory that CUDA does not know may be reused as soon as the call returns. */
+/* If CUDA does not know the host memory, the caller may reuse it as soon as the call returns.
+ */
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind,
                             cudaStream_t given)
 {
@@ -263,7 +266,8 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
     return cudaSuccess;
 }
 
-/* As on a GPU, returns when the host memory may be reused, not when the device has the data. */
+/* As on a GPU, the call returns when the host memory may be reused, not when the device has the
+ * data. */
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind)
 {
     return cudaMemcpyAsync(to, from, bytes, kind, NULL);

@@ -5,14 +5,14 @@
 set -eu
 . "$(dirname "$0")/../demo/common.sh"
 
-train() { # NAME OPTIONS...
+train() { # usage: train NAME OPTIONS...
     name=$1
     shift
     run --hidden 16 --inner 16 --tokens 64 --rate 0.03 --steps 6 --every 6 --log "$name" "$@" \
         >"$name.out" || fail "$name: $(cat "$name.out")"
 }
 
-near() { # NAME: each of its losses and the host's
+near() { # usage: near NAME; compares each loss of this run with that of the host
     awk -v name="$1" '
         NR == FNR { host[$1] = $2; next }
         {

@@ -17,17 +17,18 @@ fail() {
     exit 1
 }
 
-needs() { # library: what it is linked with
+needs() { # usage: needs LIBRARY; prints the libraries that it is linked with
     readelf -d "$1" | sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p'
 }
 
-# Copies a program with invalid build paths, so that it does not find the libraries there.
+# usage: spoil FILE. Copies a program with invalid build paths, so that it does not find the
+# libraries there.
 spoil() { # file
     sed -e "s|$emulated|$(echo "$emulated" | tr a-z b-za)|g" -e "s|$lib|$(echo "$lib" | tr a-z b-za)|g" \
         "$1" >"$here/$(basename "$1")"
 }
 
-# refuses WORD...    two hosts must fail to open, with all these words in the error
+# usage: refuses WORD...; two hosts must fail to open, with all these words in the error
 refuses() {
     if said=$(LD_LIBRARY_PATH=$here EPIC_HOST=%r EPIC_NET=ucx "$here/$(basename "$named")" 2 hosts 2>&1); then
         fail "they opened: $said"

@@ -18,7 +18,7 @@ busy=$(nvidia-smi --query-compute-apps=pid --format=csv,noheader | wc -l)
 [ "$busy" = 0 ] || { echo "$busy processes use the GPUs: end them first"; exit 1; }
 mkdir -p $ALL
 
-# run SECONDS COMMAND...: adds "verdict, seconds, command" to the results of the part.
+# usage: run SECONDS COMMAND...; appends "verdict, seconds, command" to the results of the part.
 run() {
     local limit=$1 begin=$(date +%s) left status verdict
     shift
@@ -35,7 +35,7 @@ run() {
     [ $status = 0 ] || tail -n 15 "$ALL/last.log" | cut -c 1-300 | tee -a "$ALL/failures.log"
 }
 
-# Ranks on all GPUs, on half and on a quarter of them.
+# Runs ranks on all GPUs, on half and on a quarter of them.
 part_tests() {
     run 200 $OUT/conformance_p2p
     run 60 $OUT/api_router 3000 "$SEED"
@@ -61,7 +61,7 @@ part_bindings() {
     run 290 env EPIC_GPU_LIMIT=140 make gpu-test-jax
 }
 
-# The ranks of this machine as hosts, over chaos: 8 hosts of 1, 4 of 2, and 2 of 4.
+# Runs the ranks of this machine as hosts, over chaos: 8 hosts of 1 rank, 4 of 2, and 2 of 4.
 part_hosts() {
     if [ ! -x $HOSTS/hosts_check ]; then
         echo "left out: no libepic_hosts.so" | tee -a "$results"

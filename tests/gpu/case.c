@@ -12,7 +12,7 @@
 
 /* ------------------------------------------------------------------------- random data ---- */
 
-/* A number with enough bits that sums round, sometimes a special one. */
+/* Returns a number with enough bits that sums round, and sometimes a special value. */
 float case_number(uint64_t h, bool hard, uint32_t type)
 {
     const float x = (float)((int64_t)(h % (2 << 24)) - (1 << 24)) / (float)(1 << 22);
@@ -150,7 +150,8 @@ void *case_upload(bench *b, const void *from, size_t bytes, int offset)
 void *case_download(bench *b, const void *from, size_t bytes)
 {
     void *to = malloc(bytes + 1);
-    /* a copy that waits for a kernel would keep the other threads from launching theirs */
+    /* wait here: a copy that waits for a kernel would keep other threads from launching their
+     * kernels */
     CHECK_CUDA(cudaStreamSynchronize(b->me->stream));
     CHECK_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, b->me->stream));
     CHECK_CUDA(cudaStreamSynchronize(b->me->stream));
@@ -190,8 +191,8 @@ bool same_float(float a, float b)
     return (isnan(a) && isnan(b)) || !memcmp(&a, &b, 4);
 }
 
-/* Memory for a plan, filled with words of either sign, because kernels may read a record that
- * the plan turns out not to have. */
+/* Returns memory for a plan, filled with positive and negative words, because kernels may read
+ * a record before they know that the plan does not have it. */
 static void *take_plan(bench *b, size_t bytes)
 {
     const size_t words = bytes / 4;

@@ -13,12 +13,14 @@ typedef struct test_case {
     uint64_t seed;
     uint32_t type;
     int64_t hidden, row_bytes;
-    uint32_t quantize;               /* an epic_quantize, of dispatch and combine_backward */
-    int64_t recv_bytes, scale_bytes; /* of received rows and of their second rows; 0: none */
+    /* an epic_quantize value, for dispatch and combine_backward */
+    uint32_t quantize;
+    /* bytes of received rows and of their second rows; 0: none */
+    int64_t recv_bytes, scale_bytes;
     int64_t recv_rows[ORACLE_RANKS];
-    int offset; /* bytes by which rows are unaligned */
+    int offset; /* distance in bytes of row addresses from an aligned address */
     bool hard, weighted, fused, wide, zero_tail, leave_padding, plain;
-    int sample; /* sums of every n-th token are checked */
+    int sample; /* only the sums of every n-th token are checked */
 } test_case;
 
 typedef struct bench { /* memory of a rank, and the running case */
@@ -50,11 +52,12 @@ int64_t draw_between(uint64_t *state, int64_t low, int64_t high);
 
 typedef enum case_kind {
     CASE_ANY,
-    CASE_LOWLAT, /* for the low-latency kernels that read a plan, */
-    CASE_PLAIN   /* and for those that make the plan, too */
+    CASE_LOWLAT, /* cases for the low-latency kernels that read a plan */
+    CASE_PLAIN   /* cases for the low-latency kernels that also make the plan */
 } case_kind;
 
-#define MOST_CASE_TOKENS 640 /* of a context with more than P2P_LOWLAT_TOKENS */
+/* largest number of tokens in a context with more than P2P_LOWLAT_TOKENS */
+#define MOST_CASE_TOKENS 640
 
 void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
                int64_t max_row_bytes, case_kind kind);
@@ -65,13 +68,13 @@ void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
 #define CASE_FORMS 27
 void draw_form(test_case *c, uint64_t seed, int form, int num_ranks, int64_t max_tokens);
 
-/* Full size, as the benchmark. */
+/* Draws a case of full size, like those of the benchmark. */
 void draw_big(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens);
 
-/* Do its rows arrive? The plan is valid and every rank's buffer is large enough. */
+/* Returns whether rows are moved: the plan is valid and every rank's buffer is large enough. */
 bool case_moves(const test_case *c);
 
-/* Floats per slot, which is a row with FLAT. */
+/* Returns the number of floats per slot. With FLAT a slot is a row. */
 int64_t case_each(const test_case *c);
 
 /* Counts an error, and prints the first ones. */
@@ -80,8 +83,8 @@ void report_wrong(bench *b, const char *format, ...);
 void make_inputs(bench *b, arrays *a);
 void make_sums(bench *b, sums *s);
 
-/* The calls, with outputs that contain garbage before. They return false if the call is
- * refused. */
+/* These functions make the calls, with garbage in the outputs before. They return false if the
+ * call is refused. */
 bool call_plan(bench *b, const arrays *a);
 bool call_dispatch(bench *b, const arrays *a);
 bool call_plan_dispatch(bench *b, const arrays *a);

@@ -49,7 +49,7 @@ void check_plan(bench *b, const arrays *a)
     free(plan);
 }
 
-typedef struct slots { /* contents of a rank's slots */
+typedef struct slots { /* expected contents of a rank's slots */
     uint8_t *rows, *scales;
     float *weights;
     int32_t *experts; /* FLAT only */
@@ -71,7 +71,7 @@ static int32_t local_of(const routing *r, int32_t expert)
     return local;
 }
 
-/* Computes what the slots should contain, with padding and tail. */
+/* Computes the expected contents of the slots, with padding and tail. */
 static void expect_slots(bench *b, const slots *s, bool moves)
 {
     const test_case *c = &b->c;
@@ -221,7 +221,7 @@ static void check_quantized(bench *b, const slots *s, int64_t slot, const float 
     free(scales);
 }
 
-/* Checks the row of a slot of the gradient, which is x. */
+/* Checks the row of a slot of the gradient x. */
 static void check_scaled(bench *b, const slots *s, int64_t slot, const float *x)
 {
     const test_case *c = &b->c;
@@ -353,7 +353,7 @@ void test_sum(bench *b)
     free(got);
 }
 
-/* A number of an expert, a small integer, so that sums are exact in any order. */
+/* Returns a number of an expert, a small integer, so that sums are exact in any order. */
 static float expert_number(const test_case *c, uint32_t expert, int64_t i)
 {
     return (float)(case_hash(c->seed, 91, expert, (uint64_t)i) % 1000);
@@ -369,7 +369,7 @@ static float replicas_sum(const test_case *c, uint32_t expert, int64_t i)
     return sum;
 }
 
-/* Rows of some hundred floats, which take several rounds if the staging is small. */
+/* Tests rows of some hundred floats, which need several rounds if the staging is small. */
 void test_sum_replicas(bench *b, const arrays *a)
 {
     const test_case *c = &b->c;

@@ -119,7 +119,7 @@ static void draw_layer(test_case *c, uint64_t *s, int64_t max_tokens, case_kind 
     }
 }
 
-/* Some logical experts have more replicas than others; each has at least one. */
+/* Draws replicas. Some logical experts have more than others, and each has at least one. */
 static void draw_replicas(test_case *c)
 {
     routing *r = &c->r;
@@ -165,7 +165,7 @@ static void draw_capacity(test_case *c, uint64_t *s)
             r->layer.priority = EPIC_BY_K;
         for (int q = 0; q < r->num_ranks; q++)
             if (draw_between(s, 0, 1)) r->capacity_of[q] = 1 + r->capacity_of[q] / 2;
-    } else if (kind == 4 && draw_between(s, 0, 2) == 0) { /* one rank has too little room */
+    } else if (kind == 4 && draw_between(s, 0, 2) == 0) { /* one rank has too few slots */
         r->capacity_of[draw_between(s, 0, r->num_ranks - 1)] = 1;
     } else if (kind == 5 && draw_between(s, 0, 2) == 0) { /* an invalid id */
         const int q = (int)draw_between(s, 0, r->num_ranks - 1);
@@ -215,13 +215,13 @@ static void narrow_rows(test_case *c)
     c->row_bytes = c->hidden * type_bytes(c->type);
 }
 
-/* Most tokens that use low-latency kernels in such a context. */
+/* Returns the largest number of tokens that uses low-latency kernels in such a context. */
 static int32_t lowlat_tokens_in(int64_t max_tokens)
 {
     return max_tokens < MOST_CASE_TOKENS ? TEAM_LOWLAT_TOKENS : P2P_LOWLAT_TOKENS;
 }
 
-/* Gives one rank more tokens than the low-latency kernels take, and the others few. */
+/* Gives one rank more tokens than the low-latency kernels support, and the others few. */
 static void mix_small_and_large(test_case *c, int64_t max_tokens)
 {
     uint64_t state = case_hash(c->seed, 44, 0, 0), *s = &state;
@@ -289,12 +289,14 @@ void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
 
 /* ------------------------------------------------------------------------------- forms ---- */
 
-enum { ANYWHERE, ALIGNED, WHOLE };        /* rows at any address; of vectors; of whole pieces */
-enum { ALONE, JOINED, QUANTIZED };        /* second rows: none; the caller's; quantized */
+/* rows at any address, aligned to 16 bytes, or consisting of whole pieces */
+enum { ANYWHERE, ALIGNED, WHOLE };
+/* second rows: none, those of the caller, or scales of quantized rows */
+enum { ALONE, JOINED, QUANTIZED };
 enum { SUM_BY_RANK, SUM_FLAT, SUM_TREE }; /* sum order and layout */
 
-/* Rank 0 has more tokens than the low-latency kernels take, if the context allows it; others
- * have as many or few. */
+/* Rank 0 has more tokens than the low-latency kernels support, if the context allows it. Other
+ * ranks have the same number or few tokens. */
 static int32_t form_tokens(uint64_t *s, int rank, int64_t max_tokens)
 {
     if (max_tokens > TEAM_LOWLAT_TOKENS && (rank == 0 || draw_between(s, 0, 1)))
@@ -343,7 +345,7 @@ void draw_form(test_case *c, uint64_t seed, int form, int num_ranks, int64_t max
     c->seed = seed;
     c->r.num_ranks = num_ranks;
     c->type = types[type];
-    c->fused = true; /* makes a plan and reads it */
+    c->fused = true; /* this call makes a plan and uses it */
     c->sample = 1;
     c->hard = draw_between(s, 0, 1);
     c->weighted = draw_between(s, 0, 3) > 0;
@@ -361,7 +363,7 @@ void draw_form(test_case *c, uint64_t seed, int form, int num_ranks, int64_t max
     }
 }
 
-/* Full size, as the benchmark. */
+/* Draws a case of full size, like those of the benchmark. */
 void draw_big(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens)
 {
     uint64_t state = seed * 1000003, *s = &state;
@@ -405,5 +407,5 @@ void draw_big(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens)
                   seed % 3 == 0   ? 3
                   : seed % 3 == 1 ? 18
                                   : 0,
-                  0); /* none; 224 bytes; 1x128 */
+                  0); /* no second rows, 224 bytes, or 1x128 */
 }

@@ -99,7 +99,8 @@ static void check_restored(bench *b)
     if (HOSTS) check_heap(b, self->net->inbox);
 }
 
-/* The first cases suit all low-latency kernels; the last ones are any. */
+/* Returns the kind of case i: the first cases suit all low-latency kernels, the last ones are
+ * of any kind. */
 static case_kind kind_of(int i)
 {
     if (!options.lowlat || i >= options.cases - options.cases / 4) return CASE_ANY;
@@ -150,10 +151,11 @@ int main(int argc, char **argv)
         return 2;
     }
     const bool big = argc > 6 && !strcmp(argv[6], "big");
-    const bool tight = argc > 6 && !strcmp(argv[6], "tight"); /* little staging: many rounds */
+    /* little staging memory, so that operations need many rounds */
+    const bool tight = argc > 6 && !strcmp(argv[6], "tight");
     const bool most = argc > 6 && !strcmp(argv[6], "most");
     const bool lowlat = argc > 6 && !strcmp(argv[6], "lowlat");
-    const bool small = argc > 6 && !strcmp(argv[6], "small"); /* under a slow tool */
+    const bool small = argc > 6 && !strcmp(argv[6], "small"); /* small cases, for slow tools */
     options.cases = atoi(argv[4]);
     options.seed = strtoull(argv[5], NULL, 10);
     options.big = big;
@@ -172,7 +174,7 @@ int main(int argc, char **argv)
               .max_row_bytes = big     ? 14336
                                : small ? 2048
                                        : 7168,
-              .staging_bytes = tight ? 1 : 0, /* the minimum, two rows */
+              .staging_bytes = tight ? 1 : 0, /* tight: the minimum, which is two rows */
               .lowlat_tokens = big || most ? 0 : TEAM_LOWLAT_TOKENS,
               .timeout_ms = TEAM_LONG_MS,
               .work = run_rank};

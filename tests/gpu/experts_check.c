@@ -20,7 +20,7 @@ typedef struct problem {
     int32_t tokens[MOST_LOCAL], rows[MOST_LOCAL];
     int64_t slots, width;
     both x, weights, w_gate_up, w_down, b_gate_up, b_down, d_y, counts; /* rows, tokens */
-    both x_scales, x_back; /* scaled: x as backward uses it */
+    both x_scales, x_back; /* if weights are scaled: x in the form that backward uses */
     scaled_weights of_gate_up, of_down;
     both out[RESULTS]; /* y d_x d_w_gate_up d_w_down d_b_gate_up d_b_down d_weights */
     double *exact[RESULTS], *near[RESULTS];
@@ -30,7 +30,8 @@ typedef struct problem {
 
 static const char *const names[RESULTS] = {
     "y", "d_x", "d_w_gate_up", "d_w_down", "d_b_gate_up", "d_b_down", "d_slot_weights"};
-static double worst[2][4][RESULTS]; /* without and with rounding, by type */
+/* largest errors so far, without and with rounding, by type */
+static double worst[2][4][RESULTS];
 static int failures;
 static int cases = 40;
 static uint64_t seed = 1;
@@ -324,7 +325,8 @@ static bool are_rows_clean(const problem *p, int result)
     return true;
 }
 
-/* Gradients of an expert without tokens must be exactly zero, or what was there before. */
+/* Gradients of an expert without tokens must be exactly zero or, if the call accumulates,
+ * unchanged. */
 static bool are_empty_clean(const problem *p, int result)
 {
     const both *out = &p->out[result];

@@ -20,7 +20,7 @@
 #define TOKENS 64
 #endif
 #define HIDDEN 512
-#define TRIES 5 /* tries of a fault if errors are late */
+#define TRIES 5 /* how often a fault is tried if errors are late */
 
 enum fault { SKIPPED, DIFFERENT, SHAPED, TAGGED, LATE, SLOW, ABORTED, NUM_FAULTS };
 static const char *const fault_names[] = {"a skipped call", "another call", "another shape",
@@ -31,7 +31,7 @@ static const uint32_t expected[] = {EPIC_ETIMEOUT,  EPIC_EMISMATCH, EPIC_EMISMAT
                                     EPIC_EPEER};
 static enum fault fault;
 static int culprit, deadline_ms = 200;
-static bool apart; /* no row goes to or comes from the culprit; rounds of few tokens */
+static bool apart; /* rounds of few tokens in which no row goes to or comes from the culprit */
 
 static double now_ms(void)
 {
@@ -68,8 +68,8 @@ static memory allocate_memory(team_rank *me)
     return m;
 }
 
-/* Time limit of a call in which something goes wrong: only a test of time limits waits for it.
- */
+/* Returns the deadline of a call in which a fault happens. Only a test of deadlines waits until
+ * it passes. */
 static uint32_t fault_timeout(void)
 {
     return expected[fault] == EPIC_ETIMEOUT ? (uint32_t)deadline_ms : TEAM_LONG_MS;
@@ -121,16 +121,18 @@ static void inject_fault(team_rank *me, memory *m)
     if (fault == ABORTED) p2p_ops.abort(me->group, 0, "the loss is not a number");
 }
 
-/* If an error is late, the machine may be too busy: prints it and tries the fault again. */
+/* If an error is late, the machine may be too busy. Prints this and tries the fault again. */
 static int judge_fault(team_rank *me, double took, const epic_failure_info *f)
 {
     int *late = me->shared;
-    const bool differ = expected[fault] == EPIC_EMISMATCH; /* each may name the other side */
+    /* each rank may name the other one */
+    const bool differ = expected[fault] == EPIC_EMISMATCH;
     const bool named = fault == SLOW || (differ && f->num_culprits && f->rank == culprit) ||
                        (f->num_culprits == 1 && f->culprits[0] == culprit);
     const bool in_time =
         took < deadline_ms * 1.25 + slack_ms() || (fault == LATE && me->rank == culprit);
-    const bool came = fault == LATE && f->result == EPIC_OK; /* before any rank had given up */
+    /* the late rank came before any rank had given up */
+    const bool came = fault == LATE && f->result == EPIC_OK;
     if (f->result == expected[fault] && named && in_time) return 0;
     if (came || (f->result == expected[fault] && named))
         __atomic_store_n(late, 1, __ATOMIC_RELAXED);
@@ -140,7 +142,8 @@ static int judge_fault(team_rank *me, double took, const epic_failure_info *f)
     return !__atomic_load_n(late, __ATOMIC_RELAXED);
 }
 
-/* A later call must return the same error at once or, if nothing is broken, succeed. */
+/* A later call must return the same error at once. If the group is not broken, it must succeed.
+ */
 static int judge_later_call(team_rank *me, memory *m)
 {
     const epic_result later = call_sum(me, m);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks the gate's products against float64 loops, in shapes that use tensor cores and in
- * others. All bits of the float32 factor must count, however it is multiplied.
+/* Checks the products of the router's gate against float64 loops, in shapes that use tensor
+ * cores and in others. All bits of the float32 operand must count, whichever method multiplies.
  *
  *   gpu_gate_check [CASES] [SEED] [large] */
 #include <math.h>
@@ -20,7 +20,7 @@ typedef struct problem {
     const shape *s;
     both x, w, bias, logits, d, d_w, d_bias, d_x, also;
     void *workspace;
-    double worst; /* largest error, as a part of the bound */
+    double worst; /* largest error so far, relative to the bound */
 } problem;
 
 static p2p_status status;
@@ -33,7 +33,7 @@ static both pushed_both(uint32_t type, int64_t count)
     return b;
 }
 
-/* For both methods, forward and backward. */
+/* Returns the workspace for both methods, forward and backward. */
 static size_t workspace_bytes(const shape *s)
 {
     const int64_t both_ways[] = {
@@ -75,14 +75,15 @@ static void free_problem(problem *p)
     cudaFree(p->workspace);
 }
 
-/* A sum of `depth` products, `step` numbers apart, added to `begin`. */
+/* A sum of `depth` products, `step` elements apart, added to `begin`. */
 typedef struct sum {
     const double *a, *b;
     int64_t step_a, step_b, depth;
     double begin, rounding; /* relative rounding of the result */
 } sum;
 
-/* The bound is the rounding of all these sums, which tensor cores do towards zero. */
+/* Checks a number. The bound is the rounding of all these sums, which tensor cores round
+ * towards zero. */
 static void judge_number(problem *p, double got, sum s)
 {
     double want = s.begin, size = fabs(s.begin);
@@ -126,7 +127,7 @@ static void check_gradient(problem *p)
     }
 }
 
-/* Rows must be rounded once, whatever is added. */
+/* Checks that rows are rounded once, whatever is added. */
 static void check_rows(problem *p)
 {
     const shape *s = p->s;
@@ -185,7 +186,8 @@ static bool run_shape(const shape *s)
     return good;
 }
 
-/* Forward takes all blocks of a layer at once, backward one by one: is there room for it? */
+/* Forward uses all blocks of a layer at once, backward one by one. Checks that the workspace is
+ * large enough. */
 static int check_room(void)
 {
     int bad = 0;

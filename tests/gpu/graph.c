@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests a captured graph of plan+dispatch and combine, replayed with new routing and data. Then
- * runs the same operations many times back to back with random delays of the host.
+/* Tests a captured graph of plan+dispatch and combine, which is replayed with new routing and
+ * data. Then runs the same operations many times without pauses, with random delays of the
+ * host.
  *
  *   gpu_graph RANKS GPUS threads|processes REPLAYS [flat|rare]
- *   rare: with replicas, whose sum is captured, too, and with EPIC_BY_K */
+ *   rare: layers with replicas and EPIC_BY_K; the sum of replicas is captured, too */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -32,7 +33,7 @@ typedef struct memory {
     uint8_t *plan;
     float *tokens, *recv, *out;
     int32_t *logical;
-    float *numbers; /* [EACH][NUMBERS], of experts */
+    float *numbers; /* [EACH][NUMBERS], numbers of experts */
     size_t plan_bytes;
     epic_layer layer;
 } memory;
@@ -94,7 +95,7 @@ static epic_result run_operations(team_rank *me, memory *m)
     return p2p_ops.combine(me->group, &combine);
 }
 
-/* Number of rows of a token: one per choice, or one per rank that it chooses. */
+/* Returns the number of rows of a token: one per choice, or one per rank that it chooses. */
 static int rows_of(const int32_t *ids)
 {
     int rows = 0;
@@ -106,13 +107,14 @@ static int rows_of(const int32_t *ids)
     return rows;
 }
 
-/* A number of an expert in a round. */
+/* Returns a number of an expert in a round. */
 static int row_number(int expert, int i, int round)
 {
     return expert * 100 + i * 7 + round;
 }
 
-/* With small integers, out must be exactly the token times its number of rows. */
+/* Replays the graph. Values are small integers, so out must be exactly the token times its
+ * number of rows. */
 static int replay_graph(team_rank *me, memory *m, cudaGraphExec_t graph, int round,
                         unsigned *seed)
 {

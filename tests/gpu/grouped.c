@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks the products over slabs, every pass with every kernel that supports it, against
- * float64 loops. First come named shapes of growing difficulty, so that the first failure shows
- * what is wrong; then random ones. Memory after the slabs must stay unchanged; padding rows are
- * NaN in the input and zero in the output.
+/* Checks the grouped products, every pass with every kernel that supports it, against float64
+ * loops. Named shapes come first, from simple to difficult, so that the first failure shows
+ * what is wrong. Random shapes follow. Memory after the slabs must stay unchanged. Padding rows
+ * are NaN in the input and must be zero in the output.
  *
  *   gpu_grouped [RANDOM_CASES] [SEED] [MOST] [KERNEL]
  *       MOST: largest k and n of random cases; KERNEL: plain, sliced, pairs or alone */
@@ -20,7 +20,8 @@ typedef struct shape {
     int64_t k, n;
     int experts, alignment;
     int tokens[MOST_EXPERTS];
-    uint32_t type, out_type; /* out_type: of weight gradients; with E4M3 rows, of results */
+    /* out_type: type of weight gradients or, with E4M3 rows, of results */
+    uint32_t type, out_type;
     bool bias, weighted, accumulate;
 } shape;
 
@@ -31,7 +32,7 @@ typedef struct problem {
     uint32_t y_type;
     both x, w, d, bias, weights, counts, tokens;
     both scales[2];      /* E4M3: scales of x and d */
-    scaled_weights of_w; /* E4M3 only */
+    scaled_weights of_w; /* only for E4M3 */
     p2p_slabs slabs;
     void *workspace;
 } problem;
@@ -138,8 +139,8 @@ static void free_problem(problem *p)
 
 /* ------------------------------------------------------------------------------- truth ---- */
 
-/* Number (line, column) of the result; line is a slot, or expert * k + a row of its weights.
- * *size becomes the sum of the absolute values. */
+/* Returns the expected number (line, column) of the result. A line is a slot, or expert * k + a
+ * row of its weights. *size becomes the sum of the absolute values. */
 static double truth_at(const problem *p, uint32_t pass, int expert, int64_t line,
                        int64_t column, double *size)
 {
@@ -170,7 +171,8 @@ static double truth_at(const problem *p, uint32_t pass, int expert, int64_t line
 }
 
 typedef struct verdict {
-    int64_t wrong, checked, line, column; /* of the first wrong number */
+    /* position of the first wrong number, after the counts */
+    int64_t wrong, checked, line, column;
     int expert;
     double got, want;
     int64_t boxes[2][4]; /* wrong numbers in its tile, by boxes of 64 x 64 */
@@ -207,7 +209,7 @@ static double slack_of(uint32_t type, double want, double size, bool short_sums)
            (type == EPIC_F16 ? 1e-7 : 1e-30);
 }
 
-/* Checks the whole result. `before`: the initial value when accumulating. */
+/* Checks the whole result. `before`: its initial value, if the product accumulates. */
 static verdict check_product(const problem *p, uint32_t pass, kernel how, const both *out,
                              double before)
 {
@@ -216,7 +218,7 @@ static verdict check_product(const problem *p, uint32_t pass, kernel how, const 
     const bool short_sums = s->type == EPIC_E4M3 && how > SLICED;
     const int64_t columns = pass == EPIC_GEMM_INPUT ? s->k : s->n;
     verdict v = {0};
-    for (int round = 0; round < 2; round++) { /* the second time only counts boxes */
+    for (int round = 0; round < 2; round++) { /* the second round only counts boxes */
         verdict again = v;
         for (int e = 0; e < s->experts; e++) {
             const int64_t first = weight ? e * s->k : p->first[e];
@@ -293,7 +295,7 @@ static p2p_gemm job_of(const problem *p, uint32_t pass, const both *out, kernel 
                       .alone = how == ALONE};
 }
 
-/* A kernel with wrong barriers never ends. */
+/* A kernel with wrong barriers never ends, so this ends the program after a time. */
 static void give_up(int number)
 {
     (void)number;
@@ -301,7 +303,8 @@ static void give_up(int number)
     _exit(1);
 }
 
-/* Sums are cut only if one slab fills all slots. */
+/* Returns whether the kernel supports the job. Sums are split only if one slab fills all slots.
+ */
 static bool is_ready(const shape *s, const p2p_gemm *job, kernel how)
 {
     if (how == PLAIN) return true;
@@ -310,7 +313,7 @@ static bool is_ready(const shape *s, const p2p_gemm *job, kernel how)
     return !p2p_gemm_is_slow(job) && (how == PAIRS || s->type != EPIC_F16);
 }
 
-/* Limits the job to the slab, as only this kernel uses the number of slots. */
+/* Limits the job to the slab, because only this kernel uses the number of slots. */
 static void cut_sums(p2p_gemm *job, const problem *p, both *parts)
 {
     const int64_t lines = job->pass == EPIC_GEMM_WEIGHT ? p->s->k : p->s->tokens[0];
@@ -350,7 +353,7 @@ static void run_product(const problem *p, uint32_t pass, kernel how)
         if (cudaStreamSynchronize(stream) != cudaSuccess) {
             printf("WRONG  %s, %s, \"%s\": the kernel has failed\n", passes[pass], kernels[how],
                    s->name);
-            must_succeed(false, "a kernel"); /* nothing works after it */
+            must_succeed(false, "a kernel"); /* after this error no call works */
         }
         pull_from_device(&out);
         const verdict v = check_product(p, pass, how, &out, before);

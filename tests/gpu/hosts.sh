@@ -22,8 +22,8 @@ failed=0 total=0
 UCX=$(ls "$OUT/libepic_ucx.so" build/lib/libepic_ucx.so 2>/dev/null | head -n 1)
 [ -n "$UCX" ] || echo "left out: no libepic_ucx.so (Debian: libucx-dev, then build again): tests over UCX and of deaths are left out"
 
-# run NET RANKS-PER-HOST PROGRAM...: prints one line of its output, and its time. EPIC_NET_MEMORY is
-# host unless it is set before; empty: left open.
+# usage: run NET RANKS-PER-HOST PROGRAM... Prints one line of its output, and its time. Unless
+# EPIC_NET_MEMORY is already set, it is set to host. If it is empty, EPIC decides.
 run() {
     local net=$1 local=$2 begin=$(date +%s%N) status memory=${EPIC_NET_MEMORY-host}
     shift 2
@@ -52,7 +52,7 @@ if has check; then
         run $net 4 hosts_check 8 $SOME threads $((CASES / 3)) 8700 small rows
     done
     run chaos 1 hosts_check 3 $SOME threads $((CASES / 3)) 9000 tight
-    run ucx 4 hosts_check 4 $SOME threads $((CASES / 3)) 4800 # all on one host
+    run ucx 4 hosts_check 4 $SOME threads $((CASES / 3)) 4800 # all ranks on one host
     EPIC_NET_MEMORY= run ucx 1 hosts_check 2 $SOME threads $((CASES / 3)) 2500 usual rows
     EPIC_NET_MEMORY= run local 1 hosts_check 2 $SOME threads $((CASES / 3)) 2600 usual rows
     if [ "$GPUS" -gt 1 ]; then
@@ -73,13 +73,15 @@ if has storm; then
     run ucx 1 hosts_graph 2 $SOME threads 200
     run chaos 2 hosts_graph 4 $SOME threads 100
 fi
-if has faults; then # a skipped call, another, late, slow, ...: seven kinds in turn
+# seven kinds of faults in turn: a skipped call, another call, a late rank, a slow rank, ...
+if has faults; then
     for local in 1 2; do
         run ucx $local hosts_faults 4 $SOME threads "$FAULTS"
         EPIC_CHAOS_STRICT=0 run chaos $local hosts_faults 4 $SOME threads $((FAULTS / 7 * 2))
     done
 fi
-if has deaths && [ -n "$UCX" ]; then # of processes: kill -9, SIGSTOP, exit; what a killed one takes to be named
+# faults of processes: kill -9, SIGSTOP, exit; prints the time until a killed rank is named
+if has deaths && [ -n "$UCX" ]; then
     for local in 1 2; do
         run ucx $local api_deaths_hosts 4 $SOME "$DEATHS" 0 1000
         sed -n 's/^ *rank.*: \(SIG[A-Z]*\|exit\) of.*seen \(-\?[0-9]*\) ms later/\1 \2/p' "$LOG" |
@@ -89,7 +91,7 @@ if has deaths && [ -n "$UCX" ]; then # of processes: kill -9, SIGSTOP, exit; wha
         run ucx $local api_stops_hosts
     done
 fi
-if has jax; then # of processes, whose net reaches the other's memory where that is on a GPU
+if has jax; then # processes, whose net can access GPU memory of other processes
     if [ -e build/lib/libepic_jax.so ]; then
         total=$((total + 1))
         EPIC_NET=local EPIC_NET_MEMORY=gpu EPIC_LIBRARY_PATH=$PWD/build/lib \

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A rank's part of a layer (tests/unit/moe_layer.h) with all arrays on a device. */
+/* One rank's part of a layer (tests/unit/moe_layer.h), with all arrays on a device. */
 #ifndef EPIC_TEST_LAYER_PART_H
 #define EPIC_TEST_LAYER_PART_H
 
@@ -36,7 +36,7 @@ static inline void *to_device(device_part *d, void *host, int64_t bytes, bool ou
     mirror *m = &d->arrays[d->num++];
     *m = (mirror){host, NULL, (size_t)bytes, out};
     must_succeed(cudaMalloc(&m->device, m->bytes + 1),
-                 "memory"); /* an address also for no bytes */
+                 "memory"); /* an address also for an array without bytes */
     must_succeed(copy_in(m->device, host, m->bytes), "a copy");
     return m->device;
 }
@@ -155,7 +155,7 @@ static inline device_part device_part_make(const problem *p, int rank,
     return d;
 }
 
-/* Copies the results to where those of all ranks are, and frees everything. */
+/* Copies the results into those of all ranks, and frees everything. */
 static inline void device_part_end(device_part *d)
 {
     move_out(d);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Numbers of any type on the host, random ones, and arrays that exist on host and device. */
+/* Random numbers of any type on the host, and arrays that exist on host and device. */
 #ifndef EPIC_TEST_NUMBERS_H
 #define EPIC_TEST_NUMBERS_H
 
@@ -56,7 +56,7 @@ static inline void put_number(void *data, uint32_t type, int64_t i, double x)
             type == EPIC_BF16 ? bf16_of_float((float)x) : f16_of_float((float)x);
 }
 
-/* Rounds x to what an array of that type holds. */
+/* Rounds x to a value of that type. */
 static inline double round_to_type(double x, uint32_t type)
 {
     double held;
@@ -64,9 +64,9 @@ static inline double round_to_type(double x, uint32_t type)
     return get_number(&held, type, 0);
 }
 
-/* An array in float64, on the device, and as copied back from it. */
+/* An array in float64, on the device, and as copied back from the device. */
 typedef struct both {
-    double *truth; /* of an input */
+    double *truth; /* values of an input in float64 */
     void *host, *device;
     uint32_t type;
     int64_t count;
@@ -125,7 +125,7 @@ static inline void free_both(both *b)
     *b = (both){0};
 }
 
-/* Is the element as make_both() left it? */
+/* Returns whether the element is unchanged since make_both(). */
 static inline bool is_poison(const both *b, int64_t i)
 {
     static const uint64_t ones = UINT64_MAX;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A product of the caller's own, for float32. It waits for the stream, which a real product
- * should not, and multiplies on the host. */
+/* A float32 product of the caller, for tests. It waits for the stream, which a real product
+ * should not do, and multiplies on the host. */
 #ifndef EPIC_TEST_OWN_PRODUCT_H
 #define EPIC_TEST_OWN_PRODUCT_H
 
@@ -12,9 +12,10 @@
 
 #include "epic/epic.h"
 
-/* Uses the stream of the call, because other threads may be in other calls.  It waits for the stream
- * before it copies: a copy to pageable memory that waits for a kernel can keep another thread of
- * this process from launching the kernel that the first kernel waits for. */
+/* Copies on the stream of the call, because other threads may be in other calls. It waits for
+ * the stream before it copies. Otherwise a copy to pageable memory that waits for a kernel
+ * could keep another thread of this process from launching the kernel for which the first
+ * kernel waits. */
 static inline void *own_copy(const void *device, int64_t bytes, cudaStream_t stream)
 {
     void *host = malloc((size_t)bytes + 1);

@@ -10,7 +10,7 @@
 enum { N = 96 };
 #define BYTES (N * N * sizeof(float))
 
-/* In column order, like cuBLAS. */
+/* Multiplies in column-major order, like cuBLAS. */
 static void multiply_matrices(const float *a, const float *b, float *c)
 {
     for (int i = 0; i < N; i++)

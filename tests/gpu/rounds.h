@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rounds of a rank by the public calls, for faults to interrupt: plan and dispatch, then
- * combine. The rows are not checked. */
+/* Rounds of a rank with the public calls, which tests interrupt by faults: plan and dispatch,
+ * then combine. The rows are not checked. */
 #ifndef EPIC_TEST_ROUNDS_H
 #define EPIC_TEST_ROUNDS_H
 
@@ -13,7 +13,7 @@ enum { ROUND_TOKENS = 128, ROUND_TOP_K = 4, ROUND_EXPERTS = 24, ROUND_ROW = 1024
 
 typedef struct rounds {
     epic_context *ctx;
-    cudaStream_t stream; /* which waits for no other stream */
+    cudaStream_t stream; /* a stream that waits for no other stream */
     epic_layer layer;
     int64_t slots, plan_bytes;
     void *plan, *ids, *tokens, *recv, *out;
@@ -47,7 +47,7 @@ static inline bool round_seat(rounds *r, const epic_config *config)
            cudaDeviceSynchronize() == cudaSuccess;
 }
 
-/* Runs one round; EPIC_EDEVICE: CUDA has failed. */
+/* Runs one round. Returns EPIC_EDEVICE if CUDA has failed. */
 static inline epic_result round_run(rounds *r)
 {
     const epic_plan_args plan = {.call.stream = r->stream,

@@ -152,7 +152,7 @@ double router_get(const void *from, uint32_t type, int64_t i)
     double wide;
     uint32_t bits;
     if (type == EPIC_F64) return memcpy(&wide, (const char *)from + 8 * i, 8), wide;
-    /* as integers with the order of the numbers, which is enough to compare them */
+    /* as integers in the order of the numbers, which is enough to compare them */
     if (type == EPIC_F16) {
         const uint16_t h = ((const uint16_t *)from)[i];
         if ((h & 0x7fff) > 0x7c00) return NAN;

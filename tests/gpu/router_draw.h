@@ -22,11 +22,12 @@ float router_normal(void);
 /* Draws a router of at most `most` experts; every tenth is that of DeepSeek-V3. */
 problem router_draw(uint32_t most);
 
-/* A logit of one of eight kinds: ties, large, special and ordinary ones. */
+/* Returns a logit of one of eight kinds, such as ties, large, special and ordinary ones. */
 float router_logit(int kind);
 
 int64_t router_type_bytes(uint32_t type);
-void router_put(void *to, uint32_t type, int64_t i, float x); /* truncated: any value will do */
+/* Stores a number, truncated to the type, because any value will do. */
+void router_put(void *to, uint32_t type, int64_t i, float x);
 double router_get(const void *from, uint32_t type, int64_t i);
 
 #endif

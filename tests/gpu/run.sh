@@ -15,7 +15,8 @@ GPUS=$(nvidia-smi -L | wc -l)
 failed=0
 run() { timeout ${LIMIT:-120} "$OUT/$@" || failed=1; }
 
-# Runs compute-sanitizer on small cases: memory errors and leaks, races and barriers in a CTA.
+# Runs compute-sanitizer on small cases. It finds memory errors, leaks, races, and wrong barriers in
+# a CTA.
 sanitize() {
     timeout 120 compute-sanitizer --error-exitcode 9 --tool "$@" >"$OUT/sanitizer.log" 2>&1
     if [ $? = 0 ] && grep -q ' 0 errors\| 0 hazards' "$OUT/sanitizer.log"; then
@@ -66,7 +67,7 @@ run gpu_graph_many 4 1 threads 200 rare
 run gpu_faults 4 1 threads "$FAULTS"
 run gpu_faults_many 4 1 threads "$FAULTS"
 if command -v compute-sanitizer >/dev/null; then
-    # processes: the tools may keep two kernels of one process from running side by side
+    # processes, because the tools may not run two kernels of one process at the same time
     for tool in memcheck initcheck synccheck racecheck; do
         sanitize $tool --target-processes all "$OUT/gpu_check" 2 1 processes 6 "$SEED" small
     done

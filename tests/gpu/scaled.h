@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rows and weights of e4m3 with scales; their truth is the numbers that they represent. */
+/* Rows and weights of e4m3 with scales. Their expected values are the numbers that they
+ * represent. */
 #ifndef EPIC_TEST_SCALED_H
 #define EPIC_TEST_SCALED_H
 
 #include "numbers.h"
 #include "rules/experts_layout.h"
 
-/* Makes the scales of rows [lines, columns]; poison where the rows are poison. */
+/* Makes the scales of rows [lines, columns], with poison where the rows are poison. */
 static inline both scale_rows(both *rows, int64_t columns)
 {
     const int64_t each = experts_blocks(columns);
@@ -21,7 +22,8 @@ static inline both scale_rows(both *rows, int64_t columns)
     return scales;
 }
 
-/* Weights [experts, k, n] with one scale per 128 x 128; transposed they are [experts, n, k]. */
+/* Weights [experts, k, n] with one scale per block of 128 x 128. Transposed weights are
+ * [experts, n, k]. */
 typedef struct scaled_weights {
     both scales, turned, turned_scales;
 } scaled_weights;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* EPIC_TEST_SLACK_MS: how late errors and time limits may be on a slow or busy machine. */
+/* EPIC_TEST_SLACK_MS: how many milliseconds later errors may come on a slow or busy machine. */
 #ifndef EPIC_TEST_SLACK_H
 #define EPIC_TEST_SLACK_H
 

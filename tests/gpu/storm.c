@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Runs operations back to back: random cases from a pool, no synchronization between them,
- * random delays of each host, and from time to time a check of the results, bit for bit.
+/* Runs operations without pauses: random cases from a pool, no synchronization between them,
+ * and random delays of each host. From time to time it checks the results bit by bit.
  *
  *   gpu_storm RANKS GPUS threads|processes OPERATIONS SEED */
 #include <stdio.h>
@@ -14,9 +14,9 @@
 #define MAX_CASE_TOKENS 96
 #define MAX_ROW_BYTES 4096
 #define ARENA_BYTES ((size_t)256 << 20)
-#define LOOK_EVERY 40 /* rounds, and after the last one */
+#define LOOK_EVERY 40 /* check after this many rounds, and after the last round */
 
-/* Cases of the pool that run alone at first, all with low-latency kernels. */
+/* number of cases of the pool that run alone at first, all with low-latency kernels */
 #define FEW (HOSTS ? 0 : 8)
 
 static int operations;
@@ -33,7 +33,7 @@ static void prepare_entry(entry *e, team_rank *me, uint64_t seed, case_kind kind
     memset(e, 0, sizeof *e);
     e->b = (bench){.me = me, .arena_bytes = ARENA_BYTES};
     CHECK_CUDA(cudaMalloc((void **)&e->b.arena, ARENA_BYTES));
-    for (;; seed += 1000) { /* draws until the rows of the case arrive */
+    for (;; seed += 1000) { /* draw again until the rows of the case are moved */
         draw_case(&e->b.c, seed, me->num_ranks, MAX_CASE_TOKENS, MAX_ROW_BYTES, kind);
         if (case_moves(&e->b.c)) break;
         free_routing(&e->b.c.r);
@@ -60,7 +60,7 @@ static int enqueue_operations(entry *e)
 static void check_results(entry *e)
 {
     CHECK_CUDA(cudaStreamSynchronize(e->b.me->stream));
-    epic_failure_info failure; /* in a broken group nothing else is right */
+    epic_failure_info failure; /* if the group is broken, no other result is correct */
     if (p2p_ops.poll_failure(e->b.me->group, &failure) != EPIC_OK)
         report_wrong(&e->b, "%s", failure.sentence);
     check_plan(&e->b, &e->a);
@@ -87,7 +87,7 @@ static int run_rank(team_rank *me)
     }
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     team_barrier(me);
-    for (int i = 0; i < POOL; i++) { /* data that no round uses any more */
+    for (int i = 0; i < POOL; i++) { /* contents that no later round uses */
         free_routing(&pool[i].b.c.r);
         CHECK_CUDA(cudaFree(pool[i].b.arena));
     }

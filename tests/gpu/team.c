@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ranks of a test: how they start, meet, and join a group. */
+/* Ranks of a test: how they start, find each other, and join a group. */
 #include "team.h"
 
 #include <pthread.h>
@@ -22,7 +22,7 @@
 #define BACKEND epic_backend_p2p
 #endif
 
-typedef struct bootstrap { /* shared by all ranks */
+typedef struct bootstrap { /* memory shared by all ranks */
     pthread_barrier_t barrier;
     uint64_t group_id;
     char seats[DEVICE_MAX_RANKS][SEAT_BYTES];
@@ -66,7 +66,8 @@ typedef struct seat {
     int result;
 } seat;
 
-/* SMs of a rank: ranks that share a GPU get equal parts of three quarters of it. */
+/* Returns the SMs of a rank. Ranks that share a GPU get equal parts of three quarters of its
+ * SMs. */
 static uint32_t sms_of(const team *t)
 {
     int sms = 0;
@@ -77,7 +78,7 @@ static uint32_t sms_of(const team *t)
     return sharers > 1 ? share : t->max_sms;
 }
 
-/* EPIC_TEST_EPOCH: makes the group begin with this epoch. */
+/* If EPIC_TEST_EPOCH is set, makes the group begin with this epoch. */
 static void set_epoch(const team_rank *me)
 {
     const char *text = getenv("EPIC_TEST_EPOCH");
@@ -88,8 +89,8 @@ static void set_epoch(const team_rank *me)
                 &epoch, sizeof epoch));
 }
 
-/* backend hosts: every rank is a host of its own, or EPIC_TEST_RANKS_PER_HOST ranks are one
- * host. */
+/* Returns the host of a rank. With backend hosts every rank is a host of its own, or
+ * EPIC_TEST_RANKS_PER_HOST ranks are one host. */
 static uint64_t host_of(int rank)
 {
     const char *text = HOSTS ? getenv("EPIC_TEST_RANKS_PER_HOST") : NULL;
@@ -182,7 +183,7 @@ static int run_processes(const team *t)
         failed += status != 0;
         for (int q = 0; q < t->num_ranks; q++) {
             if (children[q] == ended) children[q] = 0;
-            if (status && children[q]) kill(children[q], SIGKILL); /* it would wait */
+            if (status && children[q]) kill(children[q], SIGKILL); /* it would wait forever */
         }
     }
     return failed;

@@ -8,9 +8,9 @@
 
 #define TEAM_LOWLAT_TOKENS \
     128 /* fewer than P2P_LOWLAT_TOKENS, so that a case with more is small */
-#define TEAM_LONG_MS 150000 /* a time limit that is never reached, on a busy machine either */
+#define TEAM_LONG_MS 150000 /* a deadline that is never reached, even on a busy machine */
 
-typedef struct team_rank { /* what a rank of the test gets */
+typedef struct team_rank { /* the arguments of a rank of the test */
     int rank, num_ranks;
     epic_group *group;
     cudaStream_t stream;
@@ -19,14 +19,15 @@ typedef struct team_rank { /* what a rank of the test gets */
 
 typedef struct team {
     int num_ranks;
-    int num_gpus;   /* ranks are dealt to GPUs in turn */
-    bool processes; /* else threads */
+    int num_gpus;   /* rank r uses GPU r % num_gpus */
+    bool processes; /* true: ranks are processes, false: threads */
     int64_t max_tokens, max_row_bytes, staging_bytes;
     int32_t
-        /* most tokens for low-latency kernels: TEAM_LOWLAT_TOKENS; 0: the library's limit */
+        /* largest number of tokens for low-latency kernels: TEAM_LOWLAT_TOKENS; 0: the
+         * library's limit */
         lowlat_tokens;
     uint32_t timeout_ms;
-    uint32_t max_sms;           /* of a rank, at most; 0: as many as there are */
+    uint32_t max_sms;           /* largest number of SMs of a rank; 0: as many as there are */
     int (*work)(team_rank *me); /* returns 0 if it succeeded */
     size_t shared_bytes;
 } team;
@@ -37,13 +38,15 @@ int team_run(const team *t);
 /* Waits for all ranks of the team, on the host. */
 void team_barrier(team_rank *me);
 
-/* Ends the test as failed, for all ranks; the others would wait for one that has given up. */
+/* Ends the test as failed for all ranks, because the others would wait for a rank that has
+ * given up. */
 __attribute__((noreturn)) void team_stop(void);
 
-/* EPIC_TEST_MAX_TOP_K: largest top_k of the drawn layers; 0: any. */
+/* Returns EPIC_TEST_MAX_TOP_K, the largest top_k of the drawn layers. 0: any. */
 uint32_t team_max_top_k(void);
 
-/* The shared bytes of the running team, also before and after it (in the parent process). */
+/* Returns the shared bytes of the running team, also before and after it runs (in the parent
+ * process). */
 void *team_shared(void);
 
 #define CHECK_CUDA(call)                                       \

@@ -20,7 +20,7 @@
 #define __launch_bounds__(...)
 #define __shared__ static thread_local
 #define __align__(n) alignas(n)
-/* Otherwise one function of a name would serve all files. */
+/* Without this, the compiler would use one function of each name for all files. */
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 
@@ -294,7 +294,7 @@ inline float __uint_as_float(unsigned x)
     return emulated_value<float>(x);
 }
 
-/* Results of arithmetic have one NaN only. */
+/* Results of arithmetic are always the same NaN, as on a GPU. */
 inline float emulated_nan(float x)
 {
     return x != x ? __uint_as_float(0x7fffffffu) : x;

@@ -30,17 +30,17 @@ typedef struct memory {
 typedef struct scenario {
     const char *name;
     int ranks;
-    int to[4];            /* rank that all tokens of a rank go to, if it has any */
-    bool one;             /* or only its first token */
-    uint32_t deadline[4]; /* ms, of each rank's dispatch */
-    uint32_t sms;         /* per rank; few, so that waits check often */
-    uint32_t close_ms;    /* ms that a rank that closes waits for the others */
+    int to[4];            /* the rank to which each rank sends all its tokens, if it has any */
+    bool one;             /* true: send only the first token there */
+    uint32_t deadline[4]; /* deadline in ms of each rank's dispatch */
+    uint32_t sms;         /* SMs per rank; few, so that waits check their deadline often */
+    uint32_t close_ms;    /* how many ms a rank that closes waits for the others */
     void (*play)(team_rank *me, memory *m);
 } scenario;
 
 static const scenario *now_played;
 static bool bad;
-static uint32_t scale = 1; /* of all deadlines: 4 when a scenario is repeated */
+static uint32_t scale = 1; /* factor for all deadlines: 4 when a scenario is repeated */
 
 static double now_ms(void)
 {
@@ -104,7 +104,7 @@ static void dispatch_rows(team_rank *me, memory *m)
     dispatch_on(me, m, me->stream);
 }
 
-/* Expects that the rank's dispatch has ended with `result` and names `culprit`. */
+/* Expects that the rank's dispatch has returned `result` and that the error names `culprit`. */
 static void expect_failure(team_rank *me, epic_result result, int culprit)
 {
     epic_failure_info f;
@@ -197,7 +197,8 @@ static void play_long(team_rank *me, memory *m)
     expect_failure(me, EPIC_OK, NOBODY);
 }
 
-/* Rank 1 passes bytes that are no plan. The ranks differ, and rank 1 reports why. */
+/* Rank 1 passes bytes that are not a plan, so the ranks differ. The error of rank 1 gives the
+ * reason. */
 static void play_damaged(team_rank *me, memory *m)
 {
     epic_failure_info f;
@@ -212,8 +213,9 @@ static void play_damaged(team_rank *me, memory *m)
     bad = true;
 }
 
-/* Rank 1 dispatches on two streams that do not wait for each other. The first kernel has all
- * SMs and waits for one row of rank 2; as its other CTAs end, those of the second begin. */
+/* Rank 1 dispatches on two streams that do not wait for each other. The first kernel uses all
+ * SMs and waits for one row of rank 2. When some of its CTAs end, CTAs of the second kernel
+ * begin. */
 static void play_overlap(team_rank *me, memory *m)
 {
     cudaStream_t second;
@@ -296,8 +298,8 @@ static int run_scenario(void)
     return team_run(&t);
 }
 
-/* A rank that a busy machine starts late may miss what another rank publishes before its
- * deadline. So a scenario that goes wrong is repeated once, with deadlines four times as long. */
+/* On a busy machine a rank may start late and miss what another rank publishes before its
+ * deadline. So a scenario that fails is repeated once, with deadlines four times as long. */
 int main(int argc, char **argv)
 {
     for (size_t i = 0; i < sizeof scenarios / sizeof *scenarios && argc > 1; i++)

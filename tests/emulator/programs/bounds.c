@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests that backend p2p refuses what it has no room for with an error that contains the limit:
- * ranks at open, experts with a plan. Tokens are limited by memory alone.
+/* Tests that backend p2p refuses numbers beyond its limits with an error that contains the
+ * limit: ranks at open, and experts in a plan. Only memory limits the number of tokens.
  *
  *   emulated_bounds */
 #include <stdio.h>
@@ -34,7 +34,7 @@ static epic_result make_plan(team_rank *me, uint32_t num_experts)
 static int run_rank(team_rank *me)
 {
     expect_refusal(make_plan(me, DEVICE_MAX_EXPERTS + 1), "at most 8192");
-    /* with one expert fewer only the bytes of the plan are too few */
+    /* with one expert fewer only the plan's memory is too small */
     if (make_plan(me, DEVICE_MAX_EXPERTS) != EPIC_EINVAL) bad = true;
     return 0;
 }
@@ -48,7 +48,7 @@ int main(void)
     expect_refusal(epic_backend_p2p.join(&group, &join), "at most 32");
     const team t = {.num_ranks = 1,
                     .num_gpus = 1,
-                    .max_tokens = 1 << 17, /* more than fit the shared memory */
+                    .max_tokens = 1 << 17, /* more than fit into shared memory */
                     .max_row_bytes = 16,
                     .timeout_ms = 1000,
                     .work = run_rank};

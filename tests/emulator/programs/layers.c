@@ -14,7 +14,7 @@
 
 enum {
     MAX_RANKS = 16,
-    TOKENS = 136, /* more than the low-latency kernels take */
+    TOKENS = 136, /* more tokens than the low-latency kernels support */
     FEW = 16,
     MAX_TOP_K = 40,
     ROW = 128,
@@ -46,7 +46,7 @@ typedef struct memory {
 } memory;
 
 static round alone[NUM_LAYERS][2][MAX_RANKS];
-static int only; /* the layer that a team has for itself; NUM_LAYERS: all */
+static int only; /* the layer that a team runs alone; NUM_LAYERS: all */
 static bool bad;
 
 static void *allocate_zeroed(size_t bytes)
@@ -194,7 +194,8 @@ static int run_rank(team_rank *me)
     for (int few = 0; few < 2 && only < NUM_LAYERS; few++)
         alone[only][few][me->rank] = run_layer(me, &m, only, few);
     for (int i = 0; i < 2 * NUM_LAYERS && only == NUM_LAYERS; i++) {
-        const int which = i < NUM_LAYERS ? i : 2 * NUM_LAYERS - 1 - i; /* up, then down */
+        /* first ascending, then descending */
+        const int which = i < NUM_LAYERS ? i : 2 * NUM_LAYERS - 1 - i;
         const round r = run_layer(me, &m, which, i & 1);
         compare_kernels(me, which, i & 1, &r);
     }
@@ -203,7 +204,7 @@ static int run_rank(team_rank *me)
     return 0;
 }
 
-/* Are all launches equal? Then the test would notice nothing. */
+/* Returns whether all launches are equal. Then the test could notice nothing. */
 static bool all_alike(void)
 {
     for (int i = 1; i < NUM_LAYERS; i++)

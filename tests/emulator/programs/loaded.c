@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Tests that open launches every kernel of the exchange. The first launch of a kernel may wait
- * until the GPU is idle, and it never is while a kernel of a peer there waits for ours.
+ * until the GPU is idle. But the GPU never becomes idle while a kernel of a peer on this GPU
+ * waits for this rank's kernel.
  *
  *   emulated_loaded */
 #include <stdio.h>
@@ -14,7 +15,7 @@ static const uint32_t types[] = {EPIC_BF16, EPIC_F16, EPIC_F32};
 static int before;
 static bool late;
 
-/* Is the number of kernels the same as before? */
+/* Checks that the number of kernels is the same as before. */
 static void check_launch(cudaError_t error, const char *what)
 {
     if (error == cudaSuccess && emulator_kernels() == before) return;
@@ -115,7 +116,8 @@ static int run_rank(team_rank *me)
 
 int main(void)
 {
-    static const int num_ranks[] = {9, 2}; /* numbers of ranks that select different kernels */
+    /* numbers of ranks for which EPIC uses different kernels */
+    static const int num_ranks[] = {9, 2};
     int bad = 0;
     for (int i = 0; i < 2; i++) {
         const team t = {.num_ranks = num_ranks[i],

@@ -24,7 +24,7 @@ static epic_result open_with(epic_context **ctx, uint32_t max_sms)
     return epic_open(ctx, NULL, &config);
 }
 
-/* The SMs that a group of one rank takes by default. */
+/* Returns the number of SMs that a group of one rank uses by default. */
 static uint32_t default_sms_of(int64_t max_tokens, int64_t max_row_bytes)
 {
     const epic_config config = {
@@ -41,7 +41,7 @@ static uint32_t min_of(uint32_t a, uint32_t b)
     return a < b ? a : b;
 }
 
-/* Few rows take fewer SMs, by tokens and by bytes. */
+/* With few rows a group uses fewer SMs, depending on tokens and bytes. */
 static void test_default_sms(uint32_t all)
 {
     const uint32_t few = min_of(all, 32), many = min_of(all, 64);
@@ -79,7 +79,8 @@ int main(void)
     CHECK(open_with(&second, 11) == EPIC_EINVAL);
     CHECK(strstr(epic_error(second), "config.max_sms") != NULL);
     epic_close(second);
-    CHECK(open_with(&second, 0) == EPIC_OK && epic_max_sms(second) == 10); /* the rest */
+    /* the remaining SMs */
+    CHECK(open_with(&second, 0) == EPIC_OK && epic_max_sms(second) == 10);
     CHECK(open_with(&third, 0) == EPIC_EINVAL && epic_max_sms(third) == 0);
     run_sum(first, 0);
     run_sum(second, 3);

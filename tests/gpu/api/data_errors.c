@@ -40,12 +40,12 @@ enum {
     DISTINCT,
     TWIN,
     LONG_DISTINCT,
-    LONG_TWIN,   /* one in each half of the choices */
-    SECOND_TWIN, /* both in the second half */
+    LONG_TWIN,   /* a duplicate id with one choice in each half of the choices */
+    SECOND_TWIN, /* a duplicate id with both choices in the second half */
     REPLICAS,
-    REPLICA,      /* an invalid entry of the table */
+    REPLICA,      /* an invalid entry of the table of replicas */
     NO_REPLICA,   /* a logical expert without replicas */
-    LOGICAL,      /* an id that is too large */
+    LOGICAL,      /* a logical id that is too large */
     REPLICA_ROWS, /* fewer rows than experts, on the last rank */
     BY_K,
     REPLICAS_BY_K,
@@ -55,8 +55,8 @@ enum {
     FLAT_LOGICAL,
     FLAT_DISTINCT,
     FLAT_TWIN,
-    FLAT_WEIGHTS, /* by slot */
-    OTHER_LAYER,  /* another layer than the plan's */
+    FLAT_WEIGHTS, /* weights by slot, which FLAT refuses */
+    OTHER_LAYER,  /* a layer other than the plan's */
     DAMAGED,
     NUM_CASES
 };
@@ -115,7 +115,7 @@ static void must_succeed(int good, const char *what, const epic_context *ctx)
 
 typedef struct seat { /* context and memory of a rank, on a host or a device */
     epic_context *ctx;
-    epic_layer layer; /* of the case */
+    epic_layer layer; /* layer of the running case */
     int rank, on_device;
     cudaStream_t stream;
     unsigned char *plan, *recv, *tokens, *d_rows;
@@ -182,7 +182,7 @@ static void fill_replicas(const seat *s, int which)
     copy_memory(s, s->logical, logical, sizeof logical);
 }
 
-/* Fills in the ids of tokens with many choices, most of which have no expert. */
+/* Fills in the ids of tokens with many choices, most of which are -1. */
 static void fill_long(int which, int64_t *ids)
 {
     for (int i = 0; i < TOKENS * TOP_K; i++) ids[i] = i % 5 ? -1 : i % LONG_K / 5 * 3;
@@ -191,7 +191,7 @@ static void fill_long(int which, int64_t *ids)
     if (which == SECOND_TWIN) ids[LONG_K + 37] = ids[LONG_K + 35];
 }
 
-/* Fills in valid ids, except those of the case. */
+/* Fills in valid ids, except the invalid ones of the case. */
 static void fill_ids(const seat *s, int which)
 {
     int64_t ids[TOKENS * TOP_K];
@@ -218,7 +218,7 @@ static void fill_ids(const seat *s, int which)
     copy_memory(s, s->owner, owner, sizeof owner);
 }
 
-/* Records the result of a call or, on a device, what epic_check returns about it, once. */
+/* Records the result of a call. On a device this is what epic_check returns, once. */
 static void observe_result(seat *s, epic_result result, observed *o)
 {
     if (s->on_device) {
@@ -245,7 +245,8 @@ static void read_back(const seat *s, observed *o)
                  NULL);
     memcpy(o->fate, bytes + o->info.fate_offset, sizeof o->fate);
     memcpy(o->rank, bytes + o->info.rank_offset, sizeof o->rank);
-    if (o->result == EPIC_EINVAL) o->info.num_local_experts = 0; /* of an invalid table */
+    /* undefined if the table is invalid */
+    if (o->result == EPIC_EINVAL) o->info.num_local_experts = 0;
     o->info.id = 0; /* these differ between groups */
     o->info.fate_offset = o->info.rank_offset = 0;
 }
@@ -261,14 +262,14 @@ static epic_result dispatch_rows(seat *s, const epic_layer *layer, int64_t rows)
     return epic_dispatch(s->ctx, &args);
 }
 
-/* The last rank has too few rows. */
+/* Returns the number of rows, which is too small on the last rank. */
 static int64_t rows_of(const seat *s, int which)
 {
     if (s->rank < num_ranks - 1 || which == FLAT_WEIGHTS) return SLOTS;
     return which == NO_ROWS ? 0 : 5;
 }
 
-/* Makes the other calls with too few rows on the last rank; their results become zeros. */
+/* Makes the other calls with too few rows on the last rank. Their results must be zeros. */
 static epic_result call_short(seat *s, int which)
 {
     const epic_call call = {.stream = s->stream};
@@ -405,7 +406,8 @@ static void run_case(seat *s, int which, observed *o)
         run_replicas(s, o);
         return;
     }
-    if (which == FLAT_WEIGHTS) { /* the arguments show it */
+    /* the arguments show this error, so the call itself returns it */
+    if (which == FLAT_WEIGHTS) {
         o->result = call_short(s, which);
         snprintf(o->sentence, sizeof o->sentence, "%s", epic_error(s->ctx));
         return;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests processes that die or stop at random points, by the public calls. The others get an
- * error that names the rank: after a death within a second, after a stop by the time limit. A
- * matrix product is correct in them afterwards, and a new group of them opens and works.
+/* Tests processes that die or stop at random points, with the public calls. The other ranks get
+ * an error that names the rank: within a second after a death, or at the deadline after a stop.
+ * Afterwards a matrix product is correct in them, and a new group of these ranks opens and
+ * works.
  *
  *   api_deaths RANKS GPUS FAULTS [FIRST [DEADLINE of ranks that stop, in ms]] */
 #include <cuda_runtime_api.h>
@@ -26,16 +27,17 @@ static const char *const fault_names[] = {"SIGKILL", "SIGSTOP", "exit"};
 #ifndef BACKEND
 #define BACKEND "p2p"
 #endif
-#define PATIENCE_MS 20000u /* for a rank that dies: its death must be noticed long before */
+/* deadline for a rank that dies; its death must be noticed much earlier */
+#define PATIENCE_MS 20000u
 
 static int num_ranks, num_gpus, victim;
-static double deadline_ms = 400; /* for a rank that stops */
+static double deadline_ms = 400; /* deadline for a rank that stops */
 static enum fault fault;
 static unsigned delay_us, port;
 
 typedef struct place { /* shared by all ranks */
     double fault_ms;   /* time of the fault */
-    int began;         /* ranks that have finished their first round */
+    int began;         /* number of ranks that have finished their first round */
     int passed[MAX_RANKS];
 } place;
 static place *shared;
@@ -55,7 +57,7 @@ static void must_succeed(int good, const char *what, const epic_context *ctx)
     _exit(1);
 }
 
-/* Joins the others on the port `at` and opens a context. */
+/* Joins the others through the port `at` and opens a context. */
 static void take_seat(rounds *s, int rank, int ranks, unsigned at)
 {
     const epic_tcp tcp = {.rank = rank, .num_ranks = ranks, .port = at, .timeout_ms = 30000};
@@ -79,11 +81,11 @@ static void *end_process(void *unused)
     shared->fault_ms = now_ms();
     if (fault == KILLED) raise(SIGKILL);
     if (fault == EXITED) _exit(0);
-    kill(getpid(), SIGSTOP); /* this thread may continue for a moment */
+    kill(getpid(), SIGSTOP); /* this thread may continue for a moment before it stops */
     for (;;) pause();
 }
 
-/* Works until the error; returns how late it was, in ms. */
+/* Runs rounds until the error. Returns how late the error was, in ms. */
 static double work_until_error(rounds *s)
 {
     epic_result result = EPIC_OK;
@@ -133,11 +135,11 @@ static void run_rank(int rank)
         fflush(NULL);
         _exit(0);
     }
-    /* With backend hosts, what the rank has sent may still be under way. */
+    /* With backend hosts, the data that the rank has sent may still be in flight. */
     while (__atomic_load_n(&shared->began, __ATOMIC_RELAXED) < num_ranks) usleep(100);
     pthread_create(&thread, NULL, end_process, NULL);
     while (round_run(&s) == EPIC_OK) continue;
-    for (;;) pause(); /* the peers were faster than the fault, which must not count */
+    for (;;) pause(); /* the peers finished before the fault, so this attempt does not count */
 }
 
 static int inject_fault(int i)
@@ -148,14 +150,15 @@ static int inject_fault(int i)
     fault = (enum fault)(i % NUM_FAULTS);
     victim = rand_r(&seed) % num_ranks;
     delay_us = (unsigned)rand_r(&seed) % 20000;
-    /* below the ports that the system gives to connections */
+    /* below the range from which the system chooses ports for connections */
     port = 20000 + ((unsigned)getpid() * 7 + (unsigned)i * 2) % 12000;
     memset(shared, 0, sizeof *shared);
     fflush(NULL);
     for (int r = 0; r < num_ranks; r++)
         if (!(pids[r] = fork())) run_rank(r);
     for (int r = 0; r < num_ranks; r++)
-        if (r != victim) waitpid(pids[r], &status, 0); /* the victim stays a zombie meanwhile */
+        /* the victim stays a zombie until the others have ended */
+        if (r != victim) waitpid(pids[r], &status, 0);
     kill(pids[victim], SIGKILL);
     waitpid(pids[victim], &status, 0);
     for (int r = 0; r < num_ranks; r++) passed &= r == victim || shared->passed[r];

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests the public calls of the experts on a CUDA context: the host's results for the same
- * float32 arguments, with our product and with one of the caller's own; e4m3 compared with
- * float32 on the host; and the arguments that they refuse.
+/* Tests the public calls of the experts on a CUDA context. Results are compared with the host's
+ * for the same float32 arguments, with EPIC's product and with a product of the caller. e4m3 is
+ * compared with float32 on the host. Also tests wrong arguments.
  *
  *   api_experts */
 #include <math.h>
@@ -31,7 +31,7 @@ typedef struct arrays {
     both workspace;
 } arrays;
 
-static atomic_int multiplied; /* calls of the caller's own product */
+static atomic_int multiplied; /* number of calls of the caller's product */
 
 static both fetch_floats(const void *device, int64_t count)
 {
@@ -106,7 +106,7 @@ static void call_experts(const epic_experts *ex, const arrays *a, bool device, u
     if (device) must_succeed(!cudaStreamSynchronize(stream), "the experts");
 }
 
-/* Rows with zeros in slots without a token, as dispatch leaves them. */
+/* Returns rows with zeros in slots without a token, as dispatch leaves them. */
 static both make_rows(int64_t columns)
 {
     both b = random_both(EPIC_F32, SLOTS * columns, 1);
@@ -210,7 +210,7 @@ static void test_values(uint32_t weighting, const epic_gemm *gemm, uint32_t flag
     free_arrays(&a);
 }
 
-/* The truth of an array, rounded to float32. */
+/* Returns the expected values of an array, rounded to float32. */
 static both widen_both(const both *b)
 {
     both wide = make_both(EPIC_F32, b->count);
@@ -248,7 +248,7 @@ static void free_scaled_arrays(scaled_arrays *s)
     free_scaled(&s->of_down);
 }
 
-/* The distance of two results as vectors, over the slots with a token. */
+/* Returns the distance of two results as vectors, over the slots with a token. */
 static double vector_distance(const both *got, const both *want)
 {
     double difference = 0, size = 0;
@@ -293,8 +293,8 @@ static void refuse_scaled(epic_experts_args f)
     expect_refusal(epic_experts_forward(ctx, &f), EPIC_EINVAL, "x_scales is NULL");
 }
 
-/* Compares e4m3 with scales with float32 of the same values: only the activations are rounded.
- */
+/* Compares e4m3 arrays with scales with float32 arrays of the same values. They differ only
+ * because activations are rounded. */
 static void test_scaled(void)
 {
     epic_experts ex = {

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests rules of the layer on CUDA contexts, other than its values (api_layer): with EPIC_TREE
- * equal bits for 1, 2 and 4 ranks, and whatever is saved; gradients of replicas that
- * epic_sum_replicas adds; products of the caller's own; tables that do not fit the layer, and
- * unequal ranks, reported by epic_check; arguments that it refuses; and what epic-info prints
- * about the experts on this GPU.
+/* Tests properties of the layer on CUDA contexts other than its values (see api_layer). With
+ * EPIC_TREE 1, 2 and 4 ranks have equal bits, whatever is saved. epic_sum_replicas adds the
+ * gradients of replicas. The caller can pass a product. epic_check reports invalid tables and
+ * ranks that differ. Wrong arguments are refused. epic-info prints the kernels of the experts
+ * on this GPU.
  *
  *   api_layer_rules [CASES] [SEED] */
 #define MOST_NUMBERS (1 << 10)
@@ -14,7 +14,7 @@
 
 /* -------------------------------------------------------------------------------- bits ---- */
 
-/* workspace: room for the largest gradient of an expert. */
+/* workspace: has space for the largest gradient of an expert. */
 static void sum_replicas(device_part *d, epic_context *ctx, void *workspace)
 {
     const part *t = d->t;
@@ -64,7 +64,7 @@ static void run_team(rank_work *work, void *what, const problem *p, const char *
     team_threads(work, what, &config);
 }
 
-/* Sums of rows of 16 bits are rounded up to five times on their way; see moe_values.h. */
+/* Sums of 16-bit rows are rounded up to five times: see moe_values.h. */
 static void compare_with_host(const problem *host, const problem *p)
 {
     const double allowed = row_type(p) == EPIC_F32 ? 1e-4 : 0.05;
@@ -101,7 +101,7 @@ static void test_bits(uint32_t seed, uint32_t multiple)
 
 /* ----------------------------------------------------------------------- less is saved ---- */
 
-/* Values that are not saved are computed again, with the same bits. */
+/* Values that are not saved are computed again and have the same bits. */
 static void test_less_saved(uint32_t seed)
 {
     problem given = draw(seed), whole = spread(&given, 2, seed);
@@ -110,7 +110,7 @@ static void test_less_saved(uint32_t seed)
     check_saved_bytes(&whole, &config);
     for (uint32_t i = 1; i <= 3; i++) {
         problem less = whole;
-        less.moe.flags |= i * EPIC_RECOMPUTE; /* the one, the other, both */
+        less.moe.flags |= i * EPIC_RECOMPUTE; /* first one flag, then the other, then both */
         make_results(&less);
         run_team(run_summed, &less, &less, "p2p");
         compare_bits(&whole, &less, i == 1 ? "recomputed" : "with rows dispatched again");
@@ -146,8 +146,8 @@ static void free_problem(problem *p)
 
 typedef struct wrong {
     problem p;
-    const int32_t *table; /* a table that the layer has no room for; NULL: a valid placement */
-    const char *why;      /* expected error of epic_check */
+    const int32_t *table; /* a table that does not fit the layer; NULL: a valid placement */
+    const char *why;      /* words of the error that epic_check must return */
 } wrong;
 
 static void put_table(const device_part *d, const int32_t *table)
@@ -215,7 +215,7 @@ static void test_wrong(void)
     free_problem(&unequal.p);
 }
 
-/* Options of a layer that ranks may not have differently; rank 1 gets the change. */
+/* Options of a layer that must be equal on all ranks. Rank 1 gets the change. */
 typedef struct differing {
     problem p;
     const char *name;
@@ -237,8 +237,8 @@ static void change_loss(problem *p)
     p->moe.balance_coeff = 0.5;
 }
 
-/* The ranks compare a hash of all options when a call of the layer plans: every rank gets
- * EPIC_EMISMATCH.  A rank that comes late gets it from the call, not from the device. */
+/* The ranks compare a hash of all options when the layer makes its plan. Every rank gets
+ * EPIC_EMISMATCH. A rank that comes late gets it from the call, not from the device. */
 static void run_differing(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
     const differing *w = what;
@@ -268,7 +268,7 @@ static void test_differing(void)
     }
 }
 
-/* Products by a function of the caller: six per rank, with the host's results. */
+/* A function of the caller computes the products: six per rank, with the host's results. */
 static void test_own_product(void)
 {
     atomic_int calls = 0;
@@ -284,12 +284,13 @@ static void test_own_product(void)
     free_problem(&p);
 }
 
-/* Room for one expert more than there are: it has no rows, whatever the memory contains. */
+/* A layer with memory for one more expert than it has. This expert has no rows, whatever the
+ * memory contains. */
 static void run_roomy(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
     device_part d = device_part_make(what, rank, config);
     part *t = d.t;
-    const int64_t up = 8 * 8, down = 4 * 8; /* numbers per expert */
+    const int64_t up = 8 * 8, down = 4 * 8; /* elements per expert */
     t->experts.num_local_experts = 5;
     CHECK(epic_moe_memory(NULL, config, &t->moe, &t->memory) == EPIC_OK, "%s",
           epic_error(NULL));
@@ -331,7 +332,7 @@ static void expect_refusal(const part *t, epic_context *ctx, epic_result result,
     CHECK(strstr(epic_error(ctx), what) != NULL, "%s is not named: %s", what, epic_error(ctx));
 }
 
-/* Each error names its argument and comes before any peer is involved; the context stays
+/* Each error names its argument and is returned before a peer is involved. The context stays
  * usable. */
 static void run_refused(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
@@ -403,7 +404,7 @@ int main(int argc, char **argv)
     test_roomy();
     test_own_product();
     test_described();
-    /* every third one in the form for tensor cores */
+    /* every third one has a form for tensor cores */
     for (uint32_t i = 0; i < count; i++) test_bits(first + i, i % 3 == 2 ? 8 : 1);
     for (uint32_t i = 0; i < (count + 1) / 2; i++) test_less_saved(first + i);
     printf("layer_rules: %u cases: %s\n", count, *failures ? "WRONG" : "good");

@@ -55,7 +55,7 @@ static void expect_ok(const rank *r, epic_result result, const char *what)
 {
     if (result == EPIC_OK) return;
     report_wrong(r, what, (double)result);
-    _exit(1); /* the peer would wait */
+    _exit(1); /* otherwise the peer would wait */
 }
 
 /* ---------------------------------------------------------------------------- the case ---- */
@@ -67,7 +67,7 @@ static both pushed_both(uint32_t type, int64_t count, double size)
     return b;
 }
 
-/* Numbers of that type that are nearest to what e4m3 and scales represent. */
+/* Returns numbers of that type that are nearest to the values of e4m3 with scales. */
 static both as_type(const both *b, uint32_t type)
 {
     both wide = make_both(type, b->count);
@@ -76,7 +76,7 @@ static both as_type(const both *b, uint32_t type)
     return wide;
 }
 
-/* One rank after the other, because the numbers come from one generator. */
+/* Makes one rank after the other, because the numbers come from one generator. */
 static void make_rank(rank *r)
 {
     const kind *k = r->k;
@@ -95,7 +95,7 @@ static void make_rank(rank *r)
                         .flags = EPIC_DISPATCH_AGAIN | k->flags};
     r->x = pushed_both(k->type, TOKENS * HIDDEN, 1);
     r->d_out = pushed_both(k->type, TOKENS * HIDDEN, 1);
-    random_state = 77; /* the gate is the same on all ranks */
+    random_state = 77; /* so that the gate is the same on all ranks */
     r->w_gate = pushed_both(EPIC_F32, HIDDEN * EXPERTS, 0.2);
     random_state = 99 + (uint64_t)r->number;
     r->b_gate_up = pushed_both(k->type, LOCAL * WIDTH, 0.5);
@@ -117,7 +117,7 @@ static void free_rank(rank *r)
     free_scaled(&r->of_down);
 }
 
-/* The weights of forward, or in the layout for backward. */
+/* Returns the weights of forward, or in the layout for backward. */
 static epic_moe_weights back_of(const rank *r)
 {
     return (epic_moe_weights){.w_gate = r->w_gate.device,
@@ -146,7 +146,7 @@ static epic_moe_weights weights_of(const rank *r, bool scaled)
 
 /* --------------------------------------------------------------------------- the layer ---- */
 
-typedef struct run { /* of a whole layer */
+typedef struct run { /* a run of a whole layer */
     both out, load, gradients[GRADIENTS], saved, workspace;
 } run;
 
@@ -204,7 +204,7 @@ static run run_layer(rank *r, const epic_config *config, bool scaled, bool scale
     wait_for_all();
     expect_ok(r, epic_moe_forward(r->ctx, &f), "forward");
     must_succeed(!cudaStreamSynchronize(r->stream), "forward");
-    push_to_device(&n.workspace); /* poison: nothing may be kept there */
+    push_to_device(&n.workspace); /* filled with poison, because no call may keep data there */
     expect_ok(r, epic_moe_backward(r->ctx, &b), "backward");
     must_succeed(!cudaStreamSynchronize(r->stream), "backward");
     wait_for_all();
@@ -222,7 +222,7 @@ static void free_run(run *n)
     for (int i = 0; i < GRADIENTS; i++) free_both(&n->gradients[i]);
 }
 
-/* As vectors. */
+/* Returns the distance of two results as vectors. */
 static double vector_distance(const both *got, const both *want)
 {
     double difference = 0, size = 0;
@@ -235,8 +235,9 @@ static double vector_distance(const both *got, const both *want)
     return difference == 0 ? 0 : sqrt(difference / size);
 }
 
-/* e4m3 has four bits. Rows and activations are rounded; weights are not, as they are exactly
- * the represented numbers. back_alone: with `again` only the weights of backward differ. */
+/* Compares with tolerances: e4m3 has four bits. Rows and activations are rounded. Weights are
+ * not, because they are exactly the represented numbers. back_alone: with `again` only the
+ * weights of backward differ. */
 static void compare_results(const rank *r, const run *scaled, const run *wide, bool back_alone,
                             bool again)
 {
@@ -330,7 +331,7 @@ static void expect_refusal(const rank *r, epic_result result, epic_result want,
     report_wrong(r, word, (double)result);
 }
 
-/* Nothing has been enqueued, so no peer is involved. */
+/* The call is refused before it enqueues anything, so no peer is involved. */
 static void refuse_product(rank *r, const epic_config *config)
 {
     epic_moe_memory_info memory;

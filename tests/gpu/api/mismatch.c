@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests mismatches that only a kernel can find: ranks that differ in the tables of experts, in
- * the tokens or the bytes of a plan; and a rank that runs two operations at once. All get
- * EPIC_EMISMATCH long before the time limit, the wrong one with the reason; then a new group
+/* Tests mismatches that only a kernel can find: ranks with different tables of experts, numbers
+ * of tokens or bytes of a plan, and a rank that runs two operations at once. All ranks get
+ * EPIC_EMISMATCH long before the deadline, and the wrong rank gets the reason. Then a new group
  * opens.
  *
  *   usage: mismatch [RANKS] */
@@ -111,8 +111,9 @@ static void make_plan(seat *s, int which, cudaStream_t stream)
     must_succeed(!result || (which == OVERLAP && result == EPIC_EMISMATCH), "plan", s->ctx);
 }
 
-/* Rank 1 plans twice, on streams that do not wait for each other, before the peers plan at all.
- * If the second stream came late on all ranks, nothing ran at once; then it tries again. */
+/* Rank 1 plans twice, on streams that do not wait for each other, before its peers plan at all.
+ * If the second stream starts late on all ranks, the operations do not overlap. Then the test
+ * tries again. */
 static void overlap_operations(seat *s)
 {
     if (s->rank != 1) pthread_barrier_wait(&all);
@@ -134,7 +135,8 @@ static void provoke_mismatch(seat *s, int which)
         make_plan(s, which, s->stream);
     if (which <= OVERLAP) return;
     must_succeed(cudaStreamSynchronize(s->stream) == cudaSuccess, "synchronize", NULL);
-    if (which >= DAMAGED && s->rank == 1) { /* the wrong rank, or any rank if all values fit */
+    /* this rank is the wrong one, or every rank is if all values fit */
+    if (which >= DAMAGED && s->rank == 1) {
         unsigned char *const at = s->plan + (which == DAMAGED ? 40 : 64);
         must_succeed(fill_in(at, 0x77, 4) == cudaSuccess, "damage", NULL);
     }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests epic_open of CUDA contexts over a bootstrap that changes the data of ranks when they
- * join: an error, never a crash, and the next group opens.
+/* Tests epic_open of CUDA contexts with a bootstrap that changes the data which ranks exchange
+ * when they join. The result must be an error and never a crash, and the next group opens.
  *
  *   usage: rogue [TRIALS] */
 #include <pthread.h>
@@ -15,7 +15,8 @@ enum { RANKS = 3, HELLO_BYTES = 512 /* at least as large as the data of a backen
 typedef struct seat {
     epic_bootstrap inner;
     uint64_t random;
-    int lies, honest; /* does this rank's bootstrap change data? do all others not? */
+    /* lies: this rank's bootstrap changes data; honest: no other rank's bootstrap does */
+    int lies, honest;
     epic_result result;
     char sentence[512];
 } seat;

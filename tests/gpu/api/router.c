@@ -32,7 +32,7 @@ enum { BUFFERS = sizeof all / sizeof *all };
 static epic_context *ctx;
 static cudaStream_t stream;
 static int failures;
-static long one_bit; /* results that differ by rounding, where they may */
+static long one_bit; /* number of results that differ by rounding where this is allowed */
 
 static void must_succeed(int good, const char *what)
 {
@@ -94,7 +94,8 @@ static void fill_random(const problem *p)
     float *factors = use_case(&scale, (size_t)p->n * 4),
           *d_factors = use_case(&d_scale, (size_t)p->n * 4);
     for (int64_t i = 0; i < p->n; i++) factors[i] = router_normal();
-    for (int64_t i = 0; i < p->n; i++) d_factors[i] = router_normal(); /* to be added to */
+    /* results that the call adds to */
+    for (int64_t i = 0; i < p->n; i++) d_factors[i] = router_normal();
     int32_t *rows = use_case(&table, (size_t)(ids * k * 4));
     for (int64_t i = 0; i < ids * k; i++)
         rows[i] = (int32_t)router_below((uint32_t)p->n + 1) - 1;
@@ -234,7 +235,7 @@ static epic_result call_bias_update(const side *s)
 
 /* -------------------------------------------------------------------------- comparison ---- */
 
-/* slack 0: the bits must be equal; all NaNs count as equal. */
+/* slack 0: the bits must be equal. All NaNs count as equal. */
 static int check_agreement(const buffer *b, uint32_t type, int64_t i, double slack)
 {
     const int64_t size = router_type_bytes(type);
@@ -348,8 +349,8 @@ static void print_problem(int i, const problem *p)
         p->has_scale);
 }
 
-/* A graph that was captured once returns the host's results for whatever its arrays contain
- * later. */
+/* A graph that was captured once must return the host's results for any later contents of its
+ * arrays. */
 static void test_replay(void)
 {
     problem p = router_draw(256);
@@ -418,7 +419,7 @@ static void test_refusals(void)
     expect_refusal(epic_bias_update(ctx, &no_bias), EPIC_EINVAL, "bias");
 }
 
-/* Ids out of range in device arrays have no expert. */
+/* Ids out of range in device arrays must be treated as no expert. */
 static void test_wild_ids(void)
 {
     problem p = {.router = {.num_experts = 8, .top_k = 2, .normalize = EPIC_NORMALIZE_SUM},

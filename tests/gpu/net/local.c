@@ -1,16 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The net "local", for tests (EPIC_NET=local): GPUs of one machine, about as fast as a good
- * network.
- *
- * Memory on GPUs (EPIC_NET_MEMORY=gpu or unset) is copied by copy engines, which stand in for a
- * NIC that reaches GPUs. A thread of its own issues the copies, because issuing takes 2.7 us
- * per copy, where a NIC takes 0.25. Urgent words have a queue and streams of their own, and are
- * issued first. With EPIC_LOCAL_NIC=CTAS a kernel of so many CTAs copies (nic.h), as fast as a
- * NIC of EPIC_LOCAL_SPEED GB/s (50); no CUDA call waits for it.
- *
- * Host memory is copied by threads (EPIC_LOCAL_THREADS, 8), small puts by the calling thread,
- * as for a NIC that does not reach GPUs; the ranks must be in one process. This net calls CUDA
- * where a real one must not, and never reports a dead host. */
+/* The net "local", for tests (EPIC_NET=local). It connects GPUs of one machine, about as fast
+ * as a good network.
+ * If net memory is on GPUs (EPIC_NET_MEMORY=gpu or unset), copy engines stand in for a NIC that
+ * can access GPU memory. A separate thread issues the copies, because issuing one takes 2.7 us,
+ * where a NIC takes 0.25 us. Urgent words have a queue and streams of their own, and are issued
+ * first. With EPIC_LOCAL_NIC=CTAS a kernel with this many CTAs copies instead (nic.h), at the
+ * speed of a NIC of EPIC_LOCAL_SPEED GB/s (50), and no CUDA call waits for it.
+ * If net memory is on the host, threads copy it (EPIC_LOCAL_THREADS, 8), and the calling thread
+ * copies small puts. This stands in for a NIC that cannot access GPU memory. The ranks must be
+ * in one process. This net calls CUDA where a real net must not, and never reports a dead host.
+ */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -21,22 +20,24 @@
 #include "net/net.h"
 #include "nic.h"
 
-#define DEPTH 256      /* puts to a host that are under way */
-#define EVENTS 16      /* events per host, */
-#define OF_EVENT 4     /* each for so many puts, or for the last one that is left to issue */
-#define JOBS 1024      /* of the threads that copy, or of the one that issues */
-#define COPIERS 32     /* at most */
-#define PATIENCE 20000 /* looks for a job before that thread sleeps */
-#define SMALL 1024     /* bytes that the calling thread copies itself */
+#define DEPTH 256  /* largest number of unfinished puts to a host */
+#define EVENTS 16  /* events per host */
+#define OF_EVENT 4 /* each event covers this many puts, or the last put */
+/* queue length of the threads that copy, and of the thread that issues copies */
+#define JOBS 1024
+#define COPIERS 32     /* largest number of threads that copy */
+#define PATIENCE 20000 /* how often a thread looks for a job before it sleeps */
+#define SMALL 1024     /* puts of at most this many bytes are copied by the calling thread */
 
 typedef struct card {
     int64_t pid;
-    void *inbox; /* in that process */
+    void *inbox; /* the inbox, if it is in this process */
     int32_t device, on_gpu;
     cudaIpcMemHandle_t handle;
 } card;
 
-enum { URGENT = NIC_URGENT, ROWS = NIC_ROWS, LANES }; /* traffic with a stream of its own */
+/* kinds of traffic, each with a stream of its own */
+enum { URGENT = NIC_URGENT, ROWS = NIC_ROWS, LANES };
 
 typedef struct job {
     char *to;
@@ -51,36 +52,37 @@ typedef struct jobs {
     job at[JOBS];
 } jobs;
 
-typedef struct lane { /* copies to a peer, by the issuing thread */
+typedef struct lane { /* copies to a peer by the issuing thread */
     cudaStream_t stream;
     cudaEvent_t events[EVENTS];
     uint64_t marks[EVENTS]; /* number of copies issued when an event was recorded */
     uint64_t num_events, num_seen;
-    uint64_t asked, marked, seen; /* numbers of copies */
-    int *left[DEPTH];             /* counters of copies that have not been seen to end */
+    /* numbers of copies that were requested, covered by an event, and seen to have ended */
+    uint64_t asked, marked, seen;
+    int *left[DEPTH]; /* counters of copies that have not been seen to end */
 } lane;
 
 typedef struct peer {
     char *inbox;
     bool mapped;
-    uint64_t given, finished; /* puts and words */
-    int *left;                /* [DEPTH], 1: that copy has ended */
+    uint64_t given, finished; /* numbers of puts passed to the net, and of finished words */
+    int *left;                /* [DEPTH], 1: this copy has ended */
     lane lanes[LANES];
 } peer;
 
 struct net {
     net_setup setup;
     int device, num_copiers, leave;
-    int num_asleep; /* threads that sleep or are about to */
+    int num_asleep; /* number of threads that sleep or are about to sleep */
     pthread_mutex_t lock;
     pthread_cond_t awake; /* signalled when a job is posted while threads sleep */
     nic *nic;             /* NULL: copy engines */
     uint64_t
-        /* [num_hosts][DEPTH], pinned if memory is on GPUs; followed by those of `left` */
+        /* [num_hosts][DEPTH], pinned if net memory is on GPUs; the flags of `left` follow */
         *words;
     peer peers[NET_MAX_HOSTS];
     pthread_t copiers[COPIERS];
-    jobs jobs[LANES]; /* threads that copy host memory use ROWS only */
+    jobs jobs[LANES]; /* the threads that copy host memory use only ROWS */
 };
 
 static bool local_can_open(char *why)
@@ -108,8 +110,8 @@ static epic_result refuse_open(char *why, const char *what, cudaError_t error)
 
 /* ------------------------------------------------------------------- threads that copy ---- */
 
-/* Copies whole words, each once: the GPU may look at any of them and write there when it has
- * seen it. memcpy stores the last words twice. */
+/* Copies whole words, and stores each word only once, because the GPU may poll any word and
+ * write there after it has seen it. memcpy() stores the last words twice. */
 static void copy_words(const job *j)
 {
     const uint64_t *from = (const uint64_t *)(const void *)j->from;
@@ -119,7 +121,7 @@ static void copy_words(const job *j)
     __atomic_store_n(j->left, 1, __ATOMIC_RELEASE);
 }
 
-/* Wakes all threads that sleep, because it is not known which one the job is for. */
+/* Wakes all sleeping threads, because it is not known which of them the job is for. */
 static void wake_threads(net *w)
 {
     if (!__atomic_load_n(&w->num_asleep, __ATOMIC_SEQ_CST)) return;
@@ -128,8 +130,8 @@ static void wake_threads(net *w)
     pthread_mutex_unlock(&w->lock);
 }
 
-/* Sleeps until `is_wanted`. The count is increased before the first look, so that a thread that
- * posts a job later sees it. */
+/* Sleeps until `is_wanted` returns true. The count is increased before the first check, so that
+ * a thread that posts a job later sees it. */
 static void sleep_until(net *w, bool (*is_wanted)(const net *, uint64_t), uint64_t number)
 {
     pthread_mutex_lock(&w->lock);
@@ -146,7 +148,7 @@ static bool has_job(const net *w, uint64_t number)
 }
 
 /* Spins before it sleeps. It never calls sched_yield(), which gives the core to another
- * spinning thread for a whole time slice: with 14 threads per rank one token took 4.9 ms (4
+ * spinning thread for a whole time slice. With 14 threads per rank one token took 4.9 ms (4
  * H100, 64 cores). */
 static void *run_copier(void *self)
 {
@@ -179,8 +181,8 @@ static void note_copied(lane *l, uint64_t mark)
         __atomic_store_n(l->left[l->seen % DEPTH], 1, __ATOMIC_RELEASE);
 }
 
-/* Looks at events. Events cost time, so one is for several copies, unless no later one would
- * cover the last copies. `more`: copies will be issued at once. */
+/* Queries events. Events cost time, so one event covers several copies, unless no later event
+ * would cover the last copies. `more`: further copies will be issued immediately. */
 static int see_events(lane *l, bool more)
 {
     int moved = 0;
@@ -351,7 +353,7 @@ static epic_result connect_all(net *w, const void *cards, char *why)
 
 /* ----------------------------------------------------------------------------- sending ---- */
 
-/* Copies as a job of a thread. */
+/* Copies the bytes in a job for a thread. */
 static bool copy_bytes(net *w, peer *p, uint64_t to, const void *from, uint32_t bytes)
 {
     const int lane = w->setup.on_gpu && to < w->setup.urgent_bytes ? URGENT : ROWS;

@@ -1,19 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The kernel of the NIC. One warp of CTA 0 polls the rings and passes the entries to the other
- * CTAs through a list in GPU memory, each when the previous one would have left a NIC of that
- * speed. The other CTAs form gangs of four, which take turns; each CTA copies its share, and
- * the last one of a gang reports the end. */
+/* The kernel that acts as a NIC. One warp of CTA 0 polls the rings and passes the entries to
+ * the other CTAs through a list in GPU memory. It passes each entry at the time when the
+ * previous one would have left a NIC of that speed. The other CTAs form groups ("gangs") of
+ * four, which work in turn. Each CTA copies its share, and the last CTA of a gang reports the
+ * end. */
 #include "nic.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-#define ENTRIES 256 /* of a ring */
-#define LIST 64     /* of the list */
-#define AHEAD 4     /* entries of a ring that are polled at once */
+#define ENTRIES 256 /* entries of a ring */
+#define LIST 64     /* entries of the list */
+#define AHEAD 4     /* number of entries of a ring that are polled at once */
 #define THREADS 256
-#define GANG 4  /* CTAs that copy together */
-#define DEPTH 4 /* vectors of a thread under way */
+#define GANG 4  /* number of CTAs that copy together */
+#define DEPTH 4 /* number of unfinished loads (16 bytes each) per thread */
 /* time without an entry after which the kernel ends until the next put */
 #define IDLE_NS 5000000
 
@@ -25,12 +26,12 @@ struct entry {
 
 struct item {
     uint64_t to, from, left;
-    uint32_t bytes, come; /* CTAs that have copied their share */
+    uint32_t bytes, come; /* come: number of CTAs that have copied their share */
 };
 
-struct board { /* on the GPU */
+struct board { /* the list, in GPU memory */
     item list[LIST];
-    uint64_t dealt, ended[LIST]; /* number of the last item at each place, from 1 */
+    uint64_t dealt, ended[LIST]; /* number of the last item at each index, from 1 */
 };
 
 struct nic {
@@ -46,7 +47,7 @@ struct nic {
     uint64_t launches;
 };
 
-struct shared_part { /* part of a nic for its kernel */
+struct shared_part { /* the part of a nic that its kernel uses */
     entry *rings;
     uint64_t *taken, *ended;
     const int *leave;
@@ -84,7 +85,7 @@ static __device__ __forceinline__ void store_vector(uint64_t *to, uint64_t x)
     asm volatile("st.release.gpu.global.u64 [%0], %1;" : : "l"(to), "l"(x) : "memory");
 }
 
-/* Passes the next entry to the list. One thread. */
+/* Passes the next entry to the list. Called by one thread. */
 static __device__ void deal_entries(board *all, uint64_t &dealt, const item &next)
 {
     const int place = (int)(dealt % LIST);
@@ -94,7 +95,8 @@ static __device__ void deal_entries(board *all, uint64_t &dealt, const item &nex
     store_vector(&all->dealt, ++dealt);
 }
 
-/* A lane polls half an entry: first those of the first ring, then of the second. */
+/* Passes entries to the list. Each lane polls half an entry, first those of the first ring,
+ * then of the second. */
 static __device__ void deal_all(const shared_part &p)
 {
     const int lane = threadIdx.x, ring = lane / (2 * AHEAD), half = lane % 2;
@@ -114,7 +116,7 @@ static __device__ void deal_all(const shared_part &p)
         for (int i = 0; i < NIC_RINGS * AHEAD; i++) {
             const int its = i / AHEAD;
             if (i % AHEAD == 0) any = true;
-            any &= (come >> 2 * i & 3) == 3; /* in order */
+            any &= (come >> 2 * i & 3) == 3; /* entries are passed in order */
             item next = {__shfl_sync(~0u, q.x, 2 * i), __shfl_sync(~0u, q.y, 2 * i),
                          __shfl_sync(~0u, q.x, 2 * i + 1),
                          (uint32_t)__shfl_sync(~0u, q.y, 2 * i + 1), 0};

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests that all processes of a group on a CUDA backend may be stopped together, with their
- * parts of the GPU, while the clock of the device continues. */
+/* Tests that all processes of a group on a CUDA backend may be stopped together, while the
+ * clock of the device continues. */
 #include "stops.h"
 
 #include <cuda_runtime_api.h>
@@ -13,10 +13,10 @@
 #endif
 #define MOST_BYTES 4096
 
-static float *memory; /* on the device */
+static float *memory; /* memory on the device */
 static cudaStream_t stream;
 
-/* Spreads the ranks over the GPUs of this machine. */
+/* Distributes the ranks over the GPUs of this machine. */
 static void choose_gpu(int rank)
 {
     int gpus = 0;

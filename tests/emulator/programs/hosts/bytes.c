@@ -18,13 +18,13 @@
 enum { RANKS = 4, TOKENS = 40, ROW = 4096, SCALE = ROW / 2 / 128 * 4, SLOTS = RANKS * TOKENS };
 #define ROWS ((uint64_t)TOKENS * ROW)
 #define ANNOUNCED 64u /* bytes of an announcement to each rank of the other host */
-#define ALWAYS 2u     /* entries of those two announcements */
+#define ALWAYS 2u     /* ring entries of these two announcements */
 
 static bool relays;
 static uint32_t order;
 static int bad;
 
-/* Expects what the last operation passed to the net, once all ranks have ended it; 0: not
+/* Expects what the last operation has passed to the net, after all ranks have ended it. 0: not
  * checked. */
 static void expect_puts(team_rank *me, uint64_t *before, const char *what, uint64_t bytes,
                         uint64_t entries)
@@ -59,7 +59,7 @@ static void *allocate_zeroed(size_t bytes)
 
 enum { PLAN, IDS, TOKEN_ROWS, SLOT_ROWS, SCALES, SLOT_SCALES, OUT, NUM_ARRAYS };
 
-/* Dispatches rows, rows with a second row, and rows that are quantized on the way. */
+/* Dispatches rows, rows with a second row, and rows that EPIC quantizes. */
 static void test_dispatch(team_rank *me, void *const *all, epic_dispatch_args dispatch,
                           uint64_t *before)
 {
@@ -133,8 +133,8 @@ static int run_rank(team_rank *me)
                                          .plan_bytes = plan_bytes,
                                          .tokens = {all[TOKEN_ROWS], TOKENS, ROW},
                                          .recv = {all[SLOT_ROWS], SLOTS, ROW}};
-    const bool few =
-        !relays && order == EPIC_BY_RANK; /* ids of 16 tokens, two words each, in one entry */
+    /* a low-latency plan: the ids of 16 tokens, two words each, in one ring entry */
+    const bool few = !relays && order == EPIC_BY_RANK;
     uint64_t before[3] = {0};
     if (p2p_ops.plan(me->group, &plan) != EPIC_OK) team_stop();
     const uint64_t told = few ? TOKENS * 16 : (TOKENS + 1) * RANKS * 8; /* counts and records */

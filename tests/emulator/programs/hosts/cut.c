@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests what happens when the link of a rank is cut in the middle of operations, over UCX
- * between network namespaces. The other ranks name this rank and no other; it names some of
- * them; all within a time limit that is longer; and closing ends.
+/* Tests a link that is cut in the middle of operations, over UCX between network namespaces.
+ * The other ranks must name the rank behind this link and no other rank. This rank must name
+ * some of the others. All errors must come before the deadline, which is longer, and closing
+ * must end.
  *
  *   cut RANKS CUTS */
 #include <cuda_runtime_api.h>
@@ -17,9 +18,9 @@
 
 enum {
     MAX_RANKS = 8,
-    STEPS = 3, /* before the cut */
+    STEPS = 3, /* number of steps before the cut */
     MOST_MS = 1500,
-    PATIENCE_MS = 60000 /* the time limit; the cut must be noticed long before */
+    PATIENCE_MS = 60000 /* the deadline; the cut must be noticed much earlier */
 };
 
 typedef struct trial { /* shared by all ranks */

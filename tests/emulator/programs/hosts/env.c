@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests ranks that request memory on the GPU and do not get it, or request different kinds.
- * Every rank gets the same error at once, with the variable and the rank that it is about; the
- * same ranks open without it. The net is chaos. */
+/* Tests ranks that request GPU memory for the net and cannot get it, and ranks that request
+ * different kinds of memory. Every rank gets the same error at once, which names the variable
+ * and the rank. Without the variable the same ranks can open a group. The net is chaos. */
 #include <cuda_runtime_api.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,11 +12,11 @@
 #include "emulator.h"
 #include "run.h"
 
-enum { RANKS = 2, PATIENCE_MS = 600000 }; /* no rank waits so long */
+enum { RANKS = 2, PATIENCE_MS = 600000 }; /* the deadline, which no rank may reach */
 
 typedef struct wish {
-    const char *memory[RANKS]; /* of each rank; ranks are processes */
-    int full;                  /* the rank whose GPU has room for a heap only; -1: none */
+    const char *memory[RANKS]; /* value of the variable on each rank; ranks are processes */
+    int full;                  /* the rank whose GPU has only space for a heap; -1: none */
     epic_result result;
     const char *said[2];
 } wish;
@@ -88,7 +88,7 @@ int main(void)
     check_begin();
     for (size_t i = 0; i < sizeof wishes / sizeof *wishes; i++)
         run_processes(RANKS, open_with_wish, &wishes[i], 150);
-    /* Chaos does not connect processes. */
+    /* The net chaos does not connect processes, so it cannot be used here. */
     setenv("EPIC_NET_MEMORY", "gpu", 1);
     setenv("EPIC_CHAOS_OUT_OF_REACH", "1", 1);
     run_threads(RANKS, ask_out_of_reach, NULL);

@@ -16,7 +16,7 @@ static epic_config config_of(const char *backend)
         .max_tokens = 16, .max_row_bytes = 64, .num_ranks = 1, .backend = backend};
 }
 
-/* Prints once why the ranks cannot open, and ends them. */
+/* Prints once why the ranks cannot open a group, and ends them. */
 static void open_as(const epic_bootstrap *bootstrap, const char *backend, const char *wanted)
 {
     epic_context *ctx;

@@ -9,11 +9,11 @@
 
 enum { OWN, FULL, OTHER, NUM_HOSTS, PIECES = 4, WORDS = 64 };
 
-#define LONGEST_MS 20000 /* far more than any part takes */
+#define LONGEST_MS 20000 /* much longer than any part takes */
 
-static bool is_full = true;        /* is the net to host FULL blocked? It is at first. */
-static uint64_t most = UINT64_MAX; /* puts to FULL that have been read */
-static uint64_t given[NUM_HOSTS];  /* per host */
+static bool is_full = true;        /* Is the net to host FULL blocked? It is at first. */
+static uint64_t most = UINT64_MAX; /* number of puts to FULL that the net may read */
+static uint64_t given[NUM_HOSTS];  /* number of puts per host */
 
 static bool net_put(net *w, int host, uint64_t to, const void *from, uint32_t bytes)
 {
@@ -74,7 +74,7 @@ static void post_ring_entry(const p2p_ring *ring, uint64_t place, uint64_t entry
     __atomic_store_n(&ring->entries[place], entry | P2P_ENTRY_LAP(place), __ATOMIC_RELEASE);
 }
 
-/* An epoch: pieces for both hosts in turn, each in a row of its own. */
+/* Runs an epoch: pieces for both hosts in turn, each in a row of its own. */
 static void test_rows(const hosts_proxy_setup *s)
 {
     const uint64_t rows = (uint64_t)s->at.staging / 8, apart = s->engine->preferred_bytes / 8;
@@ -91,7 +91,7 @@ static void test_rows(const hosts_proxy_setup *s)
     if (given[FULL] != PIECES || given[OTHER] != PIECES) fail_test("not each piece went once");
 }
 
-/* One host is sent a message and never reads it. */
+/* Sends a message to a host that never reads it. */
 static void test_messages(const hosts_proxy_setup *s, hosts_proxy *r)
 {
     __atomic_store_n(&most, PIECES, __ATOMIC_RELEASE);

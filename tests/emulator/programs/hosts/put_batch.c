@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests batching of puts: pieces of random sizes in random order, as kernels post them. Every
- * word is put once, no other word is put, and what is complete before the net requests more
- * goes in one put. */
+/* Tests put batches: pieces of random sizes in random order, as kernels post them. Every word
+ * is put exactly once, and no other word is put. A batch that is complete before the net
+ * requests more is sent as one put. */
 #include "backend/hosts/put_batch.h"
 
 #include <stdio.h>
@@ -14,7 +14,7 @@ enum { HOSTS_HERE = 3, WORDS = 40000, PARCEL = 1024, MOST = 700, PIECES = 4000 }
 
 static unsigned char shipped[HOSTS_HERE][WORDS], given[HOSTS_HERE][WORDS];
 static run_random dice;
-static int percent; /* percentage of the time that a net is idle */
+static int percent; /* how often the net is idle, in percent */
 static bool is_full;
 
 static void fail_test(const char *what, const put_range *r)
@@ -34,7 +34,7 @@ static void take_puts(put_batcher *all)
 {
     put_range r;
     while (put_batcher_next(all, may_go, NULL, &r)) {
-        if (run_chance(&dice, 10)) { /* there was no room */
+        if (run_chance(&dice, 10)) { /* the net had no space */
             put_batcher_put_back(all);
             continue;
         }

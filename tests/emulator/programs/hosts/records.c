@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Tests plans, and plans with dispatch, one after another over a slow net (chaos.h). Each token
- * has one of eight choices on the other host, so most words of a record are empty, and a late
- * word is mostly an empty one. Every word must still be waited for; otherwise it overwrites a
- * record of the plan after the next one.
+ * has only one of eight choices on the other host, so most words of a record are empty, and a
+ * late word is usually an empty one. Ranks must still wait for every word. Otherwise a late
+ * word overwrites a record of the plan after the next one.
  *
- *   hosts_records [lowlat]   few tokens, whose ids travel in place of records, over a net that
- *                         delays the last word of each put: nothing may be used before all
+ *   hosts_records [lowlat]   few tokens, whose ids are sent instead of records, over a net that
+ *                         delays the last word of each put: no rank may use a put before all
  *                         of it has arrived */
 #include <stdio.h>
 #include <stdlib.h>

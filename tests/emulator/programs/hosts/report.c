@@ -1,11 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests what a group of several hosts reports about itself: the number of hosts, what its rows
- * take between them, there and in epic-info; in advance, the memory that it takes, to the page;
- * which order EPIC_BY_HOSTS is; and that open does not gather more often than necessary.
+/* Tests what a group of several hosts reports about itself: the number of hosts, how its rows
+ * cross between them (also in epic-info), and, before it opens, its memory in bytes. Also tests
+ * which order EPIC_BY_HOSTS selects, and that open does not gather more often than necessary.
  *
  *   report RANKS HOSTS WORDS-OF-THE-NET EPIC-INFO GATHERS [full]
- *
- * full: the last rank has a GPU of its own, without room for the inbox and outbox of the net.
+ * full: the last rank has a GPU of its own, without space for the inbox and outbox of the net.
  */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
@@ -67,7 +66,8 @@ static void check_info(void)
     _exit(1);
 }
 
-/* Do all ranks have the bytes that were reported for one rank, less at most `least`? */
+/* Returns whether all ranks have the bytes that were reported for one rank, less at most
+ * `least`. */
 static bool is_told(const char *what, uint64_t bytes, int64_t told, int64_t least)
 {
     const int64_t each = (int64_t)bytes / num_ranks;
@@ -78,7 +78,8 @@ static bool is_told(const char *what, uint64_t bytes, int64_t told, int64_t leas
     return good;
 }
 
-/* The reported memory with EPIC_NET_MEMORY set to `where`, which is restored afterwards. */
+/* Returns the reported memory with EPIC_NET_MEMORY set to `where`, and restores the variable.
+ */
 static epic_memory_info memory_of(const char *where, uint32_t max_top_k)
 {
     epic_memory_info told;
@@ -94,8 +95,8 @@ static epic_memory_info memory_of(const char *where, uint32_t max_top_k)
     return told;
 }
 
-/* Without EPIC_NET_MEMORY each kind of memory is reported as if it held everything. Besides
- * pinned memory a rank has some ordinary host memory. */
+/* If EPIC_NET_MEMORY is not set, each kind of memory is reported as if it contained everything.
+ * In addition to pinned memory a rank has some ordinary host memory. */
 static void check_memory(void)
 {
     const epic_memory_info host = memory_of("host", 3), gpu = memory_of("gpu", 3);
@@ -112,7 +113,7 @@ static void check_memory(void)
 
 enum { EXPERTS = 24 };
 
-/* Is the sum order of a plan with EPIC_BY_HOSTS a tree? */
+/* Returns whether the sum order of a plan with EPIC_BY_HOSTS is a tree. */
 static bool in_tree(epic_context *ctx, epic_plan_args args)
 {
     epic_plan_info plan;
@@ -123,7 +124,8 @@ static bool in_tree(epic_context *ctx, epic_plan_args args)
     return plan.num_leaves > 0;
 }
 
-/* Ranks share a GPU: each uses a stream, and frees nothing while others wait for it. */
+/* Ranks share a GPU, so each uses a stream of its own, and frees nothing while others wait for
+ * it. */
 static void check_order(epic_context *ctx)
 {
     const epic_layer layer = {.num_experts = EXPERTS, .top_k = 1, .sum_order = EPIC_BY_HOSTS};
