@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Reads XLA's call frames. This library does not link with XLA: it calls every function of XLA
- * through frame->api. It uses only names that are equal in jax 0.10 to 0.12, so one library
- * works with all of them. */
+ * through the table frame->api. It uses only names that are equal in jax 0.10 to 0.12, so one
+ * library works with all these versions. */
 #include "ffi.h"
 
 #include <stdarg.h>
@@ -12,8 +12,8 @@
 #include "translate.h"
 
 /* API version that the handlers report. XLA refuses a handler whose minor version is newer than
- * its own. So this is the oldest version that has everything the handlers use (futures and the
- * device ordinal), and not the version of the header. */
+ * its own. So this is not the version of the header, but the oldest version that has everything
+ * the handlers use (futures and the device ordinal). */
 enum { USED_MAJOR = 0, USED_MINOR = 3 };
 _Static_assert(XLA_FFI_API_MAJOR == 0 && XLA_FFI_API_MINOR >= USED_MINOR, "header too old");
 

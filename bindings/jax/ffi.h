@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Reads XLA's call frames: arrays, attributes and errors.
  *
- * XLA passes one frame to a handler, with all arguments, results and attributes of the call. An
- * ffi_reader reads the arrays in their order, and the attributes by name. It stores its first
- * error and returns zeros after it. So a handler can read everything first, and then check
- * reader.error once. */
+ * XLA passes one frame to a handler. It contains all arguments, results and attributes of the
+ * call. An ffi_reader reads the arrays in their order, and the attributes by name. It stores
+ * its first error and returns zeros after it. So a handler can read everything first, and then
+ * check reader.error once. */
 #ifndef EPIC_JAX_FFI_H
 #define EPIC_JAX_FFI_H
 
@@ -18,8 +18,7 @@
 #define FFI_EXPORT __attribute__((visibility("default")))
 
 /* Types of arrays in addition to epic_type. */
-#define FFI_U8 \
-    30u /* bytes: plans, memory and 8-bit rows; one byte also replaces an absent array */
+#define FFI_U8 30u    /* bytes: plans, memory, 8-bit rows, and one byte for an absent array */
 #define FFI_OTHER 31u /* a type that no handler accepts */
 
 /* Sets of types that a handler accepts for an array. */
@@ -38,7 +37,8 @@ static inline uint32_t ffi_set_of(uint32_t type)
     return type < FFI_OTHER ? FFI_SET(type) : 0;
 }
 
-#define FFI_ANY_COUNT (-1) /* in place of a number of elements: the number is not checked */
+/* value of ffi_requirement.count that allows any number of elements */
+#define FFI_ANY_COUNT (-1)
 
 typedef XLA_FFI_CallFrame ffi_frame;
 typedef XLA_FFI_Error ffi_error; /* NULL means success; XLA frees any other value */
@@ -61,8 +61,8 @@ typedef struct ffi_array {
     uint32_t type; /* an epic_type, or FFI_U8 */
 } ffi_array;
 
-/* Returns true if this call asks for the API version and the traits of the handler, and writes
- * the answer. A handler must return at once if it is true. */
+/* XLA calls a handler once to query its API version and traits. Returns true if this call is
+ * such a query, after it has written the answer. The handler must then return at once. */
 bool ffi_is_query(ffi_frame *frame, XLA_FFI_Handler_Traits traits);
 
 /* Create an XLA error with the code of `result`. Its text ends with the name of the result,

@@ -11,7 +11,8 @@
 
 /* ------------------------------------------------------------------------------ tags ---- */
 
-/* This bit distinguishes channels of the caller from numbers of call sites. */
+/* This bit of a channel is set if the caller chose the channel. It is clear in numbers of call
+ * sites. */
 enum { CALLERS_CHANNEL = 1 << 23 };
 
 /* Reads the number of the call site, and this device's rank in the mesh of the program. On a
@@ -23,8 +24,8 @@ static void read_site(ffi_reader *reader, handler_call *call)
     if (reader->on_device) call->rank = -1;
 }
 
-/* Reads the channel of the caller. If it is not negative, it replaces the number of the call
- * site. */
+/* Reads the channel that the caller passed. If it is not negative, it replaces the number of
+ * the call site, which is the default channel. */
 static void read_channel(ffi_reader *reader, handler_call *call)
 {
     const int32_t channel = ffi_read_arg_int(reader, "channel");
@@ -38,9 +39,10 @@ static void read_channel(ffi_reader *reader, handler_call *call)
 
 /* Returns the tag by which the ranks match this operation.
  *
- * On the CPU the tag is equal on all ranks. It differs between any two calls of a program,
- * except calls inside an inner jit that runs twice. On GPUs the host cannot read channel and
- * site, so the tag contains only the role. There the streams keep the calls in order. */
+ * On the CPU the tag is equal on all ranks, and differs between any two calls of a program. The
+ * exception are calls inside an inner jit that is called twice. On GPUs the host cannot read
+ * channel and site, so the tag contains only the role. There the order of calls in the streams
+ * matches them. */
 static uint64_t make_tag(const handler_call *call)
 {
     return (uint64_t)call->channel << 40 | (uint64_t)call->site << 8 | call->operation->role;
@@ -56,8 +58,8 @@ void handler_write_channel(const handler_call *call, void *plan, size_t plan_byt
 
 /* ---------------------------------------------------------------------------- arrays ---- */
 
-/* Removes the tail from the size of a plan. For a finished plan on the host, also reads the
- * channel from the tail. */
+/* Handles the tail, the bytes that follow the core's plan. Subtracts it from the size of the
+ * plan. For a finished plan on the host, also reads the channel from the tail. */
 static void read_plan_tail(ffi_reader *reader, handler_call *call, const handler_array *field,
                            ffi_array *plan)
 {
@@ -73,7 +75,7 @@ static void read_plan_tail(ffi_reader *reader, handler_call *call, const handler
     call->channel &= 2 * CALLERS_CHANNEL - 1;
 }
 
-/* Stores a value at an offset of the call struct. Offset 0 means that it is not stored. */
+/* Copies a value to an offset of the call struct. Does nothing if the offset is 0. */
 static void copy_to_field(handler_call *call, size_t offset, const void *value, size_t bytes)
 {
     if (offset != 0) memcpy((char *)call + offset, value, bytes);
@@ -169,7 +171,9 @@ static handler_call *read_call(ffi_reader *reader, const handler_operation *oper
     for (int i = 0; i < operation->num_arrays; i++)
         read_field(reader, call, &operation->arrays[i]);
     ffi_read_result(reader, "done", FFI_SET_U8,
-                    1); /* never written: it exists so that XLA can wait for the call */
+                    /* no code writes this result; it exists so that XLA can wait for the
+                     * call */
+                    1);
     if (operation->check != NULL && reader->error == NULL) operation->check(reader, call);
     call->use.tag = make_tag(call);
     core_call_of(call)->tag = call->use.tag;
@@ -181,14 +185,16 @@ static handler_call *read_call(ffi_reader *reader, const handler_operation *oper
 
 /* ----------------------------------------------------------------------------- members ---- */
 
-/* A member as the program expects it (wanted), and as it is (has). */
+/* A member of a group: its position that the program expects (wanted), and its position in the
+ * open group (has). */
 typedef struct member_claim {
     char name[MEMBER_NAME_BYTES];
     member_device device;
     member_position wanted, has;
 } member_claim;
 
-/* Returns the error for a group that is open with other devices. */
+/* Returns the error for a group that was opened with other devices than those of the
+ * program. */
 static ffi_error *other_devices_error(const ffi_frame *frame, const char *what,
                                       const member_claim *claim)
 {
@@ -199,7 +205,8 @@ static ffi_error *other_devices_error(const ffi_frame *frame, const char *what,
                     what, claim->name, claim->wanted.devices, claim->has.devices);
 }
 
-/* Returns the error for a device that has another rank in the program's mesh. */
+/* Returns the error for a device whose rank in the group differs from its rank in the program's
+ * mesh. */
 static ffi_error *other_rank_error(const ffi_frame *frame, const char *what,
                                    const member_claim *claim)
 {
@@ -243,7 +250,7 @@ static ffi_error *refusal_error(const ffi_frame *frame, const handler_call *call
 }
 
 /* Enters the member of the call's device in the group that the attribute `group` names. The
- * member's devices and rank must be those that the program expects. */
+ * group must have the devices that the program expects, and the device the rank. */
 static void enter_member(ffi_reader *reader, handler_call *call)
 {
     member_claim claim = {.device = {reader->on_device, ffi_get_ordinal(reader)},
@@ -261,8 +268,9 @@ static ffi_error *run_operation(handler_call *call)
 {
     const epic_result result = call->operation->run(call);
     if (result == EPIC_OK) return NULL;
-    /* Two calls that share a number need not run at the same time for this error: ranks can
-     * also match one of them with the other. */
+    /* Two calls may have the same tag (an inner jit that is called twice). Even if they do not
+     * run at the same time, ranks can match one of them with the other, which ends in this
+     * error. */
     const char *hint =
         result == EPIC_EMISMATCH
             ? ".  Calls of an inner jit that is called twice share a number: give their plans "
@@ -290,8 +298,8 @@ static void set_future(const XLA_FFI_Api *api, XLA_FFI_Future *future, ffi_error
     }
 }
 
-/* Runs an operation on a thread of the pool. Leaves the member before it completes the future,
- * because the next call may have the same tag. */
+/* Runs an operation on a thread of the pool. Leaves the member before it completes the future:
+ * after that, XLA may start the next call, which may have the same tag. */
 static void run_task(pool_task *task)
 {
     handler_call *mine = (handler_call *)task;
@@ -338,9 +346,9 @@ ffi_error *handler_run_on_host(ffi_frame *frame, const handler_operation *operat
 
 /* --------------------------------------------------------------------------- the GPU ---- */
 
-/* Enqueues the operation on XLA's stream. epic_check() reports errors in the data later, and
- * not this handler. If the handler failed, XLA would skip the rest of the program on this rank,
- * and the other ranks would wait for it. */
+/* Enqueues the operation on XLA's stream. Errors in the data are not reported by this handler,
+ * but later by epic_check(). If the handler failed, XLA would skip the rest of the program on
+ * this rank, and the other ranks would wait for it. */
 ffi_error *handler_run_on_gpu(ffi_frame *frame, const handler_operation *operation,
                               bool in_graphs)
 {

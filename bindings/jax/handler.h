@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Handlers of collective operations, from XLA's call to its end.
  *
- * A handler_operation is a table. It has the arrays of a call, the field of the core's
- * arguments that each array fills, and the function of the core to run. On the CPU this
- * function runs on a thread of pool.c, which then completes XLA's future. On a GPU the handler
- * enqueues kernels on XLA's stream before it returns. steps.c and moe.c have the tables. */
+ * Each operation is described by a handler_operation. It lists the arrays of a call, the field
+ * of the core's arguments that each array fills, and the function of the core to run. On the
+ * CPU this function runs on a thread of pool.c, which then completes XLA's future. On a GPU the
+ * handler enqueues kernels on XLA's stream before it returns. steps.c and moe.c contain the
+ * operations. */
 #ifndef EPIC_JAX_HANDLER_H
 #define EPIC_JAX_HANDLER_H
 
@@ -25,12 +26,12 @@ typedef enum handler_role {
     ROLE_SUM_REPLICAS = 8
 } handler_role;
 
-/* Number that identifies a plan: the caller's channel if it passed one, else the number of the
- * call site. */
+/* Number that identifies the calls of one plan: the caller's channel if it passed one,
+ * otherwise the number of the call site. */
 typedef uint32_t handler_channel;
 
-/* Sizes of a call. Each array lists its dimensions by these names. The handler refuses an array
- * whose number of elements is not their product. */
+/* Names of the sizes of a call. The table entry of an array lists its dimensions by these
+ * names. The handler refuses an array whose number of elements is not their product. */
 typedef enum handler_dim {
     DIM_ONE,
     DIM_ANY, /* any number of bytes; the core checks it */
@@ -59,8 +60,8 @@ enum { HANDLER_DIMS = 3 }; /* largest number of dimensions in a table entry */
 
 /* One call of an operation. Each operation has a larger struct that begins with this one.
  *
- * XLA keeps the arrays valid until the future completes, but not the frame. So the call has
- * copies of everything that is used later. */
+ * XLA keeps the arrays valid until the future completes, but not the frame. So this struct has
+ * copies of everything that is used after the handler has returned. */
 typedef struct handler_call {
     pool_task task;
     member_use use;
@@ -96,11 +97,13 @@ enum {
     HANDLER_BIAS_TYPE = 1u << 28,   /* the type of the experts' biases */
     HANDLER_SHARED_TYPE = 1u << 29  /* the type of the shared expert's weights and biases */
 };
-/* Flags of an array: an argument (0) or a result, optional, and "sets call->row_type". */
+/* Flags of an array: it is a result (otherwise an argument); it may be absent; its type becomes
+ * call->row_type. */
 enum { HANDLER_ARG, HANDLER_RESULT = 1, HANDLER_OPTIONAL = 2, HANDLER_SETS_TYPE = 4 };
 
 /* An entry in the table of an operation. The last five fields are offsets into the call struct,
- * at which the handler stores a value. Offset 0 means that it does not store the value. */
+ * at which the handler stores a value. If an offset is 0, the handler does not store that
+ * value. */
 typedef struct handler_array {
     handler_kind kind;
     uint32_t flags;
@@ -164,8 +167,8 @@ ffi_error *handler_run_on_gpu(ffi_frame *frame, const handler_operation *operati
         return handler_run_on_gpu(frame, &name##_operation, false);  \
     }
 
-/* Writes the tail of a plan. Later calls with this plan read the channel from it. Does nothing
- * on a GPU. */
+/* Writes the channel into the tail of a plan, from which later calls with this plan read it.
+ * Does nothing on a GPU. */
 void handler_write_channel(const handler_call *call, void *plan, size_t plan_bytes);
 
 #endif

@@ -38,8 +38,8 @@ bool local_is_query(ffi_frame *frame, bool on_device)
                         on_device ? XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE : 0);
 }
 
-/* A handler that does nothing. Its call has a side effect and takes the result of another call
- * as an argument. So XLA must keep that other call. */
+/* A handler that does nothing. It prevents XLA from removing another call whose result is not
+ * used: this call takes that result as an argument, and has a side effect. */
 static ffi_error *keep_call(ffi_frame *frame, bool on_device)
 {
     (void)local_is_query(frame, on_device); /* answers XLA's query, if this is a query */

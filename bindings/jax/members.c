@@ -10,13 +10,13 @@
 
 #include "ffi.h"
 
-/* One device of one open group. */
+/* The member of one device in one open group. */
 struct member {
     char name[MEMBER_NAME_BYTES];
     member_device device;
     member_position position;
     epic_context *ctx;
-    bool is_closed;   /* kept only to report that the group was open once */
+    bool is_closed;   /* true: the group was closed; the record remains to report that */
     member_use *uses; /* operations in flight */
     struct member *next;
 };
@@ -33,7 +33,8 @@ static bool matches_device(const member *member, const char *name, member_device
            (name == NULL || strcmp(member->name, name) == 0);
 }
 
-/* Returns a member that is open, or one that was closed; NULL: no member matches. */
+/* Returns the member of this device in the group `name`, or NULL. Searches only closed members
+ * if is_closed is set, otherwise only open ones. */
 static member *find_member(const char *name, member_device device, bool is_closed)
 {
     member *at = members;
@@ -66,7 +67,8 @@ static void notify_peers(epic_context *ctx, uint64_t tag, member_status answer)
                    "mesh that the group was opened with");
 }
 
-/* Checks whether an operation may begin on the member. */
+/* Checks whether an operation may begin on the member: devices and rank must be as the program
+ * expects, and the tag must be free. */
 static member_status check_entry(const member *found, const member_use *use,
                                  const member_position *position)
 {
@@ -121,7 +123,7 @@ void member_leave(member_use *use)
     pthread_mutex_unlock(&mutex);
 }
 
-/* Frees the record of a closed member, which the group's next opening replaces. */
+/* Frees the record of a closed member. Called when the group is opened again on this device. */
 static void forget_closed(const char *name, member_device device)
 {
     for (member **at = &members; *at != NULL; at = &(*at)->next) {

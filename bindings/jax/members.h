@@ -2,9 +2,9 @@
 /* Members of groups. A member is the core's context of one device in one open group.
  *
  * A compiled program contains only the name of its group. The handlers look up the member in
- * every call. So a group may be closed and opened again without compiling the program again. A
- * closed member leaves a record, so that a program that still needs it gets an error which names
- * the closed group. */
+ * every call. So a group may be closed and opened again without compiling the program again.
+ * When a member is closed, its record remains. A program that still uses the closed group then
+ * gets an error which names the group. */
 #ifndef EPIC_JAX_MEMBERS_H
 #define EPIC_JAX_MEMBERS_H
 
@@ -43,16 +43,16 @@ typedef enum member_status {
                              only) */
 } member_status;
 
-/* Position of a member in its group. `devices` is the text that epic/jax/meshes.py makes of the
- * group's devices. `rank` is the device's rank in the group; -1: unknown. */
+/* Position of a member in its group. `devices` is a text that describes the group's devices,
+ * made by epic/jax/meshes.py. `rank` is the device's rank in the group; -1: unknown. */
 typedef struct member_position {
     char devices[MEMBER_DEVICES_BYTES];
     int32_t rank;
 } member_position;
 
-/* Begins an operation with use->tag on the member of this device in the group `name`. On entry
- * *position is the position that the program expects. On return it is the position of the
- * member.
+/* Begins an operation with the tag use->tag, on the member of this device in the group `name`.
+ * The caller sets *position to the position that the program expects. It receives the position
+ * of the member there.
  *
  * MEMBER_OTHER_DEVICES is returned on all ranks, because they run the same program.
  * MEMBER_OTHER_RANK and MEMBER_TAG_BUSY may be returned on some ranks only. Then this call also

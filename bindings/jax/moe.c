@@ -155,9 +155,10 @@ static void read_backward(ffi_reader *reader, handler_call *base)
         base->weight_set |= ffi_set_of(call->options.experts.row_type);
 }
 
-/* Checks the weights of an e4m3 layer: both are e4m3 with scales, or both have the type of the
- * rows from which e4m3 weights were made. Weights that are kept in e4m3 have no gradients. The
- * gradients of the biases then have the type of the rows. */
+/* Checks the weights of an e4m3 layer. Either both w_gate_up and w_down are e4m3 with scales,
+ * or both have the type of the rows, from which e4m3 weights were made. If the layer keeps its
+ * weights in e4m3, they have no gradients. Then the gradients of the biases have the type of
+ * the rows. */
 static void check_backward(ffi_reader *reader, handler_call *base)
 {
     moe_call *call = (moe_call *)base;

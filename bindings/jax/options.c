@@ -40,8 +40,8 @@ epic_router options_read_router(ffi_reader *reader)
                          .scale = ffi_read_float(reader, "scale")};
 }
 
-/* Reads the attribute whose name is prefix + name, as an integer. The next function reads a
- * float. */
+/* Reads the attribute with the name `prefix` + `name` as an integer. read_prefixed_float() does
+ * the same for a float. */
 static uint32_t read_prefixed_uint(ffi_reader *reader, const char *prefix, const char *name)
 {
     char whole[64];

@@ -5,8 +5,8 @@
 
 #include "ffi.h"
 
-/* Read the options of a layer, and of its router. An error goes to the reader, as everywhere
- * here. */
+/* Read the options of a layer, and of its router. All functions of this header store an error
+ * in the reader. */
 epic_layer options_read_layer(ffi_reader *reader);
 epic_router options_read_router(ffi_reader *reader);
 

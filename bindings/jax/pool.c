@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Threads for operations that wait for peers.
  *
- * An operation ends by completing its future. XLA may then run the rest of the program on the
- * same thread, and that may wait in another collective. So a task must never wait for another
- * task to end. For this reason there are always at least as many idle threads as queued tasks.
- * A thread ends after it was idle for IDLE_SECONDS. */
+ * When an operation is complete, its thread completes the operation's future. XLA may then run
+ * the rest of the program on that same thread, and the program may wait in another collective.
+ * So a queued task must not wait until a running task ends. For this reason there are always at
+ * least as many idle threads as queued tasks. A thread that was idle for IDLE_SECONDS ends. */
 #include "pool.h"
 
 #include <errno.h>

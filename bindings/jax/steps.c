@@ -3,7 +3,7 @@
  *
  * Each table lists the arrays in the order in which epic/jax/steps.py, dispatching.py and
  * replicas.py pass them. Dispatch always uses EPIC_ZERO_TAIL, which zeroes the slots after the
- * last slab. The reason is that a result of XLA starts as uninitialized memory. */
+ * last slab, because XLA does not initialize the memory of a result. */
 #include "handler.h"
 #include "options.h"
 
@@ -21,7 +21,7 @@ typedef struct step_call {
     epic_allreduce_sum_args sum;
     epic_sum_replicas_args sum_replicas;
     int64_t sum_input_count; /* number of elements of sum_input */
-    const float *sum_input;  /* input of a sum, which must be its result too */
+    const float *sum_input;  /* input of a sum; its result must be the same array */
 } step_call;
 
 /* clang-format off */
@@ -30,7 +30,7 @@ typedef struct step_call {
     HANDLER_ROWS(flags, name, types, AT(member), __VA_ARGS__)
 #define DATA(flags, name, types, member, ...) \
     HANDLER_DATA(flags, name, types, AT(member), __VA_ARGS__)
-/* Rows that define the hidden size and the type of the rows. */
+/* An array of rows from which the call gets its hidden size and row type. */
 #define LEADING_ROWS(text, accepted, size, member, element_member) \
     {.flags = HANDLER_SETS_TYPE, .name = text, .types = accepted, .sets_columns = DIM_HIDDEN, \
      .dims = {size, DIM_HIDDEN}, .rows = AT(member), .element = element_member}
@@ -69,8 +69,9 @@ typedef struct step_call {
 /* Largest number of ranks that check_plan() can count. */
 enum { MOST_RANKS = 1024 };
 
-/* Checks a placement table on the host: no rank may have more than num_local_experts experts.
- * The program has memory for this many only. The core reports entries that are not a rank. */
+/* Checks a placement table on the host: no rank may have more than num_local_experts experts,
+ * because the program has no memory for more. If an entry is not a rank, the core reports
+ * that. */
 static void check_plan(ffi_reader *reader, handler_call *base)
 {
     const step_call *call = (step_call *)base;
@@ -108,7 +109,7 @@ static void read_plan(ffi_reader *reader, handler_call *base)
         ffi_read_int(reader, "num_local_experts");
 }
 
-/* Runs plan. Writes the tail first, so that a plan that fails has a tail too. */
+/* Runs plan. Writes the tail first, so that even a plan that failed has a tail. */
 static epic_result run_plan(handler_call *base)
 {
     step_call *call = (step_call *)base;
@@ -134,7 +135,8 @@ OPERATION(plan, "plan", ROLE_PLAN, plan, read_plan, check_plan)
     DATA(HANDLER_RESULT, "recv_expert", FFI_SET_I32, dispatch.recv_expert, DIM_SLOTS, DIM_TOP_K)
 /* clang-format on */
 
-/* Reads the layer of the plan, and the sizes of a call that uses the plan. */
+/* Reads the layer of the plan and the sizes that follow from it, for a call that uses the
+ * plan. */
 static const epic_layer *read_plan_sizes(ffi_reader *reader, step_call *call)
 {
     int64_t *sizes = call->call.sizes;
@@ -369,7 +371,7 @@ static const handler_array allreduce_sum_arrays[] = {X,
                                                       .count = AT(sum.count)}};
 OPERATION(allreduce_sum, "sum", ROLE_SUM, sum, read_sum, check_sum)
 
-/* For operations without attributes. */
+/* Reads nothing: for operations without attributes. */
 static void read_nothing(ffi_reader *reader, handler_call *base)
 {
     (void)reader;

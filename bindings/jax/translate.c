@@ -33,8 +33,8 @@ static bool is_in_name(char c)
     return isalnum((unsigned char)c) || c == '_';
 }
 
-/* Returns true if the text begins with the whole name. If the name is a prefix, returns true if
- * the text begins with it and continues with more of a name. */
+/* Returns true if the text begins with the name. An ordinary name must end there. If the name
+ * is a prefix (it ends with '.' or '_'), the text must continue with more of a name. */
 static bool begins_with(const char *text, const char *name, size_t length)
 {
     if (strncmp(text, name, length) != 0) return false;
@@ -59,8 +59,8 @@ static int translate_flags(const char *at, char *out, size_t size)
     return length;
 }
 
-/* Writes the replacement of the C name at the beginning of the text. Returns the length of that
- * name, or 0 if the text does not begin with a C name. */
+/* If the text begins with a C name of the table, writes its replacement. Returns the length of
+ * the C name, or 0 if the text does not begin with one. */
 static int translate_name(const char *at, char *out, size_t size)
 {
     const int length = translate_flags(at, out, size);

@@ -58,7 +58,8 @@ void call_check_result(torch_call *call, epic_result result)
     if (result != EPIC_OK) call_fail(call, result, "%s", epic_error(NULL));
 }
 
-/* Throws the error. Copies its text first, because the call ends while the stack is unwound. */
+/* Throws the error of the call. Copies its text to this function's stack frame first, because
+ * the call's memory ends while the stack is unwound. */
 static _Noreturn void throw_copy(const torch_call *call)
 {
     char text[sizeof call->error];
@@ -171,7 +172,8 @@ static torch_tensor next_tensor(torch_call *call)
     return own_tensor(call, call->stack[call->next++]);
 }
 
-/* Returns the next argument, of the schema type Tensor?, or NULL. Frees its heap cell. */
+/* Returns the next argument, whose schema type is Tensor?, or NULL. torch passes it in a heap
+ * cell, which this frees. */
 static torch_tensor next_tensor_or_none(torch_call *call)
 {
     torch_value *cell = (torch_value *)(uintptr_t)call_int(call);
@@ -388,9 +390,9 @@ double call_float(torch_call *call)
 
 /* ----------------------------------------------------------------------------- where ---- */
 
-/* Makes the device of the tensors current, and reads its stream for the kernels of the core.
- * Reads the current device first: that is faster than to create a guard, which is rarely
- * needed. */
+/* Makes the device of the tensors current, and reads its stream for the kernels of the core. A
+ * guard changes the current device. This function first checks whether that is needed, which is
+ * faster than creating a guard and rarely true. */
 static void enter_device(torch_call *call, epic_call *out)
 {
     const int32_t wanted = call->device.device_index;
@@ -422,8 +424,9 @@ static void enter_group(torch_call *call, int64_t number)
     if (!call->failed) check_entered(call, group_enter(&call->use, number));
 }
 
-/* Reads the number of a group or of a layer, and the largest number of SMs in its high bits, which
- * Python adds for calls with max_sms= (epic/torch/plans.py).  So no operator needs an argument more. */
+/* Reads the number of a group or of a layer. Its high bits hold the largest number of SMs,
+ * which Python adds for calls with max_sms= (epic/torch/plans.py). So no operator needs another
+ * argument for it. */
 static int64_t read_number(torch_call *call, epic_call *out)
 {
     const int64_t value = call_int(call);
@@ -472,8 +475,8 @@ epic_call call_enter_local(torch_call *call)
     return out;
 }
 
-/* Uses the backend and not the device of the tensors. The reason is that an emulated GPU, in
- * tests, has host memory. */
+/* Decides by the backend, not by the device of the tensors, because an emulated GPU in tests
+ * has host memory. */
 bool call_on_gpu(const torch_call *call)
 {
     const char *name = call->use.ctx != NULL ? epic_backend_name(call->use.ctx) : "";
@@ -491,8 +494,8 @@ static call_array new_result(torch_call *call, uint32_t type, int64_t dim, const
     return array;
 }
 
-/* Refuses a result tensor of the caller that shares memory with an argument or with another
- * result. */
+/* Sets an error if the caller's tensor for a result shares memory with an argument or with
+ * another result. */
 static void check_overlap(torch_call *call, const char *name)
 {
     if (call->failed) return;

@@ -98,7 +98,7 @@ call_array call_arg(torch_call *call, const char *name, uint32_t type, int64_t d
 call_array call_arg_or_none(torch_call *call, const char *name, uint32_t type, int64_t dim);
 call_array call_arg_written(torch_call *call, const char *name, uint32_t type, int64_t dim);
 /* Check the type and the number of elements of an array, unless it is absent. The core cannot
- * check them, because its arguments do not contain them. */
+ * check them, because its arguments contain only addresses. */
 void call_check_type(torch_call *call, const char *name, call_array array, uint32_t type);
 void call_check_count(torch_call *call, const char *name, call_array array, int64_t count);
 /* Skips the argument order_token. Tracers use this tensor to keep the calls of a context in
@@ -121,8 +121,8 @@ epic_call call_enter_group(torch_call *call);
 /* Reads `int layer`, enters the group of that layer and copies the layer to *layer. */
 epic_call call_enter_layer(torch_call *call, group_layer *layer);
 uint64_t call_tag(torch_call *call);
-/* Reads `int group` of a local operator and enters the group. 0 is allowed for tensors in host
- * memory, which need no context. */
+/* Reads `int group` of a local operator and enters the group. The number may be 0 if the
+ * tensors are in host memory, because then the core needs no context. */
 epic_call call_enter_local(torch_call *call);
 
 /* Returns true if the core computes on a GPU. Call it after a call_enter function. */
@@ -135,7 +135,7 @@ call_array call_result(torch_call *call, const char *name, uint32_t type, int64_
 call_array call_result_like(torch_call *call, const char *name, uint32_t type, call_array like);
 /* Returns the next result, an array of `bytes` bytes. */
 call_array call_memory(torch_call *call, const char *name, int64_t bytes);
-/* Makes the next result a tensor without elements, because this call does not have the
+/* Makes the next result a tensor without elements, because this call does not compute that
  * result. */
 void call_no_result(torch_call *call, const char *name);
 /* Returns memory that call_end() frees. */

@@ -7,8 +7,8 @@
 #include "options.h"
 
 /* Zeroes the slots after the last slab, which the core does not write. On GPUs the host cannot
- * read the counts. There the slots keep any contents, because dispatch and combine never read
- * them. */
+ * read the counts. There these slots may have any contents, because dispatch and combine never
+ * read them. */
 static void zero_tail(const torch_call *call, call_array slots, call_array expert_rows)
 {
     if (call->failed || slots.data == NULL || slots.rows == 0 || call_on_gpu(call)) return;
@@ -35,7 +35,7 @@ typedef struct experts_inputs {
     call_array w_gate_up_scales, w_down_scales;
 } experts_inputs;
 
-/* Reads these inputs. */
+/* Reads the inputs of forward or backward. */
 static experts_inputs read_inputs(torch_call *call)
 {
     experts_inputs in = {.x = call_arg(call, "x", CALL_MATRIX, 2)};

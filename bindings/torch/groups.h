@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The contexts of this process, by number. Operators take a number instead of a pointer. So a
- * call on a closed group is an error, and not undefined behavior. */
+/* The contexts of this process. Operators take the number of a group instead of a pointer. So a
+ * call on a closed group returns an error and does not have undefined behavior. */
 #ifndef EPIC_TORCH_GROUPS_H
 #define EPIC_TORCH_GROUPS_H
 
@@ -32,7 +32,7 @@ void group_leave(group_use *use);
 /* A layer that a group stores for its plans. */
 typedef struct group_layer {
     epic_layer layer;
-    int64_t capacity;   /* number of slots of a rank that always suffices */
+    int64_t capacity;   /* number of slots per rank that suffices for any routing */
     int64_t plan_bytes; /* bytes of a plan, without the counts after it; a multiple of 16 */
 } group_layer;
 
@@ -52,7 +52,7 @@ int64_t epic_torch_group_add(epic_context *ctx, int32_t device_type, int32_t dev
  * and returns its context. */
 epic_context *epic_torch_group_remove(int64_t number);
 
-/* For Python: refuses further calls, and waits at most `ms` milliseconds until the calls in
+/* For Python: makes further calls fail, and waits at most `ms` milliseconds until the calls in
  * flight have ended. Returns how many are still in flight. */
 int32_t epic_torch_group_drain(int64_t number, int32_t ms);
 

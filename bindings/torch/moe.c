@@ -52,7 +52,8 @@ static void read_weights(torch_call *call, moe_job *job)
                                       .w_down_scales = job->w_down_scales.data};
 }
 
-/* Checks the weights of one MLP: arrays has w_gate_up, w_down, b_gate_up and b_down. */
+/* Checks the weights of one MLP. `arrays` holds w_gate_up, w_down, b_gate_up and b_down, and
+ * `names` their names in errors. */
 static void check_mlp(torch_call *call, const epic_experts *experts, const call_array arrays[4],
                       const char *const names[4], uint32_t bias_type)
 {

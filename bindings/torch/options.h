@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The option structs of the core as arguments of operators. A field is one argument, whose name
- * is a prefix and the name of the field; or several small fields share one number. */
+/* Reads the option structs of the core from the arguments of an operator. A field is one
+ * argument, named by a prefix and the field's name, or several small fields share one
+ * number. */
 #ifndef EPIC_TORCH_OPTIONS_H
 #define EPIC_TORCH_OPTIONS_H
 
@@ -43,8 +44,8 @@ int64_t epic_torch_layer_add(int64_t group, int64_t rules, int64_t slabs, int64_
                              int64_t capacity, int64_t plan_bytes);
 epic_router read_router(torch_call *call);
 
-/* The options of a whole layer. A plan of a composed layer gets them so that the ranks compare
- * them. The field `moe` points to the other fields. */
+/* The options of a whole layer. Python passes them to the plan of a composed layer, so that the
+ * ranks compare them. The field `moe` points to the other fields. */
 #define COMPARED_SCHEMA                                              \
     ", float balance_coeff, float z_coeff, SymInt sequence_tokens, " \
     "int flags" ROUTER_SCHEMA EXPERTS_SCHEMA SHARED_SCHEMA

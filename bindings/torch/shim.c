@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Finds PyTorch's functions with dlsym(). Python loads libtorch with local scope, so
- * dlsym(RTLD_DEFAULT) cannot find its functions. dlopen(RTLD_NOLOAD) returns the handle that
- * can. */
+ * dlsym(RTLD_DEFAULT) cannot find its functions. With the handle that dlopen(RTLD_NOLOAD)
+ * returns, dlsym() finds them. */
 #include "shim.h"
 
 #include <dlfcn.h>
@@ -16,8 +16,9 @@ static void (*unlock_python)(int);
 static const uint64_t torch_2_10 = 0x020a000000000000; /* torch.abi_version() of torch 2.10 */
 
 /* Deletes tensors while it holds Python's lock. Since version 2.10 torch takes the lock for
- * each tensor that only Python still owns, such as the caller's arguments. Each time it could
- * have to wait for other threads, so this function takes the lock once for all tensors. */
+ * each tensor that only Python still owns, such as the caller's arguments. Each of these locks
+ * could have to wait for other threads, so this function takes the lock once for all
+ * tensors. */
 void torch_delete_tensors(torch_tensor *tensors, int count)
 {
     const bool locks = lock_python != NULL && count > 1;

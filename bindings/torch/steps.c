@@ -46,8 +46,8 @@ static void read_layout(torch_call *call, plan_job *job)
     job->logical_length = logical.count;
 }
 
-/* Checks the lengths of the arrays. The core cannot check them, because its arguments do not
- * contain them. */
+/* Checks the lengths of the arrays. The core cannot check them, because its arguments contain
+ * only addresses. */
 static void check_lengths(torch_call *call, const plan_job *job)
 {
     if (call->failed) return;
@@ -65,10 +65,10 @@ static void check_lengths(torch_call *call, const plan_job *job)
                   (long long)job->logical_length, (long long)experts);
 }
 
-/* Makes the result of plan: one tensor with the plan and, after it, its counts. A tensor for
- * each would cost host time on a GPU. The counts are expert_rows, expert_tokens, load, demand
- * and logical_load. With a placement table, the first two have room for all experts of the
- * layer. */
+/* Makes the result of plan: one tensor with the plan and, after it, its counts. One tensor is
+ * used because each tensor costs host time on a GPU. The counts are expert_rows, expert_tokens,
+ * load, demand and logical_load. With a placement table, expert_rows and expert_tokens have
+ * room for all experts of the layer. */
 static void plan_results(torch_call *call, plan_job *job)
 {
     check_lengths(call, job);
@@ -91,7 +91,7 @@ static void plan_results(torch_call *call, plan_job *job)
     if (logical != 0) job->args.logical_load = counts + 2 * local + experts + 1;
 }
 
-/* Reads the options of the whole layer. The overloads "compared" have them after all other
+/* Reads the options of the whole layer. In the overloads "compared" they follow all other
  * arguments. */
 static void read_layer_options(torch_call *call, plan_job *job)
 {
@@ -99,7 +99,8 @@ static void read_layer_options(torch_call *call, plan_job *job)
     job->args.moe = &job->compared.moe;
 }
 
-/* Runs an operator that makes a plan. is_compared: the overload with the layer's options. */
+/* Runs an operator that makes a plan. is_compared is true for the overload whose last arguments
+ * are the layer's options. */
 static void make_plan(torch_value *stack, uint64_t num_results, bool is_compared)
 {
     torch_call call = call_begin("plan", stack, num_results);
@@ -156,7 +157,7 @@ static void read_weights(torch_call *call, call_array tokens, epic_dispatch_args
                   (long long)weights.rows, (long long)tokens.rows);
 }
 
-/* Reads tokens and weights of an operator whose rows have a type that the core can add. */
+/* Reads tokens and weights of an operator that accepts only row types that the core can add. */
 static call_array read_tokens(torch_call *call, epic_dispatch_args *args)
 {
     const call_array tokens = call_arg(call, "tokens", CALL_ROWS, 2);
@@ -239,7 +240,8 @@ static call_array read_chosen(torch_call *call, call_array chosen, epic_dispatch
     return tokens;
 }
 
-/* Runs the operator epic::plan_dispatch. is_compared: the overload with the layer's options. */
+/* Runs the operator epic::plan_dispatch. is_compared is true for the overload whose last
+ * arguments are the layer's options. */
 static void make_plan_dispatch(torch_value *stack, uint64_t num_results, bool is_compared)
 {
     torch_call call = call_begin("plan_dispatch", stack, num_results);
@@ -427,7 +429,7 @@ typedef struct gradient_job {
     int64_t slots, columns; /* shape of d_rows */
 } gradient_job;
 
-/* Reads these inputs. */
+/* Reads the inputs of a gradient of combine. */
 static void read_gradient(torch_call *call, gradient_job *job)
 {
     epic_combine_backward_args *args = &job->args;
@@ -526,8 +528,8 @@ static void op_sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_
 
 /* --------------------------------------------------------------------------- schemas ---- */
 
-/* torch needs host time for each argument of an operator, even for one that is left out. So the
- * group stores the options of a layer, and operators take the number of the layer. */
+/* torch needs host time for each argument of an operator, even if the caller leaves it out. So
+ * the group stores the options of a layer, and operators take the number of the layer. */
 #define GROUP_ARGS ", int group, int tag=0"
 #define PLANNED_BY ", int layer, int tag=0" /* the layer of the plan */
 #define FLAGS ", int flags=1"
@@ -539,8 +541,8 @@ static void op_sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_
 #define CHOSEN "(Tensor(a!) order_token, Tensor topk_idx"
 #define SENT CHOSEN ", Tensor tokens, Tensor? weights"
 
-/* An overload for composed layers. Its last arguments are the options of the whole layer, which
- * the ranks compare. */
+/* The overload "compared", for composed layers. Its last arguments are the options of the whole
+ * layer, which the ranks compare. */
 #define WHOLE_LAYOUT                          \
     ", int layer, SymInt capacity, int tag, " \
     "Tensor? rank_of_expert, Tensor? logical_of_expert"

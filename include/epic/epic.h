@@ -40,8 +40,8 @@
  *     Threads: "collective" or "local", and from which threads the call may be made
  *     CUDA:    the differences on a CUDA context
  *
- * Collective calls.  Every rank of the group makes the same call, and calls with the same tag
- * come in the same order on every rank.
+ * Collective calls.  Every rank of the group makes the same call.  Every rank makes its calls
+ * with the same tag in the same order.
  *   - On host contexts operations with different tags are independent.  They may run in any
  *     order, also at the same time from different threads, up to config.max_in_flight.
  *   - A CUDA context does one operation after the other, in the same order on every rank,
@@ -153,8 +153,8 @@ typedef enum epic_flag {
     EPIC_ZERO_TAIL = 1,
     /* Add the gradients to the contents of the arrays, instead of overwriting them. */
     EPIC_ACCUMULATE = 2,
-    /* Layer: sum over the ranks the losses and the gradients of the gate and the shared expert.
-     * Without this flag each rank gets the part of its own tokens. */
+    /* Layer: add up the losses, and the gradients of the gate and the shared expert, over the
+     * ranks.  Without this flag each rank gets the sums over its own tokens only. */
     EPIC_SUM_DENSE = 4,
     /* Layer of a plan: the expert ids of a token are distinct.  A token then takes at most
      * min(top_k, local experts) slots of a rank, so capacity bounds are smaller and layers need
@@ -162,8 +162,8 @@ typedef enum epic_flag {
     EPIC_DISTINCT = 8,
     /* epic_moe_forward: use the plan that epic_moe_plan has made. */
     EPIC_PLANNED = 16,
-    /* Do not write padding slots.  For experts that use expert_tokens.  May differ between
-     * ranks. */
+    /* Do not write padding slots.  Use it if the experts skip padding slots, by expert_tokens.
+     * May differ between ranks. */
     EPIC_LEAVE_PADDING = 32,
     /* Layer: `saved` does not hold the outputs of the first product of the experts and of the
      * shared expert.  Backward computes them again.  epic_experts_forward: compute only these
@@ -388,8 +388,8 @@ EPIC_API const char *epic_error(const epic_context *ctx);
  *          operation reports errors only after it has finished on its stream. */
 EPIC_API epic_result epic_check(epic_context *ctx);
 
-/* Reports to the other ranks that this rank cannot make its next call with `tag`.  They get
- * EPIC_EPEER with the sentence `why` at once.  The group is broken afterwards.
+/* Reports to the other ranks that this rank cannot make its next call with `tag`.  Their calls
+ * return EPIC_EPEER with the sentence `why` at once.  The group is broken afterwards.
  * Errors:  none.
  * Threads: local.
  * CUDA:    no difference. */
@@ -1059,8 +1059,9 @@ typedef struct epic_bias_update_args {
     uint32_t flags; /* 0 */
 } epic_bias_update_args;
 
-/* Moves the bias of each expert towards a balanced load: bias += rate * sign(mean load - load),
- * with sign(0) = 0.  The comparison is exact.
+/* Raises the bias of each expert whose load is below the mean load, and lowers it if the load
+ * is above the mean: bias += rate * sign(mean load - load), with sign(0) = 0.  The comparison is
+ * exact.
  * Errors:  (a) EPIC_EINVAL.
  * Threads: local.
  * CUDA:    on call.stream. */

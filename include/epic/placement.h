@@ -52,22 +52,23 @@ static inline void epic_placement_free(epic_placement *place)
     memset(place, 0, sizeof *place);
 }
 
-/* Helpers of epic_placement_read(), not for programs.  Each returns 1 if the file continues as
- * expected, else 0.  This one reads the word `wanted`. */
+/* The next four functions are helpers of epic_placement_read(), not for programs.  This one
+ * reads one word.  Returns 1 if it is `wanted`, otherwise 0. */
 static inline int epic_placement_word(FILE *file, const char *wanted)
 {
     char word[32];
     return fscanf(file, "%31s", word) == 1 && strcmp(word, wanted) == 0;
 }
 
-/* Returns 1 if the file has nothing more. */
+/* Returns 1 if the file ends here, except for blanks and line ends, otherwise 0. */
 static inline int epic_placement_ends(FILE *file)
 {
     char more;
     return fscanf(file, " %c", &more) == EOF;
 }
 
-/* Reads `word` and a number from `least` to `most`, which it writes to *out. */
+/* Reads `word`, then a number from `least` to `most`, which it writes to *out.  Returns 1 if the
+ * file continues like this, otherwise 0. */
 static inline int epic_placement_number(FILE *file, const char *word, long least, long most,
                                         uint32_t *out)
 {
