@@ -48,7 +48,7 @@ typedef struct p2p_net_arrays {
     int64_t wants;
     /* for each destination and token: number of pieces of the row that warps have stored to the
      * outbox; uint32 [num_ranks][max_tokens]; this rank only */
-    int64_t sent;
+    int64_t stored_pieces;
 } p2p_net_arrays;
 
 /* The layout of a heap: first the offset of each array in bytes, then sizes. The comment of an
@@ -64,14 +64,14 @@ typedef struct p2p_heap {
     /* Each rank's bit mask of the ranks that it waits for. A rank writes it only when most of
      * its time limit has passed. Epoch-stamped [MAX_RANKS]. */
     int64_t waits;
-    int64_t why;     /* error text that a peer passed to epic_abort(); char [512] */
-    int64_t control; /* a p2p_control; this rank only */
+    int64_t abort_text; /* error text that a peer passed to epic_abort(); char [512] */
+    int64_t control;    /* a p2p_control; this rank only */
     /* the first wrong value in each rank's input; epoch-stamped
      * [2][MAX_RANKS][P2P_FAULT_WORDS] */
     int64_t faults;
     /* the first wrong choice that each planning CTA found; epoch-stamped [MAX_PLANNERS]; this
      * rank only */
-    int64_t first;
+    int64_t first_faults;
     /* each rank's number of choices of each expert; epoch-stamped
      * [2][num_ranks][MAX_TALLIES] */
     int64_t counts;
@@ -80,7 +80,7 @@ typedef struct p2p_heap {
     int64_t searches;
     /* each rank's number of choices of each logical expert, only for layers whose planner must
      * choose replicas before it counts; epoch-stamped [2][num_ranks][REPLICATED_EXPERTS] */
-    int64_t chosen;
+    int64_t logical_counts;
     /* number of choices of each expert that each planning CTA has counted; epoch-stamped
      * [MAX_PLANNERS][MAX_TALLIES]; this rank only */
     int64_t tallies;
@@ -92,7 +92,7 @@ typedef struct p2p_heap {
     int64_t records;
     /* the row on this rank of each rank's token, FLAT only; epoch-stamped
      * [2][num_ranks][max_tokens] */
-    int64_t rows;
+    int64_t flat_rows;
     __extension__ p2p_net_arrays net[HOSTS]; /* backend hosts only (hosts.h) */
     /* the expert ids of each rank's tokens, two per word, only for low-latency plans;
      * epoch-stamped [2][num_ranks][p2p_lowlat_tokens(max_tokens)][LOWLAT_ID_WORDS] */
@@ -135,9 +135,11 @@ enum { /* indices of the words that report a wrong value in a planner's input */
 
 /* The part of the control memory that only backend hosts has. */
 typedef struct p2p_net_control {
-    uint64_t posted; /* number of entries that kernels have appended to the ring of puts */
-    uint64_t room;   /* entries with numbers below this one fit into the ring without waiting */
-    uint64_t epochs; /* number of epochs whose end marker was appended to the ring */
+    /* number of entries that kernels have appended to the ring of puts */
+    uint64_t posted_entries;
+    /* entries with numbers below this one fit into the ring without waiting */
+    uint64_t ring_room;
+    uint64_t ended_epochs; /* number of epochs whose end marker was appended to the ring */
     /* The rest are copies of words that are in host memory or in the net inbox, where each poll
      * is slow. One warp reads the original; all other warps read the copy here. */
     uint64_t broken; /* P2P_BROKEN() if the group has failed, else 0 */
@@ -234,25 +236,26 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     h.broken = h.announce + 2 * DEVICE_MAX_RANKS * P2P_ANNOUNCE_WORDS * 8;
     h.gone = h.broken + 128;
     h.waits = h.gone + DEVICE_MAX_RANKS * 8;
-    h.why = h.waits + DEVICE_MAX_RANKS * 8;
-    h.control = h.why + 512;
+    h.abort_text = h.waits + DEVICE_MAX_RANKS * 8;
+    h.control = h.abort_text + 512;
     h.faults = h.control + P2P_CONTROL_BYTES;
-    h.first = h.faults + 2 * DEVICE_MAX_RANKS * P2P_FAULT_WORDS * 8;
-    h.counts = h.first + P2P_MAX_PLANNERS * 8;
+    h.first_faults = h.faults + 2 * DEVICE_MAX_RANKS * P2P_FAULT_WORDS * 8;
+    h.counts = h.first_faults + P2P_MAX_PLANNERS * 8;
     h.searches = h.counts + 2 * num_ranks * DEVICE_MAX_TALLIES * 8;
-    h.chosen = h.searches + 2 * num_ranks * P2P_MAX_SEARCHES * DEVICE_MAX_RANKS * 8;
-    h.tallies = h.chosen + 2 * num_ranks * P2P_REPLICATED_EXPERTS * 8;
+    h.logical_counts = h.searches + 2 * num_ranks * P2P_MAX_SEARCHES * DEVICE_MAX_RANKS * 8;
+    h.tallies = h.logical_counts + 2 * num_ranks * P2P_REPLICATED_EXPERTS * 8;
     h.scratch = device_round_up(h.tallies + P2P_MAX_PLANNERS * DEVICE_MAX_TALLIES * 8, 512);
     h.records = h.scratch + device_round_up(max_row_bytes, 512);
-    h.rows = h.records + device_round_up(2 * num_ranks * choices * 8, 512);
-    h.ids = h.rows + device_round_up(2 * num_ranks * max_tokens * 8, 512);
+    h.flat_rows = h.records + device_round_up(2 * num_ranks * choices * 8, 512);
+    h.ids = h.flat_rows + device_round_up(2 * num_ranks * max_tokens * 8, 512);
     h.escapes = h.ids + device_round_up(2 * num_ranks * p2p_lowlat_tokens(max_tokens) *
                                             P2P_LOWLAT_ID_WORDS * 8,
                                         512);
     if (HOSTS) {
         h.net->wants = h.escapes;
-        h.net->sent = h.net->wants + device_round_up(2 * num_ranks * max_tokens * 8, 512);
-        h.escapes = h.net->sent + device_round_up(num_ranks * max_tokens * 4, 512);
+        h.net->stored_pieces =
+            h.net->wants + device_round_up(2 * num_ranks * max_tokens * 8, 512);
+        h.escapes = h.net->stored_pieces + device_round_up(num_ranks * max_tokens * 4, 512);
     }
     h.floats = h.escapes + device_round_up(2 * peers * h.escape_words * 4, 512);
     h.parts = h.floats + device_round_up(2 * peers * choices * 4, 512);

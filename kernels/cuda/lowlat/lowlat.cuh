@@ -119,7 +119,7 @@ __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
     start.epoch = load_relaxed(&control_of(self)->epoch);
     start.broken = read_broken(self);
     if (HOSTS) {
-        start.epochs = load_relaxed(&control_of(self)->net->epochs);
+        start.epochs = load_relaxed(&control_of(self)->net->ended_epochs);
         start.freed = load_relaxed(&control_of(self)->net->freed);
         if (is_last_cta()) start.net_broken = read_net_broken(self);
     }

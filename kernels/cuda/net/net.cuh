@@ -47,22 +47,23 @@ static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num
 __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t index)
 {
     p2p_net_control *control = control_of(op)->net;
-    if (index < load_relaxed(&control->room)) return true;
+    if (index < load_relaxed(&control->ring_room)) return true;
     if (!poll_permit(&control->room_polled_at, 1)) return false;
     const uint64_t room = load_relaxed(&op.self->net->ring.words->taken) + P2P_RING_ENTRIES;
     /* Another thread may overwrite this with an older value. That is harmless, because an older
      * value is smaller and only causes another check. */
-    store_relaxed(&control->room, room);
+    store_relaxed(&control->ring_room, room);
     return index < room;
 }
 
 /* Appends an entry to the ring. Waits if the ring is full. `room`: an earlier value of
- * control->room, which avoids a load. If the group breaks during the wait, drops the entry.
+ * control->ring_room, which avoids a load. If the group breaks during the wait, drops the entry.
  * Called by one thread. */
 __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
                                             uint64_t *entries, uint64_t room)
 {
-    const uint64_t index = atomicAdd((unsigned long long *)&control_of(op)->net->posted, 1ull);
+    const uint64_t index =
+        atomicAdd((unsigned long long *)&control_of(op)->net->posted_entries, 1ull);
     if (index >= room &&
         !wait_thread(op, -1, P2P_PHASE_GRID, [&] { return ring_has_room(op, index); }))
         return;
@@ -75,7 +76,7 @@ __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
 static __device__ __noinline__ void post_entry(const OpState &op, uint64_t entry)
 {
     uint64_t *entries = op.self->net->ring.entries;
-    const uint64_t room = load_relaxed(&control_of(op)->net->room);
+    const uint64_t room = load_relaxed(&control_of(op)->net->ring_room);
     __threadfence_system();
     write_entry(op, entry, entries, room);
 }
@@ -112,12 +113,13 @@ __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, con
     if (!is_remote(self, q)) return;
     __syncwarp();
     if (lane_id() != 0) return;
-    uint32_t *sent = (uint32_t *)(op.heap + self.at.net->sent) + q * self.max_tokens + token;
+    uint32_t *stored =
+        (uint32_t *)(op.heap + self.at.net->stored_pieces) + q * self.max_tokens + token;
     /* Orders this warp's stores before the count. The warp that counts last has the system
      * fence in post_put(), which also covers the stores of the other warps. */
     __threadfence();
-    if (atomicAdd(sent, 1u) + 1 != (uint32_t)pieces) return;
-    store_relaxed(sent, 0u);
+    if (atomicAdd(stored, 1u) + 1 != (uint32_t)pieces) return;
+    store_relaxed(stored, 0u);
     post_put(op, q, whole, bytes);
 }
 
@@ -149,9 +151,10 @@ static __device__ __noinline__ void post_epoch_end(const OpState &op)
 {
     p2p_net_control *control = control_of(op)->net;
     uint64_t *entries = op.self->net->ring.entries;
-    const uint64_t room = load_relaxed(&control->room), epochs = load_relaxed(&control->epochs);
+    const uint64_t room = load_relaxed(&control->ring_room),
+                   epochs = load_relaxed(&control->ended_epochs);
     write_entry(op, P2P_ENTRY(0, P2P_EPOCH_ENDS, 0), entries, room);
-    store_relaxed(&control->epochs, epochs + 1);
+    store_relaxed(&control->ended_epochs, epochs + 1);
 }
 
 /* Waits until the next epoch may overwrite its half of the outbox. The epoch before the last
@@ -160,7 +163,7 @@ static __device__ __noinline__ void post_epoch_end(const OpState &op)
 __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
 {
     p2p_net_control *control = control_of(op)->net;
-    const uint64_t epochs = load_relaxed(&control->epochs);
+    const uint64_t epochs = load_relaxed(&control->ended_epochs);
     const uint64_t *freed = &op.self->net->ring.words->freed;
     return wait_thread(op, -1, P2P_PHASE_GRID, [&] {
         if (load_relaxed(&control->freed) + 1 >= epochs) return true;

@@ -248,7 +248,7 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
     const bool bad = p.bad_choice != NO_INDEX || p.bad_owner != NO_INDEX ||
                      (KIND & PLAN_RARE && p.bad_replica != NO_INDEX);
     if (threadIdx.x == 0)
-        store_relaxed((uint64_t *)(op.heap + job.self.at.first) + blockIdx.x,
+        store_relaxed((uint64_t *)(op.heap + job.self.at.first_faults) + blockIdx.x,
                       stamp_word(op, p.bad_choice));
     const int warps = p.num_warps;
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
@@ -322,7 +322,7 @@ publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, u
 static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_plan_job &job,
                                                   const OpState &op)
 {
-    const uint64_t *first = (const uint64_t *)(op.heap + job.self.at.first);
+    const uint64_t *first = (const uint64_t *)(op.heap + job.self.at.first_faults);
     const bool placed = p.bad_owner == NO_INDEX, known = placed && p.bad_replica == NO_INDEX;
     uint32_t index = placed ? p.bad_replica : p.bad_owner;
     for (int c = 0; c < job.planners && known; c++) {

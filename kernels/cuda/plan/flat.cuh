@@ -18,7 +18,7 @@
 __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, const OpState &op,
                                                       uint8_t *heap, int source, int64_t token)
 {
-    return (uint64_t *)(heap + self.at.rows) +
+    return (uint64_t *)(heap + self.at.flat_rows) +
            ((int64_t)epoch_parity(op) * self.num_ranks + source) * self.max_tokens + token;
 }
 

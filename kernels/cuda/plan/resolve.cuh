@@ -24,7 +24,7 @@
 __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank)
 {
-    return (uint64_t *)(heap + self.at.chosen) +
+    return (uint64_t *)(heap + self.at.logical_counts) +
            ((int64_t)epoch_parity(op) * self.num_ranks + rank) * P2P_REPLICATED_EXPERTS;
 }
 

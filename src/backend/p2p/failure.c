@@ -58,8 +58,8 @@ static int name_ranks(char *to, size_t size, uint32_t ranks)
 static void read_why(const epic_group *group, char *why, size_t size)
 {
     why[0] = 0;
-    if (cudaMemcpyAsync(why, p2p_inbox(group) + group->self.at.why, size - 1, cudaMemcpyDefault,
-                        group->side) == cudaSuccess)
+    if (cudaMemcpyAsync(why, p2p_inbox(group) + group->self.at.abort_text, size - 1,
+                        cudaMemcpyDefault, group->side) == cudaSuccess)
         (void)cudaStreamSynchronize(group->side);
     why[size - 1] = 0;
 }
@@ -293,7 +293,7 @@ void p2p_abort(epic_group *group, uint64_t tag, const char *why)
     const uint32_t me = (uint32_t)group->rank;
     *group->word = P2P_BROKEN(EPIC_EPEER, 0, me, 0, 1u << me);
     for (int q = 0; q < group->num_ranks; q++) {
-        group->hooks->write(group, q, group->self.at.why, sentence, sizeof sentence);
+        group->hooks->write(group, q, group->self.at.abort_text, sentence, sizeof sentence);
         group->hooks->write(group, q, group->self.at.broken, group->word, sizeof *group->word);
     }
     (void)cudaGetLastError();

@@ -95,7 +95,7 @@ static void test_rows(const hosts_proxy_setup *s)
 static void test_messages(const hosts_proxy_setup *s, hosts_proxy *r)
 {
     __atomic_store_n(&most, PIECES, __ATOMIC_RELEASE);
-    for (int h = FULL; h <= OTHER; h++) hosts_proxy_send(r, h, (uint64_t)s->at.why, 8);
+    for (int h = FULL; h <= OTHER; h++) hosts_proxy_send(r, h, (uint64_t)s->at.abort_text, 8);
     if (__atomic_load_n(&given[OTHER], __ATOMIC_ACQUIRE) != PIECES + 1)
         fail_test("a message waits behind that to another host");
 }
