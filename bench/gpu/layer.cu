@@ -267,7 +267,7 @@ static void time_decode(int each, int64_t k, int64_t n, bool scaled, cudaStream_
     g.out = a.bytes((size_t)(s.slots * n * 2));
     uint32_t *sum = (uint32_t *)a.bytes(4);
     p2p_gemm alone = g;
-    alone.alone = 1;
+    alone.no_clusters = 1;
     const int64_t vectors = 64 * k * n / (scaled ? 16 : 8);
     const uint4 *w = (const uint4 *)g.b;
     std::vector<Candidate> all = {

@@ -292,7 +292,7 @@ static p2p_gemm job_of(const problem *p, uint32_t pass, const both *out, kernel 
                       .out_type = s->out_type,
                       .accumulate = pass == EPIC_GEMM_WEIGHT && s->accumulate,
                       .sms = how <= SLICED ? 8 : 132,
-                      .alone = how == ALONE};
+                      .no_clusters = how == ALONE};
 }
 
 /* A kernel with wrong barriers never ends, so this ends the program after a time. */
@@ -322,7 +322,7 @@ static void cut_sums(p2p_gemm *job, const problem *p, both *parts)
     push_to_device(parts);
     job->slabs.num_slots = p->s->tokens[0];
     job->slices = SLICES;
-    job->parts = parts->device;
+    job->slice_sums = parts->device;
 }
 
 static void run_product(const problem *p, uint32_t pass, kernel how)

@@ -61,7 +61,7 @@ typedef struct p2p_gemm {
     const float *b_scales;
     /* INPUT: an array with the shape and type of out, which is added to the result; NULL:
      * none */
-    const void *also;
+    const void *addend;
     int64_t k, n;
     uint32_t pass;     /* an epic_gemm_pass */
     uint32_t row_type; /* epic_type of x and d_x */
@@ -77,13 +77,13 @@ typedef struct p2p_gemm {
      * rows of tiles (with clusters: pairs of rows) together, one column of tiles after the
      * other. 0: the launcher chooses. */
     int32_t group;
-    int32_t alone; /* 1: run without clusters of two CTAs; only tests set this */
+    int32_t no_clusters; /* 1: run without clusters of two CTAs; only tests set this */
     /* If above 1: each sum is divided into this many slices, which different CTAs compute.
      * Allowed only for products with one slab that fills all slots. */
     int32_t slices;
     /* only with slices: [slices, rows of out, columns of out], memory for the sum of each
      * slice */
-    float *parts;
+    float *slice_sums;
 } p2p_gemm;
 
 /* Arguments of the kernels that run between the experts' two matrix products. They compute the

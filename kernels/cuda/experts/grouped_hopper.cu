@@ -89,7 +89,7 @@ static Job job_of(const p2p_gemm *g)
     job.a_scales = g->a_scales;
     job.b_scales = g->b_scales;
     job.out = g->out;
-    job.also = g->also;
+    job.addend = g->addend;
     job.columns = g->pass == EPIC_GEMM_INPUT ? g->k : g->n;
     job.lines = g->k;
     job.num_experts = g->slabs.num_experts;
@@ -171,11 +171,11 @@ static cudaError_t launch_typed(const p2p_gemm *g, cudaStream_t stream)
 extern "C" cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *g, cudaStream_t stream)
 {
     if (g->row_type == EPIC_E4M3)
-        return g->alone ? launch_e4m3<1>(g, stream) : launch_e4m3<2>(g, stream);
+        return g->no_clusters ? launch_e4m3<1>(g, stream) : launch_e4m3<2>(g, stream);
     if (g->row_type == EPIC_F16) return launch_typed<__half, 2>(g, stream);
-    const bool adds = g->pass == EPIC_GEMM_INPUT && (g->accumulate || g->also);
-    return g->alone || adds ? launch_typed<__nv_bfloat16, 1>(g, stream)
-                            : launch_typed<__nv_bfloat16, 2>(g, stream);
+    const bool adds = g->pass == EPIC_GEMM_INPUT && (g->accumulate || g->addend);
+    return g->no_clusters || adds ? launch_typed<__nv_bfloat16, 1>(g, stream)
+                                  : launch_typed<__nv_bfloat16, 2>(g, stream);
 }
 
 /* Returns whether an address is a multiple of 16 bytes. */
@@ -190,7 +190,7 @@ static const char *why_e4m3_is_slow(const p2p_gemm *g)
     const bool input = g->pass == EPIC_GEMM_INPUT;
     const int64_t columns = input ? g->k : g->n, depth = input ? g->n : g->k;
     if (g->y_type != EPIC_BF16 && g->y_type != EPIC_F16) return "results are not 16 bits";
-    if (g->accumulate || g->also) return "results are added to";
+    if (g->accumulate || g->addend) return "results are added to";
     if (depth % 16) return "16 does not divide a row";
     return columns % 8 ? "8 does not divide a result's row" : NULL;
 }
@@ -200,15 +200,15 @@ extern "C" const char *p2p_gemm_is_slow(const p2p_gemm *g)
     const bool weight = g->pass == EPIC_GEMM_WEIGHT;
     if (!encode) return "no tensor cores of sm_90a";
     if (!is_whole(g->a) || !is_whole(g->b) || !is_whole(g->out) || (uintptr_t)g->bias % 4 ||
-        (uintptr_t)g->also % 4)
+        (uintptr_t)g->addend % 4)
         return "an address that 16 does not divide";
     if (!g->slabs.num_slots) return "no slots";
     if (g->row_type == EPIC_E4M3) return why_e4m3_is_slow(g);
     if (g->row_type != EPIC_BF16 && g->row_type != EPIC_F16) return "rows are not 16 bits";
     const bool wide = g->pass == EPIC_GEMM_FORWARD && g->y_type == EPIC_F32 &&
-                      g->row_type == EPIC_BF16 && !g->bias && !g->alone;
+                      g->row_type == EPIC_BF16 && !g->bias && !g->no_clusters;
     if (g->y_type && g->y_type != g->row_type && !wide) return "results are of another type";
-    if (g->pass == EPIC_GEMM_INPUT && g->row_type == EPIC_F16 && (g->accumulate || g->also))
+    if (g->pass == EPIC_GEMM_INPUT && g->row_type == EPIC_F16 && (g->accumulate || g->addend))
         return "results are added to";
     if (!weight && g->weight_type != g->row_type) return "weights are not of the rows' type";
     if (weight && g->out_type != g->row_type && g->out_type != EPIC_F32)

@@ -44,7 +44,8 @@
  * warpgroup also arrives at the other CTA's barrier, because that CTA's producer writes into
  * this stage, too. */
 template <int CTAS>
-static __device__ __forceinline__ void release_stage(const Places &at, int stage, int thread)
+static __device__ __forceinline__ void release_stage(const SharedLayout &at, int stage,
+                                                     int thread)
 {
     const uint32_t empty = at.empty + 8 * stage;
     if (CTAS == 2) {
@@ -76,8 +77,9 @@ static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int
  * the next stage before it waits for those of the stage before, so that the tensor cores stay
  * busy. After this wait it releases the earlier stage. */
 template <class T, int PASS, int CTAS>
-static __device__ __forceinline__ void
-multiply_tile(float (&d)[128], const Work &w, const Places &at, Stage &s, int half, int thread)
+static __device__ __forceinline__ void multiply_tile(float (&d)[128], const Tile &w,
+                                                     const SharedLayout &at, Stage &s, int half,
+                                                     int thread)
 {
     constexpr int TRANSPOSE_A = PASS == EPIC_GEMM_WEIGHT, TRANSPOSE_B = PASS != EPIC_GEMM_INPUT;
     /* distance between two blocks of 16 numbers along the summed dimension, in units of 16
@@ -156,7 +158,7 @@ static __device__ __forceinline__ uint32_t pack_pair(float x, float y, __half)
 /* Adds the expert's bias to each row of the results. If job.bias_weights is set, the bias is
  * first multiplied by the row's weight. */
 template <class T>
-static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job, const Work &w,
+static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job, const Tile &w,
                                                 int half, const Lane &lane)
 {
     const int row = half * 64 + lane.row;
@@ -182,7 +184,7 @@ static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job,
  * on. Not used for float32 results, which add_box() adds in memory. */
 template <class Out>
 static __device__ __forceinline__ void add_rows(float (&d)[128], const void *from,
-                                                const Job &job, const Work &w, int64_t row,
+                                                const Job &job, const Tile &w, int64_t row,
                                                 int64_t there, const Lane &lane)
 {
     const int64_t at = row * job.columns;
@@ -200,11 +202,11 @@ static __device__ __forceinline__ void add_rows(float (&d)[128], const void *fro
     }
 }
 
-/* Adds to the results what is already there: the rows of job.also, if it is set, and the old
- * values of out, if job.accumulate is set. */
+/* Adds to the results what must be added before they are rounded: the rows of job.addend, if it
+ * is set, and the old values of out, if job.accumulate is set. */
 template <class Out, int PASS>
 static __device__ __forceinline__ void add_existing(float (&d)[128], const Job &job,
-                                                    const Work &w, int half, const Lane &lane)
+                                                    const Tile &w, int half, const Lane &lane)
 {
     const int64_t line = half * 64 + lane.row;
     if (PASS == EPIC_GEMM_WEIGHT) {
@@ -212,7 +214,7 @@ static __device__ __forceinline__ void add_existing(float (&d)[128], const Job &
         add_rows<Out>(d, job.out, job, w, row, job.lines - w.row - line, lane);
         return;
     }
-    if (job.also) add_rows<Out>(d, job.also, job, w, w.row + line, w.tokens - line, lane);
+    if (job.addend) add_rows<Out>(d, job.addend, job, w, w.row + line, w.tokens - line, lane);
     if (job.accumulate) add_rows<Out>(d, job.out, job, w, w.row + line, w.tokens - line, lane);
 }
 
@@ -287,7 +289,7 @@ store_lines(uint8_t *out, int64_t line_bytes, uint32_t box, int rows, int vector
  * warpgroup writes the other. */
 template <class Out, int PASS>
 static __device__ __forceinline__ void store_tile(const float (&d)[128], const Maps &maps,
-                                                  const Job &job, const Work &w, uint32_t boxes,
+                                                  const Job &job, const Tile &w, uint32_t boxes,
                                                   int half, int thread)
 {
     /* WIDE: columns of a box; COUNT: number of boxes side by side in the tile */
@@ -337,7 +339,7 @@ struct Scales {
     /* scale of matrix a times scale of matrix b, for the left [0] and the right [1] columns */
     float now_low[2], now_high[2];
 
-    __device__ __forceinline__ Scales(const Job &job, const Work &w, const Lane &lane, int half)
+    __device__ __forceinline__ Scales(const Job &job, const Tile &w, const Lane &lane, int half)
     {
         const int row = half * 64 + lane.row;
         const int block = w.column / 128, blocks = (int)((job.columns + 127) / 128);
@@ -381,7 +383,7 @@ struct Scales {
  * products of this warpgroup. */
 template <int CTAS>
 static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const Job &job,
-                                                          const Work &w, const Places &at,
+                                                          const Tile &w, const SharedLayout &at,
                                                           Stage &s, int half, int thread)
 {
     const Lane lane(thread);
@@ -425,14 +427,14 @@ static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const
  * first 64 (half 0) or the last 64 (half 1). */
 template <class T, class Out, int PASS, int CTAS>
 static __device__ __forceinline__ void run_consumer(const Maps &maps, const Job &job,
-                                                    const Places &at, int half, int rank)
+                                                    const SharedLayout &at, int half, int rank)
 {
     const int num_tiles = PASS == EPIC_GEMM_WEIGHT ? 0 : *job.num_tiles;
     const int grid = gridDim.x / CTAS, thread = threadIdx.x % 128;
     const uint32_t boxes = at.stores + half * STORE_BYTES;
     const Lane lane(thread);
     Stage s = {0, 0};
-    Work w;
+    Tile w;
     float d[128];
     for (int t = blockIdx.x / CTAS; find_tile<PASS, CTAS>(w, job, num_tiles, t, rank);
          t += grid) {
@@ -467,7 +469,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
      * which is 0 if the kernel was compiled without this body (not for sm_90a). */
     __shared__ uint64_t barriers[2 * STAGES];
     const int group = threadIdx.x / 128, rank = CTAS == 2 ? cluster_rank() : 0;
-    Places at;
+    SharedLayout at;
     at.stages = ((uint32_t)__cvta_generic_to_shared(memory) + 1023) & ~1023u;
     at.stores = at.stages + STAGES * STAGE_BYTES;
     at.full = (uint32_t)__cvta_generic_to_shared(barriers);

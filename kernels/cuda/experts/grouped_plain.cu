@@ -37,9 +37,9 @@
 /* number of groups of four numbers that each thread loads from matrix b per step */
 #define B_FOURS (BN * BK / 4 / THREADS)
 
-/* What a CTA computes at a time: one tile of out and, if sums are cut into slices, one slice of
+/* The work of a CTA at a time: one tile of out and, if sums are cut into slices, one slice of
  * each sum. */
-struct Piece {
+struct TileSlice {
     int64_t row;    /* the tile's first row in a and out; WEIGHT: the slab's first row */
     int64_t first;  /* WEIGHT: the tile's first row in out[expert]; else 0 */
     int64_t column; /* the tile's first column in out */
@@ -58,11 +58,12 @@ static __device__ __forceinline__ int64_t slices_of(const p2p_gemm &g)
     return g.slices > 1 ? g.slices : 1;
 }
 
-/* Returns piece number `index` of the product. Pieces are ordered by row of tiles, then by
+/* Returns tile slice number `index` of the product. They are ordered by row of tiles, then by
  * column of tiles, then by slice. */
-template <int PASS> static __device__ Piece find_piece(const p2p_gemm &g, int64_t index)
+template <int PASS>
+static __device__ TileSlice find_tile_slice(const p2p_gemm &g, int64_t index)
 {
-    Piece p;
+    TileSlice p;
     p.columns = PASS == EPIC_GEMM_INPUT ? g.k : g.n;
     const int64_t across = (p.columns + BN - 1) / BN;
     const int64_t slice = index % slices_of(g);
@@ -92,8 +93,8 @@ template <int PASS> static __device__ Piece find_piece(const p2p_gemm &g, int64_
     return p;
 }
 
-/* Returns the number of pieces of the product: tiles times slices. */
-template <int PASS> static __device__ int64_t num_pieces(const p2p_gemm &g)
+/* Returns the number of tile slices of the product: tiles times slices. */
+template <int PASS> static __device__ int64_t num_tile_slices(const p2p_gemm &g)
 {
     const int64_t columns = PASS == EPIC_GEMM_INPUT ? g.k : g.n;
     const int64_t lines = PASS == EPIC_GEMM_WEIGHT ? (g.k + BM - 1) / BM * g.slabs.num_experts
@@ -108,27 +109,27 @@ static __device__ uint32_t y_type(const p2p_gemm &g)
 }
 
 /* Returns four e4m3 numbers from index `at` of an array, each times their common scale. Only
- * the first `there` of them are inside the matrix; the others are returned as 0. */
-static __device__ __forceinline__ float4 load_four_e4m3(const void *p, int64_t at, int there,
-                                                        const float *scale)
+ * the first `num_valid` of them are inside the matrix; the others are returned as 0. */
+static __device__ __forceinline__ float4 load_four_e4m3(const void *p, int64_t at,
+                                                        int num_valid, const float *scale)
 {
     const uint8_t *const from = (const uint8_t *)p + at;
-    if (there <= 0) return make_float4(0, 0, 0, 0);
+    if (num_valid <= 0) return make_float4(0, 0, 0, 0);
     const float s = *scale;
-    return make_float4(e4m3_value(from[0]) * s, there > 1 ? e4m3_value(from[1]) * s : 0,
-                       there > 2 ? e4m3_value(from[2]) * s : 0,
-                       there > 3 ? e4m3_value(from[3]) * s : 0);
+    return make_float4(e4m3_value(from[0]) * s, num_valid > 1 ? e4m3_value(from[1]) * s : 0,
+                       num_valid > 2 ? e4m3_value(from[2]) * s : 0,
+                       num_valid > 3 ? e4m3_value(from[3]) * s : 0);
 }
 
-/* Returns four numbers from index `at` of an array of type `type`. Only the first `there` of
+/* Returns four numbers from index `at` of an array of type `type`. Only the first `num_valid` of
  * them are inside the matrix; the others are returned as 0. */
 static __device__ __forceinline__ float4 load_four(const void *p, uint32_t type, int64_t at,
-                                                   int there)
+                                                   int num_valid)
 {
     float x[4] = {0, 0, 0, 0};
     const int size = type == EPIC_F32 ? 4 : 2;
     const uint8_t *const from = (const uint8_t *)p + at * size;
-    if (there >= 4 && (uintptr_t)from % (4 * size) == 0) {
+    if (num_valid >= 4 && (uintptr_t)from % (4 * size) == 0) {
         if (type == EPIC_F32) return *(const float4 *)from;
         const uint2 q = *(const uint2 *)from;
         float eight[8];
@@ -140,19 +141,19 @@ static __device__ __forceinline__ float4 load_four(const void *p, uint32_t type,
     }
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        if (i < there) x[i] = load_number(p, type, at + i);
+        if (i < num_valid) x[i] = load_number(p, type, at + i);
     return make_float4(x[0], x[1], x[2], x[3]);
 }
 
-/* Stores the first `there` numbers of x, at most four, from index `at` of an array of type
+/* Stores the first `num_valid` numbers of x, at most four, from index `at` of an array of type
  * `type`. */
 static __device__ __forceinline__ void store_numbers_at(void *p, uint32_t type, int64_t at,
-                                                        int there, const float *x)
+                                                        int num_valid, const float *x)
 {
     const int size = type == EPIC_F32 ? 4 : 2;
     uint8_t *const to = (uint8_t *)p + at * size;
-    if (there < 4 || (uintptr_t)to % (4 * size)) {
-        for (int i = 0; i < there; i++) store_number(p, type, at + i, x[i]);
+    if (num_valid < 4 || (uintptr_t)to % (4 * size)) {
+        for (int i = 0; i < num_valid; i++) store_number(p, type, at + i, x[i]);
         return;
     }
     if (type == EPIC_F32)
@@ -193,62 +194,64 @@ static __device__ __forceinline__ int count_four(int64_t end, int64_t at)
 /* What one thread loads of one step's tiles of matrices a and b: into registers first, then to
  * shared memory. A_TRANSPOSED, B_TRANSPOSED: the summed dimension is contiguous in the caller's
  * matrix. */
-template <int PASS, bool SCALED> struct Parts {
+template <int PASS, bool SCALED> struct StepTiles {
     static constexpr bool A_TRANSPOSED = PASS != EPIC_GEMM_WEIGHT;
     static constexpr bool B_TRANSPOSED = PASS == EPIC_GEMM_INPUT;
     static constexpr int A_PITCH = BM + PAST, B_PITCH = BN + PAST;
     float4 a[A_FOURS], b[B_FOURS];
 
-    /* Position of this thread's n-th group of four numbers in the tile of one step. step_of()
-     * returns the group's first index along the summed dimension. line_of() returns its first
-     * row of matrix a or column of matrix b. `lines`: rows or columns of the tile. */
-    static __device__ __forceinline__ int step_of(bool transposed, int lines, int n)
+    /* Position of this thread's n-th group of four numbers in the tile of one step.
+     * step_in_tile() returns the group's first index along the summed dimension. line_in_tile()
+     * returns its first row of matrix a or column of matrix b. `lines`: rows or columns of the
+     * tile. */
+    static __device__ __forceinline__ int step_in_tile(bool transposed, int lines, int n)
     {
         const int i = n * THREADS + (int)threadIdx.x;
         return transposed ? i % (BK / 4) * 4 : i / (lines / 4);
     }
-    static __device__ __forceinline__ int line_of(bool transposed, int lines, int n)
+    static __device__ __forceinline__ int line_in_tile(bool transposed, int lines, int n)
     {
         const int i = n * THREADS + (int)threadIdx.x;
         return transposed ? i / (BK / 4) : i % (lines / 4) * 4;
     }
     /* Loads this thread's numbers of one step into registers. `step`: the step's first index
      * along the summed dimension. */
-    __device__ __forceinline__ void load_step(const p2p_gemm &g, const Piece &p, int64_t step)
+    __device__ __forceinline__ void load_step(const p2p_gemm &g, const TileSlice &p,
+                                              int64_t step)
     {
         const uint32_t a_type = PASS == EPIC_GEMM_INPUT ? y_type(g) : g.row_type;
         const uint32_t b_type = PASS == EPIC_GEMM_WEIGHT ? y_type(g) : g.weight_type;
 #pragma unroll
         for (int n = 0; n < A_FOURS; n++) {
-            const int m = line_of(A_TRANSPOSED, BM, n);
-            const int64_t s = step + step_of(A_TRANSPOSED, BM, n);
+            const int m = line_in_tile(A_TRANSPOSED, BM, n);
+            const int64_t s = step + step_in_tile(A_TRANSPOSED, BM, n);
             const int64_t at =
                 A_TRANSPOSED ? (p.row + m) * p.depth + s : (p.row + s) * g.k + p.first + m;
-            const int there = A_TRANSPOSED ? (m < p.tokens ? count_four(p.depth, s) : 0)
-                                           : (s < p.depth ? count_four(p.tokens, m) : 0);
+            const int num_valid = A_TRANSPOSED ? (m < p.tokens ? count_four(p.depth, s) : 0)
+                                               : (s < p.depth ? count_four(p.tokens, m) : 0);
             if (SCALED)
-                a[n] = load_four_e4m3(g.a, at, there,
+                a[n] = load_four_e4m3(g.a, at, num_valid,
                                       g.a_scales + (p.row + m) * num_blocks(p.depth) + s / 128);
             else
-                a[n] = load_four(g.a, a_type, at, there);
+                a[n] = load_four(g.a, a_type, at, num_valid);
         }
 #pragma unroll
         for (int n = 0; n < B_FOURS; n++) {
-            const int64_t c = p.column + line_of(B_TRANSPOSED, BN, n);
-            const int64_t s = step + step_of(B_TRANSPOSED, BN, n);
+            const int64_t c = p.column + line_in_tile(B_TRANSPOSED, BN, n);
+            const int64_t s = step + step_in_tile(B_TRANSPOSED, BN, n);
             const int64_t at = PASS == EPIC_GEMM_WEIGHT ? (p.row + s) * g.n + c
                                : B_TRANSPOSED           ? (p.expert * g.k + c) * g.n + s
                                                         : (p.expert * g.k + s) * g.n + c;
-            const int there = B_TRANSPOSED ? (c < p.columns ? count_four(p.depth, s) : 0)
-                                           : (s < p.depth ? count_four(p.columns, c) : 0);
+            const int num_valid = B_TRANSPOSED ? (c < p.columns ? count_four(p.depth, s) : 0)
+                                               : (s < p.depth ? count_four(p.columns, c) : 0);
             if (SCALED)
-                b[n] = load_four_e4m3(g.b, at, there,
+                b[n] = load_four_e4m3(g.b, at, num_valid,
                                       g.b_scales +
                                           (p.expert * num_blocks(p.columns) + c / 128) *
                                               num_blocks(p.depth) +
                                           s / 128);
             else
-                b[n] = load_four(g.b, b_type, at, there);
+                b[n] = load_four(g.b, b_type, at, num_valid);
         }
     }
     /* Writes the loaded numbers to shared memory at `to`: first the tile of a, then that of
@@ -258,12 +261,12 @@ template <int PASS, bool SCALED> struct Parts {
         float *const to_a = to, *const to_b = to + BK * A_PITCH;
 #pragma unroll
         for (int n = 0; n < A_FOURS; n++)
-            put_four_shared<A_TRANSPOSED, A_PITCH>(to_a, step_of(A_TRANSPOSED, BM, n),
-                                                   line_of(A_TRANSPOSED, BM, n), a[n]);
+            put_four_shared<A_TRANSPOSED, A_PITCH>(to_a, step_in_tile(A_TRANSPOSED, BM, n),
+                                                   line_in_tile(A_TRANSPOSED, BM, n), a[n]);
 #pragma unroll
         for (int n = 0; n < B_FOURS; n++)
-            put_four_shared<B_TRANSPOSED, B_PITCH>(to_b, step_of(B_TRANSPOSED, BN, n),
-                                                   line_of(B_TRANSPOSED, BN, n), b[n]);
+            put_four_shared<B_TRANSPOSED, B_PITCH>(to_b, step_in_tile(B_TRANSPOSED, BN, n),
+                                                   line_in_tile(B_TRANSPOSED, BN, n), b[n]);
     }
 };
 
@@ -284,10 +287,10 @@ static __device__ __forceinline__ void load_eight(const float *from, int half, f
 }
 
 /* Stores four results of row m of the tile. If the row has no token, stores zeros. Otherwise
- * first adds the bias and the row of `also`, if the job has them. With `accumulate`, also adds
- * the old values of out. */
+ * first adds the bias and the row of `addend`, if the job has them. With `accumulate`, also
+ * adds the old values of out. */
 template <int PASS, bool SCALED>
-static __device__ __forceinline__ void store_four(const p2p_gemm &g, const Piece &p, int m,
+static __device__ __forceinline__ void store_four(const p2p_gemm &g, const TileSlice &p, int m,
                                                   int64_t column, float *x)
 {
     const int64_t line = PASS == EPIC_GEMM_WEIGHT ? p.expert * g.k + p.first + m : p.row + m;
@@ -296,20 +299,22 @@ static __device__ __forceinline__ void store_four(const p2p_gemm &g, const Piece
                           : PASS == EPIC_GEMM_FORWARD || SCALED ? y_type(g)
                                                                 : g.row_type;
     const uint32_t bias_type = SCALED ? type : g.weight_type;
-    const int there = count_four(p.columns, column);
-    const bool works = m < p.tokens;
-    if (m >= p.rows || !there) return;
+    const int num_valid = count_four(p.columns, column);
+    const bool has_token = m < p.tokens;
+    if (m >= p.rows || !num_valid) return;
     const auto add = [&](float4 more, float factor) {
         x[0] += more.x * factor, x[1] += more.y * factor;
         x[2] += more.z * factor, x[3] += more.w * factor;
     };
-    if (!works) x[0] = x[1] = x[2] = x[3] = 0;
-    if ((PASS == EPIC_GEMM_FORWARD || SCALED) && g.bias && works)
-        add(load_four(g.bias, bias_type, p.expert * p.columns + column, there),
+    if (!has_token) x[0] = x[1] = x[2] = x[3] = 0;
+    if ((PASS == EPIC_GEMM_FORWARD || SCALED) && g.bias && has_token)
+        add(load_four(g.bias, bias_type, p.expert * p.columns + column, num_valid),
             g.bias_weights ? g.bias_weights[line] : 1.0f);
-    if (PASS == EPIC_GEMM_INPUT && g.also && works) add(load_four(g.also, type, at, there), 1);
-    if (PASS != EPIC_GEMM_FORWARD && g.accumulate) add(load_four(g.out, type, at, there), 1);
-    store_numbers_at(g.out, type, at, there, x);
+    if (PASS == EPIC_GEMM_INPUT && g.addend && has_token)
+        add(load_four(g.addend, type, at, num_valid), 1);
+    if (PASS != EPIC_GEMM_FORWARD && g.accumulate)
+        add(load_four(g.out, type, at, num_valid), 1);
+    store_numbers_at(g.out, type, at, num_valid, x);
 }
 
 /* Returns the number of rows of out. Called only for jobs with slices, because such jobs have
@@ -319,53 +324,55 @@ template <int PASS> static __device__ __forceinline__ int64_t lines_of(const p2p
     return PASS == EPIC_GEMM_WEIGHT ? g.k : g.slabs.num_slots;
 }
 
-/* Stores four partial sums of one slice to g.parts [slices, rows of out, columns of out], where
- * slices_kernel reads them. */
+/* Stores four partial sums of one slice to g.slice_sums [slices, rows of out, columns of out],
+ * where slices_kernel reads them. */
 template <int PASS>
-static __device__ __forceinline__ void store_partial_four(const p2p_gemm &g, const Piece &p,
+static __device__ __forceinline__ void store_partial_four(const p2p_gemm &g, const TileSlice &p,
                                                           int64_t slice, int m, int64_t column,
                                                           const float *x)
 {
     const int64_t line = PASS == EPIC_GEMM_WEIGHT ? p.first + m : p.row + m;
     const int64_t at = (slice * lines_of<PASS>(g) + line) * p.columns + column;
-    if (m < p.rows) store_numbers_at(g.parts, EPIC_F32, at, count_four(p.columns, column), x);
+    if (m < p.rows)
+        store_numbers_at(g.slice_sums, EPIC_F32, at, count_four(p.columns, column), x);
 }
 
-/* The kernel: computes all pieces (struct Piece). Each CTA computes one piece after the other.
- * Shared memory has two buffers: while the CTA multiplies one step from one buffer, it writes
- * the next step to the other. */
+/* The kernel: computes all tile slices. Each CTA computes one after the other. Shared memory
+ * has two buffers: while the CTA multiplies one step from one buffer, it writes the next step
+ * to the other. */
 template <int PASS, bool SCALED>
 static __global__ void __launch_bounds__(THREADS)
     plain_kernel(const __grid_constant__ p2p_gemm g)
 {
-    typedef Parts<PASS, SCALED> Both;
-    __shared__ float4 fours[2][BK * (Both::A_PITCH + Both::B_PITCH) / 4];
+    typedef StepTiles<PASS, SCALED> Tiles;
+    __shared__ float4 fours[2][BK * (Tiles::A_PITCH + Tiles::B_PITCH) / 4];
     const int down = threadIdx.x / (BN / EACH), across = threadIdx.x % (BN / EACH);
-    const int64_t pieces = num_pieces<PASS>(g);
-    Both parts;
-    for (int64_t index = blockIdx.x; index < pieces; index += gridDim.x) {
-        const Piece p = find_piece<PASS>(g, index);
+    const int64_t num_slices = num_tile_slices<PASS>(g);
+    Tiles step_tiles;
+    for (int64_t index = blockIdx.x; index < num_slices; index += gridDim.x) {
+        const TileSlice p = find_tile_slice<PASS>(g, index);
         float sum[EACH][EACH] = {};
-        int now = 0;
-        parts.load_step(g, p, p.begin);
-        parts.store_step((float *)fours[0]);
+        int buffer = 0;
+        step_tiles.load_step(g, p, p.begin);
+        step_tiles.store_step((float *)fours[0]);
         __syncthreads();
         for (int64_t step = p.begin; step < p.end; step += BK) {
-            const bool more = step + BK < p.end;
-            const float *const a = (const float *)fours[now], *const b = a + BK * Both::A_PITCH;
-            if (more) parts.load_step(g, p, step + BK);
+            const bool has_next = step + BK < p.end;
+            const float *const a = (const float *)fours[buffer];
+            const float *const b = a + BK * Tiles::A_PITCH;
+            if (has_next) step_tiles.load_step(g, p, step + BK);
 #pragma unroll
             for (int s = 0; s < BK; s++) {
                 float x[EACH], y[EACH];
-                load_eight(a + s * Both::A_PITCH + down * 4, BM / 2, x);
-                load_eight(b + s * Both::B_PITCH + across * 4, BN / 2, y);
+                load_eight(a + s * Tiles::A_PITCH + down * 4, BM / 2, x);
+                load_eight(b + s * Tiles::B_PITCH + across * 4, BN / 2, y);
 #pragma unroll
                 for (int i = 0; i < EACH; i++)
 #pragma unroll
                     for (int j = 0; j < EACH; j++) sum[i][j] += x[i] * y[j];
             }
-            now = 1 - now;
-            if (more) parts.store_step((float *)fours[now]);
+            buffer = 1 - buffer;
+            if (has_next) step_tiles.store_step((float *)fours[buffer]);
             __syncthreads();
         }
 #pragma unroll
@@ -388,7 +395,7 @@ template <int PASS>
 static __global__ void __launch_bounds__(THREADS)
     slices_kernel(const __grid_constant__ p2p_gemm g)
 {
-    Piece p = {};
+    TileSlice p = {};
     p.columns = PASS == EPIC_GEMM_INPUT ? g.k : g.n;
     p.rows = p.tokens = (int)lines_of<PASS>(g);
     const int64_t fours = (p.columns + 3) / 4, step = (int64_t)gridDim.x * THREADS;
@@ -398,7 +405,7 @@ static __global__ void __launch_bounds__(THREADS)
         float sum[4] = {0, 0, 0, 0};
         for (int32_t s = 0; s < g.slices; s++) {
             const float4 more =
-                load_four(g.parts, EPIC_F32, (s * p.rows + line) * p.columns + column,
+                load_four(g.slice_sums, EPIC_F32, (s * p.rows + line) * p.columns + column,
                           count_four(p.columns, column));
             sum[0] += more.x, sum[1] += more.y, sum[2] += more.z, sum[3] += more.w;
         }
@@ -407,7 +414,7 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 /* Returns the number of CTAs to launch. The host does not know how many rows the slabs have, so
- * it takes the largest possible number of pieces, but at most four CTAs per SM. */
+ * it takes the largest possible number of tile slices, but at most four CTAs per SM. */
 static int ctas_of(const p2p_gemm *g)
 {
     const int64_t columns = g->pass == EPIC_GEMM_INPUT ? g->k : g->n;
@@ -415,9 +422,9 @@ static int ctas_of(const p2p_gemm *g)
                               ? (g->k + BM - 1) / BM * g->slabs.num_experts
                               : g->slabs.most_tiles;
     const int64_t slices = g->slices > 1 ? g->slices : 1;
-    const int64_t pieces = lines * ((columns + BN - 1) / BN) * slices;
+    const int64_t num_slices = lines * ((columns + BN - 1) / BN) * slices;
     const int64_t most = 4 * (int64_t)g->sms;
-    return (int)(pieces < most ? pieces : most);
+    return (int)(num_slices < most ? num_slices : most);
 }
 
 extern "C" p2p_gemm p2p_as_input(p2p_gemm g)

@@ -56,9 +56,9 @@ struct Job {
     const float *bias_weights;
     const float *a_scales, *b_scales; /* E4M3 only */
     void *out;
-    const void *also; /* INPUT: an array that is added to the result; NULL: none */
-    int64_t columns;  /* number of columns of out */
-    int64_t lines;    /* WEIGHT: number of rows of out[expert] */
+    const void *addend; /* INPUT: an array that is added to the result; NULL: none */
+    int64_t columns;    /* number of columns of out */
+    int64_t lines;      /* WEIGHT: number of rows of out[expert] */
     int num_experts;
     int tiles_down; /* WEIGHT: number of rows of tiles of out[expert] */
     /* number of tiles in a row of tiles */
@@ -74,7 +74,7 @@ struct Job {
 };
 
 /* One tile of out, which find_tile() describes. */
-struct Work {
+struct Tile {
     int row; /* the tile's first row in a and out; WEIGHT: its first row in out[expert] */
     /* column: the tile's first column in out; steps: number of stages for the tile */
     int column, expert, steps;
@@ -98,7 +98,7 @@ struct Work {
  * rows) come one after the other. Within a group, one column of tiles comes after the other.
  * WEIGHT does this for one expert after the other. */
 template <int PASS, int CTAS>
-static __device__ __forceinline__ bool find_tile(Work &w, const Job &job, int num_tiles, int t,
+static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int num_tiles, int t,
                                                  int rank)
 {
     int down = num_tiles, rest = t;
@@ -166,7 +166,7 @@ struct Stage {
 
 /* Shared-memory addresses of the ring of stages, of the boxes for results, and of the
  * barriers. */
-struct Places {
+struct SharedLayout {
     uint32_t stages, stores, full, empty;
 };
 
@@ -177,7 +177,7 @@ struct Places {
  * arrive. */
 template <int PASS>
 static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uint32_t full,
-                                              const Work &w, int step)
+                                              const Tile &w, int step)
 {
     if (PASS == EPIC_GEMM_WEIGHT) {
         load_box(to, &maps.a, full, w.row, step);
@@ -192,7 +192,7 @@ static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uin
  * `full` counts the bytes that arrive. */
 template <int PASS>
 static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uint32_t full,
-                                              const Work &w, int step, bool share, int rank)
+                                              const Tile &w, int step, bool share, int rank)
 {
     constexpr int BOXES = PASS == EPIC_GEMM_INPUT ? 2 : 4;
 #pragma unroll
@@ -214,12 +214,12 @@ static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uin
  * consumers have released it. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void run_producer(const Maps &maps, const Job &job,
-                                                    const Places &at, int rank)
+                                                    const SharedLayout &at, int rank)
 {
     const int num_tiles = PASS == EPIC_GEMM_WEIGHT ? 0 : *job.num_tiles;
     const int grid = gridDim.x / CTAS;
     Stage s = {0, 0};
-    Work w;
+    Tile w;
     for (int t = blockIdx.x / CTAS; find_tile<PASS, CTAS>(w, job, num_tiles, t, rank);
          t += grid) {
         for (int k = 0; k < w.steps; k++) {

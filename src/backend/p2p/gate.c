@@ -39,8 +39,8 @@ static p2p_gemm product_of(const epic_group *g, const epic_gate_args *gate, uint
                       .y_type = EPIC_F32,
                       .weight_type = EPIC_F32,
                       .out_type = EPIC_F32,
-                      .parts = (float *)(void *)((uint8_t *)gate->workspace +
-                                                 experts_tiles_bytes(gate->tokens)),
+                      .slice_sums = (float *)(void *)((uint8_t *)gate->workspace +
+                                                      experts_tiles_bytes(gate->tokens)),
                       .sms = g->device_sms};
 }
 
@@ -211,7 +211,7 @@ epic_result p2p_gate_backward(epic_group *group, const epic_gate_args *gate)
     weight.accumulate = (int32_t)gate->accumulate;
     p2p_gemm input = product_of(group, gate, EPIC_GEMM_INPUT);
     input.out = gate->d_x;
-    input.also = gate->addend;
+    input.addend = gate->addend;
     input.accumulate = 1;
     TRY(launch_gate_slab(group, gate));
     if (gate->d_b_gate) TRY(bias_gradient(gate));
