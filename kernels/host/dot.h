@@ -100,7 +100,7 @@ INLINE void fill_block(float *block, const void *row, epic_type type, int64_t at
 {
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) store_f32(block + i, load_lanes(row, type, at + i));
-    if (i < count) store_f32(block + i, load_some(row, type, at + i, count - i));
+    if (i < count) store_f32(block + i, load_tail(row, type, at + i, count - i));
     for (i = count; i < HOST_DOT_BLOCK; i++) block[i] = absent;
 }
 

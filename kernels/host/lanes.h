@@ -48,7 +48,7 @@ INLINE void store_lanes(void *row, epic_type type, int64_t at, lanes x)
 
 /* Loads the last `count` elements of a row (fewer than LANES), from element `at` on. The other
  * lanes are 0. */
-INLINE lanes load_some(const void *row, epic_type type, int64_t at, int64_t count)
+INLINE lanes load_tail(const void *row, epic_type type, int64_t at, int64_t count)
 {
     char whole[LANES * sizeof(float)] = {0};
     memcpy(whole, element_at(row, type, at), (size_t)(count * bytes_of(type)));
@@ -56,7 +56,7 @@ INLINE lanes load_some(const void *row, epic_type type, int64_t at, int64_t coun
 }
 
 /* Stores the first `count` lanes as the last elements of a row, from element `at` on. */
-INLINE void store_some(void *row, epic_type type, int64_t at, int64_t count, lanes x)
+INLINE void store_tail(void *row, epic_type type, int64_t at, int64_t count, lanes x)
 {
     char whole[LANES * sizeof(float)];
     store_lanes(whole, type, 0, x);

@@ -20,7 +20,7 @@
 
 /* Returns the bits of the largest |x| of a block. Without the sign, the bits of floats have the
  * order of the floats, and NaNs are largest. */
-INLINE uint32_t max_bits(const float *x, int block)
+INLINE uint32_t largest_bits(const float *x, int block)
 {
     lanes max = lanes_of(0.0f);
     for (int i = 0; i < block; i += LANES) max = lanes_max_size(max, load_f32(x + i));
@@ -55,7 +55,7 @@ INLINE float inverse_of_e8m0(int scale)
 
 INLINE void quantize_block_1x128(uint8_t *q, void *scales, int64_t at, const float *x)
 {
-    const float scale = scale_1x128(max_bits(x, 128));
+    const float scale = scale_1x128(largest_bits(x, 128));
     memcpy((char *)scales + at / 128 * (int64_t)sizeof scale, &scale, sizeof scale);
     for (int i = 0; i < 128; i += LANES)
         store_e4m3(q + i, lanes_div(load_f32(x + i), lanes_of(scale)));
@@ -63,7 +63,7 @@ INLINE void quantize_block_1x128(uint8_t *q, void *scales, int64_t at, const flo
 
 INLINE void quantize_block_1x32(uint8_t *q, void *scales, int64_t at, const float *x)
 {
-    const int scale = scale_1x32(max_bits(x, 32));
+    const int scale = scale_1x32(largest_bits(x, 32));
     const float inverse = inverse_of_e8m0(scale);
     ((uint8_t *)scales)[at / 32] = (uint8_t)scale;
     for (int i = 0; i < 32; i += LANES)
@@ -88,7 +88,7 @@ INLINE void quantize_short_block(uint8_t *q, void *scales, const void *row, floa
     uint8_t whole[MAX_BLOCK];
     for (int64_t i = 0; i < count; i += LANES) {
         const int64_t left = count - i < LANES ? count - i : LANES;
-        store_f32(x + i, lanes_mul(lanes_of(w), load_some(row, type, at + i, left)));
+        store_f32(x + i, lanes_mul(lanes_of(w), load_tail(row, type, at + i, left)));
     }
     quantize_block(whole, scales, at, x, block);
     memcpy(q, whole, (size_t)count);

@@ -75,16 +75,16 @@ INLINE void sum_strip(const sum_args *args, bool weighted, int64_t at, epic_type
 
 /* Sums `count` columns, at most LANES, from column `at` on. For the columns that do not fill a
  * strip. */
-INLINE void sum_some(const sum_args *args, bool weighted, int64_t at, int64_t count,
+INLINE void sum_tail(const sum_args *args, bool weighted, int64_t at, int64_t count,
                      epic_type type, epic_type out_type)
 {
-    lanes sum = load_some(args->rows[0], type, at, count);
+    lanes sum = load_tail(args->rows[0], type, at, count);
     if (weighted) sum = lanes_mul(lanes_of(args->weights[0]), sum);
     for (int r = 1; r < args->num_rows; r++) {
-        const lanes x = load_some(args->rows[r], type, at, count);
+        const lanes x = load_tail(args->rows[r], type, at, count);
         sum = weighted ? lanes_fma(lanes_of(args->weights[r]), x, sum) : lanes_add(sum, x);
     }
-    store_some(args->out, out_type, at, count, sum);
+    store_tail(args->out, out_type, at, count, sum);
 }
 
 /* Sums all n columns: first whole strips, then the columns that are left. */
@@ -95,7 +95,7 @@ INLINE void sum_of(const sum_args *args, bool weighted, int64_t n, epic_type typ
     for (; at + STRIP_LANES <= n; at += STRIP_LANES)
         sum_strip(args, weighted, at, type, out_type);
     for (; at < n; at += LANES)
-        sum_some(args, weighted, at, n - at < LANES ? n - at : LANES, type, out_type);
+        sum_tail(args, weighted, at, n - at < LANES ? n - at : LANES, type, out_type);
 }
 
 static void sum_f64(const sum_args *args, int64_t n)
@@ -185,7 +185,7 @@ static void quantize_1x32(void *q, void *scales, const void *row, float w, epic_
 INLINE double load_one(const void *from, epic_type type)
 {
     float x[LANES];
-    store_f32(x, load_some(from, type, 0, 1));
+    store_f32(x, load_tail(from, type, 0, 1));
     return x[0];
 }
 
@@ -272,13 +272,13 @@ static void from_float(void *to, epic_type type, float x)
     const uint8_t byte = e4m3_of_float(x);
     switch (type) {
     case EPIC_F32:
-        store_some(to, EPIC_F32, 0, 1, lanes_of(x));
+        store_tail(to, EPIC_F32, 0, 1, lanes_of(x));
         break;
     case EPIC_BF16:
-        store_some(to, EPIC_BF16, 0, 1, lanes_of(x));
+        store_tail(to, EPIC_BF16, 0, 1, lanes_of(x));
         break;
     case EPIC_F16:
-        store_some(to, EPIC_F16, 0, 1, lanes_of(x));
+        store_tail(to, EPIC_F16, 0, 1, lanes_of(x));
         break;
     case EPIC_F64:
         memcpy(to, &wide, sizeof wide);
