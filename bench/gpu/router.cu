@@ -178,7 +178,7 @@ static void time_model(const Arrays &a, const Model &m, int64_t tokens, int reps
     report(a, reps, "  backward", [&] { must(p2p_launch_router_backward(&back, a.stream)); });
     report(a, reps, "  balance loss", [&] { must(p2p_launch_loss(&loss, a.stream)); });
     report(a, reps, "  its backward", [&] { must(p2p_launch_loss_backward(&loss, a.stream)); });
-    loss.z = 1;
+    loss.is_z_loss = 1;
     report(a, reps, "  z-loss", [&] { must(p2p_launch_loss(&loss, a.stream)); });
     report(a, reps, "  its backward", [&] { must(p2p_launch_loss_backward(&loss, a.stream)); });
 }

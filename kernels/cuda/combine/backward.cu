@@ -2,7 +2,7 @@
 /* combine_backward: sends the gradient of each token's sum to the token's slots. If the caller
  * requests it, also computes the gradients of the slots' weights.
  *
- *   d_out           [num_tokens, row_bytes]  input: gradients of the outputs of this rank's tokens
+ *   d_out           [num_tokens, row_bytes]  input: gradients of the outputs of this rank
  *   rows            [num_rows, row_bytes]    input: the rows that combine summed
  *   d_rows          [num_rows, row_bytes]    output: weight * d_out of the slot's token, may be
  *                                            quantized to e4m3

@@ -10,9 +10,9 @@
  *   other ranks of the host  store the word *wants* to the mate's heap: 1 if the rank has a
  *                            partial sum for the token, else 0. If it is 1, they also store
  *                            the partial sum.
- *   mate                     waits for *wants* of each rank of its host, and for the partial sum
- *                            if *wants* is 1. Adds them in tree order and puts the sum to the
- *                            token's home rank.
+ *   mate                     waits for *wants* of each rank of its host, and for the partial
+ *                            sum if *wants* is 1. Adds them in tree order and puts the sum to
+ *                            the token's home rank.
  *
  * Ranks cannot wait for each other in a circle. In expert units only the mate waits. It waits
  * for units of the same token on other ranks of its host, and those units wait for nothing. In
@@ -68,8 +68,8 @@ __device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &
 }
 
 /* Sends this rank's partial sum to the mate, which is the rank of this host that adds for the
- * token's home rank `rank`. `has_partial`: whether this rank has a partial sum. If it is false, only
- * the word *wants* = 0 is sent, so that the mate does not wait. The unit of piece 0 sends
+ * token's home rank `rank`. `has_partial`: whether this rank has a partial sum. If it is false,
+ * only the word *wants* = 0 is sent, so that the mate does not wait. The unit of piece 0 sends
  * *wants*. Called on ranks that are not the mate. */
 template <int P>
 __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, int rank,
@@ -85,9 +85,9 @@ __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, 
 }
 
 /* Adds the partial sums of all ranks of this host, in the order of the sum tree. Called on the
- * mate of `rank`, the token's home rank. On entry `node` is this rank's own partial sum; it is
- * valid only if `has_partial` is true. On return `node` is the sum of the host; it is valid only if
- * `has_partial` is true. Returns false if the group is broken. */
+ * mate of `rank`, the token's home rank. On entry `node` is this rank's own partial sum, if
+ * `has_partial` is true. On return `node` is the sum of the host, if `has_partial` is true.
+ * Returns false if the group is broken. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool
 add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &has_partial,

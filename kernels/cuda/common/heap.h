@@ -8,8 +8,8 @@
  *
  *   epoch-stamped     64-bit words {epoch, value}. A reader accepts only words of the running
  *                     epoch.
- *   initially poison  0xffffffff in every 32-bit word that has not been written. The reader polls
- *                     until it finds another value, and then writes poison back.
+ *   initially poison  0xffffffff in every 32-bit word that has not been written. The reader
+ *                     polls until it finds another value, and then writes poison back.
  *   initially zero    0 until written. The reader writes 0 back.
  *
  * docs/internals/cuda.md has a table of which rank writes and reads each word, and when. */

@@ -121,8 +121,8 @@ static __device__ __forceinline__ float4 load_four_e4m3(const void *p, int64_t a
                        num_valid > 3 ? e4m3_value(from[3]) * s : 0);
 }
 
-/* Returns four numbers from index `at` of an array of type `type`. Only the first `num_valid` of
- * them are inside the matrix; the others are returned as 0. */
+/* Returns four numbers from index `at` of an array of type `type`. Only the first `num_valid`
+ * of them are inside the matrix; the others are returned as 0. */
 static __device__ __forceinline__ float4 load_four(const void *p, uint32_t type, int64_t at,
                                                    int num_valid)
 {

@@ -3,8 +3,8 @@
  * gradients of the biases.
  *
  *     gate_up      [slots, width]  result of the first product, before weight and bias
- *     activations  [slots, inner]  forward: output. Backward: on entry their gradient, on return
- *                                  the activations, for the weight gradient of the second product
+ *     activations  [slots, inner]  forward: output. Backward: on entry their gradient, on
+ *                                  return the activations, for the next weight gradient
  *     d_gate_up    [slots, width]  backward: output
  *
  *   activation_kernel            gate_up -> activations

@@ -57,8 +57,8 @@ __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t index)
 }
 
 /* Appends an entry to the ring. Waits if the ring is full. `room`: an earlier value of
- * control->ring_room, which avoids a load. If the group breaks during the wait, drops the entry.
- * Called by one thread. */
+ * control->ring_room, which avoids a load. If the group breaks during the wait, drops the
+ * entry. Called by one thread. */
 __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
                                             uint64_t *entries, uint64_t room)
 {

@@ -73,8 +73,8 @@ static __device__ void announce_operation(const p2p_self &self, const OpState &o
     post_put(op, lane_id(), to, P2P_ANNOUNCE_WORDS * 8);
 }
 
-/* Sets op.net->host_box[q] and op.net->relay[q]. `offset`: where rows of rank q arrive in a heap.
- */
+/* Sets op.net->host_box[q] and op.net->relay[q], which backend hosts needs to find rank q's
+ * rows. `offset`: where rows of rank q arrive in a heap. */
 __device__ __forceinline__ void find_net_boxes(const p2p_self &self, OpState &op, int q,
                                                int64_t offset)
 {

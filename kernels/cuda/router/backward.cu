@@ -25,7 +25,7 @@ __device__ __forceinline__ Shares<2> recompute_shares(const p2p_router_backward_
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-        if (!c.live(j)) continue;
+        if (!c.has_expert(j)) continue;
         if (s) {
             x[j] = s[padded_index(c.id[j])];
             continue;
@@ -45,7 +45,7 @@ __device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<
 #pragma unroll
     for (int j = 0; j < 2; j++) {
         g[j] = s.divisor != 0 ? g[j] * scale / s.divisor : 0;
-        products[j] = g[j] * (s.moves ? s.parts[j] / s.divisor : 0);
+        products[j] = g[j] * (s.is_divisor_variable ? s.parts[j] / s.divisor : 0);
     }
     const float mean = add_in_order(c, products);
 #pragma unroll
@@ -107,7 +107,7 @@ __device__ __forceinline__ Chosen<2> read_choices(const p2p_router_backward_job 
     Chosen<2> c = {(int)job.rows.router.top_k, {-1, -1}};
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-        if (c.is(j)) c.id[j] = job.topk_idx[token * c.k + j * WARP + lane_id()];
+        if (c.exists(j)) c.id[j] = job.topk_idx[token * c.k + j * WARP + lane_id()];
         if (c.id[j] >= job.rows.columns) c.id[j] = -1;
     }
     return c;
@@ -143,8 +143,8 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     float g[2] = {0, 0}, z[2] = {0, 0};
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-        if (c.is(j)) g[j] = job.d_weights[token * c.k + j * WARP + lane_id()];
-        if (c.live(j) && job.scale_of_expert) g[j] *= job.scale_of_expert[c.id[j]];
+        if (c.exists(j)) g[j] = job.d_weights[token * c.k + j * WARP + lane_id()];
+        if (c.has_expert(j) && job.scale_of_expert) g[j] *= job.scale_of_expert[c.id[j]];
     }
     const Shares<2> shares = recompute_shares(job, c, s, z, token);
     share_backward(shares, c, job.rows.scale, g);

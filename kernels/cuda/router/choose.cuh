@@ -94,7 +94,7 @@ template <int V> struct Owned {
  * shared memory, unsorted. top() and drop() visit them from the largest key to the smallest,
  * equal keys in ascending order of ids. */
 template <> struct Owned<0> {
-    int first, count, place;
+    int first, count, position;
     uint32_t best;
     const uint32_t *keys;
 
@@ -106,17 +106,17 @@ template <> struct Owned<0> {
     /* Returns the id of the key that top() returns. */
     __device__ int id() const
     {
-        return first + place;
+        return first + position;
     }
-    /* Sets `best` and `place` to the key that comes next in this order after key `last`, which
-     * is at position last_place. */
-    __device__ void find(uint32_t last, int last_place)
+    /* Sets `best` and `position` to the key that comes next in this order after key `last`,
+     * which is at last_position. */
+    __device__ void find(uint32_t last, int last_position)
     {
         best = KEY_NONE;
         for (int v = 0; v < count; v++) {
             const uint32_t key = keys[padded_index(first + v)];
-            const bool left = key < last || (key == last && v > last_place);
-            if (left && key > best) best = key, place = v;
+            const bool left = key < last || (key == last && v > last_position);
+            if (left && key > best) best = key, position = v;
         }
     }
     /* Makes this lane the owner of the ids [first_id, first_id + num_ids), whose keys are in
@@ -126,7 +126,7 @@ template <> struct Owned<0> {
         keys = from;
         first = first_id;
         count = num_ids;
-        place = 0;
+        position = 0;
         find(0xffffffffu, -1);
     }
     /* Sets the keys of all ids of this lane to `value`, and starts again at the largest. */
@@ -138,7 +138,7 @@ template <> struct Owned<0> {
     /* Goes on to this lane's next key if `mine` is true. */
     __device__ void drop(bool mine)
     {
-        if (mine) find(best, place);
+        if (mine) find(best, position);
     }
 };
 
@@ -146,10 +146,10 @@ template <> struct Owned<0> {
  * lanes share one group. If there are more, each lane has groups_per_lane whole groups. */
 struct Deal {
     int groups;          /* number of groups of experts; 1 if the router has no groups */
-    int each;            /* number of ids in a group */
+    int ids_per_group;   /* number of ids in a group */
     int lane_bits;       /* base-2 logarithm of the number of lanes that share a group */
     int groups_per_lane; /* number of groups per lane; 1 if lanes share groups */
-    int run;             /* largest number of ids that a lane owns */
+    int ids_per_lane;    /* largest number of ids that a lane owns */
 
     /* Returns the number of lanes that share a group. */
     __device__ __forceinline__ int lanes() const
@@ -172,25 +172,25 @@ struct Deal {
 static inline Deal deal_of(const epic_router &r, int columns)
 {
     Deal d = {r.num_groups ? (int)r.num_groups : 1, 0, 0, 1, 0};
-    d.each = columns / d.groups;
+    d.ids_per_group = columns / d.groups;
     while (d.groups * (2 << d.lane_bits) <= WARP) d.lane_bits++;
     if (d.groups > WARP) d.groups_per_lane = (d.groups + WARP - 1) / WARP;
     const int lanes = 1 << d.lane_bits;
-    d.run = (d.each + lanes - 1) / lanes * d.groups_per_lane;
+    d.ids_per_lane = (d.ids_per_group + lanes - 1) / lanes * d.groups_per_lane;
     return d;
 }
 
 /* The ids [first, first + count). */
-struct Run {
+struct IdRange {
     int first, count;
 };
 
 /* Returns the ids that this lane owns, for routers with at most 32 groups. */
-__device__ __forceinline__ Run own_run(const Deal &d)
+__device__ __forceinline__ IdRange own_ids(const Deal &d)
 {
-    const int begin = d.lane_of_group() * d.run;
-    const int count = d.group() < d.groups ? min(d.run, d.each - begin) : 0;
-    return {d.group() * d.each + begin, max(count, 0)};
+    const int begin = d.lane_of_group() * d.ids_per_lane;
+    const int count = d.group() < d.groups ? min(d.ids_per_lane, d.ids_per_group - begin) : 0;
+    return {d.group() * d.ids_per_group + begin, max(count, 0)};
 }
 
 /* Returns the first lane whose `top` is the largest of the warp. Called by all lanes. */
@@ -248,7 +248,7 @@ __device__ __noinline__ void keep_many_groups(const epic_router &r, const Deal &
     Owned<0> own;
     for (int g = first; g < end; g++) {
         float score = 0;
-        own.read(keys, g * d.each, d.each);
+        own.read(keys, g * d.ids_per_group, d.ids_per_group);
         for (int i = 0; i < m; i++) {
             score += value_of_key(own.top());
             if (i + 1 < m) own.drop(true);
@@ -262,8 +262,8 @@ __device__ __noinline__ void keep_many_groups(const epic_router &r, const Deal &
         own.drop(mine);
     }
     for (int g = first; g < end; g++)
-        for (int i = 0; i < d.each && !(kept >> (g - first) & 1); i++)
-            keys[padded_index(g * d.each + i)] = others;
+        for (int i = 0; i < d.ids_per_group && !(kept >> (g - first) & 1); i++)
+            keys[padded_index(g * d.ids_per_group + i)] = others;
 }
 
 /* Reads the keys of this lane's ids into `own`. If the router has groups, also selects the best
@@ -275,16 +275,16 @@ __device__ __forceinline__ void read_own_keys(const epic_router &r, const Deal &
 {
     const int m = r.group_score == EPIC_GROUP_SUM ? (int)r.group_best : 1;
     const uint32_t others = router_others_out(&r, on_logits) ? KEY_NONE : KEY_ZERO;
-    Run run = own_run(d);
+    IdRange range = own_ids(d);
     if (V == 0 && d.groups_per_lane > 1) {
         const int first = min(d.groups, lane_id() * d.groups_per_lane);
         keep_many_groups(r, d, keys, group_keys, m, others);
-        run.first = first * d.each;
-        run.count = (min(d.groups, first + d.groups_per_lane) - first) * d.each;
-        own.read(keys, run.first, run.count);
+        range.first = first * d.ids_per_group;
+        range.count = (min(d.groups, first + d.groups_per_lane) - first) * d.ids_per_group;
+        own.read(keys, range.first, range.count);
         return;
     }
-    own.read(keys, run.first, run.count);
+    own.read(keys, range.first, range.count);
     if (r.num_groups == 0) return;
     const float score = score_group(d, own, m);
     if (!keep_group(d, score, (int)r.topk_groups)) own.fill(keys, others);

@@ -23,13 +23,13 @@ template <int J>
 __device__ __forceinline__ Chosen<J> read_table_row(const p2p_router_job &job, int64_t token)
 {
     Chosen<J> c = {(int)job.rows.router.top_k, {-1}};
-    const int64_t id = job.wide ? ((const int64_t *)job.token_ids)[token]
-                                : ((const int32_t *)job.token_ids)[token];
+    const int64_t id = job.has_int64_ids ? ((const int64_t *)job.token_ids)[token]
+                                         : ((const int32_t *)job.token_ids)[token];
     const bool known = id >= 0 && id < job.table_rows;
 #pragma unroll
     for (int j = 0; j < J; j++) {
         c.id[j] = -1;
-        if (known && c.is(j)) c.id[j] = job.table[id * c.k + j * WARP + lane_id()];
+        if (known && c.exists(j)) c.id[j] = job.table[id * c.k + j * WARP + lane_id()];
         if (c.id[j] >= job.rows.columns) c.id[j] = -1;
     }
     return c;
@@ -61,8 +61,8 @@ __device__ __forceinline__ void make_keys(const p2p_router_job &job, uint32_t *k
     if (V > 0) {
 #pragma unroll
         for (int v = 0; v < V; v++) {
-            const int place = padded_index(v * WARP + lane_id());
-            keys[place] = key_of(values[place] + bias.x[v]);
+            const int index = padded_index(v * WARP + lane_id());
+            keys[index] = key_of(values[index] + bias.x[v]);
         }
     } else {
         each_column<0>(0, job.rows.columns, [&](int i) {
@@ -82,17 +82,17 @@ __device__ __forceinline__ void write_weights(const p2p_router_job &job, const C
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < J; j++)
-        if (c.live(j)) x[j] = from[padded_index(c.id[j])];
+        if (c.has_expert(j)) x[j] = from[padded_index(c.id[j])];
     const Shares<J> s = compute_shares(job.rows, c, x);
 #pragma unroll
     for (int j = 0; j < J; j++) {
-        if (!c.is(j)) continue;
-        const int64_t place = token * c.k + j * WARP + lane_id();
-        job.topk_idx[place] = c.id[j];
+        if (!c.exists(j)) continue;
+        const int64_t index = token * c.k + j * WARP + lane_id();
+        job.topk_idx[index] = c.id[j];
         float weight = s.divisor != 0 ? s.parts[j] / s.divisor * job.rows.scale : 0;
         if (job.scale_of_expert && c.id[j] >= 0 && s.divisor != 0)
             weight *= job.scale_of_expert[c.id[j]];
-        job.weights[place] = weight;
+        job.weights[index] = weight;
     }
 }
 
@@ -149,7 +149,7 @@ extern "C" cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t
 {
     const Deal d = deal_of(job->rows.router, job->rows.columns);
     const bool any = d.groups_per_lane > 1 || job->rows.router.top_k > WARP;
-    const int most = any ? 1 << 30 : max(d.run, (job->rows.columns + 31) / 32);
+    const int most = any ? 1 << 30 : max(d.ids_per_lane, (job->rows.columns + 31) / 32);
     if (job->rows.num_tokens == 0) return cudaSuccess;
     if (most <= 4) return launch_width<4>(job, d, stream);
     if (most <= 8) return launch_width<8>(job, d, stream);

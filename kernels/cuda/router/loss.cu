@@ -113,8 +113,8 @@ __device__ __forceinline__ Span clip_to_sequence(Span s, int64_t first, int64_t 
 }
 
 /* Returns the factor by which the sum over the tokens is multiplied: job.factor. If job.plan is
- * set, divides it once or twice (job.powers) by the number of tokens of all ranks, which the
- * plan records. */
+ * set, divides it job.num_divisions times (once or twice) by the number of tokens of all ranks,
+ * which the plan records. */
 static __device__ double factor_of(const p2p_loss_job &job)
 {
     const device_plan_header *plan = (const device_plan_header *)job.plan;
@@ -123,7 +123,7 @@ static __device__ double factor_of(const p2p_loss_job &job)
     for (int q = 0; q < DEVICE_MAX_RANKS; q++)
         tokens += q < plan->num_ranks ? plan->tokens_of[q] : 0;
     if (tokens <= 0) return 0;
-    return job.factor / (job.powers == 2 ? (double)tokens : 1.0) / (double)tokens;
+    return job.factor / (job.num_divisions == 2 ? (double)tokens : 1.0) / (double)tokens;
 }
 
 /* FORWARD: computes the sum of the loss over each run of tokens. BACKWARD: writes the gradient
@@ -195,8 +195,8 @@ static cudaError_t launch_pass(const p2p_loss_job *job, cudaStream_t stream)
 
 extern "C" cudaError_t p2p_launch_loss(const p2p_loss_job *job, cudaStream_t stream)
 {
-    const cudaError_t error = job->z ? launch_pass<FORWARD, true>(job, stream)
-                                     : launch_pass<FORWARD, false>(job, stream);
+    const cudaError_t error = job->is_z_loss ? launch_pass<FORWARD, true>(job, stream)
+                                             : launch_pass<FORWARD, false>(job, stream);
     if (error != cudaSuccess) return error;
     return launch_kernel(add_runs_kernel, 1, ADDERS, 0, stream, *job);
 }
@@ -204,8 +204,8 @@ extern "C" cudaError_t p2p_launch_loss(const p2p_loss_job *job, cudaStream_t str
 extern "C" cudaError_t p2p_launch_loss_backward(const p2p_loss_job *job, cudaStream_t stream)
 {
     if (job->rows.num_tokens == 0) return cudaSuccess;
-    return job->z ? launch_pass<BACKWARD, true>(job, stream)
-                  : launch_pass<BACKWARD, false>(job, stream);
+    return job->is_z_loss ? launch_pass<BACKWARD, true>(job, stream)
+                          : launch_pass<BACKWARD, false>(job, stream);
 }
 
 /* ----------------------------------------------------------------------------- bias ---- */

@@ -2,8 +2,8 @@
 /* Functions for a warp that works on the logits of one token. All kernels of this folder call
  * them.
  *
- *   column i       logit i of the token; it belongs to lane i % 32, and is stored in shared memory
- *                  at padded_index(i)
+ *   column i       logit i of the token; it belongs to lane i % 32, and is stored in shared
+ *                  memory at padded_index(i)
  *   template V     columns per lane, known to the compiler; 0: any number of columns
  *   template J     choices per lane: 1 if top_k is at most 32, else 2
  *
@@ -263,14 +263,14 @@ template <int J> struct Chosen {
 
     /* Returns true if this lane has a choice with index j: if its number, lane + 32 j, is below
      * k. */
-    __device__ __forceinline__ bool is(int j) const
+    __device__ __forceinline__ bool exists(int j) const
     {
         return lane_id() + j * WARP < k;
     }
     /* Returns true if this lane has a choice with index j, and the choice has an expert. */
-    __device__ __forceinline__ bool live(int j) const
+    __device__ __forceinline__ bool has_expert(int j) const
     {
-        return is(j) && id[j] >= 0;
+        return exists(j) && id[j] >= 0;
     }
 };
 
@@ -291,19 +291,19 @@ __device__ __forceinline__ float add_in_order(const Chosen<J> &c, const float (&
 template <int J>
 __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J])
 {
-    const uint32_t low = __ballot_sync(ALL_LANES, c.live(0));
-    const uint32_t high = __ballot_sync(ALL_LANES, J > 1 && c.live(J - 1));
+    const uint32_t low = __ballot_sync(ALL_LANES, c.has_expert(0));
+    const uint32_t high = __ballot_sync(ALL_LANES, J > 1 && c.has_expert(J - 1));
     const float first =
         __shfl_sync(ALL_LANES, low ? p[0] : p[J - 1], __ffs(low ? low : high | 1) - 1);
     float largest = -INFINITY, sum = 0;
 #pragma unroll
     for (int j = 0; j < J; j++)
-        if (c.live(j)) largest = fmaxf(largest, p[j]);
+        if (c.has_expert(j)) largest = fmaxf(largest, p[j]);
     largest = largest_of(largest, first);
 #pragma unroll
     for (int j = 0; j < J; j++) {
-        p[j] = c.live(j) ? exp_of_difference(p[j], largest) : 0;
-        if (c.is(j)) sum += p[j];
+        p[j] = c.has_expert(j) ? exp_of_difference(p[j], largest) : 0;
+        if (c.exists(j)) sum += p[j];
     }
     sum = add_lanes(sum);
 #pragma unroll
@@ -312,12 +312,13 @@ __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J]
 }
 
 /* The numbers from which the weights of a token's choices are computed: weight = part /
- * divisor, times scales. Each choice has a part; the token has one divisor. `moves` is true if
- * the divisor depends on the parts; then backward also needs the gradient of the divisor. */
+ * divisor, times scales. Each choice has a part; the token has one divisor.
+ * `is_divisor_variable` is true if the divisor depends on the parts; then backward also needs
+ * the gradient of the divisor. */
 template <int J> struct Shares {
     float parts[J];
     float divisor;
-    bool moves;
+    bool is_divisor_variable;
 };
 
 /* Computes the parts and the divisor of a token, as the router's weight_rule and normalize
@@ -331,7 +332,7 @@ __device__ __forceinline__ Shares<J> compute_shares(const p2p_router_rows &rows,
     Shares<J> s = {{0}, 1, false};
 #pragma unroll
     for (int j = 0; j < J; j++)
-        if (c.live(j))
+        if (c.has_expert(j))
             s.parts[j] =
                 r.weight_rule == EPIC_WEIGHT_SIGMOID_CHOSEN ? score_sigmoid(x[j]) : x[j];
     if (r.weight_rule == EPIC_WEIGHT_SOFTMAX_CHOSEN) softmax_chosen(c, s.parts);
@@ -340,10 +341,10 @@ __device__ __forceinline__ Shares<J> compute_shares(const p2p_router_rows &rows,
     const float sum = add_in_order(c, s.parts);
     if (r.normalize == EPIC_NORMALIZE_SUM) {
         s.divisor = sum + rows.eps;
-        s.moves = true;
+        s.is_divisor_variable = true;
     } else {
-        s.moves = !(sum < rows.norm_min);
-        s.divisor = s.moves ? sum : rows.norm_min;
+        s.is_divisor_variable = !(sum < rows.norm_min);
+        s.divisor = s.is_divisor_variable ? sum : rows.norm_min;
     }
     return s;
 }

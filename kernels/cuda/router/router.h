@@ -46,7 +46,7 @@ typedef struct p2p_router_job {
     int32_t *topk_idx;
     float *weights;
     float *scores;
-    int32_t wide; /* 1: token_ids are int64; 0: int32 */
+    int32_t has_int64_ids; /* 1: token_ids are int64; 0: int32 */
     /* 1: the kernel chooses by logits instead of scores, because both give the same order */
     int32_t on_logits;
 } p2p_router_job;
@@ -76,7 +76,8 @@ typedef struct p2p_loss_job {
     /* If it is set, the kernel divides `factor` by the number of tokens of all ranks, which it
      * reads from this plan. */
     const void *plan;
-    int32_t powers; /* how many times the kernel divides by the number of tokens: 1 or 2 */
+    /* how many times the kernel divides by the number of tokens: 1 or 2 */
+    int32_t num_divisions;
     int32_t pad;
     const float *d_loss; /* backward: [1], gradient of the loss; NULL: 1 */
     /* [LOSS_RUNS]: workspace for the sum of each run of consecutive tokens */
@@ -85,7 +86,7 @@ typedef struct p2p_loss_job {
     void *d_logits;
     uint32_t loss_type, grad_type;
     int32_t accumulate;
-    int32_t z; /* 1: z-loss; 0: balance loss */
+    int32_t is_z_loss; /* 1: z-loss; 0: balance loss */
 } p2p_loss_job;
 
 /* p2p_launch_router*() launch the kernels of the router, p2p_launch_loss*() those of the

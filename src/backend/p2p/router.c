@@ -71,7 +71,7 @@ epic_result p2p_router_forward(epic_group *group, const epic_router_args *args)
                           .topk_idx = args->topk_idx,
                           .weights = args->weights,
                           .scores = args->scores,
-                          .wide = args->token_id_type == EPIC_I64,
+                          .has_int64_ids = args->token_id_type == EPIC_I64,
                           .on_logits = router_on_logits(args->router, args->bias != NULL)};
     TRY(check_weights(args->router));
     TRY(fill_router_rows(group, &job.rows, args->router, args->logits, args->num_tokens,
@@ -106,14 +106,14 @@ static epic_result fill_loss(epic_group *g, p2p_loss_job *job, const epic_loss_a
                           .sequence_tokens = args->sequence_tokens,
                           .factor = factor,
                           .plan = args->plan,
-                          .powers = z || args->sequence_tokens ? 1 : 2,
+                          .num_divisions = z || args->sequence_tokens ? 1 : 2,
                           .d_loss = args->d_loss,
                           .runs = args->workspace,
                           .loss = args->loss,
                           .d_logits = args->d_logits,
                           .loss_type = args->loss_type,
                           .accumulate = (args->flags & EPIC_ACCUMULATE) != 0,
-                          .z = z};
+                          .is_z_loss = z};
     TRY(fill_router_rows(g, &job->rows, args->router, args->logits, args->num_tokens,
                          args->type));
     job->grad_type = grad_type_of(&job->rows, args->grad_type);
