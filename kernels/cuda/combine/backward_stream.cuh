@@ -194,9 +194,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             if (EXACT || its_vector + v * WARP + lane_id() < m.shape.vectors)
                 store_once(to + v * WARP * 16, scale_vector<ROW>(weight, x[v]), m.policy);
     }
-    /* Adds the lane sums of `count` dot products, one per lane, and stores each result to
-     * `parts` as block `piece`. Lane i adds those for slot first + i of the unit. Called by a
-     * whole warp. */
+    /* Finishes one block of `count` dot products: adds the sums of all lanes, and stores each
+     * result to `parts` as block `piece`. Lane i does this for slot first + i of the unit.
+     * Called by a whole warp. */
     __device__ __forceinline__ void add_dots(const Entry &u, int piece, int first, int count)
     {
         __syncwarp();

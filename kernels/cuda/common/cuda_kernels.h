@@ -251,8 +251,9 @@ typedef struct p2p_dispatch_job {
     int32_t head;  /* the kernel sends tokens [0, head) while it makes the plan */
     /* low-latency kernels only: number of CTAs that only send; set by the launcher */
     int32_t num_send_only_ctas;
-    /* all other kernels: one of 2^catch_up steps receives two tokens, until receiving is only
-     * `lag` tokens behind sending (dispatch/dispatch.cuh); set by the launcher */
+    /* all other kernels: while receiving is more than `lag` tokens behind sending, one of
+     * 2^catch_up steps receives two tokens, to catch up (dispatch/dispatch.cuh); set by the
+     * launcher */
     int32_t catch_up;
     /* The launcher sets lag, span and units (common/rows.cuh). */
     int32_t lag;   /* number of tokens by which receiving stays behind sending */

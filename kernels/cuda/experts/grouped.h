@@ -122,7 +122,7 @@ typedef struct p2p_activation_job {
  * weight * row over those rows of expert e that hold a token. */
 typedef struct p2p_bias_job {
     p2p_slabs slabs;
-    const void *rows;     /* [slots, n] of row_type */
+    const void *rows;     /* [slots, n] of row_type: the rows to add */
     const float *weights; /* [slots]; NULL: all weights are 1 */
     void *out;            /* [experts, n] of out_type */
     int64_t n;

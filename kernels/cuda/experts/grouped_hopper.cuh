@@ -399,8 +399,8 @@ static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const
         const uint32_t place = s.index * (STAGE_BYTES / 16);
         const int stage = s.index;
         s.advance();
-#pragma unroll
         /* h: 0 for the left 128 columns of the tile, 1 for the right */
+#pragma unroll
         for (int h = 0; h < 2; h++) {
             fence_wgmma();
 #pragma unroll

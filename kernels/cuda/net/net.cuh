@@ -184,8 +184,9 @@ __device__ __forceinline__ void refresh_freed(const OpState &op)
 
 static __device__ void report_aborted_wait(const OpState &op);
 
-/* Waits until this CTA may store into the outbox in this epoch. Called by all threads of a CTA
- * before their first store for a peer. Returns false if the group is broken. */
+/* Waits until this CTA may store into the outbox in this epoch, because the net may still read
+ * words of an older epoch there. Called by all threads of a CTA before their first store for a
+ * peer. Returns false if the group is broken. */
 static __device__ __noinline__ bool wait_outbox(const OpState &op)
 {
     const bool ok = __syncthreads_and(threadIdx.x || wait_outbox_free(op)) != 0;
