@@ -3,9 +3,9 @@
  * kernels compute the same bits.
  *
  * A row is n elements of an epic_type. EPIC_F64 rows are computed in float64, all others in
- * float32. Results are rounded to nearest even, once, where a comment says "rounded".
- * Subnormals and -0 are kept. Rows need the alignment of their elements only. Sources and
- * results must not overlap unless a comment allows it. Any thread may call these functions. */
+ * float32. "Rounded" means rounded to nearest even, once. Subnormals and -0 are kept. Rows need
+ * the alignment of their elements only. Sources and results must not overlap unless a comment
+ * allows it. Any thread may call these functions. */
 #ifndef EPIC_KERNELS_H
 #define EPIC_KERNELS_H
 
@@ -15,59 +15,63 @@
 
 #include "epic/epic.h"
 
-#define HOST_DOT_BLOCK 1024 /* elements of a block of the dot product */
+#define HOST_DOT_BLOCK 1024 /* number of elements of a block of the dot product */
 
-/* One variant of the functions, for one kind of processor. */
+/* One variant of the row functions, compiled for one kind of processor. */
 typedef struct host_kernels {
-    const char *name; /* "generic", "avx2", "avx512": for epic-info */
+    const char *name; /* "generic", "avx2" or "avx512"; printed by epic-info */
 
-    /* Copies n bytes. Writes long rows with non-temporal stores, which bypass the caches. */
+    /* Copies n bytes. Writes long rows with non-temporal stores, which bypass the caches and
+     * need fence_copies(). */
     void (*copy)(void *to, const void *from, size_t n);
-    /* Makes all copies of this thread visible before its later stores. Call it after the
-     * last copy() and before another thread or process is notified. */
+    /* Makes all earlier copies of this thread visible before its later stores. Call it after
+     * the last copy() and before another thread or process is notified. */
     void (*fence_copies)(void);
 
-    /* out = sum of weights[i] * rows[i], i ascending. The first product is rounded to
-     * float32; the others are fused multiply-adds. The sum is rounded to out_type, which is
-     * type or EPIC_F32 (EPIC_F64 with EPIC_F64). weights NULL: all 1. num_rows 0: +0. */
+    /* Computes out = sum of weights[i] * rows[i], for i ascending. The first product is rounded
+     * to float32; the others are added by fused multiply-adds. The sum is rounded to out_type,
+     * which is `type` or EPIC_F32 (EPIC_F64 with EPIC_F64). weights NULL: all weights are 1.
+     * num_rows 0: out is +0. */
     void (*partial)(void *out, epic_type out_type, const void *const *rows,
                     const float *weights, int num_rows, epic_type type, int64_t n);
 
-    /* out = ((rows[0] + rows[1]) + rows[2]) + ..., in float32, rounded to out_type at the
-     * end. One row: that row, rounded. num_rows 0: +0. out may be one of the rows. */
+    /* Computes out = ((rows[0] + rows[1]) + rows[2]) + ..., in float32, rounded to out_type at
+     * the end. One row: out is that row, rounded. num_rows 0: out is +0. out may be one of the
+     * rows. */
     void (*add)(void *out, epic_type out_type, const void *const *rows, int num_rows,
                 epic_type type, int64_t n);
 
-    /* out = w * row, rounded to float32, then to type. */
+    /* Computes out = w * row, rounded to float32, then to `type`. */
     void (*scale)(void *out, const void *row, float w, epic_type type, int64_t n);
 
-    /* Continues the dot product of epic_combine_backward. *sum is the sum of the blocks
-     * before (first: there are none) and becomes the sum including these. n must be a
-     * multiple of HOST_DOT_BLOCK except for the last piece of a row. In float64 for
-     * EPIC_F64. */
+    /* Adds n more products to a dot product of epic_combine_backward. On entry *sum is the sum
+     * of the earlier blocks of the row; `first`: there are none. On return *sum includes the
+     * new products. n must be a multiple of HOST_DOT_BLOCK, except in the last call for a row.
+     * EPIC_F64 rows are added in float64. */
     void (*dot)(double *sum, bool first, const void *a, const void *b, epic_type type,
                 int64_t n);
 
-    /* Quantizes x = w * row, each product rounded to float32, to n e4m3 bytes. Scales:
-     * ceil(n/128) float32 or ceil(n/32) e8m0, of any alignment. */
+    /* Quantize w * row, each product rounded to float32, to n e4m3 bytes q and their scales:
+     * ceil(n / 128) float32 or ceil(n / 32) e8m0, of any alignment. */
     void (*quantize_1x128)(void *q, void *scales, const void *row, float w, epic_type type,
                            int64_t n);
     void (*quantize_1x32)(void *q, void *scales, const void *row, float w, epic_type type,
                           int64_t n);
 
-    /* Convert one element; for tests and slow paths. */
+    /* Convert one element from or to `type`. For tests and slow paths. */
     double (*to_double)(const void *element, epic_type type);
     void (*from_float)(void *element, epic_type type, float x);
 } host_kernels;
 
-/* Returns the fastest variant that this processor runs, never NULL. Thread-safe. */
+/* Returns the fastest variant that this processor supports, never NULL. Any thread may call
+ * it. */
 const host_kernels *host_kernels_get(void);
 
-/* Stores every variant that this build has and this processor runs, slowest first. Returns
- * how many. All of them compute the same bits. */
+/* Stores all variants that this build has and this processor supports to `out`, the slowest
+ * first. Returns their number. All of them compute the same bits. */
 int host_kernels_all(const host_kernels *out[4]);
 
-/* Returns the bytes of an element; 0 for EPIC_BYTES and unknown types. */
+/* Returns the number of bytes of an element; 0 for EPIC_BYTES and unknown types. */
 size_t epic_type_bytes(uint32_t type);
 
 #endif

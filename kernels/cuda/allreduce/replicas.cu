@@ -11,10 +11,10 @@
  *
  * The vectors (four floats) of all logical experts with two or more replicas form one list,
  * ordered by logical expert. All ranks have the same list; a rank without a replica of an
- * expert sends zeros. A round processes as many vectors of the list as fit the staging. In a
- * round all warps of all CTAs do the same work; thread t of N in the grid has vectors t, t + N,
- * ... Each word in staging is its own flag, as in sum.cu, and a warp sends all its vectors of
- * the round before it polls for any. */
+ * expert sends zeros. A round processes as many vectors of the list as fit into the staging. In
+ * a round all warps of all CTAs do the same work; thread t of the grid's N threads has vectors
+ * t, t + N, ... Each word in staging is its own flag, as in sum.cu, and a warp sends all its
+ * vectors of the round before it polls for the first. */
 #include "cuda/allreduce/sum.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/plan/view.cuh"
@@ -22,29 +22,35 @@
 #define BLOCK 512
 /* value of Replicas.nth and Replicas.mine for experts without a second replica */
 #define SINGLE_REPLICA 0xffff
-/* levels of a binary tree over the leaves (blocks of experts) of a rank, at most 128 */
+/* number of levels of a binary tree over a rank's leaves (blocks of experts), of which there
+ * are at most 128 */
 #define LEAF_LEVELS 8
 
 /* Tables in shared memory that map local experts to the logical experts of which they are
  * replicas. The logical experts with two or more replicas, called "replicated" in this file,
  * have numbers n = 0, 1, ... */
 struct Replicas {
-    /* At first the number of replicas of each logical expert. When read_replicas() returns,
-     * count[n] is the index in `local` of this rank's first replica of replicated expert n. */
+    /* While the tables are built: number of replicas of each logical expert. After
+     * read_replicas(): count[n] is the index in `local` of this rank's first replica of
+     * replicated expert n. */
     int32_t count[P2P_REPLICATED_EXPERTS + 1];
     uint16_t
-        nth[P2P_REPLICATED_EXPERTS]; /* [logical expert]: its number n, or SINGLE_REPLICA */
-    /* [local expert]: number n of its logical expert, or SINGLE_REPLICA */
+        /* nth[logical expert]: the expert's number n among replicated experts, or
+         * SINGLE_REPLICA */
+        nth[P2P_REPLICATED_EXPERTS];
+    /* mine[local expert]: number n of its logical expert, or SINGLE_REPLICA */
     uint16_t mine[P2P_REPLICATED_EXPERTS];
-    uint16_t local[P2P_REPLICATED_EXPERTS]; /* local experts that are replicas, ordered by n */
-    /* [local expert]: its leaf in the sum tree, counted from this rank's first leaf */
+    /* local experts that are replicas, ordered by the number n of their logical expert */
+    uint16_t local[P2P_REPLICATED_EXPERTS];
+    /* leaf[local expert]: its leaf in the sum tree, counted from this rank's first leaf */
     uint16_t leaf[P2P_REPLICATED_EXPERTS];
     int32_t num_replicated;
-    int32_t leaves; /* number of this rank's leaves in the sum tree; 1 without a tree */
+    /* number of this rank's leaves in the sum tree; 1 if sums are not added in a tree */
+    int32_t leaves;
 };
 
-/* Replaces count[0 .. num - 1] by their exclusive prefix sums, and sets count[num] to the sum
- * of all. Called by one warp. */
+/* Replaces count[i], for i from 0 to num - 1, by the sum of the elements before it, and sets
+ * count[num] to the sum of all. Called by one warp. */
 static __device__ void prefix_sum(int32_t *count, int num)
 {
     int32_t before = 0;
@@ -63,8 +69,8 @@ static __device__ void prefix_sum(int32_t *count, int num)
     if (lane_id() == 0) count[num] = before;
 }
 
-/* Sets nth and num_replicated from count, the number of replicas of each logical expert. Called
- * by one warp. */
+/* Numbers the logical experts that have two or more replicas: sets r.nth and r.num_replicated
+ * from r.count, the number of replicas of each logical expert. Called by one warp. */
 static __device__ void number_replicated(Replicas &r, int num_logical)
 {
     int num_replicated = 0;
@@ -80,8 +86,8 @@ static __device__ void number_replicated(Replicas &r, int num_logical)
     if (lane_id() == 0) r.num_replicated = num_replicated;
 }
 
-/* Fills all tables of `r` from the plan. Ids in the plan's memory are checked before use,
- * because the caller could have changed it. Called by all threads of a CTA. */
+/* Builds all tables of `r` from the plan. Checks the ids in the plan before it uses them,
+ * because the caller may have changed the plan's memory. Called by all threads of a CTA. */
 static __device__ void read_replicas(Replicas &r, const PlanView &plan, const p2p_self &self,
                                      const uint8_t *bytes)
 {
@@ -123,19 +129,20 @@ static __device__ void read_replicas(Replicas &r, const PlanView &plan, const p2
     __syncthreads();
 }
 
-struct Quad { /* A vector of the list: floats [i, i + 4) of replicated expert `nth`. */
+/* A vector of the list: floats [i, i + 4) of the replicated expert with number `nth`. */
+struct Quad {
     int nth;
     int64_t i;
 };
 
-/* Returns the array of a local expert. */
+/* Returns the caller's array of a local expert: job.count floats. */
 __device__ __forceinline__ float *floats_of_expert(const p2p_sum_replicas_job &job, int local)
 {
     return job.data + local * job.count;
 }
 
-/* Adds to x the four floats `part` of each of this rank's replicas that belong to `leaf`. n is
- * the index in r.local of the first replica that has not been added; it moves past the replicas
+/* Adds to x the four floats `part` of those of this rank's replicas that belong to `leaf`. n is
+ * the index in r.local of the first replica that is not added yet; it moves past the replicas
  * that this call adds. */
 __device__ __forceinline__ void add_leaf(const Replicas &r, const p2p_sum_replicas_job &job,
                                          const Quad &part, int leaf, int &n, float (&x)[4])
@@ -150,7 +157,7 @@ __device__ __forceinline__ void add_leaf(const Replicas &r, const p2p_sum_replic
 }
 
 /* Returns the sum of the four floats `part` over this rank's replicas, added in the order of
- * the leaves. Returns zeros if it has no replica. */
+ * the leaves. Returns zeros if this rank has no replica. */
 static __device__ uint4 add_here(const Replicas &r, const p2p_sum_replicas_job &job,
                                  const Quad &part)
 {
@@ -171,8 +178,8 @@ static __device__ uint4 add_here(const Replicas &r, const p2p_sum_replicas_job &
     return F32::pack_floats(x);
 }
 
-/* Does one round: vectors [begin, begin + vectors) of the list. `order`: sum order of the
- * ranks. Returns false if the group is broken. */
+/* Processes one round: vectors [begin, begin + vectors) of the list. `order`: the order in
+ * which the ranks' sums are added. Returns false if the group is broken. */
 template <bool MANY>
 static __device__ bool sum_vectors(const Replicas &r, const OpState &op,
                                    const p2p_sum_replicas_job &job, uint32_t order,
@@ -203,9 +210,9 @@ static __device__ bool sum_vectors(const Replicas &r, const OpState &op,
     return true;
 }
 
-/* Checks that the data of every rank has enough rows: at least num_local, which is the largest
- * number of experts of a rank. Each rank announces its number of rows. CTA 0 reports the first
- * rank that has fewer. Returns true if all have enough, and sets ok to false if the group is
+/* Checks that `data` of every rank has enough rows: at least num_local, the largest number of
+ * experts of a rank. Each rank has announced its number of rows. CTA 0 reports the first rank
+ * that has fewer. Returns true if all ranks have enough. Sets ok to false if the group is
  * broken. Called by all threads of all CTAs. */
 static __device__ bool check_local_rows(const OpState &op, const p2p_sum_replicas_job &job,
                                         int32_t num_local, bool &ok)
@@ -223,8 +230,8 @@ static __device__ bool check_local_rows(const OpState &op, const p2p_sum_replica
     return !short_of;
 }
 
-/* MANY: the group has more than MAX_UNROLLED_RANKS ranks, so each thread loops over the ranks.
- */
+/* The kernel of sum_replicas. MANY: the group has more than MAX_UNROLLED_RANKS ranks, so each
+ * thread loops over the ranks. */
 template <bool MANY>
 __global__ void __launch_bounds__(BLOCK, 1)
     sum_replicas_kernel(const __grid_constant__ p2p_sum_replicas_job job)

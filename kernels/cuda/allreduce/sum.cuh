@@ -1,15 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Device functions that add one vector (four floats) of every rank: send, receive and add. Used
- * by sum.cu and replicas.cu. */
+/* Device functions that send, receive and add one vector (four floats) of every rank. sum.cu
+ * and replicas.cu use them. */
 #ifndef EPIC_SUM_CUH
 #define EPIC_SUM_CUH
 
 #include "cuda/net/staging.cuh"
 
-#define MAX_UNROLLED_RANKS 8 /* largest group whose vectors a thread keeps in registers */
-#define RANK_LEVELS 6        /* levels of a binary tree over 32 ranks, root included */
+/* largest number of ranks whose vectors a thread keeps in registers */
+#define MAX_UNROLLED_RANKS 8
+/* number of levels of a binary tree over 32 ranks, root included */
+#define RANK_LEVELS 6
 
-/* Loads elements [i, i + 4) of an array of `count` floats; elements past its end are zeros. */
+/* Loads elements [i, i + 4) of an array of `count` floats. Elements past the end of the array
+ * are zeros. */
 __device__ __forceinline__ uint4 load_floats(const float *data, int64_t i, int64_t count)
 {
     uint32_t w[4];
@@ -19,7 +22,8 @@ __device__ __forceinline__ uint4 load_floats(const float *data, int64_t i, int64
     return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
-/* Stores x to elements [i, i + 4) of an array of `count` floats, up to its end. */
+/* Stores x to elements [i, i + 4) of an array of `count` floats. Leaves out elements past its
+ * end. */
 __device__ __forceinline__ void store_floats(float *data, int64_t i, int64_t count,
                                              const float *x)
 {
@@ -32,7 +36,8 @@ __device__ __forceinline__ void store_floats(float *data, int64_t i, int64_t cou
         if (i + e < count) data[i + e] = x[e];
 }
 
-/* x = left + x. `left` is the sum of the lower-numbered operands, so it comes first. */
+/* Adds `left` to x. `left` is the sum of lower-numbered ranks or leaves, so it is the first
+ * operand. */
 __device__ __forceinline__ void add_to_left(const float (&left)[4], float (&x)[4])
 {
 #pragma unroll
@@ -45,13 +50,14 @@ __device__ __forceinline__ void copy_floats(const float (&from)[4], float (&to)[
     for (int e = 0; e < 4; e++) to[e] = from[e];
 }
 
-/* Adds vectors (leaves) in a fixed binary tree while they arrive in order. Like the digits of a
- * binary counter, left[level] is a sum of 2^level leaves that waits for its right sibling. */
+/* Adds numbered vectors ("leaves") in a fixed binary tree, while they arrive in ascending
+ * order. It works like a binary counter: left[level] is a sum of 2^level leaves that waits for
+ * its right sibling. */
 template <int LEVELS> struct Tree {
     float left[LEVELS][4];
 
-    /* Adds leaf number `leaf`, whose value is x. From level 0 upwards: a right child adds
-     * left[level] to x and continues; a left child stores x to left[level] and stops.
+    /* Adds leaf number `leaf`, whose value is x. Goes up the tree from level 0. A right child
+     * adds left[level] to x and goes on; a left child stores x to left[level] and stops.
      * Overwrites x. */
     __device__ __forceinline__ void push_leaf(int leaf, float (&x)[4])
     {
@@ -82,23 +88,23 @@ template <int LEVELS> struct Tree {
     }
 };
 
-struct RankSum { /* The sum of one vector over all ranks, for one thread. */
+struct RankSum { /* What one thread needs to add one vector over all ranks. */
     const OpState &op;
     const p2p_self &self;
     uint32_t order;
-    int64_t at; /* index of the vector's first float in staging */
+    int64_t at; /* index of the vector's first float in the staging of each rank */
     /* true if this thread has a vector; false in lanes past the end of the list */
     bool in;
     /* this rank's vector */
     uint4 own;
 
-    /* Returns the address in this rank's staging where `rank` stores its vector. */
+    /* Returns the address in this rank's staging to which `rank` stores its vector. */
     __device__ __forceinline__ uint4 *staged_vector(int rank) const
     {
         return (uint4 *)(op.inbox[rank] + at * 4);
     }
-    /* Stores this rank's vector to the staging of every peer. A NaN that equals poison is
-     * replaced by another NaN. */
+    /* Stores this rank's vector to the staging of every peer. Replaces a NaN that equals poison
+     * by another NaN, because the receiver would take it for a missing word. */
     __device__ __forceinline__ void send_floats() const
     {
         const uint4 q = replace_poisons(own, F32::NAN_WORD);
@@ -110,7 +116,7 @@ struct RankSum { /* The sum of one vector over all ranks, for one thread. */
 };
 
 /* backend hosts: posts the puts of all vectors that this warp has stored for ranks on other
- * hosts. Called by a whole warp after its last send_floats(). p2p: does nothing. */
+ * hosts. Does nothing in p2p. Called by a whole warp after its last send_floats(). */
 static __device__ void post_put_vectors(const OpState &op, int64_t vectors)
 {
     const p2p_self &self = *op.self;
@@ -122,8 +128,9 @@ static __device__ void post_put_vectors(const OpState &op, int64_t vectors)
         }
 }
 
-/* Waits for the vectors of all ranks, q[r] from rank r, and stores poison back to staging.
- * Called by a whole warp. Returns false if the group is broken. */
+/* Waits until the vectors of all ranks have arrived, and reads that of rank r to q[r]. Then
+ * marks the staging as empty again (poison). Called by a whole warp. Returns false if the group
+ * is broken. */
 __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_UNROLLED_RANKS])
 {
     const p2p_self &self = s.self;
@@ -146,8 +153,8 @@ __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_
     return ok;
 }
 
-/* Waits for the vector of one rank and stores poison back to staging. Called by a whole warp.
- * Returns false if the group is broken. */
+/* Waits until the vector of one rank has arrived, and reads it to x. Then marks the staging as
+ * empty again (poison). Called by a whole warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool receive_rank(const RankSum &s, int rank, float (&x)[4])
 {
     const bool own = rank == s.self.rank;
@@ -161,7 +168,8 @@ __device__ __forceinline__ bool receive_rank(const RankSum &s, int rank, float (
     return ok;
 }
 
-/* The add_ranks() for any number of ranks: receives and adds one rank's vector at a time. */
+/* Implements add_ranks() for any number of ranks: receives and adds one rank's vector at a
+ * time. */
 static __device__ bool add_ranks_looped(const RankSum &s, float (&x)[4])
 {
     const int ranks = s.self.num_ranks;
@@ -182,8 +190,8 @@ static __device__ bool add_ranks_looped(const RankSum &s, float (&x)[4])
     return true;
 }
 
-/* The add_ranks() for at most MAX_UNROLLED_RANKS ranks: receives all vectors at once and adds
- * them in registers. */
+/* Implements add_ranks() for at most MAX_UNROLLED_RANKS ranks: receives all vectors at once and
+ * adds them in registers. */
 static __device__ __forceinline__ bool add_ranks_unrolled(const RankSum &s, float (&sum)[4])
 {
     uint4 q[MAX_UNROLLED_RANKS];
@@ -210,8 +218,8 @@ static __device__ __forceinline__ bool add_ranks_unrolled(const RankSum &s, floa
     return true;
 }
 
-/* Waits for the vector of every rank and sets x to the sum. `s.order`: added by rank or in the
- * tree. Called by a whole warp. Returns false if the group is broken. */
+/* Waits until the vector of every rank has arrived, and sets x to their sum. s.order selects
+ * rank order or the tree. Called by a whole warp. Returns false if the group is broken. */
 template <bool MANY> __device__ __forceinline__ bool add_ranks(const RankSum &s, float (&x)[4])
 {
     return MANY ? add_ranks_looped(s, x) : add_ranks_unrolled(s, x);
