@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# `make docs` builds the documentation as a site in build/docs/site, with references made from the
-# header and the docstrings.  A dead link is an error.  `python3 -m http.server -d build/docs/site`
-# serves it.
+# `make docs` builds the documentation as a site in build/docs/site. It makes the references from the
+# header and the docstrings, and fails at a dead link. To read the site, run
+# `python3 -m http.server -d build/docs/site`.
 .PHONY: docs
 DOCS_PYTHON ?= python3
 docs:

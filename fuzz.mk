@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Fuzzing with clang's libFuzzer, AddressSanitizer and UndefinedBehaviorSanitizer.  `make fuzz` runs each
-# target of tests/fuzz for FUZZ_SECONDS and keeps the inputs that it found in build/fuzz/corpus.  `make
+# target of tests/fuzz for FUZZ_SECONDS seconds and keeps new inputs in build/fuzz/corpus.  `make
 # test` contains test-fuzz, which runs each target for a few seconds.  An input that fails is stored as
 # build/fuzz/TARGET-*; build/fuzz/TARGET FILE runs it again.
 FUZZ_SECONDS ?= 600
@@ -43,7 +43,7 @@ fuzz-build: $(FUZZ_TARGETS:%=$(FUZZ_OUT)/%)
 # Tests whether clang can link a fuzzer.
 FUZZ_FOUND = echo 'int LLVMFuzzerTestOneInput(void) { return 0; }' | $(FUZZ_CC) -x c \
 	-fsanitize=fuzzer,address - -o /dev/null 2>/dev/null
-# FUZZ_RUN(folder of inputs, seconds, options) runs each target and stops at the first failure.
+# $(call FUZZ_RUN,folder of inputs,seconds,options) runs each target and stops at the first failure.
 FUZZ_RUN = for target in $(FUZZ_TARGETS); do mkdir -p $(1)/$$target; \
 	    timeout -k 5 $$(( $(2) + 120 )) $(FUZZ_OUT)/$$target -max_total_time=$(2) -timeout=120 \
 	        -rss_limit_mb=2000 -max_len=1024 -print_final_stats=1 $(3) \

@@ -10,7 +10,7 @@ HOSTS_BUILT = grep -qs 'epic_hosts\.dir' build/CMakeFiles/TargetDirectories.txt
 HOSTS_LEFT_OUT = "left out: no libepic_hosts.so; install UCX (Debian: libucx-dev), or" \
     "cmake -S . -B build -DEPIC_HOSTS=ALWAYS, then again"
 
-# Internal: the first step of the targets below.
+# The first step of the targets below. Users do not need to call it.
 gpu-configure: setup-build
 	@$(call CMAKE,Release,build)
 	@$(GPU_NEEDED)
@@ -26,8 +26,8 @@ gpu-bench: gpu-configure
 	@$(call BUILD,build) --target gpu_benchmarks
 	@GPU_OUT=$(GPU_OUT) bench/gpu/run.sh
 
-# Everything that shows whether EPIC works on this machine, and how fast: tests, bindings, hosts,
-# benchmarks and one table, in parts of at most ten minutes.  GPU_PARTS selects some.
+# Runs everything that shows whether EPIC works on this machine, and how fast: tests, bindings, hosts,
+# benchmarks and one table, in parts of at most ten minutes. GPU_PARTS selects some parts.
 gpu-all: gpu-build gpu-build-hosts gpu-build-torch gpu-build-jax
 	@GPU_PYTHON=$(GPU_PYTHON) tests/gpu/all.sh $(GPU_PARTS)
 
@@ -36,7 +36,7 @@ gpu-bench-layer: gpu-configure
 	@$(call BUILD,build) --target gpu_benchmarks
 	@$(GPU_PYTHON) bench/gpu/layer_bars.py $(GPU_OUT)
 
-# Compares this tree with an earlier version, by turns.  First run `git worktree add build/before
+# Compares this tree with an earlier version. Both run in turn. First run `git worktree add build/before
 # COMMIT`.  ROUNDS, LIMIT (percent) and CASE are arguments of bench/gpu/turns.py.
 BEFORE ?= build/before
 gpu-bench-turns: $(GPU_OUT)/gpu_bench
@@ -48,7 +48,7 @@ gpu-bench-turns: $(GPU_OUT)/gpu_bench
 $(GPU_OUT)/%: gpu-configure
 	@$(call BUILD,build) --target cuda_$(notdir $@)
 
-# The backend hosts.  The ranks of this machine act as hosts.
+# Targets of the backend hosts. The ranks of this machine act as hosts.
 gpu-build-hosts: gpu-configure
 	@if $(HOSTS_BUILT); then $(call BUILD,build) --target gpu_hosts; else echo $(HOSTS_LEFT_OUT); fi
 gpu-test-hosts: gpu-build-hosts

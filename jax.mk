@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# JAX.  `make test-jax` builds the handlers and tests them with each Python of tests/jax/run.sh that this
+# Targets for JAX. `make test-jax` builds the handlers and tests them with each Python of tests/jax/run.sh that this
 # machine has, each in its own virtual environment under build/.  The first Python also tests the
 # wheel and runs ruff and mypy.  `make test` contains test-jax-quick, which runs all tests with the
 # first Python and a part of them with the others.
@@ -12,7 +12,8 @@ test-jax test-jax-quick:
 	@$(call BUILD,build) --target epic
 	@EPIC_JAX_QUICK=$(if $(findstring quick,$@),1) tests/jax/run.sh build
 
-# For a machine with GPUs; uses the JAX of GPU_PYTHON.  The libraries are built for Hopper only.
+# Targets for a machine with GPUs. They use the JAX of GPU_PYTHON, and build the libraries for Hopper
+# only.
 .PHONY: gpu-build-jax gpu-test-jax gpu-bench-jax
 GPU_PYTHON ?= python3
 GPU_JAX_OUT = build/gpu-jax

@@ -20,7 +20,7 @@ release-check: setup-test
 	@$(call BUILD,build)
 	@tools/release.sh build
 
-# Installs in each way that README.md describes, and runs a first program in C, JAX and PyTorch.
+# Installs EPIC in each way that README.md describes, and runs a first program in C, JAX and PyTorch.
 stranger: setup-build
 	@tests/stranger.sh
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# PyTorch.  `make test-torch` builds the operators and tests them with the torch of each line of
+# Targets for PyTorch. `make test-torch` builds the operators and tests them with the torch of each line of
 # tests/torch/requirements.txt, each in its own virtual environment under build/.  `make test`
 # contains it.
 
@@ -10,14 +10,14 @@ test-torch:
 	@$(call BUILD,build) --target epic epic_torch example_step
 	@tests/torch/run.sh build
 
-# Not a part of `make test`, because Megatron-Core and torchtitan need many packages.
+# This target is not a part of `make test`, because Megatron-Core and torchtitan need many packages.
 test-torch-adapters:
 	@echo "== PyTorch: Megatron-Core, torchtitan"
 	@$(call CMAKE,Release,build)
 	@$(call BUILD,build) --target epic epic_torch
 	@tests/torch/adapters.sh build
 
-# For a machine with GPUs; uses the torch of GPU_PYTHON (python3).  If EPIC_LIBRARY_PATH is set, the
+# Targets for a machine with GPUs. They use the torch of GPU_PYTHON (python3).  If EPIC_LIBRARY_PATH is set, the
 # libraries of that folder are tested and nothing is built.
 .PHONY: gpu-build-torch gpu-test-torch gpu-bench-torch
 GPU_TORCH_OUT = build/gpu-torch

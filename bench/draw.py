@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Draws what `make bench` has measured, and prints it as tables for docs/guide/benchmarks.md.
+"""Draws the results of `make bench`, and prints them as tables for docs/guide/benchmarks.md.
 
 python bench/draw.py build/bench/results.json build/bench/results.svg
 
-Upper part: each row's time beside that of the strong form on MPI, as a ratio; 1 is equal, the
-thin line goes from quartile to quartile.  Lower part: how EPIC alone grows."""
+The upper part of the picture shows the ratio of each time to that of the strong form on MPI. 1 is
+equal, and the thin line goes from quartile to quartile. The lower part shows how EPIC's times grow.
+"""
 
 import json
 import math
@@ -15,25 +16,25 @@ from typing import Any
 
 Row = dict[str, Any]
 LEFT, WIDTH, BAR, GAP = 290, 560, 12, 10
-MOST = 4.0  # of the ratios' axis
+MOST = 4.0  # end of the axis of ratios
 COLOURS = {"EPIC shm": "#2f6fd0", "EPIC mpi": "#2c9a5b", "MPI simple": "#c08a2b"}
 OPERATIONS = ("plan + dispatch", "combine", "gradients", "layer")
 CASE = ("operation", "hidden", "tokens", "ranks")
 
 
 def read(path: Path) -> list[Row]:
-    """The lines of the file."""
+    """Return the lines of the file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def case_of(row: Row) -> tuple[Any, ...]:
-    """What a ratio is formed within."""
+    """Return the values that are equal for both times of a ratio."""
     return tuple(row[name] for name in CASE) + (row["experts"],)
 
 
 def compared(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, Row]]:
-    """case -> way -> row, of cases that have the strong form.  The forms on MPI run beside each
-    backend: the run in which they were faster counts."""
+    """Return case -> form -> row, for cases that have the strong form. The forms on MPI run
+    together with each backend. The faster run counts."""
     cases: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         ways = cases.setdefault(case_of(row), {})
@@ -47,17 +48,17 @@ def compared(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, Row]]:
 
 
 def text(x: float, y: float, words: str, more: str = "") -> str:
-    """Words in the picture."""
+    """Return a text element of the picture."""
     return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{words}</text>'
 
 
 def at(ratio: float) -> float:
-    """Where a ratio lies on the axis."""
+    """Return the position of a ratio on the axis."""
     return LEFT + WIDTH * min(ratio, MOST) / MOST
 
 
 def ratio_bars(cases: dict[tuple[Any, ...], dict[str, Row]], top: float) -> tuple[list[str], float]:
-    """A bar for each way of each case."""
+    """Draw a bar for each form of each case."""
     lines, y = [], top
     for case, ways in cases.items():
         strong = ways["MPI strong"]["median_us"]
@@ -88,7 +89,7 @@ def ratio_bars(cases: dict[tuple[Any, ...], dict[str, Row]], top: float) -> tupl
 
 
 def growth(rows: list[Row], name: str, fixed: dict[str, Any]) -> list[Row]:
-    """EPIC's rows in which only `name` differs, of one operation."""
+    """Return EPIC's rows of one operation in which only `name` differs."""
     chosen = [
         row
         for row in rows
@@ -99,7 +100,7 @@ def growth(rows: list[Row], name: str, fixed: dict[str, Any]) -> list[Row]:
 
 
 def curve(rows: list[Row], name: str, title: str, x: float, y: float) -> list[str]:
-    """Time over a number, both logarithmic."""
+    """Draw time over a number, both on logarithmic axes."""
     wide, high = 230.0, 150.0
     if len(rows) < 2:
         return []
@@ -126,7 +127,7 @@ def curve(rows: list[Row], name: str, title: str, x: float, y: float) -> list[st
 
 
 def draw(rows: list[Row]) -> str:
-    """The whole picture."""
+    """Return the whole picture."""
     cases = compared(rows)
     bars, y = ratio_bars(cases, 70)
     alone: Row = {"operation": "plan + dispatch", "hidden": 2048}
@@ -152,7 +153,7 @@ def draw(rows: list[Row]) -> str:
 
 
 def table(rows: list[Row]) -> None:
-    """The comparison as Markdown."""
+    """Print the comparison as Markdown."""
     cases = compared(rows)
     ways = [way for way in ("MPI simple", "MPI strong", "EPIC shm", "EPIC mpi")
             if any(way in found for found in cases.values())]  # fmt: skip
@@ -170,7 +171,7 @@ def table(rows: list[Row]) -> None:
 
 
 def main() -> int:
-    """Reads, prints, draws."""
+    """Read the results, print tables, and draw the picture."""
     rows = read(Path(sys.argv[1]))
     table(rows)
     Path(sys.argv[2]).write_text(draw(rows), encoding="utf-8")

@@ -73,7 +73,8 @@ def routing(tokens: int, experts: int, top_k: int) -> np.ndarray:
 
 
 def steps(args: argparse.Namespace) -> None:
-    """Return the time of one operation: what eight more of it add to a program of eight."""
+    """Return the time of one operation: the time that eight more operations add to a program of
+    eight."""
     mesh, few, many = mesh_of_all(), 4, 12
     ranks = mesh.size
     layer = epic.jax.Layer(args.experts, args.top_k, alignment=128)
@@ -85,7 +86,7 @@ def steps(args: argparse.Namespace) -> None:
     for graphs in (True, False):
         with epic.jax.open(mesh, "ep", command_buffers=graphs, **wish) as group:
             plan = mapped(mesh, lambda ids, g=group: epic.jax.plan(g, layer, ids).demand, 1)
-            capacity = int(jnp.max(plan(ids)))  # as many slots as are used
+            capacity = int(jnp.max(plan(ids)))  # exactly as many slots as the plan needs
 
             def make(
                 x: Any,
@@ -269,7 +270,8 @@ def soak(args: argparse.Namespace) -> None:
                 if i % 50 == 49:
                     kept.append(float(loss))
                     epic.jax.check(group)
-                    begin = begin or time.perf_counter()  # compiled, and warm
+                    # start the clock after compilation and the first step
+                    begin = begin or time.perf_counter()
             losses.append(kept)
             print(
                 f"soak, {ranks} GPUs, command buffers {'on' if graphs else 'off'}: {args.steps} "
@@ -284,7 +286,7 @@ def soak(args: argparse.Namespace) -> None:
 
 # ------------------------------------------------------------------------------ layer ----
 
-# Experts of a rank, top_k, hidden, inner.
+# Experts per rank, top_k, hidden, inner.
 MODELS = {
     "7168, inner 2048, 8 a rank, top-8": (8, 8, 7168, 2048),
     "7168, inner 2048, 128 a rank, top-8": (128, 8, 7168, 2048),
@@ -354,7 +356,8 @@ def chosen(args: argparse.Namespace) -> list[tuple[str, tuple[int, int, int, int
 
 
 def layer(args: argparse.Namespace) -> None:
-    """Return forward, and forward with backward and all gradients in the weights' dtype."""
+    """Print the times of forward, and of forward with backward and all gradients in the weights'
+    dtype."""
     in_c = of_c(args)
     mesh, tokens = mesh_of_all(), args.tokens
     for name, (local, top_k, hidden, inner) in chosen(args):
@@ -418,7 +421,7 @@ def skewed(rows: int, experts: int) -> np.ndarray:
 
 
 def gemm(args: argparse.Namespace) -> None:
-    """Return forward, d_x and d_w of [rows, K] x [experts, K, N], bf16."""
+    """Print the times of forward, d_x and d_w of [rows, K] x [experts, K, N], in bf16."""
     rows = 32768
     for k, n in ((7168, 4096), (2048, 7168))[: args.shapes]:
         for name, sizes in (("even", even(rows, 64)), ("skewed", skewed(rows, 64))):

@@ -87,7 +87,7 @@ static void fill_routing(seat *s)
         for (int k = 0; k < o->top_k; k++) {
             int32_t *row = s->topk_idx + (size_t)t * (size_t)o->top_k;
             int again;
-            do { /* distinct experts, uniform */
+            do { /* draw distinct experts uniformly */
                 row[k] = (int32_t)(rand_r(&seed) % (unsigned)o->experts);
                 again = 0;
                 for (int j = 0; j < k; j++) again |= row[j] == row[k];
@@ -269,7 +269,7 @@ static int read_options(options *o, int argc, char **argv)
         const size_t n = sizeof numbers / sizeof *numbers;
         size_t at = 0;
         while (at < n && strcmp(argv[i], numbers[at].name)) at++;
-        if (i + 1 == argc) return usage("a value is missing behind", argv[i]);
+        if (i + 1 == argc) return usage("a value is missing after", argv[i]);
         if (!strcmp(argv[i], "--backend")) {
             o->backend = argv[i + 1];
         } else if (at == n) {

@@ -400,11 +400,11 @@ def main() -> int:
         rows, plan, weights = jax.jit(mapped(mesh, steps["prepare"], P("ep")))(*data["both"])
         mine = {**data, "combine": (rows, weights, plan)}
         for key, program in ways[way].items():
-            if key[0] != "both":  # it is for the comparison
+            if key[0] != "both":  # this run was only for the comparison
                 runs[way, *key] = partial(program, *mine[key[0]])
     limit = 1e-4 if args.dtype == "float32" else 5e-2
     for key in ways["EPIC"]:
-        if key[0] in ("both", "layer"):  # slots lie in another order
+        if key[0] in ("both", "layer"):  # the slots have another order
             error = miss(*(way[key](*data[key[0]]) for way in ways.values()))
             if not error < limit:
                 print(f"{' '.join(key)}: the two ways differ by {error:.1e}")

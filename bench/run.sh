@@ -1,10 +1,11 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# EPIC beside pipelines on MPI (bench/mpi), then how EPIC grows with tokens, ranks and experts.
-# usage: run.sh FOLDER, where build/bench/mpi lies; results.json and results.svg go there too
-#   RANKS="2 4" TOKENS=8,256,4096 HIDDEN=2048,7168 ROUNDS=21 INNER=64    of the comparison;
-#   BACKENDS="shm mpi"                                                   each beside the forms on MPI
-#   GROWTH=0                                                             leaves the growth out
+# Compares EPIC with pipelines written with MPI (bench/mpi). Then measures how EPIC's times grow with
+# tokens, ranks and experts.
+# usage: run.sh FOLDER    FOLDER contains the program mpi and gets results.json and results.svg
+#   RANKS="2 4" TOKENS=8,256,4096 HIDDEN=2048,7168 ROUNDS=21 INNER=64    sizes of the comparison
+#   BACKENDS="shm mpi"    backends; each is compared with the forms on MPI
+#   GROWTH=0              skips the second part
 set -eu
 out=$1
 cores=$(nproc)
@@ -15,13 +16,13 @@ export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 [ -x "$out/mpi" ] || { echo "left out: there is no MPI (Debian: libopenmpi-dev openmpi-bin)"; exit 0; }
 rm -f "$json"
 
-bench() { # ranks, options
+bench() { # usage: bench RANKS OPTION...
     number=$1
     shift
     timeout -k 5 3600 mpiexec -n "$number" "$out/mpi" --json "$json" "$@"
 }
 
-# One backend a run: a context of backend mpi has a thread of its own, which takes time from others.
+# Run one backend at a time, because a context of backend mpi has a thread that uses CPU time.
 for number in $ranks; do
     for backend in ${BACKENDS:-shm mpi}; do
         bench "$number" --tokens "${TOKENS:-8,256,4096}" --hidden "${HIDDEN:-2048,7168}" \

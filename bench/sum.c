@@ -25,7 +25,7 @@
 #define MAX_RANKS 64
 #define MAX_COUNT 65536
 #define FLOATS_A_ROUND \
-    (1 << 19) /* a round has this many floats, and at most CALLS_A_ROUND calls */
+    (1 << 19) /* a round has this many floats, in at most CALLS_A_ROUND calls */
 #define CALLS_A_ROUND 200
 
 enum kind { BY_RANK, TREE, ALLREDUCE, NUM_KINDS };
@@ -169,7 +169,7 @@ static epic_result gather(void *self, const void *mine, void *all, int64_t bytes
     return EPIC_OK;
 }
 
-/* Runs as a rank of an MPI job.  Returns false if there is none. */
+/* Runs as a rank of an MPI job. Returns false if this process is not in a job. */
 static bool run_job(options *o, int *argc, char ***argv)
 {
     int level, rank;

@@ -34,11 +34,11 @@ from torch_core import Core
 import epic.torch
 
 Step = Callable[[Tensor, Tensor], Tensor]
-BURST = 10  # calls that are timed together
+BURST = 10  # number of calls that are timed together
 
 
 class Shape(NamedTuple):
-    """Of a layer; inner 0: of its exchange alone."""
+    """The sizes of a layer; inner 0: only its exchange."""
 
     hidden: int
     experts: int
@@ -52,7 +52,7 @@ def shape(text: str) -> Shape:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line; sizes fit what is there."""
+    """Parse the command line; default sizes depend on the machine."""
     gpus = torch.cuda.device_count()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, default=gpus or 4)
@@ -83,20 +83,20 @@ def arguments() -> argparse.Namespace:
 
 
 def exchange(rows: Tensor, send: list[int], recv: list[int]) -> Tensor:
-    """Rows to ranks, with a gradient."""
+    """Exchange rows between ranks, with a gradient."""
     out = rows.new_empty((sum(recv), rows.shape[1]))
     return all_to_all_single(out, rows, recv, send)
 
 
 def splits(counts: Tensor) -> tuple[list[int], list[int]]:
-    """What goes to each rank, and what comes: the host waits."""
+    """Return how many rows go to each rank and come from it; the host waits."""
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts)
     return counts.tolist(), theirs.tolist()
 
 
 def plain(of: Shape, ids: Tensor, ranks: int) -> Step:
-    """A row for each choice."""
+    """Return the pipeline that sends a row for each choice."""
 
     def step(x: Tensor, w: Tensor) -> Tensor:
         flat = ids.reshape(-1)
@@ -108,7 +108,7 @@ def plain(of: Shape, ids: Tensor, ranks: int) -> Step:
         local = torch.empty(sum(recv), dtype=flat.dtype, device=flat.device)
         dist.all_to_all_single(local, flat[order], recv, send)
         by_expert = local.argsort(stable=True)
-        slabs = landed[by_expert]  # here the experts would be
+        slabs = landed[by_expert]  # experts would compute here
         home = exchange(torch.empty_like(slabs).index_copy(0, by_expert, slabs), recv, send)
         weighted = home * w.reshape(-1)[order][:, None].to(home.dtype)
         return torch.zeros_like(x).index_add(0, token, weighted)
@@ -117,14 +117,15 @@ def plain(of: Shape, ids: Tensor, ranks: int) -> Step:
 
 
 def no_experts(slabs: Tensor, _: Tensor) -> Tensor:
-    """Where they would be."""
+    """Return the slabs unchanged, in place of experts."""
     return slabs
 
 
 def deduplicated(
     of: Shape, ids: Tensor, ranks: int, mlp: Callable[..., Tensor] = no_experts
 ) -> Step:
-    """A row for each (token, rank), and the weights of its experts there beside it."""
+    """Return the pipeline that sends a row for each (token, rank), with the weights of its
+    experts."""
     each = of.experts // ranks
 
     def step(x: Tensor, w: Tensor) -> Tensor:
@@ -153,13 +154,13 @@ def deduplicated(
 
 
 def gated(z: Tensor) -> Tensor:
-    """The activation."""
+    """Return the activation."""
     gate, up = z.chunk(2, dim=1)
     return torch.nn.functional.silu(gate) * up
 
 
 class TorchLayer:
-    """The whole layer of torch: the deduplicated exchange around torch._grouped_mm, on GPUs with a
+    """The whole layer in torch: the deduplicated exchange around torch._grouped_mm, on GPUs with a
     compiled activation."""
 
     def __init__(self, of: Shape, ranks: int, layer: epic.torch.MoE) -> None:
@@ -168,20 +169,20 @@ class TorchLayer:
         self.gated = torch.compile(gated, dynamic=True) if on_gpu else gated
 
     def mlp(self, slabs: Tensor, counts: Tensor) -> Tensor:
-        """The experts."""
+        """Compute the experts."""
         ends = counts.cumsum(0, dtype=torch.int32)
         a = self.gated(torch._grouped_mm(slabs, self.layer.w_gate_up, ends))
         return torch._grouped_mm(a, self.layer.w_down, ends)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The tokens."""
+        """Compute the layer."""
         scores = (x.float() @ self.layer.w_gate).softmax(-1)
         w, ids = scores.topk(self.of.top_k)
         return deduplicated(self.of, ids, self.ranks, self.mlp)(x, w)
 
 
 def of_epic(group: epic.torch.Group, of: Shape, ids: Tensor) -> Step:
-    """plan_dispatch and combine."""
+    """Return the pipeline of EPIC: plan_dispatch and combine."""
     layer = epic.torch.Layer(of.experts, of.top_k)
 
     def step(x: Tensor, w: Tensor) -> Tensor:
@@ -195,14 +196,14 @@ def of_epic(group: epic.torch.Group, of: Shape, ids: Tensor) -> Step:
 
 
 def settle(device: torch.device) -> None:
-    """Everyone begins at once."""
+    """Wait until all ranks are here."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
 
 
 def median_ms(run: Callable[[], Any], device: torch.device, repeat: int) -> float:
-    """Of one call, the slowest rank's."""
+    """Return the median time of a call on the slowest rank."""
     for _ in range(5):
         run()
     seconds = []
@@ -217,7 +218,7 @@ def median_ms(run: Callable[[], Any], device: torch.device, repeat: int) -> floa
 
 
 def slowest(values: list[float], device: torch.device) -> float:
-    """The median of what the slowest rank had each time."""
+    """Return the median over the calls of the slowest rank's value."""
     on = "cpu" if dist.get_backend() == "gloo" else device
     worst = torch.tensor(values, dtype=torch.float64, device=on)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
@@ -225,7 +226,8 @@ def slowest(values: list[float], device: torch.device) -> float:
 
 
 def burst_us(run: Callable[[], Any], device: torch.device, repeat: int) -> tuple[float, float]:
-    """Of one call among BURST, the slowest rank's: on the device, and of the host that makes it."""
+    """Return the time of one of BURST calls on the slowest rank: on the device, and on the host
+    that makes it."""
     on_gpu = device.type == "cuda"
     for _ in range(5):
         run()
@@ -233,7 +235,7 @@ def burst_us(run: Callable[[], Any], device: torch.device, repeat: int) -> tuple
     for _ in range(repeat):
         settle(device)
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else []
-        run()  # ranks begin at once
+        run()  # all ranks begin at the same time
         for mark in marks[:1]:
             mark.record()
         start = time.perf_counter()
@@ -250,7 +252,7 @@ def burst_us(run: Callable[[], Any], device: torch.device, repeat: int) -> tuple
 
 
 def captured(run: Callable[[], Any]) -> Callable[[], Any]:
-    """As a CUDA graph."""
+    """Return the call captured in a CUDA graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -269,7 +271,7 @@ def captured(run: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def profiled(run: Callable[[], Any], folder: Path, rank: int) -> None:
-    """trace-RANK.json and kernels-RANK.csv."""
+    """Write trace-RANK.json and kernels-RANK.csv."""
     folder.mkdir(parents=True, exist_ok=True)
     with torch.profiler.profile() as profile:
         for _ in range(5):
@@ -284,12 +286,12 @@ def profiled(run: Callable[[], Any], folder: Path, rank: int) -> None:
 
 
 def worst(a: Tensor, b: Tensor) -> float:
-    """Relative difference."""
+    """Return the relative difference."""
     return float((a.float() - b.float()).abs().max() / b.float().abs().max())
 
 
 def measure(rank: int, args: argparse.Namespace) -> None:
-    """One process."""
+    """Run all measurements in one process."""
     on_gpu = torch.cuda.is_available()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(args.port)}
     torch.set_num_threads(1)
@@ -314,7 +316,7 @@ def measure(rank: int, args: argparse.Namespace) -> None:
 
 
 def data(group: epic.torch.Group, tokens: int, hidden: int) -> tuple[Tensor, Tensor]:
-    """Tokens and a cotangent."""
+    """Return tokens and an output gradient."""
     on = group.device
     dtype = torch.bfloat16 if on.type == "cuda" else torch.float32
     torch.manual_seed(group.rank)
@@ -323,7 +325,7 @@ def data(group: epic.torch.Group, tokens: int, hidden: int) -> tuple[Tensor, Ten
 
 
 def title(rank: int, args: argparse.Namespace, of: Shape, x: Tensor) -> None:
-    """What is timed below."""
+    """Print what is timed below."""
     where = torch.cuda.get_device_name() if x.is_cuda else "CPU"
     what = f"{len(x)} tokens of {of.hidden} {str(x.dtype)[6:]}, top {of.top_k} of {of.experts}"
     inner = f", inner {of.inner}" if of.inner else ""
@@ -332,7 +334,7 @@ def title(rank: int, args: argparse.Namespace, of: Shape, x: Tensor) -> None:
 
 
 def compare(rank: int, args: argparse.Namespace, group: epic.torch.Group, tokens: int) -> None:
-    """The exchange with one number of tokens."""
+    """Time the exchange with one number of tokens."""
     of = Shape(args.hidden, args.experts, args.top_k)
     x, ct = data(group, tokens, of.hidden)
     chosen = torch.rand(tokens, of.experts, device=x.device).topk(of.top_k)
@@ -349,7 +351,7 @@ def compare(rank: int, args: argparse.Namespace, group: epic.torch.Group, tokens
 
 
 def layers(rank: int, args: argparse.Namespace, group: epic.torch.Group, of: Shape) -> None:
-    """A whole layer with its experts: by the core, and by torch."""
+    """Time a whole layer with its experts, of the core and of torch."""
     x, ct = data(group, max(args.tokens), of.hidden)
     title(rank, args, of, x)
     options = epic.torch.Moe.of(
@@ -387,7 +389,8 @@ def layers(rank: int, args: argparse.Namespace, group: epic.torch.Group, of: Sha
 
 
 def attempt(rank: int, run: Callable[[], Any]) -> Any:
-    """What it gives; where it fails its text, and the next goes on."""
+    """Return the result of a measurement. If it fails, print the error and continue with the next
+    one."""
     try:
         return run()
     except Exception as error:
@@ -398,7 +401,7 @@ def attempt(rank: int, run: Callable[[], Any]) -> Any:
 
 
 def forward(step: Step, x: Tensor, w: Tensor) -> Callable[[], Any]:
-    """Without gradients."""
+    """Return the call without gradients."""
 
     def run() -> Tensor:
         with torch.no_grad():
@@ -408,12 +411,12 @@ def forward(step: Step, x: Tensor, w: Tensor) -> Callable[[], Any]:
 
 
 def both(step: Step, x: Tensor, w: Tensor, ct: Tensor) -> Callable[[], Any]:
-    """Forward and backward."""
+    """Return the call forward and backward."""
     return lambda: torch.autograd.grad(step(x, w), (x, w), ct)
 
 
 def agree(steps: dict[str, Step], x: Tensor, w: Tensor, ct: Tensor) -> None:
-    """The pipelines give the same."""
+    """Check that all pipelines give the same results."""
     results = {n: [forward(s, x, w)(), *both(s, x, w, ct)()] for n, s in steps.items()}
     most = 3e-2 if x.dtype == torch.bfloat16 else 1e-5
     for name, got in results.items():
@@ -431,7 +434,7 @@ def raw(
     x: Tensor,
     w: Tensor,
 ) -> None:
-    """The single calls, without gradients, beside those of C."""
+    """Time the single calls without gradients, and those of C."""
     layer = epic.torch.Layer(of.experts, of.top_k)
     x, w = x.detach(), w.detach()
     plan, recv, slot = epic.torch.plan_dispatch(group, layer, ids, x, w, zero_tail=False)
@@ -459,7 +462,7 @@ def report(
     w: Tensor,
     ct: Tensor,
 ) -> None:
-    """Times every pipeline."""
+    """Time every pipeline."""
     table = Table(rank, args, x.device)
     for name, step in steps.items():
         runs = {name: [forward(step, x, w), both(step, x, w, ct)]}
@@ -473,8 +476,7 @@ def report(
 
 
 class Table:
-    """Times of pipelines; the first is EPIC's, and in brackets is how many times as long the others
-    take."""
+    """Prints times of pipelines. The first is EPIC's; for the others it also prints the ratio."""
 
     def __init__(self, rank: int, args: argparse.Namespace, device: torch.device) -> None:
         self.rank, self.repeat, self.device = rank, args.repeat, device
@@ -483,7 +485,7 @@ class Table:
             print(f"{'ms, slowest rank, median':24}{'forward':>16}{'and backward':>16}")
 
     def line(self, what: str, pair: list[Callable[[], Any]]) -> None:
-        """Of one."""
+        """Print the times of one operation."""
         times = [median_ms(run, self.device, self.repeat) for run in pair]
         self.first = self.first or times
         if self.rank == 0:
@@ -492,7 +494,7 @@ class Table:
 
 
 def main() -> int:
-    """Starts the processes."""
+    """Start the processes."""
     args = arguments()
     torch.multiprocessing.spawn(measure, (args,), nprocs=args.ranks)
     return 0

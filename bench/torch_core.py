@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C calls of a step, with arguments filled beforehand: what a binding is compared with."""
+"""The C calls of a step, with arguments that are filled in before, to compare a binding with."""
 
 import ctypes
 from collections.abc import Callable
@@ -18,7 +18,7 @@ ROWS = "{0} {0}_rows {0}_bytes"
 
 
 def words(*names: str) -> list[tuple[str, Any]]:
-    """Fields that are pointers or int64."""
+    """Return fields that are pointers or int64."""
     return [(name, ctypes.c_int64) for text in names for name in text.split()]
 
 
@@ -47,13 +47,13 @@ CombineArgs = struct(
 
 
 def rows(name: str, x: Tensor) -> dict[str, int]:
-    """An epic_rows."""
+    """Return the fields of an epic_rows."""
     size = x.shape[1] * x.element_size()
     return {name: x.data_ptr(), f"{name}_rows": len(x), f"{name}_bytes": size}
 
 
 class Core:
-    """The calls of one step with its own results, on the stream that is current now."""
+    """The C calls of one step with results of their own, on the current stream."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Core:
         )
 
     def calls(self) -> dict[str, Call]:
-        """By their names."""
+        """Return the calls by name."""
         return {
             "plan": self.of("plan", self.of_plan),
             "dispatch": self.of("dispatch", self.of_dispatch),
@@ -117,13 +117,13 @@ class Core:
         }
 
     def of(self, name: str, *structs: Any) -> Call:
-        """epic_NAME; its errors are told at the first call."""
+        """Return a call of epic_NAME, which raises its error at the first call."""
         function = getattr(_native.core(), f"epic_{name}_v1")
         passed = [ctypes.c_void_p(self.group.context), *sized(*structs)]
         passed = [ctypes.c_size_t(v) if isinstance(v, int) else v for v in passed]
         _native.check(function(*passed))
 
-        def call(_: Any = self) -> Any:  # whose arrays live as long
+        def call(_: Any = self) -> Any:  # the default argument keeps the arrays alive
             return function(*passed)
 
         return call

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host time of epic.torch's calls, and where it goes: one rank alone, microseconds a call.
+"""Measures the host time of epic.torch's calls with one rank, in microseconds per call.
 
-python bench/torch_host.py               on a GPU if there is one, else on the CPU
+python bench/torch_host.py runs on a GPU if there is one, else on the CPU.
+
 python bench/torch_host.py --device cpu --tokens 1
 
-function: as it is called, without gradients; autograd: with gradients to be kept for; operator:
-torch.ops.epic alone; core: the C call with arguments that are filled already: on GPUs a launch, on
-CPUs all of the work.  The median of short batches, as machines are shared; with --least the least,
-to compare two libraries by turns where the clock moves between programs."""
+Columns: "function" is the call without gradients; "autograd" is the call when gradients are needed;
+"operator" is torch.ops.epic alone; "core" is the C call with filled arguments, on GPUs only the
+launch, on CPUs all the work. A time is the median of short batches, because machines are shared.
+With --least it is the smallest one, to compare two libraries whose programs run in turn while the
+clock changes.
+"""
 
 import argparse
 import statistics
@@ -28,7 +31,7 @@ BATCH = 20
 
 
 class Seen(TorchDispatchMode):
-    """Calls of EPIC's operators."""
+    """Records the calls of EPIC's operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +59,7 @@ class Step:
         self.plan, self.recv, self.slot = made
 
     def functions(self) -> Calls:
-        """As a program calls them."""
+        """Return the calls as a program makes them."""
         group, layer, x, w, ids = self.group, self.layer, self.x, self.w, self.ids
         return {
             "plan": lambda: epic.torch.plan(group, layer, ids),
@@ -67,7 +70,8 @@ class Step:
         }
 
     def backwards(self) -> Calls:
-        """The way through the engine and one gradient; leaves gradients required."""
+        """Return backward calls through the engine, one gradient each; leaves must require
+        gradients."""
         self.x.requires_grad_()
         self.recv.requires_grad_()
         recv, _ = epic.torch.dispatch(self.plan, self.x, self.w)
@@ -83,19 +87,19 @@ class Step:
         }
 
     def operators(self) -> Calls:
-        """What all of them call."""
+        """Return the operators that these functions call."""
         with Seen() as seen:
             for call in (self.functions() | self.backwards()).values():
                 call()
         return seen.calls
 
     def core(self) -> Calls:
-        """The C calls."""
+        """Return the C calls."""
         return Core(self.group, self.layer, self.ids, self.x, self.w, zero_tail=True).calls()
 
 
 def measured_us(call: Call, on_gpu: bool, args: argparse.Namespace) -> float:
-    """Of a call, in the median batch or the least."""
+    """Return the time of a call, in the median batch or in the fastest one."""
     found = []
     for _ in range(args.batches + 3):
         start = time.perf_counter()
@@ -108,7 +112,7 @@ def measured_us(call: Call, on_gpu: bool, args: argparse.Namespace) -> float:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """The table."""
+    """Print the table."""
     device = torch.device(args.device)
     sizes: dict[str, Any] = {"max_tokens": args.tokens, "max_row_bytes": 4 * args.hidden}
     with epic.torch.Group(num_ranks=1, device=device, **sizes) as group:
@@ -135,7 +139,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """The command line."""
+    """Parse the command line and measure."""
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--device", default="cuda" if gpu else "cpu")

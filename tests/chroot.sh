@@ -126,7 +126,7 @@ for target in $targets; do
     [ "$(cat "$here/status")" = 0 ] || fail "make $target failed on $suite"
 done
 
-said() { # log, words
+said() { # usage: said LOG WORDS; the log must contain the words
     grep -q -e "$2" "$here/$1.log" || fail "make $1 did not say: $2"
 }
 for target in $targets; do

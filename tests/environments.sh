@@ -6,7 +6,7 @@ missing= # packages that pip could not install
 
 works() { "$1" -c "import sys, venv, ensurepip; assert '%d.%d' % sys.version_info[:2] == '$2'" 2>/dev/null; }
 
-interpreter() { # version; prints the path of that Python, or nothing
+interpreter() { # usage: interpreter VERSION; prints the path of this Python, or nothing
     for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python python3; do
         if works "$candidate" "$1"; then
             echo "$candidate"

@@ -1,6 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Runs includes.py, which checks that includes and calls point down only, where there is a python3.
+# Runs includes.py if there is a python3. It checks that each folder includes and calls only folders
+# below it.
 # usage: includes.sh ROOT
 command -v python3 >/dev/null || { echo "left out: there is no python3"; exit 77; }
 exec python3 "$(dirname "$0")/includes.py" "$1"

@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# The core library stays small, has its soname, and needs only libc (one library, or four in older
-# systems).
+# Checks that the core library is small, has its soname, and needs only libc (one library, or four on
+# older systems).
 # usage: library.sh LIBRARY CORE
 set -eu
 export LC_ALL=C

@@ -13,7 +13,7 @@ for program in cc gcc as ld ar ranlib nm objcopy objdump strip readelf cmake mak
     path=$(command -v $program) && ln -s "$path" "$here/bin"
 done
 
-configure() { # search the system's folders (ON or OFF), PATH
+configure() { # usage: configure ON|OFF PATH; ON: CMake searches the system's folders
     PATH=$2 cmake -S . -B "$here/build" -G "Unix Makefiles" -DCMAKE_BUILD_TYPE=Release \
         -DCMAKE_FIND_USE_CMAKE_SYSTEM_PATH=$1 >"$here/log" 2>&1 || { cat "$here/log"; exit 1; }
     { ctest --test-dir "$here/build" -N; cmake --build "$here/build" --target help; } >"$here/parts"
@@ -54,7 +54,7 @@ if grep -E '^(unit|fault|net|demo|bench|example|emulat|gpu|api|cuda)_|^conforman
     echo "make would build tests, benchmarks or examples"
     failed=1
 fi
-wants() { # target, target that it builds
+wants() { # usage: wants TARGET TARGET; the first must build the second
     targets_of "$1" | grep -qx "$2" || { echo "$1 would not build $2"; failed=1; }
 }
 wants examples example_step
@@ -62,7 +62,7 @@ wants benchmarks bench_host
 if grep -q '\.\.\. epic_mpi$' "$here/parts"; then
     for program in bench_mpi bench_sum fault_mpi example_train_text; do wants $program epic_mpi; done
 fi
-check() { # part, programs that it needs
+check() { # usage: check PART PROGRAM...; the part must build these programs
     part=$1
     shift
     for program; do

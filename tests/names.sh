@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# epic_ENUM_name() returns a name for each constant of the header's enums and for no other number, and
+# Checks that epic_ENUM_name() returns a name for each constant of the header's enums and for no other number, and
 # each result has a sentence.  Flags are bits and have no names.
 # usage: names.sh CC INCLUDE LIBRARY
 set -eu

@@ -8,7 +8,7 @@ stub=$(cd "$(dirname "$0")" && pwd)/onednn/stub.c
 here=$(mktemp -d)
 trap 'rm -rf "$here"' EXIT
 
-make_stub() { # name, then definitions
+make_stub() { # usage: make_stub NAME DEFINITION...
     file=$here/$1.so
     shift
     ${CC:-cc} -shared -fPIC -O2 "$@" "$stub" -o "$file"

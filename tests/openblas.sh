@@ -17,11 +17,11 @@ fail() {
     exit 1
 }
 
-make_stub() { # file, names, type, configuration
+make_stub() { # usage: make_stub FILE NAMES TYPE CONFIGURATION
     ${CC:-cc} -shared -fPIC -O2 "-DNAME(x)=$2" "-Dinteger=$3" "-DCONFIG=\"$4\"" "$stub" -o "$1"
 }
 
-experts() { # expected output, then environment variables
+experts() { # usage: experts EXPECTED-OUTPUT VARIABLE...
     wanted=$1
     shift
     env LD_LIBRARY_PATH="$here/none" "$@" "$program" >"$here/out" 2>&1 ||

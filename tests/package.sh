@@ -17,14 +17,14 @@ quietly() {
     "$@" >"$here/log" 2>&1 || fail "$*: $(cat "$here/log")"
 }
 
-stranger() { # build folder, EPIC_FROM, CMake arguments
+stranger() { # usage: stranger BUILD-FOLDER EPIC_FROM CMAKE-ARGUMENT...
     build=$here/$1
     from=$2
     shift 2
     quietly cmake -S tests/package -B "$build" -DEPIC_FROM=$from -DEPIC_STATIC=ON "$@"
 }
 
-runs() { # program, where libepic.so is
+runs() { # usage: runs PROGRAM FOLDER, where the folder contains libepic.so
     LD_LIBRARY_PATH=${2-} "$1" >"$here/out" 2>&1 || fail "$1: $(cat "$here/out")"
     grep -q 'token 3 left as 4 and returned as 19' "$here/out" || fail "$1: $(cat "$here/out")"
 }

@@ -11,7 +11,7 @@ trap 'rm -rf "$folder"' EXIT
 built=$(cd "$(dirname "$1")" && pwd)
 sed "s|$built|$(echo "$built" | tr a-z b-za)|g" "$1" >"$folder/libepic.so.0"
 
-# refuses BACKEND WORD...    the program fails, and its error contains all WORDs
+# usage: refuses BACKEND WORD...; the program must fail with an error that contains all words
 refuses() {
     if said=$(LD_LIBRARY_PATH=$folder EPIC_BACKEND=$1 "$program" 2>&1); then
         echo "$program ran: $said"

@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# The C program of the quick start is equal to examples/step.c, which other tests build and run.  The
-# paths that README.md names exist.
+# Checks that the C program of the quick start is equal to examples/step.c, which other tests build and
+# run, and that the paths in README.md exist.
 set -eu
 cd "$(dirname "$0")/.."
 shown=$(mktemp)

@@ -17,12 +17,12 @@ fail() {
     exit 1
 }
 
-program() { # name, body
+program() { # usage: program NAME BODY; creates a program in the test's PATH
     printf '#!/bin/sh\n%s\n' "$2" >"bin/$1"
     chmod +x "bin/$1"
 }
 
-setup() { # user, exit status wanted, purpose
+setup() { # usage: setup USER EXPECTED-STATUS PURPOSE
     program id "echo $1"
     status=0
     PATH=$here/bin CC=cc /bin/sh tools/setup.sh $3 >out 2>&1 || status=$?

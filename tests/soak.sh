@@ -1,8 +1,9 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # Repeats the random tests with new seeds until the time is up: the conformance suite on every host
-# backend, killed, stopped and lying ranks, opening and closing.  Stops at the first failure and prints
-# the command that repeats it.  A hang, or memory and processes left behind, are failures.
+# backend, tests of killed, stopped and malicious ranks, and of opening and closing. Stops at the first
+# failure and prints the command that repeats it. It is also a failure if a test does not end, or leaves
+# shared memory or processes behind.
 # usage: soak.sh BUILD [MINUTES]     default: 10
 #   SOAK="fault.shm conformance.threads"     runs these programs only
 set -eu
@@ -25,7 +26,7 @@ left() { # counts shared memory and processes that a group left behind
     ls /dev/shm 2>/dev/null | grep -i epic || true
 }
 
-run() { # program and arguments
+run() { # usage: run PROGRAM ARGUMENT...
     status=0
     EPIC_TEST_SEED=$seed timeout -k 10 600 "$@" >"$log" 2>&1 || status=$?
     case $status in

@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# If a build folder cannot be written, this error is printed and not the log of an earlier run.  If CMake
+# Tests tools/configure.sh. If a build folder cannot be written, this error is printed and not the log of an earlier run.  If CMake
 # fails, its log is printed.
 set -eu
 cd "$(dirname "$0")/.."

@@ -12,7 +12,7 @@ here=$(mktemp -d)
 trap 'rm -rf "$here"' EXIT
 unset EPIC_LIBRARY_PATH PYTHONPATH RANK WORLD_SIZE MASTER_ADDR MASTER_PORT
 
-said() { # file, words
+said() { # usage: said FILE WORDS; the file must contain the words
     grep -q "$2" "$1" || { cat "$1"; echo "stranger: \"$2\" was not printed"; exit 1; }
 }
 
@@ -26,7 +26,7 @@ walk_c() {
     make uninstall >/dev/null
 }
 
-python_of() { # extra; makes a new environment with the package and this extra
+python_of() { # usage: python_of EXTRA; makes a new environment with the package and this extra
     python3 -m venv "$here/$1"
     "$here/$1/bin/pip" install -q --disable-pip-version-check "$checkout[$1]" >"$here/log" 2>&1 ||
         { tail -n 20 "$here/log"; exit 1; }

@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# The library exports the names that epic.map lists and that the headers declare EPIC_API.
+# Checks that the library exports the names that epic.map lists and that the headers declare EPIC_API.
 # usage: symbols.sh LIBRARY MAP HEADER...
 set -eu
 export LC_ALL=C

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of a build with --coverage have run: lines of each folder of the library, and its
-functions that nothing has called.
+"""Prints which parts of the library the tests of a --coverage build have run.
 
-python3 tools/coverage.py BUILD        the table; functions go to BUILD/uncalled.txt
+python3 tools/coverage.py BUILD
+
+Prints the lines of each folder. Functions that no test has called go to BUILD/uncalled.txt.
 """
 
 import json
@@ -13,14 +14,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("src", "kernels/host", "include")
-BATCH = 64  # files for one gcov
+BATCH = 64  # number of files in one call of gcov
 
 Lines = dict[str, dict[int, int]]
 Functions = dict[tuple[str, str], int]
 
 
 def read(build: Path, lines: Lines, functions: Functions) -> None:
-    """Adds up what all programs of the build have counted; a header counts once."""
+    """Add up the counts of all programs of the build; a header counts once."""
     counted = [str(path) for path in sorted(build.rglob("*.gcda"))]
     for first in range(0, len(counted), BATCH):
         command = ["gcov", "--json-format", "--stdout", *counted[first : first + BATCH]]
@@ -42,7 +43,7 @@ def read(build: Path, lines: Lines, functions: Functions) -> None:
 
 
 def main() -> int:
-    """Prints the table; 1 if nothing was counted."""
+    """Print the table; return 1 if nothing was counted."""
     build = Path(sys.argv[1]).resolve()
     lines: Lines = defaultdict(dict)
     functions: Functions = defaultdict(int)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An extension of griffe for the site: prints "name: meaning" lines of docstrings as a list.
 
-mkdocstrings would join such lines to one paragraph.  Sections of Google's style stay as they are.
+mkdocstrings would otherwise join such lines to one paragraph. Sections of Google's style stay as
+they are.
 """
 
 import re
@@ -13,7 +14,8 @@ FIELD = re.compile(r"^([a-z_]\w*(?:, [a-z_]\w*)*)( \[[^\]]*\][^:]*)?: ")
 
 
 def as_list(text: str) -> str:
-    """Put "- " before each line that names fields, and indent the lines that continue it."""
+    """Put "- " before each line that begins with a field's name, and indent its continuation
+    lines."""
     out: list[str] = []
     inside = False
     for line in text.splitlines():

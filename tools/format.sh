@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Formats every C file of the repository, or checks that it is (--check).  Versions of
-# clang-format disagree with each other, so only 14 is asked.
+# Formats every C file of the repository, or with --check checks that it is formatted. Versions of
+# clang-format format differently, so only version 14 is used.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -14,7 +14,7 @@ for name in clang-format-14 clang-format; do
 done
 [ -n "$program" ] || { echo "left out: there is no clang-format 14"; exit 0; }
 
-# Without git, as in a tarball: the files that there are.
+# Without git, for example in a tarball, use all files.
 files=$(git ls-files '*.c' '*.h' '*.cc' '*.cu' '*.cuh' 2>/dev/null) ||
     files=$(find . -path ./build -prune -o -name '*.[ch]' -print -o -name '*.cc' -print -o -name '*.cu*' -print)
 [ -n "$files" ] || exit 0

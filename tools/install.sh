@@ -1,13 +1,13 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Installs what a folder has built, so that programs find it at once, or says what they need to; or
-# removes what the last installation from that folder wrote.
+# Installs the contents of a build folder, so that programs find EPIC at once, or prints what you must
+# set for that. With --remove removes what the last installation from this folder wrote.
 # usage: install.sh BUILD [PREFIX]
 #        install.sh --remove BUILD
 set -eu
 to=${DESTDIR-}
 
-refresh() { # the loader's list
+refresh() { # updates the list of libraries of the dynamic loader
     if [ "$(id -u)" = 0 ] && [ -z "$to" ]; then /sbin/ldconfig; fi
 }
 
@@ -29,7 +29,7 @@ build=$1
 prefix=${2:-$(sed -n 's/^CMAKE_INSTALL_PREFIX:PATH=//p' "$build/CMakeCache.txt")}
 case $prefix in
 /*) ;;
-'~/'*) prefix=$HOME/${prefix#??} ;; # a shell leaves it as it is inside prefix=...
+'~/'*) prefix=$HOME/${prefix#??} ;; # the shell does not expand ~ inside of prefix=...
 *) prefix=$PWD/$prefix ;;
 esac
 above=$to$prefix

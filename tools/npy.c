@@ -52,7 +52,8 @@ static int64_t read_value(const unsigned char *bytes, size_t size, bool is_signe
     uint64_t word = 0;
     memcpy(&word, bytes, size);
     if (is_signed && size < 8 && word >> (8 * size - 1)) word |= UINT64_MAX << (8 * size);
-    if (!is_signed && word > INT64_MAX) return INT64_MAX; /* is too large for an id, too */
+    /* a larger value is too large for an id, too */
+    if (!is_signed && word > INT64_MAX) return INT64_MAX;
     return (int64_t)word;
 }
 

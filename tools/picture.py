@@ -2,19 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the README's picture of a step: docs/step-light.svg and docs/step-dark.svg.
 
-python tools/picture.py            writes them
-python tools/picture.py --check    1 if they are not what this would write
+python tools/picture.py writes them. With --check it compares them and exits with 1 if they differ.
 
-Every slot stands where the library puts it: by local expert, then source rank, token, k.
+Every slot is drawn where the library puts it: by local expert, then source rank, token, k.
 """
 
 import sys
 from pathlib import Path
 
-RANKS, LOCAL, TOKENS = 3, 2, 2  # ranks, experts of a rank, tokens of a rank
-CHOSEN = [[(0, 3), (2, 5)], [(1, 2), (3, 4)], [(0, 4), (1, 5)]]  # [rank][token]: its experts
+RANKS, LOCAL, TOKENS = 3, 2, 2  # number of ranks, experts per rank, tokens per rank
+# [rank][token]: the experts of a token
+CHOSEN = [[(0, 3), (2, 5)], [(1, 2), (3, 4)], [(0, 4), (1, 5)]]
 WIDTH, BAND, TOP, CELL = 960, 124, 74, 24
-HOME, AWAY, BACK = 96, 440, 840  # left edges: tokens, slots, sums
+HOME, AWAY, BACK = 96, 440, 840  # left edges of tokens, slots and sums
 SLAB = 78 + 3 * (CELL + 4)  # width of an expert's box
 PALETTES = {
     "light": {
@@ -29,7 +29,7 @@ PALETTES = {
 
 
 def slots() -> dict[tuple[int, int, int], int]:
-    """(rank, token, expert) -> place in the expert's slab."""
+    """Return (rank, token, expert) -> index in the expert's slab."""
     place, found = [0] * (RANKS * LOCAL), {}
     for rank, tokens in enumerate(CHOSEN):
         for token, experts in enumerate(tokens):
@@ -40,17 +40,17 @@ def slots() -> dict[tuple[int, int, int], int]:
 
 
 def top(rank: int) -> float:
-    """Where a rank's band begins."""
+    """Return the top of a rank's band."""
     return TOP + rank * (BAND + 12)
 
 
 def home(rank: int, token: int) -> float:
-    """The middle of a token, from above."""
+    """Return the vertical center of a token."""
     return top(rank) + 40 + token * 44
 
 
 def slab(expert: int) -> tuple[float, float]:
-    """The left upper corner of an expert's slab."""
+    """Return the upper left corner of an expert's slab."""
     return AWAY, top(expert // LOCAL) + 28 + expert % LOCAL * 44
 
 
@@ -72,7 +72,7 @@ class Sheet:
 
     def box(self, x: float, y: float, width: float, height: float, fill: str,
             edge: str | None = None) -> None:  # fmt: skip
-        """A rounded rectangle."""
+        """Draw a rounded rectangle."""
         stroke = f' stroke="{edge}"' if edge else ""
         self.lines.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" '
@@ -80,7 +80,7 @@ class Sheet:
         )
 
     def way(self, x: float, y: float, to_x: float, to_y: float, ink: str) -> None:
-        """A row's way."""
+        """Draw the path of a row."""
         bend = (to_x - x) * 0.45
         self.lines.append(
             f'<path d="M{x:g} {y:g} C{x + bend:g} {y:g} {to_x - bend:g} {to_y:g} {to_x:g} '
@@ -88,7 +88,7 @@ class Sheet:
         )
 
     def row(self, x: float, y: float, rank: int, name: str) -> None:
-        """A token's row, in the colour of its rank."""
+        """Draw a token's row in the color of its rank."""
         self.box(x, y - CELL / 2, CELL, CELL, self.palette["ranks"][rank])
         self.lines.append(
             f'<text x="{x + CELL / 2:g}" y="{y + 4:g}" font-size="11" text-anchor="middle" '
@@ -96,7 +96,7 @@ class Sheet:
         )
 
     def svg(self) -> str:
-        """The whole file."""
+        """Return the whole file."""
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self.height}" '
             f'width="{WIDTH}" height="{self.height}" font-family="sans-serif" role="img">\n'
@@ -117,7 +117,7 @@ def draw_ways(sheet: Sheet, places: dict[tuple[int, int, int], int]) -> None:
 
 
 def draw_rank(sheet: Sheet, rank: int) -> None:
-    """A rank's band and what lies in it, but for rows."""
+    """Draw a rank's band and everything in it except the rows."""
     palette = sheet.palette
     sheet.text(24, top(rank) + BAND / 2 + 5, f"rank {rank}", weight="bold")
     for expert in range(rank * LOCAL, (rank + 1) * LOCAL):
@@ -127,7 +127,7 @@ def draw_rank(sheet: Sheet, rank: int) -> None:
 
 
 def draw_words(sheet: Sheet) -> None:
-    """What happens where."""
+    """Draw the labels."""
     steps = (
         (HOME, "start", "tokens", "each has chosen 2 experts"),
         (AWAY + 81, "middle", "slots, expert by expert", "one matrix product per expert"),
@@ -144,7 +144,7 @@ def draw_words(sheet: Sheet) -> None:
 
 
 def draw(palette: dict) -> str:
-    """The picture."""
+    """Return the picture."""
     sheet, places = Sheet(palette), slots()
     for rank in range(RANKS):
         sheet.box(12, top(rank), WIDTH - 24, BAND, palette["band"])
@@ -163,7 +163,7 @@ def draw(palette: dict) -> str:
 
 
 def main() -> int:
-    """Writes or compares; 1: a file differs."""
+    """Write the files, or compare them and return 1 if one differs."""
     folder = Path(__file__).resolve().parents[1] / "docs"
     for name, palette in PALETTES.items():
         path, wanted = folder / f"step-{name}.svg", draw(palette)

@@ -281,7 +281,7 @@ static bool try_proposal(sums *s, uint64_t *state)
     return better;
 }
 
-/* Tries random changes until many in a row brought no improvement. */
+/* Tries random changes until many in a row have brought no improvement. */
 static void climb_hill(const place_problem *p, int32_t *at, uint64_t *state)
 {
     sums s = {.p = p, .at = at};

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the reference of C as Markdown, from include/epic/epic.h: an index, then the chapters of
-the header with each declaration below its comment.
+"""Writes the C reference as Markdown, from include/epic/epic.h: an index, then the chapters of the
+header, with each comment above its declaration.
 
-usage: reference.py HEADER OUT      appends to OUT"""
+usage: reference.py HEADER OUT      appends to OUT
+"""
 
 import re
 import sys
@@ -20,7 +21,7 @@ NAMES = (
 
 
 def chunks(header: str) -> list[str]:
-    """What blank lines separate, comments and braces kept whole."""
+    """Return the parts that blank lines separate; comments and braces are kept whole."""
     found: list[str] = []
     lines: list[str] = []
     comment = depth = 0
@@ -38,8 +39,11 @@ def chunks(header: str) -> list[str]:
 
 
 def prose(comment: str) -> str:
-    """A comment's text.  Lines with "- ", "(a)", "NAME: " and the last lines of a call
-    ("Errors: ") make lists; other indented lines are code."""
+    """Return the text of a comment as Markdown.
+
+    Lines with "- ", "(a)", "NAME: " and the last lines of a call ("Errors: ") become lists. Other
+    indented lines become code.
+    """
     text = re.sub(r"^/\*+ ?|\s*\*/$", "", comment.strip())
     lines = [re.sub(r"^ ?\* ?", "", line) for line in text.splitlines()]
     out, code, item = [], False, False
@@ -63,19 +67,19 @@ def prose(comment: str) -> str:
 
 
 def escape(line: str) -> str:
-    """Quote what Markdown would read otherwise, except *emphasis*."""
+    """Escape text that Markdown would interpret, except *emphasis*."""
     line = re.sub(r"[<>_|\[\]]|\*(?!\w[\w ]*\*)(?<!\w\*)", lambda m: "\\" + m[0], line)
     return re.sub(r"^(\s*)([-+#])", r"\1\\\2", line.removeprefix("  "))
 
 
 def name_of(code: str) -> str | None:
-    """Of the first thing that is declared."""
+    """Return the name of the first declaration."""
     places = [(m.start(), m[1]) for pattern in NAMES if (m := pattern.search(code))]
     return min(places)[1] if places else None
 
 
 def split(chunk: str) -> tuple[str, str]:
-    """The comment that a chunk begins with, and the rest."""
+    """Return the comment at the beginning of a chunk, and the rest."""
     match = re.match(r"/\*.*?\*/\s*", chunk, re.S)
     if not match or not chunk[match.end() :].strip():
         return (chunk, "") if match else ("", chunk)
@@ -83,7 +87,7 @@ def split(chunk: str) -> tuple[str, str]:
 
 
 def page(header: str) -> tuple[str, int]:
-    """The whole page, and how many things it has."""
+    """Return the whole page, and the number of declarations in it."""
     body: list[str] = []
     index: dict[str, list[str]] = {}
     chapter = "All of it"
@@ -118,7 +122,7 @@ def page(header: str) -> tuple[str, int]:
 
 
 def main() -> int:
-    """1: it found too little to be right."""
+    """Write the page; return 1 if it contains too few declarations."""
     text, num = page(Path(sys.argv[1]).read_text(encoding="utf-8"))
     with Path(sys.argv[2]).open("a", encoding="utf-8") as out:
         out.write("\n" + text)

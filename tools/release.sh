@@ -1,9 +1,10 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Is this tree a release?  Looks at what no test looks at: one version everywhere, the ABI since the
-# last tag, packages that work where they are unpacked.  Then says what is left to a person.
+# Checks whether this tree can be released. Checks what no test does: the version is the same everywhere,
+# the ABI has not changed since the last tag, and the packages work where they are unpacked. Then prints
+# what a person must still do.
 # usage: release.sh BUILD        BUILD has been built
-#   PARTS="version abi deb python"    these alone
+#   PARTS="version abi deb python"    runs only these parts
 set -eu
 cd "$(dirname "$0")/.."
 build=$(cd "$1" && pwd)
@@ -36,7 +37,7 @@ check_version() {
     if [ -n "$(git status --porcelain 2>/dev/null)" ]; then bad "git status is not empty"; fi
 }
 
-# What was promised stays: lines are added to the list, and never taken away.
+# The ABI list may only grow: published lines stay.
 check_abi() {
     tag=$(git describe --tags --abbrev=0 2>/dev/null) || {
         echo "== ABI: no tag yet; tests/abi.list is the first promise"
@@ -74,7 +75,7 @@ check_deb() {
     echo "$1: $(dpkg-deb -f "$1" Package Version Architecture Depends | tr '\n' ' ')"
 }
 
-# The wheel is made of what is in the sdist alone.
+# The wheel is built from the sdist alone.
 check_python() {
     echo "== sdist and wheel"
     python3 -c 'import venv, ensurepip' 2>/dev/null || { echo "left out: no python3-venv"; return 0; }

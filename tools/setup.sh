@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Sees to the packages that building or testing takes: root with apt-get installs what is missing,
-# anybody else is told the command.  Without a package that is not required, a part is left out.
+# Installs the packages that building or testing needs, if the user is root and there is apt-get.
+# Otherwise prints the command. If an optional package is missing, a part of EPIC is left out.
 # usage: setup.sh build|test|demo
 set -eu
 cd "$(dirname "$0")/.."
@@ -43,7 +43,7 @@ install() {
     log=$(mktemp)
     echo "installing:$required$optional"
     apt update || echo "apt-get update failed (no network?); trying with the lists that there are"
-    # One package that cannot be had should not keep the others away.
+    # If one package is not available, the others must still be installed.
     if ! apt install -y --no-install-recommends $required $optional; then
         for package in $required $optional; do
             apt install -y --no-install-recommends $package ||
@@ -53,7 +53,7 @@ install() {
     rm -f "$log"
 }
 
-how() { # to have packages
+how() { # how to get these packages
     if ! have apt-get; then
         echo "Debian calls them so; install what this system calls them"
     elif [ "$(id -u)" = 0 ]; then
@@ -65,7 +65,8 @@ how() { # to have packages
 
 look
 [ -n "$required$optional" ] || exit 0
-# What cannot be had is not asked for at every run; make clean forgets.
+# Remember packages that are not available, so that not every run tries again. `make clean` forgets
+# them.
 tried=build/setup-tried-$purpose
 if [ "$(id -u)" = 0 ] && have apt-get && { [ -n "$required" ] || [ ! -e $tried ]; }; then
     install

@@ -3,10 +3,12 @@
 """Prepares the documentation for MkDocs.
 
 Copies docs/ with its folders, the README as the first page and the other pages of the top folder,
-and writes the references: that of C from the header, those of Python as lists of names that
-mkdocstrings fills from the docstrings.  Links to files that are no page become plain words.
+and writes the references. The C reference is made from the header. Those of Python are lists of
+names that mkdocstrings fills from the docstrings. Links to files that are not pages become plain
+text.
 
-usage: site.py FOLDER       writes FOLDER/mkdocs.yml and FOLDER/pages"""
+usage: site.py FOLDER       writes FOLDER/mkdocs.yml and FOLDER/pages
+"""
 
 import ast
 import os
@@ -24,20 +26,20 @@ TOP = {
     "CHANGELOG.md": "project/changelog.md",
 }
 PACKAGES = ("torch", "jax")
-MODULES = {"torch": (), "jax": ("linen", "nnx", "gemm")}  # public, but not in __all__
+MODULES = {"torch": (), "jax": ("linen", "nnx", "gemm")}  # public modules that are not in __all__
 PICTURE = re.compile(r"<picture>.*?srcset=\"(?P<dark>[^\"]+)\".*?alt=\"(?P<alt>[^\"]*)\""
                      r" src=\"(?P<light>[^\"]+)\".*?</picture>", re.S)  # fmt: skip
 
 
 def list_pages() -> dict[Path, str]:
-    """Return the name of the page for each Markdown file of the tree that is one."""
+    """Return the page name of each Markdown file in the tree that is a page."""
     found = {ROOT / name: page for name, page in TOP.items()}
     docs = ROOT / "docs"
     return found | {path: str(path.relative_to(docs)) for path in sorted(docs.rglob("*.md"))}
 
 
 def rewrite_links(text: str, source: Path, pages: dict[Path, str]) -> str:
-    """Point links at pages; a link to another file keeps its words only."""
+    """Make links point to pages; a link to another file becomes plain text."""
     here = Path(pages[source]).parent
 
     def rewrite(match: re.Match[str]) -> str:
@@ -56,13 +58,13 @@ def rewrite_links(text: str, source: Path, pages: dict[Path, str]) -> str:
 
 
 def rewrite_picture(match: re.Match[str]) -> str:
-    """Replace <picture> by two images, as the site has its own switch of colors."""
+    """Replace <picture> by two images, because the site has its own switch of colors."""
     light, dark = (name.removeprefix("docs/") for name in (match["light"], match["dark"]))
     return f"![{match['alt']}]({light}#only-light)\n![{match['alt']}]({dark}#only-dark)"
 
 
 def separate_lists(text: str) -> str:
-    """Put an empty line before each list: GitHub needs none, MkDocs does."""
+    """Put an empty line before each list, which MkDocs needs and GitHub does not."""
     return re.sub(r"^(?!\s*(?:[-*]|\d+\.) |\s*$|```|\||#)(.+)\n((?:- |\d+\. ))", r"\1\n\n\2", text,
                   flags=re.M)  # fmt: skip
 
@@ -106,7 +108,7 @@ def python_reference(package: str) -> str:
 
 
 def main() -> int:
-    """Return what reference.py returns."""
+    """Return the exit status of reference.py."""
     folder = Path(sys.argv[1])
     pages = folder / "pages"
     shutil.rmtree(pages, ignore_errors=True)

@@ -1,29 +1,35 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Times the p2p backend: whole operations, slowest rank, median over repetitions; beside each the
- * floor of its bytes, measured in the same run (floors.cuh), and how far it is from that.
+/* Times single operations of the p2p backend: the slowest rank, and the median over
+ * repetitions. Prints each time together with its floor, a lower bound that is measured in the
+ * same run (floors.cuh), and their ratio.
  *   gpu_bench [model=deepseek-v3] [hidden=] [top_k=] [experts=] [alignment=128] [type=bf16]
  *             [scales=0|32|128] [quantize=0|1] [padding=0|1] [layout=expert|flat]
  *             [routing=uniform|zipf|hot] [tokens=4096,8192] [max_tokens=] [sms=48] [ops=PDCUGB]
  *             [ranks=4] [gpus=4] [reps=50] [json=FILE]
- * model: a name of models.h; hidden, top_k and experts change it.  type: bf16, f16, f32, or bytes
- * (one for each element, which only P, D and L move), or e4m3: of P and D, the others take bf16.
- * scales: of e4m3, the elements that share one, a float32 (128) or an e8m0 (32).  quantize: P and D
- * make e4m3 of bf16 tokens, G of its gradients.  padding=0: it is left unwritten.  layout=flat: a row
- * for each token and rank; then combine has no weights, and combine_backward no dot products.
- * max_tokens: of the context, the most tokens
- * if not said.  ops: P plan+dispatch, D cached dispatch, C combine weighted, U combine unweighted,
- * T combine in tree order, G combine_backward, g the same without dot products, B
- * dispatch_backward, L plan alone.
  *
- * Routing: each token's experts are distinct.  uniform: all alike.  zipf: the i-th of a fixed
- * order with chance 1 / i, drawn again if it is taken.  hot: eight in ten draws are for the first
- * four experts, up to eight times; what is taken is drawn again.  Distinct choices cannot all fall
- * on few experts, so what came of it is printed.
+ *   model       a name of models.h; hidden, top_k and experts replace values of this model
+ *   type        bf16, f16, f32; bytes (one per element, which only P, D and L move); or e4m3 for
+ *               P and D, where the other operations use bf16
+ *   scales      how many e4m3 elements share a scale: 128 (float32 scales) or 32 (e8m0 scales)
+ *   quantize=1  P and D quantize bf16 tokens to e4m3, and G quantizes its gradients
+ *   padding=0   padding is not written
+ *   layout=flat one row for each token and rank; then combine has no weights, and
+ *               combine_backward computes no dot products
+ *   max_tokens  that of the context; default: the largest number of `tokens`
+ *   ops         P plan + dispatch, D dispatch with an existing plan, C combine with weights,
+ *               U combine without weights, T combine in tree order, G combine_backward,
+ *               g combine_backward without dot products, B dispatch_backward, L plan alone
  *
- * One repetition: an epic_allreduce_sum of four floats as a barrier of all GPUs, an event, the operation, an
- * event; few tokens: the L2 is overwritten before.  All of them wait in the stream behind a gate
- * before the first begins, so that no launch is late.  One process for each GPU, or threads that
- * share one GPU. */
+ * Routing: the experts of a token are distinct. With "uniform" all experts are equally likely.
+ * With "zipf" the i-th expert of a fixed order is drawn with a probability proportional to 1 /
+ * i. With "hot" eight in ten draws, in up to eight tries, are among the first four experts. An
+ * expert that the token already has is drawn again. Because choices are distinct, they cannot
+ * all fall on few experts, so the program prints the resulting distribution.
+ *
+ * A repetition consists of an epic_allreduce_sum of four floats, which is a barrier of all
+ * GPUs, then an event, the operation, and an event. With few tokens the L2 cache is overwritten
+ * before the operation. All repetitions wait in the stream until all of them are enqueued, so
+ * that no launch is late. There is one process for each GPU, or threads that share one GPU. */
 #include <algorithm>
 #include <stdio.h>
 #include <stdlib.h>
@@ -39,22 +45,23 @@ extern "C" {
 #include "models.h"
 
 #define MAX_REPS 100
-#define MOST_RANKS 8 /* a bit of a byte for each */
+#define MOST_RANKS 8 /* because a byte has one bit for each rank */
 #define FLUSH_BYTES ((size_t)256 << 20)
-#define FEW_TOKENS 1024 /* fewer may find each other in the L2, which is overwritten then */
+/* with fewer tokens rows could be in the L2 cache, so it is overwritten */
+#define FEW_TOKENS 1024
 
 struct Options {
     int ranks = 4, gpus = 4, reps = 50, max_tokens = 0, alignment = 128;
     Model model = models[0];
-    uint32_t type = EPIC_BF16; /* EPIC_BYTES, EPIC_E4M3: one for each element */
-    int scales = 0;            /* elements that share one */
+    uint32_t type = EPIC_BF16; /* with EPIC_BYTES and EPIC_E4M3 an element has one byte */
+    int scales = 0;            /* number of elements that share a scale */
     bool quantize = false, padding = true;
     std::vector<int> tokens = {4096, 8192}, sms = {48};
     const char *routing = "uniform", *ops = "PDCUGB", *json = NULL;
     bool processes = true, flat = false;
 } options;
 
-struct Shared { /* by all ranks */
+struct Shared { /* Memory that all ranks share. */
     float us[DEVICE_MAX_RANKS][MAX_REPS];
     double out_rows[DEVICE_MAX_RANKS], in_rows[DEVICE_MAX_RANKS][DEVICE_MAX_RANKS];
     double choices[DEVICE_MAX_RANKS][DEVICE_MAX_EXPERTS];
@@ -64,8 +71,10 @@ struct Rank {
     team_rank *me;
     Shared *all;
     int tokens;
-    int64_t row_bytes, token_bytes, scale_bytes; /* of P and D: received, given, second rows */
-    int64_t string_bytes, sum_bytes; /* of P and D on the net; of the other operations */
+    /* for P and D: bytes of received rows, of sent rows and of second rows */
+    int64_t row_bytes, token_bytes, scale_bytes;
+    /* bytes of a row on the net: for P and D, and for the other operations */
+    int64_t string_bytes, sum_bytes;
     int64_t slots;
     size_t plan_bytes;
     int32_t *ids;
@@ -77,7 +86,7 @@ struct Rank {
     int opened;
     uint32_t hops;
     cudaEvent_t begin[MAX_REPS], end[MAX_REPS];
-    std::vector<uint8_t> touched; /* [tokens] a bit for each rank */
+    std::vector<uint8_t> touched; /* [tokens], one bit for each rank */
     uint8_t *touched_device;
     FILE *json;
 };
@@ -104,7 +113,7 @@ static int draw_zipf(uint64_t *s)
     return (int)((at - upto.begin()) * 37 % experts);
 }
 
-/* One token's experts, all different. */
+/* Draws the experts of one token, all different. */
 static void choose(uint64_t *s, int32_t *to)
 {
     const int experts = options.model.experts;
@@ -148,7 +157,8 @@ static void make_routing(Rank *r)
     CHECK_CUDA(copy_in(r->touched_device, r->touched.data(), r->touched.size()));
 }
 
-/* What the routing is: the busiest experts' share of the choices, and the busiest rank's. */
+/* Prints the routing: the share of the choices of the busiest experts and of the busiest rank.
+ */
 static void print_routing(const Rank *r)
 {
     const int ranks = r->me->num_ranks, experts = options.model.experts;
@@ -310,7 +320,8 @@ static void run_combine_backward(Rank *r, int sms, bool dots)
     must(p2p_ops.combine_backward(r->me->group, &a));
 }
 
-/* 'p' push, 'x' expand, 'X' expand with dot products, 'r' reduce, 'h' hop. */
+/* Runs the floor for an operation: 'p' push, 'x' expand, 'X' expand with dot products, 'r'
+ * reduce, 'h' hop. */
 static void run_floor(Rank *r, char op, int sms)
 {
     const p2p_self &self = r->me->group->self;
@@ -397,7 +408,7 @@ static const char *op_name(char op)
 
 /* -------------------------------------------------------------------------------- timing ---- */
 
-/* Fills r->all->us; the host only enqueues. */
+/* Runs all repetitions and fills r->all->us. The host only enqueues. */
 static void repeat(Rank *r, char op, int sms)
 {
     gate_kernel<<<1, 1, 0, r->me->stream>>>(r->gate_device, ++r->opened);
@@ -431,7 +442,7 @@ static void repeat(Rank *r, char op, int sms)
     team_barrier(r->me);
 }
 
-/* Of each repetition the slowest rank, ascending. */
+/* Returns the time of the slowest rank for each repetition, in ascending order. */
 static std::vector<float> measure(Rank *r, char op, int sms)
 {
     std::vector<float> slowest;
@@ -452,11 +463,11 @@ static double median_us(Rank *r, char op, int sms)
     return us[us.size() / 2];
 }
 
-struct Floors { /* us; 0: not measured */
+struct Floors { /* Times in us; 0: not measured. */
     double push, expand, expand_dots, reduce, hop;
 };
 
-/* The staging is poison again afterwards. */
+/* Returns the best time of a push. Afterwards the staging contains poison again. */
 static double best_push(Rank *r)
 {
     const p2p_self &self = r->me->group->self;
@@ -477,7 +488,7 @@ static bool any_op(const char *of)
     return strpbrk(options.ops, of) != NULL;
 }
 
-/* With `sms` SMs; push and hop, which do not depend on that, as they are. */
+/* Measures the floors with `sms` SMs. Push and hop do not depend on this number. */
 static void measure_floors(Rank *r, int sms, Floors *f)
 {
     if (any_op(options.flat ? "PDgG" : "PDg")) f->expand = median_us(r, 'x', sms);
@@ -488,7 +499,8 @@ static void measure_floors(Rank *r, int sms, Floors *f)
 static double local_floor(const Floors &f, char op)
 {
     if (strchr("PDg", op)) return f.expand;
-    if (op == 'G' && options.quantize) return 0; /* it writes rows of d_out's type */
+    /* a quantizing G writes rows of another type than d_out's, so it has no floor */
+    if (op == 'G' && options.quantize) return 0;
     if (op == 'G') return options.flat ? f.expand : f.expand_dots;
     return op == 'L' ? 0 : f.reduce;
 }
@@ -603,7 +615,7 @@ static void allocate(Rank *r, int most)
     }
 }
 
-/* The plan that floors and operations read. */
+/* Makes the plan that floors and operations read. */
 static void make_plan(Rank *r, char op, int sms)
 {
     r->layer.sum_order = op == 'T' ? EPIC_TREE : EPIC_BY_RANK;
@@ -711,7 +723,7 @@ static bool read_option(const char *name, const char *value)
 
 static bool read_options(int argc, char **argv)
 {
-    for (int i = 1; i < argc; i++) { /* the model first, whatever its place */
+    for (int i = 1; i < argc; i++) { /* read the model first, wherever it is in the list */
         char *value = strchr(argv[i], '=');
         if (value && !strncmp(argv[i], "model=", 6) && !read_model(value + 1)) return false;
     }
@@ -742,7 +754,7 @@ static bool read_options(int argc, char **argv)
 
 int main(int argc, char **argv)
 {
-    /* no loading while ranks that share a GPU spin */
+    /* no module may be loaded while ranks that share a GPU poll */
     setenv("CUDA_MODULE_LOADING", "EAGER", 1);
     if (!read_options(argc, argv)) return 2;
     const Model &m = options.model;

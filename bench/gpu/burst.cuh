@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the programs that time products have: bursts, by turns; arrays and slabs on the device. */
+/* Shared parts of the programs that time products: bursts of two candidates in turn, and arrays
+ * and slabs on the device. */
 #ifndef EPIC_BENCH_BURST_CUH
 #define EPIC_BENCH_BURST_CUH
 
@@ -72,7 +73,7 @@ static __device__ void store(uint8_t *to, float x)
     *to = (uint8_t)pack_e4m3(x, 0, 0, 0);
 }
 
-static __device__ void store(float *to, float x) /* a scale */
+static __device__ void store(float *to, float x) /* for scales */
 {
     *to = fabsf(x) + 1e-3f;
 }
@@ -88,7 +89,7 @@ template <class T> static __global__ void fill_kernel(T *to, int64_t count, floa
     }
 }
 
-/* What one read of the weights costs. */
+/* Reads the weights once, to measure how long this takes. */
 static __global__ void read_kernel(const uint4 *from, int64_t count, uint32_t *to)
 {
     const int64_t step = (int64_t)gridDim.x * blockDim.x;
@@ -137,7 +138,7 @@ struct Arrays {
     }
 };
 
-struct Slabs { /* of a case */
+struct Slabs { /* The slabs of a case. */
     std::string name;
     std::vector<int32_t> rows, tokens;
     int64_t slots;
@@ -152,7 +153,8 @@ static Slabs even(int experts, int each)
     return s;
 }
 
-/* zipf 0.7 over 60 of 64 experts, four of them empty; slabs of 128 that are not full. */
+/* Returns slabs with a Zipf 0.7 distribution over 60 of 64 experts; four are empty. The slabs
+ * are multiples of 128 rows and not full. */
 static Slabs skewed()
 {
     Slabs s = {"64 skewed", std::vector<int32_t>(64), std::vector<int32_t>(64), 32768};

@@ -1,39 +1,44 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What an operation cannot go below: kernels that do a part of its work and nothing else.
- *   push    every row once to each peer that needs it
- *   expand  dispatch's local part: every row that comes here read once, written to its slots, and
- *           the padding; with DOTS, the rows of the slots are read too, as combine_backward does
- *   reduce  combine's local part: the rows of the slots read, one row written for each token of
- *           each rank
- *   hop     one word to each peer and back
- * They take what goes where from a finished plan, wait for nothing, and use all threads. */
+/* Kernels that do only a part of an operation's work. Their times are lower bounds (floors) of
+ * the operation.
+ *   push    stores every row once to each peer that needs it
+ *   expand  the local part of dispatch: reads every row that arrives once, and writes its slots
+ *           and the padding. With DOTS it also reads the rows of the slots, like
+ *           combine_backward
+ *   reduce  the local part of combine: reads the rows of the slots, and writes one row for each
+ *           token of each rank
+ *   hop     sends one word to each peer and waits for the answer
+ * They read the destinations from a finished plan, wait for nothing (except hop), and use all
+ * threads. */
 #ifndef EPIC_BENCH_FLOORS_CUH
 #define EPIC_BENCH_FLOORS_CUH
 
 #include "cuda/common/rows.cuh"
 
 #define FLOOR_BLOCK 1024
-#define FLOOR_V 4 /* vectors a lane and unit */
+#define FLOOR_V 4 /* vectors per lane and unit */
 
-struct Floor { /* a rank's part of an operation */
+struct Floor { /* One rank's part of an operation. */
     p2p_self self;
     const uint8_t *plan;
     device_plan_layout at;
-    const uint8_t *own, *staged; /* rows of this rank's tokens; rows that stand in for peers' */
-    uint8_t *slots;              /* written by expand, read by reduce */
-    const uint8_t *others;       /* rows of slots that dot products read */
+    /* rows of this rank's tokens, and rows that stand in for those of peers */
+    const uint8_t *own, *staged;
+    uint8_t *slots;        /* expand writes the slots, reduce reads them */
+    const uint8_t *others; /* rows of slots for the dot products */
     uint8_t *out;
     int64_t row_bytes, num_slots;
     int32_t tokens, top_k, owned;
 };
 
-struct FloorUnit { /* a piece of a row of one source, one warp's */
+struct FloorUnit { /* A piece of a row of one source rank, which one warp processes. */
     int32_t token, source, vector, vectors;
-    int32_t slot; /* lane n: the n-th here */
+    int32_t slot; /* lane n: the n-th slot of the token on this rank */
     uint32_t slots;
 };
 
-/* Calls body(unit) for this warp's units of every (token, source) that has slots here. */
+/* Calls body(unit) for the units of this warp, over every (token, source rank) with slots on
+ * this rank. */
 template <class Body> __device__ __forceinline__ void each_floor_unit(const Floor &f, Body body)
 {
     const int warps = (int)(gridDim.x * blockDim.x / WARP), ranks = f.self.num_ranks;
@@ -76,7 +81,7 @@ __device__ __forceinline__ int32_t next_slot(const FloorUnit &u, uint32_t &slots
     return slot;
 }
 
-/* Zeros in the padding, a row a warp. */
+/* Writes zeros to the padding, one row per warp. */
 __device__ __forceinline__ void floor_pad(const Floor &f, uint64_t policy)
 {
     const int warps = (int)(gridDim.x * blockDim.x / WARP);
@@ -113,7 +118,8 @@ __global__ void __launch_bounds__(FLOOR_BLOCK, 1) expand_kernel(const __grid_con
         }
     });
     floor_pad(f, policy);
-    if (DOTS && sum == 0x12345678) f.out[0] = 1; /* so that the rows are read */
+    /* otherwise the compiler would remove the reads */
+    if (DOTS && sum == 0x12345678) f.out[0] = 1;
 }
 
 __global__ void __launch_bounds__(FLOOR_BLOCK, 1) reduce_kernel(const __grid_constant__ Floor f)
@@ -137,7 +143,7 @@ __global__ void __launch_bounds__(FLOOR_BLOCK, 1) reduce_kernel(const __grid_con
     });
 }
 
-/* Every row once to each peer that needs it, and nothing else. */
+/* Stores every row once to each peer that needs it. */
 __global__ void push_kernel(p2p_self self, const uint8_t *x, const uint8_t *touched, int tokens,
                             int vectors)
 {
@@ -165,7 +171,8 @@ __global__ void push_kernel(p2p_self self, const uint8_t *x, const uint8_t *touc
     }
 }
 
-/* Lane q tells rank q the number n and waits for the same from it, in the row without meaning. */
+/* Lane q sends the number n to rank q and waits for the same number from it, in the unused row.
+ */
 __global__ void hop_kernel(p2p_self self, uint32_t n)
 {
     const int q = threadIdx.x;

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Times exchanges of backend hosts, a process for each rank, and checks what comes home: the ranks of
- * this machine as hosts of `local` ranks, which speak by the net that EPIC_NET names (ucx over tcp
- * and lo unless UCX_TLS and UCX_NET_DEVICES say more).  bf16, uniform routing, top-8 of 256; us of
- * the slowest rank, median of `rounds`, and GB/s of rows that a rank gives to other hosts.
- * Beside it the puts of an operation, their size, and entries of the ring, and at the end what a second without operations
- * takes of a core.
+/* Times exchanges of backend hosts, with a process for each rank, and checks the results. The
+ * ranks of this machine act as hosts of `local` ranks each. EPIC_NET selects the net (ucx, over
+ * tcp and lo unless UCX_TLS and UCX_NET_DEVICES are set). Rows are bf16, and tokens choose 8 of
+ * 256 experts uniformly.
+ * Prints the time of the slowest rank in us (median of `rounds`), the GB/s of rows that a rank
+ * sends to other hosts, the number and size of an operation's puts, and its ring entries. At
+ * the end it prints the CPU time that a second without operations takes.
  *   gpu_hosts [ranks=GPUS] [local=1] [tokens=8,128,4096] [hidden=7168] [rounds=20] [order=rank]
  *             [backend=hosts] [threads=0] [idle=1] [sms=0] */
 #include <cuda_runtime_api.h>
@@ -29,7 +30,7 @@ static int num_ranks, local = 1, hidden = 7168, rounds = 20, threads, idle = 1, 
 static uint32_t order = EPIC_BY_RANK;
 static const char *tokens_wanted = "8,128,4096", *backend = "hosts";
 
-typedef struct place { /* of all processes */
+typedef struct place { /* Memory that all processes share. */
     pthread_barrier_t barrier;
     float us[MOST_RANKS];
     unsigned port;
@@ -39,14 +40,14 @@ static place *shared;
 typedef struct seat {
     int rank;
     int64_t tokens, slots, row;
-    double rows_out; /* rows that go to ranks of other hosts, one for each */
+    double rows_out; /* number of rows for ranks of other hosts, one for each token and rank */
     cudaStream_t stream;
     cudaEvent_t begin, end;
     epic_context *ctx;
     epic_layer layer;
     int64_t plan_bytes;
     void *plan, *ids, *in, *recv, *out;
-    uint16_t *host; /* the tokens, then what came home */
+    uint16_t *host; /* the tokens, then the results */
 } seat;
 
 static void need(int good, const char *what, const epic_context *ctx)
@@ -74,7 +75,8 @@ static uint32_t draw(uint64_t *state)
     return (uint32_t)(*state >> 33);
 }
 
-/* Distinct experts for each token; small whole numbers, whose sums are exact in bf16. */
+/* Draws distinct experts for each token. Values are small integers, whose sums are exact in
+ * bf16. */
 static void make_data(seat *s)
 {
     int32_t *ids = malloc((size_t)s->tokens * TOP_K * sizeof *ids);
@@ -107,7 +109,7 @@ static void make_data(seat *s)
     free(ids);
 }
 
-/* Eight equal rows were added: three more in the exponent. */
+/* Checks the results: eight equal rows were added, so the exponent grows by three. */
 static void check_home(seat *s, const char *what)
 {
     uint16_t *home = s->host + s->tokens * hidden;
@@ -159,20 +161,21 @@ static epic_result combine(seat *s)
                                                      .type = EPIC_BF16});
 }
 
-/* Bytes and puts that this rank has given to the net so far, and entries of its ring. */
+/* Reads the bytes and puts that this rank has passed to the net so far, and the entries of its
+ * ring. */
 static void read_given(const seat *s, uint64_t given[3])
 {
     typedef void reader(const epic_group *, uint64_t *);
     static reader *read;
     void *library = dlopen("libepic_hosts.so", RTLD_NOLOAD | RTLD_LAZY);
     given[0] = given[1] = given[2] = 0;
-    if (!library) return; /* another backend */
+    if (!library) return; /* another backend has no such counts */
     if (!read) *(void **)&read = dlsym(library, "epic_backend_hosts_counts");
     if (read) read(s->ctx->group, given);
     dlclose(library);
 }
 
-static double used_ms(void) /* of cores, by this process */
+static double used_ms(void) /* Returns the CPU time of this process in ms. */
 {
     struct rusage used;
     getrusage(RUSAGE_SELF, &used);
@@ -200,7 +203,7 @@ static int by_size(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* One step after the other, the ranks begin together. */
+/* Times the steps one after the other. All ranks begin a step together. */
 static void time_step(seat *s, const char *name, epic_result (*step)(seat *))
 {
     float times[MOST_ROUNDS], ms = 0;
@@ -298,7 +301,9 @@ static int run(int rank)
     return 0;
 }
 
-static int num_gpus(void) /* asked by a child: who forks must not have used CUDA */
+/* Returns the number of GPUs. A child process counts them, because a process that forks must
+ * not have used CUDA. */
+static int num_gpus(void)
 {
     int count = 0, status = 0;
     const pid_t child = fork();
@@ -307,7 +312,7 @@ static int num_gpus(void) /* asked by a child: who forks must not have used CUDA
     return WIFEXITED(status) ? WEXITSTATUS(status) : 0;
 }
 
-/* The value of option `name` if that is what the argument gives. */
+/* Returns the value if the argument sets the option `name`, else NULL. */
 static const char *value_of(const char *argument, const char *name)
 {
     const size_t length = strlen(name);
@@ -338,7 +343,7 @@ static void read_options(int argc, char **argv)
 {
     for (int i = 1; i < argc; i++)
         if (!is_known(argv[i])) {
-            fprintf(stderr, "gpu_hosts: what is %s?\n", argv[i]);
+            fprintf(stderr, "gpu_hosts: unknown option %s\n", argv[i]);
             exit(2);
         }
     if (rounds < 1 || rounds > MOST_ROUNDS) rounds = 20;
@@ -367,7 +372,8 @@ static int run_processes(void)
         failed |= status != 0;
         for (int q = 0; q < num_ranks; q++) {
             if (children[q] == ended) children[q] = 0;
-            if (status && children[q]) kill(children[q], SIGKILL); /* it would wait */
+            /* the remaining ranks would wait forever */
+            if (status && children[q]) kill(children[q], SIGKILL);
         }
     }
     return failed;
@@ -379,7 +385,7 @@ static void *run_thread(void *rank)
     return NULL;
 }
 
-/* A rank that fails ends the process. */
+/* Runs the ranks as threads. A rank that fails ends the process. */
 static int run_threads(void)
 {
     pthread_t ranks[MOST_RANKS];

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Times the experts on one GPU, in bursts: 15 ms of rest, one call to warm up, three timed, what is
- * compared by turns, median of ROUNDS x 3.  Products in TFLOP/s of all slab rows; then the whole
- * MLP, forward and with its backward; then decode, few rows an expert, as a share of the rate at
- * which the weights alone can be read.
+/* Times the experts on one GPU. A burst is 15 ms of rest, one warm-up call and three timed
+ * calls. Candidates run in turn, and the result is the median of ROUNDS x 3. Prints the
+ * products in TFLOP/s of all slab rows, then the whole MLP, forward and with backward. Then it
+ * prints decoding, with few rows per expert, as a percentage of the rate at which the weights
+ * alone can be read.
  *   gpu_layer [rounds=4] [only=products|e4m3|experts|decode] */
 #include <string.h>
 
@@ -12,7 +13,7 @@ static std::string only;
 
 /* ----------------------------------------------------------------------------- products ---- */
 
-/* A product of bf16 over these slabs, but for its arrays. */
+/* Returns a bf16 product over these slabs. */
 static p2p_gemm product_over(Arrays &a, const Slabs &s, int64_t k, int64_t n,
                              cudaStream_t stream)
 {
@@ -45,7 +46,7 @@ static void time_products(const Slabs &s, int64_t k, int64_t n, cudaStream_t str
                   {"weight, float32", EPIC_GEMM_WEIGHT, EPIC_F32, 0},
                   {"weight, float32 added", EPIC_GEMM_WEIGHT, EPIC_F32, 1}};
     for (const auto &pass : passes)
-        for (int group : {0, 2, 4, 8}) { /* 0: as the library chooses */
+        for (int group : {0, 2, 4, 8}) { /* 0: the library chooses */
             p2p_gemm g = base;
             g.pass = pass.pass;
             g.out_type = pass.out_type;
@@ -84,7 +85,7 @@ static int64_t blocks(int64_t numbers)
     return (numbers + 127) / 128;
 }
 
-/* Factors of e4m3 of either pass, which sums over `depth`. */
+/* Returns a product with e4m3 operands, of either pass, that sums over `depth`. */
 static p2p_gemm scaled_job(Arrays &a, p2p_gemm g, int64_t experts, int64_t depth,
                            int64_t columns)
 {
@@ -98,7 +99,7 @@ static p2p_gemm scaled_job(Arrays &a, p2p_gemm g, int64_t experts, int64_t depth
     return g;
 }
 
-/* e4m3 beside bf16, by turns. */
+/* Times e4m3 and bf16 in turn. */
 static void time_scaled(const Slabs &s, int64_t k, int64_t n, cudaStream_t stream)
 {
     Arrays a;
@@ -140,11 +141,11 @@ static void time_scaled(const Slabs &s, int64_t k, int64_t n, cudaStream_t strea
 struct Model {
     const char *name;
     uint32_t experts, hidden, inner, activation;
-    int each; /* rows of an expert */
+    int each; /* rows per expert */
     bool biased;
 };
 
-/* What backward has of forward. */
+/* Returns the arguments of backward for a forward call. */
 static epic_experts_backward_args backward_of(const epic_experts_args &f)
 {
     epic_experts_backward_args b = {};

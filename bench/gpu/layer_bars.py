@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs what `make gpu-bench-layer` measures, shows what it says, and ends with one table of what
-the layer is to reach: wanted, measured in this run, and whether it holds.
-    layer_bars.py FOLDER_OF_PROGRAMS [SAID]    SAID: a file of what they said, judged as it is"""
+"""Runs the programs of `make gpu-bench-layer`, shows their output, and prints a table of goals for
+the layer: the goal, the value measured in this run, and whether the goal is reached.
+
+layer_bars.py FOLDER_OF_PROGRAMS [OUTPUT]
+
+OUTPUT: a file with the output of an earlier run, which is judged instead.
+"""
 
 import os
 import re
@@ -12,13 +16,13 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-MOST = 300  # seconds for each program
+MOST = 300  # time limit of each program in seconds
 
-Row = tuple[str, str, float, bool]  # what, wanted, measured, does it hold
+Row = tuple[str, str, float, bool]  # what is measured, goal, measured value, is the goal reached
 
 
 def said_by(command: list[str]) -> str:
-    """What a program says, shown as it comes; it may end early."""
+    """Return the output of a program, and show it while it runs. The program may end early."""
     lines = []
     print("$", *command, flush=True)
     words = ["timeout", "-k", "5", str(MOST), *command]
@@ -32,14 +36,14 @@ def said_by(command: list[str]) -> str:
 
 
 def libraries() -> str:
-    """Folders in which epic.jax and epic.torch find what they load."""
+    """Return the folders in which epic.jax and epic.torch find their libraries."""
     given = os.environ.get("EPIC_LIBRARY_PATH")
     folders = [ROOT / "build" / name / "lib" for name in ("gpu-jax", "gpu-torch", ".")]
     return given or ":".join(str(folder) for folder in folders)
 
 
 def all_said(programs: Path) -> str:
-    """Of all programs, one after the other: each has the GPUs to itself."""
+    """Return the output of all programs, which run one after the other with all GPUs."""
     os.environ["EPIC_LIBRARY_PATH"] = libraries()
     os.environ["PYTHONPATH"] = str(ROOT / "bindings" / "python")
     os.environ["JAX_PLATFORMS"] = "cuda,cpu"
@@ -58,17 +62,17 @@ def all_said(programs: Path) -> str:
 
 
 def at_least(what: str, bar: float, got: str) -> Row:
-    """A row, of a number as it was printed."""
+    """Return a row whose value must be at least the goal."""
     return what, f">= {bar:g}", float(got), float(got) >= bar
 
 
 def at_most(what: str, bar: float, got: str) -> Row:
-    """The other way round."""
+    """Return a row whose value must be at most the goal."""
     return what, f"<= {bar:g}", float(got), float(got) <= bar
 
 
 def products(said: str) -> Iterator[Row]:
-    """Products, in groups of tiles as the library chooses them."""
+    """Yield the goals of products, with the groups of tiles that the library chooses."""
     bars = {"7168, n 4096": (725, 710), "2048, n 7168": (725, 705)}
     for shape, (forward, three) in bars.items():
         name = f"64 x 512 rows, k {shape}"
@@ -82,7 +86,7 @@ def products(said: str) -> Iterator[Row]:
 
 
 def experts(said: str) -> Iterator[Row]:
-    """The gated MLP, and decode."""
+    """Yield the goals of the gated MLP, and of decoding."""
     pattern = r"^experts, 64 x 512.*?forward +([\d.]+) ms.*?backward +([\d.]+)"
     for found in re.finditer(pattern, said, re.M):
         yield at_most("experts, 64 x 512 rows: forward, ms", 4.4, found[1])
@@ -92,32 +96,36 @@ def experts(said: str) -> Iterator[Row]:
 
 
 def parts(said: str) -> Iterator[Row]:
-    """The layer against its parts: by themselves, and as warm as the layer has the GPU."""
+    """Yield the goals of the layer relative to its parts: timed alone, and on a GPU as warm as in
+    the layer."""
     pattern = (
         r"layer, (7168, inner 2048, (?:8|128) a rank).*?parts.*?\(([\d.]+) x\)(.*?\(([\d.]+) x\))?"
     )
     for found in re.finditer(pattern, said):
         yield at_most(f"layer, {found[1]}: times its parts alone", 1.02, found[2])
         if found[4]:
-            yield at_most(f"layer, {found[1]}: times its parts behind layers", 1.02, found[4])
+            yield at_most(f"layer, {found[1]}: times its parts after layers", 1.02, found[4])
 
 
 def against_torch(said: str) -> Iterator[Row]:
-    """Ours beside torch's products around our exchange: below 1 is faster."""
-    pattern = r"beside torch's products, (.*?): forward ([\d.]+), with backward ([\d.]+) times"
+    """Yield the time of the layer relative to one with torch's products in EPIC's exchange; below 1
+    is faster."""
+    pattern = (
+        r"compared with torch's products, (.*?): forward ([\d.]+), with backward ([\d.]+) times"
+    )
     for found in re.finditer(pattern, said):
         yield at_most(f"{found[1]}: forward, times torch's", 1, found[2])
         yield at_most(f"{found[1]}: with backward, times torch's", 1, found[3])
 
 
 def in_jax(said: str) -> Iterator[Row]:
-    """JAX beside C."""
+    """Yield the time of JAX relative to C."""
     for found in re.finditer(r"layer, (.*?), \d+ ranks.*, core: .* and ([\d.]+) times", said):
         yield at_most(f"JAX, {found[1]}: with backward, times C", 1.05, found[2])
 
 
 def main() -> None:
-    """What the programs said, then the table."""
+    """Show the output of the programs, then print the table."""
     programs = Path(sys.argv[1])
     said = Path(sys.argv[2]).read_text() if len(sys.argv) > 2 else all_said(programs)
     missing = []
@@ -129,7 +137,7 @@ def main() -> None:
         if not rows:
             missing.append(bars.__name__)
     for name in missing:
-        print(f"left out: {name.replace('_', ' ')}: nothing has been said of it")
+        print(f"left out: {name.replace('_', ' ')}: no program has printed it")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's grouped_mm on the shapes of layer.cu, timed as there: 15 ms of rest, one call to warm
-up, three timed, median of ROUNDS x 3.  Then, where epic.torch can be imported, whole layers on all
-GPUs, a process for each: by the core, and with torch's products and a compiled activation between
-the same exchange and router.
-    layer_torch.py [products] [layers]      without words: both"""
+"""Times torch's grouped_mm on the shapes of layer.cu, with the same schedule: 15 ms of rest, one
+warm-up call, three timed calls, and the median of ROUNDS x 3.
+
+If epic.torch can be imported, it then times whole layers on all GPUs, with one process for each
+GPU. One layer is that of the core. The other has the same exchange and router, with torch's
+products and a compiled activation.
+
+layer_torch.py [products] [layers]      without arguments: both
+"""
 
 import itertools
 import os
@@ -29,7 +33,7 @@ ROWS = 32768
 
 
 def burst(run: Callable[[], object], meet: Callable[[], object] = bool) -> float:
-    """Milliseconds of a call; all ranks meet before a burst."""
+    """Return the milliseconds of a call. All ranks synchronize before a burst."""
     times: list[float] = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
@@ -48,7 +52,7 @@ def burst(run: Callable[[], object], meet: Callable[[], object] = bool) -> float
 
 
 def products(experts: int, k: int, n: int) -> None:
-    """The three passes of a grouped product."""
+    """Time the three passes of a grouped product."""
     x = torch.randn(ROWS, k, device="cuda", dtype=torch.bfloat16)
     d = torch.randn(ROWS, n, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(experts, k, n, device="cuda", dtype=torch.bfloat16) * 0.02
@@ -69,7 +73,7 @@ def products(experts: int, k: int, n: int) -> None:
 
 
 def experts(count: int, hidden: int, inner: int) -> None:
-    """A gated MLP of experts, forward and with backward."""
+    """Time a gated MLP of experts, forward and with backward."""
     x = torch.randn(ROWS, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     up = torch.randn(count, hidden, 2 * inner, device="cuda", dtype=torch.bfloat16) * 0.02
     down = torch.randn(count, inner, hidden, device="cuda", dtype=torch.bfloat16) * 0.02
@@ -104,7 +108,7 @@ def experts(count: int, hidden: int, inner: int) -> None:
 
 TOKENS = 4096
 
-# Experts of all ranks, top_k, hidden, inner; biases and the clamped activation.
+# experts of all ranks, top_k, hidden, inner, and whether there are biases and a clamped activation
 MODELS = {
     "gpt-oss, 2880, inner 2880, top-4 of 128": (128, 4, 2880, 2880, True),
     "Qwen3-30B, 2048, inner 768, top-8 of 128": (128, 8, 2048, 768, False),
@@ -112,7 +116,7 @@ MODELS = {
 
 
 def parameters(local: int, hidden: int, inner: int, experts: int, biased: bool) -> Any:
-    """Random weights of a rank."""
+    """Return random weights of a rank."""
     import epic.torch
 
     def make(*shape: int, kind: Any = torch.bfloat16) -> Any:
@@ -132,7 +136,7 @@ def parameters(local: int, hidden: int, inner: int, experts: int, biased: bool) 
 
 @torch.compile
 def between(h: Any, bias: Any, expert: Any, clamped: bool) -> Any:
-    """What lies between torch's two products."""
+    """Compute the activation between torch's two products."""
     if bias is not None:
         h = h + bias[expert]
     gate, value = h.chunk(2, dim=-1)
@@ -144,12 +148,12 @@ def between(h: Any, bias: Any, expert: Any, clamped: bool) -> Any:
 
 @torch.compile
 def biased_rows(y: Any, bias: Any, expert: Any) -> Any:
-    """Behind the second."""
+    """Add the bias after the second product."""
     return y + bias[expert]
 
 
 def by_torch(group: Any, options: Any, x: Any, w: Any) -> Any:
-    """The layer with torch's products."""
+    """Return the layer with torch's products."""
     import epic.torch
 
     logits = x.float() @ w.w_gate
@@ -172,7 +176,8 @@ def by_torch(group: Any, options: Any, x: Any, w: Any) -> Any:
 
 
 def layer(group: Any, name: str) -> None:
-    """Of a model: forward, and forward and backward with all gradients; ms of the slowest rank."""
+    """Time a model, forward, and forward and backward with all gradients, in ms of the slowest
+    rank."""
     import epic.torch
 
     count, top_k, hidden, inner, biased = MODELS[name]
@@ -212,19 +217,21 @@ def layer(group: Any, name: str) -> None:
             )
     one, other = (t.float() for t in found.values())
     off = (one - other).abs().amax(dim=1) / one.abs().max()
-    far = int((off > 2e-2).sum())  # tokens whose last choice was nearly another
+    # number of tokens whose last choice differs because two logits are nearly equal
+    far = int((off > 2e-2).sum())
     if rank == 0:
         ahead, both = (times[0] / times[1]).tolist()
         print(
-            f"  beside torch's products, {name}: forward {ahead:.3f}, with backward {both:.3f} "
-            f"times; {TOKENS - far} of {TOKENS} rows agree within {off[off <= 2e-2].max():.1e}",
+            f"  compared with torch's products, {name}: forward {ahead:.3f}, "
+            f"with backward {both:.3f} times; {TOKENS - far} of {TOKENS} rows agree within "
+            f"{off[off <= 2e-2].max():.1e}",
             flush=True,
         )
     group.check()
 
 
 def layers(rank: int, ranks: int, port: int) -> None:
-    """One process."""
+    """Time the layers in one process."""
     import epic.torch
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -241,7 +248,7 @@ def layers(rank: int, ranks: int, port: int) -> None:
 
 
 def all_layers() -> None:
-    """A process for each GPU."""
+    """Start a process for each GPU."""
     try:
         import epic.torch  # noqa: F401
     except Exception as error:
@@ -255,12 +262,12 @@ def all_layers() -> None:
 
 
 def all_products() -> None:
-    """On one GPU."""
+    """Time the products on one GPU."""
     for shape in ((64, 7168, 4096), (64, 2048, 7168), (4, 7168, 4096)):
         products(*shape)
     try:
         experts(64, 7168, 2048)
-    except Exception as error:  # compilation needs more than torch: a C compiler, triton
+    except Exception as error:  # compilation needs more than torch: a C compiler and triton
         print(f"left out: torch's experts: {type(error).__name__}: {str(error)[:120]}")
 
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Shapes of mixture-of-experts layers, by the models that have them. */
+/* Shapes of Mixture-of-Experts layers of published models. */
 #ifndef EPIC_BENCH_MODELS_H
 #define EPIC_BENCH_MODELS_H
 

@@ -1,16 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Times the layer on CUDA contexts, forward and backward, beside the sum of its parts, each timed
- * by itself in the same run: a thread for each GPU, bf16, uniform routing.  ms of the slowest
- * rank, median of ROUNDS x 3 in bursts as in layer.cu.  Beside each part also what it takes behind two
- * whole layers, which leave a GPU at its limit of power slower, as they leave it to their own second half;
- * and what it takes in its turn, between the others, where it waits for ranks that are late, too.
- * With `beside` also what exchanges cost beside the experts: of all SMs the experts get those that the
- * exchange leaves, and so many exchanges run meanwhile on another stream that both end together.
- *   gpu_moe [ranks=GPUS] [tokens=4096] [rounds=4] [models=6] [first=0] [whole] [beside] [profile] [tiny]
- *                                                      whole: without its parts
- *                                                      profile: nothing but whole layers, with bf16
- *                                                      gradients of weights, for who looks at kernels
- *                                                      tiny: a small layer, to see it run */
+/* Times the layer on CUDA contexts, forward and backward, and its parts alone, in one run.
+ * There is one thread for each GPU, rows are bf16, and routing is uniform. Prints ms of the
+ * slowest rank, the median of ROUNDS x 3, in bursts as in layer.cu.
+ * Each part has two more times. "after layers" is its time after two whole layers. These bring
+ * the GPU to its power limit, which slows it down, as the first half of a layer slows down the
+ * second. "in turn" is the time of the part within a layer, which includes waiting for late
+ * ranks.
+ * With `overlap` it also times exchanges at the same time as experts. The experts use the SMs
+ * that the exchange does not use. As many exchanges run on another stream as are needed so that
+ * both end together.
+ *   gpu_moe [ranks=GPUS] [tokens=4096] [rounds=4] [models=6] [first=0] [whole] [overlap] [profile] [tiny]
+ *                                                      whole: without the parts
+ *                                                      profile: only whole layers, with bf16
+ *                                                      gradients of weights, for a profiler
+ *                                                      tiny: a small layer, as a quick test */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -27,9 +30,10 @@ enum { MOST_RANKS = 8, MOST_TIMES = 300 };
 
 typedef struct model {
     const char *name;
-    uint32_t experts, top_k, hidden, inner; /* experts: of a rank */
-    uint32_t shared;                        /* inner of the shared expert; 0: none */
-    bool biased;                            /* gate and experts, and a clamped activation */
+    uint32_t experts, top_k, hidden, inner; /* experts: number per rank */
+    uint32_t shared;                        /* inner dimension of the shared expert; 0: none */
+    /* true: gate and experts have biases, and the activation is clamped */
+    bool biased;
 } model;
 
 static const model models[] = {
@@ -41,7 +45,7 @@ static const model models[] = {
     {"gpt-oss with its biases, clamped", 32, 4, 2880, 2880, 0, true}};
 static const model small = {"64, inner 32, 4 a rank, top-2", 4, 2, 64, 32, 32, true};
 
-static int num_ranks, rounds = 4, tiny, first_model, num_models = 6, whole, beside, profile;
+static int num_ranks, rounds = 4, tiny, first_model, num_models = 6, whole, overlap, profile;
 static int64_t tokens = 4096;
 static epic_bootstrap bootstraps[MOST_RANKS];
 static pthread_barrier_t all;
@@ -49,7 +53,7 @@ static float slowest[MOST_RANKS];
 
 typedef struct bench {
     epic_context *ctx;
-    int rank, sms; /* of the GPU */
+    int rank, sms; /* rank, and number of SMs of the GPU */
     cudaStream_t stream, side;
     cudaEvent_t forked, joined;
     moe_job forward_job, backward_job;
@@ -105,7 +109,7 @@ static epic_result bring_home(bench *b)
     return moe_combine(&b->forward_job, &b->forward.out);
 }
 
-/* The shared expert, if there is one. */
+/* Runs the shared expert, if there is one. */
 static epic_result finish(bench *b)
 {
     return moe_device_add_local_experts(&b->forward_job, &b->forward.out);
@@ -153,8 +157,8 @@ static int by_size(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* ms behind so many whole layers, the same on all ranks. */
-static float time_behind(bench *b, part *run, int layers)
+/* Returns the ms of a part after this many whole layers, the same on all ranks. */
+static float time_after(bench *b, part *run, int layers)
 {
     cudaEvent_t at[4];
     float times[MOST_TIMES];
@@ -186,10 +190,10 @@ static float time_behind(bench *b, part *run, int layers)
 
 static float time_of(bench *b, part *run)
 {
-    return time_behind(b, run, 0);
+    return time_after(b, run, 0);
 }
 
-/* ms of each part of a whole layer, on this rank. */
+/* Stores the ms of each part within a whole layer, on this rank. */
 static void time_in_turn(bench *b, float *times)
 {
     cudaEvent_t at[NUM_PARTS + 1];
@@ -219,7 +223,7 @@ static void time_in_turn(bench *b, float *times)
     pthread_barrier_wait(&all);
 }
 
-/* ms of the whole with gradients of weights in bf16. */
+/* Returns the ms of the whole layer with bf16 gradients of weights. */
 static float time_narrow(bench *b)
 {
     b->backward.grad_type = EPIC_BF16;
@@ -237,7 +241,7 @@ static void time_layer(bench *b, const model *m)
     if (!whole) time_in_turn(b, in_turn[b->rank]);
     for (size_t i = 0; i < NUM_PARTS && !whole; i++) {
         times[i] = time_of(b, parts[i].run);
-        warm[i] = time_behind(b, parts[i].run, 2);
+        warm[i] = time_after(b, parts[i].run, 2);
         sum += times[i];
         warm_sum += warm[i];
     }
@@ -247,18 +251,18 @@ static void time_layer(bench *b, const model *m)
            "gradients of weights %.3f",
            m->name, num_ranks, (long long)tokens, ahead, there_and_back, narrow);
     if (!whole)
-        printf("; sum of the parts %.3f (%.3f x), behind layers %.3f (%.3f x)", sum,
+        printf("; sum of the parts %.3f (%.3f x), after layers %.3f (%.3f x)", sum,
                there_and_back / sum, warm_sum, there_and_back / warm_sum);
     printf("\n");
     for (size_t i = 0; i < NUM_PARTS && !whole; i++) {
-        printf("    %-30s %8.3f   behind layers %8.3f   in turn", parts[i].name, times[i],
+        printf("    %-30s %8.3f   after layers %8.3f   in turn", parts[i].name, times[i],
                warm[i]);
         for (int r = 0; r < num_ranks; r++) printf(" %8.3f", in_turn[r][i]);
         printf("\n");
     }
 }
 
-/* -------------------------------------------------------------------------------- beside ---- */
+/* ------------------------------------------------------------------------------- overlap ---- */
 
 static const struct {
     const char *name;
@@ -267,7 +271,8 @@ static const struct {
                  {"combine", bring_home},
                  {"combine_backward", combine_backward},
                  {"dispatch_backward", dispatch_backward}};
-static __thread part *exchange; /* of which `times` run on the other stream */
+/* the exchange of which `times_of_it` calls run on the other stream */
+static __thread part *exchange;
 static __thread int times_of_it, sms_of_it;
 
 static void set_sms(bench *b, cudaStream_t stream, int sms)
@@ -288,7 +293,7 @@ static epic_result experts_alone(bench *b)
     return transform(b);
 }
 
-static epic_result experts_beside(bench *b)
+static epic_result experts_overlapped(bench *b)
 {
     cudaEventRecord(b->forked, b->stream);
     cudaStreamWaitEvent(b->side, b->forked, 0);
@@ -300,15 +305,17 @@ static epic_result experts_beside(bench *b)
     return EPIC_OK;
 }
 
-/* Of each exchange on `sms` SMs: as it is, and what it adds to the experts that it runs beside. */
-static void time_beside(bench *b, int sms)
+/* Prints for each exchange on `sms` SMs: its time alone, and the time that it adds to experts
+ * that run at the same time. */
+static void time_overlap(bench *b, int sms)
 {
     sms_of_it = 0;
     const float whole = time_of(b, experts_alone);
     sms_of_it = sms;
     const float rest = time_of(b, experts_alone);
     if (b->rank == 0)
-        printf("  beside: experts %.3f ms on all SMs, %.3f on all but %d\n", whole, rest, sms);
+        printf("  overlap: experts take %.3f ms on all SMs, %.3f on all but %d\n", whole, rest,
+               sms);
     for (size_t i = 0; i < sizeof exchanges / sizeof *exchanges; i++) {
         exchange = exchanges[i].run;
         sms_of_it = 0;
@@ -316,12 +323,13 @@ static void time_beside(bench *b, int sms)
         sms_of_it = sms;
         const float few = time_of(b, exchange_alone);
         times_of_it = (int)(rest / few + 0.5f) > 0 ? (int)(rest / few + 0.5f) : 1;
-        const float together = time_of(b, experts_beside);
+        const float together = time_of(b, experts_overlapped);
         if (b->rank == 0)
-            printf("    %-20s %.3f ms, on %d SMs %.3f; %d beside the experts %.3f: each adds "
-                   "%.3f\n",
-                   exchanges[i].name, usual, sms, few, times_of_it, together,
-                   (together - whole) / (float)times_of_it);
+            printf(
+                "    %-20s %.3f ms, on %d SMs %.3f; %d together with experts %.3f: each adds "
+                "%.3f\n",
+                exchanges[i].name, usual, sms, few, times_of_it, together,
+                (together - whole) / (float)times_of_it);
     }
     set_sms(b, b->stream, 0);
 }
@@ -341,7 +349,8 @@ static void *bytes_on(arrays *a, int64_t bytes)
     return p;
 }
 
-/* Random numbers, a few of them over and over: the GPU's clock depends on them. */
+/* Returns random numbers on the GPU. A short sequence repeats, because the GPU's clock depends
+ * on the values. */
 static void *numbers_on(arrays *a, int64_t count, uint32_t type, float size)
 {
     enum { PIECE = 1 << 20 };
@@ -360,7 +369,7 @@ static void *numbers_on(arrays *a, int64_t count, uint32_t type, float size)
         if (type == EPIC_F32)
             ((float *)(void *)piece)[i] = x;
         else if (type == EPIC_E4M3)
-            piece[i] = (char)(bits >> 18 & 0xbf); /* below 2 */
+            piece[i] = (char)(bits >> 18 & 0xbf); /* so that the value is below 2 */
         else
             ((uint16_t *)(void *)piece)[i] = (uint16_t)(bits >> 16);
     }
@@ -373,8 +382,8 @@ static void *numbers_on(arrays *a, int64_t count, uint32_t type, float size)
     return p;
 }
 
-/* With experts of e4m3, rows quantized on the way: forward, and with backward, of which weights are
- * bf16, or e4m3 too. */
+/* Times e4m3 experts with quantized rows: forward, and with backward, whose weights are bf16 or
+ * e4m3. */
 static void time_scaled(bench *b, arrays *a, const epic_moe *wide)
 {
     epic_experts experts = *wide->experts;
@@ -390,7 +399,7 @@ static void time_scaled(bench *b, arrays *a, const epic_moe *wide)
     must(!epic_moe_memory(b->ctx, NULL, &moe, &memory), "memory", NULL);
     w.w_gate_up = numbers_on(a, first, EPIC_E4M3, 1);
     w.w_down = numbers_on(a, first / 2, EPIC_E4M3, 1);
-    w.w_gate_up_scales = numbers_on(a, first / 8192, EPIC_F32, 0.02f); /* more than there are */
+    w.w_gate_up_scales = numbers_on(a, first / 8192, EPIC_F32, 0.02f); /* more than needed */
     w.w_down_scales = numbers_on(a, first / 8192, EPIC_F32, 0.02f);
     const int64_t work = memory.backward_bytes > memory.forward_bytes ? memory.backward_bytes
                                                                       : memory.forward_bytes;
@@ -412,7 +421,7 @@ static void time_scaled(bench *b, arrays *a, const epic_moe *wide)
     b->backward = before.backward;
 }
 
-/* Random ones on the GPU, and room for their gradients. */
+/* Makes random weights on the GPU, and allocates their gradients. */
 static epic_moe_weights make_weights(bench *b, arrays *a, const model *m)
 {
     const uint32_t experts = m->experts * (uint32_t)num_ranks;
@@ -459,7 +468,8 @@ static void run_model(bench *b, const model *m)
                                  .inner = m->shared,
                                  .activation = EPIC_SILU,
                                  .row_type = EPIC_BF16};
-    /* Uniform routing brings a rank as many choices as it has; room for half as many more. */
+    /* With uniform routing a rank receives as many choices as it has. Reserve slots for half as
+     * many more. */
     const epic_moe moe = {.layer = &layer,
                           .router = &router,
                           .experts = &ex,
@@ -507,8 +517,8 @@ static void run_model(bench *b, const model *m)
         time_layer(b, m);
         time_scaled(b, &a, &moe);
     }
-    for (int sms = 24; beside && sms <= 48; sms += 8)
-        if (sms != 40) time_beside(b, sms);
+    for (int sms = 24; overlap && sms <= 48; sms += 8)
+        if (sms != 40) time_overlap(b, sms);
     epic_close(b->ctx);
     for (int i = 0; i < a.num; i++) cudaFree(a.list[i]);
 }
@@ -550,7 +560,7 @@ int main(int argc, char **argv)
         if (!strncmp(argv[i], "rounds=", 7)) rounds = atoi(argv[i] + 7);
         if (!strncmp(argv[i], "models=", 7)) num_models = atoi(argv[i] + 7);
         if (!strncmp(argv[i], "first=", 6)) first_model = atoi(argv[i] + 6);
-        if (!strcmp(argv[i], "beside")) beside = 1;
+        if (!strcmp(argv[i], "overlap")) overlap = 1;
         if (!strcmp(argv[i], "whole")) whole = 1;
         if (!strcmp(argv[i], "profile")) profile = 1;
         if (!strcmp(argv[i], "tiny")) tiny = 1;

@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the net "local" (tests/gpu/net) gives without kernels: two threads with a GPU each, which
- * put rows to each other at the same time.  Beside it what kernels write to pinned memory, and read
- * there, and what they do when they write poison back to what they have read, as kernels of EPIC do.
- * GB/s of the slower one; what gpu_hosts reaches stands against it.  Two ranks share a GPU where there
- * is one.
+/* Measures the net "local" (tests/gpu/net) without EPIC's kernels: two threads, each with a
+ * GPU, put rows to each other at the same time. Also measures kernels that write pinned memory,
+ * that read it, and that write poison back after reading, as EPIC's kernels do. Prints GB/s of
+ * the slower thread, to compare with gpu_hosts. If there is only one GPU, both ranks share it.
  *   gpu_net [MB] */
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -77,7 +76,7 @@ static void open_seat(seat *s)
     need(engine->connect(s->w, cards, why) == EPIC_OK, why);
 }
 
-/* Rows of all the memory, so many in a put. */
+/* Puts rows from the whole memory, `bytes` per put. */
 static void put_all(seat *s, size_t bytes, uint64_t *given)
 {
     const int to = 1 - s->rank;
@@ -138,7 +137,7 @@ static __global__ void read_all(const uint4 *from, size_t count, unsigned *sum)
     if (own == 1) *sum = own;
 }
 
-/* Pieces of 2 KB a warp, all of a piece read before poison is written back. */
+/* Each warp reads whole pieces of 2 KB, then writes poison back. */
 static __global__ void take_all(uint4 *from, size_t count, unsigned *sum)
 {
     const size_t warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;

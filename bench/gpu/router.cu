@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Times router and losses on one GPU: an event before and one after, the L2 overwritten before
- * each repetition, the host ahead of the GPU; and the same in a replayed graph.
+/* Times router and losses on one GPU, from an event before the call to one after it. The L2
+ * cache is overwritten before each repetition, and the host runs ahead of the GPU. Then does
+ * the same with a replayed graph.
  *   gpu_router [tokens=4096] [reps=100] */
 #include <algorithm>
 #include <stdio.h>

@@ -1,8 +1,9 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Every benchmark of the p2p backend on the GPUs that are there: the shapes of several models, few
-# tokens, skewed routing; beside each figure its floor.  Lines of JSON go to JSON, SMS are the
-# numbers of SMs.
+# Runs the benchmarks of the p2p backend on the GPUs of this machine: the shapes of several models, few
+# tokens, and skewed routing. Each figure is printed with its floor.
+#   JSON=FILE    file for the results, one JSON object per line
+#   SMS=48,64    numbers of SMs
 set -e
 OUT=${GPU_OUT:-build/gpu}
 JSON=${JSON:-$OUT/bench.json}

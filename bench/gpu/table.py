@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints results of gpu_bench as one table: a row per shape, operation and number of SMs.
 
-    table.py JSON
+table.py JSON
 
-JSON: the file that gpu_bench wrote with json=; one object per line.  A cell has the median time in
+JSON: the file that gpu_bench wrote with json=, one object per line. A cell has the median time in
 microseconds and its ratio to the floor of the same run.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def describe_shape(result: dict[str, Any]) -> str:
-    """Return the shape of a result, without what has its usual value."""
+    """Return the shape of a result, without default values."""
     text = f"{result['hidden']} {result['top_k']}/{result['experts']}"
     if result["layout"] != "expert":
         text += f" {result['layout']}"

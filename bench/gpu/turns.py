@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a change costs: two builds of gpu_bench by turns in one run, on the same GPUs.
-    turns.py BEFORE AFTER [--rounds 3] [--limit 1.0] [OPTION=VALUE ...]
+"""Compares two builds of gpu_bench, which run in turn on the same GPUs.
 
-BEFORE, AFTER: the programs; OPTION=VALUE: of gpu_bench, instead of the cases below.  Each
-round runs a case with both, who is first by turns; of a figure the median of the rounds counts.
-Ends with 1 if one became slower by more than --limit percent, and by more than 0.1 us, which is
-what the clock of a GPU tells apart."""
+turns.py BEFORE AFTER [--rounds 3] [--limit 1.0] [OPTION=VALUE ...]
+
+BEFORE, AFTER: the two programs. OPTION=VALUE: options of gpu_bench, in place of the cases below. In
+each round both programs run each case, and the program that runs first alternates. The result for a
+figure is the median over the rounds. The exit status is 1 if a figure became slower by more than
+--limit percent and by more than 0.1 us, the resolution of a GPU's clock.
+"""
 
 import argparse
 import json
@@ -25,13 +27,13 @@ CASES = [
 ]
 NAMED_BY = ("op", "hidden", "top_k", "experts", "type", "quantize", "layout", "tokens", "sms")
 CLOCK_US = 0.1
-MOST = 120  # seconds for each run
+MOST = 120  # time limit of each run in seconds
 
 Figures = dict[tuple[str, ...], list[float]]
 
 
 def run(program: Path, case: list[str], figures: Figures) -> None:
-    """One run; its figures are added to those of the program."""
+    """Run a program once, and add its figures to those of this program."""
     with tempfile.NamedTemporaryFile(suffix=".json") as told:
         command = ["timeout", "-k", "5", str(MOST), str(program), *case, f"json={told.name}"]
         ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -43,7 +45,7 @@ def run(program: Path, case: list[str], figures: Figures) -> None:
 
 
 def by_turns(programs: list[Path], cases: list[list[str]], rounds: int) -> list[Figures]:
-    """Figures of each program."""
+    """Return the figures of each program."""
     figures: list[Figures] = [defaultdict(list) for _ in programs]
     for case in cases:
         for number in range(rounds):
@@ -54,7 +56,7 @@ def by_turns(programs: list[Path], cases: list[list[str]], rounds: int) -> list[
 
 
 def table(before: Figures, after: Figures, limit: float) -> int:
-    """Prints all figures that both have; how many became slower."""
+    """Print all figures that both programs have, and return how many became slower."""
     slower = 0
     print(f"{' '.join(NAMED_BY):48} {'before us':>10} {'after us':>10} {'after / before':>15}")
     for name, figures in after.items():
@@ -69,7 +71,7 @@ def table(before: Figures, after: Figures, limit: float) -> int:
 
 
 def main() -> None:
-    """See above."""
+    """Run the comparison of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a net costs: a word each way, and rows in puts of several sizes, one way and both ways at
- * once, between two processes of this host, beside plain TCP that carries as many bytes one way in
- * the same run.  Medians.
- *   net [--rounds N] [--threads N]    threads of a net beside the one that looks; UCX_TLS and UCX_NET_DEVICES choose the network; tcp over lo unless set */
+/* Measures a net between two processes of this host: the time of a word in each direction, and
+ * the rate of rows in puts of several sizes, in one direction and in both at once. For
+ * comparison it measures plain TCP with as many bytes in one direction, in the same run. Prints
+ * medians.
+ *   net [--rounds N] [--threads N]    N threads of the net in addition to the one that polls
+ * UCX_TLS and UCX_NET_DEVICES select the network; the default is tcp over lo. */
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sched.h>
@@ -17,15 +19,16 @@
 #include "net/net.h"
 
 #define TURNS 2000
-#define TOTAL (128u << 20) /* bytes of a measurement, */
-#define MOST 8192          /* in so many puts, each to a place of its own */
+#define TOTAL (128u << 20) /* bytes of a measurement */
+/* largest number of puts of a measurement, each to an address of its own */
+#define MOST 8192
 #define BOX (8 + TOTAL)
 #define MOST_ROUNDS 100
 
 typedef struct end {
     const net_engine *e;
     net *w;
-    int me, pipe; /* a socket pair to the other process */
+    int me, pipe; /* me: 0 or 1; pipe: a socket to the other process */
     int threads;
     uint64_t *inbox, *outbox;
 } end;
@@ -53,7 +56,7 @@ static void move_all(int fd, void *bytes, size_t count, bool out)
     }
 }
 
-/* Both are here. */
+/* Waits until both processes are here. */
 static void bootstrap(end *a)
 {
     char byte = 0;
@@ -78,7 +81,7 @@ static void open_end(end *a)
     if (a->e->connect(a->w, cards, why) != EPIC_OK) stop(why);
 }
 
-/* Gives its core away while nothing moves: the other process may need it. */
+/* Polls the net. If nothing moves, yields the core, which the other process may need. */
 static void look(end *a)
 {
     if (a->e->progress(a->w) == 0) sched_yield();
@@ -94,7 +97,7 @@ static void await(end *a, uint64_t value)
     while (__atomic_load_n(&a->inbox[0], __ATOMIC_RELAXED) < value) look(a);
 }
 
-/* Words that answer each other; us one way. */
+/* Sends words back and forth. Returns us per direction. */
 static double time_words(end *a, uint64_t base)
 {
     const double start = now_us();
@@ -112,7 +115,8 @@ static uint64_t count_of(uint32_t bytes)
     return count < MOST ? count : MOST;
 }
 
-/* Each ends with the word `base`; what was put before has been read. */
+/* Puts rows. Each put ends with the word `base`. The other process has read all earlier puts.
+ */
 static void put_rows(end *a, uint32_t bytes, uint64_t base)
 {
     a->outbox[bytes / 8 - 1] = base;
@@ -120,7 +124,8 @@ static void put_rows(end *a, uint32_t bytes, uint64_t base)
         while (!a->e->put(a->w, 1 - a->me, 8 + i * bytes, a->outbox, bytes)) look(a);
 }
 
-/* All of them are here: puts land in any order, the words of one in theirs. */
+/* Waits until all puts are here. Puts may arrive in any order, but the words of one put arrive
+ * in order. */
 static void take_rows(end *a, uint32_t bytes, uint64_t base)
 {
     for (uint64_t i = 0; i < count_of(bytes); i++)
@@ -133,7 +138,7 @@ static double gb_per_s(uint32_t bytes, double start)
     return (double)count_of(bytes) * bytes / (now_us() - start) / 1e3;
 }
 
-/* Rows one way; GB/s. */
+/* Sends rows in one direction. Returns GB/s. */
 static double time_puts(end *a, uint32_t bytes, uint64_t base)
 {
     const double start = now_us();
@@ -147,7 +152,7 @@ static double time_puts(end *a, uint32_t bytes, uint64_t base)
     return gb_per_s(bytes, start);
 }
 
-/* Rows both ways at once; GB/s each way, of the slower one. */
+/* Sends rows in both directions at once. Returns GB/s per direction, of the slower one. */
 static double time_both(end *a, uint32_t bytes, uint64_t base)
 {
     const double start = now_us();

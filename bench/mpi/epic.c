@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The same step through EPIC. */
+/* The step of the benchmark through EPIC. */
 #include "ways.h"
 
 #include <stdio.h>

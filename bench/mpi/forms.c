@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What both forms on MPI are made of: counting, exchanges, slots. */
+/* Shared parts of both forms on MPI: counting, exchanges, slots. */
 #include "forms.h"
 
 #include <stdio.h>
@@ -109,7 +109,7 @@ void form_dispatch(form *f, const job *j)
     unpack(f, j);
 }
 
-/* In 16 sums, as vectors want them. */
+/* Computes a dot product with 16 partial sums, which the compiler can vectorize. */
 static float dot(const bf16 *a, const bf16 *b, int hidden)
 {
     float sums[16] = {0}, total = 0;

@@ -1,11 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a C programmer would write today: one step of expert parallelism on MPI, in two forms.
+/* One step of expert parallelism as a C programmer would write it on MPI today, in two forms.
  *
- *   simple   a row travels for each choice
- *   strong   a row travels for each (token, rank); sums of a rank's rows travel home
- *
- * Both leave slots in EPIC's order (expert, source rank, token, k), so that everything that EPIC
- * computes can be compared.  Rows are bf16. */
+ *   simple   sends a row for each choice
+ *   strong   sends a row for each (token, rank), and returns the sum of a rank's rows
+ * Both store slots in EPIC's order (expert, source rank, token, k), so that all results can be
+ * compared with EPIC's. Rows are bf16. */
 #ifndef BENCH_FORMS_H
 #define BENCH_FORMS_H
 
@@ -24,7 +23,7 @@ static inline float to_float(bf16 x)
     return value;
 }
 
-/* To the nearest, ties to even; no NaN comes here. */
+/* Rounds to nearest even. x must not be NaN. */
 static inline bf16 to_bf16(float x)
 {
     uint32_t bits;
@@ -32,9 +31,9 @@ static inline bf16 to_bf16(float x)
     return (bf16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-/* One rank's part of a step.  All memory is the benchmark's. */
+/* One rank's part of a step. The benchmark owns all memory. */
 typedef struct job {
-    int rank, ranks, tokens, hidden, top_k, local; /* local: experts of a rank */
+    int rank, ranks, tokens, hidden, top_k, local; /* local: number of experts per rank */
     const int32_t *ids;                            /* [tokens, top_k] */
     const float *weights;                          /* [tokens, top_k] */
     const bf16 *x, *d_out;                         /* [tokens, hidden] */
@@ -43,12 +42,13 @@ typedef struct job {
     bf16 *slabs, *d_slabs;                         /* [slots, hidden] */
     float *slot_weights, *d_slot_weights;          /* [slots] */
     int32_t *expert_rows;                          /* [local] */
-    bf16 *pack, *landed; /* rows on their way: [tokens * top_k] and [slots], at least */
-    float *sum;          /* [hidden] */
-    MPI_Datatype row;    /* hidden bf16 */
+    /* rows to send and received rows: at least [tokens * top_k] and [slots] */
+    bf16 *pack, *landed;
+    float *sum;       /* [hidden] */
+    MPI_Datatype row; /* a row of `hidden` bf16 numbers */
 } job;
 
-/* What a form keeps from dispatch for the calls after it. */
+/* State that a form keeps from dispatch for the later calls. */
 typedef struct form form;
 
 form *simple_new(const job *j, int64_t most_landed);
@@ -63,45 +63,47 @@ void strong_gradients(form *f, const job *j);
 
 /* ---------------------------------------------------------------- what both are made of ---- */
 
-/* Rows or records from rank to rank, and where each rank's begin. */
+/* Numbers of rows or records between ranks, and the index of each rank's first one. */
 typedef struct flow {
     int *out, *out_at, *in, *in_at; /* [ranks] */
-    int sent, came;                 /* sums of out and in */
+    int sent, came;                 /* sums of out and of in */
 } flow;
 
-/* A number with each row: of experts, or weights, top_k or one of them. */
+/* Rows are sent with numbers: the ids of experts or the weights. */
 struct form {
     flow flow;
-    int width;          /* ids and weights of a row: top_k, strong; 1, simple */
-    int32_t *where;     /* simple [tokens, top_k], strong [tokens, ranks]: place in pack; -1 */
+    int width; /* numbers per row: top_k (strong) or 1 (simple) */
+    /* index in pack, or -1; simple: [tokens, top_k], strong: [tokens, ranks] */
+    int32_t *where;
     int32_t *token_of;  /* [sent] */
-    int32_t *my_ids;    /* [sent, width]: local experts on the peer, -1: none */
+    int32_t *my_ids;    /* [sent, width], local experts on the peer; -1: none */
     float *my_weights;  /* [sent, width] */
     int32_t *ids;       /* [came, width] */
     float *with;        /* [came, width] weights */
     int32_t *slot_of;   /* [came, width], -1: none */
     int32_t *next;      /* [local] */
-    MPI_Datatype words; /* width of 4 bytes */
+    MPI_Datatype words; /* `width` words of 4 bytes */
 };
 
 form *form_new(const job *j, int width, int64_t most_sent, int64_t most_landed);
 void form_free(form *f);
 
-/* Tells the peers how many rows come; f->flow.out is counted. */
+/* Exchanges how many rows each rank sends. f->flow.out must be set. */
 void form_count(form *f, const job *j);
 
-/* One exchange of `type` against the flow. */
+/* Exchanges elements of `type` in the reverse direction of the flow. */
 void form_return(const form *f, const void *from, void *to, MPI_Datatype type);
 
-/* Rows, with their experts and weights, to their slots: by expert, in order of arrival. */
+/* Sends rows with their experts and weights, and stores them in their slots: by expert, in
+ * order of arrival. */
 void form_dispatch(form *f, const job *j);
 
-/* Rows of d_out to the slots' gradients. */
+/* Sends rows of d_out and stores them as the gradients of the slots. */
 void form_dispatch_gradients(form *f, const job *j);
 
 void *need(size_t bytes);
 
-/* sum (+)= w * row */
+/* sum = w * row, or sum += w * row */
 static inline void row_add(float *sum, const bf16 *row, float w, int hidden, int first)
 {
     if (first)

@@ -1,15 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A step through EPIC beside the same step as a C programmer would write it on MPI, by the same
- * processes, alternated in one run.  Before anything is timed the results are compared.
+/* Compares a step through EPIC with the same step as a C programmer would write it on MPI. The
+ * same processes run both in turn in one run. First the results are compared, then the calls
+ * are timed.
  *
  *     mpiexec -n 4 build/bench/mpi [--tokens 8,256,4096] [--hidden 2048,7168] [--top-k 8]
  *             [--experts 64] [--inner 64] [--rounds 21] [--backends shm,mpi] [--forms simple,strong]
  *             [--json FILE]
  *
- * plan + dispatch: from topk_idx to slots, by expert.  combine: weighted sums home.  gradients:
- * both backward calls.  layer: dispatch, the experts (EPIC's, in all ways), combine; --inner 0
- * leaves it out.  A time is that of the slowest rank; printed are the median over the rounds and
- * its quartiles.  --json appends a line for each. */
+ *     plan + dispatch  from topk_idx to slots, by expert
+ *     combine          weighted sums at the tokens' ranks
+ *     gradients        both backward calls
+ *     layer            dispatch, experts (EPIC's, in all forms), combine; not with --inner 0
+ * A time is that of the slowest rank. Prints the median over the rounds and its quartiles.
+ * --json appends a line for each result. */
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -49,7 +52,7 @@ typedef struct bench {
     job job;
     way ways[MAX_WAYS];
     int num_ways;
-    mlp *mlp; /* NULL: without the layer */
+    mlp *mlp; /* NULL: the layer is not measured */
     double seconds[MAX_WAYS][NUM_OPERATIONS][MAX_ROUNDS];
 } bench;
 
@@ -82,7 +85,7 @@ static void call(const bench *b, const way *w, int operation)
     if (operation == COMBINE) combine(w, &b->job);
     if (operation == GRADIENTS) gradients(w, &b->job);
     if (operation != LAYER) return;
-    job results = b->job; /* what the experts have made goes home */
+    job results = b->job; /* combine returns the results of the experts */
     results.slabs = b->job.d_slabs;
     dispatch(w, &b->job);
     mlp_run(b->mlp, &b->job);
@@ -106,7 +109,7 @@ static void wrong(const bench *b, const way *w, const char *what, int64_t at)
     MPI_Abort(MPI_COMM_WORLD, 1);
 }
 
-/* tolerance 0: the same bits. */
+/* tolerance 0: the bits must be equal */
 static void compare_rows(const bench *b, const way *w, const char *what, const bf16 *rows,
                          const bf16 *wanted, float tolerance)
 {
@@ -161,9 +164,10 @@ static void results_free(results *r)
     free(r->out), free(r->d_x), free(r->d_weights);
 }
 
-/* The strong form has EPIC's bits.  The simple one adds without rounding between: values are at
- * most 1, weights add up to 1, so bf16 rounds by at most 2^-9 on each rank and once more; rows of
- * d_out are at most 1/16.  Products of rows are added in another order. */
+/* Compares the results. The strong form must have EPIC's bits. The simple form adds without
+ * rounding in between. Values are at most 1 and weights add up to 1, so bf16 rounds by at most
+ * 2^-9 on each rank and once more. Rows of d_out are at most 1/16. Dot products are added in
+ * another order. */
 static void check(bench *b)
 {
     const job *j = &b->job;
@@ -195,7 +199,8 @@ static double now(void)
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
-/* Of few tokens several calls are timed together: one would be as short as the barrier's end. */
+/* Returns how many calls are timed together. With few tokens there are several, because one
+ * call would be as short as the end of the barrier. */
 static int calls_of(const bench *b, int operation)
 {
     const int64_t elements = (int64_t)b->job.tokens * b->job.hidden;
@@ -209,7 +214,7 @@ static void measure(bench *b)
             for (int i = 0; i < b->num_ways; i++) {
                 const way *w = &b->ways[(i + round + 1) % b->num_ways];
                 const int calls = calls_of(b, operation);
-                dispatch(w, &b->job); /* slots and plan are this way's own */
+                dispatch(w, &b->job); /* slots and plan belong to this form */
                 MPI_Barrier(MPI_COMM_WORLD);
                 const double begin = now();
                 for (int c = 0; c < calls; c++) call(b, w, operation);
@@ -272,7 +277,7 @@ static void report(bench *b)
 
 /* --------------------------------------------------------------------------- a case ---- */
 
-/* Distinct experts, uniform; weights that add up to 1; values up to 2. */
+/* Draws distinct experts uniformly, weights that add up to 1, and values up to 2. */
 static void fill(const job *j, const options *o, int32_t *ids, float *weights, bf16 *x, bf16 *d)
 {
     unsigned seed = (unsigned)j->rank + 1;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The simple form: a row for each choice, there and back. */
+/* The simple form: sends a row for each choice, and returns one. */
 #include "forms.h"
 
 form *simple_new(const job *j, int64_t most_landed)
@@ -7,7 +7,7 @@ form *simple_new(const job *j, int64_t most_landed)
     return form_new(j, 1, (int64_t)j->tokens * j->top_k, most_landed);
 }
 
-/* Places in pack: by rank, then token, then k. */
+/* Computes the index of each choice in pack: by rank, then token, then k. */
 static void place(form *f, const job *j)
 {
     const int64_t all = (int64_t)j->tokens * j->top_k;
@@ -32,7 +32,7 @@ void simple_dispatch(form *f, const job *j)
     form_dispatch(f, j);
 }
 
-/* Rows of slots, in the order in which they came, home into pack. */
+/* Returns the rows of slots into pack, in the order in which they arrived. */
 static void home(const form *f, const job *j, const bf16 *slabs)
 {
     for (int i = 0; i < f->flow.came; i++)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The strong form: a row for each (token, rank); each rank's rows of a token are added before they
- * travel home.  Sums are in EPIC's order, so that the results have its bits. */
+/* The strong form: sends a row for each (token, rank). Each rank adds its rows of a token
+ * before it returns the sum. Sums are in EPIC's order, so that the results have EPIC's bits. */
 #include "forms.h"
 
 form *strong_new(const job *j, int64_t most_landed)
@@ -9,7 +9,8 @@ form *strong_new(const job *j, int64_t most_landed)
     return form_new(j, j->top_k, j->tokens * most, most_landed);
 }
 
-/* where [tokens, ranks]: 0 for ranks that the token goes to, -1 for others. */
+/* Counts rows. Sets where [tokens, ranks] to 0 for ranks that the token goes to, and to -1 for
+ * others. */
 static void count(form *f, const job *j)
 {
     memset(f->flow.out, 0, (size_t)j->ranks * sizeof *f->flow.out);
@@ -27,7 +28,8 @@ static void count(form *f, const job *j)
     form_count(f, j);
 }
 
-/* Places in pack, by rank, then token; experts and weights beside. */
+/* Computes the index of each row in pack, by rank, then token, and stores its experts and
+ * weights. */
 static void place(form *f, const job *j)
 {
     int next[1024];
@@ -53,7 +55,7 @@ void strong_dispatch(form *f, const job *j)
     form_dispatch(f, j);
 }
 
-/* The sum of each row's slots, rounded, home into pack. */
+/* Sums the slots of each row, rounds the sum, and returns it into pack. */
 static void home(const form *f, const job *j, const bf16 *slabs, const float *weights)
 {
     for (int i = 0; i < f->flow.came; i++) {
@@ -90,7 +92,7 @@ void strong_combine(form *f, const job *j)
     sum(f, j, j->out);
 }
 
-/* Gradients of weights lie beside the rows that bring them home. */
+/* Returns gradients of weights, which are sent with the rows of the gradient. */
 static void return_weights(form *f, const job *j)
 {
     const int64_t came = (int64_t)f->flow.came * j->top_k;

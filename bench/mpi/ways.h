@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The ways of a step that are compared. */
+/* The forms of a step that are compared. */
 #ifndef BENCH_WAYS_H
 #define BENCH_WAYS_H
 
@@ -18,12 +18,13 @@ typedef struct epic_way {
 
 epic_way *epic_way_new(const job *j, const epic_layer *layer, const char *backend);
 void epic_way_free(epic_way *w);
-int64_t epic_way_slots(epic_way *w, const job *j); /* how many land here */
+/* returns the number of slots on this rank */
+int64_t epic_way_slots(epic_way *w, const job *j);
 void epic_way_dispatch(epic_way *w, const job *j);
 void epic_way_combine(epic_way *w, const job *j);
 void epic_way_gradients(epic_way *w, const job *j);
 
-/* The experts' MLP, the same for all ways: from slabs to d_slabs. */
+/* The experts' MLP, equal in all forms: computes d_slabs from slabs. */
 typedef struct mlp {
     epic_experts experts;
     bf16 *up, *down;

@@ -7,7 +7,7 @@ cd "$here"
 unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT EPIC_BACKEND EPIC_TIMEOUT_MS
 unset SLURM_PROCID SLURM_NTASKS SLURM_STEP_NUM_TASKS SLURM_STEP_ID SLURM_STEPID
 
-# Writes a text that is long enough to learn from, and always equal.
+# Writes a text that is long enough to learn from. It is the same each time.
 i=0
 while [ $i -lt 3000 ]; do
     echo "$i bottles, $((i * i % 97)) boxes and $((i * 7 % 13)) bags."
@@ -19,12 +19,12 @@ fail() {
     exit 1
 }
 
-# Trains a small model on it.
+# Trains a small model on this text.
 run() {
     "$program" --hidden 32 --inner 48 --tokens 256 --sample 0 --picture none "$@" text
 }
 
-# Like train, but in the background, as process $parent.
+# Like run(), but in the background, as process $parent.
 start() {
     "$program" --hidden 32 --inner 48 --tokens 256 --sample 0 --picture none "$@" text &
     parent=$!

@@ -1,7 +1,7 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs on all GPUs of this machine what shows whether EPIC works there and how fast it is, in parts of
-# at most ten minutes each, and prints one table.  `make gpu-all` builds everything first.
+# Runs tests and benchmarks on all GPUs of this machine, in parts of at most ten minutes each, and prints
+# one table. It shows whether EPIC works there and how fast it is.  `make gpu-all` builds everything first.
 # usage: all.sh [PART]...   PART: tests, bindings, hosts, bench, table (default: all, in this order)
 # The parts may run in separate calls.  Results are kept in build/gpu/all.  Variables: SEED, the first
 # seed of random cases (default: the time); SECONDS_PER_PART (default 570), after which the rest of a part

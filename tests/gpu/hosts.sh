@@ -1,9 +1,10 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Tests backend hosts on the GPUs of this machine, with ranks as hosts: over chaos, over UCX on lo, and
-# over the net "local" with memory on GPUs. Otherwise memory is in the host unless it is left open.
-# Variables: CASES random cases, STORM operations in a storm, FAULTS and DEATHS of each shape, PARTS of
-# the script; no test takes longer than LIMIT seconds.
+# Tests backend hosts on the GPUs of this machine, whose ranks act as hosts: over the net chaos, over UCX
+# on lo, and over the net "local". With "local" the memory of the net is on GPUs, otherwise on the host,
+# except where EPIC decides.
+# Variables: CASES (random cases), STORM (operations in a storm), FAULTS and DEATHS (of each shape),
+# PARTS (parts of the script to run), LIMIT (time limit of a test in seconds).
 OUT=${HOSTS_OUT:-build/gpu/hosts}
 CASES=${CASES:-30}
 STORM=${STORM:-1000}
@@ -33,7 +34,7 @@ run() {
         timeout "${LIMIT:-120}" "$OUT/$@" >"$LOG" 2>&1
     status=$?
     printf '%5.1f s  %s, memory %s, hosts of %s: %s\n' "$(($(date +%s%N) - begin))e-9" "$net" \
-        "${memory:-left open}" "$local" \
+        "${memory:-by default}" "$local" \
         "$(tail -n 1 "$LOG" | cut -c 1-110)"
     [ $status = 0 ] && return
     failed=$((failed + 1))

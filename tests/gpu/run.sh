@@ -1,9 +1,9 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # Runs the GPU tests on the GPUs of this machine: ranks that share one GPU as threads and as processes,
-# then processes and threads on several GPUs. Variables: CASES random cases per test, SEED the first
-# seed, BIG cases of full size, FAULTS in one process, DEATHS of processes, STORM operations back to
-# back; EPIC_TEST_SCALE multiplies the cases of the conformance suite.
+# then processes and threads on several GPUs. Variables: CASES (random cases per test), SEED (the
+# first seed), BIG (cases of full size), FAULTS (faults in one process), DEATHS (killed processes), STORM
+# (operations without pauses). EPIC_TEST_SCALE multiplies the cases of the conformance suite.
 OUT=${GPU_OUT:-build/gpu}
 CASES=${CASES:-60}
 SEED=${SEED:-1}

@@ -1,12 +1,12 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Tests epic.jax on BUILD/lib/libepic.so with the JAX of each Python (requirements.txt says which), in
-# a virtual environment of its own under build/.  What a machine lacks is left out and said.
+# Tests epic.jax on BUILD/lib/libepic.so with one JAX for each Python (see requirements.txt), each in a
+# virtual environment of its own under build/. Prints what it leaves out because this machine lacks it.
 # usage: run.sh BUILD [pytest arguments]
-#   EPIC_JAX_PYTHONS  versions; default "3.13 3.11", or what python3 is where it has neither
-#   EPIC_JAX_QUICK=1  the full suite on the first alone, where XLA compiles its own loops without
-#                     optimizing them, which takes most of the time; on the others, where it
-#                     optimizes, one case of each test that another JAX may break
+#   EPIC_JAX_PYTHONS  versions of Python; default: "3.13 3.11", or that of python3 if it is neither
+#   EPIC_JAX_QUICK=1  runs the full suite only with the first Python, without XLA's optimizations, which
+#                     take most of the time. With the others it runs, with optimizations, one case of
+#                     each test that another JAX may break.
 set -eu
 cd "$(dirname "$0")/../.."
 build=$(cd "$1" && pwd)

@@ -1,16 +1,17 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Searches the model of backend hosts' protocol, all of it; then damages it rule by rule, and wants
-# Spin to find each damage.
-#   run.sh [NAME...]  these only: right, fault0 to fault4, a mutant's name, or mutants: all of them
-#   MODEL_OUT  where the searches are built; MODEL_CC  what builds them
+# Lets Spin search all states of the model of backend hosts' protocol. Then breaks the model, one rule
+# after the other, and checks that Spin finds each error.
+# usage: run.sh [NAME...]   NAME: right, fault0 to fault4, a mutant's name, or mutants (all mutants)
+#   MODEL_OUT  folder where the searches are built
+#   MODEL_CC   compiler for them
 tests=$(cd "$(dirname "$0")" && pwd)
 out=${MODEL_OUT:-$tests/../../build/model}
 failed=0
 command -v spin >/dev/null || { echo "left out: there is no spin"; exit 77; }
 command -v "${MODEL_CC:=cc}" >/dev/null || { echo "left out: there is no C compiler"; exit 77; }
 
-# NAME FLAG...: leaves what the search says in $out/NAME/said.
+# usage: search NAME FLAG...; stores Spin's output in $out/NAME/said.
 search() {
     name=$1
     shift
@@ -22,7 +23,7 @@ search() {
     seconds=$(sed -n 's/^pan: elapsed time \([0-9.]*\) seconds/\1/p' said)
 }
 
-# It must be searched to the end, with no error, and every line of it must be reached.
+# The search must be complete and without errors, and must reach every line of the model.
 holds() {
     search "$@"
     verdict="holds"

@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Checks that the tests notice damage.  Each tests/mutants/NAME.patch damages a copy of the tree in one
-# place.  One of the tests that the patch names must then fail with an error, not with a timeout.
+# Checks that the tests notice bugs. Each tests/mutants/NAME.patch breaks one place in a copy of the
+# tree. One of the tests that the patch names must then fail with an error, not with a timeout.
 #   MUTANTS="NAME ..."  selects patches; MUTANTS_OUT  the build folder; JOBS; LIMIT  seconds per test
 root=$(cd "$(dirname "$0")/../.." && pwd)
 out=${MUTANTS_OUT:-$root/build/mutants}
@@ -44,7 +44,7 @@ targets_of() { for test in "$@"; do target_of "$test"; done | sort -u; }
 
 make_targets() { cmake --build "$build" -j "$jobs" --target "$@"; }
 
-# 0: it passed; 1: it failed; 2: it took too long, or is not there.
+# Returns 0 if the test passed, 1 if it failed, 2 if it took too long or does not exist.
 run_test() {
     timeout -k 5 "$limit" ctest --test-dir "$build" -R "^$1\$" --no-tests=error \
         --output-on-failure >"$log/test" 2>&1
@@ -56,7 +56,7 @@ run_test() {
     return 1
 }
 
-# Sets `verdict`; 0: a test has caught it.
+# Tries one patch and sets `verdict`. Returns 0 if a test has found the bug.
 try() {
     verdict="does not apply"
     patch -p1 -s -f --no-backup-if-mismatch -d "$tree" <"$(patch_of "$1")" >"$log/$1" 2>&1 || return 1

@@ -1,7 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # Tests the adapters for Megatron-Core and torchtitan against the packages of adapters.txt, with the
-# first torch of requirements.txt.  What cannot be installed is left out and said.
+# first torch of requirements.txt.  Prints what it leaves out because it cannot be
+# installed.
 # usage: adapters.sh BUILD [pytest arguments]
 set -eu
 cd "$(dirname "$0")/../.."

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Virtual environments under $build for the tests of epic.torch: run.sh and adapters.sh read this.
+# Creates virtual environments under $build for the tests of epic.torch. Sourced by run.sh and
+# adapters.sh.
 # shellcheck shell=sh disable=SC2154
 . tests/environments.sh
 export EPIC_LIBRARY_PATH="$build/lib" PYTHONPATH="$PWD/bindings/python"

@@ -1,9 +1,10 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Tests epic.torch on BUILD/lib with each torch of requirements.txt: all with the first, with the
-# others what depends on the torch.  What a machine lacks is left out and said.
+# Tests epic.torch on BUILD/lib with each torch of requirements.txt: all tests with the first, and with
+# the others the tests that depend on the version. Prints what it leaves out because this machine lacks
+# it.
 # usage: run.sh BUILD [pytest arguments]
-#   EPIC_TORCH_ALL=1  all with each of them
+#   EPIC_TORCH_ALL=1  runs all tests with each torch
 set -eu
 cd "$(dirname "$0")/../.."
 build=$(cd "$1" && pwd)
