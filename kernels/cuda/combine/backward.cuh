@@ -29,7 +29,7 @@ __device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, in
                                              int n)
 {
     int32_t slot = -1;
-    if (token >= m.first && token < m.plan.header.tokens_of[rank] && n < m.top_k)
+    if (token >= m.round_begin && token < m.plan.header.tokens_of[rank] && n < m.top_k)
         slot = __ldg(m.plan.records + record_index(m.job.self, rank, token, m.top_k) + n);
     return slot;
 }
@@ -76,8 +76,9 @@ __device__ __forceinline__ void send_to_peers(const BackwardMove &m, int32_t tok
     for (int distance = 1; distance < self.num_ranks; distance++) {
         const int rank = wrap_rank(self.rank + distance, self.num_ranks);
         if (!(peers >> rank & 1)) continue;
-        send_piece<V, EXACT>(staged_row(m.op.outbox[rank], token - m.first, m.shape.vectors),
-                             vector, m.shape.vectors, x);
+        send_piece<V, EXACT>(
+            staged_row(m.op.outbox[rank], token - m.round_begin, m.shape.vectors), vector,
+            m.shape.vectors, x);
     }
 }
 
@@ -105,7 +106,7 @@ __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t tok
         load_own<ROW, V>(m, token, vector, x);
         return true;
     }
-    uint4 *staged = staged_row(m.op.inbox[rank], token - m.first, m.shape.vectors);
+    uint4 *staged = staged_row(m.op.inbox[rank], token - m.round_begin, m.shape.vectors);
     if (!receive_piece<V, false>(m.op, relay_of(m.op, rank), staged, vector, m.shape.vectors,
                                  false, x))
         return false;
@@ -248,14 +249,15 @@ __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, i
     /* A hash of the token number chooses the span whose unit finishes the dot products, so that
      * all warps get equally much of this work. */
     const int adds = (int)__umulhi((uint32_t)added * 0x9e3779b9u, (uint32_t)spans);
-    if (token >= m.first && token < end &&
+    if (token >= m.round_begin && token < end &&
         pads_with_tokens(m.plan, m.stride, m.plan.most_tokens))
         for_each_padding_slot(m.plan, m.plan.slab_bits, token * spans + span,
                               m.plan.most_tokens * spans, [&](int32_t slot) {
                                   for (int i = 0; i < m.shape.pieces; i++)
                                       pad_piece<V, EXACT, QUANTIZE>(m, slot, i);
                               });
-    return added < m.first || !m.job.d_slot_weights || span != adds || add_dot_parts(m, added);
+    return added < m.round_begin || !m.job.d_slot_weights || span != adds ||
+           add_dot_parts(m, added);
 }
 
 /* Returns the role of a unit. 0: it sends this rank's token. n > 0: it receives a token of
@@ -279,7 +281,7 @@ __device__ __forceinline__ bool is_forward_role(int role)
  * lane's choice on this rank. */
 __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitWalk &walk)
 {
-    const int32_t sent = m.first + walk.step;
+    const int32_t sent = m.round_begin + walk.step;
     const int role = role_of(m, walk);
     if (is_forward_role(role)) return -1;
     return role == 0
@@ -308,13 +310,14 @@ forward_unit(const BackwardMove &m, int hosts, int32_t token, int32_t end, int f
     const p2p_self &self = m.job.self;
     const int from = wrap_rank(self.rank + hosts * ranks_per_host(self), self.num_ranks);
     uint32_t wants;
-    if (token < m.first || token >= min(end, m.plan.header.tokens_of[from])) return true;
+    if (token < m.round_begin || token >= min(end, m.plan.header.tokens_of[from])) return true;
     if (!wait_wants(m.op, wants_word(self, m.op, net_inbox(self), self.rank, from, token), from,
                     wants))
         return false;
     for (int piece = first; piece < first + count && wants; piece++)
-        if (!forward_piece<V, false>(self, m.op, from, token - m.first, piece, m.shape.vectors,
-                                     wants, [](uint8_t *, int) { return (uint32_t *)NULL; }))
+        if (!forward_piece<V, false>(self, m.op, from, token - m.round_begin, piece,
+                                     m.shape.vectors, wants,
+                                     [](uint8_t *, int) { return (uint32_t *)NULL; }))
             return false;
     return true;
 }

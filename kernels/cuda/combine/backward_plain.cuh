@@ -64,14 +64,14 @@ __device__ __forceinline__ bool receive_token(const BackwardMove &m, int32_t tok
     return true;
 }
 
-/* Processes one round: tokens [m.first, end) of every rank. Called by a whole warp. Returns
- * false if the group is broken. */
+/* Processes one round: tokens [m.round_begin, end) of every rank. Called by a whole warp.
+ * Returns false if the group is broken. */
 template <class ROW, int V, bool QUANTIZE>
 __device__ __forceinline__ bool move_tokens(const BackwardMove &m, int32_t end)
 {
     const int peers = m.job.self.num_ranks - 1;
     for (UnitWalk walk(m.stride);; walk.next_unit(m.stride)) {
-        const int32_t sent = m.first + walk.step, token = sent - m.job.lag;
+        const int32_t sent = m.round_begin + walk.step, token = sent - m.job.lag;
         if (token - m.job.lag >= end) return true;
         const int first = first_piece(m, walk), count = pieces_of(m, walk);
         const int32_t word = read_ahead(m, walk);
@@ -85,7 +85,8 @@ __device__ __forceinline__ bool move_tokens(const BackwardMove &m, int32_t end)
                 load_own<ROW, V>(m, sent, piece * V * WARP, x);
                 send_to_peers<ROW, V, false>(m, sent, piece * V * WARP, to, x);
             }
-            if (sent < end) post_put_pieces<V>(m.job.self, m, sent - m.first, first, count, to);
+            if (sent < end)
+                post_put_pieces<V>(m.job.self, m, sent - m.round_begin, first, count, to);
             continue;
         }
         if (is_forward_role(role)) {
@@ -93,7 +94,7 @@ __device__ __forceinline__ bool move_tokens(const BackwardMove &m, int32_t end)
             continue;
         }
         const int source = role - 1;
-        for (int piece = first; piece < first + count && token >= m.first && token < end;
+        for (int piece = first; piece < first + count && token >= m.round_begin && token < end;
              piece++)
             if (!receive_token<ROW, V, QUANTIZE>(m, token, piece, source, clamp_slot(m, word)))
                 return false;

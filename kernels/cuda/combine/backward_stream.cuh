@@ -81,7 +81,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
      * weights of its slots to shared memory. */
     __device__ __forceinline__ void begin_unit()
     {
-        const int32_t sent = m.first + walk.step, received = sent - m.job.lag;
+        const int32_t sent = m.round_begin + walk.step, received = sent - m.job.lag;
         if (received - m.job.lag >= end) return;
         /* Each write to the entry comes after a warp collective (reduce or ballot). So all
          * lanes have finished the unit that used this entry before. */
@@ -91,7 +91,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         if (role == 0) {
             work = choose_routes(m, walk, sent, end, peers_of(m, sent < end ? next_word : -1));
         } else {
-            const bool in = received >= m.first && received < end;
+            const bool in = received >= m.round_begin && received < end;
             const int32_t its_slot = in ? clamp_slot(m, next_word) : -1;
             work = (uint32_t)__popc(__ballot_sync(ALL_LANES, its_slot >= 0));
             Slot &to = entry.slots[lane_id()];
@@ -123,7 +123,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     /* Returns the address in staging of the row that the unit receives from a peer. */
     __device__ __forceinline__ uint4 *staged_d_out(const Entry &u) const
     {
-        return staged_row(m.op.inbox[rank_of_role(m.job.self, u.role)], u.token - m.first,
+        return staged_row(m.op.inbox[rank_of_role(m.job.self, u.role)], u.token - m.round_begin,
                           m.shape.vectors);
     }
     /* Selects the next begun unit. copy_next() then copies its pieces. */
@@ -268,7 +268,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             fill_slots(u, piece, q);
         }
         if (u.role == 0 && u.work)
-            post_put_pieces<V>(m.job.self, m, u.token - m.first, u.first, count, u.work);
+            post_put_pieces<V>(m.job.self, m, u.token - m.round_begin, u.first, count, u.work);
         if (is_forward_role(u.role))
             return forward_unit<V>(m, -u.role, u.token, end, u.first, count);
         return u.role == 0 || is_staged(u) ||

@@ -47,7 +47,7 @@ struct CombineState { /* What a warp needs to process its units of the running r
     uint4 *stack; /* shared memory of this warp for a LeafStack (plain.cuh) */
     RowShape shape;
     uint64_t policy;
-    int32_t first; /* number of the first token of the running round */
+    int32_t round_begin; /* number of the first token of the running round */
     int32_t top_k;
     /* with relays: one rank of each host adds the partial sums of its host (relay.cuh) */
     bool adds_by_host;

@@ -275,7 +275,8 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
     const int source = c.job.self.num_ranks - 2 - u.role;
     uint8_t *heap = c.job.self.heap[rank];
     uint4 *staged =
-        staged_row(c.op.outbox[rank], u.token - c.first, c.shape.vectors * P) + vector * P;
+        staged_row(c.op.outbox[rank], u.token - c.round_begin, c.shape.vectors * P) +
+        vector * P;
 #pragma unroll
     for (int v = 0; v < V; v++)
 #pragma unroll
@@ -312,16 +313,16 @@ receive_partials(const CombineState &c, const Unit &u, int position, bool (&has_
         peer[i] = rank;
     }
     auto staged_partial = [&](int i, int v, int p) {
-        return staged_row(c.op.inbox[peer[i]], u.token - c.first, c.shape.vectors * P) +
+        return staged_row(c.op.inbox[peer[i]], u.token - c.round_begin, c.shape.vectors * P) +
                (vector + v * WARP + lane_id()) * P + p;
     };
     const int32_t last = min(vector + V * WARP, c.shape.vectors) * P - 1;
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        if (peer[i] >= 0 &&
-            !wait_piece(
-                c.op, peer[i],
-                staged_row(c.op.inbox[peer[i]], u.token - c.first, c.shape.vectors * P) + last))
+        if (peer[i] >= 0 && !wait_piece(c.op, peer[i],
+                                        staged_row(c.op.inbox[peer[i]], u.token - c.round_begin,
+                                                   c.shape.vectors * P) +
+                                            last))
             return false;
     const bool ok = wait_warp(c.op, late, P2P_PHASE_ROW, [&] {
         late = -1;
@@ -477,8 +478,8 @@ __device__ __forceinline__ bool do_source_unit(const CombineState &c, const Unit
     return !(u.piece == 0 && c.job.choice_floats) || receive_floats(c, u.token);
 }
 
-/* Processes one round: tokens [c.first, end) of every rank. Called by a whole warp. Returns
- * false if the group is broken. */
+/* Processes one round: tokens [c.round_begin, end) of every rank. Called by a whole warp.
+ * Returns false if the group is broken. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t end)
 {
@@ -486,32 +487,32 @@ __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t en
     const int peers = self.num_ranks - 1;
     /* the units to load next */
     UnitWalk expert_walk(c.expert), source_walk(c.source);
-    const int32_t expert_end = peers ? end : c.first;
+    const int32_t expert_end = peers ? end : c.round_begin;
     const int32_t source_end = min(end, c.job.num_tokens);
     auto load_expert_slot = [&] {
-        const int32_t token = c.first + expert_walk.step;
+        const int32_t token = c.round_begin + expert_walk.step;
         return token < expert_end ? read_slot(c, peer_of_role(c, expert_walk.role), token, 0)
                                   : -1;
     };
     auto load_source_slot = [&] {
-        const int32_t token = c.first + source_walk.step;
+        const int32_t token = c.round_begin + source_walk.step;
         return token < source_end ? read_slot(c, self.rank, token, 0) : -1;
     };
     int32_t next_expert_slot = load_expert_slot(), next_source_slot = load_source_slot();
-    int32_t next_source_rank = rank_of_choice(c, c.first + source_walk.step, 0);
+    int32_t next_source_rank = rank_of_choice(c, c.round_begin + source_walk.step, 0);
     Unit expert, source; /* the units to process next; their slots and ranks are loaded */
     auto load_next_expert = [&] {
-        expert = {c.first + expert_walk.step, expert_walk.role, expert_walk.span,
+        expert = {c.round_begin + expert_walk.step, expert_walk.role, expert_walk.span,
                   clamp_slot(c, next_expert_slot), -1};
         expert_walk.next_unit(c.expert);
         next_expert_slot = load_expert_slot();
     };
     auto load_next_source = [&] {
-        source = {c.first + source_walk.step, 0, source_walk.span,
+        source = {c.round_begin + source_walk.step, 0, source_walk.span,
                   clamp_slot(c, next_source_slot), next_source_rank};
         source_walk.next_unit(c.source);
         next_source_slot = load_source_slot();
-        next_source_rank = rank_of_choice(c, c.first + source_walk.step, 0);
+        next_source_rank = rank_of_choice(c, c.round_begin + source_walk.step, 0);
     };
     load_next_expert();
     load_next_source();

@@ -27,7 +27,7 @@ template <int P>
 __device__ __forceinline__ uint4 *node_address(const CombineState &c, const Unit &u,
                                                uint8_t *box)
 {
-    return staged_row(box, u.token - c.first, c.shape.vectors * P) +
+    return staged_row(box, u.token - c.round_begin, c.shape.vectors * P) +
            (u.piece * WARP + lane_id()) * P;
 }
 
@@ -139,7 +139,8 @@ __device__ __forceinline__ bool relay_unit(const CombineState &c, const Unit &u,
     if (!add_partials_of_host<ROW, PART>(c, u, rank, has_partial, node)) return false;
     if (!has_partial) return true;
     store_node<P>(c, u, c.op.outbox[rank], node);
-    const uint4 *staged = staged_row(c.op.outbox[rank], u.token - c.first, c.shape.vectors * P);
+    const uint4 *staged =
+        staged_row(c.op.outbox[rank], u.token - c.round_begin, c.shape.vectors * P);
     post_put_when_complete(self, c.op, rank, u.token, c.shape.pieces, staged,
                            (uint32_t)(c.shape.vectors * P) * 16);
     return true;

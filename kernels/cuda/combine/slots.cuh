@@ -24,18 +24,19 @@ template <class M> __device__ __forceinline__ float read_slot_weight(const M &m,
     return weight;
 }
 
-/* Calls round(end) once for each round of the operation. Each call moves the tokens [m.first,
- * end) of every rank, as many as fit into the staging. row_bytes: bytes of staging that one
- * token needs. Called by all threads of all CTAs. Returns false if the group is broken. */
+/* Calls round(end) once for each round of the operation. Each call moves the tokens
+ * [m.round_begin, end) of every rank, as many as fit into the staging. row_bytes: bytes of
+ * staging that one token needs. Called by all threads of all CTAs. Returns false if the group
+ * is broken. */
 template <class M, class Round>
 __device__ __forceinline__ bool for_each_round(M &m, OpState &op, int64_t row_bytes,
                                                Round round)
 {
     const int64_t round_tokens = m.job.self.at.source_bytes / row_bytes;
     const int32_t most = m.plan.most_tokens;
-    for (m.first = 0;; m.first += (int32_t)round_tokens) {
-        const bool last = m.first + round_tokens >= most;
-        const int32_t end = last ? most : m.first + (int32_t)round_tokens;
+    for (m.round_begin = 0;; m.round_begin += (int32_t)round_tokens) {
+        const bool last = m.round_begin + round_tokens >= most;
+        const int32_t end = last ? most : m.round_begin + (int32_t)round_tokens;
         if (!round(end)) return false;
         if (last) return true;
         if (!next_round(op)) return false;

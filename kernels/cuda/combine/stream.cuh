@@ -81,7 +81,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
           expert_walk(c.expert), source_walk(c.source)
     {
         const p2p_self &self = c.job.self;
-        expert_end = self.num_ranks > 1 ? end : c.first;
+        expert_end = self.num_ranks > 1 ? end : c.round_begin;
         source_end = min(end, c.job.num_tokens);
         position_rank = lane_id() < self.num_ranks ? c.plan.header.rank_at[lane_id()] : -1;
         if (position_rank == self.rank) position_rank = -1;
@@ -94,14 +94,14 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     /* Loads this lane's slot for the next expert unit. */
     __device__ __forceinline__ void load_expert()
     {
-        const int32_t t = c.first + expert_walk.step;
+        const int32_t t = c.round_begin + expert_walk.step;
         expert_slot =
             t < expert_end ? read_slot(c, peer_of_role(c, expert_walk.role), t, 0) : -1;
     }
     /* Loads this lane's slot and rank for the next source unit. */
     __device__ __forceinline__ void load_source()
     {
-        const int32_t t = c.first + source_walk.step;
+        const int32_t t = c.round_begin + source_walk.step;
         source_slot = t < source_end ? read_slot(c, c.job.self.rank, t, 0) : -1;
         source_rank = rank_of_choice(c, t, 0);
     }
@@ -133,8 +133,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
      * tokens after that of the next source unit. */
     __device__ __forceinline__ void begin_unit()
     {
-        const int32_t expert_token = c.first + expert_walk.step,
-                      source_token = c.first + source_walk.step;
+        const int32_t expert_token = c.round_begin + expert_walk.step,
+                      source_token = c.round_begin + source_walk.step;
         const bool has_expert = expert_token < expert_end,
                    has_source = source_token < source_end;
         Entry &entry = entries[begun % ENTRIES];
@@ -159,7 +159,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     __device__ __forceinline__ uint4 *staged_partial(int32_t of_token, int position)
     {
         const int rank = c.plan.header.rank_at[position];
-        return staged_row(c.op.inbox[rank], of_token - c.first, c.shape.vectors);
+        return staged_row(c.op.inbox[rank], of_token - c.round_begin, c.shape.vectors);
     }
     /* Starts the copy of one more piece to the ring: of a row on this rank, or of a peer's
      * partial sum. A unit that has no pieces also uses one buffer of the ring, which stays
@@ -238,7 +238,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     {
         const p2p_self &self = c.job.self;
         const int rank = peer_of_role(c, u.role);
-        uint4 *to = staged_row(c.op.outbox[rank], u.token - c.first, c.shape.vectors) +
+        uint4 *to = staged_row(c.op.outbox[rank], u.token - c.round_begin, c.shape.vectors) +
                     u.vector + lane_id();
         if (u.num_slots)
 #pragma unroll
@@ -257,7 +257,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     __device__ __forceinline__ void post_put_partial(const Entry &u, int rank)
     {
         const p2p_self &self = c.job.self;
-        const uint4 *staged = staged_row(c.op.outbox[rank], u.token - c.first, c.shape.vectors);
+        const uint4 *staged =
+            staged_row(c.op.outbox[rank], u.token - c.round_begin, c.shape.vectors);
         post_put_when_complete(self, c.op, rank, u.token, c.shape.pieces, staged,
                                (uint32_t)c.shape.vectors * 16);
         if (u.vector == 0 && c.job.slot_floats)

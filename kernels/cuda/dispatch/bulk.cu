@@ -46,14 +46,14 @@ struct Unit {
 /* Returns the token of a unit. */
 __device__ __forceinline__ int32_t token_of(const PackedMove &m, const Unit &unit)
 {
-    return m.first + unit.step - (unit.is_own() ? 0 : m.job.lag);
+    return m.round_begin + unit.step - (unit.is_own() ? 0 : m.job.lag);
 }
 
 /* Returns true if the unit has a token in the round, which ends before token `end`. */
 __device__ __forceinline__ bool has_token(const PackedMove &m, const Unit &unit, int32_t end)
 {
     const int32_t token = token_of(m, unit);
-    return token >= m.first && token < (unit.is_own() ? min(end, m.job.num_tokens) : end);
+    return token >= m.round_begin && token < (unit.is_own() ? min(end, m.job.num_tokens) : end);
 }
 
 /* Takes the next unit for this warp and loads what it needs first. The warps of a CTA share the
@@ -252,12 +252,12 @@ __device__ __forceinline__ bool move_unit(PackedMove &m, const Unit &unit, Round
             return false;
         return pad_with_token(m, token, p, buffers);
     }
-    if (token < m.first) return true;
+    if (token < m.round_begin) return true;
     if (!read_counts_once(m, p)) return false;
     return token >= p.end || receive_packed<OwnPiece, FLAT>(m, token, unit, buffers);
 }
 
-/* Moves one round: tokens [m.first, end) of every rank. Returns false if the group of ranks has
+/* Moves one round: tokens [m.round_begin, end) of every rank. Returns false if the group of ranks has
  * failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, BulkBuffers &buffers,
@@ -268,7 +268,7 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, BulkBuff
     if ((int)threadIdx.x / WARP >= m.job.warps) return true;
     Unit unit = take_unit<FLAT>(m, num_taken, p.end);
     begin_copy<OwnPiece, FLAT>(m, unit, p.end, buffers.buffer_address(buffers.current));
-    while (ok && m.first + unit.step - m.job.lag < p.end) {
+    while (ok && m.round_begin + unit.step - m.job.lag < p.end) {
         const Unit next = take_unit<FLAT>(m, num_taken, p.end);
         buffers.wait_free();
         begin_copy<OwnPiece, FLAT>(m, next, p.end,
@@ -293,9 +293,9 @@ __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const ui
     const int64_t round_tokens =
         m.job.plan.self.at.source_bytes / ((int64_t)m.shape.vectors * 16);
     const int32_t most = m.most_tokens;
-    for (m.first = 0;; m.first += (int32_t)round_tokens) {
-        const bool last = m.has_new_plan || m.first + round_tokens >= most;
-        const int32_t end = last ? most : m.first + (int32_t)round_tokens;
+    for (m.round_begin = 0;; m.round_begin += (int32_t)round_tokens) {
+        const bool last = m.has_new_plan || m.round_begin + round_tokens >= most;
+        const int32_t end = last ? most : m.round_begin + (int32_t)round_tokens;
         const bool moved = move_tokens<OwnPiece, FLAT>(m, end, buffers, num_taken);
         wait_copies<0>();
         wait_bulk();

@@ -110,7 +110,7 @@ __device__ __forceinline__ void prefetch_own(const PackedMove &m, int32_t token)
 __device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32_t token,
                                             uint32_t buffer)
 {
-    const uint4 *staged = staged_row(m.op.inbox[rank], token - m.first, m.shape.vectors);
+    const uint4 *staged = staged_row(m.op.inbox[rank], token - m.round_begin, m.shape.vectors);
     for (int32_t v = lane_id(); v < m.shape.vectors; v += WARP)
         copy_again(buffer + v * 16, staged + v);
 }
@@ -199,7 +199,7 @@ __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t 
 __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32_t token,
                                             uint32_t buffer)
 {
-    const uint4 *staged = staged_row(m.op.inbox[rank], token - m.first, m.shape.vectors);
+    const uint4 *staged = staged_row(m.op.inbox[rank], token - m.round_begin, m.shape.vectors);
     bool ok = true;
 #pragma unroll 1
     for (int i = 0; i < m.shape.pieces && ok; i++)
@@ -308,7 +308,8 @@ __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int3
                                              const BulkBuffers &buffers)
 {
     if (lane_id()) return;
-    uint8_t *staged = (uint8_t *)staged_row(m.op.inbox[rank], token - m.first, m.shape.vectors);
+    uint8_t *staged =
+        (uint8_t *)staged_row(m.op.inbox[rank], token - m.round_begin, m.shape.vectors);
     store_constant(staged, (int64_t)m.shape.vectors * 16, [&](uint8_t *to, uint32_t bytes) {
         bulk_store_local(to, buffers.poison, bytes);
     });

@@ -71,7 +71,7 @@ template <bool EXACT> struct PieceFeed {
         const uint8_t *row = m.job.tokens + row_offset(token, m.shape);
         if (staged)
             row = (const uint8_t *)staged_row(m.op.inbox[rank_of_role(self, role)],
-                                              token - m.first, m.shape.vectors);
+                                              token - m.round_begin, m.shape.vectors);
         vector = first_piece(m, walk) * V * WARP;
         pieces_left = pieces_of(m, walk);
         from = token < (staged ? round_end : min(round_end, m.job.num_tokens))
@@ -116,7 +116,7 @@ template <bool EXACT>
 __device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk &walk,
                                           uint64_t word, PieceFeed<EXACT> &feed)
 {
-    const int32_t token = m.first + walk.step;
+    const int32_t token = m.round_begin + walk.step;
     const bool copied = m.shape.aligned;
     const int count = pieces_of(m, walk);
     uint32_t peers = 0;
@@ -139,7 +139,8 @@ __device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk 
                                        piece * V * WARP, m.shape, q);
         send_to_peers<EXACT>(m, token, piece, peers, q);
     }
-    post_put_pieces<V>(m.job.plan.self, m, token - m.first, first_piece(m, walk), count, peers);
+    post_put_pieces<V>(m.job.plan.self, m, token - m.round_begin, first_piece(m, walk), count,
+                       peers);
 }
 
 /* For tokens with more than 32 choices: stores a piece to the slots in the later halves of the
@@ -210,7 +211,7 @@ template <bool EXACT>
 static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from, int32_t token,
                                                  int piece, uint32_t wants)
 {
-    return forward_piece<V, EXACT>(m.job.plan.self, m.op, from, token - m.first, piece,
+    return forward_piece<V, EXACT>(m.job.plan.self, m.op, from, token - m.round_begin, piece,
                                    m.shape.vectors, wants, [&](uint8_t *heap, int source) {
                                        return escapes_base(m.job.plan.self, m.op, heap,
                                                            source) +
@@ -262,7 +263,7 @@ template <bool EXACT> static __device__ __noinline__ void send_head_spans(const 
                                        piece * V * WARP, m.shape, q);
             send_to_peers<EXACT>(m, token, piece, peers, q);
         }
-        post_put_pieces<V>(m.job.plan.self, m, token - m.first, begin, count, peers);
+        post_put_pieces<V>(m.job.plan.self, m, token - m.round_begin, begin, count, peers);
     }
 }
 
@@ -276,8 +277,8 @@ __device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWa
 {
     const p2p_self &self = m.job.plan.self;
     const int rank = rank_of_role(self, source_role(m, walk));
-    const int32_t begin = m.first + received_before(m, walk.step);
-    const int32_t stop = min(feed.round_end, m.first + received_before(m, walk.step + 1));
+    const int32_t begin = m.round_begin + received_before(m, walk.step);
+    const int32_t stop = min(feed.round_end, m.round_begin + received_before(m, walk.step + 1));
     const bool copied = m.shape.aligned;
     if (begin >= stop && copied) feed.skip_pieces(pieces_of(m, walk));
     for (int32_t token = begin; token < stop; token++) {
@@ -295,7 +296,7 @@ __device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWa
     return true;
 }
 
-/* Moves one round: tokens [m.first, end) of every rank. `memory`: this warp's ring. Returns
+/* Moves one round: tokens [m.round_begin, end) of every rank. `memory`: this warp's ring. Returns
  * false if the group of ranks has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool move_tokens(DispatchMove &m, int32_t end, const uint8_t *memory)
@@ -318,7 +319,7 @@ __device__ __forceinline__ bool move_tokens(DispatchMove &m, int32_t end, const 
     for (;;) {
         const UnitWalk walk = next;
         const uint64_t word = next_word;
-        if (m.first + received_before(m, walk.step) >= feed.round_end) return true;
+        if (m.round_begin + received_before(m, walk.step) >= feed.round_end) return true;
         next.next_unit(m.stride);
         next_word = read_ahead(m, next, peek);
         if (walk.role == 0) {
@@ -398,9 +399,9 @@ __device__ __forceinline__ bool move_rounds(DispatchMove &m, OpState &op, const 
     const int64_t round_tokens =
         m.job.plan.self.at.source_bytes / ((int64_t)m.shape.vectors * 16);
     const int32_t most = m.most_tokens;
-    for (m.first = 0;; m.first += (int32_t)round_tokens) {
-        const bool last = m.has_new_plan || m.first + round_tokens >= most;
-        const int32_t end = last ? most : m.first + (int32_t)round_tokens;
+    for (m.round_begin = 0;; m.round_begin += (int32_t)round_tokens) {
+        const bool last = m.has_new_plan || m.round_begin + round_tokens >= most;
+        const int32_t end = last ? most : m.round_begin + (int32_t)round_tokens;
         const bool moved = move_tokens<EXACT, FLAT>(m, end, memory);
         wait_copies<0>();
         if (!moved) return false;

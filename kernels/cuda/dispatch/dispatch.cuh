@@ -132,7 +132,7 @@ __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t tok
     for (int distance = 1; distance < self.num_ranks; distance++) {
         const int rank = wrap_rank(self.rank + distance, self.num_ranks);
         if (!(peers >> rank & 1)) continue;
-        uint4 *staged = staged_row(m.op.outbox[rank], token - m.first, m.shape.vectors);
+        uint4 *staged = staged_row(m.op.outbox[rank], token - m.round_begin, m.shape.vectors);
         send_piece<V, EXACT>(staged, piece * V * WARP, m.shape.vectors, q);
         if (!mask) continue;
         const int source = self.num_ranks - 1 - distance;
@@ -277,7 +277,7 @@ __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int ran
         return true;
     }
     const int peer = relay_of(m.op, rank);
-    uint4 *staged = staged_row(m.op.inbox[rank], token - m.first, m.shape.vectors);
+    uint4 *staged = staged_row(m.op.inbox[rank], token - m.round_begin, m.shape.vectors);
     if (!receive_piece<V, EXACT>(m.op, peer, staged, vector, m.shape.vectors, copied, q))
         return false;
     uint32_t *escape =
@@ -354,7 +354,7 @@ __device__ __forceinline__ int32_t received_before(const DispatchMove &m, int32_
 /* Returns the token of a unit; the first one if it receives two. */
 __device__ __forceinline__ int32_t token_of(const DispatchMove &m, const UnitWalk &walk)
 {
-    return m.first + (walk.role == 0 ? walk.step : received_before(m, walk.step));
+    return m.round_begin + (walk.role == 0 ? walk.step : received_before(m, walk.step));
 }
 
 /* Loads the word that a unit needs first, while the warp still moves the unit before it. The

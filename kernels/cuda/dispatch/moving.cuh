@@ -16,7 +16,7 @@ template <class Job> struct RowMove {
     const Stride &stride;
     RowShape shape;
     uint64_t policy;
-    int32_t first; /* first token of the running round */
+    int32_t round_begin; /* number of the first token of the running round */
     int32_t top_k;
 };
 

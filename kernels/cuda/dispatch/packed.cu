@@ -65,8 +65,8 @@ template <class OwnPiece> struct PieceFeed {
         if (!in || pieces.count <= 0 || is_forward_role(m, walk)) return;
         if (!pieces.is_own) {
             row = (const uint8_t *)staged_row(
-                m.op.inbox[rank_of_role(job.plan.self, source_role(m, walk))], token - m.first,
-                m.shape.vectors);
+                m.op.inbox[rank_of_role(job.plan.self, source_role(m, walk))],
+                token - m.round_begin, m.shape.vectors);
             if (is_host_memory(m.op, row)) row = NULL;
             return;
         }
@@ -166,7 +166,7 @@ template <class OwnPiece, bool FAST>
 __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &walk,
                                           uint64_t word, PieceFeed<OwnPiece> &feed)
 {
-    const int32_t token = m.first + walk.step;
+    const int32_t token = m.round_begin + walk.step;
     const Pieces pieces(m, walk);
     uint32_t peers = 0;
     if (token < min(feed.round_end, m.job.num_tokens))
@@ -258,7 +258,7 @@ template <class OwnPiece>
 static __device__ __noinline__ bool forward_packed(const PackedMove &m, int from, int32_t token,
                                                    int piece, uint32_t wants)
 {
-    return forward_piece<V, false>(m.job.plan.self, m.op, from, token - m.first, piece,
+    return forward_piece<V, false>(m.job.plan.self, m.op, from, token - m.round_begin, piece,
                                    m.shape.vectors, wants, [&](uint8_t *heap, int source) {
                                        return OwnPiece::QUANTIZED
                                                   ? NULL
@@ -297,8 +297,8 @@ __device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk
 {
     const p2p_self &self = m.job.plan.self;
     const int rank = rank_of_role(self, source_role(m, walk));
-    const int32_t begin = m.first + received_before(m, walk.step);
-    const int32_t stop = min(feed.round_end, m.first + received_before(m, walk.step + 1));
+    const int32_t begin = m.round_begin + received_before(m, walk.step);
+    const int32_t stop = min(feed.round_end, m.round_begin + received_before(m, walk.step + 1));
     if (begin >= stop && FAST) feed.skip_pieces(max(Pieces(m, walk).count, 1));
     for (int32_t token = begin; token < stop; token++) {
         if (token > begin)
@@ -316,7 +316,7 @@ __device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk
     return true;
 }
 
-/* Moves one round: tokens [m.first, end) of every rank. `memory`: this warp's ring. Returns
+/* Moves one round: tokens [m.round_begin, end) of every rank. `memory`: this warp's ring. Returns
  * false if the group of ranks has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, const uint8_t *memory)
@@ -335,7 +335,7 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, const ui
     for (;;) {
         const UnitWalk walk = next;
         const uint64_t word = next_word;
-        if (m.first + received_before(m, walk.step) >= feed.round_end) return true;
+        if (m.round_begin + received_before(m, walk.step) >= feed.round_end) return true;
         next.next_unit(m.stride);
         next_word = read_ahead(m, next, peek);
         if (walk.role == 0) {
@@ -371,9 +371,9 @@ __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const ui
     const int64_t round_tokens =
         m.job.plan.self.at.source_bytes / ((int64_t)m.shape.vectors * 16);
     const int32_t most = m.most_tokens;
-    for (m.first = 0;; m.first += (int32_t)round_tokens) {
-        const bool last = m.has_new_plan || m.first + round_tokens >= most;
-        const int32_t end = last ? most : m.first + (int32_t)round_tokens;
+    for (m.round_begin = 0;; m.round_begin += (int32_t)round_tokens) {
+        const bool last = m.has_new_plan || m.round_begin + round_tokens >= most;
+        const int32_t end = last ? most : m.round_begin + (int32_t)round_tokens;
         const bool moved = move_tokens<OwnPiece, FAST, FLAT>(m, end, memory);
         wait_copies<0>();
         if (!moved) return false;

@@ -172,7 +172,7 @@ __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *he
                                                 int32_t token, int piece)
 {
     return escapes_base(m.job.plan.self, m.op, heap, source) +
-           ((int64_t)(token - m.first) * m.shape.pieces + piece) * WARP;
+           ((int64_t)(token - m.round_begin) * m.shape.pieces + piece) * WARP;
 }
 
 /* In the piece that begins with `vector`, restores the words of scales that are all NaN:
@@ -199,7 +199,7 @@ __device__ __forceinline__ bool receive_packed_piece(const PackedMove &m, int ra
 {
     const int32_t vector = piece * V * WARP;
     const int peer = relay_of(m.op, rank);
-    uint4 *staged = staged_row(m.op.inbox[rank], token - m.first, m.shape.vectors);
+    uint4 *staged = staged_row(m.op.inbox[rank], token - m.round_begin, m.shape.vectors);
     if (!receive_piece<V, false>(m.op, peer, staged, vector, m.shape.vectors, copied, q))
         return false;
     uint8_t *heap = HOSTS ? row_inbox_base(m.job.plan.self, rank) : inbox_base(m.op, rank);
@@ -222,7 +222,7 @@ __device__ __forceinline__ void for_each_peer(const PackedMove &m, int32_t token
         const int rank = wrap_rank(self.rank + distance, self.num_ranks);
         if (peers >> rank & 1)
             write(rank, distance,
-                  staged_row(m.op.outbox[rank], token - m.first, m.shape.vectors));
+                  staged_row(m.op.outbox[rank], token - m.round_begin, m.shape.vectors));
     }
 }
 

@@ -36,10 +36,10 @@ __device__ __forceinline__ bool forward_unit(const DispatchMove &m, const UnitWa
     const p2p_self &self = m.job.plan.self;
     const int from = wrap_rank(self.rank + walk.role * ranks_per_host(self), self.num_ranks);
     const int first = first_piece(m, walk), count = pieces_of(m, walk);
-    const int32_t begin = m.first + received_before(m, walk.step);
+    const int32_t begin = m.round_begin + received_before(m, walk.step);
     const int32_t many = __shfl_sync(ALL_LANES, m.tokens_of, from);
     const int32_t stop =
-        min(min(feed.round_end, many), m.first + received_before(m, walk.step + 1));
+        min(min(feed.round_end, many), m.round_begin + received_before(m, walk.step + 1));
     if (copied) feed.skip_pieces(count);
     for (int32_t token = begin; token < stop; token++) {
         uint32_t wants;
