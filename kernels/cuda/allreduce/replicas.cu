@@ -34,10 +34,8 @@ struct Replicas {
      * read_replicas(): count[n] is the index in `local` of this rank's first replica of
      * replicated expert n. */
     int32_t count[P2P_REPLICATED_EXPERTS + 1];
-    uint16_t
-        /* nth[logical expert]: the expert's number n among replicated experts, or
-         * SINGLE_REPLICA */
-        nth[P2P_REPLICATED_EXPERTS];
+    /* nth[logical expert]: the expert's number n among replicated experts, or SINGLE_REPLICA */
+    uint16_t nth[P2P_REPLICATED_EXPERTS];
     /* mine[local expert]: number n of its logical expert, or SINGLE_REPLICA */
     uint16_t mine[P2P_REPLICATED_EXPERTS];
     /* local experts that are replicas, ordered by the number n of their logical expert */
