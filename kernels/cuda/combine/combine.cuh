@@ -44,7 +44,7 @@ struct CombineState { /* What a warp needs to process its units of the running r
     const PlanView &plan;
     /* how the two lists of units (combine.cu) are divided among the warps */
     const Stride &expert, &source;
-    uint4 *stack; /* shared memory of this warp for a LeafStack (plain.cuh) */
+    uint4 *stack; /* shared memory of this warp for a LeafStack (leaf_stack.cuh) */
     RowShape shape;
     uint64_t policy;
     int32_t round_begin; /* number of the first token of the running round */

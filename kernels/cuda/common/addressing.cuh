@@ -162,7 +162,7 @@ __device__ __forceinline__ int64_t inbox_word_offset(const OpState &op, int q)
  * otherwise. */
 __device__ __host__ __forceinline__ int ranks_per_host(const p2p_self &self)
 {
-    return HOSTS ? self.net->local : 0;
+    return HOSTS ? self.net->ranks_per_host : 0;
 }
 
 /* Returns the base address of the memory into which rank q's rows arrive. With relays
@@ -253,7 +253,7 @@ __device__ __forceinline__ int64_t wants_offset(const p2p_self &self)
  * (EPIC_NET_WINDOW). 0: no minimum. */
 static inline int32_t net_window(const p2p_self &self)
 {
-    return HOSTS ? self.net->ahead : 0;
+    return HOSTS ? self.net->window_tokens : 0;
 }
 
 /* Returns the number of roles (kinds of units, common/rows.cuh) in which a warp forwards rows

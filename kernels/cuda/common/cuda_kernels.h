@@ -152,11 +152,11 @@ typedef struct p2p_net {
     int64_t host_inbox_bytes;
     uint32_t host_ranks; /* bit mask of the ranks on this host, this rank included */
     /* number of ranks per host if rows go through relays (net/relay.cuh), else 0 */
-    int32_t local;
+    int32_t ranks_per_host;
     int32_t max_top_k; /* largest number of choices per token for which heaps have space */
     /* smallest number of tokens that this rank sends before it waits for a token; 0: no
      * minimum */
-    int32_t ahead;
+    int32_t window_tokens;
 } p2p_net;
 
 /* The first field of every job: describes the rank and its group. */

@@ -161,8 +161,9 @@ typedef struct p2p_net_control {
  * own kernels read and write it. */
 typedef struct p2p_control {
     uint32_t epoch; /* epoch of the last finished operation */
-    /* number of CTAs that have finished the running operation or round; the last one sets it to
-     * 0 */
+    /* Number of CTAs that have finished the running operation or round. In low-latency kernels:
+     * number of CTAs that have started (p2p) or of warps that have posted all their puts
+     * (hosts). It is set back to 0 at the end of the operation or round. */
     uint32_t done;
     /* epoch of the next round; the last CTA to finish a round sets it, and the other CTAs wait
      * for it */
@@ -171,7 +172,9 @@ typedef struct p2p_control {
     /* 1 if a thread of this rank reports the failure in p2p_status; other threads then do
      * not */
     uint32_t claim;
-    uint32_t ended;   /* low-latency kernels only: number of CTAs that have finished */
+    /* low-latency kernels only: number of CTAs that have stored their last result; the last CTA
+     * sets it to 0 */
+    uint32_t ended;
     uint32_t running; /* 1 while an operation of this rank runs */
     /* device time in ns at which a wait of this rank last ended with success */
     uint64_t progress_ns;

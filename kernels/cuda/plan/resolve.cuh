@@ -8,7 +8,7 @@
  * three steps:
  *
  *   1. counts this rank's choices of each logical expert
- *   2. sends the counts to all ranks (`chosen`, stamped words) and waits for theirs
+ *   2. sends the counts to all ranks (`logical_counts`, stamped words) and waits for theirs
  *   3. writes the expert (replica) of each choice to resolved_experts(), where the planner
  *      reads it instead of the caller's id
  *

@@ -435,9 +435,9 @@ static epic_result connect_peers(epic_group *g, hosts_part *h, const peer_info *
     for (int q = 0; q < g->num_ranks; q++)
         if (q != g->rank && g->self.net->host_ranks >> q & 1)
             TRY(p2p_heap_connect(g, q, &infos[q].handle));
-    g->self.net->local = ranks_per_host(g, infos);
+    g->self.net->ranks_per_host = ranks_per_host(g, infos);
     if (g->self.net->host_ranks + 1ull != 1ull << g->num_ranks)
-        g->self.net->ahead = h->env.window;
+        g->self.net->window_tokens = h->env.window;
     TRY(connect_liveness(g, h, infos));
     return start_proxy(g, h);
 }

@@ -78,7 +78,7 @@ static epic_result check_row(const epic_group *g, const char *name, int64_t row_
  * off. */
 static bool can_use_lowlat(const epic_group *g)
 {
-    return !HOSTS || (g->config.max_tokens <= g->lowlat_tokens && !g->self.net->local);
+    return !HOSTS || (g->config.max_tokens <= g->lowlat_tokens && !g->self.net->ranks_per_host);
 }
 
 /* Returns whether an operation with num_tokens tokens uses a low-latency kernel. All kernels
