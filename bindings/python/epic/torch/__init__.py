@@ -10,6 +10,7 @@ from epic.torch.finite import check_finite
 from epic.torch.flat import dispatch_flat
 from epic.torch.gradients import GradScaler, clip_grad_norm_, count_labels
 from epic.torch.groups import Group, threads
+from epic.torch.loading import from_pretrained
 from epic.torch.module import MoE, sharded_state
 from epic.torch.moe import MoeOut, MoeWeights, moe
 from epic.torch.narrow import dequantize, swizzle_scales
@@ -70,6 +71,7 @@ __all__ = [
     "dispatch_quantized",
     "experts",
     "from_block",
+    "from_pretrained",
     "moe",
     "plan",
     "plan_dispatch",

@@ -2,7 +2,7 @@
 """Mixture-of-Experts blocks of the transformers package (release 5) as epic.torch.MoE."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -186,8 +186,23 @@ def from_block(
     return make_layer(block, group, grouped_mm, tag)
 
 
-def make_layer(block: nn.Module, group: Group, grouped_mm: GroupedMm | None, tag: int = 0) -> MoE:
-    """Return the layer of from_block, without the adapters that the block may have."""
+def make_layer(
+    block: nn.Module,
+    group: Group,
+    grouped_mm: GroupedMm | None,
+    tag: int = 0,
+    fill: Callable[[str, Tensor], None] | None = None,
+) -> MoE:
+    """Return the layer of from_block, without the adapters that the block may have.
+
+    Args:
+        block: The block.
+        group: The open group.
+        grouped_mm: As for `MoE`.
+        tag: As for `MoE`.
+        fill: Called with the name and the tensor of each parameter of this rank's experts, which it
+            writes. The experts in the block are on "meta" then. None: they are copied.
+    """
     options, found = read_block(block)
     up = found["w_gate_up"]
     with torch.no_grad():
@@ -210,7 +225,10 @@ def make_layer(block: nn.Module, group: Group, grouped_mm: GroupedMm | None, tag
             kept, value_here = getattr(layer, key), value[own] if key in OF_EXPERTS else value
             if kept.shape != value_here.shape:
                 raise other_layout(block, f"{key} has the shape {list(value.shape)}")
-            kept.copy_(value_here)
+            if fill is not None and key in OF_EXPERTS:
+                fill(key, kept)
+            else:
+                kept.copy_(value_here)
             if key != "bias":  # a buffer: the choice has no gradient
                 kept.requires_grad_(value.requires_grad)
         if layer.load is not None:
@@ -236,6 +254,20 @@ def is_block(module: nn.Module) -> bool:
     return has_experts or kind.endswith(("Moe", "MoE", "MoeBlock", "MoEBlock"))
 
 
+def find_blocks(model: nn.Module, group: Group) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Return parent, name and block of each block; refuse a model that replace_moe refuses."""
+    found = list(blocks_of(model))
+    other = sorted({type(block).__name__ for *_, block in found} - FAMILIES.keys())
+    if other or not found:
+        what = ", ".join(other) or "no Mixture-of-Experts block"
+        raise EpicUnsupportedError(
+            f"{type(model).__name__} has {what}: must have blocks of {', '.join(FAMILIES)}"
+        )
+    for *_, block in found:
+        check_block(block, group)
+    return found
+
+
 def replace_moe(model: nn.Module, group: Group, *, grouped_mm: GroupedMm | None = None) -> int:
     """Replace all Mixture-of-Experts blocks of a loaded transformers model, in place.
 
@@ -259,15 +291,7 @@ def replace_moe(model: nn.Module, group: Group, *, grouped_mm: GroupedMm | None 
         model(ids, labels=ids).loss.backward()
         epic.torch.sum_gradients(model, group)
     """
-    found = list(blocks_of(model))
-    other = sorted({type(block).__name__ for *_, block in found} - FAMILIES.keys())
-    if other or not found:
-        what = ", ".join(other) or "no Mixture-of-Experts block"
-        raise EpicUnsupportedError(
-            f"{type(model).__name__} has {what}: must have blocks of {', '.join(FAMILIES)}"
-        )
-    for *_, block in found:
-        check_block(block, group)
+    found = find_blocks(model, group)
     for parent, name, block in found:
         made = Block(make_layer(block, group, grouped_mm), block)
         setattr(parent, name, made.train(block.training))

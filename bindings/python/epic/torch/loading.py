@@ -1,0 +1,493 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads a model of the transformers package such that each rank reads only its own experts.
+
+transformers itself loads everything except the experts, into a model whose experts have no memory.
+Then each block becomes a layer, and the layer's experts are read from the files one at a time.  So
+a rank holds its own experts, all other parameters, and one expert on its way into the layer.
+"""
+
+import copy
+import json
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from epic.errors import EpicArgumentError, EpicUnsupportedError
+from epic.torch.experts import GroupedMm
+from epic.torch.families import family_of, read_tensor
+from epic.torch.groups import Group
+from epic.torch.module import OF_EXPERTS
+from epic.torch.pretrained import Block, find_blocks, make_layer
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FLOATS = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+}  # fmt: skip
+# Options of transformers that choose other files, other places or other types of the parameters.
+REFUSED = (
+    "device_map", "distributed_config", "gguf_file", "ignore_mismatched_sizes", "max_memory",
+    "offload_folder", "output_loading_info", "quantization_config", "state_dict", "subfolder",
+    "tp_plan", "tp_size", "use_safetensors", "variant",
+)  # fmt: skip
+
+lock = threading.Lock()  # from_pretrained of transformers changes global state while it loads
+
+
+# ---------------------------------------------------------------------- checkpoint ----
+
+
+class Checkpoint:
+    """The safetensors files of a folder.  It reads their headers when it is made.
+
+    Args:
+        folder: A folder that save_pretrained has written.
+
+    Attributes:
+        file_of: The file of each tensor, by the tensor's name.
+
+    Raises:
+        EpicArgumentError: A file is missing, damaged, or lacks a tensor that the index names.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.opened: dict[Path, Any] = {}
+        self.file_of: dict[str, Path] = {}
+        index = self.folder / INDEX
+        named = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+        names = sorted(set(named.values())) or [SINGLE]
+        for file in [self.folder / name for name in names]:
+            if not file.is_file():
+                raise EpicArgumentError(
+                    f"{file} does not exist: must be a safetensors file; save the model with "
+                    "save_pretrained, or download the complete folder"
+                )
+            self.file_of.update(dict.fromkeys(self.open(file).keys(), file))
+        self.close()
+        for name, file in named.items():
+            if self.file_of.get(name) != self.folder / file:
+                raise EpicArgumentError(
+                    f"{self.folder / file} does not contain {name}: must contain it, because "
+                    f"{INDEX} says so; write or download the folder again"
+                )
+
+    def open(self, file: Path) -> Any:
+        """Return a file, which stays open until close()."""
+        from safetensors import SafetensorError, safe_open
+
+        if file not in self.opened:
+            try:
+                self.opened[file] = safe_open(file, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise EpicArgumentError(
+                    f"{file} cannot be read ({error}): must be a complete safetensors file"
+                ) from error
+        return self.opened[file]
+
+    def close(self) -> None:
+        """Close the files, so that their pages no longer count as memory of the process."""
+        self.opened.clear()
+
+    def tensor(self, name: str) -> Any:
+        """Return a tensor of which nothing is read before it is indexed."""
+        return self.open(self.file_of[name]).get_slice(name)
+
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the first tensor of floating point."""
+        kinds = (self.tensor(name).get_dtype() for name in self.file_of)
+        return next((FLOATS[kind] for kind in kinds if kind in FLOATS), torch.float32)
+
+
+# -------------------------------------------------------------------- names, experts ----
+
+
+class Experts(NamedTuple):
+    """The tensors of a checkpoint that make up one parameter of a block's experts.
+
+    Attributes:
+        shape: The shape of the parameter in the model: [num_experts, ...].
+        names: By source pattern of the conversion, the tensors' names in the order of the experts;
+            or by None the name of the one tensor with all experts.
+        conversion: The conversion of transformers, or None for a tensor with all experts.
+    """
+
+    shape: torch.Size
+    names: dict[str | None, list[str]]
+    conversion: Any
+
+
+class Names:
+    """The names that the tensors of a checkpoint have in a model.
+
+    Attributes:
+        experts: The tensors of each parameter of experts, by the parameter's name.
+        others: The tensors of all other parameters and buffers, by their names in the files.
+        in_model: The name in the model of each tensor.
+        used: The conversions of transformers that a name required.
+    """
+
+    def __init__(
+        self, model: Any, checkpoint: Checkpoint, experts: dict[str, torch.Size], key_mapping: Any
+    ) -> None:
+        # These names of transformers are not in its documentation.  They contain the layouts of all
+        # released checkpoints, and the tests pin the version.
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+
+        conversions = get_model_conversion_mapping(model, key_mapping)
+        renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+        converters = [c for c in conversions if isinstance(c, WeightConverter)]
+        of_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+        wanted = model.state_dict()
+        found: dict[str, dict[str | None, list[str]]] = {name: {} for name in experts}
+        self.others: list[str] = []
+        self.in_model: dict[str, str] = {}
+        for name in sorted(checkpoint.file_of, key=dot_natural_key):
+            args = (model.base_model_prefix, wanted)
+            target, pattern = rename_source_key(name, renamings, converters, *args)
+            if target not in wanted and name in wanted:
+                target, pattern = rename_source_key(name, [], [], *args)
+            self.in_model[name] = target
+            if target in found:
+                found[target].setdefault(pattern, []).append(name)
+            else:
+                self.others.append(name)
+        self.experts = {
+            name: check_experts(checkpoint, name, shape, found[name], of_pattern)
+            for name, shape in experts.items()
+        }
+        self.used = [c for c in conversions if c.was_used()]
+
+
+def check_experts(
+    checkpoint: Checkpoint,
+    target: str,
+    shape: torch.Size,
+    names: dict[str | None, list[str]],
+    of_pattern: dict[str, Any],
+) -> Experts:
+    """Return the tensors of a parameter of experts; refuse a checkpoint that lacks one of them."""
+    if not names:
+        raise EpicArgumentError(
+            f"{checkpoint.folder} does not contain {target}: must contain it, because the model "
+            "has this parameter"
+        )
+    if None in names:
+        (name,) = names[None]
+        found = tuple(checkpoint.tensor(name).get_shape())
+        if found != shape:
+            raise EpicArgumentError(
+                f"{name} in {checkpoint.file_of[name]} has the shape {list(found)}: must be "
+                f"{list(shape)}, as config.json describes the model"
+            )
+        return Experts(shape, names, None)
+    conversion = of_pattern[next(pattern for pattern in names if pattern is not None)]
+    for pattern in conversion.source_patterns:
+        check_each_expert(checkpoint, target, shape[0], pattern, names.get(pattern, []))
+    return Experts(shape, names, conversion)
+
+
+def check_each_expert(
+    checkpoint: Checkpoint, target: str, count: int, pattern: str, names: list[str]
+) -> None:
+    """Refuse a checkpoint that does not have one tensor for each expert."""
+    if not names:
+        raise EpicArgumentError(
+            f"{checkpoint.folder} does not contain {pattern}: must contain it for {target}, "
+            "because it contains other parts of this parameter"
+        )
+    if len(names) == count:
+        return
+    for expert in range(count):
+        name = name_of_expert(names[0], expert)
+        if name not in names:
+            raise EpicArgumentError(
+                f"{checkpoint.folder} does not contain {name}: must contain it, because the model "
+                f"has {count} experts"
+            )
+    extra = next(n for n in names if n not in {name_of_expert(names[0], e) for e in range(count)})
+    raise EpicArgumentError(
+        f"{extra} in {checkpoint.file_of[extra]} has no place in the model: must be one of {count} "
+        "experts, as config.json describes the model"
+    )
+
+
+def name_of_expert(name: str, expert: int) -> str:
+    """Return the name of the same tensor of another expert."""
+    steps = name.split(".")
+    last = max(i for i, step in enumerate(steps) if step.isdigit())
+    return ".".join((*steps[:last], str(expert), *steps[last + 1 :]))
+
+
+def read_expert(
+    checkpoint: Checkpoint, model: Any, target: str, source: Experts, expert: int, dtype: Any
+) -> Tensor:
+    """Return one expert's part of a parameter as the block stores it, without other experts."""
+    if source.conversion is None:
+        (name,) = source.names[None]
+        return checkpoint.tensor(name)[expert : expert + 1].to(dtype)[0]
+    conversion = copy.deepcopy(source.conversion)
+    for pattern, names in source.names.items():
+        part = checkpoint.tensor(names[expert])[...].to(dtype)
+        conversion.add_tensor(target, names[expert], pattern, part)
+    (value,) = conversion.convert(target, model=model, config=model.config).values()
+    value = value[0] if isinstance(value, list) else value
+    if value.shape != (1, *source.shape[1:]):
+        name = next(iter(source.names.values()))[expert]
+        raise EpicArgumentError(
+            f"{name} in {checkpoint.file_of[name]} makes {target} of the shape "
+            f"{list(value.shape[1:])}: must be {list(source.shape[1:])}, as config.json describes "
+            "the model"
+        )
+    return value[0]
+
+
+# ----------------------------------------------------------------------------- model ----
+
+
+def make_skeleton(model_class: Any, folder: Path, options: dict[str, Any]) -> Any:
+    """Return the model of a folder on the device "meta", without memory."""
+    import transformers
+
+    config = options.pop("config", None)
+    if config is None:
+        kind = getattr(model_class, "config_class", None) or transformers.AutoConfig
+        config = kind.from_pretrained(folder)
+    if getattr(config, "quantization_config", None) is not None:
+        raise EpicUnsupportedError(
+            f"{folder} has a quantization_config in config.json: must not be quantized; dequantize "
+            "the model with transformers and save it again"
+        )
+    make = getattr(model_class, "from_config", model_class)  # that of the classes AutoModelFor...
+    with lock, torch.device("meta"):
+        return make(copy.deepcopy(config))
+
+
+def parameters_of_experts(model: nn.Module, group: Group) -> dict[str, torch.Size]:
+    """Return the shape of each parameter of experts by its name; refuse blocks as replace_moe."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found = {}
+    for *_, block in find_blocks(model, group):
+        for key, path in family_of(block).names.items():
+            if key in OF_EXPERTS:
+                name = f"{names[id(block)]}.{path}"
+                found[name] = model.get_parameter(name).shape
+    return found
+
+
+def without_experts(kind: type, experts: dict[str, torch.Size]) -> type:
+    """Return a class of models that has the experts' parameters with no expert in them."""
+
+    def make(self: Any, *args: Any, **more: Any) -> None:
+        kind.__init__(self, *args, **more)  # type: ignore[misc]
+        for name in experts:
+            set_parameter(self, name, self.get_parameter(name)[:0].detach())
+
+    # transformers derives settings from the name and the module of a class.
+    same = {"__init__": make, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), same)
+
+
+def set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
+    """Replace a parameter of a model."""
+    path, _, last = name.rpartition(".")
+    setattr(model.get_submodule(path), last, nn.Parameter(value))
+
+
+def load_others(
+    kind: type,
+    config: Any,
+    checkpoint: Checkpoint,
+    names: Names,
+    dtype: torch.dtype,
+    strict: bool,
+    options: dict[str, Any],
+) -> Any:
+    """Return a model of a class in which everything is loaded except the experts."""
+    reduced: Any = without_experts(kind, {n: e.shape for n, e in names.experts.items()})
+    state = {name: checkpoint.tensor(name) for name in names.others}
+    for name, source in names.experts.items():
+        state[name] = torch.empty(0, *source.shape[1:], dtype=dtype)
+    more = {**options, "config": config, "dtype": dtype}
+    with lock:
+        model, report = reduced.from_pretrained(
+            None, state_dict=state, output_loading_info=True, ignore_mismatched_sizes=True, **more
+        )
+    check_report(checkpoint, names, kind.__name__, strict, report)
+    model.__class__ = kind
+    return model
+
+
+def check_report(
+    checkpoint: Checkpoint, names: Names, kind: str, strict: bool, report: dict[str, Any]
+) -> None:
+    """Refuse a checkpoint whose tensors are not those of the model."""
+    missing, mismatched, unexpected = (
+        sorted(report[key]) for key in ("missing_keys", "mismatched_keys", "unexpected_keys")
+    )
+    if missing:
+        raise EpicArgumentError(
+            f"{checkpoint.folder} does not contain {', '.join(missing[:3])}: must contain "
+            f"{one_or_more(missing)}, because {kind} has {one_or_more(missing)}"
+        )
+    of_target = {target: name for name, target in names.in_model.items()}
+    if mismatched:
+        target, found, wanted = mismatched[0]
+        name = of_target.get(target, target)
+        raise EpicArgumentError(
+            f"{name} in {checkpoint.file_of.get(name, checkpoint.folder)} has the shape "
+            f"{list(found)}: must be {list(wanted)}, as config.json describes the model"
+        )
+    if unexpected and strict:
+        name = of_target.get(unexpected[0], unexpected[0])
+        raise EpicArgumentError(
+            f"{name} in {checkpoint.file_of.get(name, checkpoint.folder)} is not a parameter of "
+            f"{kind}: must be one, because a parameter that is left out can change the results; "
+            "pass the class that config.json names, or strict=False"
+        )
+
+
+def choose_dtype(requested: torch.dtype | str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
+    """Return the dtype of the parameters, as transformers chooses it."""
+    found = getattr(config, "dtype", None) if requested == "auto" else requested
+    if isinstance(found, str):
+        found = getattr(torch, found, None)
+        if not isinstance(found, torch.dtype):
+            raise EpicArgumentError(
+                f'dtype is {requested!r}: must be a torch.dtype, the name of one, or "auto"'
+            )
+    return found or checkpoint.dtype()
+
+
+def fill_layers(
+    model: nn.Module,
+    group: Group,
+    checkpoint: Checkpoint,
+    names: Names,
+    grouped_mm: GroupedMm | None,
+) -> None:
+    """Replace the blocks of a model without experts by layers, and read this rank's experts."""
+    for name, source in names.experts.items():
+        kind = model.get_parameter(name).dtype
+        set_parameter(model, name, torch.empty(source.shape, dtype=kind, device="meta"))
+    prefixes = {id(module): name for name, module in model.named_modules()}
+    for parent, name, block in find_blocks(model, group):
+        fill = make_fill(model, group, checkpoint, names, prefixes[id(block)], block)
+        made = Block(make_layer(block, group, grouped_mm, fill=fill), block)
+        setattr(parent, name, made.train(block.training))
+        checkpoint.close()
+
+
+def make_fill(
+    model: nn.Module,
+    group: Group,
+    checkpoint: Checkpoint,
+    names: Names,
+    prefix: str,
+    block: nn.Module,
+) -> Callable[[str, Tensor], None]:
+    """Return a function that reads a parameter of a layer [local experts, ...] from the files."""
+    family = family_of(block)
+
+    def fill(key: str, kept: Tensor) -> None:
+        target = f"{prefix}.{family.names[key]}"
+        kind = model.get_parameter(target).dtype
+        for i, out in enumerate(kept):
+            expert = group.rank * len(kept) + i
+            part = read_expert(checkpoint, model, target, names.experts[target], expert, kind)
+            out.copy_(read_tensor(family, key, [part[None]])[0])
+
+    return fill
+
+
+def set_generation_config(model: Any, folder: str | os.PathLike[str]) -> None:
+    """Read generation_config.json; without that file the model keeps what config.json says."""
+    from transformers import GenerationConfig
+
+    with suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+
+
+def one_or_more(names: list[str]) -> str:
+    """Return the pronoun for a number of names."""
+    return "them" if len(names) > 1 else "it"
+
+
+def from_pretrained(
+    model_class: Any,
+    folder: str | os.PathLike[str],
+    group: Group,
+    *,
+    grouped_mm: GroupedMm | None = None,
+    dtype: torch.dtype | str = "auto",
+    device: Any = None,
+    strict: bool = True,
+    **options: Any,
+) -> Any:
+    """Load a model of the transformers package, of whose experts each rank reads only its own.
+
+    The model is equal to one that transformers loads and that replace_moe then changes, bit for
+    bit, but no rank ever holds the experts of another rank.  Every rank calls it; the ranks do not
+    wait for each other.
+
+    Args:
+        model_class: A class of transformers, such as AutoModelForCausalLM or Qwen3MoeForCausalLM.
+        folder: A folder with config.json and safetensors files, as save_pretrained of transformers
+            or of EPIC writes it. Every rank reads it.
+        group: The open group.
+        grouped_mm: As for `MoE`.
+        dtype: Dtype of the parameters. "auto": that of config.json, else that of the files.
+        device: Where the parameters outside of the layers are stored. None: the group's device.
+            The layers are always on the group's device.
+        strict: Whether a tensor in the files that is no parameter of the model is an error. False:
+            it is left out, as transformers does.
+        **options: Arguments of the from_pretrained of transformers, such as attn_implementation,
+            key_mapping and config.
+
+    Returns:
+        The model, in evaluation mode, as from_pretrained of transformers returns it.
+
+    Raises:
+        EpicUnsupportedError: A block is not known, the model has none, or it is quantized.
+        EpicArgumentError: The folder lacks a parameter of the model, or contains another one or one
+            of another shape. The text names the parameter and the file.
+
+    Example:
+        group = epic.torch.Group(max_tokens=4096, max_row_bytes=2 * 2048)
+        model = epic.torch.from_pretrained(AutoModelForCausalLM, folder, group)
+        model(ids, labels=ids).loss.backward()
+        epic.torch.sum_gradients(model, group)
+    """
+    refused = sorted(set(REFUSED) & options.keys())
+    if refused:
+        raise EpicArgumentError(
+            f"{refused[0]} is {options[refused[0]]!r}: must be left out; load the model with "
+            "transformers and call replace_moe to use it"
+        )
+    skeleton = make_skeleton(model_class, Path(folder), options)
+    shapes = parameters_of_experts(skeleton, group)
+    checkpoint = Checkpoint(folder)
+    names = Names(skeleton, checkpoint, shapes, options.get("key_mapping"))
+    kind = choose_dtype(dtype, skeleton.config, checkpoint)
+    model = load_others(type(skeleton), skeleton.config, checkpoint, names, kind, strict, options)
+    model.to(group.device if device is None else device)
+    checkpoint.close()
+    fill_layers(model, group, checkpoint, names, grouped_mm)
+    model.config.name_or_path = model.name_or_path = os.fspath(folder)
+    # save_pretrained of transformers writes the layout that was read.  The name is private: without
+    # it a saved folder has the layout of the class.
+    model._weight_conversions = names.used
+    if model.can_generate():
+        set_generation_config(model, folder)
+    return model

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of transformers of which each rank reads its own experts only."""
+
+import json
+import shutil
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import epic.torch
+from epic.torch import loading
+from epic.torch.pretrained import Block
+from pages import ROOT, find_block
+from parts import group_of
+from test_pretrained import DEEPSEEK, MODELS, SMALL, VARIANTS, alone, model_of, on_two, transformers
+from test_restore import IDS, logits_of, same_bits
+
+files = pytest.importorskip("safetensors.torch", reason="there is no safetensors package")
+AUTO: Any = transformers.AutoModelForCausalLM
+EXPERTS = (".experts.", "input_linear", "output_linear")  # in the names that files have
+
+
+def save(model: Any, folder: Path, layout: str) -> None:
+    """Write a folder in a layout: "own", as transformers does, with or without a file of its own
+    for each few tensors ("sharded"); or "stacked", with the names and the shapes of the model."""
+    sizes = {"max_shard_size": "20KB"} if layout == "sharded" else {}
+    model.save_pretrained(folder, **sizes)
+    if layout == "stacked":
+        state = {name: value.contiguous() for name, value in model.state_dict().items()}
+        files.save_file(state, folder / loading.SINGLE)
+
+
+def state_of(model: Any) -> dict[str, torch.Tensor]:
+    """Parameters and all buffers, those too that no state_dict has."""
+    return {**model.state_dict(), **dict(model.named_buffers()), **dict(model.named_parameters())}
+
+
+def compare(rank: int, ep: int, folder: str, changes: dict[str, Any]) -> None:
+    """A loaded model, and one that was loaded whole, over groups of ep ranks."""
+    with group_of(ep) as group:
+        whole = AUTO.from_pretrained(folder, **changes)
+        blocks = epic.torch.replace_moe(whole, group)
+        mine = epic.torch.from_pretrained(AUTO, folder, group, **changes)
+        assert type(mine) is type(whole)
+        assert blocks == sum(isinstance(module, Block) for module in mine.modules())
+        wanted, got = state_of(whole), state_of(mine)
+        assert got.keys() == wanted.keys()
+        for key, value in got.items():
+            if value.dtype.is_floating_point:
+                assert same_bits(value, wanted[key]), key
+            else:
+                assert torch.equal(value, wanted[key]), key
+            assert value.requires_grad == wanted[key].requires_grad, key
+        assert torch.equal(logits_of(mine, IDS), logits_of(whole, IDS))
+        assert mine.training == whole.training
+        assert mine.generation_config.to_dict() == whole.generation_config.to_dict()
+        assert mine.config.to_dict() == whole.config.to_dict()
+        assert mine.name_or_path == whole.name_or_path
+
+
+@pytest.mark.parametrize("name", [*MODELS, *VARIANTS])
+def test_the_same_model(world: Any, name: str, tmp_path: Path) -> None:
+    """The bits of parameters, buffers and logits are those of replace_moe: on 4 ranks as
+    transformers writes the model, on 2 with all experts in a tensor, on 1 with many files."""
+    model = model_of(name).eval()
+    save(model, tmp_path / "own", "own")
+    world.run(compare, 4, str(tmp_path / "own"), {})
+    if name in MODELS:
+        save(model, tmp_path / "stacked", "stacked")
+        world.run(compare, 2, str(tmp_path / "stacked"), {})
+        save(model, tmp_path / "sharded", "sharded")
+        world.run(compare, 1, str(tmp_path / "sharded"), {"dtype": torch.bfloat16})
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize("layout", ["own", "stacked", "sharded"])
+def test_each_layout(world: Any, layout: str, ep: int, tmp_path: Path) -> None:
+    """On each number of ranks."""
+    save(model_of("Qwen3Moe").eval(), tmp_path, layout)
+    world.run(compare, ep, str(tmp_path), {})
+
+
+def test_dtypes(tmp_path: Path) -> None:
+    """That of config.json, that of the files without one there, or the one that is passed."""
+    model_of("Qwen3Moe").to(torch.bfloat16).save_pretrained(tmp_path)
+
+    def dtype(**options: Any) -> torch.dtype:
+        with alone() as group:
+            model = epic.torch.from_pretrained(AUTO, tmp_path, group, **options)
+            kinds = {value.dtype for name, value in model.named_parameters() if name != "w_gate"}
+            assert model.config.dtype == model.dtype
+            return model.model.layers[0].mlp.moe.w_down.dtype if kinds else torch.float32
+
+    assert dtype() == torch.bfloat16
+    assert dtype(dtype="float16") == torch.float16
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    del config["dtype"]
+    file.write_text(json.dumps(config))
+    assert dtype() == torch.bfloat16
+    with pytest.raises(epic.torch.EpicArgumentError, match="dtype is 'flat': must be"):
+        dtype(dtype="flat")
+
+
+def test_tied_weights_and_training(tmp_path: Path) -> None:
+    """The output layer shares the embedding; a training step changes a model as another; a saved
+    one has the names and bits that were read."""
+    torch.manual_seed(3)
+    more = {"num_experts": 8, "moe_intermediate_size": 24, "tie_word_embeddings": True}
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SMALL, **more))
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(tmp_path / "first", max_shard_size="30KB")
+    kind = transformers.Qwen3MoeForCausalLM
+    folder = tmp_path / "first"
+
+    def run(rank: int, mine: Any, group: epic.torch.Group) -> Any:
+        loaded = epic.torch.from_pretrained(kind, folder, group)
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+        assert loaded.generation_config.max_new_tokens == 7
+        epic.torch.save_pretrained(loaded, tmp_path / "second", group, max_shard_size="30KB")
+        states = []
+        for one in (loaded, mine.eval()):
+            one(IDS, labels=IDS, use_cache=False).loss.backward()
+            epic.torch.sum_gradients(one, group)
+            states.append({name: p.grad for name, p in one.named_parameters()})
+        for name, value in states[0].items():
+            assert value is not None and torch.equal(value, states[1][name]), name
+
+    on_two([kind.from_pretrained(folder) for _ in range(2)], run)
+    read, written = (
+        {key: value for file in path.glob("*.safetensors") for key, value in
+         files.load_file(file).items()} for path in (folder, tmp_path / "second")
+    )  # fmt: skip
+    assert read.keys() == written.keys()
+    assert all(same_bits(value, written[key]) for key, value in read.items())
+
+
+def test_guide(tmp_path: Path) -> None:
+    """The line of the guide runs."""
+    text = find_block(ROOT / "docs/guide/frameworks.md", "# each rank reads its own experts only")
+    model_of("Qwen3Moe").save_pretrained(tmp_path)
+    with alone() as group:
+        names: dict[str, Any] = {"epic": epic, "torch": torch, "AutoModelForCausalLM": AUTO}
+        names |= {"group": group, "folder": tmp_path}
+        exec(text, names)
+        assert names["model"].dtype == torch.bfloat16
+
+
+class Reading:
+    """What is read from files: the names, the bytes, and the bytes that live at the same time."""
+
+    def __init__(self) -> None:
+        self.num_bytes: dict[str, int] = {}
+        self.alive: dict[int, int] = {}
+        self.most_alive = 0
+
+    def count(self, name: str, value: torch.Tensor) -> None:
+        """Count a tensor until it is deleted."""
+        size = value.nbytes
+        self.num_bytes[name] = self.num_bytes.get(name, 0) + size
+        if any(word in name for word in EXPERTS):
+            self.alive[id(value)] = size
+            weakref.finalize(value, self.alive.pop, id(value))
+            self.most_alive = max(self.most_alive, sum(self.alive.values()))
+
+
+class Counted:
+    """A tensor of a file."""
+
+    def __init__(self, reading: Reading, name: str, part: Any) -> None:
+        self.reading, self.name, self.part = reading, name, part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.part, name)
+
+    def __getitem__(self, where: Any) -> torch.Tensor:
+        value = self.part[where]
+        self.reading.count(self.name, value)
+        return value
+
+
+@pytest.mark.parametrize("layout", ["own", "stacked", "sharded"])
+@pytest.mark.parametrize("name", ["GptOss", "GraniteMoe", "Llama4", "Mixtral", "Qwen3Moe"])
+def test_what_is_read(name: str, layout: str, tmp_path: Path) -> None:
+    """A rank reads each byte of its experts once, no byte of the others', and has the tensors of
+    one expert at a time besides the layer."""
+    save(model_of(name), tmp_path, layout)
+    state = loading.Checkpoint(tmp_path)
+    expert_bytes = {
+        key: files.load_file(file)[key].nbytes
+        for key, file in state.file_of.items()
+        if any(word in key for word in EXPERTS)
+    }
+    plain = loading.Checkpoint.tensor
+    for rank in range(2):
+        reading = Reading()
+
+        def count(checkpoint: Any, key: str, reading: Reading = reading) -> Any:
+            return Counted(reading, key, plain(checkpoint, key))
+
+        with alone() as group, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loading.Checkpoint, "tensor", count)
+            patch.setattr(group, "rank", rank)  # loading sends nothing
+            patch.setattr(group, "num_ranks", 2)
+            epic.torch.from_pretrained(AUTO, tmp_path, group)
+        read = {key: size for key, size in reading.num_bytes.items() if key in expert_bytes}
+        assert sum(read.values()) == sum(expert_bytes.values()) // 2
+        for_each = any(".experts.0." in key for key in expert_bytes)
+        if for_each:
+            numbers = {int(key.split(".experts.")[1].split(".")[0]) for key in read}
+            assert numbers == set(range(4 * rank, 4 * rank + 4))
+        one = max(expert_bytes.values()) // (1 if for_each else 8)
+        assert reading.most_alive <= one * (2 if for_each else 1)  # gate and up, or one slice
+
+
+def names_in(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the one file of a folder."""
+    return files.load_file(folder / loading.SINGLE)
+
+
+def drop(name: str) -> Callable[[dict[str, Any]], None]:
+    """A change of a file: without a tensor."""
+    return lambda state: state.pop(name)
+
+
+def put(name: str, *shape: int) -> Callable[[dict[str, Any]], None]:
+    """A change of a file: with another tensor, or one of another shape."""
+    return lambda state: state.update({name: torch.zeros(shape)})
+
+
+LAYER = "model.layers.1.mlp"
+GATE = f"{LAYER}.experts.3.gate_proj.weight"
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "an expert's part": (drop(GATE), rf"not contain {GATE}: must .* 8 experts"),
+    "an expert more": (
+        put(f"{LAYER}.experts.8.gate_proj.weight", 24, 32),
+        r"experts\.8\.gate_proj\.weight in .*model\.safetensors has no place",
+    ),
+    "an expert's shape": (
+        put(GATE, 25, 32), r"experts\.3\.gate_proj\.weight in .*model\.safetensors",
+    ),
+    "a norm": (drop("model.norm.weight"), r"not contain model\.norm\.weight: must contain it"),
+    "a shape": (
+        put("model.norm.weight", 33),
+        r"model\.norm\.weight in .*model\.safetensors has the shape \[33\]: must be \[32\]",
+    ),
+    "a tensor more": (
+        put("model.layers.1.other.weight", 2),
+        r"other\.weight in .*model\.safetensors is not a parameter of Qwen3MoeForCausalLM",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_tensors(what: str, tmp_path: Path) -> None:
+    """The name and the file are named, whichever rank's expert it is."""
+    model_of("Qwen3Moe").save_pretrained(tmp_path)
+    change, words = WRONG[what]
+    state = names_in(tmp_path)
+    change(state)
+    files.save_file(state, tmp_path / loading.SINGLE)
+    with alone() as group:
+        with pytest.raises(epic.torch.EpicArgumentError, match=words):
+            epic.torch.from_pretrained(AUTO, tmp_path, group)
+        if what == "a tensor more":
+            model = epic.torch.from_pretrained(AUTO, tmp_path, group, strict=False)
+            assert torch.isfinite(logits_of(model, IDS)).all()
+
+
+def test_wrong_files(tmp_path: Path) -> None:
+    """Files that lack, are cut, or have other tensors than the index says; all experts missing."""
+    model_of("Qwen3Moe").save_pretrained(tmp_path / "good", max_shard_size="20KB")
+
+    def refused(change: Callable[[Path], None], words: str) -> None:
+        folder = tmp_path / "bad"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(tmp_path / "good", folder)
+        change(folder)
+        with (
+            alone() as group,
+            pytest.raises(epic.torch.EpicArgumentError, match=words),
+        ):
+            epic.torch.from_pretrained(AUTO, folder, group)
+
+    def second(folder: Path) -> Path:
+        return sorted(folder.glob("model-00002-*"))[0]
+
+    def cut(folder: Path) -> None:
+        file = second(folder)
+        file.write_bytes(file.read_bytes()[:-8])
+
+    def swap(folder: Path) -> None:
+        file = second(folder)
+        state = files.load_file(file)
+        state.pop(sorted(state)[0])
+        files.save_file(state, file)
+
+    def no_index(folder: Path) -> None:
+        (folder / loading.INDEX).unlink()
+
+    refused(lambda folder: second(folder).unlink(), r"model-00002-.* does not exist: must be")
+    refused(cut, r"model-00002-.* cannot be read \(.*\): must be a complete safetensors file")
+    refused(swap, r"model-00002-.* does not contain .*: must contain it, because model")
+    refused(no_index, r"bad/model\.safetensors does not exist: must be")
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    """Models without known blocks, quantized ones, and options that need a whole model."""
+    config = transformers.Dots1Config(**{**SMALL, **DEEPSEEK, "n_group": 1, "topk_group": 1})
+    transformers.Dots1ForCausalLM(config).save_pretrained(tmp_path / "other")
+    model_of("Qwen3Moe").save_pretrained(tmp_path / "known")
+    with alone() as group:
+        with pytest.raises(epic.torch.EpicUnsupportedError, match=r"Dots1MoE.*MixtralSparseMoe"):
+            epic.torch.from_pretrained(AUTO, tmp_path / "other", group)
+        with pytest.raises(epic.torch.EpicArgumentError, match="device_map is 'cpu': must be left"):
+            epic.torch.from_pretrained(AUTO, tmp_path / "known", group, device_map="cpu")
+        file = tmp_path / "known/config.json"
+        file.write_text(
+            json.dumps({**json.loads(file.read_text()), "quantization_config": {"bits": 4}})
+        )
+        with pytest.raises(epic.torch.EpicUnsupportedError, match="must not be quantized"):
+            epic.torch.from_pretrained(AUTO, tmp_path / "known", group)
