@@ -1,8 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Runs a compiler, and keeps what it prints next to the object, as OBJECT.log.
+# Runs a compiler, and writes its output to the file OBJECT.log, next to the object.
 # usage: compile.sh COMPILER [ARGUMENT]...    with -o OBJECT among the arguments
-#        compile.sh --check OBJECT...         fails where ptxas said that it serializes wgmma (C75xx)
+#        compile.sh --check OBJECT...         fails if ptxas warned that it serializes wgmma (C75xx)
 set -eu
 if [ "$1" = --check ]; then
     shift

@@ -71,6 +71,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     /* bit mask of the positions in the sum order whose partial sums are left to copy for that
      * unit */
     uint32_t positions = 0;
+    /* numbers of units that were begun, whose copies were started, that were used */
     uint32_t begun = 0, copied = 0, used = 0;
 
     /* Prepares one round for one warp. memory: WARP_BYTES bytes of shared memory for this warp.
