@@ -56,19 +56,19 @@ typedef struct epic_flow {
  * culprits from the status of all peers. */
 typedef struct epic_peer_status {
     /* the peer has announced the exchange (tag, sequence), or a later one of that tag */
-    bool came;
-    bool gone;    /* the peer's process ended, or it closed its context */
-    bool closed;  /* the peer closed its context */
-    bool waiting; /* the peer is inside wait(), and its heartbeat is recent */
+    bool has_announced;
+    bool is_gone;    /* the peer's process ended, or it closed its context */
+    bool has_closed; /* the peer closed its context */
+    bool is_waiting; /* the peer is inside wait(), and its heartbeat is recent */
     /* the phase that the peer last passed to wait() in the exchange (tag, sequence) */
     uint32_t phase;
-    uint64_t
-        waits_for[EPIC_MAX_RANKS / 64]; /* if waiting: a bit for each rank that it waits for */
+    uint64_t waits_for[EPIC_MAX_RANKS /
+                       64]; /* if is_waiting: a bit for each rank that it waits for */
     /* the operation that the peer announced last; 0: none */
     uint32_t operation;
     uint64_t tag;      /* tag of that operation */
     uint64_t sequence; /* sequence number of that operation */
-    bool inside;       /* true: the peer has not finished that operation */
+    bool is_inside;    /* true: the peer has not finished that operation */
 } epic_peer_status;
 
 typedef struct epic_transport {

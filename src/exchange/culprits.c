@@ -36,10 +36,10 @@ void format_ranks(char *out, size_t size, const uint64_t *ranks)
 
 bool has_peer_finished(const exchange *x, const epic_peer_status *status)
 {
-    if (!status->came) return false;
-    if (status->closed) return true; /* a rank closes its context only after its calls */
+    if (!status->has_announced) return false;
+    if (status->has_closed) return true; /* a rank closes its context only after its calls */
     if (status->tag != x->tag || status->sequence < x->header_sequence) return false;
-    return status->sequence > x->header_sequence || !status->inside;
+    return status->sequence > x->header_sequence || !status->is_inside;
 }
 
 /* Follows the chain of waits: from the ranks that x waits for to the ranks that those wait for,
@@ -56,7 +56,7 @@ static void follow_waits(exchange *x, uint64_t *ends)
         epic_peer_status status;
         x->transport->look(x->group, r, x->tag, x->header_sequence, &status);
         if (has_peer_finished(x, &status)) continue;
-        if (!status.waiting || status.gone) {
+        if (!status.is_waiting || status.is_gone) {
             rank_set_add(ends, r);
             continue;
         }
@@ -75,7 +75,7 @@ static void keep_furthest_behind(exchange *x, const uint64_t *from, uint64_t *cu
             if (!rank_set_has(from, r)) continue;
             epic_peer_status status;
             x->transport->look(x->group, r, x->tag, x->header_sequence, &status);
-            const uint32_t progress = status.came ? 1 + status.phase : 0;
+            const uint32_t progress = status.has_announced ? 1 + status.phase : 0;
             if (pass == 0 && progress < least) least = progress;
             if (pass == 1 && progress <= least) rank_set_add(culprits, r);
         }
@@ -93,7 +93,7 @@ static bool append_peer_status(char *sentence, size_t size, int rank,
     else
         snprintf(clause, sizeof clause,
                  "; rank %d was last seen %s %s (tag %llu, sequence %llu)", rank,
-                 status->inside ? "in" : "after", operation_name(status->operation),
+                 status->is_inside ? "in" : "after", operation_name(status->operation),
                  (unsigned long long)status->tag, (unsigned long long)status->sequence);
     if (used + strlen(clause) >= size) return false;
     memcpy(sentence + used, clause, strlen(clause) + 1);

@@ -147,10 +147,10 @@ static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
         if (!(x->waits_for[r / 64] >> (r % 64) & 1)) continue;
         epic_peer_status status;
         x->transport->look(x->group, r, x->tag, x->header_sequence, &status);
-        if (!status.gone || has_peer_finished(x, &status)) continue;
-        (status.closed ? closed : ended)[r / 64] |= 1ull << (r % 64);
+        if (!status.is_gone || has_peer_finished(x, &status)) continue;
+        (status.has_closed ? closed : ended)[r / 64] |= 1ull << (r % 64);
         any = true;
-        any_ended |= !status.closed;
+        any_ended |= !status.has_closed;
     }
     if (!any || !x->is_peer_gone) {
         x->is_peer_gone = any;

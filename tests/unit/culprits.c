@@ -24,8 +24,12 @@ static void look(epic_group *group, int peer, uint64_t tag, uint64_t place,
 /* Returns the status of a peer that is sending rows in the operation in which rank 0 waits. */
 static epic_peer_status moving(void)
 {
-    return (epic_peer_status){
-        .came = true, .phase = 1, .operation = 4, .tag = TAG, .sequence = STEP, .inside = true};
+    return (epic_peer_status){.has_announced = true,
+                              .phase = 1,
+                              .operation = 4,
+                              .tag = TAG,
+                              .sequence = STEP,
+                              .is_inside = true};
 }
 
 /* Rank 0 waits for all others. The ranks in the bit mask `right` must be named. */
@@ -49,15 +53,15 @@ static void test_finished_peers(void)
 {
     peers[2] = peers[3] = peers[1] = moving();
     expect_culprits("all inside", 0xe);
-    peers[1].inside = false;
+    peers[1].is_inside = false;
     expect_culprits("rank 1 has finished", 0xc);
     peers[1] = moving();
     peers[1].sequence = STEP + 1;
     expect_culprits("rank 1 is in the next operation", 0xc);
     peers[1] = moving();
-    peers[1].gone = peers[1].closed = true;
+    peers[1].is_gone = peers[1].has_closed = true;
     expect_culprits("rank 1 has closed", 0xc);
-    peers[1].closed = false;
+    peers[1].has_closed = false;
     expect_culprits("rank 1 has died", 0xe);
 }
 
@@ -65,11 +69,11 @@ static void test_finished_peers(void)
 static void test_waiting_peers(void)
 {
     peers[1] = peers[2] = peers[3] = moving();
-    peers[1].waiting = peers[2].waiting = true;
+    peers[1].is_waiting = peers[2].is_waiting = true;
     peers[1].waits_for[0] = 1u << 2;
     peers[2].waits_for[0] = 1u << 3;
     expect_culprits("rank 3 does not wait", 1u << 3);
-    peers[3].waiting = true;
+    peers[3].is_waiting = true;
     peers[3].waits_for[0] = 1u << 1;
     expect_culprits("all wait in a circle", 0xe);
 }
@@ -78,7 +82,7 @@ static void test_waiting_peers(void)
 static void test_last_peers(void)
 {
     peers[1] = peers[2] = peers[3] = moving();
-    peers[2].came = false;
+    peers[2].has_announced = false;
     expect_culprits("rank 2 has not come", 1u << 2);
     peers[2] = moving();
     peers[3].phase = 0;

@@ -26,10 +26,10 @@ static void look(const epic_bootstrap *bootstrap, void *self)
     if (bootstrap->rank == 0) {
         epic_peer_status status;
         shared_look_at_peer(ctx->group, 1, 7, 0, &status);
-        CHECK(!status.gone && !status.closed);
+        CHECK(!status.is_gone && !status.has_closed);
         ctx->group->is_dead = closed_and_ended;
         shared_look_at_peer(ctx->group, 1, 7, 0, &status);
-        CHECK(status.gone && status.closed);
+        CHECK(status.is_gone && status.has_closed);
         ctx->group->is_dead = NULL;
         atomic_store(&shared_rank_state_of(ctx->group, 1)->closed, 0);
     }
@@ -47,7 +47,7 @@ static void look_once_gone(epic_group *group, int peer, uint64_t tag, uint64_t s
                            epic_peer_status *out)
 {
     real->look(group, peer, tag, sequence, out);
-    if (!atomic_exchange(&was_seen, 1)) out->gone = true;
+    if (!atomic_exchange(&was_seen, 1)) out->is_gone = true;
 }
 
 static void announce_late(const epic_bootstrap *bootstrap, void *self)

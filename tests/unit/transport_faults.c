@@ -49,13 +49,13 @@ static void killed_peer(seat *s)
         _exit(0);
     }
     atomic_fetch_add(&s->arena->ready, 1);
-    while (!status.gone && now() < deadline) {
+    while (!status.is_gone && now() < deadline) {
         s->t->wait(s->group, op_slot, 2, mask, 1000);
         s->t->look(s->group, 2, 1, 0, &status);
     }
-    CHECK(status.gone && !status.closed);
+    CHECK(status.is_gone && !status.has_closed);
     CHECK(now() - atomic_load(&s->arena->stamp) < 3000000000u); /* the child lives for 4 s */
-    CHECK(status.operation == 4 && status.tag == 1 && status.sequence == 0 && status.inside);
+    CHECK(status.operation == 4 && status.tag == 1 && status.sequence == 0 && status.is_inside);
     const epic_failure_info mine = failure_of(s);
     epic_failure_info failure;
     s->t->break_group(s->group, &mine);
@@ -146,12 +146,13 @@ static void early_leaver(seat *s)
     if (s->rank == 0) CHECK(s->t->bytes_sent(s->group) == 5000);
     epic_peer_status status = {0};
     const uint64_t deadline = now() + 5000000000u;
-    while (s->rank == 1 && !status.gone && now() < deadline) {
+    while (s->rank == 1 && !status.is_gone && now() < deadline) {
         uint64_t mask[RANK_WORDS] = {1};
         s->t->wait(s->group, w.op_slot, 1, mask, 1000);
         s->t->look(s->group, 0, 1, 0, &status);
     }
-    CHECK(s->rank == 0 || (status.gone && status.closed && status.came && !status.inside));
+    CHECK(s->rank == 0 ||
+          (status.is_gone && status.has_closed && status.has_announced && !status.is_inside));
     for (int64_t i = 0; s->rank == 1 && i < 5; i++) {
         const void *entry = s->t->entry(s->group, w.op_slot, 0, i);
         CHECK(entry && is_filled(&w, 0, EVERYONE, i, entry));
@@ -167,7 +168,8 @@ static void peer_statuses(seat *s)
     if (s->rank == 0) {
         epic_peer_status status;
         s->t->look(s->group, 1, 6, 0, &status);
-        CHECK(!status.came && !status.operation && !status.waiting && !status.gone);
+        CHECK(!status.has_announced && !status.operation && !status.is_waiting &&
+              !status.is_gone);
     }
     pthread_barrier_wait(&s->arena->barrier);
     const int op_slot = claim_and_announce(s, 6, 0);
@@ -182,14 +184,16 @@ static void peer_statuses(seat *s)
     if (s->rank == 0) {
         epic_peer_status status = {0};
         const uint64_t stop = now() + 10000000000u;
-        while (!status.waiting && now() < stop) s->t->look(s->group, 1, 6, 0, &status);
-        CHECK(status.came && status.waiting && status.phase == 3 && status.waits_for[0] == 4);
+        while (!status.is_waiting && now() < stop) s->t->look(s->group, 1, 6, 0, &status);
+        CHECK(status.has_announced && status.is_waiting && status.phase == 3 &&
+              status.waits_for[0] == 4);
         CHECK(status.operation == 4 && status.tag == 6 && status.sequence == 0 &&
-              status.inside);
+              status.is_inside);
         s->t->look(s->group, 1, 7, 0, &status); /* it waits, but in another operation */
-        CHECK(!status.came && status.waiting && status.waits_for[0] == 4 && !status.gone);
+        CHECK(!status.has_announced && status.is_waiting && status.waits_for[0] == 4 &&
+              !status.is_gone);
         s->t->look(s->group, 2, 6, 0, &status);
-        CHECK(status.came && !status.waiting && status.phase == 1);
+        CHECK(status.has_announced && !status.is_waiting && status.phase == 1);
         atomic_store(&s->arena->ready, 1);
     }
     pthread_barrier_wait(&s->arena->barrier);
@@ -198,7 +202,7 @@ static void peer_statuses(seat *s)
     pthread_barrier_wait(&s->arena->barrier);
     epic_peer_status status;
     s->t->look(s->group, (s->rank + 1) % 3, 6, 0, &status);
-    CHECK(status.came && !status.inside && !status.waiting);
+    CHECK(status.has_announced && !status.is_inside && !status.is_waiting);
     pthread_barrier_wait(&s->arena->barrier);
 }
 

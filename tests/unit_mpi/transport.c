@@ -363,7 +363,7 @@ static bool sees_waits(const script *s)
     for (int r = 1; r < s->rank; r++) {
         epic_peer_status status;
         t->look(s->group, r, s->tag, s->sequence, &status);
-        if (!status.waiting || status.phase != 7 || status.waits_for[0] != 1ull << (r - 1))
+        if (!status.is_waiting || status.phase != 7 || status.waits_for[0] != 1ull << (r - 1))
             return false;
     }
     return true;
@@ -379,13 +379,13 @@ static void look_down(const script *s, int op_slot, double end)
     for (int r = 0; r < s->rank; r++) {
         epic_peer_status status;
         t->look(s->group, r, s->tag, s->sequence, &status);
-        CHECK(!status.gone && !status.closed);
-        CHECK(status.came == (r != 0));
-        CHECK(status.waiting == (r != 0));
+        CHECK(!status.is_gone && !status.has_closed);
+        CHECK(status.has_announced == (r != 0));
+        CHECK(status.is_waiting == (r != 0));
         if (r == 0) CHECK(status.operation == 0);
         if (r == 0) continue;
         CHECK(status.phase == 7 && status.waits_for[0] == 1ull << (r - 1));
-        CHECK(status.inside && status.operation == EPIC_OP_SUM && status.tag == s->tag);
+        CHECK(status.is_inside && status.operation == EPIC_OP_SUM && status.tag == s->tag);
     }
 }
 
@@ -493,9 +493,9 @@ static void check_closed(MPI_Comm *comm)
     }
     const double end = seconds() + LONG_S;
     epic_peer_status status = {0};
-    while (!status.closed && seconds() < end) t->look(group, 0, 3, 1, &status);
-    CHECK(status.closed && status.gone && !status.came);
-    CHECK(status.operation == EPIC_OP_SUM && status.tag == 3 && !status.inside);
+    while (!status.has_closed && seconds() < end) t->look(group, 0, 3, 1, &status);
+    CHECK(status.has_closed && status.is_gone && !status.has_announced);
+    CHECK(status.operation == EPIC_OP_SUM && status.tag == 3 && !status.is_inside);
     MPI_Barrier(*comm);
     epic_backend_mpi.leave(group);
 }

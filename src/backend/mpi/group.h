@@ -53,11 +53,11 @@ enum message_kind {
 
 /* The status of a rank, which it sends to a peer that waits for it. */
 typedef struct status_report {
-    uint32_t waiting;
+    uint32_t is_waiting;
     uint32_t phase;
     /* the operation that the rank announced last; tag and sequence belong to it */
     uint32_t operation;
-    uint32_t inside;
+    uint32_t is_inside;
     uint64_t tag;
     uint64_t sequence;
     uint64_t waits_for[RANK_WORDS];

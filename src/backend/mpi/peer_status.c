@@ -66,7 +66,7 @@ static void add_indirect_waits(epic_group *group, const op_slot *slot, int64_t n
     for (int r = 0; r < group->num_ranks; r++) {
         const peer_status *s = &slot->statuses[r];
         if (!has_rank(whom, r) || has_rank(followed, r)) continue;
-        if (!is_fresh(s, now) || !s->status_report.waiting) continue;
+        if (!is_fresh(s, now) || !s->status_report.is_waiting) continue;
         followed[r / 64] |= 1ull << (r % 64);
         for (int w = 0; w < RANK_WORDS; w++) whom[w] |= s->status_report.waits_for[w];
         r = -1; /* start again, because a lower rank may have been added */
@@ -89,7 +89,7 @@ void peer_status_request(epic_group *group, op_slot *slot, int64_t now)
 static void add_wait(status_report *out, const wait_state *w, int64_t now)
 {
     if (!w->is_waiting && now - w->last_ns > MOMENT_NS) return;
-    out->waiting = 1;
+    out->is_waiting = 1;
     for (int i = 0; i < RANK_WORDS; i++) out->waits_for[i] |= w->waits_for[i];
 }
 
@@ -100,7 +100,7 @@ static status_report make_report(epic_group *group, uint64_t tag, uint64_t seque
 {
     status_report out = {
         .operation = group->last_operation,
-        .inside = op_slots_find(group, group->last_tag, group->last_sequence) != NULL,
+        .is_inside = op_slots_find(group, group->last_tag, group->last_sequence) != NULL,
         .tag = group->last_tag,
         .sequence = group->last_sequence};
     const int64_t now = clock_ns();
@@ -144,8 +144,8 @@ void peer_status_store(epic_group *group, const control_message *reply, int from
 
 /* Returns whether the peer has announced the exchange (tag, sequence), or a later one of that
  * tag. */
-static bool has_come(epic_group *group, int from, const op_slot *slot, uint64_t tag,
-                     uint64_t sequence)
+static bool has_announced(epic_group *group, int from, const op_slot *slot, uint64_t tag,
+                          uint64_t sequence)
 {
     const peer *p = &group->peers[from];
     if (slot && atomic_load_explicit(&slot->has_header[from], memory_order_relaxed))
@@ -163,7 +163,7 @@ static void copy_header_status(epic_group *group, int from, epic_peer_status *ou
     out->operation = p->operation;
     out->tag = p->tag;
     out->sequence = p->sequence;
-    out->inside = p->operation && op_slots_find(group, p->tag, p->sequence);
+    out->is_inside = p->operation && op_slots_find(group, p->tag, p->sequence);
 }
 
 /* Copies a report to *out. Even an old report shows which phase the peer has reached. Only a
@@ -172,12 +172,12 @@ static void copy_report(const status_report *a, bool fresh, epic_peer_status *ou
 {
     out->phase = a->phase;
     if (!fresh) return;
-    out->waiting = a->waiting;
+    out->is_waiting = a->is_waiting;
     memcpy(out->waits_for, a->waits_for, sizeof out->waits_for);
     out->operation = a->operation;
     out->tag = a->tag;
     out->sequence = a->sequence;
-    out->inside = a->inside;
+    out->is_inside = a->is_inside;
 }
 
 /* Implements epic_transport.look from the peer's last header and its last report, and sends a
@@ -188,13 +188,13 @@ void peer_status_read(epic_group *group, int from, uint64_t tag, uint64_t sequen
     memset(out, 0, sizeof *out);
     const int64_t now = clock_ns();
     op_slot *slot = op_slots_find(group, tag, sequence);
-    out->came = has_come(group, from, slot, tag, sequence);
+    out->has_announced = has_announced(group, from, slot, tag, sequence);
     liveness_check(group, now);
-    out->closed = group->peers[from].closed;
-    out->gone = liveness_is_gone(group, from);
+    out->has_closed = group->peers[from].closed;
+    out->is_gone = liveness_is_gone(group, from);
     copy_header_status(group, from, out);
     if (slot && slot->statuses[from].replied_ns)
         copy_report(&slot->statuses[from].status_report, is_fresh(&slot->statuses[from], now),
                     out);
-    if (slot && !out->gone) send_request(group, slot, from, now);
+    if (slot && !out->is_gone) send_request(group, slot, from, now);
 }

@@ -23,7 +23,7 @@ static bool is_fresh(const epic_group *g, const shared_wait *wait)
 static void add_wait(const epic_group *g, const shared_wait *wait, epic_peer_status *out)
 {
     if (!is_fresh(g, wait)) return;
-    out->waiting = true;
+    out->is_waiting = true;
     for (int w = 0; w < (g->num_ranks + 63) / 64; w++)
         out->waits_for[w] |= load_relaxed(&wait->waits_for[w]);
 }
@@ -53,7 +53,7 @@ static void add_last_operation(const epic_group *g, int peer, epic_peer_status *
         out->tag = load_acquire(&slot->tag);
         out->sequence = load_acquire(&slot->sequence);
         out->operation = load_acquire(&slot->operation);
-        out->inside = !load_acquire(&slot->finished);
+        out->is_inside = !load_acquire(&slot->finished);
         if (version % 2 == 0 && load_relaxed(&slot->version) == version) return;
     }
 }
@@ -66,13 +66,14 @@ void shared_look_at_peer(epic_group *g, int peer, uint64_t tag, uint64_t sequenc
     /* A peer first marks itself as closed and then ends. This reads the two facts in the
      * opposite order: if the peer's end is seen, its mark is seen too. In the other order, a
      * peer that does both between the two reads would seem to have died without closing. */
-    out->gone = shared_is_gone(g, peer);
-    out->closed = load_acquire(&shared_rank_state_of(g, peer)->closed);
-    out->gone |= out->closed;
+    out->is_gone = shared_is_gone(g, peer);
+    out->has_closed = load_acquire(&shared_rank_state_of(g, peer)->closed);
+    out->is_gone |= out->has_closed;
     add_last_operation(g, peer, out);
     int index;
     const shared_op_slot *slot = shared_find_slot(g, peer, tag, sequence, 0, &index);
-    out->came = slot || (out->operation && out->tag == tag && out->sequence >= sequence);
+    out->has_announced =
+        slot || (out->operation && out->tag == tag && out->sequence >= sequence);
     if (slot) out->phase = load_acquire(&slot->wait.phase);
     if (slot && !load_acquire(&slot->finished))
         add_wait(g, &slot->wait, out);
