@@ -109,8 +109,9 @@ int64_t call_int(torch_call *call);
 uint32_t call_uint(torch_call *call, const char *name);
 double call_float(torch_call *call);
 
-/* Numbers of groups and layers are below 2^CALL_SMS_SHIFT.  An argument `int group` or `int layer`
- * may carry the largest number of SMs of its call above these bits; 0: the group's. */
+/* Numbers of groups and layers are below 2^CALL_SMS_SHIFT. In an argument `int group` or `int
+ * layer`, the bits above may hold the largest number of SMs of the call; 0 means the
+ * group's. */
 enum { CALL_SMS_SHIFT = 48 };
 
 /* Reads the next two arguments, `int group, int tag`, and enters the group, whose context is

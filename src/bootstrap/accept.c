@@ -94,11 +94,11 @@ static void note_refusal(acceptor *a, const char *format, ...)
 }
 
 /* Counts a refused joiner and sends it the reason. */
-static void refuse_joiner(acceptor *a, joiner *g, const char *sentence)
+static void refuse_joiner(acceptor *a, joiner *j, const char *sentence)
 {
     note_refusal(a, "%s", sentence);
     time_limit limit = time_limit_begin(SEND_MS, a->limit);
-    epic_link_send_failure(&g->link, EPIC_EINVAL, sentence, &limit);
+    epic_link_send_failure(&j->link, EPIC_EINVAL, sentence, &limit);
 }
 
 /* Sends the failure of the bootstrap to one rank. */
@@ -113,7 +113,7 @@ static void send_failure(acceptor *a, int32_t rank, epic_link *link)
 /* Returns true if `rank` was already notified of this bootstrap's failure. A rank that connects
  * again after that wants to join the next bootstrap on this port. So rank 0 stops accepting for
  * this one. */
-static bool has_come_again(acceptor *a, int32_t rank)
+static bool has_reconnected(acceptor *a, int32_t rank)
 {
     if (rank < 0 || rank >= a->tcp->num_ranks || !a->was_notified[rank]) return false;
     a->num_notified = a->num_to_notify;
@@ -210,104 +210,104 @@ static bool is_mismatch(acceptor *a, const epic_hello *theirs)
 /* Admits a joiner: sends it the entry frame, and stores its link as the link of its rank. The
  * tag of the frame proves that rank 0 has the secret. If the frame cannot be sent, the joiner
  * is not admitted, and its rank connects again. */
-static void admit_joiner(acceptor *a, joiner *g)
+static void admit_joiner(acceptor *a, joiner *j)
 {
     time_limit limit = time_limit_begin(SEND_MS, a->limit);
     const epic_frame frame = epic_link_make_frame(a->secret, EPIC_OK, 0, NULL, 0, &limit);
-    epic_message message = epic_link_message(&g->link, &frame, NULL);
-    if (epic_link_send_all(&g->link, &message, &limit) != FRAME_DONE) return;
-    epic_tcp_answer_earlier(a->limit, g->theirs.left_ms);
-    a->links[g->theirs.rank] = g->link;
+    epic_message message = epic_link_message(&j->link, &frame, NULL);
+    if (epic_link_send_all(&j->link, &message, &limit) != FRAME_DONE) return;
+    epic_tcp_answer_earlier(a->limit, j->theirs.left_ms);
+    a->links[j->theirs.rank] = j->link;
     a->num_joined++;
-    g->link.socket = -1;
+    j->link.socket = -1;
 }
 
 /* Admits a joiner whose hello and proof are valid, or sends it an error. */
-static void handle_proved_joiner(acceptor *a, joiner *g)
+static void handle_proved_joiner(acceptor *a, joiner *j)
 {
     char sentence[FRAME_SENTENCE + 1];
-    const int32_t rank = g->theirs.rank;
-    if (has_come_again(a, rank)) return;
-    if (!epic_link_secure(&g->link, a->secret, true, &g->ours, &g->theirs)) {
-        refuse_joiner(a, g, "rank 0's libcrypto refused to compute an HMAC");
-    } else if (a->failed != EPIC_OK || is_mismatch(a, &g->theirs)) {
-        send_failure(a, rank, &g->link);
+    const int32_t rank = j->theirs.rank;
+    if (has_reconnected(a, rank)) return;
+    if (!epic_link_secure(&j->link, a->secret, true, &j->ours, &j->theirs)) {
+        refuse_joiner(a, j, "rank 0's libcrypto refused to compute an HMAC");
+    } else if (a->failed != EPIC_OK || is_mismatch(a, &j->theirs)) {
+        send_failure(a, rank, &j->link);
     } else if (a->links[rank].socket >= 0) {
         snprintf(sentence, sizeof sentence,
                  "rank %d has joined already: each process must have its own rank", rank);
-        refuse_joiner(a, g, sentence);
+        refuse_joiner(a, j, sentence);
         a->rank_of_second = rank;
     } else {
-        admit_joiner(a, g);
+        admit_joiner(a, j);
     }
 }
 
 /* Sends rank 0's hello in answer to the joiner's, and checks the joiner's. Returns false if the
  * joiner is refused or the hello cannot be sent. */
-static bool answer_hello(acceptor *a, joiner *g)
+static bool answer_hello(acceptor *a, joiner *j)
 {
     char sentence[FRAME_SENTENCE + 1];
     const bool has_secret = a->secret->text != NULL;
     time_limit at_once = time_limit_begin(0, a->limit);
-    if (!epic_frame_make_hello(&g->ours, 0, a->tcp->num_ranks, has_secret, a->limit) ||
-        epic_frame_send_bytes(g->link.socket, &g->ours, sizeof g->ours, &at_once) != FRAME_DONE)
+    if (!epic_frame_make_hello(&j->ours, 0, a->tcp->num_ranks, has_secret, a->limit) ||
+        epic_frame_send_bytes(j->link.socket, &j->ours, sizeof j->ours, &at_once) != FRAME_DONE)
         return false;
-    if (!is_valid_hello(&g->theirs))
+    if (!is_valid_hello(&j->theirs))
         snprintf(sentence, sizeof sentence,
-                 "rank is %d and num_ranks is %d: this cannot join rank 0", g->theirs.rank,
-                 g->theirs.num_ranks);
-    else if (has_secret != (g->theirs.has_secret != 0))
+                 "rank is %d and num_ranks is %d: this cannot join rank 0", j->theirs.rank,
+                 j->theirs.num_ranks);
+    else if (has_secret != (j->theirs.has_secret != 0))
         snprintf(
             sentence, sizeof sentence,
             "rank 0 has %s secret and rank %d has %s: set tcp.secret or EPIC_SECRET on all "
             "ranks or on none",
-            has_secret ? "a" : "no", g->theirs.rank, has_secret ? "none" : "one");
+            has_secret ? "a" : "no", j->theirs.rank, has_secret ? "none" : "one");
     else
         return true;
-    refuse_joiner(a, g, sentence);
+    refuse_joiner(a, j, sentence);
     return false;
 }
 
 /* Returns true if the joiner's proof shows that it has rank 0's secret. Otherwise refuses the
  * joiner. */
-static bool check_proof(acceptor *a, joiner *g)
+static bool check_proof(acceptor *a, joiner *j)
 {
     char sentence[FRAME_SENTENCE + 1];
-    if (epic_secret_check(a->secret, ROLE_CONNECTOR, &g->ours, &g->theirs, g->proof))
+    if (epic_secret_check(a->secret, ROLE_CONNECTOR, &j->ours, &j->theirs, j->proof))
         return true;
     snprintf(sentence, sizeof sentence,
              "the secret (tcp.secret or EPIC_SECRET) of rank %d is not that of rank 0",
-             g->theirs.rank);
-    refuse_joiner(a, g, sentence);
+             j->theirs.rank);
+    refuse_joiner(a, j, sentence);
     return false;
 }
 
 /* Receives the bytes that a joiner has sent, and answers when its hello or proof is complete.
  * Returns true if more bytes are expected. Returns false if the caller must remove the joiner
  * from the list, because its rank has joined or its connection is refused or closed. */
-static bool serve_joiner(acceptor *a, joiner *g)
+static bool serve_joiner(acceptor *a, joiner *j)
 {
-    if (!g->is_proving) {
+    if (!j->is_proving) {
         const uint64_t magic = HELLO_MAGIC;
         const epic_frame_state state =
-            epic_frame_receive(g->link.socket, &g->theirs, sizeof g->theirs, &g->done);
-        const size_t seen = g->done < sizeof magic ? g->done : sizeof magic;
-        if (memcmp(&g->theirs, &magic, seen) != 0) {
+            epic_frame_receive(j->link.socket, &j->theirs, sizeof j->theirs, &j->done);
+        const size_t seen = j->done < sizeof magic ? j->done : sizeof magic;
+        if (memcmp(&j->theirs, &magic, seen) != 0) {
             note_refusal(a, "it did not send the hello of EPIC");
             return false;
         }
         if (state != FRAME_DONE) return state == FRAME_MORE;
-        if (!answer_hello(a, g)) return false;
-        g->is_proving = true;
-        g->done = 0;
+        if (!answer_hello(a, j)) return false;
+        j->is_proving = true;
+        j->done = 0;
     }
     if (a->secret->text != NULL) {
         const epic_frame_state state =
-            epic_frame_receive(g->link.socket, g->proof, sizeof g->proof, &g->done);
+            epic_frame_receive(j->link.socket, j->proof, sizeof j->proof, &j->done);
         if (state != FRAME_DONE) return state == FRAME_MORE;
-        if (!check_proof(a, g)) return false;
+        if (!check_proof(a, j)) return false;
     }
-    handle_proved_joiner(a, g);
+    handle_proved_joiner(a, j);
     return false;
 }
 
@@ -319,10 +319,10 @@ static void drop_oldest(acceptor *a)
 {
     int oldest = -1;
     for (int i = 0; i < a->num_joiners; i++) {
-        const joiner *g = &a->joiners[i];
-        const joiner *o = oldest < 0 ? g : &a->joiners[oldest];
-        if (oldest < 0 || g->is_proving < o->is_proving ||
-            (g->is_proving == o->is_proving && g->limit.own.end_ns < o->limit.own.end_ns))
+        const joiner *j = &a->joiners[i];
+        const joiner *o = oldest < 0 ? j : &a->joiners[oldest];
+        if (oldest < 0 || j->is_proving < o->is_proving ||
+            (j->is_proving == o->is_proving && j->limit.own.end_ns < o->limit.own.end_ns))
             oldest = i;
     }
     if (oldest >= 0) drop_joiner(a, oldest);
@@ -363,9 +363,9 @@ static void accept_joiners(acceptor *a, int listener)
         a->full_ms = 0;
         epic_frame_set_no_delay(socket);
         if (a->num_joiners == a->max_joiners) drop_oldest(a);
-        joiner *g = &a->joiners[a->num_joiners++];
-        *g = (joiner){.link.socket = socket, .limit = time_limit_begin(JOINER_MS, a->limit)};
-        if (!serve_joiner(a, g)) drop_joiner(a, a->num_joiners - 1);
+        joiner *j = &a->joiners[a->num_joiners++];
+        *j = (joiner){.link.socket = socket, .limit = time_limit_begin(JOINER_MS, a->limit)};
+        if (!serve_joiner(a, j)) drop_joiner(a, a->num_joiners - 1);
     }
 }
 

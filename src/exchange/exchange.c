@@ -16,7 +16,7 @@ enum {
     PHASE_NEXT_ROWS
 }; /* how far a rank is in an exchange; peers read it with transport->look() */
 
-#define LOOK_NS 100000000ull /* time between checks whether peers are alive */
+#define CHECK_NS 100000000ull /* time between checks whether peers are alive */
 #define MS 1000000ull
 #define MAX_SLEEP_MS 1000u
 
@@ -139,7 +139,7 @@ static epic_result exchange_break_group(exchange *x, epic_result result,
  * consequence. */
 static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
 {
-    if (!late && !x->is_peer_gone && now - x->last_check_ns < LOOK_NS) return EPIC_OK;
+    if (!late && !x->is_peer_gone && now - x->last_check_ns < CHECK_NS) return EPIC_OK;
     x->last_check_ns = now;
     uint64_t closed[RANK_WORDS] = {0}, ended[RANK_WORDS] = {0};
     bool any = false, any_ended = false;
@@ -214,29 +214,29 @@ void exchange_report_progress(exchange *x)
 
 /* Waits for a free op slot and stores its number in *op_slot. The operations that hold the op
  * slots may wait for any peer. So all peers count as awaited here. */
-static epic_result exchange_wait_for_op_slot(exchange *asked, int *op_slot)
+static epic_result exchange_wait_for_op_slot(exchange *request, int *op_slot)
 {
-    exchange waiter = *asked;
+    exchange waiter = *request;
     for (int r = 0; r < waiter.num_ranks; r++)
         if (r != waiter.rank) exchange_mark_awaited(&waiter, r);
-    while ((*op_slot = asked->transport->claim(asked->group)) < 0)
+    while ((*op_slot = request->transport->claim(request->group)) < 0)
         TRY(exchange_wait_in(&waiter, -1));
-    asked->deadline = waiter.deadline; /* the wait for headers continues this deadline */
+    request->deadline = waiter.deadline; /* the wait for headers continues this deadline */
     return EPIC_OK;
 }
 
-/* Claims an op slot, after a wait if none is free. Copies the operation in `asked` to the
+/* Claims an op slot, after a wait if none is free. Copies the operation in `request` to the
  * exchange of that op slot. */
-static epic_result exchange_claim_op_slot(exchange **out, epic_context *ctx, exchange *asked)
+static epic_result exchange_claim_op_slot(exchange **out, epic_context *ctx, exchange *request)
 {
-    int op_slot = asked->transport->claim(ctx->group);
-    if (op_slot < 0) TRY(exchange_wait_for_op_slot(asked, &op_slot));
+    int op_slot = request->transport->claim(ctx->group);
+    if (op_slot < 0) TRY(exchange_wait_for_op_slot(request, &op_slot));
     exchange *x = &ctx->exchanges[op_slot];
-    x->operation = asked->operation;
-    x->tag = asked->tag;
-    x->sequence = asked->sequence;
-    x->header_sequence = asked->header_sequence;
-    x->deadline = asked->deadline;
+    x->operation = request->operation;
+    x->tag = request->tag;
+    x->sequence = request->sequence;
+    x->header_sequence = request->header_sequence;
+    x->deadline = request->deadline;
     x->phase = PHASE_HEADERS;
     x->is_peer_gone = false;
     x->last_check_ns = now_ns();
@@ -245,16 +245,16 @@ static epic_result exchange_claim_op_slot(exchange **out, epic_context *ctx, exc
     return EPIC_OK;
 }
 
-/* Compares rank r's op header with two others: this rank's, and that of rank *good. *good is
- * the first rank whose header reports no error, or -1 if there is none yet.
+/* Compares rank r's op header with two others: this rank's, and that of rank *healthy. *healthy
+ * is the first rank whose header reports no error, or -1 if there is none yet.
  *
  * A header that reports an error has few other elements. If this rank's own header is such a
- * header, only the comparison with *good can show that two other ranks differ. */
-static epic_result exchange_compare_header(exchange *x, int r, int *good)
+ * header, only the comparison with *healthy can show that two other ranks differ. */
+static epic_result exchange_compare_header(exchange *x, int r, int *healthy)
 {
     char sentence[256];
-    const int with[] = {x->rank, *good};
-    const int count = *good < 0 || *good == x->rank ? 1 : 2;
+    const int with[] = {x->rank, *healthy};
+    const int count = *healthy < 0 || *healthy == x->rank ? 1 : 2;
     for (int i = 0; i < count; i++) {
         const int a = r < with[i] ? r : with[i], b = r < with[i] ? with[i] : r;
         if (op_header_compare(x->headers[a], a, x->headers[b], b, sentence, sizeof sentence))
@@ -262,7 +262,7 @@ static epic_result exchange_compare_header(exchange *x, int r, int *good)
         const uint64_t nobody[RANK_WORDS] = {0};
         return exchange_break_group(x, EPIC_EMISMATCH, nobody, sentence);
     }
-    if (*good < 0 && !exchange_local_field(x, r, LOCAL_ERROR)) *good = r;
+    if (*healthy < 0 && !exchange_local_field(x, r, LOCAL_ERROR)) *healthy = r;
     return EPIC_OK;
 }
 
@@ -270,7 +270,7 @@ static epic_result exchange_compare_header(exchange *x, int r, int *good)
  * EPIC_EMISMATCH. */
 static epic_result exchange_gather_headers(exchange *x, const epic_op_header *mine)
 {
-    int good = mine->local[LOCAL_ERROR] ? -1 : x->rank;
+    int healthy = mine->local[LOCAL_ERROR] ? -1 : x->rank;
     memset(x->headers, 0, (size_t)x->num_ranks * sizeof *x->headers);
     x->headers[x->rank] = mine;
     for (;;) {
@@ -284,7 +284,7 @@ static epic_result exchange_gather_headers(exchange *x, const epic_op_header *mi
                 missing++;
                 continue;
             }
-            TRY(exchange_compare_header(x, r, &good));
+            TRY(exchange_compare_header(x, r, &healthy));
         }
         if (!missing) return EPIC_OK;
         TRY(exchange_wait(x));
@@ -294,11 +294,11 @@ static epic_result exchange_gather_headers(exchange *x, const epic_op_header *mi
 /* Claims an op slot, announces the op header, and waits for the headers of all ranks. If it
  * returns an error after it has claimed an op slot, *out is set and the caller must close
  * it. */
-static epic_result exchange_enter(exchange **out, epic_context *ctx, exchange *asked,
+static epic_result exchange_enter(exchange **out, epic_context *ctx, exchange *request,
                                   const epic_op_header *header, uint64_t bytes)
 {
     exchange *x;
-    TRY(exchange_claim_op_slot(&x, ctx, asked));
+    TRY(exchange_claim_op_slot(&x, ctx, request));
     x->record = recorder_begin(ctx->recorder, x->operation, x->tag, x->sequence, bytes);
     x->transport->announce(x->group, x->op_slot, x->tag, x->sequence, header);
     *out = x;
@@ -311,21 +311,21 @@ static epic_result exchange_enter(exchange **out, epic_context *ctx, exchange *a
 epic_result exchange_open(exchange **out, epic_context *ctx, uint32_t operation,
                           const epic_call *call, const epic_op_header *header, uint64_t bytes)
 {
-    exchange asked = {.ctx = ctx,
-                      .transport = ctx->backend->transport,
-                      .group = ctx->group,
-                      .rank = ctx->rank,
-                      .num_ranks = ctx->num_ranks,
-                      .operation = operation,
-                      .tag = call->tag};
+    exchange request = {.ctx = ctx,
+                        .transport = ctx->backend->transport,
+                        .group = ctx->group,
+                        .rank = ctx->rank,
+                        .num_ranks = ctx->num_ranks,
+                        .operation = operation,
+                        .tag = call->tag};
     const uint32_t timeout_ms = call->timeout_ms ? call->timeout_ms : ctx->config.timeout_ms;
-    deadline_start(&asked.deadline, timeout_ms * MS, now_ns());
+    deadline_start(&request.deadline, timeout_ms * MS, now_ns());
     *out = NULL;
     TRY(context_check(ctx));
-    TRY(tags_begin(&ctx->tags, call->tag, &asked.sequence));
-    asked.header_sequence = asked.sequence;
+    TRY(tags_begin(&ctx->tags, call->tag, &request.sequence));
+    request.header_sequence = request.sequence;
     exchange *x = NULL;
-    const epic_result result = exchange_enter(&x, ctx, &asked, header, bytes);
+    const epic_result result = exchange_enter(&x, ctx, &request, header, bytes);
     if (result != EPIC_OK) {
         if (x) return exchange_close(x, result);
         tags_end(&ctx->tags, call->tag);

@@ -7,27 +7,27 @@
 #include <string.h>
 
 #define LINE 64
-#define LEAST_BYTES 1024 /* shorter rows are not timed: their time is mostly noise */
-#define TIMED_EVERY 64   /* one row of this many is timed, because timing slows a row down */
+#define MIN_TIMED_BYTES 1024 /* shorter rows are not timed: their time is mostly noise */
+#define TIMED_EVERY 64 /* one row of this many is timed, because timing slows a row down */
 /* If writing one cache line takes longer than this, rows are written past the caches. The limit
  * lies between the measured times for cores that share a cache and cores that do not. */
-#define FAR_PS 11000
+#define STREAM_ABOVE_PS 11000
 /* upper limit of a measured time, because the thread may have been preempted */
-#define MOST_PS 30000
+#define MAX_LINE_PS 30000
 
 ring_path ring_choose_path(exchange *x, int ring, int64_t bytes)
 {
-    ring_cost *reach = &x->ring_costs[ring];
-    if (bytes < LEAST_BYTES) return RING_CACHED;
-    if (reach->rows++ % TIMED_EVERY == 0) return RING_TIMED;
-    return reach->line_ps > FAR_PS ? RING_STREAMED : RING_CACHED;
+    ring_cost *cost = &x->ring_costs[ring];
+    if (bytes < MIN_TIMED_BYTES) return RING_CACHED;
+    if (cost->rows++ % TIMED_EVERY == 0) return RING_TIMED;
+    return cost->line_ps > STREAM_ABOVE_PS ? RING_STREAMED : RING_CACHED;
 }
 
-void ring_record_time(ring_cost *reach, uint64_t ns, size_t bytes)
+void ring_record_time(ring_cost *cost, uint64_t ns, size_t bytes)
 {
     const uint64_t ps = ns * 1000 / (bytes / LINE);
-    const int32_t seen = ps < MOST_PS ? (int32_t)ps : MOST_PS;
-    reach->line_ps += (seen - reach->line_ps) / 8;
+    const int32_t seen = ps < MAX_LINE_PS ? (int32_t)ps : MAX_LINE_PS;
+    cost->line_ps += (seen - cost->line_ps) / 8;
 }
 
 /* Reads the source row into this core's cache first, so that the measured time contains only
@@ -37,22 +37,22 @@ static void read_into_cache(const volatile char *from, size_t bytes)
     for (size_t at = 0; at < bytes; at += LINE) (void)from[at];
 }
 
-static void write_row_timed(ring_cost *reach, void *entry, const void *from, size_t bytes)
+static void write_row_timed(ring_cost *cost, void *entry, const void *from, size_t bytes)
 {
     read_into_cache(from, bytes);
     const uint64_t begin = now_ns();
     memcpy(entry, from, bytes);
-    atomic_exchange(&reach->settled, true); /* returns after all stores of the memcpy */
-    ring_record_time(reach, now_ns() - begin, bytes);
+    atomic_exchange(&cost->settled, true); /* returns after all stores of the memcpy */
+    ring_record_time(cost, now_ns() - begin, bytes);
 }
 
-void ring_write_row(exchange *x, int ring, ring_path way, void *entry, const void *from,
-                    size_t bytes, copy_function *past)
+void ring_write_row(exchange *x, int ring, ring_path path, void *entry, const void *from,
+                    size_t bytes, copy_function *copy_past_caches)
 {
-    if (way == RING_TIMED)
+    if (path == RING_TIMED)
         write_row_timed(&x->ring_costs[ring], entry, from, bytes);
-    else if (way == RING_STREAMED)
-        past(entry, from, bytes);
+    else if (path == RING_STREAMED)
+        copy_past_caches(entry, from, bytes);
     else
         memcpy(entry, from, bytes);
 }

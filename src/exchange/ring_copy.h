@@ -23,13 +23,13 @@ typedef void copy_function(void *to, const void *from, size_t n);
  * the ring, or this rank's own number for the ring to EVERYONE. */
 ring_path ring_choose_path(exchange *x, int ring, int64_t bytes);
 
-/* Copies a row in the way that ring_choose_path() returned. For RING_STREAMED it calls `past`,
- * a function that writes past the caches. */
-void ring_write_row(exchange *x, int ring, ring_path way, void *entry, const void *from,
-                    size_t bytes, copy_function *past);
+/* Copies a row in the way that ring_choose_path() returned. For RING_STREAMED it calls
+ * copy_past_caches. */
+void ring_write_row(exchange *x, int ring, ring_path path, void *entry, const void *from,
+                    size_t bytes, copy_function *copy_past_caches);
 
 /* Updates the moving average of a ring's cost per cache line. Writing one row of `bytes` bytes
  * took `ns` nanoseconds. */
-void ring_record_time(ring_cost *reach, uint64_t ns, size_t bytes);
+void ring_record_time(ring_cost *cost, uint64_t ns, size_t bytes);
 
 #endif

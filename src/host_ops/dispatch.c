@@ -2,8 +2,8 @@
 /* epic_dispatch on the host.
  *
  * A rank sends each token once to each rank that holds at least one slot of the token. It sends
- * one sequence of bytes, called the string in this file: the row, its scales, and one weight
- * for each k. The string is split into pieces like any row. The receiver copies the row, the
+ * one sequence of bytes, called the message in this file: the row, its scales, and one weight
+ * for each k. The message is split into pieces like any row. The receiver copies the row, the
  * scales and the slot's own weight to each slot. */
 #include <string.h>
 
@@ -23,8 +23,9 @@ typedef struct dispatching {
     copy_function *copy; /* copies rows and scales to slots: through the caches or past them */
     exchange *x;
     plan_view plan;
-    row_split split;               /* how the string is split into pieces */
-    int64_t scales_at, weights_at; /* offsets in the string at which scales and weights begin */
+    row_split split; /* how the message is split into pieces */
+    /* offsets in the message at which scales and weights begin */
+    int64_t scales_at, weights_at;
     int64_t token_in_row; /* token whose quantized row and scales are in x->row, or -1 */
 } dispatching;
 
@@ -55,7 +56,7 @@ static void quantize_token(dispatching *d, int64_t token)
         d->x->row, d->x->row + d->scales_at, row_of(&a->tokens, token), 1, type, n);
 }
 
-/* Returns the first part of a token's string: its row, quantized if the call asks for that.
+/* Returns the first part of a token's message: its row, quantized if the call asks for that.
  * scales_part() and weights_part() return the other two parts. */
 static const unsigned char *row_part(dispatching *d, int64_t token)
 {
@@ -76,8 +77,8 @@ static const float *weights_part(const dispatching *d, int64_t token)
     return d->args->weights + token * d->plan.header->layer.top_k;
 }
 
-/* Copies the bytes that two ranges of a string share. The memory at `to` receives bytes [at, at
- * + size) of the string. The memory at `from` holds its bytes [begin, end). */
+/* Copies the bytes that two ranges of a message share. The memory at `to` receives bytes
+ * [at, at + size) of the message. The memory at `from` holds its bytes [begin, end). */
 static void copy_overlap(copy_function *copy, void *to, int64_t at, int64_t size,
                          const void *from, int64_t begin, int64_t end)
 {
@@ -95,7 +96,7 @@ static void copy_cached(void *to, const void *from, size_t n)
     memcpy(to, from, n);
 }
 
-/* Copies one piece of a token's string into `entry` with the function `copy`. */
+/* Copies one piece of a token's message into `entry` with the function `copy`. */
 static void fill_entry_with(dispatching *d, int64_t token, int32_t piece, void *entry,
                             copy_function *copy)
 {
@@ -108,7 +109,7 @@ static void fill_entry_with(dispatching *d, int64_t token, int32_t piece, void *
         copy_overlap(copy, entry, begin, size, weights_part(d, token), d->weights_at, end);
 }
 
-/* Scatter flow, fill_entry: copies one piece of a token's string into a ring entry.
+/* Scatter flow, fill_entry: copies one piece of a token's message into a ring entry.
  * ring_choose_path() decides whether the copy goes through the caches, past them, or is timed.
  * For a timed copy the piece is first assembled in x->pieces, so that only one copy is
  * timed. */
@@ -132,16 +133,16 @@ typedef struct part {
     int64_t at, size;
 } part;
 
-/* The parts of one token's string that have arrived: those in one piece, or the whole
- * string. */
+/* The parts of one token's message that have arrived: those in one piece, or the whole
+ * message. */
 typedef struct parts {
     part row, scales, weights;
 } parts;
 
-/* Returns the bytes of a string that are in both ranges [begin, end) and [low, high). `piece`
+/* Returns the bytes of a message that are in both ranges [begin, end) and [low, high). `piece`
  * holds the bytes [begin, end). In the result, `at` counts from low. */
-static part string_part_of(const unsigned char *piece, int64_t begin, int64_t end, int64_t low,
-                           int64_t high)
+static part message_part_of(const unsigned char *piece, int64_t begin, int64_t end, int64_t low,
+                            int64_t high)
 {
     const int64_t first = low > begin ? low : begin, last = high < end ? high : end;
     return (part){piece + (first - begin), first - low, last - first};
@@ -210,9 +211,9 @@ static void dispatch_read_entry(void *self, int from, int64_t token, int32_t pie
     dispatching *d = self;
     const int64_t begin = piece_offset(&d->split, piece);
     const int64_t end = begin + piece_size(&d->split, piece);
-    const parts p = {string_part_of(entry, begin, end, 0, d->scales_at),
-                     string_part_of(entry, begin, end, d->scales_at, d->weights_at),
-                     string_part_of(entry, begin, end, d->weights_at, d->split.row_bytes)};
+    const parts p = {message_part_of(entry, begin, end, 0, d->scales_at),
+                     message_part_of(entry, begin, end, d->scales_at, d->weights_at),
+                     message_part_of(entry, begin, end, d->weights_at, d->split.row_bytes)};
     write_token(d, from, token, &p);
 }
 
@@ -291,8 +292,8 @@ static epic_result dispatch_transfer(dispatching *d)
     d->weights_at =
         d->scales_at + a->recv_scales.row_bytes; /* equal to scales_at if there are no scales */
     d->token_in_row = -1;
-    const int64_t string = d->weights_at + (a->weights ? 4 * top_k : 0);
-    d->split = exchange_split_rows(d->x, true, string, 0);
+    const int64_t message_bytes = d->weights_at + (a->weights ? 4 * top_k : 0);
+    d->split = exchange_split_rows(d->x, true, message_bytes, 0);
     const scatter s = {.self = d,
                        .items = tokens_of(d->x, &d->plan),
                        .split = d->split,
@@ -326,20 +327,20 @@ static epic_result dispatch_check(const plan_op *s, const epic_dispatch_args *a)
 }
 
 /* Sets the elements of an op header that must be equal in the dispatches of all ranks. */
-static void op_header_set_rows(int64_t *same, const epic_dispatch_args *args)
+static void op_header_set_rows(int64_t *common, const epic_dispatch_args *args)
 {
-    same[COMMON_TYPE] = args->type;
-    same[COMMON_ROW_BYTES] = args->recv.row_bytes;
-    same[COMMON_SCALE_BYTES] = args->recv_scales.row_bytes;
-    same[COMMON_QUANTIZE] = args->quantize;
-    same[COMMON_WEIGHTS] = args->weights != NULL;
+    common[COMMON_TYPE] = args->type;
+    common[COMMON_ROW_BYTES] = args->recv.row_bytes;
+    common[COMMON_SCALE_BYTES] = args->recv_scales.row_bytes;
+    common[COMMON_QUANTIZE] = args->quantize;
+    common[COMMON_WEIGHTS] = args->weights != NULL;
 }
 
 int64_t dispatch_signature(const epic_dispatch_args *args)
 {
-    int64_t same[NUM_COMMON] = {0};
-    op_header_set_rows(same, args);
-    return (int64_t)(hash_bytes(same, sizeof same) | 1);
+    int64_t common[NUM_COMMON] = {0};
+    op_header_set_rows(common, args);
+    return (int64_t)(hash_bytes(common, sizeof common) | 1);
 }
 
 /* Returns the bytes of all tokens of this rank, for the flight recorder. */

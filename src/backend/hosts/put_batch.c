@@ -92,13 +92,13 @@ static void list_remove(put_batcher *all, list *from, int i)
 }
 
 put_batcher *put_batcher_new(int num_hosts, uint64_t heap_words, uint64_t urgent_words,
-                             uint32_t parcel_words)
+                             uint32_t batch_words)
 {
     put_batcher *all = calloc(1, sizeof *all);
     if (!all) return NULL;
-    all->words = parcel_words;
-    all->per_host = (uint32_t)(heap_words / parcel_words + 1);
-    all->num_urgent = (uint32_t)((urgent_words + parcel_words - 1) / parcel_words);
+    all->words = batch_words;
+    all->per_host = (uint32_t)(heap_words / batch_words + 1);
+    all->num_urgent = (uint32_t)((urgent_words + batch_words - 1) / batch_words);
     all->free = (list){-1, -1};
     for (int i = 0; i < 2; i++) all->waiting[i] = all->ready[i] = (list){-1, -1};
     all->current = -1;

@@ -35,9 +35,9 @@ typedef enum put_batch_kind {
 typedef bool put_batch_may_go(const void *self, int host, put_batch_kind kind, int puts);
 
 /* Creates an empty batcher for heaps of `heap_words` words, of which the first `urgent_words`
- * are urgent. A batch has at most parcel_words words. Returns NULL if memory is short. */
+ * are urgent. A batch has at most batch_words words. Returns NULL if memory is short. */
 put_batcher *put_batcher_new(int num_hosts, uint64_t heap_words, uint64_t urgent_words,
-                             uint32_t parcel_words);
+                             uint32_t batch_words);
 void put_batcher_free(put_batcher *all); /* NULL is allowed */
 
 /* Returns whether a piece of `words` words can be added. */

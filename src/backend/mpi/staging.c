@@ -47,9 +47,9 @@ static unsigned char *sent_segment(epic_group *group, const op_slot *slot, int t
 
 /* Returns the offset in a segment where the entries of a flow begin. */
 static int64_t choose_offset(const epic_group *group, const op_slot *slot,
-                             const staging_ring *l)
+                             const staging_ring *ring)
 {
-    const int64_t bytes = l->num_entries * slot->stride, half = group->ring_bytes / 2;
+    const int64_t bytes = ring->num_entries * slot->stride, half = group->ring_bytes / 2;
     const int64_t part = ROUND_BYTES / (group->num_ranks - 1);
     const int64_t round = part < half ? part : half;
     return bytes && bytes <= round ? slot->num_flows % (round / bytes) * bytes : 0;
@@ -60,10 +60,10 @@ static uint64_t num_segments(const op_slot *slot, int64_t entries)
     return (uint64_t)((entries + slot->per_segment - 1) / slot->per_segment);
 }
 
-static int segment_bytes(const op_slot *slot, const staging_ring *l, uint64_t number)
+static int segment_bytes(const op_slot *slot, const staging_ring *ring, uint64_t number)
 {
-    const int64_t begin = (int64_t)(number - l->first) * slot->per_segment;
-    const int64_t left = l->num_entries - begin;
+    const int64_t begin = (int64_t)(number - ring->first) * slot->per_segment;
+    const int64_t left = ring->num_entries - begin;
     const int64_t count = left < slot->per_segment ? left : slot->per_segment;
     return (int)((count - 1) * slot->stride + slot->entry_bytes);
 }
@@ -71,21 +71,21 @@ static int segment_bytes(const op_slot *slot, const staging_ring *l, uint64_t nu
 /* Posts receives for the next segments of the flow, one for each free half of the ring. */
 static void post_receives(epic_group *group, op_slot *slot, int from)
 {
-    staging_ring *l = &slot->receive_rings[from];
-    const uint64_t end = l->first + num_segments(slot, l->num_entries);
-    const uint64_t dropped = l->first + (uint64_t)(l->moved / slot->per_segment);
-    while (l->num_started < end && l->num_started < dropped + 2) {
-        const uint64_t number = l->num_started;
+    staging_ring *ring = &slot->receive_rings[from];
+    const uint64_t end = ring->first + num_segments(slot, ring->num_entries);
+    const uint64_t dropped = ring->first + (uint64_t)(ring->moved / slot->per_segment);
+    while (ring->num_started < end && ring->num_started < dropped + 2) {
+        const uint64_t number = ring->num_started;
         MPI_Request *request = request_of(slot, from, REQUEST_RECEIVE + (int)(number % 2));
         if (*request != MPI_REQUEST_NULL) return;
         const int code = MPI_Irecv(segment_of(group, slot, from, true, number),
-                                   segment_bytes(slot, l, number), MPI_BYTE, from,
+                                   segment_bytes(slot, ring, number), MPI_BYTE, from,
                                    FIRST_ROW_TAG + slot->index, group->comm, request);
         if (code != MPI_SUCCESS) {
             control_fail(group, code, "MPI_Irecv");
             return;
         }
-        l->num_started++;
+        ring->num_started++;
     }
 }
 
@@ -96,11 +96,11 @@ void staging_receive_done(epic_group *group, op_slot *slot, int from)
     if (slot->per_segment && !is_broken(group)) post_receives(group, slot, from);
 }
 
-static void begin_flow(staging_ring *l, int64_t num_entries)
+static void begin_flow(staging_ring *ring, int64_t num_entries)
 {
-    l->num_entries = num_entries;
-    l->moved = 0;
-    l->first = l->num_started;
+    ring->num_entries = num_entries;
+    ring->moved = 0;
+    ring->first = ring->num_started;
 }
 
 /* Implements epic_transport.shape: sets the number of entries per segment, and posts receives
@@ -127,9 +127,9 @@ void mpi_shape(epic_group *group, int index, const epic_flow *flow)
  * use. */
 void *staging_room(epic_group *group, op_slot *slot, int to, int64_t entry)
 {
-    const staging_ring *l = &slot->send_rings[to];
-    const uint64_t number = l->first + (uint64_t)(entry / slot->per_segment);
-    if (number >= l->num_started + 2 ||
+    const staging_ring *ring = &slot->send_rings[to];
+    const uint64_t number = ring->first + (uint64_t)(entry / slot->per_segment);
+    if (number >= ring->num_started + 2 ||
         *request_of(slot, to, REQUEST_SEND + (int)(number % 2)) != MPI_REQUEST_NULL) {
         slot->waits_for_room = true;
         return NULL;
@@ -140,12 +140,12 @@ void *staging_room(epic_group *group, op_slot *slot, int to, int64_t entry)
 /* Sends the segments with numbers below `end` that were not sent yet. */
 static void start_sends(epic_group *group, op_slot *slot, int to, uint64_t end)
 {
-    staging_ring *l = &slot->send_rings[to];
+    staging_ring *ring = &slot->send_rings[to];
     pthread_mutex_lock(group->mutex);
-    for (; l->num_started < end && !is_broken(group); l->num_started++) {
-        const uint64_t number = l->num_started;
+    for (; ring->num_started < end && !is_broken(group); ring->num_started++) {
+        const uint64_t number = ring->num_started;
         const int code =
-            MPI_Isend(sent_segment(group, slot, to, number), segment_bytes(slot, l, number),
+            MPI_Isend(sent_segment(group, slot, to, number), segment_bytes(slot, ring, number),
                       MPI_BYTE, to, FIRST_ROW_TAG + slot->peer_slots[to], group->comm,
                       request_of(slot, to, REQUEST_SEND + (int)(number % 2)));
         if (code != MPI_SUCCESS) control_fail(group, code, "MPI_Isend");
@@ -158,15 +158,15 @@ static void start_sends(epic_group *group, op_slot *slot, int to, uint64_t end)
 void mpi_send(epic_group *group, int index, int to, int64_t upto)
 {
     op_slot *slot = &group->slots[index];
-    staging_ring *l = &slot->send_rings[to];
+    staging_ring *ring = &slot->send_rings[to];
     atomic_fetch_add_explicit(&group->bytes_sent,
-                              (uint64_t)((upto - l->moved) * slot->entry_bytes),
+                              (uint64_t)((upto - ring->moved) * slot->entry_bytes),
                               memory_order_relaxed);
-    l->moved = upto;
+    ring->moved = upto;
     const uint64_t end =
-        l->first + (upto == l->num_entries ? num_segments(slot, upto)
-                                           : (uint64_t)(upto / slot->per_segment));
-    if (l->num_started < end) start_sends(group, slot, to, end);
+        ring->first + (upto == ring->num_entries ? num_segments(slot, upto)
+                                                 : (uint64_t)(upto / slot->per_segment));
+    if (ring->num_started < end) start_sends(group, slot, to, end);
 }
 
 static bool has_arrived(op_slot *slot, int from, uint64_t number)
@@ -178,8 +178,8 @@ static bool has_arrived(op_slot *slot, int from, uint64_t number)
 /* Implements epic_transport.entry: returns NULL if the segment of the entry has not arrived. */
 const void *staging_entry(epic_group *group, op_slot *slot, int from, int64_t entry)
 {
-    const staging_ring *l = &slot->receive_rings[from];
-    const uint64_t number = l->first + (uint64_t)(entry / slot->per_segment);
+    const staging_ring *ring = &slot->receive_rings[from];
+    const uint64_t number = ring->first + (uint64_t)(entry / slot->per_segment);
     if (!has_arrived(slot, from, number)) return NULL;
     return segment_of(group, slot, from, true, number) +
            entry % slot->per_segment * slot->stride;
@@ -190,9 +190,9 @@ const void *staging_entry(epic_group *group, op_slot *slot, int from, int64_t en
 void mpi_drop(epic_group *group, int index, int from, int64_t upto)
 {
     op_slot *slot = &group->slots[index];
-    staging_ring *l = &slot->receive_rings[from];
-    const int64_t before = l->moved / slot->per_segment;
-    l->moved = upto;
+    staging_ring *ring = &slot->receive_rings[from];
+    const int64_t before = ring->moved / slot->per_segment;
+    ring->moved = upto;
     if (upto / slot->per_segment == before || is_broken(group)) return;
     pthread_mutex_lock(group->mutex);
     post_receives(group, slot, from);

@@ -112,7 +112,8 @@ static int poll_open(connect_state *o, int ms)
 
 /* Waits until a socket is ready, at most CHECK_MS, so that the caller can check the missing
  * ranks. Returns EPIC_ETIMEOUT at the deadline, and EPIC_EPEER if a connected peer has closed
- * its connection. `what` is the beginning of that error, for example "rank 1 did not connect". */
+ * its connection. `what` begins the error of the deadline, for example "rank 1 did not
+ * connect". */
 static epic_result poll_once(connect_state *o, const char *what)
 {
     const uint64_t now = (uint64_t)clock_ns();

@@ -19,7 +19,7 @@ static bool is_full;
 
 static void fail_test(const char *what, const put_range *r)
 {
-    fprintf(stderr, "hosts_parcels: %s: host %d, words %llu and %u more\n", what, r->host,
+    fprintf(stderr, "hosts_put_batch: %s: host %d, words %llu and %u more\n", what, r->host,
             (unsigned long long)r->word, r->words);
     exit(1);
 }
@@ -39,7 +39,7 @@ static void take_puts(put_batcher *all)
             continue;
         }
         if (r.words == 0 || r.word / PARCEL != (r.word + r.words - 1) / PARCEL)
-            fail_test("over the edge of a parcel", &r);
+            fail_test("over the edge of a batch", &r);
         for (uint64_t i = r.word; i < r.word + r.words; i++) {
             if (!shipped[r.host][i]) fail_test("not shipped", &r);
             if (given[r.host][i]++) fail_test("given twice", &r);
@@ -186,6 +186,6 @@ int main(void)
         percent = i * 5;
         test_random();
     }
-    printf("hosts_parcels: good\n");
+    printf("hosts_put_batch: good\n");
     return 0;
 }
