@@ -20,10 +20,10 @@
 #include "run.h"
 
 #define HANG_S 30
-#define TRIES 6 /* runs of a fault whose errors come late */
+#define TRIES 6 /* how often a fault is tried if errors are late */
 
 static int told_fd;
-static char lateness[256]; /* lateness in the last run of the fault */
+static char lateness[256]; /* description of the late error in the last run of the fault */
 
 /* ------------------------------------------------------------------------- processes ---- */
 

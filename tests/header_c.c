@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The public headers compile without other headers in C11, and their version is the
- * library's. */
+/* Checks that the public headers compile in C11 without other headers, and that their version
+ * is the library's. */
 #include "epic/epic.h"
 #include "epic/placement.h"
 

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The public headers stand alone in C++17, twice, and its functions have C names. */
+/* Checks that the public headers compile in C++17 without other headers and can be included
+ * twice, and that their functions have C names. */
 #include "epic/epic.h"
 #include "epic/placement.h"
 

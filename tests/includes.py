@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Check that includes and calls between the folders and files of the C sources point down only.
+"""Checks that includes and calls in the C sources go only to lower folders and files.
 
 usage: includes.py ROOT
 
-ROOMS lists the folders from the bottom up. A folder may include, and call functions of, itself and
-the folders on the lines before its own; folders on one line do not use each other. FILES does the
-same for the files of some folders, so that two files never call each other.
+ROOMS lists the folders from the bottom up. A folder may include and call itself and the folders on
+the lines before its own. Folders on one line do not use each other. FILES does the same for the
+files of some folders, so that two files never call each other.
 
-A call is an identifier that is followed by '(' inside a function or a macro. It counts when the
-file does not define that function itself and another file of src, kernels or include does. Members
-(x.name(...), x->name(...), x::name(...)) do not count: a table of functions is how a lower folder
-calls a higher one. Exit status 0: everything points down; 1: something does not, each on a line of its own.
+A call is an identifier that is followed by '(' inside a function or a macro. It counts if the file
+does not define this function and another file of src, kernels or include does. Members
+(x.name(...), x->name(...), x::name(...)) do not count, because a lower folder calls a higher one
+through a table of functions. The exit status is 0 if there is no wrong include or call. Otherwise
+it is 1, and each one is printed on a line.
 """
 
 import os
@@ -44,7 +45,7 @@ src/moe
 src/dispatcher
 """
 
-# Files of a folder from the bottom up, without ".c". Every .c file of the folder has to be listed.
+# Files of a folder from the bottom up, without ".c". Every .c file of the folder must be listed.
 FILES = {
     "src/moe": """
         dense_f32 dense_f64
@@ -80,9 +81,10 @@ FILES = {
     """,
 }
 
-# Calls up that the design wants, as (folder of the caller, function).
+# Calls of higher folders that the design allows, as (folder of the caller, function).
 ALLOWED = {
-    ("src/rules", "reciprocal_approx"),  # CUDA only: kernels/cuda/common/ptx.cuh has to come first
+    # only in CUDA code, which includes kernels/cuda/common/ptx.cuh first
+    ("src/rules", "reciprocal_approx"),
 }
 
 KEYWORDS = frozenset(
@@ -164,7 +166,7 @@ def closing(code, at):
 
 
 def is_call(code, i):
-    """Is the token at index i a name that is followed by '(' and not a member or a keyword?"""
+    """Return whether the token at index i is a name followed by '(', and no member or keyword."""
     name = code[i][0]
     return (
         i + 1 < len(code)
@@ -176,7 +178,7 @@ def is_call(code, i):
 
 
 def is_inner_definition(code, i):
-    """Does the token at index i, inside braces, name a method or a lambda that is defined there?"""
+    """Return whether the token at index i, inside braces, defines a method or a lambda."""
     if i + 2 < len(code) and (code[i + 1][0], code[i + 2][0]) == ("=", "["):
         return True
     if not is_call(code, i):
@@ -188,7 +190,7 @@ def is_inner_definition(code, i):
 
 
 class Source:
-    """The functions that a file defines and those that it calls."""
+    """The functions that a file defines, and those that it calls."""
 
     def __init__(self, path, text):
         self.path, self.room = path, room_of(path)
@@ -232,7 +234,7 @@ class Source:
 
 
 def check_includes(root, paths, levels):
-    """Print the includes that do not point down; return (how many, wrong ones)."""
+    """Print the includes of higher folders; return the numbers of all and of wrong includes."""
     total = wrong = 0
     for path in paths:
         source = room_of(path)
@@ -264,7 +266,7 @@ def owners_of(files):
 
 
 def check_rooms(files, owners, levels):
-    """Print the calls between folders that do not point down; return (how many, wrong ones)."""
+    """Print the calls of higher folders; return the numbers of all and of wrong calls."""
     total = wrong = 0
     for source in files:
         if source.room == "include/epic":  # wrappers of functions that the header itself declares
@@ -285,7 +287,7 @@ def check_rooms(files, owners, levels):
 
 
 def check_files(files, owners, folder, order):
-    """Print the calls between the files of a folder that do not point down; return their number."""
+    """Print the calls of higher files in a folder; return their number."""
     levels, wrong = levels_of(order), 0
     inside = [source for source in files if source.room == folder and source.path.endswith(".c")]
     names = {source: os.path.basename(source.path)[:-2] for source in inside}

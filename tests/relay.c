@@ -65,7 +65,7 @@ static void set_address(struct ifreq *r, const char *address)
     memcpy(&r->ifr_addr, &in, sizeof in);
 }
 
-/* Brings an interface of this namespace up, with an address or without. */
+/* Sets up an interface of this namespace, with or without an address. */
 static bool set_up(const char *name, const char *address)
 {
     struct ifreq r = {0};
@@ -208,7 +208,8 @@ relay_count relay_counted(void)
 
 bool relay_did_lose(relay_count counted, uint32_t losses)
 {
-    return counted.lost > 0 || (double)counted.passed * losses < 28e6; /* probability e^-28 */
+    /* the probability of no loss is e^-28 */
+    return counted.lost > 0 || (double)counted.passed * losses < 28e6;
 }
 
 void relay_close(void)

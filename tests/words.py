@@ -3,8 +3,9 @@
 """Checks names: no function has a one-word name, and no file uses a replaced word.
 
 usage: words.py ROOT
-A function of C or CUDA in src, kernels or bindings needs a name of at least two words, such as
-plan_open. Words that the project replaced may stand only in CHANGELOG.md and docs/lab.
+
+Each function of C or CUDA in src, kernels or bindings needs a name of at least two words, such as
+plan_open. Words that the project has replaced are allowed only in CHANGELOG.md and docs/lab.
 """
 
 import re

@@ -9,7 +9,7 @@
 
 #include "check.h"
 
-#define MAX_CHOICES 384 /* per rank */
+#define MAX_CHOICES 384 /* largest number of choices per rank */
 
 static int64_t pick(run_random *random, const int64_t *from, int64_t count)
 {

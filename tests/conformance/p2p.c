@@ -116,7 +116,7 @@ int main(int argc, char **argv)
 {
     int count = 0;
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32",
-           0); /* so that no kernel waits behind that of another rank */
+           0); /* so that no kernel waits for that of another rank */
     if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0)
         return check_skip("no GPU can be used here");
     suite_there = &gpu;

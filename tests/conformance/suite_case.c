@@ -284,7 +284,7 @@ void case_bad_choice(epic_context *ctx, const epic_bootstrap *bootstrap, const w
     case_refused(&s, call_plan(&s, &args), EPIC_EINVAL);
     check_named(&s, victim, at, value);
     case_drop(&s);
-    w->plan->result = EPIC_EINVAL; /* the result that the dispatch expects */
+    w->plan->result = EPIC_EINVAL; /* the result that the dispatch must return */
     case_dispatch(&s, &common);
     w->plan->result = EPIC_OK;
     case_end(&s);

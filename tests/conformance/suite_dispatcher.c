@@ -9,7 +9,7 @@
 
 enum { TOKENS = 7, TOP_K = 3, EXPERTS = 48, HIDDEN = 9 };
 
-/* Values are whole numbers and eighths, so every sum is exact. */
+/* Inputs of the experts. Values are whole numbers and eighths, so every sum is exact. */
 typedef struct part {
     float tokens[TOKENS][HIDDEN], weights[TOKENS][TOP_K], out[TOKENS][HIDDEN];
     float d_out[TOKENS][HIDDEN], d_tokens[TOKENS][HIDDEN], d_weights[TOKENS][TOP_K];

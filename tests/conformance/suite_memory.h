@@ -21,22 +21,24 @@ enum suite_need {
 
 /* Functions of a backend's test, called by the thread of a rank. */
 typedef struct suite_memory {
-    void (*open)(const epic_bootstrap *bootstrap); /* before its first context; may be NULL */
-    void (*close)(void);                           /* after its last context; may be NULL */
-    void *(*allocate)(int64_t bytes);              /* at an address that 16 divides */
+    /* called before the first context; may be NULL */
+    void (*open)(const epic_bootstrap *bootstrap);
+    /* called after the last context; may be NULL */
+    void (*close)(void);
+    void *(*allocate)(int64_t bytes); /* returns memory at a multiple of 16 */
     void (*release)(void *memory);
-    void (*copy)(void *to, const void *from,
-                 int64_t bytes); /* in either direction; complete on return */
+    /* copies in either direction, and returns when the copy is complete */
+    void (*copy)(void *to, const void *from, int64_t bytes);
     void (*synchronise)(void);   /* waits for the calls; NULL: calls wait themselves */
-    epic_stream (*stream)(void); /* stream for the calls; NULL: none */
-    uint32_t (*max_sms)(
-        int num_ranks);    /* SMs of one context, for two contexts per rank; NULL: 0 */
+    epic_stream (*stream)(void); /* returns the stream for the calls; NULL: no stream */
+    /* returns the SMs of one context, for two contexts per rank; NULL: 0 */
+    uint32_t (*max_sms)(int num_ranks);
     bool device;           /* CUDA contexts: calls of all tags must come in one order */
     uint32_t lacks;        /* bits of suite_need */
-    uint32_t most_experts; /* for SUITE_EXPERTS */
+    uint32_t most_experts; /* used with SUITE_EXPERTS */
 } suite_memory;
 
-extern const suite_memory
-    *suite_there; /* host memory, unless a main function sets another one */
+/* where the arrays of calls are: host memory, unless a main function sets another memory */
+extern const suite_memory *suite_there;
 
 #endif

@@ -6,7 +6,7 @@
 #include "check.h"
 #include "suite_case.h"
 
-/* The values of one expert, or a sum of several, [count]. */
+/* The values of one expert, or the sum of several experts, [count]. */
 typedef struct numbers {
     const world *w;
     int64_t count;
@@ -101,12 +101,13 @@ static void expect_expert(const seat *s, int64_t expert, int64_t count, float *o
 
 void case_sum_replicas(seat *s, run_random *common)
 {
-    static const int64_t counts[] = {
-        0, 1, 5, 63, 63, 300}; /* most counts fit into the op header: one round trip */
+    /* most counts fit into the op header, so the sum needs one round trip */
+    static const int64_t counts[] = {0, 1, 5, 63, 63, 300};
     const oracle_plan *p = s->w->plan;
     const int64_t experts = s->w->layer.num_experts;
     const int64_t count = counts[run_below(common, experts > 64 ? 3 : 6)];
-    if (run_chance(common, s->w->logical_of ? 60 : 85)) return; /* many exchanges, or none */
+    /* many exchanges, or no replicas */
+    if (run_chance(common, s->w->logical_of ? 60 : 85)) return;
     const int64_t bytes = count * (int64_t)sizeof(float);
     epic_rows data = case_rows(s, p->num_local + 1, bytes > 0 ? bytes : 4);
     epic_rows workspace = case_rows(s, 1, bytes > 0 ? bytes : 4);

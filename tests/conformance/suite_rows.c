@@ -91,8 +91,8 @@ typedef struct dispatched {
     int64_t n;     /* number of elements, or of bytes */
     epic_rows weights, slot_weights, recv_expert;
     int short_rank;
-    int64_t
-        room; /* slots of this rank if known beforehand; 0: allocate a few more than needed */
+    /* slots of this rank if the caller knows them; 0: allocate a few more than needed */
+    int64_t room;
 } dispatched;
 
 static void choose_shapes(seat *s, run_random *common, dispatched *d)

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Forged and damaged checkpoints of examples/train_text.  Whatever the bytes are: looking at a file
- * takes no memory for what the file says, and a header that is believed has fields that the program
- * itself could have written.  Headers of models are forged with right checksums. */
+/* Tests forged and damaged checkpoints of examples/train_text. For any bytes, reading a file
+ * must not allocate memory by sizes that only the file claims. A header that is accepted must
+ * have fields that the program itself could have written. The forged headers have correct
+ * checksums. */
 #include <inttypes.h>
 #include <stddef.h>
 #include <stdio.h>
@@ -15,7 +16,7 @@
 
 enum { HIDDEN = 16, INNER = 32, TOKENS = 16, ROUNDS = 1000 };
 
-/* As the file has them, written down again. */
+/* The layout of the file, written down again for this test. */
 enum { HEADER = sizeof(checkpoint_header), RECORD = 48, RECORD_SUM = 44, RECORD_COUNT = 32 };
 
 static unsigned char *whole;
@@ -87,7 +88,7 @@ static void write_file(const unsigned char *data, size_t bytes)
     }
 }
 
-/* The beginning alone; the rest stays. */
+/* Writes only the beginning of the file; the rest stays. */
 static void write_headers(const unsigned char *data)
 {
     FILE *file = fopen("forged", "r+b");
@@ -156,7 +157,7 @@ static uint64_t extreme(uint64_t was)
     return numbers[draw() % (sizeof numbers / sizeof *numbers)];
 }
 
-/* As a forger would: the fields agree with each other. */
+/* Makes the fields agree with each other, as an attacker would. */
 static void make_consistent(unsigned char *data)
 {
     checkpoint_header h;
@@ -165,7 +166,7 @@ static void make_consistent(unsigned char *data)
     memcpy(data, &h, sizeof h);
 }
 
-/* One field to three at a time, with a right checksum. */
+/* Forges one to three fields, with a correct checksum. */
 static void forge_fields(unsigned char *data)
 {
     int64_t num_believed = 0;
@@ -190,7 +191,7 @@ static void forge_fields(unsigned char *data)
     if (!num_believed) bad("forged headers", "that are possible were refused:", ROUNDS);
 }
 
-/* A large model in a file that has the length, but no blocks on the disk. */
+/* Forges the size of a large model, in a sparse file of this length. */
 static void forge_size(unsigned char *data)
 {
     checkpoint_header h;
@@ -214,7 +215,7 @@ static void forge_size(unsigned char *data)
     write_file(data, size);
 }
 
-/* The first parameter's record, with a right checksum. */
+/* Forges the record of the first parameter, with a correct checksum. */
 static void forge_record(unsigned char *data)
 {
     for (int round = 0; round < ROUNDS / 10; round++) {
@@ -231,7 +232,7 @@ static void forge_record(unsigned char *data)
     memcpy(data, whole, size);
 }
 
-/* Any bytes, and any length. */
+/* Writes arbitrary bytes, with any length. */
 static void damage(unsigned char *data)
 {
     for (int round = 0; round < ROUNDS / 10; round++) {
@@ -287,7 +288,8 @@ int main(void)
     memcpy(data, whole, size);
     write_file(data, size);
     if (!look(&h) || !possible(&h)) bad("the file as it was", "is refused", 0);
-    if (!freopen("/dev/null", "w", stderr)) return 1; /* a sentence for each */
+    /* the program prints an error for each file */
+    if (!freopen("/dev/null", "w", stderr)) return 1;
     forge_fields(data);
     forge_size(data);
     forge_record(data);

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The gradients of examples/train_text against differences of its loss, one parameter at a time:
- * a step along gradient g of length e changes the loss by e |g|.  Losses are float32, and a long step
- * may move a choice from one expert to another, where the loss jumps: few tokens and a decided
- * gate make that rare, several e are tried, and the best must be right within 1 %. */
+/* Compares the gradients of examples/train_text with differences of its loss, one parameter at
+ * a time: a step of length e along gradient g changes the loss by e |g|. Losses are float32. A
+ * long step may move a choice to another expert, where the loss jumps. Few tokens and a gate
+ * with clear preferences make this rare. The test tries several e, and the best must be correct
+ * within 1 %. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,7 +18,7 @@ enum { TOKENS = 16, HIDDEN = 32, INNER = 48, TRIES = 6 };
 static unsigned char bytes[TOKENS * CONTEXT + CONTEXT];
 static const unsigned char *at[TOKENS];
 
-/* The whole loss: of the text and of the balance. */
+/* Returns the whole loss: that of the text plus the balance loss. */
 static double loss_of(model *m)
 {
     if (!model_gradients(m, at, TOKENS)) exit(1);
@@ -42,7 +43,7 @@ static int check_parameter(model *m, int number, const float *value, const float
     double square = 0, best = INFINITY;
     for (int64_t i = p->offset; i < p->offset + p->count; i++)
         square += (double)gradient[i] * gradient[i];
-    if (square == 0 && number >= UP) return 0; /* nobody chose the expert */
+    if (square == 0 && number >= UP) return 0; /* no token has chosen the expert */
     for (int t = 0; t < TRIES; t++) {
         const double step = 0.3 / pow(3, t) / (sqrt(square) + 1e-30);
         const double change =

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The n-gram of examples/train_text against counting by hand: at every held-out position, every
- * context is counted by going through all training positions. */
+/* Compares the n-gram model of examples/train_text with counts by hand: for every held-out
+ * position, each context is counted in all training positions. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,7 +13,8 @@ enum { CHUNKS = 20, STEP = 97 };
 
 static unsigned char bytes[CHUNKS * CHUNK];
 
-/* p(c | the `length` bytes before it), from the shorter context's. */
+/* Returns p(c | the `length` bytes before it), computed from the probability with the shorter
+ * context. */
 static double next(const text *t, const unsigned char *at, int length, double shorter)
 {
     bool seen[256] = {false};
@@ -54,7 +55,7 @@ int main(void)
             num_bad++;
         }
     }
-    /* What it says about all bytes in one place is a distribution. */
+    /* The probabilities of all bytes at a position must add up to 1. */
     unsigned char *at = (unsigned char *)(uintptr_t)text_held_out(&t, 0);
     double sum = 0;
     for (int c = 0; c < 256; c++) {

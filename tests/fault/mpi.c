@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Faults on backend mpi: every one has an mpiexec of its own, whose ranks are this program.  Where
- * the launcher cannot let the others live when one is killed, none is. */
+/* Tests faults on backend mpi. Each fault has an mpiexec of its own, whose ranks are this
+ * program. If the launcher ends all ranks when one is killed, no rank is killed. */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,7 +21,7 @@ static epic_bootstrap bootstrap_over(const MPI_Comm *comm)
     exit(1);
 }
 
-/* MPI would wait for the dead at its end, so it has none. */
+/* At its end MPI would wait for the dead rank, so the rank ends without MPI_Finalize. */
 static void be_rank(const faults_way *way, char **arguments)
 {
     int level, rank;
@@ -41,7 +41,7 @@ int main(int argc, char **argv)
     const char *mpiexec = mpiexec_name();
     const char *const plain[] = {mpiexec, NULL};
     const char *const recovering[] = {mpiexec, "--enable-recovery", NULL};
-    const char *known = getenv("EPIC_FAULT_RECOVERY"); /* what the test told its ranks */
+    const char *known = getenv("EPIC_FAULT_RECOVERY"); /* set by the test for its ranks */
     const bool deaths = known ? *known == '1' : mpiexec_recovers();
     const faults_way way = {.backend = "mpi",
                             .processes = true,

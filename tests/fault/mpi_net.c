@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Backend mpi on a network that delays and loses packets (relay.h): each rank in a namespace of its
- * own, under a name for its host of its own.  All that comes is right, bit for bit, and nobody is
- * called dead for what the network does.
+/* Tests backend mpi on a network that delays and loses packets (relay.h). Each rank has a
+ * network namespace and a host name of its own. All results must be correct bit by bit, and no
+ * rank may be reported as dead because of the network.
  *     mpi_net [ranks [steps [delay in us [losses of a million packets]]]] */
 #include <fcntl.h>
 #include <mpi.h>
@@ -20,18 +20,18 @@
 
 enum { TOKENS = 6, TOP_K = 3, HIDDEN = 300, MOST_SLOTS = 4096, MOST_PLAN = 1 << 20 };
 #define DEADLINE_MS 120000
-#define SECONDS 270 /* of everything */
+#define SECONDS 270 /* time limit of the whole test */
 #define GOOD "rank had all its rows home"
 
 /* ------------------------------------------------------------------------------- a rank ---- */
 
-/* Whole numbers, whose sums are exact in any order. */
+/* Returns whole numbers, whose sums are exact in any order. */
 static float element(int rank, int step, int token, int i)
 {
     return (float)((rank * 31 + step * 7 + token * 3 + i) % 64);
 }
 
-/* As a hash has it, so that a token's experts lie anywhere. */
+/* Returns an expert by a hash, so that the experts of a token are on any ranks. */
 static int32_t expert(int rank, int step, int token, int k, int experts)
 {
     return (int32_t)((run_mix((uint64_t)(rank * 1000 + step), (uint64_t)token) + 7919u * k) %
@@ -45,14 +45,15 @@ static bool said(epic_context *ctx, epic_result result, const char *what)
     return false;
 }
 
-/* Every expert gives its rows back: a token's home-coming is its own, times the weights' sum. */
+/* Runs a step. Experts return their rows, so a token's result is the token times the sum of its
+ * weights. */
 static bool step(epic_context *ctx, int number)
 {
     static _Alignas(64) unsigned char plan[MOST_PLAN];
     static float x[TOKENS][HIDDEN], out[TOKENS][HIDDEN], rows[MOST_SLOTS][HIDDEN];
     static float weights[TOKENS][TOP_K], slot_weights[MOST_SLOTS];
     const int rank = epic_rank(ctx), ranks = epic_num_ranks(ctx);
-    const int num_tokens = (rank + number) % (TOKENS + 1); /* some have none */
+    const int num_tokens = (rank + number) % (TOKENS + 1); /* some ranks have none */
     const epic_layer layer = {
         .num_experts = (uint32_t)ranks, .top_k = TOP_K, .sum_order = EPIC_BY_HOSTS};
     int32_t ids[TOKENS][TOP_K];
@@ -100,7 +101,7 @@ static bool step(epic_context *ctx, int number)
     return right && sum[0] == (float)(ranks * (ranks - 1) / 2) && sum[1] == tokens;
 }
 
-/* The namespace is entered before anything of MPI is there. */
+/* Enters the namespace, before any use of MPI. */
 static bool go_to_host(const char *spaces)
 {
     const char *rank = getenv("OMPI_COMM_WORLD_RANK");
@@ -136,7 +137,8 @@ static int be_rank(int num_steps)
     epic_close(ctx);
     epic_bootstrap_close(&bootstrap);
     MPI_Finalize();
-    _exit(good ? 0 : 1); /* MPI keeps memory, which AddressSanitizer would tell */
+    /* without cleanup: AddressSanitizer would report memory that MPI keeps */
+    _exit(good ? 0 : 1);
 }
 
 /* ------------------------------------------------------------------------------ the test ---- */
@@ -153,7 +155,7 @@ static void name_spaces(int num_ranks)
     setenv("EPIC_HOST", "%r", 1);
 }
 
-/* Ranks that wait leave the cores to others; all that they say goes by the network. */
+/* Starts the ranks. Ranks that wait yield their cores, and all messages use the network. */
 static FILE *start(int num_ranks, const char *steps)
 {
     char self[512], command[2048];

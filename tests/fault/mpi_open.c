@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A rank that is killed while a group of backend mpi opens, after each of the gathers of open: the
- * others get an error that names it, before their deadline and a moment have passed. */
+/* Tests a rank that is killed while a group of backend mpi opens, after each of the gathers of
+ * open. The others must get an error that names it shortly after their deadline at the latest.
+ */
 #include <mpi.h>
 #include <signal.h>
 #include <stdio.h>
@@ -16,7 +17,7 @@
 #define NUM_RANKS 3
 #define VICTIM 1
 #define TIMEOUT_MS 1000
-#define LIMIT_MS 5000 /* of a machine with other work */
+#define LIMIT_MS 5000 /* extra time, because the machine may be busy */
 #define GOOD "was told of rank 1"
 
 /* A bootstrap whose victim dies after its last gather. */
@@ -30,7 +31,7 @@ static epic_result gather(void *self, const void *mine, void *all, int64_t bytes
     doomed *d = self;
     const epic_result result = d->bootstrap.gather(d->bootstrap.self, mine, all, bytes);
     if (--d->left > 0 || d->bootstrap.rank != VICTIM) return result;
-    run_nap_us(20000); /* its last message has left by then */
+    run_nap_us(20000); /* by then its last message has been sent */
     raise(SIGKILL);
     return result;
 }
@@ -58,7 +59,7 @@ static void be_rank(int num_gathers)
            epic_result_name(result), ms, epic_error(ctx));
     fflush(stdout);
     epic_close(ctx);
-    run_nap_us(200000); /* the others have got there too before mpiexec ends us all */
+    run_nap_us(200000); /* by then the others have noticed, too, before mpiexec ends the job */
     _exit(0);
 }
 

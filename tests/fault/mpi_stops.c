@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* All ranks of an MPI job are stopped together: every group has an mpiexec of its own, whose ranks
- * are this program. */
+/* Tests that all ranks of an MPI job are stopped together. Each group has an mpiexec of its
+ * own, whose ranks are this program. */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>

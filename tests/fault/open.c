@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Faults inside epic_open: at each of its gatherings one rank dies, leaves, stops or dawdles.  The
- * others are told who it was, in time, and a new group opens afterwards.  Processes meet over TCP
- * and open shm, threads meet in memory. */
+/* Tests faults inside epic_open. At one of its gathers a rank dies, leaves, stops or is late.
+ * The others must get an error that names it, in time, and a new group must open afterwards.
+ * Processes use a bootstrap over TCP and backend shm, threads a bootstrap in memory. */
 #include <ctype.h>
 #include <errno.h>
 #include <netinet/in.h>
@@ -22,18 +22,20 @@
 
 #define MAX_RANKS 4
 #define NUM_FAULTS 120 /* scaled */
-#define WIDTH 6        /* at once */
+#define WIDTH 6        /* number of faults that run at the same time */
 #define HANG_S 40
-#define SOON_MS 1000 /* a death is told within */
+#define SOON_MS 1000 /* a death must be reported within this time */
 #define GRACE_MS 1500
-#define TRIES 6 /* of a fault whose answers are late: a busy machine's are not late each time */
+/* how often a fault is tried if errors are late; on a busy machine they are not late each
+ * time */
+#define TRIES 6
 
 enum kind { KILLED, AMID, EXITED, STOPPED, CLOSED, STALLED, LATE, NUM_KINDS };
 
 static const struct {
     const char *name;
     bool needs_process, dies;
-    epic_result result; /* of the others */
+    epic_result result; /* result of the other ranks */
     uint32_t timeout_ms;
 } kinds[NUM_KINDS] = {
     [KILLED] = {"kill -9", true, true, EPIC_EPEER, 15000},
@@ -47,21 +49,21 @@ static const struct {
 
 typedef struct fault {
     enum kind kind;
-    bool processes, after; /* after the gathering, else before */
+    bool processes, after; /* after: the fault happens after the gather, otherwise before it */
     int num_ranks, victim, gather;
     uint64_t seed;
     char name[128];
 } fault;
 
-typedef struct stage { /* what the ranks of a fault share */
+typedef struct stage { /* Memory that the ranks of a fault share. */
     _Atomic int done, closed;
     _Atomic uint64_t begin_ns;
-    _Atomic int late;      /* answers that came after the time that is promised, */
-    char lateness[128];    /* the first of them */
-    run_rendezvous *again; /* of those that are left */
+    _Atomic int late;      /* number of errors that came after the promised time */
+    char lateness[128];    /* description of the first late error */
+    run_rendezvous *again; /* bootstrap of the surviving ranks */
 } stage;
 
-static struct tally { /* over all faults */
+static struct tally { /* counts over all faults */
     _Atomic int faults, hangs, wrong_results, wrong_culprits, late, gathers[2];
 } * told;
 
@@ -86,7 +88,7 @@ static void wait_for(_Atomic int *count, int many)
 
 /* --------------------------------------------------------------------------- the victim ---- */
 
-/* A moment later, while the opening goes on. */
+/* Kills the process a moment later, while the others continue to open. */
 static void *kill_soon(void *self)
 {
     const rank_of_fault *r = self;
@@ -137,8 +139,8 @@ static epic_result gather(void *self, const void *mine, void *all, int64_t bytes
 
 /* ---------------------------------------------------------------------------- all ranks ---- */
 
-/* The victim is named, and nobody beside it, the hub of the bootstrap and who tells, by whose name a
- * sentence from elsewhere begins. */
+/* Returns whether the sentence names the victim and no other rank. The rank of the bootstrap's
+ * hub, and the rank whose sentence this is, may also be in it. */
 static bool names_victim(const rank_of_fault *r, const char *sentence)
 {
     int teller = -1, after = 0;
@@ -160,7 +162,8 @@ static void check_told(rank_of_fault *r, epic_context *ctx, epic_result result)
 {
     const fault *f = r->f;
     const epic_result right = kinds[f->kind].result;
-    const bool opened = result == EPIC_OK && f->kind == AMID; /* it died later */
+    /* it died after its open had succeeded */
+    const bool opened = result == EPIC_OK && f->kind == AMID;
     float one = 1;
     const epic_allreduce_sum_args args = {.data = &one, .count = 1};
     if (opened) result = epic_allreduce_sum(ctx, &args);
@@ -186,8 +189,8 @@ static void check_told(rank_of_fault *r, epic_context *ctx, epic_result result)
         atomic_fetch_add(&told->wrong_culprits, 1);
 }
 
-/* One that comes to the last gathering when the others have given up may find all that they had
- * brought to it: it opens, and its first operation tells. */
+/* A rank that comes late to the last gather, when the others have given up, may find all their
+ * data. Then its open succeeds, and its first operation returns the error. */
 static void check_victim(const rank_of_fault *r, epic_context *ctx, epic_result result)
 {
     const fault *f = r->f;
@@ -221,7 +224,8 @@ static void be_rank(rank_of_fault *r)
         .rank = r->rank, .num_ranks = f->num_ranks, .gather = gather, .self = r};
     check_seed = f->seed;
     const epic_result result = open_seat(&ctx, &watched, f, kinds[f->kind].timeout_ms);
-    while (r->rank == f->victim && f->kind == AMID) pause(); /* its moment comes */
+    /* wait until the process is killed */
+    while (r->rank == f->victim && f->kind == AMID) pause();
     if (result == EPIC_OK && f->kind == LATE) {
         CHECK_SAY(step_works(ctx, 1), "%s: the group", f->name);
         atomic_store(&told->gathers[f->processes], r->num_gathers);
@@ -242,7 +246,8 @@ static void be_rank(rank_of_fault *r)
 
 /* --------------------------------------------------------------------------- processes ---- */
 
-/* Bound without SO_REUSEADDR, so ours alone, and then with it, so that rank 0 may listen. */
+/* Returns a port that no other program can use. The socket is first bound without SO_REUSEADDR,
+ * so that the port is exclusive. Then the option is set, so that rank 0 can listen there. */
 static uint32_t hold_port(void)
 {
     struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
@@ -328,7 +333,8 @@ static void run_as_threads(const fault *f, stage *stage)
 
 /* --------------------------------------------------------------------------------- all ---- */
 
-/* Each kind before and after each gathering, but not after the last, when the others are through. */
+/* Chooses each kind of fault before and after each gather, but not after the last one, when the
+ * others have finished. */
 static void choose(fault *f, uint64_t number, uint64_t seed)
 {
     run_random random = {seed};
@@ -375,7 +381,7 @@ static void finish_one(void)
     CHECK_SAY(status == 0, "a fault's process ended with status 0x%x", status);
 }
 
-/* How many gatherings an opening has. */
+/* Counts the gathers of an open. */
 static void count_gatherings(bool processes)
 {
     const fault f = {

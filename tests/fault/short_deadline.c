@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A peer that closed before the call is EPIC_EPEER also where the deadline is shorter than the
- * pace at which a waiting rank looks at its peers. */
+/* Tests that a peer that closed before the call is reported as EPIC_EPEER, also if the deadline
+ * is shorter than the interval in which a waiting rank checks its peers. */
 #include <stdatomic.h>
 
 #include "check.h"

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rank 0 of a TCP bootstrap: the input is what comes over its connections. */
+/* Fuzzes rank 0 of a TCP bootstrap: the input is what arrives on its connections. */
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -14,7 +14,7 @@
 static script s;
 static int guests[MOST_GUESTS], num_guests;
 
-/* The next connection of the script. */
+/* Opens the next connection of the script. */
 static int come(void)
 {
     epic_endpoints places;
@@ -28,7 +28,7 @@ static int come(void)
     return 1;
 }
 
-/* Who knocked in vain waits in the listener's queue. */
+/* Closes connections that were not accepted and still wait in the listener's queue. */
 static void sweep(void)
 {
     int late;
@@ -49,7 +49,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
                           .num_ranks = s.num_ranks,
                           .port = 1,
                           .timeout_ms = SCRIPT_MS};
-    fuzz_begin(6 * SCRIPT_MS); /* to meet, to gather three times, to close */
+    fuzz_begin(6 * SCRIPT_MS); /* for the bootstrap, three gathers, and closing */
     fuzz_turn = come;
     epic_result result = epic_bootstrap_tcp(&bootstrap, &tcp);
     for (int i = 0; i < 3 && result == EPIC_OK; i++) {

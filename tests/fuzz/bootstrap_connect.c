@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rank 1 of a TCP bootstrap: the input is what comes from where rank 0 should be. */
+/* Fuzzes rank 1 of a TCP bootstrap: the input is what arrives from the address of rank 0. */
 #include <string.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -13,7 +13,7 @@
 static script s;
 static int visits[MOST_VISITS], num_visits;
 
-/* Answers who knocks. */
+/* Accepts a connection and sends the script's bytes. */
 static int answer(void)
 {
     const int visit = accept(script_listener(), NULL, NULL);
@@ -38,7 +38,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
                           .num_ranks = s.num_ranks,
                           .port = 1,
                           .timeout_ms = SCRIPT_MS};
-    fuzz_begin(4 * SCRIPT_MS + 100); /* to meet, and to gather three times */
+    fuzz_begin(4 * SCRIPT_MS + 100); /* for the bootstrap and three gathers */
     fuzz_turn = answer;
     epic_result result = epic_bootstrap_tcp(&bootstrap, &tcp);
     for (int i = 0; i < 3 && result == EPIC_OK; i++)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_open over a bootstrap whose other ranks do not exist: their records are this rank's own, as
- * the input changes them.  The backends self, threads and shm. */
+/* Fuzzes epic_open with a bootstrap whose other ranks do not exist. Their records are copies of
+ * this rank's own, changed by the input. Backends: self, threads and shm. */
 #include <string.h>
 
 #include "api/hello.h"
@@ -21,7 +21,7 @@ static uint8_t next(forger *f)
     return *f->at++;
 }
 
-/* Changes runs of bytes until the input says that this gather is over. */
+/* Changes runs of bytes until the input ends this gather. */
 static void change(forger *f, uint8_t *all, size_t bytes)
 {
     while (f->left > 0 && next(f) % 4 != 0) {
@@ -62,7 +62,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     fuzz_begin(4 * TIMEOUT_MS);
     const epic_result result = epic_open(&ctx, &bootstrap, &config);
     if (result < EPIC_OK || result > EPIC_ECLOSED) __builtin_trap();
-    if (result == EPIC_OK && f.num_ranks > 1) __builtin_trap(); /* with nobody */
+    /* an open without real peers must not succeed */
+    if (result == EPIC_OK && f.num_ranks > 1) __builtin_trap();
     if (result == EPIC_OK && epic_check(ctx) != EPIC_OK) __builtin_trap();
     epic_close(ctx);
     return 0;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Operations with a plan whose bytes the input changes, with its checksums put right again if the
- * input says so: a result or an error, never a wild access. */
+/* Fuzzes operations with a plan whose bytes the input changes. The input also decides whether
+ * the checksums are corrected. Every call must return a result or an error, without an invalid
+ * memory access. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -16,7 +17,7 @@ static step steps[KINDS];
 static unsigned char *good[KINDS];
 static epic_context *ctx;
 
-/* By rank, in a tree, flat. */
+/* Makes three plans: by rank, in a tree, and flat. */
 static void begin(void)
 {
     const epic_config config = {
@@ -59,7 +60,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     const size_t used =
         (size_t)((const plan_header *)(const void *)good[head[0] % KINDS])->bytes;
     const size_t bytes = head[1] & 8 ? (head[2] * 64u) % used : s->plan_bytes;
-    /* ends where the call is told that the plan ends */
+    /* this memory ends where the plan ends, so that a sanitizer detects reads past its end */
     unsigned char *plan = aligned_alloc(16, (bytes + 31) / 16 * 16);
     memcpy(plan, good[head[0] % KINDS], bytes);
     for (size_t i = 3; i + 6 <= size; i += 6) {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The other side of a TCP bootstrap.  The rank that is fuzzed has random bytes that are none, and
- * its clock stands still at first: so its hello is known before it is sent. */
+/* The other side of a TCP bootstrap. The fuzzed rank gets constants in place of random bytes,
+ * and its clock stands still at first. So its hello is known before it is sent. */
 #include "fuzz/script.h"
 
 #include <stdio.h>
@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 static int listener = -1;
-static epic_secret secret; /* stays open, so that libcrypto is loaded once */
+static epic_secret secret; /* kept, so that libcrypto is loaded only once */
 static struct sockaddr_un place = {.sun_family = AF_UNIX};
 
 int script_listener(void)
@@ -25,7 +25,7 @@ int script_listener(void)
     return listener;
 }
 
-/* In place of src/bootstrap/address.c. */
+/* Replaces the function of src/bootstrap/address.c. */
 epic_result epic_tcp_endpoints(epic_endpoints *out, const epic_tcp *tcp, time_limit *limit)
 {
     (void)tcp, (void)limit;
@@ -66,7 +66,8 @@ static const uint8_t *take(script *s, size_t *bytes)
     return at;
 }
 
-/* The rank that is fuzzed does not read while we write: what finds no room is lost. */
+/* The fuzzed rank does not read while this function writes, so bytes that do not fit into the
+ * socket are lost. */
 static void put(int socket, const void *bytes, size_t length)
 {
     (void)!send(socket, bytes, length, MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -84,7 +85,7 @@ static epic_hello hello_of(int rank, const script *s)
     return hello;
 }
 
-/* Changes up to three bytes, as the script says. */
+/* Changes up to three bytes, chosen by the script. */
 static void spoil(script *s, void *bytes, size_t length)
 {
     for (int n = script_byte(s) % 4; n > 0 && length > 0; n--) {

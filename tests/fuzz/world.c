@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The clock, the waits and the random bytes of what is fuzzed. */
+/* Clock, waits and random bytes of the fuzzed code. */
 #define FUZZ_WORLD
 #include "fuzz/world.h"
 
@@ -29,7 +29,7 @@ static void pass(int64_t ns)
 int fuzz_clock_gettime(clockid_t clock, struct timespec *now)
 {
     (void)clock;
-    now_ns += 100; /* so that a loop that only looks at the clock ends */
+    now_ns += 100; /* so that a loop that only reads the clock ends */
     *now = (struct timespec){.tv_sec = now_ns / 1000000000, .tv_nsec = now_ns % 1000000000};
     return 0;
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Included before everything that is fuzzed: the library's clock, waits and random bytes are the
- * fuzzer's.  A wait with nothing to wait for is over at once and the clock goes on; so deadlines
- * cost nothing, and one that is not kept is found. */
+/* Included before all fuzzed code. It replaces the library's clock, waits and random bytes. A
+ * wait without an event ends at once and advances the clock. So deadlines take no time, and the
+ * fuzzer finds a deadline that is not kept. */
 #ifndef FUZZ_WORLD_H
 #define FUZZ_WORLD_H
 
@@ -16,10 +16,11 @@ int fuzz_nanosleep(const struct timespec *length, struct timespec *rest);
 int fuzz_poll(struct pollfd *polls, nfds_t count, int ms);
 ssize_t fuzz_getrandom(void *to, size_t bytes, unsigned flags);
 
-/* Begins anew: the clock is at 0, and going on past most_ms is a finding. */
+/* Resets the clock to 0. It is a finding if the clock passes most_ms. */
 void fuzz_begin(int64_t most_ms);
 
-/* Called when nothing is ready; true: something may be now.  NULL: nobody else acts. */
+/* Called if no descriptor is ready. Returns true if one may be ready now. NULL: no other side
+ * exists. */
 extern int (*fuzz_turn)(void);
 
 #ifndef FUZZ_WORLD

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The engine chaos: words land in any order. */
+/* The engine chaos: a net on which words arrive in any order. */
 #include "net/chaos.h"
 
 #include <stdio.h>
@@ -17,7 +17,7 @@ extern void emulator_check_store(const void *p) __attribute__((weak));
 #define MOST_RUNS 64      /* runs in one progress call; a run is some words of one put */
 #define MOST_WORDS 48     /* words in a run */
 #define GHOST_LOOKS 200   /* polls before a word lands a second time */
-#define LATE 300          /* one put of so many is delayed for LATE_TURNS */
+#define LATE 300          /* one of this many puts is delayed for LATE_TURNS */
 #define LATE_TURNS 1500   /* a long delay, in turns */
 #define COPIED 40         /* percent of the puts of a strict net that are buffered */
 #define MOST_AGAIN 100   /* polls in which a source is still read after everything has landed */
@@ -25,7 +25,7 @@ extern void emulator_check_store(const void *p) __attribute__((weak));
 /* a late net lands its word after this time; longer than an operation */
 #define LATE_NS 300000000
 #define LAST_NS 100000000 /* the last word of an urgent put lands after this time */
-#define KEPT 30           /* one word of so many is kept, one at a time */
+#define KEPT 30           /* one of this many words is held back, one at a time */
 #define TURN_NS 40000     /* a progress call that takes longer counts as several turns */
 
 typedef struct chaos_put_op {
@@ -33,7 +33,7 @@ typedef struct chaos_put_op {
     const uint64_t *from; /* NULL: send `value` */
     uint64_t num_pieces, landed;
     uint64_t first, step; /* piece i is number (first + i * step) % num_free */
-    uint64_t held_until;  /* this turn */
+    uint64_t held_until;  /* held back until this turn */
     uint64_t num_free;    /* all pieces, or all but a last one that is kept */
     uint64_t done_at;     /* the poll from which on its source is not read */
     uint64_t source;      /* checksum of the source */

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The engine chaos, for tests. Hosts are threads of this process. It keeps exactly the promises
- * of net.h: every put is cut into its words, which are read from their source and land one by
- * one, in random order, among the words of other puts, some of them late. On demand it breaks
- * one promise, which a test must notice. */
+ * of net.h and no others. Every put is cut into its words. These are read from their source and
+ * land one by one, in random order, among the words of other puts, and some of them late. On
+ * demand it breaks one promise, which a test must notice. */
 #ifndef NET_CHAOS_H
 #define NET_CHAOS_H
 
@@ -23,21 +23,21 @@ typedef struct chaos_settings {
     /* Ends the program when the caller breaks a rule: it writes to a source before is_done(),
      * or puts to a place where words of another put may still land. */
     bool strict;
-    /* is_done() returns true only after a while without puts. Finds callers that do not wait
-     * for it. */
+    /* is_done() returns true only after a while without puts. This finds callers that do not
+     * wait for it. */
     bool slow;
-    /* One word after another lands only after a while without puts, while is_done() returns
-     * true at once. Finds callers that do not wait for all words. */
+    /* One word after another lands only after a while without puts, but is_done() returns true
+     * at once. This finds callers that do not wait for all words. */
     bool late;
     /* The last words of urgent puts land only after everything else, one after another by
-     * offset. Finds callers that take a part for the whole. */
+     * offset. This finds callers that use a put before all of it has landed. */
     bool last;
     /* The number plus one of a host that reports at connect that it reaches no GPU memory; 0:
      * all reach it. */
     int out_of_reach;
 } chaos_settings;
 
-/* Used by nets that are opened later. */
+/* Settings of nets that are opened from now on. */
 extern chaos_settings chaos_settings_now;
 
 extern EPIC_API const net_engine epic_net_chaos;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reading what UCX prints about an endpoint, to decide when rows may go by remote writes. */
+/* Tests reading the text that UCX prints about an endpoint, which decides whether rows are sent
+ * by remote writes. */
 #include "net/ucx/lanes_text.h"
 
 #include "check.h"
@@ -27,7 +28,7 @@ static void check_names(void)
     CHECK(!lanes_next(NULL, lane, sizeof lane));
 }
 
-/* GPU memory needs keys of the device that writes, on both sides. */
+/* Access to GPU memory needs keys of the device that writes, on both sides. */
 static void check_reach(void)
 {
     const char *two = HEAD RC "am am_bw#0 wireup\n" DC "rma_bw#0\n" TAIL;

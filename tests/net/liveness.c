@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Liveness connections over loopback. A killed process is dead, a closed one is closed, and a
- * stopped one is alive. The error names a rank that does not connect. Connections of strangers
- * are closed. */
+/* Tests liveness connections over loopback. A killed process is dead, a closed one is closed,
+ * and a stopped one is alive. If a rank does not connect, the error names it. Connections of
+ * strangers are closed. */
 #include <dlfcn.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
@@ -24,11 +24,11 @@
 
 /* ------------------------------------------------------------ a machine that was away ---- */
 
-#define AWAY 2 /* questions that the system answers before it has caught up */
+#define AWAY 2 /* how many queries the system answers as if the machine had been away */
 
 static atomic_int away;
 
-/* Replaces the function of the C library, to answer as a machine that was away. */
+/* Replaces the function of the C library, to answer like a machine that was away. */
 int getsockopt(int s, int level, int name, void *value, socklen_t *bytes)
 {
     int (*real)(int, int, int, void *, socklen_t *);
@@ -44,7 +44,8 @@ int getsockopt(int s, int level, int name, void *value, socklen_t *bytes)
     return result;
 }
 
-/* Nothing ran for a second, so nothing was acknowledged. No host may be reported as dead. */
+/* The machine did not run for a second, so no byte was acknowledged. No host may be reported as
+ * dead. */
 static void come_back(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The link of one host is cut: it is dead for the others, and they are dead for it, but not for
- * each other. Then a link is cut and mended while both of its hosts are stopped: neither may
- * report the other as dead. */
+/* Tests liveness connections when the link of one host is cut. This host is dead for the
+ * others, and they are dead for it, but not for each other. Then a link is cut and restored
+ * while both of its hosts are stopped. Neither may report the other as dead. */
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>

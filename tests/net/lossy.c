@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A network that delays and loses packets (relay.h). No host is reported as dead, and over UCX
- * every word arrives whole and once. */
+/* Tests a network that delays and loses packets (relay.h). No host is reported as dead, and
+ * over UCX every word arrives whole and once. */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -11,9 +11,9 @@
 #include "relay.h"
 
 #define HOSTS 3
-#define FAR_US 150000 /* as far as a satellite; each loss takes long to notice */
+#define FAR_US 150000 /* like a satellite connection, on which each loss takes long to detect */
 #define DELAY_US 5000
-#define LOSSES 10000 /* of a million packets */
+#define LOSSES 10000 /* per million packets */
 
 static void watch(const epic_bootstrap *bootstrap, void *self)
 {

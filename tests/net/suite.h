@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The checks that every net must pass, in the way in which kernels use it. A reader polls each
- * word of the inbox, which is poison until the word has arrived, checks it and restores the
- * poison. A writer uses its outbox again after is_done(). */
+/* The checks that every net must pass. They use the net as kernels do. A reader polls each word
+ * of the inbox, which is poison until the word has arrived, checks it and restores the poison.
+ * A writer reuses its outbox after is_done(). */
 #ifndef NET_SUITE_H
 #define NET_SUITE_H
 
@@ -19,16 +19,18 @@ typedef struct suite_case {
     net_rdma rdma;
     int threads; /* threads that the engine may start */
     uint64_t seed;
-    uint64_t bytes;      /* from each rank to each in a round; a multiple of 8 */
+    /* bytes from each rank to each other rank in a round; a multiple of 8 */
+    uint64_t bytes;
     uint32_t most_bytes; /* largest put */
     int rounds;
-    bool tears;           /* words may arrive in parts or twice: read a wrong word again */
+    /* words may arrive in parts or twice, so a wrong word is read again */
+    bool tears;
     unsigned patience_ms; /* give up after this time without a new word */
     const char *wanted;   /* a part of the text of describe(); NULL: not checked */
     suite_verdict *verdict;
 } suite_case;
 
-/* The part of one rank. A run_body; `self` is a suite_case. */
+/* Runs the part of one rank. A run_body; `self` is a suite_case. */
 void suite_exchange(const epic_bootstrap *bootstrap, void *self);
 
 /* Returns whether words were checked and no promise was broken. */

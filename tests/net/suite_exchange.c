@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rounds of puts between all ranks; a thread of each rank checks every word. */
+/* Rounds of puts between all ranks. A thread of each rank checks every word. */
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -11,13 +11,13 @@
 #include "net/suite.h"
 
 #define POISON UINT64_MAX
-#define SCRAP 0x5c5c5c5c5c5c5c5cull /* content of an outbox that may be written again */
+#define SCRAP 0x5c5c5c5c5c5c5c5cull /* written to an outbox that may be used again */
 
 typedef struct party {
     const suite_case *c;
     const epic_bootstrap *bootstrap;
     net *w;
-    uint64_t words; /* from each rank to each */
+    uint64_t words; /* words from each rank to each other rank */
     uint64_t *inbox,
         *outbox; /* [num_hosts, words]; the inbox ends with [num_hosts] control words */
     uint64_t given[NET_MAX_HOSTS];
@@ -170,7 +170,7 @@ static uint64_t *control(party *p, int of)
     return p->inbox + (uint64_t)p->bootstrap->num_ranks * p->words + of;
 }
 
-/* Publishes that this rank has finished the round and waits until all ranks have. */
+/* Publishes that this rank has finished the round, and waits until all ranks have. */
 static void end_round(party *p, int round)
 {
     const net_engine *e = p->c->engine;
@@ -203,8 +203,8 @@ static void write_all(party *p)
     }
 }
 
-/* Everything has been read and nothing is in flight. A word that arrives now arrives a second
- * time. */
+/* Checks for words that arrive a second time: everything has been read and nothing is in
+ * flight. */
 static void look_for_more(party *p)
 {
     for (int i = 0; i < 500; i++) p->c->engine->progress(p->w);
@@ -300,7 +300,7 @@ void suite_exchange(const epic_bootstrap *bootstrap, void *self)
         p.c->engine->close(p.w);
     }
     suite_wait_for_all(p.c->engine, NULL,
-                       bootstrap); /* then no peer writes into this memory any more */
+                       bootstrap); /* afterwards no peer writes into this memory */
     free(p.inbox);
     free(p.outbox);
 }

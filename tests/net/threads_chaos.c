@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The engine chaos keeps exactly the promises of a net, and the suite notices each promise that
- * it breaks. */
+/* Tests that the engine chaos keeps exactly the promises of a net, and that the suite notices
+ * each promise that it breaks. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A striped net over the engine chaos keeps the promises of a net: every word arrives whole and
- * once, sources stay unchanged until is_done(), and close sends accepted puts. Hosts with fewer
- * stripes and hosts that are gone are handled, a damaged handle is an error, and a stripe that
- * breaks a promise is noticed. */
+/* Tests a striped net over the engine chaos. It must keep the promises of a net: every word
+ * arrives whole and once, sources are read until is_done(), and close sends accepted puts.
+ * Hosts with fewer stripes and hosts that are gone are handled, a damaged handle is an error,
+ * and a stripe that breaks a promise is noticed. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,8 +13,8 @@
 #include "net/chaos_striped.h"
 #include "net/suite.h"
 
-#define WORDS 4096 /* of an inbox */
-#define BYTES 2048 /* of a put that goes to a thread */
+#define WORDS 4096 /* words of an inbox */
+#define BYTES 2048 /* bytes of a put that is passed to a thread */
 #define MOST_TRIES 50
 
 static const net_engine *const engine = &epic_net_striped;
@@ -42,7 +42,8 @@ static void run_case(suite_verdict *v, int hosts, int threads, uint64_t seed,
 
 static bool test_promises(suite_verdict *v)
 {
-    long refusals = 0; /* puts that found stripes full; with few hosts there may be none */
+    /* puts for which all stripes were full; with few hosts there may be none */
+    long refusals = 0;
     for (int hosts = 2; hosts <= 4; hosts++) {
         run_case(v, hosts, hosts - 1, run_seed() + (uint64_t)hosts, CHAOS_NONE);
         if (!CHECK(suite_is_clean(v))) return false;

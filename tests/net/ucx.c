@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The engine ucx over TCP, between network namespaces where they can be made. By messages every
- * word arrives whole and once. By remote writes, which TCP delivers in parts and partly twice,
- * everything arrives. Messages of strangers land nowhere. Different sizes of TCP segments and
- * unreachable GPU memory are errors. */
+/* Tests the engine ucx over TCP, between network namespaces if they can be made. With messages
+ * every word arrives whole and once. With remote writes, which TCP delivers in parts and partly
+ * twice, everything arrives. Messages of strangers are ignored. Different sizes of TCP segments
+ * and unreachable GPU memory are errors. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Hosts that are killed, stopped or cut off while puts are in flight, with one stripe and with
- * three. No host waits for them, the others continue, and close returns. */
+/* Tests hosts that are killed, stopped or cut off while puts are in flight, with one stripe and
+ * with three. No host waits for them, the others continue, and close returns. */
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -21,7 +21,7 @@ static const net_engine *ucx;
 static int threads; /* threads of a net */
 
 typedef struct trial {
-    bool cut; /* else killed */
+    bool cut; /* false: the host is killed instead */
     atomic_int num_done;
 } trial;
 
@@ -39,8 +39,8 @@ static net *open_boxes(const epic_bootstrap *bootstrap, uint64_t **inbox, uint64
     return suite_open(ucx, bootstrap, &setup);
 }
 
-/* The healthy hosts count together, word by word, while one of them sends as much as it can to
- * the bad host. */
+/* The healthy hosts increment a counter in turn, word by word, while one of them sends as much
+ * as it can to the bad host. */
 static bool count_on(net *w, int me, const volatile uint64_t *inbox, const void *outbox,
                      int bad)
 {

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A oneDNN of plain loops, with the threads that RUNTIME says; with REFUSES it multiplies nothing. */
+/* A stub of oneDNN made of plain loops, with the threading runtime RUNTIME. If REFUSES is
+ * defined, it refuses every product. */
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>

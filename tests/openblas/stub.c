@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* An OpenBLAS of plain loops, named as NAME(x) says, whose numbers are of type integer. */
+/* A stub of OpenBLAS made of plain loops. NAME(x) defines its symbol names, and `integer` the
+ * type of its arguments. */
 #include <stdint.h>
 
 char *NAME(openblas_get_config)(void);

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The experts in plain float64 loops over tokens; their gradients by central differences. */
+/* Expected results of the experts: plain float64 loops over tokens, and gradients by central
+ * differences. */
 #ifndef EXPERTS_ORACLE_H
 #define EXPERTS_ORACLE_H
 
@@ -48,7 +49,7 @@ static inline double first_product(const problem *p, int e, int64_t slot, int64_
     return sum;
 }
 
-/* One token of expert e: y [hidden]. */
+/* Computes one token of expert e: y [hidden]. */
 static inline void plain_token(const problem *p, int e, int64_t slot, double *y)
 {
     const epic_experts *ex = &p->experts;
@@ -65,7 +66,8 @@ static inline void plain_token(const problem *p, int e, int64_t slot, double *y)
     }
 }
 
-/* All slots: 0 on padding, 77 (what was there) on the tail.  Returns the loss <d_y, y>. */
+/* Computes all slots: 0 in padding, and 77 (the initial value) in the tail. Returns the loss
+ * <d_y, y>. */
 static inline double plain(const problem *p, double *y)
 {
     double loss = 0, *row = malloc((size_t)p->hidden * sizeof *row);
@@ -84,8 +86,8 @@ static inline double plain(const problem *p, double *y)
     return loss;
 }
 
-/* The gradient of the loss for in[i], by differences; `each` numbers a slot for arrays of slots,
- * else 0. */
+/* Checks the gradient of the loss with respect to in[i] by differences. For arrays of slots
+ * `each` is the number of elements per slot, else 0. */
 static inline void check_gradient(const problem *p, const char *name, const array *in,
                                   const array *got, int64_t each, double step, double tolerance)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Oracle of the experts' MLP and its gradients: plain loops in float64, rounded to `held` where
- * the CUDA kernels keep numbers in memory, or nowhere (EPIC_F64). */
+/* Expected results of the experts' MLP and its gradients: plain loops in float64 that round to
+ * the type `held` where the CUDA kernels store numbers in memory, or nowhere (EPIC_F64). */
 #ifndef EPIC_TEST_EXPERTS_ROUNDED_H
 #define EPIC_TEST_EXPERTS_ROUNDED_H
 
@@ -8,18 +8,18 @@
 
 #include "numbers.h"
 
-typedef struct oracle { /* arguments, float64 throughout */
-    epic_experts ex;    /* limit and alpha are filled in */
+typedef struct oracle { /* arguments, all in float64 */
+    epic_experts ex;    /* limit and alpha have their default values filled in */
     uint32_t held;
-    /* factors of products with weights are held as e4m3, with a scale per 128 numbers */
+    /* operands of products with weights are stored as e4m3, with a scale per 128 numbers */
     bool scaled;
     /* d_b_gate_up is requested: EPIC_WEIGHT_INPUT then rounds once more */
     bool biased_gradient;
     int64_t slots;
     const int32_t *rows, *tokens;
-    const double *x, *x_back; /* in forward and in backward */
+    const double *x, *x_back; /* x as forward and as backward use it */
     const double *weights, *w_gate_up, *w_down, *b_gate_up, *b_down, *d_y; /* inputs */
-    /* outputs, 0 before */
+    /* outputs, which must be 0 before */
     double *y, *d_x, *d_w_gate_up, *d_w_down, *d_b_gate_up, *d_b_down, *d_weights;
 } oracle;
 
@@ -71,9 +71,9 @@ static activated up_f64(double u, const epic_experts *ex)
     return u < -limit ? (activated){plus - limit, 0} : (activated){u + plus, 1};
 }
 
-typedef struct oracle_row { /* one slot */
+typedef struct oracle_row { /* values of one slot */
     double *saved, *act, *d_act, *d_gate_up;
-    double *factor; /* d_y or d_gate_up as a factor of a product with weights */
+    double *factor; /* d_y or d_gate_up as the operand of a product with weights */
     double *held;   /* activations as backward uses them */
 } oracle_row;
 
@@ -87,7 +87,7 @@ static int64_t up_of(const epic_experts *ex, int64_t i)
     return ex->interleaved ? 2 * i + 1 : ex->inner + i;
 }
 
-/* out [n] = row [k] W, or W^T with W [n, k]; rounded. */
+/* Computes out [n] = row [k] W, or W^T with W [n, k], and rounds it. */
 static void multiply_row(const oracle *o, double *out, const double *row, const double *w,
                          int64_t k, int64_t n, bool turned)
 {
@@ -139,8 +139,8 @@ static void forward_slot(const oracle *o, int64_t e, int64_t slot, const oracle_
     }
 }
 
-/* The gradient of the first product's row from that of the activations; returns that of the
- * weight. */
+/* Computes the gradient of the first product's row from that of the activations. Returns the
+ * gradient of the weight. */
 static double activation_backward(const oracle *o, int64_t e, int64_t slot, const oracle_row *r)
 {
     const epic_experts *ex = &o->ex;

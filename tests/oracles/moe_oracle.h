@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The layer in plain float64 loops over tokens, from what its header says, without ranks but for
- * capacity.  What is chosen and what is dropped is decided once: with that fixed, the layer is
- * smooth and central differences give its gradients. */
+/* Expected results of the layer: plain float64 loops over tokens, written from the header.
+ * Ranks matter only for capacities. The choices and the drops are computed once. With these
+ * fixed the layer is smooth, so that central differences give its gradients. */
 #ifndef MOE_ORACLE_H
 #define MOE_ORACLE_H
 
@@ -9,16 +9,16 @@
 
 typedef struct oracle {
     const problem *p;
-    double *given[NUM_GIVEN]; /* NULL: not there */
+    double *given[NUM_GIVEN]; /* NULL: not given */
     double *d_out, *out;
     int32_t *chosen; /* [total, top_k] */
-    int32_t *expert; /* [total, top_k]: which has the choice; -1: none, or a zero-expert has */
+    int32_t *expert; /* [total, top_k]: expert of the choice; -1: none, or a zero-expert */
     bool *alive;
     int32_t *load;         /* [num_experts] */
     int32_t *logical_load; /* [num_logical] */
     int64_t *demand;       /* [num_ranks] */
-    bool rounds_weights;   /* to float32, as they travel */
-    double *scratch;       /* rows in between */
+    bool rounds_weights;   /* weights are rounded to float32, as they are sent */
+    double *scratch;       /* memory for intermediate rows */
 } oracle;
 
 /* ------------------------------------------------------------------------------ router ---- */
@@ -51,7 +51,7 @@ static void oracle_scores(uint32_t score, const double *z, int64_t n, double *s)
                                                   : z[e];
 }
 
-/* The largest value not taken yet; the first of equal ones. */
+/* Returns the largest value that is not taken yet; of equal values the first one. */
 static int64_t take_best(const double *v, bool *taken, int64_t n)
 {
     int64_t best = -1;
@@ -73,7 +73,7 @@ static double group_score(const epic_router *r, const double *v, int64_t n)
     return sum;
 }
 
-/* What becomes of the values of groups that are not kept. */
+/* Sets the values of the groups that are not kept, as the router does. */
 static void oracle_groups(const epic_router *r, double *v, int64_t n)
 {
     const int64_t each = n / r->num_groups;
@@ -102,7 +102,7 @@ static void oracle_choose(oracle *o, int64_t t)
                              : (int32_t)take_best(v, taken, n);
 }
 
-/* The weights of a token's choices. */
+/* Computes the weights of a token's choices. */
 static void oracle_weigh(const oracle *o, int64_t t, double *w)
 {
     const epic_router *r = &o->p->router;
@@ -147,7 +147,8 @@ static uint32_t logical_of(const problem *p, uint32_t expert)
     return p->layer.num_logical ? (uint32_t)p->logical_of[expert] : expert;
 }
 
-/* Of the experts that are `logical`: how many there are, or, below `upto`, come before. */
+/* Returns how many experts are copies of `logical`, or how many of them come before expert
+ * `upto`. */
 static int64_t replicas(const problem *p, uint32_t logical, uint32_t upto)
 {
     int64_t count = 0;
@@ -155,7 +156,7 @@ static int64_t replicas(const problem *p, uint32_t logical, uint32_t upto)
     return count;
 }
 
-/* Who gets the choices: the replicas of a logical expert in turn. */
+/* Assigns the choices: the replicas of a logical expert get them in turn. */
 static void oracle_replicas(oracle *o)
 {
     const problem *p = o->p;
@@ -172,7 +173,8 @@ static void oracle_replicas(oracle *o)
     }
 }
 
-/* What expert_capacity leaves an expert: of its logical one's first choices those in its turn. */
+/* Returns how many choices expert_capacity lets an expert keep: its share of the first choices
+ * of its logical expert. */
 static int64_t expert_limit(const problem *p, uint32_t e)
 {
     const int64_t all = replicas(p, logical_of(p, e), p->layer.num_experts);
@@ -182,7 +184,8 @@ static int64_t expert_limit(const problem *p, uint32_t e)
     return limit;
 }
 
-/* Which choices are kept: an expert's first ones, as many as it and its rank have room for. */
+/* Computes which choices are kept: the first ones of an expert, up to the limits of the expert
+ * and of its rank. */
 static void oracle_plan(oracle *o)
 {
     const problem *p = o->p;
@@ -238,7 +241,7 @@ static double up_of(const epic_experts *ex, double u)
     return fmax(fmin(u, limit), -limit) + (silu ? 0 : 1);
 }
 
-/* Sizes of gate and up, while they are collected. */
+/* Absolute values of gate and up, while they are collected. */
 static struct {
     double at[1 << 16];
     int num;
@@ -251,7 +254,7 @@ static void collect(const double *pre, int64_t n)
         seen.at[seen.num++] = fabs(pre[i]);
 }
 
-/* y += w * MLP(v * x) */
+/* Computes y += w * MLP(v * x). */
 static void oracle_expert(const epic_experts *ex, const double *up, const double *down,
                           const double *b_up, const double *b_down, const double *x, double v,
                           double w, double *y, double *scratch)
@@ -276,7 +279,7 @@ static const double *at(const oracle *o, int which, int64_t expert)
     return o->given[which] ? o->given[which] + expert * numbers_of(o->p, which) : NULL;
 }
 
-/* What a token's shared expert is multiplied by. */
+/* Returns the factor of a token's shared expert. */
 static double oracle_shared(const oracle *o, int64_t t)
 {
     const int64_t hidden = o->p->experts.hidden;
@@ -314,7 +317,7 @@ static void oracle_token(const oracle *o, int64_t t)
 
 /* ------------------------------------------------------------------------------ losses ---- */
 
-/* Choices of an expert among tokens [first, first + count). */
+/* Counts the choices of an expert among tokens [first, first + count). */
 static double counted(const oracle *o, int64_t first, int64_t count, int32_t expert)
 {
     double n = 0;
@@ -377,7 +380,7 @@ static double objective(const oracle *o)
     return sum;
 }
 
-/* The gradient of one given number. */
+/* Returns the gradient with respect to one number. */
 static double difference(const oracle *o, int which, int64_t i, double step)
 {
     double *x = &o->given[which][i];

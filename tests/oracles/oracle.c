@@ -41,7 +41,8 @@ static uint16_t encode_f16(double x)
     if (isnan(x)) return 0x7e00;
     const double size = fabs(x);
     int exponent = 0;
-    if (size > 0 && !isinf(x)) frexp(size, &exponent); /* size in [0.5, 1) * 2^exponent */
+    /* size = m * 2^exponent with m in [0.5, 1) */
+    if (size > 0 && !isinf(x)) frexp(size, &exponent);
     const int unit = exponent - 11 > -24 ? exponent - 11 : -24;
     const double units = isinf(x) ? INFINITY : rint(ldexp(size, -unit));
     if (ldexp(units, unit) > 65504) return sign | 0x7c00;
@@ -138,7 +139,7 @@ static double product_add(double a, double b, double c, bool wide)
     return wide ? fma(a, b, c) : (double)fmaf((float)a, (float)b, (float)c);
 }
 
-typedef struct part { /* a row that is added to a token's sum */
+typedef struct part { /* a row of a token's sum */
     int rank;
     int64_t leaf;
     double weight;
@@ -291,7 +292,7 @@ void oracle_scale(const void *row, float w, uint32_t type, int64_t n, void *out)
 
 /* ------------------------------------------------------------------------------- dot ---- */
 
-typedef struct term { /* a number, or an absent term */
+typedef struct term { /* a term of a sum, which may be absent */
     bool there;
     double x;
 } term;

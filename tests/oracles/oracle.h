@@ -28,10 +28,11 @@ typedef struct oracle_plan {
     int64_t alignment, leaves, total_tokens;
     epic_result result;
     int num_local;
-    int64_t *first_token;   /* [num_ranks + 1] */
-    int32_t *local_of;      /* [num_experts] */
-    int64_t *load;          /* [num_experts] */
-    int64_t *most;          /* [num_experts]: most choices that expert_capacity keeps */
+    int64_t *first_token; /* [num_ranks + 1] */
+    int32_t *local_of;    /* [num_experts] */
+    int64_t *load;        /* [num_experts] */
+    /* [num_experts]: largest number of choices that expert_capacity keeps */
+    int64_t *most;
     int32_t *fate;          /* [all tokens, top_k]: slot or row on the rank, or an EPIC_FATE */
     int64_t *num_slots;     /* [num_ranks] */
     int64_t *demand;        /* [num_ranks] */
@@ -54,10 +55,11 @@ static inline bool oracle_is_flat(const oracle_plan *plan)
     return plan->in.layer.layout == EPIC_FLAT;
 }
 
-/* Elements of rows. */
+/* Returns the number of bytes of an element of this type. */
 int64_t oracle_type_bytes(uint32_t type);
 double oracle_get(const void *row, uint32_t type, int64_t i);
-void oracle_put(void *row, uint32_t type, int64_t i, double x); /* rounds to nearest even */
+/* stores an element, rounded to nearest even */
+void oracle_put(void *row, uint32_t type, int64_t i, double x);
 double oracle_round(uint32_t type, double x);
 
 /* Writes row `row` of the expert outputs of `rank`: that of a choice, or (FLAT) of a token. */

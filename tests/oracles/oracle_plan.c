@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The oracle's loops over choices: the slot of each choice, and which choices are dropped. */
+/* The oracle's loops over choices: they compute the slot of each choice, and which choices are
+ * dropped. */
 #include <stdlib.h>
 
 #include "oracles/oracle.h"

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the tests of the router share: its rules as plain float64 loops, the models that are known
- * to need another combination of steps, and problems for them. */
+/* Shared parts of the router's tests: its rules as plain float64 loops, models that need
+ * different combinations of its options, and random problems. */
 #ifndef ROUTER_ORACLE_H
 #define ROUTER_ORACLE_H
 
@@ -14,7 +14,7 @@
 #include "rules/convert.h"
 
 #define MOST_K 64
-#define STEP 1e-5 /* of central differences: their error is about STEP^2 */
+#define STEP 1e-5 /* step of central differences, whose error is about STEP^2 */
 
 static int failures;
 
@@ -68,8 +68,8 @@ static inline void plain_scores(const epic_router *r, const double *z, int n, do
     }
 }
 
-/* Picks the k largest, one after the other.  *near: two of them are so near, without being
- * equal, that float32 may see it otherwise. */
+/* Picks the k largest values, one after the other. Sets *near if two values are so close,
+ * without being equal, that float32 may order them differently. */
 static inline void plain_best(const double *v, int n, int k, int32_t *out, bool *near)
 {
     bool *taken = calloc((size_t)n, 1);
@@ -109,8 +109,8 @@ static inline void plain_groups(const epic_router *r, double *v, int n, bool *ne
     free(kept);
 }
 
-/* `steep`: the scores underflow, so choose on the logits, which rise with them, unless something
- * is added to scores. */
+/* Chooses the experts. `steep`: the scores underflow, so choose by the logits, which have the
+ * same order, unless something is added to the scores. */
 static inline void plain_choose(const epic_router *r, const double *z, const float *bias, int n,
                                 bool steep, int32_t *idx, bool *near)
 {
@@ -120,12 +120,12 @@ static inline void plain_choose(const epic_router *r, const double *z, const flo
     for (int i = 0; i < n; i++) v[i] = (steep && !added ? z[i] : v[i]) + (bias ? bias[i] : 0);
     if (r->num_groups > 0) plain_groups(r, v, n, near);
     plain_best(v, n, (int)r->top_k, idx, near);
-    if (!added) *near = false; /* then float32 compares what float64 does */
+    if (!added) *near = false; /* then float32 orders them like float64 */
     free(v);
 }
 
-/* Phi-3.5-MoE's sparsemixer without its noise: the i-th chosen's part of a softmax over those that
- * are left and near the largest of them. */
+/* Computes the sparsemixer of Phi-3.5-MoE without its noise. The weight of the i-th chosen
+ * expert is its part of a softmax over the remaining experts that are near the largest one. */
 static inline double plain_near(const epic_router *r, const double *z, int n,
                                 const int32_t *idx, int i)
 {
@@ -143,7 +143,7 @@ static inline double plain_near(const epic_router *r, const double *z, int n,
     return idx[i] < 0 ? 0 : mine / sum;
 }
 
-/* scale: by expert, or NULL. */
+/* Computes the weights. scale: factors by expert, or NULL. */
 static inline void plain_weights(const epic_router *r, const double *z, int n,
                                  const int32_t *idx, const double *scale, double *w)
 {
@@ -175,7 +175,7 @@ typedef struct model {
     epic_router router;
     double bias; /* biases lie between -bias and bias */
     bool table;
-    bool scaled; /* by expert */
+    bool scaled; /* factors by expert are used */
 } model;
 
 #define SOFTMAX .score = EPIC_SCORE_SOFTMAX
@@ -312,13 +312,13 @@ typedef struct problem {
     const model *model;
     int n, k, tokens;
     uint32_t type;
-    double *z;    /* [tokens, n], exactly what the logits are */
-    void *logits; /* the same, of type */
+    double *z;    /* [tokens, n], the exact values of the logits */
+    void *logits; /* the same values in the logits' type */
     float bias[2048];
     int32_t *table; /* [50, k] */
     int64_t *ids;
-    double *scale;  /* [n] by expert, exactly what scale_of is */
-    void *scale_of; /* the same, of the weights' type */
+    double *scale;  /* [n] factors by expert, the exact values of scale_of */
+    void *scale_of; /* the same values in the weights' type */
     int32_t *idx;
     void *weights, *scores;
     void *workspace;
@@ -420,13 +420,13 @@ static inline void run_forward(problem *p)
     CHECK(epic_router_forward(NULL, &args) == EPIC_OK, "%s: %s", m->name, epic_error(NULL));
 }
 
-/* Float32 has no numbers below 1e-45, and few digits below 1e-38. */
+/* Compares with a tolerance. Float32 has no numbers below 1e-45, and few digits below 1e-38. */
 static inline bool same(double got, double want, double tolerance)
 {
     return fabs(got - want) <= tolerance * fabs(want) + 1e-37 || (got != got && want != want);
 }
 
-/* |a - b| / |b|, as vectors; |a - b| if b is nothing but the error of differences. */
+/* Returns |a - b| / |b| as vectors, or |a - b| if b is only the error of differences. */
 static inline double distance(const void *a, uint32_t type, const double *b, int64_t n)
 {
     double difference = 0, size = 0;

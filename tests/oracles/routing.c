@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Oracle of the GPU tests: routing and arithmetic of all ranks in plain loops. */
+/* Expected results of the GPU tests: routing and arithmetic of all ranks in plain loops. */
 #include "oracles/routing.h"
 
 #include <math.h>
@@ -23,8 +23,8 @@ static int64_t slots_with(const routing *r, int rank, int64_t most)
     return slots;
 }
 
-/* FLAT: the row of the i-th choice, one per token and rank; -1: it was counted with an earlier
- * choice. */
+/* FLAT: returns the row of the i-th choice, one per token and rank, or -1 if an earlier choice
+ * has this row. */
 static int64_t next_row(const routing *r, int q, int64_t i, const int64_t *rows)
 {
     const int64_t k = r->layer.top_k, e = r->ids[q][i];
@@ -57,7 +57,8 @@ static void count_choices(routing *r)
         }
 }
 
-/* Most choices that expert_capacity leaves an expert; its share, with replicas. */
+/* Returns the largest number of choices that an expert keeps by expert_capacity. Replicas share
+ * it. */
 static int64_t quota_of(const routing *r, int64_t expert)
 {
     int64_t replicas = 0, before = 0;
@@ -167,7 +168,7 @@ void choose_experts(routing *r)
     for (int q = 0; q < r->num_ranks; q++)
         for (int64_t i = 0; i < (int64_t)r->tokens_of[q] * r->layer.top_k; i++) {
             const int64_t l = r->named[q][i];
-            r->ids[q][i] = l < 0 ? l : l + experts; /* none, or too large */
+            r->ids[q][i] = l < 0 ? l : l + experts; /* no expert, or an id that is too large */
             if (l < 0 || l >= r->layer.num_logical) continue;
             do turn[l] = (int32_t)((turn[l] + 1) % experts);
             while (r->logical[turn[l]] != l);
@@ -291,7 +292,7 @@ static node add_nodes(node a, node b, uint32_t type)
     return (node){true, round_to(a.sum + b.sum, type)};
 }
 
-/* The partial sum of the choices whose expert is in [first, first + count). */
+/* Computes the partial sum of the choices whose expert is in [first, first + count). */
 static node partial_sum(const routing *r, int rank, int32_t token, int64_t i, uint32_t type,
                         const expert_rows *rows, int owner, int64_t first, int64_t count)
 {
@@ -308,7 +309,8 @@ static node partial_sum(const routing *r, int rank, int32_t token, int64_t i, ui
         else
             n.sum = w * x;
         n.there = true;
-        if (r->layer.layout == EPIC_FLAT) break; /* one row for all choices */
+        /* with FLAT there is one row for all choices */
+        if (r->layer.layout == EPIC_FLAT) break;
     }
     n.sum = round_to(n.sum, type);
     return n;

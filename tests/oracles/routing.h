@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The oracle of random cases on GPUs: plain loops over the routing of all ranks, as epic.h
- * defines it. Each rank keeps its own part of the case; oracle.h has dot products and e4m3. */
+/* Expected results of random cases on GPUs: plain loops over the routing of all ranks, as
+ * epic.h defines it. Each rank keeps its own part of the case. oracle.h has dot products and
+ * e4m3. */
 #ifndef EPIC_TEST_ROUTING_H
 #define EPIC_TEST_ROUTING_H
 

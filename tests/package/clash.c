@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A program with names of its own that libepic.a has inside too. */
+/* A program with functions that have the names of internal functions of libepic.a. */
 #include <stdio.h>
 
 #include "epic/epic.h"

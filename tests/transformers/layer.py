@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The whole layer against MoE blocks of the `transformers` package (5), forward and backward.
+"""Compares the whole layer with MoE blocks of the package transformers (5), forward and backward.
 
-usage: layer.py build/lib/libepic.so     with torch and transformers installed
-Exits with 77 where they are missing: `make test` installs neither.
+usage: layer.py build/lib/libepic.so
+
+Needs torch and transformers. If they are not installed it exits with 77; `make test` does not
+install them.
 """
 
 import ctypes
@@ -49,7 +51,9 @@ WEIGHTS = (
     "shared_down shared_b_gate_up shared_b_down w_shared_gate"
 )
 Rows = struct(("data", c_void_p), *fields(c_int64, "num_rows row_bytes"))
-Bootstrap = struct(*fields(ctypes.c_int32, "rank num_ranks"), *fields(c_void_p, "gather close self"))
+Bootstrap = struct(
+    *fields(ctypes.c_int32, "rank num_ranks"), *fields(c_void_p, "gather close self")
+)
 Config = struct(
     *fields(c_int64, "max_tokens max_row_bytes staging_bytes"),
     *fields(c_uint32, "num_ranks timeout_ms max_in_flight max_sms"),
@@ -107,7 +111,7 @@ def rows(x):
 
 
 def lines(size):
-    """Memory at a multiple of 64."""
+    """Return memory at a multiple of 64."""
     memory = torch.zeros(size + 64, dtype=torch.uint8)
     return memory, (memory.data_ptr() + 63) // 64 * 64
 
@@ -124,7 +128,7 @@ class Epic:
         self.call("epic_open_v1", ctypes.byref(self.context), ctypes.byref(bootstrap), self.config)
 
     def call(self, name, *args):
-        """Structs go with their sizes."""
+        """Call a function with structs and their sizes."""
         given = []
         for arg in args:
             if isinstance(arg, ctypes.Structure):
@@ -135,7 +139,7 @@ class Epic:
             raise SystemExit(f"{name}: {self.lib.epic_error(None).decode()}")
 
     def run(self, router, experts, shared, given, x, d_out, **more):
-        """out, d_x and the gradients of what is given, by name."""
+        """Return out, d_x and the gradients of the given weights, by name."""
         layer = Layer(num_experts=router.num_experts, top_k=router.top_k)
         moe = Moe(
             layer=ctypes.addressof(layer),
@@ -172,16 +176,16 @@ class Epic:
 
 
 def turned(x):
-    """[..., out, in] as torch has it, [..., in, out] as EPIC does."""
+    """Transpose weights from torch's [..., out, in] to EPIC's [..., in, out]."""
     return x.detach().transpose(-1, -2).contiguous()
 
 
 class Block:
-    """A block of theirs: its weights as ours, ours' gradients as theirs."""
+    """A block of transformers: converts its weights for EPIC, and EPIC's gradients back."""
 
     def __init__(self, name, gate, experts, shared=None, shared_gate=None):
         self.name = name
-        self.pairs = {  # ours: parameters of theirs, side by side
+        self.pairs = {  # EPIC's names, each with the parameters of transformers that are joined
             "w_gate": [gate],
             "w_gate_up": [experts.gate_up_proj],
             "w_down": [experts.down_proj],
@@ -199,7 +203,8 @@ class Block:
         }
 
     def compare(self, epic, theirs, router, activation, x, limit=0, shared=0, d_x=True, **more):
-        """theirs(x) -> out; `more`: weights that are no matrix, and arguments of forward."""
+        """Compare both layers. theirs(x) returns out. `more`: weights that are not matrices, and
+        arguments of forward."""
         experts = Experts(
             num_local_experts=router.num_experts,
             hidden=HIDDEN,
@@ -234,7 +239,7 @@ class Block:
 
 
 def filled(module, size=0.5):
-    """Random parameters; the blocks leave some of them empty."""
+    """Fill the module with random parameters, because blocks leave some of them uninitialized."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(std=size)
@@ -246,7 +251,8 @@ def tokens():
 
 
 def flat(module, *more):
-    """Blocks want a batch of sequences."""
+    """Return the module as a function of [tokens, hidden], because blocks expect a batch of
+    sequences."""
     return lambda x: module(x[None], *more)[0]
 
 
@@ -261,7 +267,7 @@ def check_mixtral(epic):
 
 
 def check_qwen(epic):
-    """The shared expert's output is multiplied by the sigmoid of a gate."""
+    """Check a shared expert whose output is multiplied by the sigmoid of a gate."""
     kinds = (
         ("Qwen2-MoE", qwen2.Qwen2MoeConfig, qwen2.Qwen2MoeSparseMoeBlock, False),
         ("Qwen3-Next", qwen3_next.Qwen3NextConfig, qwen3_next.Qwen3NextSparseMoeBlock, True),
@@ -289,7 +295,7 @@ def check_qwen(epic):
 
 
 def check_deepseek_v3(epic):
-    """Biases below -1: all selection values are negative, so that 0 would win over them."""
+    """Check biases below -1: all selection values are negative, so a wrong 0 would be chosen."""
     config = deepseek_v3.DeepseekV3Config(
         hidden_size=HIDDEN,
         moe_intermediate_size=INNER,
@@ -319,8 +325,8 @@ def check_deepseek_v3(epic):
 
 
 def check_deepseek_v4(epic):
-    """The clamped SiLU, with a limit that many numbers reach, in the shared expert too; by choice
-    and by a table of token ids."""
+    """Check the clamped SiLU, with a limit that many numbers reach, also in the shared expert. The
+    choice comes from the router, and from a table of token ids."""
     for kind in ("moe", "hash_moe"):
         config = deepseek_v4.DeepseekV4Config(
             hidden_size=HIDDEN,
@@ -359,8 +365,12 @@ def check_deepseek_v4(epic):
 
 
 def check_gemma(epic):
-    """The scale of each expert.  Its router's norm is not the layer's: rows come normalized, where
-    it changes nothing; the gradient of x would go through it."""
+    """Check the scale of each expert.
+
+    The norm of Gemma's router is not a part of EPIC's layer. So the rows are already normalized,
+    and the norm changes nothing. The gradient of x is not compared, because it would go through the
+    norm.
+    """
     config = gemma.Gemma4TextConfig(
         hidden_size=HIDDEN, moe_intermediate_size=INNER, num_experts=EXPERTS, top_k_experts=4
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both programs mirror of epic.h, and how they compare."""
+"""Structs of epic.h and comparison functions that both programs use."""
 
 import ctypes
 from ctypes import c_double, c_uint32, c_uint64, c_void_p
@@ -10,7 +10,7 @@ GROUP_SUM, NORMALIZE_SUM, SPARSEMIXER = 1, 1, 3
 
 
 def struct(*parts):
-    """A mirror of one of epic.h's structs; a wrong one is refused by its size."""
+    """Return a ctypes copy of a struct of epic.h; the library refuses a wrong one by its size."""
     return type("Struct", (ctypes.Structure,), {"_fields_": list(parts)})
 
 

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The router against the modules of the `transformers` package (5), forward and backward.
+"""Compares the router with modules of the package transformers (5), forward and backward.
 
-usage: router.py build/lib/libepic.so     with torch and transformers installed
-Exits with 77 where they are missing: `make test` installs neither.
+usage: router.py build/lib/libepic.so
+
+Needs torch and transformers. If they are not installed it exits with 77; `make test` does not
+install them.
 """
 
 import ctypes
@@ -70,8 +72,8 @@ class Epic:
             raise SystemExit(f"{name}: {self.lib.epic_error(None).decode()}")
 
     def run(self, router, logits, bias=None, scale=None, topk_idx=None, d_weights=None):
-        """Ids and weights; with d_weights also the gradients of logits and scale.  topk_idx: for
-        the gradients, instead of what is chosen."""
+        """Return ids and weights. With d_weights also return the gradients of logits and scale.
+        topk_idx replaces the choice for the gradients."""
         found = c_int64()
         if self.lib.epic_router_workspace_v1(
             ctypes.byref(router), ctypes.c_size_t(ctypes.sizeof(router)), ctypes.byref(found)
@@ -110,7 +112,8 @@ class Epic:
 
 
 def compare(epic, name, router, logits, module, bias=None, scale=None):
-    """module(): logits with a gradient -> weights, ids.  Ids in any order."""
+    """Compare with module(), which takes logits with a gradient and returns weights and ids in any
+    order."""
     weights, theirs = module()
     order = theirs.argsort(dim=-1)
     theirs, weights = theirs.gather(1, order), weights.gather(1, order)
@@ -121,7 +124,7 @@ def compare(epic, name, router, logits, module, bias=None, scale=None):
     ids, _ = epic.run(router, logits, bias, scale)
     back = ids.argsort(dim=-1)
     same(f"{name}, experts", ids.gather(1, back), theirs, 0)
-    # The gradient in our own order of the choices, which is theirs where it matters.
+    # The gradient in EPIC's order of the choices, which is that of transformers where it matters.
     ours = torch.empty_like(d_weights).scatter_(1, back, d_weights)
     _, got, d_logits, d_scale = epic.run(router, logits, bias, scale, d_weights=ours)
     same(f"{name}, weights", got.gather(1, back), weights)
@@ -139,7 +142,7 @@ def check_mixtral(epic):
 
 
 def check_deepseek(epic):
-    """Biases below -1: all selection values are negative, so that 0 would win over them."""
+    """Check biases below -1: all selection values are negative, so a wrong 0 would be chosen."""
     config = deepseek.DeepseekV3Config(
         hidden_size=64, n_routed_experts=64, num_experts_per_tok=8, n_group=8, topk_group=4
     )
@@ -185,7 +188,7 @@ def phimoe_router(jitter):
 
 def check_phimoe(epic):
     for jitter in (0.01, 0.2):
-        for shift in (0, -5):  # also where the largest logit is below 0
+        for shift in (0, -5):  # also with a largest logit below 0
             logits = (torch.randn(TOKENS, 16) + shift).requires_grad_()
             compare(
                 epic,
@@ -197,8 +200,8 @@ def check_phimoe(epic):
 
 
 def check_phimoe_training(epic):
-    """What training draws at random is given: for the experts that it drew the gradient is that
-    of PhimoeMultiplier."""
+    """Check training, where Phimoe draws experts at random. For the drawn experts the gradient must
+    be that of PhimoeMultiplier."""
     logits = torch.randn(TOKENS, 16, requires_grad=True)
     weights, ids = phimoe.sparsemixer(logits, 0.2, training=True)
     d_weights = torch.randn_like(weights)

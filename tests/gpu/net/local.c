@@ -77,9 +77,8 @@ struct net {
     pthread_mutex_t lock;
     pthread_cond_t awake; /* signalled when a job is posted while threads sleep */
     nic *nic;             /* NULL: copy engines */
-    uint64_t
-        /* [num_hosts][DEPTH], pinned if net memory is on GPUs; the flags of `left` follow */
-        *words;
+    /* [num_hosts][DEPTH], pinned if net memory is on GPUs; the flags of `left` follow */
+    uint64_t *words;
     peer peers[NET_MAX_HOSTS];
     pthread_t copiers[COPIERS];
     jobs jobs[LANES]; /* the threads that copy host memory use only ROWS */
