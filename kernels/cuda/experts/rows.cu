@@ -38,12 +38,10 @@ static __device__ float add_lanes(float x)
     return x;
 }
 
-/* A slot that a warp works on, its local expert, and how its weight is used. */
+/* A slot, its local expert, and how its weight is used. */
 struct Slot {
     int64_t slot, expert;
-    float input,
-        /* input: factor of the first product's result; early: factor of the activation */
-        early;
+    float input, early; /* input: factor of the first product; early: of the activation */
 };
 
 /* Calls f(slot, expert) for each slot that holds a token, and padding(slot) for each padding
@@ -80,8 +78,7 @@ template <int V> struct Pair {
     float gate[V], up[V];
 };
 
-/* Loads columns [i, i + V) of gate and up from row `slot` of `from`, which has the layout of
- * gate_up. */
+/* Loads columns [i, i + V) of gate and up from row `slot` of `from` (layout of gate_up). */
 template <class T, int V, int KIND>
 static __device__ __forceinline__ Pair<V> load_pair(const p2p_activation_job &job,
                                                     const void *from, int64_t slot, int64_t i)
@@ -165,8 +162,7 @@ static __device__ __forceinline__ void add_bias(const p2p_activation_job &job, c
     }
 }
 
-/* Returns the values to which the activation function and the up factor are applied: gate and
- * up times the input weight, plus the bias. */
+/* Returns gate and up times the input weight, plus the bias: the values to activate. */
 template <class T, int V, int KIND>
 static __device__ __forceinline__ Pair<V> apply_weight_and_bias(const p2p_activation_job &job,
                                                                 const Slot &s, int64_t i,
@@ -210,8 +206,8 @@ static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 4
         [](int64_t) {});
 }
 
-/* Returns the bits (as float32) of the largest |x| in a block of 128 numbers. LANES adjacent
- * lanes call it together; each passes N numbers of the block, and all get the same result. */
+/* Returns the largest |x| in a block of 128 numbers, as float32 bits. LANES adjacent lanes call
+ * it together; each passes N numbers of the block, and all get the same result. */
 template <int N, int LANES>
 static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
 {
@@ -223,8 +219,8 @@ static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
 }
 
 /* Quantizes 32 * N numbers of a row of n columns, from column `base` on, and stores them and
- * their scales. Each lane passes N of the numbers. They are adjacent if V > 1, else 32 columns
- * apart. Called by a whole warp. */
+ * their scales. Each lane passes N numbers: adjacent if V > 1, else 32 columns apart. Called by
+ * a whole warp. */
 template <int V, int N>
 static __device__ __forceinline__ void store_quantized(float (&x)[N], uint8_t *to,
                                                        float *scales, int64_t base, int64_t n)
@@ -247,9 +243,8 @@ static __device__ __forceinline__ void store_quantized(float (&x)[N], uint8_t *t
     }
 }
 
-/* Like activation_kernel, but stores the activations as e4m3, with one scale for each 128
- * numbers. A lane handles one vector of V numbers at a time or, if V is 1, four numbers 32
- * columns apart. */
+/* Like activation_kernel, but stores e4m3 with one scale for each 128 numbers. A lane handles
+ * one vector of V numbers at a time or, if V is 1, four numbers 32 columns apart. */
 template <class T, int V, int KIND>
 static __global__ void __launch_bounds__(THREADS)
     quantized_activation_kernel(const __grid_constant__ p2p_activation_job job)
@@ -375,8 +370,8 @@ static __device__ float down_bias_dot(const p2p_activation_job &job, const Slot 
     return dot;
 }
 
-/* Backward: computes activations and d_gate_up of all slots. If job.d_slot_weights is set, also
- * computes the gradients of the weights, which are 0 for padding. */
+/* Backward: computes activations and d_gate_up of all slots and, if job.d_slot_weights is set,
+ * the gradients of the weights, which are 0 for padding. */
 template <class T, int V, int KIND>
 static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 3)
     activation_backward_kernel(const __grid_constant__ p2p_activation_job job)
@@ -402,8 +397,8 @@ static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 3
 /* number of rows that a warp loads before it adds them, so that the loads overlap */
 #define BIAS_AHEAD 8
 
-/* Adds this warp's rows of a slab to sum: rows number warp, warp + WARPS, ..., each times its
- * weight. A lane handles two columns: `column` and column + 32. */
+/* Adds this warp's rows of a slab (number warp, warp + WARPS, ...), each times its weight, to
+ * sum. A lane handles two columns: `column` and column + 32. */
 template <class T>
 static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const slab_range &slab,
                                                 int64_t column, int warp, float (&sum)[2])
@@ -482,8 +477,8 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* -------------------------------------------------------------------------- launching ---- */
 
-/* Returns the number of CTAs to launch: one warp for each slot that may be occupied, but at
- * most CTAS_OF_SM CTAs per SM. */
+/* Returns the number of CTAs: one warp per slot that may be occupied, at most CTAS_OF_SM CTAs
+ * per SM. */
 static int ctas_of(const p2p_slabs *slabs, int sms)
 {
     const int64_t rows = (int64_t)slabs->most_tiles * EXPERTS_TILE_ROWS;
@@ -491,8 +486,7 @@ static int ctas_of(const p2p_slabs *slabs, int sms)
     return (int)(wanted < most ? wanted : most);
 }
 
-/* Launches an instance of the backward kernel, or of the forward kernel that job->scales
- * selects. */
+/* Launches the backward kernel, or the forward kernel that job->scales selects. */
 template <class T, int V, int KIND>
 static cudaError_t launch_kind(const p2p_activation_job *job, bool backward,
                                cudaStream_t stream)
@@ -503,9 +497,8 @@ static cudaError_t launch_kind(const p2p_activation_job *job, bool backward,
     return launch_kernel(kernel, ctas_of(&job->slabs, job->sms), THREADS, 0, stream, *job);
 }
 
-/* Chooses and launches the kernel instance: with vectors or single numbers, and with the
- * activation that is compiled in. float32 rows use ANY_ACTIVATION, whose functions have full
- * precision. */
+/* Launches the kernel instance: with vectors or single numbers, and with the activation
+ * compiled in. float32 rows use ANY_ACTIVATION, whose functions have full precision. */
 template <class T>
 static cudaError_t launch_typed(const p2p_activation_job *job, bool backward,
                                 cudaStream_t stream)
@@ -523,7 +516,6 @@ static cudaError_t launch_typed(const p2p_activation_job *job, bool backward,
     return launch_kind<T, T::N, ANY_ACTIVATION>(job, backward, stream);
 }
 
-/* Chooses and launches the kernel instance for the type of the rows. */
 static cudaError_t launch_any(const p2p_activation_job *job, bool backward, cudaStream_t stream)
 {
     const uint32_t type = job->experts.row_type;
