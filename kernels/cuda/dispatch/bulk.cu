@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch, with or without making the plan, for packed rows (a row and its scales) that move
- * whole, by bulk stores (dispatch/bulk.cuh). Rows are aligned. They may be quantized before
- * they are sent.
+/* dispatch of packed rows (a row and its scales) that move whole, by bulk stores
+ * (dispatch/bulk.cuh). The kernel reads a plan, or makes the plan first. Rows are aligned. They
+ * may be quantized before they are sent.
  *
  *   tokens  [num_tokens, token_bytes]   scales       [num_tokens, scale_bytes], or quantized
  *   recv    [recv_rows, row_bytes]      recv_scales  [recv_rows, scale_bytes]
  *
- *   CTAs that plan           first make the plan, then join the others
+ *   planner CTAs             first make the plan, then join the others
  *   job.warps warps per CTA  move units; a unit is one packed row of one token
  *   other warps              idle
  *
@@ -20,46 +20,47 @@
  * the lanes that write a buffer call fence_bulk() before the copy engine reads it. A buffer is
  * written again only after wait_bulk_read().
  *
- * No wait is circular, because a receive waits for a row that was sent `lag` steps earlier, and
- * each CTA takes its units in order. While some CTAs make the plan, each warp of the other CTAs
- * sends its first token. Then it waits for that token's record, which has its slots.
+ * No two ranks wait for each other in a circle: a receiving warp waits for a row that its peer
+ * sends `lag` steps earlier, and each CTA takes its units in order. While the planner CTAs make
+ * the plan, each warp of the other CTAs sends its first token. Then it waits for that token's
+ * record, which has its slots.
  *
- * While a warp moves a unit, the row of its next unit is being copied to another buffer.
- *
- * Only backend p2p has this kernel (sources.cmake). In backend hosts, rows for other hosts are
- * sent by pieces (packed.cu). */
+ * While a warp moves a unit, the row of its next unit is being copied to another buffer. */
 #include "cuda/dispatch/bulk.cuh"
 #include "cuda/dispatch/launcher.cuh"
 
-/* The packed row of one token, to be sent or received by one warp. */
+/* A unit: the packed row of one token, which one warp sends or receives. */
 struct Unit {
     int step, role; /* role 0: this rank's own token; n: a token of the n-th peer */
-    uint64_t choice_word, record_word; /* the lane's choice and record word, loaded ahead */
+    /* the lane's choice of the token, and its word of the token's record, both loaded ahead */
+    uint64_t choice_word, record_word;
 
-    /* Returns true for a unit of this rank's own tokens. */
+    /* Returns true if the unit's token is this rank's own. */
     __device__ __forceinline__ bool is_own() const
     {
         return role == 0;
     }
 };
 
-/* Returns the token of a unit. */
+/* Returns the token of a unit. Tokens of peers are received `lag` steps after this rank's own
+ * token with the same number is sent. */
 __device__ __forceinline__ int32_t token_of(const PackedMove &m, const Unit &unit)
 {
     return m.round_begin + unit.step - (unit.is_own() ? 0 : m.job.lag);
 }
 
-/* Returns true if the unit has a token in the round, which ends before token `end`. */
+/* Returns true if the unit has a token in the running round, which ends before token `end`.
+ * Units before the first and after the last token have none. */
 __device__ __forceinline__ bool has_token(const PackedMove &m, const Unit &unit, int32_t end)
 {
     const int32_t token = token_of(m, unit);
     return token >= m.round_begin && token < (unit.is_own() ? min(end, m.job.num_tokens) : end);
 }
 
-/* Takes the next unit for this warp and loads what it needs first. The warps of a CTA share the
- * counter *num_taken and take units one by one, because some units are more work than others. Of
- * every gridDim.x units in the list, each CTA gets one, in an order that rotates. Called by a
- * whole warp. */
+/* Takes the next unit for this warp, and loads the words that the unit needs first. Units
+ * differ in work, so the warps of a CTA take them one by one from a common counter, *num_taken.
+ * Of each gridDim.x units in the list, each CTA gets one; which one rotates, so that no CTA
+ * always gets the same kind. Called by a whole warp. */
 template <bool FLAT>
 __device__ __forceinline__ Unit take_unit(const PackedMove &m, int *num_taken, int32_t end)
 {
@@ -77,8 +78,8 @@ __device__ __forceinline__ Unit take_unit(const PackedMove &m, int *num_taken, i
     return unit;
 }
 
-/* Returns true if the record word, loaded ahead, already shows that the token has no row on
- * this rank. */
+/* Returns true if the record word, which was loaded ahead, already shows that the token has no
+ * row on this rank. If the word has not arrived yet, returns false. */
 template <bool FLAT>
 __device__ __forceinline__ bool is_absent(const PackedMove &m, uint64_t record)
 {
@@ -88,8 +89,8 @@ __device__ __forceinline__ bool is_absent(const PackedMove &m, uint64_t record)
     return __any_sync(ALL_LANES, absent);
 }
 
-/* Starts to copy the row of the unit to shared memory at `buffer`, or to the L2 if it will be
- * quantized. Called by a whole warp. */
+/* Starts to copy the row of the unit to `buffer` in shared memory. If the row will be
+ * quantized, starts to load it into the L2 cache instead. Called by a whole warp. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit, int32_t end,
                                            uint32_t buffer)
@@ -106,8 +107,9 @@ __device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit
     end_copies();
 }
 
-/* Receives the weights of a token's slots or, for FLAT, the extras of its row, after its row
- * has been stored. Called by a whole warp. Returns false if the group of ranks has failed. */
+/* Receives the weights of a token's slots or, with layout FLAT, the extras of its row (local
+ * experts and weights). `extras`, `weight`: what was loaded ahead of the row. Called by a whole
+ * warp. Returns false if the group of ranks has failed. */
 template <bool FLAT>
 __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, int source,
                                                 int32_t token, const int32_t (&slot)[2],
@@ -123,8 +125,9 @@ __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, i
     return receive_weight(m, rank, source, token, 1, slot[1], weight);
 }
 
-/* Stores the packed row at `buffer` to its slots on this rank. The caller must have called
- * fence_buffers(). */
+/* Stores the packed row in `buffer` to all slots of its token on this rank. Before, the caller
+ * must have called fence_buffers(), so that the bulk stores read what the lanes have
+ * written. */
 __device__ __forceinline__ void fill_all_slots(const PackedMove &m, const int32_t (&slot)[2],
                                                uint32_t buffer)
 {
@@ -132,9 +135,9 @@ __device__ __forceinline__ void fill_all_slots(const PackedMove &m, const int32_
     if (m.top_k > WARP) bulk_to_slots(m, slot[1], buffer);
 }
 
-/* Prepares the packed row of this rank's token for bulk stores: quantizes it to `buffer`, or
- * scans the copy there. Returns true if it has special words (see send_special()). Called by a
- * whole warp. */
+/* Makes the packed row of this rank's token ready in `buffer`: quantizes it, or scans the copy
+ * that is there. Returns true if the row has special words, which equal poison (see
+ * send_special()). Called by a whole warp. */
 template <class OwnPiece>
 __device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t token,
                                                uint32_t buffer)
@@ -149,9 +152,9 @@ __device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t toke
     return __any_sync(ALL_LANES, special) != 0;
 }
 
-/* Sends this rank's token to its peers and, as soon as its slots are known, stores it to its
- * slots on this rank. Called by a whole warp. Returns false if the group of ranks has
- * failed. */
+/* Moves a unit of this rank's own token: sends the row to the peers that need it, then waits
+ * for the token's record and stores the row to its slots on this rank. Called by a whole warp.
+ * Returns false if the group of ranks has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t token,
                                                 const Unit &unit, uint32_t buffer)
@@ -175,8 +178,9 @@ __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t tok
     return !here || receive_weights<FLAT>(m, rank, 0, token, slot, extras, weight);
 }
 
-/* Receives a peer's token into its slots on this rank. Called by a whole warp. Returns false if
- * the group of ranks has failed. */
+/* Moves a unit of a peer's token: waits for the row, stores it to its slots on this rank, and
+ * stores poison back to staging. Called by a whole warp. Returns false if the group of ranks
+ * has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t token,
                                                const Unit &unit, const BulkBuffers &buffers)
@@ -211,12 +215,13 @@ __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t toke
 
 struct RoundProgress { /* A warp's state in the running round. */
     int32_t end;       /* the round ends before this token */
-    bool has_counts;   /* the token counts of all ranks have been read */
-    int slab_bits;     /* see find_padding_slabs() */
+    bool has_counts;   /* true: the numbers of tokens of all ranks are known */
+    /* log2 of the number of slabs, or a negative value (see find_padding_slabs()) */
+    int slab_bits;
 };
 
-/* Waits for the token counts of all ranks at the first call. Until then a warp moves only this
- * rank's own tokens. Returns false if the group of ranks has failed. */
+/* At the first call, waits for the numbers of tokens of all ranks. Until then a warp moves only
+ * this rank's own tokens. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool read_counts_once(PackedMove &m, RoundProgress &p)
 {
     if (!p.has_counts && !read_token_counts(m)) return false;
@@ -225,8 +230,9 @@ __device__ __forceinline__ bool read_counts_once(PackedMove &m, RoundProgress &p
     return true;
 }
 
-/* Writes zeros to some padding slots along with this rank's token. Called by a whole warp.
- * Returns false if the group of ranks has failed. */
+/* Writes zeros to some padding slots after a unit of this rank's own tokens, so that padding
+ * needs no pass of its own. Called by a whole warp. Returns false if the group of ranks has
+ * failed. */
 __device__ __forceinline__ bool pad_with_token(PackedMove &m, int32_t token, RoundProgress &p,
                                                const BulkBuffers &buffers)
 {
@@ -238,8 +244,8 @@ __device__ __forceinline__ bool pad_with_token(PackedMove &m, int32_t token, Rou
     return true;
 }
 
-/* Moves the row of a unit. The copy of the row to its buffer has already been started. Returns
- * false if the group of ranks has failed. */
+/* Moves the row of a unit. Its copy to the buffer has been started. Returns false if the group
+ * of ranks has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_unit(PackedMove &m, const Unit &unit, RoundProgress &p,
                                           const BulkBuffers &buffers)
@@ -257,8 +263,8 @@ __device__ __forceinline__ bool move_unit(PackedMove &m, const Unit &unit, Round
     return token >= p.end || receive_packed<OwnPiece, FLAT>(m, token, unit, buffers);
 }
 
-/* Moves one round: tokens [m.round_begin, end) of every rank. Returns false if the group of ranks has
- * failed. */
+/* Moves one round: tokens [m.round_begin, end) of every rank. Returns false if the group of
+ * ranks has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, BulkBuffers &buffers,
                                             int *num_taken)
@@ -283,7 +289,7 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, BulkBuff
     return ok;
 }
 
-/* Moves all rounds. *num_taken: number of units that the warps of this CTA have taken in the
+/* Moves all rounds. *num_taken: how many units the warps of this CTA have taken in the running
  * round. Returns false if the group of ranks has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const uint8_t *memory,
@@ -308,8 +314,8 @@ __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const ui
     }
 }
 
-/* Writes zeros to all padding slots if receive units do not do it (pads_with_tokens() is
- * false). Called by all CTAs. Returns false if the group of ranks has failed. */
+/* Writes zeros to all padding slots, unless the units of this rank's tokens have done it
+ * (pads_with_tokens()). Called by all CTAs. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool pad_all(PackedMove &m, const uint8_t *memory)
 {
     const BulkBuffers buffers(m, memory, 0);
@@ -326,8 +332,8 @@ __device__ __forceinline__ bool pad_all(PackedMove &m, const uint8_t *memory)
     return true;
 }
 
-/* OwnPiece: how this rank's rows become packed rows (JoinedPiece or QuantizedPiece). WITH_PLAN:
- * the kernel also makes the plan. */
+/* The kernel. OwnPiece says how this rank's rows become packed rows: JoinedPiece copies rows
+ * and scales, QuantizedPiece quantizes rows. WITH_PLAN: the kernel also makes the plan. */
 template <class OwnPiece, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_bulk_kernel(const __grid_constant__ p2p_dispatch_job job)
@@ -351,7 +357,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     DispatchMove move = {
         {job, op, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
     move.has_new_plan = WITH_PLAN;
-    /* this rank's count, until the counts of all ranks are read */
+    /* only this rank's number is needed until read_counts_once() has read those of all ranks */
     move.tokens_of = job.num_tokens;
     if (!WITH_PLAN)
         move.tokens_of = lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
@@ -379,7 +385,7 @@ extern "C" cudaError_t p2p_load_dispatch_bulk(void)
     return load_kernels(kernels, planning > BULK_MEMORY ? planning : BULK_MEMORY);
 }
 
-/* Returns the number of packed rows that fit the shared memory of a CTA. */
+/* Returns how many packed rows fit in the shared memory of a CTA. */
 static int64_t count_buffers(const p2p_dispatch_job &job)
 {
     const int64_t bytes = p2p_packed_bytes(job.row_bytes, job.scale_bytes);
@@ -393,8 +399,9 @@ extern "C" int p2p_can_dispatch_bulk(const p2p_dispatch_job *job)
            (!job->quantize || job->type != EPIC_F32);
 }
 
-/* Sets the number of warps per CTA that move rows, the number of buffers per warp (two to four),
- * and the lag. Quantizing needs more warps and a longer lag. Measured: docs/lab/cuda.md. */
+/* Sets how many warps per CTA move rows, how many buffers each has (two to four), and how far
+ * receiving stays behind sending (lag). Quantizing needs more warps and a longer lag. The
+ * values are measured: docs/lab/cuda.md. */
 static void deal_packed(p2p_dispatch_job &job, int num_sms)
 {
     const int buffers = (int)count_buffers(job), tokens = job.num_tokens;

@@ -1,31 +1,38 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Code that moves whole packed rows (dispatch/packed.cuh) through shared memory. A warp has 2
- * to 4 *buffers* in shared memory, each for one packed row. All lanes of the warp copy a row to
- * a buffer, or quantize it and store the result there. The row leaves by bulk stores, which one
- * lane starts and the copy engine of the SM performs.
+/* Code that moves whole packed rows (a row and its scales, dispatch/packed.cuh) through shared
+ * memory. A warp has 2 to 4 *buffers* in shared memory, each for one packed row. All lanes of
+ * the warp copy a row to a buffer, or quantize it and store the result there. The row leaves by
+ * bulk stores (cp.async.bulk): one lane starts them, and the copy engine of the SM performs
+ * them.
  *
  *   tokens, staging -> copies of all lanes -\
  *   tokens -> registers, quantized ----------+-> buffer -> bulk stores -> peers, slots
  *
  * So a row costs a warp the same number of instructions whatever its number of slots. A warp
- * waits for bulk stores only when it needs the buffer again. Shared memory also has constant
- * vectors: zeros, for padding, and poison, for staging.
+ * waits for bulk stores only when it needs their buffer again. Shared memory also has constant
+ * vectors: zeros, for padding slots, and poison (the mark of a word that has not arrived), for
+ * staging.
  *
- *   shared memory of a CTA:  [ zeros ][ poison ][ buffers of warp 0 ][ buffers of warp 1 ] ... */
+ *   shared memory of a CTA:  [ zeros ][ poison ][ buffers of warp 0 ][ buffers of warp 1 ]
+ * ... */
 #ifndef EPIC_BULK_CUH
 #define EPIC_BULK_CUH
 
 #include "cuda/dispatch/packed_slots.cuh"
 
-#define BULK_MEMORY (216 << 10) /* dynamic shared memory of a CTA */
-#define CONSTANT_BYTES 2048     /* bytes of zeros, and bytes of poison */
+#define BULK_MEMORY (216 << 10) /* bytes of dynamic shared memory per CTA */
+#define CONSTANT_BYTES 2048     /* bytes of the constant zeros, and of the constant poison */
 
-/* The buffers of a warp: parts of shared memory, each for one packed row. */
+/* The buffers of a warp in shared memory, each for one packed row. The warp uses them in
+ * turn. */
 struct BulkBuffers {
     uint32_t first_address,
-        buffer_bytes; /* shared-memory address of the first buffer; bytes of each buffer */
-    uint32_t zeros, poison;   /* shared-memory addresses of the constant vectors */
-    int num_buffers, current; /* number of buffers; index of the buffer in use */
+        /* first_address: shared-memory address of the warp's first buffer. buffer_bytes: bytes
+         * of each buffer. */
+        buffer_bytes;
+    uint32_t zeros, poison; /* shared-memory addresses of the constant vectors */
+    /* how many buffers the warp has; which one the current unit uses */
+    int num_buffers, current;
 
     /* memory: dynamic shared memory of the CTA. warp: number of this warp in the CTA. */
     __device__ __forceinline__ BulkBuffers(const PackedMove &m, const void *memory, int warp)
@@ -38,7 +45,7 @@ struct BulkBuffers {
         first_address = poison + CONSTANT_BYTES + (uint32_t)(warp * num_buffers) * buffer_bytes;
         current = 0;
     }
-    /* Returns the buffer that is used after the current one. */
+    /* Returns the number of the buffer that the next unit uses. */
     __device__ __forceinline__ int next_buffer() const
     {
         return current + 1 == num_buffers ? 0 : current + 1;
@@ -48,8 +55,9 @@ struct BulkBuffers {
     {
         return first_address + (uint32_t)buffer * buffer_bytes;
     }
-    /* Waits until bulk stores have read the next buffer, so that it may be written again. Each
-     * unit must end one group of bulk stores. Called by a whole warp. */
+    /* Waits until bulk stores have read the next buffer, so that the warp may write it again.
+     * It lets the num_buffers - 2 latest groups of bulk stores continue, so each unit must end
+     * exactly one group. Called by a whole warp. */
     __device__ __forceinline__ void wait_free() const
     {
         if (lane_id() == 0) {
@@ -64,7 +72,7 @@ struct BulkBuffers {
     }
 };
 
-/* Fills the constant vectors. Called by all threads of a CTA. */
+/* Fills the constant vectors with zeros and poison. Called by all threads of a CTA. */
 static __device__ void fill_constants(const void *memory)
 {
     const uint32_t zeros = shared_address(memory);
@@ -75,17 +83,18 @@ static __device__ void fill_constants(const void *memory)
     __syncthreads();
 }
 
-/* Makes the warp's stores to its buffers visible to bulk stores. Called by a whole warp. */
+/* Makes the warp's stores to its buffers visible to the bulk stores that follow. Called by a
+ * whole warp. */
 __device__ __forceinline__ void fence_buffers(void)
 {
     fence_bulk();
     __syncwarp();
 }
 
-/* --------------------------------------------------------------- packed rows in buffers ---- */
+/* -------------------------------------------------------------- packed rows in buffers ---- */
 
-/* Starts to copy the row and scales of this rank's token from the caller's arrays to a buffer.
- */
+/* Starts to copy the row and the scales of this rank's token from the caller's arrays to a
+ * buffer. Called by a whole warp. */
 __device__ __forceinline__ void copy_own(const PackedMove &m, int32_t token, uint32_t buffer)
 {
     const p2p_dispatch_job &job = m.job;
@@ -96,8 +105,8 @@ __device__ __forceinline__ void copy_own(const PackedMove &m, int32_t token, uin
         copy_again(buffer + v * 16, (v < m.row_vectors ? row : second) + (int64_t)v * 16);
 }
 
-/* Starts to load the row of this rank's token into the L2, because it will be quantized soon.
- */
+/* Starts to load the row of this rank's token into the L2 cache, because the warp will quantize
+ * it as its next unit. */
 __device__ __forceinline__ void prefetch_own(const PackedMove &m, int32_t token)
 {
     if (lane_id() == 0)
@@ -105,8 +114,8 @@ __device__ __forceinline__ void prefetch_own(const PackedMove &m, int32_t token)
                       (uint32_t)m.own_shape.row_bytes);
 }
 
-/* Starts to copy a peer's packed row from staging to a buffer. The row has perhaps not arrived
- * yet. */
+/* Starts to copy a packed row of rank `rank` from staging to a buffer, before the warp knows
+ * whether the row has arrived. Words that have not arrived are poison in the copy. */
 __device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32_t token,
                                             uint32_t buffer)
 {
@@ -115,15 +124,16 @@ __device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32
         copy_again(buffer + v * 16, staged + v);
 }
 
-/* Quantizes a token's row and stores the result to its buffer. Returns true if this lane has
- * made a word of scales that equals poison. Called by a whole warp. */
+/* Quantizes a row of this rank's token and stores the packed row to a buffer. Returns true in a
+ * lane that has made a word of scales that equals poison, and so must be sent as another word.
+ * Called by a whole warp. */
 __device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token,
                                              uint32_t buffer)
 {
     const uint32_t row_end = (uint32_t)m.row_vectors * 16;
     const uint32_t end = (uint32_t)m.shape.vectors * 16;
     bool special = false;
-    /* Pieces are loaded two ahead, because a load takes longer than quantizing a piece. */
+    /* Load two pieces ahead, because a load takes longer than quantizing a piece. */
     uint4 next[V], after[V];
     QuantizedPiece::load_raw(m, token, 0, next);
     QuantizedPiece::load_raw(m, token, 1, after);
@@ -148,8 +158,8 @@ __device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token,
     return special;
 }
 
-/* Loads this lane's vectors of a piece from its buffer, calls change(q), and stores them back.
- */
+/* Changes a piece of a packed row in its buffer: loads this lane's vectors to q, calls
+ * change(q), and stores them back. Called by a whole warp. */
 template <class Change>
 __device__ __forceinline__ void change_piece(const PackedMove &m, uint32_t buffer, int piece,
                                              Change change)
@@ -169,14 +179,14 @@ __device__ __forceinline__ void change_piece(const PackedMove &m, uint32_t buffe
             store_shared(buffer + (vector + v * WARP) * 16, q[v]);
 }
 
-struct ScanResult { /* The result of scan_packed() for one lane. */
+struct ScanResult { /* What scan_packed() has found in this lane's vectors. */
     bool missing, special;
 };
 
 /* Scans a packed row in its buffer. `missing`: a word is poison, so it has not arrived.
- * `special`: a word perhaps needs to be restored, because it equals poison or its stand-in
- * (signs ignored). With QUANTIZED, only words of scales can be special: those that equal the
- * stand-in of scales that are all NaN. */
+ * `special`: a word may need to be restored after it has arrived. In a row that was not
+ * quantized on the way, this is a word that equals poison or its stand-in (signs ignored). With
+ * QUANTIZED, it is a word of scales that equals E8M0_STAND_IN. */
 template <bool QUANTIZED>
 __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t buffer)
 {
@@ -194,8 +204,8 @@ __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t 
     return found;
 }
 
-/* Waits for the missing words of a staged packed row and stores them to its buffer. Called by a
- * whole warp. Returns false if the group of ranks has failed. */
+/* Waits for the missing words of a packed row of rank `rank`, and stores them to its buffer.
+ * Called by a whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32_t token,
                                             uint32_t buffer)
 {
@@ -210,8 +220,9 @@ __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32
     return ok;
 }
 
-/* Restores the special words of a packed row that has arrived. Called by a whole warp. Returns
- * false if the group of ranks has failed. */
+/* Restores the special words of a packed row that has arrived in its buffer: words that the
+ * sender had to replace because they equal poison. Called by a whole warp. Returns false if the
+ * group of ranks has failed. */
 template <bool QUANTIZED>
 __device__ __forceinline__ bool restore_special_words(const PackedMove &m, int rank, int source,
                                                       int32_t token, uint32_t buffer)
@@ -231,8 +242,8 @@ __device__ __forceinline__ bool restore_special_words(const PackedMove &m, int r
 
 /* ------------------------------------------------------------------------- bulk stores ---- */
 
-/* Divides `bytes` bytes at `to` into parts of at most CONSTANT_BYTES, and calls store(address,
- * bytes) for each part. Called by one lane. */
+/* Divides `bytes` bytes at `to` into parts no longer than the constant vectors, and calls
+ * store(address, bytes) for each part. Called by one lane. */
 template <class Store>
 __device__ __forceinline__ void store_constant(uint8_t *to, int64_t bytes, Store store)
 {
@@ -240,7 +251,8 @@ __device__ __forceinline__ void store_constant(uint8_t *to, int64_t bytes, Store
         store(to + at, (uint32_t)min(bytes - at, (int64_t)CONSTANT_BYTES));
 }
 
-/* Sends a packed row to the staging of `peers` (bit mask). */
+/* Sends the packed row in `buffer` to the staging of `peers` (bit mask) by bulk stores. Called
+ * by a whole warp; one lane starts the stores. */
 __device__ __forceinline__ void bulk_to_peers(const PackedMove &m, int32_t token,
                                               uint32_t peers, uint32_t buffer)
 {
@@ -250,21 +262,23 @@ __device__ __forceinline__ void bulk_to_peers(const PackedMove &m, int32_t token
     });
 }
 
-/* Returns true if a row of scales is so short that the lanes store it, 16 bytes each. A bulk
- * store of so few bytes would cost the copy engine as much as one of a kilobyte. */
+/* Returns true if a row of scales is so short that the lanes store it to its slots, 16 bytes
+ * each. A bulk store of so few bytes would cost the copy engine as much as one of a
+ * kilobyte. */
 __device__ __forceinline__ bool scales_by_lanes(const PackedMove &m)
 {
     return m.job.scale_bytes <= WARP * 16;
 }
 
-/* Stores a row of scales to a slot; this lane has 16 bytes of it in q. */
+/* Stores a row of scales to a slot: this lane has 16 bytes of the row in q. */
 __device__ __forceinline__ void store_scales(const PackedMove &m, int32_t slot, uint4 q)
 {
     const int64_t at = (int64_t)slot * m.job.scale_bytes + lane_id() * 16;
     if (lane_id() * 16 < m.job.scale_bytes) store_once(m.job.recv_scales + at, q, m.policy);
 }
 
-/* Stores a packed row to the slots of all lanes. Called by a whole warp. */
+/* Stores the packed row in `buffer` to the slots of all lanes, row and scales to their own
+ * arrays. `slot`: this lane's slot, or -1. Called by a whole warp. */
 __device__ __forceinline__ void bulk_to_slots(const PackedMove &m, int32_t slot,
                                               uint32_t buffer)
 {
@@ -284,7 +298,7 @@ __device__ __forceinline__ void bulk_to_slots(const PackedMove &m, int32_t slot,
     });
 }
 
-/* Stores zeros to a slot: row, scales and weight. Called by a whole warp. */
+/* Stores zeros to the row, scales and weight of a padding slot. Called by a whole warp. */
 __device__ __forceinline__ void bulk_padding(const PackedMove &m, int32_t slot,
                                              const BulkBuffers &buffers)
 {
@@ -302,8 +316,8 @@ __device__ __forceinline__ void bulk_padding(const PackedMove &m, int32_t slot,
     if (job.slot_weights) job.slot_weights[slot] = 0.0f;
 }
 
-/* Stores poison back to the staging of a packed row that has been received. Called by a whole
- * warp. */
+/* Stores poison back to the staging of a packed row that has been received, so that a later
+ * epoch can use it. Called by a whole warp. */
 __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int32_t token,
                                              const BulkBuffers &buffers)
 {
@@ -315,9 +329,10 @@ __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int3
     });
 }
 
-/* Sends a packed row that has special words (poison, or scales that are all NaN). Waits until
- * bulk stores have read the buffer, replaces the special words in it by stand-ins, and sends
- * escape words to the peers. Called by a whole warp. */
+/* Sends a packed row that has special words: words that equal poison, and so would look as if
+ * they had not arrived. Waits until bulk stores have read the buffer, replaces the special
+ * words in it by stand-ins, and sends the row. If it was not quantized, also sends escape
+ * words, from which the receiver restores the special words. Called by a whole warp. */
 template <bool QUANTIZED>
 __device__ __forceinline__ void send_special(const PackedMove &m, int32_t token, uint32_t peers,
                                              uint32_t buffer)

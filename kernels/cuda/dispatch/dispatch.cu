@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch, with or without making the plan: moves rows of tokens to the slots of their
- * experts.
+/* dispatch of rows without scales: moves rows of tokens to the slots of their experts. The
+ * kernel reads a plan, or makes the plan first.
  *
  *   tokens  [num_tokens, row_bytes]   input: rows of this rank's tokens
  *   recv    [recv_rows, row_bytes]    output: one slot per choice of an expert of this rank,
@@ -9,11 +9,12 @@
  * A row goes once to each peer that owns one of its experts: into the peer's staging, and from
  * there to all of its slots.
  *
- *   CTAs that plan     first make the plan, then join the others
+ *   planner CTAs       first make the plan, then join the others
  *   other CTAs         first send the first `head` tokens, while the plan is made
  *   all warps          then move units, dealt in turn (common/rows.cuh)
  *
- * A unit is a span of pieces of one row. Step i of the list of units has these roles:
+ * A unit is the work of a warp at a time: a span of pieces of one row, in one role. Step i of
+ * the list of units has these roles:
  *
  *   send     token i to every peer that needs it; needs only the token's own choices
  *   receive  token i - lag of each source; this rank's own tokens are the last source, and
@@ -30,28 +31,29 @@
  * order. A receiving warp first reads the token's slots, from the plan or from the record that
  * the token's rank sends. Then it polls the row.
  *
- * No wait is circular, because a warp waits for token t only after its own sends of all tokens
- * up to t. So every warp of every rank has already sent its part of the lowest token for which
- * any warp waits. This holds even if ranks have different lags. If this kernel makes the plan,
- * receiving starts `head` tokens behind sending and then catches up.
+ * No two ranks wait for each other in a circle. A warp waits for token t only after its own
+ * sends of all tokens up to t. So every warp of every rank has already sent its part of the
+ * lowest token for which any warp waits. This holds even if ranks have different lags. If this
+ * kernel makes the plan, receiving starts `head` tokens behind sending and then catches up.
  *
- * Pieces are copied into a ring in shared memory ahead of their use. A staged piece may be
- * copied before it has arrived. Then the copy contains poison, and the warp polls the piece in
- * staging. */
+ * A warp copies pieces into a ring of buffers in shared memory before it uses them. It may copy
+ * a staged piece that has not arrived. Then the copy contains poison, and the warp polls the
+ * piece in staging. */
 #include "cuda/dispatch/flat.cuh"
 #include "cuda/dispatch/launcher.cuh"
 #include "cuda/dispatch/relay.cuh"
 
-/* Copies the pieces of a warp's units from memory into the ring, and returns them in the same
- * order. */
+/* Copies the pieces of a warp's units from memory into the ring some pieces ahead of their use,
+ * and returns them in the same order. */
 template <bool EXACT> struct PieceFeed {
     typedef PieceRing<V, EXACT> Pieces;
     const DispatchMove &m;
     Pieces ring;
-    UnitWalk walk;       /* the unit whose pieces are being copied */
-    const uint8_t *from; /* this lane's part of the next piece to copy; NULL: nothing to copy */
-    int32_t vector;      /* first vector of the next piece */
-    int32_t pieces_left; /* pieces of the unit that have not been copied */
+    UnitWalk walk; /* the unit whose pieces are copied now */
+    /* this lane's part of the next piece to copy; NULL: this unit's pieces are not copied */
+    const uint8_t *from;
+    int32_t vector;      /* first vector of the next piece to copy */
+    int32_t pieces_left; /* how many pieces of the unit have not been copied */
     int32_t round_end;   /* the round ends before this token */
 
     __device__ __forceinline__ PieceFeed(const DispatchMove &move, const UnitWalk &first,
@@ -60,8 +62,9 @@ template <bool EXACT> struct PieceFeed {
     {
         open_unit();
     }
-    /* Prepares to copy the pieces of the unit at `walk`. Two kinds are not copied: pieces in
-     * host memory, and pieces that this rank forwards. */
+    /* Prepares to copy the pieces of the unit at `walk`. Pieces in host memory, and pieces that
+     * this rank forwards, are not copied ahead: each takes a buffer of the ring, which stays
+     * unused. */
     __device__ __forceinline__ void open_unit()
     {
         const p2p_self &self = m.job.plan.self;
@@ -93,14 +96,15 @@ template <bool EXACT> struct PieceFeed {
         walk.next_unit(m.stride);
         open_unit();
     }
-    /* Starts the copy of one more piece, and reads the oldest piece of the ring. `its_vector`:
-     * first vector of that piece. */
+    /* Starts the copy of one more piece, then waits for the oldest piece of the ring and reads
+     * it to q. its_vector: first vector of that piece. */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int32_t its_vector)
     {
         copy_next();
         ring.read_piece(q, its_vector, m.shape);
     }
-    /* Drops the next `pieces` pieces of the ring, which the caller does not need. */
+    /* Drops the next `pieces` pieces of the ring, because the unit does not need them. The
+     * copies of later units stay in step. */
     __device__ __forceinline__ void skip_pieces(int pieces)
     {
         for (; pieces; pieces--) {
@@ -110,8 +114,8 @@ template <bool EXACT> struct PieceFeed {
     }
 };
 
-/* Sends a unit: pieces of one of this rank's tokens, to every peer that needs it. `word`: the
- * lane's choice, from read_ahead(). */
+/* Sends a unit: pieces of one of this rank's tokens, to every peer that needs the token.
+ * `word`: this lane's choice of the token, from read_ahead(). */
 template <bool EXACT>
 __device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk &walk,
                                           uint64_t word, PieceFeed<EXACT> &feed)
@@ -143,9 +147,10 @@ __device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk 
                        peers);
 }
 
-/* For tokens with more than 32 choices: stores a piece to the slots in the later halves of the
- * record, and with the first piece receives their weights. A half has 32 choices, one per lane.
- * Returns false if the group of ranks has failed. */
+/* Stores a piece to the slots in the later halves of a token's record; the caller has stored it
+ * to the slots of the first half. A half has 32 choices, one per lane, so only tokens with more
+ * choices have later halves. With piece 0, also receives the weights of these slots. Returns
+ * false if the group of ranks has failed. */
 template <bool EXACT>
 __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank, int source,
                                                 int32_t token, int piece, const uint4 (&q)[V])
@@ -163,9 +168,9 @@ __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank,
     return true;
 }
 
-/* Receives the unit's span of one token into its slots on this rank. `word`: from peek_record()
- * or peek_row(). `copied`: the pieces come through the ring. Returns false if the group of
- * ranks has failed. */
+/* Receives the pieces of a unit for one token, and stores them to the token's slots on this
+ * rank. `word`: from peek_record() or peek_row(). `copied`: the pieces come through the ring.
+ * Returns false if the group of ranks has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t token,
                                               const UnitWalk &walk, uint64_t word, bool copied,
@@ -205,8 +210,9 @@ __device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t tok
     return !with_weights || receive_weight(m, rank, source, token, 0, slot, weight);
 }
 
-/* Forwards a piece of a row that came from another host to the ranks of this host in `wants`.
- * noinline, because inlining it would make the main loop spill registers. */
+/* Forwards a piece of a row that rank `from` of another host has sent here, to the ranks of
+ * this host in `wants` (bit mask). noinline, because inlining it would make the main loop spill
+ * registers. */
 template <bool EXACT>
 static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from, int32_t token,
                                                  int piece, uint32_t wants)
@@ -219,9 +225,9 @@ static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from
                                    });
 }
 
-/* Sends the first `head` tokens while the planning CTAs make the plan. Called by all CTAs; the
- * planning CTAs return at once. noinline, because inlining it would make the main loop spill
- * registers. Backend hosts uses send_head_spans(). */
+/* Sends the first `head` tokens while the planner CTAs make the plan. Called by all CTAs;
+ * planner CTAs return at once. noinline, because inlining it would make the main loop spill
+ * registers. */
 template <bool EXACT> static __device__ __noinline__ void send_head(const DispatchMove m)
 {
     const int planners = m.job.plan.planners;
@@ -240,8 +246,8 @@ template <bool EXACT> static __device__ __noinline__ void send_head(const Dispat
     }
 }
 
-/* Like send_head(), for backend hosts. A unit is a whole span, not a piece, because each put has
- * a cost. */
+/* Does in backend hosts what the other send_head() does in p2p. A unit is a whole span, not a
+ * piece, because each put has a fixed cost. */
 template <bool EXACT> static __device__ __noinline__ void send_head_spans(const DispatchMove m)
 {
     const int planners = m.job.plan.planners, spans = m.stride.spans;
@@ -267,9 +273,9 @@ template <bool EXACT> static __device__ __noinline__ void send_head_spans(const 
     }
 }
 
-/* Receives the one or two tokens of a step from one source. If the source is this rank, also
- * writes zeros to padding slots. `slab_bits`: log2 of the number of slabs, rounded up;
- * negative: no padding. Returns false if the group of ranks has failed. */
+/* Receives the one or two tokens of a step from one source. If the source is this rank itself,
+ * also writes zeros to some padding slots. slab_bits: log2 of the number of slabs, rounded up;
+ * negative: writes no padding. Returns false if the group of ranks has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,
@@ -296,8 +302,8 @@ __device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWa
     return true;
 }
 
-/* Moves one round: tokens [m.round_begin, end) of every rank. `memory`: this warp's ring. Returns
- * false if the group of ranks has failed. */
+/* Moves one round: tokens [m.round_begin, end) of every rank. `memory`: this warp's ring.
+ * Returns false if the group of ranks has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool move_tokens(DispatchMove &m, int32_t end, const uint8_t *memory)
 {
@@ -346,8 +352,9 @@ __device__ __forceinline__ bool move_tokens(DispatchMove &m, int32_t end, const 
     }
 }
 
-/* Writes zeros to all padding slots if receive units do not do it (pads_with_tokens() is
- * false). Called by all CTAs. Returns false if the group of ranks has failed. */
+/* Writes zeros to all padding slots, unless the units that receive this rank's tokens have done
+ * it (pads_with_tokens()). Called by all CTAs. Returns false if the group of ranks has
+ * failed. */
 template <bool EXACT> __device__ __forceinline__ bool pad_all(DispatchMove &m)
 {
     if (m.plan.header.alignment <= 1) return true;
@@ -362,8 +369,8 @@ template <bool EXACT> __device__ __forceinline__ bool pad_all(DispatchMove &m)
     return true;
 }
 
-/* Writes zeros to all outputs if the plan or the number of rows is invalid. Called by the last
- * CTA. */
+/* Writes zeros to all outputs if the plan is invalid, or if a rank has too few rows. Then the
+ * rows that have been moved must not be used. Called by the last CTA to finish. */
 template <bool FLAT> __device__ __forceinline__ void clear_outputs(const DispatchMove &m)
 {
     if (m.plan.is_valid && header_of(m)->result == EPIC_OK &&
@@ -376,8 +383,8 @@ template <bool FLAT> __device__ __forceinline__ void clear_outputs(const Dispatc
         zero_floats(m.job.slot_weights, 0, m.job.recv_rows, threadIdx.x, BLOCK);
 }
 
-/* Writes zeros to the slots after the last slab. Called by all CTAs. Returns false if the group
- * of ranks has failed. */
+/* Writes zeros to the tail: the slots after the last slab. Called by all CTAs, if the user asks
+ * for a zeroed tail. Returns false if the group of ranks has failed. */
 template <bool FLAT> __device__ __forceinline__ bool clear_tail(const DispatchMove &m)
 {
     if (m.has_new_plan && !wait_for_plan(m)) return false;
@@ -391,8 +398,8 @@ template <bool FLAT> __device__ __forceinline__ bool clear_tail(const DispatchMo
     return true;
 }
 
-/* Moves all rounds. A round has as many tokens of each rank as fit the staging. Returns false
- * if the group of ranks has failed. */
+/* Moves all rounds. A round has as many tokens of each rank as fit in the staging. A kernel
+ * that makes the plan has one round. Returns false if the group of ranks has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool move_rounds(DispatchMove &m, OpState &op, const uint8_t *memory)
 {
@@ -410,11 +417,12 @@ __device__ __forceinline__ bool move_rounds(DispatchMove &m, OpState &op, const 
     }
 }
 
-/* Kinds of rows: at any address; aligned to 16 bytes; aligned and of whole pieces. */
+/* Kinds of rows: at any address; aligned to 16 bytes; aligned and consisting of whole
+ * pieces. */
 enum { ROWS_ANY, ROWS_ALIGNED, ROWS_WHOLE };
 
-/* There is one kernel for each kind of rows, with or without planning, and for each layout. A
- * more general kernel would need more registers than a thread has. */
+/* The kernel. There is one instance for each kind of rows, with or without planning, and for
+ * each layout. A more general kernel would need more registers than a thread has. */
 template <int ROWS, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_kernel(const __grid_constant__ p2p_dispatch_job job)

@@ -1,41 +1,50 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Functions that all dispatch kernels use: they read choices, records and weights, send a
  * piece, store it to slots, and determine the order of tokens. Shared by dispatch.cu,
- * packed.cu, bulk.cu. */
+ * packed.cu, bulk.cu.
+ *
+ * Words: a choice is one of a token's top_k ids. A record has the slots that a token has on
+ * this rank. A *half* is 32 choices or 32 words of a record, one per lane; tokens with more
+ * than 32 choices have two. A piece is 2 KB of a row, and a unit is what a warp does at a time:
+ * sending, forwarding or receiving some pieces of one row. */
 #ifndef EPIC_DISPATCH_CUH
 #define EPIC_DISPATCH_CUH
 
 #include "cuda/dispatch/moving.cuh"
 #include "cuda/plan/planner.cuh"
 
-/* vectors per lane and piece; equal on all ranks, because escape words are stored by piece */
+/* 16-byte vectors per lane and piece. Equal on all ranks, because sender and receiver must
+ * agree which piece an escape word belongs to. */
 static constexpr int V = 4;
 
 /* Arguments of every unit of a dispatch kernel. */
 struct DispatchMove : RowMove<p2p_dispatch_job> {
     int32_t head;      /* tokens [0, head) are sent while the plan is made */
-    int32_t tokens_of; /* lane q: number of tokens of rank q */
-    /* largest number of tokens of a rank, or an upper limit while it is not known */
+    int32_t tokens_of; /* in lane q: number of tokens of rank q */
+    /* number of tokens of the rank that has most; an upper limit until the ranks have announced
+     * their numbers */
     int32_t most_tokens;
-    bool has_new_plan;         /* this kernel also makes the plan */
-    int32_t num_forward_roles; /* number of roles that forward rows; 0 in p2p */
+    /* true: this kernel also makes the plan; false: it reads a plan */
+    bool has_new_plan;
+    /* number of roles (kinds of units) that forward rows of other hosts */
+    int32_t num_forward_roles;
 };
 
-/* Returns the source that a unit receives from, in the numbering of rank_of_role(). 0 or less:
- * the unit sends or forwards. */
+/* Returns the number of the source that a unit receives from; rank_of_role() gives its rank. It
+ * is 0 or less if the unit sends or forwards. */
 __device__ __forceinline__ int source_role(const DispatchMove &m, const UnitWalk &walk)
 {
     return HOSTS ? walk.role - m.num_forward_roles : walk.role;
 }
 
-/* Returns true if the unit forwards rows from another host. */
+/* Returns true if the unit forwards rows that came from another host. */
 __device__ __forceinline__ bool is_forward_role(const DispatchMove &m, const UnitWalk &walk)
 {
     return HOSTS && walk.role > 0 && source_role(m, walk) <= 0;
 }
 
-/* Returns the destination of choice k of this rank's token: the rank or, while the plan is
- * being made, the expert. All ones if there is no such choice. */
+/* Returns where choice k of this rank's token goes: the rank if the kernel reads a plan, or the
+ * expert if it makes the plan. All bits are 1 if there is no choice k. */
 __device__ __forceinline__ uint64_t read_choice(const DispatchMove &m, int32_t token, int k)
 {
     const p2p_plan_job &plan = m.job.plan;
@@ -57,7 +66,7 @@ __device__ __forceinline__ bool choice_goes_to(const DispatchMove &m, uint64_t w
 {
     const p2p_plan_job &plan = m.job.plan;
     if (!m.has_new_plan) return (int32_t)word == rank;
-    /* a negative id is a large unsigned number */
+    /* A negative id (no expert) is a large number here, too. */
     if (word >= plan.layer.num_experts) return false;
     const int expert = (int)word;
     if (plan.rank_of_expert) return __ldg(plan.rank_of_expert + expert) == rank;
@@ -77,7 +86,8 @@ __device__ __forceinline__ uint64_t choices_to(const DispatchMove &m, int32_t to
     return chosen;
 }
 
-/* Returns the weight of choice k of this rank's token, as a word that is not poison. */
+/* Returns the weight of choice k of this rank's token, as a word that is not poison: a NaN with
+ * the bits of poison becomes another NaN. */
 __device__ __forceinline__ uint32_t read_weight(const DispatchMove &m, int32_t token, int k)
 {
     uint32_t word = 0;
@@ -87,8 +97,8 @@ __device__ __forceinline__ uint32_t read_weight(const DispatchMove &m, int32_t t
 }
 
 /* Returns a bit mask of the peers that need this rank's token. with_weights: also sends each of
- * them the weights of the token's choices there. `word`: this lane's choice, from
- * read_choice(). Called by a whole warp. */
+ * these peers the weights of the token's choices that go there. `word`: this lane's choice,
+ * from read_choice(). Called by a whole warp. */
 __device__ __forceinline__ uint32_t choose_peers(const DispatchMove &m, int32_t token,
                                                  bool with_weights, uint64_t word)
 {
@@ -119,9 +129,10 @@ __device__ __forceinline__ uint32_t choose_peers(const DispatchMove &m, int32_t 
     return peers;
 }
 
-/* Stores a piece, and its escape words if it needs any, to the staging of `peers` (bit mask).
- * For peers on other hosts the caller then posts the put of the row with post_put_pieces().
- * Called by a whole warp. */
+/* Stores a piece of a token's row to the staging of `peers` (bit mask). If the piece contains
+ * poison, it also sends escape words, from which the receiver restores the poison. The caller
+ * then posts the put of the row for peers on other hosts (post_put_pieces()). Called by a whole
+ * warp. */
 template <bool EXACT>
 __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t token, int piece,
                                               uint32_t peers, uint4 (&q)[V])
@@ -143,9 +154,9 @@ __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t tok
     }
 }
 
-/* Loads this lane's word of a record (a token's slots on this rank) without waiting, so the
- * word has perhaps not arrived yet. `half`: 0 for choices 0 to 31, 1 for later ones. `rank`:
- * rank that owns the token. */
+/* Loads this lane's word of a record (the slots on this rank of a token of `rank`) without
+ * waiting. If the kernel makes the plan, the word may not have arrived yet. `half`: 0 for
+ * choices 0 to 31, 1 for later ones. */
 __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank, int32_t token,
                                                 int half)
 {
@@ -161,10 +172,10 @@ __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank,
     return word;
 }
 
-/* Waits for a half (32 choices) of a record and sets `slot` to this lane's slot on this rank,
- * or -1. `word`: from peek_record(). Sets `more` if another half follows. `keep`: also copies
- * the slots into the plan that is being made. Called by a whole warp. Returns false if the
- * group of ranks has failed. */
+/* Waits for a half (32 words) of a record, and sets `slot` to this lane's slot on this rank or
+ * -1. `word`: this lane's word, from peek_record(). `more` becomes true if the record may
+ * continue in another half. `keep`: also copies the slots into the plan that this kernel makes.
+ * Called by a whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int32_t token,
                                             int half, bool keep, uint64_t word, int32_t &slot,
                                             bool &more)
@@ -183,8 +194,8 @@ __device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int
     return true;
 }
 
-/* Fills the rest of a record in the plan with -1. `half`: number of the last half that has
- * slots. */
+/* Fills the rest of a token's record in the plan with -1. `half`: the last half of the record
+ * that has slots. */
 __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int32_t token,
                                            int half)
 {
@@ -193,8 +204,8 @@ __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int3
         ((int32_t *)m.plan.records)[at + k] = -1;
 }
 
-/* Returns the address where `source` stores the weight of the n-th choice of its token on this
- * rank. */
+/* Returns the address where `source` stores the weight of the n-th choice of its token that
+ * goes to this rank. */
 __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int source,
                                                     int32_t token, int n)
 {
@@ -203,8 +214,9 @@ __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int s
            (int64_t)token * float_stride(m.top_k) + n;
 }
 
-/* Loads the weight of this lane's slot without waiting, so it is poison if it has not arrived
- * yet. */
+/* Loads the weight of this lane's slot without waiting. If the token belongs to a peer, and the
+ * weight has not arrived yet, the result is poison. For this rank's own token, the weight comes
+ * from the caller's array. */
 __device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank, int source,
                                                 int32_t token, int half, int32_t slot)
 {
@@ -221,8 +233,9 @@ __device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank,
     return word;
 }
 
-/* Waits for the weight of this lane's slot and stores it to slot_weights. `word`: from
- * peek_weight(). Called by a whole warp. Returns false if the group of ranks has failed. */
+/* Waits for the weight of this lane's slot, stores poison back, and writes the weight to
+ * slot_weights. `word`: from peek_weight(). Called by a whole warp. Returns false if the group
+ * of ranks has failed. */
 __device__ __forceinline__ bool receive_weight(const DispatchMove &m, int rank, int source,
                                                int32_t token, int half, int32_t slot,
                                                uint32_t word)
@@ -242,8 +255,8 @@ __device__ __forceinline__ bool receive_weight(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* Stores a piece to the slots of all lanes; -1: the lane has no slot. Called by a whole warp.
- */
+/* Stores a piece, which begins with vector number `vector`, to the slots of all lanes one after
+ * the other. `slot`: this lane's slot, or -1. Called by a whole warp. */
 template <bool EXACT>
 __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector, int32_t slot,
                                            const uint4 (&q)[V])
@@ -253,17 +266,18 @@ __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector
     while (slots) {
         const int32_t to = next;
         slots &= slots - 1;
-        /* Read the next slot before the stores, because a shuffle after them would wait for
-         * them. */
+        /* Read the next slot before the stores to this one, because a shuffle after the stores
+         * would wait for them. */
         next = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
         store_piece<V, EXACT>(m.job.recv + row_offset(to, m.shape), vector, m.shape, q,
                               m.policy);
     }
 }
 
-/* Waits for a piece of a row in staging, reads it to q and stores poison back. Reads rows of
- * this rank from `tokens` instead. `copied`: q already has what the ring contained. Called by a
- * whole warp. Returns false if the group of ranks has failed. */
+/* Gets a piece of a row of rank `rank` to q. A peer's piece: waits for it in staging, and
+ * stores poison back. This rank's own piece: reads it from the caller's rows. `copied`: q
+ * already has what an earlier copy to the ring found, which may contain words that had not
+ * arrived. Called by a whole warp. Returns false if the group of ranks has failed. */
 template <bool EXACT>
 __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int rank, int source,
                                                   int32_t token, int piece, bool copied,
@@ -288,8 +302,8 @@ __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int ran
     return true;
 }
 
-/* Writes zeros to a piece of a slot's row and, if it is piece 0, to the slot's weight. Called
- * by a whole warp. */
+/* Writes zeros to a piece of a padding slot's row and, with piece 0, to the slot's weight.
+ * Called by a whole warp. */
 template <bool EXACT>
 __device__ __forceinline__ void pad_piece(const DispatchMove &m, int32_t slot, int piece)
 {
@@ -299,8 +313,9 @@ __device__ __forceinline__ void pad_piece(const DispatchMove &m, int32_t slot, i
     if (piece == 0 && lane_id() == 0 && m.job.slot_weights) m.job.slot_weights[slot] = 0.0f;
 }
 
-/* Waits until the plan that this kernel makes is complete, so that its tables can be read.
- * Called by a whole warp. Returns false if the group of ranks has failed. */
+/* Waits until the planner CTAs have completed the plan, so that its tables can be read. Only
+ * for kernels that make a plan. Called by a whole warp. Returns false if the group of ranks has
+ * failed. */
 __device__ __forceinline__ bool wait_for_plan(const DispatchMove &m)
 {
     const uint32_t *planned = &control_of(m.op)->planned;
@@ -309,20 +324,22 @@ __device__ __forceinline__ bool wait_for_plan(const DispatchMove &m)
     });
 }
 
-/* Returns the header of the plan in memory; volatile, because this kernel may be writing it. */
+/* Returns the header of the plan in memory. It is volatile, because a planner CTA of this
+ * kernel may be writing it. */
 __device__ __forceinline__ const volatile device_plan_header *header_of(const DispatchMove &m)
 {
     return (const volatile device_plan_header *)m.job.plan.plan;
 }
 
-/* Values of slab_bits. NOT_KNOWN: it is not known yet whether padding is written along with
- * tokens. NOT_WITH_TOKENS: it is not. */
+/* Values of slab_bits below 0. NOT_KNOWN: the warp has not yet decided whether to write padding
+ * together with tokens. NOT_WITH_TOKENS: padding is written at the end, by pad_all(). */
 #define NOT_KNOWN (-1)
 #define NOT_WITH_TOKENS (-2)
 
-/* If padding is written along with tokens, sets slab_bits to log2 of the number of slabs,
- * rounded up; otherwise to NOT_WITH_TOKENS. Waits for the plan if necessary. Called by a whole
- * warp. Returns false if the group of ranks has failed. */
+/* Decides whether units that receive this rank's tokens also write padding. If so, sets
+ * slab_bits to log2 of the number of slabs, rounded up. If not, sets it to NOT_WITH_TOKENS.
+ * Waits for the plan if this kernel makes it. Called by a whole warp. Returns false if the
+ * group of ranks has failed. */
 __device__ __forceinline__ bool find_padding_slabs(const DispatchMove &m, int &slab_bits)
 {
     slab_bits = NOT_WITH_TOKENS;
@@ -333,7 +350,7 @@ __device__ __forceinline__ bool find_padding_slabs(const DispatchMove &m, int &s
     return true;
 }
 
-/* Waits for the token counts that all ranks announce, and sets tokens_of and most_tokens.
+/* Waits for the numbers of tokens that all ranks announce, and sets tokens_of and most_tokens.
  * Called by a whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool read_token_counts(DispatchMove &m)
 {
@@ -342,24 +359,24 @@ __device__ __forceinline__ bool read_token_counts(DispatchMove &m)
     return true;
 }
 
-/* Returns the number of tokens that are received from each source before step `step`. Receiving
- * begins `head` tokens behind sending. One of 2^catch_up steps receives two tokens, until
- * receiving is only `lag` behind. */
+/* Returns how many tokens of each source are received before step `step` of the list of units.
+ * Step i sends token i. Receiving begins `head` tokens behind sending. Then it catches up: one
+ * of 2^catch_up steps receives two tokens, until receiving is only `lag` tokens behind. */
 __device__ __forceinline__ int32_t received_before(const DispatchMove &m, int32_t step)
 {
     const int32_t behind = max(step - max(m.head, m.job.lag), 0);
     return min(behind + (behind >> m.job.catch_up), max(step - m.job.lag, 0));
 }
 
-/* Returns the token of a unit; the first one if it receives two. */
+/* Returns the token of a unit. A unit that receives two tokens returns the first one. */
 __device__ __forceinline__ int32_t token_of(const DispatchMove &m, const UnitWalk &walk)
 {
     return m.round_begin + (walk.role == 0 ? walk.step : received_before(m, walk.step));
 }
 
-/* Loads the word that a unit needs first, while the warp still moves the unit before it. The
- * word is the lane's choice if the unit sends, or its word of a record, from peek(rank, token),
- * if the unit receives. */
+/* Loads the word that a unit needs first, while the warp still works on the unit before it. If
+ * the unit sends, this is the lane's choice. If it receives, this is the lane's word of a
+ * record, from peek(rank, token). */
 template <class Peek>
 __device__ __forceinline__ uint64_t read_ahead(const DispatchMove &m, const UnitWalk &walk,
                                                Peek peek)
@@ -375,8 +392,9 @@ __device__ __forceinline__ uint64_t read_ahead(const DispatchMove &m, const Unit
 
 /* ---------------------------------------------------------------- the plan of a kernel ---- */
 
-/* Reads the plan. With WITH_PLAN, only sets the fields that are known before this kernel makes
- * the plan. Called by all threads of a CTA, before begin_operation(). */
+/* Prepares the view of the plan. Without WITH_PLAN, reads and checks the plan. With it, sets
+ * only the fields that are known before this kernel has made the plan. Called by all threads of
+ * a CTA, before begin_operation(). */
 template <bool WITH_PLAN>
 __device__ __forceinline__ void open_plan(PlanView &plan, const p2p_dispatch_job &job)
 {
@@ -393,14 +411,14 @@ __device__ __forceinline__ void open_plan(PlanView &plan, const p2p_dispatch_job
     choose_padding(plan, job);
 }
 
-/* Makes the plan, together with the other planning CTAs, if this CTA is one of them. Called by
- * all threads, after begin_operation(). `memory`: dynamic shared memory, free for rows when it
- * returns. Returns false if the group of ranks has failed. */
+/* Makes the plan, if the kernel makes one and this CTA is a planner CTA (one of the first).
+ * Called by all threads, after begin_operation(). `memory`: dynamic shared memory, which is
+ * free for rows when the function returns. Returns false if the group of ranks has failed. */
 template <bool WITH_PLAN, bool FLAT>
 __device__ __forceinline__ bool make_own_plan(Planner &planner, const p2p_dispatch_job &job,
                                               OpState &op, uint8_t *memory)
 {
-    /* layers with replicas or dropping are planned by a kernel of their own */
+    /* Layers with replicas or dropping are planned by plan_kernel, before this kernel runs. */
     constexpr int KIND = FLAT ? PLAN_FLAT : 0;
     if (!WITH_PLAN || (int)blockIdx.x >= job.plan.planners) return true;
     return __syncthreads_and(make_plan<KIND>(planner, job.plan, op, memory)) != 0;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Dispatch with a FLAT plan: a token has one row on each rank that owns one of its experts,
- * even if several of its choices go there. The warp that receives the first piece of the row
- * also receives the row's extras, which go to two arrays:
+ * even if several of its choices go there. Each row has *extras*: the local experts of the
+ * token on this rank, and their weights. The warp that receives the first piece of a row also
+ * receives its extras, and stores them to two arrays:
  *
  *   recv_expert   [recv_rows, top_k]  local experts of the token, then -1
  *   slot_weights  [recv_rows, top_k]  their weights, then 0 */
@@ -10,8 +11,9 @@
 
 #include "cuda/dispatch/dispatch.cuh"
 
-/* Loads the word with the index of the token's row on this rank without waiting, so the word
- * has perhaps not arrived yet. All lanes get the same word. */
+/* Loads the word with the number of the row that a token of `rank` has on this rank, without
+ * waiting. If the kernel makes the plan, the word may not have arrived yet. All lanes get the
+ * same word. */
 __device__ __forceinline__ uint64_t peek_row(const DispatchMove &m, int rank, int32_t token)
 {
     const p2p_self &self = m.job.plan.self;
@@ -19,8 +21,8 @@ __device__ __forceinline__ uint64_t peek_row(const DispatchMove &m, int rank, in
     return (uint32_t)__ldg(m.plan.records + record_index(self, rank, token, m.top_k));
 }
 
-/* Writes a token's top_k entries of the table `entries` of the plan: `first` in entry 0, -1 in
- * the others. Called by a whole warp. */
+/* Writes the top_k entries that a token of `rank` has in the plan's table `entries`: `first` in
+ * entry 0, -1 in the others. Called by a whole warp. */
 __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32_t *entries,
                                               int rank, int32_t token, int32_t first)
 {
@@ -29,8 +31,10 @@ __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32
         ((int32_t *)entries)[at + k] = k ? -1 : first;
 }
 
-/* Like read_record(), for FLAT plans. The slot of lane 0 is the token's row; the others are -1.
- * Called by a whole warp. Returns false if the group of ranks has failed. */
+/* Does for FLAT plans what read_record() does for others. A token has only one slot here, its
+ * row: lane 0 gets it in `slot`, the other lanes get -1. `keep`: also copies the row number
+ * into the plan that this kernel makes. Called by a whole warp. Returns false if the group of
+ * ranks has failed. */
 __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_t token,
                                          bool keep, uint64_t word, int32_t &slot, bool &more)
 {
@@ -55,14 +59,15 @@ __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_
     return ok;
 }
 
-/* The extras of one choice, loaded before the row has arrived. Lane n has the token's n-th
- * choice on this rank. */
+/* The extras of a choice, which a warp loads before the token's row has arrived. Lane n has the
+ * n-th choice of the token that goes to this rank. */
 struct FlatExtras {
-    uint64_t expert; /* from peek_record(); its value is a local expert */
+    uint64_t expert; /* local expert of the choice, as a word of a record (peek_record()) */
     uint32_t weight; /* weight of the choice; poison if it has not arrived yet */
 };
 
-/* Loads a half (32 choices) of a token's extras without waiting. */
+/* Loads a half (32 choices) of a token's extras without waiting for words that have not
+ * arrived. */
 __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int rank, int source,
                                                   int32_t token, int half)
 {
@@ -79,10 +84,10 @@ __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int ran
     return extras;
 }
 
-/* Waits for this lane's choice and sets `expert` to its local expert, or to -1 if there is no
- * such choice. `word`: from peek_record(). Sets `more` if the next half has choices, too. Also
- * copies the experts into a plan that is being made. Called by a whole warp. Returns false if
- * the group of ranks has failed. */
+/* Waits for the local expert of this lane's choice, and sets `expert` to it, or to -1 if the
+ * token has no such choice here. `word`: from peek_record(). `more` becomes true if the next
+ * half may have choices, too. If the kernel makes the plan, also copies the experts into it.
+ * Called by a whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, int32_t token,
                                                int half, uint64_t word, int32_t &expert,
                                                bool &more)
@@ -103,9 +108,10 @@ __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* Waits for the weight of this lane's choice. `there`: this lane has a choice. On entry `word`
- * is what was loaded before; on return it is the weight. Called by a whole warp. Returns false
- * if the group of ranks has failed. */
+/* Waits for the weight of this lane's choice, and stores poison back. `there`: this lane has a
+ * choice. `word`: on entry, what peek_extras() has loaded; on return, the weight. For this
+ * rank's own token, the weight comes from the caller's array. Called by a whole warp. Returns
+ * false if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int rank,
                                                       int source, int32_t token, int half,
                                                       bool there, uint32_t &word)
@@ -127,9 +133,9 @@ __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int
     return ok;
 }
 
-/* Receives the extras of a token and stores them as those of row `row`. `extras`: from
- * peek_extras() for the first half. Called by a whole warp. Returns false if the group of ranks
- * has failed. */
+/* Receives the extras of a token and stores them for row `row`. `extras`: from peek_extras()
+ * for the first half. Called by a whole warp. Returns false if the group of ranks has
+ * failed. */
 __device__ __forceinline__ bool receive_extras(const DispatchMove &m, int rank, int source,
                                                int32_t token, int32_t row, FlatExtras extras)
 {
@@ -153,8 +159,8 @@ __device__ __forceinline__ bool receive_extras(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* Clears the extras of all rows from `first` on: experts become -1, weights become 0. Each of
- * `threads` threads calls it with its own number `thread`. */
+/* Clears the extras of all rows from `first` on: local experts become -1, weights become 0.
+ * Each of `threads` threads calls it with its own number `thread`. */
 __device__ __forceinline__ void clear_extras(const DispatchMove &m, int64_t first,
                                              int64_t thread, int64_t threads)
 {

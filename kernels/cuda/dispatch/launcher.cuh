@@ -10,15 +10,15 @@
 
 typedef void (*Kernel)(p2p_dispatch_job);
 
-/* Returns the bytes of dynamic shared memory of a CTA. The planner uses it first, then the
- * rings. `planning`: bytes that the planner needs. */
+/* Returns the bytes of dynamic shared memory of a CTA. First the planner uses this memory, then
+ * the rings of the warps. `planning`: bytes that the planner needs. */
 static inline int memory_bytes(int planning)
 {
     const int rings = BLOCK / WARP * PieceRing<V, true>::BYTES;
     return planning > rings ? planning : rings;
 }
 
-/* Loads kernels and allows them most_bytes of dynamic shared memory. */
+/* Loads the kernels, and allows them most_bytes bytes of dynamic shared memory. */
 template <int COUNT>
 static cudaError_t load_kernels(const Kernel (&kernels)[COUNT], int most_bytes)
 {
@@ -30,8 +30,8 @@ static cudaError_t load_kernels(const Kernel (&kernels)[COUNT], int most_bytes)
     return cudaSuccess;
 }
 
-/* Returns a copy of the job in which the fields that control how units are dealt to warps are
- * set. `bytes`: bytes that are sent per token. */
+/* Returns a copy of the job with those fields set that say how units are dealt to warps, and
+ * how far receiving stays behind sending. `bytes`: bytes that are sent per token. */
 static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_t bytes,
                                              int num_sms)
 {
@@ -44,14 +44,14 @@ static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_
     copy.row_bytes = job.row_bytes;
     copy.top_k = job.top_k;
     if (!job.plan.planners && copy.lag > 2 * (16 + 8 * copy.span))
-        /* The plan exists, so receives never wait for records. A shorter lag leaves less work
-         * at the end. */
+        /* The plan exists, so a receiving warp never waits for a record. A shorter lag leaves
+         * less work at the end, when all rows have been sent. */
         copy.lag /= 2;
     copy.lag = lag_for_net(job.plan.self, copy.lag, job.num_tokens);
-    /* Choose how fast receiving catches up; the values are measured (docs/lab/cuda.md). Rows of
-     * one span are sent fast, so only rows of several spans get a shorter head. At least `lag`
-     * tokens are sent before the first receive in any case, so a shorter head would gain
-     * nothing. */
+    /* Choose how fast receiving catches up with sending (the values are measured:
+     * docs/lab/cuda.md). Rows of one span are sent fast, so only rows of several spans get a
+     * shorter head. The head has at least `lag` tokens, because receiving stays `lag` tokens
+     * behind in any case. */
     const bool sooner = num_sms > 56 && num_sms < 96 && !job.flat;
     copy.catch_up = spans > 1 ? 4 : sooner ? 1 : 2;
     if (copy.catch_up == 4 && copy.head > job.num_tokens / 20) copy.head = job.num_tokens / 20;

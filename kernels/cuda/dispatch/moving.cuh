@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Code that dispatch and combine_backward use. Both move rows of tokens to slots: dispatch
- * moves the tokens' rows, combine_backward moves the gradients of combine's sums. This file has
- * the arguments and pieces of a unit, and the padding that is written along with tokens. */
+/* Code that dispatch and combine_backward share. Both move rows of tokens to slots: dispatch
+ * moves the tokens' rows, combine_backward moves the gradients of combine's sums. A unit is the
+ * work of a warp at a time: a span of pieces of one row, in one role (send, forward or
+ * receive). This file has the arguments of units, the pieces of a unit, and the padding slots
+ * to which units write zeros. */
 #ifndef EPIC_MOVING_CUH
 #define EPIC_MOVING_CUH
 
@@ -20,21 +22,22 @@ template <class Job> struct RowMove {
     int32_t top_k;
 };
 
-#define NO_PADDING 0 /* value of header.alignment if nothing is padded */
+#define NO_PADDING 0 /* value of header.alignment if padding slots need no zeros */
 
-/* Returns the number of roles without forwarding. Roles of units in order: role 0 sends; roles
- * 1 to F forward rows that came from other hosts; role F + n receives from source n. F is
- * num_forward_roles(), 0 without relays. Source num_ranks is this rank itself. */
+/* Returns how many roles (kinds of units) an operation has, without those that forward rows.
+ * The roles in order: role 0 sends; roles 1 to F forward rows that came from other hosts; role
+ * F + n receives from source n. F is num_forward_roles(), which is 0 without relays. Source
+ * num_ranks is this rank itself. */
 __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
 {
     return self.num_ranks + 1;
 }
 
-#define MAX_ROW_PUT_PIECES 32 /* a row of at most this many pieces (64 KB) is put as a whole */
+#define MAX_ROW_PUT_PIECES 32 /* rows of at most this many pieces (64 KB) are put as a whole */
 
-/* Like deal_units(). With ranks on other hosts and enough tokens, a unit is a whole row,
- * because the proxy needs time for the ring entry of each unit. Longer units cost nothing in
- * this case, because the net is slower than the warps anyway. */
+/* Like deal_units(), but chooses units of a whole row if there are ranks on other hosts and
+ * enough tokens. The proxy thread needs time for each unit, which is a ring entry. Longer units
+ * cost nothing there, because the net is slower than the warps anyway. */
 template <class Job>
 static inline void deal_units_for_net(const p2p_self &self, Job &job, int num_sms, int block,
                                       int roles, int vectors)
@@ -44,35 +47,35 @@ static inline void deal_units_for_net(const p2p_self &self, Job &job, int num_sm
     const bool whole = pieces <= MAX_ROW_PUT_PIECES &&
                        near_ranks(self) != (1u << self.num_ranks) - 1 &&
                        (int64_t)job.num_tokens * roles >= 10 * num_sms * (block / WARP);
-    if (whole) job.row_bytes = 1; /* makes deal_units() choose one span */
+    if (whole) job.row_bytes = 1; /* so that deal_units() chooses one span per row */
     deal_units(job, num_sms, block, roles, vectors);
     job.row_bytes = bytes;
     if (whole) job.span = (int32_t)pieces;
 }
 
-/* Returns the rank of source number `role`, from 1 upwards; source num_ranks is this rank
+/* Returns the rank of source number `role`: 1 is the next higher rank, num_ranks is this rank
  * itself. */
 __device__ __forceinline__ int rank_of_role(const p2p_self &self, int role)
 {
     return wrap_rank(self.rank + role, self.num_ranks);
 }
 
-/* Returns the index of the first piece of a unit's span. */
+/* Returns the number of the first piece of a unit. */
 template <class M> __device__ __forceinline__ int first_piece(const M &m, const UnitWalk &walk)
 {
     return walk.span * m.job.span;
 }
 
-/* Returns the number of pieces of a unit's span; the last span of a row may have fewer. */
+/* Returns how many pieces a unit has; the last span of a row may have fewer than the others. */
 template <class M> __device__ __forceinline__ int pieces_of(const M &m, const UnitWalk &walk)
 {
     return min(m.job.span, m.shape.pieces - first_piece(m, walk));
 }
 
-/* backend hosts: posts the put of pieces [first, first + count) that this warp has stored for
- * the `peers` (bit mask) on other hosts. All pieces share one entry, because each entry costs a
- * fence and time of the proxy. `index`: index of the token in the round. Called by a whole
- * warp. */
+/* Backend hosts: posts the put of pieces [first, first + count) of a row, which this warp has
+ * stored to the outbox for `peers` (bit mask); peers on this host need no put. All pieces share
+ * one ring entry, because each entry costs a fence and time of the proxy thread. `index`:
+ * number of the token within the round. Called by a whole warp. */
 template <int V, class M>
 __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m, int32_t index,
                                                 int first, int count, uint32_t peers)
@@ -86,35 +89,35 @@ __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m
     }
 }
 
-/* Returns true if each unit that receives this rank's own tokens also writes a part of the
- * padding. This needs enough units: at least one per warp, and two per slab (the slots of one
- * expert). */
+/* Returns true if units that receive this rank's own tokens also write zeros to the padding
+ * slots, each to some of them. There must be enough such units: at least one per warp, and two
+ * per slab. If not, a separate pass writes the padding. */
 __device__ __forceinline__ bool pads_with_tokens(const PlanView &plan, const Stride &stride,
                                                  int most_tokens)
 {
     return most_tokens * stride.spans >= max(stride.units, 2 * (int)plan.header.num_experts);
 }
 
-/* Switches padding off if the caller does not need zeros in padding slots. Called by all
- * threads, before begin_operation(). */
+/* Switches the zeroing of padding slots off if the caller does not need it (leave_padding).
+ * Called by all threads, before begin_operation(). */
 template <class Job>
 __device__ __forceinline__ void choose_padding(PlanView &plan, const Job &job)
 {
     if (threadIdx.x == 0 && job.leave_padding) plan.header.alignment = NO_PADDING;
 }
 
-/* Returns the padding slots of a slab. Their number is at most the alignment, even if the
- * plan's memory was changed. */
+/* Returns the padding slots of a slab. It limits their number to the alignment, because a
+ * damaged plan could contain any number. */
 __device__ __forceinline__ device_padding padding_of(const PlanView &plan, int slab)
 {
     return {__ldcg(&plan.padding[slab].first),
             min(__ldcg(&plan.padding[slab].count), (int32_t)plan.header.alignment)};
 }
 
-/* Calls write(slot) for the padding slots that are written along with part `part` of `parts`; a
- * part is a span of a token. Part p writes padding of slab p mod 2^slab_bits, and the parts of
- * a slab share its slots. The function avoids divisions, because a division would wait for
- * earlier stores. */
+/* Calls write(slot) for the padding slots that belong to span number `span` of this rank's
+ * `spans` spans (tokens times spans per row). Span s writes padding of slab s mod 2^slab_bits,
+ * and all spans with the same slab share its slots. There are no divisions, because a division
+ * would wait for earlier stores. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int slab_bits,
                                                       int span, int spans, Write write)
@@ -129,14 +132,16 @@ __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int 
     for (int32_t i = share; i < padding.count; i += sharers) write(padding.first + i);
 }
 
-/* Divides the padding of all `owned` slabs among `warps` warps, and calls write(slot, piece)
- * for the share of warp number `warp`. padding_in(slab) returns the padding slots of a slab.
- * Called by a whole warp. */
+/* Divides the padding slots of this rank's `owned` slabs among `warps` warps by pieces, and
+ * calls write(slot, piece) for the share of warp number `warp`. padding_in(slab): returns the
+ * padding slots of a slab. Called by a whole warp. */
 template <class PaddingIn, class Write>
 __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int owned, int pieces,
                                                     int warp, int warps, Write write)
 {
-    int next = warp; /* number of pieces of padding before this warp's next one */
+    /* how many pieces of padding, from the current slab on, come before this warp's next
+     * piece */
+    int next = warp;
     for (int base = 0; base < owned; base += WARP) {
         const int slab = base + lane_id();
         device_padding padding = {0, 0};
@@ -152,7 +157,7 @@ __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int ow
     }
 }
 
-/* Like for_each_padding_of(), but reads the padding slots from a plan. */
+/* Like for_each_padding_of(), but reads which slots are padding from the plan. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_piece(const PlanView &plan, int owned,
                                                        int pieces, int warp, int warps,

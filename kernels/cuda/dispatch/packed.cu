@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch, with or without making the plan, for packed rows (dispatch/packed.cuh): rows with
- * scales, which the caller passes or which this kernel makes by quantizing.
+/* dispatch of packed rows (a row and its scales, dispatch/packed.cuh), which move by pieces.
+ * The caller passes the scales, or this kernel makes them by quantizing the rows. The kernel
+ * reads a plan, or makes the plan first.
  *
  *   tokens  [num_tokens, token_bytes]   scales       [num_tokens, scale_bytes], or quantized
  *   recv    [recv_rows, row_bytes]      recv_scales  [recv_rows, scale_bytes]
@@ -13,8 +14,8 @@
 #include "cuda/dispatch/packed_slots.cuh"
 #include "cuda/dispatch/relay.cuh"
 
-/* The range of pieces of a unit, perhaps empty. is_own: true for pieces of the caller's rows,
- * false for pieces of packed rows. */
+/* The pieces of a unit; there may be none. is_own: they are pieces of the caller's rows, which
+ * are cut differently than packed rows if the kernel quantizes. */
 struct Pieces {
     int first, count;
     bool is_own;
@@ -29,18 +30,21 @@ struct Pieces {
     }
 };
 
-/* Copies the pieces of a warp's units into the ring, and returns them in the same order, as in
- * dispatch/dispatch.cu. A unit without pieces takes one buffer of the ring. */
+/* Copies the pieces of a warp's units into the ring some pieces ahead of their use, and returns
+ * them in the same order. A unit without pieces takes one buffer of the ring. */
 template <class OwnPiece> struct PieceFeed {
     typedef PieceRing<V, false> RowPieces;
     const PackedMove &m;
     RowPieces ring;
-    UnitWalk walk;      /* the unit whose pieces are being copied */
-    const uint8_t *row; /* row of that unit, staged or the caller's; NULL: nothing to copy */
-    /* address of the scales; vectors from number `row_end` on come from there */
+    UnitWalk walk; /* the unit whose pieces are copied now */
+    /* row of that unit, in staging or in the caller's memory; NULL: its pieces are not
+     * copied */
+    const uint8_t *row;
+    /* the caller's scales of that token. Vectors from number row_end on come from there. */
     const uint8_t *scales;
-    int32_t row_end, copy_end; /* vectors below `copy_end` are copied */
-    /* first vector of the unit's next piece; number of its pieces that have not been copied */
+    int32_t row_end, copy_end; /* only vectors with numbers below copy_end are copied */
+    /* vector: first vector of the unit's next piece. pieces_left: how many pieces of the unit
+     * have not been copied. */
     int32_t vector, pieces_left;
     int32_t round_end; /* the round ends before this token */
 
@@ -50,7 +54,8 @@ template <class OwnPiece> struct PieceFeed {
     {
         open_unit();
     }
-    /* Prepares to copy the pieces of the unit at `walk`. */
+    /* Prepares to copy the pieces of the unit at `walk`. Pieces in host memory, and pieces that
+     * this rank forwards, are not copied. */
     __device__ __forceinline__ void open_unit()
     {
         const p2p_dispatch_job &job = m.job;
@@ -95,13 +100,15 @@ template <class OwnPiece> struct PieceFeed {
         walk.next_unit(m.stride);
         open_unit();
     }
-    /* Starts the copy of one more piece, and reads the oldest piece of the ring. */
+    /* Starts the copy of one more piece, then waits for the oldest piece of the ring and reads
+     * it to q. */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int piece, const RowShape &shape)
     {
         copy_next();
         ring.read_piece(q, piece * V * WARP, shape);
     }
-    /* Drops the next `pieces` pieces of the ring, which the caller does not need. */
+    /* Drops the next `pieces` pieces of the ring, because the unit does not need them. The
+     * copies of later units stay in step. */
     __device__ __forceinline__ void skip_pieces(int pieces)
     {
         for (; pieces > 0; pieces--) {
@@ -109,19 +116,20 @@ template <class OwnPiece> struct PieceFeed {
             ring.wait_next();
         }
     }
-    /* Reads piece i of a token of this rank from the ring. */
+    /* Reads piece i of this rank's token from the ring. Scales that the ring could not copy are
+     * loaded from memory. */
     __device__ __forceinline__ void read_own_piece(JoinedPiece &piece, int32_t token, int i)
     {
         read_piece(piece.q, i, m.shape);
         piece.complete_scales(m, token, i);
     }
-    /* Reads piece i of a token of this rank from the ring, and quantizes it. */
+    /* Reads piece i of this rank's token from the ring, and quantizes it. */
     __device__ __forceinline__ void read_own_piece(QuantizedPiece &piece, int32_t, int i)
     {
         uint4 raw[V];
         copy_next();
         ring.wait_next();
-        __syncwarp(); /* the lane reads vectors that other lanes have copied */
+        __syncwarp(); /* this lane reads vectors that other lanes have copied */
 #pragma unroll
         for (int v = 0; v < V; v++) {
             const int32_t at = QuantizedPiece::vector_of(v);
@@ -129,12 +137,12 @@ template <class OwnPiece> struct PieceFeed {
             raw[v] = load_shared(ring.memory + ring.next + (at - lane_id()) * 16);
             if (!in) raw[v] = make_uint4(0, 0, 0, 0);
         }
-        __syncwarp(); /* all lanes must have read before a lane copies to this buffer */
+        __syncwarp(); /* all lanes must have read before any lane copies to this buffer again */
         piece.make_raw(m, raw);
     }
 };
 
-/* Loads piece i of this rank's token from memory, not through the ring. */
+/* Loads piece i of this rank's token from memory, without the ring. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ void load_own_piece(const PackedMove &m, int32_t token, int i,
                                                OwnPiece &piece)
@@ -148,7 +156,7 @@ __device__ __forceinline__ void load_own_piece(const PackedMove &m, int32_t toke
     piece.make_raw(m, raw);
 }
 
-/* Reads piece i of this rank's token: from the ring if `copied`, else from memory. */
+/* Gets piece i of this rank's token: from the ring if `copied`, else from memory. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ void get_piece(const PackedMove &m, int32_t token, int i,
                                           bool copied, PieceFeed<OwnPiece> &feed,
@@ -160,8 +168,8 @@ __device__ __forceinline__ void get_piece(const PackedMove &m, int32_t token, in
         load_own_piece<OwnPiece, FAST>(m, token, i, piece);
 }
 
-/* Sends a unit: pieces of one of this rank's tokens, to every peer that needs it. `word`: the
- * lane's choice, from read_ahead(). */
+/* Sends a unit: pieces of one of this rank's tokens, to every peer that needs the token.
+ * `word`: this lane's choice of the token, from read_ahead(). */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &walk,
                                           uint64_t word, PieceFeed<OwnPiece> &feed)
@@ -185,9 +193,10 @@ __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &w
     }
 }
 
-/* Moves the pieces of a unit to the token's slots on this rank. slot[0] is this lane's slot
- * among the first 32 choices, slot[1] that among later choices. Returns false if the group of
- * ranks has failed. */
+/* Receives the pieces of a unit for one token, and stores them to the token's slots on this
+ * rank. slot[0]: this lane's slot among choices 0 to 31; slot[1]: that among later choices.
+ * `copied`: the pieces come through the ring. Returns false if the group of ranks has
+ * failed. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
                                             const UnitWalk &walk, const int32_t (&slot)[2],
@@ -218,9 +227,9 @@ __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
     return true;
 }
 
-/* Receives the unit's span of one token into its slots on this rank. `word`: from peek_record()
- * or peek_row(). `copied`: the pieces come through the ring. Returns false if the group of
- * ranks has failed. */
+/* Receives a unit for one token: finds the token's slots, moves the pieces there and, with the
+ * first span, receives the weights. `word`: from peek_record() or peek_row(). `copied`: the
+ * pieces come through the ring. Returns false if the group of ranks has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_token(const PackedMove &m, int32_t token,
                                               const UnitWalk &walk, uint64_t word, bool copied,
@@ -251,9 +260,9 @@ __device__ __forceinline__ bool receive_token(const PackedMove &m, int32_t token
     return receive_weight(m, rank, source, token, 1, slot[1], weight);
 }
 
-/* Forwards a piece that came from another host to the ranks of this host in `wants`. Quantized
- * pieces contain no poison, so they have no escape words. noinline, because inlining it would
- * make the main loop spill registers. */
+/* Forwards a piece of a row that rank `from` of another host has sent here, to the ranks of
+ * this host in `wants` (bit mask). Quantized pieces contain no poison, so they have no escape
+ * words. noinline, because inlining it would make the main loop spill registers. */
 template <class OwnPiece>
 static __device__ __noinline__ bool forward_packed(const PackedMove &m, int from, int32_t token,
                                                    int piece, uint32_t wants)
@@ -266,8 +275,8 @@ static __device__ __noinline__ bool forward_packed(const PackedMove &m, int from
                                    });
 }
 
-/* Sends the first `head` tokens while the planning CTAs make the plan. Called by all CTAs; the
- * planning CTAs return at once. noinline, because inlining it would make the main loop spill
+/* Sends the first `head` tokens while the planner CTAs make the plan. Called by all CTAs;
+ * planner CTAs return at once. noinline, because inlining it would make the main loop spill
  * registers. */
 template <class OwnPiece, bool FAST>
 static __device__ __noinline__ void send_head(const PackedMove m)
@@ -288,8 +297,9 @@ static __device__ __noinline__ void send_head(const PackedMove m)
     }
 }
 
-/* Receives the one or two tokens of a step from one source. If the source is this rank, also
- * writes zeros to padding slots. Returns false if the group of ranks has failed. */
+/* Receives the one or two tokens of a step from one source. If the source is this rank itself,
+ * also writes zeros to some padding slots. slab_bits: log2 of the number of slabs, rounded up;
+ * negative: writes no padding. Returns false if the group of ranks has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,
@@ -316,8 +326,8 @@ __device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk
     return true;
 }
 
-/* Moves one round: tokens [m.round_begin, end) of every rank. `memory`: this warp's ring. Returns
- * false if the group of ranks has failed. */
+/* Moves one round: tokens [m.round_begin, end) of every rank. `memory`: this warp's ring.
+ * Returns false if the group of ranks has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, const uint8_t *memory)
 {
@@ -363,8 +373,8 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, const ui
     }
 }
 
-/* Moves all rounds. A round has as many tokens of each rank as fit the staging. Returns false
- * if the group of ranks has failed. */
+/* Moves all rounds. A round has as many tokens of each rank as fit in the staging. A kernel
+ * that makes the plan has one round. Returns false if the group of ranks has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const uint8_t *memory)
 {
@@ -382,8 +392,9 @@ __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const ui
     }
 }
 
-/* Writes zeros to all padding slots if receive units do not do it (pads_with_tokens() is
- * false). Called by all CTAs. Returns false if the group of ranks has failed. */
+/* Writes zeros to all padding slots, unless the units that receive this rank's tokens have done
+ * it (pads_with_tokens()). Called by all CTAs. Returns false if the group of ranks has
+ * failed. */
 __device__ __forceinline__ bool pad_all(PackedMove &m)
 {
     if (m.plan.header.alignment <= 1) return true;
@@ -397,7 +408,9 @@ __device__ __forceinline__ bool pad_all(PackedMove &m)
     return true;
 }
 
-/* FAST: rows are aligned to 16 bytes and, if they are quantized, have elements of 16 bits. */
+/* The kernel. OwnPiece says how this rank's rows become packed rows: JoinedPiece copies rows
+ * and scales, QuantizedPiece quantizes rows. FAST: rows are aligned to 16 bytes and, if the
+ * kernel quantizes them, have elements of 16 bits; then pieces are copied through the ring. */
 template <class OwnPiece, bool FAST, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_packed_kernel(const __grid_constant__ p2p_dispatch_job job)

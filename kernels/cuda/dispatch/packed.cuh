@@ -1,40 +1,43 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Packed rows: a row and its scales (such as fp8 rows), which travel together as one sequence
- * of 16-byte vectors. So scales need no unit and no message of their own.
+/* Packed rows: a row and its scales (for example, an fp8 row), which are sent together as one
+ * sequence of 16-byte vectors. So scales need no unit of work and no message of their own.
  *
  *   row_vectors          scale_vectors
  *   [ row            | ] [ scales    | ]     the last vector of each is filled up with zeros
  *   [ piece 0   ][ piece 1   ][ 2      ]     pieces of V * 32 vectors, across the boundary
  *
- * The two kinds of pieces that a rank sends:
+ * A rank sends two kinds of pieces:
  *
- *   JoinedPiece     comes from two arrays of the caller, tokens and scales
+ *   JoinedPiece     is copied from two arrays of the caller, tokens and scales
  *   QuantizedPiece  is quantized from the caller's tokens when it is sent; 1024 elements, which
- *                   make 8 words of scales */
+ *                   make 8 words of scales
+ *
+ * Staging memory is poison until a row arrives. So a word of a row that equals poison is sent
+ * as another word (its stand-in), and the receiver restores it. */
 #ifndef EPIC_PACKED_CUH
 #define EPIC_PACKED_CUH
 
 #include "cuda/common/quantize.cuh"
 #include "cuda/dispatch/dispatch.cuh"
 
-/* A word of four e8m0 scales that are all NaN equals poison. It is sent as another word,
- * E8M0_STAND_IN, which quantizing never produces. */
+/* A word of four e8m0 scales that are all NaN has the bits of poison. It is sent as
+ * E8M0_STAND_IN instead, a word that quantizing never produces. */
 #define E8M0_NANS POISON
 #define E8M0_STAND_IN 0xfefefefeu
 
-/* a quantized piece of 1024 elements, of which a lane has two runs of 16 */
+/* A quantized piece of 1024 elements. Each lane has 32 of them, in two runs of 16. */
 typedef Quantized<2, 16> Sixteens;
 
-/* Arguments of every unit. m.shape describes packed rows, but its row_bytes and `aligned` are
- * those of the rows in recv. */
+/* Arguments of every unit. Inherited m.shape describes packed rows; only its row_bytes and
+ * `aligned` are those of the rows in recv, without scales. */
 struct PackedMove : DispatchMove {
-    RowShape own_shape; /* sizes of the caller's rows, in the pieces that are sent */
-    /* vectors of a packed row that belong to the row; the rest are scales */
+    RowShape own_shape; /* sizes of the caller's rows, and how many pieces such a row becomes */
+    /* how many vectors of a packed row belong to the row; the later ones are scales */
     int32_t row_vectors;
-    int32_t own_span; /* pieces per span of the caller's tokens */
+    int32_t own_span; /* pieces per span of the caller's rows */
 };
 
-/* Sets row_vectors, own_shape and own_span. `spans`: spans per token. */
+/* Sets row_vectors, own_shape and own_span of m. `spans`: spans per row. */
 __device__ __forceinline__ void describe_packed(PackedMove &m, int32_t spans)
 {
     const p2p_dispatch_job &job = m.job;
@@ -48,7 +51,7 @@ __device__ __forceinline__ void describe_packed(PackedMove &m, int32_t spans)
     m.own_span = (m.own_shape.pieces + spans - 1) / spans;
 }
 
-/* Returns the sizes of packed rows. */
+/* Returns the sizes of packed rows. `aligned`: rows of recv are aligned to 16 bytes. */
 __device__ __forceinline__ RowShape packed_shape(const p2p_dispatch_job &job, bool aligned)
 {
     RowShape s = row_shape<V>(job.row_bytes, aligned);
@@ -59,7 +62,8 @@ __device__ __forceinline__ RowShape packed_shape(const p2p_dispatch_job &job, bo
 
 /* ----------------------------------------------------------------------- bytes of rows ---- */
 
-/* Returns vector number i of a row at any address, with zeros past its end. */
+/* Returns vector number i of a row (or row of scales) at any address, with zeros past its end.
+ * If the row is aligned to 4 bytes, it loads words, else bytes. */
 static __device__ __noinline__ uint4 load_part(const uint8_t *row, int32_t i, int64_t row_bytes)
 {
     const int64_t at = (int64_t)i * 16;
@@ -71,7 +75,7 @@ static __device__ __noinline__ uint4 load_part(const uint8_t *row, int32_t i, in
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/* Stores vector number i of a row at any address, up to its end. */
+/* Stores vector number i of a row (or row of scales) at any address, up to its end. */
 static __device__ __noinline__ void store_part(uint8_t *row, int32_t i, int64_t row_bytes,
                                                uint4 q)
 {
@@ -86,7 +90,7 @@ static __device__ __noinline__ void store_part(uint8_t *row, int32_t i, int64_t 
         if (at + w * 4 < row_bytes) ((uint32_t *)(row + at))[w] = words[w];
 }
 
-/* Stores vector number `at` of a packed row to a slot: to its row or to its scales. */
+/* Stores vector number `at` of a packed row to a slot: to the slot's row or to its scales. */
 __device__ __forceinline__ void store_vector(const PackedMove &m, int32_t slot, int32_t at,
                                              uint4 q)
 {
@@ -103,8 +107,8 @@ __device__ __forceinline__ void store_vector(const PackedMove &m, int32_t slot, 
         store_part(to, i, in_row ? job.row_bytes : job.scale_bytes, q);
 }
 
-/* Stores a piece of a packed row to a slot. Most pieces contain only vectors of the row, which
- * take the fast path. Called by a whole warp. */
+/* Stores a piece of a packed row to a slot. Most pieces have only vectors of the row; they take
+ * the fast path. Called by a whole warp. */
 __device__ __forceinline__ void store_packed(const PackedMove &m, int32_t slot, int piece,
                                              const uint4 (&q)[V])
 {
@@ -118,7 +122,7 @@ __device__ __forceinline__ void store_packed(const PackedMove &m, int32_t slot, 
     for (int v = 0; v < V; v++) store_vector(m, slot, vector + v * WARP + lane_id(), q[v]);
 }
 
-/* Writes zeros to a piece of a slot's row and scales and, if it is piece 0, to the slot's
+/* Writes zeros to a piece of a padding slot's row and scales and, with piece 0, to the slot's
  * weight. Called by a whole warp. */
 __device__ __forceinline__ void pad_packed(const PackedMove &m, int32_t slot, int piece)
 {
@@ -130,8 +134,8 @@ __device__ __forceinline__ void pad_packed(const PackedMove &m, int32_t slot, in
     if (piece == 0 && lane_id() == 0 && m.job.slot_weights) m.job.slot_weights[slot] = 0.0f;
 }
 
-/* Writes zeros to rows and scales from slot `first` on. Each of `threads` threads calls it with
- * its own number `thread`. */
+/* Writes zeros to the rows and scales of all slots from `first` on. Each of `threads` threads
+ * calls it with its own number `thread`. */
 static __device__ void zero_packed(const p2p_dispatch_job &job, int64_t first, int64_t thread,
                                    int64_t threads)
 {
@@ -141,14 +145,14 @@ static __device__ void zero_packed(const p2p_dispatch_job &job, int64_t first, i
     zero_rows(job.recv_scales, job.scale_bytes, first, end, thread, threads);
 }
 
-/* Returns a bit mask of the lanes that have a slot inside the receive buffer. */
+/* Returns a bit mask of the lanes whose slot exists and is inside the receive buffer. */
 __device__ __forceinline__ uint32_t slots_here(const PackedMove &m, int32_t slot)
 {
     return __ballot_sync(ALL_LANES, slot >= 0 && slot < m.job.recv_rows);
 }
 
-/* Calls write(slot) in all lanes for the slot of each lane that has one. Called by a whole
- * warp. */
+/* Calls write(slot) for each lane's slot, one after the other; all lanes take part in each
+ * call. `slot`: this lane's slot, or -1. Called by a whole warp. */
 template <class Write>
 __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot, Write write)
 {
@@ -157,8 +161,8 @@ __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot,
     while (slots) {
         const int32_t to = next;
         slots &= slots - 1;
-        /* Read the next slot before the stores, because a shuffle after them would wait for
-         * them. */
+        /* Read the next slot before the stores to this one, because a shuffle after the stores
+         * would wait for them. */
         next = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
         write(to);
     }
@@ -166,8 +170,9 @@ __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot,
 
 /* ----------------------------------------------------------------------------- staging ---- */
 
-/* Returns where a heap has the escape words of a piece of a packed row. They are indexed by the
- * token's number in the round. `heap`: base address of that heap. */
+/* Returns the address, in `heap`, of the escape words of a piece of a packed row. They say
+ * which words of the piece the sender has replaced. They are indexed by the token's number in
+ * the round. */
 __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *heap, int source,
                                                 int32_t token, int piece)
 {
@@ -175,8 +180,8 @@ __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *he
            ((int64_t)(token - m.round_begin) * m.shape.pieces + piece) * WARP;
 }
 
-/* In the piece that begins with `vector`, restores the words of scales that are all NaN:
- * replaces each stand-in by E8M0_NANS. */
+/* Restores the words of scales that are all NaN in the piece that begins with `vector`:
+ * replaces each E8M0_STAND_IN by E8M0_NANS. */
 __device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector, uint4 (&q)[V])
 {
 #pragma unroll
@@ -189,8 +194,9 @@ __device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector
     }
 }
 
-/* Waits for a staged piece, reads it to q and stores poison back to staging. `copied`: q
- * already has what the ring contained. Called by a whole warp. Returns false if the group of
+/* Waits for a piece of a peer's packed row in staging, reads it to q, restores replaced words,
+ * and stores poison back. `copied`: q already has what an earlier copy to the ring found, which
+ * may contain words that had not arrived. Called by a whole warp. Returns false if the group of
  * ranks has failed. */
 template <bool QUANTIZED>
 __device__ __forceinline__ bool receive_packed_piece(const PackedMove &m, int rank, int source,
@@ -210,8 +216,8 @@ __device__ __forceinline__ bool receive_packed_piece(const PackedMove &m, int ra
     return true;
 }
 
-/* Calls write(rank, distance, staging) for each of `peers` (bit mask); `staging` is the token's
- * row there. */
+/* Calls write(rank, distance, row) for each of `peers` (bit mask). `row`: where the token's
+ * packed row goes in the peer's staging. `distance`: rank minus this rank, modulo num_ranks. */
 template <class Write>
 __device__ __forceinline__ void for_each_peer(const PackedMove &m, int32_t token,
                                               uint32_t peers, Write write)
@@ -226,9 +232,9 @@ __device__ __forceinline__ void for_each_peer(const PackedMove &m, int32_t token
     }
 }
 
-/* Called by a whole warp after it has stored one of a row's `pieces` pieces for `rank`. Only in
- * backend hosts: counts the stored pieces, and posts the put of the whole row after the last
- * one. */
+/* Backend hosts: counts the pieces of a token's row that warps have stored for `rank`, and
+ * after the last of `pieces` pieces posts the put of the whole row. Called by a whole warp
+ * after it has stored a piece. Does nothing in p2p. */
 __device__ __forceinline__ void post_put_packed(const PackedMove &m, int rank, int32_t token,
                                                 int pieces, const uint4 *staged)
 {
@@ -238,7 +244,7 @@ __device__ __forceinline__ void post_put_packed(const PackedMove &m, int rank, i
 
 /* --------------------------------------------------------- packed rows from two arrays ---- */
 
-/* A piece of a packed row of this rank, from the arrays tokens and scales. */
+/* A piece of this rank's packed row that comes from the caller's arrays tokens and scales. */
 struct JoinedPiece {
     uint4 q[V];
     static constexpr bool QUANTIZED = false;
@@ -251,7 +257,7 @@ struct JoinedPiece {
         for (int v = 0; v < V; v++)
             raw[v] = vector_of(m, token, first_vector(piece) + v * WARP);
     }
-    /* Loads the piece from memory, at any address. */
+    /* Loads the whole piece from memory, at any address. */
     __device__ __forceinline__ void load_piece(const PackedMove &m, int32_t token, int piece)
     {
         load_raw(m, token, piece, q);
@@ -268,12 +274,13 @@ struct JoinedPiece {
 #pragma unroll
         for (int v = 0; v < V; v++) q[v] = raw[v];
     }
-    /* Returns this lane's first vector of a piece. */
+    /* Returns the number of this lane's first vector of a piece. */
     static __device__ __forceinline__ int32_t first_vector(int piece)
     {
         return piece * V * WARP + lane_id();
     }
-    /* Returns vector `at` of the packed row of a token: a part of the row or of the scales. */
+    /* Returns vector number `at` of a token's packed row: 16 bytes of the row or of the
+     * scales. */
     static __device__ __forceinline__ uint4 vector_of(const PackedMove &m, int32_t token,
                                                       int32_t at)
     {
@@ -287,8 +294,8 @@ struct JoinedPiece {
             return load_again((in_row ? row : scales) + (int64_t)i * 16);
         return load_part(in_row ? row : scales, i, in_row ? job.row_bytes : job.scale_bytes);
     }
-    /* Loads the scales of a piece that came through the ring, if they are not aligned, because
-     * the ring copies only aligned vectors. */
+    /* Loads the scales of a piece that came through the ring, if they are not aligned. The ring
+     * copies only aligned vectors, so it has left them out. */
     __device__ __forceinline__ void complete_scales(const PackedMove &m, int32_t token,
                                                     int piece)
     {
@@ -298,8 +305,8 @@ struct JoinedPiece {
             if (first_vector(piece) + v * WARP >= m.row_vectors)
                 q[v] = vector_of(m, token, first_vector(piece) + v * WARP);
     }
-    /* Stores the piece to the staging of `peers` (bit mask), and the escape words if it
-     * contains poison. Called by a whole warp. */
+    /* Stores the piece to the staging of `peers` (bit mask). If it contains poison, also sends
+     * escape words, from which the receiver restores the poison. Called by a whole warp. */
     __device__ __forceinline__ void send_to_peers(const PackedMove &m, int32_t token, int piece,
                                                   uint32_t peers)
     {
@@ -315,7 +322,8 @@ struct JoinedPiece {
             post_put_warp(m.op, rank, escape, WARP * 4);
         });
     }
-    /* Stores the piece to the slots of all lanes. Called by a whole warp. */
+    /* Stores the piece to the slots of all lanes. `slot`: this lane's slot, or -1. Called by a
+     * whole warp. */
     __device__ __forceinline__ void fill_slots_of(const PackedMove &m, int piece,
                                                   int32_t slot) const
     {
@@ -325,8 +333,8 @@ struct JoinedPiece {
 
 /* --------------------------------------------------------------- quantized packed rows ---- */
 
-/* Loads 16 elements of a row of `count` elements, from number `first` on; zeros past its end.
- */
+/* Loads 16 elements of a row of `count` elements at any address, from number `first` on, as
+ * floats. Past the end of the row they are 0. */
 static __device__ __noinline__ void load_elements(const uint8_t *row, int64_t first,
                                                   int64_t count, uint32_t type, float *x)
 {
@@ -348,19 +356,20 @@ static __device__ __noinline__ void load_elements(const uint8_t *row, int64_t fi
     }
 }
 
-/* A piece of this rank's token that is quantized before it is sent. */
+/* A piece of this rank's packed row that is quantized before it is sent. A lane has two runs of
+ * 16 elements. */
 struct QuantizedPiece {
     Sixteens e;
     static constexpr bool QUANTIZED = true;
 
-    /* Returns the number in the piece of this lane's vector v. Vectors 0 and 1 are one run of
-     * 16 elements, vectors 2 and 3 are the other run. */
+    /* Returns the number within the piece of this lane's vector v. Vectors 0 and 1 are the
+     * lane's first run of 16 elements, vectors 2 and 3 its second run. */
     static __device__ __forceinline__ int32_t vector_of(int v)
     {
         return (v / 2 * WARP + lane_id()) * 2 + v % 2;
     }
-    /* Loads this lane's vectors of a piece; elements must have 16 bits. Does nothing if rows
-     * are not aligned. */
+    /* Loads this lane's vectors of a piece of the caller's row; elements must have 16 bits.
+     * Does nothing if rows are not aligned: make_piece() then loads the piece itself. */
     static __device__ __forceinline__ void load_raw(const PackedMove &m, int32_t token,
                                                     int piece, uint4 (&raw)[V])
     {
@@ -370,8 +379,8 @@ struct QuantizedPiece {
         for (int v = 0; v < V; v++)
             raw[v] = load_row_again(row, piece * V * WARP + vector_of(v), m.own_shape, 0);
     }
-    /* Makes the piece from the vectors that load_raw() has loaded, or loads an unaligned row.
-     */
+    /* Makes the piece: quantizes the vectors that load_raw() has loaded or, if rows are not
+     * aligned, loads and quantizes them. */
     __device__ __forceinline__ void make_piece(const PackedMove &m, int32_t token, int piece,
                                                const uint4 (&raw)[V])
     {
@@ -392,8 +401,8 @@ struct QuantizedPiece {
             F16::unpack_floats(high, x + 8);
         }
     }
-    /* Quantizes vectors of 16-bit elements, one run after the other, because 32 floats at once
-     * would not fit the registers. */
+    /* Quantizes this lane's vectors of 16-bit elements. It handles one run after the other,
+     * because 32 floats at once would not fit in the registers. */
     __device__ __forceinline__ void make_raw(const PackedMove &m, const uint4 (&raw)[V])
     {
         const uint32_t how = m.job.quantize;
@@ -411,7 +420,7 @@ struct QuantizedPiece {
             quantize_vector<true, 2, 16>(e, v, x, mine, how);
         }
     }
-    /* Loads and quantizes a piece of the caller's array at any address. */
+    /* Loads a piece of the caller's row at any address, and quantizes it. */
     __device__ __forceinline__ void load_piece(const PackedMove &m, int32_t token, int piece)
     {
         const uint8_t *row = m.job.tokens + row_offset(token, m.own_shape);
@@ -420,25 +429,25 @@ struct QuantizedPiece {
             load_elements(row, row_at(piece, v), m.job.row_bytes, m.job.type, x[v]);
         e = quantize_piece<2, 16>(x, m.job.quantize);
     }
-    /* Returns the index in the quantized row of the first element (byte) of this lane's run v.
-     */
+    /* Returns the byte offset, in the quantized row, of this lane's run v. An element has one
+     * byte. */
     static __device__ __forceinline__ int64_t row_at(int piece, int v)
     {
         return (int64_t)piece * Sixteens::BYTES + (v * WARP + lane_id()) * 16;
     }
-    /* Returns the byte offset in the row of scales of this lane's word of scales. */
+    /* Returns the byte offset, in the row of scales, of this lane's word of scales. */
     static __device__ __forceinline__ int64_t scales_at(int piece)
     {
         return ((int64_t)piece * Sixteens::WORDS + Sixteens::word_index()) * 4;
     }
-    /* Returns the 16 quantized elements of run v. */
+    /* Returns the 16 quantized elements of this lane's run v. */
     __device__ __forceinline__ uint4 vector_of_run(int v) const
     {
         return make_uint4(e.q[v][0], e.q[v][1], e.q[v][2], e.q[v][3]);
     }
-    /* Stores the piece to the staging of `peers` (bit mask). Words of e4m3 numbers and float32
-     * scales are never poison. A word of e8m0 scales that are all NaN equals poison, so its
-     * stand-in is sent. Called by a whole warp. */
+    /* Stores the piece to the staging of `peers` (bit mask). Words of e4m3 numbers and of
+     * float32 scales are never poison. A word of e8m0 scales that are all NaN equals poison, so
+     * its stand-in is sent. Called by a whole warp. */
     __device__ __forceinline__ void send_to_peers(const PackedMove &m, int32_t token, int piece,
                                                   uint32_t peers) const
     {
@@ -457,7 +466,8 @@ struct QuantizedPiece {
             post_put_packed(m, rank, token, m.own_shape.pieces, staged);
         });
     }
-    /* Stores the piece and its scales to the slots of all lanes. Called by a whole warp. */
+    /* Stores the piece and its scales to the slots of all lanes. `slot`: this lane's slot, or
+     * -1. Called by a whole warp. */
     __device__ __forceinline__ void fill_slots_of(const PackedMove &m, int piece,
                                                   int32_t slot) const
     {

@@ -1,16 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds the slots of packed rows (dispatch/packed.cuh), and writes zeros to slots that no row
- * reaches. Shared by packed.cu and bulk.cu. */
+/* Finds the slots of packed rows (rows with scales, dispatch/packed.cuh), and writes zeros to
+ * slots without a row. Shared by packed.cu and bulk.cu. */
 #ifndef EPIC_PACKED_SLOTS_CUH
 #define EPIC_PACKED_SLOTS_CUH
 
 #include "cuda/dispatch/flat.cuh"
 #include "cuda/dispatch/packed.cuh"
 
-/* Waits for the token's record and sets this lane's slots: slot[0] for choices 0 to 31, slot[1]
- * for later ones, -1 for none. FLAT: slot[0] of lane 0 is the token's row. `word`: from
- * peek_record() or peek_row(). `keep`: also copies the record into the plan that is being made.
- * Called by a whole warp. Returns false if the group of ranks has failed. */
+/* Waits for the record of a token of `rank`, which has the token's slots on this rank, and sets
+ * this lane's slots: slot[0] for choices 0 to 31, slot[1] for later ones, -1 for none. FLAT:
+ * slot[0] of lane 0 is the token's row. `word`: from peek_record() or peek_row(). `keep`: also
+ * copies the record into the plan that this kernel makes. Called by a whole warp. Returns false
+ * if the group of ranks has failed. */
 template <bool FLAT>
 __device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_t token,
                                            bool keep, uint64_t word, int32_t (&slot)[2])
@@ -29,8 +30,9 @@ __device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_
     return true;
 }
 
-/* Writes zeros to rows from `first` on and to their scales and weights. FLAT: also writes -1 to
- * their experts. Each of `threads` threads calls it with its own number `thread`. */
+/* Writes zeros to the receive buffer from row `first` on: rows, scales and weights. FLAT: also
+ * writes -1 to the local experts. Each of `threads` threads calls it with its own number
+ * `thread`. */
 template <bool FLAT>
 __device__ __forceinline__ void clear_rows(const PackedMove &m, int64_t first, int64_t thread,
                                            int64_t threads)
@@ -42,8 +44,8 @@ __device__ __forceinline__ void clear_rows(const PackedMove &m, int64_t first, i
         zero_floats(m.job.slot_weights, first, m.job.recv_rows, thread, threads);
 }
 
-/* Writes zeros to the slots after the last slab. Called by all CTAs. Returns false if the group
- * of ranks has failed. */
+/* Writes zeros to the tail: the slots after the last slab. Called by all CTAs, if the user asks
+ * for a zeroed tail. Returns false if the group of ranks has failed. */
 template <bool FLAT> __device__ __forceinline__ bool clear_tail(const PackedMove &m)
 {
     if (m.has_new_plan && !wait_for_plan(m)) return false;
@@ -52,8 +54,8 @@ template <bool FLAT> __device__ __forceinline__ bool clear_tail(const PackedMove
     return true;
 }
 
-/* Writes zeros to all outputs if the plan or the number of rows is invalid. Called by the last
- * CTA. */
+/* Writes zeros to all outputs if the plan is invalid, or if a rank has too few rows. Then the
+ * rows that have been moved must not be used. Called by the last CTA to finish. */
 template <bool FLAT> __device__ __forceinline__ void clear_all(const PackedMove &m)
 {
     if (m.plan.is_valid && header_of(m)->result == EPIC_OK &&

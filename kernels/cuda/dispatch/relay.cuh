@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* dispatch with relays (backend hosts, several ranks per host). A row crosses the net once per
- * host: it goes to the sender's mate there, which forwards it to the ranks that want it
- * (net/relay.cuh).
+ * host: it goes to the sender's *mate* there, the rank with the same index in its host. The
+ * mate forwards the row to the ranks of its host that need it (net/relay.cuh).
  *
  * Step i of the list of units has these roles in order:
  *
@@ -9,26 +9,29 @@
  *   forward  token i - lag of each mate: net inbox -> staging of ranks of this host
  *   receive  token i - lag of each source
  *
- * No wait is circular. A forward waits for a send of an earlier step. A receive waits for a
- * forward of an earlier step, or of the same step but earlier in the list. */
+ * No two ranks wait for each other in a circle. A forward waits for a send of an earlier step.
+ * A receive waits for a forward of an earlier step, or of the same step but earlier in the
+ * list. */
 #ifndef EPIC_DISPATCH_RELAY_CUH
 #define EPIC_DISPATCH_RELAY_CUH
 
 #include "cuda/dispatch/dispatch.cuh"
 #include "cuda/net/relay.cuh"
 
-/* Returns a bit mask of the ranks to which this rank itself sends its token: `peers`, with
- * ranks of other hosts replaced by mates. `first`: the unit has the token's first piece. */
+/* Returns a bit mask of the ranks to which this rank itself sends its token. These are `peers`,
+ * but with the ranks of each other host replaced by this rank's mate there. `first`: the unit
+ * has the token's first piece; it then also tells the mates which ranks need the row. */
 __device__ __forceinline__ uint32_t choose_routes(const DispatchMove &m, int32_t token,
                                                   bool first, uint32_t peers)
 {
     return choose_routes(m.job.plan.self, m.op, token, first, peers);
 }
 
-/* Forwards the unit's span of the one or two tokens of a step that a mate has sent. hand(from,
- * token, piece, wants) forwards a piece. `copied`: the caller copies pieces into a ring.
- * Forwarding does not use the ring, so this function drops the unit's pieces from it. Returns
- * false if the group of ranks has failed. */
+/* Forwards the pieces of a unit, of the one or two tokens of a step that come from a mate (the
+ * rank of another host with the same index). hand(from, token, piece, wants) forwards one piece
+ * to the ranks in `wants`. `copied`: the warp copies the pieces of its units into a ring ahead.
+ * Forwarding does not use the ring, so this function drops its pieces there. Returns false if
+ * the group of ranks has failed. */
 template <class PieceFeed, class Hand>
 __device__ __forceinline__ bool forward_unit(const DispatchMove &m, const UnitWalk &walk,
                                              PieceFeed &feed, bool copied, Hand hand)

@@ -174,7 +174,7 @@ static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
     return true;
 }
 
-/* ------------------------------------------------------------- the kernel and its phases ---- */
+/* ----------------------------------------------------------- the kernel and its phases ---- */
 
 /* Static shared memory of a CTA. The arrays of the tables are in dynamic shared memory. */
 struct LowlatShared {
