@@ -68,9 +68,9 @@ __device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &
 }
 
 /* Sends this rank's partial sum to the mate, which is the rank of this host that adds for the
- * token's home rank `rank`. `has_partial`: whether this rank has a partial sum. If it is false,
- * only the word *wants* = 0 is sent, so that the mate does not wait. The unit of piece 0 sends
- * *wants*. Called on ranks that are not the mate. */
+ * token's home rank `rank`. `has_partial`: whether this rank has a partial sum. It is also
+ * sent, in the word *wants*, so that the mate knows whether to wait for a partial sum. The unit
+ * of piece 0 sends *wants*. Called on ranks that are not the mate. */
 template <int P>
 __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, int rank,
                                           bool has_partial, const uint4 (&node)[P])

@@ -245,8 +245,8 @@ __device__ __forceinline__ bool finish_operation(const p2p_self &self, OpState &
     return op.last != 0;
 }
 
-/* Like finish_operation(self, ...), for most kernels: CTA 0 waits for the peers, and the CTA
- * that finishes last may read their announcements. */
+/* Like finish_operation(self, ...), with the choice of most kernels: CTA 0 waits until all
+ * ranks have announced, and the CTA that finishes last may read their announcements. */
 static __device__ bool finish_operation(OpState &op)
 {
     return finish_operation(*op.self, op, 0, true);

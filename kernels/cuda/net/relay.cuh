@@ -46,8 +46,9 @@ __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpSt
     return heap + self.at.staging + index * self.at.source_bytes;
 }
 
-/* Returns the address of the word *wants* in the heap of rank `to`, for a token of rank `by`.
- * `heap`: base address of that heap. */
+/* Returns the address, in the heap of rank `to`, of the word *wants* for one token. This word
+ * says which ranks need the row (dispatch), or whether a partial sum follows (combine). It is
+ * in the part of rank `by`. `heap`: base address of the heap of rank `to`. */
 __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by, int32_t token)
 {
@@ -57,8 +58,8 @@ __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpSt
            token;
 }
 
-/* Waits until rank `from` has stored its word *wants* at `at`, and reads it to `wants`. Called
- * by one warp. Returns false if the group is broken. */
+/* Waits until rank `from` has stored its word *wants* at `at`, and reads the value to `wants`.
+ * Called by one warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at, int from,
                                            uint32_t &wants)
 {
@@ -101,9 +102,10 @@ __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &
     post_put(op, mate, to, 8);
 }
 
-/* Returns a bit mask of the ranks to which this rank itself sends its token: `peers` or, with
- * relays, mates in place of the peers on other hosts. `first`: this call is for the token's
- * first piece. Then, with relays, the function also sends *wants*. */
+/* Returns a bit mask of the ranks to which this rank itself sends its token, so that it reaches
+ * all `peers`. With relays, one rank of each other host (this rank's mate) receives the token
+ * for all peers there. `first`: this call is for the token's first piece. Then, with relays,
+ * the function also reports the peers to the mates (send_wants()). */
 __device__ __forceinline__ uint32_t choose_routes(const p2p_self &self, const OpState &op,
                                                   int32_t token, bool first, uint32_t peers)
 {
