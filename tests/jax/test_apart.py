@@ -2,8 +2,6 @@
 """Tests ranks in separate processes, each with a program of its own. A rank without tokens, or one
 that uses no result, must still make its calls."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import epic.jax
 import layers
 from conftest import make_mesh
 from epic.jax import call
+from forked import server
 from ports import free_port
 
 WORKER = Path(__file__).with_name("apart.py")
@@ -26,13 +25,9 @@ LIMIT = 240
 def run_apart(what: str, ranks: int) -> list[str]:
     """Return what each process printed."""
     port = str(free_port())
-    words = [sys.executable, str(WORKER), what]
     running = [
-        subprocess.Popen(
-            [*words, str(rank), str(ranks), port],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        server("epic.jax", "layers").start(
+            str(WORKER), what, str(rank), str(ranks), port, merged=True
         )
         for rank in range(ranks)
     ]

@@ -3,8 +3,6 @@
 
 import dataclasses
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 import epic.jax
 import reference
 from conftest import make_mesh
+from forked import server
 from pages import ROOT, Program, find_block, list_programs
 from steps import mapped
 
@@ -38,7 +37,7 @@ def on_devices(text: str, devices: int) -> str:
 def run_program(text: str) -> None:
     """Runs a program in a process of its own."""
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    subprocess.run([sys.executable, "-c", text], check=True, timeout=240, env=env)
+    server("epic.jax", "layers").run(text, timeout=240, env=env)
 
 
 PROGRAMS = [program for program in list_programs("jax") if program.text != RECIPE]

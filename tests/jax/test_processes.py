@@ -3,14 +3,12 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from forked import Process, server
 from ports import free_port
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -19,29 +17,15 @@ LIMIT = 240
 NOTICED = 1 + int(os.environ.get("EPIC_TEST_SLACK_MS", "0")) / 1000
 
 
-def start(what: str, processes: int) -> list[Any]:
+def start(what: str, processes: int) -> list[Process]:
     """Start the processes."""
     devices = 4 // processes
-    env = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "PYTHONUNBUFFERED": "1",
-    }
+    env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     port = str(free_port())
-    words = [sys.executable, str(WORKER), what]
-    # In the background of a script Ctrl-C is ignored, and child processes inherit this.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    running = [
-        subprocess.Popen(
-            [*words, str(i), str(processes), port],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    return [
+        server("epic.jax", "layers").start(str(WORKER), what, str(i), str(processes), port, env=env)
         for i in range(processes)
     ]
-    signal.signal(signal.SIGINT, before)
-    return running
 
 
 def run(what: str, processes: int) -> list[str]:
@@ -107,7 +91,7 @@ def test_an_interrupt_lands(what: str) -> None:
     waiting, late = start(what, 2)
     try:
         for process in (waiting, late):
-            assert process.stdout.readline() == "waits\n"
+            process.wait_for_line("waits", LIMIT)
         time.sleep(1)  # until the process waits
         assert waiting.poll() is None
         begin = time.monotonic()

@@ -2,11 +2,11 @@
 """Checks that EPIC_TRACE records the plans of JAX programs."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
+
+from forked import server
 
 PROGRAM = """
 import jax, numpy as np
@@ -27,8 +27,9 @@ epic.jax.close(group)
 
 def test_ids_are_recorded(tmp_path: Path) -> None:
     """One environment variable makes every rank record (docs/guide/traces.md)."""
-    wishes = {**os.environ, "EPIC_TRACE": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", PROGRAM], env=wishes, check=True, timeout=200)
+    server("epic.jax", "layers").run(
+        PROGRAM, env={**os.environ, "EPIC_TRACE": str(tmp_path)}, timeout=200
+    )
     for rank, ids in enumerate(([7, 0, 3, 255], [2, 5, 1, 6])):
         (file,) = tmp_path.glob(f"traced-*-{rank}.epictrace")
         data = file.read_bytes()
