@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,28 @@ def test_picture(tmp_path: Path) -> None:
     assert pixels[1:4] == bytes([245, 160, 60])  # the color of an even share
 
 
+SLEEPER = "import pathlib, sys, time; pathlib.Path(*sys.argv[1:]).touch(); time.sleep(600)"
+
+
+def test_a_killed_process_ends_all(tmp_path: Path) -> None:
+    """The launcher ends the others when one process is gone, and does not return 0."""
+    before = set(children(os.getpid()))
+    begun = [tmp_path / str(i) for i in range(3)]
+
+    def kill_one() -> None:
+        while not all(path.exists() for path in begun):
+            time.sleep(0.01)
+        started.update(set(children(os.getpid())) - before)
+        os.kill(max(started), signal.SIGKILL)
+
+    started: set[int] = set()
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    assert training.watch([sys.executable, "-S", "-c", SLEEPER, str(tmp_path)], 3) != 0
+    killer.join()
+    assert len(started) == 3 and not any(Path(f"/proc/{process}").exists() for process in started)
+
+
 def start(tmp_path: Path) -> Any:
     """Start the example with two processes and many steps; return after its first step."""
     words = ["--steps", "100000", "--processes", "2", "--picture", str(tmp_path / "x.png")]
@@ -86,7 +109,7 @@ def children(process: int) -> list[int]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("how", ["ctrl_c", "killed"])
+@pytest.mark.parametrize("how", ["ctrl_c", pytest.param("killed", marks=pytest.mark.night)])
 def test_how_it_ends(how: str, tmp_path: Path) -> None:
     """Check that Ctrl-C, and the death of one process, end every process with a status other than
     0."""

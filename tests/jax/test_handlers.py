@@ -4,6 +4,7 @@
 The test passes arrays to them that the checks in Python would refuse.
 """
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ import epic.jax
 import layers
 from epic.jax import call, library
 
+QUICK = bool(os.environ.get("EPIC_JAX_QUICK"))  # XLA compiles each refused call
 T, K, E, H, INNER, SLOTS = 6, 2, 8, 16, 12, 16
 LAYER, ROUTER = epic.jax.Layer(E, K), epic.jax.Router(E, K)
 REFUSED = re.compile(
@@ -155,7 +157,7 @@ def wrong_specs(spec: Any) -> list[Any]:
 def refusal(seen: Seen, operands: list[Any], results: list[Any]) -> str:
     """Make the call with other arrays, full of zeros; return the error."""
     run = jax.ffi.ffi_call(seen.target, results)
-    arrays = [jnp.zeros(x.shape, x.dtype) for x in operands]
+    arrays = [np.zeros(x.shape, x.dtype) for x in operands]
     try:
         jax.block_until_ready(run(*arrays, **seen.attributes))
     except jax.errors.JaxRuntimeError as error:
@@ -169,7 +171,7 @@ def test_every_array_of_every_handler(opened: Any, monkeypatch: pytest.MonkeyPat
     seen = watch(monkeypatch, make_programs(opened(None)))
     wanted = {f"epic_{name}" for name in library.COLLECTIVES + library.LOCAL} - {"epic_keep"}
     assert {one.target for one in seen} == wanted
-    tried = 0
+    tried: set[Any] = set()
     for one in seen:
         for side in ("operands", "results"):
             specs = getattr(one, side)
@@ -177,9 +179,13 @@ def test_every_array_of_every_handler(opened: Any, monkeypatch: pytest.MonkeyPat
                 if one.aliases and spec.dtype == np.float32:
                     continue  # JAX itself compares arrays that share memory
                 for wrong in wrong_specs(spec):
+                    # The quick run tries an array once, not beside each set of absent arrays.
+                    key = (one.target, side, i, str(wrong), None if QUICK else id(one))
+                    if key in tried:
+                        continue
+                    tried.add(key)
                     changed = {"operands": one.operands, "results": one.results}
                     changed[side] = [*specs[:i], wrong, *specs[i + 1 :]]
                     said = refusal(one, **changed)
                     assert REFUSED.search(said), (one.target, side, i, spec, wrong, said)
-                    tried += 1
-    assert tried > 500
+    assert len(tried) > (300 if QUICK else 500)
