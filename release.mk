@@ -46,4 +46,4 @@ test-night:
 	@$(MAKE) mutants
 	@$(MAKE) coverage
 	@EPIC_TEST_SCALE=10 $(call CTEST,build)
-	@EPIC_TEST_EXAMPLES=1 $(MAKE) test-jax test-torch
+	@EPIC_TEST_EXAMPLES=1 EPIC_TORCH_ALL=1 $(MAKE) test-jax test-torch

@@ -17,30 +17,13 @@ import numpy as np
 import pytest
 
 import epic.jax
+from selection import pytest_addoption, pytest_collection_modifyitems
 
+__all__ = ["RANKS", "make_mesh", "pytest_addoption", "pytest_collection_modifyitems"]
 Mesh = jax.sharding.Mesh
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options that select parts of the suite."""
-    text = "of a test with parameters the first case: what another JAX or Python breaks, it breaks"
-    parser.addoption("--one-case", action="store_true", help=text)
-    parser.addoption("--part", default="1/1", help="I,J/N: of each N test files the Ith and Jth")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests that the options leave out."""
-    wanted, parts = config.getoption("--part").split("/")
-    places = {int(part) - 1 for part in wanted.split(",")}
-    files = sorted({item.path for item in items})
-    mine = [item for item in items if files.index(item.path) % int(parts) in places]
-    if config.getoption("--one-case"):
-        first: dict[tuple[object, str], pytest.Item] = {}
-        for item in mine:
-            first.setdefault((item.path, getattr(item, "originalname", item.name)), item)
-        mine = list(first.values())
-    config.hook.pytest_deselected(items=[item for item in items if item not in mine])
-    items[:] = mine
+RANKS = [1, 2, 4]  # that four devices allow
 
 
 def make_mesh(ep: int) -> Mesh:
@@ -49,9 +32,12 @@ def make_mesh(ep: int) -> Mesh:
     return Mesh(devices, ("dp", "ep"))
 
 
-@pytest.fixture(params=[1, 2, 4])
+@pytest.fixture(params=RANKS)
 def mesh(request: pytest.FixtureRequest) -> Mesh:
-    """Return a mesh for every number of ranks that four devices allow."""
+    """Return a mesh for each of these numbers of ranks.
+
+    A test that combines them with other parameters says `indirect=["mesh"]`.
+    """
     return make_mesh(request.param)
 
 

@@ -4,9 +4,9 @@
 # virtual environment of its own under build/. Prints what it leaves out because this machine lacks it.
 # usage: run.sh BUILD [pytest arguments]
 #   EPIC_JAX_PYTHONS  versions of Python; default: "3.13 3.11", or that of python3 if it is neither
-#   EPIC_JAX_QUICK=1  runs the full suite only with the first Python, without XLA's optimizations, which
-#                     take most of the time. With the others it runs, with optimizations, one case of
-#                     each test that another JAX may break.
+#   EPIC_JAX_QUICK=1  runs all tests without the mark `night` only with the first Python, without XLA's
+#                     optimizations, which take most of the time. With the others it runs, with
+#                     optimizations, one case of each test that another JAX may break.
 set -eu
 cd "$(dirname "$0")/../.."
 build=$(cd "$1" && pwd)
@@ -14,6 +14,10 @@ shift
 export EPIC_LIBRARY_PATH="$build/lib" PYTHONPATH="$PWD/bindings/python" JAX_PLATFORMS=cpu
 pins=tests/jax/requirements.txt
 . tests/environments.sh
+# XLA compiles a program once for all processes of this run.
+export JAX_COMPILATION_CACHE_DIR="$build/jax-programs" JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
+export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
+rm -rf "$JAX_COMPILATION_CACHE_DIR"
 
 environment() { # usage: environment PYTHON FOLDER
     if cmp -s $pins "$2/pins"; then return; fi
@@ -102,7 +106,7 @@ part() { # usage: part NUMBER (half of the test files, see conftest.py), then py
     shift
     (
         export JAX_DISABLE_MOST_OPTIMIZATIONS=1
-        suite "build/venv-py$first/bin" --part "$which" "$@"
+        suite "build/venv-py$first/bin" -m "not night" --part "$which" "$@"
     )
 }
 
@@ -110,7 +114,7 @@ beside() {
     wrong=0
     part 3/3 "$@" || wrong=1
     for version in $others; do
-        suite "build/venv-py$version/bin" -m "not thorough" --one-case "$@" || wrong=1
+        suite "build/venv-py$version/bin" -m "not thorough and not night" --one-case "$@" || wrong=1
     done
     checks "build/venv-py$first/bin" || wrong=1
     return $wrong

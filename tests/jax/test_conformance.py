@@ -25,6 +25,7 @@ import reference
 from conftest import make_mesh
 from epic.jax.meshes import devices_by_rank
 from reference import relative, slots_of
+from selection import covering
 from steps import ALIGN, ALL, EXPERTS, HIDDEN, LAYER, TOKENS, TOP_K, choices, mapped, numbers
 
 pytestmark = pytest.mark.thorough
@@ -114,15 +115,15 @@ def test_rows_say_where_they_come_from(opened: Any) -> None:
     assert np.array_equal(np.asarray(out, np.float32), np.asarray(8 * x, np.float32))
 
 
-@pytest.mark.parametrize("alignment", [8, 16, 128])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("tokens", "experts", "hidden", "top_k"), [(128, 5, 128, 3), (256, 8, 64, 8), (300, 64, 40, 6)]
+    ("sizes", "dtype", "alignment"),
+    covering(
+        [(128, 5, 128, 3), (256, 8, 64, 8), (300, 64, 40, 6)], ["float32", "bfloat16"], [8, 16, 128]
+    ),
 )
-def test_permutation(
-    tokens: int, experts: int, hidden: int, top_k: int, dtype: str, alignment: int, opened: Any
-) -> None:
+def test_permutation(sizes: tuple[int, ...], dtype: str, alignment: int, opened: Any) -> None:
     """A group of one rank is an exact permutation, and combine reverses it."""
+    tokens, experts, hidden, top_k = sizes
     group = opened(None, max_tokens=tokens)
     layer = epic.jax.Layer(experts, top_k, alignment=alignment)
     rng = np.random.default_rng(2)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import epic.jax
-from conftest import make_mesh
+from conftest import RANKS, make_mesh
 from reference import relative
+from selection import covering
 
 EXPERTS, HIDDEN, INNER, TOP_K = 8, 16, 12, 2
 
@@ -61,10 +62,10 @@ def dense(params: dict[str, Any], x: Any, gate_bias: str) -> Any:
     return out.reshape(x.shape)
 
 
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-@pytest.mark.parametrize("with_shared", [False, True], ids=["routed", "shared"])
-@pytest.mark.parametrize("gate_bias", ["logits", "choice"])
-@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("ep", "gate_bias", "with_shared", "interleaved"),
+    covering(RANKS, ["logits", "choice"], [False, True], [False, True]),
+)
 def test_block_of_maxtext(
     ep: int, gate_bias: str, with_shared: bool, interleaved: bool, opened: Any
 ) -> None:

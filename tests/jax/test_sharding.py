@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import epic.jax
 import layers
-from conftest import make_mesh
+from conftest import RANKS, make_mesh
 from epic.jax import call
 from reference import relative
+from selection import covering
 from steps import mapped, numbers
 
 CASES = ["normalized", "biases", "shared"]
@@ -39,12 +40,12 @@ def placed(mesh: Any, group: Any, case: dict[str, Any]) -> tuple[Any, Any, Any]:
     return x, w, ct
 
 
-@pytest.mark.parametrize("gemm", [None, jax.lax.ragged_dot], ids=["core", "ragged_dot"])
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES.keys())
-def test_fsdp(shape: tuple[int, ...], name: str, gemm: Any, opened: Any) -> None:
+@pytest.mark.parametrize(
+    ("shape", "name", "gemm"), covering(list(MESHES), CASES, [None, jax.lax.ragged_dot])
+)
+def test_fsdp(shape: str, name: str, gemm: Any, opened: Any) -> None:
     """Results match, and gradients are sharded like the weights."""
-    mesh, case = three_axes(shape), layers.CASES[name]
+    mesh, case = three_axes(MESHES[shape]), layers.CASES[name]
     group = opened(mesh)
     args = placed(mesh, group, case)
     run = layers.step(mesh, group, case, fsdp_axes=("fsdp",), grouped_gemm=gemm)
@@ -77,8 +78,11 @@ def test_fsdp_gathers_over_its_axis_alone(opened: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("gemm", [None, jax.lax.ragged_dot], ids=["core", "ragged_dot"])
-@pytest.mark.parametrize("name", ["normalized", "sigmoid", "zero_experts"])
+@pytest.mark.parametrize(
+    ("mesh", "name", "gemm"),
+    covering(RANKS, ["normalized", "sigmoid", "zero_experts"], [None, jax.lax.ragged_dot]),
+    indirect=["mesh"],
+)
 def test_losses_over_data_axes(name: str, gemm: Any, mesh: Any, opened: Any) -> None:
     """The losses count all tokens together, as one group of all devices would."""
     case = layers.CASES[name]

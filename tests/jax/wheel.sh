@@ -23,7 +23,8 @@ case $1 in *-py3-none-*.whl) ;; *) echo "$1 is not for every Python" >&2; exit 1
 "$bin/python" -c 'import site; print(site.getsitepackages()[0])' \
     >"$(echo "$away"/venv/lib/python*/site-packages)/others.pth"
 cp "$checkout"/tests/jax/conftest.py "$checkout"/tests/jax/reference.py \
-    "$checkout"/tests/jax/steps.py "$checkout"/tests/jax/test_steps.py \
+    "$checkout"/tests/jax/selection.py "$checkout"/tests/jax/steps.py \
+    "$checkout"/tests/jax/test_steps.py \
     "$checkout"/examples/jax/ep_moe.py "$away"
 cd "$away"
 "$away/venv/bin/python" -c 'import epic, sys; assert epic.__file__.startswith(sys.prefix), epic'
