@@ -31,7 +31,9 @@
 
 /* A unit: the packed row of one token, which one warp sends or receives. */
 struct Unit {
-    int step, role; /* role 0: this rank's own token; n: a token of the n-th peer */
+    /* step: position in the list of units. role 0: this rank's own token; role n: a token of
+     * the n-th peer. */
+    int step, role;
     /* the lane's choice of the token, and its word of the token's record, both loaded ahead */
     uint64_t choice_word, record_word;
 
@@ -214,7 +216,7 @@ __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t toke
 }
 
 struct RoundProgress { /* A warp's state in the running round. */
-    int32_t end;       /* the round ends before this token */
+    int32_t end;       /* the first token after the running round */
     bool has_counts;   /* true: the numbers of tokens of all ranks are known */
     /* log2 of the number of slabs, or a negative value (see find_padding_slabs()) */
     int slab_bits;
@@ -263,8 +265,8 @@ __device__ __forceinline__ bool move_unit(PackedMove &m, const Unit &unit, Round
     return token >= p.end || receive_packed<OwnPiece, FLAT>(m, token, unit, buffers);
 }
 
-/* Moves one round: tokens [m.round_begin, end) of every rank. Returns false if the group of
- * ranks has failed. */
+/* Moves the rows of one round: tokens [m.round_begin, end) of every rank. Returns false if the
+ * group of ranks has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, BulkBuffers &buffers,
                                             int *num_taken)
@@ -357,7 +359,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     DispatchMove move = {
         {job, op, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
     move.has_new_plan = WITH_PLAN;
-    /* only this rank's number is needed until read_counts_once() has read those of all ranks */
+    /* Until read_counts_once() has read how many tokens each rank has, only this rank's own
+     * number is used. */
     move.tokens_of = job.num_tokens;
     if (!WITH_PLAN)
         move.tokens_of = lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;

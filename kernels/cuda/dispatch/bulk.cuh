@@ -13,8 +13,7 @@
  * vectors: zeros, for padding slots, and poison (the mark of a word that has not arrived), for
  * staging.
  *
- *   shared memory of a CTA:  [ zeros ][ poison ][ buffers of warp 0 ][ buffers of warp 1 ]
- * ... */
+ *   shared memory of a CTA:  [ zeros ][ poison ][ buffers of warp 0 ][ of warp 1 ] ... */
 #ifndef EPIC_BULK_CUH
 #define EPIC_BULK_CUH
 
@@ -26,10 +25,9 @@
 /* The buffers of a warp in shared memory, each for one packed row. The warp uses them in
  * turn. */
 struct BulkBuffers {
-    uint32_t first_address,
-        /* first_address: shared-memory address of the warp's first buffer. buffer_bytes: bytes
-         * of each buffer. */
-        buffer_bytes;
+    /* first_address: shared-memory address of the warp's first buffer. buffer_bytes: bytes of
+     * each buffer. */
+    uint32_t first_address, buffer_bytes;
     uint32_t zeros, poison; /* shared-memory addresses of the constant vectors */
     /* how many buffers the warp has; which one the current unit uses */
     int num_buffers, current;

@@ -54,7 +54,7 @@ template <bool EXACT> struct PieceFeed {
     const uint8_t *from;
     int32_t vector;      /* first vector of the next piece to copy */
     int32_t pieces_left; /* how many pieces of the unit have not been copied */
-    int32_t round_end;   /* the round ends before this token */
+    int32_t round_end;   /* the first token after the running round */
 
     __device__ __forceinline__ PieceFeed(const DispatchMove &move, const UnitWalk &first,
                                          int32_t end, const uint8_t *memory)
@@ -302,8 +302,8 @@ __device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWa
     return true;
 }
 
-/* Moves one round: tokens [m.round_begin, end) of every rank. `memory`: this warp's ring.
- * Returns false if the group of ranks has failed. */
+/* Moves the rows of one round: tokens [m.round_begin, end) of every rank. `memory`: this warp's
+ * ring. Returns false if the group of ranks has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool move_tokens(DispatchMove &m, int32_t end, const uint8_t *memory)
 {

@@ -46,7 +46,7 @@ template <class OwnPiece> struct PieceFeed {
     /* vector: first vector of the unit's next piece. pieces_left: how many pieces of the unit
      * have not been copied. */
     int32_t vector, pieces_left;
-    int32_t round_end; /* the round ends before this token */
+    int32_t round_end; /* the first token after the running round */
 
     __device__ __forceinline__ PieceFeed(const PackedMove &move, const UnitWalk &first,
                                          int32_t end, const uint8_t *memory)
@@ -326,8 +326,8 @@ __device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk
     return true;
 }
 
-/* Moves one round: tokens [m.round_begin, end) of every rank. `memory`: this warp's ring.
- * Returns false if the group of ranks has failed. */
+/* Moves the rows of one round: tokens [m.round_begin, end) of every rank. `memory`: this warp's
+ * ring. Returns false if the group of ranks has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, const uint8_t *memory)
 {

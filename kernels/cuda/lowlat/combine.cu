@@ -22,8 +22,8 @@
 /* Makes waits poll longer before they sleep, for lower latency. wait.cuh reads it, so it must
  * be defined before the first #include. */
 #define LOW_LATENCY 1
-/* With the control warp 16 warps, four per scheduler of the SM; this leaves 128 registers per
- * thread. */
+/* Workers (warps that move rows) per CTA. With the control warp there are 16 warps, four per
+ * scheduler of the SM, which leaves 128 registers per thread. */
 #define LOWLAT_WORKERS 15
 
 #include "cuda/common/launch.cuh"

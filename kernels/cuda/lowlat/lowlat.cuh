@@ -24,7 +24,8 @@
 #include "cuda/plan/view.cuh"
 
 #ifndef LOWLAT_WORKERS
-/* with the control warp 17 warps, which leaves 96 registers per thread */
+/* Number of workers (warps that move rows) per CTA. With the control warp there are 17 warps,
+ * which leaves 96 registers per thread. */
 #define LOWLAT_WORKERS 16
 #endif
 #define LOWLAT_BLOCK ((LOWLAT_WORKERS + 1) * WARP)

@@ -220,8 +220,9 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
 #define COUNT_OF(word) ((uint32_t)(word) & ((1u << COUNT_BITS) - 1))
 #define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & 31)
 
-/* Returns the word of `counts` for an expert, with the expert's rank and with count 0. The
- * caller adds the count. */
+/* Returns the word of `counts` for an expert, with the expert's rank and with count 0, to which
+ * the caller adds the count. If this rank's table of experts is wrong, the word is
+ * RECORD_LAST. */
 __device__ __forceinline__ uint32_t owner_word(const Planner &p, int expert)
 {
     return p.bad_owner == NO_INDEX ? (uint32_t)p.owner[expert] << COUNT_BITS : RECORD_LAST;
@@ -237,9 +238,9 @@ static __device__ __noinline__ void report_table_mismatch(const OpState &op, int
         op.signature);
 }
 
-/* Publishes the tallies of this CTA to the other planner CTAs of this rank. In p.tally,
- * replaces the tally of each warp by the sum of the lower warps' tallies. Called by all threads
- * of the CTA. */
+/* Publishes the tallies (counters of choices) of this CTA to the other planner CTAs of this
+ * rank. In p.tally, replaces the tally of each warp by the sum of the lower warps' tallies.
+ * Called by all threads of the CTA. */
 template <int KIND>
 static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -316,9 +317,10 @@ publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, u
     }
 }
 
-/* Finds the first wrong value of this rank, and sends it to all ranks. It is in a table if one
- * of the tables is wrong. Else it is the lowest of the wrong choices that the planner CTAs have
- * published. Called by one thread of CTA 0. Returns false if the group of ranks has failed. */
+/* Finds the first wrong value of this rank, and sends it to all ranks. If a table of experts is
+ * wrong, this is the first wrong entry of the table. Else it is the lowest of the wrong choices
+ * that the planner CTAs have published. Called by one thread of CTA 0. Returns false if the
+ * group of ranks has failed. */
 static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_plan_job &job,
                                                   const OpState &op)
 {
@@ -354,9 +356,9 @@ __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts
             store_relaxed(counts + (first + i) * DEVICE_MAX_TALLIES, words[i]);
 }
 
-/* Waits until all planner CTAs of this rank have published their tally number e. words[c]
- * becomes the tally of CTA c; it has count 0 if there is no CTA c. Returns false if the group
- * of ranks has failed. */
+/* Waits until all planner CTAs of this rank have published tally e (mostly the counter of one
+ * expert). words[c] becomes the tally of CTA c; it has count 0 if there is no CTA c. Returns
+ * false if the group of ranks has failed. */
 __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, const OpState &op,
                                                     int e, uint64_t (&words)[P2P_MAX_PLANNERS])
 {
@@ -373,9 +375,10 @@ __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, con
     });
 }
 
-/* Does steps 1 and 2 of exchange_counts() for tally number e: adds the tallies of this rank's
- * CTAs, and CTA 0 sends the sum to every rank. `counts`: offset of this epoch's counts in a
- * heap, in 8-byte words. Returns false if the group of ranks has failed. */
+/* Does steps 1 and 2 of exchange_counts() for tally e (mostly the counter of one expert): adds
+ * the tallies of this rank's CTAs, and CTA 0 sends the sum to every rank. `counts`: offset of
+ * this epoch's counts in a heap, in 8-byte words. Returns false if the group of ranks has
+ * failed. */
 __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &job,
                                               const OpState &op, int64_t counts, int e)
 {
@@ -443,15 +446,15 @@ __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64
     });
 }
 
-/* Does step 3 of exchange_counts() for tally number e: waits for the counts of all ranks, and
- * adds them. `counts`: offset of this epoch's counts in a heap, in 8-byte words. Returns false
- * if the group of ranks has failed. */
+/* Does step 3 of exchange_counts() for tally e (mostly the counter of one expert): waits for
+ * the counts of all ranks, and adds them. `counts`: offset of this epoch's counts in a heap, in
+ * 8-byte words. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self,
                                                 const OpState &op, int64_t counts, int e)
 {
     const uint64_t *from = (const uint64_t *)op.heap + counts + e;
-    /* Bit masks of ranks. bad: the rank's data is wrong. others: its table of experts
-     * differs. */
+    /* Bit masks of ranks. bad: ranks whose data is wrong. others: ranks whose table of experts
+     * differs from this rank's. */
     uint32_t load = 0, low = 0, bad = 0, others = 0;
     bool ok = true;
 #pragma unroll 1

@@ -24,6 +24,7 @@
 
 /* The value of an index (of a choice, an expert or a CTA) that does not exist. */
 #define NO_INDEX 0xffffffffu
+/* How many ranks' counts a thread loads together, so that the loads overlap. */
 #define RANKS_AT_ONCE 8
 #define PLAN_MOST_WARPS 16 /* Largest number of warps per CTA that count choices. */
 /* Upper bound of the number of tallies of all warps of a CTA together. */
@@ -50,9 +51,8 @@ struct Planner {
     /* [num_experts]: first slot of the expert's slab. FLAT has no slabs: here it is the local
      * number of the expert on its rank. */
     int32_t *slab_start;
-    /* [num_warps][num_tallies]: at first, the choices that each warp has counted.
-     * publish_tallies() replaces them by the choices that all lower warps of this CTA have
-     * counted. */
+    /* [num_warps][num_tallies]: while choices are counted, how many each warp has counted.
+     * publish_tallies() replaces each number by the sum over the lower warps of this CTA. */
     int32_t *tally;
     uint8_t *owner;       /* [num_tallies]: the rank that owns the tally's expert */
     uint8_t *rare_memory; /* memory after these arrays; only layers with PLAN_RARE use it */
@@ -90,16 +90,16 @@ struct Planner {
     int32_t num_warps, tokens_per_cta, tokens_per_warp;
 };
 
-/* Returns the number of tallies of choices: one per expert, or with EPIC_BY_K one per expert
- * and k. */
+/* Returns how many tallies (counters) of choices a warp has: one per expert, or with EPIC_BY_K
+ * one per expert and k. */
 __host__ __device__ inline int num_choice_tallies(const p2p_plan_job &job)
 {
     return (int)(job.layer.num_experts * (job.by_k ? job.layer.top_k : 1));
 }
 
-/* Returns the number of all tallies. Layout FLAT has one tally per rank more, after those of
- * the choices. Such a tally counts the rows that a rank needs: each token that chooses an
- * expert there counts once. */
+/* Returns how many tallies (counters) a warp has in all. Layout FLAT has one per rank more,
+ * after those of the choices: it counts the rows that the rank needs. Each token that chooses
+ * an expert of the rank counts once. */
 __host__ __device__ inline int num_tallies(const p2p_plan_job &job, bool flat)
 {
     return num_choice_tallies(job) + (flat ? job.self.num_ranks : 0);
@@ -118,8 +118,8 @@ template <int KIND> __device__ __forceinline__ int tallies_of(const p2p_plan_job
     return choice_tallies<KIND>(job) + (KIND & PLAN_FLAT ? job.self.num_ranks : 0);
 }
 
-/* Returns how many warps of a CTA count choices if each warp has `tallies` tallies. With many
- * tallies fewer warps count, because the tallies must fit in shared memory. */
+/* Returns how many warps of a CTA count choices if each warp has `tallies` tallies (counters).
+ * With many tallies fewer warps count, because all tallies must fit in shared memory. */
 __host__ __device__ inline int planner_warps(int tallies)
 {
     const int most = PLAN_TALLY_WORDS / tallies;
@@ -131,7 +131,7 @@ __host__ __device__ inline int planner_warps(int tallies)
 }
 
 /* Returns the bytes of dynamic shared memory that the arrays of Planner need if each warp has
- * `tallies` tallies. */
+ * `tallies` tallies (counters). */
 __host__ __device__ inline int planner_bytes(int tallies)
 {
     return tallies * 4 * (3 + planner_warps(tallies)) + (tallies + 15) / 16 * 16;

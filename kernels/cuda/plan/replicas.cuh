@@ -166,9 +166,9 @@ __device__ __forceinline__ int32_t expert_quota(const Planner &p, const p2p_plan
  * position of the choice among the choices of that replica. */
 __device__ __forceinline__ int choose_replica(const Planner &p, int logical, int32_t &nth)
 {
-    const int replicas = num_replicas_of(p, logical), turn = nth % replicas;
+    const int replicas = num_replicas_of(p, logical), index = nth % replicas;
     nth /= replicas;
-    return p.replicas[p.first_replica[logical] + turn];
+    return p.replicas[p.first_replica[logical] + index];
 }
 
 #endif
