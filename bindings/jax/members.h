@@ -38,8 +38,9 @@ typedef enum member_status {
     MEMBER_NONE,          /* no group of this name was ever open on the device */
     MEMBER_CLOSED,        /* the group of this name was closed */
     MEMBER_OTHER_DEVICES, /* the group was opened with other devices than the program's */
-    MEMBER_OTHER_RANK,    /* the device has another rank in the program's mesh */
-    MEMBER_TAG_BUSY       /* an operation with this tag is in flight on the member (host
+    /* the device's rank in the program's mesh is not its rank in the group */
+    MEMBER_OTHER_RANK,
+    MEMBER_TAG_BUSY /* an operation with this tag is in flight on the member (host
                              only) */
 } member_status;
 

@@ -390,9 +390,9 @@ double call_float(torch_call *call)
 
 /* ----------------------------------------------------------------------------- where ---- */
 
-/* Makes the device of the tensors current, and reads its stream for the kernels of the core. A
- * guard changes the current device. This function first checks whether that is needed, which is
- * faster than creating a guard and rarely true. */
+/* Makes the device of the tensors current, and reads its stream for the kernels of the core.
+ * Creating a guard, which changes the current device, is slow. So this first checks whether the
+ * device is current already, which it usually is. */
 static void enter_device(torch_call *call, epic_call *out)
 {
     const int32_t wanted = call->device.device_index;

@@ -11,8 +11,8 @@
 
 #define TORCH_EXPORT __attribute__((visibility("default")))
 
-typedef uint64_t torch_value;              /* torch: StableIValue */
-typedef struct torch_handle *torch_tensor; /* torch: AtenTensorHandle */
+typedef uint64_t torch_value;              /* PyTorch's type StableIValue */
+typedef struct torch_handle *torch_tensor; /* PyTorch's type AtenTensorHandle */
 typedef void torch_kernel(torch_value *stack, uint64_t num_arguments, uint64_t num_results);
 
 enum { TORCH_CPU = 0, TORCH_CUDA = 1 }; /* torch's numbers of device types */

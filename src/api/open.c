@@ -259,7 +259,8 @@ static epic_result open_with(epic_context *ctx, const epic_bootstrap *bootstrap,
     return result;
 }
 
-/* Allocates the arrays of gathered data and opens the group. */
+/* Allocates the arrays that receive the data of all ranks (hellos and peers), and opens the
+ * group. */
 static epic_result open_bootstrap(epic_context *ctx, const epic_bootstrap *bootstrap)
 {
     TRY(check_bootstrap(bootstrap));

@@ -39,7 +39,8 @@ typedef struct epic_gate_args {
     epic_stream stream;
     const void *x; /* [tokens, hidden] of row_type */
     int64_t tokens, hidden, columns;
-    /* tokens of a block; equal for every number of ranks, so the method is chosen by it */
+    /* number of tokens in a block. The gate's method depends on it and not on `tokens`, because
+     * it is equal for every number of ranks, and so the bits are equal too. */
     int64_t block;
     const float *w_gate, *b_gate; /* b_gate may be NULL */
     float *logits;                /* forward: output; backward: its gradient, an input */

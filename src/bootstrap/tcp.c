@@ -354,7 +354,8 @@ static epic_result check_tcp(const epic_tcp *tcp)
     return EPIC_OK;
 }
 
-/* Accepts or connects the links of a bootstrap whose memory is allocated. */
+/* Connects this rank's links: rank 0 accepts all other ranks, and another rank connects to rank
+ * 0. The caller has allocated the bootstrap's memory. */
 static epic_result connect_ranks(tcp_bootstrap *b, const epic_tcp *tcp)
 {
     time_limit limit = time_limit_begin(tcp->timeout_ms, NULL);

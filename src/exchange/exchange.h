@@ -176,7 +176,8 @@ typedef struct scatter {
     /* Writes one piece of an item into an entry of a ring. */
     void (*fill_entry)(void *self, int64_t item, int32_t piece, void *entry);
 
-    /* Makes filled entries visible to peers before they are sent.  May be NULL. */
+    /* Called after entries are filled and before they are sent. Makes stores past the caches
+     * visible to the peers. NULL: fill_entry() uses only normal stores. */
     void (*flush_stores)(void);
 
     /* Reads one piece of an item of rank `from`. */
@@ -208,7 +209,8 @@ typedef struct collect {
      * ring. */
     void (*fill_entry)(void *self, int home, int64_t item, int32_t piece, void *entry);
 
-    /* Makes filled entries visible to peers before they are sent.  May be NULL. */
+    /* Called after entries are filled and before they are sent. Makes stores past the caches
+     * visible to the peers. NULL: fill_entry() uses only normal stores. */
     void (*flush_stores)(void);
 
     /* Handles one piece of an item of this rank, when the entries of all contributing ranks

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Two directions: converts the options of a layer to words of an op header, and converts the
- * first word that differs between two headers to an error sentence. */
+/* Converts the options of a layer to words of an op header. If the words of two headers differ,
+ * writes an error sentence about the first difference. */
 #include "exchange/layer_options.h"
 
 #include <stdio.h>

@@ -12,7 +12,7 @@
 #include "plan/plan.h"
 #include "rules/convert.h"
 
-/* Flags of epic_moe. */
+/* the flags that the caller may set in epic_moe.flags */
 #define KNOWN_FLAGS \
     (EPIC_SUM_DENSE | EPIC_RECOMPUTE | EPIC_DISPATCH_AGAIN | EPIC_LOSS_BY_CALLER)
 
@@ -107,7 +107,8 @@ static bool is_coeff(double x)
     return isfinite(x) && x >= 0;
 }
 
-/* Checks the fields of epic_moe itself. */
+/* Checks the options that are fields of epic_moe itself: the losses' coefficients, flags and
+ * reserved fields. */
 static epic_result check_options(const moe_job *j)
 {
     const epic_moe *m = &j->moe;
@@ -203,8 +204,8 @@ static epic_result measure_memory(moe_job *j, const epic_config *config)
     return EPIC_OK;
 }
 
-/* In a float64 layer the experts multiply by the weights, because combine supports only float32
- * weights. */
+/* In a float64 layer, replaces EPIC_WEIGHT_LATE by EPIC_WEIGHT_EARLY: the experts then multiply
+ * by the weights, because combine supports only float32 weights. */
 epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_moe *moe,
                             size_t size, int64_t tokens)
 {
@@ -225,7 +226,7 @@ epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_mo
     j->block = (tokens + j->blocks - 1) / j->blocks;
     j->tokens = j->block * j->blocks;
     TRY(check_options(j));
-    /* the caller's coefficients are already in j->options, which the ranks compare */
+    /* j->options already contains the caller's coefficients, so the ranks still compare them */
     if (j->moe.flags & EPIC_LOSS_BY_CALLER) j->moe.balance_coeff = j->moe.z_coeff = 0;
     TRY(check_e4m3(j));
     TRY(measure_memory(j, config));

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Host arithmetic of the layer's dense part in float32 (dense_template.h). */
+/* The functions of dense_template.h in float32: the gate, the zero-experts and the shared
+ * expert's gate on the host. */
 #define REAL float
 #define GEMM gemm_f32
 #define OPS dense_f32

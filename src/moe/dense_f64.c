@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Host arithmetic of the layer's dense part in float64 (dense_template.h). */
+/* The functions of dense_template.h in float64: the gate, the zero-experts and the shared
+ * expert's gate on the host. */
 #define REAL double
 #define GEMM gemm_f64
 #define OPS dense_f64

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Host arithmetic of the layer's dense part on one block of tokens: the gate, the zero-experts
- * and the gate of the shared expert. dense_f32.c and dense_f64.c define three macros and
- * include this file: REAL (float or double), GEMM (the matrix product) and OPS (the name of the
- * table of functions).
+/* Host arithmetic on one block of tokens for the gate, the zero-experts and the gate of the
+ * shared expert. dense_f32.c and dense_f64.c define three macros and include this file: REAL
+ * (float or double), GEMM (the matrix product) and OPS (the name of the table of functions).
  *
  * Rows of other types are converted to REAL. The matrix products of the gate convert GATE_TILE
  * columns of all rows at a time; the other functions convert one row at a time. */

@@ -34,7 +34,7 @@ epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a);
 epic_result moe_device_add_local_experts(moe_job *j, const epic_rows *out);
 /* Runs the second half of backward, after the gradient rows have returned to their tokens: the
  * gradients of the router, the losses, the shared expert and the gate. Sums the gradients of
- * the dense part over blocks and ranks. */
+ * the gate and the shared expert over blocks and ranks. */
 epic_result moe_device_dense_backward(moe_job *j, const epic_moe_backward_args *a,
                                       const epic_moe_gradients *g);
 

@@ -5,15 +5,15 @@
 #include "experts/config.h"
 #include "moe/device.h"
 
-/* Device addresses to which kernels write the gradients of the dense part. If an address is
- * NULL, that gradient is not computed. `flags` is 0 or EPIC_ACCUMULATE. */
+/* Device addresses to which kernels write the gradients of the gate and the shared expert. If
+ * an address is NULL, that gradient is not computed. `flags` is 0 or EPIC_ACCUMULATE. */
 typedef struct dense_targets {
     float *w_gate, *b_gate, *scale, *gate_up, *down, *b_gate_up, *b_down, *w_shared_gate;
     uint32_t flags;
 } dense_targets;
 
-/* Returns true if the gradients of the dense part are first summed over blocks or ranks, in
- * work.dense. Otherwise kernels write them directly to the caller's arrays. */
+/* Returns true if the gradients of the gate and the shared expert are first summed over blocks
+ * or ranks, in work.dense. Otherwise kernels write them directly to the caller's arrays. */
 static bool is_dense_staged(const moe_job *j)
 {
     return j->dense_levels > 0;
@@ -180,7 +180,8 @@ static epic_result gate_backward(moe_job *j, const dense_block *block, const epi
     return CONTEXT_OP(j->ctx, gate_backward, &gate);
 }
 
-/* Runs the stages of backward for block b. Writes the gradients of the dense part to `to`. */
+/* Runs the stages of backward for block b. Writes the gradients of the gate and the shared
+ * expert to the addresses in `to`. */
 static epic_result block_backward(moe_job *j, const epic_moe_backward_args *a, int64_t b,
                                   const dense_targets *to)
 {
@@ -213,7 +214,8 @@ static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a, 
                       j->dense_count, EPIC_F32, false);
 }
 
-/* Copies the summed gradients to the caller's arrays, or adds them with EPIC_ACCUMULATE. */
+/* Copies the summed gradients of the gate and the shared expert to the caller's arrays. With
+ * EPIC_ACCUMULATE adds them instead. */
 static epic_result store_dense_gradients(moe_job *j, const epic_moe_gradients *g,
                                          uint32_t flags)
 {

@@ -1,13 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Runs epic_moe_backward on the host: the stages of forward in reverse order.
- *
  * 1. Combine backward sends d_out to the slots.
  * 2. The experts' backward computes weight gradients, and the gradient of each slot's row.
  * 3. Dispatch backward sums the gradients of the rows into d_x.
  * 4. Each block of tokens adds the gradients of the router, the losses, the shared expert and
  *    the gate.
- * 5. The gradients of the dense part are summed over the blocks in a binary tree, and over the
- *    ranks with EPIC_SUM_DENSE. */
+ * 5. The gradients of the gate and the shared expert are summed over the blocks in a binary
+ *    tree. With EPIC_SUM_DENSE they are then summed over the ranks. */
 #include <string.h>
 
 #include "base/error.h"
@@ -81,8 +80,8 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_blo
     return epic_experts_backward(NULL, &how);
 }
 
-/* Writes the gradients of the dense part for block b to `dense`, and adds the block's parts of
- * d_x. */
+/* Writes block b's gradients of the gate and the shared expert to `dense`, and adds the block's
+ * parts of d_x. */
 static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b, void *dense)
 {
     memset(dense, 0, (size_t)(j->dense_count * j->real_bytes));
@@ -115,8 +114,8 @@ static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t f
     return EPIC_OK;
 }
 
-/* Copies elements [begin, end) of work.dense to a gradient of the caller, or adds them with
- * EPIC_ACCUMULATE. Does nothing if `to` is NULL. */
+/* Copies elements [begin, end) of the summed gradients in work.dense to an array of the caller.
+ * With EPIC_ACCUMULATE adds them instead. Does nothing if `to` is NULL. */
 static void store_gradient(const moe_job *j, const backward_call *c, void *to, int64_t begin,
                            int64_t end)
 {
@@ -128,7 +127,7 @@ static void store_gradient(const moe_job *j, const backward_call *c, void *to, i
         memcpy(to, from, (size_t)((end - begin) * j->real_bytes));
 }
 
-/* Stores all gradients of the dense part in the caller's arrays. */
+/* Stores all gradients of the gate and the shared expert in the caller's arrays. */
 static void store_dense_gradients(const moe_job *j, const backward_call *c)
 {
     const dense_offsets p = moe_dense_offsets(j);

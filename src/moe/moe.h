@@ -68,9 +68,9 @@ typedef struct moe_work {
     void *d_slot_weights; /* backward: [capacity] real */
     void *d_weights;      /* backward: [tokens, top_k] real */
     void *d_logits;       /* backward: [block, columns] real */
-    /* Backward: [dense_levels, dense_count] real, gradients of the dense part, with one row for
-     * each level of the tree of blocks. On devices it exists only if gradients of several
-     * blocks or ranks (EPIC_SUM_DENSE) must be added. */
+    /* Backward: [dense_levels, dense_count] real, gradients of the gate and the shared expert,
+     * with one row for each level of the tree of blocks. On devices it exists only if gradients
+     * of several blocks or ranks (EPIC_SUM_DENSE) must be added. */
     unsigned char *dense;
     float *d_scale; /* backward on devices: [columns], gradient of scale_of_expert */
     void *gate;     /* devices: workspace of the gate's kernels */
@@ -107,7 +107,8 @@ typedef struct moe_job {
     epic_experts_memory_info experts_memory;
     epic_experts_memory_info shared_memory; /* for one block */
     int64_t router_bytes;
-    int64_t dense_count;  /* number of reals in the gradients of the dense part */
+    /* number of reals in the gradients of the gate and the shared expert */
+    int64_t dense_count;
     int64_t dense_levels; /* levels of the tree of blocks; 0: work.dense is not needed */
     /* host backward: gradient of each loss, plus d_loss, the gradient of their sum */
     double d_balance, d_z;
@@ -150,8 +151,9 @@ static inline epic_rows moe_block_out_rows(const moe_job *j, const epic_rows *ro
                        j->row_bytes};
 }
 
-/* Offsets, in reals, of the gradients of the dense part in one buffer. Biases that a layer does
- * not have get offsets too, so that all ranks sum the same number of reals. */
+/* Offsets, in reals, of the gradients of the gate and the shared expert in one buffer. Biases
+ * that a layer does not have get offsets too, so that all ranks sum the same number of
+ * reals. */
 typedef struct dense_offsets {
     int64_t w_gate, b_gate, scale, gate_up, down, b_gate_up, b_down, w_shared_gate, end;
 } dense_offsets;
@@ -172,7 +174,9 @@ typedef struct dense_block {
 /* Returns block number b, from 0 to j->blocks - 1. */
 dense_block moe_get_block(const moe_job *j, int64_t b);
 
-/* Host arithmetic of the dense part on one block. dense_f32.c and dense_f64.c define it. */
+/* Functions that compute on the host, for one block of tokens, what every rank computes for its
+ * own tokens: the gate, the zero-experts and the shared expert's gate. dense_f32.c and
+ * dense_f64.c each define a table. */
 typedef struct dense_ops {
     /* Computes the logits of the block: logits = x W_gate + b_gate. */
     void (*gate_forward)(const dense_block *b, void *logits);

@@ -3,7 +3,12 @@
  *
  * All ranks compute the same plan from the same ids, so no rank has to send its result. A
  * choice is a pair (token, k). A limit is the largest number of choices that an expert keeps.
- * The steps are: */
+ * The steps are:
+ * 1. Replace each logical expert by one of its replicas.
+ * 2. Count the choices of each expert.
+ * 3. Limit the choices of each expert, so that every rank stays within its capacity.
+ * 4. Place the slabs: compute the first slot of each.
+ * 5. Give each kept choice the next slot of its expert, in the order (rank, token, k). */
 #include <string.h>
 
 #include "base/error.h"

@@ -5,54 +5,54 @@
 #ifndef EPIC_SENTENCES_H
 #define EPIC_SENTENCES_H
 
-#define SENTENCE_EXPERT /* rank, token, k, id, name of the bound, bound */     \
-    "topk_idx: rank %d, token %lld, k %lld has expert %lld: must be below %s " \
+#define SENTENCE_EXPERT /* arguments: rank, token, k, id, name of the bound, bound */ \
+    "topk_idx: rank %d, token %lld, k %lld has expert %lld: must be below %s "        \
     "%lld, or negative for no expert"
 
-#define SENTENCE_DUPLICATE /* rank, token, k, id */                                           \
+#define SENTENCE_DUPLICATE /* arguments: rank, token, k, id */                                \
     "topk_idx: rank %d, token %lld, k %lld has expert %lld a second time; the layer's flags " \
     "promise EPIC_DISTINCT ids"
 
-#define SENTENCE_PLACEMENT /* rank, expert, rank, num_ranks - 1 */ \
+#define SENTENCE_PLACEMENT /* arguments: rank, expert, rank, num_ranks - 1 */ \
     "rank_of_expert: rank %d, expert %lld has owner %lld: must be a rank, 0 to %d"
 
-#define SENTENCE_TREE_PLACEMENT /* rank, expert, rank, num_ranks */                           \
+#define SENTENCE_TREE_PLACEMENT /* arguments: rank, expert, rank, num_ranks */                \
     "rank_of_expert: rank %d, expert %lld has owner %lld: with EPIC_TREE each rank must own " \
     "one of the %d equal blocks of experts"
 
-#define SENTENCE_REPLICA /* rank, expert, logical expert, num_logical */              \
+#define SENTENCE_REPLICA /* arguments: rank, expert, logical expert, num_logical */   \
     "logical_of_expert: rank %d, expert %lld has logical expert %lld: must be below " \
     "num_logical %lld and not negative"
 
-#define SENTENCE_NO_REPLICA /* rank, logical expert */ \
+#define SENTENCE_NO_REPLICA /* arguments: rank, logical expert */ \
     "logical_of_expert: rank %d has no replica of logical expert %lld: each must have one"
 
-#define SENTENCE_TOKEN_ID /* rank, token, id, table_rows */                                \
+#define SENTENCE_TOKEN_ID /* arguments: rank, token, id, table_rows */                     \
     "token_ids: rank %d, token %lld has id %lld: must be below the table's %lld rows and " \
     "not negative"
 
-#define SENTENCE_TABLE /* rank, row, k, expert, experts */                           \
+#define SENTENCE_TABLE /* arguments: rank, row, k, expert, experts */                \
     "table: rank %d, row %lld, k %lld has expert %lld: must be below num_experts + " \
     "zero_experts %lld, or negative for no expert"
 
-#define SENTENCE_CAPACITY /* rank, slots, needed */                                       \
+#define SENTENCE_CAPACITY /* arguments: rank, slots, needed */                            \
     "capacity: rank %d has %lld slots and needs %lld; give it more (epic_capacity_bound " \
     "never overflows) or let the layer drop"
 
-#define SENTENCE_TOKENS /* name of the rows, tokens, the plan's */ \
+#define SENTENCE_TOKENS /* arguments: name of the rows, tokens, the plan's */ \
     "%s.num_rows is %lld: the plan has %lld tokens on this rank"
 
-#define SENTENCE_ROWS /* name of the rows, rank, rows, needed */ \
+#define SENTENCE_ROWS /* arguments: name of the rows, rank, rows, needed */ \
     "%s.num_rows: rank %d has %lld rows, its plan occupies %lld slots; pass as many rows"
 
-#define SENTENCE_LOCAL /* rank, rows, local experts */                                   \
+#define SENTENCE_LOCAL /* arguments: rank, rows, local experts */                        \
     "data.num_rows: rank %d has %lld rows, the plan has %lld local experts; pass a row " \
     "for each"
 
-#define SENTENCE_ROOM /* num_local_experts, experts of a rank */ \
+#define SENTENCE_ROOM /* arguments: num_local_experts, experts of a rank */ \
     "moe.experts.num_local_experts is %lld: the placement gives a rank %lld"
 
-#define SENTENCE_UNEQUAL /* tokens of rank 0, tokens, rank */                              \
+#define SENTENCE_UNEQUAL /* arguments: tokens of rank 0, tokens, rank */                   \
     "x.num_rows is %lld on rank 0 and %lld on rank %d: EPIC_TREE needs as many tokens on " \
     "every rank"
 
@@ -63,7 +63,7 @@
     "recv_expert is given: must be NULL with layer.layout EPIC_EXPERT_MAJOR; only a FLAT " \
     "layer has it"
 
-#define SENTENCE_BY_SLOT /* name of the weights */                                            \
+#define SENTENCE_BY_SLOT /* arguments: name of the weights */                                 \
     "%s is given: must be NULL with layer.layout EPIC_FLAT; its rows are finished partials, " \
     "apply the weights before combine"
 

@@ -22,8 +22,8 @@
 #include "base/error.h"
 #include "base/thread.h"
 
-/* An epoch is open until its puts are done. Kernels wait before a new epoch, so that at most
- * two are open. */
+/* size of the ring of epochs whose puts are not done; kernels wait, so that there are at most
+ * two */
 #define MAX_OPEN_EPOCHS 4
 #define MAX_ENTRIES 256 /* ring entries to read before the thread posts puts */
 /* with fewer puts in flight to a host, the net has capacity for partial batches */

@@ -87,7 +87,8 @@ bool mpi_can_join(const epic_peer *peers, int num_ranks, const epic_config *conf
         return false;
     }
     const int launched = launched_ranks();
-    if (launched == num_ranks) return true; /* all of them will call MPI_Init_thread */
+    /* so all ranks will initialize MPI when they join */
+    if (launched == num_ranks) return true;
     if (launched)
         snprintf(why, SENTENCE,
                  "mpirun started %d ranks, the bootstrap has %d, and MPI is not "

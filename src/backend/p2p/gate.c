@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The dense part of a layer on CUDA: the gate, logits = x w_gate + b_gate, and small sums. The
- * gate uses the kernels of the experts, as if it were one expert whose slab holds all tokens.
+/* The gate of a layer on CUDA, logits = x w_gate + b_gate, and small sums. The gate uses the
+ * kernels of the experts, as if it were one expert whose slab holds all tokens.
  *
- * On tensor cores a float32 number is the sum of three bfloat16 numbers, its *pieces*. A
- * product with pieces has nearly the accuracy of a float32 product. */
+ * On tensor cores a float32 number is represented by the sum of three bfloat16 numbers, its
+ * *pieces*. A product with pieces has nearly the accuracy of a float32 product. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 #include "cuda/experts/grouped.h"

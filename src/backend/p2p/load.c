@@ -44,7 +44,8 @@ static epic_result load_code(void)
     return p2p_cuda(p2p_load_sum(), "loading the sum kernel");
 }
 
-/* Row sizes in bytes. For each of them the launchers choose other kernels. */
+/* Row sizes in bytes. The launchers choose another kernel for each, so launching all of them
+ * loads every kernel. */
 static const int64_t row_bytes[] = {16, 2048, 3584, 4096};
 
 /* Launches the low-latency combine in both orders, by rank and tree. */

@@ -72,9 +72,9 @@ static inline bool p2p_same(const uint64_t a[2], const uint64_t b[2])
     return a[0] == b[0] && a[1] == b[1];
 }
 
-/* p2p_group_new() creates a group and computes its heap layout; NULL: no memory.
- * p2p_group_device() then sets its device, stream and status. p2p_group_free() releases
- * both. */
+/* p2p_group_new() creates a group and computes its heap layout. It returns NULL if memory is
+ * short. p2p_group_device() then sets the group's device, stream and status. p2p_group_free()
+ * frees the group and all of these. */
 epic_group *p2p_group_new(const epic_join *join, const p2p_hooks *hooks);
 epic_result p2p_group_device(epic_group *group, p2p_gpu *gpu);
 void p2p_group_free(epic_group *group);
@@ -178,7 +178,8 @@ epic_result p2p_bias_update(epic_group *group, const epic_bias_update_args *args
 epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *args);
 epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_args *args);
 
-/* The dense part of a layer, in gate.c and tokens.c. Errors: EPIC_EDEVICE. */
+/* What each rank computes for its own tokens: the gate, the shared expert's gate, zero-experts
+ * and small sums. In gate.c and tokens.c. Errors: EPIC_EDEVICE. */
 
 /* Computes logits [tokens, columns] = x w_gate + b_gate in float32. */
 epic_result p2p_gate(epic_group *group, const epic_gate_args *gate);

@@ -21,7 +21,8 @@ struct p2p_watch {
     int end; /* an eventfd that ends the thread */
     int num_ranks;
     int processes[DEVICE_MAX_RANKS]; /* pidfds; -1: the pid is used instead */
-    int64_t pids[DEVICE_MAX_RANKS];  /* 0: not watched (same process), or dead */
+    /* checked if there is no pidfd; 0: the peer is in this process, or dead */
+    int64_t pids[DEVICE_MAX_RANKS];
 };
 
 /* Sets the peer's bit in status->dead, which running kernels read. */

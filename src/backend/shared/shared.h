@@ -23,7 +23,7 @@
 /* This rank's position at one end of a ring, as writer or as reader. It counts entries over all
  * flows. */
 typedef struct ring_end {
-    int64_t base;       /* entries of earlier flows */
+    int64_t base;       /* number of entries of all earlier flows */
     int64_t next;       /* entries of all flows including this one: the next flow's `base` */
     int64_t seen_count; /* last value loaded from the other side's counter */
     char *ring;         /* the memory of the ring */

@@ -433,9 +433,8 @@ epic_result connections_decline(const epic_join *join, epic_result result)
 epic_result connections_open(shm_connections *connections, const epic_join *join, bool ready,
                              int *memory)
 {
-    handle mine = {0},
-           /* on the stack, so that the gather works even if memory is short */
-        handles[EPIC_MAX_RANKS];
+    handle mine = {0};
+    handle handles[EPIC_MAX_RANKS]; /* on the stack, so that the gather needs no memory */
     connect_state o = {.connections = connections,
                        .join = join,
                        .handles = handles,

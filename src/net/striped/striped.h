@@ -14,9 +14,8 @@
  * of this type. */
 typedef struct stripe_engine {
     const net_engine *engine; /* opens, connects and closes one stripe */
-    bool (*can_gain)(
-        /* Returns true if more stripes than this open one would move more bytes. */
-        const net *stripe);
+    /* `stripe` is open.  Returns true if further stripes would move more bytes per second. */
+    bool (*can_gain)(const net *stripe);
 } stripe_engine;
 
 /* The engine of the stripes. The library defines it. */
