@@ -244,11 +244,12 @@ template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, int32_t token,
                                               int32_t end)
 {
-    const int32_t added = token - m.job.lag;
+    const int32_t finished_token = token - m.job.lag;
     const int spans = m.stride.spans;
     /* A hash of the token number chooses the span whose unit finishes the dot products, so that
      * all warps get equally much of this work. */
-    const int adds = (int)__umulhi((uint32_t)added * 0x9e3779b9u, (uint32_t)spans);
+    const int finishing_span =
+        (int)__umulhi((uint32_t)finished_token * 0x9e3779b9u, (uint32_t)spans);
     if (token >= m.round_begin && token < end &&
         pads_with_tokens(m.plan, m.stride, m.plan.most_tokens))
         for_each_padding_slot(m.plan, m.plan.slab_bits, token * spans + span,
@@ -256,8 +257,8 @@ __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, i
                                   for (int i = 0; i < m.shape.pieces; i++)
                                       pad_piece<V, EXACT, QUANTIZE>(m, slot, i);
                               });
-    return added < m.round_begin || !m.job.d_slot_weights || span != adds ||
-           add_dot_parts(m, added);
+    return finished_token < m.round_begin || !m.job.d_slot_weights || span != finishing_span ||
+           add_dot_parts(m, finished_token);
 }
 
 /* Returns the role of a unit. 0: it sends this rank's token. n > 0: it receives a token of

@@ -28,18 +28,18 @@ struct FlatFloats {
     int32_t top_k;
 
     /* Returns the float of the n-th choice on this rank of a token of `rank`. If the token has
-     * no n-th choice on this rank, sets `there` to false and returns 0. */
+     * no n-th choice on this rank, sets `has_float` to false and returns 0. */
     __device__ __forceinline__ uint32_t read_float(int rank, int32_t token, int n,
-                                                   bool &there) const
+                                                   bool &has_float) const
     {
         const int64_t at = record_index(job.self, rank, token, top_k);
-        there = n < top_k;
-        int64_t row = there ? __ldg(plan.records + at) : -1;
-        if (there && __ldg(local_experts_of(plan, job.self) + at + n) < 0) row = -1;
-        there = row >= 0;
+        has_float = n < top_k;
+        int64_t row = has_float ? __ldg(plan.records + at) : -1;
+        if (has_float && __ldg(local_experts_of(plan, job.self) + at + n) < 0) row = -1;
+        has_float = row >= 0;
         /* reads row 0 if the caller's buffer has no row `row`, as clamp_slot() does */
         if (row >= job.num_rows) row = 0;
-        return there ? __float_as_uint(job.slot_floats[row * top_k + n]) : 0;
+        return has_float ? __float_as_uint(job.slot_floats[row * top_k + n]) : 0;
     }
 };
 
@@ -50,36 +50,36 @@ static __device__ void send_floats(const FlatFloats &f, int rank, int source, in
     uint32_t *to = floats_base(f.job.self, f.op, f.job.self.heap[rank], source) +
                    (int64_t)token * float_stride(f.top_k);
     for (int n = lane_id(); n < f.top_k; n += WARP) {
-        bool there;
-        const uint32_t word = f.read_float(rank, token, n, there);
-        if (there) store_relaxed(to + n, replace_poison(word, F32::NAN_WORD));
+        bool has_float;
+        const uint32_t word = f.read_float(rank, token, n, has_float);
+        if (has_float) store_relaxed(to + n, replace_poison(word, F32::NAN_WORD));
     }
     int count = 0;
     for (int n = lane_id(); HOSTS && n - lane_id() < f.top_k; n += WARP) {
-        bool there;
-        (void)f.read_float(rank, token, n, there);
-        count += __popc(__ballot_sync(ALL_LANES, there));
+        bool has_float;
+        (void)f.read_float(rank, token, n, has_float);
+        count += __popc(__ballot_sync(ALL_LANES, has_float));
     }
     post_put_floats(f.op, rank, to, count);
 }
 
 /* Receives the floats of up to 32 choices ("half") of this rank's token, one per lane, and
- * stores them to choice_floats. `rank`: the rank of this lane's choice. `before`: the rank of
- * this lane's choice in the previous half, or -1. Called by a whole warp. Returns false if the
- * group is broken. */
+ * stores them to choice_floats. `rank`: the rank of this lane's choice. `rank_before`: the rank
+ * of this lane's choice in the previous half, or -1. Called by a whole warp. Returns false if
+ * the group is broken. */
 static __device__ bool receive_half(const FlatFloats &f, int32_t token, int half, int32_t rank,
-                                    int32_t before)
+                                    int32_t rank_before)
 {
     const p2p_self &self = f.job.self;
     const int k = half * WARP + lane_id();
     int n = __popc(__match_any_sync(ALL_LANES, rank) & lanes_below());
     for (int q = 0; half && q < self.num_ranks; q++) {
-        const int count = __popc(__ballot_sync(ALL_LANES, before == q));
+        const int count = __popc(__ballot_sync(ALL_LANES, rank_before == q));
         if (rank == q) n += count;
     }
     uint32_t word = 0, *from = NULL;
-    bool there;
-    if (rank == self.rank) word = f.read_float(rank, token, n, there);
+    bool has_float;
+    if (rank == self.rank) word = f.read_float(rank, token, n, has_float);
     if (rank >= 0 && rank != self.rank)
         from = floats_base(self, f.op, inbox_base(f.op, rank),
                            wrap_rank(rank + self.num_ranks - self.rank - 1, self.num_ranks)) +
@@ -111,13 +111,13 @@ static __device__ bool move_floats(const FlatFloats &f)
             send_floats(f, rank, source, t);
     }
     for (int32_t t = warp; t < f.job.num_tokens; t += warps) {
-        int32_t before = -1;
+        int32_t rank_before = -1;
         for (int half = 0; half * WARP < f.top_k; half++) {
             const int k = half * WARP + lane_id();
             const int32_t rank =
                 k < f.top_k ? __ldg(f.plan.rank_of + (int64_t)t * f.top_k + k) : -1;
-            if (!receive_half(f, t, half, rank, before)) return false;
-            before = rank;
+            if (!receive_half(f, t, half, rank, rank_before)) return false;
+            rank_before = rank;
         }
     }
     return true;

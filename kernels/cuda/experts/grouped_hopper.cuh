@@ -180,12 +180,12 @@ static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job,
 }
 
 /* Adds rows of the array `from` to the results in registers, so that the sum is rounded only
- * once. `row`: this thread's first row. `there`: number of rows that `from` has from that row
- * on. Not used for float32 results, which add_box() adds in memory. */
+ * once. `row`: this thread's first row. `num_rows`: number of rows that `from` has from that
+ * row on. Not used for float32 results, which add_box() adds in memory. */
 template <class Out>
 static __device__ __forceinline__ void add_rows(float (&d)[128], const void *from,
                                                 const Job &job, const Tile &w, int64_t row,
-                                                int64_t there, const Lane &lane)
+                                                int64_t num_rows, const Lane &lane)
 {
     const int64_t at = row * job.columns;
 #pragma unroll
@@ -193,8 +193,8 @@ static __device__ __forceinline__ void add_rows(float (&d)[128], const void *fro
         const int column = w.column + 8 * j + lane.column;
         if (column >= job.columns) continue;
         float2 before = {0, 0}, below = {0, 0};
-        if (there > 0) before = pair_at(from, at + column, Out());
-        if (there > 8) below = pair_at(from, at + 8 * job.columns + column, Out());
+        if (num_rows > 0) before = pair_at(from, at + column, Out());
+        if (num_rows > 8) below = pair_at(from, at + 8 * job.columns + column, Out());
         d[4 * j] += before.x;
         d[4 * j + 1] += before.y;
         d[4 * j + 2] += below.x;

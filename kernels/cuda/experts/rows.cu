@@ -407,13 +407,13 @@ static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const s
         float w[BIAS_AHEAD], x[BIAS_AHEAD][2];
 #pragma unroll
         for (int i = 0; i < BIAS_AHEAD; i++) {
-            const bool there = r + i * WARPS < slab.tokens;
+            const bool is_row = r + i * WARPS < slab.tokens;
             const int64_t slot = slab.row + r + i * WARPS;
-            w[i] = there && job.weights ? job.weights[slot] : 1;
+            w[i] = is_row && job.weights ? job.weights[slot] : 1;
 #pragma unroll
             for (int h = 0; h < 2; h++)
                 x[i][h] =
-                    there && column + h * 32 < job.n
+                    is_row && column + h * 32 < job.n
                         ? load_number(job.rows, NUMBER_TYPE<T>, slot * job.n + column + h * 32)
                         : 0.0f;
         }

@@ -91,13 +91,14 @@ __device__ __forceinline__ void find_net_boxes(const p2p_self &self, OpState &op
 __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, int q)
 {
     const int peers = self.num_ranks - 1, first = epoch_parity(op) * peers;
-    const int its = wrap_rank(q + self.num_ranks - self.rank - 1, self.num_ranks);
-    const int mine = wrap_rank(self.rank + self.num_ranks - q - 1, self.num_ranks);
-    op.inbox[q] =
-        row_inbox_base(self, q) + self.at.staging + (first + its) * self.at.source_bytes;
-    op.outbox[q] = self.heap[q] + self.at.staging + (first + mine) * self.at.source_bytes;
+    const int source_index = wrap_rank(q + self.num_ranks - self.rank - 1, self.num_ranks);
+    const int own_index = wrap_rank(self.rank + self.num_ranks - q - 1, self.num_ranks);
+    op.inbox[q] = row_inbox_base(self, q) + self.at.staging +
+                  (first + source_index) * self.at.source_bytes;
+    op.outbox[q] = self.heap[q] + self.at.staging + (first + own_index) * self.at.source_bytes;
     if (HOSTS)
-        find_net_boxes(self, op, q, self.at.staging + (first + its) * self.at.source_bytes);
+        find_net_boxes(self, op, q,
+                       self.at.staging + (first + source_index) * self.at.source_bytes);
 }
 
 /* Returns the word `broken` as far as this GPU knows it, at the start of a kernel. In backend
@@ -164,8 +165,8 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
 __device__ __forceinline__ bool
 wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_copied = false)
 {
-    const bool mine = lane_id() < self.num_ranks;
-    const int q = mine ? lane_id() : 0;
+    const bool is_rank = lane_id() < self.num_ranks;
+    const int q = is_rank ? lane_id() : 0;
     const uint64_t *from =
         announcement_words(self, op, are_copied ? op.heap : inbox_base(self, q), q);
     return wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {
@@ -173,8 +174,9 @@ wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_co
         /* A peer cannot be two operations ahead of this rank. So a word in this half of the
          * array is from this epoch or an older one. */
         INVARIANT(announced == 0 || (int32_t)((uint32_t)(announced >> 32) - op.epoch) <= 0);
-        if (HOSTS && mine && !is_announcement_complete(op, from)) announced = 0;
-        return __all_sync(ALL_LANES, !mine || announced == stamp_word(op, op.signature)) != 0;
+        if (HOSTS && is_rank && !is_announcement_complete(op, from)) announced = 0;
+        return __all_sync(ALL_LANES, !is_rank || announced == stamp_word(op, op.signature)) !=
+               0;
     });
 }
 
@@ -201,15 +203,15 @@ static __device__ bool wait_announcements(const OpState &op)
 __device__ __forceinline__ bool read_announcement(const p2p_self &self, const OpState &op,
                                                   int which, int32_t &value)
 {
-    const bool mine = lane_id() < self.num_ranks;
-    const int q = mine ? lane_id() : 0;
+    const bool is_rank = lane_id() < self.num_ranks;
+    const int q = is_rank ? lane_id() : 0;
     const uint64_t *from = announcement_words(self, op, inbox_base(self, q), q) + which;
     uint64_t announced = 0;
     const bool ok = wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {
         announced = HOSTS ? read_announcement_cached(op, from, which, q) : load_relaxed(from);
-        return __all_sync(ALL_LANES, !mine || is_stamped(op, announced)) != 0;
+        return __all_sync(ALL_LANES, !is_rank || is_stamped(op, announced)) != 0;
     });
-    value = mine ? (int32_t)(uint32_t)announced : 0;
+    value = is_rank ? (int32_t)(uint32_t)announced : 0;
     return ok;
 }
 
