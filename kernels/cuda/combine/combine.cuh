@@ -53,9 +53,9 @@ struct CombineState { /* What a warp needs to process its units of the running r
     bool adds_by_host;
 };
 
-/* For one token of `rank`: returns in lane n the slot on this rank of the token's n-th choice.
- * Only choices that go to this rank are counted; lanes past the last one return -1. half 0
- * returns the first 32 of these choices, half 1 the next 32. */
+/* Returns in lane n the slot, on this rank, of the n-th choice of a token of `rank`, or -1.
+ * Only choices that go to this rank are counted. half 0 returns the first 32 of them, half 1
+ * the next 32. */
 __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, int32_t token,
                                              int half)
 {
@@ -66,8 +66,8 @@ __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, in
     return slot;
 }
 
-/* For one token of this rank: returns in lane k the rank to which choice k goes, or -1 if it
- * goes to no rank. half 0 returns choices 0 to 31 of the token, half 1 choices 32 to 63. */
+/* Returns in lane k the rank to which choice k of this rank's token goes, or -1 if it goes to
+ * no rank. half 0 returns choices 0 to 31, half 1 choices 32 to 63. */
 __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t token,
                                                   int half)
 {
@@ -85,9 +85,8 @@ __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t
 __device__ __forceinline__ int peer_of_role(const CombineState &c, int role)
 {
     const int local = ranks_per_host(c.job.self), ranks = c.job.self.num_ranks;
-    const int others =
-        /* number of peers that are not this rank's mates */
-        c.adds_by_host ? ranks - ranks / local : ranks;
+    /* number of roles for peers that are not this rank's mates */
+    const int others = c.adds_by_host ? ranks - ranks / local : ranks;
     if (HOSTS && role >= others)
         role = (role - others + 1) * local - 1;
     else if (HOSTS && c.adds_by_host)

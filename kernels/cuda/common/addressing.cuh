@@ -228,9 +228,9 @@ __device__ __forceinline__ int source_number(const p2p_self &self, int to, int b
  * constant; in backend hosts it is set at open. */
 #define HEAP_TOP_K(self) (HOSTS ? (self).net->max_top_k : DEVICE_MAX_TOP_K)
 
-/* In rank q's array of records, the records of this rank are in part source_number(). Returns
- * the distance to that part, in 8-byte words, for a caller that has computed an address in part
- * self.rank. */
+/* Returns a correction, in 8-byte words, for addresses in rank q's array of records. A caller
+ * computes an address as if this rank's records were in part self.rank of the array. In backend
+ * hosts they are in part source_number(), so the caller adds this distance. In p2p it is 0. */
 __device__ __forceinline__ int64_t record_word_offset(const p2p_self &self, int q)
 {
     return (source_number(self, q, self.rank) - self.rank) * self.max_tokens * HEAP_TOP_K(self);

@@ -101,9 +101,9 @@ __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, in
                        self.at.staging + (first + source_index) * self.at.source_bytes);
 }
 
-/* Returns the word `broken` as far as this GPU knows it, at the start of a kernel. In backend
- * hosts it is the copy in control memory, and read_net_broken() reads the word that the net
- * writes. */
+/* Returns the word `broken` at the start of a kernel: not 0 if the group has already failed. In
+ * backend hosts this is the copy in control memory; read_net_broken() reads the original, which
+ * the net writes. */
 __device__ __forceinline__ uint64_t read_broken(const p2p_self &self)
 {
     return load_relaxed(HOSTS ? &control_of(self)->net->broken
