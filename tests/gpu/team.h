@@ -22,8 +22,8 @@ typedef struct team {
     int num_gpus;   /* rank r uses GPU r % num_gpus */
     bool processes; /* true: ranks are processes, false: threads */
     int64_t max_tokens, max_row_bytes, staging_bytes;
-    /* largest number of tokens for low-latency kernels, at most TEAM_LOWLAT_TOKENS; 0: the
-     * library's limit */
+    /* token limit of the low-latency kernels, for example TEAM_LOWLAT_TOKENS; 0: the library's
+     * limit */
     int32_t lowlat_tokens;
     uint32_t timeout_ms;
     uint32_t max_sms;           /* largest number of SMs of a rank; 0: as many as there are */
