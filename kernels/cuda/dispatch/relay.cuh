@@ -20,7 +20,8 @@
 
 /* Returns a bit mask of the ranks to which this rank itself sends its token. These are `peers`,
  * but with the ranks of each other host replaced by this rank's mate there. `first`: the unit
- * has the token's first piece; it then also tells the mates which ranks need the row. */
+ * has the token's first piece, so it also sends each mate the word *wants*, which says which
+ * ranks need the row. */
 __device__ __forceinline__ uint32_t choose_routes(const DispatchMove &m, int32_t token,
                                                   bool first, uint32_t peers)
 {

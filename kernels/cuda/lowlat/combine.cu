@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
 {
     __shared__ OpState op;
     __shared__ PlanView plan;
-    __shared__ Stride unused;
+    __shared__ Stride unused; /* CombineState refers to a Stride; this kernel does not use it */
     /* false: the receive buffer of a rank has fewer rows than the plan has slots there */
     __shared__ bool enough;
     const p2p_self &self = job.self;

@@ -157,20 +157,20 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     __shared__ OpState op;
     __shared__ LowlatPlan tables;
     const p2p_self &self = job.self;
-    const CtaRange all = {0, (int)gridDim.x - (gridDim.x > 1)};
+    const CtaRange planning_ctas = {0, (int)gridDim.x - (gridDim.x > 1)};
     uint8_t *const memory = (uint8_t *)dynamic_shared();
     prefetch_params(job);
     if (self.operation == EPIC_OP_NONE) return;
     if (!HOSTS && is_announcer(true)) fence_system();
     const StartState start = read_start_state(self);
     if (HOSTS && is_announcer(true)) fence_system();
-    IdSender ids(job, all, true);
-    bool may = true;
+    IdSender ids(job, planning_ctas, true);
+    bool may_send = true;
     if (is_control_warp()) {
         ids.make_words();
         open_lowlat(op, self, start, job.num_tokens, job.capacity, 0);
-        may = wait_outbox_ready(op, start);
-        if (start.broken == 0 && may) {
+        may_send = wait_outbox_ready(op, start);
+        if (start.broken == 0 && may_send) {
             ids.send_ids(op);
             announce_sizes(self, op, job.num_tokens, job.capacity, 0);
         }
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     }
     if (threadIdx.x == 0) op.signature = self.signature;
     open_tables(tables, job, memory);
-    if (!__syncthreads_and(start.broken == 0 && may)) {
+    if (!__syncthreads_and(start.broken == 0 && may_send)) {
         if (threadIdx.x == 0) report_aborted_wait(op);
         return;
     }
@@ -187,13 +187,15 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     if (is_control_warp()) {
         if (blockIdx.x == 0) begin_header(tables, job, op);
     }
-    const LowlatPlanState state =
-        all.contains_this_cta() ? make_lowlat_plan(tables, job, op) : LOWLAT_PLAN_BROKEN;
-    if (state == LOWLAT_PLAN_MADE) store_lowlat_plan(tables, job, op, all);
-    if (state == LOWLAT_PLAN_MADE || !all.contains_this_cta()) count_posted_warp(self);
-    if (HOSTS && !all.contains_this_cta()) (void)poll_inbox(job, op);
+    const LowlatPlanState state = planning_ctas.contains_this_cta()
+                                      ? make_lowlat_plan(tables, job, op)
+                                      : LOWLAT_PLAN_BROKEN;
+    if (state == LOWLAT_PLAN_MADE) store_lowlat_plan(tables, job, op, planning_ctas);
+    if (state == LOWLAT_PLAN_MADE || !planning_ctas.contains_this_cta())
+        count_posted_warp(self);
+    if (HOSTS && !planning_ctas.contains_this_cta()) (void)poll_inbox(job, op);
     if (state == LOWLAT_PLAN_MIXED && make_mixed_plan(tables, job, op, memory))
-        store_mixed_records(tables, job, op, all);
+        store_mixed_records(tables, job, op, planning_ctas);
     if (is_control_warp() && is_last_cta()) finish_lowlat(self, op, start, true);
     end_lowlat(op);
 }

@@ -52,8 +52,8 @@ struct LowlatMove : PackedMove {
 struct PendingPiece {
     int32_t token, piece;
     int rank;
-    /* if the kernel reads a plan: this lane's word of the token's record, which is its slot or
-     * -1 */
+    /* if the kernel reads a plan: this lane's word of the token's record, which is the lane's
+     * slot or -1 */
     uint64_t record_word;
     uint4 q[V];
 };
@@ -62,8 +62,8 @@ struct PendingPiece {
 struct PendingWords {
     int32_t token;
     int rank;
-    /* if the kernel reads a plan: this lane's word of the token's record, which is its slot or
-     * -1 */
+    /* if the kernel reads a plan: this lane's word of the token's record, which is the lane's
+     * slot or -1 */
     uint64_t record_word;
     /* If the token is this rank's own, and the kernel reads a plan: slot of this lane's choice
      * if it goes to this rank. Else -1. */
@@ -132,16 +132,16 @@ template <class Rows> struct PieceSender {
     {
         if (unit >= end) return;
         for (;;) {
-            const int32_t its_token = token, its_piece = piece;
-            uint4 its[V];
+            const int32_t sent_token = token, sent_piece = piece;
+            uint4 sent[V];
 #pragma unroll
-            for (int v = 0; v < V; v++) its[v] = q[v];
+            for (int v = 0; v < V; v++) sent[v] = q[v];
             unit += m.senders.num_workers();
             if (unit < end) {
                 load_row();
                 word = read_choice(m, token, lane_id());
             }
-            if (peers) Rows::send_to_peers(m, its_token, its_piece, peers, its);
+            if (peers) Rows::send_to_peers(m, sent_token, sent_piece, peers, sent);
             if (unit >= end) return;
             peers = choose_peers(m, token, false, word);
         }
@@ -212,7 +212,7 @@ struct WeightSender {
         for (int distance = 1; distance < self.num_ranks; distance++) {
             const int rank = wrap_rank(self.rank + distance, self.num_ranks);
             const bool goes = has_choice() && choice_goes_to(m, word, rank);
-            const uint32_t those = __ballot_sync(ALL_LANES, goes) & token_lanes;
+            const uint32_t sent_choices = __ballot_sync(ALL_LANES, goes) & token_lanes;
             /* In backend hosts all lanes must call post_put_weights(), which contains a barrier
              * of the warp. */
             if (!HOSTS && !goes) continue;
@@ -221,9 +221,9 @@ struct WeightSender {
             uint32_t *floats = floats_base(self, m.op, self.heap[rank], source) +
                                (int64_t)lane_token() * float_stride(top_k);
             if (goes)
-                store_relaxed(floats + __popc(those & lanes_below()),
+                store_relaxed(floats + __popc(sent_choices & lanes_below()),
                               replace_poison(weight, F32::NAN_WORD));
-            post_put_weights(rank, floats, __popc(those));
+            post_put_weights(rank, floats, __popc(sent_choices));
         }
     }
     /* Backend hosts: posts the put that sends the weights of each lane's token to `rank`.

@@ -226,10 +226,10 @@ __device__ __forceinline__ bool wait_sizes(const p2p_self &self, const OpState &
     return ok;
 }
 
-/* Counts this CTA as started, which means that it has read the epoch. Reports a failure if
- * another operation of this rank runs at the same time. Called by all threads after the first
- * barrier; one thread of the control warp does the work, because the workers have rows to
- * send. */
+/* Counts this CTA as started, which means that it has read the epoch. (Backend hosts counts
+ * posted warps instead, in count_posted_warp().) Also reports a failure if another operation of
+ * this rank runs at the same time. Called by all threads after the first barrier; one thread of
+ * the control warp does the work, because the workers have rows to send. */
 __device__ __forceinline__ void count_started_cta(const p2p_self &self, const OpState &op)
 {
     if (threadIdx.x != LOWLAT_WORKERS * WARP) return;

@@ -325,9 +325,10 @@ static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_pl
                                                   const OpState &op)
 {
     const uint64_t *first = (const uint64_t *)(op.heap + job.self.at.first_faults);
-    const bool placed = p.bad_owner == NO_INDEX, known = placed && p.bad_replica == NO_INDEX;
-    uint32_t index = placed ? p.bad_replica : p.bad_owner;
-    for (int c = 0; c < job.planners && known; c++) {
+    const bool owners_valid = p.bad_owner == NO_INDEX;
+    const bool tables_valid = owners_valid && p.bad_replica == NO_INDEX;
+    uint32_t index = owners_valid ? p.bad_replica : p.bad_owner;
+    for (int c = 0; c < job.planners && tables_valid; c++) {
         uint64_t word = 0;
         if (!wait_thread(op, -1, P2P_PHASE_GRID, [&] {
                 word = load_relaxed(first + c);
@@ -337,9 +338,9 @@ static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_pl
         index = min(index, (uint32_t)word);
     }
     publish_wrong_value(job, op,
-                        known    ? P2P_FAULT_EXPERT
-                        : placed ? P2P_FAULT_REPLICA
-                                 : P2P_FAULT_PLACEMENT,
+                        tables_valid   ? P2P_FAULT_EXPERT
+                        : owners_valid ? P2P_FAULT_REPLICA
+                                       : P2P_FAULT_PLACEMENT,
                         index);
     return true;
 }

@@ -20,9 +20,10 @@ struct FlatChoice { /* A choice that this lane handles, and where it goes. */
     int32_t fate; /* if owner is -1: the reason, an EPIC_FATE_* value */
 };
 
-/* Returns where choice number `choice` goes. `counted`: result of count_rows() for it. If the
- * layer drops choices, `counted` is the result of count_group() instead, and `counted_row` is
- * that of count_rows(). */
+/* Returns where choice number `choice` goes. If the layer does not drop choices, `counted` is
+ * what count_rows() returned for the choice: how many rows on its rank the warp counted before.
+ * If the layer drops, `counted` is what count_group() returned: how many choices of its expert
+ * the warp counted before. Then `counted_row` is what count_rows() returned. */
 template <int KIND>
 __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p_plan_job &job,
                                                      int64_t choice, int64_t id, int k,

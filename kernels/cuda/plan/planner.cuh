@@ -358,8 +358,8 @@ static __device__ __noinline__ void report_overflow(const Planner &p, const p2p_
     }
 }
 
-/* Writes the plan's header and tables, and the caller's outputs (demand, load, expert_rows,
- * ...). Called by `threads` threads, each with its own number `thread`. */
+/* Writes the plan's header, its table of logical experts, and the caller's outputs (demand,
+ * load, expert_rows, ...). Called by `threads` threads, each with its own number `thread`. */
 static __device__ void write_plan_outputs(const Planner &p, const p2p_plan_job &job, int thread,
                                           int threads)
 {
@@ -418,8 +418,9 @@ __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_pl
     if (e >= 0 && job.layer.num_logical && !job.resolves) e = choose_replica(p, e, nth);
     const bool keeps = e >= 0 && nth < num_kept(p, job, e),
                full = e >= 0 && nth >= expert_quota(p, job, e);
-    /* EPIC_BY_K: nth is the position in the order of k, which decides about keeping. The slot
-     * needs the position in the order of tokens, among the choices that the expert keeps. */
+    /* EPIC_BY_K: so far, nth is the position in the order of k, which decides whether the
+     * expert keeps the choice. The slot needs another position: the number of kept choices
+     * before it, in the order of tokens. */
     if (job.by_k)
         nth = count_group(p.kept_before + threadIdx.x / WARP * (int)job.layer.num_experts,
                           keeps ? e : -1);

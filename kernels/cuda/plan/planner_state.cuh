@@ -22,7 +22,7 @@
 
 #include "cuda/plan/view.cuh"
 
-/* The value of an index (of a choice, an expert or a CTA) that does not exist. */
+/* Value of an index (of a choice or an expert) that means: there is none. */
 #define NO_INDEX 0xffffffffu
 /* How many ranks' counts a thread loads together, so that the loads overlap. */
 #define RANKS_AT_ONCE 8

@@ -11,6 +11,7 @@
 
 #include "cuda/net/operation.cuh"
 
+/* Flag in the last word of a record. In a word of `counts`: the sender's data is wrong. */
 #define RECORD_LAST 0x80000000u
 /* Word of a record: no choice of the token goes to the receiving rank. Backend hosts also fills
  * unused words of a record with it. */
