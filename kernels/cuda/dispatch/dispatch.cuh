@@ -118,7 +118,8 @@ __device__ __forceinline__ uint32_t choose_peers(const DispatchMove &m, int32_t 
         if (!(first | second)) continue;
         peers |= 1u << rank;
         if (!with_weights) continue;
-        /* this rank's number among the peer's sources */
+        /* A heap has a part for each source. This is the number of this rank's part in the
+         * peer's heap. */
         const int source = self.num_ranks - 1 - distance;
         uint32_t *to = floats_base(self, m.op, self.heap[rank], source) +
                        (int64_t)token * float_stride(m.top_k);
@@ -233,9 +234,9 @@ __device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank,
     return word;
 }
 
-/* Waits for the weight of this lane's slot, stores poison back, and writes the weight to
- * slot_weights. `word`: from peek_weight(). Called by a whole warp. Returns false if the group
- * of ranks has failed. */
+/* Writes the weight of this lane's slot to slot_weights. If the token is a peer's, first waits
+ * for the weight to arrive, and stores poison back. `word`: from peek_weight(). Called by a
+ * whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_weight(const DispatchMove &m, int rank, int source,
                                                int32_t token, int half, int32_t slot,
                                                uint32_t word)

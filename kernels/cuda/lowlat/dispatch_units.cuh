@@ -216,7 +216,8 @@ struct WeightSender {
             /* In backend hosts all lanes must call post_put_weights(), which contains a barrier
              * of the warp. */
             if (!HOSTS && !goes) continue;
-            /* this rank's number among the peer's sources */
+            /* A heap has a part for each source. This is the number of this rank's part in the
+             * peer's heap. */
             const int source = self.num_ranks - 1 - distance;
             uint32_t *floats = floats_base(self, m.op, self.heap[rank], source) +
                                (int64_t)lane_token() * float_stride(top_k);

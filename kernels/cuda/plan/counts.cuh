@@ -101,8 +101,9 @@ __device__ __forceinline__ bool has_counted_all(const TokenRange &range,
  *   read(choice)   returns the id of choice number `choice` of this rank
  *   use(choice, id, k, first_id, i)
  *                  handles a choice. All lanes call it; a lane without a choice passes choice =
- *                  id = -1. i: number of the call among the four. first_id: if the warp is at
- *                  a token's second half, what use() returned for the first half; else -1 */
+ *                  id = -1. i: 0 to 3, number of the call among four whose ids were loaded
+ *                  together. first_id: if the warp is at a token's second half (choices from
+ *                  32 on), what use() returned for the first half; else -1 */
 template <class Read, class Use>
 __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
                                                 const TokenLanes &lanes,
@@ -280,8 +281,9 @@ __device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const OpS
 
 /* Returns the wrong value at `index` of an array that the caller passed. `kind` (a p2p_fault)
  * says which array: P2P_FAULT_PLACEMENT means rank_of_expert, P2P_FAULT_REPLICA means
- * logical_of_expert, and P2P_FAULT_EXPERT means topk_idx. Then the function replaces `kind` by
- * the exact fault, and adapts `index` to it. Called by one thread. */
+ * logical_of_expert, and P2P_FAULT_EXPERT means topk_idx. The function then replaces `kind` by
+ * the exact fault, for example a duplicate id. If the fault is a logical expert without
+ * replicas, `index` becomes the number of this logical expert. Called by one thread. */
 __device__ __forceinline__ int64_t read_wrong_value(const p2p_plan_job &job, uint32_t &kind,
                                                     uint32_t &index)
 {

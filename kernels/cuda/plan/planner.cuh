@@ -85,8 +85,8 @@ static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int r
             count = min(count, capped ? min(most, expert_quota(p, job, e)) : most);
         sum += round_up_rows(count, job.layer.alignment);
     }
-    /* A warp can only add 32-bit words. So this adds the 64-bit sums of the lanes in three
-     * steps of 20 bits, none of which can overflow. */
+    /* __reduce_add_sync() adds 32-bit words only. So the 64-bit sums of the lanes are added 20
+     * bits at a time, which cannot overflow. */
     const uint32_t low_bits = (1u << 20) - 1;
     uint64_t total = __reduce_add_sync(ALL_LANES, (uint32_t)sum & low_bits);
     total += (uint64_t)__reduce_add_sync(ALL_LANES, (uint32_t)(sum >> 20) & low_bits) << 20;

@@ -126,7 +126,8 @@ __host__ __device__ inline int planner_warps(int tallies)
     return most < 3 ? 1
            : most > PLAN_MOST_WARPS
                ? PLAN_MOST_WARPS
-               /* never 2: the tallies of two warps would need too much memory */
+               /* never 2: with so many tallies, the arrays for two warps would need too much
+                * memory */
                : most;
 }
 

@@ -38,7 +38,7 @@ struct PlanView {
     /* [1 << slab_bits]: the padding slots of each local expert's slab; {0, 0} for slabs that do
      * not exist */
     const device_padding *padding;
-    /* number of local experts, rounded up to a power of two, is 1 << slab_bits */
+    /* 2^slab_bits is the number of local experts, rounded up to a power of two */
     int32_t slab_bits;
     int32_t most_tokens; /* number of tokens of the rank that has most */
     /* 1: the plan is intact, was made by this rank, and fits the layer and the tokens of this
