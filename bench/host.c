@@ -27,7 +27,7 @@ typedef struct options {
 
 enum { COPY, PLAN, DISPATCH, COMBINE, NUM_TIMED };
 
-typedef struct board { /* in memory that the processes share */
+typedef struct board { /* state in memory that the processes share */
     double seconds[NUM_TIMED][MAX_ROUNDS][MAX_RANKS];
     double bytes[NUM_TIMED][MAX_RANKS];
 } board;

@@ -70,10 +70,10 @@ def arguments() -> argparse.Namespace:
 
 
 class Routes(NamedTuple):
-    """Where rows go.
+    """Describes where rows go.
 
-    `order` sorts the choices by expert, and `back` reverses it.  There are counts of every rank
-    [ranks, experts].  `inner` sorts received rows by expert, and `outer` reverses it.
+    `order` sorts the choices by expert, and `back` reverses it. The counts are those of every rank
+    [ranks, experts]. `inner` sorts received rows by expert, and `outer` reverses it.
     """
 
     order: Any
@@ -136,7 +136,7 @@ def exchange(s: Sizes, ragged: bool, r: Routes, rows: Any, home: bool) -> Any:
     row = jnp.arange(s.tokens * s.top_k)
     starts = before(send, 0)
     rank = jnp.searchsorted(jnp.cumsum(send), row, side="right")
-    place = rank * s.most + row - starts[rank]  # of each sorted row in the padded blocks
+    place = rank * s.most + row - starts[rank]  # index of each sorted row in the padded blocks
     if home:
         blocks = rows.reshape(s.ranks, s.most, -1)
         return jax.lax.all_to_all(blocks, "ep", 0, 0).reshape(rows.shape)[place]

@@ -93,7 +93,7 @@ static double time_calls(seat *s, enum kind kind, int count)
     const int fitting = FLOATS_A_ROUND / count;
     const int calls = fitting < CALLS_A_ROUND ? fitting : CALLS_A_ROUND;
     memset(s->data, 0, (size_t)count * sizeof *s->data);
-    call(s, kind, count); /* also waits for all ranks */
+    call(s, kind, count); /* this call also waits for all ranks */
     const double begin = now_us();
     for (int i = 0; i < calls; i++) call(s, kind, count);
     return (now_us() - begin) / calls;

@@ -36,8 +36,8 @@ echo none >"$here/none/libscipy_openblas.so"
 quietly ${CC:-cc} -shared -fPIC '-DNAME(x)=scipy_##x' -Dinteger=int '-DCONFIG=""' \
     tests/openblas/stub.c -o "$here/libtold.so"
 
-# As a part of another build only the library is built, and the warning flags of that build are not
-# errors in EPIC's files.
+# If EPIC is a part of another build, only the library is built. The warning flags of that build
+# must not be errors in EPIC's files.
 stranger fetched fetched
 stranger source source -DEPIC_INSTALL=ON -DCMAKE_BUILD_TYPE=Release -DCMAKE_C_FLAGS_RELEASE=-O0 \
     -DCMAKE_C_FLAGS=-Wc++-compat -DCMAKE_INSTALL_PREFIX="$here/nowhere" \

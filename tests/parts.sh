@@ -9,7 +9,7 @@
 set -eu
 logs=build/parts
 
-run_part() { # also stores its exit status
+run_part() { # runs a part and stores its exit status
     begin=$(date +%s)
     echo "-- $part has begun" >&3
     status=0

@@ -18,7 +18,7 @@
 #include "check.h"
 
 #define MAX_TOLD 40
-#define BOOTSTRAP_BYTES 16384 /* most bytes that a rank gathers */
+#define BOOTSTRAP_BYTES 16384 /* largest number of bytes that a rank gathers */
 #define BOOTSTRAP_S 30
 
 /* ----------------------------------------------------------------------------- checks ---- */

@@ -50,8 +50,10 @@ typedef struct run_random {
     uint64_t state;
 } run_random;
 uint64_t run_next(run_random *random);
-int64_t run_below(run_random *random, int64_t limit);                 /* from 0 to limit - 1 */
-int64_t run_between(run_random *random, int64_t first, int64_t last); /* both ends included */
+/* returns a number from 0 to limit - 1 */
+int64_t run_below(run_random *random, int64_t limit);
+/* returns a number from first to last, both included */
+int64_t run_between(run_random *random, int64_t first, int64_t last);
 bool run_chance(run_random *random, int percent);
 
 #endif

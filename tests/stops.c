@@ -20,7 +20,7 @@
 #include "run.h"
 
 #define MAX_RANKS 8
-#define STOPS 2 /* per group */
+#define STOPS 2 /* stops per group */
 #define STOP_MS 1500
 #define DEADLINE_MS 500
 #define LATE_MS 300 /* less than the deadline, more than half of it */
@@ -86,7 +86,8 @@ static void lag(const stage *s, run_random *random, int rank, uint64_t *woken_ns
     const bool late = rank == s->num_ranks - 1 && s->absent < 0;
     if (run_chance(random, 20)) run_nap_us((long)run_below(random, 3000));
     const uint64_t now_ns = atomic_load(&s->awake_ns);
-    /* At most one nap: a stop may fall into it, and two naps would exceed the deadline. */
+    /* Sleep at most once: a stop may fall into the sleep, and two sleeps would exceed the
+     * deadline. */
     if (late && (now_ns != *woken_ns || run_chance(random, 5))) run_nap_us(LATE_MS * 1000);
     *woken_ns = now_ns;
 }

@@ -74,7 +74,8 @@ with epic.torch.Group(max_tokens=8, max_row_bytes=4 * 8) as group:
     out = epic.torch.combine(plan, 2 * rows, slot_weights)
     out.sum().backward()
     right = torch.equal(out, 2 * x) and (x.grad == 2).all()
-    sys.stdout.write(f"{'right' if right else 'wrong'} {ranks}\n")  # in one write, because two processes print
+    # one write per line, because two processes print
+    sys.stdout.write(f"{'right' if right else 'wrong'} {ranks}\n")
 END
     (cd "$here" && MASTER_PORT=29577 torch/bin/torchrun --nproc-per-node 2 --master-port 29577 own.py \
         >out 2>&1) || { cat "$here/out"; exit 1; }

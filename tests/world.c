@@ -339,7 +339,7 @@ void *world_topk_idx(const world *w, int rank, uint32_t index_type)
 
 static double plain_number(uint64_t bits)
 {
-    return ldexp((double)(int64_t)bits, -62); /* in [-2, 2) */
+    return ldexp((double)(int64_t)bits, -62); /* a number in [-2, 2) */
 }
 
 static double wild_number(uint64_t bits)

@@ -7,7 +7,7 @@
 #include "oracles/oracle.h"
 #include "run.h"
 
-#define WORLD_MAX_TOKENS 48 /* per rank */
+#define WORLD_MAX_TOKENS 48 /* largest number of tokens per rank */
 
 typedef struct world {
     uint64_t seed;

@@ -17,7 +17,7 @@ bad() {
     failed=1
 }
 
-number() { # of epic.h
+number() { # returns a number of epic.h
     sed -n "s/^#define EPIC_VERSION_$1 \([0-9]*\)$/\1/p" include/epic/epic.h
 }
 

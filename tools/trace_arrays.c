@@ -9,7 +9,7 @@
 #include "npy.h"
 #include "trace_read.h"
 
-#define FEW_EXPERTS 1024 /* more than published models have in a layer */
+#define FEW_EXPERTS 1024 /* more experts than a layer of published models has */
 
 /* ---------------------------------------------------------- ids, or a table of loads? ---- */
 

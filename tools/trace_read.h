@@ -20,7 +20,7 @@ typedef struct trace_step {
     uint64_t tag, sequence;
     int64_t time_ns; /* when the first rank planned */
     uint32_t top_k, num_experts, alignment;
-    int64_t num_tokens; /* of all ranks */
+    int64_t num_tokens; /* tokens of all ranks */
     int64_t *tokens_of; /* [num_ranks] */
     int32_t *ids;       /* [num_tokens, top_k]; -1: none; NULL with load */
     int64_t *load;      /* [num_experts], from a table of loads; else NULL */
@@ -50,9 +50,10 @@ typedef struct trace_choice {
     const char *group; /* name of a group, or the 16 digits of its id; NULL: the only group */
     const char *
         values; /* content of an .npy file: "--ids" or "--loads"; NULL: ids, if they do not look like loads */
-    uint32_t num_experts; /* of an .npy file; 0: the largest id + 1 */
+    uint32_t num_experts; /* number of experts in an .npy file; 0: the largest id + 1 */
     int64_t turn, of;     /* steps turn, turn + of, turn + 2 of, ...: one of `of` layers */
-    int64_t first, num;   /* of these, steps first to first + num - 1; num 0: all */
+    /* of the steps that `turn` selects, use first to first + num - 1; num 0: all */
+    int64_t first, num;
 } trace_choice;
 
 /* Reads --group, --layer, --steps or --experts with its value. Returns false for any other

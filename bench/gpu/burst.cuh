@@ -73,7 +73,7 @@ static __device__ void store(uint8_t *to, float x)
     *to = (uint8_t)pack_e4m3(x, 0, 0, 0);
 }
 
-static __device__ void store(float *to, float x) /* for scales */
+static __device__ void store(float *to, float x) /* stores a scale */
 {
     *to = fabsf(x) + 1e-3f;
 }

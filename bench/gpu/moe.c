@@ -399,7 +399,8 @@ static void time_scaled(bench *b, arrays *a, const epic_moe *wide)
     must(!epic_moe_memory(b->ctx, NULL, &moe, &memory), "memory", NULL);
     w.w_gate_up = numbers_on(a, first, EPIC_E4M3, 1);
     w.w_down = numbers_on(a, first / 2, EPIC_E4M3, 1);
-    w.w_gate_up_scales = numbers_on(a, first / 8192, EPIC_F32, 0.02f); /* more than needed */
+    /* more elements than needed */
+    w.w_gate_up_scales = numbers_on(a, first / 8192, EPIC_F32, 0.02f);
     w.w_down_scales = numbers_on(a, first / 8192, EPIC_F32, 0.02f);
     const int64_t work = memory.backward_bytes > memory.forward_bytes ? memory.backward_bytes
                                                                       : memory.forward_bytes;

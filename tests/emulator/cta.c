@@ -16,9 +16,10 @@
 #include "inner.h"
 
 #define STACK_BYTES (64 << 10) /* bytes of a fiber's stack */
-#define STACK_END 0x57ac57acu  /* at the lowest address of a stack */
-#define MAX_COPIES 128         /* largest number of unfinished copies of a fiber */
-#define MAX_BULK 64            /* largest number of unfinished bulk stores of a fiber */
+/* mark at the lowest address of a stack, which must not change */
+#define STACK_END 0x57ac57acu
+#define MAX_COPIES 128 /* largest number of unfinished copies of a fiber */
+#define MAX_BULK 64    /* largest number of unfinished bulk stores of a fiber */
 #define MAX_WARPS (EMULATOR_MAX_THREADS / EMULATOR_WARP)
 #define ALL 0xffffffffu
 #define JUNK 0xcd

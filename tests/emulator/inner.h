@@ -34,7 +34,7 @@ int current_device(void);
 bool is_known(const void *p);
 
 /* fences.c: makes stores visible, or forgets them. */
-void see_stores(int device); /* at the end of a kernel */
+void see_stores(int device); /* called at the end of a kernel */
 void forget_stores(const void *begin, size_t bytes);
 
 /* stream.c: waits for all streams of a device. */

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* All processes of a group are stopped together, on backend shm. */
+/* Tests that all processes of a group are stopped together, on backend shm. */
 #include "stops.h"
 
 int main(void)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The process of all ranks is stopped, on backend threads. */
+/* Tests that the process of all ranks is stopped, on backend threads. */
 #include "stops.h"
 
 int main(void)

@@ -183,7 +183,8 @@ static int run_processes(const team *t)
         failed += status != 0;
         for (int q = 0; q < t->num_ranks; q++) {
             if (children[q] == ended) children[q] = 0;
-            if (status && children[q]) kill(children[q], SIGKILL); /* it would wait forever */
+            /* this rank would wait forever */
+            if (status && children[q]) kill(children[q], SIGKILL);
         }
     }
     return failed;

@@ -152,7 +152,7 @@ def run_differs(rank: int, ranks: int, port: int) -> None:
 
 
 SHARED = epic.jax.Experts(1, layers.HIDDEN, layers.INNER)
-# What rank 1 changes in a layer: fields of Moe or of one of its parts.
+# Changes of the layer that rank 1 makes: fields of Moe or of one of its parts.
 CHANGES: dict[str, dict[str, Any]] = {
     "activation": {"experts": {"activation": "gelu"}},
     "inner": {"experts": {"inner": 20}},

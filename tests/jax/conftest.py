@@ -23,7 +23,7 @@ __all__ = ["RANKS", "make_mesh", "pytest_addoption", "pytest_collection_modifyit
 Mesh = jax.sharding.Mesh
 
 
-RANKS = [1, 2, 4]  # that four devices allow
+RANKS = [1, 2, 4]  # the group sizes that four devices allow
 
 
 def make_mesh(ep: int) -> Mesh:

@@ -166,7 +166,7 @@ def refusal(seen: Seen, operands: list[Any], results: list[Any]) -> str:
 
 
 def test_every_array_of_every_handler(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong dtype or number of elements is refused before anything is read or written."""
+    """JAX itself compares arrays that share memory"""
     monkeypatch.setattr(call, "must_keep_call", lambda *_: False)
     seen = watch(monkeypatch, make_programs(opened(None)))
     wanted = {f"epic_{name}" for name in library.COLLECTIVES + library.LOCAL} - {"epic_keep"}
@@ -179,7 +179,7 @@ def test_every_array_of_every_handler(opened: Any, monkeypatch: pytest.MonkeyPat
                 if one.aliases and spec.dtype == np.float32:
                     continue  # JAX itself compares arrays that share memory
                 for wrong in wrong_specs(spec):
-                    # The quick run tries an array once, not beside each set of absent arrays.
+                    # The quick run tries each array only once, not for each set of absent arrays.
                     key = (one.target, side, i, str(wrong), None if QUICK else id(one))
                     if key in tried:
                         continue

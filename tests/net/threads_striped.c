@@ -50,7 +50,7 @@ static bool test_promises(suite_verdict *v)
         refusals += v->refusals;
     }
     CHECK(refusals > 0);
-    run_case(v, 2, 100, run_seed(), CHAOS_NONE); /* more threads than it can use */
+    run_case(v, 2, 100, run_seed(), CHAOS_NONE); /* more threads than the net can use */
     CHECK(suite_is_clean(v));
     run_case(v, 2, 0, run_seed(), CHAOS_NONE);
     return CHECK(suite_is_clean(v));

@@ -209,7 +209,8 @@ static bool by_rank(const summing *s, int num_ranks, double *out)
     return any;
 }
 
-/* With FLAT, the first leaf of a rank's row stands for all leaves of the rank. */
+/* FLAT: the first leaf of a rank stands for all leaves of this rank, because they are in one
+ * row. */
 static int64_t leaf_of(const oracle_plan *p, int64_t expert)
 {
     const int64_t leaves = oracle_is_flat(p) ? p->in.num_ranks : p->leaves;

@@ -14,11 +14,11 @@
 
 typedef struct routing { /* one case: the inputs of all ranks */
     int num_ranks;
-    epic_layer layer; /* with defaults filled in */
+    epic_layer layer; /* the layer with defaults filled in */
     int32_t tokens_of[ORACLE_RANKS];
     int64_t capacity_of[ORACLE_RANKS];
     int64_t *ids[ORACLE_RANKS];   /* [tokens, top_k] */
-    int64_t *named[ORACLE_RANKS]; /* with replicas: the ids that EPIC gets */
+    int64_t *named[ORACLE_RANKS]; /* with replicas: the logical ids that EPIC gets */
     int32_t *owner;               /* [num_experts] */
     int32_t *logical;             /* [num_experts]; NULL: no replicas */
     bool table;
@@ -31,7 +31,7 @@ typedef struct routing { /* one case: the inputs of all ranks */
     int32_t result;
 } routing;
 
-/* With replicas: sets the experts of the named choices. */
+/* Sets the experts of the choices, in a layer with replicas. */
 void choose_experts(routing *r);
 
 /* Computes the results. free_routing() frees everything, the inputs too. */

@@ -142,7 +142,7 @@ def bad_traces(compiler: list[str], library: Path) -> tuple[int, list[str]]:
         folder = Path(name)
         link = [str(library), f"-Wl,-rpath,{library.parent}", "-o", str(folder / "step")]
         source = (ROOT / "examples/step.c").read_text(encoding="utf-8")
-        many = source.replace("EXPERTS = 8", "EXPERTS = 64")  # for 8 ranks and more
+        many = source.replace("EXPERTS = 8", "EXPERTS = 64")  # enough experts for 8 ranks and more
         (folder / "step.c").write_text(many, encoding="utf-8")
         command = [*compiler, str(folder / "step.c"), *link]
         subprocess.run(command, timeout=60, check=True)

@@ -412,7 +412,7 @@ def test_no_torch_state_is_left() -> None:
     assert torch.is_grad_enabled()
 
 
-SAID = {  # By EPIC_BACKEND: the backends of groups on GPUs and on CPUs, or the error.
+SAID = {  # The expected backends on GPUs and on CPUs, or the expected error, for each EPIC_BACKEND.
     "": ("gpu", None),
     "shm": ("gpu", None),
     "gpu": ("gpu", "EPIC_BACKEND.: must be a backend for CPUs"),

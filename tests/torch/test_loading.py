@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of transformers of which each rank reads its own experts only."""
+"""Tests loading models of transformers of which each rank reads only its own experts."""
 
 import json
 import shutil
@@ -21,12 +21,15 @@ from test_restore import IDS, logits_of, same_bits
 
 files = pytest.importorskip("safetensors.torch", reason="there is no safetensors package")
 AUTO: Any = transformers.AutoModelForCausalLM
-EXPERTS = (".experts.", "input_linear", "output_linear")  # in the names that files have
+EXPERTS = (".experts.", "input_linear", "output_linear")  # parts of the names of experts in files
 
 
 def save(model: Any, folder: Path, layout: str) -> None:
-    """Write a folder in a layout: "own", as transformers does, with or without a file of its own
-    for each few tensors ("sharded"); or "stacked", with the names and the shapes of the model."""
+    """Write a model to a folder in one of three layouts.
+
+    "own" is that of transformers. "sharded" also has several small files. "stacked" has the names
+    and shapes of the loaded model.
+    """
     sizes = {"max_shard_size": "20KB"} if layout == "sharded" else {}
     model.save_pretrained(folder, **sizes)
     if layout == "stacked":
@@ -35,12 +38,12 @@ def save(model: Any, folder: Path, layout: str) -> None:
 
 
 def state_of(model: Any) -> dict[str, torch.Tensor]:
-    """Parameters and all buffers, those too that no state_dict has."""
+    """Return all parameters and buffers, including buffers that are in no state_dict."""
     return {**model.state_dict(), **dict(model.named_buffers()), **dict(model.named_parameters())}
 
 
 def compare(rank: int, ep: int, folder: str, changes: dict[str, Any]) -> None:
-    """A loaded model, and one that was loaded whole, over groups of ep ranks."""
+    """Compare a loaded model with one that was loaded as a whole, over groups of ep ranks."""
     with group_of(ep) as group:
         whole = AUTO.from_pretrained(folder, **changes)
         blocks = epic.torch.replace_moe(whole, group)
@@ -64,8 +67,8 @@ def compare(rank: int, ep: int, folder: str, changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", [*MODELS, *VARIANTS])
 def test_the_same_model(world: Any, name: str, tmp_path: Path) -> None:
-    """The bits of parameters, buffers and logits are those of replace_moe: on 4 ranks as
-    transformers writes the model, on 2 with all experts in a tensor, on 1 with many files."""
+    """Check that parameters, buffers and logits have the bits of replace_moe. 4 ranks read the
+    layout of transformers, 2 ranks one tensor for all experts, and 1 rank many files."""
     model = model_of(name).eval()
     save(model, tmp_path / "own", "own")
     world.run(compare, 4, str(tmp_path / "own"), {})
@@ -79,13 +82,13 @@ def test_the_same_model(world: Any, name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ep", [1, 2, 4])
 @pytest.mark.parametrize("layout", ["own", "stacked", "sharded"])
 def test_each_layout(world: Any, layout: str, ep: int, tmp_path: Path) -> None:
-    """On each number of ranks."""
+    """Check each layout on each number of ranks."""
     save(model_of("Qwen3Moe").eval(), tmp_path, layout)
     world.run(compare, ep, str(tmp_path), {})
 
 
 def test_dtypes(tmp_path: Path) -> None:
-    """That of config.json, that of the files without one there, or the one that is passed."""
+    """Check the dtype: that of config.json, else that of the files, or the one that is passed."""
     model_of("Qwen3Moe").to(torch.bfloat16).save_pretrained(tmp_path)
 
     def dtype(**options: Any) -> torch.dtype:
@@ -107,8 +110,7 @@ def test_dtypes(tmp_path: Path) -> None:
 
 
 def test_tied_weights_and_training(tmp_path: Path) -> None:
-    """The output layer shares the embedding; a training step changes a model as another; a saved
-    one has the names and bits that were read."""
+    """Check tied embeddings, a training step, and saving: names and bits are those of the files."""
     torch.manual_seed(3)
     more = {"num_experts": 8, "moe_intermediate_size": 24, "tie_word_embeddings": True}
     model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SMALL, **more))
@@ -140,7 +142,7 @@ def test_tied_weights_and_training(tmp_path: Path) -> None:
 
 
 def test_guide(tmp_path: Path) -> None:
-    """The line of the guide runs."""
+    """Check that the line of the guide runs."""
     text = find_block(ROOT / "docs/guide/frameworks.md", "# each rank reads its own experts only")
     model_of("Qwen3Moe").save_pretrained(tmp_path)
     with alone() as group:
@@ -151,7 +153,8 @@ def test_guide(tmp_path: Path) -> None:
 
 
 class Reading:
-    """What is read from files: the names, the bytes, and the bytes that live at the same time."""
+    """Records what is read from files: names, bytes, and the bytes that are alive at the same
+    time."""
 
     def __init__(self) -> None:
         self.num_bytes: dict[str, int] = {}
@@ -169,7 +172,7 @@ class Reading:
 
 
 class Counted:
-    """A tensor of a file."""
+    """A file whose tensors are counted."""
 
     def __init__(self, reading: Reading, name: str, part: Any) -> None:
         self.reading, self.name, self.part = reading, name, part
@@ -186,8 +189,8 @@ class Counted:
 @pytest.mark.parametrize("layout", ["own", "stacked", "sharded"])
 @pytest.mark.parametrize("name", ["GptOss", "GraniteMoe", "Llama4", "Mixtral", "Qwen3Moe"])
 def test_what_is_read(name: str, layout: str, tmp_path: Path) -> None:
-    """A rank reads each byte of its experts once, no byte of the others', and has the tensors of
-    one expert at a time besides the layer."""
+    """Check that a rank reads each byte of its own experts once and no other expert, and that the
+    tensors of only one expert are alive at a time, in addition to the layer."""
     save(model_of(name), tmp_path, layout)
     state = loading.Checkpoint(tmp_path)
     expert_bytes = {
@@ -204,7 +207,8 @@ def test_what_is_read(name: str, layout: str, tmp_path: Path) -> None:
 
         with alone() as group, pytest.MonkeyPatch.context() as patch:
             patch.setattr(loading.Checkpoint, "tensor", count)
-            patch.setattr(group, "rank", rank)  # loading sends nothing
+            # loading does not communicate, so one process can act as each rank
+            patch.setattr(group, "rank", rank)
             patch.setattr(group, "num_ranks", 2)
             epic.torch.from_pretrained(AUTO, tmp_path, group)
         read = {key: size for key, size in reading.num_bytes.items() if key in expert_bytes}
@@ -214,21 +218,22 @@ def test_what_is_read(name: str, layout: str, tmp_path: Path) -> None:
             numbers = {int(key.split(".experts.")[1].split(".")[0]) for key in read}
             assert numbers == set(range(4 * rank, 4 * rank + 4))
         one = max(expert_bytes.values()) // (1 if for_each else 8)
-        assert reading.most_alive <= one * (2 if for_each else 1)  # gate and up, or one slice
+        # gate and up of an expert, or one slice
+        assert reading.most_alive <= one * (2 if for_each else 1)
 
 
 def names_in(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of the one file of a folder."""
+    """Return the tensors of a folder with one file."""
     return files.load_file(folder / loading.SINGLE)
 
 
 def drop(name: str) -> Callable[[dict[str, Any]], None]:
-    """A change of a file: without a tensor."""
+    """Return a change of a file that removes a tensor."""
     return lambda state: state.pop(name)
 
 
 def put(name: str, *shape: int) -> Callable[[dict[str, Any]], None]:
-    """A change of a file: with another tensor, or one of another shape."""
+    """Return a change of a file that adds a tensor, or gives it another shape."""
     return lambda state: state.update({name: torch.zeros(shape)})
 
 
@@ -257,7 +262,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_tensors(what: str, tmp_path: Path) -> None:
-    """The name and the file are named, whichever rank's expert it is."""
+    """Check that all ranks name the tensor and the file, whichever rank owns the expert."""
     model_of("Qwen3Moe").save_pretrained(tmp_path)
     change, words = WRONG[what]
     state = names_in(tmp_path)
@@ -272,7 +277,8 @@ def test_wrong_tensors(what: str, tmp_path: Path) -> None:
 
 
 def test_wrong_files(tmp_path: Path) -> None:
-    """Files that lack, are cut, or have other tensors than the index says; all experts missing."""
+    """Check missing files, truncated files, files whose tensors differ from the index, and missing
+    experts."""
     model_of("Qwen3Moe").save_pretrained(tmp_path / "good", max_shard_size="20KB")
 
     def refused(change: Callable[[Path], None], words: str) -> None:
@@ -309,7 +315,7 @@ def test_wrong_files(tmp_path: Path) -> None:
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    """Models without known blocks, quantized ones, and options that need a whole model."""
+    """Check that unknown blocks, quantized models, and options for whole models are refused."""
     config = transformers.Dots1Config(**{**SMALL, **DEEPSEEK, "n_group": 1, "topk_group": 1})
     transformers.Dots1ForCausalLM(config).save_pretrained(tmp_path / "other")
     model_of("Qwen3Moe").save_pretrained(tmp_path / "known")

@@ -32,7 +32,7 @@ static int failures;
         }                                                     \
     } while (0)
 
-/* What a rank of a trial reports, in memory shared with the parent. */
+/* Results of one rank of a trial, in memory shared with the parent. */
 typedef struct report {
     epic_result result;
     char sentence[512];

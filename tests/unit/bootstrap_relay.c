@@ -109,7 +109,7 @@ static void write_all(int s, const void *from, size_t bytes)
 
 typedef enum damage { FLIP, REPEAT, SWAP, DROP, CUT, REFLECT } damage;
 
-/* What the relay does to one message in one direction of the first connection. Rank 0 sends
+/* How the relay changes one message in one direction of the first connection. Rank 0 sends
  * hello, entry, begin and answers. It receives hello, proof and parts. */
 typedef struct relay {
     uint32_t to;

@@ -8,9 +8,9 @@
 #include "bootstrap.h"
 
 #define LIMIT_MS 1000
-#define BEFORE_MS 200 /* from the last start of a rank to the stop */
+#define BEFORE_MS 200 /* time from the last start of a rank to the stop */
 #define STOP_MS 1300
-#define LATE_MS 300 /* from the end of the stop until the late rank comes */
+#define LATE_MS 300 /* time from the end of the stop until the late rank comes */
 
 typedef struct stage {
     _Atomic pid_t pids[MOST];

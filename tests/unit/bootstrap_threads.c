@@ -16,7 +16,7 @@
 
 #define MOST 8
 #define STOPPED_LIMIT_MS 1000
-#define STOPPED_LATE_MS 300 /* from the end of the stop until the late rank comes */
+#define STOPPED_LATE_MS 300 /* time from the end of the stop until the late rank comes */
 
 typedef struct trial {
     const char *name;

@@ -156,7 +156,7 @@ static void count_sums(counted *c)
 
 static void choose_experts(counted *c, uint64_t seed)
 {
-    run_random random = {seed}; /* the same seed on all ranks */
+    run_random random = {seed}; /* all ranks use the same seed */
     for (int r = 0; r < c->num_ranks; r++)
         for (int t = 0; t < TOKENS; t++)
             for (int k = 0; k < TOP_K; k++)

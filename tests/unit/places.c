@@ -70,7 +70,7 @@ static void over_the_edge(const epic_bootstrap *bootstrap, void *self)
     start_at(ctx, TAG, EDGE - 3);
     start_op_slots_at(ctx, EDGE - 4);
     step_open(&s, ctx, 9, 64);
-    CHECK(step_all(&s, TAG)); /* from plan to sum, past 2^32 */
+    CHECK(step_all(&s, TAG)); /* runs all operations, from plan to sum, past 2^32 */
     for (int i = 0; i < 20; i++) CHECK_SAY(sum(ctx, 0) == EPIC_OK, "%s", epic_error(ctx));
     epic_failure_info info = {0};
     if (bootstrap->rank == 0) CHECK_EQ(sum(ctx, 300), EPIC_ETIMEOUT);

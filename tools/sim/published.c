@@ -32,7 +32,7 @@ static const run runs[] = {
     {"EPIC p2p", "2x H200", 2, 8, 1, 256, 8, 0, 0, BF16, BF16, 13.2, 11.9, true, 0},
     /* docs/lab/hosts.md: two hosts, the slowest of three states; copies of 16 rows reach 79 GB/s */
     {"EPIC hosts", "2 H200, CE", 2, 1, 4096, 256, 8, 0, 0, BF16, BF16, 1179, 1149, true, 79},
-    /* their READMEs and docs; groups as their tests have them */
+    /* from their READMEs and docs; the expert groups are those of their tests */
     {"DeepEP V1", "CX7 400G", 16, 8, 4096, 256, 8, 8, 4, FP8, BF16, 43, 43, false, 0},
     {"DeepEP V1", "CX7 400G", 32, 8, 4096, 256, 8, 8, 4, FP8, BF16, 58, 57, false, 0},
     {"DeepEP V1", "CX7 400G", 64, 8, 4096, 256, 8, 8, 4, FP8, BF16, 51, 50, false, 0},

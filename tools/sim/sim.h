@@ -28,7 +28,7 @@ typedef struct routing {
 /* Size of the group. */
 typedef struct shape {
     int ranks, a_host; /* ranks in all, and on one host */
-    int64_t tokens;    /* of a rank */
+    int64_t tokens;    /* tokens of each rank */
 } shape;
 
 /* Rows in one direction: of the rank that has the most, and the mean over ranks. */

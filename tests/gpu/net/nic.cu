@@ -43,7 +43,7 @@ struct nic {
     cudaStream_t stream;
     uint64_t given[NIC_RINGS];
     uint64_t *taken; /* [NIC_RINGS] in host memory */
-    uint64_t *ended; /* in host memory: number of the last launch that has ended */
+    uint64_t *ended; /* number of the last launch that has ended, in host memory */
     uint64_t launches;
 };
 

@@ -151,7 +151,7 @@ int main(void)
     const team t = {.num_ranks = RANKS,
                     .num_gpus = 1,
                     .max_tokens = TOKENS,
-                    .max_row_bytes = ROW + SCALE, /* one round */
+                    .max_row_bytes = ROW + SCALE, /* so that one round is enough */
                     .timeout_ms = 60000,
                     .work = run_rank};
     setenv("EPIC_TEST_RANKS_PER_HOST", "2", 1);
