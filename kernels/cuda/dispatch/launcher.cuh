@@ -30,8 +30,9 @@ static cudaError_t load_kernels(const Kernel (&kernels)[COUNT], int most_bytes)
     return cudaSuccess;
 }
 
-/* Returns a copy of the job with those fields set that say how units are dealt to warps, and
- * how far receiving stays behind sending. `bytes`: bytes that are sent per token. */
+/* Returns a copy of the job in which lag, span, units, head and catch_up are set: they say how
+ * units are dealt to warps, and how far receiving stays behind sending. `bytes`: bytes that are
+ * sent per token. */
 static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_t bytes,
                                              int num_sms)
 {

@@ -66,7 +66,7 @@ template <class M> __device__ __forceinline__ int first_piece(const M &m, const 
     return walk.span * m.job.span;
 }
 
-/* Returns how many pieces a unit has; the last span of a row may have fewer than the others. */
+/* Returns how many pieces a unit has. The last span of a row may be shorter. */
 template <class M> __device__ __forceinline__ int pieces_of(const M &m, const UnitWalk &walk)
 {
     return min(m.job.span, m.shape.pieces - first_piece(m, walk));
@@ -89,9 +89,9 @@ __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m
     }
 }
 
-/* Returns true if units that receive this rank's own tokens also write zeros to the padding
- * slots, each to some of them. There must be enough such units: at least one per warp, and two
- * per slab. If not, a separate pass writes the padding. */
+/* Returns true if there are enough units that receive this rank's own tokens, so that each of
+ * them also writes zeros to some padding slots: at least one unit per warp, and two per slab.
+ * If not, a separate pass writes the padding. */
 __device__ __forceinline__ bool pads_with_tokens(const PlanView &plan, const Stride &stride,
                                                  int most_tokens)
 {

@@ -28,8 +28,8 @@
 /* A quantized piece of 1024 elements. Each lane has 32 of them, in two runs of 16. */
 typedef Quantized<2, 16> Sixteens;
 
-/* Arguments of every unit. Inherited m.shape describes packed rows; only its row_bytes and
- * `aligned` are those of the rows in recv, without scales. */
+/* Arguments of every unit. The inherited m.shape describes packed rows (row and scales). But
+ * m.shape.row_bytes and m.shape.aligned describe rows of recv, without scales. */
 struct PackedMove : DispatchMove {
     RowShape own_shape; /* sizes of the caller's rows, and how many pieces such a row becomes */
     /* how many vectors of a packed row belong to the row; the later ones are scales */

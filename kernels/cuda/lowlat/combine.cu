@@ -55,8 +55,8 @@ struct CombineUnits {
         return {row / senders, row % senders, u % c.shape.pieces, -1, -1};
     }
     /* Returns the number of this worker's first unit of own tokens (`own`) or of peers' tokens.
-     * For own tokens, the last worker of each CTA comes after all others, because it also
-     * checks the plan. */
+     * Units of own tokens go to the last worker of each CTA after all other workers, because
+     * this worker also checks the plan. */
     __device__ __forceinline__ int first_index(bool own) const
     {
         const int back = all_ctas.num_workers() - 1 - worker;
@@ -96,9 +96,9 @@ struct CombineUnits {
                                (int64_t)unit.token * job.top_k + lane_id());
         return unit;
     }
-    /* Calls do_unit(unit, is_loaded) for all units of this worker: those of own tokens if
-     * `own`, else those of peers' tokens. is_loaded: the caller has already loaded the first
-     * unit, first_unit. do_unit() gets true only for that unit. Returns false as soon as
+    /* Calls do_unit(unit, is_loaded) for all units of this worker: units of own tokens if
+     * `own`, else of peers' tokens. is_loaded: the caller has already loaded the first unit,
+     * first_unit. do_unit() gets is_loaded = true only for that unit. Returns false as soon as
      * do_unit() returns false. */
     template <class Do>
     __device__ __forceinline__ bool for_each_unit(bool own, Unit first_unit, bool is_loaded,
@@ -142,14 +142,15 @@ template <class Sums> struct Worker {
         if (Sums::PLAIN || !(sends || adds)) return;
         Unit unit = sends ? sent : own;
         unit.slot = clamp_slot(units.c, unit.slot);
-        /* A valid plan has no such record. Rows are then loaded only after the plan has been
-         * checked. */
+        /* In a valid plan, the lanes with slots are the lowest lanes. If they are not, the plan
+         * is damaged, so load no rows before it has been checked. */
         if (!has_slots_in_low_lanes(unit)) return;
         loaded = sends ? SENT_LOADED : OWN_LOADED;
         Sums::load_rows(units.c, rows, unit);
     }
     /* Does all units of this worker: first it sends the partial sums for peers' tokens, then it
-     * adds those for this rank's tokens. Returns false if the group of ranks has failed. */
+     * adds the partial sums for this rank's tokens. Returns false if the group of ranks has
+     * failed. */
     __device__ __forceinline__ bool run_units(const CombineUnits &units)
     {
         const CombineState &c = units.c;

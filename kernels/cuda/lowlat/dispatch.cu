@@ -14,9 +14,9 @@
 #include "cuda/lowlat/dispatch.cuh"
 #include "cuda/plan/store_records.cuh"
 
-/* Backend hosts: sends a token's row to those of `peers` (bit mask) that are on other hosts, in
- * one put per peer. Each warp calls it after it has stored one piece of the row. The warp that
- * has stored the last missing piece posts the puts. */
+/* Backend hosts: sends a token's row to the ranks of `peers` (bit mask) that are on other
+ * hosts, in one put per rank. Each warp calls it after it has stored one piece of the row. The
+ * warp that has stored the last missing piece posts the puts. */
 __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token,
                                               uint32_t peers)
 {

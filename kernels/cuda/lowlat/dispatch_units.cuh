@@ -37,7 +37,7 @@ struct LowlatMove : PackedMove {
     /* true: another rank has too many tokens for the tables, so slots come from the records
      * that the ranks send (a mixed plan, lowlat/plan.cuh) */
     bool is_mixed;
-    /* The CTAs that send, and those that receive. A CTA can be in both ranges. */
+    /* The CTAs that send rows, and the CTAs that receive rows. A CTA can do both. */
     CtaRange senders, receivers;
 
     /* Returns the number of tokens of a rank. */
@@ -148,9 +148,9 @@ template <class Rows> struct PieceSender {
     }
 };
 
-/* Sends the weights of this rank's tokens. Each control warp of the receiving CTAs sends those
- * of some tokens, several tokens at a time; each lane has one choice of one of these tokens.
- * read_ahead() loads the first weights, and send_weights() sends all. */
+/* Sends the weights of this rank's tokens. Each control warp of the receiving CTAs sends the
+ * weights of some tokens, several tokens at a time; each lane has one choice of one of these
+ * tokens. read_ahead() loads the first weights, and send_weights() sends all. */
 struct WeightSender {
     const LowlatMove &m;
     int32_t top_k, choice_bits, first_token;
@@ -257,8 +257,8 @@ struct WeightSender {
 /* --------------------------------------------------------------------------- receiving ---- */
 
 /* Sets rank, token and piece of receiving unit number u. First come the units of this rank's
- * own tokens, then those of the peers: token 0 of each peer, token 1 of each peer, and so
- * on. */
+ * own tokens. Then come the units of the peers' tokens: token 0 of each peer, token 1 of each
+ * peer, and so on. */
 template <class Rows>
 __device__ __forceinline__ void locate_unit(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -342,8 +342,8 @@ __device__ __forceinline__ void load_unit_record(const LowlatMove &m, int u, Pen
         p.record_word = peek_record(m, p.rank, p.token, 0);
 }
 
-/* Loads the words (weights and record) of token number u of all ranks' tokens. This rank's
- * tokens come first, then those of the peers. */
+/* Loads the words (weights and record) of token number u. All ranks' tokens are numbered in one
+ * sequence: first this rank's tokens, then the peers' tokens. */
 __device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWords &w)
 {
     const p2p_self &self = m.job.plan.self;

@@ -98,9 +98,9 @@ struct StartState {
     uint32_t epoch; /* epoch (number) of the last operation that has ended on this rank */
     /* lane 0: 1 if another operation of this rank is running (mark_running()) */
     uint32_t overlaps;
-    /* P2P_BROKEN() if the group of ranks has failed, else 0. In backend hosts, it shows only
-     * failures that a kernel of this rank has already seen; waits find the others, in the net
-     * inbox. */
+    /* P2P_BROKEN() if the group of ranks has failed, else 0. In backend hosts, this word shows
+     * only failures that a kernel of this rank has already seen. A new failure is in the net
+     * inbox, where waits find it. */
     uint64_t broken;
     /* Backend hosts. epochs: how many epochs of this rank have ended. freed: of how many of
      * them the net has read all puts, so that their outbox can be written again. */
@@ -287,9 +287,9 @@ __device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpStat
            __all_sync(ALL_LANES, q >= num_ranks || h.slots_of[q] <= rows) != 0;
 }
 
-/* Returns true in the CTA that calls it last, of the `ctas` CTAs that call it. That CTA may
- * overwrite what the others have stored. Called by all threads of these CTAs, after their last
- * store. */
+/* Of the `ctas` CTAs that call it, returns true only in the CTA that calls it last. This CTA
+ * may overwrite what the other CTAs have stored. Called by all threads of these CTAs, after
+ * their last store. */
 static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
 {
     if (threadIdx.x == 0) {
@@ -301,8 +301,8 @@ static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
     return op.last != 0;
 }
 
-/* Returns true in the CTA that calls it last, of all CTAs of the grid. That CTA also reports
- * the rank that has too few rows to the host. Called by all threads if a rank has too few
+/* Returns true only in the CTA of the grid that calls it last. This CTA also reports the rank
+ * that has too few rows to the host. Called by all threads of all CTAs if a rank has too few
  * rows. */
 static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_header &h)
 {

@@ -69,7 +69,7 @@ __device__ __forceinline__ uint32_t pack_ids(const p2p_plan_job &job, RawId low,
 }
 
 /* Returns the address, in `heap`, of the words with the ids of a token of `rank`. In backend
- * hosts, the words of consecutive tokens are adjacent, so that one put sends those of several
+ * hosts, the words of consecutive tokens are adjacent, so that one put sends the ids of several
  * tokens. */
 __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpState &op,
                                               uint8_t *heap, int rank, int32_t token)
@@ -81,7 +81,7 @@ __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpS
            (HOSTS ? token * 2 * id_lanes_of(job.layer) : 0);
 }
 
-/* Sends the expert ids of this rank's tokens to all peers. Each control warp sends those of
+/* Sends the expert ids of this rank's tokens to all peers. Each control warp sends the ids of
  * some tokens, several tokens at a time; each lane has one word (two ids) of one of these
  * tokens. The constructor starts to load the first ids when the kernel starts. make_words()
  * encodes them. send_ids() sends them, after op is set. */
@@ -276,7 +276,8 @@ static __device__ void compute_slabs(LowlatPlan &tables, const p2p_plan_job &job
 {
     const int experts = tables.num_experts, ranks = job.self.num_ranks;
     const int e = (int)threadIdx.x, warp = e / WARP;
-    /* Warps without an expert skip the work, which saves time for the others. */
+    /* Warps whose threads have no expert skip the work, so that they do not delay the other
+     * warps. */
     const bool has_experts = warp * WARP < experts;
     int32_t rows = 0, upto = 0;
     if (e < experts) {
@@ -539,9 +540,9 @@ static __device__ void write_slabs(const LowlatPlan &tables, const p2p_plan_job 
     }
 }
 
-/* Writes the header and the slabs of the plan. Called by all control warps, of which one writes
- * the header and one the slabs: those of the first and the second planning CTA. If there is
- * only one planning CTA, its control warp writes both. */
+/* Writes the header and the tables of slabs of the plan. Called by all control warps. The
+ * control warp of the first planning CTA writes the header, and that of the second one writes
+ * the slabs. If there is only one planning CTA, its control warp writes both. */
 static __device__ void write_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                          const OpState &op, const CtaRange &planning_ctas,
                                          uint32_t result)

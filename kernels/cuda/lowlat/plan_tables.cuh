@@ -60,8 +60,8 @@ struct LowlatPlan {
     /* max_tokens: how many tokens of each rank the tables have space for. num_groups: groups of
      * 32 tokens per rank. */
     int32_t max_tokens, num_groups;
-    /* num_experts, top_k: those of the layer. id_lanes: lanes that handle the ids of one token,
-     * LOWLAT_LANE_IDS ids each. */
+    /* num_experts, top_k: as in the layer. id_lanes: how many lanes handle the ids of one
+     * token, LOWLAT_LANE_IDS ids each. */
     int32_t num_experts, top_k, id_lanes;
     /* true: some token chose an expert twice, so masks do not give the slots */
     bool has_repeats;

@@ -99,8 +99,8 @@ __device__ __forceinline__ void load_unit_rows(const CombineState &c, SlotRows &
 }
 
 /* Returns this rank's partial sum for the unit: the sum of weight * row over its `count` slots,
- * in the order of the token's choices. The caller has loaded the first rows; this function
- * loads the others. */
+ * in the order of the token's choices. The caller has loaded the first LOWLAT_LOADED_ROWS rows;
+ * this function loads the rest. */
 template <class ROW, bool EXACT>
 __device__ __forceinline__ uint4 sum_loaded(const CombineState &c, SlotRows &rows,
                                             const Unit &u, int count)
@@ -146,8 +146,8 @@ template <class ROW> __device__ __forceinline__ void add_to(float (&total)[ROW::
 }
 
 /* Adds the partial sums of `ranks` (bit mask) to total, in the order of ranks. `own`: this
- * rank's partial sum. The others arrive in staging: the warp polls AT_ONCE of them together,
- * and then stores poison back. Returns false if the group of ranks has failed. */
+ * rank's partial sum. The peers' partial sums arrive in staging: the warp polls AT_ONCE of them
+ * together, and then stores poison back. Returns false if the group of ranks has failed. */
 template <class ROW, bool EXACT, int AT_ONCE>
 __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u,
                                             uint32_t ranks, uint4 own, float (&total)[ROW::N])

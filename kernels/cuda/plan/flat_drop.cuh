@@ -86,9 +86,10 @@ __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const Op
 }
 
 /* Counts the rows that each rank needs with the limits p.keep_limit, and exchanges the counts
- * with all ranks. Sets p.needed_rows (for the tokens of all ranks) and p.rows_before_cta (for
- * those of lower ranks). `search`: number of this exchange. Called by all threads of the CTA;
- * thread d handles the rows of rank d. Returns false if the group of ranks has failed. */
+ * with all ranks. Sets p.needed_rows (rows for the tokens of all ranks) and p.rows_before_cta
+ * (rows for the tokens of lower ranks). `search`: number of this exchange. Called by all
+ * threads of the CTA; thread d handles the rows of rank d. Returns false if the group of ranks
+ * has failed. */
 static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, const OpState &op,
                                          int search)
 {

@@ -41,12 +41,11 @@ enum { /* Bits of the template argument KIND, which says what the layer needs. *
  * expert; with EPIC_BY_K, one per expert and k. */
 struct Planner {
     device_plan_header header;
-    /* [num_tallies]: choices counted before those of this CTA: on lower ranks, and in lower
-     * CTAs of this rank */
+    /* [num_tallies]: how many choices lower ranks, and lower CTAs of this rank, have counted */
     int32_t *before_cta;
     int32_t *load; /* [num_tallies]: choices of all ranks */
-    /* FLAT only, [num_ranks]: receive-buffer rows needed on each rank. rows_before_cta counts
-     * those of lower ranks and lower CTAs, needed_rows those of all ranks' tokens. */
+    /* FLAT only, [num_ranks]: receive-buffer rows needed on each rank. rows_before_cta: for
+     * tokens of lower ranks and lower CTAs. needed_rows: for all ranks' tokens. */
     int32_t *rows_before_cta, *needed_rows;
     /* [num_experts]: first slot of the expert's slab. FLAT has no slabs: here it is the local
      * number of the expert on its rank. */
@@ -97,9 +96,9 @@ __host__ __device__ inline int num_choice_tallies(const p2p_plan_job &job)
     return (int)(job.layer.num_experts * (job.by_k ? job.layer.top_k : 1));
 }
 
-/* Returns how many tallies (counters) a warp has in all. Layout FLAT has one per rank more,
- * after those of the choices: it counts the rows that the rank needs. Each token that chooses
- * an expert of the rank counts once. */
+/* Returns how many tallies (counters) a warp has in all. In layout FLAT, the tallies of choices
+ * are followed by one tally per rank. It counts the rows that the rank needs: each token that
+ * chooses an expert of the rank counts once. */
 __host__ __device__ inline int num_tallies(const p2p_plan_job &job, bool flat)
 {
     return num_choice_tallies(job) + (flat ? job.self.num_ranks : 0);
@@ -157,8 +156,8 @@ static inline int planner_bytes_of(const p2p_plan_job &job)
 
 /* Says which choice each lane of a warp handles. A warp handles a group of tokens at a time,
  * with one choice per lane. A token with more than 32 choices is a group of its own, and the
- * warp handles it in two steps: first its choices 0 to 31, then the others (its two
- * *halves*). */
+ * warp handles it in two steps, the token's *halves*: choices 0 to 31, then choices 32 and
+ * up. */
 struct TokenLanes {
     /* group_tokens: tokens per group. num_halves: 1, or 2 if a token has more than 32
      * choices. */
