@@ -55,9 +55,10 @@ typedef struct p2p_gemm {
     const void *bias;
     /* [slots]: the bias is multiplied by this factor of its row; NULL: 1 */
     const float *bias_weights;
-    /* E4M3: [slots, blocks], one scale for each 128 numbers of a row */
+    /* only with E4M3: [slots, blocks], the scales of a, one for each 128 numbers of a row */
     const float *a_scales;
-    /* E4M3: [experts, blocks, blocks], one scale for each 128 x 128 numbers */
+    /* only with E4M3: [experts, blocks, blocks], the scales of b, one for each 128 x 128
+     * numbers */
     const float *b_scales;
     /* INPUT: an array with the shape and type of out, which is added to the result; NULL:
      * none */
@@ -81,8 +82,8 @@ typedef struct p2p_gemm {
     /* If above 1: each sum is divided into this many slices, which different CTAs compute.
      * Allowed only for products with one slab that fills all slots. */
     int32_t slices;
-    /* only with slices: [slices, rows of out, columns of out], memory for the sum of each
-     * slice */
+    /* only with slices: memory for the sum of each slice, [slices, rows of out, columns of
+     * out] */
     float *slice_sums;
 } p2p_gemm;
 
@@ -191,9 +192,11 @@ typedef struct p2p_incoming_job {
  * pieces. The product of these pieces has several sums for each result, and p2p_launch_fold()
  * adds them. */
 typedef struct p2p_pieces_job {
-    const float *from; /* split: [rows, columns]; fold: [rows, GATE_PIECES, columns] */
-    void *to;          /* split: bf16 [rows, places, columns]; fold: float32 [rows, columns] */
-    const float *bias; /* fold: [columns]; NULL: none */
+    /* input. split: float32 [rows, columns]; fold: sums [rows, GATE_PIECES, columns] */
+    const float *from;
+    /* output. split: bf16 [rows, places, columns]; fold: float32 [rows, columns] */
+    void *to;
+    const float *bias; /* fold: [columns], added to each row of the result; NULL: none */
     int64_t rows, columns;
     /* split: how many pieces are stored for each number; one piece may be stored twice */
     int32_t places;

@@ -19,7 +19,8 @@
 /* number of 16-bit numbers of a stage along the summed dimension; of e4m3 numbers: 128 */
 #define BK 64
 #define STAGES 4
-#define GROUP_BYTES (64 * 128) /* 64 lines of 128 bytes: one box with 128-byte swizzle */
+/* bytes of one box of a tensor copy: 64 lines of 128 bytes, with 128-byte swizzle */
+#define GROUP_BYTES (64 * 128)
 #define A_BYTES (2 * GROUP_BYTES)
 #define B_BYTES (4 * GROUP_BYTES)
 #define STAGE_BYTES (A_BYTES + B_BYTES)
@@ -54,7 +55,8 @@ struct Job {
     const int32_t *num_tiles;
     const void *bias;
     const float *bias_weights;
-    const float *a_scales, *b_scales; /* E4M3 only */
+    /* only with E4M3: scales of a and b (experts/grouped.h) */
+    const float *a_scales, *b_scales;
     void *out;
     const void *addend; /* INPUT: an array that is added to the result; NULL: none */
     int64_t columns;    /* number of columns of out */

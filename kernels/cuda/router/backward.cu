@@ -222,7 +222,8 @@ static cudaError_t launch_scale(const p2p_router_backward_job *job, cudaStream_t
                          *job);
 }
 
-/* Launches the kernel instance for V columns per lane (0: any number). */
+/* Launches router_backward_kernel for rows of V columns per lane. V = 0: for any number of
+ * columns. */
 template <int V>
 static cudaError_t launch_width(const p2p_router_backward_job *job, cudaStream_t stream)
 {

@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     write_weights(job, c, of_score ? s : z, token);
 }
 
-/* Launches the kernel instance for V columns per lane (0: any number). */
+/* Launches router_kernel for rows of V columns per lane. V = 0: for any number of columns. */
 template <int V>
 static cudaError_t launch_width(const p2p_router_job *job, const Deal &deal,
                                 cudaStream_t stream)

@@ -127,8 +127,8 @@ static __device__ double factor_of(const p2p_loss_job &job)
 }
 
 /* FORWARD: computes the sum of the loss over each run of tokens. BACKWARD: writes the gradient
- * of their logits. One warp works on one run. For the balance loss by sequences, the whole CTA
- * visits the sequences that its runs overlap, one after the other. */
+ * of the tokens' logits. One warp works on one run. For the balance loss by sequences, the
+ * whole CTA visits the sequences that its runs overlap, one after the other. */
 template <Pass PASS, bool Z>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     loss_kernel(const __grid_constant__ p2p_loss_job job)

@@ -121,7 +121,7 @@ template <int V, class T, class F> __device__ __forceinline__ T add_columns(int 
 
 /* ------------------------------------------------------------------------- elements ---- */
 
-/* Returns a number of float32 or a 16-bit type as float32. */
+/* Returns *p, a float32 or 16-bit number, as float32. */
 __device__ __forceinline__ float load_element(const float *p)
 {
     return *p;
