@@ -95,7 +95,7 @@ typedef struct ffi_requirement {
     uint32_t types; /* a set of FFI_SET bits */
     int64_t count;  /* required number of elements, or FFI_ANY_COUNT */
     bool result;    /* true for a result, false for an argument */
-    bool optional;  /* the array may be absent; one byte (FFI_U8) then replaces it */
+    bool optional;  /* true: the array may be absent, and one byte (FFI_U8) then replaces it */
 } ffi_requirement;
 
 /* Returns the next argument or result of the frame. If it does not meet the requirements,
@@ -114,7 +114,9 @@ ffi_array ffi_read_result(ffi_reader *reader, const char *name, uint32_t types, 
 ffi_array ffi_read_result_or_none(ffi_reader *reader, const char *name, uint32_t types,
                                   int64_t count);
 int32_t ffi_read_arg_int(ffi_reader *reader,
-                         const char *name); /* one int32, or 0 if it is on a GPU */
+                         /* returns the int32 of an array with one element, or 0 if it is on a
+                          * GPU */
+                         const char *name);
 
 /* Read an attribute by its name. ffi_read_uint() checks that the number fits. ffi_read_text()
  * writes at most `size` bytes, with the final zero byte. */

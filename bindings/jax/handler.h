@@ -34,7 +34,7 @@ typedef uint32_t handler_channel;
  * names. The handler refuses an array whose number of elements is not their product. */
 typedef enum handler_dim {
     DIM_ONE,
-    DIM_ANY, /* any number of bytes; the core checks it */
+    DIM_ANY, /* this array may have any number of bytes; the core checks it */
     DIM_TOKENS,
     DIM_TOP_K,
     DIM_SLOTS,
@@ -84,14 +84,15 @@ typedef enum handler_kind {
     HANDLER_ARRAY,    /* one array */
     HANDLER_PLAN,     /* a finished plan: its bytes, and its channel in the tail */
     HANDLER_NEW_PLAN, /* memory for the plan that this call makes */
-    HANDLER_SITE,     /* two arrays of one int32: number of the call site, rank */
-    HANDLER_CHANNEL   /* one int32: the caller's channel, or -1 for none */
+    /* two arrays of one int32: the number of the call site, and this device's rank */
+    HANDLER_SITE,
+    HANDLER_CHANNEL /* one int32: the caller's channel, or -1 for none */
 } handler_kind;
 
 /* Values of handler_array.types that stand for a type of this call. */
 enum {
-    HANDLER_ROW_TYPE = 1u << 25,    /* type of the array that has HANDLER_SETS_TYPE, or of the
-                                       options */
+    /* row type of the call: that of the array with HANDLER_SETS_TYPE, or from the options */
+    HANDLER_ROW_TYPE = 1u << 25,
     HANDLER_WIDE_TYPE = 1u << 26,   /* EPIC_F64 if the rows are EPIC_F64, else EPIC_F32 */
     HANDLER_WEIGHT_TYPE = 1u << 27, /* the type of the experts' weights */
     HANDLER_BIAS_TYPE = 1u << 28,   /* the type of the experts' biases */

@@ -42,7 +42,8 @@ bool local_is_query(ffi_frame *frame, bool on_device)
  * used: this call takes that result as an argument, and has a side effect. */
 static ffi_error *keep_call(ffi_frame *frame, bool on_device)
 {
-    (void)local_is_query(frame, on_device); /* answers XLA's query, if this is a query */
+    /* if XLA's call is a query of the handler's traits, answers it */
+    (void)local_is_query(frame, on_device);
     return NULL;
 }
 

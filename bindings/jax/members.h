@@ -36,7 +36,7 @@ typedef struct member_use {
 typedef enum member_status {
     MEMBER_OK,
     MEMBER_NONE,          /* no group of this name was ever open on the device */
-    MEMBER_CLOSED,        /* the group of this name was closed */
+    MEMBER_CLOSED,        /* the group of this name was open on the device, and is closed now */
     MEMBER_OTHER_DEVICES, /* the group was opened with other devices than the program's */
     /* the device's rank in the program's mesh is not its rank in the group */
     MEMBER_OTHER_RANK,

@@ -17,7 +17,7 @@ static char no_elements[64];
 
 torch_call call_begin(const char *op, torch_value *stack, uint64_t num_results)
 {
-    torch_call call; /* its arrays are filled later */
+    torch_call call; /* the arrays in it stay uninitialized here; they are filled later */
     call.op = op;
     call.stack = stack;
     call.has_out = num_results == 0;

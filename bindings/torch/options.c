@@ -86,7 +86,7 @@ epic_experts read_shared(torch_call *call, epic_experts experts, uint32_t weight
 void read_compared(torch_call *call, compared_options *out, const epic_layer *layer)
 {
     *out = (compared_options){.moe.layer = layer};
-    mlp_types types = {0}; /* the numbers contain all types */
+    mlp_types types = {0}; /* all zero, because here the arguments contain every type */
     out->moe.balance_coeff = call_float(call);
     out->moe.z_coeff = call_float(call);
     out->moe.sequence_tokens = call_int(call);

@@ -67,7 +67,7 @@ typedef struct mlp_types {
  * *types supplies types that the arguments do not contain, and receives the gradient type. */
 epic_experts read_experts(torch_call *call, mlp_types *types);
 epic_experts read_shared(torch_call *call, epic_experts experts,
-                         uint32_t weight_type); /* its inner is 0 if the layer has no shared
-                                                   expert */
+                         /* returns a struct with inner 0 if the layer has no shared expert */
+                         uint32_t weight_type);
 
 #endif

@@ -14,8 +14,9 @@
 
 #include "epic/epic.h"
 
-#define EPIC_MAX_RANKS 1024  /* largest group of a host backend */
-#define EPIC_MAX_OP_SLOTS 64 /* operations that one rank can have in flight */
+#define EPIC_MAX_RANKS 1024 /* largest group of a host backend */
+/* largest max_in_flight: operations that one rank can have in flight */
+#define EPIC_MAX_OP_SLOTS 64
 
 struct epic_transport; /* backend/transport.h */
 struct epic_ops;       /* backend/ops.h */
@@ -41,7 +42,7 @@ typedef struct epic_peer {
 
 /* The arguments of join.  They are valid during the call only. */
 typedef struct epic_join {
-    const epic_bootstrap *bootstrap; /* gather, rank and num_ranks are checked */
+    const epic_bootstrap *bootstrap; /* epic_open has checked gather, rank and num_ranks */
     const epic_config *config;       /* defaults filled in; equal on all ranks */
     const epic_peer *peers;          /* [num_ranks] */
     uint64_t group_id;               /* random; equal on all ranks */

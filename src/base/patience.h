@@ -14,7 +14,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#define LATE_NS 500000 /* a sched_yield() that takes longer returns late */
+#define LATE_NS 500000 /* a sched_yield() that takes longer than this counts as late */
 #define LEAST_SLEEPS 8 /* waits that sleep at once after the first late return */
 #define MOST_SLEEPS 1024
 

@@ -283,7 +283,8 @@ bool recorder_read(const recorder_page *page, int i, recorder_entry *out,
 {
     const recorder_record *record = &page->records[i];
     for (int tries = 0; tries < 10000; tries++) {
-        if (tries % 64 == 63) sched_yield(); /* the writer may need this core to finish */
+        /* yield, because the writer may need this core to finish its write */
+        if (tries % 64 == 63) sched_yield();
         const uint64_t before = atomic_load_explicit(&record->seqlock, memory_order_acquire);
         if (before == 0) return false;
         if (before & 1) continue;

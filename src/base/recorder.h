@@ -85,7 +85,8 @@ typedef struct recorder_entry {
  * written.  `words` are a recorder_entry. */
 typedef struct recorder_record {
     _Atomic uint64_t seqlock;
-    _Atomic uint64_t in_flight; /* 1 from recorder_begin() to recorder_end() */
+    /* 1 while the operation runs: from recorder_begin() to recorder_end() */
+    _Atomic uint64_t in_flight;
     _Atomic uint64_t words[RECORDER_WORDS];
     _Atomic uint64_t pad[6];
 } recorder_record;

@@ -31,7 +31,8 @@ typedef struct tag_table {
 } tag_table;
 
 #define TAGS_AT_FIRST 1024
-#define TAGS_BYTES ((int64_t)(TAGS_AT_FIRST * sizeof(tag_entry))) /* before the table grows */
+/* bytes of a table that has not grown */
+#define TAGS_BYTES ((int64_t)(TAGS_AT_FIRST * sizeof(tag_entry)))
 
 /* Opens an empty table. At most max_in_flight operations may be in flight at the same time.
  * Errors: EPIC_ENOMEM. tags_close() frees the table. It accepts a table of zeros. */

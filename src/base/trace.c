@@ -19,7 +19,7 @@
 
 struct epic_trace {
     int fd;
-    bool has_failed; /* a write has failed; nothing more is written */
+    bool has_failed; /* true: a write has failed, and nothing is written any more */
     int64_t written;
     size_t filled;
     pthread_mutex_t mutex; /* guards all fields: operations of different tags run in parallel */

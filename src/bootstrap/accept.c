@@ -22,14 +22,14 @@
 
 #include "bootstrap/tcp.h"
 
-#define JOINER_MS 10000 /* time for a joiner's hello and proof */
+#define JOINER_MS 10000 /* a joiner must send its hello and proof within this time */
 #define LINGER_MS 2000  /* time to accept and inform late ranks after a failure */
 #define SEND_MS 1000    /* time to send a short message */
 /* how long rank 0 waits for a free descriptor before the bootstrap fails */
 #define FULL_MS 1000
 #define FULL_NAP_MS 10 /* length of one sleep while it waits for a descriptor */
 #define MAX_JOINERS 1024
-#define SPARE_JOINERS 64 /* joiners in addition to one for each rank */
+#define SPARE_JOINERS 64 /* rank 0 keeps one joiner per rank and this many more */
 
 /* A connection whose rank has not joined yet. */
 typedef struct joiner {
@@ -66,7 +66,7 @@ typedef struct acceptor {
 
     int full_ms;            /* time that rank 0 has waited for a free descriptor */
     int num_refused;        /* number of refused connections */
-    char refusal[160];      /* reason of the last refusal */
+    char refusal[160];      /* why the last joiner was refused */
     int32_t rank_of_second; /* rank that two processes claimed; 0: no such rank */
 } acceptor;
 

@@ -119,7 +119,7 @@ static epic_result send_proof(connector *c, epic_link *link, const epic_hello *t
         c->is_done = true;
         return epic_fail(EPIC_ENOTSUP, "libcrypto refused to compute an HMAC");
     }
-    if (has_secret) /* if this fails, wait_for_entry() fails too */
+    if (has_secret) /* if this send fails, wait_for_entry() reports it */
         (void)epic_frame_send_bytes(link->socket, proof, sizeof proof, c->limit);
     return EPIC_OK;
 }

@@ -45,7 +45,7 @@ static const launcher launchers[] = {
 /* The values that one launcher has set for this process. */
 typedef struct claim {
     const launcher *by;    /* the launcher; NULL: it has set no variables */
-    const char *size_name; /* variable of num_ranks; NULL: num_ranks is unknown and 0 */
+    const char *size_name; /* the variable that holds num_ranks; NULL: none, num_ranks is 0 */
     int64_t rank, num_ranks;
 } claim;
 

@@ -53,8 +53,9 @@ typedef struct epic_frame {
     uint64_t length;  /* bytes after this header */
     uint32_t left_ms; /* time until the sender gives up */
     uint32_t zero;
-    uint8_t digest[FRAME_TAG]; /* of the bytes:  SHA-256 with a secret, else a checksum */
-    uint8_t tag[FRAME_TAG];    /* HMAC of the fields above; without a secret zeros */
+    /* of the bytes after the header: SHA-256 with a secret, otherwise a checksum */
+    uint8_t digest[FRAME_TAG];
+    uint8_t tag[FRAME_TAG]; /* HMAC of the fields above; without a secret zeros */
 } epic_frame;
 
 _Static_assert(sizeof(epic_hello) == 64, "no hidden padding");

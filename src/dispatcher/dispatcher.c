@@ -21,8 +21,8 @@ struct epic_dispatcher {
     epic_slots slots;     /* outputs of dispatch */
     epic_slots gradients; /* outputs of combine_backward, in separate memory */
     int64_t num_tokens;   /* tokens of the current dispatch; -1: no dispatch yet */
-    bool weighted;        /* the current dispatch has weights */
-    bool spread;          /* combine_backward has run since the last dispatch */
+    bool weighted;        /* true: the current dispatch has weights */
+    bool spread;          /* true: combine_backward has run since the last dispatch */
 };
 
 /* ------------------------------------------------------------------------------ memory ---- */

@@ -65,14 +65,16 @@ typedef struct exchange {
     const epic_op_header **headers;
     /* number of items of each source (scatter) or home (collect) */
     int64_t *items;
-    int64_t *sends, *receives;    /* entries to and from each rank in this flow */
-    int64_t *num_sent, *num_read; /* entries sent to and read from each rank */
-    int64_t *next_item_to;        /* next item to send to each peer */
+    int64_t *sends, *receives; /* entries to and from each rank in this flow */
+    /* how many of them were sent to and read from each rank so far */
+    int64_t *num_sent, *num_read;
+    int64_t *next_item_to; /* next item to send to each peer, and below its next piece */
     int32_t *next_piece_to;
     int64_t *next_item_from; /* next item to read from each peer */
     ring_cost *ring_costs;   /* cost of the ring to each peer; kept between operations */
     const void **rows;
-    double *sums;          /* [num_ranks, 64] dot products in progress */
+    /* [num_ranks, 64] dot products of slots whose later pieces have not arrived */
+    double *sums;
     unsigned char *row;    /* one quantized row, max_row_bytes + 64 bytes */
     unsigned char *pieces; /* [TREE_LEVELS + 1, PIECE_MAX] scratch rows for partials */
 } exchange;

@@ -260,7 +260,8 @@ static int num_words_of(const option *o)
     return o->kind == KIND_REAL || o->kind == KIND_LONG ? 2 : 1;
 }
 
-/* Writes the name of a value, or its number if the list has no name for it. */
+/* Writes the name of an enum value, or the value itself if the list o->choices has no name for
+ * it. */
 static void describe_choice(char text[40], const option *o, uint32_t value)
 {
     const char *word = choices[o->choices];

@@ -156,7 +156,8 @@ static void load_libraries(void)
         snprintf(b->name + length, sizeof b->name - length, ", %s for bfloat16", onednn_name());
 }
 
-/* Returns the functions of OpenBLAS, loaded by the first call. `loaded` may be false. */
+/* Returns the functions of OpenBLAS. The first call loads it. If it was not found, the field
+ * `loaded` is false. */
 static const blas *get_blas(void)
 {
     pthread_once(&once, load_libraries);

@@ -45,8 +45,8 @@ typedef struct experts_job {
     const void *b_gate_up;
     const void *b_down;
 
-    void *saved;          /* forward: out, result of the first product */
-    void *y;              /* forward: out, result of the second product */
+    void *saved;          /* forward: output, the result of the first product */
+    void *y;              /* forward: output, the result of the second product */
     const void *saved_in; /* backward: the array that forward wrote to `saved` */
     const void *d_y;      /* backward: gradient of y */
     void *d_x, *d_w_gate_up, *d_w_down, *d_b_gate_up, *d_b_down;

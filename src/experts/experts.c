@@ -74,7 +74,8 @@ static epic_result check_counts(const experts_job *job, int64_t num_slots)
         return epic_fail(
             EPIC_EINVAL,
             "expert_rows is NULL: it must point to the counts that epic_plan returns");
-    if (job->is_device) return EPIC_OK; /* kernels ignore rows that exceed num_slots */
+    /* the host cannot read the counts; kernels ignore rows that exceed num_slots */
+    if (job->is_device) return EPIC_OK;
     for (uint32_t e = 0; e < job->experts.num_local_experts; e++) {
         const int64_t rows = job->expert_rows[e];
         const int64_t tokens = tokens_of(job, e);

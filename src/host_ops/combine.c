@@ -20,7 +20,7 @@ typedef struct combining {
     const host_kernels *kernels;
     exchange *x;
     plan_view plan;
-    epic_type type, partial_type; /* of rows and out; of partials */
+    epic_type type, partial_type; /* type: of rows and out; partial_type: of partials */
     const char *rows_name;
     epic_const_rows rows;
     epic_rows out;

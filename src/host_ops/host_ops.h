@@ -53,7 +53,7 @@ epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_arg
  * return the error. */
 typedef struct plan_op {
     plan_view plan; /* valid unless `damaged` is true */
-    bool damaged;   /* this rank's plan or other data must not be used */
+    bool damaged;   /* true: this rank's plan or other data is damaged and must not be used */
     epic_op_header op_header;
 } plan_op;
 

@@ -15,7 +15,8 @@
 #include "base/error.h"
 #include "host_ops/host_ops.h"
 
-#define CHUNK 256      /* floats that are added at a time */
+/* number of floats that are added at a time, so that partial sums stay in the cache */
+#define CHUNK 256
 #define MOST_LEVELS 18 /* levels of a tree over MAX_EXPERTS leaves */
 
 /* One call of epic_sum_replicas. */

@@ -187,7 +187,9 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
                       moe_dense_ops(j)->sum_in_tree(z, j->blocks)};
     if (j->moe.flags & EPIC_SUM_DENSE) {
         float sums[2] = {(float)both[0],
-                         (float)both[1]}; /* exact, as all numbers are float32 here */
+                         /* the conversion is exact, because both losses are float32 in this
+                          * case */
+                         (float)both[1]};
         const epic_allreduce_sum_args sum = {
             .call = j->call, .data = sums, .count = 2, .order = j->layer.sum_order};
         TRY(epic_allreduce_sum(j->ctx, &sum));

@@ -76,7 +76,8 @@ static void check_and_beat(net_liveness *l, int host, int64_t now)
     }
     const ssize_t sent = send(l->sockets[host], &(char){BEAT_BYTE}, 1, MSG_NOSIGNAL);
     if (sent < 0 && errno != EAGAIN && errno != EINTR)
-        read_beats(l, host); /* the peer's close byte may have arrived */
+        /* sending failed; perhaps the peer has closed, and its close byte has arrived */
+        read_beats(l, host);
 }
 
 /* The main function of the thread: sleeps until bytes arrive or the next byte is due, then

@@ -24,7 +24,8 @@
 
 /* accepted connections without a complete handshake; a further one replaces the oldest */
 #define MAX_INCOMING 32
-#define ADDRESS_TRY_MS 1000         /* how long to try one address */
+/* an attempt to connect to one address may take this long */
+#define ADDRESS_TRY_MS 1000
 #define RETRY_PAUSE_MS 50           /* wait after an address refused, before the next one */
 #define POLL_MS 50                  /* longest sleep of one poll() */
 #define MAGIC 0x656e696c63697065ull /* "epicline" in memory */
@@ -52,7 +53,8 @@ typedef struct connect_state {
     const unsigned char *handles; /* handles of all hosts, in the order of hosts */
     connection outgoing[NET_MAX_HOSTS];
     connection incoming[MAX_INCOMING];
-    int next_incoming; /* counts accepted connections */
+    /* number of accepted connections, to find the oldest entry of `incoming` */
+    int next_incoming;
 } connect_state;
 
 static epic_result fail_with_errno(const char *what)

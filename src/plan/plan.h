@@ -128,8 +128,8 @@ typedef struct planner { /* a plan while it is made */
     /* The workspace. A limit is the largest number of choices that an expert keeps. */
     int32_t *count; /* [num_experts] number of the group's choices of each expert */
     int32_t *owner; /* [num_experts] rank of each expert */
-    int32_t *local; /* [num_experts] number among that rank's experts */
-    int32_t *begin; /* [num_experts] first slot of the slab on that rank */
+    int32_t *local; /* [num_experts] number of the expert among those of its rank */
+    int32_t *begin; /* [num_experts] first slot of the expert's slab, on its rank */
     int32_t *quota; /* [num_experts] number of choices within expert_capacity */
     int32_t *limit; /* [num_experts] limit of each expert */
     /* [num_experts] number of choices placed so far, or the slot of the next one */
@@ -154,7 +154,7 @@ int64_t layer_find_misplaced(const epic_layer *layer, int32_t num_ranks,
 /* The first error in a table of replicas. Both fields are -1 if there is none. */
 typedef struct replicas_error {
     int64_t expert;  /* expert whose entry is out of range; -1: none */
-    int64_t logical; /* its entry, or a logical expert without a replica; -1: none */
+    int64_t logical; /* the invalid entry, or a logical expert without a replica; -1: none */
 } replicas_error;
 
 /* Checks a table of replicas, which may be NULL. Returns its first error. */

@@ -217,8 +217,8 @@ static void place_slabs(planner *p)
         if (p->expert_of[l] < 0) p->slab_begin[l + 1] = (int32_t)h->num_slots;
 }
 
-/* Where the choices of one token go. slot[k] is the slot (FLAT: row) on rank[k], or an
- * EPIC_FATE value. */
+/* Where the choices of one token go. slot[k] is choice k's slot on rank[k] (in layout FLAT, its
+ * row), or an EPIC_FATE value if the choice goes nowhere. */
 typedef struct choices {
     int32_t slot[MAX_TOP_K];
     int32_t rank[MAX_TOP_K];

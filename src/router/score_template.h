@@ -6,7 +6,7 @@
 
 #include "rules/scalar_template.h"
 
-#define SUM_BLOCK 1024 /* elements that are added with SUM_LANES partial sums */
+#define SUM_BLOCK 1024 /* number of elements that SUM_LANES partial sums add */
 #define SUM_LANES 32   /* partial sums, one for each lane of a warp */
 
 /* Converts n elements of `type` to REAL. If REAL is double, `type` is EPIC_F64 and the elements

@@ -32,7 +32,7 @@
 #define DEVICE_MAX_EXPERTS 8192
 #define DEVICE_MAX_TALLIES                   \
     (DEVICE_MAX_EXPERTS + DEVICE_MAX_RANKS + \
-     16) /* one word for each expert and each rank, and a few more */
+     16) /* one word for each expert and each rank, and 16 more */
 #define DEVICE_MAX_TOP_K 64
 #define DEVICE_PLAN_MAGIC 0x6e616c5063697045ull /* "EpicPlan" */
 

@@ -42,7 +42,8 @@ SCALAR float power_of_two(int32_t n)
  * multiplies by 2^n. */
 SCALAR float exp_f32(float x, float low)
 {
-    const float near = 0x1.8p23f; /* adding and subtracting it rounds to an integer */
+    /* adding this number and subtracting it again rounds to an integer */
+    const float near = 0x1.8p23f;
     const float t = x < LOWEST_F32 ? LOWEST_F32 : x;
     const float sum = t * 0x1.715476p0f + near;
     const float n = sum - near;

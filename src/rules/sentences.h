@@ -35,25 +35,25 @@
     "table: rank %d, row %lld, k %lld has expert %lld: must be below num_experts + " \
     "zero_experts %lld, or negative for no expert"
 
-#define SENTENCE_CAPACITY /* arguments: rank, slots, needed */                            \
+#define SENTENCE_CAPACITY /* arguments: rank, slots that it has, slots that it needs */   \
     "capacity: rank %d has %lld slots and needs %lld; give it more (epic_capacity_bound " \
     "never overflows) or let the layer drop"
 
-#define SENTENCE_TOKENS /* arguments: name of the rows, tokens, the plan's */ \
-    "%s.num_rows is %lld: the plan has %lld tokens on this rank"
+/* arguments: name of the rows, their number, the plan's number of tokens */
+#define SENTENCE_TOKENS "%s.num_rows is %lld: the plan has %lld tokens on this rank"
 
-#define SENTENCE_ROWS /* arguments: name of the rows, rank, rows, needed */ \
+#define SENTENCE_ROWS /* arguments: rows' name, rank, its rows, slots of its plan */ \
     "%s.num_rows: rank %d has %lld rows, its plan occupies %lld slots; pass as many rows"
 
 #define SENTENCE_LOCAL /* arguments: rank, rows, local experts */                        \
     "data.num_rows: rank %d has %lld rows, the plan has %lld local experts; pass a row " \
     "for each"
 
-#define SENTENCE_ROOM /* arguments: num_local_experts, experts of a rank */ \
+#define SENTENCE_ROOM /* arguments: num_local_experts, largest number of experts on a rank */ \
     "moe.experts.num_local_experts is %lld: the placement gives a rank %lld"
 
-#define SENTENCE_UNEQUAL /* arguments: tokens of rank 0, tokens, rank */                   \
-    "x.num_rows is %lld on rank 0 and %lld on rank %d: EPIC_TREE needs as many tokens on " \
+#define SENTENCE_UNEQUAL /* arguments: tokens of rank 0, tokens of another rank, that rank */ \
+    "x.num_rows is %lld on rank 0 and %lld on rank %d: EPIC_TREE needs as many tokens on "    \
     "every rank"
 
 #define SENTENCE_LAYER \

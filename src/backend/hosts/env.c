@@ -9,11 +9,12 @@
 #include "base/error.h"
 
 #define MAX_THREADS 7         /* largest value of EPIC_NET_THREADS */
-#define DEFAULT_MAX_THREADS 6 /* upper limit of the default */
+#define DEFAULT_MAX_THREADS 6 /* largest default of EPIC_NET_THREADS */
 /* The default number of threads is never 1: a single thread would only take work from the proxy
  * thread. A default below this number becomes 0. */
 #define DEFAULT_MIN_THREADS 2
-#define CORES_PER_THREAD 2 /* cores that each thread needs; measured in docs/lab/hosts.md */
+/* the default is one thread per this many cores; measured in docs/lab/hosts.md */
+#define CORES_PER_THREAD 2
 
 const net_engine *hosts_env_engine(char *why)
 {
@@ -23,7 +24,8 @@ const net_engine *hosts_env_engine(char *why)
 
 enum { SWITCH_OFF, SWITCH_ON, SWITCH_UNSET };
 
-/* Reads a variable whose value is 0 or 1. */
+/* Reads a variable whose value is 0 or 1. `without` completes the error sentence: it says what
+ * happens if the variable is unset. */
 static epic_result read_switch(const char *name, const char *without, int *value)
 {
     const char *text = getenv(name);

@@ -25,7 +25,8 @@
 /* size of the ring of epochs whose puts are not done; kernels wait, so that there are at most
  * two */
 #define MAX_OPEN_EPOCHS 4
-#define MAX_ENTRIES 256 /* ring entries to read before the thread posts puts */
+/* the thread reads at most this many ring entries before it posts puts */
+#define MAX_ENTRIES 256
 /* with fewer puts in flight to a host, the net has capacity for partial batches */
 #define FEW_IN_FLIGHT 4
 /* Limits per host. Urgent puts beyond the limit wait, and are joined meanwhile. The bytes of
@@ -34,16 +35,17 @@
 #define MAX_BYTES_IN_FLIGHT (2u << 20)
 #define URGENT_MAX_PUTS 4 /* an urgent batch with more puts waits for more pieces */
 #define URGENT_QUIET_US 5 /* the wait ends when no urgent piece has arrived for this long */
-#define PREFETCH_LINES 4  /* cache lines of ring entries to prefetch */
+#define PREFETCH_LINES 4  /* how many cache lines of ring entries to prefetch ahead */
 /* calls of proxy_progress() without progress before the first sleep */
 #define IDLE_ROUNDS 64
 /* the thread also polls this long before the first sleep, if it may use SPARE_CORES cores or
  * more */
 #define SPIN_US 200
 #define SPARE_CORES 8
-#define FIRST_NAP_US 20       /* length of the first sleep; each later one is twice as long */
-#define MAX_NAP_BUSY_US 50    /* longest sleep while an operation runs */
-#define MAX_NAP_IDLE_US 20000 /* longest sleep otherwise; hosts_proxy_wake() ends it */
+#define FIRST_NAP_US 20    /* length of the first sleep; each later one is twice as long */
+#define MAX_NAP_BUSY_US 50 /* longest sleep while an operation runs */
+/* longest sleep while no operation runs; hosts_proxy_wake() ends it */
+#define MAX_NAP_IDLE_US 20000
 #define MESSAGE_TIMEOUT_MS 2000
 
 /* A state word has a place in every peer's inbox, and the value there is this rank's newest
@@ -68,7 +70,7 @@ typedef struct message { /* the message that a caller of hosts_proxy_send() send
 struct hosts_proxy {
     hosts_proxy_setup setup;
     pthread_t thread;
-    pthread_mutex_t mutex; /* held by hosts_proxy_send(): one call at a time */
+    pthread_mutex_t mutex; /* held during hosts_proxy_send(), so that one call runs at a time */
     message messages[NET_MAX_HOSTS];
     int is_closing;
     int is_asleep;   /* 1 while the thread sleeps */
@@ -84,8 +86,8 @@ struct hosts_proxy {
     uint64_t num_read;              /* ring entries read so far */
     uint64_t pieces;                /* entries read that are pieces */
     uint64_t bytes, puts;           /* bytes and puts into which these pieces were joined */
-    uint64_t max_puts_in_flight;    /* limit of row puts to one host */
-    uint64_t posted[NET_MAX_HOSTS]; /* puts and words to each host */
+    uint64_t max_puts_in_flight;    /* largest number of row puts in flight to one host */
+    uint64_t posted[NET_MAX_HOSTS]; /* number of puts and words posted to each host */
     /* number of urgent puts to each host, and for the last ones their numbers among all puts */
     uint64_t num_urgent[NET_MAX_HOSTS];
     uint64_t urgent[NET_MAX_HOSTS][MAX_URGENT_IN_FLIGHT];
@@ -440,7 +442,8 @@ void hosts_proxy_send(hosts_proxy *p, int host, uint64_t at, uint32_t bytes)
         hosts_proxy_wake(p);
         wait_for_message(m);
     }
-    int asked = MESSAGE_REQUESTED; /* withdraw the message if it is not posted yet */
+    /* after the timeout: withdraw the message if it is not posted yet */
+    int asked = MESSAGE_REQUESTED;
     __atomic_compare_exchange_n(&m->state, &asked, MESSAGE_IDLE, false, __ATOMIC_ACQ_REL,
                                 __ATOMIC_RELAXED);
     pthread_mutex_unlock(&p->mutex);

@@ -33,16 +33,16 @@ typedef struct put_batch {
     span spans[MAX_SPANS];
 } put_batch;
 
-typedef struct list { /* oldest first */
+typedef struct list { /* a linked list of batches, the oldest first */
     int first, last;
 } list;
 
 /* The batches of all hosts. */
 struct put_batcher {
-    uint32_t words;        /* words of a batch */
+    uint32_t words;        /* number of words in a batch */
     uint32_t per_host;     /* number of batches in a heap */
     uint32_t num_urgent;   /* batches below this index are urgent */
-    uint64_t added;        /* number of pieces so far */
+    uint64_t added;        /* number of pieces added so far */
     int num_free, current; /* current: the batch being posted; -1: none */
     int next_span;         /* index of the next span of `current` to post */
     list free;

@@ -116,7 +116,7 @@ void control_close(epic_group *group)
 }
 
 /* Returns whether all control messages of this rank have been sent. Also returns true if MPI
- * fails. */
+ * fails, because waiting longer would not help. */
 bool control_is_sent(epic_group *group)
 {
     int sent = 1;

@@ -14,7 +14,7 @@
 #include "base/thread.h"
 
 #define PACE_NS 1000000
-#define IDLE_LOOKS 20 /* milliseconds without unsent rows before the thread sleeps */
+#define IDLE_LOOKS 20 /* polls (one per ms) without unsent rows before the thread sleeps */
 
 static void wake_drain(epic_group *group)
 {

@@ -40,15 +40,15 @@
 #define FIRST_ROW_TAG 1
 #define MIN_SEGMENT 8704 /* bytes; every exchange must be able to send an entry of this size */
 #define NUM_RECEIVE_BUFFERS 16 /* receives that are always posted for control messages */
-#define NUM_SEND_BUFFERS 64    /* status requests and replies in flight */
+#define NUM_SEND_BUFFERS 64    /* largest number of status requests and replies in flight */
 
 /* The kinds of control messages. */
 enum message_kind {
     MESSAGE_HEADER = 1,
     MESSAGE_FAILURE,
     MESSAGE_CLOSED,
-    MESSAGE_STATUS_REQUEST, /* requests the receiver's status in the exchange (tag, sequence) */
-    MESSAGE_STATUS_REPLY    /* the reply to MESSAGE_STATUS_REQUEST */
+    MESSAGE_STATUS_REQUEST, /* asks for the receiver's status in the exchange (tag, sequence) */
+    MESSAGE_STATUS_REPLY    /* answers MESSAGE_STATUS_REQUEST */
 };
 
 /* The status of a rank, which it sends to a peer that waits for it. */
@@ -117,8 +117,8 @@ typedef struct staging_ring {
     int64_t num_entries; /* entries of the flow */
     /* entries of the flow that the writer has sent, or the reader dropped */
     int64_t moved;
-    uint64_t first;       /* first segment of the flow */
-    uint64_t num_started; /* segments passed to MPI so far */
+    uint64_t first;       /* number of the flow's first segment */
+    uint64_t num_started; /* number of segments passed to MPI, over all flows */
     int64_t offset;       /* send rings: offset in each segment at which the entries begin */
 } staging_ring;
 
@@ -133,7 +133,7 @@ typedef struct wait_state {
     bool is_waiting;
     uint32_t phase;
     int64_t last_ns;            /* when a thread last waited */
-    int64_t unchanged_since_ns; /* when something last changed */
+    int64_t unchanged_since_ns; /* when the slot last saw a change */
     int64_t requested_ns;       /* when this rank last sent status requests for this wait */
     uint64_t waits_for[RANK_WORDS];
 } wait_state;
@@ -147,7 +147,8 @@ typedef struct op_slot {
     unsigned num_events,
         /* number of changes that end a wait, now and at the end of the last wait */
         num_seen_events;
-    int num_misses;      /* calls without a result since MPI was last polled */
+    /* calls of room() or entry() without a result since MPI was last polled */
+    int num_misses;
     unsigned num_looks;  /* number of polls of MPI during waits */
     bool waits_for_room; /* the thread waits until a ring has room */
     wait_state wait;
@@ -184,14 +185,15 @@ struct epic_group {
     control_message *receive_buffers; /* [NUM_RECEIVE_BUFFERS] */
     MPI_Request receive_requests[NUM_RECEIVE_BUFFERS];
     uint32_t max_early;
-    uint64_t last_tag, last_sequence; /* of this rank's last announced operation */
+    /* tag and sequence number of this rank's last announced operation */
+    uint64_t last_tag, last_sequence;
     uint32_t last_operation;
     wait_state wait; /* state of the threads that wait for a free slot */
     int *indices;    /* [num_ranks * NUM_REQUESTS] for MPI_Testsome */
 
     atomic_bool broken;
     epic_failure_info failure;  /* written once, before `broken` */
-    send_buffer failure_buffer; /* the failure message to all ranks */
+    send_buffer failure_buffer; /* buffer of the message that sends the failure to all ranks */
     /* [2, num_ranks]: sends of the failure message, then of the close message */
     MPI_Request *broadcast_requests;
     control_message close_message;
@@ -209,7 +211,7 @@ struct epic_group {
 
     void *memory; /* one mapping: tables, then rings */
     size_t table_bytes, memory_bytes;
-    epic_group *next; /* in the list of groups that this rank has left */
+    epic_group *next; /* next in the list of groups that this rank has left */
 };
 
 /* Returns an MPI request of the slot for a peer. `which` is REQUEST_HEADER, or REQUEST_SEND or

@@ -11,7 +11,7 @@
 #include "base/error.h"
 
 #define SENTENCE 256
-#define CREATE_TAGS 32768 /* MPI guarantees tags up to 32767 */
+#define CREATE_TAGS 32768 /* number of tags that MPI guarantees: 0 to 32767 */
 #define CANCEL_NS 20000000
 #define SETTLE_NS 100000000
 #define FLUSH_NAP_NS 100000
@@ -200,7 +200,8 @@ static epic_result make_connections(epic_group *group, const epic_join *join,
     liveness_watch(group, join->peers);
     const epic_result result =
         create_comm(group, parent, ours, (int)(join->group_id % (CREATE_TAGS - 1)));
-    if (group->comm == MPI_COMM_NULL) return result; /* MPI may still read `ours` */
+    /* create_comm() was abandoned, so MPI may still read `ours` */
+    if (group->comm == MPI_COMM_NULL) return result;
     MPI_Group_free(&ours);
     MPI_Comm_set_errhandler(group->comm, MPI_ERRORS_RETURN);
     return result == EPIC_OK ? control_start(group) : result;

@@ -19,7 +19,7 @@ static struct {
     /* true: EPIC started MPI. `pid` is the process that did, because a forked child must not
      * end it */
     bool ours;
-    bool watched; /* before_finalize() is attached */
+    bool watched; /* true: before_finalize() is attached to MPI */
     bool any_broken;
     int num_open;
     pid_t pid;

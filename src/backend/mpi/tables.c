@@ -9,7 +9,7 @@
 #include "base/error.h"
 
 #define PAGE 4096
-#define RING_UNIT 128 /* both halves of a ring are multiples of 64 */
+#define RING_UNIT 128 /* ring sizes are multiples of this, so both halves are multiples of 64 */
 #define MIN_RING (2 * MIN_SEGMENT)
 #define MAX_RING (1 << 20)
 #define DEFAULT_STAGING (256ll << 20)

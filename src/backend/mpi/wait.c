@@ -87,7 +87,9 @@ static void wait_until(epic_group *group, op_slot *slot, wait_state *w, int64_t 
         const int64_t now = clock_ns();
         if (now < end) back_off(group, looks, now - start, end - now);
         pthread_mutex_lock(group->mutex);
-        w->is_waiting = true; /* several threads may wait for a free slot and share `w` */
+        /* set again: another thread that waits for a free slot shares `w` and may have cleared
+         * it */
+        w->is_waiting = true;
         if (now >= end || (now - start >= PATIENCE_NS && waits_for_gone_peer(group, w, now)))
             return;
     }

@@ -10,7 +10,8 @@
 
 #define MAX_DEVICES 64
 #define SMALL_TOKENS 32
-#define SMALL_BYTES (512 << 10) /* bytes of the rows that all ranks send to one rank */
+/* limit of the bytes of rows that all ranks together send to one rank */
+#define SMALL_BYTES (512 << 10)
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static int taken[MAX_DEVICES]; /* SMs in use per device; guarded by mutex */

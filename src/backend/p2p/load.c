@@ -159,7 +159,8 @@ static cudaError_t launch_all(const p2p_self *self, cudaStream_t stream)
 epic_result p2p_load(epic_group *g)
 {
     p2p_self self = g->self;
-    self.max_tokens = 1; /* small, so that kernels with shared memory for all tokens fit */
+    /* small, so that kernels that keep all tokens in shared memory can be launched */
+    self.max_tokens = 1;
     TRY(load_code());
     return p2p_cuda(launch_all(&self, g->side), "loading the kernels");
 }

@@ -10,7 +10,8 @@
 #define MOST_ROWS 0x7ffffff0 /* largest number of rows: slots are int32 */
 
 #define HEAD_BYTES (5 << 20) /* bytes that the links can send while a kernel makes the plan */
-#define COMBINE_LAG 48       /* in tokens; measured in docs/lab/cuda.md */
+/* tokens by which receiving stays behind sending; measured in docs/lab/cuda.md */
+#define COMBINE_LAG 48
 
 /* ------------------------------------------------------------------------------ common ---- */
 
@@ -230,7 +231,8 @@ static bool is_flat(const p2p_dispatch_job *job)
  * if there is none. It is equal on all ranks. */
 static int32_t max_lowlat_rows(const epic_group *g, const p2p_dispatch_job *job)
 {
-    if (HOSTS && job->scale_bytes) return -1; /* no such low-latency kernel in hosts */
+    /* backend hosts has no low-latency kernel for rows with scales */
+    if (HOSTS && job->scale_bytes) return -1;
     return job->quantize && g->lowlat_tokens > P2P_LOWLAT_QUANTIZED_TOKENS
                ? P2P_LOWLAT_QUANTIZED_TOKENS
                : g->lowlat_tokens;
@@ -273,7 +275,8 @@ static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t row = p2p_packed_bytes(job->row_bytes, job->scale_bytes);
     if (HOSTS && job->plan.layer.layout == EPIC_FLAT)
-        return false; /* this kernel would not wait for every word that peers put (net.cuh) */
+        /* in backend hosts this kernel does not wait for every word that peers put (net.cuh) */
+        return false;
     return job->plan.layer.overflow == EPIC_OVERFLOW_ERROR && !job->plan.layer.num_logical &&
            g->config.max_tokens * row <= g->self.at.source_bytes;
 }

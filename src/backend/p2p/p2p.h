@@ -51,9 +51,9 @@ struct epic_group {
     p2p_beats *beats;      /* show to kernels that this process runs (beats.h) */
     hosts_part *hosts;     /* NULL in backend p2p */
     cudaStream_t side;     /* stream for copies that must work while a kernel runs */
-    uint64_t *word;        /* pinned host memory for copies on `side` */
+    uint64_t *word;        /* pinned host memory: source and target of small copies on `side` */
     bool bulk;             /* the GPU has bulk stores (compute capability 9.0) */
-    int32_t lowlat_tokens; /* largest number of tokens per rank for low-latency kernels */
+    int32_t lowlat_tokens; /* low-latency kernels run for at most this many tokens per rank */
 };
 
 /* Returns EPIC_OK for cudaSuccess. Otherwise stores an error sentence that begins with `what`,
@@ -144,7 +144,7 @@ void p2p_heap_disconnect(const epic_group *group);
  * of heaps. If not, writes the reason to `why` (256 bytes). */
 bool p2p_share_library(const epic_peer *peers, int num_ranks, char *why);
 
-/* Returns the heap of a rank of this process, or NULL. */
+/* Returns the heap of a rank that runs in this process, or NULL if the rank does not. */
 uint8_t *p2p_heap_find(uint64_t group_id, int rank);
 
 /* Returns EPIC_OK, or the failure that a kernel has reported, and describes it in *out. */

@@ -18,7 +18,7 @@ struct p2p_watch {
     pthread_t thread;
     p2p_status *status;
     p2p_beats *beats;
-    int end; /* an eventfd that ends the thread */
+    int end; /* an eventfd; signaling it ends the thread */
     int num_ranks;
     int processes[DEVICE_MAX_RANKS]; /* pidfds; -1: the pid is used instead */
     /* checked if there is no pidfd; 0: the peer is in this process, or dead */

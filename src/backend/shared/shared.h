@@ -47,7 +47,7 @@ typedef struct shared_exchange {
     int index;
     uint64_t tag;
     uint64_t sequence;
-    bool everyone; /* the flow uses the broadcast ring */
+    bool everyone; /* true: this flow uses the broadcast rings; false: the rings to one peer */
     int64_t entry_bytes;
     int64_t stride;
     int64_t depth;
@@ -96,7 +96,7 @@ bool shared_segment_is_of(const char *segment, const shared_layout *layout, uint
 void shared_group_close(epic_group *group);
 /* Frees the view that shared_group_new() allocated. The segment stays mapped. */
 void shared_group_free(epic_group *group);
-/* Sets the memory that one rank of a group with this config uses. */
+/* Writes to *out how much memory one rank of a group with this config uses. */
 void shared_memory_info(const epic_config *config, epic_memory_info *out);
 
 /* Functions that the files of this folder share; each is described where it is defined.

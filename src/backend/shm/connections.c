@@ -28,7 +28,7 @@
 #include "base/process.h"
 
 #define NAME "epic."
-#define NAME_LENGTH 31 /* NAME and hexadecimal digits */
+#define NAME_LENGTH 31 /* length of a socket's name: NAME, then hexadecimal digits */
 /* accepted connections without a handshake, in addition to one per rank */
 #define EXTRA_PENDING 16
 #define CHECK_MS 200 /* time between two checks whether missing ranks still listen */
@@ -242,7 +242,7 @@ static bool is_listening(const connect_state *o, int peer)
     socklen_t length;
     const struct sockaddr_un address = address_of(&o->handles[peer], &length);
     int probe = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (probe < 0) return true; /* unknown: assume that it listens */
+    if (probe < 0) return true; /* the probe says nothing, so assume that the peer listens */
     const bool refused =
         connect(probe, (const struct sockaddr *)&address, length) != 0 && errno == ECONNREFUSED;
     close_fd(&probe);

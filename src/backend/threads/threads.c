@@ -22,7 +22,7 @@ typedef struct thread_group {
     char *segment;
     int num_joined;            /* ranks that use the segment now */
     int num_seen;              /* ranks that ever joined */
-    bool seen[EPIC_MAX_RANKS]; /* a rank joins only once */
+    bool seen[EPIC_MAX_RANKS]; /* ranks that ever joined; a second join of a rank is an error */
 } thread_group;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards the table and its groups */

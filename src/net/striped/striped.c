@@ -20,7 +20,7 @@
 #endif
 #define MAX_JOBS 64        /* size of the queue of puts for the thread of a stripe */
 #define MAX_IN_FLIGHT 1024 /* puts and words to one host; put() refuses more */
-#define CLOSE_MS 1000      /* how long close sends accepted puts */
+#define CLOSE_MS 1000      /* closing spends at most this time on sending accepted puts */
 
 /* How long the thread of a stripe sleeps. After IDLE_ROUNDS polls without progress it takes
  * naps, and each nap is twice as long as the one before.
@@ -46,7 +46,7 @@ typedef struct job {
  * caller's thread for the first stripe. Only the driver accesses `posted`. Members that both
  * threads access are read and written atomically. */
 typedef struct stripe {
-    net *net;                       /* the net of the engine for this stripe */
+    net *net;                       /* this stripe's net, opened with the engine */
     net *owner;                     /* the striped net that the stripe belongs to */
     uint64_t posted[NET_MAX_HOSTS]; /* puts passed to `net`, by host */
     /* number of `posted` puts completed, counted up to the first that is not */
@@ -66,7 +66,7 @@ typedef struct stripe {
 typedef struct peer {
     /* number of puts made; number completed, counted up to the first that is not */
     uint64_t posted, finished;
-    uint8_t stripe_of[MAX_IN_FLIGHT]; /* number of the stripe that got each put in flight */
+    uint8_t stripe_of[MAX_IN_FLIGHT]; /* for each put in flight, the number of its stripe */
     /* by stripe: how many of the `finished` puts it sent */
     uint64_t num_completed[STRIPED_MAX];
 } peer;

@@ -19,7 +19,7 @@
 #define MESSAGE_ID 1      /* id of this engine's active message */
 /* ucx_progress() calls ucp_worker_progress() at most this often */
 #define MAX_PROGRESS_CALLS 64
-#define FLUSH_MS 1000 /* how long close waits for puts in flight */
+#define FLUSH_MS 1000 /* closing waits at most this long for puts in flight */
 
 /* The header of a message. A message for put_word() has no other data. */
 typedef struct header {
@@ -38,7 +38,7 @@ typedef struct send_op {
 typedef struct peer {
     ucp_ep_h endpoint;     /* NULL for this rank's own host */
     ucp_rkey_h key;        /* key of the peer's inbox; NULL: send messages instead */
-    uint64_t token, inbox; /* from the peer's handle: token, address of its inbox */
+    uint64_t token, inbox; /* the peer's token and the address of its inbox, from its handle */
     bool gone;
     /* number of puts made; number of them completed, counted up to the first that is not */
     uint64_t posted, finished;
