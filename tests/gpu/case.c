@@ -97,13 +97,13 @@ float slot_weight(const test_case *c, int rank, int64_t slot)
 float slot_element(const test_case *c, int rank, int64_t slot, int64_t i)
 {
     const uint64_t h = case_hash(c->seed, 70 + (uint64_t)rank, (uint64_t)slot, (uint64_t)i);
-    return round_to(case_number(h, c->hard, c->type), c->type);
+    return (float)oracle_round(c->type, case_number(h, c->hard, c->type));
 }
 
 float token_element(const test_case *c, int rank, int64_t token, int64_t i)
 {
     const uint64_t h = case_hash(c->seed, 80 + (uint64_t)rank, (uint64_t)token, (uint64_t)i);
-    return round_to(case_number(h, c->hard, c->type), c->type);
+    return (float)oracle_round(c->type, case_number(h, c->hard, c->type));
 }
 
 static bool is_flat(const test_case *c)
@@ -294,11 +294,11 @@ static epic_dispatch_args dispatch_args(bench *b, const arrays *a)
 
 void case_put(uint8_t *row, int64_t i, uint32_t type, float x)
 {
-    const size_t bytes = (size_t)type_bytes(type);
+    const size_t bytes = (size_t)oracle_type_bytes(type);
     if (isnan(x))
         memset(row + (size_t)i * bytes, 0xff, bytes);
     else
-        put_element(row, i, type, x);
+        oracle_put(row, type, i, x);
 }
 
 void make_sums(bench *b, sums *s)

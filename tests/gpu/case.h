@@ -5,8 +5,31 @@
 #define EPIC_TEST_CASE_H
 
 #include "oracles/oracle.h"
-#include "oracles/routing.h"
 #include "team.h"
+
+#define ORACLE_RANKS 32 /* largest number of ranks of a case */
+
+typedef struct routing { /* the routing of all ranks: inputs, then the oracle's results */
+    int num_ranks;
+    epic_layer layer; /* with defaults filled in */
+    int32_t tokens_of[ORACLE_RANKS];
+    int64_t capacity_of[ORACLE_RANKS];
+    int64_t *ids[ORACLE_RANKS];   /* [tokens, top_k]; with replicas: set by solve_routing() */
+    int64_t *named[ORACLE_RANKS]; /* with replicas: the logical experts that EPIC gets */
+    int32_t *owner;               /* [num_experts] */
+    int32_t *logical;             /* [num_experts]; NULL: no replicas */
+    bool table;
+    int32_t *slot[ORACLE_RANKS]; /* [tokens, top_k]: slot on the owner, or an EPIC_FATE */
+    int32_t *rank[ORACLE_RANKS]; /* [tokens, top_k]: the owner, or -1 */
+    int64_t *experts;            /* the experts of all choices, as `plan` reads them */
+    oracle_plan *plan;
+    int32_t result;
+} routing;
+
+/* Computes the results, again if they exist. free_routing() frees everything, the inputs too.
+ */
+void solve_routing(routing *r);
+void free_routing(routing *r);
 
 typedef struct test_case {
     routing r;

@@ -9,6 +9,7 @@
 void check_plan(bench *b, const arrays *a)
 {
     const routing *r = &b->c.r;
+    const oracle_plan *p = r->plan;
     const int me = b->me->rank;
     const size_t experts = r->layer.num_experts;
     const int64_t choices = (int64_t)r->tokens_of[me] * r->layer.top_k;
@@ -21,21 +22,19 @@ void check_plan(bench *b, const arrays *a)
     const device_plan_layout at = device_plan_layout_of(
         r->num_ranks, b->me->group->config.max_tokens, (int64_t)experts, r->layer.top_k);
     if ((int32_t)h->result != r->result) report_wrong(b, "plan: result is %u", h->result);
-    if (memcmp(load, r->load, experts * 4)) report_wrong(b, "plan: load");
-    if (*demand != r->demand_of[me]) report_wrong(b, "plan: demand is %d", *demand);
-    int local = 0;
+    if (*demand != p->demand[me]) report_wrong(b, "plan: demand is %d", *demand);
     for (size_t e = 0; e < experts; e++) {
+        const int32_t local = p->local_of[e];
+        const int64_t at_rank = (int64_t)me * p->num_local + local;
+        if (load[e] != p->load[e]) report_wrong(b, "plan: load of %zu is %d", e, load[e]);
         if (r->owner[e] != me) continue;
-        const int32_t want = r->result ? 0 : r->kept[e];
-        const uint32_t align = r->layer.alignment;
-        if (kept[local] != want)
+        if (kept[local] != (r->result ? 0 : p->expert_tokens[at_rank]))
             report_wrong(b, "plan: expert_tokens of %zu is %d", e, kept[local]);
-        if (rows[local] != (int32_t)((uint32_t)(want + (int)align - 1) / align * align))
+        if (rows[local] != (r->result ? 0 : p->expert_rows[at_rank]))
             report_wrong(b, "plan: expert_rows of %zu is %d", e, rows[local]);
-        local++;
     }
     if (r->result == EPIC_OK) {
-        if (h->slots_of[me] != r->slots_of[me])
+        if (h->slots_of[me] != p->num_slots[me])
             report_wrong(b, "plan: %d slots", h->slots_of[me]);
         if (memcmp(plan + at.fate, r->slot[me], (size_t)choices * 4))
             report_wrong(b, "plan: fate");
@@ -64,20 +63,13 @@ static void fill_slots(const test_case *c, const slots *s, int value, int64_t co
     memset(s->experts, value ? value : 0xff, floats);
 }
 
-static int32_t local_of(const routing *r, int32_t expert)
-{
-    int32_t local = 0;
-    for (int32_t e = 0; e < expert; e++) local += r->owner[e] == r->owner[expert];
-    return local;
-}
-
 /* Computes the expected contents of the slots, with padding and tail. */
 static void expect_slots(bench *b, const slots *s, bool moves)
 {
     const test_case *c = &b->c;
     const routing *r = &c->r;
     const int me = b->me->rank;
-    const int64_t have = c->recv_rows[me], used = moves ? r->slots_of[me] : have;
+    const int64_t have = c->recv_rows[me], used = moves ? r->plan->num_slots[me] : have;
     const bool flat = r->layer.layout == EPIC_FLAT;
     fill_slots(c, s, CASE_GARBAGE, have);
     fill_slots(c, s, 0, c->zero_tail ? have : used);
@@ -90,14 +82,14 @@ static void expect_slots(bench *b, const slots *s, bool moves)
             received_row(c, q, i / r->layer.top_k, s->rows + slot * c->recv_bytes,
                          s->scales + slot * c->scale_bytes);
             s->weights[place_of_choice(c, q, i)] = choice_weight(c, q, i);
-            s->experts[place_of_choice(c, q, i)] = local_of(r, (int32_t)r->ids[q][i]);
+            s->experts[place_of_choice(c, q, i)] = r->plan->local_of[r->ids[q][i]];
         }
 }
 
 bool case_moves(const test_case *c)
 {
     bool fits = c->r.result == EPIC_OK;
-    for (int q = 0; q < c->r.num_ranks; q++) fits &= c->r.slots_of[q] <= c->recv_rows[q];
+    for (int q = 0; q < c->r.num_ranks; q++) fits &= c->r.plan->num_slots[q] <= c->recv_rows[q];
     return fits;
 }
 
@@ -110,7 +102,7 @@ static void check_bytes(bench *b, const char *what, const char *which, const uin
     while (want[i] == got[i]) i++;
     report_wrong(b, "%s: %s of slot %zu, byte %zu is %02x, not %02x (%lld slots)", what, which,
                  i / (size_t)row_bytes, i % (size_t)row_bytes, got[i], want[i],
-                 (long long)b->c.r.slots_of[b->me->rank]);
+                 (long long)b->c.r.plan->num_slots[b->me->rank]);
 }
 
 void check_dispatch(bench *b, const arrays *a, const char *what)
@@ -149,45 +141,46 @@ void check_dispatch(bench *b, const arrays *a, const char *what)
     }
 }
 
-static float element_of(const void *self, int rank, int64_t slot, int64_t i)
-{
-    return slot_element(self, rank, slot, i);
-}
+typedef struct summed { /* the rows that a sum adds */
+    const test_case *c;
+    int rank; /* that owns the tokens */
+    bool weighted;
+} summed;
 
-static float weight_of(const void *self, int rank, int64_t slot)
+static void fetch_row(void *self, int owner, int64_t by, void *row, float *weight)
 {
-    return slot_weight(self, rank, slot);
-}
-
-static float unit_weight(const void *self, int rank, int64_t slot)
-{
-    (void)self;
-    (void)rank;
-    (void)slot;
-    return 1.0f;
+    const summed *m = self;
+    const test_case *c = m->c;
+    const int64_t top_k = c->r.layer.top_k, first = c->r.plan->first_token[m->rank];
+    const bool flat = c->r.layer.layout == EPIC_FLAT;
+    int64_t i = flat ? (by - first) * top_k : by - first * top_k;
+    while (c->r.rank[m->rank][i] != owner) i++; /* FLAT: a choice of the token on this rank */
+    const int64_t slot = c->r.slot[m->rank][i];
+    for (int64_t j = 0; j < c->hidden; j++)
+        oracle_put(row, c->type, j, slot_element(c, owner, slot, j));
+    if (m->weighted) *weight = slot_weight(c, owner, slot);
 }
 
 static void check_rows(bench *b, const void *out, bool weighted, const char *what)
 {
     const test_case *c = &b->c;
-    const int me = b->me->rank;
-    const int64_t tokens = c->r.tokens_of[me];
-    const expert_rows rows = {element_of, weighted ? weight_of : unit_weight, c};
+    summed m = {c, b->me->rank, weighted};
+    const int64_t tokens = c->r.tokens_of[m.rank], first = c->r.plan->first_token[m.rank];
     uint8_t *got = case_download(b, out, (size_t)(tokens * c->row_bytes));
-    for (int64_t t = 0; t < tokens; t += c->sample)
-        for (int64_t i = 0; i < c->hidden; i++) {
-            const float want =
-                c->r.result
-                    ? 0.0f
-                    : round_to(combined_number(&c->r, me, (int32_t)t, i, c->type, &rows),
-                               c->type);
-            const float x = get_element(got + t * c->row_bytes, i, c->type);
-            if (same_float(x, want)) continue;
-            report_wrong(b, "%s: token %lld element %lld is %.9g, not %.9g", what, (long long)t,
-                         (long long)i, x, want);
-            t = tokens;
-            break;
-        }
+    uint8_t *want = oracle_zeroed(c->row_bytes, 1);
+    for (int64_t t = 0; t < tokens; t += c->sample) {
+        const uint8_t *row = got + t * c->row_bytes;
+        if (!c->r.result)
+            oracle_combine(c->r.plan, first + t, c->type, c->hidden, fetch_row, &m, want, NULL,
+                           NULL);
+        if (oracle_same(want, row, c->type, c->hidden)) continue;
+        int64_t i = 0;
+        while (oracle_same(want, row, c->type, i + 1)) i++;
+        report_wrong(b, "%s: token %lld element %lld is %.9g, not %.9g", what, (long long)t,
+                     (long long)i, oracle_get(row, c->type, i), oracle_get(want, c->type, i));
+        break;
+    }
+    free(want);
     free(got);
 }
 
@@ -230,8 +223,8 @@ static void check_scaled(bench *b, const slots *s, int64_t slot, const float *x)
         return;
     }
     for (int64_t i = 0; i < c->hidden; i++) {
-        const float want = round_to(x[i], c->type);
-        const float got = get_element(s->rows + slot * c->row_bytes, i, c->type);
+        const float want = (float)oracle_round(c->type, x[i]);
+        const float got = (float)oracle_get(s->rows + slot * c->row_bytes, c->type, i);
         if (same_float(got, want)) continue;
         report_wrong(b, "combine_backward: slot %lld element %lld is %.9g, not %.9g",
                      (long long)slot, (long long)i, got, want);
@@ -291,7 +284,7 @@ static void check_gradients(bench *b, const sums *s)
             used[r->slot[q][i]] = 1;
             if (i / r->layer.top_k % c->sample == 0) check_gradient(b, &got, q, i);
         }
-    const int64_t slots = r->result ? have : r->slots_of[me];
+    const int64_t slots = r->result ? have : r->plan->num_slots[me];
     const int padding = c->leave_padding && !r->result ? CASE_GARBAGE : 0;
     const int dot_bytes = r->layer.layout == EPIC_FLAT ? 0 : 4;
     for (int64_t i = 0; i < slots; i++) {

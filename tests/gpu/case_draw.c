@@ -137,7 +137,6 @@ static void draw_replicas(test_case *c)
         r->named[q] = malloc((size_t)(choices + 1) * sizeof **r->named);
         for (int64_t i = 0; i < choices; i++) r->named[q][i] = r->ids[q][i] % l->num_logical;
     }
-    choose_experts(r);
 }
 
 static void draw_capacity(test_case *c, uint64_t *s)
@@ -146,15 +145,10 @@ static void draw_capacity(test_case *c, uint64_t *s)
     const int kind = (int)draw_between(s, 0, 9);
     solve_routing(r);
     for (int q = 0; q < r->num_ranks; q++) {
-        const int64_t need = r->slots_of[q];
+        const int64_t need = r->plan->num_slots[q];
         r->capacity_of[q] = kind == 0 ? 0 : need + draw_between(s, 1, 40);
         c->recv_rows[q] = need + draw_between(s, 0, 1) * draw_between(s, 0, 50);
-        free(r->slot[q]);
-        free(r->rank[q]);
     }
-    free(r->load);
-    free(r->kept);
-    free(r->begin);
     const bool drops =
         kind >= 1 && kind <= 3 && r->layer.layout == EPIC_EXPERT_MAJOR && !c->plain;
     if (drops) {
@@ -171,7 +165,6 @@ static void draw_capacity(test_case *c, uint64_t *s)
         const int q = (int)draw_between(s, 0, r->num_ranks - 1);
         if (r->tokens_of[q]) r->ids[q][0] = r->layer.num_experts + draw_between(s, 0, 3);
         if (r->tokens_of[q] && r->logical) r->named[q][0] = r->layer.num_logical;
-        choose_experts(r);
     }
     solve_routing(r);
 }
@@ -187,7 +180,7 @@ static int64_t most_slots(const test_case *c)
 /* Widens rows so that scales are whole vectors, if the case stays short. */
 static void widen_rows(test_case *c, int64_t max_row_bytes)
 {
-    const int64_t wide = 512, row_bytes = wide * type_bytes(c->type);
+    const int64_t wide = 512, row_bytes = wide * oracle_type_bytes(c->type);
     if (row_bytes > max_row_bytes || most_slots(c) * wide > 1500000) return;
     c->hidden = wide;
     c->row_bytes = row_bytes;
@@ -212,7 +205,7 @@ static void narrow_rows(test_case *c)
 {
     const int64_t slots = most_slots(c);
     while (c->hidden > 8 && slots * c->hidden > 1500000) c->hidden = c->hidden / 3 + 1;
-    c->row_bytes = c->hidden * type_bytes(c->type);
+    c->row_bytes = c->hidden * oracle_type_bytes(c->type);
 }
 
 /* Returns the largest number of tokens that uses low-latency kernels in such a context. */
@@ -274,10 +267,10 @@ void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
     mix_small_and_large(c, max_tokens);
     static const int64_t hiddens[] = {1, 7, 8, 64, 100, 128, 256, 520, 512, 1024, 1032, 1792};
     c->hidden = hiddens[draw_between(s, 0, 11)];
-    if (c->hidden * type_bytes(c->type) > max_row_bytes)
-        c->hidden = max_row_bytes / type_bytes(c->type);
-    c->row_bytes = c->hidden * type_bytes(c->type);
-    if (draw_between(s, 0, 4) == 0) c->offset = type_bytes(c->type);
+    if (c->hidden * oracle_type_bytes(c->type) > max_row_bytes)
+        c->hidden = max_row_bytes / oracle_type_bytes(c->type);
+    c->row_bytes = c->hidden * oracle_type_bytes(c->type);
+    if (draw_between(s, 0, 4) == 0) c->offset = (int)oracle_type_bytes(c->type);
     draw_ids(c, s);
     draw_replicas(c);
     draw_capacity(c, s);
@@ -325,8 +318,8 @@ static void form_rows(test_case *c, uint64_t *s, int rows, int scales)
 {
     static const int64_t hiddens[] = {100, 520, 1024}, bytes[] = {17, 20, 224};
     c->hidden = hiddens[rows] / (rows == WHOLE && c->type == EPIC_F32 ? 2 : 1);
-    c->row_bytes = c->hidden * type_bytes(c->type);
-    if (rows == ANYWHERE) c->offset = type_bytes(c->type);
+    c->row_bytes = c->hidden * oracle_type_bytes(c->type);
+    if (rows == ANYWHERE) c->offset = (int)oracle_type_bytes(c->type);
     if (scales == QUANTIZED)
         c->quantize = draw_between(s, 0, 1) ? EPIC_QUANTIZE_1X128 : EPIC_QUANTIZE_1X32;
     c->recv_bytes = c->quantize ? c->hidden : c->row_bytes;
@@ -358,8 +351,8 @@ void draw_form(test_case *c, uint64_t seed, int form, int num_ranks, int64_t max
     draw_ids(c, s);
     solve_routing(&c->r);
     for (int q = 0; q < num_ranks; q++) {
-        c->r.capacity_of[q] = (int32_t)(c->r.slots_of[q] + draw_between(s, 0, 9));
-        c->recv_rows[q] = c->r.slots_of[q] + draw_between(s, 0, 9);
+        c->r.capacity_of[q] = (int32_t)(c->r.plan->num_slots[q] + draw_between(s, 0, 9));
+        c->recv_rows[q] = c->r.plan->num_slots[q] + draw_between(s, 0, 9);
     }
 }
 
@@ -402,7 +395,7 @@ void draw_big(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens)
     }
     solve_routing(&c->r);
     for (int q = 0; q < num_ranks; q++)
-        c->recv_rows[q] = c->r.capacity_of[q] = c->r.slots_of[q] + 3;
+        c->recv_rows[q] = c->r.capacity_of[q] = c->r.plan->num_slots[q] + 3;
     choose_scales(c,
                   seed % 3 == 0   ? 3
                   : seed % 3 == 1 ? 18

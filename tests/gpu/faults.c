@@ -10,7 +10,6 @@
 
 #include "base/error.h"
 #include "copies.h"
-#include "oracles/routing.h"
 #include "product.h"
 #include "slack.h"
 #include "team.h"

@@ -12,7 +12,6 @@
 
 #include "base/error.h"
 #include "copies.h"
-#include "oracles/routing.h"
 #include "team.h"
 
 /* Few enough for the low-latency kernels; another program uses more. */

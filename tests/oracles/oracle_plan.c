@@ -61,16 +61,18 @@ static void free_lists(lists *l)
 void oracle_choose_replicas(const epic_layer *layer, const int32_t *logical_of,
                             const int64_t *logical_ids, int64_t choices, int64_t *ids)
 {
+    int64_t *chosen = oracle_zeroed(layer->num_logical, sizeof *chosen); /* choices so far */
     for (int64_t c = 0; c < choices; c++) {
-        int64_t before = 0, replicas = 0, nth = 0;
+        int64_t replicas = 0, nth = 0;
         ids[c] = logical_ids[c];
         if (!layer->num_logical || ids[c] < 0) continue;
-        for (int64_t b = 0; b < c; b++) before += logical_ids[b] == logical_ids[c];
+        const int64_t before = chosen[ids[c]]++;
         for (uint32_t e = 0; e < layer->num_experts; e++)
             replicas += logical_of[e] == logical_ids[c];
         for (uint32_t e = 0; e < layer->num_experts; e++)
             if (logical_of[e] == logical_ids[c] && nth++ == before % replicas) ids[c] = e;
     }
+    free(chosen);
 }
 
 /* Returns how many choices an expert keeps at most: expert_capacity, divided among its
