@@ -342,6 +342,17 @@ static double plain_number(uint64_t bits)
     return ldexp((double)(int64_t)bits, -62); /* a number in [-2, 2) */
 }
 
+/* Sets some words to the patterns that mean "nothing has arrived" in memory that a peer writes,
+ * and to the pattern that replaces them on the way. As float32 and as smaller types all are NaN. */
+static void put_reserved_words(run_random *random, unsigned char *row, int64_t bytes)
+{
+    static const uint32_t words[] = {0xffffffff, 0x7fffffff, 0x7fff7fff};
+    const bool all = run_chance(random, 25);
+    for (int64_t i = 0; i + 4 <= bytes; i += 4)
+        if (all || run_chance(random, 10))
+            memcpy(row + i, &words[all ? 0 : run_below(random, 3)], 4);
+}
+
 static double wild_number(uint64_t bits)
 {
     static const double special[] = {0.0,     -0.0,  1e-44, -1e-41,   6e-8, 1.0,
@@ -363,6 +374,8 @@ void world_row(const world *w, enum world_stream stream, int64_t ident, uint32_t
         else
             oracle_put(row, type, i, wild ? wild_number(bits) : plain_number(bits));
     }
+    if (wild && run_chance(&random, 30))
+        put_reserved_words(&random, row, n * oracle_type_bytes(type));
 }
 
 float world_weight(const world *w, enum world_stream stream, int64_t choice)

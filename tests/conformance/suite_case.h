@@ -12,7 +12,8 @@
 /* An array that a call reads or writes. */
 typedef struct case_array {
     unsigned char *here; /* host copy, in which it is made and checked */
-    void *there;         /* copy that the running call uses, or NULL */
+    void *base;          /* memory for the running call, or NULL */
+    void *there;         /* copy that the running call uses */
     int64_t bytes;
 } case_array;
 
@@ -29,7 +30,8 @@ typedef struct seat {
     int64_t plan_bytes;
     case_array arrays[CASE_MOST_ARRAYS]; /* arrays of the plan, then those of one phase */
     int num_arrays;
-    bool absent; /* the backend does not support this layer */
+    int64_t shift; /* distance in bytes of the rows of a call from an address that 16 divides */
+    bool absent;   /* the backend does not support this layer */
     int64_t first_token, num_tokens, num_slots;
     uint64_t plan_id;
     long failed_before;
@@ -69,6 +71,10 @@ long case_num_lacked(void);
 epic_rows case_rows(seat *s, int64_t num_rows, int64_t row_bytes); /* filled with poison */
 void *case_copy(seat *s, const void *from, int64_t bytes);
 void case_drop(seat *s);
+
+/* Chooses whether the rows of the phase are at addresses that only their elements divide.
+ * `quantize`: rows have scales of 4 bytes. */
+void case_choose_shift(seat *s, const run_random *common, uint32_t type, bool quantize);
 
 /* Around a call: case_lend() copies an array to the memory of the backend and returns the
  * address for the call. case_return() copies all lent arrays back and returns the result of

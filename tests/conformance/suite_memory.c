@@ -53,16 +53,24 @@ void *case_copy(seat *s, const void *from, int64_t bytes)
 void case_drop(seat *s)
 {
     while (s->num_arrays > 1) free(s->arrays[--s->num_arrays].here);
+    s->shift = 0;
 }
 
 /* ----------------------------------------------------------------------------- calls ---- */
 
-void *case_lend(seat *s, const void *here)
+void case_choose_shift(seat *s, const run_random *common, uint32_t type, bool quantize)
+{
+    run_random random = {run_mix(common->state, 800)};
+    if (run_chance(&random, 20)) s->shift = quantize ? 4 : oracle_type_bytes(type);
+}
+
+static void *lend_shifted(seat *s, const void *here, int64_t shift)
 {
     for (int i = 0; here && i < s->num_arrays; i++) {
         case_array *a = &s->arrays[i];
         if (a->here != here) continue;
-        a->there = suite_there->allocate(a->bytes);
+        a->base = suite_there->allocate(a->bytes + shift);
+        a->there = (char *)a->base + shift;
         suite_there->copy(a->there, a->here, a->bytes);
         return a->there;
     }
@@ -70,15 +78,20 @@ void *case_lend(seat *s, const void *here)
     return NULL;
 }
 
+void *case_lend(seat *s, const void *here)
+{
+    return lend_shifted(s, here, 0);
+}
+
 epic_rows case_lend_rows(seat *s, epic_rows here)
 {
-    here.data = case_lend(s, here.data);
+    here.data = lend_shifted(s, here.data, s->shift);
     return here;
 }
 
 epic_const_rows case_lend_const_rows(seat *s, epic_const_rows here)
 {
-    here.data = case_lend(s, here.data);
+    here.data = lend_shifted(s, here.data, s->shift);
     return here;
 }
 
@@ -86,10 +99,10 @@ static void take_back(seat *s)
 {
     for (int i = 0; i < s->num_arrays; i++) {
         case_array *a = &s->arrays[i];
-        if (!a->there) continue;
+        if (!a->base) continue;
         suite_there->copy(a->here, a->there, a->bytes);
-        suite_there->release(a->there);
-        a->there = NULL;
+        suite_there->release(a->base);
+        a->base = NULL;
     }
 }
 

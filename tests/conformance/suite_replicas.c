@@ -102,10 +102,10 @@ static void expect_expert(const seat *s, int64_t expert, int64_t count, float *o
 void case_sum_replicas(seat *s, run_random *common)
 {
     /* most counts fit into the op header, so the sum needs one round trip */
-    static const int64_t counts[] = {0, 1, 5, 63, 63, 300};
+    static const int64_t counts[] = {0, 1, 5, 63, 63, 300, 3000};
     const oracle_plan *p = s->w->plan;
     const int64_t experts = s->w->layer.num_experts;
-    const int64_t count = counts[run_below(common, experts > 64 ? 3 : 6)];
+    const int64_t count = counts[run_below(common, experts > 64 ? 3 : 7)];
     /* many exchanges, or no replicas */
     if (run_chance(common, s->w->logical_of ? 60 : 85)) return;
     const int64_t bytes = count * (int64_t)sizeof(float);

@@ -106,6 +106,7 @@ static void choose_shapes(seat *s, run_random *common, dispatched *d)
         a->type = run_chance(common, 50) ? d->type : EPIC_BYTES;
     }
     d->n = case_hidden(s, common, d->type);
+    case_choose_shift(s, common, d->type, a->quantize);
     for (int r = 0; r < s->w->num_ranks && d->room; r++)
         if (s->w->capacity[r] * d->n > MOST_BYTES / 8) d->n = 3;
     a->tokens.row_bytes = d->n * oracle_type_bytes(d->type);
@@ -371,6 +372,7 @@ static void make_spread(seat *s, run_random *common, spread *d)
         a->quantize = run_chance(common, 50) ? EPIC_QUANTIZE_1X128 : EPIC_QUANTIZE_1X32;
     a->type = case_type(common, !a->quantize);
     d->n = case_hidden(s, common, a->type);
+    case_choose_shift(s, common, a->type, a->quantize);
     const int64_t row_bytes = d->n * oracle_type_bytes(a->type);
     int64_t room = s->num_slots + run_below(common, 4);
     if (s->rank == d->short_rank) room = s->num_slots - 1;

@@ -103,6 +103,7 @@ void case_combine(seat *s, run_random *common)
     const bool flat = oracle_is_flat(s->w->plan);
     summed m = {.s = s, .stream = STREAM_ROWS, .type = case_type(common, true)};
     m.n = case_hidden(s, common, m.type);
+    case_choose_shift(s, common, m.type, false);
     m.weighted = !flat && run_chance(common, 70);
     const int short_rank = choose_short(s, common);
     const int64_t more = run_below(common, 4);
@@ -186,6 +187,7 @@ void case_dispatch_backward(seat *s, run_random *common)
 {
     summed m = {.s = s, .stream = STREAM_D_RECV, .type = case_type(common, true)};
     m.n = case_hidden(s, common, m.type);
+    case_choose_shift(s, common, m.type, false);
     const int short_rank = choose_short(s, common);
     const int64_t more = run_below(common, 4);
     const int64_t room = s->num_slots + (s->rank == short_rank ? -1 : more);
@@ -231,16 +233,18 @@ static float tree_sum(const float *parts, int64_t stride, int first, int count)
 
 void case_sum(seat *s, run_random *common)
 {
-    static const int64_t counts[] = {0, 1, 5, 2047, 2048, 2049, 10000};
+    static const int64_t counts[] = {0, 1, 5, 2047, 2048, 2049, 30000};
     const int64_t count = counts[run_below(common, 7)];
     const int ranks = s->w->num_ranks;
     const bool tree = (ranks & (ranks - 1)) == 0 && run_chance(common, 50);
     float *parts = malloc((size_t)(ranks * count) * sizeof *parts + 4);
     for (int r = 0; r < ranks; r++)
         world_row(s->w, STREAM_SUM, r, EPIC_F32, count, parts + r * count);
-    const float *data = case_copy(s, parts + s->rank * count, count * (int64_t)sizeof *data);
+    float *data = case_copy(s, parts + s->rank * count, count * (int64_t)sizeof *data);
+    case_choose_shift(s, common, EPIC_F32, false);
     const epic_allreduce_sum_args a = {.call = case_call(s),
-                                       .data = case_lend(s, data),
+                                       .data =
+                                           case_lend_rows(s, (epic_rows){data, 1, count}).data,
                                        .count = count,
                                        .order = tree ? EPIC_TREE : EPIC_BY_RANK};
     case_nap(s);

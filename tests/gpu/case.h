@@ -121,8 +121,4 @@ void check_plan(bench *b, const arrays *a);
 void check_dispatch(bench *b, const arrays *a, const char *what);
 void check_sums(bench *b, const sums *s);
 
-/* Tests epic_allreduce_sum with random floats, and epic_sum_replicas. */
-void test_sum(bench *b);
-void test_sum_replicas(bench *b, const arrays *a);
-
 #endif
