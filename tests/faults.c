@@ -198,9 +198,8 @@ static void run_as_launched(const fault *f, stage *stage, int stage_fd)
     }
     if (!over) lead_victim(f, stage);
     while (!over && waitpid(pid, NULL, 0) < 0 && errno == EINTR) continue;
-    CHECK_SAY(atomic_load(&stage->closed) == num_left(f),
-              "%s: %d of %d ranks came to their end", f->name, atomic_load(&stage->closed),
-              num_left(f));
+    CHECK_SAY(atomic_load(&stage->closed) == num_left(f), "%s: %d of %d ranks have finished",
+              f->name, atomic_load(&stage->closed), num_left(f));
     for (long i = 0; i < atomic_load(&stage->passed); i++) CHECK(true);
     if (!CHECK_EQ(stage->failed, 0) || atomic_load(&stage->closed) != num_left(f))
         fprintf(stderr, "%.4000s\n", said);
@@ -297,7 +296,7 @@ static void tell(void)
 {
     for (int k = 0; k < NUM_KINDS; k++)
         if (told->of_kind[k])
-            printf("%3d x %-17s the slowest answer came %4ld ms after the %s\n",
+            printf("%3d x %-17s the slowest error came %4ld ms after the %s\n",
                    told->of_kind[k], kinds[k].name, told->slowest_ms[k],
                    kinds[k].result == EPIC_ETIMEOUT ? "deadline" : "fault");
     printf("%d faults: %d hangs, %d wrong results, %d wrong culprits, %d too late by more than "

@@ -172,8 +172,8 @@ static void check_failure(rank_of_fault *r, epic_result result)
         CHECK_SAY(info.operation == f->operation || f->kind == OPERATION,
                   "%s: failed in operation %u", f->name, info.operation);
     }
-    if (!CHECK_SAY(names_victim(r, &info), "%s: rank %d was told, %u culprits: %s", f->name,
-                   r->step.rank, info.num_culprits, info.sentence))
+    if (!CHECK_SAY(names_victim(r, &info), "%s: the error of rank %d, with %u culprits, is: %s",
+                   f->name, r->step.rank, info.num_culprits, info.sentence))
         atomic_fetch_add(&told->wrong_culprits, 1);
     if (f->kind == ABORTED) CHECK(strstr(info.sentence, ABORT_SENTENCE) != NULL);
 }

@@ -115,7 +115,7 @@ static void check_home(seat *s, const char *what)
     uint16_t *home = s->host + s->tokens * hidden;
     need(cudaMemcpy(home, s->out, (size_t)(s->tokens * s->row), cudaMemcpyDeviceToHost) ==
              cudaSuccess,
-         "what came home", NULL);
+         "the copy of the results", NULL);
     for (int64_t i = 0; i < s->tokens * hidden; i++)
         if (home[i] != s->host[i] + (3u << 7)) {
             fprintf(stderr, "gpu_hosts: %s, rank %d: element %lld is %04x in place of %04x\n",

@@ -317,7 +317,7 @@ void case_begin(seat *s, epic_context *ctx, const epic_bootstrap *bootstrap, con
 void case_end(seat *s)
 {
     if (check_num_failed() > s->failed_before && check_num_failed() < 40 && s->rank == 0)
-        world_tell(s->w, "failed in or beside");
+        world_tell(s->w, "failed in, or at the same time as");
     free(s->plan);
 }
 

@@ -21,7 +21,7 @@
 enum { TOKENS = 6, TOP_K = 3, HIDDEN = 300, MOST_SLOTS = 4096, MOST_PLAN = 1 << 20 };
 #define DEADLINE_MS 120000
 #define SECONDS 270 /* time limit of the whole test */
-#define GOOD "rank had all its rows home"
+#define GOOD "rank has received all its rows"
 
 /* ------------------------------------------------------------------------------- a rank ---- */
 

@@ -18,7 +18,7 @@
 #define VICTIM 1
 #define TIMEOUT_MS 1000
 #define LIMIT_MS 5000 /* extra time, because the machine may be busy */
-#define GOOD "was told of rank 1"
+#define GOOD "got an error about rank 1"
 
 /* A bootstrap whose victim dies after its last gather. */
 typedef struct doomed {
@@ -55,8 +55,9 @@ static void be_rank(int num_gathers)
     const long ms = (long)((run_now_ns() - begin) / 1000000);
     const bool right = (result == EPIC_EPEER || result == EPIC_ETIMEOUT) &&
                        strstr(epic_error(ctx), "rank 1") && ms < LIMIT_MS;
-    printf("rank %d %s: %s after %ld ms: %s\n", bootstrap.rank, right ? GOOD : "was not told",
-           epic_result_name(result), ms, epic_error(ctx));
+    printf("rank %d %s: %s after %ld ms: %s\n", bootstrap.rank,
+           right ? GOOD : "got no error about rank 1", epic_result_name(result), ms,
+           epic_error(ctx));
     fflush(stdout);
     epic_close(ctx);
     run_nap_us(200000); /* by then the others have noticed, too, before mpiexec ends the job */
@@ -75,7 +76,7 @@ static void check_killed(const char *program, int num_gathers)
         strncat(said, line, sizeof said - strlen(said) - 1);
     }
     if (out) pclose(out);
-    CHECK_SAY(good == NUM_RANKS - 1, "killed after gather %d: %d of %d were told:\n%s",
+    CHECK_SAY(good == NUM_RANKS - 1, "killed after gather %d: %d of %d got the error:\n%s",
               num_gathers, good, NUM_RANKS - 1, said);
 }
 

@@ -185,7 +185,7 @@ static void check_told(rank_of_fault *r, epic_context *ctx, epic_result result)
     CHECK(info.result == (uint32_t)result);
     const bool named = opened ? info.num_culprits == 1 && info.culprits[0] == f->victim
                               : names_victim(r, info.sentence);
-    if (!CHECK_SAY(named, "%s: rank %d was told: %s", f->name, r->rank, info.sentence))
+    if (!CHECK_SAY(named, "%s: the error of rank %d is: %s", f->name, r->rank, info.sentence))
         atomic_fetch_add(&told->wrong_culprits, 1);
 }
 

@@ -363,8 +363,8 @@ static void compare_results(const problem *p, int number)
         /* gradients jump at the limit, and values held in 16 bits may be on its other side */
         const double most_exact = clamped && i > 0 ? 0.2 : exact_plain;
         if (!(exact <= most_exact) || !(near <= most_near)) {
-            fprintf(stderr, "%s is %.2e from float64, %.2e from what rounds alike\n", names[i],
-                    exact, near);
+            fprintf(stderr, "%s is %.2e from the float64 loops, %.2e from the rounding loops\n",
+                    names[i], exact, near);
             failures++;
         }
         const bool clean = i < 2 || i == 6 ? are_rows_clean(p, i) : are_empty_clean(p, i);
@@ -402,8 +402,8 @@ static int run_rank(team_rank *me)
     static const char *const types[] = {"bf16", "fp16", "float32", "e4m3"};
     for (int t = 0; t < 4; t++)
         for (int i = 0; i < 2; i++) {
-            printf("experts: %-7s farthest from %-16s", types[t],
-                   i ? "what rounds alike" : "float64");
+            printf("experts: %-7s largest distance from %-14s", types[t],
+                   i ? "rounding loops" : "float64 loops");
             for (int r = 0; r < RESULTS; r++) printf(" %.1e", worst[i][t][r]);
             printf("\n");
         }

@@ -210,7 +210,7 @@ int main(int argc, char **argv)
             if (wrong || !late || tries == TRIES) break;
         }
     }
-    printf("gpu_faults %s ranks, %s GPUs, %s: %d of %d faults as they should be\n", argv[1],
+    printf("gpu_faults %s ranks, %s GPUs, %s: %d of %d faults handled correctly\n", argv[1],
            argv[2], argv[3], rounds - failed, rounds);
     return failed != 0;
 }

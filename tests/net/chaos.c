@@ -205,7 +205,7 @@ static void check_kept(const net *n, int host, const chaos_put_op *p)
 {
     if (n->kept_at && host == n->kept_host && n->kept_to - p->to < p->bytes)
         fail_run(n, host, p,
-                 "a word of an earlier put has not landed: nobody has waited for it");
+                 "a word of an earlier put has not landed: no reader has waited for it");
 }
 
 static bool chaos_post(net *n, int host, uint64_t to, const void *from, uint64_t value,

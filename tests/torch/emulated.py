@@ -259,7 +259,7 @@ def told(call: Callable[[], Any], word: str) -> None:
     except epic.torch.EpicError as error:
         assert word in str(error), error
         return
-    raise AssertionError("nothing was told")
+    raise AssertionError("the call raised no error")
 
 
 class RoundedMm(torch.autograd.Function):

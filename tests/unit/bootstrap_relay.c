@@ -260,7 +260,7 @@ static void bootstrap_through(relay *r)
     }
     /* a repeated last message is never read */
     const bool told = reader->result != EPIC_OK || (r->what == REPEAT && r->message == last);
-    CHECK_SAY(told, "%s 0: message %d, damage %d, byte %zu: nobody noticed",
+    CHECK_SAY(told, "%s 0: message %d, damage %d, byte %zu: no rank noticed",
               r->from_zero ? "from" : "to", r->message, (int)r->what, r->byte);
     CHECK_SAY(r->what != FLIP || r->message < 2 || reader->result == EPIC_EPEER, "%s: %s",
               epic_result_name(reader->result), reader->sentence);

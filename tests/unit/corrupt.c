@@ -199,8 +199,9 @@ static void check_damage(damaged *d, arena *a, int victim, uint32_t operation)
     CHECK_SAY(is_class_b(result), "%s: %s", epic_result_name(result), epic_error(d->s.ctx));
     pthread_barrier_wait(&a->barrier);
     CHECK_EQ(a->results[d->s.rank], a->results[0]);
-    CHECK_SAY(!strcmp(a->said[d->s.rank], a->said[0]), "rank 0 was told: %s; rank %d: %s",
-              a->said[0], d->s.rank, a->said[d->s.rank]);
+    CHECK_SAY(!strcmp(a->said[d->s.rank], a->said[0]),
+              "the error of rank 0: %s; of rank %d: %s", a->said[0], d->s.rank,
+              a->said[d->s.rank]);
     if (d->s.rank == 0) {
         a->num_errors += result != EPIC_OK;
         a->num_good += result == EPIC_OK;

@@ -121,7 +121,7 @@ static void records(void)
     trace_record unknown = operation(2, 1);
     unknown.done.operation = unknown.done.result = UINT32_MAX;
     write_file("d/a.epictrace", head_of(0, 1), plan_of(0), unknown);
-    survived("an operation that is none");
+    survived("an operation with an invalid number");
     unknown.kind = 77;
     unknown.payload = UINT64_MAX;
     write_file("d/a.epictrace", head_of(0, 1), plan_of(0), unknown);

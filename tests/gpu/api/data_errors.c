@@ -511,7 +511,7 @@ int main(int argc, char **argv)
     for (int i = 0; i < NUM_CASES; i++)
         for (int r = 0; r < num_ranks; r++) failed |= judge_case(i, r);
     for (int r = 0; r < num_ranks; r++) epic_bootstrap_close(&bootstraps[r]);
-    printf("data errors and ledgers, %d ranks on one GPU: host and CUDA %s\n", num_ranks,
+    printf("data errors and routing stats, %d ranks on one GPU: host and CUDA %s\n", num_ranks,
            failed ? "DIFFER" : "say the same");
     return failed;
 }

@@ -80,7 +80,7 @@ int main(int argc, char **argv)
     for_devices = true;
     for (uint32_t i = 0; i < count; i++)
         test_random(first + i, 1 + (int)((first + i) / 2) % most);
-    printf("layer: %u cases, worst error %.2g of what is allowed: %s\n", count, worst,
+    printf("layer: %u cases, largest error %.2g of the tolerance: %s\n", count, worst,
            *failures ? "WRONG" : "good");
     return *failures != 0;
 }

@@ -316,8 +316,7 @@ static void compare_parts(rank *r, const epic_config *config, const run *whole)
     wait_for_all();
     pull_from_device(&out);
     if (memcmp(out.host, whole->out.host, TOKENS * (size_t)row) != 0)
-        report_wrong(r, "not the bits of the calls that it is made of",
-                     vector_distance(&out, &whole->out));
+        report_wrong(r, "not the bits of the single calls", vector_distance(&out, &whole->out));
     both *arrays[] = {&recv, &scales, &saved, &work, &y, &counts, &out};
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) free_both(arrays[i]);
 }

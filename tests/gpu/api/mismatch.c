@@ -223,7 +223,7 @@ int main(int argc, char **argv)
         pthread_create(&threads[r], NULL, run_rank, &bootstraps[r]);
     for (int r = 0; r < num_ranks; r++) pthread_join(threads[r], NULL);
     for (int r = 0; r < num_ranks; r++) epic_bootstrap_close(&bootstraps[r]);
-    printf("what kernels alone see to differ, %d ranks on one GPU: %s\n", num_ranks,
+    printf("mismatches that only kernels find, %d ranks on one GPU: %s\n", num_ranks,
            failed ? "WRONG" : "good");
     return failed;
 }

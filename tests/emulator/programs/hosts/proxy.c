@@ -84,11 +84,14 @@ static void test_rows(const hosts_proxy_setup *s)
         for (int h = FULL; h <= OTHER; h++)
             post_ring_entry(&s->ring, place++, P2P_ENTRY(h, rows + i * apart, WORDS));
     post_ring_entry(&s->ring, place, P2P_ENTRY(0, P2P_EPOCH_ENDS, 0));
-    wait_for(&given[OTHER], PIECES, "what is for a host waits behind one that is full");
-    if (__atomic_load_n(freed, __ATOMIC_ACQUIRE)) fail_test("ended, and not all has gone");
+    wait_for(&given[OTHER], PIECES,
+             "pieces for one host wait for another host whose net is full");
+    if (__atomic_load_n(freed, __ATOMIC_ACQUIRE))
+        fail_test("the epoch has ended before all pieces were put");
     __atomic_store_n(&is_full, false, __ATOMIC_RELEASE);
     wait_for(freed, 1, "the epoch does not end");
-    if (given[FULL] != PIECES || given[OTHER] != PIECES) fail_test("not each piece went once");
+    if (given[FULL] != PIECES || given[OTHER] != PIECES)
+        fail_test("a piece was not put exactly once");
 }
 
 /* Sends a message to a host that never reads it. */
@@ -97,7 +100,7 @@ static void test_messages(const hosts_proxy_setup *s, hosts_proxy *r)
     __atomic_store_n(&most, PIECES, __ATOMIC_RELEASE);
     for (int h = FULL; h <= OTHER; h++) hosts_proxy_send(r, h, (uint64_t)s->at.abort_text, 8);
     if (__atomic_load_n(&given[OTHER], __ATOMIC_ACQUIRE) != PIECES + 1)
-        fail_test("a message waits behind that to another host");
+        fail_test("a message waits for a message to another host");
 }
 
 int main(void)

@@ -135,7 +135,7 @@ static void test_urgent(void)
     if (put_batcher_next(all, may_go, NULL, &r)) fail_test("the net is full", &r);
     put_batcher_add(all, 0, 40, 8);
     if (!put_batcher_next(all, may_go, NULL, &r) || r.word != 40 || r.words != 8)
-        fail_test("what is urgent waits behind a row", &r);
+        fail_test("an urgent put waits for a row", &r);
     put_batcher_mark_posted(all);
     is_full = false;
     put_batcher_add(all, 0, 48, 8);

@@ -73,7 +73,7 @@ static bool is_told(const char *what, uint64_t bytes, int64_t told, int64_t leas
     const int64_t each = (int64_t)bytes / num_ranks;
     const bool good = each <= told + PAGES && each >= told - least - PAGES;
     if (!good)
-        fprintf(stderr, "%lld bytes of %s are there of each rank, %lld were told\n",
+        fprintf(stderr, "each rank has %lld bytes of %s, but %lld were reported\n",
                 (long long)each, what, (long long)told);
     return good;
 }
