@@ -32,11 +32,15 @@ def values_of(w: Any, scales: Any) -> np.ndarray:
 
 def check_rounded(x: Any, q: Any, scales: Any, size: tuple[int, int]) -> None:
     """Compare [n, m] with its rounded form, block by block; scales may differ in the last bit."""
-    x, q = (np.asarray(v.astype(jnp.float32)) for v in (x, q))
+    x, q, scales = (
+        np.asarray(x).astype(np.float32),
+        np.asarray(q).astype(np.float32),
+        np.asarray(scales),
+    )
     for i in range(0, x.shape[0], size[0]):
         for j in range(0, x.shape[1], size[1]):
             block = (slice(i, i + size[0]), slice(j, j + size[1]))
-            top, scale = np.abs(x[block]).max(), np.asarray(scales)[i // size[0], j // size[1]]
+            top, scale = np.abs(x[block]).max(), scales[i // size[0], j // size[1]]
             wanted = np.float32(1) if top == 0 else np.float32(top / np.float32(448))
             assert abs(scale - wanted) <= np.spacing(wanted)
             quotient = np.clip(x[block] / scale, -448, 448)
@@ -54,12 +58,12 @@ def test_rounding(dtype: str) -> None:
     assert found.w_gate_up.shape == (3, 2 * INNER, HIDDEN)
     assert found.w_gate_up_scales.shape == (3, 3, 2) and found.w_down_scales.shape == (3, 2, 2)
     for name in ("w_gate_up", "w_down"):
-        got, scales = getattr(found, name), getattr(found, name + "_scales")
-        for e in range(3):
-            check_rounded(given[name][e].T, got[e], scales[e], (128, 128))
-    x = jnp.asarray(np.random.default_rng(2).normal(size=(5, HIDDEN)), dtype).at[3].set(0)
-    rows, scales = jax.jit(e4m3.quantize_rows)(x)
-    check_rounded(x, rows, scales, (1, 128))
+        arrays = (given[name], getattr(found, name), getattr(found, name + "_scales"))
+        for x, q, scales in zip(*map(np.asarray, arrays), strict=True):
+            check_rounded(x.T, q, scales, (128, 128))
+    tokens = jnp.asarray(np.random.default_rng(2).normal(size=(5, HIDDEN)), dtype).at[3].set(0)
+    rows, row_scales = jax.jit(e4m3.quantize_rows)(tokens)
+    check_rounded(tokens, rows, row_scales, (1, 128))
 
 
 def test_every_tie() -> None:

@@ -56,25 +56,27 @@ def test_flat(mesh: Any, opened: Any) -> None:
     x, w, ids = numbers(1, 4 * TOKENS, HIDDEN), numbers(2, 4 * TOKENS, TOP_K), choices(3, 0.3)
     ct = numbers(4, 4 * TOKENS, HIDDEN)
     run = mapped(mesh, flat_step(group), 3)
-    out, rows, weights, experts = run(x, w, ids)
+    out, *received = run(x, w, ids)
+    rows, weights, experts = map(np.asarray, received)
+    tokens, choice_weights, chosen = map(np.asarray, (x, w, ids))
     capacity = group.capacity_bound(FLAT)
     for device in range(4):
         part = slice(device * capacity, (device + 1) * capacity)
         at = 0
         for token in range(device // ep * ep * TOKENS, (device // ep + 1) * ep * TOKENS):
-            mine = [k for k in range(TOP_K) if ids[token, k] // local == device % ep]
-            mine = [k for k in mine if ids[token, k] >= 0]
+            mine = [k for k in range(TOP_K) if chosen[token, k] // local == device % ep]
+            mine = [k for k in mine if chosen[token, k] >= 0]
             if not mine:
                 continue
             tail = TOP_K - len(mine)
-            assert np.array_equal(rows[part][at], x[token])
-            wanted = [int(ids[token, k]) % local for k in mine]
+            assert np.array_equal(rows[part][at], tokens[token])
+            wanted = [int(chosen[token, k]) % local for k in mine]
             assert experts[part][at].tolist() == wanted + [-1] * tail
-            assert weights[part][at].tolist() == [float(w[token, k]) for k in mine] + [0.0] * tail
+            wanted_weights = [float(choice_weights[token, k]) for k in mine]
+            assert weights[part][at].tolist() == wanted_weights + [0.0] * tail
             at += 1
-        assert not np.any(rows[part][at:]) and np.all(np.asarray(experts[part][at:]) == -1)
+        assert not np.any(rows[part][at:]) and np.all(experts[part][at:] == -1)
     wide, wide_w = np.asarray(x, np.float64), np.asarray(w, np.float64)
-    chosen = np.asarray(ids)
     factor = (np.where(chosen >= 0, chosen % local, 0) + 1)[..., None]
     live = (chosen >= 0)[..., None] * wide_w[..., None]
     true = (np.sin(wide[:, None] * factor) * live).sum(axis=1)
