@@ -4,9 +4,10 @@
 # virtual environment of its own under build/. Prints what it leaves out because this machine lacks it.
 # usage: run.sh BUILD [pytest arguments]
 #   EPIC_JAX_PYTHONS  versions of Python; default: "3.13 3.11", or that of python3 if it is neither
-#   EPIC_JAX_QUICK=1  runs all tests without the mark `night` only with the first Python, without XLA's
-#                     optimizations, which take most of the time. With the others it runs, with
-#                     optimizations, one case of each test that another JAX may break.
+#   EPIC_JAX_QUICK=1  runs all tests without the mark `night` only with the first Python. With the
+#                     others it runs one case of each test that another JAX may break. XLA compiles
+#                     the tests without the optimizations of LLVM, which take most of the time, and the
+#                     examples with them.
 set -eu
 cd "$(dirname "$0")/../.."
 build=$(cd "$1" && pwd)
@@ -101,7 +102,7 @@ check_missing
 failed=
 
 # The quick run has two halves at the same time, because one suite uses only one core.
-part() { # usage: part NUMBER (half of the test files, see conftest.py), then pytest arguments
+part() { # usage: part NUMBER (of the test files, see selection.py), then pytest arguments
     which=$1
     shift
     (
@@ -112,6 +113,7 @@ part() { # usage: part NUMBER (half of the test files, see conftest.py), then py
 
 beside() {
     wrong=0
+    export JAX_DISABLE_MOST_OPTIMIZATIONS=1
     part 3/3 "$@" || wrong=1
     for version in $others; do
         suite "build/venv-py$version/bin" -m "not thorough and not night" --one-case "$@" || wrong=1

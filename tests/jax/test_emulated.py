@@ -62,6 +62,7 @@ def losses(emulated: Server, libraries: Path, backend: str, **more: str) -> list
     return [[float.fromhex(word) for word in out.split()] for out in finish(running, LIMIT)]
 
 
+@pytest.mark.thorough
 def test_on_two_hosts(emulated: Server, libraries: Path) -> None:
     """The losses on two hosts have the bits of those on one host."""
     hosts = losses(emulated, libraries, "hosts", EPIC_HOST="%r")
@@ -98,6 +99,7 @@ def example(
     finish([emulated.start(program, *words, str(process), env=env) for process in range(4)], LIMIT)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("host", "ep"), [("%r/2", "4"), ("%r", "2")], ids=["2x2", "2x1_twice"])
 def test_stacked_layers_on_two_hosts(emulated: Server, libraries: Path, host: str, ep: str) -> None:
     """Compare examples/jax/ep_moe.py with its loops in float64: a group of two ranks on each host,
