@@ -69,8 +69,9 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if (!begin_operation(op, job.self, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
     uint4 *stack =
         (uint4 *)memory + threadIdx.x / WARP * LEAF_LEVELS * (has_f32_partials ? 2 : 1) * WARP;
-    CombineState c = {job,           op, plan,         expert,      source, stack, shape,
-                      policy_once(), 0,  (int)h.top_k, adds_by_host};
+    CombineState c = {job,   op,    plan,          expert, source,
+                      stack, shape, policy_once(), 0,      (int)h.top_k};
+    if (HOSTS) *c.adds_by_host = adds_by_host;
     bool ok = true;
     if (moves && streams && !tree)
         ok = combine_stream<ROW, EXACT, false>(c, op, memory);

@@ -49,9 +49,15 @@ struct CombineState { /* What a warp needs to process its units of the running r
     uint64_t policy;
     int32_t round_begin; /* number of the first token of the running round */
     int32_t top_k;
-    /* with relays: one rank of each host adds the partial sums of its host (relay.cuh) */
-    bool adds_by_host;
+    __extension__ bool adds_by_host[HOSTS]; /* adds_by_host(); backend hosts only (hosts.h) */
 };
+
+/* Returns true if there are relays and one rank of each host adds the partial sums of its host
+ * (relay.cuh). */
+__device__ __forceinline__ bool adds_by_host(const CombineState &c)
+{
+    return HOSTS && *c.adds_by_host;
+}
 
 /* Returns in lane n the slot, on this rank, of the n-th choice of a token of `rank`, or -1.
  * Only choices that go to this rank are counted. half 0 returns the first 32 of them, half 1
@@ -86,10 +92,10 @@ __device__ __forceinline__ int peer_of_role(const CombineState &c, int role)
 {
     const int local = ranks_per_host(c.job.self), ranks = c.job.self.num_ranks;
     /* number of roles for peers that are not this rank's mates */
-    const int others = c.adds_by_host ? ranks - ranks / local : ranks;
+    const int others = adds_by_host(c) ? ranks - ranks / local : ranks;
     if (HOSTS && role >= others)
         role = (role - others + 1) * local - 1;
-    else if (HOSTS && c.adds_by_host)
+    else if (adds_by_host(c))
         role += role / (local - 1);
     return wrap_rank(c.job.self.rank + 1 + role, c.job.self.num_ranks);
 }

@@ -267,7 +267,7 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
             c, rank, u.token,
             floats_base(self, c.op, self.heap[rank], source_number(self, rank, self.rank)));
     if constexpr (V == 1)
-        if (c.adds_by_host && is_remote(self, rank))
+        if (adds_by_host(c) && is_remote(self, rank))
             return relay_unit<ROW, PART>(c, u, rank, has_partial, node[0]);
     if (!has_partial) return true;
     /* the peer's number for this rank; a rank numbers the others upwards from the next higher
@@ -467,7 +467,7 @@ __device__ __forceinline__ bool do_source_unit(const CombineState &c, const Unit
         touched |= __reduce_or_sync(ALL_LANES, rank >= 0 ? 1u << rank : 0);
     }
     if (!has_partial) touched &= ~(1u << self.rank);
-    if (HOSTS && c.adds_by_host) touched = reduce_to_mates(self, touched);
+    if (adds_by_host(c)) touched = reduce_to_mates(self, touched);
     float total[V][ROW::N];
     if (!add_ranks<ROW, PART, V>(c, u, touched, own, total)) return false;
     uint8_t *row = c.job.out + u.token * c.shape.row_bytes;

@@ -445,7 +445,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     bool ok = make_own_plan<WITH_PLAN, FLAT>(planner, job, op, memory);
     DispatchMove m = {{job, op, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
     m.has_new_plan = has_new_plan;
-    m.num_forward_roles = num_forward_roles(self);
+    if (HOSTS) *m.num_forward_roles = num_forward_roles(self);
     m.head = has_new_plan && job.plan.planners < (int)gridDim.x ? job.head : 0;
     m.tokens_of =
         !has_new_plan && lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;

@@ -27,14 +27,14 @@ struct DispatchMove : RowMove<p2p_dispatch_job> {
     /* true: this kernel also makes the plan; false: it reads a plan */
     bool has_new_plan;
     /* number of roles (kinds of units) that forward rows of other hosts */
-    int32_t num_forward_roles;
+    __extension__ int32_t num_forward_roles[HOSTS];
 };
 
 /* Returns the number of the source that a unit receives from; rank_of_role() gives its rank. It
  * is 0 or less if the unit sends or forwards. */
 __device__ __forceinline__ int source_role(const DispatchMove &m, const UnitWalk &walk)
 {
-    return HOSTS ? walk.role - m.num_forward_roles : walk.role;
+    return HOSTS ? walk.role - *m.num_forward_roles : walk.role;
 }
 
 /* Returns true if the unit forwards rows that came from another host. */

@@ -433,7 +433,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     DispatchMove move = {
         {job, op, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
     move.has_new_plan = WITH_PLAN;
-    move.num_forward_roles = num_forward_roles(self);
+    if (HOSTS) *move.num_forward_roles = num_forward_roles(self);
     move.head = WITH_PLAN && job.plan.planners < (int)gridDim.x ? job.head : 0;
     move.tokens_of =
         !WITH_PLAN && lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
