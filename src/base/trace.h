@@ -43,7 +43,7 @@ typedef struct trace_record {
         struct {
             int64_t num_tokens; /* ids are [num_tokens, top_k] */
             uint32_t top_k;
-            uint32_t num_experts; /* every id is smaller; with replicas: logical experts */
+            uint32_t num_experts; /* every id is below it; with replicas: num_logical */
             uint32_t alignment;
             uint32_t zero;
         } plan;

@@ -29,9 +29,8 @@ typedef struct experts_job {
     bool has_f64_weights; /* slot_weights are float64 */
     bool accumulate;      /* EPIC_ACCUMULATE: add to the gradients */
     bool is_recompute;    /* EPIC_RECOMPUTE: forward computes only `saved` */
-    /* Rows and weights are BF16, and oneDNN multiplies them without a conversion. Arrays that
-     * the passes compute as factors of a product, such as activations, are then rounded to
-     * BF16. */
+    /* Rows and weights are BF16, and oneDNN multiplies them without a conversion. Results that
+     * are the input of a later product, such as activations, are then rounded to BF16. */
     bool is_bf16;
     bool is_device;     /* arrays are in device memory, which the host must not read */
     uint32_t grad_type; /* epic_type of the gradients of weights and biases; 0: float32 */

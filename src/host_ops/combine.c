@@ -236,8 +236,8 @@ static const void *join_subtrees(const combining *c, const void *const *at, int3
     return out;
 }
 
-/* Writes to `out` the sum of the partials of all ranks, added in a binary tree in the order of
- * the ranks' subtrees (plan_view.position_of). */
+/* Writes to `out` the sum of the partials of all ranks, added in a binary tree. The partial of
+ * rank r is leaf number plan_view.position_of[r] of this tree. */
 static void add_partials_as_tree(const combining *c, const void **rows, void *out)
 {
     const void *at[EPIC_MAX_RANKS];

@@ -110,7 +110,8 @@ __device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit
 }
 
 /* Receives the weights of a token's slots or, with layout FLAT, the extras of its row (local
- * experts and weights). `extras`, `weight`: what was loaded ahead of the row. Called by a whole
+ * experts and weights). `extras`, `weight`: values that were loaded before the row was
+ * received; they may not have arrived then. Called by a whole
  * warp. Returns false if the group of ranks has failed. */
 template <bool FLAT>
 __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, int source,

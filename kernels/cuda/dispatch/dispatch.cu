@@ -63,8 +63,8 @@ template <bool EXACT> struct PieceFeed {
         open_unit();
     }
     /* Prepares to copy the pieces of the unit at `walk`. Pieces in host memory, and pieces that
-     * this rank forwards, are not copied ahead: each takes a buffer of the ring, which stays
-     * unused. */
+     * this rank forwards, are not copied ahead. Each of them still takes one buffer of the
+     * ring, which stays empty, so that buffers keep the order of the pieces. */
     __device__ __forceinline__ void open_unit()
     {
         const p2p_self &self = m.job.plan.self;

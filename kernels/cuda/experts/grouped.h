@@ -53,7 +53,8 @@ typedef struct p2p_gemm {
     void *out;     /* FORWARD: [slots, n]; INPUT: [slots, k]; WEIGHT: [experts, k, n] */
     /* FORWARD: [experts, n], added to the rows that hold a token; NULL: no bias */
     const void *bias;
-    /* [slots]: the bias is multiplied by this factor of its row; NULL: 1 */
+    /* [slots]: before the bias is added to a row, it is multiplied by the row's factor;
+     * NULL: 1 */
     const float *bias_weights;
     /* only with E4M3: [slots, blocks], the scales of a, one for each 128 numbers of a row */
     const float *a_scales;

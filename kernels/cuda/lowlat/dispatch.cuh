@@ -182,7 +182,7 @@ struct LowlatShared {
     /* without WITH_PLAN: the plan that the kernel reads; with it, only addresses are set */
     PlanView plan;
     LowlatPlan tables; /* with WITH_PLAN: the plan that the kernel makes */
-    Stride unused;     /* a RowMove refers to a Stride; these kernels do not use it */
+    Stride unused;     /* RowMove has a reference to a Stride; these kernels never read it */
     /* false: the receive buffer of a rank has fewer rows than the plan has slots there */
     bool has_all_rows;
 };

@@ -88,8 +88,9 @@ __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32
 /* ----------------------------------------------------------------------------- sending ---- */
 
 /* Sends pieces of this rank's tokens, as one worker. Unit number token * pieces + piece is one
- * piece of a token. Work after the CTA's first barrier delays the peers. So the sender loads
- * its first piece, and finds the peers that need it, before that barrier. */
+ * piece of a token. No warp may send before the CTA's first barrier, because a control warp
+ * opens the operation until then. So the sender uses this time: before that barrier, it loads
+ * its first piece and finds the peers that need it. */
 template <class Rows> struct PieceSender {
     const LowlatMove &m;
     int unit, end;

@@ -34,9 +34,9 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
             last_words =
                 __ballot_sync(ALL_LANES, has_arrived && ((uint32_t)word & RECORD_LAST)) &
                 lanes.token_lanes;
-            /* Backend hosts: waits for all top_k words of a record of up to 32 words, also for
-             * those after RECORD_LAST. The sender has sent them all in this epoch, and a word
-             * that arrives later would overwrite a word of a later epoch. */
+            /* Backend hosts, top_k up to 32: the sender sends all top_k words of a record, also
+             * those after RECORD_LAST. This waits for all of them. If it did not, a late word
+             * could overwrite a word of a later epoch. */
             const bool is_whole = lanes.num_halves == 1;
             if (HOSTS && !__all_sync(ALL_LANES, !is_whole || !reads || has_arrived))
                 return false;

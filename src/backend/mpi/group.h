@@ -119,7 +119,7 @@ typedef struct staging_ring {
     int64_t moved;
     uint64_t first;       /* number of the flow's first segment */
     uint64_t num_started; /* number of segments passed to MPI, over all flows */
-    int64_t offset;       /* send rings: offset in each segment at which the entries begin */
+    int64_t offset;       /* send rings: unused bytes of each segment before its entries */
 } staging_ring;
 
 enum { REQUEST_HEADER, REQUEST_SEND, REQUEST_RECEIVE = REQUEST_SEND + 2, NUM_REQUESTS = 5 };

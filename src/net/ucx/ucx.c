@@ -338,8 +338,9 @@ static int ucx_progress(net *n)
     return (int)moved;
 }
 
-/* net_engine.is_done. If the peer is gone, every `count` is done as soon as no send is in
- * flight, because later puts are dropped. */
+/* net_engine.is_done. Returns whether the first `count` puts to the host are done. If the peer
+ * is gone, returns true for any `count` as soon as no send is in flight, because later puts are
+ * dropped. */
 static bool ucx_is_done(const net *n, int host, uint64_t count)
 {
     const peer *p = &n->peers[host];
