@@ -194,8 +194,8 @@ __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &w
 }
 
 /* Receives the pieces of a unit for one token, and stores them to the token's slots on this
- * rank. slot[0]: this lane's slot among choices 0 to 31; slot[1]: that among later choices.
- * `copied`: the pieces come through the ring. Returns false if the group of ranks has
+ * rank. slot[0]: this lane's slot among choices 0 to 31. slot[1]: this lane's slot among later
+ * choices. `copied`: the pieces come through the ring. Returns false if the group of ranks has
  * failed. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,

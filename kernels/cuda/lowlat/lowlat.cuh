@@ -259,8 +259,8 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
         return __all_sync(ALL_LANES, load_relaxed(&control->done) ==
                                          gridDim.x * (HOSTS ? blockDim.x / WARP : 1)) != 0;
     };
-    /* The group of ranks had failed before this kernel started. Perhaps all rows have arrived
-     * all the same, but the operation must not count as done. */
+    /* `broken` was set before this kernel started. Perhaps all rows have arrived all the same,
+     * but the operation must not count as done. */
     if (HOSTS && start.net_broken) {
         op.aborted_wait = WAIT_ABORTED(-1, P2P_PHASE_ARRIVE);
         return;

@@ -215,18 +215,19 @@ static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
     const int32_t step = LOWLAT_WORKERS * WARP >> (id_lane_bits + rank_bits);
     int32_t token = first >> (id_lane_bits + rank_bits);
     /* number of tokens of `rank`; -1 until the rank's announcement has arrived */
-    int32_t known = own ? job.num_tokens : is_used ? -1 : 0;
+    int32_t num_tokens = own ? job.num_tokens : is_used ? -1 : 0;
     const uint64_t *announced =
         announcement_words(self, op, self.heap[self.rank], is_used ? rank : 0) +
         P2P_ANNOUNCED_TOKENS;
-    for (; !__all_sync(ALL_LANES, token >= (known < 0 ? tables.max_tokens : known));
+    for (; !__all_sync(ALL_LANES, token >= (num_tokens < 0 ? tables.max_tokens : num_tokens));
          token += step) {
         uint32_t ids[2];
-        bool waits = is_used && !own && token < (known < 0 ? tables.max_tokens : known);
+        bool waits =
+            is_used && !own && token < (num_tokens < 0 ? tables.max_tokens : num_tokens);
         const uint64_t *from =
             id_words(job, op, self.heap[self.rank], is_used ? rank : 0, waits ? token : 0) +
             2 * id_lane;
-        if (is_used && own && token < known) {
+        if (is_used && own && token < num_tokens) {
             const int k = id_lane * LOWLAT_LANE_IDS;
             ids[0] = pack_ids(job, raw_id(job, token, k), raw_id(job, token, k + 1));
             ids[1] = pack_ids(job, raw_id(job, token, k + 2), raw_id(job, token, k + 3));
@@ -236,20 +237,21 @@ static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
             if (waits) {
                 uint64_t a, b;
                 load_two_words(from, a, b);
-                const uint64_t tokens = known < 0 ? load_relaxed(announced) : 0;
-                if (known < 0 && is_stamped(op, tokens)) known = (int32_t)(uint32_t)tokens;
+                const uint64_t tokens = num_tokens < 0 ? load_relaxed(announced) : 0;
+                if (num_tokens < 0 && is_stamped(op, tokens))
+                    num_tokens = (int32_t)(uint32_t)tokens;
                 /* A rank with so many tokens sends no ids, so there is nothing to wait for. */
-                if (known > tables.max_tokens) known = 0;
+                if (num_tokens > tables.max_tokens) num_tokens = 0;
                 ids[0] = (uint32_t)a;
                 ids[1] = (uint32_t)b;
-                waits =
-                    known < 0 || (token < known && !(is_stamped(op, a) && is_stamped(op, b)));
+                waits = num_tokens < 0 ||
+                        (token < num_tokens && !(is_stamped(op, a) && is_stamped(op, b)));
             }
             missing = waits ? rank : -1;
             return __any_sync(ALL_LANES, waits) == 0;
         });
         if (!ok) return false;
-        if (is_used && token < known) mark_lane_choices(tables, rank, token, id_lane, ids);
+        if (is_used && token < num_tokens) mark_lane_choices(tables, rank, token, id_lane, ids);
     }
     return true;
 }

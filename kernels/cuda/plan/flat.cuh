@@ -14,7 +14,8 @@
 #include "cuda/plan/view.cuh"
 
 /* Returns the address, in `heap`, of the word in which a rank stores the row number of its
- * token. `source`: source_number() of that rank for the rank that owns the heap. */
+ * token. `source`: number of that rank among the sources of the rank that owns the heap
+ * (source_number()). */
 __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, const OpState &op,
                                                       uint8_t *heap, int source, int64_t token)
 {
