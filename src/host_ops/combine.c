@@ -95,7 +95,7 @@ static void gather_slots(const combining *c, int home, int64_t token, gathered *
     const int32_t *slots = plan_slots_of_token(v, home, token);
     g->n = 0;
     if (plan_is_flat(v)) {
-        g->rows[g->n++] = piece_of_row(c, v->row_here[v->base_of[home] + token]);
+        g->rows[g->n++] = piece_of_row(c, v->row_of[v->base_of[home] + token]);
         return;
     }
     const bool tree = v->header->layer.sum_order == EPIC_TREE;
@@ -162,8 +162,7 @@ static void write_trailer(const combining *c, int home, int64_t token, void *tra
     const plan_view *v = &c->plan;
     const uint32_t top_k = v->header->layer.top_k;
     const int32_t *here = plan_slots_of_token(v, home, token);
-    int64_t index =
-        plan_is_flat(v) ? v->row_here[v->base_of[home] + token] * (int64_t)top_k : 0;
+    int64_t index = plan_is_flat(v) ? v->row_of[v->base_of[home] + token] * (int64_t)top_k : 0;
     float values[MAX_TOP_K] = {0};
     for (uint32_t k = 0; k < top_k; k++)
         if (here[k] >= 0) values[k] = c->d_slot_weights[plan_is_flat(v) ? index++ : here[k]];

@@ -68,8 +68,7 @@ static void scatter_piece(const spreading *s, int from, int64_t token, const voi
 {
     const epic_combine_backward_args *a = s->args;
     if (plan_is_flat(&s->plan)) {
-        write_scaled_row(s, s->plan.row_here[s->plan.base_of[from] + token], 1, piece, first,
-                         n);
+        write_scaled_row(s, s->plan.row_of[s->plan.base_of[from] + token], 1, piece, first, n);
         return;
     }
     const int32_t *slots = plan_slots_of_token(&s->plan, from, token);

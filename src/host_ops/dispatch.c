@@ -175,7 +175,7 @@ static void write_weight(const dispatching *d, int64_t index, uint32_t k, const 
  * row are sorted by ascending k. */
 static void write_flat_row(const dispatching *d, int from, int64_t token, const parts *p)
 {
-    const int64_t row = d->plan.row_here[d->plan.base_of[from] + token];
+    const int64_t row = d->plan.row_of[d->plan.base_of[from] + token];
     const int32_t *experts = plan_slots_of_token(&d->plan, from, token);
     const uint32_t top_k = d->plan.header->layer.top_k;
     int64_t index = row * top_k;
@@ -261,11 +261,11 @@ static void write_recv_expert(const dispatching *d)
     const uint32_t top_k = h->layer.top_k;
     int32_t *out = d->args->recv_expert;
     for (int64_t t = 0; t < h->total_tokens; t++) {
-        const int64_t row = d->plan.row_here[t];
+        const int64_t row = d->plan.row_of[t];
         if (row < 0) continue;
         uint32_t n = 0;
         for (uint32_t k = 0; k < top_k; k++) {
-            const int32_t expert = d->plan.here[t * top_k + k];
+            const int32_t expert = d->plan.slot_or_expert[t * top_k + k];
             if (expert >= 0) out[row * top_k + n++] = expert;
         }
         while (n < top_k) out[row * top_k + n++] = -1;

@@ -82,7 +82,7 @@ epic_result plan_op_check_slots(const exchange *x, const char *name);
  * choice k (FLAT: the local expert), or -1 if the choice is not on this rank. */
 static inline const int32_t *plan_slots_of_token(const plan_view *v, int from, int64_t token)
 {
-    return v->here + (v->base_of[from] + token) * (int64_t)v->header->layer.top_k;
+    return v->slot_or_expert + (v->base_of[from] + token) * (int64_t)v->header->layer.top_k;
 }
 
 /* Returns true if the layer of the plan has one row per token and rank (EPIC_FLAT). */
@@ -94,7 +94,7 @@ static inline bool plan_is_flat(const plan_view *v)
 /* Returns true if this rank has a slot (FLAT: a row) of a token of rank `from`. */
 static inline bool plan_receives_token(const plan_view *v, int from, int64_t token)
 {
-    if (plan_is_flat(v)) return v->row_here[v->base_of[from] + token] >= 0;
+    if (plan_is_flat(v)) return v->row_of[v->base_of[from] + token] >= 0;
     const int32_t *slots = plan_slots_of_token(v, from, token);
     for (uint32_t k = 0; k < v->header->layer.top_k; k++)
         if (slots[k] >= 0) return true;

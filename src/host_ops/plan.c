@@ -115,10 +115,10 @@ static void plan_fill_header(epic_op_header *header, const epic_context *ctx,
     memcpy(header->bytes, ids, sizeof ids);
 }
 
-/* Returns the address of the ids of a token in the plan (plan_view.here). */
+/* Returns the address of the expert ids [top_k] of one token, which planner_finish() reads. */
 static int32_t *ids_of_token(planning *p, int rank, int64_t token)
 {
-    return p->planner.here + (p->planner.base_of[rank] + token) * (int64_t)p->layer.top_k;
+    return p->planner.ids + (p->planner.base_of[rank] + token) * (int64_t)p->layer.top_k;
 }
 
 /* Scatter flow: every rank sends its ids to all ranks. */
@@ -221,7 +221,7 @@ static void make_empty_plan(planning *p)
     planner_begin(&p->planner, p->args->plan, &p->layer, x->rank, x->num_ranks, x->items,
                   &tables);
     const int64_t choices = p->planner.header->total_tokens * p->layer.top_k;
-    for (int64_t i = 0; i < choices; i++) p->planner.here[i] = -1;
+    for (int64_t i = 0; i < choices; i++) p->planner.ids[i] = -1;
     memset(p->planner.capacity, 0, (size_t)x->num_ranks * sizeof *p->planner.capacity);
     planner_finish(&p->planner);
     p->planner.header->capacity = p->args->capacity;

@@ -31,8 +31,8 @@ void plan_layout(plan_header *h)
     h->position_of = add_section(&end, h->num_ranks);
     h->fate = add_section(&end, h->num_tokens * k);
     h->rank_to = add_section(&end, h->num_tokens * k);
-    h->here = add_section(&end, h->total_tokens * k);
-    h->row_here = add_section(&end, h->layer.layout == EPIC_FLAT ? h->total_tokens : 0);
+    h->slot_or_expert = add_section(&end, h->total_tokens * k);
+    h->row_of = add_section(&end, h->layer.layout == EPIC_FLAT ? h->total_tokens : 0);
     h->bytes = end;
 }
 
@@ -79,8 +79,8 @@ plan_view plan_view_of(const void *plan)
         .position_of = (const int32_t *)(bytes + h->position_of),
         .fate = (const int32_t *)(bytes + h->fate),
         .rank_to = (const int32_t *)(bytes + h->rank_to),
-        .here = (const int32_t *)(bytes + h->here),
-        .row_here = (const int32_t *)(bytes + h->row_here),
+        .slot_or_expert = (const int32_t *)(bytes + h->slot_or_expert),
+        .row_of = (const int32_t *)(bytes + h->row_of),
     };
 }
 
@@ -129,8 +129,8 @@ static void locate_arrays(planner *p)
     p->position_of = (int32_t *)(bytes + h->position_of);
     p->fate = (int32_t *)(bytes + h->fate);
     p->rank_to = (int32_t *)(bytes + h->rank_to);
-    p->here = (int32_t *)(bytes + h->here);
-    p->row_here = (int32_t *)(bytes + h->row_here);
+    p->ids = (int32_t *)(bytes + h->slot_or_expert);
+    p->row_of = (int32_t *)(bytes + h->row_of);
 }
 
 void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank,
@@ -194,9 +194,9 @@ void planner_seal(planner *p, uint64_t id, uint64_t group_id, epic_result result
     plan_header *h = p->header;
     const int64_t k = h->layer.top_k;
     clear_padding_after(p, h->fate, h->num_tokens * k, h->rank_to);
-    clear_padding_after(p, h->rank_to, h->num_tokens * k, h->here);
-    clear_padding_after(p, h->here, h->total_tokens * k, h->row_here);
-    clear_padding_after(p, h->row_here, h->layer.layout == EPIC_FLAT ? h->total_tokens : 0,
+    clear_padding_after(p, h->rank_to, h->num_tokens * k, h->slot_or_expert);
+    clear_padding_after(p, h->slot_or_expert, h->total_tokens * k, h->row_of);
+    clear_padding_after(p, h->row_of, h->layer.layout == EPIC_FLAT ? h->total_tokens : 0,
                         h->bytes);
     h->id = id;
     h->group_id = group_id;
@@ -281,9 +281,9 @@ static bool are_ranges_valid(const plan_view *v)
            are_all_within(v->position_of, h->num_ranks, 0, h->num_ranks - 1) &&
            are_all_within(v->fate, h->num_tokens * k, EPIC_FATE_RANK_FULL, INT32_MAX) &&
            are_all_within(v->rank_to, h->num_tokens * k, -1, h->num_ranks - 1) &&
-           are_all_within(v->here, h->total_tokens * k, -1,
+           are_all_within(v->slot_or_expert, h->total_tokens * k, -1,
                           (flat ? h->num_local : h->num_slots) - 1) &&
-           are_all_within(v->row_here, flat ? h->total_tokens : 0, -1, h->num_slots - 1);
+           are_all_within(v->row_of, flat ? h->total_tokens : 0, -1, h->num_slots - 1);
 }
 
 /* Returns true if the sizes in the header are in range, and its offsets are those of

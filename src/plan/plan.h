@@ -2,9 +2,9 @@
 /* A plan in host memory: where each choice goes, and which choices this rank receives.
  *
  * The bytes are a header, then arrays at offsets. They contain no addresses, so they may be
- * copied. `here` and `row_here` belong to the expert side: choices of all ranks' tokens, with
- * slots on this rank. `fate` and `rank_to` belong to the home side: choices of this rank's own
- * tokens. The arrays of int32:
+ * copied. `slot_or_expert` and `row_of` belong to the expert side: choices of all ranks'
+ * tokens, with slots on this rank. `fate` and `rank_to` belong to the home side: choices of
+ * this rank's own tokens. The arrays of int32:
  *
  * tokens_of [num_ranks]: number of tokens of each rank
  * base_of [num_ranks + 1]: number of each rank's first token among all tokens
@@ -15,8 +15,8 @@
  * position_of [num_ranks]: EPIC_TREE only, position of each rank's experts in the tree
  * fate [num_tokens, top_k]: slot on the rank of the expert, or an EPIC_FATE value
  * rank_to [num_tokens, top_k]: rank of the expert; -1: none
- * here [all tokens, top_k]: slot on this rank, FLAT: local expert; -1: not on this rank
- * row_here [all tokens]: FLAT only, row on this rank; -1: none
+ * slot_or_expert [all tokens, top_k]: slot on this rank, FLAT: local expert; -1: elsewhere
+ * row_of [all tokens]: FLAT only, row on this rank; -1: none
  *
  * The workspace of the planner follows the arrays. */
 #ifndef EPIC_PLAN_H
@@ -42,11 +42,10 @@ typedef struct plan_header {
     int64_t num_slots, capacity, demand;
     /* How many of this rank's own choices have each fate. */
     int64_t num_kept, num_none, num_expert_full, num_rank_full;
-    int64_t tokens_of, base_of, expert_of, logical_of, slab_begin,
-        /* offsets of the arrays in bytes from the header; so are the members up to row_here */
-        slab_count;
+    /* The offsets of the arrays in bytes from the header. */
+    int64_t tokens_of, base_of, expert_of, logical_of, slab_begin, slab_count;
     int64_t position_of;
-    int64_t fate, rank_to, here, row_here;
+    int64_t fate, rank_to, slot_or_expert, row_of;
     int32_t rank, num_ranks, num_local;
     /* The epic_result of the planning. If it is an error, the plan has no slots. */
     uint32_t result;
@@ -57,7 +56,7 @@ typedef struct plan_view { /* addresses of the arrays of a valid plan */
     const plan_header *header;
     const int32_t *tokens_of, *base_of, *expert_of, *logical_of, *slab_begin, *slab_count;
     const int32_t *position_of;
-    const int32_t *fate, *rank_to, *here, *row_here;
+    const int32_t *fate, *rank_to, *slot_or_expert, *row_of;
 } plan_view;
 
 /* The kinds of damage that a check of a plan's bytes can find. */
@@ -124,7 +123,10 @@ typedef struct planner { /* a plan while it is made */
     plan_header *header;
     int32_t *tokens_of, *base_of, *expert_of, *logical_of, *slab_begin, *slab_count,
         *position_of;
-    int32_t *fate, *rank_to, *here, *row_here;
+    int32_t *fate, *rank_to, *row_of;
+    /* [all tokens, top_k] the plan's array slot_or_expert. It first holds the expert ids, and
+     * place_choices() replaces them. */
+    int32_t *ids;
     /* The workspace. A limit is the largest number of choices that an expert keeps. */
     int32_t *count; /* [num_experts] number of the group's choices of each expert */
     int32_t *owner; /* [num_experts] rank of each expert */
@@ -172,14 +174,14 @@ typedef struct plan_tables {
 void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank,
                    int32_t num_ranks, const int64_t *tokens_of, const plan_tables *tables);
 
-/* Replaces each logical expert in `here` by the replica that gets the choice. */
+/* Replaces each logical expert in `ids` by the replica that gets the choice. */
 void planner_choose_replicas(planner *p);
 
 /* Sets quota[e], the number of choices within expert_capacity. The replicas of a logical expert
  * share its expert_capacity. */
 void planner_deal_capacity(planner *p);
 
-/* Decides where every choice goes. The caller has set `here` to the expert ids of all ranks'
+/* Decides where every choice goes. The caller has set `ids` to the expert ids of all ranks'
  * choices (negative: none), and owner, logical_of and capacity. If a rank has too few slots,
  * returns EPIC_EOVERFLOW with an error that names the lowest such rank. The plan is then
  * complete but has no slots. */

@@ -22,7 +22,7 @@ static void count_choices(planner *p)
     memset(p->count, 0, h->layer.num_experts * sizeof *p->count);
     const int64_t choices = h->total_tokens * h->layer.top_k;
     for (int64_t i = 0; i < choices; i++)
-        if (p->here[i] >= 0) p->count[p->here[i]]++;
+        if (p->ids[i] >= 0) p->count[p->ids[i]]++;
 }
 
 /* Numbers the local experts of each rank by ascending global id. With EPIC_TREE, also sets the
@@ -48,7 +48,7 @@ static int32_t min_int32(int32_t a, int32_t b)
 }
 
 /* Reasons why a choice is dropped. With EPIC_BY_K, choices are judged by k first, but slots are
- * given by token first. So judge_choices_by_k() runs before and stores the reason in `here`, in
+ * given by token first. So judge_choices_by_k() runs before and stores the reason in `ids`, in
  * the bits above the expert id. An id is less than MAX_EXPERTS. */
 enum {
     ID_BITS = MAX_EXPERTS - 1,
@@ -72,7 +72,7 @@ static int32_t judge_choice(const planner *p, int32_t e, int32_t position)
 }
 
 /* Judges all choices of the group in the order of EPIC_BY_K: first all choices with k = 0, then
- * those with k = 1, and so on. Stores the reasons of drops in `here`. */
+ * those with k = 1, and so on. Stores the reasons of drops in `ids`. */
 static void judge_choices_by_k(planner *p)
 {
     const plan_header *h = p->header;
@@ -80,19 +80,19 @@ static void judge_choices_by_k(planner *p)
     memset(p->next, 0, h->layer.num_experts * sizeof *p->next);
     for (int64_t k = 0; k < top_k; k++)
         for (int64_t i = k; i < choices; i += top_k) {
-            if (p->here[i] < 0) continue;
-            const int32_t e = p->here[i] & ID_BITS;
-            p->here[i] = e | judge_choice(p, e, p->next[e]++);
+            if (p->ids[i] < 0) continue;
+            const int32_t e = p->ids[i] & ID_BITS;
+            p->ids[i] = e | judge_choice(p, e, p->next[e]++);
         }
 }
 
-/* Returns true if a choice is kept. `here` is the choice's entry in p->here. The caller must
+/* Returns true if a choice is kept. `id` is the choice's entry in p->ids. The caller must
  * call it once for each choice, in the order of tokens and k, because it counts the choices of
  * each expert in next[]. */
-static bool is_kept(planner *p, int32_t here)
+static bool is_kept(planner *p, int32_t id)
 {
-    const int32_t e = here & ID_BITS;
-    return is_priority_by_k(p) ? here == e : judge_choice(p, e, p->next[e]++) == 0;
+    const int32_t e = id & ID_BITS;
+    return is_priority_by_k(p) ? id == e : judge_choice(p, e, p->next[e]++) == 0;
 }
 
 /* Counts the rows that each rank needs, in needed[], for a FLAT layer. A token takes one row on
@@ -107,8 +107,8 @@ static void count_rows(planner *p)
         int32_t seen[MAX_TOP_K];
         int num_seen = 0;
         for (int64_t i = t * k; i < (t + 1) * k; i++) {
-            if (p->here[i] < 0 || !is_kept(p, p->here[i])) continue;
-            const int32_t owner = p->owner[p->here[i] & ID_BITS];
+            if (p->ids[i] < 0 || !is_kept(p, p->ids[i])) continue;
+            const int32_t owner = p->owner[p->ids[i] & ID_BITS];
             int s = 0;
             while (s < num_seen && seen[s] != owner) s++;
             if (s < num_seen) continue;
@@ -224,30 +224,31 @@ typedef struct choices {
     int32_t rank[MAX_TOP_K];
 } choices;
 
-/* Returns the EPIC_FATE value of a dropped choice of expert e. Without EPIC_BY_K it also counts
- * the choice in next[]. With EPIC_BY_K, next[] counts only kept choices. */
-static int32_t fate_of(planner *p, int32_t e, int32_t here)
+/* Returns the EPIC_FATE value of a dropped choice of expert e. `id` is the choice's entry in
+ * p->ids. Without EPIC_BY_K the function also counts the choice in next[]. With EPIC_BY_K,
+ * next[] counts only kept choices. */
+static int32_t fate_of(planner *p, int32_t e, int32_t id)
 {
     const bool by_k = is_priority_by_k(p);
-    const int32_t verdict = by_k ? here - e : judge_choice(p, e, p->next[e]);
+    const int32_t verdict = by_k ? id - e : judge_choice(p, e, p->next[e]);
     p->next[e] += !by_k;
     return verdict == EXPERT_IS_FULL ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
 }
 
 /* Decides where the choices of one token go, and stores that in *c. */
-static void place_token(planner *p, const int32_t *here, choices *c)
+static void place_token(planner *p, const int32_t *ids, choices *c)
 {
     for (uint32_t k = 0; k < p->header->layer.top_k; k++) {
         c->rank[k] = -1;
         c->slot[k] = EPIC_FATE_NONE;
-        if (here[k] < 0) continue;
-        const int32_t e = here[k] & ID_BITS, position = p->next[e];
+        if (ids[k] < 0) continue;
+        const int32_t e = ids[k] & ID_BITS, position = p->next[e];
         c->rank[k] = p->owner[e];
-        if (here[k] == e && position < p->limit[e]) {
+        if (ids[k] == e && position < p->limit[e]) {
             c->slot[k] = p->begin[e] + position;
             p->next[e]++;
         } else {
-            c->slot[k] = fate_of(p, e, here[k]);
+            c->slot[k] = fate_of(p, e, ids[k]);
         }
     }
 }
@@ -280,21 +281,21 @@ static void record_fates(planner *p, int64_t token, const choices *c)
     }
 }
 
-/* Like place_token(), but for a token of another rank. Only choices of this rank's experts
- * matter here: replaces their ids in `here` by slots, and all others by -1. Counts the choices
- * on other ranks too, because they take positions and slots. */
-static void place_foreign_token(planner *p, int32_t *here, uint32_t top_k, int32_t rank)
+/* Like place_token(), but for a token of another rank. Replaces the ids of choices on this rank
+ * by their slots, and all other ids by -1. Counts the choices on other ranks too, because they
+ * take positions and slots. */
+static void place_foreign_token(planner *p, int32_t *ids, uint32_t top_k, int32_t rank)
 {
     for (uint32_t k = 0; k < top_k; k++) {
-        const int32_t e = here[k] & ID_BITS;
+        const int32_t e = ids[k] & ID_BITS;
         int32_t slot = -1;
-        if (here[k] == e && p->next[e] < p->limit[e]) {
+        if (ids[k] == e && p->next[e] < p->limit[e]) {
             const int32_t position = p->next[e]++;
             if (p->owner[e] == rank) slot = p->begin[e] + position;
-        } else if (here[k] >= 0) {
-            fate_of(p, e, here[k]);
+        } else if (ids[k] >= 0) {
+            fate_of(p, e, ids[k]);
         }
-        here[k] = slot;
+        ids[k] = slot;
     }
 }
 
@@ -320,13 +321,13 @@ static int32_t slot_here(const planner *p, int32_t e, int32_t slot)
     return e >= 0 && p->owner[e] == p->header->rank ? slot : -1;
 }
 
-/* Replaces the ids in here[begin .. end), which are choices of other ranks' tokens, by slots on
- * this rank. */
+/* Replaces p->ids[begin .. end), which are choices of other ranks' tokens, by slots on this
+ * rank. */
 static void place_all_kept_foreign(planner *p, int64_t begin, int64_t end)
 {
     for (int64_t i = begin; i < end; i++) {
-        const int32_t e = p->here[i];
-        p->here[i] = slot_here(p, e, next_slot(p, e));
+        const int32_t e = p->ids[i];
+        p->ids[i] = slot_here(p, e, next_slot(p, e));
     }
 }
 
@@ -340,18 +341,18 @@ static void place_all_kept(planner *p)
     memcpy(p->next, p->begin, h->layer.num_experts * sizeof *p->next);
     place_all_kept_foreign(p, 0, begin);
     for (int64_t i = 0; i < count; i++) {
-        const int32_t e = p->here[begin + i], slot = next_slot(p, e);
+        const int32_t e = p->ids[begin + i], slot = next_slot(p, e);
         p->fate[i] = e < 0 ? EPIC_FATE_NONE : slot;
         p->rank_to[i] = e < 0 ? -1 : p->owner[e];
-        p->here[begin + i] = slot_here(p, e, slot);
+        p->ids[begin + i] = slot_here(p, e, slot);
         h->num_none += e < 0;
     }
     h->num_kept = count - h->num_none;
     place_all_kept_foreign(p, begin + count, h->total_tokens * k);
 }
 
-/* Places all choices in the order (rank, token, k). Replaces the ids in `here` by slots on this
- * rank (FLAT: by local experts), and fills in the fates of this rank's own tokens. */
+/* Places all choices in the order (rank, token, k). Replaces p->ids by slots on this rank
+ * (FLAT: by local experts), and fills in the fates of this rank's own tokens. */
 static void place_choices(planner *p)
 {
     plan_header *h = p->header;
@@ -365,23 +366,23 @@ static void place_choices(planner *p)
     memset(p->next, 0, h->layer.num_experts * sizeof *p->next);
     if (flat) memset(p->rows, 0, (size_t)h->num_ranks * sizeof *p->rows);
     for (int64_t t = 0; t < h->total_tokens; t++) {
-        int32_t *here = p->here + t * top_k;
+        int32_t *ids = p->ids + t * top_k;
         const int64_t own = t - p->base_of[h->rank];
         const bool is_own = own >= 0 && own < h->num_tokens;
         choices c;
         if (!is_own && !flat) {
-            place_foreign_token(p, here, top_k, h->rank);
+            place_foreign_token(p, ids, top_k, h->rank);
             continue;
         }
-        place_token(p, here, &c);
+        place_token(p, ids, &c);
         if (flat) {
             share_rows(p, &c);
-            p->row_here[t] = -1;
+            p->row_of[t] = -1;
         }
         for (uint32_t k = 0; k < top_k; k++) {
             const bool mine = c.rank[k] == h->rank && c.slot[k] >= 0;
-            if (flat && mine) p->row_here[t] = c.slot[k];
-            here[k] = !mine ? -1 : flat ? p->local[here[k]] : c.slot[k];
+            if (flat && mine) p->row_of[t] = c.slot[k];
+            ids[k] = !mine ? -1 : flat ? p->local[ids[k]] : c.slot[k];
         }
         if (is_own) record_fates(p, own, &c);
     }

@@ -48,9 +48,9 @@ void planner_choose_replicas(planner *p)
     form_rings(p, turn, after);
     const int64_t choices = h->total_tokens * h->layer.top_k;
     for (int64_t i = 0; i < choices; i++) {
-        if (p->here[i] < 0) continue;
-        int32_t *next = &turn[p->here[i]];
-        p->here[i] = *next;
+        if (p->ids[i] < 0) continue;
+        int32_t *next = &turn[p->ids[i]];
+        p->ids[i] = *next;
         *next = after[*next];
     }
 }

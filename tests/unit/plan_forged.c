@@ -153,7 +153,7 @@ static void forge(forged *f, run_random *random)
         {h->slab_count, h->num_local},
         {h->position_of, h->num_ranks},
         {h->fate, h->num_tokens * h->layer.top_k},
-        {h->here, h->total_tokens * h->layer.top_k}};
+        {h->slot_or_expert, h->total_tokens * h->layer.top_k}};
     for (int64_t n = run_between(random, 1, 3); n > 0; n--) {
         const int64_t *array = arrays[run_below(random, 9)];
         if (!array[1]) continue;
