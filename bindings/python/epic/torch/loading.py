@@ -74,7 +74,7 @@ class Checkpoint:
             if self.file_of.get(name) != self.folder / file:
                 raise EpicArgumentError(
                     f"{self.folder / file} does not contain {name}: must contain it, because "
-                    f"{INDEX} says so; write or download the folder again"
+                    f"{INDEX} lists it there; write or download the folder again"
                 )
 
     def open(self, file: Path) -> Any:
@@ -107,7 +107,7 @@ class Checkpoint:
 # -------------------------------------------------------------------- names, experts ----
 
 
-class Experts(NamedTuple):
+class ExpertSource(NamedTuple):
     """The tensors of a checkpoint that make up one parameter of a block's experts.
 
     Attributes:
@@ -176,7 +176,7 @@ def check_experts(
     shape: torch.Size,
     names: dict[str | None, list[str]],
     of_pattern: dict[str, Any],
-) -> Experts:
+) -> ExpertSource:
     """Return the tensors of a parameter of experts; refuse a checkpoint that lacks one of them."""
     if not names:
         raise EpicArgumentError(
@@ -191,11 +191,11 @@ def check_experts(
                 f"{name} in {checkpoint.file_of[name]} has the shape {list(found)}: must be "
                 f"{list(shape)}, as config.json describes the model"
             )
-        return Experts(shape, names, None)
+        return ExpertSource(shape, names, None)
     conversion = of_pattern[next(pattern for pattern in names if pattern is not None)]
     for pattern in conversion.source_patterns:
         check_each_expert(checkpoint, target, shape[0], pattern, names.get(pattern, []))
-    return Experts(shape, names, conversion)
+    return ExpertSource(shape, names, conversion)
 
 
 def check_each_expert(
@@ -231,7 +231,7 @@ def name_of_expert(name: str, expert: int) -> str:
 
 
 def read_expert(
-    checkpoint: Checkpoint, model: Any, target: str, source: Experts, expert: int, dtype: Any
+    checkpoint: Checkpoint, model: Any, target: str, source: ExpertSource, expert: int, dtype: Any
 ) -> Tensor:
     """Return one expert's part of a parameter as the block stores it, without other experts."""
     if source.conversion is None:
@@ -339,7 +339,7 @@ def check_report(
     if missing:
         raise EpicArgumentError(
             f"{checkpoint.folder} does not contain {', '.join(missing[:3])}: must contain "
-            f"{one_or_more(missing)}, because {kind} has {one_or_more(missing)}"
+            f"{pronoun_of(missing)}, because {kind} has {pronoun_of(missing)}"
         )
     of_target = {target: name for name, target in names.in_model.items()}
     if mismatched:
@@ -412,14 +412,14 @@ def make_fill(
 
 
 def set_generation_config(model: Any, folder: str | os.PathLike[str]) -> None:
-    """Read generation_config.json; without that file the model keeps what config.json says."""
+    """Read generation_config.json; without it the model keeps the settings of config.json."""
     from transformers import GenerationConfig
 
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(folder)
 
 
-def one_or_more(names: list[str]) -> str:
+def pronoun_of(names: list[str]) -> str:
     """Return the pronoun for a number of names."""
     return "them" if len(names) > 1 else "it"
 
