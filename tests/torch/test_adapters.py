@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import epic.torch
 from pages import ROOT, find_block
-from parts import group_of
+from parts import group_of, meshes
 from reference import relative
 from test_pretrained import alone, gradients_of, last_block, model_of, transformers
 
@@ -115,6 +116,59 @@ def test_adapters(world: Any, name: str, ep: int, tmp_path: Path) -> None:
     world.run(train_adapters, name, ep, str(tmp_path))
 
 
+def make_run(ep: int, group: epic.torch.Group) -> tuple[Any, Any, epic.torch.TrainingState]:
+    """A model with adapters, the optimizer of the adapters, and their state."""
+    model = adapted("Qwen3Moe").double()
+    epic.torch.replace_moe(model, group)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    return model, optimizer, epic.torch.TrainingState(model, meshes[ep]["ep"], optimizer)
+
+
+def run_steps(model: Any, optimizer: Any, group: epic.torch.Group) -> list[float]:
+    """The losses of some steps: of all sequences, of which each rank of a group has its part."""
+    losses = []
+    for _ in range(3):
+        ids = IDS.tensor_split(group.num_ranks)[group.rank]
+        optimizer.zero_grad()
+        loss = model(ids, use_cache=False).logits.square().mean(dim=(1, 2)).sum()
+        loss.backward()
+        epic.torch.sum_gradients(model, group)
+        optimizer.step()
+        losses.append(epic.torch.sum(group, loss.detach().reshape(1)).item())
+    return losses
+
+
+def save_run(rank: int, folder: str) -> list[float]:
+    """Train on four ranks, save, and continue."""
+    with group_of(4) as group:
+        model, optimizer, state = make_run(4, group)
+        run_steps(model, optimizer, group)
+        dcp.save({"train": state}, checkpoint_id=folder)
+        return run_steps(model, optimizer, group)
+
+
+def resume_run(rank: int, ep: int, folder: str) -> list[float]:
+    """Load with other adapters in the model, and continue."""
+    with group_of(ep) as group:
+        model, optimizer, state = make_run(ep, group)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.zero_()
+        dcp.load({"train": state}, checkpoint_id=folder)
+        return run_steps(model, optimizer, group)
+
+
+def test_training_state(world: Any, tmp_path: Path) -> None:
+    """Adapters and their optimizer of four ranks continue on 4, 2 and 1 ranks."""
+    wanted = world.run(save_run, str(tmp_path))[0]
+    assert wanted[0] > wanted[-1]
+    for ep in (4, 2, 1):
+        for losses in world.run(resume_run, ep, str(tmp_path)):
+            assert losses == pytest.approx(wanted, rel=1e-8), ep
+
+
 def test_bits_of_adapters() -> None:
     """Check that a replaced and restored model has its original bits, scalings and modes."""
     model, wanted = adapted("Qwen3Moe"), adapted("Qwen3Moe")
@@ -166,5 +220,3 @@ def test_what_is_refused(tmp_path: Path) -> None:
         logits_of(model, IDS[:1])
         with pytest.raises(epic.torch.EpicUnsupportedError, match="be added before replace_moe"):
             epic.torch.save_pretrained(model, tmp_path, group)
-        with pytest.raises(epic.torch.EpicUnsupportedError, match="adapters on experts"):
-            epic.torch.TrainingState(model, None)

@@ -34,7 +34,7 @@ class TrainingState:
     Raises:
         EpicArgumentError: The model has no MoE layer, or the optimizer a parameter that the model
             does not have.
-        EpicUnsupportedError: The model has adapters on experts.
+        EpicUnsupportedError: Adapters on experts are sharded by fully_shard, or are not LoRA.
 
     Example:
         state = epic.torch.TrainingState(model, mesh["ep"], optimizer)
@@ -51,13 +51,9 @@ class TrainingState:
             raise EpicArgumentError(
                 f"model is a {type(model).__name__}: must contain an epic.torch.MoE"
             )
-        if any(adapters_of_experts(module) for module in model.modules()):
-            raise EpicUnsupportedError(
-                "model has adapters on experts: must have none; save them with "
-                "epic.torch.save_pretrained, whose folder any number of ranks can load"
-            )
         self.model, self.mesh, self.optimizer = model, mesh, optimizer
         self.names = {id(p): name for name, p in model.named_parameters()}
+        self.factors = find_factors(model, self.names)
         for group in optimizer.param_groups if optimizer else []:
             for parameter in group["params"]:
                 if id(parameter) not in self.names:
@@ -129,6 +125,8 @@ class TrainingState:
         """Return a tensor as a DTensor if it belongs to experts, otherwise as it is."""
         from torch.distributed.tensor import DTensor
 
+        if name in self.factors:
+            return self.place_factor(value.detach(), self.factors[name])
         if name not in experts:
             return value.detach()
         mine, placements, shape = local_and_placements(experts[name], value.detach(), self.mesh)
@@ -136,6 +134,24 @@ class TrainingState:
         return DTensor.from_local(
             mine, self.mesh, placements, run_check=False, shape=shape, stride=stride
         )
+
+    def place_factor(self, value: Tensor, columns: int) -> Any:
+        """Return a factor of an adapter on this rank's experts as a DTensor over all experts.
+
+        Args:
+            value: The factor: [experts * r, n], or with columns [n, r * experts].
+            columns: 0, or the number of this rank's experts, which are the last dimension.
+        """
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        mine = value.view(len(value), -1, columns) if columns else value
+        dim = 2 if columns else 0
+        shape = list(mine.shape)
+        shape[dim] *= self.mesh.size(self.mesh.ndim - 1)
+        placements = [Replicate()] * (self.mesh.ndim - 1) + [Shard(dim)]
+        stride = torch.empty(shape, device="meta").stride()
+        more = {"run_check": False, "shape": torch.Size(shape), "stride": stride}
+        return DTensor.from_local(mine, self.mesh, placements, **more)
 
     def place_field(self, parameter: Tensor, value: Any, experts: dict[str, str]) -> Any:
         """Return a field of the optimizer: one of the parameter's shape is placed as that."""
@@ -165,6 +181,26 @@ class TrainingState:
                 for i in range(self.mesh.ndim - 1):
                     dist.all_reduce(loads[name], group=self.mesh.get_group(i))
         return loads
+
+
+def find_factors(model: nn.Module, names: dict[int, str]) -> dict[str, int]:
+    """Return the factors of adapters on experts by name, with the value of columns for each.
+
+    peft stores lora_A as [experts * r, n] and lora_B as [n, r * experts].
+    """
+    found = {}
+    for module in model.modules():
+        for parameter in adapters_of_experts(module):
+            name = names[id(parameter)]
+            kind = next((k for k in ("lora_A", "lora_B") if f".{k}." in name), None)
+            if kind is None or hasattr(parameter, "placements"):
+                rule = "be LoRA" if kind is None else "not be sharded by fully_shard"
+                raise EpicUnsupportedError(
+                    f"{name} is an adapter on experts: must {rule}; save it with "
+                    "epic.torch.save_pretrained, whose folder any number of ranks can load"
+                )
+            found[name] = int(module.num_experts) if kind == "lora_B" else 0
+    return found
 
 
 def fill_missing_state(optimizer: torch.optim.Optimizer) -> None:
