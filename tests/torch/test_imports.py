@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that the modules of the package import each other without circles."""
+"""Checks that the modules of the package import each other without circles, and what else."""
 
 import ast
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import torch
+
 import epic
+from epic.torch.arguments import assume_constant_result
 
 ROOT = Path(epic.__file__).parent
 
@@ -36,3 +41,23 @@ def test_no_circles() -> None:
     graph = {name: imports_of(path, set(paths)) for name, path in paths.items()}
     order = list(TopologicalSorter(graph).static_order())  # raises CycleError if there is a circle
     assert set(order) >= set(paths)
+
+
+COMPILER = """import sys, torch, torch.distributed, torch.nn.parallel, torch.utils.checkpoint
+before = "torch._dynamo" in sys.modules
+import epic.torch
+assert ("torch._dynamo" in sys.modules) == before
+"""
+
+
+def test_the_compiler_is_imported_when_it_is_used() -> None:
+    """Check that epic.torch does not import torch._dynamo, and marks constants as it does."""
+    subprocess.run([sys.executable, "-c", COMPILER], check=True, timeout=200)
+
+    def one() -> None:
+        pass
+
+    def other() -> None:
+        pass
+
+    assert vars(assume_constant_result(one)) == vars(torch._dynamo.assume_constant_result(other))

@@ -19,6 +19,15 @@ from epic.errors import EpicArgumentError, EpicUnsupportedError
 ROW_TYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 
 
+def assume_constant_result(function: Any) -> Any:
+    """Make torch.compile call a function while it traces, and treat the result as a constant.
+
+    As torch._dynamo.assume_constant_result does, whose import takes seconds.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
 def needs_gradient(x: Tensor, w: Tensor | None = None) -> bool:
     """Return whether a gradient must be computed.
 

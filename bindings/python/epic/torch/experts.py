@@ -15,6 +15,7 @@ from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Experts, options_by_key
 from epic.torch.arguments import (
     EpicFunction,
+    assume_constant_result,
     check_floats,
     first_order_only,
     make_apply,
@@ -123,7 +124,7 @@ def compute_facts(
     return *passed, none, -(-(one - none) >> 20)
 
 
-@torch._dynamo.assume_constant_result
+@assume_constant_result
 def experts_facts(*key: Any) -> tuple[Any, ...]:
     """Return compute_facts as a constant; tracers would look into a cache."""
     return compute_facts(*key)

@@ -29,6 +29,7 @@ from epic.options import (
     intern_options,
     options_by_key,
 )
+from epic.torch.arguments import assume_constant_result
 from epic.torch.ops import KEPT_LAYERS, LIBRARY, pack_layer
 
 DEFAULT_TIMEOUT_MS = 300_000
@@ -36,7 +37,7 @@ LAST_CALLS_MS = 2000  # time for calls of other threads when the process ends
 LAST_RETURN_S = 0.5  # time for threads to return from the calls that were then aborted
 CPU, CUDA = 0, 1  # numbers of device types in torch
 
-torch._dynamo.assume_constant_result(intern_options)  # so that compiled functions may make options
+assume_constant_result(intern_options)  # so that compiled functions may make options
 
 open_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
 lock = threading.Lock()
@@ -375,7 +376,7 @@ class Group:
         if self.number == 0:
             raise EpicError("EPIC_ECLOSED", f"group {self.name!r} was closed: open a new one")
 
-    @torch._dynamo.assume_constant_result
+    @assume_constant_result
     def facts(self, layer: str) -> tuple[Any, ...]:
         """Return the Facts of the layer with that key, which are computed once."""
         found = self.kept.get(layer)
@@ -398,7 +399,7 @@ class Group:
             self.kept[layer] = found
         return found
 
-    @torch._dynamo.assume_constant_result
+    @assume_constant_result
     def remember(self, compute: Callable[..., tuple[Any, ...]], *key: Any) -> tuple[Any, ...]:
         """Return compute(group, *key), which is computed once for a group.
 

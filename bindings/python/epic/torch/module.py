@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Moe
-from epic.torch.arguments import ROW_TYPES
+from epic.torch.arguments import ROW_TYPES, assume_constant_result
 from epic.torch.experts import GroupedMm
 from epic.torch.groups import Group
 from epic.torch.moe import OF_EXPERTS, MoeWeights, moe
@@ -319,7 +319,7 @@ class MoE(nn.Module):
         bias_update(self.bias[:count], self.load, self.bias_rate, self.group)
         self.load.zero_()
 
-    @torch._dynamo.assume_constant_result
+    @assume_constant_result
     def check_ddp(self) -> None:
         """Refuse DistributedDataParallel over ranks of the group. Tracers call it too."""
         check_ddp(self, self.group)

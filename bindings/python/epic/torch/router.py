@@ -13,6 +13,7 @@ from epic.torch.arguments import (
     EpicFunction,
     as_flat,
     as_int32,
+    assume_constant_result,
     check_floats,
     first_order_only,
     make_apply,
@@ -30,7 +31,7 @@ def cached_numbers(router: str) -> tuple[Any, ...]:
     return tuple(options_by_key[router].numbers().values())
 
 
-@torch._dynamo.assume_constant_result
+@assume_constant_result
 def numbers_of(router: str) -> tuple[Any, ...]:
     """Return the operator arguments of the router with that key.
 
