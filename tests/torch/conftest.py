@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).parent
-# The folders of world.py, of reference.py, cases.py and core_layer.py, and of pages.py.
+# The folders of world.py; of reference.py, cases.py, core_layer.py, forked.py and selection.py; and
+# of pages.py.
 sys.path[:0] = [str(HERE), str(HERE.parent / "jax"), str(HERE.parent / "pages")]
 
 import pytest
 
+from selection import pytest_addoption, pytest_collection_modifyitems
 from world import World
+
+__all__ = ["pytest_addoption", "pytest_collection_modifyitems", "world"]
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import torch
 import epic.torch
 import reference
 from epic.torch.module import OF_EXPERTS
+from forked import finish, server, start_ranks
 from pages import ROOT, Program, find_block, list_pages, list_programs
 from ports import free_port
 
@@ -31,6 +32,17 @@ ADAPTERS = {"megatron", "titan"}  # modules that need packages of their own
 
 
 def run_program(folder: Path, text: str, processes: int) -> None:
+    """Run a program with the variables that torchrun sets."""
+    script = folder / "this.py"
+    script.write_text(text)
+    modules = ["epic.torch"]
+    if "transformers" in text:
+        modules.append("transformers")
+    running = start_ranks(server(*modules), str(script), ranks=processes, port=free_port())
+    finish(running, 200)
+
+
+def run_torchrun(folder: Path, text: str, processes: int) -> None:
     """Run a program under torchrun."""
     script = folder / "this.py"
     script.write_text(text)
@@ -38,14 +50,15 @@ def run_program(folder: Path, text: str, processes: int) -> None:
     subprocess.run([sys.executable, "-m", "torch.distributed.run", *words], check=True, timeout=200)
 
 
-@pytest.mark.parametrize(
-    "program",
-    [program for program in list_programs("torch") if program.text not in CHECKED],
-    ids=lambda program: f"{program.page}-{program.number}",
-)
+PROGRAMS = [program for program in list_programs("torch") if program.text not in CHECKED]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: f"{p.page}-{p.number}")
 def test_programs(program: Program, tmp_path: Path) -> None:
-    """Run every whole program of the guide, with as many processes as its first line says."""
-    run_program(tmp_path, program.text, program.processes)
+    """Run every whole program of the guide, with as many processes as its first line says; the
+    first one under torchrun."""
+    run = run_torchrun if program is PROGRAMS[0] else run_program
+    run(tmp_path, program.text, program.processes)
 
 
 KEEP_LAYER = """

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import epic.torch
 from epic import _native, bootstrapping
 from epic.store import Attempts
+from forked import finish, server, start_ranks
 from parts import SIZES, UNEVEN, Data, check_round, through
 from ports import free_port
 from test_errors import told
@@ -218,16 +219,8 @@ def test_tcp(tmp_path: Path) -> None:
     """Open a group with the core's own TCP bootstrap."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(paths=PATHS, tcp=True))
-    env = os.environ | {"PORT": str(free_port())}
-    running = [
-        subprocess.Popen([sys.executable, str(script)], env=env | {"RANK": str(rank)})
-        for rank in range(2)
-    ]
-    try:
-        assert [process.wait(200) for process in running] == [0, 0]
-    finally:
-        for process in running:
-            process.kill()
+    port = str(free_port())
+    finish(start_ranks(server("epic.torch"), str(script), ranks=2, port=0, PORT=port), 200)
 
 
 def test_contexts_are_closed_where_no_thread_starts(monkeypatch: Any) -> None:
@@ -270,25 +263,11 @@ def test_the_end_of_processes_whose_threads_wait_for_each_other(tmp_path: Path) 
     the other rank never makes."""
     script = tmp_path / "script.py"
     script.write_text(ENDS.format(paths=PATHS))
-    env = os.environ | {"PORT": str(free_port())}
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env=env | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in running:
-            assert process.stdout is not None and process.stdout.readline() == "ends\n"
-        # much less than the deadline of 120 s
-        assert [process.wait(40) for process in running] == [0, 0]
-    finally:
-        for process in running:
-            process.kill()
-            process.communicate()
+    port = str(free_port())
+    running = start_ranks(server("epic.torch"), str(script), ranks=2, port=0, PORT=port)
+    for process in running:
+        process.wait_for_line("ends", 200)
+    finish(running, 40)  # much less than the deadline of 120 s
 
 
 def test_an_exchange_of_the_callers() -> None:

@@ -53,7 +53,9 @@ class World:
         self.pipes: list[Any] = []
 
     def __enter__(self) -> "World":
-        context, port = multiprocessing.get_context("spawn"), free_port()
+        context, port = multiprocessing.get_context("forkserver"), free_port()
+        # torch is imported once for all worlds
+        context.set_forkserver_preload(["epic.torch", "torch._dynamo"])
         for rank in range(self.size):
             mine, other = context.Pipe()
             process = context.Process(
