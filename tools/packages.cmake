@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# `cpack -G DEB` (and TGZ) in the build folder: what `make install` installs, as a package.
+# Run `cpack -G DEB` (or TGZ) in the build folder to pack the files that `make install` installs.
 set(CPACK_PACKAGE_NAME epic-moe)
 set(CPACK_PACKAGE_VERSION ${PROJECT_VERSION})
 set(CPACK_PACKAGE_VENDOR "EPIC")
@@ -12,7 +12,7 @@ set(CPACK_GENERATOR TGZ)
 set(CPACK_STRIP_FILES ON)
 set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
 set(CPACK_DEBIAN_PACKAGE_SECTION libs)
-# Plugins are loaded only when asked for: MPI, UCX and OpenBLAS need not be there.
+# Plugins are loaded on demand, so MPI, UCX and OpenBLAS are not required.
 set(CPACK_DEBIAN_PACKAGE_DEPENDS "libc6 (>= 2.34)")
 set(CPACK_DEBIAN_PACKAGE_RECOMMENDS libopenblas0-pthread)
 set(CPACK_DEBIAN_PACKAGE_SUGGESTS "openmpi-bin, libssl3, libucx0")
