@@ -53,7 +53,9 @@ struct Planner {
     /* [num_warps][num_tallies]: while choices are counted, how many each warp has counted.
      * publish_tallies() replaces each number by the sum over the lower warps of this CTA. */
     int32_t *tally;
-    uint8_t *owner;       /* [num_tallies]: the rank that owns the tally's expert */
+    /* owner[e]: the rank that owns expert e. With EPIC_BY_K one entry per k and expert; FLAT:
+     * then one per rank. */
+    uint8_t *owner;
     uint8_t *rare_memory; /* memory after these arrays; only layers with PLAN_RARE use it */
     /* keep_limit[q]: the largest number of choices that each expert of rank q may keep, so that
      * the slots of rank q suffice */
@@ -187,9 +189,9 @@ struct TokenLanes {
 /* In backend hosts, completes the records that the lanes have just stored for rank q, so that
  * one put can send the records of the whole CTA. A put sends all top_k words of a record, and
  * the receiver waits for all of them. So the lanes after the record's `count` words store
- * RECORD_ABSENT. A token with two halves is different: its record is sent in a put of its own.
- * `record`: address of this lane's record. `in`: the lane's token exists. Called by one
- * warp. */
+ * RECORD_ABSENT. But if tokens have more than 32 choices, each record is sent in a put of its
+ * own, with `count` words. `record`: address of this lane's record. `in`: the lane's token
+ * exists. Called by one warp. */
 __device__ __forceinline__ void fill_records(const OpState &op, const TokenLanes &lanes, int q,
                                              uint64_t *record, bool in, int count)
 {
