@@ -53,8 +53,8 @@ struct Planner {
     /* [num_warps][num_tallies]: while choices are counted, how many each warp has counted.
      * publish_tallies() replaces each number by the sum over the lower warps of this CTA. */
     int32_t *tally;
-    /* owner[e]: the rank that owns expert e. With EPIC_BY_K one entry per k and expert; FLAT:
-     * then one per rank. */
+    /* owner[e]: the rank that owns expert e. With EPIC_BY_K, the array has one entry per k and
+     * expert. With FLAT, one entry per rank follows. */
     uint8_t *owner;
     uint8_t *rare_memory; /* memory after these arrays; only layers with PLAN_RARE use it */
     /* keep_limit[q]: the largest number of choices that each expert of rank q may keep, so that
