@@ -113,10 +113,8 @@ ffi_array ffi_read_arg_or_none(ffi_reader *reader, const char *name, uint32_t ty
 ffi_array ffi_read_result(ffi_reader *reader, const char *name, uint32_t types, int64_t count);
 ffi_array ffi_read_result_or_none(ffi_reader *reader, const char *name, uint32_t types,
                                   int64_t count);
-int32_t ffi_read_arg_int(ffi_reader *reader,
-                         /* returns the int32 of an array with one element, or 0 if it is on a
-                          * GPU */
-                         const char *name);
+/* Returns the int32 of an array with one element, or 0 if the array is on a GPU. */
+int32_t ffi_read_arg_int(ffi_reader *reader, const char *name);
 
 /* Read an attribute by its name. ffi_read_uint() checks that the number fits. ffi_read_text()
  * writes at most `size` bytes, with the final zero byte. */

@@ -68,7 +68,7 @@ void member_leave(member_use *use);
 member_status member_borrow(member_use *use, member_device device);
 
 /* Adds a member; epic/jax/groups.py calls it. Returns 0 on success, 1 if the group already has
- * a member on the device or a text is too long, and 2 without memory. */
+ * a member on the device or `name` or `devices` is too long, and 2 if there is no memory. */
 int epic_jax_member_add(const char *name, int is_gpu, int32_t ordinal, const char *devices,
                         int32_t rank, epic_context *ctx);
 

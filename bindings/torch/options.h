@@ -66,8 +66,7 @@ typedef struct mlp_types {
 /* Read the options of the experts, or of the shared expert, from the next arguments of a call.
  * *types supplies types that the arguments do not contain, and receives the gradient type. */
 epic_experts read_experts(torch_call *call, mlp_types *types);
-epic_experts read_shared(torch_call *call, epic_experts experts,
-                         /* returns a struct with inner 0 if the layer has no shared expert */
-                         uint32_t weight_type);
+/* Returns a struct with inner 0 if the layer has no shared expert. */
+epic_experts read_shared(torch_call *call, epic_experts experts, uint32_t weight_type);
 
 #endif

@@ -195,8 +195,7 @@ static epic_result join_rank_0(connector *c, epic_link *link)
     if (epic_frame_receive_all(link->socket, &theirs, sizeof theirs, &limit) != FRAME_DONE)
         return retry_after_silence(c, "it sent no hello");
     if (theirs.magic != HELLO_MAGIC ||
-        /* a rank other than 0 answers if the socket is connected to itself: this rank's own
-         * hello */
+        /* a socket may connect to itself; then the hello is this rank's own */
         theirs.rank != 0)
         return retry_after_answer(c, "what listens there is not rank 0 of EPIC");
 

@@ -148,7 +148,7 @@ static part message_part_of(const unsigned char *piece, int64_t begin, int64_t e
     return (part){piece + (first - begin), first - low, last - first};
 }
 
-/* Writes the bytes of the row and the scales that have arrived to a slot. */
+/* Writes to a slot those bytes of its row and of its scales that have arrived. */
 static void write_row(const dispatching *d, int64_t slot, const parts *p)
 {
     const epic_dispatch_args *a = d->args;

@@ -319,7 +319,7 @@ epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *args,
     if (result == EPIC_OK) return host_dispatch_unchecked(ctx, dispatch);
     char why[512];
     snprintf(why, sizeof why, "%s", epic_sentence());
-    TRY(host_dispatch_unchecked(
-        ctx, dispatch)); /* the plan has no slots, so this only zeroes the outputs */
+    /* the plan has no slots, so dispatch only zeroes the outputs */
+    TRY(host_dispatch_unchecked(ctx, dispatch));
     return epic_fail(result, "%s", why);
 }

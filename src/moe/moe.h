@@ -45,7 +45,8 @@ typedef struct moe_saved {
 typedef struct moe_work {
     /* workspaces of the calls for the experts, the shared expert and the router */
     void *experts, *shared, *router;
-    float *recv_scales; /* E4M3 forward: [capacity, experts_blocks(hidden)] */
+    /* E4M3 forward: [capacity, experts_blocks(hidden)], the scales of the rows in the slots */
+    float *recv_scales;
     /* Forward: [tokens, top_k], topk_idx with -1 instead of zero-experts. On devices only if
      * the layer has zero-experts. */
     int32_t *plan_idx;

@@ -21,7 +21,7 @@
 #include "base/deadline.h"
 
 #define GATHER_TAG 0
-#define ROLL_TAG 32767 /* the largest tag that every MPI allows */
+#define ROLL_TAG 32767 /* tag of roll calls: the largest that every MPI allows */
 #define NAP_NS 100000
 
 /* The state behind an epic_bootstrap. */

@@ -242,7 +242,7 @@ epic_result runtime_fail(int code, const char *what);
 bool runtime_is_up(void);
 pthread_mutex_t *runtime_mutex(void); /* NULL: several threads may call MPI at once */
 
-/* tables.c */
+/* tables.c: the memory of a group */
 epic_result tables_check(const epic_config *config, int num_ranks);
 epic_result tables_make(epic_group **out, const epic_config *config, int rank, int num_ranks);
 void tables_free(epic_group *group);
@@ -280,11 +280,10 @@ void peer_status_store(epic_group *group, const control_message *reply, int from
 void peer_status_read(epic_group *group, int peer, uint64_t tag, uint64_t sequence,
                       epic_peer_status *out);
 
-/* staging.c */
+/* staging.c: the rings, and the MPI messages that fill them */
 int64_t mpi_ring_bytes(const epic_group *group, bool everyone);
-void staging_receive_done(epic_group *group, op_slot *slot,
-                          /* called when a segment has arrived, with the mutex held */
-                          int from);
+/* called when a segment has arrived; the caller holds the mutex */
+void staging_receive_done(epic_group *group, op_slot *slot, int from);
 void *staging_room(epic_group *group, op_slot *slot, int to, int64_t entry);
 const void *staging_entry(epic_group *group, op_slot *slot, int from, int64_t entry);
 void mpi_shape(epic_group *group, int index, const epic_flow *flow);
@@ -298,21 +297,20 @@ bool progress_control(epic_group *group);
 void progress_drain(epic_group *group); /* frees finished slots whose messages have been sent */
 /* polls MPI for the messages that the slot waits for */
 void progress_slot(epic_group *group, op_slot *slot);
-void progress_after_miss(epic_group *group,
-                         /* polls MPI once per num_ranks calls that had no result */
-                         op_slot *slot);
+/* polls MPI once per num_ranks calls of room() or entry() that had no result */
+void progress_after_miss(epic_group *group, op_slot *slot);
 void progress_break_group(epic_group *group, const epic_failure_info *failure);
 
-/* wait.c */
+/* wait.c: how a thread waits while MPI makes progress */
 void mpi_wait(epic_group *group, int index, uint32_t phase, const uint64_t *waits_for,
               uint32_t ms);
 
-/* drain.c */
+/* drain.c: finished slots, until MPI has sent their messages */
 epic_result drain_start(epic_group *group);
 void drain_stop(epic_group *group);
 void mpi_finish(epic_group *group, int op_slot);
 
-/* lifecycle.c */
+/* lifecycle.c: when this process starts and ends MPI */
 /* starts MPI, like runtime_start(), and hooks MPI_Finalize */
 epic_result lifecycle_start(void);
 void lifecycle_add_open(void);

@@ -10,7 +10,7 @@
 #include "cuda/experts/grouped.h"
 
 #define LEAST_HEAP (4 << 20) /* smallest size in bytes of the allocation of a heap */
-#define MOST_SMS 65536       /* more than any device has */
+#define MOST_SMS 65536       /* more multiprocessors than any device has */
 
 /* Backend p2p always uses the constant DEVICE_MAX_TOP_K. Backend hosts uses config.max_top_k if
  * it is set, rounded up to an even number, which its kernels need (float_stride in
