@@ -177,11 +177,11 @@ static void combine_fill_entry(void *self, int home, int64_t token, int32_t piec
     combining *c = self;
     combine_set_piece(c, piece);
     const int64_t bytes = piece_size(&c->split, piece);
-    const ring_path way = ring_choose_path(c->x, home, bytes);
-    void *out = way == RING_CACHED ? entry : scratch_row(c, 0);
+    const ring_path path = ring_choose_path(c->x, home, bytes);
+    void *out = path == RING_CACHED ? entry : scratch_row(c, 0);
     make_partial(c, home, token, out);
     if (out != entry)
-        ring_write_row(c->x, home, way, entry, out, (size_t)bytes, c->kernels->copy);
+        ring_write_row(c->x, home, path, entry, out, (size_t)bytes, c->kernels->copy);
     if (c->trailer && piece == 0)
         write_trailer(c, home, token, (unsigned char *)entry + c->split.piece_bytes);
 }

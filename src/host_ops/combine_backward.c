@@ -88,8 +88,8 @@ static void combine_backward_fill_entry(void *self, int64_t token, int32_t piece
     exchange *x = s->x;
     const unsigned char *from = row_of_own_token(s, token) + piece_offset(&s->split, piece);
     const size_t size = (size_t)piece_size(&s->split, piece);
-    const ring_path way = ring_choose_path(x, x->rank, (int64_t)size);
-    ring_write_row(x, x->rank, way, entry, from, size, s->kernels->copy);
+    const ring_path path = ring_choose_path(x, x->rank, (int64_t)size);
+    ring_write_row(x, x->rank, path, entry, from, size, s->kernels->copy);
 }
 
 /* Scatter flow, read_entry: handles one piece of a token of rank `from`. */

@@ -118,10 +118,12 @@ static void dispatch_fill_entry(void *self, int64_t token, int32_t piece, void *
     dispatching *d = self;
     const int rank = d->x->rank;
     const int64_t size = piece_size(&d->split, piece);
-    const ring_path way = ring_choose_path(d->x, rank, size);
-    void *to = way == RING_TIMED ? d->x->pieces : entry;
-    fill_entry_with(d, token, piece, to, way == RING_STREAMED ? d->kernels->copy : copy_cached);
-    if (to != entry) ring_write_row(d->x, rank, way, entry, to, (size_t)size, d->kernels->copy);
+    const ring_path path = ring_choose_path(d->x, rank, size);
+    void *to = path == RING_TIMED ? d->x->pieces : entry;
+    fill_entry_with(d, token, piece, to,
+                    path == RING_STREAMED ? d->kernels->copy : copy_cached);
+    if (to != entry)
+        ring_write_row(d->x, rank, path, entry, to, (size_t)size, d->kernels->copy);
 }
 
 /* -------------------------------------------------------------------------- receiving ---- */

@@ -133,7 +133,7 @@ uint64_t ucx_domains(const void *key, size_t bytes)
     return domains;
 }
 
-int ucx_describe_lanes(ucp_ep_h endpoint, char *to, size_t size, const char *way)
+int ucx_describe_lanes(ucp_ep_h endpoint, char *to, size_t size, const char *method)
 {
     char lane[64], *text = print_info(NULL, endpoint);
     const char *before = ", ";
@@ -142,7 +142,7 @@ int ucx_describe_lanes(ucp_ep_h endpoint, char *to, size_t size, const char *way
         if ((size_t)used < size)
             used += snprintf(to + used, size - (size_t)used, "%s%s", before, lane);
     if (text && (size_t)used < size)
-        used += snprintf(to + used, size - (size_t)used, " by %s", way);
+        used += snprintf(to + used, size - (size_t)used, " by %s", method);
     free(text);
     return used;
 }

@@ -40,8 +40,8 @@ bool ucx_can_reach(ucp_ep_h endpoint, uint64_t own, uint64_t theirs);
 /* Returns the memory domains of a packed key, one bit for each domain. 0: unknown. */
 uint64_t ucx_domains(const void *key, size_t bytes);
 
-/* Writes the networks of an endpoint, such as ", tcp/eth0 by messages". `way` is the last word,
- * "messages" here. Returns the length, as snprintf does. */
-int ucx_describe_lanes(ucp_ep_h endpoint, char *to, size_t size, const char *way);
+/* Writes the networks of an endpoint, such as ", tcp/eth0 by messages". `method` is the last
+ * word, "messages" here. Returns the length, as snprintf does. */
+int ucx_describe_lanes(ucp_ep_h endpoint, char *to, size_t size, const char *method);
 
 #endif

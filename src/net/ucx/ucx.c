@@ -248,7 +248,7 @@ static epic_result connect_to_host(net *n, int host, const handle *c, char *why)
     const unsigned char *key = c->bytes + c->address_bytes;
     p->token = c->token;
     p->inbox = c->inbox;
-    TRY_UCX(ucp_ep_create(n->worker, &params, &p->endpoint), "a way to a peer");
+    TRY_UCX(ucp_ep_create(n->worker, &params, &p->endpoint), "an endpoint for a peer");
     if (n->setup.rdma == NET_RDMA_NEVER ||
         (n->setup.rdma == NET_RDMA_IF_WHOLE && !ucx_keeps_words(p->endpoint)) ||
         (n->setup.on_gpu &&
@@ -359,11 +359,12 @@ static void ucx_describe(const net *n, char *to, size_t size)
              n->setup.on_gpu ? "GPU" : "host");
     for (int h = 0; h < n->setup.num_hosts; h++) {
         const peer *p = &n->peers[h];
-        char way[128] = "";
+        char networks[128] = "";
         if (!p->endpoint) continue;
-        ucx_describe_lanes(p->endpoint, way, sizeof way, p->key ? "writes" : "messages");
+        ucx_describe_lanes(p->endpoint, networks, sizeof networks,
+                           p->key ? "writes" : "messages");
         const size_t used = strlen(to);
-        if (!strstr(to, way)) snprintf(to + used, size - used, "%s", way);
+        if (!strstr(to, networks)) snprintf(to + used, size - used, "%s", networks);
     }
 }
 
