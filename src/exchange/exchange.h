@@ -28,7 +28,8 @@
  * of 1024 float64 elements, the block of the dot product. */
 #define PIECE_UNIT 8192
 #define PIECE_MAX (4 * PIECE_UNIT)
-/* largest trailer: bytes that follow a row in its entry, one float for each k */
+/* largest size in bytes of a trailer: the weights that follow a row in its ring entry, one
+ * float for each of the token's choices */
 #define TRAILER_MAX 256
 #define TREE_LEVELS 18 /* levels of a binary tree with 65536 leaves, 17, plus one */
 

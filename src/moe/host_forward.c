@@ -19,8 +19,9 @@
 #include "router/config.h"
 #include "rules/sentences.h"
 
-/* Runs the gate and the router. If token ids or their table are invalid, chooses no expert and
- * stores the error in *fault. Every rank then returns it from the plan. */
+/* Runs the gate and the router. A router may choose experts by token id, from a table. If a
+ * token id or the table is invalid, chooses no expert and stores the error in *fault. Every rank
+ * then returns this error from the plan. */
 static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
     for (int64_t b = 0; j->block && b < j->blocks; b++) {

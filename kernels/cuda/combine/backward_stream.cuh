@@ -194,9 +194,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             if (EXACT || its_vector + v * WARP + lane_id() < m.shape.vectors)
                 store_once(to + v * WARP * 16, scale_vector<ROW>(weight, x[v]), m.policy);
     }
-    /* Finishes one block of `count` dot products: adds the sums of all lanes, and stores each
-     * result to `parts` as block `piece`. Lane i does this for slot first + i of the unit.
-     * Called by a whole warp. */
+    /* Finishes block number `piece` of `count` dot products, one for each slot. Lane i adds the
+     * sums of all lanes for slot first + i of the unit, and stores the result as this block of
+     * the slot's dot product (dot_part_of()). Called by a whole warp. */
     __device__ __forceinline__ void add_dots(const Entry &u, int piece, int first, int count)
     {
         __syncwarp();

@@ -78,8 +78,9 @@ typedef struct p2p_heap {
     /* number of rows that each rank would keep under each limit that was tried, only for FLAT
      * plans that drop rows; epoch-stamped [2][num_ranks][MAX_SEARCHES][MAX_RANKS] */
     int64_t searches;
-    /* each rank's number of choices of each logical expert, only for layers whose planner must
-     * choose replicas before it counts; epoch-stamped [2][num_ranks][REPLICATED_EXPERTS] */
+    /* Each rank's number of choices of each logical expert. Only for layers with replicas whose
+     * planner needs these numbers to choose a replica for each choice; it then counts the
+     * choices of each replica. Epoch-stamped [2][num_ranks][REPLICATED_EXPERTS]. */
     int64_t logical_counts;
     /* number of choices of each expert that each planning CTA has counted; epoch-stamped
      * [MAX_PLANNERS][MAX_TALLIES]; this rank only */
@@ -182,9 +183,9 @@ typedef struct p2p_control {
     uint32_t dead_polled_at;
     /* copy of p2p_status.dead (a bit mask of dead ranks), read at dead_polled_at */
     uint32_t dead;
-    /* Device time in ns at which a wait found that its deadline had passed. The wait ends only
-     * after a host thread has run once more (a beat, see P2P_AWAKE), which proves that the
-     * process is not stopped. 0: no wait is in this state. */
+    /* Device time in ns at which a wait found that its deadline had passed. The wait fails
+     * only after a host thread has run once more (a beat, see P2P_AWAKE), which proves that the
+     * process is not suspended, for example by SIGSTOP. 0: no wait is in this state. */
     uint64_t due;
     /* deadlines before this device time in ns have expired, because the host has run after
      * them */

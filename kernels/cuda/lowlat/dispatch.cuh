@@ -80,10 +80,10 @@ __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank
     return read_record(m, rank, token, 0, keep, word, slot, more);
 }
 
-/* Does for a mixed plan what receive_words() does for other plans: receives the weights and
- * records of this worker's tokens. In a mixed plan (lowlat/plan.cuh), slots come from the
- * records that ranks send, not from the tables. Returns false if the group of ranks has
- * failed. */
+/* Receives the weights and records of this worker's tokens, for a mixed plan (lowlat/plan.cuh);
+ * receive_words() does this for other plans. In a mixed plan, slots come from the records that
+ * the ranks send, not from the tables in shared memory (LowlatPlan). Returns false if the group
+ * of ranks has failed. */
 __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
 {
     for (int u = first_words(m); u < num_words(m); u += m.receivers.num_workers()) {
@@ -176,7 +176,7 @@ static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
 
 /* ----------------------------------------------------------- the kernel and its phases ---- */
 
-/* Static shared memory of a CTA. The arrays of the tables are in dynamic shared memory. */
+/* Static shared memory of a CTA. The arrays of `tables` are in dynamic shared memory. */
 struct LowlatShared {
     OpState op;
     /* without WITH_PLAN: the plan that the kernel reads; with it, only addresses are set */

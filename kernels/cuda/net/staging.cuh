@@ -200,11 +200,15 @@ __device__ __forceinline__ bool wait_piece(const OpState &op, int peer, const ui
     return !is_host_memory(op, last) || wait_host_piece(op, peer, last);
 }
 
-/* Waits until a piece of a staged row has arrived, and reads it to q: vectors [first, first + V
- * * 32) of the row, which has `vectors` vectors in all. `copied`: q already contains what a
- * ring has copied from staging, perhaps with poison. While nothing has arrived, each lane polls
- * only its first vector, because polls take bandwidth from rows. Called by a whole warp.
- * Returns false if the group is broken. */
+/* Waits until a piece of a staged row has arrived, and reads it to q. Called by a whole warp.
+ * Returns false if the group is broken.
+ *
+ *   first, vectors  the piece has vectors [first, first + V * 32) of the row's `vectors` vectors
+ *   copied          q already has the piece, from the warp's ring in shared memory; words that
+ *                   are poison there had not arrived, and are polled again in staging
+ *
+ * While nothing has arrived, each lane polls only its first vector, because polls take
+ * bandwidth from rows. */
 template <int V, bool EXACT>
 __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const uint4 *staged,
                                               int32_t first, int32_t vectors, bool copied,

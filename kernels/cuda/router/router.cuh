@@ -114,7 +114,7 @@ template <int V, class T, class F> __device__ __forceinline__ T add_columns(int 
         T sum = 0;
         each_column<V>(first, min(columns, first + SUM_BLOCK), [&](int i) { sum += f(i); });
         total += add_lanes(sum);
-        if (V > 0) break; /* with V columns per lane, a row has only one block */
+        if (V > 0) break; /* the row has at most 32 * V columns, so only one block */
     }
     return total;
 }

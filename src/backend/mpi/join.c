@@ -168,8 +168,8 @@ static epic_result check_infos(const join_info *infos, int num_ranks)
     return EPIC_OK;
 }
 
-/* Returns whether the ranks on this host together may run on at least as many cores as there
- * are ranks. */
+/* Returns whether this host has at least one core for each of its ranks, counting every core on
+ * which one of them may run. If not, ranks that wait must leave the core to others. */
 static bool have_cores(const epic_join *join, const join_info *infos)
 {
     const epic_peer *mine = &join->peers[join->bootstrap->rank];

@@ -60,7 +60,8 @@ struct epic_group {
  * clears the CUDA error, and returns EPIC_ENOMEM or EPIC_EDEVICE. */
 epic_result p2p_cuda(cudaError_t error, const char *what);
 
-/* Launches every kernel once, so that no later launch waits for an idle device (load.c). */
+/* Launches every kernel once. CUDA loads a kernel at its first launch, and may then wait until
+ * the device is idle. That would be a deadlock if a running kernel waited for a peer (load.c). */
 epic_result p2p_load(epic_group *group);
 
 /* Returns whether there is a CUDA device. If not, writes the reason to `why` (256 bytes). */
@@ -137,7 +138,7 @@ static inline bool p2p_is_dead(const epic_group *group, int peer)
 epic_result p2p_heap_export(const epic_group *group, uint8_t *heap, cudaIpcMemHandle_t *handle);
 /* Sets heap[peer] to the heap of a peer. Errors: EPIC_ENOTSUP if it cannot be mapped. */
 epic_result p2p_heap_connect(epic_group *group, int peer, const cudaIpcMemHandle_t *handle);
-/* Unmaps all heaps, and removes this rank's from the list. */
+/* Unmaps the heaps of all peers, and removes this rank's heap from the list of this process. */
 void p2p_heap_disconnect(const epic_group *group);
 
 /* Returns whether the ranks of each process share one copy of this library, and thus its list

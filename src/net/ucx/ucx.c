@@ -15,8 +15,9 @@
 #include "net/striped/striped.h"
 #include "net/ucx/lanes.h"
 
-#define MAX_IN_FLIGHT 256 /* puts and words to one host; put() refuses more */
-#define MESSAGE_ID 1      /* id of this engine's active message */
+/* largest number of unfinished calls of put() and put_word() to one host */
+#define MAX_IN_FLIGHT 256
+#define MESSAGE_ID 1 /* id of this engine's active message */
 /* ucx_progress() calls ucp_worker_progress() at most this often */
 #define MAX_PROGRESS_CALLS 64
 #define FLUSH_MS 1000 /* closing waits at most this long for puts in flight */
