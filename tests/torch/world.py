@@ -20,8 +20,6 @@ def serve(rank: int, size: int, port: int, pipe: Any) -> None:
     """Run the functions that the parent sends, until it closes the pipe."""
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "jax")]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    # otherwise each process would start a pool of processes
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     import torch
     import torch.distributed as dist
 
@@ -54,6 +52,8 @@ class World:
 
     def __enter__(self) -> "World":
         context, port = multiprocessing.get_context("forkserver"), free_port()
+        # Else each process starts a pool of processes. The import of torch._dynamo reads it.
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         # torch is imported once for all worlds
         context.set_forkserver_preload(["epic.torch", "torch._dynamo"])
         for rank in range(self.size):
