@@ -174,7 +174,9 @@ typedef enum epic_flag {
     EPIC_DISPATCH_AGAIN = 128,
     /* Layer, equal on all ranks: the caller computes the losses.  The layer still compares
      * balance_coeff and z_coeff between the ranks, but computes as if both were 0. */
-    EPIC_LOSS_BY_CALLER = 256
+    EPIC_LOSS_BY_CALLER = 256,
+    /* epic_moe_backward: forward had topk_weights_in. */
+    EPIC_FORCED_WEIGHTS = 512
 } epic_flag;
 
 /* A contiguous matrix of rows of bytes that a call may write.  {NULL, 0, 0} is a matrix without
@@ -886,13 +888,16 @@ typedef struct epic_router_args {
     int64_t table_rows;
     void *workspace; /* at an address that is a multiple of 16, also in the calls below */
     int64_t workspace_bytes;
-    int32_t *topk_idx;      /* out [num_tokens, top_k] */
-    void *weights;          /* out [num_tokens, top_k] of weights_type */
-    void *scores;           /* out [num_tokens, E] of weights_type */
-    uint32_t type;          /* epic_type of logits: F32, BF16, F16 or F64 */
-    uint32_t weights_type;  /* 0: F32; or F64, with F64 logits only */
-    uint32_t token_id_type; /* 0: I32; or I64 */
-    uint32_t flags;         /* 0 */
+    int32_t *topk_idx;          /* out [num_tokens, top_k] */
+    void *weights;              /* out [num_tokens, top_k] of weights_type */
+    void *scores;               /* out [num_tokens, E] of weights_type */
+    uint32_t type;              /* epic_type of logits: F32, BF16, F16 or F64 */
+    uint32_t weights_type;      /* 0: F32; or F64, with F64 logits only */
+    uint32_t token_id_type;     /* 0: I32; or I64 */
+    uint32_t flags;             /* 0 */
+    const int32_t *topk_idx_in; /* [num_tokens, top_k]: forced experts, used instead of a
+                                   choice; negative: no expert; NULL: the router chooses.  Not
+                                   with token_ids */
 } epic_router_args;
 
 /* Chooses top_k experts for each token, the best first, and computes their weights, in float32
@@ -903,6 +908,9 @@ typedef struct epic_router_args {
  * have the same order as the scores and do not underflow.  If the chosen scores add up to 0,
  * the weights are 0, not NaN.  EPIC_WEIGHT_SPARSEMIXER is the inference rule of Phi-3.5-MoE,
  * without random numbers.
+ *
+ * With topk_idx_in, topk_idx is a copy of it, and the weights are those of these experts.  Ids
+ * that this call chose before, for the same logits, get the same bits again.
  * Errors:  (a) EPIC_EINVAL; EPIC_ENOTSUP on CUDA contexts.
  * Threads: local.
  * CUDA:    on call.stream; EPIC_WEIGHT_SPARSEMIXER is EPIC_ENOTSUP. */
@@ -1390,6 +1398,13 @@ typedef struct epic_moe_args {
     uint32_t loss_type;     /* epic_type of the losses: 0: F32; or F64, with F64 rows only */
     uint32_t flags;         /* EPIC_PLANNED */
     uint32_t reserved;      /* 0 */
+    const int32_t *topk_idx_in;  /* [num_tokens, top_k]: forced expert ids, used instead of the
+                                    router's choice; negative: no expert; NULL: the router
+                                    chooses */
+    const void *topk_weights_in; /* [num_tokens, top_k], type of w_gate, with topk_idx_in: their
+                                    weights; NULL: the router computes them */
+    int32_t *topk_idx_out;       /* out [num_tokens, top_k]: the ids that the layer used */
+    void *topk_weights_out;      /* out [num_tokens, top_k], type of w_gate: their weights */
 } epic_moe_args;
 
 /* Computes the layer.  For each token, `out` is the weighted sum of its experts' outputs, plus
@@ -1399,6 +1414,15 @@ typedef struct epic_moe_args {
  * F64 rows.  All numbers are float64, also the weights of choices and their gradients.  These
  * are sent with the rows, so config.max_row_bytes must be at least 8 * top_k.  EPIC_WEIGHT_LATE
  * is computed as EPIC_WEIGHT_EARLY, which gives the same value.
+ *
+ * Record and replay.  topk_idx_out and topk_weights_out return the routing.  topk_idx_in forces
+ * ids, such as those of another run, and must not be combined with token_ids.  Their weights are
+ * computed from the router's scores, and the router has gradients as without forced ids.  With
+ * topk_weights_in the weights are used as they are, without scale_of_expert.  Then the router and
+ * scale_of_expert have no gradients, except those of the losses.  The losses use the scores of
+ * all experts as always, and the load of the forced ids.  Forced ids are data of one rank: other
+ * ranks may let their routers choose.  With EPIC_PLANNED they are not read, because epic_moe_plan
+ * has read them.
  *
  * EPIC_TREE, if not chosen through EPIC_BY_HOSTS.  num_tokens must be equal on all ranks, and a
  * multiple of leaves / num_ranks.  Outputs and gradients then have the same bits for every
@@ -1412,8 +1436,8 @@ typedef struct epic_moe_args {
  * row_type from which the E4M3 weights were made, or E4M3 weights with scales as in
  * epic_experts_backward.  The rounding counts as the identity in gradients.  EPIC_RECOMPUTE
  * needs weights of row_type, and does not round the values that it computes again.
- * Errors:  (a) EPIC_EINVAL, EPIC_ENOTSUP; (b) EPIC_EINVAL, also for invalid token ids and
- *          entries of the table, and EPIC_EOVERFLOW; (c).
+ * Errors:  (a) EPIC_EINVAL, EPIC_ENOTSUP; (b) EPIC_EINVAL, also for invalid token ids,
+ *          entries of the table and forced ids, and EPIC_EOVERFLOW; (c).
  * Threads: collective.
  * CUDA:    all arrays are on the device, also the losses and their gradients.  The host never
  *          waits, and a graph can hold the call.  A rank_of_expert that gives a rank more than
@@ -1475,12 +1499,15 @@ typedef struct epic_moe_backward_args {
     const void *d_loss;         /* [1], equal on all ranks, like the next two; NULL: 1 */
     const void *d_balance_loss; /* [1]; NULL: 0 */
     const void *d_z_loss;       /* [1]; NULL: 0 */
-    uint32_t flags;             /* EPIC_ACCUMULATE, for `gradients` */
+    uint32_t flags;             /* EPIC_ACCUMULATE, for `gradients`; EPIC_FORCED_WEIGHTS */
     uint32_t loss_type;         /* epic_type of d_loss and the next two, like in forward */
     uint32_t grad_type;         /* epic_type of the gradients of w_gate_up, w_down and their
                                    biases: 0: F32 (F64 rows: F64).  On a CUDA context also
                                    experts->row_type */
     uint32_t reserved;          /* 0 */
+    void *d_topk_weights_in;    /* out [num_tokens, top_k], type of w_gate, with
+                                   EPIC_FORCED_WEIGHTS: the gradient of topk_weights_in; NULL:
+                                   not wanted */
 } epic_moe_backward_args;
 
 /* Computes the gradients of epic_moe_forward: of `out`, plus those of its three losses.

@@ -215,6 +215,9 @@ epic_result op_header_data_error(const epic_op_header *const *headers, int num_r
         case DATA_TABLE:
             return epic_fail(EPIC_EINVAL, SENTENCE_TABLE, r, (long long)about[0],
                              (long long)about[1], (long long)about[2], (long long)about[3]);
+        case DATA_FORCED:
+            return epic_fail(EPIC_EINVAL, SENTENCE_FORCED, r, (long long)about[0],
+                             (long long)about[1], (long long)about[2], (long long)about[3]);
         case DATA_SAVED:
             return epic_fail(EPIC_EINVAL,
                              "saved of rank %d is from a forward that failed or never ran: "

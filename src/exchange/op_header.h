@@ -58,6 +58,7 @@ enum data_error {
     DATA_PLAN,      /* details: an enum plan_damage */
     DATA_TOKEN_ID,  /* details: token, id, table_rows */
     DATA_TABLE,     /* details: row, k, id, number of experts */
+    DATA_FORCED,    /* details: token, k, id, number of experts */
     DATA_SAVED,     /* `saved` is from a forward that failed or never ran */
     DATA_SAVED_PART /* details: an enum saved_part, index, value */
 };

@@ -252,6 +252,20 @@ static epic_result check_device_planned(const epic_moe_args *a, bool planning)
     return EPIC_OK;
 }
 
+/* Checks that forced ids are not combined with a table, and that forced weights have ids. */
+static epic_result check_forced(const epic_moe_args *a)
+{
+    if (a->topk_weights_in && !a->topk_idx_in)
+        return epic_fail(EPIC_EINVAL, "topk_weights_in is not NULL and topk_idx_in is NULL: "
+                                      "pass the ids of these weights too");
+    if (a->topk_idx_in && (a->token_ids || a->table))
+        return epic_fail(EPIC_EINVAL,
+                         "topk_idx_in is not NULL and %s is not NULL: pass one of "
+                         "them",
+                         a->token_ids ? "token_ids" : "table");
+    return EPIC_OK;
+}
+
 epic_result moe_read_forward_args(moe_job *j, epic_context *ctx, epic_moe_args *a,
                                   bool planning)
 {
@@ -268,6 +282,7 @@ epic_result moe_read_forward_args(moe_job *j, epic_context *ctx, epic_moe_args *
                          .rank_of_expert = a->rank_of_expert};
     TRY(read_call(j, ctx, &a->call, &c));
     if (!planning) a->out.row_bytes = j->row_bytes;
+    TRY(check_forced(a));
     TRY(moe_check_forward_arrays(j, a));
     if (a->flags & ~known)
         return epic_fail(EPIC_EINVAL, "flags is 0x%x: it must have no bits except 0x%x",
@@ -315,8 +330,13 @@ epic_result moe_read_backward_args(moe_job *j, epic_context *ctx, epic_moe_backw
         return epic_fail(EPIC_EINVAL,
                          "gradients.scale_of_expert is not NULL: it must be NULL if "
                          "weights.scale_of_expert is NULL");
-    if (a->flags & ~EPIC_ACCUMULATE)
-        return epic_fail(EPIC_EINVAL, "flags is 0x%x: it must be 0 or EPIC_ACCUMULATE",
+    if (a->d_topk_weights_in && !(a->flags & EPIC_FORCED_WEIGHTS))
+        return epic_fail(EPIC_EINVAL, "d_topk_weights_in is not NULL: it must be NULL, unless "
+                                      "flags has EPIC_FORCED_WEIGHTS");
+    if (a->flags & ~(uint32_t)(EPIC_ACCUMULATE | EPIC_FORCED_WEIGHTS))
+        return epic_fail(EPIC_EINVAL,
+                         "flags is 0x%x: it must have no bits except EPIC_ACCUMULATE and "
+                         "EPIC_FORCED_WEIGHTS",
                          a->flags);
     if (a->reserved)
         return epic_fail(EPIC_EINVAL, "reserved fields must be zero: one is %u", a->reserved);

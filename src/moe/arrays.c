@@ -96,7 +96,7 @@ static void add_buffers(array_list *p, const moe_job *j, const void *saved,
 epic_result moe_check_forward_arrays(const moe_job *j, const epic_moe_args *a)
 {
     array_list p = {.num = 0};
-    const int64_t experts = j->layer.num_experts;
+    const int64_t experts = j->layer.num_experts, choices = j->tokens * j->top_k;
     const int64_t number = a->loss_type == EPIC_F64 ? 8 : 4;
     add_weights(&p, j, j->is_e4m3);
     add_rows(&p, j, "x.data", a->x.data, false);
@@ -112,6 +112,10 @@ epic_result moe_check_forward_arrays(const moe_job *j, const epic_moe_args *a)
     add_array(&p, "load", a->load, experts, 4, true);
     add_array(&p, "logical_load", a->logical_load, j->layer.num_logical, 4, true);
     add_array(&p, "demand", a->demand, 1, 4, true);
+    add_array(&p, "topk_idx_in", a->topk_idx_in, choices, 4, false);
+    add_array(&p, "topk_weights_in", a->topk_weights_in, choices, j->real_bytes, false);
+    add_array(&p, "topk_idx_out", a->topk_idx_out, choices, 4, true);
+    add_array(&p, "topk_weights_out", a->topk_weights_out, choices, j->real_bytes, true);
     add_buffers(&p, j, a->saved, a->workspace, true);
     return check_arrays(p.list, p.num);
 }
@@ -130,6 +134,7 @@ epic_result moe_check_backward_arrays(const moe_job *j, const epic_moe_backward_
     add_array(&p, "d_loss", a->d_loss, 1, number, false);
     add_array(&p, "d_balance_loss", a->d_balance_loss, 1, number, false);
     add_array(&p, "d_z_loss", a->d_z_loss, 1, number, false);
+    add_array(&p, "d_topk_weights_in", a->d_topk_weights_in, j->tokens * j->top_k, real, true);
     add_rows(&p, j, "d_x.data", a->d_x.data, true);
     add_array(&p, "gradients.w_gate", g->w_gate, d.b_gate, real, true);
     add_array(&p, "gradients.b_gate", g->b_gate, d.scale - d.b_gate, real, true);

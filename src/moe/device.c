@@ -27,6 +27,7 @@ layer_tokens moe_device_token_args(const moe_job *j, const dense_block *block)
                           .hidden = j->hidden,
                           .top_k = j->top_k,
                           .num_experts = (int32_t)j->router.num_experts,
+                          .num_columns = (int32_t)j->columns,
                           .row_type = j->experts.row_type,
                           .x = block->x.data,
                           .topk_idx = j->router.zero_experts ? block->topk_idx : NULL,

@@ -79,7 +79,29 @@ static epic_result losses_backward(moe_job *j, const dense_block *block)
     return z.coeff != 0 ? CONTEXT_OP(j->ctx, z_loss_backward, &z, z.coeff) : EPIC_OK;
 }
 
-/* Computes work.d_logits of one block from the gradients of its weights and its losses.
+/* Starts work.d_logits of one block, whose weights were forced, with zeros. Copies the gradients
+ * of its weights to the caller's array, if the caller wants them. `to` is written like
+ * router_backward() would write it. */
+static epic_result forced_weights_backward(moe_job *j, const epic_moe_backward_args *a,
+                                           int64_t b, const layer_tokens *tokens,
+                                           const dense_targets *to)
+{
+    const int64_t choices = j->block * j->top_k;
+    float *d_weights = a->d_topk_weights_in;
+    if (j->router.zero_experts)
+        TRY(CONTEXT_OP(j->ctx, zero_experts_backward, j->call.stream, tokens));
+    if (d_weights && choices)
+        TRY(CONTEXT_OP(j->ctx, add_array, j->call.stream, d_weights + b * choices,
+                       tokens->d_weights, choices, EPIC_F32, true));
+    if (j->weights.scale_of_expert && to->scale && !(to->flags & EPIC_ACCUMULATE))
+        TRY(CONTEXT_OP(j->ctx, add_array, j->call.stream, to->scale, NULL, j->columns, EPIC_F32,
+                       true));
+    if (!j->block) return EPIC_OK;
+    return CONTEXT_OP(j->ctx, add_array, j->call.stream, j->work.d_logits, NULL,
+                      j->block * j->columns, EPIC_F32, true);
+}
+
+/* Computes work.d_logits of one block from the gradients of its weights.
  *
  * With EPIC_ACCUMULATE, epic_router_backward would also add to d_logits, which must be
  * overwritten. So if the caller accumulates, the gradient of scale_of_expert is first computed
@@ -110,7 +132,7 @@ static epic_result router_backward(moe_job *j, const dense_block *block,
     if (scaled && adds)
         TRY(CONTEXT_OP(j->ctx, add_array, j->call.stream, to->scale, j->work.d_scale,
                        j->columns, EPIC_F32, false));
-    return losses_backward(j, block);
+    return EPIC_OK;
 }
 
 /* Runs the shared expert's backward on one block. Writes its part of d_x to `d_x`, unless d_x
@@ -189,7 +211,11 @@ static epic_result block_backward(moe_job *j, const epic_moe_backward_args *a, i
     const layer_tokens tokens = backward_token_args(j, a, &block, b);
     const bool wanted = a->d_x.data != NULL;
     const epic_rows d_x = wanted ? moe_block_out_rows(j, &a->d_x, b) : (epic_rows){0};
-    TRY(router_backward(j, &block, &tokens, to));
+    if (a->flags & EPIC_FORCED_WEIGHTS)
+        TRY(forced_weights_backward(j, a, b, &tokens, to));
+    else
+        TRY(router_backward(j, &block, &tokens, to));
+    TRY(losses_backward(j, &block));
     if (j->has_shared)
         TRY(shared_expert_backward(j, b, &block, &tokens, wanted ? j->work.shared_y : NULL,
                                    to));
@@ -246,7 +272,7 @@ epic_result moe_device_dense_backward(moe_job *j, const epic_moe_backward_args *
     if (j->moe.balance_coeff != 0 || j->moe.z_coeff != 0)
         TRY(CONTEXT_OP(j->ctx, read_d_losses, j->call.stream, j->work.losses, a));
     if (!is_dense_staged(j)) {
-        const dense_targets to = caller_targets(g, a->flags);
+        const dense_targets to = caller_targets(g, a->flags & EPIC_ACCUMULATE);
         return block_backward(j, a, 0, &to);
     }
     TRY(blocks_backward(j, a, 0, j->blocks, 0));
@@ -260,7 +286,7 @@ epic_result moe_device_backward(moe_job *j, const epic_moe_backward_args *a,
     TRY(moe_combine_backward(j, &a->d_out, NULL));
     TRY(moe_dispatch_again(j));
     epic_result result = moe_recompute_experts(j);
-    if (result == EPIC_OK) result = moe_experts_backward(j, g, a->flags);
+    if (result == EPIC_OK) result = moe_experts_backward(j, g, a->flags & EPIC_ACCUMULATE);
     if (result != EPIC_OK) return moe_abort_call(j, result);
     TRY(moe_dispatch_backward(j, &a->d_x));
     return moe_device_dense_backward(j, a, g);

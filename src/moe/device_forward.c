@@ -6,6 +6,14 @@
 #include "moe/device.h"
 #include "rules/experts_layout.h"
 
+/* Copies `count` int32 or float32 numbers, unless `to` is NULL. The kernel copies 4-byte
+ * elements of any type, so EPIC_F32 is correct here. */
+static epic_result copy_words(moe_job *j, void *to, const void *from, int64_t count)
+{
+    if (!to || !count) return EPIC_OK;
+    return CONTEXT_OP(j->ctx, add_array, j->call.stream, to, from, count, EPIC_F32, true);
+}
+
 /* Runs the gate and the router once for all blocks. The logits of a token depend only on that
  * token, so the blocks need not be separate. */
 epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
@@ -28,9 +36,14 @@ epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
                                   .weights = j->saved.weights,
                                   .type = EPIC_F32,
                                   .weights_type = EPIC_F32,
-                                  .token_id_type = a->token_id_type};
+                                  .token_id_type = a->token_id_type,
+                                  .topk_idx_in = a->topk_idx_in};
+    const int64_t choices = j->tokens * j->top_k;
     TRY(CONTEXT_OP(j->ctx, gate_forward, &gate));
     TRY(epic_router_forward(j->ctx, &how));
+    if (a->topk_weights_in) TRY(copy_words(j, j->saved.weights, a->topk_weights_in, choices));
+    TRY(copy_words(j, a->topk_idx_out, j->saved.topk_idx, choices));
+    TRY(copy_words(j, a->topk_weights_out, j->saved.weights, choices));
     if (!j->router.zero_experts) return EPIC_OK;
     layer_tokens tokens = moe_device_token_args(j, &all);
     return CONTEXT_OP(j->ctx, mask_zero_experts, j->call.stream, &tokens, j->work.plan_idx);
@@ -43,14 +56,6 @@ static epic_result zero_counts(moe_job *j)
     const int32_t *end = j->saved.expert_tokens + j->experts.num_local_experts;
     return CONTEXT_OP(j->ctx, add_array, j->call.stream, j->saved.expert_rows, NULL,
                       end - j->saved.expert_rows, EPIC_F32, true);
-}
-
-/* Copies `count` int32 numbers, unless `to` is NULL. The kernel copies 4-byte elements of any
- * type, so EPIC_F32 is correct here. */
-static epic_result copy_counts(moe_job *j, int32_t *to, const int32_t *from, int64_t count)
-{
-    if (!to) return EPIC_OK;
-    return CONTEXT_OP(j->ctx, add_array, j->call.stream, to, from, count, EPIC_F32, true);
 }
 
 /* Changes the arguments of dispatch for E4M3 layers: it then sends E4M3 rows with scales. */
@@ -85,8 +90,8 @@ epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a)
     TRY(api_plan_dispatch(j->ctx, &plan, &dispatch, &extra));
     if (a->rank_of_expert || (j->layer.sum_order == EPIC_TREE && !j->is_by_hosts))
         TRY(CONTEXT_OP(j->ctx, check_plan_fits, &plan, local));
-    TRY(copy_counts(j, a->load, j->saved.load, j->layer.num_experts));
-    return copy_counts(j, a->logical_load, j->saved.logical_load, j->layer.num_logical);
+    TRY(copy_words(j, a->load, j->saved.load, j->layer.num_experts));
+    return copy_words(j, a->logical_load, j->saved.logical_load, j->layer.num_logical);
 }
 
 epic_result moe_device_add_local_experts(moe_job *j, const epic_rows *out)

@@ -20,10 +20,15 @@ typedef struct backward_call {
 } backward_call;
 
 /* Computes work.d_logits of one block from the gradients of its weights and its losses. Adds
- * the block's gradient of scale_of_expert to `dense`. */
+ * the block's gradient of scale_of_expert to `dense`. If the weights were forced, only the losses
+ * have gradients here. */
 static epic_result router_backward(moe_job *j, const dense_block *block, const void *d_weights,
-                                   void *dense)
+                                   void *dense, bool is_forced)
 {
+    if (is_forced) {
+        memset(j->work.d_logits, 0, (size_t)(j->block * j->columns * j->real_bytes));
+        return moe_losses_backward(j, block);
+    }
     const void *scale = j->weights.scale_of_expert;
     void *d_scale = moe_real_at(j, dense, moe_dense_offsets(j).scale);
     const epic_router_backward_args how = {.router = &j->router,
@@ -93,7 +98,7 @@ static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
     void *d_shared = wanted && j->has_shared ? j->work.shared_y : NULL;
     void *d_weights = moe_real_at(j, j->work.d_weights, b * j->block * j->top_k);
     moe_dense_ops(j)->zero_expert_d_weights(&block, &d_out, d_weights);
-    TRY(router_backward(j, &block, d_weights, dense));
+    TRY(router_backward(j, &block, d_weights, dense, c->args->flags & EPIC_FORCED_WEIGHTS));
     if (j->has_shared) TRY(shared_expert_backward(j, b, &block, &d_out, d_shared, dense));
     moe_dense_ops(j)->gate_backward(&block, j->work.d_logits, &d_out, d_shared,
                                     wanted ? &d_x : NULL, dense);
@@ -142,8 +147,16 @@ static void store_dense_gradients(const moe_job *j, const backward_call *c)
     store_gradient(j, c, g->w_shared_gate, p.w_shared_gate, p.end);
 }
 
+/* Stores the gradients of forced weights in the caller's array, if the caller wants them. */
+static void store_d_weights(const moe_job *j, const backward_call *c)
+{
+    void *to = c->args->d_topk_weights_in;
+    if (to && j->tokens)
+        memcpy(to, j->work.d_weights, (size_t)(j->tokens * j->top_k * j->real_bytes));
+}
+
 /* Zeroes all gradients after an error that every rank returns. With EPIC_ACCUMULATE the weight
- * gradients keep their values, and only d_x becomes zero. */
+ * gradients keep their values, and only d_x and the gradients of forced weights become zero. */
 static void zero_gradients(const moe_job *j, const backward_call *c)
 {
     const epic_moe_gradients *g = &c->gradients;
@@ -157,6 +170,8 @@ static void zero_gradients(const moe_job *j, const backward_call *c)
                       {g->b_gate_up, local * width},
                       {g->b_down, local * j->hidden}};
     if (c->args->d_x.data) moe_zero_rows(j, &c->args->d_x);
+    if (c->args->d_topk_weights_in && j->tokens)
+        memset(c->args->d_topk_weights_in, 0, (size_t)(j->tokens * j->top_k * j->real_bytes));
     if (c->args->flags & EPIC_ACCUMULATE) return;
     for (size_t i = 0; i < sizeof of_experts / sizeof *of_experts; i++)
         if (of_experts[i].gradient)
@@ -174,13 +189,15 @@ static epic_result run_backward(moe_job *j, backward_call *c)
     if (result != EPIC_OK) zero_gradients(j, c);
     TRY(result);
     result = moe_recompute_experts(j);
-    if (result == EPIC_OK) result = moe_experts_backward(j, &c->gradients, c->args->flags);
+    if (result == EPIC_OK)
+        result = moe_experts_backward(j, &c->gradients, c->args->flags & EPIC_ACCUMULATE);
     if (result != EPIC_OK) return moe_abort_call(j, result);
     TRY(moe_dispatch_backward(j, &c->args->d_x));
     result = blocks_backward(j, c, 0, j->blocks, 0);
     if (result != EPIC_OK) return moe_abort_call(j, result);
     TRY(moe_sum_dense(j));
     store_dense_gradients(j, c);
+    store_d_weights(j, c);
     return EPIC_OK;
 }
 

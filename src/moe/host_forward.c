@@ -19,9 +19,24 @@
 #include "router/config.h"
 #include "rules/sentences.h"
 
+/* Copies the routing in `saved` to the caller's arrays, if the caller wants it. After invalid
+ * data, is_valid is false, and the arrays then name no expert. */
+static void copy_routing(const moe_job *j, const epic_moe_args *a, bool is_valid)
+{
+    const size_t choices = (size_t)(j->tokens * j->top_k);
+    const size_t idx_bytes = choices * sizeof(int32_t);
+    const size_t weights_bytes = choices * (size_t)j->real_bytes;
+    if (!choices) return;
+    if (a->topk_idx_out && is_valid) memcpy(a->topk_idx_out, j->saved.topk_idx, idx_bytes);
+    if (a->topk_idx_out && !is_valid) memset(a->topk_idx_out, 0xff, idx_bytes);
+    if (a->topk_weights_out && is_valid)
+        memcpy(a->topk_weights_out, j->saved.weights, weights_bytes);
+    if (a->topk_weights_out && !is_valid) memset(a->topk_weights_out, 0, weights_bytes);
+}
+
 /* Runs the gate and the router. A router may choose experts by token id, from a table. If a
- * token id or the table is invalid, chooses no expert and stores the error in *fault. Every rank
- * then returns this error from the plan. */
+ * token id, the table or a forced id is invalid, chooses no expert and stores the error in
+ * *fault. Every rank then returns this error from the plan. */
 static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
     for (int64_t b = 0; j->block && b < j->blocks; b++) {
@@ -42,7 +57,8 @@ static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *
                                   .weights = j->saved.weights,
                                   .type = j->real_type,
                                   .weights_type = j->real_type,
-                                  .token_id_type = a->token_id_type};
+                                  .token_id_type = a->token_id_type,
+                                  .topk_idx_in = a->topk_idx_in};
     router_job router;
     TRY(router_prepare_forward(&router, &how));
     *fault = router_find_fault(&router, &how);
@@ -51,6 +67,9 @@ static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *
         return EPIC_OK;
     }
     TRY(epic_router_forward(NULL, &how));
+    if (a->topk_weights_in && j->tokens)
+        memcpy(j->saved.weights, a->topk_weights_in,
+               (size_t)(j->tokens * j->top_k * j->real_bytes));
     /* rows are not dispatched to zero-experts */
     for (int64_t i = 0; i < j->tokens * j->top_k; i++)
         j->work.plan_idx[i] =
@@ -222,6 +241,7 @@ epic_result moe_host_forward(moe_job *j, const epic_moe_args *a)
 {
     data_fault fault;
     TRY(prepare_routes(j, a, &fault)); /* no peer waits for this rank yet */
+    copy_routing(j, a, fault.error == DATA_OK);
     const op_header_extra extra = {&fault, &j->options};
     *j->saved.total_tokens = -1;
     epic_result result = plan_and_dispatch(j, a, &extra);
@@ -244,6 +264,7 @@ epic_result moe_host_plan(moe_job *j, const epic_moe_args *a, int64_t *slots)
     data_fault fault;
     *slots = 0;
     TRY(route_tokens(j, a, &fault));
+    copy_routing(j, a, fault.error == DATA_OK);
     const epic_plan_args plan = moe_make_plan_args(j, a, j->work.plan_idx);
     const op_header_extra extra = {&fault, &j->options};
     zero_counts(j);

@@ -70,11 +70,12 @@ const void *router_job_logits_row(const router_job *job, const void *logits, int
 void *router_job_d_logits_row(const router_job *job, void *d_logits, int64_t token);
 
 /* Checks the arguments of epic_router_forward and fills in *job. Does not read the contents of
- * token_ids and table, which may be in device memory. Returns EPIC_OK or EPIC_EINVAL. */
+ * token_ids, table and topk_idx_in, which may be in device memory. Returns EPIC_OK or
+ * EPIC_EINVAL. */
 epic_result router_prepare_forward(router_job *job, const epic_router_args *args);
 
-/* Returns the first token id or entry of the table that is out of range, or DATA_OK. Both
- * arrays must be in host memory. */
+/* Returns the first token id, entry of the table or forced id that is out of range, or DATA_OK.
+ * The arrays must be in host memory. */
 data_fault router_find_fault(const router_job *job, const epic_router_args *args);
 
 /* Checks that every expert id is below num_columns. Negative ids are valid and mean no choice.

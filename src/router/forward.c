@@ -19,18 +19,22 @@ static int64_t token_id(const epic_router_args *args, int64_t token)
     return args->token_id_type == EPIC_I64 ? wide[token] : narrow[token];
 }
 
-/* Returns the experts [top_k] that the caller's table gives to the id of this token, or NULL if
- * there is no table. */
-static const int32_t *table_row(const epic_router_args *args, const router_job *job,
+/* Returns the experts [top_k] of this token that the caller forces, or that the caller's table
+ * gives to its id. Returns NULL if the router chooses. */
+static const int32_t *given_row(const epic_router_args *args, const router_job *job,
                                 int64_t token)
 {
+    if (args->topk_idx_in != NULL) return args->topk_idx_in + token * job->router.top_k;
     if (args->token_ids == NULL) return NULL;
     return args->table + token_id(args, token) * job->router.top_k;
 }
 
-/* Checks the arguments token_ids and table. Does not read the arrays. */
+/* Checks the arguments token_ids, table and topk_idx_in. Does not read the arrays. */
 static epic_result check_table(const epic_router_args *args)
 {
+    if (args->topk_idx_in != NULL && args->token_ids != NULL)
+        return epic_fail(EPIC_EINVAL, "topk_idx_in is not NULL and token_ids is not NULL: pass "
+                                      "one of them");
     if ((args->token_ids == NULL) != (args->table == NULL))
         return epic_fail(EPIC_EINVAL, "token_ids is %s and table is %s: pass both or neither",
                          args->token_ids ? "not NULL" : "NULL",
@@ -48,20 +52,23 @@ static epic_result check_table(const epic_router_args *args)
 
 data_fault router_find_fault(const router_job *job, const epic_router_args *args)
 {
-    for (int64_t t = 0; args->token_ids && t < args->num_tokens; t++) {
-        const int64_t id = token_id(args, t);
-        if (id < 0 || id >= args->table_rows)
+    const bool is_forced = args->topk_idx_in != NULL;
+    if (!is_forced && !args->token_ids) return (data_fault){DATA_OK, {0}};
+    for (int64_t t = 0; t < args->num_tokens; t++) {
+        const int64_t id = is_forced ? t : token_id(args, t);
+        if (!is_forced && (id < 0 || id >= args->table_rows))
             return (data_fault){DATA_TOKEN_ID, {t, id, args->table_rows}};
-        const int32_t *row = table_row(args, job, t);
+        const int32_t *row = given_row(args, job, t);
         for (uint32_t k = 0; k < job->router.top_k; k++)
             if (row[k] >= job->num_columns)
-                return (data_fault){DATA_TABLE, {id, k, row[k], job->num_columns}};
+                return (data_fault){is_forced ? DATA_FORCED : DATA_TABLE,
+                                    {id, k, row[k], job->num_columns}};
     }
     return (data_fault){DATA_OK, {0}};
 }
 
-/* Returns EPIC_EINVAL for the first invalid token id or table entry. Used by calls that involve
- * no other rank. */
+/* Returns EPIC_EINVAL for the first invalid token id, table entry or forced id. Used by calls that
+ * involve no other rank. */
 static epic_result check_ids(const router_job *job, const epic_router_args *args)
 {
     const data_fault fault = router_find_fault(job, args);
@@ -77,6 +84,12 @@ static epic_result check_ids(const router_job *job, const epic_router_args *args
             EPIC_EINVAL,
             "table row %lld, k %lld, is %lld: it must be below the router's %lld experts",
             (long long)about[0], (long long)about[1], (long long)about[2], (long long)about[3]);
+    if (fault.error == DATA_FORCED)
+        return epic_fail(EPIC_EINVAL,
+                         "topk_idx_in of token %lld, k %lld, is %lld: it must be below the "
+                         "router's %lld experts",
+                         (long long)about[0], (long long)about[1], (long long)about[2],
+                         (long long)about[3]);
     return EPIC_OK;
 }
 
@@ -91,6 +104,7 @@ static epic_result check_forward_arrays(const epic_router_args *a, const router_
         ARRAY_IN(a, scale_of_expert, columns, number),
         ARRAY_IN(a, token_ids, tokens, a->token_id_type == EPIC_I64 ? 8 : 4),
         ARRAY_IN(a, table, a->table_rows > 0 ? top_k : 0, 4),
+        ARRAY_IN(a, topk_idx_in, tokens * top_k, 4),
         ARRAY_OUT(a, topk_idx, tokens * top_k, 4),
         ARRAY_OUT(a, weights, tokens * top_k, number),
         ARRAY_OUT(a, scores, tokens * columns, number),
@@ -140,7 +154,7 @@ epic_result epic_router_forward_v1(epic_context *ctx, const epic_router_args *ar
     for (int64_t t = 0; t < a.num_tokens; t++) {
         char *weights = (char *)a.weights + t * job.router.top_k * number;
         char *scores = a.scores ? (char *)a.scores + t * job.num_columns * number : NULL;
-        row->choose(&job, router_job_logits_row(&job, a.logits, t), table_row(&a, &job, t),
+        row->choose(&job, router_job_logits_row(&job, a.logits, t), given_row(&a, &job, t),
                     a.topk_idx + t * job.router.top_k, weights, scores);
     }
     return EPIC_OK;

@@ -10,7 +10,7 @@
 /* One block of tokens. */
 typedef struct layer_tokens {
     int64_t num_tokens, hidden, top_k;
-    int32_t num_experts;
+    int32_t num_experts, num_columns; /* num_columns also counts the zero-experts */
     uint32_t row_type;
     const void *x;              /* [num_tokens, hidden] of row_type; all rows have this type */
     const void *d_out;          /* backward: [num_tokens, hidden]; NULL in forward */

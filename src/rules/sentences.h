@@ -35,6 +35,10 @@
     "table: rank %d, row %lld, k %lld has expert %lld: must be below num_experts + " \
     "zero_experts %lld, or negative for no expert"
 
+#define SENTENCE_FORCED /* arguments: rank, token, k, expert, experts */                     \
+    "topk_idx_in: rank %d, token %lld, k %lld has expert %lld: must be below num_experts + " \
+    "zero_experts %lld, or negative for no expert"
+
 #define SENTENCE_CAPACITY /* arguments: rank, slots that it has, slots that it needs */   \
     "capacity: rank %d has %lld slots and needs %lld; give it more (epic_capacity_bound " \
     "never overflows) or let the layer drop"

@@ -106,6 +106,11 @@ static inline void move_in(device_part *d)
     f->load = to_device(d, f->load, experts * 4, true);
     f->logical_load = logical ? to_device(d, f->logical_load, logical * 4, true) : NULL;
     f->demand = to_device(d, f->demand, 4, true);
+    const int64_t choices = t->tokens * p->layer.top_k;
+    f->topk_idx_in = to_device(d, t->topk_idx_in, choices * 4, false);
+    f->topk_weights_in = given[TOPK_WEIGHTS];
+    f->topk_idx_out = to_device(d, t->topk_idx, choices * 4, true);
+    f->topk_weights_out = to_device(d, t->topk_weights, choices * 4, true);
     f->saved = poisoned_device(d, t->memory.saved_bytes);
     f->saved_bytes = t->memory.saved_bytes;
     f->workspace = poisoned_device(d, t->memory.forward_bytes);
@@ -115,6 +120,7 @@ static inline void move_in(device_part *d)
     b->x.data = f->x.data;
     if (b->d_out.data) b->d_out.data = to_device(d, t->d_out, rows, false);
     if (b->d_x.data) b->d_x.data = gradient[X];
+    b->d_topk_weights_in = gradient[TOPK_WEIGHTS];
     b->d_loss = to_device(d, (void *)(uintptr_t)b->d_loss, loss, false);
     b->d_balance_loss = to_device(d, (void *)(uintptr_t)b->d_balance_loss, loss, false);
     b->d_z_loss = to_device(d, (void *)(uintptr_t)b->d_z_loss, loss, false);

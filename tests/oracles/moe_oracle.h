@@ -98,8 +98,9 @@ static void oracle_choose(oracle *o, int64_t t)
     for (int64_t e = 0; e < n && p->bias_given; e++) v[e] += p->bias[e];
     if (p->router.num_groups) oracle_groups(&p->router, v, n);
     for (uint32_t i = 0; i < k; i++)
-        chosen[i] = p->table ? p->table[p->token_ids[t] * (int64_t)k + i]
-                             : (int32_t)take_best(v, taken, n);
+        chosen[i] = p->topk_idx_in ? p->topk_idx_in[t * k + i]
+                    : p->table     ? p->table[p->token_ids[t] * (int64_t)k + i]
+                                   : (int32_t)take_best(v, taken, n);
 }
 
 /* Computes the weights of a token's choices. */
@@ -108,6 +109,10 @@ static void oracle_weigh(const oracle *o, int64_t t, double *w)
     const epic_router *r = &o->p->router;
     const int32_t *chosen = o->chosen + t * r->top_k;
     double z[96], s[96], sum = 0, softened = 0;
+    if (o->given[TOPK_WEIGHTS]) {
+        memcpy(w, o->given[TOPK_WEIGHTS] + t * r->top_k, r->top_k * sizeof *w);
+        return;
+    }
     oracle_logits(o, t, z);
     oracle_scores(r->score, z, columns_of(o->p), s);
     for (uint32_t i = 0; i < r->top_k; i++) softened += chosen[i] < 0 ? 0 : exp(z[chosen[i]]);

@@ -396,10 +396,10 @@ static inline void free_problem(problem *p)
     free(p->workspace);
 }
 
-static inline void run_forward(problem *p)
+static inline epic_router_args forward_args(problem *p)
 {
     const model *m = p->model;
-    const epic_router_args args = {
+    return (epic_router_args){
         .router = &m->router,
         .logits = p->logits,
         .num_tokens = p->tokens,
@@ -417,7 +417,13 @@ static inline void run_forward(problem *p)
         .weights_type = weights_type(p),
         .token_id_type = EPIC_I64,
     };
-    CHECK(epic_router_forward(NULL, &args) == EPIC_OK, "%s: %s", m->name, epic_error(NULL));
+}
+
+static inline void run_forward(problem *p)
+{
+    const epic_router_args args = forward_args(p);
+    CHECK(epic_router_forward(NULL, &args) == EPIC_OK, "%s: %s", p->model->name,
+          epic_error(NULL));
 }
 
 /* Compares with a tolerance. Float32 has no numbers below 1e-45, and few digits below 1e-38. */

@@ -98,6 +98,13 @@ static const wrong table[] = {
     {FORWARD, FIELD(forward.balance_loss), 0x1002, "balance_loss", "0x1002"},
     {FORWARD, FIELD(forward.z_loss), 0x1002, "z_loss", "0x1002"},
     {FORWARD, FIELD(forward.load), 0x1002, "load", "0x1002"},
+    {FORWARD, FIELD(forward.topk_idx_in), 0x1002, "topk_idx_in", "0x1002"},
+    {FORWARD, FIELD(forward.topk_weights_in), 0x1004, "topk_weights_in is not NULL",
+     "topk_idx_in is NULL"},
+    {FORWARD, FIELD(forward.topk_idx_out), 0x1002, "topk_idx_out", "0x1002"},
+    {FORWARD, FIELD(forward.topk_weights_out), 0x1002, "topk_weights_out", "0x1002"},
+    {BACKWARD, FIELD(backward.d_topk_weights_in), 0x1004, "d_topk_weights_in is not NULL",
+     "EPIC_FORCED_WEIGHTS"},
     {FORWARD, FIELD(forward.rank_of_expert), 0x1002, "rank_of_expert", "0x1002"},
     {CALLS, FIELD(weights.w_gate), 0x1002, "weights.w_gate", "0x1002"},
     {CALLS, FIELD(weights.bias), 0x1001, "weights.bias", "0x1001"},
@@ -225,6 +232,15 @@ static void try_others(part *t, epic_context *ctx, const epic_config *config)
     copy_call(&c, t, config);
     c.forward.token_ids = ids;
     refuse(make_call(&c, FORWARD, ctx), FORWARD, "token_ids is not NULL", "table is NULL");
+    c.forward.topk_idx_in = c.forward.topk_idx_out;
+    refuse(make_call(&c, FORWARD, ctx), FORWARD, "topk_idx_in is not NULL",
+           "token_ids is not NULL");
+    c.forward.token_ids = NULL;
+    refuse(make_call(&c, FORWARD, ctx), FORWARD, "topk_idx_in", "topk_idx_out");
+    c.forward.topk_idx_out = NULL;
+    c.forward.table = c.forward.topk_idx_in;
+    refuse(make_call(&c, FORWARD, ctx), FORWARD, "topk_idx_in is not NULL",
+           "table is not NULL");
 }
 
 /* Passes a gate of the shared expert to a layer without one. */

@@ -26,6 +26,7 @@ typedef struct part {
     epic_moe_memory_info memory;
     uint32_t mine[64], num_mine; /* ids of this rank's experts */
     void *given[NUM_GIVEN], *gradient[NUM_GIVEN], *d_out, *out, *token_ids;
+    void *topk_idx_in, *topk_idx, *topk_weights;
     void *saved, *workspace;
     array d_losses;
     epic_moe_weights weights;
@@ -81,17 +82,23 @@ static inline void move_experts(const part *t, array *whole, void *mine, int whi
 static inline int64_t numbers_here(const part *t, int which)
 {
     if (which == X) return t->tokens * t->p->experts.hidden;
+    if (which == TOPK_WEIGHTS)
+        return numbers_of(t->p, which) ? t->tokens * t->p->layer.top_k : 0;
     return numbers_of(t->p, which) * (of_experts(which) ? t->experts.num_local_experts : 1);
 }
 
-static inline void *rows_here(const part *t, const array *whole)
+/* Copies this rank's tokens of an array with `row` bytes per token. */
+static inline void *tokens_here(const part *t, const void *whole, size_t row)
 {
-    const size_t row = (size_t)(t->p->experts.hidden * convert_bytes(whole->type));
     void *rows = malloc((size_t)t->tokens * row);
     if (t->tokens)
-        memcpy(rows, (const char *)whole->data + (size_t)t->first * row,
-               (size_t)t->tokens * row);
+        memcpy(rows, (const char *)whole + (size_t)t->first * row, (size_t)t->tokens * row);
     return rows;
+}
+
+static inline void *rows_here(const part *t, const array *whole, int64_t columns)
+{
+    return tokens_here(t, whole->data, (size_t)(columns * convert_bytes(whole->type)));
 }
 
 static inline void *ids_here(const part *t)
@@ -114,10 +121,11 @@ static inline void make_buffers(part *t)
         if (!numbers_of(p, i) && i != X) continue;
         t->gradient[i] = poisoned((size_t)(n * convert_bytes(gradient_type(p, i))));
         array now = {t->gradient[i], gradient_type(p, i), n};
-        if (i != X && p->backward_flags & EPIC_ACCUMULATE)
+        if (i < X && p->backward_flags & EPIC_ACCUMULATE)
             for (int64_t k = 0; k < n; k++) put(&now, k, BEFORE);
-        if (i == X) {
-            t->given[i] = rows_here(t, &p->given[i]);
+        if (i >= X) {
+            t->given[i] =
+                rows_here(t, &p->given[i], i == X ? p->experts.hidden : p->layer.top_k);
             continue;
         }
         t->given[i] = poisoned((size_t)(n * convert_bytes(p->given[i].type)));
@@ -126,10 +134,14 @@ static inline void make_buffers(part *t)
         else
             memcpy(t->given[i], p->given[i].data, array_bytes(&p->given[i]));
     }
-    t->d_out = rows_here(t, &p->d_out);
+    t->d_out = rows_here(t, &p->d_out, p->experts.hidden);
     t->out =
         poisoned((size_t)t->tokens * p->experts.hidden * (size_t)convert_bytes(row_type(p)));
     if (p->token_ids) t->token_ids = ids_here(t);
+    const size_t choices = (size_t)t->tokens * p->layer.top_k;
+    if (p->topk_idx_in) t->topk_idx_in = tokens_here(t, p->topk_idx_in, p->layer.top_k * 4);
+    t->topk_idx = poisoned(choices * 4);
+    t->topk_weights = poisoned(choices * (size_t)convert_bytes(real_type(p)));
 }
 
 static inline void make_calls(part *t, uint64_t tag)
@@ -181,7 +193,11 @@ static inline void make_calls(part *t, uint64_t tag)
         .load = p->load + t->rank * (int64_t)p->layer.num_experts,
         .logical_load = p->logical_load + t->rank * (int64_t)p->layer.num_logical,
         .demand = &p->demand[t->rank],
-        .token_id_type = p->wide_ids ? EPIC_I64 : EPIC_I32};
+        .token_id_type = p->wide_ids ? EPIC_I64 : EPIC_I32,
+        .topk_idx_in = t->topk_idx_in,
+        .topk_weights_in = g[TOPK_WEIGHTS],
+        .topk_idx_out = t->topk_idx,
+        .topk_weights_out = t->topk_weights};
     t->backward =
         (epic_moe_backward_args){.call.tag = tag,
                                  .moe = &t->moe,
@@ -199,7 +215,9 @@ static inline void make_calls(part *t, uint64_t tag)
                                  .workspace_bytes = t->memory.backward_bytes,
                                  .d_loss = p->d_loss_given ? number_at(d_losses, 0) : NULL,
                                  .flags = p->backward_flags,
-                                 .grad_type = p->narrow_gradients ? row_type(p) : 0};
+                                 .grad_type = p->narrow_gradients ? row_type(p) : 0,
+                                 .d_topk_weights_in = d[TOPK_WEIGHTS]};
+    if (p->has_forced_weights) t->backward.flags |= EPIC_FORCED_WEIGHTS;
     if (none) t->backward.d_out = (epic_const_rows){0};
     if (none) t->backward.d_x = (epic_rows){0};
     if (p->wants_no_gradient) t->backward.gradients = NULL;
@@ -357,6 +375,21 @@ static inline epic_result part_sum_replicas(part *t, epic_context *ctx)
     return EPIC_OK;
 }
 
+/* Copies the ids and weights of the rank's choices, and the gradients of forced weights. */
+static inline void part_tell_choices(const part *t)
+{
+    const problem *p = t->p;
+    const size_t first = (size_t)t->first * p->layer.top_k;
+    const size_t choices = (size_t)t->tokens * p->layer.top_k;
+    const size_t real = (size_t)convert_bytes(real_type(p));
+    if (!choices) return;
+    memcpy(p->topk_idx + first, t->topk_idx, choices * 4);
+    memcpy((char *)p->topk_weights.data + first * real, t->topk_weights, choices * real);
+    if (p->has_forced_weights)
+        memcpy((char *)p->gradient[TOPK_WEIGHTS].data + first * real, t->gradient[TOPK_WEIGHTS],
+               choices * real);
+}
+
 /* Copies the rank's results into the results of all ranks. */
 static inline void part_tell(const part *t)
 {
@@ -367,6 +400,7 @@ static inline void part_tell(const part *t)
         memcpy((char *)p->gradient[X].data + (size_t)t->first * row, t->gradient[X],
                (size_t)t->tokens * row);
     }
+    part_tell_choices(t);
     for (int i = 0; i < X; i++) {
         const size_t bytes = (size_t)(numbers_of(p, i) * convert_bytes(real_type(p)));
         if (!bytes) continue;
@@ -388,6 +422,9 @@ static inline void part_free(part *t)
     free(t->d_out);
     free(t->out);
     free(t->token_ids);
+    free(t->topk_idx_in);
+    free(t->topk_idx);
+    free(t->topk_weights);
     free(t->saved);
     free(t->workspace);
     free(t);

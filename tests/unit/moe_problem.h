@@ -136,7 +136,7 @@ static inline void fill_random(array *a, source *s, double size)
 
 /* ------------------------------------------------------------------------------- layer ---- */
 
-enum { /* everything that has a gradient; X: the rows of all tokens */
+enum { /* everything that has a gradient; X: the rows of all tokens; TOPK_WEIGHTS: forced weights */
        W_GATE,
        B_GATE,
        SCALE_OF_EXPERT,
@@ -150,22 +150,15 @@ enum { /* everything that has a gradient; X: the rows of all tokens */
        SHARED_B_DOWN,
        W_SHARED_GATE,
        X,
+       TOPK_WEIGHTS,
        NUM_GIVEN
 };
 
-static const char *const given_names[NUM_GIVEN] = {"w_gate",
-                                                   "b_gate",
-                                                   "scale_of_expert",
-                                                   "w_gate_up",
-                                                   "w_down",
-                                                   "b_gate_up",
-                                                   "b_down",
-                                                   "shared_gate_up",
-                                                   "shared_down",
-                                                   "shared_b_gate_up",
-                                                   "shared_b_down",
-                                                   "w_shared_gate",
-                                                   "x"};
+static const char *const given_names[NUM_GIVEN] = {
+    "w_gate",      "b_gate",           "scale_of_expert", "w_gate_up",
+    "w_down",      "b_gate_up",        "b_down",          "shared_gate_up",
+    "shared_down", "shared_b_gate_up", "shared_b_down",   "w_shared_gate",
+    "x",           "topk_weights_in"};
 
 static inline bool of_experts(int which)
 {
@@ -174,7 +167,7 @@ static inline bool of_experts(int which)
 
 static inline bool is_dense(int which)
 {
-    return which != X && !of_experts(which);
+    return which < X && !of_experts(which);
 }
 
 typedef struct problem {
@@ -196,6 +189,8 @@ typedef struct problem {
     int32_t *table, *token_ids; /* NULL: not used */
     int64_t table_rows;
     bool wide_ids;
+    int32_t *topk_idx_in; /* [total, top_k]: forced ids; NULL: the router chooses */
+    bool has_forced_weights;
     double d_loss, d_balance_loss, d_z_loss; /* gradients of the losses, with float32 values */
     bool narrow_losses;                      /* losses are float32 although rows are F64 */
     bool d_loss_given, d_parts_given;
@@ -209,6 +204,8 @@ typedef struct problem {
     array loss;                /* [3 * num_ranks]: sum, balance loss and z-loss */
     int32_t *load, *demand;    /* [num_ranks, num_experts], [num_ranks] */
     int32_t *logical_load;     /* [num_ranks, num_logical] */
+    int32_t *topk_idx;         /* [total, top_k]: the ids that the layer used */
+    array topk_weights;        /* [total, top_k] */
 } problem;
 
 static inline int64_t width_of(const epic_experts *e)
@@ -239,7 +236,8 @@ static inline uint32_t loss_type(const problem *p)
 static inline uint32_t type_given(const problem *p, int which)
 {
     if (which == X) return row_type(p);
-    if (which <= SCALE_OF_EXPERT || which == W_SHARED_GATE) return real_type(p);
+    if (which <= SCALE_OF_EXPERT || which == W_SHARED_GATE || which == TOPK_WEIGHTS)
+        return real_type(p);
     const epic_experts *e = of_experts(which) ? &p->experts : &p->shared;
     return e->weight_type ? e->weight_type : row_type(p);
 }
@@ -279,6 +277,8 @@ static inline int64_t numbers_of(const problem *p, int which)
         return p->has_shared && p->biased ? hidden : 0;
     case W_SHARED_GATE:
         return p->has_shared && p->shared_gated ? hidden : 0;
+    case TOPK_WEIGHTS:
+        return p->has_forced_weights ? p->total * p->layer.top_k : 0;
     default:
         return p->total * hidden;
     }
@@ -313,6 +313,8 @@ static inline void make_results(problem *p)
     p->load = share((size_t)p->num_ranks * p->layer.num_experts * sizeof(int32_t));
     p->logical_load = share((size_t)p->num_ranks * p->layer.num_logical * sizeof(int32_t));
     p->demand = share((size_t)p->num_ranks * sizeof(int32_t));
+    p->topk_idx = share((size_t)p->total * p->layer.top_k * sizeof(int32_t));
+    p->topk_weights = make_array(real_type(p), p->total * p->layer.top_k);
 }
 
 static inline void free_results(problem *p)
@@ -323,6 +325,8 @@ static inline void free_results(problem *p)
     munmap(p->load, (size_t)p->num_ranks * p->layer.num_experts * sizeof(int32_t) + 1);
     munmap(p->logical_load, (size_t)p->num_ranks * p->layer.num_logical * sizeof(int32_t) + 1);
     munmap(p->demand, (size_t)p->num_ranks * sizeof(int32_t) + 1);
+    munmap(p->topk_idx, (size_t)p->total * p->layer.top_k * sizeof(int32_t) + 1);
+    free_array(&p->topk_weights);
 }
 
 static inline void free_given(problem *p)
@@ -331,6 +335,7 @@ static inline void free_given(problem *p)
     free_array(&p->d_out);
     free(p->table);
     free(p->token_ids);
+    free(p->topk_idx_in);
 }
 
 /* Returns an element of a gradient: dense ones summed over ranks, or with EPIC_SUM_DENSE
@@ -338,7 +343,7 @@ static inline void free_given(problem *p)
 static inline double gradient_of(const problem *p, int which, int64_t i)
 {
     const array *g = &p->gradient[which];
-    const double before = which != X && p->backward_flags & EPIC_ACCUMULATE ? BEFORE : 0;
+    const double before = which < X && p->backward_flags & EPIC_ACCUMULATE ? BEFORE : 0;
     if (!is_dense(which) || p->moe.flags & EPIC_SUM_DENSE) return get(g, i) - before;
     double sum = 0;
     for (int r = 0; r < p->num_ranks; r++) sum += get(g, r * numbers_of(p, which) + i) - before;
@@ -361,6 +366,10 @@ static inline void compare_bits(const problem *a, const problem *b, const char *
     CHECK(!memcmp(a->out.data, b->out.data, array_bytes(&a->out)), "%s: out %s", a->name, how);
     CHECK(!memcmp(a->loss.data, b->loss.data, array_bytes(&a->loss)), "%s: losses %s", a->name,
           how);
+    CHECK(!memcmp(a->topk_idx, b->topk_idx, (size_t)a->topk_weights.n * sizeof *a->topk_idx),
+          "%s: topk_idx_out %s", a->name, how);
+    CHECK(!memcmp(a->topk_weights.data, b->topk_weights.data, array_bytes(&a->topk_weights)),
+          "%s: topk_weights_out %s", a->name, how);
     for (int which = 0; which < NUM_GIVEN; which++)
         CHECK(!memcmp(a->gradient[which].data, b->gradient[which].data,
                       array_bytes(&a->gradient[which])),

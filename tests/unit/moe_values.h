@@ -158,6 +158,25 @@ static inline void draw_placement(problem *p, source *s)
                                    : (int32_t)below(s, ranks);
 }
 
+/* Forces the ids of every fourth layer without a table, half of them with weights. Draws from a
+ * random source of its own. */
+static inline void choose_forced(problem *p, uint32_t seed, bool *is_forced)
+{
+    source s = source_of(seed + 2000000);
+    *is_forced = below(&s, 4) == 0;
+    p->has_forced_weights = *is_forced && below(&s, 2);
+}
+
+/* Draws forced ids: any expert or zero-expert, also twice for a token, or no expert. */
+static inline void draw_forced(problem *p, uint32_t seed)
+{
+    source s = source_of(seed + 3000000);
+    const int64_t choices = p->total * p->layer.top_k;
+    p->topk_idx_in = malloc((size_t)choices * sizeof(int32_t) + 1);
+    for (int64_t i = 0; i < choices; i++)
+        p->topk_idx_in[i] = (int32_t)below(&s, (uint32_t)columns_of(p) + 1) - 1;
+}
+
 static inline void draw_tokens(problem *p, source *s)
 {
     const int64_t length = p->moe.sequence_tokens ? p->moe.sequence_tokens : 1;
@@ -256,7 +275,10 @@ static inline problem draw(uint32_t seed, int num_ranks, uint32_t type)
     if (type != EPIC_F64 && below(&s, 2)) p.moe.flags = EPIC_SUM_DENSE;
     if (!below(&s, 3)) p.backward_flags = EPIC_ACCUMULATE;
     draw_tokens(&p, &s);
+    bool is_forced = false;
+    if (!k->table) choose_forced(&p, seed, &is_forced);
     make_given(&p, &s);
+    if (is_forced) draw_forced(&p, seed);
     draw_capacity(&p, &s);
     if (!below(&s, 3)) skew(&p);
     if (k->table) draw_table(&p, &s);
@@ -292,6 +314,24 @@ static inline void compare_loss(const problem *p, int which, const char *name, d
     compare_within(p, name, fabs(loss_of(p, which) - want), fabs(want), allowed);
 }
 
+/* Compares the ids that the layer returned, and their weights. */
+static inline void compare_choices(const problem *p, const oracle *o)
+{
+    const int64_t k = p->layer.top_k;
+    double error = 0, size = 0, want[64];
+    for (int64_t t = 0; t < p->total; t++) {
+        oracle_weigh(o, t, want);
+        for (int64_t i = 0; i < k; i++) {
+            const double off = fabs(get(&p->topk_weights, t * k + i) - want[i]);
+            error = off <= error ? error : off; /* a NaN stays */
+            size = fmax(size, fabs(want[i]));
+        }
+    }
+    CHECK(!memcmp(p->topk_idx, o->chosen, (size_t)(p->total * k) * sizeof *o->chosen),
+          "%s: topk_idx_out", p->name);
+    compare_within(p, "topk_weights_out", error, size, row_type(p) == EPIC_F64 ? 1e-12 : 1e-4);
+}
+
 static inline void compare_forward(const problem *p, const oracle *o)
 {
     double error = 0, size = 0;
@@ -305,6 +345,7 @@ static inline void compare_forward(const problem *p, const oracle *o)
     compare_loss(p, LOSS, "loss", loss.balance + loss.z);
     compare_loss(p, BALANCE_LOSS, "balance_loss", loss.balance);
     compare_loss(p, Z_LOSS, "z_loss", loss.z);
+    compare_choices(p, o);
     for (int r = 0; r < p->num_ranks; r++) {
         CHECK(!memcmp(p->load + r * (int64_t)p->layer.num_experts, o->load,
                       p->layer.num_experts * sizeof *o->load),

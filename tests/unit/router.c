@@ -54,6 +54,35 @@ static int check_forward(problem *p, pattern pattern)
     return unsure;
 }
 
+/* Forces the ids that the router chose for the token before, and checks their weights with plain
+ * loops. Then forces the token's own ids, which must have the same bits as without forcing. */
+static void check_forced(problem *p, pattern pattern)
+{
+    const size_t ids = (size_t)p->tokens * p->k;
+    const size_t bytes = ids * (size_t)(weights_type(p) == EPIC_F64 ? 8 : 4);
+    epic_router_args args = forward_args(p);
+    int32_t *chosen = malloc(ids * sizeof *chosen), *other = malloc(ids * sizeof *other);
+    void *weights = malloc(bytes);
+    memcpy(chosen, p->idx, ids * sizeof *chosen);
+    memcpy(weights, p->weights, bytes);
+    for (size_t i = 0; i < ids; i++) other[i] = chosen[(i + (size_t)p->k) % ids];
+    args.token_ids = NULL;
+    args.table = NULL;
+    args.topk_idx_in = other;
+    CHECK(epic_router_forward(NULL, &args) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK(memcmp(p->idx, other, ids * sizeof *other) == 0, "%s: forced ids", p->model->name);
+    for (int t = 0; t < p->tokens; t++) check_numbers(p, t, patterns[pattern]);
+    args.topk_idx_in = chosen;
+    CHECK(epic_router_forward(NULL, &args) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK(memcmp(p->idx, chosen, ids * sizeof *chosen) == 0 &&
+              memcmp(p->weights, weights, bytes) == 0,
+          "%s, %s, type %u: other bits for forced ids", p->model->name, patterns[pattern],
+          p->type);
+    free(chosen);
+    free(other);
+    free(weights);
+}
+
 static void test_forward(void)
 {
     static const uint32_t types[] = {EPIC_F32, EPIC_BF16, EPIC_F16, EPIC_F64};
@@ -64,6 +93,7 @@ static void test_forward(void)
                 const int tokens = models[m].router.num_experts > 1000 ? 5 : 60;
                 make_problem(&p, &models[m], tokens, types[type], pattern);
                 const int unsure = check_forward(&p, pattern);
+                check_forced(&p, pattern);
                 CHECK(pattern != RANDOM || unsure <= 3, "%s: %d of %d tokens were too near",
                       models[m].name, unsure, tokens);
                 free_problem(&p);

@@ -96,8 +96,12 @@ static void test_wrong_arguments(void)
     refuse_forward(a, "token 1 is 7");
     ids[1] = 1;
     refuse_forward(a, "is 9");
+    a.topk_idx_in = table;
+    refuse_forward(a, "topk_idx_in is not NULL and token_ids is not NULL");
+    a.topk_idx_in = NULL;
     a.token_id_type = EPIC_F32;
     refuse_forward(a, "token_id_type");
+    REFUSE_CALL(topk_idx_in, table, "topk_idx_in of token 1, k 1, is 9");
 
     epic_router_backward_args b = {.type = EPIC_F32,
                                    .router = &router,

@@ -40,10 +40,10 @@ static __device__ __forceinline__ int64_t token_step()
 }
 
 /* Returns true if element `choice` of topk_idx is a zero-expert: their ids are num_experts and
- * above. */
+ * above. A forced id of num_columns or more is invalid, and the plan reports it. */
 static __device__ __forceinline__ bool is_zero_expert(const layer_tokens &t, int64_t choice)
 {
-    return t.topk_idx[choice] >= t.num_experts;
+    return t.topk_idx[choice] >= t.num_experts && t.topk_idx[choice] < t.num_columns;
 }
 
 /* Returns on every lane the sum of the weights of those choices of a token that are

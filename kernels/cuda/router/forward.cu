@@ -35,6 +35,20 @@ __device__ __forceinline__ Chosen<J> read_table_row(const p2p_router_job &job, i
     return c;
 }
 
+/* Returns the forced experts of a token. An id that is out of range becomes -1. */
+template <int J>
+__device__ __forceinline__ Chosen<J> read_forced_row(const p2p_router_job &job, int64_t token)
+{
+    Chosen<J> c = {(int)job.rows.router.top_k, {-1}};
+#pragma unroll
+    for (int j = 0; j < J; j++) {
+        c.id[j] = -1;
+        if (c.exists(j)) c.id[j] = job.topk_idx_in[token * c.k + j * WARP + lane_id()];
+        if (c.id[j] >= job.rows.columns) c.id[j] = -1;
+    }
+    return c;
+}
+
 /* The router's bias for this lane's columns, or zeros if there is no bias. The kernel loads it
  * before the logits, so that both loads overlap. */
 template <int V> struct Bias {
@@ -88,7 +102,8 @@ __device__ __forceinline__ void write_weights(const p2p_router_job &job, const C
     for (int j = 0; j < J; j++) {
         if (!c.exists(j)) continue;
         const int64_t index = token * c.k + j * WARP + lane_id();
-        job.topk_idx[index] = c.id[j];
+        /* A forced id out of range is copied, so that the plan reports it. */
+        job.topk_idx[index] = job.topk_idx_in ? job.topk_idx_in[index] : c.id[j];
         float weight = s.divisor != 0 ? s.parts[j] / s.divisor * job.rows.scale : 0;
         if (job.scale_of_expert && c.id[j] >= 0 && s.divisor != 0)
             weight *= job.scale_of_expert[c.id[j]];
@@ -113,7 +128,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     float *z = memory + (threadIdx.x / WARP) * (3 * words + group_words), *s = z + words;
     uint32_t *keys = (uint32_t *)(s + words), *group_keys = keys + words;
 
-    const bool choosing = job.token_ids == NULL,
+    const bool choosing = job.token_ids == NULL && job.topk_idx_in == NULL,
                of_score = r.weight_rule == EPIC_WEIGHT_OF_SCORE;
     const Bias<V> bias(job);
     load_row<V>(z, job.rows, token);
@@ -125,7 +140,8 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     if (choosing) make_keys<V>(job, keys, job.on_logits ? z : s, bias);
     const Chosen<J> c = choosing
                             ? choose_experts<V, J>(r, deal, keys, group_keys, job.on_logits)
-                            : read_table_row<J>(job, token);
+                        : job.topk_idx_in ? read_forced_row<J>(job, token)
+                                          : read_table_row<J>(job, token);
     write_weights(job, c, of_score ? s : z, token);
 }
 

@@ -43,6 +43,8 @@ typedef struct p2p_router_job {
     const void *token_ids;
     const int32_t *table;
     int64_t table_rows;
+    /* [num_tokens, top_k]. If set: the experts of each token; token_ids is then NULL. */
+    const int32_t *topk_idx_in;
     int32_t *topk_idx;
     float *weights;
     float *scores;

@@ -68,6 +68,7 @@ epic_result p2p_router_forward(epic_group *group, const epic_router_args *args)
                           .token_ids = args->token_ids,
                           .table = args->table,
                           .table_rows = args->table_rows,
+                          .topk_idx_in = args->topk_idx_in,
                           .topk_idx = args->topk_idx,
                           .weights = args->weights,
                           .scores = args->scores,
