@@ -15,7 +15,13 @@ typedef struct moe_job {
     call_array shared_gate_up, shared_down, shared_b_gate_up, shared_b_down, w_shared_gate;
     call_array w_gate_up_scales, w_down_scales;
     uint32_t grad_type; /* epic_type of the gradients of the experts' weights; 0: default */
+    bool with_routing;  /* forward returns topk_idx and topk_weights */
+    bool has_forced_weights; /* backward: forward had topk_weights_in */
 } moe_job;
+
+/* Bits among the flags in layer_leaves, in addition to those of epic_moe. They have no arguments of
+ * their own, because torch allows at most 64 arguments. */
+enum { FORCED_WEIGHTS = 1 << 29, WITH_ROUTING = 1 << 30 };
 
 /* Reads x and the weights of the layer. */
 static void read_weights(torch_call *call, moe_job *job)
@@ -110,8 +116,11 @@ static void read_numbers(torch_call *call, moe_job *job)
     job->moe.z_coeff = call_float(call);
     job->moe.sequence_tokens = call_int(call);
     job->moe.capacity = call_int(call);
-    job->moe.flags = call_uint(call, "flags");
-    job->layer = read_layer(call);
+    uint32_t flags;
+    job->layer = read_layer_with_flags(call, &flags);
+    job->moe.flags = flags & ~(WITH_ROUTING | FORCED_WEIGHTS);
+    job->with_routing = flags & WITH_ROUTING;
+    job->has_forced_weights = flags & FORCED_WEIGHTS;
     job->router = read_router(call);
     mlp_types types = {.row = job->x.type, .weight = job->w_gate_up.type};
     job->experts = read_experts(call, &types);
@@ -136,6 +145,9 @@ static void op_moe(torch_value *stack, uint64_t num_arguments, uint64_t num_resu
     const call_array table = call_arg_or_none(&call, "table", EPIC_I32, 2);
     const call_array ranks = call_arg_or_none(&call, "rank_of_expert", EPIC_I32, 1);
     const call_array logical = call_arg_or_none(&call, "logical_of_expert", EPIC_I32, 1);
+    const uint32_t type = job.x.type == EPIC_F64 ? EPIC_F64 : EPIC_F32;
+    const call_array forced = call_arg_or_none(&call, "topk_idx_in", EPIC_I32, 2);
+    const call_array forced_weights = call_arg_or_none(&call, "topk_weights_in", type, 2);
     const int64_t saved_bytes = call_int(&call), workspace_bytes = call_int(&call);
     const epic_call where = call_enter(&call);
     read_numbers(&call, &job);
@@ -143,7 +155,8 @@ static void op_moe(torch_value *stack, uint64_t num_arguments, uint64_t num_resu
     call_check_count(&call, "table", table, table.rows * job.router.top_k);
     call_check_count(&call, "rank_of_expert", ranks, job.layer.num_experts);
     call_check_count(&call, "logical_of_expert", logical, job.layer.num_experts);
-    const uint32_t type = job.x.type == EPIC_F64 ? EPIC_F64 : EPIC_F32;
+    call_check_count(&call, "topk_idx_in", forced, job.x.rows * job.router.top_k);
+    call_check_count(&call, "topk_weights_in", forced_weights, job.x.rows * job.router.top_k);
     epic_moe_args args = {.call = where,
                           .moe = &job.moe,
                           .weights = &job.weights,
@@ -154,7 +167,9 @@ static void op_moe(torch_value *stack, uint64_t num_arguments, uint64_t num_resu
                           .table_rows = table.rows,
                           .rank_of_expert = ranks.data,
                           .logical_of_expert = logical.data,
-                          .loss_type = type};
+                          .loss_type = type,
+                          .topk_idx_in = forced.data,
+                          .topk_weights_in = forced_weights.data};
     args.out = call_rows(call_result_like(&call, "out", job.x.type, job.x));
     args.loss = call_result(&call, "loss", type, 1, -1).data;
     args.load = call_result(&call, "load", EPIC_I32, job.layer.num_experts, -1).data;
@@ -162,6 +177,14 @@ static void op_moe(torch_value *stack, uint64_t num_arguments, uint64_t num_resu
     const call_array logical_load =
         call_result(&call, "logical_load", EPIC_I32, job.layer.num_logical, -1);
     if (job.layer.num_logical != 0) args.logical_load = logical_load.data;
+    if (job.with_routing) {
+        const int64_t rows = job.x.rows, top_k = job.router.top_k;
+        args.topk_idx_out = call_result(&call, "topk_idx", EPIC_I32, rows, top_k).data;
+        args.topk_weights_out = call_result(&call, "topk_weights", type, rows, top_k).data;
+    } else {
+        call_no_result(&call, "topk_idx");
+        call_no_result(&call, "topk_weights");
+    }
     const call_array saved = call_memory(&call, "saved", saved_bytes);
     const call_array workspace = call_workspace(&call, workspace_bytes);
     args.saved = saved.data;
@@ -218,6 +241,13 @@ static void op_moe_backward(torch_value *stack, uint64_t num_arguments, uint64_t
         call_result_like(&call, "d_shared_b_down", type, job.shared_b_down).data;
     gradients.w_shared_gate =
         call_result_like(&call, "d_w_shared_gate", type, job.w_shared_gate).data;
+    if (job.has_forced_weights) {
+        args.flags = EPIC_FORCED_WEIGHTS;
+        args.d_topk_weights_in =
+            call_result(&call, "d_topk_weights_in", type, job.x.rows, job.router.top_k).data;
+    } else {
+        call_no_result(&call, "d_topk_weights_in");
+    }
     const call_array workspace = call_workspace(&call, workspace_bytes);
     args.workspace = workspace.data;
     args.workspace_bytes = workspace.bytes;
@@ -233,21 +263,21 @@ static void op_moe_backward(torch_value *stack, uint64_t num_arguments, uint64_t
     "Tensor? w_down_scales"
 #define NUMBERS                                                                          \
     ", int group, int tag, float balance_coeff, float z_coeff, SymInt sequence_tokens, " \
-    "SymInt capacity, int flags" LAYER_SCHEMA ROUTER_SCHEMA EXPERTS_SCHEMA SHARED_SCHEMA
+    "SymInt capacity" LAYER_SCHEMA ROUTER_SCHEMA EXPERTS_SCHEMA SHARED_SCHEMA
 
 static const torch_op ops[] = {
-    OP(moe,
-       WEIGHTS ", Tensor? token_ids, Tensor? table, Tensor? rank_of_expert, "
-               "Tensor? logical_of_expert, SymInt saved_bytes, SymInt workspace_bytes" NUMBERS
-               ") -> (Tensor out, Tensor loss, Tensor load, Tensor demand, "
-               "Tensor logical_load, Tensor saved)"),
+    OP(moe, WEIGHTS ", Tensor? token_ids, Tensor? table, Tensor? rank_of_expert, "
+                    "Tensor? logical_of_expert, Tensor? topk_idx_in, Tensor? topk_weights_in, "
+                    "SymInt saved_bytes, SymInt workspace_bytes" NUMBERS
+                    ") -> (Tensor out, Tensor loss, Tensor load, Tensor demand, "
+                    "Tensor logical_load, Tensor topk_idx, Tensor topk_weights, Tensor saved)"),
     OP(moe_backward,
        WEIGHTS ", Tensor saved, Tensor d_out, Tensor d_loss, "
                "SymInt workspace_bytes" NUMBERS
                ") -> (Tensor d_x, Tensor d_w_gate, Tensor d_b_gate, Tensor d_w_gate_up, "
                "Tensor d_w_down, Tensor d_b_gate_up, Tensor d_b_down, Tensor d_shared_gate_up, "
                "Tensor d_shared_down, Tensor d_shared_b_gate_up, Tensor d_shared_b_down, "
-               "Tensor d_w_shared_gate)"),
+               "Tensor d_w_shared_gate, Tensor d_topk_weights_in)"),
 };
 
 torch_ops moe_ops(void)

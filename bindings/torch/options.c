@@ -34,6 +34,14 @@ epic_layer read_layer(torch_call *call)
     return unpack_layer(rules, slabs, (uint64_t)call_int(call));
 }
 
+epic_layer read_layer_with_flags(torch_call *call, uint32_t *flags)
+{
+    const uint64_t rules = (uint64_t)call_int(call), slabs = (uint64_t)call_int(call);
+    const uint64_t leaves = (uint64_t)call_int(call);
+    *flags = extract_bits(leaves, 32, 31);
+    return unpack_layer(rules, slabs, leaves);
+}
+
 TORCH_EXPORT int64_t epic_torch_layer_add(int64_t group, int64_t rules, int64_t slabs,
                                           int64_t leaves, int64_t capacity, int64_t plan_bytes)
 {

@@ -37,6 +37,9 @@
  *     .._kind         inner (32), activation (8), ungated, interleaved, weighting, weight_type,
  *                     grad_type, row_type (4 each) */
 epic_layer read_layer(torch_call *call);
+/* Like read_layer(), for the operators of the whole layer. Bits 32 to 62 of layer_leaves are the
+ * flags of epic_moe, and are returned in *flags. */
+epic_layer read_layer_with_flags(torch_call *call, uint32_t *flags);
 
 /* For Python: stores a layer in a group (groups.h). The first three numbers contain the layer.
  * Returns the number of the layer, or 0 on failure. */

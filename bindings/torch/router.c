@@ -39,12 +39,14 @@ static void op_route(torch_value *stack, uint64_t num_arguments, uint64_t num_re
     const call_array bias = call_arg_or_none(&call, "bias", EPIC_F32, 1);
     const call_array ids = call_arg_or_none(&call, "token_ids", CALL_INDEX, 1);
     const call_array table = call_arg_or_none(&call, "table", EPIC_I32, 2);
+    const call_array forced = call_arg_or_none(&call, "topk_idx_in", EPIC_I32, 2);
     const epic_call where = call_enter_local(&call);
     const epic_router router = read_router(&call);
     check_columns(&call, logits, &router);
     call_check_count(&call, "bias", bias, logits.columns);
     call_check_count(&call, "token_ids", ids, logits.rows);
     call_check_count(&call, "table", table, table.rows * router.top_k);
+    call_check_count(&call, "topk_idx_in", forced, logits.rows * router.top_k);
     const call_array workspace = router_workspace(&call, &router);
     const call_array chosen =
         call_result(&call, "topk_idx", EPIC_I32, logits.rows, router.top_k);
@@ -64,7 +66,8 @@ static void op_route(torch_value *stack, uint64_t num_arguments, uint64_t num_re
                                    .weights = weights.data,
                                    .type = logits.type,
                                    .weights_type = weights.type,
-                                   .token_id_type = ids.type};
+                                   .token_id_type = ids.type,
+                                   .topk_idx_in = forced.data};
     if (!call.failed) call_check_result(&call, epic_router_forward(call.use.ctx, &args));
     call_end(&call);
 }
@@ -231,8 +234,8 @@ static void op_bias_update_(torch_value *stack, uint64_t num_arguments, uint64_t
 
 static const torch_op ops[] = {
     OP(route,
-       "(Tensor logits, Tensor? bias, Tensor? token_ids, Tensor? table, int group" ROUTER_SCHEMA
-       ") -> (Tensor topk_idx, Tensor weights)"),
+       "(Tensor logits, Tensor? bias, Tensor? token_ids, Tensor? table, "
+       "Tensor? topk_idx_in, int group" ROUTER_SCHEMA ") -> (Tensor topk_idx, Tensor weights)"),
     OP(route_backward,
        "(Tensor logits, Tensor topk_idx, Tensor d_weights, int group" ROUTER_SCHEMA
        ") -> (Tensor d_logits)"),

@@ -178,14 +178,16 @@ def test_router_and_losses() -> None:
     numbers_of = tuple(router.numbers().values())
     ops, opcheck, f = torch.ops.epic, torch.library.opcheck, z.detach().float()
     one = torch.ones(1)
-    opcheck(ops.route.default, (f, bias, None, None, 0, *numbers_of))
+    opcheck(ops.route.default, (f, bias, None, None, None, 0, *numbers_of))
+    opcheck(ops.route.default, (f, bias, None, None, chosen, 0, *numbers_of))
     opcheck(ops.route_backward.default, (f, chosen, weights.detach().float(), 0, *numbers_of))
     opcheck(ops.balance_loss.default, (f, load, None, 6, 0, 0.5, 0, *numbers_of))
     opcheck(ops.balance_loss_backward.default, (f, load, None, one, 6, 0, 0.5, 0, *numbers_of))
     opcheck(ops.z_loss.default, (f, 6, 0.5, 0, *numbers_of))
     opcheck(ops.z_loss_backward.default, (f, one, 6, 0.5, 0, *numbers_of))
     nothing = torch.empty_like
-    opcheck(ops.route_out.default, (f, bias, None, None, 0, *numbers_of, nothing(chosen), None))
+    into = (nothing(chosen), None)
+    opcheck(ops.route_out.default, (f, bias, None, None, None, 0, *numbers_of, *into))
     opcheck(ops.z_loss_out.default, (f, 6, 0.5, 0, *numbers_of, nothing(one)))
     for call in (ops.balance_loss_out.default, ops.balance_loss_backward_out.default):
         more, out = ((), one) if "backward" not in str(call) else ((one,), f)
@@ -237,13 +239,26 @@ def test_opcheck() -> None:
     ops, seen = torch.ops.epic, Recorded()
     with epic.torch.Group(num_ranks=1, **SIZES) as group:
         layer = epic.torch.MoE(group, WISH, gate_bias=True, expert_biases=True, bias_rate=0.1)
+        x = numbers(1, 3, 16).requires_grad_()
+        calls = []
         for mask in (None, torch.tensor([True, False, True])):
             with seen:
-                out, loss = layer(numbers(1, 3, 16).requires_grad_(), token_mask=mask)
+                out, loss = layer(x, token_mask=mask)
                 (out.sum() + loss).backward()
+        calls += list(seen.calls.items())
+        seen.calls.clear()
+        with seen:
+            out, loss, routing = layer(x, return_routing=True)
+            weights = routing.weights.requires_grad_()
+            out, loss, _ = layer(x, forced=(routing.topk_idx, weights), return_routing=True)
+            (out.sum() + loss).backward()
+        calls += list(seen.calls.items())
         wanted = (ops.moe, ops.moe_backward, ops.experts, ops.experts_backward)
-        for op in (packet.default for packet in wanted):
-            args = [v.detach() if isinstance(v, torch.Tensor) else v for v in seen.calls[op]]
+        assert {op for op, _ in calls} >= {packet.default for packet in wanted}
+        for op, given in calls:
+            if op not in {packet.default for packet in wanted}:
+                continue
+            args = [v.detach() if isinstance(v, torch.Tensor) else v for v in given]
             tests = ("test_schema", "test_autograd_registration", "test_faketensor")
             torch.library.opcheck(op, tuple(args), test_utils=tests)
             outs = [torch.empty_like(v) if v.numel() else None for v in op(*args)]

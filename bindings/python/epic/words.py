@@ -45,6 +45,8 @@ PHRASES = {
     "x.num_rows": "the number of tokens",
     "tokens.num_rows": "the number of tokens",
     "epic_moe_forward": "moe",
+    "topk_idx_in": "forced ids",
+    "topk_weights_in": "forced weights",
     "moe.layer.": "layer.",
     "moe.experts.": "experts.",
     "moe.shared.": "shared.",

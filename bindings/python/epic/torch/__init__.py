@@ -16,9 +16,11 @@ from epic.torch.moe import MoeOut, MoeWeights, moe
 from epic.torch.narrow import dequantize, swizzle_scales
 from epic.torch.ops import as_epic_error
 from epic.torch.pretrained import from_block, replace_moe, sum_gradients
+from epic.torch.replay import record_routing, replay_routing
 from epic.torch.replicas import sum_replica_grads, sum_replicas
 from epic.torch.restore import restore_moe, save_pretrained
 from epic.torch.router import balance_loss, bias_update, route, z_loss
+from epic.torch.routing import Routing
 from epic.torch.routing_stats import read_plan
 from epic.torch.scaled import scaled
 from epic.torch.steps import (
@@ -55,6 +57,7 @@ __all__ = [
     "MoeWeights",
     "Plan",
     "Router",
+    "Routing",
     "RoutingStats",
     "Tcp",
     "TrainingState",
@@ -76,7 +79,9 @@ __all__ = [
     "plan",
     "plan_dispatch",
     "read_plan",
+    "record_routing",
     "replace_moe",
+    "replay_routing",
     "restore_moe",
     "route",
     "save_exchange",

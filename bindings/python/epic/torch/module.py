@@ -15,6 +15,7 @@ from epic.torch.groups import Group
 from epic.torch.moe import OF_EXPERTS, MoeWeights, moe
 from epic.torch.plans import tables_of
 from epic.torch.router import bias_update
+from epic.torch.routing import Given, Routing
 from epic.torch.state import (
     EXTRA,
     check_ddp,
@@ -39,6 +40,10 @@ class MoE(nn.Module):
     The parameters have the names and shapes of `MoeWeights`. Those of the experts (w_gate_up,
     w_down and their biases) are this rank's own num_experts / num_ranks experts. All others are
     equal on all ranks, and `sum_gradients` adds their gradients over the ranks after backward.
+
+    `layer(x, return_routing=True)` also returns which experts the tokens used, and
+    `layer(x, forced=routing)` uses these experts. `record_routing` and `replay_routing` do this for
+    all layers of a model.
 
     Args:
         group: The open `Group` whose ranks share the experts. num_ranks must divide num_experts.
@@ -90,6 +95,9 @@ class MoE(nn.Module):
     bias: Tensor | None
     load: Tensor | None
     logical_of_expert: Tensor | None
+    # What record_routing and replay_routing set while they are active.
+    recorded: list[Routing] | None = None
+    replayed: Any = None
 
     def __init__(
         self,
@@ -264,7 +272,14 @@ class MoE(nn.Module):
         given = {name: own[name] if name in own else getattr(self, name) for name in self.names}
         return MoeWeights(bias=self.bias, **given)
 
-    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        x: Tensor,
+        token_mask: Tensor | None = None,
+        *,
+        forced: Given | None = None,
+        return_routing: bool = False,
+    ) -> Any:
         """Run the layer.
 
         Args:
@@ -272,15 +287,21 @@ class MoE(nn.Module):
                 max_tokens of them.
             token_mask: bool [...]: tokens that are False (padding) have no expert, a result of
                 zeros and no part in the losses. None: all tokens count.
+            forced: A `Routing`, (ids, weights) or ids alone, as for `moe`: the experts of each
+                token, which replace the router's choice. All ranks pass it, or none.
+            return_routing: Whether the result also has the `Routing` that the layer used.
 
         Returns:
-            out, shaped as x, and loss, a scalar: this rank's part of the losses.
+            out, shaped as x, and loss, a scalar: this rank's part of the losses. With
+            return_routing also the routing.
 
         Raises:
             EpicArgumentError: The shape, dtype or device of x or token_mask is wrong.
             EpicError: A rank failed, was late, or made a different call. `EpicError.code` names it.
         """
         self.check_ddp()
+        if forced is None and self.replayed is not None:
+            forced = self.replayed.next()
         found = moe(
             self.group,
             self.options,
@@ -289,6 +310,8 @@ class MoE(nn.Module):
             grouped_mm=self.grouped_mm,
             logical_of_expert=self.logical_of_expert,
             token_mask=token_mask,
+            forced=forced,
+            return_routing=return_routing or self.recorded is not None,
             sum_gradients=self.sums_in_backward,
             tag=self.tag,
         )
@@ -299,7 +322,9 @@ class MoE(nn.Module):
             if self.load.device != counts.device:
                 self.load = move_load(self.load, counts.device)
             torch.ops.epic.count_load_.default(self.load, counts)
-        return found.out, found.loss
+        if self.recorded is not None and found.routing is not None:
+            self.recorded.append(found.routing)
+        return (found.out, found.loss, found.routing) if return_routing else (found.out, found.loss)
 
     def update_bias(self, process_group: Any = None) -> None:
         """Move the bias by bias_rate towards an even load; call it once per optimizer step.

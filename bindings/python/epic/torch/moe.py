@@ -43,7 +43,10 @@ from epic.torch.experts import (
 )
 from epic.torch.groups import Group
 from epic.torch.ops import (
+    FIRST_FLAG,
+    FORCED_WEIGHTS,
     LAYER,
+    WITH_ROUTING,
     argument_names,
     mlp_numbers,
     operator_numbers,
@@ -54,6 +57,7 @@ from epic.torch.ops import (
 )
 from epic.torch.plans import SMS_SHIFT, Plan, limit_number, tables_of
 from epic.torch.router import balance_loss, route
+from epic.torch.routing import Given, Routing, as_forced
 from epic.torch.scaled import E4M3
 
 ops = torch.ops.epic
@@ -111,6 +115,8 @@ class MoeOut(NamedTuple):
         load: [num_experts] int32: choices of each expert over the group, before any is dropped.
         demand: [1] int32: slots that all choices of this rank's experts would take.
         logical_load: With replicas [num_logical] int32: the load by logical expert. Else None.
+        routing: With return_routing the `Routing` that the layer used. Its weights have no
+            gradient. Else None.
     """
 
     out: Tensor
@@ -118,6 +124,7 @@ class MoeOut(NamedTuple):
     load: Tensor
     demand: Tensor
     logical_load: Tensor | None = None
+    routing: Routing | None = None
 
     @property
     def load_of_ids(self) -> Tensor:
@@ -146,6 +153,8 @@ class Facts(NamedTuple):
     weight_type: str  # dtype of the weights in the products of the experts
     forward: tuple[Any, ...]  # numeric arguments of the operator
     backward: tuple[Any, ...]
+    recorded: tuple[Any, ...]  # those of forward, to return the routing
+    replayed: tuple[Any, ...]  # those of backward after forced weights
     max_sms: int = 0  # of each operation; 0: the group's
 
 
@@ -160,13 +169,16 @@ def numbers_of(options: Moe, **types: int) -> tuple[Any, ...]:
 def values_of(options: Moe, **types: int) -> dict[str, Any]:
     """Return the values of numbers_of by the names of the operator's arguments."""
     shared = options.shared.numbers() if options.shared else {**NO_EXPERTS.numbers(), "inner": 0}
+    flags = _native.DISPATCH_AGAIN if options.experts.weight_type == "e4m3" else 0
+    layer = pack_fields(LAYER, options.layer.numbers())
     return {
         "balance_coeff": float(options.balance_coeff),
         "z_coeff": float(options.z_coeff),
         "sequence_tokens": options.sequence_tokens,
         "capacity": options.capacity,
-        "flags": _native.DISPATCH_AGAIN if options.experts.weight_type == "e4m3" else 0,
-        **pack_fields(LAYER, options.layer.numbers()),
+        "flags": flags,  # of the plan of a composed layer
+        **layer,
+        "layer_leaves": layer["layer_leaves"] + flags * FIRST_FLAG,
         **options.router.numbers("router_"),
         **mlp_numbers("experts", options.experts.numbers(), **types),
         **mlp_numbers("shared", shared),
@@ -211,7 +223,8 @@ def facts_of(
     """Return the Facts of the options with that key.
 
     kept_type: dtype of the weights in memory; weight_type: their dtype in the products. distinct:
-    whether no token names an expert twice. That holds for a router, not for a caller's table.
+    whether no token names an expert twice. That holds for a router, not for a caller's table or
+    forced ids.
     """
     given = options_by_key[options]
     if distinct:
@@ -229,7 +242,16 @@ def facts_of(
     back = {"grad_type": types["row_type"] if narrow else 0}
     if weight_type == "e4m3":  # backward may use the weights in the dtype in which they are stored
         back["weight_type"] = types["weight_type"]
-    return (*bytes_, weight_type, numbers_of(whole), numbers_of(whole, **back))
+    forward, backward = numbers_of(whole), numbers_of(whole, **back)
+    more = (set_bit(forward, WITH_ROUTING), set_bit(backward, FORCED_WEIGHTS))
+    return (*bytes_, weight_type, forward, backward, *more)
+
+
+def set_bit(numbers: tuple[Any, ...], bit: int) -> tuple[Any, ...]:
+    """Return the result of numbers_of with a bit of layer_leaves set."""
+    names = argument_names("moe")
+    at = len(numbers) + names.index("layer_leaves") - len(names)
+    return (*numbers[:at], numbers[at] | bit, *numbers[at + 1 :])
 
 
 def check_moe(options: Moe, x: Tensor, weights: MoeWeights) -> None:
@@ -263,13 +285,18 @@ def check_moe(options: Moe, x: Tensor, weights: MoeWeights) -> None:
 # ------------------------------------------------------------- the core's own layer ----
 
 
+# Ids that replace the router's choice: token_ids, table and the forced ids [num_tokens, top_k];
+# all None: the router chooses.
+Chosen = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
 def forward_args(
     group: Group,
     tag: int,
     facts: Facts,
-    token_ids: Tensor | None,
-    table: Tensor | None,
+    chosen: Chosen,
     tables: tuple[Tensor | None, Tensor | None],
+    forced_weights: Tensor | None,
     x: Tensor,
     *weights: Tensor | None,
 ) -> tuple[Any, ...]:
@@ -278,7 +305,8 @@ def forward_args(
     numbers = (facts.saved_bytes, facts.forward_bytes, number, tag, *facts.forward)
     if facts.weight_type == "e4m3":
         weights = with_experts(weights, round_weights(x, experts_in(weights)))
-    return (group.order_token, x, *weights, token_ids, table, *tables, *numbers)
+    given = (*chosen[:2], *tables, chosen[2], forced_weights)
+    return (group.order_token, x, *weights, *given, *numbers)
 
 
 FIRST, PAST = ORDER.index("w_gate_up"), ORDER.index("b_down") + 1
@@ -305,22 +333,25 @@ class Layer(EpicFunction):
         tag: int,
         facts: Facts,
         _sum_order: int | None,
-        token_ids: Tensor | None,
-        table: Tensor | None,
+        chosen: Chosen,
         tables: tuple[Tensor | None, Tensor | None],
+        forced_weights: Tensor | None,
         x: Tensor,
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """Call the operator.  _sum_order: of of_all_ranks in backward; None: no sum there."""
-        args = forward_args(group, tag, facts, token_ids, table, tables, x, *weights)
+        args = forward_args(group, tag, facts, chosen, tables, forced_weights, x, *weights)
         return ops.moe.default(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], out: tuple[Tensor, ...]) -> None:
         """Save x, the weights and what the core saves for backward, which is the last result."""
-        ctx.group, ctx.tag, ctx.facts, ctx.sum_order, _, _, _, x, *weights = inputs
+        ctx.group, ctx.tag, ctx.facts, ctx.sum_order, _, _, forced_weights, x, *weights = inputs
         if (bias := weights[ORDER.index("bias")]) is not None:
             mark_no_offload(bias)
+        if forced_weights is not None:
+            ctx.facts = ctx.facts._replace(backward=ctx.facts.replayed)
+        ctx.has_forced_weights = forced_weights is not None
         ctx.save_for_backward(x, *weights, out[-1])
         ctx.mark_non_differentiable(*out[2:])
 
@@ -337,7 +368,7 @@ class Layer(EpicFunction):
         given = with_experts(tuple(weights), own)
         inputs = (x, *given, saved, d_out.contiguous(), d_loss.contiguous())
         results = ops.moe_backward.default(group.order_token_backward, *inputs, *numbers)
-        d_x, *rest = results
+        d_x, *rest, d_forced = results
         if facts.replicas:
             rest = sum_over_replicas(ctx, saved, rest)
         if ctx.sum_order is not None:
@@ -347,7 +378,8 @@ class Layer(EpicFunction):
         none = [w is None or d is None or w.dtype == E4M3 for w, d in pairs]
         pairs = zip(weights[:-2], (*rest[:2], None, *rest[2:]), strict=True)
         found = [None if no else d.to(w.dtype) for no, (w, d) in zip(none, pairs, strict=True)]
-        return *[None] * 7, d_x, *found, None, None
+        d_forced = d_forced if ctx.has_forced_weights else None
+        return *[None] * 6, d_forced, d_x, *found, None, None
 
 
 layer_apply = make_apply(Layer)
@@ -483,15 +515,43 @@ def compute_losses(
     return loss
 
 
+def choose(
+    group: Group,
+    options: Moe,
+    logits: Tensor,
+    bias: Tensor | None,
+    given: Chosen,
+    forced_weights: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return ids and weights: those of the router, or those that the caller gave.
+
+    A forced id that is too large is returned unchanged, and the plan then reports it on every rank.
+    """
+    token_ids, table, forced = given
+    if forced is not None and forced_weights is not None:
+        return forced, forced_weights
+    known = None if forced is None else torch.where(forced < logits.shape[1], forced, -1)
+    chosen, w = route(
+        options.router,
+        logits,
+        bias=bias,
+        token_ids=token_ids,
+        table=table,
+        forced=known,
+        group=group,
+    )
+    return (chosen if forced is None else forced), w
+
+
 def run_composed(
     group: Group,
     options: Moe,
     grouped_mm: GroupedMm | None,
     x: Tensor,
     weights: MoeWeights,
-    token_ids: Tensor | None,
-    table: Tensor | None,
+    given: Chosen,
     tables: tuple[Tensor | None, Tensor | None],
+    forced_weights: Tensor | None,
     mask: Tensor | None,
     tag: int,
     max_sms: int = 0,
@@ -500,12 +560,11 @@ def run_composed(
     # Padding may contain any values, also NaN.
     x = x if mask is None else torch.where(mask[:, None], x, 0)
     logits = logits_of(x, weights)
-    chosen, w = route(
-        options.router, logits, bias=weights.bias, token_ids=token_ids, table=table, group=group
-    )
+    chosen, w = choose(group, options, logits, weights.bias, given, forced_weights)
     if mask is not None:
         chosen = torch.where(mask[:, None], chosen, -1)
-    zero = chosen >= options.layer.num_ids  # rows of identity experts are not sent
+    # Rows of identity experts are not sent. The plan reports forced ids that are too large.
+    zero = (chosen >= options.layer.num_ids) & (chosen < logits.shape[1])
     sent = torch.where(zero, -1, chosen) if options.router.zero_experts else chosen
     local = weights.w_gate_up.shape[0]
     late = options.experts.weighting == "late"
@@ -538,7 +597,8 @@ def run_composed(
         logical = plan.counted("logical_load")
     of_ids = load if logical is None else logical
     loss = compute_losses(group, options, logits, of_ids, chosen, mask, tag)
-    return MoeOut(out, loss, load, plan.counted("demand"), logical)
+    routing = Routing(chosen, w.detach())
+    return MoeOut(out, loss, load, plan.counted("demand"), logical, routing)
 
 
 # ------------------------------------------------------------------------ the layer ----
@@ -592,6 +652,8 @@ def moe(
     rank_of_expert: Any = None,
     logical_of_expert: Any = None,
     token_mask: Tensor | None = None,
+    forced: Given | None = None,
+    return_routing: bool = False,
     sum_gradients: bool = False,
     tag: int = 0,
     max_sms: int = 0,
@@ -617,6 +679,13 @@ def moe(
             expert that each expert is a replica of.
         token_mask: bool [...]: tokens that are False have no expert, a result of zeros and no part
             in the losses.
+        forced: A `Routing`, (ids, weights) or ids alone: the experts of each token, which replace
+            the router's choice, as another run recorded them. ids are integers [..., top_k],
+            negative for no expert. If weights is None, the router computes the weights from its
+            scores, and has gradients as always. Otherwise weights [..., top_k] are used as they
+            are. They have a gradient, and the router has only that of the losses. The losses use
+            the router's scores and the load of the forced ids. All ranks pass it, or none.
+        return_routing: Whether the result has a `Routing`: the ids and weights that the layer used.
         sum_gradients: Whether backward adds the gradients of the shared parameters over the ranks,
             in the layer's sum_order, before it rounds them to the weights' dtype. If False they
             are this rank's part.
@@ -627,7 +696,7 @@ def moe(
             None is not computed for the caller.
 
     Returns:
-        A MoeOut with out shaped as x, loss, load, demand and logical_load.
+        A MoeOut with out shaped as x, loss, load, demand, logical_load and routing.
 
     Raises:
         EpicArgumentError: A shape, dtype or device is wrong, or options do not fit together.
@@ -655,6 +724,13 @@ def moe(
         token_ids = as_flat("token_ids", token_ids, x.shape[:-1])
     if table is not None:
         table = as_int32("table", table)
+    if forced is not None and (token_ids is not None or table is not None):
+        raise EpicArgumentError(
+            f"forced is given and {'token_ids' if token_ids is not None else 'table'} is given: "
+            "pass one of them"
+        )
+    forced_ids, forced_weights = (None, None) if forced is None else as_forced(options, forced, x)
+    chosen = (token_ids, table, forced_ids)
     mask = None if token_mask is None else as_mask(options, token_mask, x)
     if grouped_mm is not None and type_of_weights(options.experts, weights.w_gate_up) == "e4m3":
         raise EpicUnsupportedError(
@@ -670,25 +746,39 @@ def moe(
             )
         if order is not None:
             weights = with_summed_gradients(weights, group, order, tag)
-        found = run_composed(
-            group, options, grouped_mm, rows, weights, token_ids, table, tables, mask, tag, max_sms
-        )
-        return found._replace(out=reshape_owned(found.out, x.shape))
+        given = (chosen, tables, forced_weights, mask, tag, max_sms)
+        found = run_composed(group, options, grouped_mm, rows, weights, *given)
+        assert found.routing is not None
+        routing = as_routing(found.routing, x) if return_routing else None
+        return found._replace(out=reshape_owned(found.out, x.shape), routing=routing)
     up = weights.w_gate_up
     check_scales(up.dtype, weights)
     weights = with_wide_router(rows, weights)
     local, kind = up.shape[0], type_of_weights(options.experts, up)
     kinds = (dtype_name(rows), kind, dtype_name(up))
-    known = group.remember(facts_of, options.key, local, *kinds, table is None)
+    distinct = table is None and forced is None
+    known = group.remember(facts_of, options.key, local, *kinds, distinct)
     facts = Facts(*known)._replace(max_sms=max_sms)
+    if return_routing or getattr(out, "routing", None) is not None:
+        facts = facts._replace(forward=facts.recorded)
     arrays = [getattr(weights, name) for name in ORDER]
     arrays = [None if w is None else w.contiguous() for w in arrays]
-    inputs = (token_ids, table, tables, rows, *arrays)
+    inputs = (chosen, tables, forced_weights, rows, *arrays)
     if out is not None:
         return moe_into(forward_args(group, tag, facts, *inputs), x, facts, out)
-    y, loss, load, demand, logical, _ = layer_apply(group, tag, facts, order, *inputs)
+    y, loss, load, demand, logical, *used, _ = layer_apply(group, tag, facts, order, *inputs)
     logical = logical if facts.replicas else None
-    return MoeOut(reshape_owned(y, x.shape), reshape_owned(loss, ()), load, demand, logical)
+    routing = as_routing(Routing(*used), x) if return_routing else None
+    sums = (reshape_owned(y, x.shape), reshape_owned(loss, ()))
+    return MoeOut(*sums, load, demand, logical, routing)
+
+
+def as_routing(found: Routing, x: Tensor) -> Routing:
+    """Return a routing [num_tokens, top_k] with the leading dimensions of x."""
+    ids, weights = found
+    shape = (*x.shape[:-1], ids.shape[1])
+    assert weights is not None
+    return Routing(reshape_owned(ids, shape), reshape_owned(weights, shape))
 
 
 def reshape_owned(x: Tensor, shape: Any) -> Tensor:
@@ -713,5 +803,7 @@ def moe_into(args: tuple[Any, ...], x: Tensor, facts: Facts, out: MoeOut) -> Moe
         raise EpicArgumentError("out.logical_load is given: must be None without replicas")
     rows = None if given.out is None else given.out.view(args[1].shape)
     loss = None if given.loss is None else given.loss.view(1)
-    write_out(ops.moe_out.default, args, rows, loss, *given[2:], None)
+    used = Routing(None, None) if given.routing is None else given.routing
+    used = [None if part is None else part.view(-1, part.shape[-1]) for part in used]
+    write_out(ops.moe_out.default, args, rows, loss, *given[2:5], *used, None)
     return given

@@ -443,6 +443,7 @@ def route_fake(
     bias: Tensor | None,
     token_ids: Tensor | None,
     table: Tensor | None,
+    topk_idx_in: Tensor | None,
     group: int,
     num_experts: int,
     top_k: int,
@@ -565,32 +566,48 @@ def operator_numbers(name: str, values: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(values[argument] for argument in argument_names(name) if argument in values)
 
 
-NUM_EXPERTS = argument_names("moe").index("router_num_experts")
+# Positions among the arguments of the operator moe after order_token and x.
+NUM_EXPERTS, TOP_K, LEAVES, LOGICAL, SAVED_BYTES = (
+    argument_names("moe").index(name) - 2
+    for name in (
+        "router_num_experts", "router_top_k", "layer_leaves", "logical_of_expert", "saved_bytes",
+    )
+)  # fmt: skip
+# Bits of layer_leaves in the operators of the whole layer: epic_moe.flags begin at the first, and
+# the others are those of bindings/torch/moe.c.
+FIRST_FLAG, FORCED_WEIGHTS, WITH_ROUTING = 1 << 32, 1 << 61, 1 << 62
 # Weights of the operator moe: w_gate to w_shared_gate; the third, the bias, has no gradient.
 MOE_WEIGHTS = 12
 OF_EXPERTS = range(3, 7)  # the positions of w_gate_up to b_down among these weights
 KIND_OF_EXPERTS = argument_names("moe_backward").index("experts_kind") - 2
+TOP_K_IN_BACKWARD = argument_names("moe_backward").index("router_top_k") - 2
+LEAVES_IN_BACKWARD = argument_names("moe_backward").index("layer_leaves") - 2
 
 
 @register_shapes
 def moe_fake(order_token: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """The tokens, the loss, load, demand, logical_load, and what is saved for backward."""
-    # They follow two arrays of scales.
-    logical, saved_bytes = rest[MOE_WEIGHTS + 5 : MOE_WEIGHTS + 7]
-    num_ids = rest[NUM_EXPERTS - 2]
+    """The tokens, the loss, load, demand, logical_load, the routing, and what is saved."""
+    logical, num_ids = rest[LOGICAL], rest[NUM_EXPERTS]
     loads = (num_ids, 0) if logical is None else (logical.shape[0], num_ids)
     loss = x.new_empty((1,), dtype=wide_dtype(x))
     counts = (new_ints(x, loads[0]), new_ints(x, 1), new_ints(x, loads[1]))
-    return torch.empty_like(x), loss, *counts, new_bytes(x, saved_bytes)
+    routing = (new_floats(x, 0), new_floats(x, 0))
+    if rest[LEAVES] & WITH_ROUTING:
+        shape = (x.shape[0], rest[TOP_K])
+        routing = (new_ints(x, *shape), x.new_empty(shape, dtype=wide_dtype(x)))
+    return torch.empty_like(x), loss, *counts, *routing, new_bytes(x, rest[SAVED_BYTES])
 
 
 @register_shapes
 def moe_backward_fake(order_token: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Gradients of x and of the weights but the bias."""
+    """Gradients of x, of the weights but the bias, and of forced weights."""
     of_experts = type_in(rest[KIND_OF_EXPERTS], "grad_type") or wide_dtype(x)
     kinds = [of_experts if i in OF_EXPERTS else wide_dtype(x) for i in range(MOE_WEIGHTS)]
     found = [like_or_none(rest[i], kinds[i], x) for i in range(MOE_WEIGHTS) if i != 2]
-    return torch.empty_like(x), *found
+    forced = new_floats(x, 0)
+    if rest[LEAVES_IN_BACKWARD] & FORCED_WEIGHTS:
+        forced = x.new_empty((x.shape[0], rest[TOP_K_IN_BACKWARD]), dtype=wide_dtype(x))
+    return torch.empty_like(x), *found, forced
 
 
 # -------------------------------------------------------------------- into tensors given ----

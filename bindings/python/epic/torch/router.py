@@ -2,6 +2,7 @@
 """Router and losses: local to each rank, differentiable in the logits."""
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def as_logits(router: Router, logits: Tensor) -> Tensor:
 def route_op(
     logits: Tensor, extras: tuple[Tensor | None, ...], group: int, numbers: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Call the operator; extras: bias, token_ids, table."""
+    """Call the operator; extras: bias, token_ids, table, forced ids."""
     return ops.route.default(logits, *extras, group, *numbers)
 
 
@@ -102,6 +103,24 @@ class Route(EpicFunction):
 route_apply = make_apply(Route)
 
 
+def as_forced_ids(router: Router, ids: Tensor, rows: Tensor) -> Tensor:
+    """Return forced ids as [num_tokens, top_k] int32, checked.
+
+    rows: The logits or tokens [..., n] that the ids belong to.
+    """
+    count = math.prod(rows.shape[:-1])
+    if ids.shape not in ((*rows.shape[:-1], router.top_k), (count, router.top_k)):
+        raise EpicArgumentError(
+            f"forced ids have the shape {list(ids.shape)}: must be "
+            f"{[*rows.shape[:-1], router.top_k]}, with top_k ids for each token"
+        )
+    if ids.device != rows.device:
+        raise EpicArgumentError(
+            f"forced ids are on {ids.device} and x is on {rows.device}: must be on one device"
+        )
+    return as_int32("forced ids", ids).reshape(count, router.top_k)
+
+
 @translate_errors
 def route(
     router: Router,
@@ -110,6 +129,7 @@ def route(
     bias: Tensor | None = None,
     token_ids: Tensor | None = None,
     table: Tensor | None = None,
+    forced: Tensor | None = None,
     group: Group | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -123,6 +143,8 @@ def route(
         bias: [E] float32 that counts for the choice only; it has no gradient.
         token_ids: Integers [...], with table: the id of each token.
         table: Integers [rows, top_k]: experts by token id, which replace the choice.
+        forced: Integers [..., top_k]: the experts of each token, which replace the choice; negative
+            for no expert. Not with token_ids.
         group: On GPUs a group on that GPU. On CPUs None is enough.
         out: (topk_idx, weights) that are written and returned, without a gradient.
 
@@ -152,7 +174,11 @@ def route(
     if table is not None and token_ids is not None:
         token_ids = as_flat("token_ids", token_ids, logits.shape[:-1])
         table = as_int32("table", table)
-    extras, where = (bias, token_ids, table), number_of(group, rows)
+    if forced is not None and token_ids is not None:
+        raise EpicArgumentError("forced is given and token_ids is given: pass one of them")
+    if forced is not None:
+        forced = as_forced_ids(router, forced, logits)
+    extras, where = (bias, token_ids, table, forced), number_of(group, rows)
     if out is not None:
         chosen, weights = parts_of(out, "topk_idx, weights")
         args = (rows, *extras, where, *numbers_of(router.key))

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routing of a layer: which experts its tokens used, or must use."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from epic.errors import EpicArgumentError
+from epic.options import Moe
+from epic.torch.arguments import check_floats
+from epic.torch.router import as_forced_ids
+
+
+class Routing(NamedTuple):
+    """The experts of each token, as a layer used them, or as it must use them.
+
+    Attributes:
+        topk_idx: [..., top_k] integers: ids of experts; negative: no expert.
+        weights: [..., top_k], float32 (float64 with float64 rows): the weights of these experts.
+            None: the router computes them from its scores.
+    """
+
+    topk_idx: Tensor
+    weights: Tensor | None = None
+
+
+# The routing of one call, as callers pass it: a Routing, (ids, weights) or ids alone.
+Given = Routing | tuple[Tensor, Tensor | None] | Tensor
+
+
+def as_forced(options: Moe, forced: Given, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return forced ids [num_tokens, top_k] int32 and their weights or None, checked."""
+    ids, weights = (forced, None) if isinstance(forced, Tensor) else forced
+    whole = as_forced_ids(options.router, ids, x)
+    if weights is None:
+        return whole, None
+    if weights.shape != ids.shape:
+        raise EpicArgumentError(
+            f"forced weights have the shape {list(weights.shape)}: must be {list(ids.shape)}, as "
+            "the forced ids"
+        )
+    if weights.device != x.device:
+        raise EpicArgumentError(
+            f"forced weights are on {weights.device} and x is on {x.device}: must be on one device"
+        )
+    check_floats("forced weights", weights)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return whole, weights.reshape(whole.shape).to(wide).contiguous()
