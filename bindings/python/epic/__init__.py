@@ -6,7 +6,7 @@ The packages for frameworks are submodules: epic.jax and epic.torch.
 
 from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError
 from epic.options import Experts, Layer, Moe, Router
-from epic.traces import Placement, read_placement
+from epic.traces import Placement, TraceStep, read_placement, read_trace
 
 __version__ = "0.1.0"
 __all__ = [
@@ -18,5 +18,7 @@ __all__ = [
     "Moe",
     "Placement",
     "Router",
+    "TraceStep",
     "read_placement",
+    "read_trace",
 ]

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that epic-place writes: which rank owns each expert, and whose replica it is."""
+"""The files of epic-place and EPIC_TRACE: placements of experts, and which experts were chosen."""
 
 import os
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from epic.errors import EpicArgumentError
 
@@ -70,3 +74,138 @@ def read_placement(path: str | os.PathLike[str]) -> Placement:
             "epic-place wrote"
         )
     return Placement(ranks, experts, logical, rank_of, logical_of)
+
+
+# ---------------------------------------------------------------------------- traces ----
+
+# docs/reference/trace-format.md describes both.
+HEADER = struct.Struct("<8sIIiiQq64s24x")
+RECORD = struct.Struct("<IIQQQqqIIII")
+MAGIC, VERSION, KIND_PLAN = b"EPICTRC\n", 1, 1
+
+
+class TraceStep(NamedTuple):
+    """The choices of all ranks in one plan, as `read_trace` returns them.
+
+    Attributes:
+        topk_idx: [num_tokens, top_k] int32, the tokens of rank 0 first; -1: no expert.
+        tokens_of: The number of tokens of each rank.
+        num_experts: The number of experts.
+    """
+
+    topk_idx: np.ndarray
+    tokens_of: list[int]
+    num_experts: int
+
+    def of_rank(self, rank: int) -> np.ndarray:
+        """Return the ids [tokens, top_k] of one rank's tokens."""
+        first = sum(self.tokens_of[:rank])
+        return self.topk_idx[first : first + self.tokens_of[rank]]
+
+
+class RankPlan(NamedTuple):
+    """One rank's part of a plan in a trace."""
+
+    time_ns: int
+    topk_idx: np.ndarray
+    num_experts: int
+
+
+class TraceFile(NamedTuple):
+    """One rank's file of a trace."""
+
+    rank: int
+    num_ranks: int
+    group_id: int
+    group: str
+    plans: dict[tuple[int, int], RankPlan]  # by tag and sequence number
+
+
+def read_trace(
+    path: str | os.PathLike[str], *, num_layers: int = 1, group: str | None = None
+) -> list[list[TraceStep]]:
+    """Read the expert ids of a trace, for each layer.
+
+    A trace has what was sent: choices of zero-experts are -1 in it.
+
+    Args:
+        path: The folder that EPIC_TRACE named.
+        num_layers: Number of layers that shared the group. Every num_layers-th plan belongs to the
+            same layer.
+        group: Name of the group, or the 16 digits of its id; None: the only group in the folder.
+
+    Returns:
+        For each layer its plans in the order of time. Plans that some rank did not record are left
+        out.
+
+    Raises:
+        EpicArgumentError: The folder has no trace, or several groups, or a file is not a trace.
+
+    Example:
+        layers = epic.read_trace("/tmp/run", num_layers=2)
+        ids = torch.from_numpy(layers[0][0].of_rank(group.rank))
+        out, loss = layer(x, forced=ids)
+    """
+    files = [read_trace_file(file) for file in sorted(Path(path).glob("*.epictrace"))]
+    if group is not None:
+        files = [f for f in files if group in (f.group, f"{f.group_id:016x}")]
+    ids = sorted({f"{f.group_id:016x}" for f in files})
+    if len(ids) != 1:
+        raise EpicArgumentError(
+            f"{path} has {len(ids)} groups{' ' + ', '.join(ids) if ids else ''}: must have one, "
+            "from EPIC_TRACE; pass group= to select one"
+        )
+    if num_layers < 1:
+        raise EpicArgumentError(f"num_layers is {num_layers}: must be 1 or more")
+    ranks = {f.rank: f.plans for f in files}
+    complete = len(ranks) == files[0].num_ranks
+    keys = set.intersection(*(set(plans) for plans in ranks.values())) if complete else set()
+    parts = [[ranks[r][key] for r in range(len(ranks))] for key in keys]
+    parts.sort(key=lambda step: min(part.time_ns for part in step))
+    steps = [join_parts(path, step) for step in parts]
+    return [steps[layer::num_layers] for layer in range(num_layers)]
+
+
+def join_parts(path: str | os.PathLike[str], parts: list[RankPlan]) -> TraceStep:
+    """Return a plan of all ranks from that of each rank."""
+    shapes = {(part.topk_idx.shape[1], part.num_experts) for part in parts}
+    if len(shapes) != 1:
+        raise EpicArgumentError(
+            f"{path} has a plan with {len(shapes)} different top_k or num_experts: must be equal "
+            "on all ranks"
+        )
+    ids = np.concatenate([part.topk_idx for part in parts])
+    return TraceStep(ids, [len(part.topk_idx) for part in parts], parts[0].num_experts)
+
+
+def read_trace_file(file: Path) -> TraceFile:
+    """Return the plans of one rank's file. The last record may be incomplete."""
+    data = file.read_bytes()
+    if len(data) < HEADER.size or data[:8] != MAGIC:
+        raise EpicArgumentError(f"{file} is not a trace: must be a file that EPIC_TRACE wrote")
+    _, version, header_bytes, rank, num_ranks, group_id, _, name = HEADER.unpack_from(data)
+    if version != VERSION or header_bytes < HEADER.size:
+        raise EpicArgumentError(f"{file} has the version {version}: must be {VERSION}")
+    group = name.split(b"\0")[0].decode("ascii", "replace")
+    return TraceFile(rank, num_ranks, group_id, group, dict(plans_of(file, data, header_bytes)))
+
+
+def plans_of(file: Path, data: bytes, at: int) -> Iterator[tuple[tuple[int, int], RankPlan]]:
+    """Yield the plans of a file, with tag and sequence number. at: where the records begin."""
+    while at + RECORD.size <= len(data):
+        kind, id_bytes, more, tag, sequence, time, *plan = RECORD.unpack_from(data, at)
+        num_tokens, top_k, num_experts = plan[:3]
+        at += RECORD.size
+        if at + more > len(data):
+            return
+        if kind == KIND_PLAN:
+            if id_bytes not in (1, 2, 4) or not 0 <= num_tokens * top_k * id_bytes <= more:
+                raise EpicArgumentError(
+                    f"{file} has a plan of {num_tokens} tokens in {more} bytes: must have an id "
+                    "for each choice"
+                )
+            found = np.frombuffer(data, f"<u{id_bytes}", num_tokens * top_k, at)
+            none = found == np.iinfo(found.dtype).max
+            ids = np.where(none, -1, found.astype(np.int64)).astype(np.int32)
+            yield (tag, sequence), RankPlan(time, ids.reshape(num_tokens, top_k), num_experts)
+        at += more
