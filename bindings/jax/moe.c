@@ -118,6 +118,9 @@ static const handler_array forward_arrays[] = {
      .num_rows = AT(forward.table_rows)},
     IN_OR_NONE("rank_of_expert", FFI_SET_I32, forward.rank_of_expert, DIM_EXPERTS),
     IN_OR_NONE("logical_of_expert", FFI_SET_I32, forward.logical_of_expert, DIM_EXPERTS),
+    IN_OR_NONE("forced ids", FFI_SET_I32, forward.topk_idx_in, DIM_TOKENS, DIM_TOP_K),
+    IN_OR_NONE("forced weights", HANDLER_WIDE_TYPE, forward.topk_weights_in, DIM_TOKENS,
+               DIM_TOP_K),
     {.kind = HANDLER_SITE},
     {.kind = HANDLER_CHANNEL},
     HANDLER_ROWS(HANDLER_RESULT, "out", HANDLER_ROW_TYPE, AT(forward.out), DIM_TOKENS,
@@ -126,6 +129,9 @@ static const handler_array forward_arrays[] = {
     OUT("load", FFI_SET_I32, forward.load, DIM_EXPERTS),
     OUT("demand", FFI_SET_I32, forward.demand, DIM_ONE),
     OUT_OR_NONE("logical_load", FFI_SET_I32, forward.logical_load, DIM_LOGICAL),
+    OUT_OR_NONE("topk_idx", FFI_SET_I32, forward.topk_idx_out, DIM_TOKENS, DIM_TOP_K),
+    OUT_OR_NONE("topk_weights", HANDLER_WIDE_TYPE, forward.topk_weights_out, DIM_TOKENS,
+                DIM_TOP_K),
     MEMORY(HANDLER_RESULT, "saved", forward.saved, forward.saved_bytes),
     MEMORY(HANDLER_RESULT, "workspace", forward.workspace, forward.workspace_bytes)};
 /* clang-format on */
@@ -155,7 +161,8 @@ static void read_backward(ffi_reader *reader, handler_call *base)
         base->weight_set |= ffi_set_of(call->options.experts.row_type);
 }
 
-/* Checks the weights of an e4m3 layer. Either both w_gate_up and w_down are e4m3 with scales,
+/* Sets EPIC_FORCED_WEIGHTS if the gradient of forced weights is a result. Then checks the weights
+ * of an e4m3 layer. Either both w_gate_up and w_down are e4m3 with scales,
  * or both have the type of the rows, from which e4m3 weights were made. If the layer keeps its
  * weights in e4m3, they have no gradients. Then the gradients of the biases have the type of
  * the rows. */
@@ -165,6 +172,7 @@ static void check_backward(ffi_reader *reader, handler_call *base)
     const bool is_e4m3 = call->gate_up_type == EPIC_E4M3;
     const bool has_scales = call->weights.w_gate_up_scales != NULL;
     if (call->gradients.w_gate_up == NULL) call->backward.grad_type = base->row_type;
+    if (call->backward.d_topk_weights_in != NULL) call->backward.flags = EPIC_FORCED_WEIGHTS;
     if (call->gate_up_type != call->down_type || is_e4m3 != has_scales)
         reader->error = ffi_fail(reader->frame, EPIC_EINVAL,
                                  "w_gate_up and w_down: both must be e4m3 with scales, or both "
@@ -210,6 +218,8 @@ static const handler_array backward_arrays[] = {
     GRADIENT_OR_NONE("d_shared_down", shared_down, DIM_SHARED_INNER, DIM_HIDDEN),
     GRADIENT_OR_NONE("d_shared_b_gate_up", shared_b_gate_up, DIM_SHARED_WIDTH),
     GRADIENT_OR_NONE("d_shared_b_down", shared_b_down, DIM_HIDDEN),
+    OUT_OR_NONE("d_topk_weights_in", HANDLER_WIDE_TYPE, backward.d_topk_weights_in, DIM_TOKENS,
+                DIM_TOP_K),
     MEMORY(HANDLER_RESULT, "workspace", backward.workspace, backward.workspace_bytes)};
 /* clang-format on */
 

@@ -29,6 +29,8 @@ static ffi_error *router_forward(ffi_frame *frame, bool on_device)
     const ffi_array ids = ffi_read_arg_or_none(&reader, "token_ids", FFI_SET_INDICES, tokens);
     const ffi_array table = ffi_read_arg_or_none(&reader, "table", FFI_SET_I32, FFI_ANY_COUNT);
     ffi_check_count(&reader, "table", table, table.rows * top_k);
+    const ffi_array forced =
+        ffi_read_arg_or_none(&reader, "forced ids", FFI_SET_I32, tokens * top_k);
     const ffi_array chosen = ffi_read_result(&reader, "topk_idx", FFI_SET_I32, tokens * top_k);
     const ffi_array weights = ffi_read_result(&reader, "weights", reals, tokens * top_k);
     const ffi_array workspace =
@@ -47,6 +49,7 @@ static ffi_error *router_forward(ffi_frame *frame, bool on_device)
                                    .type = logits.type,
                                    .weights_type = weights.type,
                                    .token_id_type = ids.type,
+                                   .topk_idx_in = forced.data,
                                    .call.stream = local.stream};
     return local_end(&reader, &local, "router",
                      reader.error ? EPIC_OK : epic_router_forward(local.use.ctx, &args));

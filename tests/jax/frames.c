@@ -287,14 +287,14 @@ static int moe(handler *function)
     call *c = calloc(1, sizeof *c);
     add(c, ARG, XLA_FFI_DataType_F32, x, TOKENS, HIDDEN);
     add_weights(c);
-    for (int i = 0; i < 4; i++) add_none(c, ARG);
+    for (int i = 0; i < 6; i++) add_none(c, ARG);
     add_site(c);
     add_number(c);
     add(c, RESULT, XLA_FFI_DataType_F32, out, TOKENS, HIDDEN);
     add(c, RESULT, XLA_FFI_DataType_F32, loss, 1, 0);
     add(c, RESULT, XLA_FFI_DataType_S32, load, EXPERTS, 0);
     add(c, RESULT, XLA_FFI_DataType_S32, demand, 1, 0);
-    add_none(c, RESULT);
+    for (int i = 0; i < 3; i++) add_none(c, RESULT);
     add(c, RESULT, XLA_FFI_DataType_U8, saved, sizes.saved_bytes, 0);
     add(c, RESULT, XLA_FFI_DataType_U8, workspace, sizes.forward_bytes, 0);
     add_moe(c);
@@ -318,7 +318,7 @@ static int moe_backward(void)
     add_none(c, RESULT);
     add(c, RESULT, XLA_FFI_DataType_F32, d_gate_up, EXPERTS * HIDDEN, 2 * INNER);
     add(c, RESULT, XLA_FFI_DataType_F32, d_down, EXPERTS * INNER, HIDDEN);
-    for (int i = 0; i < 6; i++) add_none(c, RESULT);
+    for (int i = 0; i < 7; i++) add_none(c, RESULT);
     add(c, RESULT, XLA_FFI_DataType_U8, workspace, sizes.backward_bytes, 0);
     add_moe(c);
     const int code = run_collective(epic_jax_cuda_moe_backward, c);

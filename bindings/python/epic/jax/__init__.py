@@ -21,7 +21,7 @@ from epic.jax.e4m3 import scaled
 from epic.jax.experts import ExpertWeights, experts
 from epic.jax.gate_up import from_maxtext, merge_gate_up, split_gate_up, to_maxtext
 from epic.jax.groups import Group, check, close, open
-from epic.jax.layer_args import MoeOut, MoeWeights
+from epic.jax.layer_args import MoeOut, MoeWeights, Routing
 from epic.jax.library import TARGETS
 from epic.jax.moe import moe
 from epic.jax.replicas import sum_replica_grads, sum_replicas
@@ -45,6 +45,7 @@ __all__ = [
     "MoeWeights",
     "Plan",
     "Router",
+    "Routing",
     "RoutingStats",
     "Tcp",
     "balance_loss",

@@ -238,7 +238,7 @@ def apply_moe(module: Block, x: Any, weights: dict[str, Any], bias: Any, **token
         x: [B, ..., hidden].
         weights: the arrays by their names in MoeWeights.
         bias: [num_experts] or None: for the choice of experts; zero-experts have none.
-        **tokens: token_ids, table and token_mask.
+        **tokens: token_ids, table, token_mask, forced and return_routing.
 
     """
     x = x if module.dtype is None else x.astype(module.dtype)

@@ -129,6 +129,20 @@ def plan_and_dispatch(
     return plan, *dispatching.dispatch(plan, x, w, quantize=options.quantize)
 
 
+def choose(
+    options: Moe, logits: Any, bias: Any, *, forced: Any, forced_weights: Any, **ids: Any
+) -> tuple[Any, Any]:
+    """Return ids and weights: those of the router, or those that the caller gave.
+
+    A forced id that is too large is returned unchanged, and the plan then reports it on every rank.
+    """
+    if forced_weights is not None:
+        return forced, forced_weights
+    known = None if forced is None else jnp.where(forced < logits.shape[1], forced, -1)
+    chosen, w = routing.route(options.router, logits, bias=bias, forced=known, **ids)
+    return (chosen if forced is None else forced), w
+
+
 def compose_layer(
     group: Group,
     options: Moe,
@@ -137,20 +151,21 @@ def compose_layer(
     weights: MoeWeights,
     extras: dict[str, Any],
     after: dict[str, Any],
-) -> tuple[Any, steps.Plan, Any, Any]:
+) -> tuple[Any, steps.Plan, Any, Any, Any]:
     """Run the layer from the single functions.
 
     Returns:
-        out [num_tokens, hidden], the plan, the logits and the choices.
+        out [num_tokens, hidden], the plan, the logits, the choices and their weights.
 
     """
     logits = router_logits(x, weights)
     placed = {name: extras.pop(name) for name in ("rank_of_expert", "logical_of_expert")}
     mask = extras.pop("token_mask")
-    chosen, w = routing.route(options.router, logits, bias=weights.bias, **extras)
+    chosen, w = choose(options, logits, weights.bias, **extras)
     if mask is not None:
         chosen = jnp.where(mask[:, None], chosen, -1)
-    zero = chosen >= options.router.num_experts  # identity experts: their rows are not sent
+    # The rows of identity experts are not sent.  The plan reports forced ids that are too large.
+    zero = (chosen >= options.router.num_experts) & (chosen < logits.shape[1])
     plan, recv, slot = plan_and_dispatch(
         group, options, jnp.where(zero, -1, chosen), x, w, placed, after
     )
@@ -173,7 +188,7 @@ def compose_layer(
         out = out + apply_experts(
             group, options.shared, dense, x, (whole, whole), shared, None, limit
         )
-    return out, plan, logits, chosen
+    return out, plan, logits, chosen, w
 
 
 def router_logits(x: Any, weights: MoeWeights) -> Any:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from epic.errors import EpicArgumentError
 from epic.jax import e4m3, placement, steps
 from epic.jax import router as routing
-from epic.jax.arrays import FLOATS, MATRICES, check_array, check_kind
+from epic.jax.arrays import FLOATS, MATRICES, as_array, check_array, check_kind
 from epic.jax.experts import (
     ExpertWeights,
     check_weights,
@@ -65,6 +65,20 @@ class MoeWeights(NamedTuple):
     w_down_scales: Any = None
 
 
+class Routing(NamedTuple):
+    """The experts of each token, as a layer used them, or as it must use them.
+
+    Attributes:
+        topk_idx: [..., top_k] integers: ids of experts; negative: no expert.
+        weights: [..., top_k] float32 (float64 with float64 rows): the weights of these experts.
+            None: the router computes them from its scores.
+
+    """
+
+    topk_idx: Any
+    weights: Any = None
+
+
 class MoeOut(NamedTuple):
     """Results of a layer.
 
@@ -76,6 +90,8 @@ class MoeOut(NamedTuple):
         logical_load: [num_logical] int32: choices of each logical expert; None without replicas.
         record: the plan of the layer, for `read_plan` outside of the program: what happened to each
             choice.
+        routing: with return_routing the `Routing` that the layer used, without a gradient; else
+            None.
 
     """
 
@@ -85,6 +101,7 @@ class MoeOut(NamedTuple):
     demand: Any
     logical_load: Any = None
     record: Any = None
+    routing: Any = None
 
     @property
     def load_of_ids(self) -> Any:
@@ -92,7 +109,8 @@ class MoeOut(NamedTuple):
         return self.load if self.logical_load is None else self.logical_load
 
 
-NUM_TABLES = 4  # number of these arrays: token_ids, table, rank_of_expert, logical_of_expert
+# Number of these arrays: token_ids, table, rank_of_expert, logical_of_expert, forced ids.
+NUM_TABLES = 5
 
 # The order of the weights in the handlers' arguments.
 WEIGHT_ORDER = (
@@ -112,9 +130,28 @@ def expert_weights_of(weights: MoeWeights, prefix: str = "") -> ExpertWeights:
     return ExpertWeights(*(getattr(weights, name) for name in SHARED_WEIGHTS))
 
 
-def promise_distinct(options: Moe, table: Any) -> Moe:
-    """Return the options with distinct=True: a router chooses no expert twice, but a table may."""
-    if table is not None or options.layer.distinct:
+def as_forced(router: Router, forced: Any, x: Any) -> tuple[Any, Any]:
+    """Return forced ids [num_tokens, top_k] int32 and their weights or None, checked.
+
+    x: The tokens [..., hidden] that they belong to.
+    """
+    if forced is None:
+        return None, None
+    ids, weights = forced if isinstance(forced, tuple) else (forced, None)
+    ids = routing.as_forced_ids(router, ids, x.shape[:-1])
+    if weights is None:
+        return ids, None
+    shape = [*x.shape[:-1], ("top_k", router.top_k)]
+    weights = as_array("forced weights", weights, FLOATS, shape)
+    return ids, weights.reshape(ids.shape).astype(wide_dtype(x))
+
+
+def promise_distinct(options: Moe, *given: Any) -> Moe:
+    """Return the options with distinct=True: a router chooses no expert twice.
+
+    A table and forced ids may, so with one of them in `given` the options stay as they are.
+    """
+    if any(ids is not None for ids in given) or options.layer.distinct:
         return options
     return replace(options, layer=replace(options.layer, distinct=True))
 

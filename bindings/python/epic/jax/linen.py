@@ -25,6 +25,13 @@ class MoEBlock(nn.Module):
     "mlp_moe"; logical_rules(group, fsdp_axes) maps these to mesh axes.  The loss is sown as
     "moe_loss" in "losses", the load as "load" in "intermediates".
 
+    The collection "routing" records and replays which experts the tokens use.  If it is mutable,
+    the block stores "topk_idx" and "weights" in it.  If it is not mutable but present, the block
+    uses the recorded experts, with weights of its own router:
+
+        _, record = model.apply(variables, x, mutable=["routing"])
+        out, loss = model.apply({**variables, **record}, x)
+
     Attributes:
         mesh: the mesh that the group was opened with.
         group: the group.
@@ -73,7 +80,13 @@ class MoEBlock(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Any, token_ids: Any = None, table: Any = None, token_mask: Any = None
+        self,
+        x: Any,
+        token_ids: Any = None,
+        table: Any = None,
+        token_mask: Any = None,
+        *,
+        forced: Any = None,
     ) -> tuple[Any, Any]:
         """Run the layer.
 
@@ -82,12 +95,14 @@ class MoEBlock(nn.Module):
             token_ids: [B, ...], with `table`; see `epic.jax.moe`.
             table: [rows, top_k].
             token_mask: [B, ...] bool: False for padding tokens.
+            forced: a `Routing` of [B, ..., top_k], or ids alone; see `epic.jax.moe`.
 
         Returns:
             out [B, ..., hidden] and the loss [].
 
         """
-        tokens = {"token_ids": token_ids, "table": table, "token_mask": token_mask}
+        tokens: dict[str, Any] = {"token_ids": token_ids, "table": table}
+        tokens |= {"token_mask": token_mask}
         block.check_module(self.mesh, self.group, self.options, self.biases)
         weights, bias = self.weights(), None
         if self.bias_rate:
@@ -95,10 +110,17 @@ class MoEBlock(nn.Module):
             bias = self.variable("moe", "expert_bias", jnp.zeros, shape, jnp.float32)
         if self.is_initializing():  # init() makes no call of EPIC, so the batch may have any size
             return x if self.dtype is None else x.astype(self.dtype), jnp.zeros((), jnp.float32)
+        records = self.is_mutable_collection("routing")
+        if forced is None and not records and self.has_variable("routing", "topk_idx"):
+            forced = self.get_variable("routing", "topk_idx")
+        tokens |= {"forced": forced, "return_routing": records}
         value = None if bias is None else bias.value
         out = block.apply_moe(self, x, weights, value, **tokens)
         if bias is not None and self.is_mutable_collection("moe"):
             bias.value = bias_update(bias.value, out.load_of_ids, self.bias_rate)
+        if records:
+            for name, found in out.routing._asdict().items():
+                self.put_variable("routing", name, found)
         self.sow("losses", "moe_loss", out.loss)
         self.sow("intermediates", "load", out.load)
         return out.out, out.loss

@@ -54,6 +54,8 @@ from epic.jax.layer_args import (
     WEIGHT_ORDER,
     MoeOut,
     MoeWeights,
+    Routing,
+    as_forced,
     as_weights_of_layer,
     check_parts,
     check_tokens,
@@ -77,6 +79,7 @@ class LayerStatic:
         options: the options, with dtypes and capacity filled in by complete_options().
         is_loss_by_caller: True with loss_axes: layer_losses() computes the losses, not the core.
         max_sms: the largest number of SMs of both calls; 0: the group's.
+        with_routing: whether the forward call returns the ids and weights that it used.
 
     """
 
@@ -84,6 +87,7 @@ class LayerStatic:
     options: Moe
     is_loss_by_caller: bool = False  # loss_axes: layer_losses() computes the losses
     max_sms: int = 0
+    with_routing: bool = False
 
     def attributes(self) -> dict[str, Any]:
         """Return the attributes of the forward and the backward call."""
@@ -99,7 +103,7 @@ def layer_memory(static: LayerStatic) -> tuple[ArraySpec, ArraySpec, ArraySpec]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def run_layer(
-    static: LayerStatic, x: Any, weights: MoeWeights, ints: tuple[Any, ...]
+    static: LayerStatic, x: Any, weights: MoeWeights, forced_weights: Any, ints: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """Run the layer on checked arrays, with a gradient.
 
@@ -107,35 +111,41 @@ def run_layer(
         static: the static facts.
         x: [num_tokens, hidden].
         weights: arrays of this device.
-        ints: token_ids, table, rank_of_expert, logical_of_expert, channel, then ordering
-            dependencies.
+        forced_weights: [num_tokens, top_k] or None: the weights of the forced ids.
+        ints: token_ids, table, rank_of_expert, logical_of_expert, forced ids, channel, then
+            ordering dependencies.
 
     Returns:
-        out, loss [1], load, demand, logical_load or None, record.
+        out, loss [1], load, demand, logical_load or None, record, then ids and weights, or None
+        and None.
 
     """
-    return run_layer_forward(static, x, weights, ints)[0]
+    return run_layer_forward(static, x, weights, forced_weights, ints)[0]
 
 
 def run_layer_forward(
-    static: LayerStatic, x: Any, weights: MoeWeights, ints: tuple[Any, ...]
+    static: LayerStatic, x: Any, weights: MoeWeights, forced_weights: Any, ints: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     """Run the forward call; keep x, weights and what the core saves for the gradient."""
     saved, workspace, _ = layer_memory(static)
     num_experts, num_logical = static.options.layer.num_experts, static.options.layer.num_logical
     results: list[ArraySpec | None] = [spec_of(x), ArraySpec((1,), jnp.float32)]
     results += [ArraySpec((num_experts,), jnp.int32), ArraySpec((1,), jnp.int32)]
-    results += [ArraySpec((num_logical,), jnp.int32) if num_logical else None, saved, workspace]
+    results += [ArraySpec((num_logical,), jnp.int32) if num_logical else None]
+    choices = (x.shape[0], static.options.router.top_k)
+    used = [ArraySpec(choices, jnp.int32), ArraySpec(choices, wide_dtype(x))]
+    results += [*(used if static.with_routing else [None, None]), saved, workspace]
     given = weights
     if static.options.experts.weight_type == "e4m3":
         given = replace_experts(weights, e4m3.round_weights(x, expert_weights_of(weights)))
     arrays = [getattr(given, name) for name in WEIGHT_ORDER]
-    operands = [x, *arrays, *ints[:NUM_TABLES]]
+    operands = [x, *arrays, *ints[:NUM_TABLES], forced_weights]
     operands += [*site_and_rank(static.group, x, *ints[NUM_TABLES:]), *ints[NUM_TABLES:]]
     out = call_handler("moe", results, operands, static.group, **static.attributes())
-    out = out[:-1]
-    record = make_record(static, x, out[5], ints[NUM_TABLES])
-    return (*out[:5], record), (x, weights, ints, out[5])
+    saved_here = out[7]
+    record = make_record(static, x, saved_here, ints[NUM_TABLES])
+    kept = (x, weights, forced_weights, ints, saved_here)
+    return (*out[:5], record, *out[5:7]), kept
 
 
 def replace_experts(weights: MoeWeights, given: Sequence[Any]) -> MoeWeights:
@@ -183,7 +193,7 @@ def run_layer_backward(
     static: LayerStatic, kept: Any, gradients: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """Run the backward call; return each weight's gradient in the dtype of the weight."""
-    x, weights, ints, saved = kept
+    x, weights, forced_weights, ints, saved = kept
     given = weights
     if static.options.experts.weight_type == "e4m3":
         given = replace_experts(weights, e4m3.weights_for_backward(x, expert_weights_of(weights)))
@@ -192,12 +202,13 @@ def run_layer_backward(
     named = [name for name in WEIGHT_ORDER if name not in ("bias", *e4m3.SCALES)]
     results: list[ArraySpec | None] = [spec_of(x)]
     results += [gradient_spec(arrays[n], kinds[n]) for n in named]
-    results += [layer_memory(static)[2]]
+    has_forced = forced_weights is not None
+    results += [spec_of(forced_weights) if has_forced else None, layer_memory(static)[2]]
     operands = [x, *arrays.values(), saved, gradients[0], gradients[1]]
     operands += [*site_and_rank(static.group, x), ints[NUM_TABLES]]
     numbers = static.attributes()
     out = call_handler("moe_backward", results, operands, static.group, **numbers)
-    found = dict(zip(named, out[1:-2], strict=True))
+    found = dict(zip(named, out[1:-3], strict=True))
     if static.options.layer.num_logical:
         found |= sum_expert_gradients(make_record(static, x, saved, ints[NUM_TABLES]), found)
     d_weights = {n: gradient_of_weight(getattr(weights, n), d) for n, d in found.items()}
@@ -207,6 +218,7 @@ def run_layer_backward(
     return (
         out[0],
         MoeWeights(**d_weights),
+        out[-3],
         tuple(None if i is None else zero_gradient(i) for i in ints),
     )
 
@@ -268,12 +280,19 @@ def as_token_mask(options: Moe, mask: Any, x: Any) -> Any:
 
 
 def run_core_layer(
-    static: LayerStatic, x: Any, weights: MoeWeights, ints: list[Any]
+    static: LayerStatic, x: Any, weights: MoeWeights, forced_weights: Any, ints: list[Any]
 ) -> tuple[Any, ...]:
-    """Return the fields of MoeOut, computed by the core's own layer."""
-    arrays = cast_all_varying(static.group, x, *weights, *ints)
+    """Return the results of run_layer()."""
+    arrays = cast_all_varying(static.group, x, *weights, forced_weights, *ints)
     count = 1 + len(weights)
-    return run_layer(static, arrays[0], MoeWeights(*arrays[1:count]), tuple(arrays[count:]))
+    whole, rest = MoeWeights(*arrays[1:count]), tuple(arrays[count + 1 :])
+    return run_layer(static, arrays[0], whole, arrays[count], rest)
+
+
+def as_routing(chosen: Any, weights: Any, x: Any) -> Routing:
+    """Return ids and weights [num_tokens, top_k] with the leading dimensions of x."""
+    shape = (*x.shape[:-1], chosen.shape[1])
+    return Routing(chosen.reshape(shape), weights.reshape(shape))
 
 
 @over_mesh
@@ -286,6 +305,8 @@ def moe(
     token_ids: Any = None,
     table: Any = None,
     token_mask: Any = None,
+    forced: Any = None,
+    return_routing: bool = False,
     rank_of_expert: Any = None,
     logical_of_expert: Any = None,
     grouped_gemm: GroupedGemm | None = None,
@@ -317,6 +338,13 @@ def moe(
             choice; the weights of the choices still come from the router's logits.
         token_mask: [...] bool: False for padding tokens.  They choose no expert, return zeros, and
             count neither in the load nor in the losses.
+        forced: a `Routing`, (ids, weights) or ids alone: the experts of each token, which replace
+            the router's choice, as another run recorded them.  ids are [..., top_k] integers,
+            negative for no expert.  If weights is None, the router computes the weights from its
+            scores, and has gradients as always.  Otherwise weights [..., top_k] are used as they
+            are.  They have a gradient, and the router has only that of the losses.  The losses use
+            the router's scores and the load of the forced ids.  All ranks pass it, or none.
+        return_routing: whether the result has a `Routing`: the ids and weights that the layer used.
         rank_of_expert: [num_experts] integers: the rank that owns each expert.  None: contiguous
             blocks, as equal as the numbers allow.
         logical_of_expert: [num_experts] integers, with `Layer.num_logical`: the logical expert that
@@ -389,7 +417,10 @@ def moe(
         if scatter_tokens:
             x = as_array("x", x, FLOATS, (ANY_ROWS, ("hidden", options.experts.hidden)))
             x, token_ids, token_mask = tensor.gather_tokens(tensor_axis, x, token_ids, token_mask)
+            parts = forced if isinstance(forced, tuple) else (forced, None)
+            forced = None if forced is None else tuple(tensor.gather_tokens(tensor_axis, *parts))
         more = {"token_ids": token_ids, "table": table, "token_mask": token_mask}
+        more |= {"forced": forced, "return_routing": return_routing}
         more |= {"rank_of_expert": rank_of_expert, "logical_of_expert": logical_of_expert}
         more |= {"grouped_gemm": grouped_gemm}
         more |= {"fsdp_axes": fsdp_axes, "loss_axes": loss_axes, "channel": channel, "after": after}
@@ -402,7 +433,7 @@ def moe(
         weights = gather_weights(group, x, weights, fsdp)
     x = as_array("x", x, FLOATS, (ANY_ROWS, ("hidden", options.experts.hidden)))
     options, weights, owners = place_experts(
-        group, promise_distinct(options, table), weights, rank_of_expert
+        group, promise_distinct(options, table, forced), weights, rank_of_expert
     )
     owners, logical = steps.expert_tables(group, options.layer, owners, logical_of_expert)
     e4m3.check_e4m3(options.experts, group.platform, x, weights.w_gate_up)
@@ -423,13 +454,16 @@ def moe(
     check_tokens(group, options, rows.shape[0])
     group.check_width("x", rows)
     token_ids, table = routing.as_ids(token_ids, table, options.router.top_k, x.shape[:-1])
+    routing.refuse_both(token_ids, forced)
+    forced_ids, forced_weights = as_forced(options.router, forced, x)
     mask = as_token_mask(options, token_mask, x)
     rows = rows if mask is None else jnp.where(mask[:, None], rows, 0)
     if grouped_gemm is not None or options.quantize is not None or mask is not None:
         extras = {"token_ids": token_ids, "table": table, "token_mask": mask}
+        extras |= {"forced": forced_ids, "forced_weights": forced_weights}
         extras |= {"rank_of_expert": owners, "logical_of_expert": logical}
         order = {"channel": channel, "after": after, "max_sms": max_sms}
-        out, plan, logits, chosen = compose_layer(
+        out, plan, logits, chosen, w = compose_layer(
             group, options, grouped_gemm, rows, weights, extras, order
         )
         if mask is None:
@@ -440,22 +474,26 @@ def moe(
                 group, options, logits, plan.load_of_ids, mask, over, channel
             )
         record = steps.Record(plan.bytes, plan.spec)
-        return MoeOut(out.reshape(x.shape), loss, plan.load, plan.demand, plan.logical_load, record)
+        used = as_routing(chosen, jax.lax.stop_gradient(w), x) if return_routing else None
+        loads = (plan.load, plan.demand, plan.logical_load)
+        return MoeOut(out.reshape(x.shape), loss, *loads, record, used)
     ints = [
         token_ids,
         table,
         owners,
         logical,
+        forced_ids,
         steps.as_channel(channel),
         *steps.ordering_deps(after),
     ]
     ints += previous_call(group)
     # The core computes losses over the tokens of the group.  With loss_axes layer_losses() computes
     # them from the logits; the core still compares the coefficients between the ranks.
-    static = LayerStatic(group, options, bool(over), steps.check_sms(max_sms))
-    out, loss, *rest = run_core_layer(static, rows, weights, ints)
+    static = LayerStatic(group, options, bool(over), steps.check_sms(max_sms), return_routing)
+    out, loss, *rest, chosen, w = run_core_layer(static, rows, weights, forced_weights, ints)
     record_call(group, rest[1])
-    found = MoeOut(out.reshape(x.shape), loss[0], *rest)
+    used = as_routing(chosen, jax.lax.stop_gradient(w), x) if return_routing else None
+    found = MoeOut(out.reshape(x.shape), loss[0], *rest, used)
     if over and (options.balance_coeff or options.z_coeff):
         loss = layer_losses(
             group, options, router_logits(rows, weights), found.load_of_ids, None, over

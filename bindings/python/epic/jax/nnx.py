@@ -17,11 +17,15 @@ from epic.jax.router import bias_update
 from epic.jax.token_specs import TokenAxes
 from epic.options import Moe
 
-__all__ = ["Biases", "ExpertBias", "MoEBlock", "logical_rules"]
+__all__ = ["Biases", "ExpertBias", "MoEBlock", "Routed", "logical_rules"]
 
 
 class ExpertBias(nnx.Variable):
     """A bias for the choice of experts.  It is no parameter: it follows the load."""
+
+
+class Routed(nnx.Variable):
+    """The ids and weights that a block used while `record_routing` was True."""
 
 
 class MoEBlock(nnx.Module):
@@ -30,6 +34,14 @@ class MoEBlock(nnx.Module):
     Parameters have the names of MoeWeights and MaxText's logical axes "exp", "embed_moe" and
     "mlp_moe". They are sharded by nnx.logical_axis_rules if such rules are active, else by
     logical_rules(group, fsdp_axes, tensor_axis).
+
+    A block records and replays which experts the tokens use.  While the attribute `record_routing`
+    is True, each call stores its ids and weights in the variables `topk_idx` and `topk_weights`,
+    which are `Routed`.  While `replay_routing` is True, the block uses the ids in `topk_idx`, with
+    weights of its own router:
+
+        model.set_attributes(record_routing=True)  # then call the model
+        model.set_attributes(record_routing=False, replay_routing=True)
 
     Args:
         mesh: the mesh that the group was opened with.
@@ -76,6 +88,7 @@ class MoEBlock(nnx.Module):
         block.check_module(mesh, group, options, biases)
         self.mesh, self.group, self.options = mesh, group, options
         self.bias_rate, self.update_bias, self.deterministic = bias_rate, True, False
+        self.record_routing, self.replay_routing = False, False
         self.dtype, self.token_axes = dtype, token_axes
         self.fsdp_axes, self.tensor_axis = fsdp_axes, tensor_axis
         self.loss_axes = loss_axes
@@ -108,7 +121,13 @@ class MoEBlock(nnx.Module):
             self.deterministic = deterministic
 
     def __call__(
-        self, x: Any, token_ids: Any = None, table: Any = None, token_mask: Any = None
+        self,
+        x: Any,
+        token_ids: Any = None,
+        table: Any = None,
+        token_mask: Any = None,
+        *,
+        forced: Any = None,
     ) -> tuple[Any, Any]:
         """Run the layer.
 
@@ -117,22 +136,37 @@ class MoEBlock(nnx.Module):
             token_ids: [B, ...], with `table`; see `epic.jax.moe`.
             table: [rows, top_k].
             token_mask: [B, ...] bool: False for padding tokens.
+            forced: a `Routing` of [B, ..., top_k], or ids alone; see `epic.jax.moe`.
 
         Returns:
             out [B, ..., hidden] and the loss [].
 
         """
-        out = self.moe(x, token_ids, table, token_mask)
+        out = self.moe(x, token_ids, table, token_mask, forced=forced)
         return out.out, out.loss
 
     def moe(
-        self, x: Any, token_ids: Any = None, table: Any = None, token_mask: Any = None
+        self,
+        x: Any,
+        token_ids: Any = None,
+        table: Any = None,
+        token_mask: Any = None,
+        *,
+        forced: Any = None,
+        return_routing: bool = False,
     ) -> MoeOut:
         """Run the layer; return its MoeOut, which also has the load and the demand."""
-        tokens = {"token_ids": token_ids, "table": table, "token_mask": token_mask}
+        if forced is None and self.replay_routing:
+            forced = self.topk_idx[...]
+        tokens: dict[str, Any] = {"token_ids": token_ids, "table": table}
+        tokens |= {"token_mask": token_mask, "forced": forced}
+        tokens["return_routing"] = return_routing or self.record_routing
         weights = {name: getattr(self, name)[...] for name in self.names}
         bias = self.expert_bias[...] if self.bias_rate else None
         out = block.apply_moe(self, x, weights, bias, **tokens)
+        if self.record_routing:
+            self.topk_idx = Routed(out.routing.topk_idx)
+            self.topk_weights = Routed(out.routing.weights)
         if bias is not None and self.update_bias and not self.deterministic:
             self.expert_bias[...] = bias_update(bias, out.load_of_ids, self.bias_rate)
         return out

@@ -63,6 +63,20 @@ def as_ids(token_ids: Any, table: Any, top_k: int, dims: tuple[int, ...]) -> tup
     return ids, table.astype(jnp.int32)
 
 
+def refuse_both(token_ids: Any, forced: Any) -> None:
+    """Refuse forced ids in addition to a table."""
+    if token_ids is not None and forced is not None:
+        raise EpicArgumentError("forced is given and token_ids is given: pass one of them")
+
+
+def as_forced_ids(router: Router, ids: Any, dims: tuple[int, ...]) -> Any:
+    """Return forced ids as [num_tokens, top_k] int32; dims: the dimensions of the tokens."""
+    found = as_array("forced ids", ids, INTEGERS, [*dims, ("top_k", router.top_k)])
+    if found.dtype.itemsize > 4 or found.dtype.name == "uint32":
+        found = jnp.clip(found, max(jnp.iinfo(found.dtype).min, -1), (1 << 31) - 1)
+    return found.reshape(math.prod(dims), router.top_k).astype(jnp.int32)
+
+
 def as_bias(router: Router, bias: Any) -> Any:
     """Return the bias as float32 [E] without a gradient; None stays None."""
     bias = as_array_or_none("bias", bias, FLOATS, [columns_of(router)])
@@ -73,8 +87,8 @@ def as_bias(router: Router, bias: Any) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def choose_experts(router: Router, logits: Any, extras: tuple[Any, Any, Any]) -> tuple[Any, Any]:
-    """Run the router on checked arrays; extras are bias, token_ids and table."""
+def choose_experts(router: Router, logits: Any, extras: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Run the router on checked arrays; extras are bias, token_ids, table and forced ids."""
     shape = (logits.shape[0], router.top_k)
     kind = jnp.float64 if logits.dtype == jnp.float64 else jnp.float32
     results = [ArraySpec(shape, jnp.int32), ArraySpec(shape, kind), router_workspace(router)]
@@ -110,6 +124,7 @@ def route(
     bias: Any = None,
     token_ids: Any = None,
     table: Any = None,
+    forced: Any = None,
     group: Group | None = None,
 ) -> tuple[Any, Any]:
     """Choose top_k experts for each token.
@@ -122,6 +137,8 @@ def route(
         bias: [E] any float dtype or None: added to the scores for the choice only; no gradient.
         token_ids: [...] integers, with `table`.
         table: [rows, top_k] integers: the experts of each token id, in place of a choice.
+        forced: [..., top_k] integers: the experts of each token, in place of a choice; negative:
+            no expert.  Not with token_ids.
         group: the group; needed for global arrays, outside of a shard_map.
 
     Returns:
@@ -147,7 +164,9 @@ def route(
     bias = as_bias(router, bias)
     dims = jnp.asarray(logits).shape[:-1]
     token_ids, table = as_ids(token_ids, table, router.top_k, dims)
-    rows, *extras = cast_all_varying(None, rows, bias, token_ids, table)
+    refuse_both(token_ids, forced)
+    forced = None if forced is None else as_forced_ids(router, forced, dims)
+    rows, *extras = cast_all_varying(None, rows, bias, token_ids, table, forced)
     return choose_experts(router, rows, tuple(extras))
 
 

@@ -21,7 +21,7 @@ from epic.jax import e4m3, layer_args, placement, router, steps, tensor
 from epic.jax import moe as layer
 from epic.jax.arrays import ANY_ROWS, FLOATS, INTEGERS, MATRICES, as_axes, check_array, check_kind
 from epic.jax.groups import Group
-from epic.jax.layer_args import MoeOut, MoeWeights
+from epic.jax.layer_args import MoeOut, MoeWeights, Routing
 from epic.jax.sharded_steps import (
     combine,
     dispatch,
@@ -157,6 +157,8 @@ def moe(
     token_ids: Any = None,
     table: Any = None,
     token_mask: Any = None,
+    forced: Any = None,
+    return_routing: bool = False,
     rank_of_expert: Any = None,
     logical_of_expert: Any = None,
     fsdp_axes: Axes = (),
@@ -181,6 +183,8 @@ def moe(
         token_ids: [B, ...] integers; see `epic.jax.moe`.
         table: see `epic.jax.moe`.
         token_mask: [B, ...] bool; see `epic.jax.moe`.
+        forced: a `Routing` of [B, ..., top_k], or ids alone; see `epic.jax.moe`.
+        return_routing: see `epic.jax.moe`.
         rank_of_expert: see `epic.jax.moe`.
         logical_of_expert: see `epic.jax.moe`.
         fsdp_axes: see `epic.jax.moe`.
@@ -221,6 +225,8 @@ def moe(
     layer_args.check_parts(options, weights)
     x = check_array("x", x, FLOATS, (ANY_ROWS, ("hidden", options.experts.hidden)))
     check_inputs(options, x, token_ids, table, token_mask)
+    layer_args.as_forced(options.router, forced, x)
+    forced = forced if forced is None or isinstance(forced, tuple) else Routing(forced)
     token_axes = group.token_axes if token_axes is None else token_axes
     if tensor_axis and token_axes is None:
         token_axes = tuple(a for a in mesh.axis_names if a != tensor_axis)
@@ -251,7 +257,14 @@ def moe(
     replicas = tuple(a for a in groups_axes if a not in summed)
 
     def local(
-        x: Any, weights: MoeWeights, ids: Any, table: Any, mask: Any, ranks: Any, logical: Any
+        x: Any,
+        weights: MoeWeights,
+        ids: Any,
+        table: Any,
+        mask: Any,
+        forced: Any,
+        ranks: Any,
+        logical: Any,
     ) -> MoeOut:
         out = layer.moe(
             group,
@@ -261,6 +274,8 @@ def moe(
             token_ids=ids,
             table=table,
             token_mask=mask,
+            forced=forced,
+            return_routing=return_routing,
             rank_of_expert=ranks,
             logical_of_expert=logical,
             fsdp_axes=fsdp_axes,
@@ -277,7 +292,7 @@ def moe(
     places_of = weight_specs(group, weights, tuple(fsdp_axes), tensor_axis)
     for name, where in places_of._asdict().items():
         check_divisible(mesh, name, getattr(weights, name), where or P())
-    ins = (spec, places_of, spec, P(), spec, P(), P())
-    outs = MoeOut(spec, P(), P(), P(groups_axes), P(), P(groups_axes))
-    tables = (token_ids, table, token_mask, rank_of_expert, logical_of_expert)
+    ins = (spec, places_of, spec, P(), spec, spec, P(), P())
+    outs = MoeOut(spec, P(), P(), P(groups_axes), P(), P(groups_axes), spec)
+    tables = (token_ids, table, token_mask, forced, rank_of_expert, logical_of_expert)
     return map_over_mesh(mesh, local, ins, outs)(x, weights, *tables)

@@ -471,6 +471,7 @@ def route(
     bias: Any = None,
     token_ids: Any = None,
     table: Any = None,
+    forced: Any = None,
     group: Group,
     token_axes: TokenAxes = None,
 ) -> tuple[Any, Any]:
@@ -485,6 +486,7 @@ def route(
         bias: [E] any float dtype or None.
         token_ids: [B, ...] integers, with `table`.
         table: [rows, top_k] integers.
+        forced: [B, ..., top_k] integers.
         group: the group.
         token_axes: see `moe`.
 
@@ -501,11 +503,13 @@ def route(
     spec, _ = token_spec(mesh, group, token_axes, logits.ndim)
     check_divisible(mesh, "logits", logits, spec)
     check_divisible(mesh, "token_ids", token_ids, spec)
+    check_divisible(mesh, "forced ids", forced, spec)
 
-    def local(logits: Any, bias: Any, ids: Any, table: Any) -> tuple[Any, Any]:
-        found = router.route(options, logits, bias=bias, token_ids=ids, table=table)
+    def local(logits: Any, bias: Any, ids: Any, table: Any, forced: Any) -> tuple[Any, Any]:
+        given = {"token_ids": ids, "table": table, "forced": forced}
+        found = router.route(options, logits, bias=bias, **given)
         chosen, weights = (x.reshape(*logits.shape[:-1], options.top_k) for x in found)
         return chosen, weights
 
-    run = map_over_mesh(mesh, local, (spec, P(), spec, P()), (spec, spec))
-    return run(logits, bias, token_ids, table)
+    run = map_over_mesh(mesh, local, (spec, P(), spec, P(), spec), (spec, spec))
+    return run(logits, bias, token_ids, table, forced)

@@ -95,6 +95,12 @@ def sum_parts(out: Any, axis: str, scatter: bool) -> Any:
         first = jax.lax.axis_index(axis) == 0
         return jax.lax.psum(jnp.where(first, x.astype(jnp.int32), 0), axis).astype(x.dtype)
 
+    def of_own_tokens(x: Any) -> Any:
+        x = equal_on_all(x)
+        count = x.shape[0] // jax.lax.axis_size(axis)
+        first = jax.lax.axis_index(axis) * count
+        return jax.lax.dynamic_slice_in_dim(x, first, count) if scatter else x
+
     if scatter:
         total = jax.lax.psum_scatter(out.out, axis, scatter_dimension=0, tiled=True)
     else:
@@ -106,4 +112,5 @@ def sum_parts(out: Any, axis: str, scatter: bool) -> Any:
         demand=equal_on_all(out.demand),
         logical_load=equal_on_all(out.logical_load),
         record=jax.tree.map(of_the_first, out.record),
+        routing=jax.tree.map(of_own_tokens, out.routing),
     )
