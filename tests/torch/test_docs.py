@@ -28,7 +28,7 @@ TRANSFORMERS = find_block(
 )
 # Programs whose gradients are checked have tests of their own below.
 CHECKED = (LAYER, DATA_PARALLEL, TRANSFORMERS)
-ADAPTERS = {"megatron", "titan"}  # modules that need packages of their own
+ADAPTERS = {"megatron", "titan", "transformers"}  # modules that need packages of their own
 
 
 def run_program(folder: Path, text: str, processes: int) -> None:
