@@ -71,9 +71,9 @@ static void hash_host_name(uint64_t host[2], const char *name, int rank)
     host[1] = hash_join(host[0], 1);
 }
 
-/* Identifies the host: host[0] is a hash of EPIC_HOST or of the kernel's boot id, host[1] adds
- * the inode of the PID namespace. Two namespaces count as two hosts, because a pid has a
- * meaning only in its own namespace. */
+/* Identifies the host by two hashes. host[0] identifies the running kernel, by its boot id.
+ * host[1] identifies the PID namespace on it: two namespaces count as two hosts, because a pid
+ * has a meaning only in its own namespace. If EPIC_HOST is set, both depend only on EPIC_HOST. */
 static epic_result identify_host(uint64_t host[2], int rank)
 {
     char text[64] = {0};

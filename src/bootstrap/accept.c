@@ -29,7 +29,8 @@
 #define FULL_MS 1000
 #define FULL_NAP_MS 10 /* length of one sleep while it waits for a descriptor */
 #define MAX_JOINERS 1024
-#define SPARE_JOINERS 64 /* rank 0 keeps one joiner per rank and this many more */
+/* rank 0 serves at most one joiner per rank and this many more at the same time */
+#define SPARE_JOINERS 64
 
 /* A connection whose rank has not joined yet. */
 typedef struct joiner {

@@ -58,7 +58,8 @@ typedef struct experts_job {
     void *activations;  /* [slots, inner] */
     void *d_gate_up;    /* backward: [slots, width] */
     void *weights_tile; /* one tile of a weight matrix, converted to float32 */
-    /* [2 * max(hidden, inner)] for results of one row, then space for one row of a factor */
+    /* two parts: [2 * max(hidden, inner)], results of a product for one row; then one row of an
+     * operand, converted */
     void *line;
     void *bias; /* [max(width, hidden)]: a bias, converted */
 } experts_job;

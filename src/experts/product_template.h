@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Matrix products of the experts, and the conversion of their operands, the factors.
+/* Matrix products of the experts, and the conversion of their operands.
  * pass_template.h includes this file.
  *
  * Products read operands of type REAL. If rows and weights are BF16 and the processor can
  * multiply them (job->is_bf16), products read BF16 operands instead.
  *
  * Weights of other types are converted to REAL in the workspace, one tile at a time
- * (experts_tile_size). A tile has some of the weight matrix's columns, and all k terms of their
- * sums. Products are never split along k, because that would change the order of additions. */
+ * (experts_tile_size). A tile has some columns of the weight matrix, with all k rows. So
+ * products are never split along k, which would change the order of additions. */
 
 /* Converts n elements of `type` to REAL. If REAL is double, the type is EPIC_F64 and the
  * elements are only copied. */

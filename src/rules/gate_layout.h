@@ -53,7 +53,8 @@ static inline int64_t gate_parts_bytes(int64_t tokens, int64_t block, int64_t hi
 }
 
 /* Returns true if tensor cores compute a product [lines, columns] with sums of `depth` terms.
- * Counts whole tiles of lines and columns, because the other kernel computes whole tiles. */
+ * For this it compares the number of multiplications with GATE_LARGE. Lines and columns are
+ * rounded up to whole tiles, because the kernel for small products multiplies whole tiles. */
 static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
 {
     return gate_ceil(lines, EXPERTS_TILE_ROWS) * EXPERTS_TILE_ROWS *

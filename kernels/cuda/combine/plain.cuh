@@ -270,8 +270,8 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
         if (adds_by_host(c) && is_remote(self, rank))
             return relay_unit<ROW, PART>(c, u, rank, has_partial, node[0]);
     if (!has_partial) return true;
-    /* the peer's number for this rank; a rank numbers the others upwards from the next higher
-     * rank */
+    /* The peer's number for this rank. Every rank r gives number i to rank (r + 1 + i) modulo
+     * num_ranks; u.role is this rank's number for the peer. */
     const int source = c.job.self.num_ranks - 2 - u.role;
     uint8_t *heap = c.job.self.heap[rank];
     uint4 *staged =

@@ -22,11 +22,12 @@
  *
  *   1. In each epoch they wait for every word that peers put in this epoch. A word for which
  *      no kernel waited could arrive two epochs later and overwrite a newer word.
- *   2. The net copies whole words of 8 bytes, so the floats of a token begin at even indices.
+ *   2. The net copies whole words of 8 bytes. So a token's array of floats begins at an even
+ *      index, and a put never overwrites a float of another token.
  *
  * The outbox has two halves, for even and odd epochs. A put reads the outbox some time after
- * the kernel has posted it. So a kernel may write a half again only when the net has read the
- * words of all puts of the last epoch that used this half (`freed`). */
+ * the kernel has posted it. So a kernel may write a half only when the net has read everything
+ * that was posted from this half two epochs ago (`freed`). */
 #ifndef EPIC_NET_CUH
 #define EPIC_NET_CUH
 

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The planner's state (struct Planner), and which warp and lane handles which choice.
  *
- * Words: a choice is one of a token's top_k expert ids. A tally is a counter, mostly of the
- * choices of one expert. The planner CTAs are the first job.planners CTAs of a kernel; they
+ * Words: a choice is one of a token's top_k expert ids. A tally is a counter, for
+ * example of the choices of one expert. The planner CTAs are the first job.planners CTAs of a kernel; they
  * make the plan together.
  *
  * This rank's tokens are divided among the planner CTAs, and the tokens of a CTA among its
  * warps. A warp handles several tokens at a time, one choice per lane:
  *
- *   num_tallies, tallies_of     how many tallies a warp has: one per expert (and k), per rank
+ *   num_tallies, tallies_of     how many tallies a warp has: one per expert, or with EPIC_BY_K
+ *                               one per expert and k; with FLAT also one per rank
  *   planner_warps               how many warps of a CTA count
  *   planner_bytes               how much shared memory their tallies need
  *   TokenLanes                  which token and choice each lane handles

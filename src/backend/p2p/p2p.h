@@ -217,9 +217,9 @@ epic_result p2p_trees(epic_group *group, epic_stream stream, float *values, int6
 /* Copies the layer's losses to the caller's arguments that are not NULL. */
 epic_result p2p_write_losses(epic_group *group, epic_stream stream, const float *losses,
                              const epic_moe_args *args);
-/* Writes to d_losses [2] the gradients of the balance loss and of the z-loss. d_loss, the
- * gradient of their sum, is added to each. If d_loss is NULL, it counts as 1; another NULL
- * gradient counts as 0. */
+/* Reads the caller's gradients d_balance_loss, d_z_loss and d_loss, the gradient of the sum of
+ * both losses. Writes to d_losses [2] the first two, each plus d_loss. If a pointer is NULL,
+ * d_loss counts as 1, and the other two count as 0. */
 epic_result p2p_take_losses(epic_group *group, epic_stream stream, float *d_losses,
                             const epic_moe_backward_args *args);
 
