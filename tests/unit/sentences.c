@@ -223,6 +223,7 @@ static void check_data_errors(void)
                                           [DATA_PLAN] = "for this rank and group",
                                           [DATA_TOKEN_ID] = "and not negative",
                                           [DATA_TABLE] = "or negative for no expert",
+                                          [DATA_FORCED] = "or negative for no expert",
                                           [DATA_SAVED] = "call epic_moe_forward again",
                                           [DATA_SAVED_PART] = "wrote on this rank; pass those"};
     for (int error = DATA_EXPERT; error <= DATA_SAVED_PART; error++) {
