@@ -46,7 +46,7 @@ int main(void)
 {
     const stops_way way = {.backend = BACKEND,
                            .processes = true,
-                           .groups = 8,
+                           .groups = 4,
                            .width = 1,
                            .most_ranks = 4,
                            .prepare = choose_gpu,
