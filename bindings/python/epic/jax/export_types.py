@@ -13,10 +13,10 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from epic.jax import steps
 from epic.jax.experts import ExpertWeights
 from epic.jax.groups import Group
-from epic.jax.layer_args import MoeOut, MoeWeights
+from epic.jax.layer_args import MoeOut, MoeWeights, Routing
 from epic.options import Layer, field_names
 
-TUPLES = (MoeWeights, MoeOut, ExpertWeights)
+TUPLES = (MoeWeights, MoeOut, Routing, ExpertWeights)
 NUMBERS = ("token_dims", "capacity", "max_sms", "hidden_axis")  # of PlanSpec, as they are in JSON
 
 
