@@ -26,8 +26,11 @@ DATA_PARALLEL = find_block(ROOT / "docs/guide/training.md", "# torchrun --nproc-
 TRANSFORMERS = find_block(
     ROOT / "docs/guide/frameworks.md", "# torchrun --nproc-per-node 4 this.py"
 )
-# Programs whose gradients are checked have tests of their own below.
-CHECKED = (LAYER, DATA_PARALLEL, TRANSFORMERS)
+EXPERT_PLAN = find_block(
+    ROOT / "docs/guide/frameworks.md", "# expert parallelism of transformers, on 4 ranks"
+)
+# Programs whose gradients are checked have tests of their own below; test_expert_plans.py has one.
+CHECKED = (LAYER, DATA_PARALLEL, TRANSFORMERS, EXPERT_PLAN)
 ADAPTERS = {"megatron", "titan", "transformers"}  # modules that need packages of their own
 
 
