@@ -247,7 +247,9 @@ def test_errors(opened: Any) -> None:
 
 def test_linen(opened: Any) -> None:
     """The collection "routing" records and replays, with other routers too."""
-    nn = pytest.importorskip("flax.linen")
+    pytest.importorskip("flax.linen")
+    import flax.linen as nn
+
     from epic.jax.linen import MoEBlock
 
     mesh = make_mesh(2)
@@ -262,7 +264,7 @@ def test_linen(opened: Any) -> None:
                 x = x + MoEBlock(mesh, group, options_of(), name=f"moe{i}")(x)[0]
             return x
 
-    model = Model()
+    model: Any = Model()
     variables = nn.meta.unbox(model.init(jax.random.key(0), x))
     assert "routing" not in variables
     out, record = jax.jit(lambda v: model.apply(v, x, mutable=["routing"]))(variables)
@@ -305,7 +307,8 @@ def test_nnx(opened: Any) -> None:
     ids = np.asarray(model.topk_idx[...])
     model.set_attributes(record_routing=False, replay_routing=True)
     assert np.array_equal(run(model, x), out)
-    model.w_gate[...] = model.w_gate[...][:, ::-1]
+    block: Any = model
+    block.w_gate[...] = block.w_gate[...][:, ::-1]
     replayed = run(model, x)
     model.set_attributes(replay_routing=False)
     assert not np.array_equal(run(model, x), replayed)

@@ -172,7 +172,7 @@ def test_what_cannot_be(opened: Any) -> None:
     odd = replace(good, experts=replace(good.experts, inner=10))
     columns = options({"zero_experts": 3}, 1)
     plain = layers.options({}, 1)
-    for wish, more, kind, sentence in (
+    for wish, given, kind, sentence in (
         (plain, {}, epic.jax.EpicArgumentError, "interleaved is False: must be True"),
         (odd, {}, epic.jax.EpicArgumentError, "experts.inner is 10: must be a multiple of 4"),
         (columns, {}, epic.jax.EpicUnsupportedError, "identity experts"),
@@ -185,6 +185,7 @@ def test_what_cannot_be(opened: Any) -> None:
     ):
         case = {"zero_experts": 3} if wish is columns else {}
         inner = wish.experts.inner
+        more: dict[str, Any] = dict(given)
         w = layers.weights(case)
         # The axis must divide the arrays whatever inner is, otherwise JAX reports its own error
         # first.

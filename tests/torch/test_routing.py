@@ -118,7 +118,7 @@ def test_values(alone: epic.torch.Group, router: str, with_weights: bool, compos
     for leaf in leaves:
         leaf.requires_grad_()
     ct = numbers(8, TOKENS, HIDDEN, dtype=torch.float64)
-    more = {"grouped_mm": slab_mm} if composed else {}
+    more: dict[str, Any] = {"grouped_mm": slab_mm} if composed else {}
     close = {"rtol": 1e-10, "atol": 1e-10}
     if composed:  # dispatch sends weights as float32
         close = {"rtol": 1e-6, "atol": 1e-6}
@@ -134,6 +134,7 @@ def test_values(alone: epic.torch.Group, router: str, with_weights: bool, compos
     want, want_loss = true_layer(router, x, w, ids, forced)
     torch.testing.assert_close(found.out, want, **close)
     torch.testing.assert_close(found.loss, want_loss, **close)
+    assert found.routing is not None and found.routing.weights is not None
     assert torch.equal(found.routing.topk_idx.long(), ids)
     used = true_weights(router, x @ w["w_gate"], ids) if forced is None else forced
     torch.testing.assert_close(found.routing.weights, used.detach(), **close)
@@ -189,10 +190,11 @@ def step_on(ranks: int, record: Any, *, weights: bool = False, dtype: Any = torc
     def run(rank: int, group: epic.torch.Group) -> Any:
         layer = epic.torch.MoE(group, OF_RANKS, bias_rate=0.1, dtype=dtype)
         if record is not None:
+            assert layer.bias is not None
             layer.bias.copy_(torch.arange(8) % 3 * 10.0)
         part = 16 // ranks
         x = numbers(5, 16, 16, dtype=dtype)[rank * part : (rank + 1) * part].requires_grad_()
-        given = None
+        given: Any = None
         if record is not None:
             given = {"": [r[rank * part : (rank + 1) * part] for r in record]}
             given = {"": epic.torch.Routing(*given[""])}
@@ -342,7 +344,7 @@ def test_out_and_mask(alone: epic.torch.Group) -> None:
     )
     with torch.no_grad():
         epic.torch.moe(alone, layer.options, x, layer.weights(), out=room)
-    assert torch.equal(room.out, out)
+    assert torch.equal(room.out, out) and room.routing is not None
     assert all(torch.equal(a, b) for a, b in zip(room.routing, routing, strict=True))
     mask = torch.tensor([[True, False, True], [True, True, False]])
     _, _, masked = layer(x, mask, return_routing=True)

@@ -493,7 +493,7 @@ def moe(
     out, loss, *rest, chosen, w = run_core_layer(static, rows, weights, forced_weights, ints)
     record_call(group, rest[1])
     used = as_routing(chosen, jax.lax.stop_gradient(w), x) if return_routing else None
-    found = MoeOut(out.reshape(x.shape), loss[0], *rest, used)
+    found = MoeOut(out.reshape(x.shape), loss[0], *rest)._replace(routing=used)
     if over and (options.balance_coeff or options.z_coeff):
         loss = layer_losses(
             group, options, router_logits(rows, weights), found.load_of_ids, None, over

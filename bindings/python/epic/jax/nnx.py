@@ -165,7 +165,7 @@ class MoEBlock(nnx.Module):
         bias = self.expert_bias[...] if self.bias_rate else None
         out = block.apply_moe(self, x, weights, bias, **tokens)
         if self.record_routing:
-            self.topk_idx = Routed(out.routing.topk_idx)
+            self.topk_idx: Any = Routed(out.routing.topk_idx)
             self.topk_weights = Routed(out.routing.weights)
         if bias is not None and self.update_bias and not self.deterministic:
             self.expert_bias[...] = bias_update(bias, out.load_of_ids, self.bias_rate)

@@ -803,7 +803,7 @@ def moe_into(args: tuple[Any, ...], x: Tensor, facts: Facts, out: MoeOut) -> Moe
         raise EpicArgumentError("out.logical_load is given: must be None without replicas")
     rows = None if given.out is None else given.out.view(args[1].shape)
     loss = None if given.loss is None else given.loss.view(1)
-    used = Routing(None, None) if given.routing is None else given.routing
-    used = [None if part is None else part.view(-1, part.shape[-1]) for part in used]
+    routing = (None, None) if given.routing is None else given.routing
+    used = [None if part is None else part.view(-1, part.shape[-1]) for part in routing]
     write_out(ops.moe_out.default, args, rows, loss, *given[2:5], *used, None)
     return given

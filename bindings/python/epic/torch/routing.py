@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routing of a layer: which experts its tokens used, or must use."""
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class Routing(NamedTuple):
 
 
 # The routing of one call, as callers pass it: a Routing, (ids, weights) or ids alone.
-Given = Routing | tuple[Tensor, Tensor | None] | Tensor
+Given: TypeAlias = Routing | tuple[Tensor, Tensor | None] | Tensor
 
 
 def as_forced(options: Moe, forced: Given, x: Tensor) -> tuple[Tensor, Tensor | None]:
