@@ -101,7 +101,7 @@ part_table() {
     grep -h 'WRONG\|^not run\|^left out' $ALL/*.txt 2>/dev/null
     [ ! -s $ALL/bench.json ] || "$PYTHON" bench/gpu/table.py $ALL/bench.json
     grep -h 'ms' $ALL/layers.log 2>/dev/null | grep -i 'layer' | head -n 20
-    ! grep -qs WRONG $ALL/*.txt
+    ! grep -qs 'WRONG\|^not run' $ALL/*.txt
 }
 
 status=0
