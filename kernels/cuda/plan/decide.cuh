@@ -1,0 +1,384 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Decides a plan from the counts of all ranks: which choices are kept, where the slab of each expert
+ * begins, and whether the plan is valid. plan/planner.cuh calls these functions after the counts
+ * have arrived, and defines the words choice and slab.
+ *
+ *   decide_plan          computes loads, kept choices and slabs
+ *   wait_faults          waits until every rank has reported the faults of its data
+ *   report_...           store the error of an invalid plan for the host
+ *   write_plan_outputs   stores the header, the tables and the caller's outputs
+ *
+ * All ranks compute with equal counts, so all decide the same without another exchange. */
+#ifndef EPIC_PLAN_DECIDE_CUH
+#define EPIC_PLAN_DECIDE_CUH
+
+#include "cuda/plan/flat_place.cuh"
+#include "cuda/plan/resolve.cuh"
+
+/* A range of expert ids that contains all experts of one rank, and perhaps other experts. */
+struct ExpertRange {
+    int begin, count;
+};
+
+/* Returns a range of ids in which all experts of `rank` are: the rank's block of experts or, if
+ * the caller passed rank_of_expert, all experts. */
+__device__ __forceinline__ ExpertRange experts_of_rank(const p2p_plan_job &job, int rank)
+{
+    return job.rank_of_expert ? ExpertRange{0, (int)job.layer.num_experts}
+                              : ExpertRange{rank * job.block, job.block};
+}
+
+/* Returns the number of slots of a slab with `count` choices: `count` rounded up to a multiple
+ * of `alignment`. */
+__device__ __forceinline__ uint64_t round_up_rows(int32_t count, uint32_t alignment)
+{
+    /* For a power of two, a mask gives the remainder without a slow division. */
+    const bool power = (alignment & (alignment - 1)) == 0;
+    const uint32_t past =
+        power ? (uint32_t)count & (alignment - 1) : (uint32_t)count % alignment;
+    return (uint64_t)(uint32_t)count + (past ? alignment - past : 0);
+}
+
+/* Upper bound of replica_bytes() + by_k_bytes(): the bytes of dynamic shared memory that layers
+ * with PLAN_RARE need in addition. */
+#define PLAN_RARE_BYTES (P2P_REPLICATED_EXPERTS * 12 + 16 + (48 << 10))
+
+/* Returns the bytes of dynamic shared memory that make_plan() needs for this job. */
+static inline int planner_bytes_with(const p2p_plan_job &job)
+{
+    return planner_bytes_of(job) + replica_bytes(&job.layer) + by_k_bytes(&job);
+}
+
+/* Returns how many of its choices an expert keeps: all, unless the layer may drop choices. */
+template <int KIND>
+__device__ __forceinline__ int32_t num_kept_of(const Planner &p, const p2p_plan_job &job,
+                                               int expert)
+{
+    return KIND & PLAN_RARE ? num_kept(p, job, expert) : p.load[expert];
+}
+
+/* Returns how many slots `rank` needs if each of its experts keeps at most `most` choices.
+ * `capped`: expert_capacity limits each expert, too. Called by one warp. */
+template <int KIND>
+static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int rank,
+                                      int32_t most, bool capped)
+{
+    const ExpertRange range = experts_of_rank(job, rank);
+    uint64_t sum = 0;
+    for (int i = lane_id(); i < range.count; i += WARP) {
+        const int e = range.begin + i;
+        if (p.owner[e] != rank) continue;
+        int32_t count = p.load[e];
+        if (KIND & PLAN_RARE)
+            count = min(count, capped ? min(most, expert_quota(p, job, e)) : most);
+        sum += round_up_rows(count, job.layer.alignment);
+    }
+    /* __reduce_add_sync() adds 32-bit words only. So the 64-bit sums of the lanes are added 20
+     * bits at a time, which cannot overflow. */
+    const uint32_t low_bits = (1u << 20) - 1;
+    uint64_t total = __reduce_add_sync(ALL_LANES, (uint32_t)sum & low_bits);
+    total += (uint64_t)__reduce_add_sync(ALL_LANES, (uint32_t)(sum >> 20) & low_bits) << 20;
+    total += (uint64_t)__reduce_add_sync(ALL_LANES, (uint32_t)(sum >> 40) & low_bits) << 40;
+    return (int64_t)total;
+}
+
+/* Returns the largest limit c for which `capacity` slots suffice if each expert of `rank` keeps
+ * at most c choices. It finds c by bisection. Called by one warp. */
+static __device__ int32_t find_keep_limit(Planner &p, const p2p_plan_job &job, int rank,
+                                          int64_t capacity)
+{
+    int32_t fits = 0, fails = 0x7fffffff;
+    while (fails - fits > 1) {
+        const int32_t middle = fits + (fails - fits) / 2;
+        if (count_slots<PLAN_RARE>(p, job, rank, middle, true) <= capacity)
+            fits = middle;
+        else
+            fails = middle;
+    }
+    return fits;
+}
+
+/* Returns the plan's table `logical`: entry e is the logical expert of expert e. Only plans of
+ * layers with replicas have it. */
+__device__ __forceinline__ int32_t *logical_table(const p2p_plan_job &job)
+{
+    const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
+                                                        job.layer.num_experts, job.layer.top_k);
+    return (int32_t *)(job.plan + device_logical(&at, job.layer.layout));
+}
+
+/* Returns the plan's table `expert_of`: entry l is the id of this rank's local expert l. Only
+ * plans of layers with replicas have it. In memory it follows logical_table(). */
+__device__ __forceinline__ int32_t *expert_table(const p2p_plan_job &job)
+{
+    return logical_table(job) + device_round_up(job.layer.num_experts * 4ll, 128) / 4;
+}
+
+/* Places the slabs of `rank`: sets p.slab_start of each of its experts to the first slot of the
+ * expert's slab or, with layout FLAT, to the local number of the expert. For this rank's own
+ * slabs, CTA 0 also writes the tables slab_begin and padding of the plan. Returns the number of
+ * slots that the rank needs. Called by one warp. */
+template <int KIND>
+static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int rank)
+{
+    constexpr bool FLAT = KIND & PLAN_FLAT;
+    const ExpertRange range = experts_of_rank(job, rank);
+    const int lane = lane_id();
+    const bool write = rank == job.self.rank && blockIdx.x == 0;
+    const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
+                                                        job.layer.num_experts, job.layer.top_k);
+    int32_t *slab_begin = (int32_t *)(job.plan + at.slab_begin);
+    device_padding *padding = (device_padding *)(job.plan + at.padding);
+    int64_t slots = 0;
+    int32_t owned = 0;
+    for (int i = 0; i < range.count; i += WARP) {
+        const int e = range.begin + i + lane;
+        const bool mine = i + lane < range.count && p.owner[e] == rank;
+        const int32_t count = mine ? num_kept_of<KIND>(p, job, e) : 0;
+        const int32_t rows = (int32_t)round_up_rows(count, job.layer.alignment);
+        int32_t rows_upto = rows;
+        for (int d = 1; d < WARP; d *= 2) {
+            const int32_t r = __shfl_up_sync(ALL_LANES, rows_upto, d);
+            if (lane >= d) rows_upto += r;
+        }
+        const uint32_t owners = __ballot_sync(ALL_LANES, mine);
+        if (mine)
+            p.slab_start[e] = FLAT ? owned + __popc(owners & lanes_below())
+                                   : (int32_t)slots + rows_upto - rows;
+        if (mine && write) {
+            const int local = owned + __popc(owners & lanes_below());
+            slab_begin[local] = FLAT ? 0 : p.slab_start[e];
+            padding[local] = {p.slab_start[e] + count, rows - count};
+            if (job.expert_tokens) job.expert_tokens[local] = count;
+            if (job.expert_rows) job.expert_rows[local] = rows;
+            if (KIND & PLAN_RARE && job.layer.num_logical) expert_table(job)[local] = e;
+        }
+        slots += __shfl_sync(ALL_LANES, rows_upto, WARP - 1);
+        owned += __popc(owners);
+    }
+    const int end = write ? 1 << device_slab_bits(owned) : 0;
+    for (int i = owned + lane; i < end; i += WARP) padding[i] = {0, 0};
+    if (FLAT) slots = p.needed_rows[rank];
+    if (lane == 0) {
+        p.header.slots_of[rank] = (int32_t)min(slots, (int64_t)0x7fffffff);
+        if (rank == job.self.rank) p.header.owned = owned;
+        atomicMax(&p.header.num_local, owned);
+    }
+    return slots;
+}
+
+/* Fills in the fields of the plan's header that do not depend on the counts of choices. Called
+ * by one thread, while the counts are on their way. */
+static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const OpState &op)
+{
+    device_plan_header &h = p.header;
+    const p2p_self &self = job.self;
+    const epic_layer &layer = job.layer;
+    h.magic = DEVICE_PLAN_MAGIC;
+    h.id = (self.group_id ^ op.epoch) * 0x9e3779b97f4a7c15ull | 1;
+    h.group_id = self.group_id;
+    const device_plan_layout at =
+        device_plan_layout_of(self.num_ranks, self.max_tokens, layer.num_experts, layer.top_k);
+    const bool flat = layer.layout == EPIC_FLAT;
+    h.bytes = device_plan_end(&at, layer.layout, layer.num_logical);
+    h.num_logical = layer.num_logical;
+    h.max_tokens = self.max_tokens;
+    h.rank = self.rank;
+    h.num_ranks = self.num_ranks;
+    h.num_experts = layer.num_experts;
+    h.top_k = layer.top_k;
+    h.alignment = layer.alignment;
+    h.overflow = layer.overflow;
+    h.expert_capacity = layer.expert_capacity;
+    h.sum_order = layer.sum_order;
+    h.layer_leaves = layer.leaves ? layer.leaves : 1;
+    h.leaves = flat ? (uint32_t)self.num_ranks : h.layer_leaves;
+    h.partial_type = layer.partial_type;
+    h.layout = layer.layout;
+    h.layer_hash = self.layer_hashes[0];
+    h.capacity = job.capacity;
+    h.first_expert = 0;
+    for (int q = 0; q < DEVICE_MAX_RANKS; q++)
+        h.rank_at[q] = (uint8_t)(q < self.num_ranks ? q : 0);
+    if (layer.sum_order == EPIC_TREE)
+        for (int q = 0; q < self.num_ranks; q++) {
+            const int first = job.block * q;
+            h.rank_at[q] = p.owner[first];
+            if (p.owner[first] == self.rank) h.first_expert = first;
+        }
+}
+
+/* Returns whether no rank can need more than 2^31 - 1 slots, whatever experts the tokens
+ * choose. Then place_slabs() can add slots in 32 bits, and no earlier pass has to check the
+ * sum. */
+__device__ __forceinline__ bool slots_fit_int32(const p2p_plan_job &job)
+{
+    const int64_t choices = (int64_t)job.self.num_ranks * job.self.max_tokens * job.layer.top_k;
+    return choices + (int64_t)job.layer.num_experts * job.layer.alignment <= 0x7fffffff;
+}
+
+/* Waits for the numbers of tokens and the capacities that all ranks announce. CTA 0 also fills
+ * in the header. All warps call it, but only three work: the last one waits for tokens, the one
+ * before it for capacities, and the third-last fills in the header. Returns false if the group
+ * of ranks has failed. */
+static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const OpState &op)
+{
+    const int after = (int)(blockDim.x / WARP) - 1 - (int)(threadIdx.x / WARP);
+    int32_t announced = 0;
+    if (after == 2 && blockIdx.x == 0 && lane_id() == 0) fill_header(p, job, op);
+    if (after > 1) return true;
+    if (!read_announcement(job.self, op, after ? P2P_ANNOUNCED_CAPACITY : P2P_ANNOUNCED_TOKENS,
+                           announced))
+        return false;
+    (after ? p.capacity : p.header.tokens_of)[lane_id()] = announced;
+    return true;
+}
+
+/* Decides how many choices each expert keeps, where the slabs are, and the plan's result
+ * (header.result). All planner CTAs of all ranks decide the same, because they have the same
+ * counts. Called by all threads. Returns false if the group of ranks has failed. */
+template <int KIND>
+static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const OpState &op)
+{
+    constexpr bool FLAT = KIND & PLAN_FLAT, RARE = KIND & PLAN_RARE;
+    const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, ranks = job.self.num_ranks;
+    device_plan_header &h = p.header;
+    bool ok = true;
+    /* If data is wrong and slots are too few, EPIC_EINVAL is the result, not EPIC_EOVERFLOW. */
+    if (threadIdx.x == 0 && p.bad_ranks) h.result = EPIC_EINVAL;
+    if (FLAT && RARE && layer_drops(job)) {
+        for (int d = threadIdx.x; d < ranks; d += blockDim.x) p.demand[d] = p.needed_rows[d];
+        __syncthreads();
+        ok = ok && find_flat_keep_limits(p, job, op);
+        for (int d = warp; d < ranks && ok; d += warps) place_slabs<KIND>(p, job, d);
+        return __syncthreads_and(ok) != 0;
+    }
+    const bool simple = KIND == 0 && slots_fit_int32(job);
+    for (int d = warp; d < ranks; d += warps) {
+        const bool caps = RARE && layer_drops(job) && job.layer.expert_capacity;
+        int64_t demand;
+        if (simple)
+            demand = place_slabs<KIND>(p, job, d);
+        else
+            demand = FLAT ? p.needed_rows[d] : count_slots<KIND>(p, job, d, 0x7fffffff, false);
+        const int64_t need = caps ? count_slots<KIND>(p, job, d, 0x7fffffff, true) : demand;
+        const int32_t capacity = p.capacity[d];
+        if (lane_id() == 0) {
+            p.demand[d] = (int32_t)min(demand, (int64_t)0x7fffffff);
+            p.needed_slots[d] = need;
+        }
+        if (need > (capacity ? capacity : 0x7fffffff)) {
+            if (RARE && layer_drops(job) && capacity) {
+                const int32_t limit = find_keep_limit(p, job, d, capacity);
+                if (lane_id() == 0) p.keep_limit[d] = limit;
+            } else if (lane_id() == 0) {
+                atomicCAS(&h.result, (uint32_t)EPIC_OK, (uint32_t)EPIC_EOVERFLOW);
+            }
+        }
+        __syncwarp();
+        if (!simple) place_slabs<KIND>(p, job, d);
+    }
+    __syncthreads();
+    return ok;
+}
+
+/* Waits for the fault words of all ranks with wrong data. Only backend hosts needs this. There,
+ * the words arrive through the net, and the kernel must not end before them: a late word would
+ * overwrite a word of a later epoch. Called by one thread of CTA 0. Returns false if the group
+ * of ranks has failed. */
+static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self &self,
+                                                const OpState &op)
+{
+    for (int q = 0; q < self.num_ranks; q++) {
+        const uint64_t *from = fault_words(self, op, inbox_base(op, q), q);
+        for (int i = 0; i < P2P_FAULT_WORDS && (p.bad_ranks >> q & 1); i++)
+            if (!wait_thread(op, q, P2P_PHASE_COUNTS,
+                             [&] { return is_stamped(op, load_relaxed(from + i)); }))
+                return false;
+    }
+    return true;
+}
+
+/* Reports a wrong value to this rank's host: that of the lowest rank with wrong data, which the
+ * rank sends in its fault words. So all hosts report the same error. Called by one thread of
+ * CTA 0. */
+static __device__ __noinline__ void report_fault(const Planner &p, const p2p_plan_job &job,
+                                                 const OpState &op)
+{
+    const int rank = __ffs(p.bad_ranks) - 1;
+    const uint64_t *from = fault_words(job.self, op, inbox_base(op, rank), rank);
+    uint64_t words[P2P_FAULT_WORDS];
+    const bool ok = wait_thread(op, rank, P2P_PHASE_COUNTS, [&] {
+        bool all = true;
+        for (int i = 0; i < P2P_FAULT_WORDS; i++) {
+            words[i] = load_relaxed(from + i);
+            all &= is_stamped(op, words[i]);
+        }
+        return all;
+    });
+    if (!ok || (HOSTS && !wait_faults(p, job.self, op))) return;
+    const uint32_t kind = (uint32_t)words[P2P_FAULT_KIND];
+    const int64_t index = (uint32_t)words[P2P_FAULT_INDEX], k = job.layer.top_k;
+    const int64_t value =
+        (int64_t)(words[P2P_FAULT_HIGH] << 32 | (uint32_t)words[P2P_FAULT_LOW]);
+    p2p_notice notice = {EPIC_EINVAL, op.epoch, kind, rank, {index, value, 0, 0}};
+    if (kind == P2P_FAULT_REPLICA) notice.about[2] = num_ids(job);
+    if (kind == P2P_FAULT_EXPERT || kind == P2P_FAULT_DUPLICATE || kind == P2P_FAULT_LOGICAL)
+        notice = {
+            EPIC_EINVAL, op.epoch, kind, rank, {index / k, index % k, value, num_ids(job)}};
+    report_data_error(job.self, notice);
+}
+
+/* Reports an overflow to this rank's host: the lowest rank that has fewer slots than it needs.
+ * Called by one thread of CTA 0. */
+static __device__ __noinline__ void report_overflow(const Planner &p, const p2p_plan_job &job,
+                                                    const OpState &op)
+{
+    for (int q = 0; q < job.self.num_ranks; q++) {
+        const int32_t capacity = p.capacity[q] ? p.capacity[q] : 0x7fffffff;
+        if (p.needed_slots[q] <= capacity) continue;
+        report_data_error(job.self, {EPIC_EOVERFLOW,
+                                     op.epoch,
+                                     P2P_FAULT_CAPACITY,
+                                     q,
+                                     {capacity, p.needed_slots[q], 0, 0}});
+        return;
+    }
+}
+
+/* Writes the plan's header, its table of logical experts, and the caller's outputs (demand,
+ * load, expert_rows, ...). Called by `threads` threads, each with its own number `thread`. */
+static __device__ void write_plan_outputs(const Planner &p, const p2p_plan_job &job, int thread,
+                                          int threads)
+{
+    const device_plan_header &h = p.header;
+    if (thread < WARP) {
+        uint32_t words[HEADER_LANE_WORDS];
+#pragma unroll
+        for (int n = 0; n < HEADER_LANE_WORDS; n++)
+            words[n] = n * WARP + lane_id() < (int)(sizeof h / 4)
+                           ? ((const uint32_t *)&h)[n * WARP + lane_id()]
+                           : 0;
+        const uint32_t sum = header_checksum(words);
+#pragma unroll
+        for (int n = 0; n < HEADER_LANE_WORDS; n++) {
+            const int i = n * WARP + lane_id();
+            if (i == (int)offsetof(device_plan_header, sum) / 4) words[n] = sum;
+            if (i < (int)(sizeof h / 4)) ((uint32_t *)job.plan)[i] = words[n];
+        }
+    }
+    if (thread == 0 && job.demand) *job.demand = p.demand[job.self.rank];
+    for (int e = thread; e < (int)job.layer.num_experts && job.load; e += threads)
+        job.load[e] = p.load[e];
+    for (int l = thread; l < (int)job.layer.num_logical && job.logical_load; l += threads)
+        job.logical_load[l] = p.logical_load[l];
+    for (int e = thread; e < (int)job.layer.num_experts && job.layer.num_logical; e += threads)
+        logical_table(job)[e] = p.logical_of[e];
+    for (int l = thread; l < h.num_local; l += threads) {
+        const bool none = h.result != EPIC_OK || l >= h.owned;
+        if (none && job.expert_rows) job.expert_rows[l] = 0;
+        if (none && job.expert_tokens) job.expert_tokens[l] = 0;
+    }
+}
+
+#endif
