@@ -2,8 +2,8 @@
 /* Times the layer on CUDA contexts, forward and backward, and its parts alone, in one run.
  * There is one thread for each GPU, rows are bf16, and routing is uniform. Prints ms of the
  * slowest rank, the median of ROUNDS x 3, in bursts as in layer.cu.
- * Each part has two more times. "after layers" is its time after two whole layers. These bring
- * the GPU to its power limit, which slows it down, as the first half of a layer slows down the
+ * Each part has two more times. "after layers" is its time after two whole layers. These
+ * heat the GPU up to its power limit, which slows it down, as the first half of a layer slows down the
  * second. "in turn" is the time of the part within a layer, which includes waiting for late
  * ranks.
  * With `overlap` it also times exchanges at the same time as experts. The experts use the SMs

@@ -20,7 +20,7 @@
 
 #define BLOCK 512
 
-/* What the functions that send and receive floats need. */
+/* Arguments of the functions that send and receive floats. */
 struct FlatFloats {
     const p2p_combine_job &job;
     const OpState &op;

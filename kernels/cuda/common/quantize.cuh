@@ -23,7 +23,7 @@
 #define SMALL_SCALE 0x1p-90f
 #define LARGE_SCALE 0x1p100f
 
-/* What one lane has of a quantized piece of a row: elements and scales. */
+/* One lane's elements and scales of a quantized piece of a row. */
 template <int V, int N> struct Quantized {
     /* number of lanes whose vectors share a word of scales */
     static constexpr int LANES = QUANTIZE_BLOCK / N;

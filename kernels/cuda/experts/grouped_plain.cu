@@ -191,8 +191,8 @@ static __device__ __forceinline__ int count_four(int64_t end, int64_t at)
     return (int)max((int64_t)0, min((int64_t)4, end - at));
 }
 
-/* What one thread loads of one step's tiles of matrices a and b: into registers first, then to
- * shared memory. A_TRANSPOSED, B_TRANSPOSED: the summed dimension is contiguous in the caller's
+/* One thread's part of the tiles of matrices a and b for one step. It loads this part into
+ * registers first, and then stores it to shared memory. A_TRANSPOSED, B_TRANSPOSED: the summed dimension is contiguous in the caller's
  * matrix. */
 template <int PASS, bool SCALED> struct StepTiles {
     static constexpr bool A_TRANSPOSED = PASS != EPIC_GEMM_WEIGHT;

@@ -187,7 +187,7 @@ struct LowlatShared {
     bool has_all_rows;
 };
 
-/* What a warp loads from global memory first when the kernel starts: in control warps, the
+/* The words that a warp loads from global memory first when the kernel starts: in control warps, the
  * state of the group of ranks; in the warp that checks the plan, the plan's header. */
 template <bool WITH_PLAN> struct Opening {
     StartState start;

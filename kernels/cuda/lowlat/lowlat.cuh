@@ -287,7 +287,7 @@ __device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpStat
            __all_sync(ALL_LANES, q >= num_ranks || h.slots_of[q] <= rows) != 0;
 }
 
-/* Of the `ctas` CTAs that call it, returns true only in the CTA that calls it last. This CTA
+/* Returns true only in the last of the `ctas` CTAs that call it. This CTA
  * may overwrite what the other CTAs have stored. Called by all threads of these CTAs, after
  * their last store. */
 static __device__ bool is_last_cta_to_end(OpState &op, int ctas)

@@ -179,7 +179,7 @@ epic_result p2p_bias_update(epic_group *group, const epic_bias_update_args *args
 epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *args);
 epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_args *args);
 
-/* What each rank computes for its own tokens: the gate, the shared expert's gate, zero-experts
+/* The functions that each rank runs for its own tokens: the gate, the shared expert's gate, zero-experts
  * and small sums. In gate.c and tokens.c. Errors: EPIC_EDEVICE. */
 
 /* Computes logits [tokens, columns] = x w_gate + b_gate in float32. */

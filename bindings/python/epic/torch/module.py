@@ -95,7 +95,7 @@ class MoE(nn.Module):
     bias: Tensor | None
     load: Tensor | None
     logical_of_expert: Tensor | None
-    # What record_routing and replay_routing set while they are active.
+    # record_routing and replay_routing set these two while they are active.
     recorded: list[Routing] | None = None
     replayed: Any = None
 
