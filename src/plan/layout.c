@@ -106,7 +106,7 @@ static void locate_workspace(planner *p, const plan_header *h)
     int64_t end = largest.bytes;
     int32_t **const by_expert[] = {&p->count, &p->owner, &p->local, &p->begin,
                                    &p->quota, &p->limit, &p->next};
-    int32_t **const by_rank[] = {&p->rows, &p->most, &p->low, &p->high};
+    int32_t **const by_rank[] = {&p->used_slots, &p->rank_limit, &p->fits, &p->fails};
     for (int i = 0; i < 7; i++)
         *by_expert[i] = (int32_t *)(p->bytes + add_section(&end, experts));
     for (int i = 0; i < 4; i++)
@@ -150,7 +150,7 @@ void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank
     for (uint32_t e = 0, r = 0; e < layer->num_experts && !tables->rank_of_expert; r++)
         for (uint32_t end = e + block; e < end && e < layer->num_experts; e++)
             p->owner[e] = (int32_t)r;
-    h.num_local = max_experts_per_rank(p->rows, layer, num_ranks, p->owner);
+    h.num_local = max_experts_per_rank(p->used_slots, layer, num_ranks, p->owner);
     plan_layout(&h);
     /* also clears the padding between arrays, so that equal plans have equal bytes */
     memset(plan, 0, (size_t)h.fate);

@@ -128,21 +128,20 @@ typedef struct planner { /* a plan while it is made */
      * place_choices() replaces them. */
     int32_t *ids;
     /* The workspace. A limit is the largest number of choices that an expert keeps. */
-    int32_t *count; /* [num_experts] number of the group's choices of each expert */
-    int32_t *owner; /* [num_experts] rank of each expert */
-    int32_t *local; /* [num_experts] number of the expert among those of its rank */
-    int32_t *begin; /* [num_experts] first slot of the expert's slab, on its rank */
-    int32_t *quota; /* [num_experts] number of choices within expert_capacity */
-    int32_t *limit; /* [num_experts] limit of each expert */
-    /* [num_experts] number of choices placed so far, or the slot of the next one */
-    int32_t *next;
-    int32_t *rows; /* [num_ranks] FLAT: rows used so far; else slots used so far */
-    /* [num_ranks] second limit for each expert of the rank; the smaller one of both counts */
-    int32_t *most;
-    /* [num_ranks] binary search of `most`: largest limit that is known to fit */
-    int32_t *low;
-    /* [num_ranks] binary search of `most`: smallest limit that is known not to fit */
-    int32_t *high;
+    int32_t *count;      /* [num_experts] number of the group's choices of each expert */
+    int32_t *owner;      /* [num_experts] rank of each expert */
+    int32_t *local;      /* [num_experts] number of the expert among those of its rank */
+    int32_t *begin;      /* [num_experts] first slot of the expert's slab, on its rank */
+    int32_t *quota;      /* [num_experts] number of choices within expert_capacity */
+    int32_t *limit;      /* [num_experts] limit of each expert */
+    int32_t *next;       /* [num_experts] position of the expert's next choice */
+    int32_t *used_slots; /* [num_ranks] slots of the rank that are used so far */
+    /* [num_ranks] limit that all experts of the rank share. Expert e of rank r keeps at most
+     * min(limit[e], rank_limit[r]) choices. */
+    int32_t *rank_limit;
+    /* [num_ranks] bounds of the binary search for rank_limit. `fits` is the largest limit that is
+     * known to fit the rank's capacity, `fails` the smallest one that is known not to fit. */
+    int32_t *fits, *fails;
     int64_t *needed;   /* [num_ranks] slots that the rank needs; FLAT: rows */
     int64_t *capacity; /* [num_ranks] slots that the rank has; 0: no limit */
 } planner;

@@ -30,10 +30,11 @@ static void count_choices(planner *p)
 static void number_experts(planner *p)
 {
     const plan_header *h = p->header;
-    memset(p->rows, 0, (size_t)h->num_ranks * sizeof *p->rows);
+    int32_t *num_owned = p->used_slots; /* borrowed: no slots are used yet */
+    memset(num_owned, 0, (size_t)h->num_ranks * sizeof *num_owned);
     for (int32_t l = 0; l < h->num_local; l++) p->expert_of[l] = -1;
     for (uint32_t e = 0; e < h->layer.num_experts; e++) {
-        p->local[e] = p->rows[p->owner[e]]++;
+        p->local[e] = num_owned[p->owner[e]]++;
         if (p->owner[e] == h->rank) p->expert_of[p->local[e]] = (int32_t)e;
     }
     if (h->layer.sum_order != EPIC_TREE) return;
@@ -47,9 +48,11 @@ static int32_t min_int32(int32_t a, int32_t b)
     return a < b ? a : b;
 }
 
-/* Reasons why a choice is dropped. With EPIC_BY_K, choices are judged by k first, but slots are
- * given by token first. So judge_choices_by_k() runs before and stores the reason in `ids`, in
- * the bits above the expert id. An id is less than MAX_EXPERTS. */
+/* Reasons why a choice is dropped. With EPIC_BY_K there are two passes. The first one,
+ * judge_choices_by_k(), visits the choices in the order of k and decides which are kept. It
+ * stores the reason of each drop in `ids`, in the bits above the expert id (which is less than
+ * MAX_EXPERTS). The second pass visits the choices in the order of tokens and gives each kept
+ * choice the next slot. Without EPIC_BY_K, one pass in the order of tokens does both. */
 enum {
     ID_BITS = MAX_EXPERTS - 1,
     EXPERT_IS_FULL = MAX_EXPERTS,
@@ -63,11 +66,11 @@ static bool is_priority_by_k(const planner *p)
 
 /* Decides whether expert e keeps a choice. `position` is the choice's index among all choices
  * of e, in order of priority. The expert keeps the choices at positions below min(limit[e],
- * most[rank of e]). Returns 0 if the choice is kept, otherwise EXPERT_IS_FULL or
+ * rank_limit[rank of e]). Returns 0 if it keeps the choice, otherwise EXPERT_IS_FULL or
  * RANK_IS_FULL. */
 static int32_t judge_choice(const planner *p, int32_t e, int32_t position)
 {
-    if (position < min_int32(p->limit[e], p->most[p->owner[e]])) return 0;
+    if (position < min_int32(p->limit[e], p->rank_limit[p->owner[e]])) return 0;
     return position >= p->quota[e] ? EXPERT_IS_FULL : RANK_IS_FULL;
 }
 
@@ -87,8 +90,8 @@ static void judge_choices_by_k(planner *p)
 }
 
 /* Returns true if a choice is kept. `id` is the choice's entry in p->ids. The caller must
- * call it once for each choice, in the order of tokens and k, because it counts the choices of
- * each expert in next[]. */
+ * call it once for each choice, in the order of tokens and k, because it advances next[e] of
+ * the choice's expert e. */
 static bool is_kept(planner *p, int32_t id)
 {
     const int32_t e = id & ID_BITS;
@@ -118,8 +121,8 @@ static void count_rows(planner *p)
     }
 }
 
-/* Counts in needed[] the slots (FLAT: rows) that each rank needs with the present limits: each
- * expert keeps its first min(limit, most[rank]) choices. */
+/* Counts the slots that each rank needs with the present limits, and stores them in needed[].
+ * Expert e of rank r keeps at most min(limit[e], rank_limit[r]) choices. */
 static void count_needed_slots(planner *p)
 {
     const plan_header *h = p->header;
@@ -129,7 +132,7 @@ static void count_needed_slots(planner *p)
         return;
     }
     for (uint32_t e = 0; e < h->layer.num_experts; e++) {
-        const int32_t owner = p->owner[e], kept = min_int32(p->limit[e], p->most[owner]);
+        const int32_t owner = p->owner[e], kept = min_int32(p->limit[e], p->rank_limit[owner]);
         p->needed[owner] += round_up(kept, h->layer.alignment);
     }
 }
@@ -141,34 +144,34 @@ static bool is_over(const planner *p, int32_t rank)
 }
 
 /* Drops choices on each rank that needs more slots than its capacity. All experts of the rank
- * get the same limit, most[rank]: the largest one with which the slots fit.
+ * get the same limit. It is the largest limit with which the rank's slots suffice.
  *
- * One binary search serves all ranks at the same time. For each rank, `low` is a limit that is
- * known to fit, and `high` one that is known not to fit. A rank within its capacity has low =
- * high from the start. */
+ * The loop does a binary search for all ranks at the same time, between fits[rank] and
+ * fails[rank]. For a rank within its capacity both are equal from the start, so nothing is
+ * searched. */
 static void drop_choices(planner *p)
 {
     const plan_header *h = p->header;
     const uint32_t num_experts = h->layer.num_experts;
     for (int32_t r = 0; r < h->num_ranks; r++) {
-        p->low[r] = is_over(p, r) ? 0 : INT32_MAX;
-        p->high[r] = p->low[r];
+        p->fits[r] = is_over(p, r) ? 0 : INT32_MAX;
+        p->fails[r] = p->fits[r];
     }
     for (uint32_t e = 0; e < num_experts; e++)
-        if (p->limit[e] > p->high[p->owner[e]]) p->high[p->owner[e]] = p->limit[e];
+        if (p->limit[e] > p->fails[p->owner[e]]) p->fails[p->owner[e]] = p->limit[e];
     for (;;) {
         bool open = false;
         for (int32_t r = 0; r < h->num_ranks; r++) {
-            p->most[r] = p->low[r] + (p->high[r] - p->low[r]) / 2;
-            open |= p->high[r] - p->low[r] > 1;
+            p->rank_limit[r] = p->fits[r] + (p->fails[r] - p->fits[r]) / 2;
+            open |= p->fails[r] - p->fits[r] > 1;
         }
         if (!open) break;
         count_needed_slots(p);
         for (int32_t r = 0; r < h->num_ranks; r++)
-            *(is_over(p, r) ? &p->high[r] : &p->low[r]) = p->most[r];
+            *(is_over(p, r) ? &p->fails[r] : &p->fits[r]) = p->rank_limit[r];
     }
     for (uint32_t e = 0; e < num_experts; e++)
-        p->limit[e] = min_int32(p->limit[e], p->low[p->owner[e]]);
+        p->limit[e] = min_int32(p->limit[e], p->fits[p->owner[e]]);
 }
 
 /* Sets the limit of each expert, and the demand of this rank. If the layer drops,
@@ -179,7 +182,7 @@ static epic_result set_limits(planner *p)
     plan_header *h = p->header;
     const epic_layer *layer = &h->layer;
     memcpy(p->limit, p->count, layer->num_experts * sizeof *p->limit);
-    for (int32_t r = 0; r < h->num_ranks; r++) p->most[r] = INT32_MAX;
+    for (int32_t r = 0; r < h->num_ranks; r++) p->rank_limit[r] = INT32_MAX;
     count_needed_slots(p);
     h->demand = p->needed[h->rank];
     h->capacity = p->capacity[h->rank];
@@ -202,31 +205,32 @@ static epic_result set_limits(planner *p)
 static void place_slabs(planner *p)
 {
     plan_header *h = p->header;
-    memset(p->rows, 0, (size_t)h->num_ranks * sizeof *p->rows);
+    memset(p->used_slots, 0, (size_t)h->num_ranks * sizeof *p->used_slots);
     for (uint32_t e = 0; e < h->layer.num_experts; e++) {
         const int32_t owner = p->owner[e], local = p->local[e];
-        p->begin[e] = p->rows[owner];
-        p->rows[owner] += (int32_t)round_up(p->limit[e], h->layer.alignment);
+        p->begin[e] = p->used_slots[owner];
+        p->used_slots[owner] += (int32_t)round_up(p->limit[e], h->layer.alignment);
         if (owner != h->rank) continue;
         p->slab_count[local] = p->limit[e];
-        if (h->layer.layout == EPIC_EXPERT_MAJOR) p->slab_begin[local + 1] = p->rows[owner];
+        if (h->layer.layout == EPIC_EXPERT_MAJOR)
+            p->slab_begin[local + 1] = p->used_slots[owner];
     }
     if (h->layer.layout == EPIC_FLAT) return;
-    h->num_slots = p->rows[h->rank];
+    h->num_slots = p->used_slots[h->rank];
     for (int32_t l = 0; l < h->num_local; l++)
         if (p->expert_of[l] < 0) p->slab_begin[l + 1] = (int32_t)h->num_slots;
 }
 
-/* Where the choices of one token go. slot[k] is choice k's slot on rank[k] (in layout FLAT, its
- * row), or an EPIC_FATE value if the choice goes nowhere. */
+/* Where the choices of one token go. slot[k] is the slot of choice k on rank rank[k], or an
+ * EPIC_FATE value if the choice is not sent. */
 typedef struct choices {
     int32_t slot[MAX_TOP_K];
     int32_t rank[MAX_TOP_K];
 } choices;
 
 /* Returns the EPIC_FATE value of a dropped choice of expert e. `id` is the choice's entry in
- * p->ids. Without EPIC_BY_K the function also counts the choice in next[]. With EPIC_BY_K,
- * next[] counts only kept choices. */
+ * p->ids. Without EPIC_BY_K the function also advances next[e], because a dropped choice has a
+ * position too. With EPIC_BY_K only kept choices advance it. */
 static int32_t fate_of(planner *p, int32_t e, int32_t id)
 {
     const bool by_k = is_priority_by_k(p);
@@ -235,7 +239,8 @@ static int32_t fate_of(planner *p, int32_t e, int32_t id)
     return verdict == EXPERT_IS_FULL ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
 }
 
-/* Decides where the choices of one token go, and stores that in *c. */
+/* Decides where the choices of one token go, and stores that in *c. For a FLAT layer, the slots
+ * of kept choices only show that they are kept: share_rows() replaces them by rows. */
 static void place_token(planner *p, const int32_t *ids, choices *c)
 {
     for (uint32_t k = 0; k < p->header->layer.top_k; k++) {
@@ -253,15 +258,15 @@ static void place_token(planner *p, const int32_t *ids, choices *c)
     }
 }
 
-/* Called for a FLAT layer: gives all choices of the token on one rank the same row, the next
- * free row of that rank. */
+/* FLAT layers only: gives all kept choices of the token on one rank the same slot, the next
+ * free one of that rank. */
 static void share_rows(planner *p, choices *c)
 {
     for (uint32_t k = 0; k < p->header->layer.top_k; k++) {
         if (c->slot[k] < 0) continue;
         uint32_t first = 0;
         while (c->rank[first] != c->rank[k] || c->slot[first] < 0) first++;
-        c->slot[k] = first < k ? c->slot[first] : p->rows[c->rank[k]]++;
+        c->slot[k] = first < k ? c->slot[first] : p->used_slots[c->rank[k]]++;
     }
 }
 
@@ -281,9 +286,9 @@ static void record_fates(planner *p, int64_t token, const choices *c)
     }
 }
 
-/* Like place_token(), but for a token of another rank. Replaces the ids of choices on this rank
- * by their slots, and all other ids by -1. Counts the choices on other ranks too, because they
- * take positions and slots. */
+/* Like place_token(), but for a token that another rank owns. Replaces the id of each choice
+ * that goes to `rank` (this rank) by its slot, and all other ids by -1. It advances next[] for
+ * all experts, so that the positions of later choices are correct. */
 static void place_foreign_token(planner *p, int32_t *ids, uint32_t top_k, int32_t rank)
 {
     for (uint32_t k = 0; k < top_k; k++) {
@@ -309,10 +314,10 @@ static bool is_nothing_dropped(const planner *p)
 }
 
 /* Returns the slot of the next choice of expert e on the rank that owns it, or -1 if e is
- * negative. While this function is used, next[e] is that slot, not a count. */
-static int32_t next_slot(planner *p, int32_t e)
+ * negative. first_free [num_experts] is the first free slot of each slab. */
+static int32_t take_slot(int32_t *first_free, int32_t e)
 {
-    return e < 0 ? -1 : p->next[e]++;
+    return e < 0 ? -1 : first_free[e]++;
 }
 
 /* Returns `slot` if this rank owns expert e, else -1. */
@@ -323,32 +328,33 @@ static int32_t slot_here(const planner *p, int32_t e, int32_t slot)
 
 /* Replaces p->ids[begin .. end), which are choices of other ranks' tokens, by slots on this
  * rank. */
-static void place_all_kept_foreign(planner *p, int64_t begin, int64_t end)
+static void place_all_kept_foreign(planner *p, int32_t *first_free, int64_t begin, int64_t end)
 {
     for (int64_t i = begin; i < end; i++) {
         const int32_t e = p->ids[i];
-        p->ids[i] = slot_here(p, e, next_slot(p, e));
+        p->ids[i] = slot_here(p, e, take_slot(first_free, e));
     }
 }
 
-/* Places all choices of a plan that drops nothing, as most plans. No choice needs to be judged,
- * so this is faster than the general code in place_choices(). */
+/* Places all choices of a plan that drops none, which is the usual case. It need not decide for
+ * each choice whether it is kept. So it is faster than the general code in place_choices(). */
 static void place_all_kept(planner *p)
 {
     plan_header *h = p->header;
     const int64_t k = h->layer.top_k, begin = p->base_of[h->rank] * k;
     const int64_t count = h->num_tokens * k;
-    memcpy(p->next, p->begin, h->layer.num_experts * sizeof *p->next);
-    place_all_kept_foreign(p, 0, begin);
+    int32_t *first_free = p->next; /* borrowed: positions are not needed here */
+    memcpy(first_free, p->begin, h->layer.num_experts * sizeof *first_free);
+    place_all_kept_foreign(p, first_free, 0, begin);
     for (int64_t i = 0; i < count; i++) {
-        const int32_t e = p->ids[begin + i], slot = next_slot(p, e);
+        const int32_t e = p->ids[begin + i], slot = take_slot(first_free, e);
         p->fate[i] = e < 0 ? EPIC_FATE_NONE : slot;
         p->rank_to[i] = e < 0 ? -1 : p->owner[e];
         p->ids[begin + i] = slot_here(p, e, slot);
         h->num_none += e < 0;
     }
     h->num_kept = count - h->num_none;
-    place_all_kept_foreign(p, begin + count, h->total_tokens * k);
+    place_all_kept_foreign(p, first_free, begin + count, h->total_tokens * k);
 }
 
 /* Places all choices in the order (rank, token, k). Replaces p->ids by slots on this rank
@@ -364,7 +370,7 @@ static void place_choices(planner *p)
     }
     if (is_priority_by_k(p)) judge_choices_by_k(p);
     memset(p->next, 0, h->layer.num_experts * sizeof *p->next);
-    if (flat) memset(p->rows, 0, (size_t)h->num_ranks * sizeof *p->rows);
+    if (flat) memset(p->used_slots, 0, (size_t)h->num_ranks * sizeof *p->used_slots);
     for (int64_t t = 0; t < h->total_tokens; t++) {
         int32_t *ids = p->ids + t * top_k;
         const int64_t own = t - p->base_of[h->rank];
@@ -386,7 +392,7 @@ static void place_choices(planner *p)
         }
         if (is_own) record_fates(p, own, &c);
     }
-    if (flat) h->num_slots = p->rows[h->rank];
+    if (flat) h->num_slots = p->used_slots[h->rank];
 }
 
 epic_result planner_finish(planner *p)

@@ -23,8 +23,8 @@ replicas_error replicas_check(const epic_layer *layer, const int32_t *logical_of
 }
 
 /* Links the replicas of each logical expert in a ring, so that choices go to them in rotation.
- * turn[logical] is the replica for the next choice, and after[expert] is the replica after
- * `expert`. All arrays are parts of the workspace that are not in use yet. */
+ * turn[logical] becomes the replica for the next choice, and after[expert] the replica that
+ * follows `expert` in its ring. The arrays are parts of the workspace that are not used yet. */
 static void form_rings(const planner *p, int32_t *turn, int32_t *after)
 {
     const epic_layer *layer = &p->header->layer;
@@ -55,8 +55,8 @@ void planner_choose_replicas(planner *p)
     }
 }
 
-/* Choice n of a logical expert goes to replica n % r of its r replicas. Only the first
- * `capacity` choices are kept, so replica i gets (capacity + r - 1 - i) / r of them. */
+/* A logical expert with r replicas sends its choice number n to replica n % r. It keeps only its
+ * first `capacity` choices. So replica i keeps (capacity + r - 1 - i) / r of them. */
 void planner_deal_capacity(planner *p)
 {
     const epic_layer *layer = &p->header->layer;
