@@ -306,7 +306,7 @@ static __device__ void compute_slabs(LowlatPlan &tables, const p2p_plan_job &job
     if (has_experts) {
         upto += __reduce_add_sync(
             ALL_LANES, lane_id() < warp ? (uint32_t)tables.warp_slots[lane_id()] : 0);
-        if (e < experts) tables.p.slab_start[e] = upto - rows;
+        if (e < experts) tables.p.group_slab_start[e] = upto - rows;
         if (e == experts - 1) tables.total_slots = upto;
     }
     __syncthreads();
@@ -533,7 +533,7 @@ static __device__ void write_slabs(const LowlatPlan &tables, const p2p_plan_job 
         const int e = first + min(l, job.block - 1);
         const int32_t count = l < job.block ? tables.p.load[e] : 0;
         const int32_t rows = (int32_t)round_up_rows(count, job.layer.alignment);
-        const int32_t begin = tables.p.slab_start[e] - tables.p.slab_start[first];
+        const int32_t begin = tables.p.group_slab_start[e] - tables.p.group_slab_start[first];
         padding[l] = {rows == count ? 0 : begin + count, rows - count};
         if (l >= job.block) continue;
         slab_begin[l] = begin;

@@ -2,15 +2,16 @@
 /* The tables from which a plan for few tokens is computed. Each CTA has its own copy in shared
  * memory, which lowlat/plan.cuh fills in. A rank's tokens are divided into groups of 32.
  *
- *   ids              expert ids of all choices of all ranks
- *   mask             for each group and expert: one bit per token, 1 if it chose the expert
- *   earlier_choices  for each group and expert: choices of the expert in earlier groups
- *   slab_start       for each expert: first slot of its slab
+ *   ids               expert ids of all choices of all ranks
+ *   mask              for each group and expert: one bit per token, 1 if it chose the expert
+ *   earlier_choices   for each group and expert: choices of the expert in earlier groups
+ *   group_slab_start  for each expert: first slot of its slab. Slots are numbered over all
+ *                     ranks: the first slot of rank 1 follows the last slot of rank 0
  *
- * The slot of a choice is slab_start + earlier_choices + the number of mask bits below the
- * token's bit. A mask has one bit per token, so it cannot express that a token chooses an
- * expert twice. If any token does so, all slots are found by counting ids one by one, which is
- * slow. */
+ * The slot of a choice, numbered over all ranks, is group_slab_start + earlier_choices + the
+ * number of mask bits below the token's bit. A mask has one bit per token, so it cannot express
+ * that a token chooses an expert twice. If any token does so, the slots are computed by counting
+ * ids one by one, which is slow. */
 #ifndef EPIC_LOWLAT_PLAN_TABLES_CUH
 #define EPIC_LOWLAT_PLAN_TABLES_CUH
 
@@ -37,9 +38,8 @@ struct PlanVerdict { /* Whether a plan can be used. The verdict is equal on all 
 /* The tables of a plan (see above). The struct is in static shared memory; the arrays behind
  * its pointers are in dynamic shared memory. */
 struct LowlatPlan {
-    /* The planner's state, of which only these members are used: load, slab_start, capacity,
-     * demand, needed_slots, bad_ranks and header. Here slab_start counts slots over all ranks:
-     * the first slot of rank 1 follows the last one of rank 0. */
+    /* The planner's state, of which only these members are used: load, group_slab_start,
+     * capacity, demand, needed_slots, bad_ranks and header. */
     Planner p;
     /* [groups of all ranks][num_experts]: one bit for each of the group's 32 tokens, 1 if the
      * token chose the expert */
@@ -80,7 +80,7 @@ struct LowlatPlan {
                                                int first) const
     {
         const int index = (rank * num_groups + token / WARP) * num_experts + e;
-        const int32_t begin = p.slab_start[e] - p.slab_start[first];
+        const int32_t begin = p.group_slab_start[e] - p.group_slab_start[first];
         if (!has_repeats)
             return begin + earlier_choices[index] +
                    __popc(mask[index] & ((1u << token % WARP) - 1));
@@ -120,7 +120,7 @@ struct LowlatPlan {
     __device__ __forceinline__ int32_t slots_before(const p2p_plan_job &job, int q) const
     {
         const int e = q * job.block;
-        return e < num_experts ? p.slab_start[e] : total_slots;
+        return e < num_experts ? p.group_slab_start[e] : total_slots;
     }
     /* Writes the record of a token of `rank` (its slots on this rank) to the plan. If the token
      * is this rank's own, also writes the fates and ranks of its choices. `slot`: in lane k,
@@ -187,8 +187,8 @@ static __device__ void open_tables(LowlatPlan &tables, const p2p_plan_job &job, 
     if (threadIdx.x) return;
     tables.mask = mask;
     tables.p.load = (int32_t *)(mask + masks);
-    tables.p.slab_start = tables.p.load + experts;
-    tables.ids = (uint16_t *)(((uintptr_t)(tables.p.slab_start + experts) + 7) / 8 * 8);
+    tables.p.group_slab_start = tables.p.load + experts;
+    tables.ids = (uint16_t *)(((uintptr_t)(tables.p.group_slab_start + experts) + 7) / 8 * 8);
     tables.earlier_choices =
         tables.ids + ranks * job.max_lowlat_tokens * id_lanes_of(job.layer) * LOWLAT_LANE_IDS;
     tables.max_tokens = job.max_lowlat_tokens;

@@ -7,8 +7,18 @@
  *
  *   on lower ranks + in lower CTAs of this rank + in lower warps + earlier ones in this warp
  *
- * So no position depends on which rank, CTA or warp runs first. A tally is the counter of one
- * expert (plan/planner_state.cuh).
+ * So no position depends on which rank, CTA or warp runs first. The last of the four counts is
+ * called warp_position. With layout FLAT the planner also needs warp_row: how many rows on the
+ * rank of the choice this warp had counted before it. It is -1 if an earlier choice of the same
+ * token has counted the row. Until the slot of a choice is known, the plan's arrays `fate` and
+ * `rank_of` hold these counts:
+ *
+ *   layer                     fate[choice]     rank_of[choice]
+ *   EXPERT_MAJOR              warp_position    not used yet
+ *   FLAT, drops no choices    warp_row         not used yet
+ *   FLAT, drops choices       warp_position    warp_row (count_kept_rows() sets it)
+ *
+ * plan/planner_state.cuh defines the word tally, and how tallies are numbered.
  *
  *   writer          stores                                       reader that waits
  *   each warp       its tallies, in shared memory                its CTA, at a barrier
@@ -24,9 +34,9 @@
 
 #include "cuda/plan/planner_state.cuh"
 
-/* Counts the choice of each lane in `tally`, this warp's tallies, and returns how many choices
- * of the same expert the warp counted before this one (in lower lanes, or in earlier calls).
- * Sets same_id to the bit mask of the lanes with the same expert. Called by all lanes; a lane
+/* Adds the choice of each lane to `tally`, this warp's tallies. Returns warp_position: how many
+ * choices of the same expert the warp counted before this one, in lower lanes or earlier calls.
+ * Sets same_id to the bit mask of the lanes with the same expert. Called by all lanes. A lane
  * without a choice passes expert -1. */
 __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert,
                                                uint32_t &same_id)
@@ -49,9 +59,9 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
 
 /* Layout FLAT: counts the rows that a group of tokens needs on each rank. A token needs one row
  * on each rank that owns one of its experts. So only the token's first choice on a rank counts.
- * `owner`: the rank of this lane's choice, or -1. Returns how many rows on that rank the warp
- * counted before, or -1 if an earlier choice of the token has already counted the row. `seen`:
- * bit mask of the ranks that the token's first half (choices 0 to 31) goes to. */
+ * `owner`: the rank of this lane's choice, or -1. Returns warp_row of the choice. `tally`: this
+ * warp's tallies of the ranks. `seen`: the function stores in it, for the call with the second
+ * half of a token, which ranks the first half (choices 0 to 31) goes to. */
 __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &lanes,
                                               int32_t owner, int half, uint32_t &seen)
 {
@@ -81,8 +91,8 @@ __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int3
  * load them again when it computes their slots. */
 #define COUNTED_GROUPS 4
 
-/* The lane's choice in each of the warp's first groups of tokens: its id, and how many choices
- * with this id the warp counted before it (count_group()). */
+/* The id and the warp_position of this lane's choice in each of the warp's first groups of
+ * tokens. */
 struct CountedChoices {
     int32_t id[COUNTED_GROUPS], warp_position[COUNTED_GROUPS];
 };
@@ -100,10 +110,10 @@ __device__ __forceinline__ bool has_counted_all(const TokenRange &range,
  *
  *   read(choice)   returns the id of choice number `choice` of this rank
  *   use(choice, id, k, first_id, i)
- *                  handles a choice. All lanes call it; a lane without a choice passes choice =
- *                  id = -1. i: 0 to 3, number of the call among four whose ids were loaded
- *                  together. first_id: if the warp is at a token's second half (choices from
- *                  32 on), what use() returned for the first half; else -1 */
+ *                  handles a choice. All lanes call it. A lane without a choice passes choice =
+ *                  id = -1. i: 0 to 3, number of the call among the four whose ids were loaded
+ *                  together. first_id: in the call for a token's second half (choices from 32
+ *                  on), what use() returned for the first half; else -1 */
 template <class Read, class Use>
 __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
                                                 const TokenLanes &lanes,
@@ -153,8 +163,8 @@ __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
            record_index(job.self, job.self.rank, 0, (int)job.layer.top_k);
 }
 
-/* Returns the id under which choice number `choice` is counted. This is its expert. But if the
- * layer has replicas that are chosen after counting, it is its logical expert. */
+/* Returns the id under which choice number `choice` is counted: its expert. There is one
+ * exception: if the planner chooses replicas after counting, it is the logical expert. */
 template <int KIND>
 __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t choice)
 {
@@ -170,10 +180,9 @@ template <int KIND> __device__ __forceinline__ int num_planned_ids(const p2p_pla
                                                    : job.layer.num_experts);
 }
 
-/* Counts the choices of this warp's tokens and checks their ids. Until the slot of a choice is
- * known, the plan's array `fate` holds its count: what count_group() returned or, with layout
- * FLAT without dropping, what count_rows() returned. `counted` gets the same for the first
- * groups. */
+/* Counts the choices of this warp's tokens and checks their ids. Stores the count of each choice
+ * in `fate`, as the table at the top of this file shows, and the counts of the first groups
+ * also in `counted`. If `counted` has all, it leaves `fate` unchanged. */
 template <int KIND>
 static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                                      const TokenLanes &lanes, const TokenRange &range,
@@ -191,7 +200,7 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                     [&](int64_t choice, int64_t id, int k, int32_t first_id, int i) {
                         const int32_t expert = check_id(p, choice, id, ids);
                         uint32_t same_id;
-                        int32_t warp_position = count_group(
+                        int32_t count = count_group(
                             tally, by_k && expert >= 0 ? k * experts + expert : expert,
                             same_id);
                         if (distinct) {
@@ -204,29 +213,28 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                                 count_rows(tally + choice_tallies<KIND>(job), lanes,
                                            expert < 0 ? -1 : p.owner[expert], k >= WARP, seen);
                             if (!RARE || job.layer.overflow == EPIC_OVERFLOW_ERROR)
-                                warp_position = warp_row;
+                                count = warp_row;
                         }
                         counted.id[i] = expert;
-                        counted.warp_position[i] = warp_position;
-                        if (choice >= 0 && !all) fate[choice] = warp_position;
+                        counted.warp_position[i] = count;
+                        if (choice >= 0 && !all) fate[choice] = count;
                         return expert;
                     });
 }
 
-/* A word of `counts` has the sending rank's number of choices of one expert, and the rank that
- * owns this expert in the sender's table. RECORD_LAST in the word of expert 0 means that the
- * sender's data is wrong. RECORD_LAST in all words means that its table rank_of_expert is
- * invalid. */
+/* A word of `counts` has the sum of one tally on the sending rank. It also has the owner of the
+ * tally's expert in the sender's table, so that the receiver can compare the tables. RECORD_LAST
+ * in the word of tally 0 means that the sender's data is wrong. RECORD_LAST in all words means
+ * that its table rank_of_expert is invalid. */
 #define COUNT_BITS P2P_COUNT_BITS
 #define COUNT_OF(word) ((uint32_t)(word) & ((1u << COUNT_BITS) - 1))
 #define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & 31)
 
-/* Returns the word of `counts` for an expert, with the expert's rank and with count 0, to which
- * the caller adds the count. If this rank's table of experts is wrong, the word is
- * RECORD_LAST. */
-__device__ __forceinline__ uint32_t owner_word(const Planner &p, int expert)
+/* Returns the word of `counts` for tally i, with the tally's owner and with count 0. The caller
+ * adds the count. If this rank's table of experts is wrong, the word is RECORD_LAST. */
+__device__ __forceinline__ uint32_t owner_word(const Planner &p, int i)
 {
-    return p.bad_owner == NO_INDEX ? (uint32_t)p.owner[expert] << COUNT_BITS : RECORD_LAST;
+    return p.bad_owner == NO_INDEX ? (uint32_t)p.owner[i] << COUNT_BITS : RECORD_LAST;
 }
 
 /* Reports EPIC_EMISMATCH, which ends the group: rank q has another table of experts
@@ -239,9 +247,9 @@ static __device__ __noinline__ void report_table_mismatch(const OpState &op, int
         op.signature);
 }
 
-/* Publishes the tallies (counters of choices) of this CTA to the other planner CTAs of this
- * rank. In p.tally, replaces the tally of each warp by the sum of the lower warps' tallies.
- * Called by all threads of the CTA. */
+/* Publishes the tallies of this CTA, summed over its warps, to the other planner CTAs of this
+ * rank. In p.tally, replaces the tally of each warp by the sum over the lower warps. Called by
+ * all threads of the CTA. */
 template <int KIND>
 static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -359,9 +367,8 @@ __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts
             store_relaxed(counts + (first + i) * DEVICE_MAX_TALLIES, words[i]);
 }
 
-/* Waits until all planner CTAs of this rank have published tally e (mostly the counter of one
- * expert). words[c] becomes the tally of CTA c; it has count 0 if there is no CTA c. Returns
- * false if the group of ranks has failed. */
+/* Waits until all planner CTAs of this rank have published tally e. words[c] becomes the word of
+ * CTA c, with count 0 if there is no CTA c. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, const OpState &op,
                                                     int e, uint64_t (&words)[P2P_MAX_PLANNERS])
 {
@@ -378,10 +385,9 @@ __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, con
     });
 }
 
-/* Does steps 1 and 2 of exchange_counts() for tally e (mostly the counter of one expert): adds
- * the tallies of this rank's CTAs, and CTA 0 sends the sum to every rank. `counts`: offset of
- * this epoch's counts in a heap, in 8-byte words. Returns false if the group of ranks has
- * failed. */
+/* Does steps 1 and 2 of exchange_counts() for tally e: adds the tallies of this rank's CTAs. CTA
+ * 0 also sends the sum to every rank. `counts`: offset of this epoch's counts in a heap, in
+ * 8-byte words. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &job,
                                               const OpState &op, int64_t counts, int e)
 {
@@ -413,14 +419,14 @@ __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &jo
  * failure. Returns false if any thread of CTA 0 has found that the group of ranks has
  * failed. */
 __device__ __forceinline__ bool post_put_counts(const p2p_self &self, const OpState &op,
-                                                int64_t counts, int experts, bool ok)
+                                                int64_t counts, int tallies, bool ok)
 {
     if (!HOSTS || blockIdx.x != 0) return ok;
     ok = __syncthreads_and(ok) != 0;
     if (ok && (int)threadIdx.x < self.num_ranks)
         post_put(op, threadIdx.x,
                  (uint64_t *)self.heap[threadIdx.x] + counts + self.rank * DEVICE_MAX_TALLIES,
-                 (uint32_t)experts * 8);
+                 (uint32_t)tallies * 8);
     return ok;
 }
 
@@ -449,9 +455,9 @@ __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64
     });
 }
 
-/* Does step 3 of exchange_counts() for tally e (mostly the counter of one expert): waits for
- * the counts of all ranks, and adds them. `counts`: offset of this epoch's counts in a heap, in
- * 8-byte words. Returns false if the group of ranks has failed. */
+/* Does step 3 of exchange_counts() for tally e: waits for the counts of all ranks, and adds
+ * them. `counts`: offset of this epoch's counts in a heap, in 8-byte words. Returns false if the
+ * group of ranks has failed. */
 __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self,
                                                 const OpState &op, int64_t counts, int e)
 {
@@ -486,13 +492,13 @@ __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self
     return ok;
 }
 
-/* Exchanges the counts of choices with all ranks. Called by all threads of the planner CTAs. A
- * thread handles one tally (mostly: one expert) at a time:
+/* Exchanges the tallies with all ranks. Called by all threads of the planner CTAs. A thread
+ * handles one tally at a time:
  *
  *   1. waits for the tallies of all planner CTAs of this rank and adds them
  *   2. in CTA 0: stores the sum in the heap of every rank
- *   3. waits for the sums of all ranks, checks that all ranks have the same owner for the
- *      expert, and sets p.before_cta and p.load
+ *   3. waits for the sums of all ranks, checks that the tally has the same owner on all ranks,
+ *      and sets p.before_cta and p.load
  *
  * Returns false if the group of ranks has failed. If this function were inlined, the compiler
  * would spill registers in the loop that moves rows. */
@@ -501,15 +507,15 @@ static __device__ __noinline__ bool exchange_counts(Planner &p, const p2p_plan_j
                                                     const OpState &op)
 {
     const p2p_self &self = job.self;
-    const int experts = tallies_of<KIND>(job);
+    const int tallies = tallies_of<KIND>(job);
     const int64_t counts =
         self.at.counts / 8 + (int64_t)epoch_parity(op) * self.num_ranks * DEVICE_MAX_TALLIES;
     bool ok = true;
-    for (int e = threadIdx.x; e < experts && ok; e += blockDim.x)
-        ok = publish_count(p, job, op, counts, e);
-    ok = post_put_counts(self, op, counts, experts, ok);
-    for (int e = threadIdx.x; e < experts && ok; e += blockDim.x)
-        ok = add_rank_counts(p, self, op, counts, e);
+    for (int i = threadIdx.x; i < tallies && ok; i += blockDim.x)
+        ok = publish_count(p, job, op, counts, i);
+    ok = post_put_counts(self, op, counts, tallies, ok);
+    for (int i = threadIdx.x; i < tallies && ok; i += blockDim.x)
+        ok = add_rank_counts(p, self, op, counts, i);
     return ok;
 }
 

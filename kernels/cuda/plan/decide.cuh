@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Decides a plan from the counts of all ranks: which choices are kept, where the slab of each expert
- * begins, and whether the plan is valid. plan/planner.cuh calls these functions after the counts
- * have arrived, and defines the words choice and slab.
+/* Decides a plan from the counts of all ranks: which choices are kept, where the slab of each
+ * expert begins, and whether the plan is valid. plan/planner.cuh calls these functions after
+ * the counts have arrived. It defines the words choice and slab.
  *
  *   decide_plan          computes loads, kept choices and slabs
  *   wait_faults          waits until every rank has reported the faults of its data
@@ -32,7 +32,7 @@ __device__ __forceinline__ ExpertRange experts_of_rank(const p2p_plan_job &job, 
  * of `alignment`. */
 __device__ __forceinline__ uint64_t round_up_rows(int32_t count, uint32_t alignment)
 {
-    /* For a power of two, a mask gives the remainder without a slow division. */
+    /* If the alignment is a power of two, a mask computes the remainder without a division. */
     const bool power = (alignment & (alignment - 1)) == 0;
     const uint32_t past =
         power ? (uint32_t)count & (alignment - 1) : (uint32_t)count % alignment;
@@ -82,8 +82,8 @@ static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int r
     return (int64_t)total;
 }
 
-/* Returns the largest limit c for which `capacity` slots suffice if each expert of `rank` keeps
- * at most c choices. It finds c by bisection. Called by one warp. */
+/* Returns the keep limit of `rank`: the largest c for which `capacity` slots suffice if each of
+ * its experts keeps at most c choices. Finds c by bisection. Called by one warp. */
 static __device__ int32_t find_keep_limit(Planner &p, const p2p_plan_job &job, int rank,
                                           int64_t capacity)
 {
@@ -114,10 +114,10 @@ __device__ __forceinline__ int32_t *expert_table(const p2p_plan_job &job)
     return logical_table(job) + device_round_up(job.layer.num_experts * 4ll, 128) / 4;
 }
 
-/* Places the slabs of `rank`: sets p.slab_start of each of its experts to the first slot of the
- * expert's slab or, with layout FLAT, to the local number of the expert. For this rank's own
- * slabs, CTA 0 also writes the tables slab_begin and padding of the plan. Returns the number of
- * slots that the rank needs. Called by one warp. */
+/* Places the slabs of `rank`: sets p.slab_start for each of its experts. Layout FLAT has no
+ * slabs, so there it sets p.local_expert instead. For this rank's own experts, CTA 0 also
+ * writes the tables slab_begin and padding of the plan. Returns the number of slots that the
+ * rank needs. Called by one warp. */
 template <int KIND>
 static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int rank)
 {
@@ -142,9 +142,8 @@ static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int r
             if (lane >= d) rows_upto += r;
         }
         const uint32_t owners = __ballot_sync(ALL_LANES, mine);
-        if (mine)
-            p.slab_start[e] = FLAT ? owned + __popc(owners & lanes_below())
-                                   : (int32_t)slots + rows_upto - rows;
+        if (mine && FLAT) p.local_expert[e] = owned + __popc(owners & lanes_below());
+        if (mine && !FLAT) p.slab_start[e] = (int32_t)slots + rows_upto - rows;
         if (mine && write) {
             const int local = owned + __popc(owners & lanes_below());
             slab_begin[local] = FLAT ? 0 : p.slab_start[e];

@@ -1,21 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Layout FLAT: a token has one row on each rank that owns at least one of its experts. Kernels
  * that move rows treat this row as the token's only slot on that rank. Two more arrays of the
- * receive buffer hold, for each row, the token's local experts there and their weights.
+ * receive buffer hold, for each row, the token's local experts on that rank and their weights.
  *
- * While the plan is made, each rank stores stamped words (valid only in this epoch) for each of
- * its tokens in the heap of every rank:
+ * While the plan is made, each rank stores two things for each of its tokens in the heap of
+ * every rank. Both are stamped words, which are valid only in this epoch:
  *
- *   rows     one word: the number of the token's row on that rank
- *   records  up to top_k words: the token's local experts there (other layouts: its slots) */
+ *   row word  the number of the token's row on that rank
+ *   record    up to top_k words: the token's local experts on that rank. With EXPERT_MAJOR, a
+ *             record has the token's slots there instead */
 #ifndef EPIC_FLAT_CUH
 #define EPIC_FLAT_CUH
 
 #include "cuda/plan/view.cuh"
 
-/* Returns the address, in `heap`, of the word in which a rank stores the row number of its
- * token. `source`: number of that rank among the sources of the rank that owns the heap
- * (source_number()). */
+/* Returns the address, in `heap`, of the row word of a token. `source`: number of the token's
+ * rank among the sources of the rank that owns the heap (source_number()). */
 __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, const OpState &op,
                                                       uint8_t *heap, int source, int64_t token)
 {
@@ -23,8 +23,8 @@ __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, cons
            ((int64_t)epoch_parity(op) * self.num_ranks + source) * self.max_tokens + token;
 }
 
-/* Returns the address, on this rank, of the word in which rank `source` stores which row its
- * token has on this rank. */
+/* Returns the address, on this rank, of the row word of a token of rank `source`. The word has
+ * the token's row on this rank. */
 __device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const OpState &op,
                                                    int source, int64_t token)
 {

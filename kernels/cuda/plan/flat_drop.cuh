@@ -1,18 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Decides which choices are dropped if a rank has too few slots. All experts of a rank have the
- * same *keep limit*: each keeps at most so many choices that the rank's slots suffice.
+/* Decides which choices are dropped if a rank has too few slots. All experts of a rank get the
+ * same *keep limit*, the number of choices that each of them may keep. It is the largest number
+ * for which the rank's slots suffice.
  *
  *   EXPERT_MAJOR   the slots that a rank needs depend only on the loads of its experts. Every
  *                  rank knows all loads, so it computes all limits by itself
  *                  (find_keep_limit)
- *   FLAT           a rank needs one row for each token that keeps a choice there. Only the
- *                  token's own rank knows these tokens. So the ranks try a limit, count the
- *                  rows that it needs, exchange the counts, and bisect
- *                  (find_flat_keep_limits)
+ *   FLAT           a rank needs one row for each token of which its experts keep a choice. The
+ *                  loads do not show how many such tokens there are. So each rank tries a limit,
+ *                  counts the rows that its own tokens need with it, and exchanges the counts.
+ *                  The ranks repeat this as a bisection (find_flat_keep_limits)
  *
- * In the second case only one CTA per rank makes the plan, so that it sees all choices of the
- * rank in order. The ranks exchange the counts in stamped words. Each exchange of a search has
- * words of its own, so no word is overwritten before all ranks have read it. */
+ * With FLAT only one CTA per rank makes the plan, so that it sees all choices of the rank in
+ * order. The ranks exchange the counts in stamped words. Each exchange has words of its own, so
+ * no rank overwrites a word that another rank has not read. */
 #ifndef EPIC_FLAT_DROP_CUH
 #define EPIC_FLAT_DROP_CUH
 
@@ -35,19 +36,21 @@ __device__ __forceinline__ int32_t num_kept(const Planner &p, const p2p_plan_job
 }
 
 /* Returns 0 if the expert keeps choice k of a token. Else returns the EPIC_FATE_* value with
- * the reason why it drops the choice. `warp_position`: how many choices of the expert the warp
- * counted before this one. */
+ * the reason why it drops the choice. `warp_position`: see keep_position_of(). */
 __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int expert, int k, int32_t warp_position)
 {
-    const int32_t nth = keep_order_of(p, job, num_tallies(job, true), expert, k, warp_position);
-    if (nth < num_kept(p, job, expert)) return 0;
-    return nth >= expert_quota(p, job, expert) ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
+    const int32_t position =
+        keep_position_of(p, job, num_tallies(job, true), expert, k, warp_position);
+    if (position < num_kept(p, job, expert)) return 0;
+    return position >= expert_quota(p, job, expert) ? EPIC_FATE_EXPERT_FULL
+                                                    : EPIC_FATE_RANK_FULL;
 }
 
 /* Counts the rows that this warp's tokens need on each rank if the experts keep only
- * p.keep_limit choices. For each choice of this rank, `warp_positions` has the result of
- * count_group(). The function stores the result of count_rows() in `warp_rows`. */
+ * p.keep_limit choices. `warp_positions` and `warp_rows` have an element for each choice of this
+ * rank. The function reads the results of count_group() from the first, and stores the results
+ * of count_rows() in the second. */
 static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
                                        const int32_t *warp_positions, int32_t *warp_rows)
 {

@@ -1,9 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The last step of making a plan with layout FLAT: computes the row that each of this rank's
- * tokens has on each rank, and sends the row numbers. For each of its tokens, a warp stores two
- * things in the heap of every rank: one word with the row number, and one record with the
- * token's local experts there. The words are stamped with the epoch, so each is its own
- * flag. */
+/* The last step of making a plan with layout FLAT, in which a token has one row on each rank
+ * that owns any of its experts. This file computes these rows for the tokens of this rank.
+ *
+ * The rows of a rank are in the order (source rank, token). So the row of a token on rank q is
+ * the sum of three counts, each of rows on rank q:
+ *
+ *   p.rows_before_cta[q]   for tokens of lower ranks, and of lower CTAs of this rank
+ *   the warp's tally of q  for tokens of lower warps of this CTA
+ *   warp_row               for earlier tokens of this warp; count_rows() has returned it for the
+ *                          token's first choice on rank q
+ *
+ * The warp then stores two things in the heap of every rank, for each of its tokens: one word
+ * with the row number, and one record with the token's local experts on that rank. The words
+ * are stamped with the epoch, so a receiver sees from a word itself whether it has arrived. */
 #ifndef EPIC_FLAT_PLACE_CUH
 #define EPIC_FLAT_PLACE_CUH
 
@@ -13,40 +22,40 @@ struct FlatChoice { /* A choice that this lane handles, and where it goes. */
     /* number of the choice on this rank (token * top_k + k); -1: the lane has no choice */
     int64_t choice;
     int32_t owner; /* the rank of its expert; -1: the choice is not sent */
-    int32_t local; /* local number of the expert on that rank */
-    /* the token's row on that rank, in the lane whose choice is the token's first one there;
-     * else -1 until send_row_words() */
+    int32_t local; /* number of the expert among the experts of that rank */
+    /* The token's row on that rank. At first only the lane with the token's first choice on that
+     * rank has it, and the others have -1. send_row_words() sets it in all of them. */
     int32_t row;
     int32_t fate; /* if owner is -1: the reason, an EPIC_FATE_* value */
 };
 
-/* Returns where choice number `choice` goes. If the layer does not drop choices, `counted` is
- * what count_rows() returned for the choice: how many rows on its rank the warp counted before.
- * If the layer drops, `counted` is what count_group() returned: how many choices of its expert
- * the warp counted before. Then `counted_row` is what count_rows() returned. */
+/* Returns where choice number `choice` goes. `in_fate` and `in_rank_of` are the counts that the
+ * plan's arrays `fate` and `rank_of` hold for this choice (plan/counts.cuh): warp_row in `fate`
+ * or, if the layer drops choices, warp_position in `fate` and warp_row in `rank_of`. */
 template <int KIND>
 __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p_plan_job &job,
                                                      int64_t choice, int64_t id, int k,
-                                                     int32_t counted, int32_t counted_row)
+                                                     int32_t in_fate, int32_t in_rank_of)
 {
+    int32_t warp_row = in_fate;
     const int32_t *tally =
         p.tally + threadIdx.x / WARP * tallies_of<KIND>(job) + choice_tallies<KIND>(job);
     FlatChoice s = {choice, -1, 0, -1, EPIC_FATE_NONE};
     if (id < 0 || id >= job.layer.num_experts) return s;
     if (KIND & PLAN_RARE && layer_drops(job)) {
-        s.fate = fate_of_choice(p, job, (int)id, k, counted);
+        s.fate = fate_of_choice(p, job, (int)id, k, in_fate);
         if (s.fate < 0) return s;
-        counted = counted_row;
+        warp_row = in_rank_of;
     }
     s.owner = p.owner[id];
-    s.local = p.slab_start[id];
-    if (counted >= 0) s.row = p.rows_before_cta[s.owner] + tally[s.owner] + counted;
+    s.local = p.local_expert[id];
+    if (warp_row >= 0) s.row = p.rows_before_cta[s.owner] + tally[s.owner] + warp_row;
     return s;
 }
 
-/* Sends the row numbers and records of a group of tokens to every rank. Each lane has one
- * choice of one token: c[h] is its choice in half h of the token. Also sets c[h].row in all
- * lanes of a token. `in`: the lane's token exists. `bad`: the plan is invalid, so receivers
+/* Sends the row numbers and records of a group of tokens to every rank. A lane has the choices
+ * c[0] and c[1] of its token: one in each half of the token (TokenLanes). Also sets c[h].row in
+ * all lanes of a token. `in`: the lane's token exists. `bad`: the plan is invalid, so receivers
  * must discard the rows. Called by one warp. */
 __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan_job &job,
                                                const TokenLanes &lanes, int32_t token, bool in,
@@ -54,7 +63,7 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
 {
     const p2p_self &self = job.self;
     const uint32_t above = ~lanes_below() << 1;
-    const bool speaks = in && lanes.has_choice && lanes.k == 0;
+    const bool is_first_lane = in && lanes.has_choice && lanes.k == 0; /* of its token */
     const int64_t record = self.at.records / 8 +
                            ((int64_t)epoch_parity(op) * self.num_ranks + self.rank) *
                                self.max_tokens * HEAP_TOP_K(self) +
@@ -84,8 +93,9 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
                           stamp_word(op, (uint32_t)c[1].local | (last ? RECORD_LAST : 0)));
         }
         const bool none = !first_half && !second_half;
-        if (speaks && none) store_relaxed(to, stamp_word(op, RECORD_ABSENT | RECORD_LAST));
-        if (speaks)
+        if (is_first_lane && none)
+            store_relaxed(to, stamp_word(op, RECORD_ABSENT | RECORD_LAST));
+        if (is_first_lane)
             store_relaxed(row_word_address(self, op, self.heap[q],
                                            source_number(self, q, self.rank), token),
                           stamp_word(op, none  ? RECORD_ABSENT
@@ -95,8 +105,9 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
     }
 }
 
-/* Does for layout FLAT what place_choices() does for the other layout: stores fate (the row)
- * and rank of each of this warp's choices in the plan, and sends row numbers and records. */
+/* Does for layout FLAT what place_choices() does for EXPERT_MAJOR: stores the fate and the rank
+ * of each of this warp's choices in the plan, and sends row numbers and records. The fate of a
+ * kept choice is its token's row. */
 template <int KIND>
 static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -112,7 +123,7 @@ static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpS
         p.header.result == EPIC_EOVERFLOW ? EPIC_FATE_RANK_FULL : EPIC_FATE_NONE;
     for (int t = range.begin; t < range.end; t += 2 * lanes.group_tokens) {
         int64_t choice[4], id[4];
-        int32_t counted[4], counted_row[4];
+        int32_t in_fate[4], in_rank_of[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) { /* i / 2: one of two groups of tokens; i % 2: half */
             const int token = t + i / 2 * lanes.group_tokens + lanes.token;
@@ -121,8 +132,8 @@ static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpS
                 lanes.has_choice && token < range.end && k < top_k && i % 2 < lanes.num_halves;
             choice[i] = in ? (int64_t)token * top_k + k : -1;
             id[i] = in ? planned_id<KIND>(job, choice[i]) : -1;
-            counted[i] = in ? fate[choice[i]] : -1;
-            counted_row[i] =
+            in_fate[i] = in ? fate[choice[i]] : -1;
+            in_rank_of[i] =
                 KIND & PLAN_RARE && in && layer_drops(job) ? rank_of[choice[i]] : -1;
         }
 #pragma unroll
@@ -133,7 +144,7 @@ static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpS
             for (int h = 0; h < 2; h++) {
                 const int i = g * 2 + h;
                 c[h] = flat_choice_of<KIND>(p, job, choice[i], id[i], lanes.k + h * WARP,
-                                            counted[i], counted_row[i]);
+                                            in_fate[i], in_rank_of[i]);
             }
             send_row_words(op, job, lanes, token, token < range.end, bad, c);
 #pragma unroll

@@ -1,35 +1,36 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* EPIC_BY_K: an expert that cannot keep all its choices first keeps those with k = 0, then
- * those with k = 1, and so on.
+ * those with k = 1, and so on. The slots of the kept choices are still in the order of tokens.
+ * So a choice has two positions:
  *
- * The ranks count the choices of each k separately, as if there were one expert per k:
+ *   keep position   its index in the order (k, rank, token) among the choices of its expert. The
+ *                   expert keeps the choices with the lowest keep positions
+ *   slot position   its index in the order (rank, token, k) among the kept choices of its
+ *                   expert. It decides the slot
  *
- *   tally           tally k * num_experts + expert counts the choices with this k
- *   lower_k_count   [num_experts * top_k]  choices of the expert with lower k, on all ranks
- *   kept_before     [num_warps][num_experts]  how many choices the expert keeps before the
- *                                             next one that the warp handles
+ * To find keep positions, the ranks count the choices of each k separately: tally number
+ * k * num_experts + e counts the choices of expert e with this k. The keep position is
+ * lower_k_count plus the position among the choices with the same k. Two arrays are needed:
  *
- * A choice has two positions:
- *
- *   in the order of k        decides whether the expert keeps the choice. It is lower_k_count,
- *                            plus the position among the choices with the same k
- *   in the order of tokens   decides the slot of a kept choice. It is the number of choices
- *                            that the expert keeps before it (kept_before) */
+ *   lower_k_count   [top_k][num_experts]      choices of the expert with lower k, on all ranks
+ *   kept_before     [num_warps][num_experts]  slot position of the next kept choice that the
+ *                                             warp handles */
 #ifndef EPIC_KEEP_BY_K_CUH
 #define EPIC_KEEP_BY_K_CUH
 
 #include "cuda/plan/replicas.cuh"
 
-/* Returns the bytes of dynamic shared memory that the arrays of EPIC_BY_K need. They follow the
- * tables of the replicas in memory. */
+/* Returns the bytes of dynamic shared memory that the arrays of EPIC_BY_K need: the loads summed
+ * over k, and kept_before. They follow the tables of the replicas in memory. */
 static inline int by_k_bytes(const p2p_plan_job *job)
 {
     const int warps = planner_warps(num_tallies(*job, job->layer.layout == EPIC_FLAT));
     return job->by_k ? (int)job->layer.num_experts * 4 * (1 + warps) : 0;
 }
 
-/* Sets p.lower_k_count, and replaces p.load, which has a count per expert and k, by the sum
- * over all k. Called by all threads of the CTA, after exchange_counts(). */
+/* Sets p.lower_k_count, and points p.load at the loads of the experts, summed over all k. Before
+ * this call, p.load has a count per k and expert. lower_k_count takes over its memory. Called by
+ * all threads of the CTA, after exchange_counts(). */
 static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts;
@@ -52,12 +53,12 @@ static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* Returns the position of choice k of a token in the order in which its expert keeps choices.
- * `warp_position`: how many choices of the expert (with this k) the warp counted before it.
- * `tallies`: number of tallies per warp. */
-__device__ __forceinline__ int32_t keep_order_of(const Planner &p, const p2p_plan_job &job,
-                                                 int tallies, int expert, int k,
-                                                 int32_t warp_position)
+/* Returns the keep position of choice k of a token. Without EPIC_BY_K it is the position in the
+ * order (rank, token, k). `warp_position`: how many choices the warp had counted in the same
+ * tally before this one. `tallies`: number of tallies per warp. */
+__device__ __forceinline__ int32_t keep_position_of(const Planner &p, const p2p_plan_job &job,
+                                                    int tallies, int expert, int k,
+                                                    int32_t warp_position)
 {
     const int i = job.by_k ? k * (int)job.layer.num_experts + expert : expert;
     const int32_t nth =
@@ -66,21 +67,22 @@ __device__ __forceinline__ int32_t keep_order_of(const Planner &p, const p2p_pla
 }
 
 /* Sets p.kept_before for each warp and expert: how many choices the expert keeps of all tokens
- * before the warp's first one. keep(expert): how many choices the expert keeps in all. Called
- * by all threads of the CTA. */
+ * before the warp's first one. It adds the choices of each k that come before the warp and that
+ * the expert keeps. keep(expert): how many choices the expert keeps in all. Called by all
+ * threads of the CTA. */
 template <class Keep>
 static __device__ void count_kept_before(Planner &p, const p2p_plan_job &job, Keep keep)
 {
     const int experts = job.layer.num_experts, choices = num_choice_tallies(job);
     for (int i = threadIdx.x; i < p.num_warps * experts; i += blockDim.x) {
         const int warp = i / experts, e = i % experts;
-        const int32_t most = keep(e);
-        int32_t taken = 0;
+        const int32_t num_kept = keep(e);
+        int32_t kept = 0;
         for (int j = e; j < choices; j += experts) {
             const int32_t before = p.before_cta[j] + p.tally[warp * choices + j];
-            taken += max(0, min(before, most - p.lower_k_count[j]));
+            kept += max(0, min(before, num_kept - p.lower_k_count[j]));
         }
-        p.kept_before[i] = taken;
+        p.kept_before[i] = kept;
     }
     __syncthreads();
 }

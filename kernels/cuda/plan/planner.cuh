@@ -33,9 +33,9 @@ struct PlacedChoice {
 };
 
 /* Returns the slot of choice k of a token on its expert's rank or, if the choice is dropped,
- * the reason (EPIC_FATE_*). Sets e to its expert; for a logical expert, this is the replica.
- * `warp_position`: how many choices with this id the warp counted before this one. id -1: the
- * lane has no choice. Only for valid plans. Called by all lanes. */
+ * the reason (EPIC_FATE_*). Sets e to its expert. If `id` is a logical expert, e is the replica
+ * that gets the choice. `warp_position`: how many choices with this id the warp counted before
+ * this one. id -1: the lane has no choice. Only for valid plans. Called by all lanes. */
 template <int KIND>
 __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int64_t id, int k, int32_t warp_position,
@@ -48,13 +48,12 @@ __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_pl
         return p.slab_start[e] + p.before_cta[e] + p.tally[threadIdx.x / WARP * tallies + e] +
                warp_position;
     }
-    int32_t nth = e < 0 ? 0 : keep_order_of(p, job, tallies, e, k, warp_position);
+    int32_t nth = e < 0 ? 0 : keep_position_of(p, job, tallies, e, k, warp_position);
     if (e >= 0 && job.layer.num_logical && !job.resolves) e = choose_replica(p, e, nth);
     const bool keeps = e >= 0 && nth < num_kept(p, job, e),
                full = e >= 0 && nth >= expert_quota(p, job, e);
-    /* EPIC_BY_K: so far, nth is the position in the order of k, which decides whether the
-     * expert keeps the choice. The slot needs another position: the number of kept choices
-     * before it, in the order of tokens. */
+    /* EPIC_BY_K: so far, nth is the keep position. It becomes the slot position
+     * (plan/keep_by_k.cuh). */
     if (job.by_k)
         nth = count_group(p.kept_before + threadIdx.x / WARP * (int)job.layer.num_experts,
                           keeps ? e : -1);
@@ -151,8 +150,8 @@ static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const 
 }
 
 /* Computes the slots of the choices of this warp's tokens, stores them in the plan, and sends
- * them to the ranks of the experts. Until now the plan's array `fate` has held what
- * count_group() returned for each choice. */
+ * them to the ranks of the experts. At the call, the plan's array `fate` has the warp_position
+ * of each choice (plan/counts.cuh). */
 template <int KIND>
 static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const OpState &op,
                                      const TokenLanes &lanes, const TokenRange &range,

@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The planner's state (struct Planner), and which warp and lane handles which choice.
  *
- * Words: a choice is one of a token's top_k expert ids. A tally is a counter, for
- * example of the choices of one expert. The planner CTAs are the first job.planners CTAs of a kernel; they
- * make the plan together.
+ * Words: a choice is one of a token's top_k expert ids. A tally is a counter of a warp. Tally e
+ * counts the choices of expert e. With EPIC_BY_K, tally k * num_experts + e counts its choices
+ * with this k. With FLAT, one more tally per rank follows, which counts the rows that the rank
+ * needs. The planner CTAs are the first job.planners CTAs of a kernel. They make the plan
+ * together.
  *
  * This rank's tokens are divided among the planner CTAs, and the tokens of a CTA among its
  * warps. A warp handles several tokens at a time, one choice per lane:
  *
- *   num_tallies, tallies_of     how many tallies a warp has: one per expert, or with EPIC_BY_K
- *                               one per expert and k; with FLAT also one per rank
+ *   num_tallies, tallies_of     how many tallies a warp has
  *   planner_warps               how many warps of a CTA count
  *   planner_bytes               how much shared memory their tallies need
  *   TokenLanes                  which token and choice each lane handles
@@ -23,7 +24,7 @@
 
 #include "cuda/plan/view.cuh"
 
-/* Value of an index (of a choice or an expert) that means: there is none. */
+/* Value of an index of a choice or an expert if there is no such choice or expert. */
 #define NO_INDEX 0xffffffffu
 /* How many ranks' counts a thread loads together, so that the loads overlap. */
 #define RANKS_AT_ONCE 8
@@ -38,24 +39,31 @@ enum { /* Bits of the template argument KIND, which says what the layer needs. *
 };
 
 /* The planner's state, in the shared memory of each planner CTA. begin_planner() points the
- * pointers at arrays in dynamic shared memory. Arrays of [num_tallies] have one element per
- * expert; with EPIC_BY_K, one per expert and k. */
+ * pointers at arrays in dynamic shared memory. */
 struct Planner {
     device_plan_header header;
-    /* [num_tallies]: how many choices lower ranks, and lower CTAs of this rank, have counted */
+    /* [num_tallies]: sum of each tally over all CTAs of lower ranks and the lower CTAs of this
+     * rank. So it counts the choices (or rows) before those of this CTA. */
     int32_t *before_cta;
-    int32_t *load; /* [num_tallies]: choices of all ranks */
-    /* FLAT only, [num_ranks]: receive-buffer rows needed on each rank. rows_before_cta: for
-     * tokens of lower ranks and lower CTAs. needed_rows: for all ranks' tokens. */
+    int32_t *load; /* [num_tallies]: sum of each tally over all CTAs of all ranks */
+    /* FLAT only, [num_ranks]: the last elements of before_cta and of load, those of the tallies
+     * of ranks. rows_before_cta[q]: rows on rank q for tokens before those of this CTA.
+     * needed_rows[q]: rows on rank q for all tokens. */
     int32_t *rows_before_cta, *needed_rows;
-    /* [num_experts]: first slot of the expert's slab. FLAT has no slabs: here it is the local
-     * number of the expert on its rank. */
-    int32_t *slab_start;
-    /* [num_warps][num_tallies]: while choices are counted, how many each warp has counted.
-     * publish_tallies() replaces each number by the sum over the lower warps of this CTA. */
+    union { /* [num_experts]: an array whose meaning depends on the planner and the layout */
+        /* EXPERT_MAJOR: first slot of the expert's slab, on its rank */
+        int32_t *slab_start;
+        /* FLAT, which has no slabs: number of the expert among the experts of its rank */
+        int32_t *local_expert;
+        /* plans of lowlat/plan.cuh: like slab_start, but slots are numbered over all ranks.
+         * The first slot of rank 1 follows the last slot of rank 0. */
+        int32_t *group_slab_start;
+    };
+    /* [num_warps][num_tallies]: the tallies of each warp while choices are counted.
+     * publish_tallies() then replaces each tally by the sum over the lower warps of this CTA. */
     int32_t *tally;
-    /* owner[e]: the rank that owns expert e. With EPIC_BY_K, the array has one entry per k and
-     * expert. With FLAT, one entry per rank follows. */
+    /* [num_tallies]: the rank of each tally: the owner of its expert or, for the tally of a
+     * rank, that rank. So owner[e] is the owner of expert e. */
     uint8_t *owner;
     uint8_t *rare_memory; /* memory after these arrays; only layers with PLAN_RARE use it */
     /* keep_limit[q]: the largest number of choices that each expert of rank q may keep, so that
@@ -65,8 +73,8 @@ struct Planner {
     int32_t demand[DEVICE_MAX_RANKS];
     /* capacity[q]: slots of rank q's receive buffer; 0: no bound */
     int32_t capacity[DEVICE_MAX_RANKS];
-    /* FLAT that drops only: the bisection bounds of keep_limit. With limit_fits[q] the rows of
-     * rank q fit its capacity, with limit_fails[q] they do not. */
+    /* Only FLAT layers that drop choices: bounds of the bisection for keep_limit. With the limit
+     * limit_fits[q] the rows of rank q fit its capacity, with limit_fails[q] they do not. */
     int32_t limit_fits[DEVICE_MAX_RANKS], limit_fails[DEVICE_MAX_RANKS];
     /* needed_slots[q]: slots that rank q needs after expert_capacity has dropped choices */
     int64_t needed_slots[DEVICE_MAX_RANKS];
@@ -92,36 +100,35 @@ struct Planner {
     int32_t num_warps, tokens_per_cta, tokens_per_warp;
 };
 
-/* Returns how many tallies (counters) of choices a warp has: one per expert, or with EPIC_BY_K
- * one per expert and k. */
+/* Returns how many tallies of choices a warp has: one per expert, or with EPIC_BY_K one per
+ * expert and k. */
 __host__ __device__ inline int num_choice_tallies(const p2p_plan_job &job)
 {
     return (int)(job.layer.num_experts * (job.by_k ? job.layer.top_k : 1));
 }
 
-/* Returns how many tallies (counters) a warp has in all. In layout FLAT, the tallies of choices
- * are followed by one tally per rank. It counts the rows that the rank needs: each token that
- * chooses an expert of the rank counts once. */
+/* Returns how many tallies a warp has in all. With layout FLAT, one tally per rank follows the
+ * tallies of choices. Each token that chooses an expert of the rank adds 1 to it. */
 __host__ __device__ inline int num_tallies(const p2p_plan_job &job, bool flat)
 {
     return num_choice_tallies(job) + (flat ? job.self.num_ranks : 0);
 }
 
-/* Like num_choice_tallies(), but without a run-time test of the layer if KIND excludes
- * EPIC_BY_K. */
+/* Like num_choice_tallies(). If KIND excludes EPIC_BY_K, it does not test the layer at run
+ * time. */
 template <int KIND> __device__ __forceinline__ int choice_tallies(const p2p_plan_job &job)
 {
     return KIND & PLAN_RARE ? num_choice_tallies(job) : (int)job.layer.num_experts;
 }
 
-/* Like num_tallies(), but decided by KIND at compile time. */
+/* Like num_tallies(), but KIND decides at compile time whether the layout is FLAT. */
 template <int KIND> __device__ __forceinline__ int tallies_of(const p2p_plan_job &job)
 {
     return choice_tallies<KIND>(job) + (KIND & PLAN_FLAT ? job.self.num_ranks : 0);
 }
 
-/* Returns how many warps of a CTA count choices if each warp has `tallies` tallies (counters).
- * With many tallies fewer warps count, because all tallies must fit in shared memory. */
+/* Returns how many warps of a CTA count choices if each warp has `tallies` tallies. With many
+ * tallies fewer warps count, because all tallies must fit in shared memory. */
 __host__ __device__ inline int planner_warps(int tallies)
 {
     const int most = PLAN_TALLY_WORDS / tallies;
@@ -134,14 +141,15 @@ __host__ __device__ inline int planner_warps(int tallies)
 }
 
 /* Returns the bytes of dynamic shared memory that the arrays of Planner need if each warp has
- * `tallies` tallies (counters). */
+ * `tallies` tallies. */
 __host__ __device__ inline int planner_bytes(int tallies)
 {
     return tallies * 4 * (3 + planner_warps(tallies)) + (tallies + 15) / 16 * 16;
 }
 
-/* Returns the largest planner_bytes() of any layer: the limit with which the host loads the
- * kernels. It tries every number of tallies, because planner_bytes() is not monotonic. */
+/* Returns the largest planner_bytes() of any layer. The host allows the kernels this much shared
+ * memory when it loads them. The function tries every number of tallies, because
+ * planner_bytes() is not monotonic. */
 static inline int planner_most_bytes(void)
 {
     int most = 0;
@@ -157,10 +165,10 @@ static inline int planner_bytes_of(const p2p_plan_job &job)
     return planner_bytes(num_tallies(job, job.layer.layout == EPIC_FLAT));
 }
 
-/* Says which choice each lane of a warp handles. A warp handles a group of tokens at a time,
- * with one choice per lane. A token with more than 32 choices is a group of its own, and the
- * warp handles it in two steps, the token's *halves*: choices 0 to 31, then choices 32 and
- * up. */
+/* Assigns choices to the lanes of a warp. A warp handles a group of tokens at a time, with one
+ * choice per lane. For example, with top_k = 8 it handles four tokens: lane 11 has choice 3 of
+ * token 1. A token with more than 32 choices is a group of its own. The warp handles it in two
+ * steps, the token's *halves*: choices 0 to 31, then choices 32 and up. */
 struct TokenLanes {
     /* group_tokens: tokens per group. num_halves: 1, or 2 if a token has more than 32
      * choices. */
@@ -187,12 +195,15 @@ struct TokenLanes {
     }
 };
 
-/* In backend hosts, completes the records that the lanes have just stored for rank q, so that
- * one put can send the records of the whole CTA. A put sends all top_k words of a record, and
- * the receiver waits for all of them. So the lanes after the record's `count` words store
- * RECORD_ABSENT. But if tokens have more than 32 choices, each record is sent in a put of its
- * own, with `count` words. `record`: address of this lane's record. `in`: the lane's token
- * exists. Called by one warp. */
+/* Backend hosts only: completes the records that this warp has just stored for rank q.
+ *
+ * If tokens have at most 32 choices, one put later sends the records of the whole CTA. It sends
+ * all top_k words of each record, and the receiver waits for all of them. So the lanes after the
+ * record's `count` words store RECORD_ABSENT. If tokens have more than 32 choices, this function
+ * sends each record by a put of its own, with `count` words.
+ *
+ * `record`: address of the record of this lane's token. `in`: the token exists. Called by one
+ * warp. */
 __device__ __forceinline__ void fill_records(const OpState &op, const TokenLanes &lanes, int q,
                                              uint64_t *record, bool in, int count)
 {
@@ -211,8 +222,8 @@ __device__ __forceinline__ int num_ids(const p2p_plan_job &job)
     return (int)(job.layer.num_logical ? job.layer.num_logical : job.layer.num_experts);
 }
 
-/* Returns the id in the caller's topk_idx of choice number i of this rank (i = token * top_k +
- * k). */
+/* Returns the id of choice number i of this rank, from the caller's topk_idx. Choices are
+ * numbered i = token * top_k + k. */
 __device__ __forceinline__ int64_t read_id(const p2p_plan_job &job, int64_t i)
 {
     return job.has_int64_ids ? __ldg((const long long *)job.topk_idx + i)
