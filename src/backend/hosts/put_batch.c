@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Joins pieces into puts. A piece is a range of words that a kernel posted. A batch collects
- * the pieces of one range of a host's heap. Each batch is in one of these lists: free, waiting
- * for more pieces, or ready to be posted. There are two waiting and two ready lists: one for
- * urgent batches and one for batches of rows. */
+/* Joins pieces into puts. A piece is a range of words that a kernel posted. Each host's heap is
+ * divided into blocks of block_words words. A batch collects the pieces of one block that are
+ * not posted yet. Each batch is in one of these lists: free, waiting for more pieces, or ready
+ * to be posted. There are two waiting and two ready lists: one for urgent batches and one for
+ * batches of rows. */
 #include "backend/hosts/put_batch.h"
 
 #include <stdlib.h>
@@ -10,26 +11,26 @@
 
 #define MAX_OPEN 2048 /* batches that can be in use at once */
 /* A batch is stale if this many pieces were added to other batches since its last piece.
- * Kernels post rows in order, except that warps may overtake each other. So a row is out of
- * order by less than the number of warps, and a stale batch gets no more pieces. */
+ * Kernels post rows in order, except that warps may overtake each other. So a row is late by
+ * fewer pieces than there are warps, and a stale batch gets no more pieces. */
 #define STALE_AFTER 512
 #define MAX_SPANS 256 /* most spans that a batch can hold before it must be posted */
 
-/* A range of words within a batch: one piece, or several adjacent pieces. */
+/* A range of words within a block: one piece, or several adjacent pieces. */
 typedef struct span {
     uint32_t first, words;
 } span;
 
-/* A batch: the pieces of one range of a host's heap that are not posted yet. choose_batch()
- * sorts its spans before they are posted. */
+/* A batch: the pieces of one block that are not posted yet. choose_batch() sorts its spans
+ * before they are posted. */
 typedef struct put_batch {
     int host;
-    uint32_t number; /* index of the batch in the heap */
-    uint32_t words;  /* number of words added */
+    uint32_t block; /* number of its block in the host's heap */
+    uint32_t words; /* number of words added */
     int num_spans;
     uint64_t added; /* value of put_batcher.added when the batch got its last piece */
     int next;       /* index of the next batch in its list; -1: last */
-    int before;
+    int before;     /* index of the batch before it in its list; -1: first */
     span spans[MAX_SPANS];
 } put_batch;
 
@@ -39,15 +40,16 @@ typedef struct list { /* a linked list of batches, the oldest first */
 
 /* The batches of all hosts. */
 struct put_batcher {
-    uint32_t words;        /* number of words in a batch */
-    uint32_t per_host;     /* number of batches in a heap */
-    uint32_t num_urgent;   /* batches below this index are urgent */
-    uint64_t added;        /* number of pieces added so far */
-    int num_free, current; /* current: the batch being posted; -1: none */
-    int next_span;         /* index of the next span of `current` to post */
+    uint32_t block_words;       /* number of words in a block */
+    uint32_t blocks_per_heap;   /* number of blocks in a heap */
+    uint32_t num_urgent_blocks; /* blocks with lower numbers than this are urgent */
+    uint64_t added;             /* number of pieces added so far */
+    int num_free, current;      /* current: the batch being posted; -1: none */
+    int next_span;              /* index of the next span of `current` to post */
     list free;
     list waiting[2], ready[2]; /* [0]: rows, [1]: urgent */
-    uint16_t *open_of; /* [num_hosts, per_host]: index of the waiting batch plus one; 0: none */
+    /* [num_hosts, blocks_per_heap]: index of the block's waiting batch plus one; 0: none */
+    uint16_t *open_of;
     put_batch open[MAX_OPEN];
 };
 
@@ -96,15 +98,15 @@ put_batcher *put_batcher_new(int num_hosts, uint64_t heap_words, uint64_t urgent
 {
     put_batcher *all = calloc(1, sizeof *all);
     if (!all) return NULL;
-    all->words = batch_words;
-    all->per_host = (uint32_t)(heap_words / batch_words + 1);
-    all->num_urgent = (uint32_t)((urgent_words + batch_words - 1) / batch_words);
+    all->block_words = batch_words;
+    all->blocks_per_heap = (uint32_t)(heap_words / batch_words + 1);
+    all->num_urgent_blocks = (uint32_t)((urgent_words + batch_words - 1) / batch_words);
     all->free = (list){-1, -1};
     for (int i = 0; i < 2; i++) all->waiting[i] = all->ready[i] = (list){-1, -1};
     all->current = -1;
     all->num_free = MAX_OPEN;
     for (int i = 0; i < MAX_OPEN; i++) list_append(all, &all->free, i);
-    all->open_of = calloc((size_t)num_hosts * all->per_host, sizeof *all->open_of);
+    all->open_of = calloc((size_t)num_hosts * all->blocks_per_heap, sizeof *all->open_of);
     if (all->open_of) return all;
     free(all);
     return NULL;
@@ -116,27 +118,27 @@ void put_batcher_free(put_batcher *all)
     free(all);
 }
 
-/* A piece may begin in one batch and end in another, and each of its batches needs a free
- * entry. words / all->words counts only the batches that the piece fills completely, so two
- * more are required. */
+/* A piece may begin in one block and end in another, and each of its blocks may need a free
+ * batch. words / all->block_words counts only the blocks that the piece fills completely. So two
+ * more batches are required. */
 bool put_batcher_has_room(const put_batcher *all, uint32_t words)
 {
-    return all->num_free >= (int)(words / all->words) + 2;
+    return all->num_free >= (int)(words / all->block_words) + 2;
 }
 
-static uint16_t *open_batch_of(put_batcher *all, int host, uint32_t number)
+static uint16_t *open_batch_of(put_batcher *all, int host, uint32_t block)
 {
-    return &all->open_of[(size_t)host * all->per_host + number];
+    return &all->open_of[(size_t)host * all->blocks_per_heap + block];
 }
 
-static bool is_urgent(const put_batcher *all, uint32_t number)
+static bool is_urgent(const put_batcher *all, uint32_t block)
 {
-    return number < all->num_urgent;
+    return block < all->num_urgent_blocks;
 }
 
 bool put_batcher_is_urgent(const put_batcher *all, uint64_t word)
 {
-    return is_urgent(all, (uint32_t)(word / all->words));
+    return is_urgent(all, (uint32_t)(word / all->block_words));
 }
 
 bool put_batcher_is_empty(const put_batcher *all)
@@ -144,29 +146,28 @@ bool put_batcher_is_empty(const put_batcher *all)
     return all->num_free == MAX_OPEN;
 }
 
-/* Opens a waiting batch for range `number` of a host's heap. Uses the entry that was freed
- * last, because it is probably still in the cache. */
-static int open_batch(put_batcher *all, int host, uint32_t number)
+/* Opens a waiting batch for a block of a host's heap. Uses the batch that was freed last,
+ * because it is probably still in the cache. */
+static int open_batch(put_batcher *all, int host, uint32_t block)
 {
     const int i = all->free.last;
     list_remove(all, &all->free, i);
     all->num_free--;
     all->open[i].host = host;
-    all->open[i].number = number;
+    all->open[i].block = block;
     all->open[i].words = 0;
     all->open[i].num_spans = 0;
-    list_append(all, &all->waiting[is_urgent(all, number)], i);
-    *open_batch_of(all, host, number) = (uint16_t)(i + 1);
+    list_append(all, &all->waiting[is_urgent(all, block)], i);
+    *open_batch_of(all, host, block) = (uint16_t)(i + 1);
     return i;
 }
 
-/* Removes a batch from its waiting list. Later pieces of its range of the heap open a new
- * batch. */
+/* Removes a batch from its waiting list. Later pieces of its block open a new batch. */
 static void stop_waiting(put_batcher *all, int i)
 {
     const put_batch *p = &all->open[i];
-    list_remove(all, &all->waiting[is_urgent(all, p->number)], i);
-    *open_batch_of(all, p->host, p->number) = 0;
+    list_remove(all, &all->waiting[is_urgent(all, p->block)], i);
+    *open_batch_of(all, p->host, p->block) = 0;
 }
 
 static int compare_spans(const void *a, const void *b)
@@ -201,7 +202,7 @@ static void add_span(put_batch *p, uint32_t first, uint32_t words)
 }
 
 /* Makes the oldest waiting batch of rows ready if it is stale. Otherwise it would wait until
- * the epoch ends. But its receiver reads rows in order, and may be waiting for these. */
+ * the epoch ends. But its receiver reads rows in order, and may be waiting for its rows. */
 static void release_stale(put_batcher *all)
 {
     const int i = all->waiting[0].first;
@@ -214,19 +215,20 @@ void put_batcher_add(put_batcher *all, int host, uint64_t word, uint32_t words)
 {
     all->added++;
     while (words) {
-        const uint32_t number = (uint32_t)(word / all->words);
-        const uint32_t first = (uint32_t)(word % all->words), room = all->words - first;
+        const uint32_t block = (uint32_t)(word / all->block_words);
+        const uint32_t first = (uint32_t)(word % all->block_words),
+                       room = all->block_words - first;
         const uint32_t some = words < room ? words : room;
-        const int there = *open_batch_of(all, host, number);
-        const int i = there ? there - 1 : open_batch(all, host, number);
+        const int there = *open_batch_of(all, host, block);
+        const int i = there ? there - 1 : open_batch(all, host, block);
         put_batch *p = &all->open[i];
         add_span(p, first, some);
         p->added = all->added;
         const bool full = p->num_spans == MAX_SPANS;
         if (full) join_spans(p);
-        if (p->words == all->words || (full && p->num_spans > MAX_SPANS / 2)) {
+        if (p->words == all->block_words || (full && p->num_spans > MAX_SPANS / 2)) {
             stop_waiting(all, i);
-            list_append(all, &all->ready[is_urgent(all, number)], i);
+            list_append(all, &all->ready[is_urgent(all, block)], i);
         }
         word += some;
         words -= some;
@@ -265,7 +267,7 @@ static bool choose_batch(put_batcher *all, put_batch_may_go *may, const void *se
     }
     if (i < 0) return false;
     put_batch *p = &all->open[i];
-    if (p->words == all->words) { /* no word is missing: send the batch as one span */
+    if (p->words == all->block_words) { /* no word is missing: send the batch as one span */
         p->num_spans = 1;
         p->spans[0] = (span){0, p->words};
     }
@@ -279,10 +281,10 @@ bool put_batcher_next(put_batcher *all, put_batch_may_go *may, const void *self,
 {
     if (all->current < 0 && !choose_batch(all, may, self)) return false;
     const put_batch *p = &all->open[all->current];
-    *out =
-        (put_range){.host = p->host,
-                    .word = (uint64_t)p->number * all->words + p->spans[all->next_span].first,
-                    .words = p->spans[all->next_span].words};
+    *out = (put_range){.host = p->host,
+                       .word = (uint64_t)p->block * all->block_words +
+                               p->spans[all->next_span].first,
+                       .words = p->spans[all->next_span].words};
     return true;
 }
 
@@ -300,6 +302,6 @@ void put_batcher_put_back(put_batcher *all)
     for (int i = 0; i < all->next_span; i++) p->words -= p->spans[i].words;
     p->num_spans -= all->next_span;
     memmove(p->spans, p->spans + all->next_span, (size_t)p->num_spans * sizeof *p->spans);
-    list_prepend(all, &all->ready[is_urgent(all, p->number)], all->current);
+    list_prepend(all, &all->ready[is_urgent(all, p->block)], all->current);
     all->current = -1;
 }

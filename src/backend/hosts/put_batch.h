@@ -2,11 +2,11 @@
 /* Joins the pieces that kernels post into fewer and larger puts.
  *
  * A piece is a range of words in the outbox, for one host. Inbox and outbox have the layout of
- * a heap. Each host's heap is divided into batches of the size that the net prefers. A batch
- * waits for pieces until it is complete, until no more pieces of it are expected, or until the
- * net has little to do. Then each sequence of adjacent pieces is sent as one put. The first
- * batches of a heap are urgent: they hold announcements and counts, for which all ranks wait,
- * so they are sent before rows.
+ * a heap. Each host's heap is divided into blocks of the size that the net prefers. A *batch*
+ * collects the pieces of one block. It waits until the block is complete, until no more pieces
+ * are expected, or until the net has little to do. Then each sequence of adjacent pieces is
+ * sent as one put. The first blocks of a heap are urgent, and their batches are sent before
+ * rows. They contain announcements and counts, for which all ranks wait.
  *
  * Only the proxy thread uses a batcher. */
 #ifndef EPIC_HOSTS_PUT_BATCH_H

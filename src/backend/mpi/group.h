@@ -175,7 +175,7 @@ struct epic_group {
         *mutex; /* own_mutex, or runtime_mutex() if MPI allows only one thread at a time */
     pthread_mutex_t own_mutex;
     int64_t timeout_ns;
-    bool own_cores; /* true: this host has a core for each of its ranks */
+    bool has_core_per_rank; /* true: this host has at least one core for each of its ranks */
 
     op_slot *slots;              /* [num_slots] */
     peer *peers;                 /* [num_ranks] */

@@ -168,9 +168,9 @@ static epic_result check_infos(const join_info *infos, int num_ranks)
     return EPIC_OK;
 }
 
-/* Returns whether this host has at least one core for each of its ranks, counting every core on
- * which one of them may run. If not, ranks that wait must leave the core to others. */
-static bool have_cores(const epic_join *join, const join_info *infos)
+/* Returns whether the ranks of this host may together run on at least as many cores as there
+ * are ranks. If not, two ranks share a core, and a waiting rank must yield it to the other. */
+static bool find_core_per_rank(const epic_join *join, const join_info *infos)
 {
     const epic_peer *mine = &join->peers[join->bootstrap->rank];
     core_set any = {{0}};
@@ -196,7 +196,7 @@ static epic_result make_connections(epic_group *group, const epic_join *join,
     if (code == MPI_SUCCESS) code = MPI_Group_incl(all, group->num_ranks, ranks, &ours);
     if (all != MPI_GROUP_NULL) MPI_Group_free(&all);
     if (code != MPI_SUCCESS) return runtime_fail(code, "MPI_Group_incl");
-    group->own_cores = have_cores(join, infos);
+    group->has_core_per_rank = find_core_per_rank(join, infos);
     liveness_watch(group, join->peers);
     const epic_result result =
         create_comm(group, parent, ours, (int)(join->group_id % (CREATE_TAGS - 1)));

@@ -6,7 +6,8 @@
 
 #include "backend/mpi/group.h"
 
-#define SPIN_NS 50000 /* a rank that has its own core does not yield before this time */
+/* if the host has a core for each of its ranks, a waiting rank does not yield before this time */
+#define SPIN_NS 50000
 /* a wait only yields before this time, because even the shortest sleep takes much longer than
  * requested */
 #define YIELD_NS 1000000
@@ -67,7 +68,7 @@ static bool has_changed(epic_group *group, op_slot *slot)
 static void back_off(const epic_group *group, int looks, int64_t waited, int64_t left)
 {
     if (waited < YIELD_NS) {
-        const bool keeps = waited < SPIN_NS && group->own_cores;
+        const bool keeps = waited < SPIN_NS && group->has_core_per_rank;
         if (!keeps && looks % 2 == 0) sched_yield();
         return;
     }

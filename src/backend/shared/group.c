@@ -17,8 +17,8 @@ static int64_t slice_of(const epic_config *config)
     return slice < 1000000 ? 1000000 : slice;
 }
 
-/* Publishes the set of cores on which this rank may run. has_cores() of wait.c reads the sets
- * of all ranks. */
+/* Publishes the set of cores on which this rank may run. find_core_per_rank() in wait.c reads
+ * the sets of all ranks. */
 static void publish_cores(epic_group *g)
 {
     const core_set mine = cores_of_thread();

@@ -66,9 +66,8 @@ struct epic_group {
     int num_ranks;
     bool is_shared_by_processes; /* true: futexes work between processes */
     int64_t slice_ns;            /* longest sleep between two heartbeats */
-    /* 0: not computed yet; 1: there are fewer cores than ranks; 2: each rank can have its own
-     * core */
-    _Atomic int own_cores;
+    /* Whether there are at least as many cores as ranks. 0: not computed yet; 1: no; 2: yes. */
+    _Atomic int core_per_rank;
     patience patience;
     _Atomic uint64_t bytes_sent;
     shared_exchange *exchanges; /* [num_slots] */

@@ -73,9 +73,9 @@ static void sleep_slice(epic_group *g, _Atomic uint32_t *word, uint32_t seen, in
     futex_sleep(g, word, seen, left < g->slice_ns ? left : g->slice_ns);
 }
 
-/* Returns whether the ranks together may run on at least as many cores as there are ranks. The
- * caller is sure that all peers have joined and published their cores. */
-static bool has_cores(const epic_group *g)
+/* Returns whether the ranks may together run on at least as many cores as there are ranks. All
+ * peers must have joined and published their cores. */
+static bool find_core_per_rank(const epic_group *g)
 {
     core_set any = {{0}};
     for (int r = 0; r < g->num_ranks; r++)
@@ -84,23 +84,24 @@ static bool has_cores(const epic_group *g)
     return cores_count(&any) >= g->num_ranks;
 }
 
-static bool has_own_cores(epic_group *g)
+/* Like find_core_per_rank(), but computes the result only once. */
+static bool has_core_per_rank(epic_group *g)
 {
-    int seen_count = load_relaxed(&g->own_cores);
-    if (!seen_count) {
-        seen_count = 1 + has_cores(g);
-        store_relaxed(&g->own_cores, seen_count);
+    int known = load_relaxed(&g->core_per_rank);
+    if (!known) {
+        known = 1 + find_core_per_rank(g);
+        store_relaxed(&g->core_per_rank, known);
     }
-    return seen_count == 2;
+    return known == 2;
 }
 
-/* Polls the futex for up to SPIN_NS before the thread sleeps. If each rank has its own core,
- * the thread does not give up its core. Otherwise it yields between polls, because the peer
- * that will wake it may need the core. base/patience.h skips the polling if yielding was slow
- * before. Returns true if a peer has set the futex to idle. */
+/* Polls the futex for up to SPIN_NS before the thread sleeps. If there is a core for each rank,
+ * the thread keeps its core while it polls. Otherwise it yields between polls, because the peer
+ * that will wake it may need the core. It does not poll at all if yielding was slow before
+ * (base/patience.h). Returns true if a peer has set the futex to idle. */
 static bool spin_on_futex(epic_group *g, const shared_op_slot *slot)
 {
-    const bool spins = has_own_cores(g);
+    const bool spins = has_core_per_rank(g);
     const int64_t begin = clock_ns();
     int64_t now = begin;
     if (!spins && patience_is_over(&g->patience)) return false;
