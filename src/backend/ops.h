@@ -39,8 +39,8 @@ typedef struct epic_gate_args {
     epic_stream stream;
     const void *x; /* [tokens, hidden] of row_type */
     int64_t tokens, hidden, columns;
-    /* number of tokens in a block. The gate's method depends on it and not on `tokens`, because
-     * it is equal for every number of ranks, and so the bits are equal too. */
+    /* Number of tokens in a block. It is equal for every number of ranks. The gate chooses its
+     * method by `block` and not by `tokens`, so the bits are equal for every number of ranks. */
     int64_t block;
     const float *w_gate, *b_gate; /* b_gate may be NULL */
     float *logits;                /* forward: output; backward: its gradient, an input */
@@ -72,8 +72,8 @@ typedef struct epic_ops {
     epic_result (*allreduce_sum)(epic_group *, const epic_allreduce_sum_args *);
     epic_result (*sum_replicas)(epic_group *, const epic_sum_replicas_args *);
 
-    /* Router and losses. The core has filled in the defaults of args->router. In the forward
-     * pass `factor` multiplies the sum over the tokens, in the backward pass d_loss. */
+    /* Router and losses. The core has filled in the defaults of args->router. The loss is the
+     * sum over the tokens times `factor`. In the backward pass, d_loss is multiplied by it. */
     epic_result (*router_forward)(epic_group *, const epic_router_args *);
     epic_result (*router_backward)(epic_group *, const epic_router_backward_args *);
     epic_result (*balance_loss_forward)(epic_group *, const epic_loss_args *, double factor);

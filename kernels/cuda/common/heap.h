@@ -3,14 +3,17 @@
  * kernel of rank p stores into the heap of rank q directly (NVLink), and rank q's kernel polls
  * its own heap.
  *
- * Arrays marked [2] have two halves: one for even, one for odd epochs. An epoch is the number
- * of an operation or round. There are three kinds of memory:
+ * An epoch is the number of an operation or round. There are three kinds of arrays:
  *
- *   epoch-stamped     64-bit words {epoch, value}. A reader accepts only words of the running
- *                     epoch.
- *   initially poison  0xffffffff in every 32-bit word that has not been written. The reader
- *                     polls until it finds another value, and then writes poison back.
- *   initially zero    0 until written. The reader writes 0 back.
+ *   stamped  64-bit words {epoch, value}. A reader accepts only words of the running epoch.
+ *   poison   32-bit words that are 0xffffffff until a rank writes them. The reader polls until
+ *            it finds another value, and then writes 0xffffffff back.
+ *   zero     32-bit words that are 0 until a rank writes them. The reader writes 0 back.
+ *
+ * Many shapes begin with [2]. Such an array has two halves: one for even epochs and one for odd
+ * epochs. A dimension [num_ranks] is the source: the rank that writes this part of the array. A
+ * dimension [num_ranks - 1] is the source, too, but there are only the peers of the rank that
+ * owns the heap.
  *
  * docs/internals/cuda.md has a table of which rank writes and reads each word, and when. */
 #ifndef EPIC_HEAP_H
@@ -22,8 +25,8 @@
 #include "rules/device_layout.h"
 
 #define P2P_MAX_PLANNERS 16
-/* largest number of limits that the ranks try: a FLAT plan that drops rows finds the number of
- * rows to keep by bisection */
+/* Largest number of keep limits that the ranks try when they make a FLAT plan that drops
+ * choices (plan/flat_drop.cuh). */
 #define P2P_MAX_SEARCHES 40
 /* Largest number of tokens for which a rank uses the low-latency kernels (lowlat/lowlat.cuh).
  * Measured: docs/lab/cuda.md. */
@@ -43,70 +46,81 @@
 
 /* Offsets of the arrays of a heap that only backend hosts has. */
 typedef struct p2p_net_arrays {
-    /* the words *wants*, for which relays wait (net/relay.cuh); epoch-stamped
-     * [2][num_ranks][max_tokens] */
+    /* The words *wants*, for which relays wait (net/relay.cuh).
+     * Stamped [2][num_ranks][max_tokens]. */
     int64_t wants;
-    /* for each destination and token: number of pieces of the row that warps have stored to the
-     * outbox; uint32 [num_ranks][max_tokens]; this rank only */
+    /* How many pieces of the row of each token the warps have stored to the outbox, for each
+     * destination rank. Own: uint32 [num_ranks][max_tokens]. */
     int64_t stored_pieces;
 } p2p_net_arrays;
 
 /* The layout of a heap: first the offset of each array in bytes, then sizes. The comment of an
- * array says what the array contains, then its kind of memory (see the top of this file) and
- * its shape. "This rank only" means that no peer writes the array. */
+ * array explains its contents. Its last line is the kind of the array (see the top of this
+ * file) and its shape. "Own" means that only the rank that owns the heap writes the array. */
 typedef struct p2p_heap {
-    /* what each rank announces when it begins an operation; epoch-stamped
-     * [2][MAX_RANKS][P2P_ANNOUNCE_WORDS] */
+    /* The words that each rank announces when it begins an operation.
+     * Stamped [2][MAX_RANKS][P2P_ANNOUNCE_WORDS]. */
     int64_t announce;
-    int64_t broken; /* P2P_BROKEN() if the group has failed, else 0; one word */
-    /* P2P_GONE() of each rank that has closed its context, else 0; [MAX_RANKS] */
+    /* P2P_BROKEN() if the group has failed, else 0. One 64-bit word. */
+    int64_t broken;
+    /* For each rank, P2P_GONE() if it has closed its context, else 0.
+     * 64-bit words [MAX_RANKS]. */
     int64_t gone;
-    /* Each rank's bit mask of the ranks that it waits for. A rank writes it only when most of
-     * its time limit has passed. Epoch-stamped [MAX_RANKS]. */
+    /* For each rank, a bit mask of the ranks that it waits for. A rank writes it only when most
+     * of its time limit has passed.
+     * Stamped [MAX_RANKS]. */
     int64_t waits;
-    int64_t abort_text; /* error text that a peer passed to epic_abort(); char [512] */
-    int64_t control;    /* a p2p_control; this rank only */
-    /* the first wrong value in each rank's input; epoch-stamped
-     * [2][MAX_RANKS][P2P_FAULT_WORDS] */
+    /* The error text that a peer passed to epic_abort().
+     * char [512]. */
+    int64_t abort_text;
+    /* A struct p2p_control.
+     * Own. */
+    int64_t control;
+    /* The first wrong value in the input of each rank.
+     * Stamped [2][MAX_RANKS][P2P_FAULT_WORDS]. */
     int64_t faults;
-    /* the first wrong choice that each planning CTA found; epoch-stamped [MAX_PLANNERS]; this
-     * rank only */
+    /* The first wrong choice that each planner CTA of this rank has found.
+     * Own, stamped [MAX_PLANNERS]. */
     int64_t first_faults;
-    /* each rank's number of choices of each expert; epoch-stamped
-     * [2][num_ranks][MAX_TALLIES] */
+    /* For each rank, how many choices of each expert it has.
+     * Stamped [2][num_ranks][MAX_TALLIES]. */
     int64_t counts;
-    /* number of rows that each rank would keep under each limit that was tried, only for FLAT
-     * plans that drop rows; epoch-stamped [2][num_ranks][MAX_SEARCHES][MAX_RANKS] */
+    /* FLAT plans that drop choices: how many rows the tokens of each rank need on each rank,
+     * with each keep limit that was tried (plan/flat_drop.cuh).
+     * Stamped [2][num_ranks][MAX_SEARCHES][MAX_RANKS]. */
     int64_t searches;
-    /* Each rank's number of choices of each logical expert. Only for layers with replicas whose
-     * planner needs these numbers to choose a replica for each choice; it then counts the
-     * choices of each replica. Epoch-stamped [2][num_ranks][REPLICATED_EXPERTS]. */
+    /* Layers with replicas that plan/resolve.cuh resolves: for each rank, how many choices of
+     * each logical expert it has.
+     * Stamped [2][num_ranks][REPLICATED_EXPERTS]. */
     int64_t logical_counts;
-    /* number of choices of each expert that each planning CTA has counted; epoch-stamped
-     * [MAX_PLANNERS][MAX_TALLIES]; this rank only */
+    /* For each planner CTA of this rank, how many choices of each expert it has counted.
+     * Own, stamped [MAX_PLANNERS][MAX_TALLIES]. */
     int64_t tallies;
-    /* A row that kernels read in place of row 0 if the caller's buffer has no rows.
-     * [max_row_bytes]; this rank only. */
+    /* A row that kernels read in place of row 0 of the caller's buffer if that has no rows.
+     * Own, uint8 [max_row_bytes]. */
     int64_t scratch;
-    /* the slots on this rank of each rank's tokens (with FLAT: the local experts of these
-     * choices); epoch-stamped [2][num_ranks][max_tokens * max_top_k] */
+    /* The records: for each token of each rank, its slots on this rank. With layout FLAT, its
+     * local experts on this rank.
+     * Stamped [2][num_ranks][max_tokens * max_top_k]. */
     int64_t records;
-    /* the row on this rank of each rank's token, FLAT only; epoch-stamped
-     * [2][num_ranks][max_tokens] */
+    /* Layout FLAT: for each token of each rank, its row on this rank.
+     * Stamped [2][num_ranks][max_tokens]. */
     int64_t flat_rows;
     __extension__ p2p_net_arrays net[HOSTS]; /* backend hosts only (hosts.h) */
-    /* the expert ids of each rank's tokens, two per word, only for low-latency plans;
-     * epoch-stamped [2][num_ranks][p2p_lowlat_tokens(max_tokens)][LOWLAT_ID_WORDS] */
+    /* Low-latency plans: the expert ids of each token of each rank, two ids per word.
+     * Stamped [2][num_ranks][p2p_lowlat_tokens(max_tokens)][LOWLAT_ID_WORDS]. */
     int64_t ids;
-    /* weights of choices, or their gradients; initially poison [2][num_ranks - 1][max_tokens *
-     * max_top_k] */
+    /* The weights of choices, or their gradients.
+     * Poison [2][num_ranks - 1][max_tokens * max_top_k]. */
     int64_t floats;
-    /* escape words (net/staging.cuh); initially zero [2][num_ranks - 1][escape_words] */
+    /* Escape words (net/staging.cuh).
+     * Zero [2][num_ranks - 1][escape_words]. */
     int64_t escapes;
-    /* dot products of blocks of 1024 elements (combine/backward.cu); initially poison
-     * [num_ranks][max_tokens * max_top_k * blocks]; this rank only */
+    /* Dot products of blocks of 1024 elements (combine/backward.cu).
+     * Own, poison [num_ranks][max_tokens * max_top_k * blocks per row]. */
     int64_t parts;
-    /* rows that arrive (net/staging.cuh); initially poison [2][num_ranks - 1][source_bytes] */
+    /* Rows that arrive (net/staging.cuh).
+     * Poison [2][num_ranks - 1][source_bytes]. */
     int64_t staging;
     int64_t bytes;        /* size of the whole heap in bytes */
     int64_t source_bytes; /* bytes of `staging` per source rank and half */
@@ -134,27 +148,27 @@ enum { /* indices of the words that report a wrong value in a planner's input */
  * epoch. */
 #define P2P_GONE(epoch) (1ull << 63 | (epoch))
 
-/* The part of the control memory that only backend hosts has. */
+/* The part of the control memory that only backend hosts has. The ring is the proxy ring, to
+ * which kernels append the puts that the proxy thread shall make. */
 typedef struct p2p_net_control {
-    /* number of entries that kernels have appended to the ring of puts */
-    uint64_t posted_entries;
-    /* entries with numbers below this one fit into the ring without waiting */
+    uint64_t posted_entries; /* how many entries kernels have appended to the ring */
+    /* Entries with lower numbers than this can be appended without waiting for space. */
     uint64_t ring_room;
-    uint64_t ended_epochs; /* number of epochs whose end marker was appended to the ring */
-    /* The rest are copies of words that are in host memory or in the net inbox, where each poll
-     * is slow. One warp reads the original; all other warps read the copy here. */
+    uint64_t ended_epochs; /* how many epochs have their end marker in the ring */
+    /* The rest are copies of words in host memory or in the net inbox, where each poll is slow.
+     * One warp reads the original. All other warps read the copy here. */
     uint64_t broken; /* P2P_BROKEN() if the group has failed, else 0 */
     uint64_t freed;  /* number of epochs whose puts the net has fully read from the outbox */
-    /* Times at which this rank last read the original of: `freed`, the announcements, failures,
-     * the free space of the ring. Unit: 1024 ns. */
+    /* Times at which this rank last read the originals of `freed`, of the announcements, of the
+     * failure, and of ring_room. Unit: 1024 ns. */
     uint32_t freed_polled_at;
     uint32_t announcements_polled_at;
     uint32_t failure_polled_at;
     uint32_t room_polled_at;
-    /* for each source rank: index in its staging, roughly, of the last vector that has arrived;
-     * epoch-stamped */
+    /* for each source rank, stamped: about how far its rows have arrived, as the index of a
+     * vector in its staging */
     uint64_t received_vectors[DEVICE_MAX_RANKS];
-    /* copies of the announcements of all ranks; epoch-stamped */
+    /* copies of the announcements of all ranks, stamped */
     uint64_t announcements[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS];
 } p2p_net_control;
 
@@ -170,8 +184,8 @@ typedef struct p2p_control {
      * for it */
     uint32_t round;
     uint32_t planned; /* the last epoch in which a plan was completed */
-    /* 1 if a thread of this rank reports the failure in p2p_status; other threads then do
-     * not */
+    /* 1: a thread of this rank has begun to report the failure in p2p_status, so other threads
+     * do not report it */
     uint32_t claim;
     /* low-latency kernels only: number of CTAs that have stored their last result; the last CTA
      * sets it to 0 */
@@ -183,12 +197,12 @@ typedef struct p2p_control {
     uint32_t dead_polled_at;
     /* copy of p2p_status.dead (a bit mask of dead ranks), read at dead_polled_at */
     uint32_t dead;
-    /* Device time in ns at which a wait found that its deadline had passed. The wait fails
-     * only after a host thread has run once more (a beat, see P2P_AWAKE), which proves that the
-     * process is not suspended, for example by SIGSTOP. 0: no wait is in this state. */
+    /* Device time in ns at which a wait found that its deadline had passed. The wait does not
+     * fail yet, because the process may be suspended, for example by SIGSTOP. It fails when a
+     * host thread has run once more (a beat, see P2P_AWAKE). 0: no wait is in this state. */
     uint64_t due;
-    /* deadlines before this device time in ns have expired, because the host has run after
-     * them */
+    /* Waits fail if their deadline is before this device time in ns, because a host thread has
+     * run after it. */
     uint64_t overdue;
     uint32_t due_beat; /* the host's number of beats when `due` was set */
     /* the host's number of process stops that have already postponed a deadline */

@@ -24,7 +24,7 @@ const net_engine *hosts_env_engine(char *why)
 
 enum { SWITCH_OFF, SWITCH_ON, SWITCH_UNSET };
 
-/* Reads a variable whose value is 0 or 1. `without` completes the error sentence: it says what
+/* Reads a variable whose value is 0 or 1. `without` is the end of the error sentence: what
  * happens if the variable is unset. */
 static epic_result read_switch(const char *name, const char *without, int *value)
 {

@@ -2,10 +2,10 @@
 /* The backend hosts: GPUs of several hosts. It uses the kernels and operations of backend p2p,
  * compiled again with EPIC_HOSTS. This file joins and leaves groups.
  *
- * Ranks of one host store into each other's device memory, the heap. Ranks of different hosts
- * send through the net: from the outbox of the sender into the inbox of the receiver
- * (net/net.h). The net treats every rank as a host of its own, so here a host number of the net
- * is a rank. */
+ * Ranks of one host store into each other's device memory, the heap. Between hosts, the net
+ * copies words from the outbox of the sender into the inbox of the receiver (net/net.h). The
+ * net treats every rank as a host of its own. So where this file passes a host number to the
+ * net, it passes a rank. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,9 +24,9 @@ typedef struct peer_info {
     p2p_gpu gpu;
     cudaIpcMemHandle_t handle; /* IPC handle of the heap, for ranks of this host */
     uint32_t relays;           /* EPIC_NET_RELAY of this rank */
-    /* wanted: a hosts_memory; on_gpu: 1 if inbox and outbox are on the GPU */
-    uint32_t wanted, on_gpu;
-    char sentence[256]; /* why the rank failed, or why its inbox is not on the GPU */
+    uint32_t wanted;           /* EPIC_NET_MEMORY of this rank: a hosts_memory */
+    uint32_t on_gpu;           /* 1: this rank's inbox and outbox are on the GPU */
+    char sentence[256];        /* why the rank failed, or why its inbox is not on the GPU */
     _Alignas(8) unsigned char liveness[NET_LIVENESS_HANDLE_BYTES];
     _Alignas(8) unsigned char net[NET_HANDLE_BYTES];
 } peer_info;
@@ -38,7 +38,8 @@ typedef struct hosts_part {
     net_liveness *liveness;
     hosts_proxy *proxy;
     bool on_gpu; /* inbox and outbox are on the GPU, otherwise in host memory */
-    /* on the GPU; ranks of this host write it. This rank's private partial sums follow it. */
+    /* GPU memory that the ranks of this host write. After the heap follow partial sums that only
+     * this rank uses. */
     uint8_t *heap;
     uint8_t *inbox;         /* has the layout of a heap; the net writes it */
     uint8_t *outbox;        /* has the layout of a heap; the net reads it */
@@ -93,7 +94,7 @@ static epic_result alloc_for_net(uint8_t **out, uint8_t **seen, bool on_gpu, int
     return EPIC_OK;
 }
 
-/* Returns the size of the partial sums that only this rank reads. They are stored behind the
+/* Returns the bytes of the partial sums, which only this rank reads. They are stored after the
  * heap. */
 static int64_t parts_bytes(const p2p_heap *at, int64_t num_ranks)
 {
@@ -125,8 +126,8 @@ static epic_result make_heap(epic_group *g, hosts_part *h, peer_info *mine)
     return p2p_heap_export(g, h->heap, &mine->handle);
 }
 
-/* Returns the size of inbox or outbox, which have the layout of a heap. On the GPU it is at
- * least the smallest size of a heap (p2p_heap_bytes()). */
+/* Returns the bytes of an inbox or an outbox. Both have the layout of a heap, at->bytes. An
+ * allocation on the GPU may be larger (p2p_heap_bytes()). */
 static int64_t box_bytes(const p2p_heap *at, bool on_gpu)
 {
     return on_gpu ? p2p_heap_bytes(at) : at->bytes;
@@ -409,9 +410,9 @@ static epic_result connect_boxes(epic_group *g, const epic_join *join, peer_info
 }
 
 /* Returns the number of ranks per host if rows can be sent through relays
- * (kernels/cuda/net/relay.cuh), otherwise 0. Relays need the same number of ranks on every
- * host, at least two. The ranks must be numbered host by host, and every rank must allow
- * relays. */
+ * (kernels/cuda/net/relay.cuh), otherwise 0. Relays have three conditions. Every host has the
+ * same number of ranks, at least two. The ranks are numbered host by host. Every rank allows
+ * relays (EPIC_NET_RELAY). */
 static int32_t ranks_per_host(const epic_group *g, const peer_info *infos)
 {
     int32_t local = 1;
@@ -462,8 +463,8 @@ static void free_group(epic_group *g)
 }
 
 /* Implements p2p_hooks.write: writes bytes to offset `at` of a peer's inbox, and waits until
- * they are sent. Bytes for a peer are first copied into the outbox, where no kernel uses these
- * offsets. Bytes for this rank itself go directly into its inbox. */
+ * they are sent. The bytes are first copied to the same offset of the outbox, which no kernel
+ * uses. If the peer is this rank itself, they are copied directly into its inbox. */
 static void write_to_peer(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
 {
     if (p2p_is_dead(g, peer)) return;

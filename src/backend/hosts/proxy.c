@@ -22,24 +22,24 @@
 #include "base/error.h"
 #include "base/thread.h"
 
-/* size of the ring of epochs whose puts are not done; kernels wait, so that there are at most
- * two */
+/* How many epochs the array `ends` can hold whose puts are not done. Kernels wait so that there
+ * are never more than two. */
 #define MAX_OPEN_EPOCHS 4
 /* the thread reads at most this many ring entries before it posts puts */
 #define MAX_ENTRIES 256
-/* with fewer puts in flight to a host, the net has capacity for partial batches */
+/* with fewer puts in flight to a host than this, the thread also posts partial batches */
 #define FEW_IN_FLIGHT 4
-/* Limits per host. Urgent puts beyond the limit wait, and are joined meanwhile. The bytes of
- * rows in flight are limited because an urgent put may have to wait behind them in the net. */
+/* Limits per host. Urgent puts beyond the limit wait, and more pieces are joined to them
+ * meanwhile. The bytes of rows in flight are limited, because the net may send an urgent put
+ * only after them. */
 #define MAX_URGENT_IN_FLIGHT 16
 #define MAX_BYTES_IN_FLIGHT (2u << 20)
-#define URGENT_MAX_PUTS 4 /* an urgent batch with more puts waits for more pieces */
+#define URGENT_MAX_PUTS 4 /* an urgent batch that needs more puts waits for more pieces */
 #define URGENT_QUIET_US 5 /* the wait ends when no urgent piece has arrived for this long */
 #define PREFETCH_LINES 4  /* how many cache lines of ring entries to prefetch ahead */
-/* calls of proxy_progress() without progress before the first sleep */
+/* the thread sleeps first after this many calls of proxy_progress() without progress */
 #define IDLE_ROUNDS 64
-/* the thread also polls this long before the first sleep, if it may use SPARE_CORES cores or
- * more */
+/* if the thread may use at least SPARE_CORES cores, it polls this long before its first sleep */
 #define SPIN_US 200
 #define SPARE_CORES 8
 #define FIRST_NAP_US 20    /* length of the first sleep; each later one is twice as long */
@@ -80,7 +80,8 @@ struct hosts_proxy {
     bool has_read_urgent;
     uint32_t full;     /* bit mask of hosts for which the net has no room now */
     int64_t urgent_at; /* when an urgent piece was last read */
-    /* the entry that ends the epoch was read; it ends when the batcher is empty */
+    /* the thread has read the entry that ends the epoch. The epoch ends when the batcher is
+     * empty. */
     bool epoch_ends_next;
     put_batcher *batcher;
     uint64_t num_read;              /* ring entries read so far */
@@ -178,12 +179,12 @@ static bool has_fewer_in_flight(const hosts_proxy *p, int host, uint64_t max_put
 }
 
 /* Implements put_batch_may_go: decides which batches are posted now.
- *   - Complete batches of rows: if fewer than max_puts_in_flight are in flight to the host.
- *     Further batches stay here, because the net would send urgent puts only after them.
- *   - Urgent batches: as soon as no more urgent pieces arrive. The warps of a plan post about
- *     a thousand pieces of records one after the other, and joining them saves puts.
- *   - Partial batches: while kernels post nothing and the net has little to do.
- *   - At the end of an epoch: all urgent and partial batches. */
+ *   - Complete batches of rows are posted if fewer than max_puts_in_flight puts are in flight to
+ *     the host. Others wait here, because the net would send urgent puts only after them.
+ *   - Urgent batches are posted as soon as no more urgent pieces arrive. The warps of a plan
+ *     post about a thousand pieces of records one after the other, and joining them saves puts.
+ *   - Partial batches are posted while kernels post nothing and the net has little to do.
+ *   - At the end of an epoch, all urgent and partial batches are posted. */
 static bool may_go(const void *self, int host, put_batch_kind kind, int puts)
 {
     const hosts_proxy *p = self;

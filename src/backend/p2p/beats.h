@@ -2,10 +2,10 @@
 /* Beats: a host thread regularly increments a counter that waiting kernels read. The counter
  * shows the kernels that this process is running.
  *
- * The clock of a device continues while the process is stopped. Peers that are stopped with it
- * may seem silent. So a kernel ends a wait only after a beat that was later than its deadline.
- * If the beats show that the process was stopped, the kernel starts its deadline again
- * (kernels/cuda/common/wait.cuh). */
+ * The clock of a device continues while the process is stopped, for example by SIGSTOP. If all
+ * ranks were stopped together, a waiting kernel would report its peers as silent. So a kernel
+ * ends a wait only if a beat came after its deadline. If the beats show that the process was
+ * stopped, the kernel starts its deadline again (kernels/cuda/common/wait.cuh). */
 #ifndef EPIC_P2P_BEATS_H
 #define EPIC_P2P_BEATS_H
 

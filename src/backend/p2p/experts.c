@@ -1,14 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Experts: turns checked arguments into kernel launches. The kernels run on this rank alone and
- * wait for no peer. x are the expert rows [slots, hidden]; the gradient of an array A is d_A.
+ * wait for no peer. The array x [slots, hidden] holds the experts' input rows. The gradient of
+ * an array A is called d_A. Forward computes:
  *
- * forward: saved = x W_gate_up; activations = f(saved); y = activations W_down. With e4m3
- * weights the activations are also e4m3, followed by their scales.
+ *   saved       = x W_gate_up
+ *   activations = f(saved)
+ *   y           = activations W_down
  *
- * backward: d = d_y W_down^T is the gradient of the activations. A kernel computes d_gate_up
- * and the activations from d and saved; the activations overwrite d. Then d_w_down =
- * activations^T d_y, d_w_gate_up = x^T d_gate_up, and d_x = d_gate_up W_gate_up^T. With e4m3
- * weights d_y and d_gate_up are quantized for the products with them. */
+ * Backward computes, in this order:
+ *
+ *   d           = d_y W_down^T         the gradient of the activations
+ *   d_gate_up, activations             from d and saved; the activations overwrite d
+ *   d_w_down    = activations^T d_y
+ *   d_w_gate_up = x^T d_gate_up
+ *   d_x         = d_gate_up W_gate_up^T
+ *
+ * If the weights are e4m3, forward also quantizes the activations to e4m3, and backward
+ * quantizes d_y and d_gate_up before it multiplies them by weights. */
 #include "backend/p2p/p2p.h"
 #include "backend/p2p/ranges.h"
 #include "base/error.h"
@@ -52,8 +60,8 @@ static epic_result begin_experts(epic_group *g, experts_call *c, const epic_expe
     return EPIC_OK;
 }
 
-/* Returns where each expert's slab (its slots) and the tiles of the products are described.
- * Both are arrays in the workspace. */
+/* Returns the addresses of two lists in the workspace: the slabs of the experts, and the tiles
+ * of the products. */
 static p2p_slabs slabs_of(const experts_call *c, const int32_t *expert_rows,
                           const int32_t *expert_tokens, int64_t num_slots)
 {

@@ -18,7 +18,7 @@ static const char *operation_name(uint32_t operation)
     return operation < sizeof names / sizeof *names ? names[operation] : "an unknown operation";
 }
 
-/* Returns what a waiting kernel waited for, by its phase. It is the end of the text "rank 1
+/* Returns what a kernel waited for in a phase of an operation. It is the end of the text "rank 1
  * waited 9 ms for rank 2 ...". */
 static const char *phase_name(uint32_t phase)
 {
@@ -155,9 +155,9 @@ static void write_timeout(const p2p_status *s, char *to, size_t size)
              phase_name(s->phase));
 }
 
-/* Appends why this rank's plan was invalid, if a kernel reported that in the same operation. An
- * operation with an invalid plan has another signature, so the plan can be the cause of the
- * mismatch. */
+/* Appends why this rank's plan was invalid, if a kernel reported that in the same operation. A
+ * rank with an invalid plan announces another signature than its peers. So the plan can be the
+ * cause of the mismatch. */
 static void add_cause(const epic_group *g, char *to, size_t size)
 {
     const p2p_status *s = g->status;

@@ -24,9 +24,9 @@ static p2p_slabs slabs_of(const epic_gate_args *gate)
                        .most_tiles = at.most_tiles};
 }
 
-/* Returns a product of the gate as a grouped product of one expert, with the factors x [tokens,
- * hidden], w_gate, and logits [tokens, columns]. `pass` selects which of the three is the
- * result. */
+/* Returns a product of the gate, described as a grouped product with one expert. Three arrays
+ * take part: x [tokens, hidden], w_gate [hidden, columns] and logits [tokens, columns], or their
+ * gradients. `pass` selects which of them is the result. The other two are the factors. */
 static p2p_gemm product_of(const epic_group *g, const epic_gate_args *gate, uint32_t pass)
 {
     return (p2p_gemm){.slabs = slabs_of(gate),
@@ -51,8 +51,9 @@ static epic_result launch_product(const p2p_gemm *product, epic_stream stream)
                     "launching a product of the gate");
 }
 
-/* Returns a product of the gate in which the float32 factor is split into bfloat16 pieces. That
- * factor is w_gate in the forward pass, and the gradient of the logits in the backward pass. */
+/* Returns a product of the gate that uses bfloat16 pieces of its float32 factor in place of the
+ * factor. In the forward pass this factor is w_gate, in the backward pass the gradient of the
+ * logits. */
 static p2p_gemm product_of_pieces(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const bool forward = product->pass == EPIC_GEMM_FORWARD;
@@ -72,12 +73,13 @@ static p2p_gemm product_of_pieces(const p2p_gemm *product, const epic_gate_args 
 }
 
 /* Lists of pieces, two bits for each entry. Piece 0 of a float32 has its high bits, piece 1 the
- * middle and piece 2 the low bits.
+ * middle bits and piece 2 the low bits.
  *
- * IN_ORDER lists each piece once, for a product in which only one factor is split. PAIRS_LEFT
- * and PAIRS_RIGHT are for two split factors: entry i of both lists gives the two pieces of the
- * i-th product. The products are 0 x 2, 2 x 0, 1 x 1, 0 x 1, 1 x 0 and 0 x 0, and they are
- * added in this order. All other products are smaller than the last bit of a float32. */
+ * IN_ORDER is for a product in which only one factor is split. It lists each piece once.
+ * PAIRS_LEFT and PAIRS_RIGHT are for a product in which both factors are split. It is the sum of
+ * six products: piece PAIRS_LEFT[i] of the left factor times piece PAIRS_RIGHT[i] of the right
+ * one, added in ascending i. The pairs are 0 x 2, 2 x 0, 1 x 1, 0 x 1, 1 x 0 and 0 x 0. The
+ * products of all other pairs are smaller than the last bit of a float32. */
 enum { IN_ORDER = 0 | 1 << 2 | 2 << 4 };
 enum { PAIRS_LEFT = 0 | 2 << 2 | 1 << 4 | 0 << 6 | 1 << 8 | 0 << 10 };
 enum { PAIRS_RIGHT = 2 | 0 << 2 | 1 << 4 | 1 << 6 | 0 << 8 | 0 << 10 };
@@ -88,9 +90,9 @@ static epic_result launch_split(const p2p_pieces_job *job, epic_stream stream)
     return p2p_cuda(p2p_launch_split(job, (cudaStream_t)stream), "launching the gate's pieces");
 }
 
-/* Multiplies with bfloat16 pieces, in three steps. Splits factor b into pieces. Multiplies a by
- * all pieces at once, as more columns of b, on tensor cores. Adds the columns that belong to
- * the pieces of one number. */
+/* Multiplies with bfloat16 pieces, in three steps. First it splits factor b into pieces: each
+ * column becomes three columns. Then it multiplies a by all these columns on tensor cores. At
+ * the end it adds the three columns of the result that belong to one column of b. */
 static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *pieces,
                                    const epic_gate_args *gate)
 {
@@ -115,10 +117,10 @@ static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *piec
     return p2p_cuda(p2p_launch_fold(&fold, stream), "launching the sum of the gate's pieces");
 }
 
-/* For EPIC_GEMM_FORWARD and EPIC_GEMM_WEIGHT: chooses between bfloat16 pieces and a float32
- * product. `lines` or `depth` is the number of tokens of a block. The choice depends only on
- * that number and the layer's sizes, which are equal for every number of ranks. So the bits of
- * the result are equal, too. */
+/* Launches a product of pass EPIC_GEMM_FORWARD or EPIC_GEMM_WEIGHT, with bfloat16 pieces if they
+ * are faster. The result has `lines` rows, and each sum `depth` terms. One of the two is the
+ * number of tokens of a block, the other one is a size of the layer. Both are equal for every
+ * number of ranks. So is the choice, and so are the bits of the result. */
 static epic_result multiply_long(p2p_gemm *product, const epic_gate_args *gate, int64_t lines,
                                  int64_t depth)
 {
@@ -130,7 +132,7 @@ static epic_result multiply_long(p2p_gemm *product, const epic_gate_args *gate, 
     return launch_product(product, gate->stream);
 }
 
-/* For EPIC_GEMM_INPUT: adds d_logits w_gate^T to d_x. Both factors are split into pieces. */
+/* Adds d_logits w_gate^T to d_x (pass EPIC_GEMM_INPUT). Splits both factors into pieces. */
 static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs,
                                   const epic_gate_args *gate)
 {
@@ -150,8 +152,8 @@ static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs
     return launch_product(pairs, gate->stream);
 }
 
-/* For EPIC_GEMM_INPUT: chooses between bfloat16 pieces and a float32 product by the number of
- * tokens of a block, for the reason given at multiply_long(). */
+/* Launches a product of pass EPIC_GEMM_INPUT, with bfloat16 pieces if they are faster. Like
+ * multiply_long(), it decides by the number of tokens of a block. */
 static epic_result multiply_wide(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const gate_pairs at = gate_pairs_of(gate->tokens, gate->hidden, gate->columns);

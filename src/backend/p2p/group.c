@@ -12,9 +12,9 @@
 #define LEAST_HEAP (4 << 20) /* smallest size in bytes of the allocation of a heap */
 #define MOST_SMS 65536       /* more multiprocessors than any device has */
 
-/* Backend p2p always uses the constant DEVICE_MAX_TOP_K. Backend hosts uses config.max_top_k if
- * it is set, rounded up to an even number, which its kernels need (float_stride in
- * kernels/cuda). */
+/* Backend p2p always returns the constant DEVICE_MAX_TOP_K. Backend hosts returns
+ * config.max_top_k if it is set. It rounds it up to an even number, because the net copies words
+ * of 8 bytes, which are two floats (float_stride() in kernels/cuda). */
 int32_t p2p_top_k_for(const epic_config *config)
 {
     const uint32_t most = HOSTS ? config->max_top_k : 0;

@@ -44,8 +44,8 @@ static epic_result load_code(void)
     return p2p_cuda(p2p_load_sum(), "loading the sum kernel");
 }
 
-/* Row sizes in bytes. The launchers choose another kernel for each, so launching all of them
- * loads every kernel. */
+/* Row sizes in bytes. The launchers choose a different kernel for each of them. So launching
+ * with all of these sizes loads every kernel. */
 static const int64_t row_bytes[] = {16, 2048, 3584, 4096};
 
 /* Launches the low-latency combine in both orders, by rank and tree. */
@@ -107,8 +107,8 @@ static cudaError_t launch_layouts(const p2p_dispatch_job *like, launcher *launch
     return error;
 }
 
-/* Launches the kernels for packed rows (rows with scales). The scales are given by the caller
- * or computed by quantization, each with an existing plan and with a new plan. */
+/* Launches the kernels for packed rows, which are rows with scales. There are four: the caller
+ * passes the scales or the kernel quantizes, each with an existing plan and with a new plan. */
 static cudaError_t launch_packed(const p2p_self *self, int aligned, cudaStream_t stream)
 {
     cudaError_t error = cudaSuccess;
@@ -159,7 +159,7 @@ static cudaError_t launch_all(const p2p_self *self, cudaStream_t stream)
 epic_result p2p_load(epic_group *g)
 {
     p2p_self self = g->self;
-    /* small, so that kernels that keep all tokens in shared memory can be launched */
+    /* so that kernels with an array of all tokens in shared memory can be launched */
     self.max_tokens = 1;
     TRY(load_code());
     return p2p_cuda(launch_all(&self, g->side), "loading the kernels");

@@ -9,7 +9,7 @@
 
 #define MOST_ROWS 0x7ffffff0 /* largest number of rows: slots are int32 */
 
-#define HEAD_BYTES (5 << 20) /* bytes that the links can send while a kernel makes the plan */
+#define HEAD_BYTES (5 << 20) /* bytes that NVLink can send while a kernel makes the plan */
 /* tokens by which receiving stays behind sending; measured in docs/lab/cuda.md */
 #define COMBINE_LAG 48
 
@@ -82,8 +82,8 @@ static bool can_use_lowlat(const epic_group *g)
     return !HOSTS || (g->config.max_tokens <= g->lowlat_tokens && !g->self.net->ranks_per_host);
 }
 
-/* Returns whether an operation with num_tokens tokens uses a low-latency kernel. All kernels
- * send rows in the same way, so each rank decides for itself. */
+/* Returns whether an operation with num_tokens tokens uses a low-latency kernel. Each rank
+ * decides this by itself, because all kernels send and receive rows in the same format. */
 static bool fits_lowlat(const epic_group *g, const epic_layer *layer, int32_t num_tokens,
                         int32_t most, int64_t row_bytes)
 {
@@ -123,7 +123,7 @@ static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_
     job->by_k = p2p_keeps_by_k(&job->layer);
     job->resolves = job->layer.num_logical && (flat || job->by_k);
     const bool searches = flat && job->layer.overflow == EPIC_OVERFLOW_DROP;
-    /* in these two cases one CTA makes the plan (plan/flat_drop.cuh, plan/resolve.cuh) */
+    /* in these two cases a single CTA makes the plan (plan/flat_drop.cuh, plan/resolve.cuh) */
     if (searches || job->resolves) job->planners = 1;
     job->at = p2p_plan_layout(g, &job->layer);
     if (!can_use_lowlat(g) || args->rank_of_expert) max_lowlat_tokens = 0;
@@ -219,8 +219,8 @@ static launcher *launcher_of(const p2p_dispatch_job *job, bool is_lowlat)
 }
 
 /* Returns whether the job needs the kernel for EPIC_FLAT. A job that only sends rows with an
- * existing plan does not: an EPIC_FLAT plan stores a token's row number where other plans store
- * a slot, so the usual kernel works. */
+ * existing plan does not need it. An EPIC_FLAT plan has a token's row number in the place where
+ * other plans have a slot, so the usual kernel works. */
 static bool is_flat(const p2p_dispatch_job *job)
 {
     return job->plan.layer.layout == EPIC_FLAT &&
@@ -281,9 +281,9 @@ static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
            g->config.max_tokens * row <= g->self.at.source_bytes;
 }
 
-/* Returns how many tokens to send while the plan is made: as many as the links can carry in
- * that time with uniform routing. It is at most a fifth of the tokens, so that receiving can
- * catch up. */
+/* Returns how many tokens to send while the plan is made: as many as NVLink can carry in that
+ * time (HEAD_BYTES) with uniform routing, and at most a fifth of the tokens. Receiving starts
+ * only when the plan is complete. With this limit it can catch up with sending. */
 static int32_t early_tokens_of(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t ranks = g->num_ranks, top_k = job->plan.layer.top_k;
@@ -323,8 +323,8 @@ static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_a
 
 /* --------------------------------------------------------------- combine and gradients ---- */
 
-/* Returns memory to pass in place of a caller's array that has no rows. Kernels read its row 0
- * in place of missing rows (kernels/cuda/combine/slots.cuh). */
+/* Returns memory to pass in place of a caller's array that has no rows. Kernels read row 0 of an
+ * array where a token has no slot (kernels/cuda/combine/slots.cuh). So row 0 must exist. */
 static void *scratch_of(const epic_group *g)
 {
     return g->self.heap[g->rank] + g->self.at.scratch;
