@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The public calls that communicate. Each one reads its struct, fills in defaults, checks
- * the arguments, and calls the operation of the device backend or of src/host_ops. */
+/* The public calls that communicate. Each one reads its struct, fills in defaults, checks the
+ * arguments, and calls the operation of the device backend or of src/host_ops. */
 #include "api/api.h"
 
 #include "api/check.h"
@@ -148,8 +148,8 @@ static epic_result check_plan_dispatch(const epic_plan_args *p, const epic_dispa
     return EPIC_OK;
 }
 
-/* Implements epic_plan_dispatch and api_plan_dispatch. The dispatch uses the fields
- * `call`, `layer` and `plan` of the argument `plan`, and ignores these fields of `dispatch`. */
+/* Implements epic_plan_dispatch and api_plan_dispatch. The dispatch uses the fields `call`,
+ * `layer` and `plan` of the argument `plan`, and ignores these fields of `dispatch`. */
 static epic_result call_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
                                       size_t plan_size, const epic_dispatch_args *dispatch,
                                       size_t dispatch_size, const op_header_extra *extra)

@@ -13,8 +13,8 @@
 /* Checks the address and alignment of a plan's bytes, not their contents. */
 epic_result check_plan_bytes(const void *plan, int64_t plan_bytes);
 
-/* Sets *bytes to the largest size of a plan of this layer. Returns EPIC_EINVAL if the slots
- * do not fit into int32. */
+/* Sets *bytes to the largest size of a plan of this layer. Returns EPIC_EINVAL if the slots do
+ * not fit into int32. */
 epic_result check_plan_size(const epic_config *config, const epic_layer *layer, int64_t *bytes);
 
 /* The remaining functions check the arguments of one public call each. The caller has filled in

@@ -73,7 +73,8 @@ static void hash_host_name(uint64_t host[2], const char *name, int rank)
 
 /* Identifies the host by two hashes. host[0] identifies the running kernel, by its boot id.
  * host[1] identifies the PID namespace on it: two namespaces count as two hosts, because a pid
- * has a meaning only in its own namespace. If EPIC_HOST is set, both depend only on EPIC_HOST. */
+ * has a meaning only in its own namespace. If EPIC_HOST is set, both depend only on
+ * EPIC_HOST. */
 static epic_result identify_host(uint64_t host[2], int rank)
 {
     char text[64] = {0};

@@ -40,7 +40,8 @@ typedef struct epic_gate_args {
     const void *x; /* [tokens, hidden] of row_type */
     int64_t tokens, hidden, columns;
     /* Number of tokens in a block. It is equal for every number of ranks. The gate chooses its
-     * method by `block` and not by `tokens`, so the bits are equal for every number of ranks. */
+     * method by `block` and not by `tokens`, so the bits are equal for every number of
+     * ranks. */
     int64_t block;
     const float *w_gate, *b_gate; /* b_gate may be NULL */
     float *logits;                /* forward: output; backward: its gradient, an input */

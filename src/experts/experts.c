@@ -214,8 +214,8 @@ typedef struct shapes {
 } shapes;
 
 /* Returns the number of elements of each array for num_slots slots, and the bytes of one
- * element. With E4M3 weights, x has 1 byte per element in
- * forward. In backward it has row_type. */
+ * element. With E4M3 weights, x has 1 byte per element in forward. In backward it has
+ * row_type. */
 static shapes shapes_of(const experts_job *job, int64_t num_slots, bool backward)
 {
     const int64_t local = job->experts.num_local_experts;

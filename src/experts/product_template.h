@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Matrix products of the experts, and the conversion of their operands.
- * pass_template.h includes this file.
+/* Matrix products of the experts, and the conversion of their operands. pass_template.h
+ * includes this file.
  *
  * Products read operands of type REAL. If rows and weights are BF16 and the processor can
  * multiply them (job->is_bf16), products read BF16 operands instead.

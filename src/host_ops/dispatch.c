@@ -77,8 +77,8 @@ static const float *weights_part(const dispatching *d, int64_t token)
     return d->args->weights + token * d->plan.header->layer.top_k;
 }
 
-/* Copies the bytes that two ranges of a message share. The memory at `to` receives bytes
- * [at, at + size) of the message. The memory at `from` holds its bytes [begin, end). */
+/* Copies the bytes that two ranges of a message share. The memory at `to` receives bytes [at,
+ * at + size) of the message. The memory at `from` holds its bytes [begin, end). */
 static void copy_overlap(copy_function *copy, void *to, int64_t at, int64_t size,
                          const void *from, int64_t begin, int64_t end)
 {

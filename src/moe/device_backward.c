@@ -79,9 +79,9 @@ static epic_result losses_backward(moe_job *j, const dense_block *block)
     return z.coeff != 0 ? CONTEXT_OP(j->ctx, z_loss_backward, &z, z.coeff) : EPIC_OK;
 }
 
-/* Starts work.d_logits of one block, whose weights were forced, with zeros. Copies the gradients
- * of its weights to the caller's array, if the caller wants them. `to` is written like
- * router_backward() would write it. */
+/* Starts work.d_logits of one block, whose weights were forced, with zeros. Copies the
+ * gradients of its weights to the caller's array, if the caller wants them. `to` is written
+ * like router_backward() would write it. */
 static epic_result forced_weights_backward(moe_job *j, const epic_moe_backward_args *a,
                                            int64_t b, const layer_tokens *tokens,
                                            const dense_targets *to)

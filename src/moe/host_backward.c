@@ -20,8 +20,8 @@ typedef struct backward_call {
 } backward_call;
 
 /* Computes work.d_logits of one block from the gradients of its weights and its losses. Adds
- * the block's gradient of scale_of_expert to `dense`. If the weights were forced, only the losses
- * have gradients here. */
+ * the block's gradient of scale_of_expert to `dense`. If the weights were forced, only the
+ * losses have gradients here. */
 static epic_result router_backward(moe_job *j, const dense_block *block, const void *d_weights,
                                    void *dense, bool is_forced)
 {

@@ -88,8 +88,8 @@ typedef struct moe_job {
     bool has_shared;
     bool is_by_hosts; /* the caller passed EPIC_BY_HOSTS */
     epic_moe_weights weights;
-    /* hashes of the layer's options and weights, which the op header sends so that the peers can
-     * compare them with their own */
+    /* hashes of the layer's options and weights, which the op header sends so that the peers
+     * can compare them with their own */
     layer_options options;
 
     bool is_device; /* arrays are in device memory, which the host must not read */

@@ -1,22 +1,27 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A plan in host memory: where each choice goes, and which choices this rank receives.
  *
- * The bytes are a header, then arrays at offsets. They contain no addresses, so they may be
- * copied. `slot_or_expert` and `row_of` belong to the expert side: choices of all ranks'
- * tokens, with slots on this rank. `fate` and `rank_to` belong to the home side: choices of
- * this rank's own tokens. The arrays of int32:
+ * The bytes are a header, then arrays of int32 at offsets. They contain no addresses, so they
+ * may be copied. Sizes and positions in the group:
  *
- * tokens_of [num_ranks]: number of tokens of each rank
- * base_of [num_ranks + 1]: number of each rank's first token among all tokens
- * expert_of [num_local]: global id of each local expert; -1: none
- * logical_of [num_experts]: with num_logical only, the logical expert of each replica
- * slab_begin [num_local + 1]: first slot of each slab; FLAT: all 0
- * slab_count [num_local]: choices in each slab, without padding
- * position_of [num_ranks]: EPIC_TREE only, position of each rank's experts in the tree
- * fate [num_tokens, top_k]: slot on the rank of the expert, or an EPIC_FATE value
- * rank_to [num_tokens, top_k]: rank of the expert; -1: none
- * slot_or_expert [all tokens, top_k]: slot on this rank, FLAT: local expert; -1: elsewhere
- * row_of [all tokens]: FLAT only, row on this rank; -1: none
+ *   tokens_of    [num_ranks]      number of tokens of each rank
+ *   base_of      [num_ranks + 1]  tokens of all lower ranks: the number of a rank's first token
+ *   expert_of    [num_local]      global id of each local expert; -1: none
+ *   logical_of   [num_experts]    replicas only: logical expert of each expert
+ *   slab_begin   [num_local + 1]  first slot of each slab; FLAT: all 0
+ *   slab_count   [num_local]      choices in each slab, without padding
+ *   position_of  [num_ranks]      EPIC_TREE only: position of each rank's experts in the tree
+ *
+ * What this rank uses as the home rank of its own tokens:
+ *
+ *   fate         [num_tokens, top_k]  slot on the rank of the expert, or an EPIC_FATE value
+ *   rank_to      [num_tokens, top_k]  rank of the expert; -1: none
+ *
+ * What this rank uses as the owner of experts, for the tokens of all ranks:
+ *
+ *   slot_or_expert  [all tokens, top_k]  slot of the choice on this rank, or with FLAT its local
+ *                                        expert; -1: the choice does not go to this rank
+ *   row_of          [all tokens]         FLAT only: row of the token on this rank; -1: none
  *
  * The workspace of the planner follows the arrays. */
 #ifndef EPIC_PLAN_H
@@ -139,8 +144,8 @@ typedef struct planner { /* a plan while it is made */
     /* [num_ranks] limit that all experts of the rank share. Expert e of rank r keeps at most
      * min(limit[e], rank_limit[r]) choices. */
     int32_t *rank_limit;
-    /* [num_ranks] bounds of the binary search for rank_limit. `fits` is the largest limit that is
-     * known to fit the rank's capacity, `fails` the smallest one that is known not to fit. */
+    /* [num_ranks] bounds of the binary search for rank_limit. `fits`: the largest limit that is
+     * known to fit the rank's capacity. `fails`: the smallest one that is known not to fit. */
     int32_t *fits, *fails;
     int64_t *needed;   /* [num_ranks] slots that the rank needs; FLAT: rows */
     int64_t *capacity; /* [num_ranks] slots that the rank has; 0: no limit */

@@ -89,9 +89,9 @@ static void judge_choices_by_k(planner *p)
         }
 }
 
-/* Returns true if a choice is kept. `id` is the choice's entry in p->ids. The caller must
- * call it once for each choice, in the order of tokens and k, because it advances next[e] of
- * the choice's expert e. */
+/* Returns true if a choice is kept. `id` is the choice's entry in p->ids. The caller must call
+ * it once for each choice, in the order of tokens and k, because it advances next[e] of the
+ * choice's expert e. */
 static bool is_kept(planner *p, int32_t id)
 {
     const int32_t e = id & ID_BITS;

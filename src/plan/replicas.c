@@ -55,8 +55,8 @@ void planner_choose_replicas(planner *p)
     }
 }
 
-/* A logical expert with r replicas sends its choice number n to replica n % r. It keeps only its
- * first `capacity` choices. So replica i keeps (capacity + r - 1 - i) / r of them. */
+/* A logical expert with r replicas sends its choice number n to replica n % r. It keeps only
+ * its first `capacity` choices. So replica i keeps (capacity + r - 1 - i) / r of them. */
 void planner_deal_capacity(planner *p)
 {
     const epic_layer *layer = &p->header->layer;

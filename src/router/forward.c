@@ -67,8 +67,8 @@ data_fault router_find_fault(const router_job *job, const epic_router_args *args
     return (data_fault){DATA_OK, {0}};
 }
 
-/* Returns EPIC_EINVAL for the first invalid token id, table entry or forced id. Used by calls that
- * involve no other rank. */
+/* Returns EPIC_EINVAL for the first invalid token id, table entry or forced id. Used by calls
+ * that involve no other rank. */
 static epic_result check_ids(const router_job *job, const epic_router_args *args)
 {
     const data_fault fault = router_find_fault(job, args);

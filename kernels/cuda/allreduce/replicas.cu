@@ -30,9 +30,9 @@
  * replicas. The logical experts with two or more replicas, called "replicated" in this file,
  * have numbers n = 0, 1, ... */
 struct Replicas {
-    /* While the tables are built: number of replicas of each logical expert. After
-     * read_replicas(): count[n] is the index in `local` of this rank's first replica of
-     * replicated expert n. */
+    /* After read_replicas(), this rank's replicas of replicated expert n are local[count[n]] to
+     * local[count[n + 1] - 1]. While the tables are built, count[l] is the number of replicas
+     * of logical expert l. */
     int32_t count[P2P_REPLICATED_EXPERTS + 1];
     /* nth[logical expert]: the expert's number n among replicated experts, or SINGLE_REPLICA */
     uint16_t nth[P2P_REPLICATED_EXPERTS];
@@ -139,9 +139,9 @@ __device__ __forceinline__ float *floats_of_expert(const p2p_sum_replicas_job &j
     return job.data + local * job.count;
 }
 
-/* Adds to x the four floats `part` of those of this rank's replicas that belong to `leaf`. n is
- * the index in r.local of the first replica that is not added yet; it moves past the replicas
- * that this call adds. */
+/* Adds to x the four floats `part` of each of this rank's replicas that belongs to `leaf`. n is
+ * the index in r.local of the first replica that is not added yet. The call advances n past the
+ * replicas that it adds. */
 __device__ __forceinline__ void add_leaf(const Replicas &r, const p2p_sum_replicas_job &job,
                                          const Quad &part, int leaf, int &n, float (&x)[4])
 {

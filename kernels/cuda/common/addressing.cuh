@@ -216,10 +216,10 @@ __device__ __forceinline__ uint64_t *announcement_words(const OpState &op, uint8
     return announcement_words(*op.self, op, heap, rank);
 }
 
-/* Returns the index of rank `by` in those arrays of rank `to` that have one part per source
- * rank. In p2p it is `by`. In backend hosts it is the distance from `to` to `by` minus 1. So if
- * one rank stores words for different destinations in its outbox, they go to different
- * parts. */
+/* Some arrays in the heap of a rank `to` have one part per source rank. This function returns
+ * the number of the part that rank `by` writes. In p2p it is `by`. In backend hosts it is the
+ * distance from `to` up to `by`, minus 1. There, one outbox has the words for all destinations,
+ * and with these numbers the words for different destinations go to different parts. */
 __device__ __forceinline__ int source_number(const p2p_self &self, int to, int by)
 {
     return HOSTS ? wrap_rank(by + self.num_ranks - to - 1, self.num_ranks) : by;
@@ -229,9 +229,10 @@ __device__ __forceinline__ int source_number(const p2p_self &self, int to, int b
  * constant; in backend hosts it is set at open. */
 #define HEAP_TOP_K(self) (HOSTS ? (self).net->max_top_k : DEVICE_MAX_TOP_K)
 
-/* Returns a correction, in 8-byte words, for addresses in rank q's array of records. A caller
- * computes an address as if this rank's records were in part self.rank of the array. In backend
- * hosts they are in part source_number(), so the caller adds this distance. In p2p it is 0. */
+/* Returns the distance, in 8-byte words, between two parts of rank q's array of records: from
+ * part number self.rank to the part that this rank writes (source_number()). In p2p it is 0.
+ * Callers compute the address in part self.rank once for all ranks q, and then add this
+ * distance. */
 __device__ __forceinline__ int64_t record_word_offset(const p2p_self &self, int q)
 {
     return (source_number(self, q, self.rank) - self.rank) * self.max_tokens * HEAP_TOP_K(self);

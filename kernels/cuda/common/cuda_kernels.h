@@ -30,7 +30,8 @@ typedef enum p2p_fault {
     P2P_FAULT_ROWS = 3,
     /* the bytes are not a plan of this rank and group; about: unused */
     P2P_FAULT_PLAN = 4,
-    /* the call has another number of tokens; about: it, tokens of the plan, operation */
+    /* the call has another number of tokens than the plan; about: tokens of the call, tokens of
+     * the plan, operation */
     P2P_FAULT_TOKENS = 5,
     P2P_FAULT_DUPLICATE = 6, /* a token has the same expert twice; about: token, k, id */
     /* an id is not a logical expert; about: token, k, id, num_logical */
@@ -84,8 +85,7 @@ typedef struct p2p_status {
  * often it found that the process had been stopped (stops). They share one word, so that a
  * kernel which reads a beat also sees all stops before it. */
 #define P2P_AWAKE(stops, beats) ((uint64_t)(stops) << 32 | (uint32_t)(beats))
-/* how many times a stop of the process may postpone a deadline without progress of a wait in
- * between */
+/* how many stops of the process may postpone the deadline of a wait that makes no progress */
 #define P2P_POSTPONE_LIMIT 4
 
 typedef enum p2p_phase { /* What a rank waited for when an operation failed. */

@@ -6,11 +6,11 @@
  * test HOSTS in an ordinary `if`. So both libraries check all code, and in p2p the compiler
  * drops the code for other hosts.
  *
- * Members of structs that only hosts needs are arrays of HOSTS elements, mostly `net[HOSTS]`:
- * of one element in hosts, and of none in p2p, where the struct then does not grow. C and C++
- * allow empty arrays only as an extension, therefore `__extension__`. Read such a member only
- * where HOSTS is known to be 1. common/addressing.cuh has functions that are valid in both
- * libraries. */
+ * If only hosts needs a member of a struct, the member is an array of HOSTS elements, mostly
+ * `net[HOSTS]`. In hosts the array has one element. In p2p it is empty, so the struct does not
+ * grow. Standard C and C++ do not allow empty arrays, therefore `__extension__`. Code may read
+ * such a member only where HOSTS is known to be 1. common/addressing.cuh has functions that
+ * read some of these members and are valid in both libraries. */
 #ifndef EPIC_KERNEL_HOSTS_H
 #define EPIC_KERNEL_HOSTS_H
 

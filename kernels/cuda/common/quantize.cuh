@@ -71,9 +71,9 @@ template <class ROW> __device__ __forceinline__ uint32_t largest_size(uint4 low,
 }
 
 /* Finds the largest absolute value of each block of elements of a piece. On entry own[v] is the
- * largest in this lane's vector v (as bits). Returns the largest in the block that contains
- * this lane's vector lane_id() % V. So V adjacent lanes return the results of V different
- * vectors. Called by a whole warp. */
+ * largest absolute value in this lane's vector v, as bits. A block consists of the vectors v of
+ * several adjacent lanes. This lane returns the result of one block only: the block that
+ * contains its vector lane_id() % V. Called by a whole warp. */
 template <int V, int N>
 __device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
 {
@@ -134,9 +134,9 @@ struct BlockScale {
     float number;  /* 1X128: the scale; 1X32: 1 / scale; NaN if the scale is NaN */
 };
 
-/* Returns the scale of this lane's block after its elements are multiplied by `weight`.
- * `largest`: largest absolute value in the block before the multiplication, as bits. It is
- * enough to multiply `largest` by the weight, because rounding keeps the order of values. */
+/* Returns the scale of this lane's block for the elements times `weight`. `largest`: largest
+ * absolute value in the block before the multiplication, as bits. The function multiplies only
+ * `largest` by the weight. This is enough, because rounding keeps the order of values. */
 template <int V>
 __device__ __forceinline__ BlockScale scale_of(uint32_t largest, float weight, uint32_t how)
 {
@@ -172,9 +172,8 @@ __device__ __forceinline__ Divisor divisor_of(float s)
 
 /* Returns x / s with the bits of a correctly rounded division, if no intermediate result is
  * subnormal. SHORT: x, and the value from which s was computed, have at most 11 significant
- * bits. Then the quotient may have an error of 2^-44, because no quotient is so close to the
- * middle between two e4m3 numbers that this changes its e4m3 value. So SHORT leaves out the
- * final correction. */
+ * bits. Then no quotient is within 2^-44 of the middle between two e4m3 numbers. So an error of
+ * 2^-44 cannot change the e4m3 value, and SHORT leaves out the final correction. */
 template <bool SHORT> __device__ __forceinline__ float divide_rounded(float x, const Divisor &d)
 {
     const float q = __fmaf_rn(x, d.high, __fmul_rn(x, d.low));

@@ -332,14 +332,16 @@ struct F32 {
 
 /* -------------------------------------------------------------- dealing units to warps ---- */
 
-/* How units are divided among warps. All units of an operation form one list: for each step
- * (one token), for each role (send, receive from source 1, ...), for each span of the row:
+/* How units are divided among warps. All units of an operation form one list, ordered by step
+ * (one token), then by role (send, receive from source 1, ...), then by span of the row:
  *
  *   unit number = (step * roles + role) * spans + span
  *
- * Warp w of the W warps that take part has units w, w + W, w + 2 W, ... */
-/* The distance from a unit of a warp to the warp's next unit (step, role, span), and the sizes
- * of the list (roles, spans per row, number of warps that take part). In shared memory. */
+ * Warp w of the W warps that take part has units w, w + W, w + 2 W, ...
+ *
+ * A Stride has the distance from a unit of a warp to the warp's next unit (step, role, span),
+ * and the sizes of the list (roles, spans per row, number of warps that take part). It is in
+ * shared memory. */
 struct Stride {
     int step, role, span, roles, spans, units;
 
@@ -403,8 +405,8 @@ template <class Job> static inline int units_per_token(const Job &job, int roles
 /* Chooses how a launch divides its units among warps, and sets it in the job. Measured:
  * docs/lab/cuda.md.
  *
- *   job.span   pieces per unit. A unit has a fixed cost, so a row has as few spans as keep
- *              all warps equally busy.
+ *   job.span   pieces per unit. A unit has a fixed cost, so long spans are better, as long as
+ *              all warps are equally busy.
  *   job.lag    tokens by which receiving stays behind sending: about as many as all warps
  *              together process at a time, so that pieces have arrived when they are copied
  *   job.units  number of warps that take part. A token has `kinds` units, one for each role

@@ -61,8 +61,9 @@ __device__ __forceinline__ bool has_token(const PackedMove &m, const Unit &unit,
 
 /* Takes the next unit for this warp, and loads the words that the unit needs first. Units
  * differ in work, so the warps of a CTA take them one by one from a common counter, *num_taken.
- * Of each gridDim.x units in the list, each CTA gets one; which one rotates, so that no CTA
- * always gets the same kind. Called by a whole warp. */
+ * The list is cut into groups of gridDim.x units, and each CTA gets one unit of each group. Its
+ * position in the group changes from group to group, so that no CTA always gets the same kind
+ * of units. Called by a whole warp. */
 template <bool FLAT>
 __device__ __forceinline__ Unit take_unit(const PackedMove &m, int *num_taken, int32_t end)
 {
@@ -111,8 +112,8 @@ __device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit
 
 /* Receives the weights of a token's slots or, with layout FLAT, the extras of its row (local
  * experts and weights). `extras`, `weight`: values that were loaded before the row was
- * received; they may not have arrived then. Called by a whole
- * warp. Returns false if the group of ranks has failed. */
+ * received; they may not have arrived then. Called by a whole warp. Returns false if the group
+ * of ranks has failed. */
 template <bool FLAT>
 __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, int source,
                                                 int32_t token, const int32_t (&slot)[2],

@@ -8,10 +8,10 @@
  *   tokens, staging -> copies of all lanes -\
  *   tokens -> registers, quantized ----------+-> buffer -> bulk stores -> peers, slots
  *
- * So a row costs a warp the same number of instructions whatever its number of slots. A warp
- * waits for bulk stores only when it needs their buffer again. Shared memory also has constant
- * vectors: zeros, for padding slots, and poison (the mark of a word that has not arrived), for
- * staging.
+ * So a row with many slots costs a warp about as many instructions as a row with one slot. A
+ * warp waits for bulk stores only when it needs their buffer again. Shared memory also has
+ * constant vectors: zeros, for padding slots, and poison (the mark of a word that has not
+ * arrived), for staging.
  *
  *   shared memory of a CTA:  [ zeros ][ poison ][ buffers of warp 0 ][ of warp 1 ] ... */
 #ifndef EPIC_BULK_CUH

@@ -50,9 +50,9 @@ static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_
         copy.lag /= 2;
     copy.lag = lag_for_net(job.plan.self, copy.lag, job.num_tokens);
     /* Choose how fast receiving catches up with sending (the values are measured:
-     * docs/lab/cuda.md). Rows of one span are sent fast, so only rows of several spans get a
-     * shorter head. The head has at least `lag` tokens, because receiving stays `lag` tokens
-     * behind in any case. */
+     * docs/lab/cuda.md). Rows of several spans take longer to send, so they get a shorter head
+     * (fewer tokens that are sent while the plan is made). The head has at least `lag` tokens,
+     * because receiving stays `lag` tokens behind in any case. */
     const bool sooner = num_sms > 56 && num_sms < 96 && !job.flat;
     copy.catch_up = spans > 1 ? 4 : sooner ? 1 : 2;
     if (copy.catch_up == 4 && copy.head > job.num_tokens / 20) copy.head = job.num_tokens / 20;

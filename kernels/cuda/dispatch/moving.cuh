@@ -36,8 +36,9 @@ __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
 #define MAX_ROW_PUT_PIECES 32 /* rows of at most this many pieces (64 KB) are put as a whole */
 
 /* Like deal_units(), but chooses units of a whole row if there are ranks on other hosts and
- * enough tokens. The proxy thread needs time for each unit, which is a ring entry. Longer units
- * cost nothing there, because the net is slower than the warps anyway. */
+ * enough tokens. Each unit becomes an entry of the proxy ring, and the proxy thread needs time
+ * for each entry. Longer units do not slow down the operation, because the net is slower than
+ * the warps. */
 template <class Job>
 static inline void deal_units_for_net(const p2p_self &self, Job &job, int num_sms, int block,
                                       int roles, int vectors)

@@ -53,8 +53,8 @@ typedef struct p2p_gemm {
     void *out;     /* FORWARD: [slots, n]; INPUT: [slots, k]; WEIGHT: [experts, k, n] */
     /* FORWARD: [experts, n], added to the rows that hold a token; NULL: no bias */
     const void *bias;
-    /* [slots]: before the bias is added to a row, it is multiplied by the row's factor;
-     * NULL: 1 */
+    /* [slots]: factor of each row, by which the bias is multiplied before it is added to the
+     * row; NULL: 1 */
     const float *bias_weights;
     /* only with E4M3: [slots, blocks], the scales of a, one for each 128 numbers of a row */
     const float *a_scales;
@@ -230,9 +230,9 @@ cudaError_t p2p_launch_slabs(const p2p_slabs *slabs, cudaStream_t stream);
  * NULL, else plain loops. p2p_launch_plain_gemm() always uses plain loops, and
  * p2p_launch_hopper_gemm() always uses Hopper's tensor cores. */
 cudaError_t p2p_launch_gemm(const p2p_gemm *job, cudaStream_t stream);
-/* Returns the arguments of an e4m3 product as those of an INPUT product that computes the same
- * sums. For FORWARD it exchanges k and n: e4m3 FORWARD reads transposed weights, as INPUT
- * does. */
+/* Returns the arguments of an INPUT product that computes the same sums as the e4m3 product
+ * `scaled`. If `scaled` is a FORWARD product, k and n are exchanged, because e4m3 FORWARD reads
+ * transposed weights, as INPUT does. */
 p2p_gemm p2p_as_input(p2p_gemm scaled);
 cudaError_t p2p_launch_plain_gemm(const p2p_gemm *job, cudaStream_t stream);
 cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *job, cudaStream_t stream);

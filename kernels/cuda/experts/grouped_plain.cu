@@ -191,9 +191,9 @@ static __device__ __forceinline__ int count_four(int64_t end, int64_t at)
     return (int)max((int64_t)0, min((int64_t)4, end - at));
 }
 
-/* One thread's part of the tiles of matrices a and b for one step. It loads this part into
- * registers first, and then stores it to shared memory. A_TRANSPOSED, B_TRANSPOSED: the summed dimension is contiguous in the caller's
- * matrix. */
+/* One thread's part of the tiles of matrices a and b for one step. The thread loads this part
+ * into registers first, and then stores it to shared memory. A_TRANSPOSED and B_TRANSPOSED are
+ * true if the summed dimension is contiguous in the caller's matrix. */
 template <int PASS, bool SCALED> struct StepTiles {
     static constexpr bool A_TRANSPOSED = PASS != EPIC_GEMM_WEIGHT;
     static constexpr bool B_TRANSPOSED = PASS == EPIC_GEMM_INPUT;
@@ -277,8 +277,8 @@ static __device__ __forceinline__ int thread_line(int first, int i, int half)
     return first * 4 + i % 4 + (i < 4 ? 0 : half);
 }
 
-/* Reads a thread's eight numbers of one row of shared memory; thread_line() tells which they
- * are. */
+/* Reads a thread's eight numbers of one row of shared memory, at the positions that
+ * thread_line() returns. */
 static __device__ __forceinline__ void load_eight(const float *from, int half, float (&x)[EACH])
 {
     const float4 low = *(const float4 *)from, high = *(const float4 *)(from + half);

@@ -8,10 +8,9 @@
  *   EPIC_TREE                   all ranks have the same number of tokens
  *
  * All ranks find the same faults, because their plans contain the same numbers. If the plan
- * does not fit, the kernel marks it as failed and sets the number of rows of each
- * local expert to 0.
- * Later operations with this plan then move no rows, and epic_check() returns the error. One
- * thread does the work. It accesses only memory of this rank. */
+ * does not fit, the kernel marks it as failed and sets the number of rows of each local expert
+ * to 0. Later operations with this plan then move no rows, and epic_check() returns the error.
+ * One thread does the work. It accesses only memory of this rank. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/wait.cuh"
 #include "cuda/experts/dense_tokens.h"

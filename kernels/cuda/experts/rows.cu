@@ -178,9 +178,9 @@ static __device__ __forceinline__ Pair<V> apply_weight_and_bias(const p2p_activa
     return p;
 }
 
-/* Forward: computes the activations of all slots. A warp has few loads in flight, because its
- * stores may change what the next loads read. So the launch bounds require many warps per
- * SM. */
+/* Forward: computes the activations of all slots. A warp has few loads in flight, because the
+ * compiler cannot move loads before stores that may change what they read. So the launch bounds
+ * require many warps per SM. */
 template <class T, int V, int KIND>
 static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 4)
     activation_kernel(const __grid_constant__ p2p_activation_job job)

@@ -29,10 +29,10 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/lowlat/sum.cuh"
 
-/* Says which units of work a worker does. A unit is one piece of a token's row. There are two
- * kinds: for a token of a peer, the worker sends a partial sum; for a token of this rank
- * ("own"), it adds the partial sums of all ranks. To balance the work, the first units of
- * peers' tokens go to the first workers, and the first units of own tokens to the last
+/* Divides the units of work among the workers. A unit is one piece of a token's row. There are
+ * two kinds of units. For a token of a peer, the worker sends a partial sum. For a token of
+ * this rank ("own"), it adds the partial sums of all ranks. To balance the work, the first
+ * units of peers' tokens go to the first workers, and the first units of own tokens to the last
  * workers. */
 struct CombineUnits {
     const CombineState &c;

@@ -187,8 +187,9 @@ struct LowlatShared {
     bool has_all_rows;
 };
 
-/* The words that a warp loads from global memory first when the kernel starts: in control warps, the
- * state of the group of ranks; in the warp that checks the plan, the plan's header. */
+/* The words that a warp loads from global memory first when the kernel starts. In control warps
+ * this is the state of the group of ranks. In the warp that checks the plan it is the plan's
+ * header. */
 template <bool WITH_PLAN> struct Opening {
     StartState start;
     uint32_t header[HEADER_LANE_WORDS];
@@ -222,9 +223,9 @@ __device__ __forceinline__ bool is_receiving_worker(const LowlatMove &m)
     return m.receivers.contains_this_cta() && !is_control_warp();
 }
 
-/* Returns whether this warp may still have to send data after phase 2: a wrong value in the
- * caller's ids, from end_header(). Such a warp calls count_posted_warp() after phase 3, all
- * other warps after phase 2. */
+/* Returns whether this warp may still have to send data after phase 2, because end_header() may
+ * report a wrong value in the caller's ids to all ranks. Such a warp calls count_posted_warp()
+ * after phase 3, all other warps after phase 2. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool reports_data_errors(const LowlatMove &m)
 {

@@ -102,8 +102,8 @@ struct StartState {
      * only failures that a kernel of this rank has already seen. A new failure is in the net
      * inbox, where waits find it. */
     uint64_t broken;
-    /* Backend hosts. epochs: how many epochs of this rank have ended. freed: of how many of
-     * them the net has read all puts, so that their outbox can be written again. */
+    /* Backend hosts. epochs: how many epochs of this rank have ended. freed: for how many of
+     * these the net has read all puts. The outbox of these epochs can be written again. */
     uint64_t epochs, freed;
     /* Backend hosts, only in the last CTA: the word `broken` of the net inbox, which
      * finish_lowlat() checks. */
@@ -259,8 +259,8 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
         return __all_sync(ALL_LANES, load_relaxed(&control->done) ==
                                          gridDim.x * (HOSTS ? blockDim.x / WARP : 1)) != 0;
     };
-    /* `broken` was set before this kernel started. Perhaps all rows have arrived all the same,
-     * but the operation must not count as done. */
+    /* `broken` was set before this kernel started. All rows may have arrived, but the operation
+     * must not count as done. */
     if (HOSTS && start.net_broken) {
         op.aborted_wait = WAIT_ABORTED(-1, P2P_PHASE_ARRIVE);
         return;
@@ -287,9 +287,8 @@ __device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpStat
            __all_sync(ALL_LANES, q >= num_ranks || h.slots_of[q] <= rows) != 0;
 }
 
-/* Returns true only in the last of the `ctas` CTAs that call it. This CTA
- * may overwrite what the other CTAs have stored. Called by all threads of these CTAs, after
- * their last store. */
+/* Returns true only in the last of the `ctas` CTAs that call it. This CTA may overwrite what
+ * the other CTAs have stored. Called by all threads of these CTAs, after their last store. */
 static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
 {
     if (threadIdx.x == 0) {

@@ -329,10 +329,10 @@ __device__ __forceinline__ int32_t needed_here(const LowlatPlan &tables,
            tables.slots_before(job, job.self.rank);
 }
 
-/* Returns whether the plan can be used: not if an id is invalid, or if a rank needs more slots
- * than its capacity. `moves`: the operation also moves rows, so the function also checks that
- * each rank's receive buffer has a row per slot. All ranks get the same verdict. Called by one
- * warp. */
+/* Returns whether the plan can be used. A plan is invalid if an id is invalid, or if a rank
+ * needs more slots than its capacity. `moves`: the operation also moves rows, so the function
+ * also checks that each rank's receive buffer has a row per slot. All ranks get the same
+ * verdict. Called by one warp. */
 static __device__ PlanVerdict judge_plan(const LowlatPlan &tables, const p2p_plan_job &job,
                                          bool moves)
 {
@@ -351,9 +351,10 @@ static __device__ PlanVerdict judge_plan(const LowlatPlan &tables, const p2p_pla
             !any_bad && !any_over};
 }
 
-/* Finds duplicates, which are an error in layers with EPIC_DISTINCT: sets bad_choice of each
- * rank to its first choice whose expert an earlier choice of the token has, too. atomicMin
- * makes the result independent of the order of threads. Called by all threads of the CTA. */
+/* Finds duplicates, which are an error in layers with EPIC_DISTINCT. A choice is a duplicate if
+ * an earlier choice of its token has the same expert. Sets bad_choice of each rank to the
+ * rank's first duplicate. atomicMin makes the result independent of the order of threads.
+ * Called by all threads of the CTA. */
 static __device__ __noinline__ void find_duplicates(LowlatPlan &tables, int ranks)
 {
     const int each = tables.id_lanes * LOWLAT_LANE_IDS;

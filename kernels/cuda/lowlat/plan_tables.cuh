@@ -10,8 +10,8 @@
  *
  * The slot of a choice, numbered over all ranks, is group_slab_start + earlier_choices + the
  * number of mask bits below the token's bit. A mask has one bit per token, so it cannot express
- * that a token chooses an expert twice. If any token does so, the slots are computed by counting
- * ids one by one, which is slow. */
+ * that a token chooses an expert twice. If any token does so, the slots are computed by
+ * counting ids one by one, which is slow. */
 #ifndef EPIC_LOWLAT_PLAN_TABLES_CUH
 #define EPIC_LOWLAT_PLAN_TABLES_CUH
 

@@ -135,15 +135,15 @@ __device__ __forceinline__ void post_put_floats(const OpState &op, int q, uint32
     post_put_warp(op, q, floats, (uint32_t)(count + 1) / 2 * 8);
 }
 
-/* Sends records (slots of a token, plan/view.cuh) to rank q. Each lane whose `speaks` is true
- * sends the first `words` words of its own `record`, or one word if `words` is 0. Called by a
- * whole warp. */
-__device__ __forceinline__ void post_put_records(const OpState &op, int q,
-                                                 const uint64_t *record, bool speaks, int words)
+/* Sends records (slots of a token, plan/view.cuh) to rank q. Each lane whose `has_record` is
+ * true sends the first `words` words of its own `record`, or one word if `words` is 0. Called
+ * by a whole warp. */
+__device__ __forceinline__ void
+post_put_records(const OpState &op, int q, const uint64_t *record, bool has_record, int words)
 {
     if (!HOSTS) return;
     __syncwarp();
-    if (speaks) post_put(op, q, record, (uint32_t)max(words, 1) * 8);
+    if (has_record) post_put(op, q, record, (uint32_t)max(words, 1) * 8);
 }
 
 /* Appends an entry to the ring that marks the end of the epoch. No thread may post puts of this

@@ -13,9 +13,10 @@
  * Only rows and partial sums go through relays. Weights, records and other words go directly to
  * their destination.
  *
- * Two rules say in which part of the receiver's staging a relayed row goes. A forwarded row
- * goes where it would go if its first sender had stored it. A partial sum that a rank gives to
- * a relay goes into the part of that rank's mate on the destination host.
+ * The staging of a receiver has one part per source rank. A row that a relay forwards goes into
+ * the part of the rank that sent it first, as if that rank had stored it itself. A partial sum
+ * that a rank stores for a relay goes into the part of that rank's mate on the destination
+ * host.
  *
  * For each token a rank also sends a stamped word, *wants*, for which the relay waits first. In
  * dispatch it is a bit mask of the ranks of the destination host that need the row. In combine

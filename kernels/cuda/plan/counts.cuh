@@ -180,9 +180,9 @@ template <int KIND> __device__ __forceinline__ int num_planned_ids(const p2p_pla
                                                    : job.layer.num_experts);
 }
 
-/* Counts the choices of this warp's tokens and checks their ids. Stores the count of each choice
- * in `fate`, as the table at the top of this file shows, and the counts of the first groups
- * also in `counted`. If `counted` has all, it leaves `fate` unchanged. */
+/* Counts the choices of this warp's tokens and checks their ids. Stores the count of each
+ * choice in `fate`, as the table at the top of this file shows, and the counts of the first
+ * groups also in `counted`. If `counted` has all, it leaves `fate` unchanged. */
 template <int KIND>
 static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                                      const TokenLanes &lanes, const TokenRange &range,
@@ -223,9 +223,9 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
 }
 
 /* A word of `counts` has the sum of one tally on the sending rank. It also has the owner of the
- * tally's expert in the sender's table, so that the receiver can compare the tables. RECORD_LAST
- * in the word of tally 0 means that the sender's data is wrong. RECORD_LAST in all words means
- * that its table rank_of_expert is invalid. */
+ * tally's expert in the sender's table, so that the receiver can compare the tables.
+ * RECORD_LAST in the word of tally 0 means that the sender's data is wrong. RECORD_LAST in all
+ * words means that its table rank_of_expert is invalid. */
 #define COUNT_BITS P2P_COUNT_BITS
 #define COUNT_OF(word) ((uint32_t)(word) & ((1u << COUNT_BITS) - 1))
 #define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & 31)
@@ -367,8 +367,9 @@ __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts
             store_relaxed(counts + (first + i) * DEVICE_MAX_TALLIES, words[i]);
 }
 
-/* Waits until all planner CTAs of this rank have published tally e. words[c] becomes the word of
- * CTA c, with count 0 if there is no CTA c. Returns false if the group of ranks has failed. */
+/* Waits until all planner CTAs of this rank have published tally e. words[c] becomes the word
+ * of CTA c, with count 0 if there is no CTA c. Returns false if the group of ranks has
+ * failed. */
 __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, const OpState &op,
                                                     int e, uint64_t (&words)[P2P_MAX_PLANNERS])
 {
@@ -385,8 +386,8 @@ __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, con
     });
 }
 
-/* Does steps 1 and 2 of exchange_counts() for tally e: adds the tallies of this rank's CTAs. CTA
- * 0 also sends the sum to every rank. `counts`: offset of this epoch's counts in a heap, in
+/* Does steps 1 and 2 of exchange_counts() for tally e: adds the tallies of this rank's CTAs.
+ * CTA 0 also sends the sum to every rank. `counts`: offset of this epoch's counts in a heap, in
  * 8-byte words. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &job,
                                               const OpState &op, int64_t counts, int e)
@@ -456,8 +457,8 @@ __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64
 }
 
 /* Does step 3 of exchange_counts() for tally e: waits for the counts of all ranks, and adds
- * them. `counts`: offset of this epoch's counts in a heap, in 8-byte words. Returns false if the
- * group of ranks has failed. */
+ * them. `counts`: offset of this epoch's counts in a heap, in 8-byte words. Returns false if
+ * the group of ranks has failed. */
 __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self,
                                                 const OpState &op, int64_t counts, int e)
 {

@@ -48,9 +48,9 @@ __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_pl
 }
 
 /* Counts the rows that this warp's tokens need on each rank if the experts keep only
- * p.keep_limit choices. `warp_positions` and `warp_rows` have an element for each choice of this
- * rank. The function reads the results of count_group() from the first, and stores the results
- * of count_rows() in the second. */
+ * p.keep_limit choices. `warp_positions` and `warp_rows` have an element for each choice of
+ * this rank. The function reads the results of count_group() from the first, and stores the
+ * results of count_rows() in the second. */
 static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
                                        const int32_t *warp_positions, int32_t *warp_rows)
 {

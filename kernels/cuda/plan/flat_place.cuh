@@ -23,8 +23,8 @@ struct FlatChoice { /* A choice that this lane handles, and where it goes. */
     int64_t choice;
     int32_t owner; /* the rank of its expert; -1: the choice is not sent */
     int32_t local; /* number of the expert among the experts of that rank */
-    /* The token's row on that rank. At first only the lane with the token's first choice on that
-     * rank has it, and the others have -1. send_row_words() sets it in all of them. */
+    /* The token's row on that rank. At first only the lane with the token's first choice on
+     * that rank has it, and the others have -1. send_row_words() sets it in all of them. */
     int32_t row;
     int32_t fate; /* if owner is -1: the reason, an EPIC_FATE_* value */
 };

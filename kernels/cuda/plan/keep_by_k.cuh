@@ -8,8 +8,8 @@
  *   slot position   its index in the order (rank, token, k) among the kept choices of its
  *                   expert. It decides the slot
  *
- * To find keep positions, the ranks count the choices of each k separately: tally number
- * k * num_experts + e counts the choices of expert e with this k. The keep position is
+ * To find keep positions, the ranks count the choices of each k separately: tally number k *
+ * num_experts + e counts the choices of expert e with this k. The keep position is
  * lower_k_count plus the position among the choices with the same k. Two arrays are needed:
  *
  *   lower_k_count   [top_k][num_experts]      choices of the expert with lower k, on all ranks
@@ -20,17 +20,17 @@
 
 #include "cuda/plan/replicas.cuh"
 
-/* Returns the bytes of dynamic shared memory that the arrays of EPIC_BY_K need: the loads summed
- * over k, and kept_before. They follow the tables of the replicas in memory. */
+/* Returns the bytes of dynamic shared memory that the arrays of EPIC_BY_K need: the loads
+ * summed over k, and kept_before. They follow the tables of the replicas in memory. */
 static inline int by_k_bytes(const p2p_plan_job *job)
 {
     const int warps = planner_warps(num_tallies(*job, job->layer.layout == EPIC_FLAT));
     return job->by_k ? (int)job->layer.num_experts * 4 * (1 + warps) : 0;
 }
 
-/* Sets p.lower_k_count, and points p.load at the loads of the experts, summed over all k. Before
- * this call, p.load has a count per k and expert. lower_k_count takes over its memory. Called by
- * all threads of the CTA, after exchange_counts(). */
+/* Sets p.lower_k_count, and points p.load at the loads of the experts, summed over all k.
+ * Before this call, p.load has a count per k and expert. lower_k_count takes over its memory.
+ * Called by all threads of the CTA, after exchange_counts(). */
 static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts;

@@ -60,7 +60,8 @@ struct Planner {
         int32_t *group_slab_start;
     };
     /* [num_warps][num_tallies]: the tallies of each warp while choices are counted.
-     * publish_tallies() then replaces each tally by the sum over the lower warps of this CTA. */
+     * publish_tallies() then replaces each tally by the sum over the lower warps of this
+     * CTA. */
     int32_t *tally;
     /* [num_tallies]: the rank of each tally: the owner of its expert or, for the tally of a
      * rank, that rank. So owner[e] is the owner of expert e. */
@@ -73,8 +74,9 @@ struct Planner {
     int32_t demand[DEVICE_MAX_RANKS];
     /* capacity[q]: slots of rank q's receive buffer; 0: no bound */
     int32_t capacity[DEVICE_MAX_RANKS];
-    /* Only FLAT layers that drop choices: bounds of the bisection for keep_limit. With the limit
-     * limit_fits[q] the rows of rank q fit its capacity, with limit_fails[q] they do not. */
+    /* Only FLAT layers that drop choices: bounds of the bisection for keep_limit. With the
+     * limit limit_fits[q] the rows of rank q fit its capacity, with limit_fails[q] they do
+     * not. */
     int32_t limit_fits[DEVICE_MAX_RANKS], limit_fails[DEVICE_MAX_RANKS];
     /* needed_slots[q]: slots that rank q needs after expert_capacity has dropped choices */
     int64_t needed_slots[DEVICE_MAX_RANKS];
@@ -147,8 +149,8 @@ __host__ __device__ inline int planner_bytes(int tallies)
     return tallies * 4 * (3 + planner_warps(tallies)) + (tallies + 15) / 16 * 16;
 }
 
-/* Returns the largest planner_bytes() of any layer. The host allows the kernels this much shared
- * memory when it loads them. The function tries every number of tallies, because
+/* Returns the largest planner_bytes() of any layer. The host allows the kernels this much
+ * shared memory when it loads them. The function tries every number of tallies, because
  * planner_bytes() is not monotonic. */
 static inline int planner_most_bytes(void)
 {
@@ -198,9 +200,9 @@ struct TokenLanes {
 /* Backend hosts only: completes the records that this warp has just stored for rank q.
  *
  * If tokens have at most 32 choices, one put later sends the records of the whole CTA. It sends
- * all top_k words of each record, and the receiver waits for all of them. So the lanes after the
- * record's `count` words store RECORD_ABSENT. If tokens have more than 32 choices, this function
- * sends each record by a put of its own, with `count` words.
+ * all top_k words of each record, and the receiver waits for all of them. So the lanes after
+ * the record's `count` words store RECORD_ABSENT. If tokens have more than 32 choices, this
+ * function sends each record by a put of its own, with `count` words.
  *
  * `record`: address of the record of this lane's token. `in`: the token exists. Called by one
  * warp. */

@@ -309,8 +309,9 @@ template <int J> __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<0> &
 
 /* Returns the k choices of a token, if keys are in registers. The registers do not contain ids,
  * so this takes two steps. First the warp finds the k largest keys, and for each key the lane
- * that owns it. Then, for all keys at once, lane i looks for key number i among the ids of the
- * lane that owns it. If a lane has equal keys, the lower id comes first. */
+ * that owns it. Then all lanes find ids at the same time: lane i finds the id of key number i,
+ * by comparing it with the keys of all ids of the owner. If an owner has equal keys, the lower
+ * id comes first. */
 template <int J, int V>
 __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const uint32_t *keys)
 {

@@ -38,8 +38,8 @@ typedef struct hosts_part {
     net_liveness *liveness;
     hosts_proxy *proxy;
     bool on_gpu; /* inbox and outbox are on the GPU, otherwise in host memory */
-    /* GPU memory that the ranks of this host write. After the heap follow partial sums that only
-     * this rank uses. */
+    /* GPU memory that the ranks of this host write. After the heap follow partial sums that
+     * only this rank uses. */
     uint8_t *heap;
     uint8_t *inbox;         /* has the layout of a heap; the net writes it */
     uint8_t *outbox;        /* has the layout of a heap; the net reads it */

@@ -39,7 +39,8 @@
 #define PREFETCH_LINES 4  /* how many cache lines of ring entries to prefetch ahead */
 /* the thread sleeps first after this many calls of proxy_progress() without progress */
 #define IDLE_ROUNDS 64
-/* if the thread may use at least SPARE_CORES cores, it polls this long before its first sleep */
+/* if the thread may use at least SPARE_CORES cores, it polls this long before its first
+ * sleep */
 #define SPIN_US 200
 #define SPARE_CORES 8
 #define FIRST_NAP_US 20    /* length of the first sleep; each later one is twice as long */

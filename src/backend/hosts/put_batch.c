@@ -119,8 +119,8 @@ void put_batcher_free(put_batcher *all)
 }
 
 /* A piece may begin in one block and end in another, and each of its blocks may need a free
- * batch. words / all->block_words counts only the blocks that the piece fills completely. So two
- * more batches are required. */
+ * batch. words / all->block_words counts only the blocks that the piece fills completely. So
+ * two more batches are required. */
 bool put_batcher_has_room(const put_batcher *all, uint32_t words)
 {
     return all->num_free >= (int)(words / all->block_words) + 2;

@@ -6,7 +6,8 @@
 
 #include "backend/mpi/group.h"
 
-/* if the host has a core for each of its ranks, a waiting rank does not yield before this time */
+/* if the host has a core for each of its ranks, a waiting rank does not yield before this
+ * time */
 #define SPIN_NS 50000
 /* a wait only yields before this time, because even the shortest sleep takes much longer than
  * requested */

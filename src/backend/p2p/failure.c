@@ -18,8 +18,8 @@ static const char *operation_name(uint32_t operation)
     return operation < sizeof names / sizeof *names ? names[operation] : "an unknown operation";
 }
 
-/* Returns what a kernel waited for in a phase of an operation. It is the end of the text "rank 1
- * waited 9 ms for rank 2 ...". */
+/* Returns what a kernel waited for in a phase of an operation. It is the end of the text "rank
+ * 1 waited 9 ms for rank 2 ...". */
 static const char *phase_name(uint32_t phase)
 {
     static const char *const names[] = {"",

@@ -25,8 +25,9 @@ static p2p_slabs slabs_of(const epic_gate_args *gate)
 }
 
 /* Returns a product of the gate, described as a grouped product with one expert. Three arrays
- * take part: x [tokens, hidden], w_gate [hidden, columns] and logits [tokens, columns], or their
- * gradients. `pass` selects which of them is the result. The other two are the factors. */
+ * take part: x [tokens, hidden], w_gate [hidden, columns] and logits [tokens, columns], or
+ * their gradients. `pass` selects which of them is the result. The other two are the
+ * factors. */
 static p2p_gemm product_of(const epic_group *g, const epic_gate_args *gate, uint32_t pass)
 {
     return (p2p_gemm){.slabs = slabs_of(gate),
@@ -76,10 +77,10 @@ static p2p_gemm product_of_pieces(const p2p_gemm *product, const epic_gate_args 
  * middle bits and piece 2 the low bits.
  *
  * IN_ORDER is for a product in which only one factor is split. It lists each piece once.
- * PAIRS_LEFT and PAIRS_RIGHT are for a product in which both factors are split. It is the sum of
- * six products: piece PAIRS_LEFT[i] of the left factor times piece PAIRS_RIGHT[i] of the right
- * one, added in ascending i. The pairs are 0 x 2, 2 x 0, 1 x 1, 0 x 1, 1 x 0 and 0 x 0. The
- * products of all other pairs are smaller than the last bit of a float32. */
+ * PAIRS_LEFT and PAIRS_RIGHT are for a product in which both factors are split. It is the sum
+ * of six products: piece PAIRS_LEFT[i] of the left factor times piece PAIRS_RIGHT[i] of the
+ * right one, added in ascending i. The pairs are 0 x 2, 2 x 0, 1 x 1, 0 x 1, 1 x 0 and 0 x 0.
+ * The products of all other pairs are smaller than the last bit of a float32. */
 enum { IN_ORDER = 0 | 1 << 2 | 2 << 4 };
 enum { PAIRS_LEFT = 0 | 2 << 2 | 1 << 4 | 0 << 6 | 1 << 8 | 0 << 10 };
 enum { PAIRS_RIGHT = 2 | 0 << 2 | 1 << 4 | 1 << 6 | 0 << 8 | 0 << 10 };
@@ -117,10 +118,10 @@ static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *piec
     return p2p_cuda(p2p_launch_fold(&fold, stream), "launching the sum of the gate's pieces");
 }
 
-/* Launches a product of pass EPIC_GEMM_FORWARD or EPIC_GEMM_WEIGHT, with bfloat16 pieces if they
- * are faster. The result has `lines` rows, and each sum `depth` terms. One of the two is the
- * number of tokens of a block, the other one is a size of the layer. Both are equal for every
- * number of ranks. So is the choice, and so are the bits of the result. */
+/* Launches a product of pass EPIC_GEMM_FORWARD or EPIC_GEMM_WEIGHT, with bfloat16 pieces if
+ * they are faster. The result has `lines` rows, and each sum `depth` terms. One of the two is
+ * the number of tokens of a block, the other one is a size of the layer. Both are equal for
+ * every number of ranks. So is the choice, and so are the bits of the result. */
 static epic_result multiply_long(p2p_gemm *product, const epic_gate_args *gate, int64_t lines,
                                  int64_t depth)
 {

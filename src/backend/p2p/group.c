@@ -13,8 +13,8 @@
 #define MOST_SMS 65536       /* more multiprocessors than any device has */
 
 /* Backend p2p always returns the constant DEVICE_MAX_TOP_K. Backend hosts returns
- * config.max_top_k if it is set. It rounds it up to an even number, because the net copies words
- * of 8 bytes, which are two floats (float_stride() in kernels/cuda). */
+ * config.max_top_k if it is set. It rounds it up to an even number, because the net copies
+ * words of 8 bytes, which are two floats (float_stride() in kernels/cuda). */
 int32_t p2p_top_k_for(const epic_config *config)
 {
     const uint32_t most = HOSTS ? config->max_top_k : 0;

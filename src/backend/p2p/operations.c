@@ -323,8 +323,9 @@ static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_a
 
 /* --------------------------------------------------------------- combine and gradients ---- */
 
-/* Returns memory to pass in place of a caller's array that has no rows. Kernels read row 0 of an
- * array where a token has no slot (kernels/cuda/combine/slots.cuh). So row 0 must exist. */
+/* Returns memory to pass in place of a caller's array that has no rows. If an array has too few
+ * rows, kernels read its row 0 in place of the missing ones (kernels/cuda/combine/slots.cuh).
+ * So row 0 must exist. */
 static void *scratch_of(const epic_group *g)
 {
     return g->self.heap[g->rank] + g->self.at.scratch;

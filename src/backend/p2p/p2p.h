@@ -61,7 +61,8 @@ struct epic_group {
 epic_result p2p_cuda(cudaError_t error, const char *what);
 
 /* Launches every kernel once. CUDA loads a kernel at its first launch, and may then wait until
- * the device is idle. That would be a deadlock if a running kernel waited for a peer (load.c). */
+ * the device is idle. That would be a deadlock if a running kernel waited for a peer
+ * (load.c). */
 epic_result p2p_load(epic_group *group);
 
 /* Returns whether there is a CUDA device. If not, writes the reason to `why` (256 bytes). */
@@ -179,8 +180,8 @@ epic_result p2p_bias_update(epic_group *group, const epic_bias_update_args *args
 epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *args);
 epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_args *args);
 
-/* The functions that each rank runs for its own tokens: the gate, the shared expert's gate, zero-experts
- * and small sums. In gate.c and tokens.c. Errors: EPIC_EDEVICE. */
+/* The functions that each rank runs for its own tokens: the gate, the shared expert's gate,
+ * zero-experts and small sums. In gate.c and tokens.c. Errors: EPIC_EDEVICE. */
 
 /* Computes logits [tokens, columns] = x w_gate + b_gate in float32. */
 epic_result p2p_gate(epic_group *group, const epic_gate_args *gate);

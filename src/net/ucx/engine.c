@@ -6,7 +6,8 @@
 #include "net/striped/striped.h"
 #include "net/ucx/lanes.h"
 
-/* With this size a put fits in a segment of UCX over TCP (lanes.c), and holds 16 rows of 14 KB. */
+/* With this size a put fits in a segment of UCX over TCP (lanes.c), and holds 16 rows of 14
+ * KB. */
 #define PREFERRED_BYTES (224 << 10)
 
 /* net_engine.is_available: tries to open a UCX context. */
