@@ -67,11 +67,13 @@
  *       complete the operation with the same result, outputs are zero, and the group stays
  *       usable.  On a CUDA context the call returns EPIC_OK and epic_check returns the error
  *       later.
- *   (c) Lost order (EPIC_ETIMEOUT, EPIC_EPEER, EPIC_EMISMATCH, EPIC_EDEVICE).  The group is
- *       broken: every later call returns the same error at once.  epic_close works, and the
- *       process can open a new group. Every wait has a deadline.  epic_error returns a sentence
- *       with the argument, its value, the rule and the remedy.  The library never prints,
- *       exits, aborts or traps.
+ *   (c) Failures of the group: a rank failed, or the ranks made different calls (EPIC_ETIMEOUT,
+ *       EPIC_EPEER, EPIC_EMISMATCH, EPIC_EDEVICE).  The group is broken: every later call
+ *       returns the same error at once.  epic_close works, and the process can open a new
+ *       group.
+ *
+ * Every wait has a deadline.  epic_error returns a sentence with the argument, its value, the
+ * rule and the remedy.  The library never prints, exits, aborts or traps.
  *
  * docs/reference/errors.md lists the error codes, docs/reference/environment.md the environment
  * variables, which epic_open reads.
@@ -498,11 +500,12 @@ typedef enum epic_priority {
  * logical_of_expert maps each expert to the logical expert that it is a replica of.  Each
  * logical expert has at least one replica.
  *
- * The choices of a logical expert, ordered by source rank, token and k, go to its replicas in
- * turn: choice n goes to replica n modulo their number, with replicas ordered by their ids.  So
- * the loads of the replicas differ by at most one, and balancing needs no communication.  With
- * expert_capacity C, replica i of r keeps (C + r - 1 - i) / r choices.  With EPIC_BY_TOKEN, the
- * replicas do not change which choices a logical expert drops. */
+ * The choices of a logical expert go to its replicas in turn.  Choices are numbered in the
+ * order (source rank, token, k), and replicas in the order of their ids.  With r replicas,
+ * choice number n goes to replica number n % r.  So the loads of the replicas differ by at most
+ * one, and balancing needs no communication.  With expert_capacity C, replica i keeps
+ * (C + r - 1 - i) / r choices.  With EPIC_BY_TOKEN, the replicas do not change which choices a
+ * logical expert drops. */
 typedef struct epic_layer {
     uint32_t num_experts;     /* 1 to 65536 */
     uint32_t num_logical;     /* number of logical experts, and expert ids are below it.  0:
@@ -639,7 +642,7 @@ typedef struct epic_dispatch_args {
  * slots in its plan, all ranks get EPIC_EOVERFLOW.
  *
  * Quantized rows of n elements:
- *   - 1x128: scale = max|x| / 448 (1 if that is 0), and q = e4m3(x / scale).  A row of
+ *   - 1x128: scale = max|x| / 448, or 1 if all x are 0.  q = e4m3(x / scale).  A row of
  *     recv_scales has ceil(n / 128) float32.
  *   - 1x32: scale = 2^ceil(log2(max|x| / 448)) as e8m0 (byte 127 if max|x| is 0).  A row of
  *     recv_scales has ceil(n / 32) bytes.
@@ -828,9 +831,10 @@ typedef enum epic_weight_rule {
     EPIC_WEIGHT_OF_SCORE = 0,       /* their scores, without the bias */
     EPIC_WEIGHT_SOFTMAX_CHOSEN = 1, /* softmax over the top_k chosen logits */
     EPIC_WEIGHT_SIGMOID_CHOSEN = 2, /* sigmoid of the chosen logits */
-    EPIC_WEIGHT_SPARSEMIXER = 3     /* for choice k: softmax over the logits z that no choice
-                                       before k has taken, and that are close to m, the
-                                       largest of them: (m - z) / max(|z|, m) <= 2 * jitter */
+    EPIC_WEIGHT_SPARSEMIXER = 3     /* for choice k: softmax over some logits z.  These are the
+                                       logits that no choice before k has, and that are close
+                                       to their largest one, m: (m - z) / max(|z|, m) <= 2 *
+                                       jitter */
 } epic_weight_rule;
 
 /* How the weights of a token are normalized. */
@@ -1068,8 +1072,8 @@ typedef struct epic_bias_update_args {
 } epic_bias_update_args;
 
 /* Raises the bias of each expert whose load is below the mean load, and lowers it if the load
- * is above the mean: bias += rate * sign(mean load - load), with sign(0) = 0.  The comparison is
- * exact.
+ * is above the mean: bias += rate * sign(mean load - load), with sign(0) = 0.  The comparison
+ * is exact.
  * Errors:  (a) EPIC_EINVAL.
  * Threads: local.
  * CUDA:    on call.stream. */
@@ -1131,9 +1135,9 @@ typedef struct epic_gemm_args {
 } epic_gemm_args;
 
 /* A matrix product of the caller that replaces the library's.  multiply() enqueues its work on
- * call.stream and does not wait.  Rows of a slab without a token must not contribute to a sum;
- * if multiply() writes such rows of `out`, it must write zeros.  If multiply() returns an
- * error, the calling function returns it. */
+ * call.stream and does not wait.  It must not add rows of a slab that carry no token to a sum.
+ * If it writes such rows of `out`, it must write zeros.  If multiply() returns an error, the
+ * calling function returns it. */
 typedef struct epic_gemm {
     epic_result (*multiply)(void *self, const epic_gemm_args *args);
     void *self;
@@ -1228,14 +1232,20 @@ typedef struct epic_experts_args {
  * are multiples of 8, and arrays begin at multiples of 16 bytes.  Other shapes, types and GPUs
  * use plain loops.  call.max_sms 0 means all SMs, even if the context has a limit.
  *
- * weight_type E4M3, on CUDA contexts only.  x is e4m3 with a scale for each 128 elements of a
- * row, as dispatch writes it with EPIC_QUANTIZE_1X128.  Activations are quantized in the same
- * way.  Weights have a scale for each block of 128 x 128, and are transposed: w_gate_up is
- * [num_local_experts, width, hidden] and w_down is [num_local_experts, hidden, inner].  Biases,
- * saved and y have row_type: F32, BF16 or F16.  Sums are float32, but tensor cores of Hopper
- * add up to 128 products with fewer bits.  They are used if row_type has 16 bits, and hidden
- * and inner are multiples of 16.  epic_experts_backward reads this `saved`, with x of row_type,
- * and weights of row_type or E4M3.
+ * weight_type E4M3, on CUDA contexts only:
+ *   - x has e4m3 elements, and x_scales has one scale for each 128 elements of a row.
+ *     epic_dispatch writes such rows with EPIC_QUANTIZE_1X128.  The call quantizes the
+ *     activations in the same way before the second product.
+ *   - The weights have e4m3 elements, and one scale for each block of 128 x 128.  They are
+ *     transposed: w_gate_up is [num_local_experts, width, hidden] and w_down is
+ *     [num_local_experts, hidden, inner].
+ *   - Biases, saved and y have row_type, which is F32, BF16 or F16.
+ *   - Tensor cores of Hopper are used if row_type has 16 bits, and hidden and inner are
+ *     multiples of 16.  They add up to 128 products with fewer bits than float32.  All other
+ *     additions are in float32.
+ *   - epic_experts_backward reads this `saved`.  It takes x of row_type, and weights of
+ *     row_type or E4M3.
+ *
  * Errors:  (a) EPIC_EINVAL; EPIC_ENOTSUP for F64 rows on CUDA contexts, for E4M3 on host
  *          contexts or with experts.gemm.
  * Threads: local.
@@ -1416,26 +1426,34 @@ typedef struct epic_moe_args {
  * is computed as EPIC_WEIGHT_EARLY, which gives the same value.
  *
  * Record and replay.  topk_idx_out and topk_weights_out return the routing.  topk_idx_in forces
- * ids, such as those of another run, and must not be combined with token_ids.  Their weights are
- * computed from the router's scores, and the router has gradients as without forced ids.  With
- * topk_weights_in the weights are used as they are, without scale_of_expert.  Then the router and
- * scale_of_expert have no gradients, except those of the losses.  The losses use the scores of
- * all experts as always, and the load of the forced ids.  Forced ids are data of one rank: other
- * ranks may let their routers choose.  With EPIC_PLANNED they are not read, because epic_moe_plan
- * has read them.
+ * ids, such as those of another run.  It must not be combined with token_ids.  A rank may force
+ * ids while the routers of other ranks choose.
+ *   - Without topk_weights_in, the weights of forced ids are computed from the router's scores,
+ *     and the router has the same gradients as without forced ids.
+ *   - With topk_weights_in, the weights are used as they are, without scale_of_expert.  Then
+ *     the router and scale_of_expert have no gradients, except those of the losses.
+ *   - The losses use the scores of all experts, and the load that the forced ids cause.
+ *   - With EPIC_PLANNED, epic_moe_forward does not read them, because epic_moe_plan has read
+ *     them.
  *
- * EPIC_TREE, if not chosen through EPIC_BY_HOSTS.  num_tokens must be equal on all ranks, and a
+ * If the caller sets sum_order to EPIC_TREE, num_tokens must be equal on all ranks, and a
  * multiple of leaves / num_ranks.  Outputs and gradients then have the same bits for every
  * number of ranks.  With EPIC_SUM_DENSE this is also true for the losses and for the gradients
- * of the gate and the shared expert.
+ * of the gate and the shared expert.  None of this applies if EPIC_BY_HOSTS selects the tree.
  *
- * experts->weight_type E4M3, on CUDA contexts.  Rows are quantized (1x128) when they are sent.
- * Weights and biases are those of epic_experts_forward.  The received rows are not saved, so
- * moe.flags must have EPIC_DISPATCH_AGAIN.  epic_moe_backward reads weights that are not
- * transposed, [.., hidden, width] and [.., inner, hidden].  They are either the weights of
- * row_type from which the E4M3 weights were made, or E4M3 weights with scales as in
- * epic_experts_backward.  The rounding counts as the identity in gradients.  EPIC_RECOMPUTE
- * needs weights of row_type, and does not round the values that it computes again.
+ * experts->weight_type E4M3, on CUDA contexts only:
+ *   - Dispatch quantizes the rows (1x128) when it sends them.
+ *   - epic_moe_forward takes weights and biases like epic_experts_forward: transposed, with
+ *     scales.
+ *   - Forward does not save the received rows, so moe.flags must have EPIC_DISPATCH_AGAIN.
+ *   - epic_moe_backward takes weights that are not transposed: [num_local_experts, hidden,
+ *     width] and [num_local_experts, inner, hidden].  They are either the weights of row_type
+ *     from which the E4M3 weights were made, or E4M3 weights with scales, as in
+ *     epic_experts_backward.
+ *   - Gradients are computed as if rows and weights had not been rounded to e4m3.
+ *   - With EPIC_RECOMPUTE, backward needs weights of row_type.  It does not round the values
+ *     that it computes again.
+ *
  * Errors:  (a) EPIC_EINVAL, EPIC_ENOTSUP; (b) EPIC_EINVAL, also for invalid token ids,
  *          entries of the table and forced ids, and EPIC_EOVERFLOW; (c).
  * Threads: collective.

@@ -51,7 +51,8 @@ typedef struct exchange {
     int rank, num_ranks;
     uint32_t operation;
     uint64_t tag, sequence;
-    /* sequence number in the op headers; `sequence` is higher after exchange_reuse() */
+    /* Sequence number of the operation whose op headers were sent. After exchange_reuse(),
+     * `sequence` is higher than this. */
     uint64_t header_sequence;
     deadline deadline; /* deadline of the current wait */
     uint64_t record;   /* this operation's record in the flight recorder */

@@ -58,8 +58,8 @@ typedef struct experts_job {
     void *activations;  /* [slots, inner] */
     void *d_gate_up;    /* backward: [slots, width] */
     void *weights_tile; /* one tile of a weight matrix, converted to float32 */
-    /* two parts: [2 * max(hidden, inner)], results of a product for one row; then one row of an
-     * operand, converted */
+    /* Scratch memory of two parts. [2 * max(hidden, inner)]: results of a product for one row.
+     * After it: one row of an operand, converted. */
     void *line;
     void *bias; /* [max(width, hidden)]: a bias, converted */
 } experts_job;

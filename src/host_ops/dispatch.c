@@ -110,9 +110,9 @@ static void fill_entry_with(dispatching *d, int64_t token, int32_t piece, void *
 }
 
 /* Scatter flow, fill_entry: copies one piece of a token's message into a ring entry.
- * ring_choose_path() decides whether the copy goes through the caches, past them, or is timed.
- * For a timed copy the piece is first assembled in x->pieces, so that only one copy is
- * timed. */
+ * ring_choose_path() decides whether the copy goes through the caches or past them, and whether
+ * it is timed. Before a timed copy, this function assembles the piece in x->pieces, so that the
+ * measured time is that of one copy. */
 static void dispatch_fill_entry(void *self, int64_t token, int32_t piece, void *entry)
 {
     dispatching *d = self;

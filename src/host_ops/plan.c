@@ -208,8 +208,8 @@ static void write_counts(planning *p, epic_result result)
 }
 
 /* Makes a plan without slots, after an error in the data of any rank. The lengths of the
- * caller's output arrays depend on the placement, so it uses this rank's placement, unless the
- * error is there. */
+ * caller's output arrays depend on the placement of the experts. So it uses this rank's
+ * rank_of_expert, unless the error is in that table. */
 static void make_empty_plan(planning *p)
 {
     const exchange *x = p->x;

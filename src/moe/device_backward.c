@@ -79,9 +79,10 @@ static epic_result losses_backward(moe_job *j, const dense_block *block)
     return z.coeff != 0 ? CONTEXT_OP(j->ctx, z_loss_backward, &z, z.coeff) : EPIC_OK;
 }
 
-/* Starts work.d_logits of one block, whose weights were forced, with zeros. Copies the
- * gradients of its weights to the caller's array, if the caller wants them. `to` is written
- * like router_backward() would write it. */
+/* Does for a block with forced weights what router_backward() does for other blocks. The logits
+ * have no influence on forced weights. So it writes zeros to work.d_logits and to the gradient
+ * of scale_of_expert, and copies the gradients of the weights to the caller's array, if the
+ * caller wants them. */
 static epic_result forced_weights_backward(moe_job *j, const epic_moe_backward_args *a,
                                            int64_t b, const layer_tokens *tokens,
                                            const dense_targets *to)

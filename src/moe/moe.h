@@ -8,9 +8,9 @@
  * epic_allreduce_sum. The tree depends only on `leaves`, so the result has the same bits for
  * every number of ranks.
  *
- * Two terms of these files: a "real" is a number of the arithmetic: float64 if the rows are
- * F64, otherwise float32. The "dense part" is the set of weights of which every rank holds a
- * copy: the gate, its bias, scale_of_expert and the shared expert. */
+ * These files use two terms. A "real" is a float64 if the rows are F64, otherwise a float32.
+ * The "dense part" consists of the weights of which every rank holds a copy: the gate, its
+ * bias, scale_of_expert and the shared expert. */
 #ifndef EPIC_MOE_H
 #define EPIC_MOE_H
 
@@ -62,8 +62,9 @@ typedef struct moe_work {
     /* float64 forward: [capacity, top_k], for each slot all weights of its token */
     double *recv_weights;
     void *y; /* forward: [capacity, hidden], output of the experts */
-    /* Backward: [capacity, hidden], gradient of y. Later stages reuse the memory: for rows with
-     * the weights' gradients (f64_weights.c), and for d_x if the caller does not want it. */
+    /* Backward: [capacity, hidden], gradient of y. Later stages reuse the memory: first for the
+     * rows with the gradients of the weights (f64_weights.c), then for d_x, if the caller does
+     * not want d_x. */
     void *d_y;
     void *d_recv;         /* backward: [capacity, hidden], gradient of recv */
     void *d_slot_weights; /* backward: [capacity] real */
@@ -94,9 +95,8 @@ typedef struct moe_job {
 
     bool is_device; /* arrays are in device memory, which the host must not read */
     bool is_f64;    /* real is float64 */
-    /* Rows and weights of the experts are E4M3 in forward. experts.weight_type is then the type
-     * of the biases. It is also the type of the weights in backward, unless
-     * is_e4m3_backward. */
+    /* Rows and weights of the experts are E4M3 in forward. Then experts.weight_type is the type
+     * of the biases and, unless is_e4m3_backward is true, of the weights in backward. */
     bool is_e4m3;
     bool is_e4m3_backward; /* weights of the experts are E4M3 in backward too */
     int64_t real_bytes;

@@ -86,9 +86,9 @@ epic_result moe_combine(moe_job *j, const epic_rows *out)
     return epic_combine(j->ctx, &how);
 }
 
-/* Sends d_out without weights, even if combine multiplied by weights in forward. With weights
- * it would also have to compute the weights' gradients from the outputs of the experts, which
- * forward does not save. moe_experts_backward() computes them from the activations instead. */
+/* Sends d_out without weights, even if combine multiplied by weights in forward. If it passed
+ * weights, epic_combine_backward would compute their gradients from the outputs of the experts,
+ * which forward does not save. moe_experts_backward() computes them from the activations. */
 epic_result moe_combine_backward(moe_job *j, const epic_const_rows *d_out, data_fault *fault)
 {
     const epic_rows slots = {j->work.d_y, j->capacity, j->row_bytes};

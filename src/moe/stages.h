@@ -42,11 +42,11 @@ static inline const int32_t *moe_router_load(const moe_job *j)
 
 /* Weights of float64 layers (f64_weights.c).
  *
- * With each choice, dispatch can send only a float32. A float64 layer uses it for k, the
- * position of the choice in its token's top_k. It sends all top_k float64 weights of the token
- * as the scales of the token's row. Each slot then selects weight k. For the gradients, each
- * slot sends a row of top_k zeros with its gradient at position k, and combine adds these rows
- * for each token.
+ * Dispatch sends one float32 with each choice, usually its weight. A float64 weight does not fit
+ * there. So a float64 layer sends k instead: the position of the choice in its token's top_k.
+ * All top_k float64 weights of the token travel as the scales of the token's row. Each slot then
+ * selects weight number k. For the gradients, each slot makes a row of top_k numbers: its
+ * gradient at position k, and zeros. Combine adds these rows for each token.
  *
  * moe_attach_f64_weights() adds the arrays for this to the arguments of dispatch. */
 void moe_attach_f64_weights(moe_job *j, epic_dispatch_args *how);
