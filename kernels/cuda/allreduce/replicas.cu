@@ -30,9 +30,9 @@
  * replicas. The logical experts with two or more replicas, called "replicated" in this file,
  * have numbers n = 0, 1, ... */
 struct Replicas {
-    /* After read_replicas(), this rank's replicas of replicated expert n are local[count[n]] to
-     * local[count[n + 1] - 1]. While the tables are built, count[l] is the number of replicas
-     * of logical expert l. */
+    /* Has two meanings. While read_replicas() builds the tables, count[l] is the number of
+     * replicas of logical expert l. After that, count[n] is the index in `local` of this rank's
+     * first replica of replicated expert n. Its replicas end before index count[n + 1]. */
     int32_t count[P2P_REPLICATED_EXPERTS + 1];
     /* nth[logical expert]: the expert's number n among replicated experts, or SINGLE_REPLICA */
     uint16_t nth[P2P_REPLICATED_EXPERTS];

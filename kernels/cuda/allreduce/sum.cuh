@@ -128,7 +128,7 @@ static __device__ void post_put_vectors(const OpState &op, int64_t vectors)
         }
 }
 
-/* Waits until the vectors of all ranks have arrived, and reads that of rank r to q[r]. Then
+/* Waits until the vectors of all ranks have arrived, and reads that of rank r into q[r]. Then
  * marks the staging as empty again (poison). Called by a whole warp. Returns false if the group
  * is broken. */
 __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_UNROLLED_RANKS])
@@ -153,8 +153,8 @@ __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_
     return ok;
 }
 
-/* Waits until the vector of one rank has arrived, and reads it to x. Then marks the staging as
- * empty again (poison). Called by a whole warp. Returns false if the group is broken. */
+/* Waits until the vector of one rank has arrived, and reads it into x. Then marks the staging
+ * as empty again (poison). Called by a whole warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool receive_rank(const RankSum &s, int rank, float (&x)[4])
 {
     const bool own = rank == s.self.rank;

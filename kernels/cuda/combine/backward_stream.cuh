@@ -39,8 +39,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     static constexpr int V = Dot<ROW>::V;
     typedef PieceRing<V, EXACT> Pieces;
     static constexpr int AHEAD = Pieces::AHEAD, ENTRIES = AHEAD + 1;
-    /* DOTS: dot products whose lane sums are kept until they are added. PITCH: floats from one
-     * row of `sums` to the next; 4 more than a row has, to avoid bank conflicts. */
+    /* DOTS: number of dot products whose lane sums are kept in `sums` until they are added.
+     * PITCH: distance in floats from one row of `sums` to the next. A row has WARP floats, and
+     * 4 more as padding, to avoid bank conflicts. */
     static constexpr int DOTS = 8, PITCH = WARP + 4;
     static constexpr int SUMS = Pieces::BYTES + ENTRIES * (int)sizeof(Entry);
     static constexpr int WARP_BYTES = round_up_to_lines(SUMS + DOTS * PITCH * 4);
@@ -62,7 +63,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     /* pieces: pieces of d_out that are left to copy for the unit. slots: slots whose rows are
      * left to copy for the current piece. */
     int pieces = 0, slots = 0;
-    /* numbers of units that were begun, whose copies were started, that were used */
+    /* Counts of the warp's units: it has begun `begun` units, has started to copy the pieces of
+     * the first `copied` of them, and has finished the first `used`. */
     uint32_t begun = 0, copied = 0, used = 0;
 
     /* Prepares one round for one warp. memory: WARP_BYTES bytes of shared memory for this warp.
@@ -163,7 +165,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     /* ---- using ---- */
 
     /* Starts the copy of one more piece, so that the ring stays full, and reads the oldest
-     * piece to q. fill: value of words past the end of the row. */
+     * piece into q. fill: value of words past the end of the row. */
     __device__ __forceinline__ void read_piece(int32_t its_vector, uint4 (&q)[V], uint32_t fill)
     {
         copy_next();

@@ -5,6 +5,9 @@
  *   rows  [num_rows, row_bytes]    input: rows by slot
  *   out   [num_tokens, row_bytes]  output: a weighted sum for each of this rank's tokens
  *
+ * dispatch_backward also returns one float per choice to the token's rank: the gradient of the
+ * weight of the choice. In these files such numbers are called the *floats* of a token.
+ *
  * All warps of all CTAs do the same work. A unit is the work of one warp on one piece (2 KB) of
  * one token's row. Each warp walks two lists of units, both in token order:
  *

@@ -292,7 +292,7 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
 
 /* Receives the partial sums of up to four ranks, those at `position` to `position` + 3 of the
  * sum order (rank_at[]). has_node[i]: whether the rank at position + i has a partial sum for
- * the token; it is read to q[i]. The caller has already set q[i] for this rank itself. Marks
+ * the token; it is read into q[i]. The caller has already set q[i] for this rank itself. Marks
  * the staging as empty again (poison). Called by a whole warp. Returns false if the group is
  * broken. */
 template <class ROW, class PART, int V>

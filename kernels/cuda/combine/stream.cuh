@@ -24,7 +24,8 @@
 struct __align__(8) Slot
 {
     int32_t number;
-    /* weight of the slot; in dispatch_backward, the float of the slot that is sent back */
+    /* Bits of a float. combine: the weight of the slot. dispatch_backward: the gradient of this
+     * weight, which is sent back to the rank of the token. */
     uint32_t word;
 };
 
@@ -71,7 +72,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     /* bit mask of the positions in the sum order whose partial sums are left to copy for that
      * unit */
     uint32_t positions = 0;
-    /* numbers of units that were begun, whose copies were started, that were used */
+    /* Counts of the warp's units: it has begun `begun` units, has started to copy the pieces of
+     * the first `copied` of them, and has finished the first `used`. */
     uint32_t begun = 0, copied = 0, used = 0;
 
     /* Prepares one round for one warp. memory: WARP_BYTES bytes of shared memory for this warp.
@@ -199,7 +201,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         return EXACT || u.vector + v * WARP + lane_id() < c.shape.vectors;
     }
     /* Starts the copy of one more piece, so that the ring stays full, and reads the oldest
-     * piece to q. */
+     * piece into q. */
     __device__ __forceinline__ void read_piece(const Entry &u, uint4 (&q)[V])
     {
         copy_next();

@@ -151,9 +151,9 @@ __device__ __forceinline__ uint8_t *status_base(const OpState &op, int q)
 }
 
 /* Returns the distance, in 8-byte words, from this rank's heap to the memory in which the
- * calling CTA should poll rank q's words. Backend hosts: CTA 0 polls the net inbox, and copies
- * the words to the heap (cache_counts()). All other CTAs, and all CTAs of p2p, poll the heap:
- * the distance is 0. */
+ * calling CTA should poll rank q's words. In backend hosts, CTA 0 polls the net inbox, and
+ * copies the words to the heap (cache_counts()). All other CTAs, and all CTAs of p2p, poll the
+ * heap itself, so the distance is 0. */
 __device__ __forceinline__ int64_t inbox_word_offset(const OpState &op, int q)
 {
     return HOSTS && blockIdx.x == 0 ? (inbox_base(op, q) - op.heap) / 8 : 0;

@@ -227,9 +227,10 @@ template <int V, bool EXACT> struct PieceRing {
     {
         wait_copies<AHEAD>();
     }
-    /* Waits until the oldest piece is in shared memory, and reads this lane's vectors of it to
-     * q. `first`: index in the row of the piece's first vector. `fill`: value of words past the
-     * end of the row. The AHEAD pieces after it must have been committed before the call. */
+    /* Waits until the oldest piece is in shared memory, and reads this lane's vectors of it
+     * into q. `first`: index in the row of the piece's first vector. `fill`: value of words
+     * past the end of the row. The AHEAD pieces after it must have been committed before the
+     * call. */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int32_t first, const RowShape &s,
                                                uint32_t fill = 0)
     {
@@ -361,7 +362,7 @@ struct Stride {
 /* step of a warp that has no units; it is after all steps of any list */
 #define NO_STEP (1 << 30)
 
-/* The unit at which a warp is in the list of units. */
+/* The position of a warp in the list of units: the step, role and span of its current unit. */
 struct UnitWalk {
     int step, role, span;
 

@@ -156,7 +156,7 @@ __device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token,
     return special;
 }
 
-/* Changes a piece of a packed row in its buffer: loads this lane's vectors to q, calls
+/* Changes a piece of a packed row in its buffer: loads this lane's vectors into q, calls
  * change(q), and stores them back. Called by a whole warp. */
 template <class Change>
 __device__ __forceinline__ void change_piece(const PackedMove &m, uint32_t buffer, int piece,

@@ -97,7 +97,7 @@ template <bool EXACT> struct PieceFeed {
         open_unit();
     }
     /* Starts the copy of one more piece, then waits for the oldest piece of the ring and reads
-     * it to q. its_vector: first vector of that piece. */
+     * it into q. its_vector: first vector of that piece. */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int32_t its_vector)
     {
         copy_next();
@@ -246,7 +246,7 @@ template <bool EXACT> static __device__ __noinline__ void send_head(const Dispat
     }
 }
 
-/* Does in backend hosts what the other send_head() does in p2p. A unit is a whole span, not a
+/* Like send_head(), but for backend hosts. Here a warp sends a whole span at a time, not one
  * piece, because each put has a fixed cost. */
 template <bool EXACT> static __device__ __noinline__ void send_head_spans(const DispatchMove m)
 {

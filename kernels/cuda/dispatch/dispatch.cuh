@@ -275,10 +275,11 @@ __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector
     }
 }
 
-/* Gets a piece of a row of rank `rank` to q. A peer's piece: waits for it in staging, and
- * stores poison back. This rank's own piece: reads it from the caller's rows. `copied`: q
- * already has what an earlier copy to the ring found, which may contain words that had not
- * arrived. Called by a whole warp. Returns false if the group of ranks has failed. */
+/* Reads a piece of a row of rank `rank` into q. If `rank` is a peer, waits for the piece in
+ * staging, and stores poison back. If it is this rank itself, reads the piece from the caller's
+ * rows. `copied`: q already has what an earlier copy to the ring found, which may contain words
+ * that had not arrived. Called by a whole warp. Returns false if the group of ranks has
+ * failed. */
 template <bool EXACT>
 __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int rank, int source,
                                                   int32_t token, int piece, bool copied,

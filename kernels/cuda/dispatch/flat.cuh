@@ -31,10 +31,10 @@ __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32
         ((int32_t *)entries)[at + k] = k ? -1 : first;
 }
 
-/* The read_record() of FLAT plans: waits for the row number of a token of `rank`. A token has
- * only one slot here, its row: lane 0 gets it in `slot`, all other lanes get -1. `keep`: also
- * copies the row number into the plan that this kernel makes. Called by a whole warp. Returns
- * false if the group of ranks has failed. */
+/* Does for FLAT plans what read_record() does for other plans: waits for the row number of a
+ * token of `rank`. The row is the token's only slot on this rank. So lane 0 gets the row number
+ * in `slot`, and all other lanes get -1. `keep`: also copies the row number into the plan that
+ * this kernel makes. Called by a whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_t token,
                                          bool keep, uint64_t word, int32_t &slot, bool &more)
 {

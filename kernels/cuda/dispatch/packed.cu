@@ -101,7 +101,7 @@ template <class OwnPiece> struct PieceFeed {
         open_unit();
     }
     /* Starts the copy of one more piece, then waits for the oldest piece of the ring and reads
-     * it to q. */
+     * it into q. */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int piece, const RowShape &shape)
     {
         copy_next();

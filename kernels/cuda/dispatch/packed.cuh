@@ -194,10 +194,10 @@ __device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector
     }
 }
 
-/* Waits for a piece of a peer's packed row in staging, reads it to q, restores replaced words,
- * and stores poison back. `copied`: q already has what an earlier copy to the ring found, which
- * may contain words that had not arrived. Called by a whole warp. Returns false if the group of
- * ranks has failed. */
+/* Waits for a piece of a peer's packed row in staging, reads it into q, restores replaced
+ * words, and stores poison back. `copied`: q already has what an earlier copy to the ring
+ * found, which may contain words that had not arrived. Called by a whole warp. Returns false if
+ * the group of ranks has failed. */
 template <bool QUANTIZED>
 __device__ __forceinline__ bool receive_packed_piece(const PackedMove &m, int rank, int source,
                                                      int32_t token, int piece, bool copied,

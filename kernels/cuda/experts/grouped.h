@@ -193,18 +193,23 @@ typedef struct p2p_incoming_job {
  * pieces. The product of these pieces has several sums for each result, and p2p_launch_fold()
  * adds them. */
 typedef struct p2p_pieces_job {
-    /* input. split: float32 [rows, columns]; fold: sums [rows, GATE_PIECES, columns] */
+    /* Input. p2p_launch_split(): the numbers, float32 [rows, columns]. p2p_launch_fold(): the
+     * sums of the product, float32 [rows, GATE_PIECES, columns]. */
     const float *from;
-    /* output. split: bf16 [rows, places, columns]; fold: float32 [rows, columns] */
+    /* Output. p2p_launch_split(): the pieces, bf16 [rows, places, columns]. p2p_launch_fold():
+     * the results, float32 [rows, columns]. */
     void *to;
-    const float *bias; /* fold: [columns], added to each row of the result; NULL: none */
+    /* only p2p_launch_fold(): [columns], added to each row of the result; NULL: none */
+    const float *bias;
     int64_t rows, columns;
-    /* split: how many pieces are stored for each number; one piece may be stored twice */
+    /* Only p2p_launch_split(): how many pieces are stored for each number. One piece may be
+     * stored twice. */
     int32_t places;
-    /* split: bits 2i and 2i + 1 select the piece that is stored at position i: 0 high, 1
-     * middle, 2 low */
+    /* Only p2p_launch_split(): bits 2i and 2i + 1 select the piece that is stored at position
+     * i. 0 is the high piece, 1 the middle one, 2 the low one. */
     uint32_t order;
-    int32_t accumulate; /* fold: 1: add the result to `to`; 0: overwrite `to` */
+    /* only p2p_launch_fold(): 1: add the result to `to`; 0: overwrite `to` */
+    int32_t accumulate;
     int32_t sms;
 } p2p_pieces_job;
 

@@ -59,8 +59,8 @@ __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpSt
            token;
 }
 
-/* Waits until rank `from` has stored its word *wants* at `at`, and reads the value to `wants`.
- * Called by one warp. Returns false if the group is broken. */
+/* Waits until rank `from` has stored its word *wants* at `at`, and reads the value into
+ * `wants`. Called by one warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at, int from,
                                            uint32_t &wants)
 {

@@ -200,7 +200,7 @@ __device__ __forceinline__ bool wait_piece(const OpState &op, int peer, const ui
     return !is_host_memory(op, last) || wait_host_piece(op, peer, last);
 }
 
-/* Waits until a piece of a staged row has arrived, and reads it to q. Called by a whole warp.
+/* Waits until a piece of a staged row has arrived, and reads it into q. Called by a whole warp.
  * Returns false if the group is broken.
  *
  *   first, vectors  the piece has vectors [first, first + V * 32) of the row's `vectors` vectors

@@ -29,9 +29,10 @@ struct FlatChoice { /* A choice that this lane handles, and where it goes. */
     int32_t fate; /* if owner is -1: the reason, an EPIC_FATE_* value */
 };
 
-/* Returns where choice number `choice` goes. `in_fate` and `in_rank_of` are the counts that the
- * plan's arrays `fate` and `rank_of` hold for this choice (plan/counts.cuh): warp_row in `fate`
- * or, if the layer drops choices, warp_position in `fate` and warp_row in `rank_of`. */
+/* Returns where choice number `choice` goes. `in_fate` and `in_rank_of` are the elements of the
+ * plan's arrays `fate` and `rank_of` for this choice. At this time the arrays hold counts
+ * (table in plan/counts.cuh). If the layer drops no choices, in_fate is warp_row. If it drops
+ * choices, in_fate is warp_position and in_rank_of is warp_row. */
 template <int KIND>
 __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p_plan_job &job,
                                                      int64_t choice, int64_t id, int k,

@@ -15,7 +15,7 @@
  *
  *   writer           stores                           reader that waits
  *   planner CTA 0    counts, to every rank            planner CTAs of every rank
- *   planner CTAs     records, to the experts' ranks   warps that copy records there
+ *   planner CTAs     records, to every rank           warps that copy records there
  *
  * Counts and records are stamped words: a reader accepts a word only if it contains the running
  * epoch. So each word is its own flag, and no other memory order is needed. */

@@ -1,22 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Makes a plan. Every rank counts its own choices (plan/counts.cuh), and the ranks exchange the
  * counts. Then each rank computes the slots of its own tokens' choices, and sends these slots
- * in records to the ranks of the experts.
+ * in records to all ranks.
  *
  *   ids -> choices per expert -> counts, to all ranks -> loads, kept choices, slabs
  *                                                                           |
- *   ranks of the experts <- records (slot of each choice) <- slots of own choices
+ *          to all ranks <- records (slot of each choice) <- slots of own choices
  *
  * Words: a choice is one of a token's top_k ids. A record is what a rank sends to another rank
- * about one of its tokens: the token's slots there. A slab is the range of slots of one expert.
- * A stamped word contains the epoch (the number of the operation), and is valid only in this
- * epoch.
+ * about one of its tokens: the token's slots there. If the token has no slot there, the record
+ * has the value RECORD_ABSENT instead. A slab is the range of slots of one expert. A stamped
+ * word contains the epoch (the number of the operation), and is valid only in this epoch.
  *
  * Kernels call make_plan(), with all threads of the first job.planners CTAs (the planner CTAs):
  *
  *   writer          stores                              reader that waits
  *   planner CTAs    records, stamped, in the heaps of   warps that receive or copy the
- *                   the experts' ranks                  tokens there
+ *                   all ranks                           tokens there
  *   planner CTA 0   header, tables and the caller's     other CTAs of this rank, if the kernel
  *                   outputs; then control.planned       also moves rows (release, acquire)
  *

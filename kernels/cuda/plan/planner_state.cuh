@@ -46,9 +46,9 @@ struct Planner {
      * rank. So it counts the choices (or rows) before those of this CTA. */
     int32_t *before_cta;
     int32_t *load; /* [num_tallies]: sum of each tally over all CTAs of all ranks */
-    /* FLAT only, [num_ranks]: the last elements of before_cta and of load, those of the tallies
-     * of ranks. rows_before_cta[q]: rows on rank q for tokens before those of this CTA.
-     * needed_rows[q]: rows on rank q for all tokens. */
+    /* FLAT only, [num_ranks]: these point to the last elements of before_cta and of load, which
+     * belong to the tallies of ranks. rows_before_cta[q] counts the rows on rank q for the
+     * tokens before those of this CTA, and needed_rows[q] those for all tokens. */
     int32_t *rows_before_cta, *needed_rows;
     union { /* [num_experts]: an array whose meaning depends on the planner and the layout */
         /* EXPERT_MAJOR: first slot of the expert's slab, on its rank */
@@ -63,8 +63,9 @@ struct Planner {
      * publish_tallies() then replaces each tally by the sum over the lower warps of this
      * CTA. */
     int32_t *tally;
-    /* [num_tallies]: the rank of each tally: the owner of its expert or, for the tally of a
-     * rank, that rank. So owner[e] is the owner of expert e. */
+    /* [num_tallies]: a rank for each tally. For a tally of an expert it is the rank that owns
+     * the expert, so owner[e] is the owner of expert e. For the tally of a rank it is this
+     * rank. */
     uint8_t *owner;
     uint8_t *rare_memory; /* memory after these arrays; only layers with PLAN_RARE use it */
     /* keep_limit[q]: the largest number of choices that each expert of rank q may keep, so that

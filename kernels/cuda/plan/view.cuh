@@ -3,8 +3,9 @@
  *
  * PlanView has the checked header of a plan in device memory, and pointers to its arrays
  * (rules/device_layout.h). A record is what a rank sends to another rank about one of its
- * tokens: the token's slots on that other rank, in ascending k. It has at most top_k stamped
- * words, which are valid only in the running epoch. The last word has the flag RECORD_LAST. The
+ * tokens: the token's slots on that other rank, in ascending k. With layout FLAT it has the
+ * token's local experts there instead (plan/flat.cuh). It has at most top_k stamped words,
+ * which are valid only in the running epoch. The last word has the flag RECORD_LAST. The
  * planner of the token's rank stores the record, and a warp of the receiving rank polls it. */
 #ifndef EPIC_PLAN_VIEW_CUH
 #define EPIC_PLAN_VIEW_CUH
@@ -129,8 +130,8 @@ static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
     report_data_error(self, notice);
 }
 
-/* Value of num_tokens below for calls that pass no tokens, so that the number of this rank's
- * tokens in the plan is not checked. */
+/* A call that passes no tokens, such as combine, uses this value as num_tokens of the functions
+ * below. They then accept a plan with any number of tokens. */
 #define ANY_TOKENS (-1)
 
 /* Loads the header of the plan at `plan`: lane l gets words l, l + 32, and so on. If the plan's

@@ -311,10 +311,10 @@ __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J]
         if (low | high) p[j] /= sum;
 }
 
-/* The numbers from which the weights of a token's choices are computed: weight = part /
- * divisor, times scales. Each choice has a part; the token has one divisor.
- * `is_divisor_variable` is true if the divisor depends on the parts; then backward also needs
- * the gradient of the divisor. */
+/* The numbers from which the weights of a token's choices are computed. Each choice has a part,
+ * and the token has one divisor. The weight of a choice is its part divided by the divisor,
+ * times the router's scales. `is_divisor_variable` is true if the divisor depends on the parts.
+ * Then backward also needs the gradient of the divisor. */
 template <int J> struct Shares {
     float parts[J];
     float divisor;

@@ -91,9 +91,9 @@ typedef struct p2p_loss_job {
     int32_t is_z_loss; /* 1: z-loss; 0: balance loss */
 } p2p_loss_job;
 
-/* p2p_launch_router*() launch the kernels of the router, p2p_launch_loss*() those of the
- * losses. p2p_launch_bias_update() changes `bias` [num_experts] so that the next steps' load
- * becomes more even. */
+/* p2p_launch_router*() launch the kernels of the router, and p2p_launch_loss*() the kernels of
+ * the losses. p2p_launch_bias_update() changes `bias` [num_experts] so that the next steps'
+ * load becomes more even. */
 cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_router_backward(const p2p_router_backward_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_loss(const p2p_loss_job *job, cudaStream_t stream);
