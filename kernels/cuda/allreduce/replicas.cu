@@ -30,10 +30,14 @@
  * replicas. The logical experts with two or more replicas, called "replicated" in this file,
  * have numbers n = 0, 1, ... */
 struct Replicas {
-    /* Has two meanings. While read_replicas() builds the tables, count[l] is the number of
-     * replicas of logical expert l. After that, count[n] is the index in `local` of this rank's
-     * first replica of replicated expert n. Its replicas end before index count[n + 1]. */
-    int32_t count[P2P_REPLICATED_EXPERTS + 1];
+    union { /* two arrays that share memory, because they are not needed at the same time */
+        /* num_replicas[l]: number of replicas of logical expert l, on all ranks. Needed only
+         * while read_replicas() builds the tables. */
+        int32_t num_replicas[P2P_REPLICATED_EXPERTS + 1];
+        /* first[n]: index in `local` of this rank's first replica of replicated expert n. Its
+         * replicas end before index first[n + 1]. */
+        int32_t first[P2P_REPLICATED_EXPERTS + 1];
+    };
     /* nth[logical expert]: the expert's number n among replicated experts, or SINGLE_REPLICA */
     uint16_t nth[P2P_REPLICATED_EXPERTS];
     /* mine[local expert]: number n of its logical expert, or SINGLE_REPLICA */
@@ -68,13 +72,13 @@ static __device__ void prefix_sum(int32_t *count, int num)
 }
 
 /* Numbers the logical experts that have two or more replicas: sets r.nth and r.num_replicated
- * from r.count, the number of replicas of each logical expert. Called by one warp. */
+ * from r.num_replicas. Called by one warp. */
 static __device__ void number_replicated(Replicas &r, int num_logical)
 {
     int num_replicated = 0;
     for (int i = 0; i < num_logical; i += WARP) {
         const int l = i + lane_id();
-        const bool is = l < num_logical && r.count[l] > 1;
+        const bool is = l < num_logical && r.num_replicas[l] > 1;
         const uint32_t lanes = __ballot_sync(ALL_LANES, is);
         if (l < num_logical)
             r.nth[l] = is ? (uint16_t)(num_replicated + __popc(lanes & lanes_below()))
@@ -99,30 +103,31 @@ static __device__ void read_replicas(Replicas &r, const PlanView &plan, const p2
     const int leaves = tree ? (int)h.layer_leaves : 1;
     const int each = max(experts / leaves, 1), first = tree ? h.first_expert / each : 0;
     if (threadIdx.x == 0) r.leaves = tree ? max(leaves / self.num_ranks, 1) : 1;
-    for (int l = threadIdx.x; l < num_logical; l += BLOCK) r.count[l] = 0;
+    for (int l = threadIdx.x; l < num_logical; l += BLOCK) r.num_replicas[l] = 0;
     __syncthreads();
     for (int e = threadIdx.x; e < experts; e += BLOCK)
-        if ((uint32_t)logical[e] < (uint32_t)num_logical) atomicAdd(&r.count[logical[e]], 1);
+        if ((uint32_t)logical[e] < (uint32_t)num_logical)
+            atomicAdd(&r.num_replicas[logical[e]], 1);
     __syncthreads();
     if (threadIdx.x < WARP) number_replicated(r, num_logical);
     __syncthreads();
-    for (int s = threadIdx.x; s < r.num_replicated; s += BLOCK) r.count[s] = 0;
+    for (int s = threadIdx.x; s < r.num_replicated; s += BLOCK) r.first[s] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < owned; i += BLOCK) {
         const uint32_t e = (uint32_t)expert_of[i];
         const uint32_t l = e < (uint32_t)experts ? (uint32_t)logical[e] : (uint32_t)num_logical;
         r.mine[i] = l < (uint32_t)num_logical ? r.nth[l] : SINGLE_REPLICA;
         r.leaf[i] = (uint16_t)(tree ? (int)e / each - first : 0);
-        if (r.mine[i] != SINGLE_REPLICA) atomicAdd(&r.count[r.mine[i]], 1);
+        if (r.mine[i] != SINGLE_REPLICA) atomicAdd(&r.first[r.mine[i]], 1);
     }
     __syncthreads();
-    if (threadIdx.x < WARP) prefix_sum(r.count, r.num_replicated);
+    if (threadIdx.x < WARP) prefix_sum(r.first, r.num_replicated);
     __syncthreads();
     for (int i = threadIdx.x; i < owned; i += BLOCK) {
         int before = 0;
         if (r.mine[i] == SINGLE_REPLICA) continue;
         for (int j = 0; j < i; j++) before += r.mine[j] == r.mine[i];
-        r.local[r.count[r.mine[i]] + before] = (uint16_t)i;
+        r.local[r.first[r.mine[i]] + before] = (uint16_t)i;
     }
     __syncthreads();
 }
@@ -145,7 +150,7 @@ __device__ __forceinline__ float *floats_of_expert(const p2p_sum_replicas_job &j
 __device__ __forceinline__ void add_leaf(const Replicas &r, const p2p_sum_replicas_job &job,
                                          const Quad &part, int leaf, int &n, float (&x)[4])
 {
-    for (; n < r.count[part.nth + 1] && (r.leaf[r.local[n]] == leaf || r.leaves == 1); n++) {
+    for (; n < r.first[part.nth + 1] && (r.leaf[r.local[n]] == leaf || r.leaves == 1); n++) {
         float more[4];
         F32::unpack_floats(load_floats(floats_of_expert(job, r.local[n]), part.i, job.count),
                            more);
@@ -160,7 +165,7 @@ static __device__ uint4 add_here(const Replicas &r, const p2p_sum_replicas_job &
                                  const Quad &part)
 {
     float x[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    int n = r.count[part.nth];
+    int n = r.first[part.nth];
     if (r.leaves == 1) {
         add_leaf(r, job, part, 0, n, x);
         return F32::pack_floats(x);
@@ -202,7 +207,7 @@ static __device__ bool sum_vectors(const Replicas &r, const OpState &op,
         if (!add_ranks<MANY>(s, x)) return false;
         if (!s.in) continue;
         const Quad part = part_of(v + lane_id());
-        for (int n = r.count[part.nth]; n < r.count[part.nth + 1]; n++)
+        for (int n = r.first[part.nth]; n < r.first[part.nth + 1]; n++)
             store_floats(floats_of_expert(job, r.local[n]), part.i, job.count, x);
     }
     return true;
