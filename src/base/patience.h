@@ -22,7 +22,8 @@
  * relaxed: if an update is lost, only a few more or fewer waits sleep. */
 typedef struct patience {
     _Atomic int sleeps; /* the next `sleeps` waits sleep at once */
-    /* value of `sleeps` after the last late return, less one for each return in time since */
+    /* the value that the last late return gave to `sleeps`; each later return in time lowers it
+     * by one */
     _Atomic int last;
 } patience;
 

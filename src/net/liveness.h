@@ -23,8 +23,8 @@ typedef struct net_liveness net_liveness;
 /* Arguments of net_liveness_listen(), which copies them. */
 typedef struct net_liveness_setup {
     int32_t host, num_hosts; /* this rank's host, and the number of hosts */
-    /* rail: position of this rank on its host. Errors call it rank host * ranks_per_host +
-     * rail */
+    /* rail: position of this rank on its host. In errors the number of a rank is host *
+     * ranks_per_host + rail. */
     int32_t rail, ranks_per_host;
     uint32_t timeout_ms; /* time limit of net_liveness_connect() */
     uint32_t silence_ms; /* a host that acknowledges nothing for this long is dead; 0: 800 */

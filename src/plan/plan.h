@@ -43,7 +43,8 @@ typedef struct plan_header {
     uint64_t group_id;
     int64_t bytes; /* bytes of the header and the arrays */
     int64_t num_tokens, total_tokens;
-    /* number of this rank's slots; its capacity; slots that all its choices would need */
+    /* num_slots: number of slots that this rank uses. capacity: number of slots that it may
+     * use. demand: number of slots that it would need if no choice were dropped. */
     int64_t num_slots, capacity, demand;
     /* How many of this rank's own choices have each fate. */
     int64_t num_kept, num_none, num_expert_full, num_rank_full;

@@ -34,11 +34,13 @@ static void softmax_chosen(REAL *p, const REAL *z, const int32_t *topk_idx, int 
     for (int i = 0; i < k; i++) p[i] /= sum;
 }
 
-/* Computes p [num_columns], a softmax. EPIC_WEIGHT_SPARSEMIXER uses its value for choice i as
- * that choice's part (arXiv 2310.00811, as used by Phi-3.5-MoE). The softmax excludes the
- * columns of earlier choices. It also excludes columns far below the largest logit that is
- * left: those with (largest - z) / max(|z|, largest) > 2 * jitter. This comparison is that of
- * Phi-3.5-MoE, even for a largest logit below 0. */
+/* Computes p [num_columns], the softmax from which EPIC_WEIGHT_SPARSEMIXER takes the part of
+ * choice i (arXiv 2310.00811). The softmax excludes two kinds of columns:
+ * - The columns of earlier choices.
+ * - Columns whose logit z is far below `largest`, the largest logit of the other columns: those
+ *   with (largest - z) / max(|z|, largest) > 2 * jitter.
+ *
+ * The formula is that of Phi-3.5-MoE. It is also used if the largest logit is below 0. */
 static void masked_softmax(const router_job *job, const int32_t *topk_idx, int i, REAL *p)
 {
     const REAL *z = job->logits;

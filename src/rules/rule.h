@@ -35,9 +35,10 @@ RULE bool router_on_logits(const epic_router *r, bool has_bias)
 }
 
 /* Returns true if experts of groups that are not kept can never be chosen. With EPIC_OTHERS_OUT
- * this is always so. With EPIC_OTHERS_ZERO these experts have the value 0. If the choice is by
- * logits in place of scores that are above 0, all kept experts have larger scores, so the
- * others are never chosen either. */
+ * this is always so. With EPIC_OTHERS_ZERO the score of these experts counts as 0. If the
+ * scores of the kept experts are all above 0, these experts come after all kept ones, so they
+ * are never chosen either. That is the case for on_logits with any score but the logits
+ * themselves. */
 RULE bool router_others_out(const epic_router *r, bool on_logits)
 {
     return r->group_others == EPIC_OTHERS_OUT || (on_logits && r->score != EPIC_SCORE_LOGITS);

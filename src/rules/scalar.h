@@ -115,8 +115,8 @@ SCALAR double log1p_f64(double x)
     return log1p(x);
 }
 
-/* Return the square root of x. The suffix of the name is the type, so that OF(sqrt) finds
- * them. */
+/* Return the square root of x. The macro OF(sqrt) of the template files selects one of the two
+ * by its suffix. */
 SCALAR float sqrt_f32(float x)
 {
     return sqrtf(x);

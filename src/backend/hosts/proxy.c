@@ -87,15 +87,17 @@ struct hosts_proxy {
     put_batcher *batcher;
     uint64_t num_read;              /* ring entries read so far */
     uint64_t pieces;                /* entries read that are pieces */
-    uint64_t bytes, puts;           /* bytes and puts into which these pieces were joined */
+    uint64_t bytes, puts;           /* number of puts made from these pieces, and their bytes */
     uint64_t max_puts_in_flight;    /* largest number of row puts in flight to one host */
-    uint64_t posted[NET_MAX_HOSTS]; /* number of puts and words posted to each host */
-    /* number of urgent puts to each host, and for the last ones their numbers among all puts */
-    uint64_t num_urgent[NET_MAX_HOSTS];
+    uint64_t posted[NET_MAX_HOSTS]; /* number of puts posted to each host, with single words */
+    uint64_t num_urgent[NET_MAX_HOSTS]; /* number of urgent puts posted to each host */
+    /* value of posted[host] after each of the last urgent puts: put number n has index n %
+     * MAX_URGENT_IN_FLIGHT */
     uint64_t urgent[NET_MAX_HOSTS][MAX_URGENT_IN_FLIGHT];
     /* values of `posted` at the end of the last epochs */
     uint64_t ends[MAX_OPEN_EPOCHS][NET_MAX_HOSTS];
-    uint64_t num_ends, num_freed; /* epochs that have ended; epochs whose puts are done */
+    uint64_t num_ends;  /* number of epochs that have ended */
+    uint64_t num_freed; /* number of epochs whose puts are done */
     state_word waits[NET_MAX_HOSTS], broken[NET_MAX_HOSTS];
 };
 

@@ -144,9 +144,9 @@ typedef struct op_slot {
     int index;
     uint64_t tag, sequence;
     control_message announcement;
-    unsigned num_events,
-        /* number of changes that end a wait, now and at the end of the last wait */
-        num_seen_events;
+    /* num_events: number of changes so far that end a wait. num_seen_events: value of
+     * num_events at the end of the last wait. */
+    unsigned num_events, num_seen_events;
     /* calls of room() or entry() without a result since MPI was last polled */
     int num_misses;
     unsigned num_looks;  /* number of polls of MPI during waits */

@@ -268,8 +268,8 @@ static epic_result p2p_dispatch(epic_group *g, const epic_dispatch_args *args)
     return launch_dispatch(g, &job, &args->call, "launching dispatch");
 }
 
-/* Returns whether rows may be sent before the plan is complete. Three conditions: no choice is
- * dropped, the expert id alone determines the rank, and all rows fit into the staging
+/* Returns whether rows may be sent before the plan is complete. This requires that no choice is
+ * dropped, that the expert id alone determines the rank, and that all rows fit into the staging
  * memory. */
 static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
 {

@@ -10,7 +10,7 @@
 #include "cuda/common/cuda_kernels.h"
 
 #define P2P_DEFAULT_SMS 64 /* SMs of an operation if config.max_sms is 0 */
-/* SMs of an operation if its rows are also few and small (budget.c) */
+/* the same number for a context whose operations can have only few and small rows (budget.c) */
 #define P2P_SMALL_SMS 32
 #define P2P_SPARE_SMS 4 /* SMs of a shared GPU that its ranks leave free for other kernels */
 
