@@ -154,9 +154,12 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
 def find(file: str, kind: str = "lib") -> Path:
     """Find a library, or with kind "bin" a program.
 
-    It is looked for in EPIC_LIBRARY_PATH (a program in `bin` next to those folders); in the folders
-    of this package, of which an editable install has two: one with the sources, one with what was
-    built; and in `build` of the checkout.
+    It is searched in this order:
+
+    1. the folders in EPIC_LIBRARY_PATH; a program in the folder `bin` next to each of them,
+    2. the folders of this package: an editable install has one with the sources and one with the
+       files that were built,
+    3. the folder `build` of the checkout.
     """
     here = Path(__file__).resolve().parent
     given = [Path(f) for f in os.environ.get("EPIC_LIBRARY_PATH", "").split(":") if f]

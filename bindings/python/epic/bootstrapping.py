@@ -90,7 +90,7 @@ def by_threads(num_ranks: int, timeout_ms: int) -> list[Bootstrap]:
 
 
 def by_tcp(tcp: Tcp, group: int, rank: int, num_ranks: int, timeout_ms: int) -> Bootstrap:
-    """Bootstrap over TCP; wait until all ranks have come."""
+    """Bootstrap over TCP; wait until all ranks have connected."""
     struct = _native.Bootstrap()
     secret = tcp.secret.encode() if tcp.secret else None
     wanted = _native.Tcp(
@@ -118,7 +118,7 @@ def address_of(native: Any) -> int | None:
 
 
 def by_mpi(comm: int | None, timeout_ms: int) -> Bootstrap:
-    """Bootstrap over an MPI communicator; wait until all its ranks have come.
+    """Bootstrap over an MPI communicator; wait until all its ranks make this call.
 
     comm: its address; None: MPI_COMM_WORLD, and MPI is initialized if it is not yet.
     """

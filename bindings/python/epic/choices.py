@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The words that options accept, in the order of the core's enumerators.
 
-This module imports nothing: the options (options.py) and the translation of the core's error texts
-(words.py) both stand on it."""
+The options (options.py) and the translation of the core's error texts (words.py) both import this
+module, so it imports nothing."""
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "logits")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu", "clamped_silu")

@@ -21,8 +21,9 @@ class RoutingStats:
         capacity: Slots of this rank.
         kept: Choices that have a slot.
         none: Choices with a negative id.
-        expert_full: Choices that were dropped, past Layer.expert_capacity.
-        rank_full: Choices that were dropped, past the capacity of a rank.
+        expert_full: Choices that were dropped because their expert had reached
+            Layer.expert_capacity.
+        rank_full: Choices that were dropped because a rank had no slots left.
         result: Name of the plan's result, "EPIC_OK" for example.
         total_tokens: Tokens of all ranks.
         fate: [num_tokens, top_k] int32: the slot on the rank that owns the expert, or NO_EXPERT

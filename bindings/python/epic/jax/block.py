@@ -124,7 +124,7 @@ def logical_rules(
 def parameter_sharding(mesh: Mesh, names: Names, rules: Rules) -> NamedSharding:
     """Return the sharding of a parameter, from the first rule for each name, like MaxText.
 
-    An axis that an earlier dimension has is left out, and so is an axis that the mesh does not
+    Leaves out an axis that already shards an earlier dimension, and an axis that the mesh does not
     have.
     """
     known: dict[str, Any] = {axis: axis for axis in mesh.axis_names} | dict(reversed(rules))

@@ -136,7 +136,8 @@ def dispatch(
         quantize: "1x128" or "1x32": send rows as float8_e4m3fn with a scale for each block of so
             many columns, and return rounded rows.  The gradient passes straight through.  None:
             send rows in their own dtype.
-        max_sms: on GPUs the largest number of SMs of this call and its gradient; None: as `plan`.
+        max_sms: on GPUs the largest number of SMs of this call and its gradient; None: that of
+            the plan.
 
     Returns:
         Rows [capacity, hidden] in the dtype of tokens, zeros in slots without a token, and

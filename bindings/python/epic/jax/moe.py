@@ -361,7 +361,7 @@ def moe(
             of the whole axis, and the output is reduced and scattered.
         loss_axes: further mesh axes whose tokens the losses count, for example data axes.
         channel: an int from 0 to 2^23 - 1 that differs between independent calls of one inner
-            `jax.jit`; see "Independent layers" in the JAX guide.
+            `jax.jit`; see "Independent calls on CPUs" in the JAX guide.
         after: an array or pytree that must be computed before this call starts.
         max_sms: on GPUs the largest number of SMs of each operation of the layer, forward and
             backward; 0: the group's.  A number above the group's counts as the group's.

@@ -392,7 +392,7 @@ def plan(
         num_local_experts: the largest number of experts of a rank; needed if rank_of_expert is
             traced.
         channel: an int from 0 to 2^23 - 1 that no independent plan of the program has; see
-            "Independent layers" in the JAX guide.
+            "Independent calls on CPUs" in the JAX guide.
         after: an array or pytree that must be computed before this call starts.
         moe: the options of a layer that is composed from these functions; the ranks compare them.
         max_sms: on GPUs the largest number of SMs of this call and of all calls on the plan; 0: the
@@ -520,7 +520,8 @@ def combine(plan: Plan, rows: Any, slot_weights: Any = None, *, max_sms: int | N
         plan: the plan.
         rows: [capacity, hidden] float32, bfloat16, float16 or float64: a row for each slot.
         slot_weights: [capacity] any float dtype, or None: no weights.
-        max_sms: on GPUs the largest number of SMs of this call and its gradient; None: as `plan`.
+        max_sms: on GPUs the largest number of SMs of this call and its gradient; None: that of
+            the plan.
 
     Returns:
         [num_tokens, hidden], dtype of rows.

@@ -23,7 +23,7 @@ from epic.jax.steps import as_channel, check_sms, gradient_deps, ordering_deps
 
 
 class SumStatic(NamedTuple):
-    """Static facts of a sum: the core's order of the ranks, and the most SMs of the call."""
+    """Static facts of a sum: the order in which ranks are added, and the largest number of SMs."""
 
     order: int
     max_sms: int
