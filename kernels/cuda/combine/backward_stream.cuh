@@ -28,8 +28,8 @@ struct Entry {     /* A unit that the warp has begun and not finished. In shared
     /* if the unit receives: number of the token's slots on this rank; if it sends: bit mask of
      * the peers; 0: the unit has nothing to do */
     uint32_t work;
-    int16_t role, span; /* role: see role_of(); span: index of the span in the row */
-    /* first: index of the unit's first piece; count: number of its pieces. A unit without work
+    int16_t role, span; /* role: see role_of(). span: index of the span in the row */
+    /* first: index of the unit's first piece. count: number of its pieces. A unit without work
      * still uses one buffer of the ring, which stays empty. */
     int16_t first, count;
     Slot slots[WARP]; /* only if the unit receives: the token's slots on this rank */

@@ -267,8 +267,8 @@ typedef struct p2p_dispatch_job {
     /* bytes of a row of `tokens`. If dispatch quantizes, its elements are of `type`. */
     int64_t token_bytes;
     uint32_t type, quantize;
-    /* scales_aligned: 1: all addresses and sizes of rows of scales are multiples of 16 bytes;
-     * scales_in_words: 1: they are multiples of 4 bytes */
+    /* scales_aligned is 1 if all addresses and sizes of rows of scales are multiples of 16
+     * bytes. scales_in_words is 1 if they are multiples of 4 bytes. */
     int32_t scales_aligned, scales_in_words;
     /* The next fields are only for bulk stores (dispatch/bulk.cuh). */
     int32_t bulk;  /* 1: the GPU supports bulk stores */
@@ -301,8 +301,8 @@ typedef struct p2p_combine_job {
     uint32_t type;
     int32_t aligned;
     int32_t lag; /* number of tokens by which adding stays behind sending */
-    /* top_k of the layer; tree: 1 if its sum order is EPIC_TREE; flat: 1 if its layout is
-     * FLAT */
+    /* top_k: the layer's top_k. tree is 1 if the layer's sum order is EPIC_TREE. flat is 1 if
+     * its layout is FLAT. */
     int32_t top_k, tree, flat;
     int64_t rank_of_at, records_at; /* offsets of the arrays rank_of and records in the plan */
 } p2p_combine_job;
@@ -327,8 +327,8 @@ typedef struct p2p_combine_backward_job {
     int32_t top_k, lag, span, units;
     /* The next fields are only for quantized d_rows. */
     uint8_t *d_rows_scales;
-    /* scale_bytes: bytes of a row of d_rows_scales; quantized_bytes: bytes of a row of
-     * d_rows */
+    /* scale_bytes: bytes of a row of d_rows_scales. quantized_bytes: bytes of a row of
+     * d_rows. */
     int64_t scale_bytes, quantized_bytes;
     uint32_t quantize;
     /* 1: rows of d_rows are aligned, so a lane stores all bytes of a vector at once */

@@ -29,7 +29,7 @@ struct BulkBuffers {
      * each buffer. */
     uint32_t first_address, buffer_bytes;
     uint32_t zeros, poison; /* shared-memory addresses of the constant vectors */
-    /* how many buffers the warp has; which one the current unit uses */
+    /* num_buffers: how many buffers the warp has. current: the buffer of the current unit. */
     int num_buffers, current;
 
     /* memory: dynamic shared memory of the CTA. warp: number of this warp in the CTA. */

@@ -41,7 +41,9 @@ static __device__ float add_lanes(float x)
 /* A slot, its local expert, and how its weight is used. */
 struct Slot {
     int64_t slot, expert;
-    float input, early; /* input: factor of the first product; early: of the activation */
+    /* input: factor of the first product's result. early: factor of the activation. One of the
+     * two is the slot's weight and the other one is 1. */
+    float input, early;
 };
 
 /* Calls f(slot, expert) for each slot that holds a token, and padding(slot) for each padding

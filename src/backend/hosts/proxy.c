@@ -85,10 +85,10 @@ struct hosts_proxy {
      * empty. */
     bool epoch_ends_next;
     put_batcher *batcher;
-    uint64_t num_read;              /* ring entries read so far */
-    uint64_t pieces;                /* entries read that are pieces */
-    uint64_t bytes, puts;           /* number of puts made from these pieces, and their bytes */
-    uint64_t max_puts_in_flight;    /* largest number of row puts in flight to one host */
+    uint64_t num_read;           /* ring entries read so far */
+    uint64_t pieces;             /* entries read that are pieces */
+    uint64_t bytes, puts;        /* bytes of these pieces, and number of puts made from them */
+    uint64_t max_puts_in_flight; /* largest number of row puts in flight to one host */
     uint64_t posted[NET_MAX_HOSTS]; /* number of puts posted to each host, with single words */
     uint64_t num_urgent[NET_MAX_HOSTS]; /* number of urgent puts posted to each host */
     /* value of posted[host] after each of the last urgent puts: put number n has index n %

@@ -154,8 +154,9 @@ typedef struct op_slot {
     wait_state wait;
     /* number of flows in all exchanges of this slot so far */
     int64_t num_flows;
-    /* of the current flow; per_segment: entries in a segment, 0 until the exchange's first
-     * flow */
+    /* These describe the current flow. entry_bytes: size of an entry. stride: distance in bytes
+     * between two entries of a ring. per_segment: number of entries in a segment; 0 before the
+     * first flow of the exchange. */
     int64_t entry_bytes, stride, per_segment;
 
     /* [num_ranks] each */

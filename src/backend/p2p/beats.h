@@ -13,9 +13,10 @@
 #include "cuda/common/cuda_kernels.h"
 
 typedef struct p2p_beats {
-    uint32_t timeout_ms;   /* shortest time limit of all calls so far */
-    uint32_t beats, stops; /* number of beats; number of detected stops of the process */
-    int64_t next_ns;       /* time at which the next beat is due; 0: no beat yet */
+    uint32_t timeout_ms; /* shortest time limit of all calls so far */
+    uint32_t beats;      /* number of beats so far */
+    uint32_t stops;      /* how often the process was found to have been stopped */
+    int64_t next_ns;     /* time at which the next beat is due; 0: no beat yet */
 } p2p_beats;
 
 /* Makes the beats frequent enough for calls with this time limit. Any thread may call it. The

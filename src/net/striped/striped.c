@@ -54,7 +54,8 @@ typedef struct stripe {
     uint32_t failed_hosts; /* bit h is set if host h is gone */
     pthread_t thread;
     bool has_thread; /* the thread exists; it closes `net` before it ends */
-    /* number of jobs that the caller has queued; number that the thread has started */
+    /* queued: number of jobs that the caller has queued. started: number of jobs that the
+     * thread has passed to `net`. */
     uint64_t queued, started;
     job jobs[MAX_JOBS];
     int64_t nap_us; /* length of the current nap; 0: the thread is awake */
@@ -64,7 +65,8 @@ typedef struct stripe {
 /* The state of the puts to one host. They are numbered in the order in which the caller made
  * them. */
 typedef struct peer {
-    /* number of puts made; number completed, counted up to the first that is not */
+    /* posted: number of puts that the caller has made. finished: number of puts that have
+     * completed before the first one that has not. */
     uint64_t posted, finished;
     uint8_t stripe_of[MAX_IN_FLIGHT]; /* for each put in flight, the number of its stripe */
     /* by stripe: how many of the `finished` puts it sent */
@@ -76,9 +78,8 @@ struct net {
     net_setup setup;
     int num_stripes, next; /* stripe 1 + next gets the next large put */
     int is_closing;
-    uint64_t num_polls,
-        /* number of progress() calls; number of puts and words that the caller made */
-        num_calls;
+    uint64_t num_polls; /* number of calls of progress() */
+    uint64_t num_calls; /* number of puts and words that the caller has made */
     peer peers[NET_MAX_HOSTS];
     stripe stripes[STRIPED_MAX];
 };

@@ -41,7 +41,8 @@ typedef struct peer {
     ucp_rkey_h key;        /* key of the peer's inbox; NULL: send messages instead */
     uint64_t token, inbox; /* the peer's token and the address of its inbox, from its handle */
     bool gone;
-    /* number of puts made; number of them completed, counted up to the first that is not */
+    /* posted: number of puts and words that the caller has sent. finished: number of them that
+     * have completed before the first one that has not. */
     uint64_t posted, finished;
     send_op ops[MAX_IN_FLIGHT];
 } peer;
@@ -52,8 +53,9 @@ struct net {
     ucp_context_h context;
     ucp_worker_h worker;
     ucp_mem_h inbox, outbox;
-    uint64_t token, domains; /* this rank's token; memory domains of the inbox's key */
-    const char *segment;     /* size of TCP segments; "" without TCP */
+    uint64_t token;      /* this rank's token */
+    uint64_t domains;    /* memory domains of the inbox's key (ucx_domains()) */
+    const char *segment; /* size of TCP segments; "" without TCP */
     peer peers[NET_MAX_HOSTS];
 };
 
