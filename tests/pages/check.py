@@ -112,6 +112,19 @@ def bad_python() -> list[str]:
     return bad
 
 
+def bad_excerpts() -> list[str]:
+    """Return Python blocks of the recipe that are in none of the scripts which it explains."""
+    page = ROOT / "docs/guide/recipe.md"
+    scripts = [(ROOT / f"examples/{name}/recipe.py").read_text() for name in ("torch", "jax")]
+    lines = ["\n".join(line.strip() for line in script.splitlines()) for script in scripts]
+    bad = []
+    for block in list_blocks(page, "python"):
+        wanted = "\n".join(line.strip() for line in block.splitlines())
+        if not any(wanted in script for script in lines):
+            bad.append(f"docs/guide/recipe.md: no script contains this block:\n{block}")
+    return bad
+
+
 def bad_programs(compiler: list[str], library: Path) -> tuple[int, list[str]]:
     """Run the C blocks that have a main; count them, and return those that fail."""
     num, bad = 0, []
@@ -161,7 +174,7 @@ def has_mpi(compiler: list[str]) -> bool:
 
 def main() -> int:
     """Return 1 if something is wrong."""
-    bad = bad_links() + missing_pages() + bad_python()
+    bad = bad_links() + missing_pages() + bad_python() + bad_excerpts()
     drawn = subprocess.run([sys.executable, str(ROOT / "tools/picture.py"), "--check"], check=False)
     if drawn.returncode:
         bad.append("docs/step-*.svg: run tools/picture.py")
