@@ -48,16 +48,18 @@ __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_pl
         return p.slab_start[e] + p.before_cta[e] + p.tally[threadIdx.x / WARP * tallies + e] +
                warp_position;
     }
-    int32_t nth = e < 0 ? 0 : keep_position_of(p, job, tallies, e, k, warp_position);
-    if (e >= 0 && job.layer.num_logical && !job.resolves) e = choose_replica(p, e, nth);
-    const bool keeps = e >= 0 && nth < num_kept(p, job, e),
-               full = e >= 0 && nth >= expert_quota(p, job, e);
-    /* EPIC_BY_K: so far, nth is the keep position. It becomes the slot position
-     * (plan/keep_by_k.cuh). */
+    /* plan/keep_by_k.cuh defines keep position and slot position. They differ only with
+     * EPIC_BY_K. */
+    int32_t keep_position = e < 0 ? 0 : keep_position_of(p, job, tallies, e, k, warp_position);
+    if (e >= 0 && job.layer.num_logical && !job.resolves)
+        e = choose_replica(p, e, keep_position);
+    const bool keeps = e >= 0 && keep_position < num_kept(p, job, e),
+               full = e >= 0 && keep_position >= expert_quota(p, job, e);
+    int32_t slot_position = keep_position;
     if (job.by_k)
-        nth = count_group(p.kept_before + threadIdx.x / WARP * (int)job.layer.num_experts,
-                          keeps ? e : -1);
-    return keeps   ? p.slab_start[e] + nth
+        slot_position = count_group(
+            p.kept_before + threadIdx.x / WARP * (int)job.layer.num_experts, keeps ? e : -1);
+    return keeps   ? p.slab_start[e] + slot_position
            : e < 0 ? EPIC_FATE_NONE
            : full  ? EPIC_FATE_EXPERT_FULL
                    : EPIC_FATE_RANK_FULL;
