@@ -242,7 +242,8 @@ typedef struct p2p_dispatch_job {
     int64_t row_bytes;
     int32_t num_tokens, recv_rows;
     int32_t aligned; /* 1: all row addresses and row_bytes are multiples of 16 */
-    /* 1: the plan is FLAT, and the call makes it or moves weights or experts */
+    /* 1: the kernel for FLAT plans is needed. That is the case if the plan is FLAT and the call
+     * does more than move rows: it makes the plan, or moves weights, or writes recv_expert. */
     int32_t flat;
     /* zero_tail: 1: write zeros to the slots after the last slab. leave_padding: 1: do not
      * write zeros to padding slots. */
