@@ -136,11 +136,11 @@ typedef struct planner { /* a plan while it is made */
     /* The workspace. A limit is the largest number of choices that an expert keeps. */
     int32_t *count;      /* [num_experts] number of the group's choices of each expert */
     int32_t *owner;      /* [num_experts] rank of each expert */
-    int32_t *local;      /* [num_experts] number of the expert among those of its rank */
+    int32_t *local;      /* [num_experts] number of the expert among the experts of its rank */
     int32_t *begin;      /* [num_experts] first slot of the expert's slab, on its rank */
     int32_t *quota;      /* [num_experts] number of choices within expert_capacity */
-    int32_t *limit;      /* [num_experts] limit of each expert */
-    int32_t *next;       /* [num_experts] position of the expert's next choice */
+    int32_t *limit;      /* [num_experts] limit of the expert */
+    int32_t *next;       /* [num_experts] position that the expert's next choice will get */
     int32_t *used_slots; /* [num_ranks] slots of the rank that are used so far */
     /* [num_ranks] limit that all experts of the rank share. Expert e of rank r keeps at most
      * min(limit[e], rank_limit[r]) choices. */

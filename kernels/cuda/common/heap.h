@@ -82,7 +82,8 @@ typedef struct p2p_heap {
     /* The first wrong choice that each planner CTA of this rank has found.
      * Own, stamped [MAX_PLANNERS]. */
     int64_t first_faults;
-    /* For each rank, how many choices of each expert it has.
+    /* For each rank, how many choices of each expert it has. With replicas, a hash of the table
+     * logical_of_expert follows.
      * Stamped [2][num_ranks][MAX_TALLIES]. */
     int64_t counts;
     /* FLAT plans that drop choices: how many rows the tokens of each rank need on each rank,

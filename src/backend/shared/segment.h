@@ -36,15 +36,18 @@ typedef struct shared_wait {
     _Atomic uint64_t waits_for[RANK_WORDS];
 } shared_wait;
 
-/* Counters of one slot, between its owner and one peer. The peer writes the first three, the
- * owner writes `sent`. Counters of entries count over all flows. */
+/* Counters of one slot, between its owner and one peer. The peer writes the first three, and
+ * the owner writes `sent`. Numbers of entries are those of all flows of the exchange
+ * together. */
 typedef struct shared_peer_counters {
-    /* entries over all flows; written by the peer */
+    /* how many entries of the owner's broadcast ring the peer has dropped */
     _Alignas(64) _Atomic int64_t broadcast_dropped;
-    _Atomic int64_t dropped; /* entries over all flows; written by the peer */
+    /* how many entries of the owner's ring to the peer the peer has dropped */
+    _Atomic int64_t dropped;
     /* version of the slot in the last exchange that the peer has finished */
     _Atomic uint64_t done;
-    _Alignas(64) _Atomic int64_t sent; /* entries over all flows; written by the owner */
+    /* how many entries the owner has sent through its ring to the peer */
+    _Alignas(64) _Atomic int64_t sent;
 } shared_peer_counters;
 
 /* The slot of one rank for one exchange. Only that rank, its owner, writes it. Exceptions are
