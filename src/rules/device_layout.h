@@ -55,7 +55,8 @@ typedef struct device_plan_header {
     int32_t capacity;                    /* number of slots that this rank may use */
     int32_t first_expert; /* EPIC_TREE: first of this rank's experts, which are contiguous */
     uint32_t layout;
-    uint32_t layer_leaves; /* leaves of the layer; FLAT: `leaves` is num_ranks instead */
+    uint32_t layer_leaves; /* number of leaves that the layer sets. `leaves` is the number that
+                              combine uses: the same, or num_ranks if the plan is FLAT. */
     uint32_t num_logical;  /* 0: no replicas */
     uint32_t layer_hash;   /* hash of all fields of the layer */
     uint32_t sum;          /* checksum of the words above */

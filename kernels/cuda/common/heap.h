@@ -36,7 +36,7 @@
 /* Limits of the plans that low-latency kernels can make (lowlat/plan.cuh), because they keep
  * the plan in shared memory. */
 #define P2P_LOWLAT_CHOICES 8192 /* choices (pairs of token and k) of all ranks together */
-/* num_experts times the number of groups of 32 tokens, over all ranks */
+/* Bit masks. There is one for each expert and each group of 32 tokens, over all ranks. */
 #define P2P_LOWLAT_MASKS 8192
 #define P2P_LOWLAT_EXPERTS 512 /* experts of the layer */
 #define P2P_LOWLAT_ID_WORDS 16 /* 64-bit words of expert ids per token; two ids per word */

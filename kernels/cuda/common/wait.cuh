@@ -204,8 +204,12 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
  *
  * A stop of the process (Ctrl-Z, a frozen container) must not cause a timeout. During a stop
  * the device's clock continues, but usually the peers are stopped, too, and launch nothing. So
- * a wait fails only after a host thread has run later than the deadline (a beat, P2P_AWAKE). If
- * the host finds that the process was stopped, it counts a stop, and the time limit starts
+ * a wait fails only after a host thread has run later than the deadline. Each run of that
+ * thread is a beat (P2P_AWAKE). The first call after the deadline stores its time in
+ * control->due. A later call that sees a new beat copies this time to control->overdue. Waits
+ * with an earlier deadline may then fail.
+ *
+ * If the host finds that the process was stopped, it counts a stop. The time limit then starts
  * again, at most P2P_POSTPONE_LIMIT times. Only one thread of the rank at a time reads the word
  * `awake` in host memory. */
 static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, uint64_t time)
@@ -215,7 +219,7 @@ static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, 
         const uint64_t awake = load_relaxed(&op.self->status->awake);
         const uint32_t beat = (uint32_t)awake, stops = (uint32_t)(awake >> 32);
         const uint64_t due = load_relaxed(&control->due);
-        if (!awake) { /* If no host thread writes beats, the device's clock alone decides. */
+        if (!awake) { /* No host thread counts beats, so the device's clock alone decides. */
             store_relaxed(&control->overdue, time);
         } else if (stops != load_relaxed(&control->host_stops)) {
             const uint32_t num_postponed = load_relaxed(&control->num_postponed);

@@ -26,7 +26,8 @@ struct DispatchMove : RowMove<p2p_dispatch_job> {
     int32_t most_tokens;
     /* true: this kernel also makes the plan; false: it reads a plan */
     bool has_new_plan;
-    /* number of roles (kinds of units) that forward rows of other hosts */
+    /* number of forwarding roles. A role is a kind of unit; a unit with a forwarding role
+     * passes on rows that came from another host. */
     __extension__ int32_t num_forward_roles[HOSTS];
 };
 

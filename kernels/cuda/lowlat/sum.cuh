@@ -129,8 +129,9 @@ __device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, 
     if (in_row<EXACT>(c, u))
         store_relaxed(staged_row(c.op.outbox[rank], u.token, c.shape.vectors) + vector_of(u),
                       node);
-    /* A heap has a part for each source. This is the number of this rank's part in the peer's
-     * heap. */
+    /* Each rank numbers the other ranks (rank_of_role()). `source` is the number that the peer
+     * gives to this rank. The peer's heap has a part for each source, and this rank's floats go
+     * to the part with this number. */
     const int source = self.num_ranks - 2 - u.role;
     if (u.piece == 0 && c.job.slot_floats)
         send_floats(c, rank, u.token, floats_base(self, c.op, self.heap[rank], source));

@@ -218,7 +218,7 @@ __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const
     if (is_host_memory(op, staged)) {
         const uint4 *last = staged + min(first + V * WARP, vectors) - 1;
         if (!can_poll_all(op, vectors) && !wait_host_piece(op, peer, last)) return false;
-        copied = false; /* a ring does not copy from host memory */
+        copied = false; /* the warp's ring does not get rows that arrive in host memory */
     }
     staged += begin;
     auto read = [&] {

@@ -207,9 +207,9 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const Op
         }
 }
 
-/* Returns whether no rank can need more than 2^31 - 1 slots, whatever experts the tokens
- * choose. Then place_slabs() can add slots in 32 bits, and no earlier pass has to check the
- * sum. */
+/* Returns true if no rank can need more than 2^31 - 1 slots, whatever experts the tokens
+ * choose. Then place_slabs() can add numbers of slots in 32 bits, and no kernel code has to
+ * check before that the sums fit. */
 __device__ __forceinline__ bool slots_fit_int32(const p2p_plan_job &job)
 {
     const int64_t choices = (int64_t)job.self.num_ranks * job.self.max_tokens * job.layer.top_k;

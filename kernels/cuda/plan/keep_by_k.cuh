@@ -20,8 +20,9 @@
 
 #include "cuda/plan/replicas.cuh"
 
-/* Returns the bytes of dynamic shared memory that the arrays of EPIC_BY_K need: the loads
- * summed over k, and kept_before. They follow the tables of the replicas in memory. */
+/* Returns the bytes of dynamic shared memory that EPIC_BY_K needs for two arrays: kept_before,
+ * and the load of each expert, summed over k. They follow the tables of the replicas in
+ * memory. */
 static inline int by_k_bytes(const p2p_plan_job *job)
 {
     const int warps = planner_warps(num_tallies(*job, job->layer.layout == EPIC_FLAT));

@@ -49,7 +49,8 @@ typedef struct stripe {
     net *net;                       /* this stripe's net, opened with the engine */
     net *owner;                     /* the striped net that the stripe belongs to */
     uint64_t posted[NET_MAX_HOSTS]; /* puts passed to `net`, by host */
-    /* all puts before this number have completed; a later one may have completed too */
+    /* by host: puts 1 to completed[host] of this stripe have completed. Later puts may have
+     * completed, too. */
     uint64_t completed[NET_MAX_HOSTS];
     uint32_t failed_hosts; /* bit h is set if host h is gone */
     pthread_t thread;
