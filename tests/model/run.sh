@@ -1,8 +1,10 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Lets Spin search all states of the model of backend hosts' protocol. Then breaks the model, one rule
-# after the other, and checks that Spin finds each error.
-# usage: run.sh [NAME...]   NAME: right, fault0 to fault4, a mutant's name, or mutants (all mutants)
+# Lets Spin search all states of the models of two protocols: of backend hosts (hosts.pml) and of
+# windows (windows.pml). Then breaks a model, one rule after the other, and checks that Spin finds
+# each error.
+# usage: run.sh [NAME...]   NAME: right, fault0 to fault4, windows, a mutant's name, mutants (all
+#                           mutants of hosts.pml) or windows-mutants
 #   MODEL_OUT  folder where the searches are built
 #   MODEL_CC   compiler for them
 tests=$(cd "$(dirname "$0")" && pwd)
@@ -16,7 +18,7 @@ search() {
     name=$1
     shift
     rm -rf "${out:?}/$name" && mkdir -p "$out/$name" && cd "$out/$name" || exit 1
-    spin -a "$@" "$tests/hosts.pml" >spin 2>&1 || { cat spin; exit 1; }
+    spin -a "$@" "$tests/${model:-hosts}.pml" >spin 2>&1 || { cat spin; exit 1; }
     "$MODEL_CC" -O2 -w -DSAFETY -DCOLLAPSE -DMEMLIM=1800 -o pan pan.c || exit 1
     ./pan -m100000 -w22 >said 2>&1
     states=$(sed -n 's/^ *\([0-9.e+]*\) states, stored.*/\1/p' said)
@@ -30,7 +32,8 @@ holds() {
     unreached=$(grep 'state [0-9]*, "' said | grep -v '"-end-"')
     grep -q 'errors: 0$' said || verdict="FAILS: $(grep -m 1 '^pan:1' said)"
     grep -q 'Search not completed\|max search depth too small' said && verdict="FAILS: not searched to the end"
-    [ "$1" = right ] && [ -n "$unreached" ] && verdict="FAILS: never reached: $unreached"
+    case $1 in fault*) unreached= ;; esac
+    [ -n "$unreached" ] && verdict="FAILS: never reached: $unreached"
     tell
 }
 
@@ -49,11 +52,22 @@ tell() {
 
 mutants="OUTBOX_UNASKED FREED_EARLY EARLY_ANNOUNCE EARLY_ROW STALE_IDS ORDER_OF_ARRIVAL HALF_WORDS
     HALF_STAMPED HALF_HEARD ONE_PARITY UNHEARD POISON_KEPT DEAD_UNSEEN BROKEN_UNTOLD"
-[ $# -gt 0 ] || set -- right fault0 fault1 fault2 fault3 fault4 mutants
+windows_mutants="STORE_UNASKED COUNT_UNFENCED COUNT_EARLY COUNT_UNSTAMPED END_UNHEARD
+    CLOSE_UNORDERED CLOSE_UNASKED"
+[ $# -gt 0 ] || set -- right fault0 fault1 fault2 fault3 fault4 mutants windows windows-mutants
 # shellcheck disable=SC2046 # words
-set -- $(for what in "$@"; do [ "$what" = mutants ] && echo $mutants || echo "$what"; done)
-for what in "$@"; do
+set -- $(for what in "$@"; do
     case $what in
+    mutants) echo $mutants ;;
+    windows-mutants) echo $windows_mutants ;;
+    *) echo "$what" ;;
+    esac
+done)
+for what in "$@"; do
+    model=hosts
+    case " windows $(echo $windows_mutants) " in *" $what "*) model=windows ;; esac
+    case $what in
+    windows) holds windows ;;
     right) holds right ;;
     fault*) holds "$what" "-DFAULTS=${what#fault}" ;;
     DEAD_UNSEEN | BROKEN_UNTOLD) caught "$what" -DFAULTS=4 ;;
