@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sends and receives handshakes. A message may carry a file descriptor. */
+/* Sends and receives messages on the connections, among them handshakes. A message may carry a
+ * file descriptor. */
 #include "backend/shm/handshake.h"
 
 #include <errno.h>
@@ -39,23 +40,21 @@ static void attach_descriptor(struct msghdr *message, descriptor *control, int m
     memcpy(CMSG_DATA(c), &memory, sizeof memory);
 }
 
-epic_result handshake_send(int fd, const handshake *hello, int to, int memory)
+ssize_t shm_send_message(int fd, const void *bytes, size_t size, int memory)
 {
-    struct iovec part = {.iov_base = (void *)hello, .iov_len = sizeof *hello};
+    struct iovec part = {.iov_base = (void *)(uintptr_t)bytes, .iov_len = size};
     struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
     descriptor control = {0};
     if (memory >= 0) attach_descriptor(&message, &control, memory);
     ssize_t sent;
     do sent = sendmsg(fd, &message, MSG_NOSIGNAL);
     while (sent < 0 && errno == EINTR);
-    if (sent == (ssize_t)sizeof *hello) return EPIC_OK;
-    return errno == EPIPE || errno == ECONNRESET ? shm_fail_with_left(to)
-                                                 : shm_fail_with_errno("sendmsg");
+    return sent;
 }
 
-bool handshake_receive(int fd, handshake *hello, int *memory)
+bool shm_receive_message(int fd, void *bytes, size_t size, int *memory)
 {
-    struct iovec part = {.iov_base = hello, .iov_len = sizeof *hello};
+    struct iovec part = {.iov_base = bytes, .iov_len = size};
     struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
     descriptor control = {0};
     if (memory) {
@@ -70,7 +69,20 @@ bool handshake_receive(int fd, handshake *hello, int *memory)
         memcpy(memory, CMSG_DATA(c), sizeof *memory);
     else if (got > 0 && memory && message.msg_flags & MSG_CTRUNC)
         *memory = HANDSHAKE_NO_ROOM;
-    return got == (ssize_t)sizeof *hello && !(message.msg_flags & MSG_TRUNC);
+    return got == (ssize_t)size && !(message.msg_flags & MSG_TRUNC);
+}
+
+epic_result handshake_send(int fd, const handshake *hello, int to, int memory)
+{
+    if (shm_send_message(fd, hello, sizeof *hello, memory) == (ssize_t)sizeof *hello)
+        return EPIC_OK;
+    return errno == EPIPE || errno == ECONNRESET ? shm_fail_with_left(to)
+                                                 : shm_fail_with_errno("sendmsg");
+}
+
+bool handshake_receive(int fd, handshake *hello, int *memory)
+{
+    return shm_receive_message(fd, hello, sizeof *hello, memory);
 }
 
 bool handshake_is_same_user(int fd)

@@ -3,6 +3,8 @@
 #ifndef EPIC_SHM_HANDSHAKE_H
 #define EPIC_SHM_HANDSHAKE_H
 
+#include <sys/types.h>
+
 #include "backend/backend.h"
 
 /* The message that each side of a connection sends once. */
@@ -11,6 +13,14 @@ typedef struct handshake {
     uint64_t secret[2]; /* the secret of the receiver */
     int64_t rank;       /* rank of the sender */
 } handshake;
+
+/* Sends `size` bytes as one message, with the descriptor `memory` unless it is -1. Returns the
+ * number of bytes sent, or -1 with errno. */
+ssize_t shm_send_message(int fd, const void *bytes, size_t size, int memory);
+
+/* Receives a message of `size` bytes without waiting. *memory is as in handshake_receive().
+ * Returns false if no message has arrived, or one of another size. */
+bool shm_receive_message(int fd, void *bytes, size_t size, int *memory);
 
 /* Sends a handshake on the socket `fd` to rank `to`. `memory` is a descriptor to send with it,
  * or -1. Returns EPIC_EPEER if the rank has closed its connection, EPIC_EDEVICE or EPIC_ENOMEM
