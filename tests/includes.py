@@ -78,6 +78,7 @@ FILES = {
         peer_status
         wait
         group
+        windows
     """,
 }
 

@@ -95,7 +95,7 @@ static void print_sample(const trace *t, const char *name)
 /* Prints the number, failures and time of operations of each rank. */
 static void print_operations(const trace *t)
 {
-    enum { NUM = EPIC_OP_SUM + 1 };
+    enum { NUM = EPIC_OP_WINDOW + 1 };
     const int64_t cells = (int64_t)t->num_ranks * NUM;
     double *seconds = tool_alloc((size_t)cells * sizeof *seconds);
     int64_t *count = tool_alloc((size_t)cells * sizeof *count);

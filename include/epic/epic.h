@@ -12,6 +12,7 @@
  *     dispatcher             one handle that owns the plan and the buffers: start here
  *     contexts               a rank of a group: open, close, errors, deadlines
  *     operations             plan, dispatch, combine and gradients over memory of your own
+ *     windows                outputs that other ranks store into directly
  *     router and losses      which experts a token chooses, with which weights
  *     experts and layer      the experts' MLP; the whole layer as one call
  *     advanced               bootstraps, sizes before open, reading plans, what broke a group
@@ -63,10 +64,10 @@
  *   (a) Arguments that the host can check (EPIC_EINVAL, EPIC_ENOTSUP).  The call has done
  *       nothing and may be repeated.  The other ranks wait for it; a rank that cannot repeat it
  *       should call epic_abort.
- *   (b) Data (EPIC_EINVAL for expert ids and damaged plans, EPIC_EOVERFLOW).  All ranks
- *       complete the operation with the same result, outputs are zero, and the group stays
- *       usable.  On a CUDA context the call returns EPIC_OK and epic_check returns the error
- *       later.
+ *   (b) Data (EPIC_EINVAL for expert ids and damaged plans, EPIC_EOVERFLOW; EPIC_ENOMEM and
+ *       EPIC_ENOTSUP for memory that cannot be a window).  All ranks complete the operation
+ *       with the same result, outputs are zero, and the group stays usable.  On a CUDA context
+ *       the call returns EPIC_OK and epic_check returns the error later.
  *   (c) Failures of the group: a rank failed, or the ranks made different calls (EPIC_ETIMEOUT,
  *       EPIC_EPEER, EPIC_EMISMATCH, EPIC_EDEVICE).  The group is broken: every later call
  *       returns the same error at once.  epic_close works, and the process can open a new
@@ -792,6 +793,68 @@ typedef struct epic_sum_replicas_args {
  * CUDA:    one operation; data and plan are on the device, and the workspace is not used. */
 static inline epic_result epic_sum_replicas(epic_context *ctx,
                                             const epic_sum_replicas_args *args);
+
+/* --------------------------------------------------------------------------- windows ----
+ *
+ * A *window* is memory of this rank into which the other ranks of the context store rows
+ * directly.  Without a window a row first arrives in staging memory, and its receiver copies it.
+ * A call finds windows by address: an output that lies completely in a window of the context is
+ * stored directly where that is possible.  Results have the same bits as without windows.
+ * Each output counts separately, and the ranks may differ.
+ *
+ *   - epic_dispatch, epic_plan_dispatch: recv, recv_scales and slot_weights, for tokens with
+ *     exactly one slot on a rank; with EPIC_FLAT recv and recv_scales of all tokens
+ *   - epic_combine: out, for tokens whose top_k choices all have slots on one rank
+ *   - epic_dispatch_backward: d_tokens and d_weights, for the same tokens
+ *   - epic_combine_backward: d_rows, like recv, if the call has no slot_weights, no
+ *     d_slot_weights and no quantize
+ *
+ * Like any output, an output in a window is written only while the call of its own rank runs.
+ * After a class (c) error peers may write the outputs of the failed call until epic_close has
+ * returned.  docs/internals/windows.md explains the protocol. */
+
+/* Arguments of epic_window_alloc and epic_window_register. */
+typedef struct epic_window_args {
+    epic_call call;
+    int64_t bytes;     /* size of this rank's window; may differ between ranks; 0: this rank
+                          has none */
+    void *data;        /* register: memory of the caller.  alloc: NULL */
+    int64_t fd_offset; /* register: offset of data in the file */
+    int32_t fd;        /* register, backend shm: descriptor of the file of which data is a
+                          shared mapping (memfd_create, shm_open); the call copies it.  -1 or 0:
+                          none */
+    uint32_t reserved; /* 0 */
+} epic_window_args;
+
+/* A window of this rank. */
+typedef struct epic_window_info {
+    void *data;         /* NULL if bytes is 0 */
+    int64_t bytes;      /* as passed */
+    uint32_t is_direct; /* 1: peers store into it directly.  0: it is ordinary memory, as on
+                           backend mpi */
+    uint32_t reserved;  /* 0 */
+} epic_window_info;
+
+/* Allocates a window on every rank.  The memory is zero, and is aligned to a page.  epic_close
+ * frees it.  A context has at most 256 windows; one window may hold the outputs of many calls.
+ *
+ * If a rank has no memory, all ranks return its error, which names the rank, and no rank gets a
+ * window.
+ * Errors:  (a) EPIC_EINVAL, EPIC_ENOTSUP; (b) EPIC_ENOMEM, EPIC_ENOTSUP; (c).
+ * Threads: collective, in the same order on all ranks; two operations with call.tag.
+ * CUDA:    EPIC_ENOTSUP. */
+static inline epic_result epic_window_alloc(epic_context *ctx, const epic_window_args *args,
+                                            epic_window_info *out);
+
+/* Makes memory of the caller a window on every rank.  It must stay valid until epic_close has
+ * returned.  On backend shm other processes must be able to map it, so it needs an fd.
+ *
+ * If the memory of a rank cannot be a window, all ranks return its error, which names the rank.
+ * Errors:  those of epic_window_alloc.
+ * Threads: as epic_window_alloc.  A rank may call it while others call epic_window_alloc.
+ * CUDA:    EPIC_ENOTSUP. */
+static inline epic_result epic_window_register(epic_context *ctx, const epic_window_args *args,
+                                               epic_window_info *out);
 
 /* ----------------------------------------------------------------- router and losses ----
  *
@@ -1713,7 +1776,8 @@ typedef enum epic_operation {
     EPIC_OP_COMBINE = 4,
     EPIC_OP_DISPATCH_BACKWARD = 5,
     EPIC_OP_COMBINE_BACKWARD = 6,
-    EPIC_OP_SUM = 7
+    EPIC_OP_SUM = 7,
+    EPIC_OP_WINDOW = 8
 } epic_operation;
 
 /* The failure that broke a group. */

@@ -81,6 +81,11 @@ EPIC_API epic_result epic_allreduce_sum_v1(epic_context *ctx,
                                            const epic_allreduce_sum_args *args, size_t size);
 EPIC_API epic_result epic_sum_replicas_v1(epic_context *ctx, const epic_sum_replicas_args *args,
                                           size_t size);
+EPIC_API epic_result epic_window_alloc_v1(epic_context *ctx, const epic_window_args *args,
+                                          size_t size, epic_window_info *out, size_t out_size);
+EPIC_API epic_result epic_window_register_v1(epic_context *ctx, const epic_window_args *args,
+                                             size_t size, epic_window_info *out,
+                                             size_t out_size);
 EPIC_API epic_result epic_router_workspace_v1(const epic_router *router, size_t size,
                                               int64_t *bytes);
 EPIC_API epic_result epic_router_forward_v1(epic_context *ctx, const epic_router_args *args,
@@ -212,6 +217,18 @@ static inline epic_result epic_sum_replicas(epic_context *ctx,
                                             const epic_sum_replicas_args *args)
 {
     return epic_sum_replicas_v1(ctx, args, sizeof *args);
+}
+
+static inline epic_result epic_window_alloc(epic_context *ctx, const epic_window_args *args,
+                                            epic_window_info *out)
+{
+    return epic_window_alloc_v1(ctx, args, sizeof *args, out, sizeof *out);
+}
+
+static inline epic_result epic_window_register(epic_context *ctx, const epic_window_args *args,
+                                               epic_window_info *out)
+{
+    return epic_window_register_v1(ctx, args, sizeof *args, out, sizeof *out);
 }
 
 static inline epic_result epic_router_workspace(const epic_router *router, int64_t *bytes)

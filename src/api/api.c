@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "base/hash.h"
 #include "base/sized.h"
+#include "exchange/windows.h"
 #include "host_ops/host_ops.h"
 #include "kernels/kernels.h"
 #include "plan/plan.h"
@@ -267,6 +268,33 @@ epic_result epic_allreduce_sum_v1(epic_context *ctx, const epic_allreduce_sum_ar
     TRY(check_sum_args(ctx, &a));
     if (context_on_device(ctx)) return CONTEXT_OP(ctx, allreduce_sum, &a);
     return host_allreduce_sum(ctx, &a);
+}
+
+/* Implements both window calls. `registers`: the caller passes the memory. */
+static epic_result add_window(epic_context *ctx, const epic_window_args *args, size_t size,
+                              epic_window_info *out, size_t out_size, bool registers)
+{
+    epic_window_args a;
+    epic_window_info info = {0};
+    TRY(check_context(ctx));
+    TRY(READ_SIZED(&a, args, size, "args"));
+    TRY(CHECK_PLACE(out, out_size));
+    TRY(check_window_args(ctx, &a, registers));
+    TRY(windows_add(ctx, &a, &info));
+    WRITE_SIZED(out, &info, out_size);
+    return EPIC_OK;
+}
+
+epic_result epic_window_alloc_v1(epic_context *ctx, const epic_window_args *args, size_t size,
+                                 epic_window_info *out, size_t out_size)
+{
+    return add_window(ctx, args, size, out, out_size, false);
+}
+
+epic_result epic_window_register_v1(epic_context *ctx, const epic_window_args *args,
+                                    size_t size, epic_window_info *out, size_t out_size)
+{
+    return add_window(ctx, args, size, out, out_size, true);
 }
 
 epic_result epic_sum_replicas_v1(epic_context *ctx, const epic_sum_replicas_args *args,

@@ -433,3 +433,33 @@ epic_result check_sum_args(const epic_context *ctx, const epic_allreduce_sum_arg
             ctx->num_ranks);
     return EPIC_OK;
 }
+
+epic_result check_window_args(const epic_context *ctx, const epic_window_args *a,
+                              bool registers)
+{
+    const int64_t most = (INT64_C(1) << 48) - 1; /* place and number share a 64-bit word */
+    TRY(check_reserved(a->reserved));
+    if (a->bytes < 0 || a->bytes > most)
+        return epic_fail(EPIC_EINVAL, "bytes is %lld: must be 0 to %lld", (long long)a->bytes,
+                         (long long)most);
+    if (a->fd_offset < 0)
+        return epic_fail(
+            EPIC_EINVAL,
+            "fd_offset is %lld: must be the offset of data in the file, at least 0",
+            (long long)a->fd_offset);
+    if (!registers && (a->data || a->fd > 0 || a->fd_offset))
+        return epic_fail(EPIC_EINVAL,
+                         "%s is given: must be zero, because the call allocates the memory; "
+                         "epic_window_register takes memory of the caller",
+                         a->data     ? "data"
+                         : a->fd > 0 ? "fd"
+                                     : "fd_offset");
+    if (registers && a->bytes && !a->data)
+        return epic_fail(EPIC_EINVAL, "data is NULL: must point to %lld bytes",
+                         (long long)a->bytes);
+    if (!context_on_device(ctx)) return EPIC_OK;
+    return epic_fail(EPIC_ENOTSUP,
+                     "the context is \"%s\": must be a host context; windows are not supported "
+                     "on GPUs",
+                     ctx->backend_name);
+}

@@ -29,5 +29,8 @@ epic_result check_combine_backward_args(const epic_context *ctx,
                                         const epic_combine_backward_args *args);
 epic_result check_sum_args(const epic_context *ctx, const epic_allreduce_sum_args *args);
 epic_result check_sum_replicas_args(const epic_sum_replicas_args *args);
+/* `registers`: the arguments are those of epic_window_register. */
+epic_result check_window_args(const epic_context *ctx, const epic_window_args *args,
+                              bool registers);
 
 #endif

@@ -16,7 +16,7 @@
 #include "base/hash.h"
 #include "base/process.h"
 #include "base/sized.h"
-#include "exchange/exchange.h"
+#include "exchange/windows.h"
 #include "host_ops/host_ops.h"
 
 int64_t context_bytes(const epic_config *config, bool host)
@@ -230,6 +230,7 @@ static void release_context(epic_context *ctx)
     ctx->recorder = NULL;
     trace_close(ctx->trace);
     ctx->trace = NULL;
+    if (ctx->backend) windows_close(ctx, ours);
     if (ctx->backend && ours) ctx->backend->leave(ctx->group);
     if (ctx->backend && !ours && ctx->backend->forget) ctx->backend->forget(ctx->group);
     ctx->backend = NULL;

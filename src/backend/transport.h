@@ -36,7 +36,7 @@
  * the elements of both arrays. */
 typedef struct epic_op_header {
     int64_t common[24]; /* must be equal on all ranks; [0] is the epic_operation */
-    int64_t local[12];  /* values of this rank */
+    int64_t local[14];  /* values of this rank */
     /* The rows of this rank, if all of them fit here.  Then the operation needs no flow. */
     unsigned char bytes[OP_PAYLOAD_BYTES];
     /* Options of the layer (exchange/layer_options.h). Their hashes are in `common`. Peers read
@@ -71,7 +71,53 @@ typedef struct epic_peer_status {
     bool is_inside;    /* true: the peer has not finished that operation */
 } epic_peer_status;
 
+/* Bytes of a window's handle: data that peers need to map the window, in a backend's own form.
+ */
+#define WINDOW_HANDLE_BYTES 16
+
+/* This rank's memory in a window, as the caller passed it. */
+typedef struct epic_window_memory {
+    uint64_t attempt; /* number of this call among the window calls of the context */
+    void *data;       /* NULL: the backend allocates the memory */
+    int64_t bytes;    /* above 0 */
+    int fd;           /* file of which `data` is a mapping; -1: none */
+    int64_t fd_offset;
+} epic_window_memory;
+
+/* The part of a transport that provides windows (docs/internals/windows.md). */
+typedef struct epic_window_transport {
+    /* Makes this rank's memory available to all peers, before the op header that announces it.
+     * Writes the address to memory->data if it is NULL, and the window's handle to `handle`.
+     * Memory that it allocates is released with munmap(). The error of any
+     * rank is returned on all ranks: as EPIC_ENOMEM, or else as EPIC_ENOTSUP. */
+    epic_result (*offer)(epic_group *group, epic_window_memory *memory, unsigned char *handle);
+
+    /* Maps the window that `peer` has offered in the same attempt, and sets *at to its address
+     * in this process. The caller has received the handle and the size in the peer's op
+     * header. */
+    epic_result (*map)(epic_group *group, int peer, uint64_t attempt,
+                       const unsigned char *handle, int64_t bytes, void **at);
+
+    /* Releases what map() has returned. */
+    void (*unmap)(epic_group *group, void *at, int64_t bytes);
+
+    /* Surround the stores of one operation into windows of peers. */
+    void (*begin_stores)(epic_group *group);
+    void (*end_stores)(epic_group *group);
+
+    /* Returns whether this rank may store into the windows of a peer: false if the peer has
+     * closed its context. The caller has called begin_stores(). */
+    bool (*may_store)(epic_group *group, int peer);
+
+    /* Marks this rank as closed, and waits until no living peer stores into its windows.
+     * Returns false if that lasts longer than the deadline of the context. */
+    bool (*close)(epic_group *group);
+} epic_window_transport;
+
 typedef struct epic_transport {
+    /* Windows; NULL: ranks cannot store into memory of other ranks. */
+    const epic_window_transport *windows;
+
     /* True if the backend has a ring to EVERYONE. */
     bool shares;
 

@@ -23,6 +23,8 @@
     ROW(epic_allreduce_sum_args, flags)            \
     ROW(epic_sum_replicas_args, reserved)          \
     ROW(epic_memory_info, plan_bytes)              \
+    ROW(epic_window_args, reserved)                \
+    ROW(epic_window_info, reserved)                \
     ROW(epic_router, scale)                        \
     ROW(epic_router_args, flags)                   \
     ROW(epic_router_backward_args, flags)          \

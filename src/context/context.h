@@ -12,7 +12,8 @@
 #include "base/recorder.h"
 #include "base/tags.h"
 
-struct exchange; /* exchange/exchange.h */
+struct exchange;     /* exchange/exchange.h */
+struct window_table; /* exchange/windows.h */
 
 struct epic_context {
     const epic_backend *backend; /* NULL: epic_open failed */
@@ -30,6 +31,8 @@ struct epic_context {
     epic_recorder *recorder;
     epic_trace *trace;          /* NULL: no trace; host contexts only */
     struct exchange *exchanges; /* [max_in_flight] one for each op slot; host contexts only */
+    /* windows of a host context; NULL: none was added */
+    _Atomic(struct window_table *) windows;
     _Atomic uint64_t bytes_sent;
 
     int64_t pid;         /* process that opened the context */

@@ -34,9 +34,10 @@ static bool collect_send_to(collecting *g, int home)
         while (!c->is_sent(c->self, home, x->next_item_to[home])) x->next_item_to[home]++;
         void *entry = x->transport->room(x->group, x->op_slot, home, next);
         if (!entry) break;
+        x->left_out_bytes = 0;
         c->fill_entry(c->self, home, x->next_item_to[home], x->next_piece_to[home], entry);
         const int64_t trailer = x->next_piece_to[home] == 0 ? c->trailer : 0;
-        bytes += piece_size(&c->split, x->next_piece_to[home]) + trailer;
+        bytes += piece_size(&c->split, x->next_piece_to[home]) + trailer - x->left_out_bytes;
         next++;
         if (++x->next_piece_to[home] == c->split.num_pieces) {
             x->next_piece_to[home] = 0;

@@ -42,6 +42,12 @@ typedef struct ring_cost {
     _Atomic bool settled;
 } ring_cost;
 
+/* An output of a peer that lies in a window. */
+typedef struct window_target {
+    unsigned char *base; /* address in this process; NULL: this rank must not store there */
+    int64_t bytes;       /* bytes from there to the end of the peer's window */
+} window_target;
+
 /* The state of one operation in one op slot. One thread at a time uses it. */
 typedef struct exchange {
     epic_context *ctx;
@@ -75,6 +81,11 @@ typedef struct exchange {
     int64_t *next_item_from; /* next item to read from each peer */
     ring_cost *ring_costs;   /* cost of the ring to each peer; kept between operations */
     const void **rows;
+    window_target *targets; /* [num_ranks, NUM_WINDOW_OUTPUTS]; exchange/windows.h */
+    bool has_targets;       /* true: this flow stores into windows */
+    /* Bytes of the last entry that fill_entry() did not write into the ring, because it stored
+     * them into windows, or no peer needs them. The flow sets it to 0 before each entry. */
+    int64_t left_out_bytes;
     /* [num_ranks, 64] dot products of slots whose later pieces have not arrived */
     double *sums;
     unsigned char *row;    /* one quantized row, max_row_bytes + 64 bytes */

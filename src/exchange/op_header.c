@@ -52,6 +52,7 @@ const char *operation_name(uint32_t operation)
         [EPIC_OP_DISPATCH_BACKWARD] = "dispatch_backward",
         [EPIC_OP_COMBINE_BACKWARD] = "combine_backward",
         [EPIC_OP_SUM] = "sum",
+        [EPIC_OP_WINDOW] = "window",
     };
     return operation < sizeof names / sizeof *names ? names[operation] : "an unknown operation";
 }
@@ -182,6 +183,16 @@ static epic_result saved_error(int rank, const int64_t *about)
                      (long long)about[2]);
 }
 
+/* Returns the error that a rank met with its window: EPIC_ENOMEM or EPIC_ENOTSUP, after which
+ * the group stays usable. The sentence is from a peer: it may lack its end, and epic_fail()
+ * cleans it. */
+static epic_result window_error(int rank, const epic_op_header *header)
+{
+    const bool no_memory = header->local[LOCAL_ERROR_DETAILS] == EPIC_ENOMEM;
+    return epic_fail(no_memory ? EPIC_ENOMEM : EPIC_ENOTSUP, "window of rank %d: %.*s", rank,
+                     (int)sizeof header->bytes - 1, (const char *)header->bytes);
+}
+
 epic_result op_header_data_error(const epic_op_header *const *headers, int num_ranks)
 {
     for (int r = 0; r < num_ranks; r++) {
@@ -225,6 +236,8 @@ epic_result op_header_data_error(const epic_op_header *const *headers, int num_r
                              r);
         case DATA_SAVED_PART:
             return saved_error(r, about);
+        case DATA_WINDOW:
+            return window_error(r, headers[r]);
         default:
             return epic_fail(
                 EPIC_EINVAL,

@@ -46,21 +46,28 @@ enum { /* elements of epic_op_header.local */
        LOCAL_NEXT_DISPATCH, /* dispatch_signature() of a dispatch in the same call, or 0 */
        LOCAL_ERROR,         /* an enum data_error; its details follow */
        LOCAL_ERROR_DETAILS,
-       NUM_LOCAL = LOCAL_ERROR_DETAILS + 4
+       /* where the outputs of this rank lie in its windows: window_place() of each
+          enum window_output */
+       LOCAL_WINDOWS = LOCAL_ERROR_DETAILS + 4,
+       NUM_LOCAL = LOCAL_WINDOWS + 3 /* NUM_WINDOW_OUTPUTS */
 };
+
+/* The outputs of one operation that may lie in windows. */
+enum window_output { WINDOW_ROWS, WINDOW_SCALES, WINDOW_WEIGHTS, NUM_WINDOW_OUTPUTS };
 
 enum data_error {
     DATA_OK,
-    DATA_EXPERT,    /* details: token, k, id */
-    DATA_DUPLICATE, /* details: token, k, id */
-    DATA_PLACEMENT, /* details: expert, rank */
-    DATA_REPLICAS,  /* details: expert or -1, logical expert, num_logical */
-    DATA_PLAN,      /* details: an enum plan_damage */
-    DATA_TOKEN_ID,  /* details: token, id, table_rows */
-    DATA_TABLE,     /* details: row, k, id, number of experts */
-    DATA_FORCED,    /* details: token, k, id, number of experts */
-    DATA_SAVED,     /* `saved` is from a forward that failed or never ran */
-    DATA_SAVED_PART /* details: an enum saved_part, index, value */
+    DATA_EXPERT,     /* details: token, k, id */
+    DATA_DUPLICATE,  /* details: token, k, id */
+    DATA_PLACEMENT,  /* details: expert, rank */
+    DATA_REPLICAS,   /* details: expert or -1, logical expert, num_logical */
+    DATA_PLAN,       /* details: an enum plan_damage */
+    DATA_TOKEN_ID,   /* details: token, id, table_rows */
+    DATA_TABLE,      /* details: row, k, id, number of experts */
+    DATA_FORCED,     /* details: token, k, id, number of experts */
+    DATA_SAVED,      /* `saved` is from a forward that failed or never ran */
+    DATA_SAVED_PART, /* details: an enum saved_part, index, value */
+    DATA_WINDOW      /* details: an epic_result; the sentence is in `bytes` */
 };
 
 enum saved_part { SAVED_TOKENS, SAVED_ROWS, SAVED_COUNT, SAVED_CHOICE };

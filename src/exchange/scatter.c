@@ -34,8 +34,9 @@ static bool is_wanted_by_any(const scattering *g, int64_t item)
 /* Fills one entry with a piece of an item. Returns the size of the piece in bytes. */
 static int64_t scatter_fill_entry(scattering *g, int64_t item, int32_t piece, void *entry)
 {
+    g->x->left_out_bytes = 0;
     g->s->fill_entry(g->s->self, item, piece, entry);
-    return piece_size(&g->s->split, piece);
+    return piece_size(&g->s->split, piece) - g->x->left_out_bytes;
 }
 
 /* Sends up to one batch of entries on the ring to EVERYONE. Returns whether it sent any. Each

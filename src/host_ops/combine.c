@@ -13,6 +13,7 @@
 
 #include "base/error.h"
 #include "exchange/ring_copy.h"
+#include "exchange/windows.h"
 #include "host_ops/host_ops.h"
 
 /* One call of combine or dispatch_backward. */
@@ -30,6 +31,7 @@ typedef struct combining {
     float *d_weights;
     row_split split; /* how a partial is split into pieces */
     int64_t trailer;
+    bool has_windows; /* true: an output of this rank lies in a window */
     /* The current piece: its first element in the row, and its number of elements. */
     int64_t first, count;
 } combining;
@@ -169,21 +171,74 @@ static void write_trailer(const combining *c, int home, int64_t token, void *tra
     memcpy(trailer, values, top_k * sizeof *values);
 }
 
+/* Returns true if all top_k choices of a token have slots on this rank. Then its partial on
+ * this rank is the only one. */
+static bool has_all_choices(const combining *c, int home, int64_t token)
+{
+    const int32_t *slots = plan_slots_of_token(&c->plan, home, token);
+    for (uint32_t k = 0; k < c->plan.header->layer.top_k; k++)
+        if (slots[k] < 0) return false;
+    return true;
+}
+
+/* Stores the current piece of a token's only partial into the home's output. Rounds it as the
+ * home would. */
+static void store_in_out(combining *c, int home, int64_t token)
+{
+    const int64_t size = (int64_t)epic_type_bytes(c->type);
+    const void *partial = scratch_row(c, 0);
+    unsigned char *to = window_address(
+        c->x, home, WINDOW_ROWS, token * c->out.row_bytes + c->first * size, c->count * size);
+    if (!to) return;
+    make_partial(c, home, token, scratch_row(c, 0));
+    c->kernels->add(to, c->type, &partial, 1, c->partial_type, c->count);
+}
+
+/* Stores the gradients of a token's weights into the home's output. All of its choices are on
+ * this rank, so its trailer is the whole row. */
+static void store_in_d_weights(const combining *c, int home, int64_t token)
+{
+    unsigned char *to =
+        window_address(c->x, home, WINDOW_WEIGHTS, token * c->trailer, c->trailer);
+    if (to) write_trailer(c, home, token, to);
+}
+
+/* Stores the current piece of a token's only partial, and its trailer, into windows of the home
+ * where that is possible. Sets *partial and *trailer to what still has to be sent. */
+static void combine_store_directly(combining *c, int home, int64_t token, int32_t piece,
+                                   bool *partial, bool *trailer)
+{
+    if (*partial && window_is_direct(c->x, home, WINDOW_ROWS)) {
+        store_in_out(c, home, token);
+        c->x->left_out_bytes += piece_size(&c->split, piece);
+        *partial = false;
+    }
+    if (*trailer && window_is_direct(c->x, home, WINDOW_WEIGHTS)) {
+        store_in_d_weights(c, home, token);
+        c->x->left_out_bytes += c->trailer;
+        *trailer = false;
+    }
+}
+
 /* Collect flow, fill_entry: computes one piece of a partial for rank `home`. If the entry is
  * written through the caches, writes the piece directly into the ring entry; otherwise into a
  * scratch row first. The trailer follows the first piece. */
 static void combine_fill_entry(void *self, int home, int64_t token, int32_t piece, void *entry)
 {
     combining *c = self;
+    bool sends_partial = true, sends_trailer = c->trailer && piece == 0;
     combine_set_piece(c, piece);
+    if (c->x->has_targets && has_all_choices(c, home, token))
+        combine_store_directly(c, home, token, piece, &sends_partial, &sends_trailer);
+    if (sends_trailer)
+        write_trailer(c, home, token, (unsigned char *)entry + c->split.piece_bytes);
+    if (!sends_partial) return;
     const int64_t bytes = piece_size(&c->split, piece);
     const ring_path path = ring_choose_path(c->x, home, bytes);
     void *out = path == RING_CACHED ? entry : scratch_row(c, 0);
     make_partial(c, home, token, out);
     if (out != entry)
         ring_write_row(c->x, home, path, entry, out, (size_t)bytes, c->kernels->copy);
-    if (c->trailer && piece == 0)
-        write_trailer(c, home, token, (unsigned char *)entry + c->split.piece_bytes);
 }
 
 /* ------------------------------------------------------------------------- home side ---- */
@@ -199,6 +254,18 @@ static void read_trailer(const combining *c, int from, int64_t token, const void
     for (uint32_t k = 0; k < top_k; k++)
         if (c->plan.rank_to[first + k] == from && c->plan.fate[first + k] >= 0)
             c->d_weights[first + k] = values[k];
+}
+
+/* Returns the only other rank that has slots of a token of this rank, if all of the token's
+ * choices have slots there. Otherwise returns -1. It equals has_all_choices() on that rank. */
+static int find_only_rank(const combining *c, int64_t token)
+{
+    const uint32_t top_k = c->plan.header->layer.top_k;
+    const int64_t first = token * top_k;
+    const int rank = c->plan.rank_to[first];
+    for (uint32_t k = 0; k < top_k; k++)
+        if (c->plan.rank_to[first + k] != rank || c->plan.fate[first + k] < 0) return -1;
+    return rank == c->x->rank ? -1 : rank;
 }
 
 /* Writes the row of d_weights of one token from the trailers of all ranks. Choices without a
@@ -263,6 +330,7 @@ static void combine_read_rows(void *self, int64_t token, int32_t piece, const vo
 {
     combining *c = self;
     const int rank = c->x->rank;
+    const bool direct = c->has_windows && find_only_rank(c, token) >= 0;
     combine_set_piece(c, piece);
     rows[rank] = NULL;
     if (plan_receives_token(&c->plan, rank, token)) {
@@ -271,11 +339,14 @@ static void combine_read_rows(void *self, int64_t token, int32_t piece, const vo
     }
     void *out = (unsigned char *)c->out.data + token * c->out.row_bytes +
                 c->first * (int64_t)epic_type_bytes(c->type);
-    if (c->plan.header->layer.sum_order == EPIC_TREE)
+    if (direct && window_is_direct(c->x, rank, WINDOW_ROWS))
+        ; /* the other rank has stored the row */
+    else if (c->plan.header->layer.sum_order == EPIC_TREE)
         add_partials_as_tree(c, rows, out);
     else
         add_partials_by_rank(c, rows, out);
-    if (c->d_weights && piece == 0) read_trailers(c, token, rows);
+    const bool has_trailers = !(direct && window_is_direct(c->x, rank, WINDOW_WEIGHTS));
+    if (c->d_weights && piece == 0 && has_trailers) read_trailers(c, token, rows);
     rows[rank] = NULL;
 }
 
@@ -314,7 +385,12 @@ static epic_result combine_transfer(combining *c)
                          .fill_entry = combine_fill_entry,
                          .flush_stores = c->kernels->fence_copies,
                          .read_rows = combine_read_rows};
-    return collect_run(c->x, &how);
+    c->has_windows = window_is_direct(c->x, c->x->rank, WINDOW_ROWS) ||
+                     window_is_direct(c->x, c->x->rank, WINDOW_WEIGHTS);
+    const bool stores = windows_begin_stores(c->x);
+    const epic_result result = collect_run(c->x, &how);
+    if (stores) windows_end_stores(c->x);
+    return result;
 }
 
 /* Zeroes all outputs, after an error in the data of any rank. */
@@ -337,6 +413,11 @@ static epic_result combine_run(epic_context *ctx, uint32_t operation, const epic
     s->op_header.common[COMMON_WEIGHTS] = c->slot_weights || c->d_weights;
     s->op_header.local[LOCAL_ROWS] = c->rows.num_rows;
     s->op_header.local[LOCAL_NEEDED_ROWS] = s->damaged ? 0 : s->plan.header->num_slots;
+    const int64_t weights_bytes = c->top_k * (int64_t)sizeof(float);
+    op_header_set_window(&s->op_header, ctx, WINDOW_ROWS, c->out.data,
+                         c->out.num_rows * c->out.row_bytes);
+    op_header_set_window(&s->op_header, ctx, WINDOW_WEIGHTS, c->d_weights,
+                         c->out.num_rows * weights_bytes);
     const uint64_t bytes = (uint64_t)(c->out.num_rows * c->out.row_bytes);
     epic_result result = exchange_open(&c->x, ctx, operation, call, &s->op_header, bytes);
     if (!c->x) return result;

@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "exchange/ring_copy.h"
+#include "exchange/windows.h"
 #include "host_ops/host_ops.h"
 
 /* One call of combine_backward. */
@@ -81,13 +82,41 @@ static void scatter_piece(const spreading *s, int from, int64_t token, const voi
     }
 }
 
-/* Scatter flow, fill_entry: copies one piece of a gradient row into a ring entry. */
+/* Stores one piece of a gradient row into the windows of all peers where that is possible. A
+ * peer has a window only if it scales no row. Calls the function that write_scaled_row() calls,
+ * which may change the bits of a NaN. Returns true if some peer reads the piece from the ring. */
+static bool store_for_peers(const spreading *s, int64_t token, int32_t piece)
+{
+    const epic_type type = (epic_type)s->args->type;
+    const int64_t at = piece_offset(&s->split, piece), size = piece_size(&s->split, piece);
+    const int64_t n = size / (int64_t)epic_type_bytes(type);
+    bool staged = false;
+    for (int r = 0; r < s->x->num_ranks; r++) {
+        if (r == s->x->rank || !plan_sends_token(&s->plan, r, token)) continue;
+        const int32_t slot = plan_only_slot_on(&s->plan, r, token);
+        if (slot < 0 || !window_is_direct(s->x, r, WINDOW_ROWS)) {
+            staged = true;
+            continue;
+        }
+        unsigned char *to =
+            window_address(s->x, r, WINDOW_ROWS, slot * s->split.row_bytes + at, size);
+        if (to) s->kernels->scale(to, row_of_own_token(s, token) + at, 1, type, n);
+    }
+    return staged;
+}
+
+/* Scatter flow, fill_entry: copies one piece of a gradient row into a ring entry, unless it has
+ * stored the piece into windows of all peers that need it. */
 static void combine_backward_fill_entry(void *self, int64_t token, int32_t piece, void *entry)
 {
     spreading *s = self;
     exchange *x = s->x;
     const unsigned char *from = row_of_own_token(s, token) + piece_offset(&s->split, piece);
     const size_t size = (size_t)piece_size(&s->split, piece);
+    if (x->has_targets && !store_for_peers(s, token, piece)) {
+        x->left_out_bytes = (int64_t)size;
+        return;
+    }
     const ring_path path = ring_choose_path(x, x->rank, (int64_t)size);
     ring_write_row(x, x->rank, path, entry, from, size, s->kernels->copy);
 }
@@ -98,6 +127,9 @@ static void combine_backward_read_entry(void *self, int from, int64_t token, int
 {
     spreading *s = self;
     const int64_t size = (int64_t)epic_type_bytes(s->args->type);
+    if (window_is_direct(s->x, s->x->rank, WINDOW_ROWS) &&
+        plan_has_only_slot(&s->plan, from, token))
+        return; /* the other rank has stored the piece */
     scatter_piece(s, from, token, entry, piece_offset(&s->split, piece) / size,
                   piece_size(&s->split, piece) / size);
 }
@@ -149,7 +181,10 @@ static epic_result combine_backward_transfer(spreading *s)
                          .flush_stores = s->kernels->fence_copies,
                          .read_entry = combine_backward_read_entry,
                          .read_own_item = combine_backward_read_own};
-    return scatter_run(s->x, &how);
+    const bool stores = windows_begin_stores(s->x);
+    const epic_result result = scatter_run(s->x, &how);
+    if (stores) windows_end_stores(s->x);
+    return result;
 }
 
 static int64_t min_int64(int64_t a, int64_t b)
@@ -173,6 +208,9 @@ epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward
                                         ? min_int64(args->d_rows.num_rows, args->rows.num_rows)
                                         : args->d_rows.num_rows;
     s.op_header.local[LOCAL_NEEDED_ROWS] = s.damaged ? 0 : s.plan.header->num_slots;
+    if (!args->quantize && !args->slot_weights && !args->d_slot_weights)
+        op_header_set_window(&s.op_header, ctx, WINDOW_ROWS, args->d_rows.data,
+                             args->d_rows.num_rows * args->d_rows.row_bytes);
     const uint64_t bytes = (uint64_t)(args->d_out.num_rows * args->d_out.row_bytes);
     epic_result result = exchange_open(&spread.x, ctx, EPIC_OP_COMBINE_BACKWARD, &args->call,
                                        &s.op_header, bytes);

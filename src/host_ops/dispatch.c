@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "base/hash.h"
 #include "exchange/ring_copy.h"
+#include "exchange/windows.h"
 #include "host_ops/host_ops.h"
 
 /* Receive buffers below this size are written through the caches, because they stay there until
@@ -96,31 +97,116 @@ static void copy_cached(void *to, const void *from, size_t n)
     memcpy(to, from, n);
 }
 
-/* Copies one piece of a token's message into `entry` with the function `copy`. */
+/* The parts of a message, as bits of a mask. Bit numbers are those of enum window_output. */
+#define ROW_BIT (1u << WINDOW_ROWS)
+#define SCALES_BIT (1u << WINDOW_SCALES)
+#define WEIGHTS_BIT (1u << WINDOW_WEIGHTS)
+#define ALL_PARTS (ROW_BIT | SCALES_BIT | WEIGHTS_BIT)
+
+/* Copies the parts in the mask `wanted` of one piece of a token's message into `entry`, with
+ * the function `copy`. */
 static void fill_entry_with(dispatching *d, int64_t token, int32_t piece, void *entry,
-                            copy_function *copy)
+                            uint32_t wanted, copy_function *copy)
 {
     const int64_t begin = piece_offset(&d->split, piece), size = piece_size(&d->split, piece);
     const int64_t row = d->scales_at, end = d->split.row_bytes;
-    if (begin < row) copy_overlap(copy, entry, begin, size, row_part(d, token), 0, row);
-    if (row < d->weights_at)
+    if (begin < row && wanted & ROW_BIT)
+        copy_overlap(copy, entry, begin, size, row_part(d, token), 0, row);
+    if (row < d->weights_at && wanted & SCALES_BIT)
         copy_overlap(copy, entry, begin, size, scales_part(d, token), row, d->weights_at);
-    if (d->weights_at < end)
+    if (d->weights_at < end && wanted & WEIGHTS_BIT)
         copy_overlap(copy, entry, begin, size, weights_part(d, token), d->weights_at, end);
 }
 
-/* Scatter flow, fill_entry: copies one piece of a token's message into a ring entry.
- * ring_choose_path() decides whether the copy goes through the caches or past them, and whether
- * it is timed. Before a timed copy, this function assembles the piece in x->pieces, so that the
- * measured time is that of one copy. */
+/* Stores the bytes that a piece and a part of the message share directly into an output of a
+ * peer. Bytes [begin, end) of the message are the piece. The part is bytes [low, high), which
+ * this rank has at `from`; in the peer's output it begins at byte `at`. */
+static void store_part(const dispatching *d, int peer, enum window_output which, int64_t at,
+                       int64_t begin, int64_t end, const void *from, int64_t low, int64_t high)
+{
+    const int64_t first = low > begin ? low : begin, last = high < end ? high : end;
+    if (first >= last) return;
+    unsigned char *to = window_address(d->x, peer, which, at + (first - low), last - first);
+    if (to) d->copy(to, (const unsigned char *)from + (first - low), (size_t)(last - first));
+}
+
+/* Stores one piece of a token's message into the outputs of a peer that lie in windows. `slot`
+ * is the token's only slot there. Returns the mask of the parts that lie in no window. */
+static uint32_t store_in_windows(dispatching *d, int peer, int32_t slot, int64_t token,
+                                 int32_t piece)
+{
+    const epic_dispatch_args *a = d->args;
+    const int64_t begin = piece_offset(&d->split, piece);
+    const int64_t end = begin + piece_size(&d->split, piece);
+    uint32_t staged = 0;
+    if (window_is_direct(d->x, peer, WINDOW_ROWS))
+        store_part(d, peer, WINDOW_ROWS, slot * a->recv.row_bytes, begin, end,
+                   row_part(d, token), 0, d->scales_at);
+    else
+        staged |= ROW_BIT;
+    if (d->scales_at == d->weights_at)
+        ;
+    else if (window_is_direct(d->x, peer, WINDOW_SCALES))
+        store_part(d, peer, WINDOW_SCALES, slot * a->recv_scales.row_bytes, begin, end,
+                   scales_part(d, token), d->scales_at, d->weights_at);
+    else
+        staged |= SCALES_BIT;
+    if (d->weights_at == d->split.row_bytes) return staged;
+    if (!window_is_direct(d->x, peer, WINDOW_WEIGHTS)) return staged | WEIGHTS_BIT;
+    const uint32_t k = plan_choice_on(&d->plan, peer, token);
+    const int64_t weight = d->weights_at + (int64_t)(k * sizeof(float));
+    store_part(d, peer, WINDOW_WEIGHTS, slot * (int64_t)sizeof(float), begin, end,
+               weights_part(d, token) + k, weight, weight + (int64_t)sizeof(float));
+    return staged;
+}
+
+/* Stores one piece of a token's message into the windows of all peers where that is possible.
+ * Returns the mask of the parts that some peer has to read from the ring. */
+static uint32_t store_for_peers(dispatching *d, int64_t token, int32_t piece)
+{
+    uint32_t staged = 0;
+    for (int r = 0; r < d->x->num_ranks; r++) {
+        if (r == d->x->rank || !plan_sends_token(&d->plan, r, token)) continue;
+        const int32_t slot = plan_only_slot_on(&d->plan, r, token);
+        staged |= slot < 0 ? ALL_PARTS : store_in_windows(d, r, slot, token, piece);
+    }
+    return staged;
+}
+
+/* Returns how many bytes of a piece belong to parts that are not in the mask `wanted`. */
+static int64_t unwanted_bytes(const dispatching *d, int32_t piece, uint32_t wanted)
+{
+    const int64_t begin = piece_offset(&d->split, piece);
+    const int64_t end = begin + piece_size(&d->split, piece);
+    const int64_t bounds[] = {0, d->scales_at, d->weights_at, d->split.row_bytes};
+    int64_t bytes = 0;
+    for (int i = 0; i < NUM_WINDOW_OUTPUTS; i++) {
+        const int64_t first = bounds[i] > begin ? bounds[i] : begin;
+        const int64_t last = bounds[i + 1] < end ? bounds[i + 1] : end;
+        if (!(wanted >> i & 1) && first < last) bytes += last - first;
+    }
+    return bytes;
+}
+
+/* Scatter flow, fill_entry: copies one piece of a token's message into a ring entry, without
+ * the parts that it has stored into windows of all peers that need them. ring_choose_path()
+ * decides whether the copy goes through the caches or past them, and whether it is timed. Before
+ * a timed copy, this function assembles the piece in x->pieces, so that the measured time is
+ * that of one copy. */
 static void dispatch_fill_entry(void *self, int64_t token, int32_t piece, void *entry)
 {
     dispatching *d = self;
     const int rank = d->x->rank;
     const int64_t size = piece_size(&d->split, piece);
+    uint32_t wanted = ALL_PARTS;
+    if (d->x->has_targets) {
+        wanted = store_for_peers(d, token, piece);
+        d->x->left_out_bytes = unwanted_bytes(d, piece, wanted);
+        if (d->x->left_out_bytes == size) return;
+    }
     const ring_path path = ring_choose_path(d->x, rank, size);
     void *to = path == RING_TIMED ? d->x->pieces : entry;
-    fill_entry_with(d, token, piece, to,
+    fill_entry_with(d, token, piece, to, wanted,
                     path == RING_STREAMED ? d->kernels->copy : copy_cached);
     if (to != entry)
         ring_write_row(d->x, rank, path, entry, to, (size_t)size, d->kernels->copy);
@@ -206,16 +292,29 @@ static void write_token(const dispatching *d, int from, int64_t token, const par
     }
 }
 
-/* Scatter flow, read_entry: writes one piece of a token of rank `from` to the token's slots. */
+/* Returns true if other ranks store output `which` of a token directly into this rank's
+ * window. */
+static bool is_stored_directly(const dispatching *d, int from, int64_t token,
+                               enum window_output which)
+{
+    return window_is_direct(d->x, d->x->rank, which) &&
+           plan_has_only_slot(&d->plan, from, token);
+}
+
+/* Scatter flow, read_entry: writes one piece of a token of rank `from` to the token's slots. The
+ * sender has already stored the parts that lie in windows. */
 static void dispatch_read_entry(void *self, int from, int64_t token, int32_t piece,
                                 const void *entry)
 {
     dispatching *d = self;
     const int64_t begin = piece_offset(&d->split, piece);
     const int64_t end = begin + piece_size(&d->split, piece);
-    const parts p = {message_part_of(entry, begin, end, 0, d->scales_at),
-                     message_part_of(entry, begin, end, d->scales_at, d->weights_at),
-                     message_part_of(entry, begin, end, d->weights_at, d->split.row_bytes)};
+    parts p = {message_part_of(entry, begin, end, 0, d->scales_at),
+               message_part_of(entry, begin, end, d->scales_at, d->weights_at),
+               message_part_of(entry, begin, end, d->weights_at, d->split.row_bytes)};
+    if (is_stored_directly(d, from, token, WINDOW_ROWS)) p.row.size = 0;
+    if (is_stored_directly(d, from, token, WINDOW_SCALES)) p.scales.size = 0;
+    if (is_stored_directly(d, from, token, WINDOW_WEIGHTS)) p.weights.size = 0;
     write_token(d, from, token, &p);
 }
 
@@ -305,7 +404,25 @@ static epic_result dispatch_transfer(dispatching *d)
                        .flush_stores = d->kernels->fence_copies,
                        .read_entry = dispatch_read_entry,
                        .read_own_item = dispatch_read_own};
-    return scatter_run(d->x, &s);
+    const bool stores = windows_begin_stores(d->x);
+    const epic_result result = scatter_run(d->x, &s);
+    d->kernels->fence_copies();
+    if (stores) windows_end_stores(d->x);
+    return result;
+}
+
+void op_header_set_dispatch_windows(epic_op_header *header, epic_context *ctx,
+                                    const epic_dispatch_args *a)
+{
+    const int64_t rows = a->recv.num_rows;
+    const bool is_flat = a->layer->layout == EPIC_FLAT;
+    op_header_set_window(header, ctx, WINDOW_ROWS, a->recv.data, rows * a->recv.row_bytes);
+    op_header_set_window(header, ctx, WINDOW_SCALES, a->recv_scales.data,
+                         a->recv_scales.num_rows * a->recv_scales.row_bytes);
+    /* The weights of a FLAT row are sorted, which only the receiver does. */
+    if (!is_flat)
+        op_header_set_window(header, ctx, WINDOW_WEIGHTS, a->slot_weights,
+                             rows * (int64_t)sizeof(float));
 }
 
 /* Fills all outputs with zeros, and recv_expert with -1, after an error in the data of any
@@ -357,9 +474,7 @@ static epic_result dispatch_transfer_all(dispatching *d)
 {
     const bool few = d->plan.header->num_slots * d->args->recv.row_bytes < CACHED_COPY_MAX;
     d->copy = few ? copy_cached : d->kernels->copy;
-    const epic_result result = dispatch_transfer(d);
-    d->kernels->fence_copies();
-    return result;
+    return dispatch_transfer(d);
 }
 
 /* Runs dispatch: exchanges op headers, moves the rows and ends the operation. */
@@ -368,6 +483,7 @@ static epic_result dispatch_run(epic_context *ctx, const epic_dispatch_args *arg
     dispatching d = {.args = args, .kernels = host_kernels_get()};
     TRY(dispatch_check(s, args));
     op_header_set_rows(s->op_header.common, args);
+    op_header_set_dispatch_windows(&s->op_header, ctx, args);
     s->op_header.local[LOCAL_ROWS] = args->recv.num_rows;
     s->op_header.local[LOCAL_NEEDED_ROWS] = s->damaged ? 0 : s->plan.header->num_slots;
     epic_result result = exchange_open(&d.x, ctx, EPIC_OP_DISPATCH, &args->call, &s->op_header,

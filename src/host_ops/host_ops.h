@@ -33,6 +33,11 @@ epic_result host_dispatch_continue(exchange *x, const epic_dispatch_args *args);
 /* Returns a hash of the arguments that must be equal in the dispatches of all ranks; never 0.
  * epic_plan_dispatch sends it in the plan's op header, as LOCAL_NEXT_DISPATCH. */
 int64_t dispatch_signature(const epic_dispatch_args *args);
+
+/* Stores in an op header where the outputs of a dispatch lie in windows. */
+void op_header_set_dispatch_windows(epic_op_header *header, epic_context *ctx,
+                                    const epic_dispatch_args *args);
+
 /* Run the other operations of the public header. */
 epic_result host_combine(epic_context *ctx, const epic_combine_args *args);
 epic_result host_dispatch_backward(epic_context *ctx, const epic_dispatch_backward_args *args);
@@ -108,6 +113,41 @@ static inline bool plan_sends_token(const plan_view *v, int to, int64_t token)
     for (uint32_t k = 0; k < v->header->layer.top_k; k++)
         if (v->rank_to[first + k] == to && v->fate[first + k] >= 0) return true;
     return false;
+}
+
+/* Returns the first choice k of a token of this rank that has a slot on rank `to`. The caller
+ * knows that there is one. */
+static inline uint32_t plan_choice_on(const plan_view *v, int to, int64_t token)
+{
+    const int64_t first = token * (int64_t)v->header->layer.top_k;
+    uint32_t k = 0;
+    while (v->rank_to[first + k] != to || v->fate[first + k] < 0) k++;
+    return k;
+}
+
+/* Returns the only slot (FLAT: the row) that a token of this rank has on rank `to`, or -1 if it
+ * has none or several. */
+static inline int32_t plan_only_slot_on(const plan_view *v, int to, int64_t token)
+{
+    const int64_t first = token * (int64_t)v->header->layer.top_k;
+    int32_t slot = -1;
+    for (uint32_t k = 0; k < v->header->layer.top_k; k++) {
+        if (v->rank_to[first + k] != to || v->fate[first + k] < 0) continue;
+        if (slot >= 0 && !plan_is_flat(v)) return -1;
+        slot = v->fate[first + k];
+    }
+    return slot;
+}
+
+/* Returns true if a token of rank `from` has exactly one slot (FLAT: its row) on this rank. It
+ * equals plan_only_slot_on() >= 0 on rank `from`. */
+static inline bool plan_has_only_slot(const plan_view *v, int from, int64_t token)
+{
+    if (plan_is_flat(v)) return v->row_of[v->base_of[from] + token] >= 0;
+    const int32_t *slots = plan_slots_of_token(v, from, token);
+    uint32_t count = 0;
+    for (uint32_t k = 0; k < v->header->layer.top_k; k++) count += slots[k] >= 0;
+    return count == 1;
 }
 
 /* Writes the number of tokens of each rank to x->items, and returns x->items. */

@@ -264,14 +264,15 @@ static bool is_plan_written(epic_result result)
     return result == EPIC_OK || result == EPIC_EINVAL || result == EPIC_EOVERFLOW;
 }
 
-/* Runs epic_plan up to the finished plan. `next` is the dispatch_signature() of a dispatch that
- * follows in the same call, or 0. Afterwards the caller must close p->x, unless it is NULL. */
+/* Runs epic_plan up to the finished plan. `next` is the dispatch that follows in the same call,
+ * or NULL. Afterwards the caller must close p->x, unless it is NULL. */
 static epic_result plan_run(planning *p, epic_context *ctx, const op_header_extra *extra,
-                            int64_t next)
+                            const epic_dispatch_args *next)
 {
     const epic_plan_args *args = p->args;
     plan_fill_header(&p->op_header, ctx, args, &p->layer, extra);
-    p->op_header.local[LOCAL_NEXT_DISPATCH] = next;
+    if (next) p->op_header.local[LOCAL_NEXT_DISPATCH] = dispatch_signature(next);
+    if (next) op_header_set_dispatch_windows(&p->op_header, ctx, next);
     const uint64_t bytes = (uint64_t)(args->num_tokens * p->layer.top_k) * sizeof(int32_t);
     epic_result result =
         exchange_open(&p->x, ctx, EPIC_OP_PLAN, &args->call, &p->op_header, bytes);
@@ -291,7 +292,7 @@ epic_result host_plan(epic_context *ctx, const epic_plan_args *args,
                       const op_header_extra *extra)
 {
     planning p = {.args = args, .layer = *args->layer};
-    const epic_result result = plan_run(&p, ctx, extra, 0);
+    const epic_result result = plan_run(&p, ctx, extra, NULL);
     return p.x ? exchange_close(p.x, result) : result;
 }
 
@@ -311,7 +312,7 @@ epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *args,
                                const epic_dispatch_args *dispatch, const op_header_extra *extra)
 {
     planning p = {.args = args, .layer = *args->layer};
-    epic_result result = plan_run(&p, ctx, extra, dispatch_signature(dispatch));
+    epic_result result = plan_run(&p, ctx, extra, dispatch);
     if (!p.x) return result;
     if (result == EPIC_OK && do_all_continue(p.x)) return host_dispatch_continue(p.x, dispatch);
     result = exchange_close(p.x, result);

@@ -21,6 +21,7 @@ typedef struct member {
     void *native;
     uint64_t seed;
     int cases;
+    bool windows; /* arrays of calls lie in windows of the contexts */
 } member;
 
 static int64_t scaled(int64_t count)
@@ -57,6 +58,7 @@ static epic_context *open_group(const member *m, uint32_t max_in_flight, bool li
     CHECK_EQ(epic_rank(ctx), m->bootstrap->rank);
     CHECK_EQ(epic_num_ranks(ctx), ranks);
     CHECK(strcmp(epic_backend_name(ctx), m->backend) == 0);
+    if (m->windows) case_windows_open(ctx);
     return ctx;
 }
 
@@ -67,6 +69,7 @@ static bool close_group(epic_context *ctx)
     if (!ctx) return false;
     const epic_result result = epic_check(ctx);
     CHECK_SAY(result == EPIC_OK, "the group is broken: %s", epic_error(ctx));
+    case_windows_close(ctx);
     epic_close(ctx);
     return result == EPIC_OK;
 }
@@ -257,22 +260,32 @@ static const struct {
     {"simple step", simple_step, 12},
 };
 
-void suite_rank(const char *backend, const epic_bootstrap *bootstrap, void *native)
+/* Runs all parts. Returns false if the suite should stop. */
+static bool run_parts(const char *backend, const epic_bootstrap *bootstrap, void *native,
+                      bool windows)
 {
-    if (suite_there->open) suite_there->open(bootstrap);
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         const uint64_t begin = run_now_ns();
         const member m = {.backend = backend,
                           .bootstrap = bootstrap,
                           .native = native,
                           .seed = run_mix(run_seed(), i),
-                          .cases = (int)scaled(parts[i].cases)};
+                          .cases = (int)scaled(parts[i].cases),
+                          .windows = windows};
         check_seed = m.seed;
-        if (!parts[i].run(&m)) break;
+        if (!parts[i].run(&m)) return false;
         if (bootstrap->rank == 0)
-            printf("%s, %d ranks: %s, %.1f s\n", backend, bootstrap->num_ranks, parts[i].name,
-                   (double)(run_now_ns() - begin) * 1e-9);
+            printf("%s, %d ranks: %s%s, %.1f s\n", backend, bootstrap->num_ranks, parts[i].name,
+                   windows ? " in windows" : "", (double)(run_now_ns() - begin) * 1e-9);
     }
+    return true;
+}
+
+void suite_rank(const char *backend, const epic_bootstrap *bootstrap, void *native)
+{
+    if (suite_there->open) suite_there->open(bootstrap);
+    if (run_parts(backend, bootstrap, native, false) && !suite_there->device)
+        run_parts(backend, bootstrap, native, true);
     if (suite_there->close) suite_there->close();
 }
 

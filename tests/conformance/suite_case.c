@@ -305,6 +305,7 @@ void case_begin(seat *s, epic_context *ctx, const epic_bootstrap *bootstrap, con
     check_seed = w->seed;
     s->failed_before = check_num_failed();
     s->own.state = run_mix(run_mix(w->seed, 1000 + (uint64_t)s->rank), tag);
+    s->places.state = run_mix(s->own.state, 77);
     s->first_token = w->plan->first_token[s->rank];
     s->num_tokens = w->tokens_of[s->rank];
     s->num_slots = w->plan->num_slots[s->rank];

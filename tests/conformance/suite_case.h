@@ -26,6 +26,7 @@ typedef struct seat {
     uint64_t tag;
     bool delays; /* sleeps before operations */
     run_random own;
+    run_random places; /* draws which arrays lie in windows */
     unsigned char *plan;
     int64_t plan_bytes;
     case_array arrays[CASE_MOST_ARRAYS]; /* arrays of the plan, then those of one phase */
@@ -75,6 +76,11 @@ void case_drop(seat *s);
 /* Chooses whether the rows of the phase are at addresses that only their elements divide.
  * `quantize`: rows have scales of 4 bytes. */
 void case_choose_shift(seat *s, const run_random *common, uint32_t type, bool quantize);
+
+/* Adds a window to a context of this rank, from which arrays of its calls are then taken.
+ * case_windows_close() is called before the context closes. */
+void case_windows_open(epic_context *ctx);
+void case_windows_close(const epic_context *ctx);
 
 /* Around a call: case_lend() copies an array to the memory of the backend and returns the
  * address for the call. case_return() copies all lent arrays back and returns the result of

@@ -3,6 +3,7 @@
  * features that the backend lacks. */
 #include "suite_memory.h"
 
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,6 +27,79 @@ static const suite_memory host = {
     .allocate = allocate, .release = free, .copy = copy, .most_experts = UINT32_MAX};
 
 const suite_memory *suite_there = &host;
+
+/* --------------------------------------------------------------------------- windows ---- */
+
+#define MOST_ARENAS 64
+#define ARENA_BYTES (8 << 20)
+
+/* A window of one context, from which arrays of calls are taken. Its memory is reused when all
+ * arrays were returned. */
+static struct {
+    epic_context *ctx;
+    unsigned char *base;
+    int64_t used, count;
+} arenas[MOST_ARENAS];
+static pthread_mutex_t arenas_mutex = PTHREAD_MUTEX_INITIALIZER;
+
+static int find_arena(const epic_context *ctx)
+{
+    int i = 0;
+    while (i < MOST_ARENAS && arenas[i].ctx != ctx) i++;
+    return i;
+}
+
+void case_windows_open(epic_context *ctx)
+{
+    epic_window_info window;
+    const epic_window_args args = {.bytes = ARENA_BYTES};
+    if (!CHECK_SAY(epic_window_alloc(ctx, &args, &window) == EPIC_OK, "epic_window_alloc: %s",
+                   epic_error(ctx)))
+        return;
+    pthread_mutex_lock(&arenas_mutex);
+    const int i = find_arena(NULL);
+    if (i == MOST_ARENAS) abort(); /* a mistake of the test itself */
+    arenas[i].ctx = ctx;
+    arenas[i].base = window.data;
+    arenas[i].used = arenas[i].count = 0;
+    pthread_mutex_unlock(&arenas_mutex);
+}
+
+void case_windows_close(const epic_context *ctx)
+{
+    pthread_mutex_lock(&arenas_mutex);
+    const int i = find_arena(ctx);
+    if (i < MOST_ARENAS) arenas[i].ctx = NULL;
+    pthread_mutex_unlock(&arenas_mutex);
+}
+
+/* Returns memory in the window of the context, or NULL if it has none or the window is full. */
+static void *take_from_window(const epic_context *ctx, int64_t bytes)
+{
+    void *at = NULL;
+    pthread_mutex_lock(&arenas_mutex);
+    const int i = find_arena(ctx);
+    if (i < MOST_ARENAS && arenas[i].used + bytes + 64 <= ARENA_BYTES) {
+        at = arenas[i].base + arenas[i].used;
+        arenas[i].used += (bytes + 63) / 64 * 64;
+        arenas[i].count++;
+    }
+    pthread_mutex_unlock(&arenas_mutex);
+    return at;
+}
+
+/* Returns memory to the window. Returns false if it is not in the window. */
+static bool return_to_window(const epic_context *ctx, const void *memory)
+{
+    const uintptr_t at = (uintptr_t)memory;
+    pthread_mutex_lock(&arenas_mutex);
+    const int i = find_arena(ctx);
+    const uintptr_t base = i < MOST_ARENAS ? (uintptr_t)arenas[i].base : 0;
+    const bool inside = i < MOST_ARENAS && at >= base && at < base + ARENA_BYTES;
+    if (inside && --arenas[i].count == 0) arenas[i].used = 0;
+    pthread_mutex_unlock(&arenas_mutex);
+    return inside;
+}
 
 /* ---------------------------------------------------------------------------- arrays ---- */
 
@@ -69,7 +143,9 @@ static void *lend_shifted(seat *s, const void *here, int64_t shift)
     for (int i = 0; here && i < s->num_arrays; i++) {
         case_array *a = &s->arrays[i];
         if (a->here != here) continue;
-        a->base = suite_there->allocate(a->bytes + shift);
+        /* Two of three arrays, if the context has a window. Each rank draws for itself. */
+        if (run_chance(&s->places, 67)) a->base = take_from_window(s->ctx, a->bytes + shift);
+        if (!a->base) a->base = suite_there->allocate(a->bytes + shift);
         a->there = (char *)a->base + shift;
         suite_there->copy(a->there, a->here, a->bytes);
         return a->there;
@@ -101,7 +177,7 @@ static void take_back(seat *s)
         case_array *a = &s->arrays[i];
         if (!a->base) continue;
         suite_there->copy(a->here, a->there, a->bytes);
-        suite_there->release(a->base);
+        if (!return_to_window(s->ctx, a->base)) suite_there->release(a->base);
         a->base = NULL;
     }
 }

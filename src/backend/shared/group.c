@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Creates and frees one rank's view of a group. Defines the table of transport functions. */
+/* Creates and frees one rank's view of a group. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -74,6 +74,7 @@ epic_result shared_group_new(epic_group **out, const epic_join *join,
     g->num_ranks = layout->num_ranks;
     g->is_shared_by_processes = is_shared_by_processes;
     g->slice_ns = slice_of(join->config);
+    g->timeout_ns = join->config->timeout_ms * INT64_C(1000000);
     publish_cores(g);
     init_exchanges(g);
     *out = g;
@@ -109,26 +110,7 @@ void shared_group_free(epic_group *g)
     free(g);
 }
 
-static uint64_t bytes_sent(const epic_group *g)
+uint64_t shared_bytes_sent(const epic_group *g)
 {
     return load_relaxed(&g->bytes_sent);
 }
-
-const epic_transport shared_transport = {
-    .shares = true,
-    .ring_bytes = shared_ring_bytes,
-    .claim = shared_claim,
-    .announce = shared_announce,
-    .op_header = shared_op_header,
-    .shape = shared_shape,
-    .room = shared_room,
-    .send = shared_send,
-    .entry = shared_entry,
-    .drop = shared_drop,
-    .finish = shared_finish,
-    .wait = shared_wait_for_change,
-    .look = shared_look_at_peer,
-    .break_group = shared_break_group,
-    .failure = shared_failure,
-    .bytes_sent = bytes_sent,
-};

@@ -72,6 +72,7 @@ typedef struct shared_rank_state {
     _Alignas(64) _Atomic uint32_t closed;
     _Atomic uint32_t num_used_slots; /* slots from this index on were never used */
     _Atomic uint32_t last_slot;      /* index of the slot announced last, plus one; 0: none */
+    _Atomic uint32_t num_storing;    /* operations that now store into windows of peers */
     _Atomic uint64_t cores[CORE_WORDS]; /* a core_set: the cores on which the rank may run */
     /* incremented when a slot may have become free */
     _Alignas(64) _Atomic uint32_t free_slot_futex;

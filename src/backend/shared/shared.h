@@ -66,6 +66,7 @@ struct epic_group {
     int num_ranks;
     bool is_shared_by_processes; /* true: futexes work between processes */
     int64_t slice_ns;            /* longest sleep between two heartbeats */
+    int64_t timeout_ns;          /* deadline of the context */
     /* Whether there are at least as many cores as ranks. 0: not computed yet; 1: no; 2: yes. */
     _Atomic int core_per_rank;
     patience patience;
@@ -79,7 +80,17 @@ struct epic_group {
     void *backend_data; /* state of the backend threads or shm */
 };
 
-extern const epic_transport shared_transport;
+/* The transports of the backends differ only in their windows. */
+#define SHARED_TRANSPORT(windows_of_backend)                                               \
+    {                                                                                      \
+        .windows = (windows_of_backend), .shares = true, .ring_bytes = shared_ring_bytes,  \
+        .claim = shared_claim, .announce = shared_announce, .op_header = shared_op_header, \
+        .shape = shared_shape, .room = shared_room, .send = shared_send,                   \
+        .entry = shared_entry, .drop = shared_drop, .finish = shared_finish,               \
+        .wait = shared_wait_for_change, .look = shared_look_at_peer,                       \
+        .break_group = shared_break_group, .failure = shared_failure,                      \
+        .bytes_sent = shared_bytes_sent                                                    \
+    }
 
 /* Creates this rank's view of a group in the memory `segment`, which the backend keeps and
  * unmaps. is_shared_by_processes: the ranks are processes, so futexes must work between
@@ -127,6 +138,13 @@ void shared_look_at_peer(epic_group *group, int peer, uint64_t tag, uint64_t seq
                          epic_peer_status *out);
 void shared_break_group(epic_group *group, const epic_failure_info *failure);
 bool shared_failure(epic_group *group, epic_failure_info *out);
+uint64_t shared_bytes_sent(const epic_group *group);
+
+/* The functions of epic_window_transport that need no memory of a backend, in windows.c. */
+void shared_begin_stores(epic_group *group);
+void shared_end_stores(epic_group *group);
+bool shared_may_store(epic_group *group, int peer);
+bool shared_close_windows(epic_group *group);
 
 /* Returns the state of a rank in the segment. */
 static inline shared_rank_state *shared_rank_state_of(const epic_group *group, int rank)

@@ -19,6 +19,7 @@
 #include "backend/shared/shared.h"
 #include "backend/shm/connections.h"
 #include "backend/shm/handshake.h"
+#include "backend/shm/windows.h"
 #include "base/error.h"
 #include "base/process.h"
 
@@ -163,6 +164,8 @@ static void shm_leave(epic_group *group)
     shm_forget(group);
 }
 
+static const epic_transport transport = SHARED_TRANSPORT(&shm_windows);
+
 const epic_backend epic_backend_shm = {
     .name = "shm",
     .can_join = can_join,
@@ -170,5 +173,5 @@ const epic_backend epic_backend_shm = {
     .leave = shm_leave,
     .forget = shm_forget,
     .memory = shared_memory_info,
-    .transport = &shared_transport,
+    .transport = &transport,
 };

@@ -4,6 +4,7 @@
  * The first rank that joins maps the segment, and the last one that leaves unmaps it. A rank
  * finds its group by the group's id in a table of the process. No address is sent through the
  * bootstrap, because a program that reaches the bootstrap could send a false address. */
+#include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -182,6 +183,49 @@ static void threads_leave(epic_group *group)
     leave_thread_group(h);
 }
 
+/* ---------------------------------------------------------------------------- windows ---- */
+
+/* Implements epic_window_transport.offer. The handle is the address, because the peers are in
+ * this process. It travels only in this process's own memory. */
+static epic_result threads_offer(epic_group *group, epic_window_memory *memory,
+                                 unsigned char *handle)
+{
+    (void)group;
+    if (!memory->data) {
+        void *data = mmap(NULL, (size_t)memory->bytes, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (data == MAP_FAILED)
+            return epic_fail(EPIC_ENOMEM, "bytes is %lld: %s%s; pass less",
+                             (long long)memory->bytes, strerror(errno), epic_remedy(errno));
+        memory->data = data;
+    }
+    memcpy(handle, &memory->data, sizeof memory->data);
+    return EPIC_OK;
+}
+
+static epic_result threads_map(epic_group *group, int peer, uint64_t attempt,
+                               const unsigned char *handle, int64_t bytes, void **at)
+{
+    (void)group, (void)peer, (void)attempt, (void)bytes;
+    memcpy(at, handle, sizeof *at);
+    return EPIC_OK;
+}
+
+static void threads_unmap(epic_group *group, void *at, int64_t bytes)
+{
+    (void)group, (void)at, (void)bytes;
+}
+
+static const epic_window_transport windows = {.offer = threads_offer,
+                                              .map = threads_map,
+                                              .unmap = threads_unmap,
+                                              .begin_stores = shared_begin_stores,
+                                              .end_stores = shared_end_stores,
+                                              .may_store = shared_may_store,
+                                              .close = shared_close_windows};
+
+static const epic_transport transport = SHARED_TRANSPORT(&windows);
+
 const epic_backend epic_backend_threads = {
     .name = "threads",
     .can_join = can_join,
@@ -189,5 +233,5 @@ const epic_backend epic_backend_threads = {
     .leave = threads_leave,
     .forget = threads_leave, /* the child only changes its own copy of the memory */
     .memory = shared_memory_info,
-    .transport = &shared_transport,
+    .transport = &transport,
 };

@@ -1,0 +1,47 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Keeps a rank's windows alive until no peer stores into them.
+ *
+ * A rank that stores first increments num_storing and then loads `closed` of the peer. A rank
+ * that closes first stores `closed` and then loads num_storing of each peer. All four are
+ * sequentially consistent, so at least one of the two ranks sees the other. */
+#include <time.h>
+
+#include "backend/shared/shared.h"
+#include "base/clock.h"
+
+#define NAP_NS 50000
+
+void shared_begin_stores(epic_group *g)
+{
+    add_ordered(&shared_rank_state_of(g, g->rank)->num_storing, 1);
+}
+
+void shared_end_stores(epic_group *g)
+{
+    add_ordered(&shared_rank_state_of(g, g->rank)->num_storing, (uint32_t)-1);
+}
+
+bool shared_may_store(epic_group *g, int peer)
+{
+    return !load_ordered(&shared_rank_state_of(g, peer)->closed);
+}
+
+/* Returns whether a peer may be storing into a window of this rank. A peer that has closed its
+ * context has finished its calls. */
+static bool is_storing(epic_group *g, int peer)
+{
+    return load_ordered(&shared_rank_state_of(g, peer)->num_storing) &&
+           !shared_is_gone(g, peer);
+}
+
+bool shared_close_windows(epic_group *g)
+{
+    const int64_t stop = clock_ns() + g->timeout_ns;
+    shared_group_close(g);
+    for (int r = 0; r < g->num_ranks; r++)
+        while (r != g->rank && is_storing(g, r)) {
+            if (clock_ns() >= stop) return false;
+            nanosleep(&(struct timespec){.tv_nsec = NAP_NS}, NULL);
+        }
+    return true;
+}

@@ -1,0 +1,200 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Windows of processes.
+ *
+ * A rank sends the descriptor of its memory to every peer before it announces its op header. So
+ * when a peer has read the header, the message with the descriptor has arrived, and no rank
+ * waits for it. If a call failed on a rank, its peers may not have read its message. They skip
+ * it in the next call: every message contains the number of its attempt. */
+#include "backend/shm/windows.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "backend/shm/connections.h"
+#include "backend/shm/handshake.h"
+#include "base/error.h"
+#include "base/process.h"
+
+#define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
+
+/* The handle of a window, in WINDOW_HANDLE_BYTES bytes. */
+typedef struct shm_handle {
+    int64_t fd_offset;
+    int64_t reserved;
+} shm_handle;
+
+_Static_assert(sizeof(shm_handle) == WINDOW_HANDLE_BYTES, "shm_handle");
+
+static epic_result fail_with_bytes(int64_t bytes)
+{
+    const bool memory = errno == ENOMEM || errno == ENOSPC || errno == EFBIG;
+    return epic_fail(memory ? EPIC_ENOMEM : EPIC_EDEVICE, "bytes is %lld: %s%s; pass less",
+                     (long long)bytes, strerror(errno), epic_remedy(errno));
+}
+
+/* Creates shared memory and maps it. Its size is sealed, so that no access of a peer can
+ * fail. */
+static epic_result create_memory(epic_window_memory *memory, int *fd)
+{
+    errno = EFBIG;
+    if (!process_may_grow(memory->bytes)) return fail_with_bytes(memory->bytes);
+    *fd = memfd_create("epic-window", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (*fd < 0 || ftruncate(*fd, memory->bytes) != 0 || fcntl(*fd, F_ADD_SEALS, SEALS) != 0)
+        return fail_with_bytes(memory->bytes);
+    void *data = mmap(NULL, (size_t)memory->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, *fd, 0);
+    if (data == MAP_FAILED) return fail_with_bytes(memory->bytes);
+    memory->data = data;
+    return EPIC_OK;
+}
+
+/* Maps bytes [offset, offset + bytes) of a file. A mapping begins at a page, so it may begin
+ * before the offset. */
+static void *map_file(int fd, int64_t offset, int64_t bytes)
+{
+    const int64_t before = offset % sysconf(_SC_PAGESIZE);
+    struct stat status;
+    errno = EINVAL;
+    if (fstat(fd, &status) != 0 || offset < 0 || bytes > status.st_size ||
+        offset > status.st_size - bytes)
+        return MAP_FAILED;
+    char *at = mmap(NULL, (size_t)(before + bytes), PROT_READ | PROT_WRITE, MAP_SHARED, fd,
+                    (off_t)(offset - before));
+    return at == MAP_FAILED ? MAP_FAILED : at + before;
+}
+
+static void unmap_file(void *at, int64_t bytes)
+{
+    const int64_t before = (int64_t)((uintptr_t)at % (uintptr_t)sysconf(_SC_PAGESIZE));
+    munmap((char *)at - before, (size_t)(before + bytes));
+}
+
+/* Returns whether a byte of the caller's memory is the byte of the mapping of its file. Changes
+ * the byte for a moment. A private mapping fails the test, because the change is not in the
+ * file. */
+static bool is_same_byte(volatile unsigned char *data, volatile unsigned char *mapped)
+{
+    const unsigned char old = *data, other = old ^ 0xff;
+    *data = other;
+    const bool same = *mapped == other;
+    *data = old;
+    return same && *mapped == old;
+}
+
+/* Checks that the caller's memory is a shared mapping of the file at the offset. */
+static epic_result check_memory(const epic_window_memory *memory)
+{
+    if (memory->fd < 0)
+        return epic_fail(EPIC_ENOTSUP,
+                         "fd is not given: must be the file of which data is a shared mapping "
+                         "(memfd_create, shm_open), because other processes map it; or use "
+                         "epic_window_alloc");
+    unsigned char *at = map_file(memory->fd, memory->fd_offset, memory->bytes);
+    if (at == MAP_FAILED)
+        return epic_fail(
+            EPIC_ENOTSUP,
+            "fd %d cannot be mapped at fd_offset %lld for %lld bytes (%s): must be "
+            "a memfd or shm_open file of that size, open for writing",
+            memory->fd, (long long)memory->fd_offset, (long long)memory->bytes,
+            strerror(errno));
+    const int64_t last = memory->bytes - 1;
+    unsigned char *data = memory->data;
+    const bool same = is_same_byte(data, at) && is_same_byte(data + last, at + last);
+    unmap_file(at, memory->bytes);
+    if (same) return EPIC_OK;
+    return epic_fail(EPIC_ENOTSUP,
+                     "data is not a shared mapping of fd %d at fd_offset %lld: must be mapped "
+                     "with MAP_SHARED from there",
+                     memory->fd, (long long)memory->fd_offset);
+}
+
+/* Sends the descriptor to all peers. A peer that has closed its connection is left out: the
+ * wait for its op header reports it. */
+static epic_result send_to_all(epic_group *g, uint64_t attempt, int fd)
+{
+    const shm_connections *c = g->backend_data;
+    for (int r = 0; r < g->num_ranks; r++) {
+        if (r == g->rank) continue;
+        if (shm_send_message(c->sockets[r], &attempt, sizeof attempt, fd) ==
+                (ssize_t)sizeof attempt ||
+            errno == EPIPE || errno == ECONNRESET)
+            continue;
+        return shm_fail_with_errno("sending the descriptor of a window");
+    }
+    return EPIC_OK;
+}
+
+/* Implements epic_window_transport.offer. */
+static epic_result shm_offer(epic_group *g, epic_window_memory *memory, unsigned char *handle)
+{
+    const bool allocates = memory->data == NULL;
+    const shm_handle mine = {.fd_offset = memory->fd_offset};
+    int fd = memory->fd;
+    epic_result result = allocates ? create_memory(memory, &fd) : check_memory(memory);
+    if (result == EPIC_OK) result = send_to_all(g, memory->attempt, fd);
+    if (allocates && result != EPIC_OK && memory->data)
+        munmap(memory->data, (size_t)memory->bytes);
+    if (allocates && fd >= 0) close(fd); /* the mappings and the messages keep the memory */
+    memcpy(handle, &mine, sizeof mine);
+    return result;
+}
+
+/* Receives the descriptor that a peer sent in this attempt, and closes all others. If a peer
+ * has repeated its call, the last descriptor counts. Returns -1 if none has arrived, or
+ * HANDSHAKE_NO_ROOM. */
+static int receive_descriptor(epic_group *g, int peer, uint64_t attempt)
+{
+    const shm_connections *c = g->backend_data;
+    uint64_t number = 0;
+    int last = -1, fd = -1;
+    while (shm_receive_message(c->sockets[peer], &number, sizeof number, &fd)) {
+        int *unused = number == attempt ? &last : &fd;
+        if (*unused >= 0) close(*unused);
+        if (number == attempt) last = fd;
+        fd = -1;
+    }
+    if (fd >= 0) close(fd);
+    return last;
+}
+
+/* Implements epic_window_transport.map. */
+static epic_result shm_map(epic_group *g, int peer, uint64_t attempt,
+                           const unsigned char *handle, int64_t bytes, void **at)
+{
+    shm_handle theirs;
+    memcpy(&theirs, handle, sizeof theirs);
+    const int fd = receive_descriptor(g, peer, attempt);
+    if (fd == HANDSHAKE_NO_ROOM)
+        return epic_fail(EPIC_EDEVICE,
+                         "the window of rank %d cannot be received: this process has too many "
+                         "open files; raise ulimit -n",
+                         peer);
+    if (fd < 0)
+        return epic_fail(EPIC_EDEVICE, "rank %d sent no descriptor of its window", peer);
+    void *mapped = map_file(fd, theirs.fd_offset, bytes);
+    const int error = errno;
+    close(fd);
+    if (mapped == MAP_FAILED)
+        return epic_fail(error == ENOMEM ? EPIC_ENOMEM : EPIC_EDEVICE,
+                         "the window of rank %d, %lld bytes, cannot be mapped: %s%s", peer,
+                         (long long)bytes, strerror(error), epic_remedy(error));
+    *at = mapped;
+    return EPIC_OK;
+}
+
+static void shm_unmap(epic_group *group, void *at, int64_t bytes)
+{
+    (void)group;
+    unmap_file(at, bytes);
+}
+
+const epic_window_transport shm_windows = {.offer = shm_offer,
+                                           .map = shm_map,
+                                           .unmap = shm_unmap,
+                                           .begin_stores = shared_begin_stores,
+                                           .end_stores = shared_end_stores,
+                                           .may_store = shared_may_store,
+                                           .close = shared_close_windows};

@@ -1,0 +1,10 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Windows of processes: each rank sends the descriptor of its memory over the connections. */
+#ifndef EPIC_SHM_WINDOWS_H
+#define EPIC_SHM_WINDOWS_H
+
+#include "backend/shared/shared.h"
+
+extern const epic_window_transport shm_windows;
+
+#endif

@@ -1,0 +1,55 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Windows on host contexts: the table of a context's windows, and direct stores into windows of
+ * peers. docs/internals/windows.md explains the protocol. */
+#ifndef EPIC_WINDOWS_H
+#define EPIC_WINDOWS_H
+
+#include "exchange/exchange.h"
+
+#define MAX_WINDOWS 256
+
+/* Releases the windows of a context. If `ours` is set, first waits until no peer stores into
+ * them; a forked child passes false and releases only its own copies. Called before the backend
+ * leaves the group. */
+void windows_close(epic_context *ctx, bool ours);
+
+/* Adds a window to the context. Collective; args->data NULL means that EPIC allocates it. */
+epic_result windows_add(epic_context *ctx, const epic_window_args *args, epic_window_info *out);
+
+/* Returns where `bytes` bytes at `data` lie in a window of this rank, in a form that op headers
+ * carry. Returns 0 if they do not lie completely in a window into which peers can store. */
+int64_t window_place(epic_context *ctx, const void *data, int64_t bytes);
+
+/* Stores the window_place() of output `which` in an op header. */
+static inline void op_header_set_window(epic_op_header *header, epic_context *ctx,
+                                        enum window_output which, const void *data,
+                                        int64_t bytes)
+{
+    header->local[LOCAL_WINDOWS + which] = window_place(ctx, data, bytes);
+}
+
+/* Finds the outputs of all peers that lie in windows, and fills in x->targets. Called before a
+ * flow that stores directly. If it returns true, the caller must call windows_end_stores() after
+ * the flow. If it returns false, no peer has an output in a window. */
+bool windows_begin_stores(exchange *x);
+void windows_end_stores(exchange *x);
+
+/* Returns whether peers store directly into output `which` of a rank. */
+static inline bool window_is_direct(const exchange *x, int rank, enum window_output which)
+{
+    return exchange_local_field(x, rank, LOCAL_WINDOWS + which) != 0;
+}
+
+/* Returns the address of bytes [at, at + bytes) of output `which` of a peer. Returns NULL if
+ * this rank must not store there: the peer has closed its context, or the range is not in its
+ * window because a plan or header is damaged. */
+static inline unsigned char *window_address(const exchange *x, int peer,
+                                            enum window_output which, int64_t at, int64_t bytes)
+{
+    const window_target *target = &x->targets[peer * NUM_WINDOW_OUTPUTS + which];
+    if (!target->base || at < 0 || bytes > target->bytes || at > target->bytes - bytes)
+        return NULL;
+    return target->base + at;
+}
+
+#endif
