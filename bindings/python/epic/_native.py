@@ -93,6 +93,27 @@ Experts = struct(
     ("alpha", c_float),
     ("gemm", c_void_p),
 )
+Call = struct(
+    "Call",
+    ("stream", c_void_p),
+    ("tag", c_uint64),
+    *uints("timeout_ms max_sms"),
+)
+WindowArgs = struct(
+    "WindowArgs",
+    ("call", Call),
+    ("bytes", c_int64),
+    ("data", c_void_p),
+    ("fd_offset", c_int64),
+    ("fd", c_int32),
+    *uints("reserved"),
+)
+WindowInfo = struct(
+    "WindowInfo",
+    ("data", c_void_p),
+    ("bytes", c_int64),
+    *uints("is_direct reserved"),
+)
 PLACES = (b"self", b"p2p")  # for size queries: a backend for CPUs and one for GPUs
 MemoryInfo = struct(
     "MemoryInfo",
@@ -140,6 +161,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "epic_plan_read_v1": (c_int32, [c_void_p, c_size_t, c_void_p, c_size_t]),
     "epic_capacity_bound_v1": (c_int32, [c_void_p, c_size_t, c_void_p, c_size_t, c_void_p]),
     "epic_router_workspace_v1": (c_int32, [c_void_p, c_size_t, c_void_p]),
+    "epic_window_register_v1": (c_int32, [c_void_p, c_void_p, c_size_t, c_void_p, c_size_t]),
     "epic_experts_memory_v1": (
         c_int32,
         [c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_int64, c_void_p, c_size_t],

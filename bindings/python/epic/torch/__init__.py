@@ -36,6 +36,7 @@ from epic.torch.steps import (
 )
 from epic.torch.sums import sum
 from epic.torch.training_state import TrainingState
+from epic.torch.windows import window
 
 __all__ = [
     "EXACT",
@@ -96,5 +97,6 @@ __all__ = [
     "sum_replicas",
     "swizzle_scales",
     "threads",
+    "window",
     "z_loss",
 ]

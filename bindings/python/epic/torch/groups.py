@@ -315,6 +315,7 @@ class Group:
         self.order_token, self.order_token_backward = (
             torch.zeros(1, dtype=torch.int32, device=self.device) for _ in range(2)
         )
+        self.windows: list[torch.Tensor] = []  # memory of windows, which must live until the end
         self.kept: dict[Any, Any] = {}
         self.layers: list[int] = []  # numbers of the layers that the library has for this group
         index = self.device.index or 0
@@ -466,6 +467,7 @@ class Group:
                 torch.cuda.synchronize(self.device)
         LIBRARY.epic_torch_group_remove(number)
         _native.core().epic_close(self.context)
+        self.windows.clear()
 
     def __enter__(self) -> "Group":
         return self

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """plan, dispatch, combine and plan_dispatch: tensors in, tensors out, with gradients."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -199,6 +200,56 @@ class Dispatch(EpicFunction):
 dispatch_apply = make_apply(Dispatch)
 
 
+class DispatchOut(EpicFunction):
+    """Dispatch into tensors of the caller, with its gradient."""
+
+    @staticmethod
+    def forward(
+        plan: Plan,
+        data: Tensor,
+        tokens: Tensor,
+        weights: Tensor | None,
+        zero_tail: bool,
+        recv: Tensor,
+        slots: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Call the operator."""
+        return dispatch_into(plan._replace(bytes=data), tokens, weights, zero_tail, recv, slots)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], out: tuple[Any, ...]) -> None:
+        """Save the plan, and mark the caller's tensors as written."""
+        plan, data, tokens, *_ = inputs
+        ctx.mark_dirty(*[x for x in out if x is not None])
+        save_plan(ctx, plan.spec, data, tokens)
+
+    @staticmethod
+    @first_order_only
+    @translate_errors
+    def backward(ctx: Any, d_recv: Tensor, d_slots: Tensor) -> tuple[Any, ...]:
+        """Return the gradients of tokens and weights."""
+        return None, None, *token_gradients(ctx, d_recv, d_slots), None, None, None
+
+
+dispatch_out_apply = make_apply(DispatchOut)
+
+
+def can_write(out: Any, x: Tensor, w: Tensor | None) -> bool:
+    """Return whether a call with out= computes gradients. If not, write_out() accepts or refuses.
+
+    Gradients need eager calls, and tensors of the caller that have no gradient themselves."""
+    is_eager = not is_traced() and not torch._C._are_functorch_transforms_active()
+    has_own = any(isinstance(part, Tensor) and part.requires_grad for part in out)
+    return is_eager and not has_own and needs_gradient(x, w)
+
+
+def alias(x: Any) -> Any:
+    """Return a tensor with the same memory for autograd, so that `x` stays without a gradient.
+
+    Both count writes together, so that autograd finds a saved result that was written again."""
+    return x.detach() if isinstance(x, Tensor) else x
+
+
 def dispatch_op(
     plan: Plan, data: Tensor, tokens: Tensor, weights: Tensor | None, zero_tail: bool
 ) -> tuple[Tensor, Tensor]:
@@ -236,7 +287,9 @@ def dispatch(
         zero_tail: Whether the slots after the last slab are set to zero. Padding inside of a slab
             always is.
         max_sms: On GPUs the largest number of SMs of this call and its gradient. None: as `plan`.
-        out: (recv, slot_weights) that are written and returned, without a gradient.
+        out: (recv, slot_weights) that are written, for example windows (`window`). The results are
+            these tensors. If an argument requires a gradient, they are other tensors with the same
+            memory, and the gradient fails if the memory was written again before.
 
     Returns:
         The received rows [capacity, hidden], and the weight of each slot [capacity] float32, or
@@ -262,6 +315,9 @@ def dispatch(
                     "with out="
                 )
             parts = parts_of(out, "recv, slot_weights")
+            if can_write(parts, rows, weights):
+                given = (plan, plan.bytes, rows, weights, zero_tail, *map(alias, parts))
+                return dispatch_out_apply(*given)
             return dispatch_into(plan, rows, weights, zero_tail, *parts)
         if quantize is not None:
             return dispatch_rounded(
@@ -482,6 +538,55 @@ def plan_dispatch_into(
     return found
 
 
+class PlanDispatchOut(EpicFunction):
+    """Plan and dispatch into tensors of the caller, with the gradient."""
+
+    @staticmethod
+    def forward(
+        request: PlanRequest,
+        chosen: Tensor,
+        tokens: Tensor,
+        weights: Tensor | None,
+        zero_tail: bool,
+        plan: Plan,
+        recv: Tensor,
+        slots: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Call the operator."""
+        out = (plan, recv, slots)
+        return plan_dispatch_into(out, request, chosen, tokens, weights, zero_tail)[1:]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], out: tuple[Any, ...]) -> None:
+        """Save the plan, and mark the caller's tensors as written."""
+        ctx.mark_dirty(*[x for x in out if x is not None])
+        save_plan(ctx, inputs[0][0], inputs[5].bytes, inputs[2])
+
+    @staticmethod
+    @first_order_only
+    @translate_errors
+    def backward(ctx: Any, d_recv: Tensor, d_slots: Tensor) -> tuple[Any, ...]:
+        """Return the gradients of tokens and weights."""
+        return None, None, *token_gradients(ctx, d_recv, d_slots), None, None, None, None
+
+
+plan_dispatch_out_apply = make_apply(PlanDispatchOut)
+
+
+def plan_dispatch_written(
+    out: Any,
+    request: PlanRequest,
+    chosen: Tensor,
+    rows: Tensor,
+    weights: Tensor | None,
+    zero_tail: bool,
+) -> tuple[Tensor, ...]:
+    """Run plan_dispatch with out= and gradients."""
+    plan, *parts = parts_of(out, "plan, recv, slot_weights")
+    given = (request, chosen, rows, weights, zero_tail, plan, *map(alias, parts))
+    return bytes_of(plan), *plan_dispatch_out_apply(*given)
+
+
 class PlanDispatch(EpicFunction):
     """epic::plan_dispatch with its gradient."""
 
@@ -557,7 +662,7 @@ def plan_dispatch(
         tag: As for `plan`.
         max_sms: As for `plan`.
         compared: As for `plan`.
-        out: (plan, recv, slot_weights) that are written and returned, without a gradient.
+        out: (plan, recv, slot_weights) that are written, as for `dispatch`.
 
     Returns:
         The plan, the received rows [capacity, hidden], and the weight of each slot [capacity]
@@ -592,12 +697,14 @@ def plan_dispatch(
             raise EpicArgumentError(
                 "capacity is EXACT: must be a number or None; or call plan, then dispatch"
             )
-        if out is not None:
+        writes = isinstance(out, tuple) and can_write(out, tokens, weights)
+        if out is not None and not writes:
             found = plan_dispatch_into(out, request, topk_idx, tokens, weights, zero_tail)
         elif needs_gradient(tokens, weights):
             rows = as_tokens(tokens, topk_idx, num_tokens)
             weights = as_weights("weights", weights, (num_tokens, spec.top_k), tokens)
-            found = plan_dispatch_apply(request, topk_idx, rows, weights, zero_tail)
+            call = partial(plan_dispatch_written, out) if writes else plan_dispatch_apply
+            found = call(request, topk_idx, rows, weights, zero_tail)
         else:
             found = plan_dispatch_op(request, topk_idx, tokens, weights, zero_tail)
     except RuntimeError as error:

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows: tensors into which the other ranks of a group store rows directly."""
+
+import ctypes
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from epic import _native
+from epic.errors import EpicArgumentError
+from epic.options import check_int
+from epic.torch.groups import Group
+
+
+def window(shape: int | Sequence[int], dtype: torch.dtype, group: Group) -> Tensor:
+    """Return a new tensor of zeros into which the other ranks store rows directly.
+
+    Pass it, or a part of it, as out= of `plan_dispatch`, `dispatch` or `combine`. Without a window
+    each row passes through staging memory, and its receiver copies it. EPIC finds windows by their
+    addresses, and results have the same bits. Rows are stored directly for tokens with exactly one
+    slot on a rank. Under layout "flat" this holds for every token, and in combine for tokens whose
+    choices are all on one rank.
+
+    The memory lives until the group closes, also if no tensor refers to it any more. So make a
+    window once, not in each step. A group has at most 256.
+
+    Args:
+        shape: The shape; it may differ between ranks, and may have no elements.
+        dtype: The dtype; it may differ between ranks.
+        group: The group. All ranks of it call this function in the same order. Groups on GPUs have
+            no windows. With backend "mpi" a window is an ordinary tensor.
+
+    Returns:
+        The tensor, on the CPU.
+
+    Raises:
+        EpicArgumentError: An argument is invalid.
+        EpicError: A rank has no memory for its window, or does not support windows. All ranks get
+            the error, and it names the rank.
+
+    Example:
+        >>> import torch, epic.torch
+        >>> layer = epic.torch.Layer(num_experts=4, top_k=1)
+        >>> ids, x = torch.tensor([[3], [0]]), torch.ones(2, 8)
+        >>> with epic.torch.Group(num_ranks=1, max_tokens=2, max_row_bytes=32) as group:
+        ...     rows = epic.torch.window((group.capacity_bound(layer), 8), x.dtype, group)
+        ...     plan = epic.torch.plan(group, layer, ids)
+        ...     recv, _ = epic.torch.dispatch(plan, x, out=(rows, None))
+        >>> recv is rows, float(rows.sum())
+        (True, 16.0)
+    """
+    group.must_be_open()
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    for size in sizes:
+        check_int("shape", size)
+    if not isinstance(dtype, torch.dtype):
+        raise EpicArgumentError(f"dtype is {dtype!r}: must be a torch.dtype")
+    count = dtype.itemsize
+    for size in sizes:
+        count *= size
+    args = _native.WindowArgs(bytes=0 if group.on_gpu else count)
+    found = _native.WindowInfo()
+    if args.bytes == 0:
+        register(group, args, found)
+        return torch.zeros(sizes, dtype=dtype, device="cpu")
+    with make_file(group, count) as file:
+        octets = torch.frombuffer(mmap.mmap(file.fileno(), count), dtype=torch.uint8)
+        args.data, args.fd = octets.data_ptr(), file.fileno()
+        register(group, args, found)
+    group.windows.append(octets)
+    return octets.view(dtype).view(sizes)
+
+
+def make_file(group: Group, count: int) -> IO[bytes]:
+    """Return an anonymous file of `count` bytes, whose descriptor is not 0."""
+    try:
+        first = os.memfd_create("epic-window", os.MFD_CLOEXEC)
+        file = os.fdopen(fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, 3), "r+b")
+        os.close(first)
+        file.truncate(count)
+    except OSError as error:
+        group.abort(f"rank {group.rank} has no memory for a window of {count} bytes: {error}")
+        raise
+    return file
+
+
+def register(group: Group, args: ctypes.Structure, found: ctypes.Structure) -> None:
+    """Call epic_window_register."""
+    code = _native.core().epic_window_register_v1(group.context, *_native.sized(args, found))
+    _native.check(code, group.context)

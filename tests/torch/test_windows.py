@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests windows: results in windows have the bits of usual results, with and without gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import epic.torch
+from epic.torch import EpicArgumentError, EpicError
+from parts import EXPERTS, HIDDEN, LAYER, SIZES, UNEVEN, Data, group_of, same
+
+TOP_1 = epic.torch.Layer(EXPERTS, 1)
+
+
+def places(group: epic.torch.Group, layer: Any, tokens: int, kinds: str) -> tuple[Any, ...]:
+    """Return memory for recv, slot_weights, out and the expert's results, filled with wrong values.
+
+    kinds: for each a letter, "w" for a window on all ranks, "h" for a window on half of them, "-"
+    for usual memory."""
+    slots = group.capacity_bound(layer)
+    shapes = ((slots, HIDDEN), (slots,), (tokens, HIDDEN), (slots, HIDDEN))
+    found = []
+    for kind, shape in zip(kinds, shapes, strict=True):
+        has = kind == "w" or (kind == "h" and group.rank % 2 == 0)
+        memory = torch.empty(shape)
+        if kind != "-":
+            memory = epic.torch.window(shape if has else (0,), torch.float32, group)
+        found.append((memory if memory.shape == shape else torch.empty(shape)).fill_(99))
+    return tuple(found)
+
+
+class SinInto(torch.autograd.Function):
+    """An expert whose results are in memory of the caller."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write the sine of x to out."""
+        ctx.save_for_backward(x)
+        ctx.mark_dirty(out)
+        return torch.sin(x, out=out)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:
+        """Return the gradient of x."""
+        (x,) = ctx.saved_tensors
+        return d_out * torch.cos(x), None
+
+
+def step(group: Any, layer: Any, mine: Any, fused: bool, memory: Any = None) -> list[torch.Tensor]:
+    """Run one step and return recv, slot_weights, out and the gradients of tokens and weights."""
+    x, w, ids, ct = mine
+    recv, slots, _, results = memory or (None,) * 4
+    plan = epic.torch.plan(group, layer, ids)
+    if fused:
+        out = None if memory is None else (plan, recv, slots)
+        plan, rows, weights = epic.torch.plan_dispatch(group, layer, ids, x, w, out=out)
+    else:
+        out = None if memory is None else (recv, slots)
+        rows, weights = epic.torch.dispatch(plan, x, w, out=out)
+    assert memory is None or rows.data_ptr() == recv.data_ptr()
+    y = torch.sin(rows) if memory is None else SinInto.apply(rows, results.detach())
+    home = epic.torch.combine(plan, y, weights)
+    return [rows.detach(), weights.detach(), home.detach(), *torch.autograd.grad(home, (x, w), ct)]
+
+
+def steps(rank: int, kinds: str, fused: bool) -> None:
+    """Compare steps with windows with usual steps, several times in the same windows."""
+    for layer in (LAYER, TOP_1):
+        with group_of(4) as group:
+            x, w, ids, ct = Data(UNEVEN).mine(rank)
+            mine = [x, w[:, : layer.top_k].detach().requires_grad_(), ids[:, : layer.top_k], ct]
+            mine[2] = mine[2].contiguous()
+            memory = places(group, layer, x.shape[0], kinds)
+            wanted = step(group, layer, mine, fused)
+            for _ in range(3):
+                assert same(wanted, step(group, layer, mine, fused, memory))
+            with torch.no_grad():
+                plan, recv, slots = epic.torch.plan_dispatch(group, layer, mine[2], x, mine[1])
+                given = epic.torch.combine(plan, recv, slots, out=memory[2])
+                assert given is memory[2]
+                assert torch.equal(given, epic.torch.combine(plan, recv, slots))
+
+
+@pytest.mark.parametrize(("kinds", "fused"), [("wwww", True), ("w-h-", False), ("hwww", True)])
+def test_steps(world: Any, kinds: str, fused: bool) -> None:
+    """Check all results and gradients."""
+    world.run(steps, kinds, fused)
+
+
+def test_written_again() -> None:
+    """Check that autograd finds a window that a later step has written before backward."""
+    with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
+        x, w, ids, _ = Data().mine(0)
+        plan = epic.torch.plan(group, LAYER, ids)
+        memory = places(group, LAYER, x.shape[0], "wwww")
+        rows, weights = epic.torch.dispatch(plan, x, w, out=memory[:2])
+        loss = epic.torch.combine(plan, rows.sin(), weights).sum()
+        epic.torch.dispatch(plan, x, w, out=memory[:2])
+        assert not memory[0].requires_grad
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def mixed_shapes(rank: int) -> None:
+    """Check shapes and dtypes that differ between ranks, and that a closed group leaves tensors."""
+    group = group_of(4)
+    x = epic.torch.window((rank, 3), torch.bfloat16, group)
+    y = epic.torch.window(5, torch.int32 if rank else torch.float64, group)
+    assert x.shape == (rank, 3) and x.dtype == torch.bfloat16 and y.shape == (5,)
+    assert not x.any() and not y.any()
+    group.close()
+    assert y.fill_(1).sum() == 5
+    with pytest.raises(EpicError, match="was closed"):
+        epic.torch.window(5, torch.int32, group)
+
+
+def test_mixed_shapes(world: Any) -> None:
+    """Run it on all ranks."""
+    world.run(mixed_shapes)
+
+
+def test_refused() -> None:
+    """Check the errors of wrong arguments."""
+    with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
+        with pytest.raises(EpicArgumentError, match="shape is -1: must be an integer from 0"):
+            epic.torch.window((2, -1), torch.float32, group)
+        with pytest.raises(EpicArgumentError, match=r"dtype is 'float32': must be a torch\.dtype"):
+            epic.torch.window(2, "float32", group)  # type: ignore[arg-type]
