@@ -83,8 +83,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Continues the gradient of shared_weights through the sigmoid: multiplies d_shared_weights
- * [num_tokens], the gradient of the sigmoid's value s, by s (1 - s), in place. */
+/* Multiplies d_shared_weights [num_tokens], the gradient of the sigmoid's value s, by s (1 -
+ * s), in place. The result is the gradient of the sigmoid's argument. */
 static __global__ void __launch_bounds__(THREADS)
     shared_slope_kernel(const __grid_constant__ layer_tokens t)
 {

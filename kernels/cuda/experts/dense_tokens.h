@@ -20,8 +20,9 @@ cudaError_t p2p_launch_sent(const layer_tokens *t, int32_t *choices, int sms,
 /* Computes the weight of the shared expert for each token: shared_weights [num_tokens] =
  * sigmoid(x w_shared_gate). */
 cudaError_t p2p_launch_shared_gate(const layer_tokens *t, int sms, cudaStream_t stream);
-/* Continues the gradient of shared_weights through the sigmoid. On entry d_shared_weights
- * [num_tokens] is the gradient of the sigmoid's value, on return that of its argument. */
+/* Computes the gradient of the argument of the sigmoid from the gradient of its value,
+ * shared_weights. Both are d_shared_weights [num_tokens]: on entry it has the gradient of the
+ * value, on return that of the argument. */
 cudaError_t p2p_launch_shared_slope(const layer_tokens *t, int sms, cudaStream_t stream);
 /* Computes the gradients of the weights of zero-experts: d_weights = dot(d_out, x). Other
  * elements of d_weights stay unchanged. */

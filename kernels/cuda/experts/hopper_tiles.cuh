@@ -16,7 +16,8 @@
 
 #define BM EXPERTS_TILE_ROWS
 #define BN 256
-/* number of 16-bit numbers of a stage along the summed dimension; of e4m3 numbers: 128 */
+/* How many 16-bit numbers of a row a stage holds, along the dimension that is summed. Of e4m3
+ * numbers it holds 128. */
 #define BK 64
 #define STAGES 4
 /* bytes of one box of a tensor copy: 64 lines of 128 bytes, with 128-byte swizzle */

@@ -43,9 +43,14 @@ enum { /* Bits of the template argument KIND, which says what the layer needs. *
 struct Planner {
     device_plan_header header;
     /* [num_tallies]: sum of each tally over all CTAs of lower ranks and the lower CTAs of this
-     * rank. So it counts the choices (or rows) before those of this CTA. */
+     * rank. So it counts the choices (or rows) before those of this CTA. resolve_replicas(),
+     * which runs before the tallies are counted, uses the same memory for counts of logical
+     * experts. */
     int32_t *before_cta;
-    int32_t *load; /* [num_tallies]: sum of each tally over all CTAs of all ranks */
+    /* [num_tallies]: sum of each tally over all CTAs of all ranks. With EPIC_BY_K,
+     * prepare_by_k() later points it to another array, [num_experts]: the choices of each
+     * expert, summed over k. */
+    int32_t *load;
     /* FLAT only, [num_ranks]: these point to the last elements of before_cta and of load, which
      * belong to the tallies of ranks. rows_before_cta[q] counts the rows on rank q for the
      * tokens before those of this CTA, and needed_rows[q] those for all tokens. */
@@ -87,7 +92,8 @@ struct Planner {
     uint32_t bad_choice;
     /* Lowest expert whose entry in rank_of_expert is invalid, or NO_INDEX. */
     uint32_t bad_owner;
-    int32_t *lower_k_count, *kept_before; /* arrays of EPIC_BY_K: see plan/keep_by_k.cuh */
+    /* arrays that only EPIC_BY_K uses: see plan/keep_by_k.cuh */
+    int32_t *lower_k_count, *kept_before;
     /* arrays of layers with replicas: see plan/replicas.cuh */
     int32_t *logical_load;
     uint16_t *logical_of, *replica_index, *first_replica, *replicas;

@@ -35,8 +35,8 @@ __device__ __forceinline__ int num_replicas_of(const Planner &p, int logical)
     return p.first_replica[logical + 1] - p.first_replica[logical];
 }
 
-/* Sets p.first_replica to the prefix sums of the numbers of replicas, which the caller has
- * stored in p.logical_load for now. Called by one warp. */
+/* Sets p.first_replica to the prefix sums of the numbers of replicas. The caller has stored
+ * these numbers in p.logical_load, which holds no loads yet. Called by one warp. */
 static __device__ void sum_replica_counts(Planner &p, int num_logical)
 {
     int before = 0;
@@ -53,9 +53,13 @@ static __device__ void sum_replica_counts(Planner &p, int num_logical)
     if (lane_id() == 0) p.first_replica[num_logical] = (uint16_t)before;
 }
 
-/* Reads and checks the caller's table logical_of_expert, and fills in the tables above.
- * p.bad_replica gets the first invalid entry; the planner then uses 0 in place of an invalid
- * entry. Called by all threads of the CTA, after begin_planner(). */
+/* Reads and checks the caller's table logical_of_expert, and fills in the tables above, except
+ * logical_load. Until the choices are counted, the memory of logical_load holds the number of
+ * replicas of each logical expert.
+ *
+ * If entries of the caller's table are invalid, p.bad_replica gets the number of the first one,
+ * and the planner uses 0 in their place. Called by all threads of the CTA, after
+ * begin_planner(). */
 static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;

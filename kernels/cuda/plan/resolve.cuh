@@ -12,6 +12,9 @@
  *   3. writes the expert (replica) of each choice to resolved_experts(), where the planner
  *      reads it instead of the caller's id
  *
+ * After step 1 that array holds, for each choice, how many choices its warp had counted before
+ * it for the same logical expert. Step 3 reads this number and overwrites it with the replica.
+ *
  * Only one CTA does this, because the replica depends on the order of all choices of the
  * rank. */
 #ifndef EPIC_RESOLVE_CUH
