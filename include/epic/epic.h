@@ -1499,10 +1499,13 @@ typedef struct epic_moe_args {
  *   - With EPIC_PLANNED, epic_moe_forward does not read them, because epic_moe_plan has read
  *     them.
  *
- * If the caller sets sum_order to EPIC_TREE, num_tokens must be equal on all ranks, and a
- * multiple of leaves / num_ranks.  Outputs and gradients then have the same bits for every
- * number of ranks.  With EPIC_SUM_DENSE this is also true for the losses and for the gradients
- * of the gate and the shared expert.  None of this applies if EPIC_BY_HOSTS selects the tree.
+ * If the caller sets sum_order to EPIC_TREE, and all ranks have equally many tokens, outputs and
+ * gradients have the same bits for every number of ranks.  With EPIC_SUM_DENSE this is also true
+ * for the losses and for the gradients of the gate and the shared expert.  These are summed in
+ * blocks of tokens, and the blocks are added in the tree.  The T tokens of a rank form
+ * B = leaves / num_ranks blocks, some of which may be empty.  Block b begins at token
+ * floor(b * T / B).  If the balance loss is computed per sequence, whole sequences take the
+ * place of tokens.  None of this applies if EPIC_BY_HOSTS selects the tree.
  *
  * experts->weight_type E4M3, on CUDA contexts only:
  *   - Dispatch quantizes the rows (1x128) when it sends them.
@@ -1522,8 +1525,8 @@ typedef struct epic_moe_args {
  * Threads: collective.
  * CUDA:    all arrays are on the device, also the losses and their gradients.  The host never
  *          waits, and a graph can hold the call.  A rank_of_expert that gives a rank more than
- *          num_local_experts is class (b), and so are unequal numbers of tokens with EPIC_TREE.
- *          F64 rows, shared->gemm and epic_moe_plan are EPIC_ENOTSUP. */
+ *          num_local_experts is class (b).  F64 rows, shared->gemm and epic_moe_plan are
+ *          EPIC_ENOTSUP. */
 static inline epic_result epic_moe_forward(epic_context *ctx, const epic_moe_args *args);
 
 /* Runs the first part of epic_moe_forward, up to the plan.  The caller can then allocate memory

@@ -115,9 +115,8 @@ typedef struct epic_ops {
     epic_result (*add_local_rows)(epic_group *, epic_stream, const layer_tokens *,
                                   const layer_rows *);
 
-    /* Launches a check of the plan on the device. No rank may have more than num_local experts,
-     * and with EPIC_TREE all ranks must have the same number of tokens. next_data_error()
-     * returns the error, if there is one. */
+    /* Launches a check of the plan on the device. No rank may have more than num_local experts.
+     * next_data_error() returns the error, if there is one. */
     epic_result (*check_plan_fits)(epic_group *, const epic_plan_args *, uint32_t num_local);
 
     /* Adds the `count` numbers at `from` to `to`, or copies them if `replace` is set.  Both

@@ -107,23 +107,15 @@ static epic_result check_weights(const moe_job *j, bool scaled)
     return EPIC_OK;
 }
 
-/* Checks that this rank's tokens fill whole blocks (moe.h), and that the tokens of a block form
- * whole sequences. */
-static epic_result check_num_tokens(const moe_job *j, int64_t tokens)
+/* Checks that this rank's tokens form whole sequences, if the balance loss is computed per
+ * sequence. */
+static epic_result check_sequences(const moe_job *j)
 {
-    const int64_t sequence = j->moe.sequence_tokens;
-    if (j->tokens != tokens)
-        return epic_fail(
-            EPIC_EINVAL,
-            "x.num_rows is %lld: with EPIC_TREE it must be a multiple of leaves / num_ranks = "
-            "%lld",
-            (long long)tokens, (long long)j->blocks);
-    if (j->moe.balance_coeff != 0 && sequence && j->block % sequence)
-        return epic_fail(
-            EPIC_EINVAL, "moe.sequence_tokens is %lld: it must divide the %lld tokens of %s",
-            (long long)sequence, (long long)j->block,
-            j->blocks > 1 ? "each block (x.num_rows * num_ranks / leaves)" : "x.num_rows");
-    return EPIC_OK;
+    if (j->tokens % j->unit == 0) return EPIC_OK;
+    return epic_fail(
+        EPIC_EINVAL,
+        "moe.sequence_tokens is %lld: it must divide the %lld tokens of x.num_rows",
+        (long long)j->unit, (long long)j->tokens);
 }
 
 /* Records in j->options which weights the caller passed. With EPIC_CHECK_WEIGHTS on the host,
@@ -192,13 +184,12 @@ static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *cal
     TRY(moe_read_config(j, &ctx->config, c->moe, sizeof *c->moe, c->x.num_rows));
     /* layer_choose_order() replaces EPIC_BY_HOSTS by another order; the number of blocks stays
      * 1 */
-    j->is_by_hosts = j->layer.sum_order == EPIC_BY_HOSTS;
     layer_choose_order(&j->layer, ctx->num_ranks, context_relays(ctx, c->rank_of_expert));
     TRY(check_rows(j, "x", c->x));
     TRY(check_rows(j, c->y_name, c->y));
     j->x = c->x;
     j->x.row_bytes = j->row_bytes;
-    TRY(check_num_tokens(j, c->x.num_rows));
+    TRY(check_sequences(j));
     if (c->backward) TRY(read_e4m3_backward(j));
     TRY(check_weights(j, c->backward ? j->is_e4m3_backward : j->is_e4m3));
     if (j->weights.w_shared_gate) j->shared.weighting = EPIC_WEIGHT_EARLY;

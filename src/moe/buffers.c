@@ -128,9 +128,11 @@ void moe_layout_buffers(moe_job *j, const void *saved, void *workspace, bool bac
 
 dense_block moe_get_block(const moe_job *j, int64_t b)
 {
-    const int64_t first = b * j->block;
+    const int64_t first = moe_block_begin(j, b);
     return (dense_block){.job = j,
                          .x = moe_block_rows(j, &j->x, b),
+                         .first = first,
+                         .tokens = moe_block_begin(j, b + 1) - first,
                          .logits =
                              (const char *)j->saved.logits + first * j->columns * j->real_bytes,
                          .topk_idx = j->saved.topk_idx + first * j->top_k,

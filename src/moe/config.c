@@ -150,6 +150,12 @@ static int64_t larger_of(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
+/* Returns a / b, rounded up. */
+static int64_t ceil_div(int64_t a, int64_t b)
+{
+    return (a + b - 1) / b;
+}
+
 /* Returns the number of levels of a binary tree with `blocks` leaves. */
 static int64_t num_levels(int64_t blocks)
 {
@@ -223,11 +229,12 @@ epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_mo
     j->top_k = j->layer.top_k;
     j->capacity = j->moe.capacity;
     j->blocks = j->layer.sum_order == EPIC_TREE ? j->layer.leaves / config->num_ranks : 1;
-    j->block = (tokens + j->blocks - 1) / j->blocks;
-    j->tokens = j->block * j->blocks;
+    j->tokens = tokens;
     TRY(check_options(j));
     /* j->options already contains the caller's coefficients, so the ranks still compare them */
     if (j->moe.flags & EPIC_LOSS_BY_CALLER) j->moe.balance_coeff = j->moe.z_coeff = 0;
+    j->unit = j->moe.balance_coeff != 0 && j->moe.sequence_tokens ? j->moe.sequence_tokens : 1;
+    j->block = ceil_div(ceil_div(tokens, j->unit), j->blocks) * j->unit;
     TRY(check_e4m3(j));
     TRY(measure_memory(j, config));
     return check_shapes(j, config);

@@ -61,7 +61,7 @@ static const REAL *columns_of(const dense_block *b, int64_t first, int64_t count
     }
     REAL *tile = j->work.tile;
     *stride = count;
-    for (int64_t t = 0; t < j->block; t++)
+    for (int64_t t = 0; t < b->tokens; t++)
         load_reals(tile + t * count, (const char *)row_at(b, &b->x, t) + first * element,
                    row_type(b), count);
     return tile;
@@ -80,7 +80,7 @@ static void gate_forward(const dense_block *b, void *logits)
     const REAL *bias = j->weights.b_gate;
     REAL *out = logits;
     for (int64_t first = 0; first < j->hidden; first += GATE_TILE) {
-        gemm g = {.m = j->block,
+        gemm g = {.m = b->tokens,
                   .n = j->columns,
                   .k = smaller_of(GATE_TILE, j->hidden - first),
                   .b = (const REAL *)j->weights.w_gate + first * j->columns,
@@ -91,7 +91,7 @@ static void gate_forward(const dense_block *b, void *logits)
         g.a = columns_of(b, first, g.k, &g.lda);
         GEMM(&g);
     }
-    for (int64_t t = 0; bias && t < j->block; t++)
+    for (int64_t t = 0; bias && t < b->tokens; t++)
         for (int64_t e = 0; e < j->columns; e++) out[t * j->columns + e] += bias[e];
 }
 
@@ -119,7 +119,7 @@ static void add_local_experts(const dense_block *b, const epic_rows *out, const 
     const moe_job *j = b->job;
     if (!shared_y && !j->router.zero_experts) return;
     REAL *acc = j->work.rows, *row = acc + j->hidden;
-    for (int64_t t = 0; t < j->block; t++) {
+    for (int64_t t = 0; t < b->tokens; t++) {
         load_reals(acc, out_row_at(b, out, t), row_type(b), j->hidden);
         load_reals(row, row_at(b, &b->x, t), row_type(b), j->hidden);
         add_zero_experts(b, t, row, acc);
@@ -138,7 +138,7 @@ static void shared_gate_forward(const dense_block *b, void *weights)
     const moe_job *j = b->job;
     const REAL *gate = j->weights.w_shared_gate;
     REAL *row = j->work.rows;
-    for (int64_t t = 0; t < j->block; t++) {
+    for (int64_t t = 0; t < b->tokens; t++) {
         double z = 0;
         load_reals(row, row_at(b, &b->x, t), row_type(b), j->hidden);
         for (int64_t h = 0; h < j->hidden; h++) z += (double)row[h] * gate[h];
@@ -160,7 +160,7 @@ static void shared_gate_gradient(const dense_block *b, REAL *gradient)
 {
     const moe_job *j = b->job;
     REAL *row = j->work.rows;
-    for (int64_t t = 0; t < j->block; t++) {
+    for (int64_t t = 0; t < b->tokens; t++) {
         const REAL d = shared_gate_slope(j, t);
         load_reals(row, row_at(b, &b->x, t), row_type(b), j->hidden);
         for (int64_t h = 0; h < j->hidden; h++) gradient[h] += d * row[h];
@@ -175,7 +175,7 @@ static void zero_expert_d_weights(const dense_block *b, const epic_const_rows *d
     const moe_job *j = b->job;
     if (!j->router.zero_experts) return;
     REAL *row = j->work.rows, *grad = row + j->hidden;
-    for (int64_t t = 0; t < j->block; t++) {
+    for (int64_t t = 0; t < b->tokens; t++) {
         load_reals(row, row_at(b, &b->x, t), row_type(b), j->hidden);
         load_reals(grad, row_at(b, d_out, t), row_type(b), j->hidden);
         REAL dot = 0;
@@ -194,7 +194,7 @@ static void gate_gradient(const dense_block *b, const REAL *d_logits, REAL *dens
     for (int64_t first = 0; first < j->hidden; first += GATE_TILE) {
         gemm g = {.m = smaller_of(GATE_TILE, j->hidden - first),
                   .n = j->columns,
-                  .k = j->block,
+                  .k = b->tokens,
                   .transpose_a = true,
                   .b = d_logits,
                   .ldb = j->columns,
@@ -204,7 +204,7 @@ static void gate_gradient(const dense_block *b, const REAL *d_logits, REAL *dens
         GEMM(&g);
     }
     REAL *bias = dense + parts.b_gate;
-    for (int64_t t = 0; t < j->block; t++)
+    for (int64_t t = 0; t < b->tokens; t++)
         for (int64_t e = 0; e < j->columns; e++) bias[e] += d_logits[t * j->columns + e];
 }
 
@@ -221,7 +221,7 @@ static void gate_backward(const dense_block *b, const void *d_logits,
     if (shared_gate)
         shared_gate_gradient(b, (REAL *)dense + moe_dense_offsets(j).w_shared_gate);
     if (!d_x) return;
-    const gemm back = {.m = j->block,
+    const gemm back = {.m = b->tokens,
                        .n = j->hidden,
                        .k = j->columns,
                        .a = d_logits,
@@ -232,7 +232,7 @@ static void gate_backward(const dense_block *b, const void *d_logits,
                        .c = acc,
                        .ldc = j->hidden};
     GEMM(&back);
-    for (int64_t t = 0; t < j->block; t++) {
+    for (int64_t t = 0; t < b->tokens; t++) {
         REAL *sum = acc + t * j->hidden;
         load_reals(row, out_row_at(b, d_x, t), row_type(b), j->hidden);
         for (int64_t h = 0; h < j->hidden; h++) sum[h] += row[h];

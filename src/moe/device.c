@@ -75,7 +75,7 @@ epic_result moe_device_shared(moe_job *j, const dense_block *block, int64_t b, u
     const epic_experts_args how = {.call = j->call,
                                    .experts = &shared.experts,
                                    .x = block->x.data,
-                                   .num_slots = j->block,
+                                   .num_slots = block->tokens,
                                    .slot_weights =
                                        j->weights.w_shared_gate ? j->work.shared_weights : NULL,
                                    .w_gate_up = j->weights.shared_gate_up,

@@ -54,11 +54,11 @@ static dense_targets staged_targets(const moe_job *j, float *dense)
 /* Returns the arguments of the kernels for zero-experts and for the shared expert's gate, with
  * the arrays for gradients. */
 static layer_tokens backward_token_args(const moe_job *j, const epic_moe_backward_args *a,
-                                        const dense_block *block, int64_t b)
+                                        const dense_block *block)
 {
     layer_tokens tokens = moe_device_token_args(j, block);
-    tokens.d_out = moe_block_rows(j, &a->d_out, b).data;
-    tokens.d_weights = moe_real_at(j, j->work.d_weights, b * j->block * j->top_k);
+    tokens.d_out = (const char *)a->d_out.data + block->first * j->row_bytes;
+    tokens.d_weights = moe_real_at(j, j->work.d_weights, block->first * j->top_k);
     tokens.d_shared_weights = j->work.d_shared_weights;
     return tokens;
 }
@@ -84,22 +84,22 @@ static epic_result losses_backward(moe_job *j, const dense_block *block)
  * of scale_of_expert, and copies the gradients of the weights to the caller's array, if the
  * caller wants them. */
 static epic_result forced_weights_backward(moe_job *j, const epic_moe_backward_args *a,
-                                           int64_t b, const layer_tokens *tokens,
+                                           const dense_block *block, const layer_tokens *tokens,
                                            const dense_targets *to)
 {
-    const int64_t choices = j->block * j->top_k;
+    const int64_t choices = block->tokens * j->top_k;
     float *d_weights = a->d_topk_weights_in;
     if (j->router.zero_experts)
         TRY(CONTEXT_OP(j->ctx, zero_experts_backward, j->call.stream, tokens));
     if (d_weights && choices)
-        TRY(CONTEXT_OP(j->ctx, add_array, j->call.stream, d_weights + b * choices,
+        TRY(CONTEXT_OP(j->ctx, add_array, j->call.stream, d_weights + block->first * j->top_k,
                        tokens->d_weights, choices, EPIC_F32, true));
     if (j->weights.scale_of_expert && to->scale && !(to->flags & EPIC_ACCUMULATE))
         TRY(CONTEXT_OP(j->ctx, add_array, j->call.stream, to->scale, NULL, j->columns, EPIC_F32,
                        true));
-    if (!j->block) return EPIC_OK;
+    if (!block->tokens) return EPIC_OK;
     return CONTEXT_OP(j->ctx, add_array, j->call.stream, j->work.d_logits, NULL,
-                      j->block * j->columns, EPIC_F32, true);
+                      block->tokens * j->columns, EPIC_F32, true);
 }
 
 /* Computes work.d_logits of one block from the gradients of its weights.
@@ -115,7 +115,7 @@ static epic_result router_backward(moe_job *j, const dense_block *block,
     const epic_router_backward_args how = {.call = j->call,
                                            .router = &j->router,
                                            .logits = block->logits,
-                                           .num_tokens = j->block,
+                                           .num_tokens = block->tokens,
                                            .topk_idx = block->topk_idx,
                                            .scale_of_expert = j->weights.scale_of_expert,
                                            .d_weights = tokens->d_weights,
@@ -149,7 +149,7 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_blo
         .call = j->call,
         .experts = &shared.experts,
         .x = block->x.data,
-        .num_slots = j->block,
+        .num_slots = block->tokens,
         .slot_weights = gated ? tokens->shared_weights : NULL,
         .w_gate_up = j->weights.shared_gate_up,
         .w_down = j->weights.shared_down,
@@ -209,11 +209,11 @@ static epic_result block_backward(moe_job *j, const epic_moe_backward_args *a, i
                                   const dense_targets *to)
 {
     const dense_block block = moe_get_block(j, b);
-    const layer_tokens tokens = backward_token_args(j, a, &block, b);
+    const layer_tokens tokens = backward_token_args(j, a, &block);
     const bool wanted = a->d_x.data != NULL;
     const epic_rows d_x = wanted ? moe_block_out_rows(j, &a->d_x, b) : (epic_rows){0};
     if (a->flags & EPIC_FORCED_WEIGHTS)
-        TRY(forced_weights_backward(j, a, b, &tokens, to));
+        TRY(forced_weights_backward(j, a, &block, &tokens, to));
     else
         TRY(router_backward(j, &block, &tokens, to));
     TRY(losses_backward(j, &block));

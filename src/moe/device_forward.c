@@ -70,7 +70,7 @@ static void quantize_dispatch(const moe_job *j, epic_dispatch_args *dispatch)
 }
 
 /* The counts are zeroed first if the plan might not write all of them. check_plan_fits does on
- * the device the checks that check_placement() and check_equal_tokens() do on the host. */
+ * the device the check that check_placement() does on the host. */
 epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a)
 {
     epic_dispatch_args dispatch = {.call = j->call,
@@ -88,8 +88,7 @@ epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a)
     if (a->rank_of_expert || local * ranks != j->layer.num_experts) TRY(zero_counts(j));
     const op_header_extra extra = {.options = &j->options};
     TRY(api_plan_dispatch(j->ctx, &plan, &dispatch, &extra));
-    if (a->rank_of_expert || (j->layer.sum_order == EPIC_TREE && !j->is_by_hosts))
-        TRY(CONTEXT_OP(j->ctx, check_plan_fits, &plan, local));
+    if (a->rank_of_expert) TRY(CONTEXT_OP(j->ctx, check_plan_fits, &plan, local));
     TRY(copy_words(j, a->load, j->saved.load, j->layer.num_experts));
     return copy_words(j, a->logical_load, j->saved.logical_load, j->layer.num_logical);
 }

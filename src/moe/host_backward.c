@@ -26,14 +26,14 @@ static epic_result router_backward(moe_job *j, const dense_block *block, const v
                                    void *dense, bool is_forced)
 {
     if (is_forced) {
-        memset(j->work.d_logits, 0, (size_t)(j->block * j->columns * j->real_bytes));
+        memset(j->work.d_logits, 0, (size_t)(block->tokens * j->columns * j->real_bytes));
         return moe_losses_backward(j, block);
     }
     const void *scale = j->weights.scale_of_expert;
     void *d_scale = moe_real_at(j, dense, moe_dense_offsets(j).scale);
     const epic_router_backward_args how = {.router = &j->router,
                                            .logits = block->logits,
-                                           .num_tokens = j->block,
+                                           .num_tokens = block->tokens,
                                            .topk_idx = block->topk_idx,
                                            .scale_of_expert = scale,
                                            .d_weights = d_weights,
@@ -53,7 +53,7 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_blo
                                           const epic_const_rows *d_out, void *d_x, void *dense)
 {
     const dense_offsets parts = moe_dense_offsets(j);
-    const int32_t rows = (int32_t)j->block;
+    const int32_t rows = (int32_t)block->tokens;
     const epic_moe_weights *w = &j->weights;
     const bool gated = w->w_shared_gate != NULL;
     if (j->moe.flags & EPIC_RECOMPUTE)
@@ -63,7 +63,7 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_blo
     const epic_experts_backward_args how = {
         .experts = &j->shared,
         .x = block->x.data,
-        .num_slots = j->block,
+        .num_slots = block->tokens,
         .expert_rows = &rows,
         .w_gate_up = w->shared_gate_up,
         .w_down = w->shared_down,
@@ -90,13 +90,13 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_blo
 static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b, void *dense)
 {
     memset(dense, 0, (size_t)(j->dense_count * j->real_bytes));
-    if (!j->block) return EPIC_OK;
     const dense_block block = moe_get_block(j, b);
+    if (!block.tokens) return EPIC_OK;
     const epic_const_rows d_out = moe_block_rows(j, &c->args->d_out, b);
     const bool wanted = c->args->d_x.data != NULL;
     const epic_rows d_x = wanted ? moe_block_out_rows(j, &c->args->d_x, b) : (epic_rows){0};
     void *d_shared = wanted && j->has_shared ? j->work.shared_y : NULL;
-    void *d_weights = moe_real_at(j, j->work.d_weights, b * j->block * j->top_k);
+    void *d_weights = moe_real_at(j, j->work.d_weights, block.first * j->top_k);
     moe_dense_ops(j)->zero_expert_d_weights(&block, &d_out, d_weights);
     TRY(router_backward(j, &block, d_weights, dense, c->args->flags & EPIC_FORCED_WEIGHTS));
     if (j->has_shared) TRY(shared_expert_backward(j, b, &block, &d_out, d_shared, dense));

@@ -17,7 +17,6 @@
 #include "moe/host.h"
 #include "plan/plan.h"
 #include "router/config.h"
-#include "rules/sentences.h"
 
 /* Copies the routing in `saved` to the caller's arrays, if the caller wants it. After invalid
  * data, is_valid is false, and the arrays then name no expert. */
@@ -39,8 +38,9 @@ static void copy_routing(const moe_job *j, const epic_moe_args *a, bool is_valid
  * *fault. Every rank then returns this error from the plan. */
 static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
-    for (int64_t b = 0; j->block && b < j->blocks; b++) {
+    for (int64_t b = 0; b < j->blocks; b++) {
         const dense_block block = moe_get_block(j, b);
+        if (!block.tokens) continue;
         moe_dense_ops(j)->gate_forward(&block, (void *)(uintptr_t)block.logits);
     }
     const epic_router_args how = {.router = &j->router,
@@ -74,20 +74,6 @@ static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *
     for (int64_t i = 0; i < j->tokens * j->top_k; i++)
         j->work.plan_idx[i] =
             j->saved.topk_idx[i] < (int32_t)j->router.num_experts ? j->saved.topk_idx[i] : -1;
-    return EPIC_OK;
-}
-
-/* Checks that all ranks have the same number of tokens. EPIC_TREE requires this, so that all
- * blocks have the same size. The numbers come from the plan, so all ranks return the same
- * result. */
-static epic_result check_equal_tokens(const moe_job *j)
-{
-    const plan_view plan = plan_view_of(j->saved.plan);
-    if (j->layer.sum_order != EPIC_TREE) return EPIC_OK;
-    for (int32_t r = 1; r < j->ctx->num_ranks; r++)
-        if (plan.tokens_of[r] != plan.tokens_of[0])
-            return epic_fail(EPIC_EINVAL, SENTENCE_UNEQUAL, (long long)plan.tokens_of[0],
-                             (long long)plan.tokens_of[r], r);
     return EPIC_OK;
 }
 
@@ -135,18 +121,18 @@ static epic_result plan_and_dispatch(moe_job *j, const epic_moe_args *a,
     copy_load(j, a);
     TRY(result);
     if (j->is_f64) moe_select_slot_weights(j);
-    return check_equal_tokens(j);
+    return EPIC_OK;
 }
 
 epic_result moe_host_shared_expert(moe_job *j, int64_t b, uint32_t flags)
 {
     const dense_block block = moe_get_block(j, b);
-    const int32_t rows = (int32_t)j->block;
+    const int32_t rows = (int32_t)block.tokens;
     const bool gated = j->weights.w_shared_gate != NULL;
     if (gated) moe_dense_ops(j)->shared_gate_forward(&block, j->work.shared_weights);
     const epic_experts_args how = {.experts = &j->shared,
                                    .x = block.x.data,
-                                   .num_slots = j->block,
+                                   .num_slots = block.tokens,
                                    .expert_rows = &rows,
                                    .w_gate_up = j->weights.shared_gate_up,
                                    .w_down = j->weights.shared_down,
@@ -166,9 +152,10 @@ epic_result moe_host_shared_expert(moe_job *j, int64_t b, uint32_t flags)
 /* Adds the outputs of the shared expert and the zero-experts to the combined rows `out`. */
 static epic_result add_local_experts(moe_job *j, const epic_rows *out)
 {
-    for (int64_t b = 0; j->block && b < j->blocks; b++) {
-        if (j->has_shared) TRY(moe_host_shared_expert(j, b, 0));
+    for (int64_t b = 0; b < j->blocks; b++) {
         const dense_block block = moe_get_block(j, b);
+        if (!block.tokens) continue;
+        if (j->has_shared) TRY(moe_host_shared_expert(j, b, 0));
         const epic_rows rows = moe_block_out_rows(j, out, b);
         moe_dense_ops(j)->add_local_experts(&block, &rows,
                                             j->has_shared ? j->work.shared_y : NULL);
@@ -199,8 +186,9 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
 {
     void *balance = j->work.losses, *z = moe_real_at(j, balance, j->blocks);
     memset(balance, 0, (size_t)(2 * j->blocks * j->real_bytes));
-    for (int64_t b = 0; j->block && b < j->blocks; b++) {
+    for (int64_t b = 0; b < j->blocks; b++) {
         const dense_block block = moe_get_block(j, b);
+        if (!block.tokens) continue;
         TRY(moe_losses_forward(j, &block, moe_real_at(j, balance, b), moe_real_at(j, z, b)));
     }
     double both[2] = {moe_dense_ops(j)->sum_in_tree(balance, j->blocks),
@@ -272,7 +260,6 @@ epic_result moe_host_plan(moe_job *j, const epic_moe_args *a, int64_t *slots)
     const epic_result result = api_plan(j->ctx, &plan, &extra);
     copy_load(j, a);
     TRY(result);
-    TRY(check_equal_tokens(j));
     *j->saved.total_tokens = plan_view_of(j->saved.plan).header->total_tokens;
     for (uint32_t l = 0; l < j->experts.num_local_experts; l++)
         *slots += j->saved.expert_rows[l];

@@ -9,7 +9,7 @@ epic_result moe_losses_forward(const moe_job *j, const dense_block *block, void 
 {
     const epic_balance_loss_args balance_args = {.router = &j->router,
                                                  .logits = block->logits,
-                                                 .num_tokens = j->block,
+                                                 .num_tokens = block->tokens,
                                                  .total_tokens = *j->saved.total_tokens,
                                                  .sequence_tokens = j->moe.sequence_tokens,
                                                  .load = moe_router_load(j),
@@ -22,7 +22,7 @@ epic_result moe_losses_forward(const moe_job *j, const dense_block *block, void 
                                                  .loss_type = j->real_type};
     const epic_z_loss_args z_args = {.router = &j->router,
                                      .logits = block->logits,
-                                     .num_tokens = j->block,
+                                     .num_tokens = block->tokens,
                                      .total_tokens = *j->saved.total_tokens,
                                      .coeff = j->moe.z_coeff,
                                      .workspace = j->work.router,
@@ -40,7 +40,7 @@ epic_result moe_losses_backward(const moe_job *j, const dense_block *block)
 {
     const epic_balance_loss_backward_args balance = {.router = &j->router,
                                                      .logits = block->logits,
-                                                     .num_tokens = j->block,
+                                                     .num_tokens = block->tokens,
                                                      .total_tokens = *j->saved.total_tokens,
                                                      .sequence_tokens = j->moe.sequence_tokens,
                                                      .load = moe_router_load(j),
@@ -54,7 +54,7 @@ epic_result moe_losses_backward(const moe_job *j, const dense_block *block)
                                                      .flags = EPIC_ACCUMULATE};
     const epic_z_loss_backward_args z = {.router = &j->router,
                                          .logits = block->logits,
-                                         .num_tokens = j->block,
+                                         .num_tokens = block->tokens,
                                          .total_tokens = *j->saved.total_tokens,
                                          .coeff = j->moe.z_coeff * j->d_z,
                                          .workspace = j->work.router,

@@ -5,8 +5,13 @@
  * the group has `leaves` blocks, and each rank has an equal number of them. Each sum over
  * tokens, such as a loss or a gradient of a replicated weight, is computed per block. Then the
  * sums of the blocks are added in a binary tree: first on each rank, then over the ranks by
- * epic_allreduce_sum. The tree depends only on `leaves`, so the result has the same bits for
- * every number of ranks.
+ * epic_allreduce_sum. The tree depends only on `leaves`.
+ *
+ * A rank with T tokens and B blocks begins block b at token floor(b * T / B). So blocks differ
+ * by at most one token, and some are empty if T < B. If all ranks have equally many tokens, N
+ * together, block b of all `leaves` blocks begins at token floor(b * N / leaves) of the group.
+ * This does not depend on the number of ranks, so the sums have the same bits. If the balance
+ * loss is computed per sequence, whole sequences take the place of tokens.
  *
  * These files use two terms. A "real" is a float64 if the rows are F64, otherwise a float32.
  * The "dense part" consists of the weights of which every rank holds a copy: the gate, its
@@ -87,7 +92,6 @@ typedef struct moe_job {
     epic_router router;
     epic_experts experts, shared; /* shared: the shared expert, if has_shared is true */
     bool has_shared;
-    bool is_by_hosts; /* the caller passed EPIC_BY_HOSTS */
     epic_moe_weights weights;
     /* hashes of the layer's options and weights, which the op header sends so that the peers
      * can compare them with their own */
@@ -104,7 +108,8 @@ typedef struct moe_job {
     int64_t row_bytes;
     int64_t tokens, hidden, capacity, top_k;
     int64_t columns;       /* number of experts and zero-experts: the width of the logits */
-    int64_t blocks, block; /* number of blocks, and tokens of one block */
+    int64_t blocks, block; /* number of blocks, and tokens of the largest block */
+    int64_t unit;          /* blocks begin at multiples of this many tokens */
     int64_t plan_bytes;
     epic_experts_memory_info experts_memory;
     epic_experts_memory_info shared_memory; /* for one block */
@@ -137,20 +142,29 @@ static inline void *moe_real_at(const moe_job *j, const void *base, int64_t inde
     return (char *)(uintptr_t)base + index * j->real_bytes;
 }
 
+/* Returns the first token of block `block`. For block j->blocks it returns the end of the last
+ * block. */
+static inline int64_t moe_block_begin(const moe_job *j, int64_t block)
+{
+    return block * (j->tokens / j->unit) / j->blocks * j->unit;
+}
+
 /* Return the rows of block `block` in an array with one row per token of this rank. The first
  * form is for inputs (x, d_out), the second for outputs (out, d_x). */
 static inline epic_const_rows moe_block_rows(const moe_job *j, const epic_const_rows *rows,
                                              int64_t block)
 {
-    return (epic_const_rows){(const char *)rows->data + block * j->block * j->row_bytes,
-                             j->block, j->row_bytes};
+    const int64_t first = moe_block_begin(j, block);
+    return (epic_const_rows){(const char *)rows->data + first * j->row_bytes,
+                             moe_block_begin(j, block + 1) - first, j->row_bytes};
 }
 
 static inline epic_rows moe_block_out_rows(const moe_job *j, const epic_rows *rows,
                                            int64_t block)
 {
-    return (epic_rows){(char *)rows->data + block * j->block * j->row_bytes, j->block,
-                       j->row_bytes};
+    const int64_t first = moe_block_begin(j, block);
+    return (epic_rows){(char *)rows->data + first * j->row_bytes,
+                       moe_block_begin(j, block + 1) - first, j->row_bytes};
 }
 
 /* Offsets, in reals, of the gradients of the gate and the shared expert in one buffer. Biases
@@ -168,9 +182,10 @@ dense_offsets moe_dense_offsets(const moe_job *j);
 typedef struct dense_block {
     const moe_job *job;
     epic_const_rows x;
-    const void *logits;      /* [block, columns] real; gate_forward() writes them */
-    const int32_t *topk_idx; /* [block, top_k] */
-    const void *weights;     /* [block, top_k] real */
+    int64_t first, tokens;   /* its first token, and its number of tokens, which may be 0 */
+    const void *logits;      /* [tokens, columns] real; gate_forward() writes them */
+    const int32_t *topk_idx; /* [tokens, top_k] */
+    const void *weights;     /* [tokens, top_k] real */
 } dense_block;
 
 /* Returns block number b, from 0 to j->blocks - 1. */

@@ -56,10 +56,6 @@
 #define SENTENCE_ROOM /* arguments: num_local_experts, largest number of experts on a rank */ \
     "moe.experts.num_local_experts is %lld: the placement gives a rank %lld"
 
-#define SENTENCE_UNEQUAL /* arguments: tokens of rank 0, tokens of another rank, that rank */ \
-    "x.num_rows is %lld on rank 0 and %lld on rank %d: EPIC_TREE needs as many tokens on "    \
-    "every rank"
-
 #define SENTENCE_LAYER \
     "layer is not the plan's: must equal the layer that epic_plan was given; pass that"
 

@@ -409,9 +409,6 @@ def test_what_the_guide_promises_while_tracing(opened: Any) -> None:
         owners = np.array([0, 0, 0, 1, 1, 2, 2, 3], np.int32)
         with pytest.raises(epic.jax.EpicArgumentError, match="w_gate_up has 2 experts: must have"):
             trace(rank_of_expert=owners)
-        tree = replace(plain, layer=epic.jax.Layer(E, K, sum_order="tree", leaves=8))
-        with pytest.raises(epic.jax.EpicArgumentError, match=r"must be a multiple of \d+ .leaves"):
-            jax.eval_shape(lambda x: sharded.moe(mesh, group, tree, x, weights), real(4, H))
     finally:
         epic.jax.close(group)
 

@@ -217,11 +217,6 @@ static void try_others(part *t, epic_context *ctx, const epic_config *config)
     c.forward.loss = (float *)c.forward.workspace + 1;
     refuse(make_call(&c, FORWARD, ctx), FORWARD, "loss", "workspace");
     copy_call(&c, t, config);
-    c.layer.sum_order = EPIC_TREE;
-    c.layer.leaves = 4;
-    c.forward.x.num_rows = c.forward.out.num_rows = 3;
-    refuse(make_call(&c, FORWARD, ctx), FORWARD, "x.num_rows is 3", "2");
-    copy_call(&c, t, config);
     c.layer.num_experts = c.router.num_experts = 3;
     refuse(make_call(&c, FORWARD, ctx), FORWARD, "rank_of_expert is NULL", "3");
     static const int32_t crowded[] = {1, 1, 0, 1};

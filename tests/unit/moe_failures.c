@@ -80,18 +80,6 @@ static void no_such_rank(void *what, int rank, epic_context *ctx, const epic_con
     go_on(&f->p, rank, ctx, config);
 }
 
-static void unequal(void *what, int rank, epic_context *ctx, const epic_config *config)
-{
-    failing *f = what;
-    part *t = part_make(&f->p, rank, config, 1);
-    if (rank == 1) t->forward.x.num_rows = t->forward.out.num_rows = TOKENS / 2;
-    if (rank == 1) t->tokens = TOKENS / 2;
-    t->backward.x.num_rows = t->backward.d_out.num_rows = t->backward.d_x.num_rows = t->tokens;
-    check_forward(f, t, ctx);
-    part_free(t);
-    go_on(&f->p, rank, ctx, config);
-}
-
 /* Returns the address in `saved` of the number of all ranks' tokens; -1 there: forward
  * failed. */
 static int64_t *moe_total(const part *t, const epic_config *config)
@@ -293,7 +281,6 @@ int main(void)
     failures = share(sizeof *failures);
     test("too small", too_small, RANKS, EPIC_BY_RANK, EPIC_EOVERFLOW, "rank 1 has 2 slots");
     test("no such rank", no_such_rank, RANKS, EPIC_BY_RANK, EPIC_EINVAL, "has owner 7");
-    test("unequal", unequal, 2, EPIC_TREE, EPIC_EINVAL, "6 on rank 0 and 3 on rank 1");
     test("damaged", damaged, RANKS, EPIC_BY_RANK, EPIC_EINVAL, "plan of rank 1 cannot be used");
     test("token id", bad_token_id, RANKS, EPIC_BY_RANK, EPIC_EINVAL,
          "token_ids: rank 1, token 4 has id 99: must be below the table's 4 rows");

@@ -49,6 +49,7 @@ static void force_weights(problem *p, const problem *recorded)
 
 static void compare_choices(const problem *recorded, const problem *replayed)
 {
+    if (!is_even(replayed)) return;
     same(replayed, "topk_idx_out", recorded->topk_idx, replayed->topk_idx,
          (size_t)recorded->topk_weights.n * sizeof(int32_t));
     same(replayed, "topk_weights_out", recorded->topk_weights.data, replayed->topk_weights.data,

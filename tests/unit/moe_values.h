@@ -180,14 +180,9 @@ static inline void draw_forced(problem *p, uint32_t seed)
 static inline void draw_tokens(problem *p, source *s)
 {
     const int64_t length = p->moe.sequence_tokens ? p->moe.sequence_tokens : 1;
-    const bool tree = p->layer.sum_order == EPIC_TREE;
-    const int64_t unit = length * (tree ? p->layer.leaves / (uint32_t)p->num_ranks : 1);
     const bool none = below(s, 12) == 0;
-    const int64_t equal = 1 + below(s, 12 / (uint32_t)unit + 1);
     for (int r = 0; r < p->num_ranks; r++)
-        p->tokens_of[r] = tree   ? equal * unit
-                          : none ? 0
-                                 : (int64_t)below(s, 14 / (uint32_t)length) * length;
+        p->tokens_of[r] = none ? 0 : (int64_t)below(s, 14 / (uint32_t)length) * length;
 }
 
 /* Draws a capacity: enough for everything, or with EPIC_OVERFLOW_DROP sometimes less. */

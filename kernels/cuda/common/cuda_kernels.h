@@ -43,9 +43,7 @@ typedef enum p2p_fault {
     /* sum_replicas: `data` has fewer rows than this rank has experts; about: both numbers */
     P2P_FAULT_LOCAL = 11,
     /* a rank has too many experts for the layer; about: num_local_experts, experts */
-    P2P_FAULT_ROOM = 12,
-    /* EPIC_TREE needs equally many tokens per rank; about: tokens of rank 0, of this rank */
-    P2P_FAULT_UNEQUAL = 13
+    P2P_FAULT_ROOM = 12
 } p2p_fault;
 
 /* One error in the data, which a kernel reports in host memory. The kernel writes `result`

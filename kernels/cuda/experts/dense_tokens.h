@@ -44,8 +44,6 @@ typedef struct p2p_fits_job {
     int32_t *expert_rows, *expert_tokens;
     /* number of local experts for which the layer's memory has space */
     int32_t num_local;
-    /* 1: the layer uses EPIC_TREE, which requires the same number of tokens on all ranks */
-    int32_t tree;
 } p2p_fits_job;
 
 /* Enqueues the check that a plan fits its layer. If it does not, the kernel marks the plan as

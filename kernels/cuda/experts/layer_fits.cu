@@ -1,11 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks on the device that a plan fits its layer. The host cannot check this when it enqueues
- * the call, because the answer depends on rank_of_expert and on the other ranks' numbers of
- * tokens, which only the device knows.
- *
- *   layer                       condition
- *   any                         every rank owns at most job.num_local experts
- *   EPIC_TREE                   all ranks have the same number of tokens
+/* Checks on the device that a plan fits its layer: every rank owns at most job.num_local
+ * experts. The host cannot check this when it enqueues the call, because the answer depends on
+ * rank_of_expert, which only the device knows.
  *
  * All ranks find the same faults, because their plans contain the same numbers. If the plan
  * does not fit, the kernel marks it as failed and sets the number of rows of each local expert
@@ -20,21 +16,11 @@
 static __device__ bool find_fault(const p2p_fits_job &job, const device_plan_header &h,
                                   p2p_notice &notice)
 {
-    if (h.num_local > job.num_local) {
-        notice.fault = P2P_FAULT_ROOM;
-        notice.about[0] = job.num_local;
-        notice.about[1] = h.num_local;
-        return true;
-    }
-    for (int q = 1; job.tree && q < h.num_ranks; q++) {
-        if (h.tokens_of[q] == h.tokens_of[0]) continue;
-        notice.fault = P2P_FAULT_UNEQUAL;
-        notice.rank = q;
-        notice.about[0] = h.tokens_of[0];
-        notice.about[1] = h.tokens_of[q];
-        return true;
-    }
-    return false;
+    if (h.num_local <= job.num_local) return false;
+    notice.fault = P2P_FAULT_ROOM;
+    notice.about[0] = job.num_local;
+    notice.about[1] = h.num_local;
+    return true;
 }
 
 /* The kernel: checks the plan. If the plan does not fit the layer, it sets the result in the

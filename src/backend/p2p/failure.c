@@ -124,9 +124,6 @@ static void write_notice(const epic_group *g, const p2p_notice *n, char *to, siz
     case P2P_FAULT_ROOM:
         snprintf(to, size, SENTENCE_ROOM, a, b);
         return;
-    case P2P_FAULT_UNEQUAL:
-        snprintf(to, size, SENTENCE_UNEQUAL, a, b, n->rank);
-        return;
     case P2P_FAULT_TOKENS:
         snprintf(to, size, SENTENCE_TOKENS, row_names_of(c).tokens, a, b);
         return;

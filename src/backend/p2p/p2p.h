@@ -208,9 +208,8 @@ epic_result p2p_zero_weights(epic_group *group, epic_stream stream, const layer_
 /* Computes the rows of a layer's output: combined rows plus shared expert plus zero-experts. */
 epic_result p2p_finish(epic_group *group, epic_stream stream, const layer_tokens *tokens,
                        const layer_rows *rows);
-/* Launches a check that the plan has at most num_local experts on each rank and, with
- * EPIC_TREE, that all ranks have the same number of tokens. If not, the kernel reports a data
- * error. */
+/* Launches a check that the plan has at most num_local experts on each rank. If not, the kernel
+ * reports a data error. */
 epic_result p2p_fits(epic_group *group, const epic_plan_args *args, uint32_t num_local);
 /* Sums each row of values [2, n] in the order of a binary tree, and writes the sums to
  * values[0] and values[1]. */

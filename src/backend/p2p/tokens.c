@@ -76,8 +76,7 @@ epic_result p2p_fits(epic_group *group, const epic_plan_args *args, uint32_t num
                               .plan = args->plan,
                               .expert_rows = args->expert_rows,
                               .expert_tokens = args->expert_tokens,
-                              .num_local = (int32_t)num_local,
-                              .tree = args->layer->sum_order == EPIC_TREE};
+                              .num_local = (int32_t)num_local};
     return p2p_cuda(p2p_launch_fits(&job, stream_of(args->call.stream)),
                     "launching a look at the layer's plan");
 }

@@ -233,21 +233,13 @@ def check_experts(group: Group, options: Moe, rank_of_expert: Any) -> None:
 
 def check_tokens(group: Group, options: Moe, num_tokens: int) -> None:
     """Refuse a number of tokens that the group or the options do not allow."""
-    layer = options.layer
     if num_tokens > group.max_tokens:
         raise EpicArgumentError(
             f"x has {num_tokens} tokens: must be at most {group.max_tokens}, the max_tokens of "
             f"group {group.name!r}; open a group with more"
         )
-    blocks = max(1, (layer.leaves or group.num_ranks) // group.num_ranks)
-    blocks = blocks if layer.sum_order == "tree" else 1
-    if num_tokens % blocks:
-        raise EpicArgumentError(
-            f"x has {num_tokens} tokens: must be a multiple of {blocks} (leaves / num_ranks) with "
-            "sum_order 'tree'"
-        )
     if options.balance_coeff and options.sequence_tokens:
-        routing.check_sequences(num_tokens // blocks, options.sequence_tokens, "x")
+        routing.check_sequences(num_tokens, options.sequence_tokens, "x")
 
 
 def place_experts(
