@@ -101,7 +101,8 @@ typedef struct epic_window_transport {
     /* Releases what map() has returned. */
     void (*unmap)(epic_group *group, void *at, int64_t bytes);
 
-    /* Surround the stores of one operation into windows of peers. */
+    /* Called before the first and after the last store of an operation into windows of
+     * peers. */
     void (*begin_stores)(epic_group *group);
     void (*end_stores)(epic_group *group);
 

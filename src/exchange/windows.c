@@ -57,7 +57,8 @@ static const epic_window_transport *window_transport(const epic_context *ctx)
     return ctx->num_ranks > 1 ? ctx->backend->transport->windows : NULL;
 }
 
-/* Unmaps the peers' memory and frees what belongs to EPIC. `frees`: also this rank's memory. */
+/* Unmaps the windows of the peers and frees the arrays of *w. If `frees` is true, also frees
+ * this rank's memory, if EPIC has allocated it. */
 static void window_release(epic_context *ctx, window *w, bool frees)
 {
     for (int r = 0; w->at && r < ctx->num_ranks; r++)
@@ -196,8 +197,9 @@ static epic_result windows_add_locked(epic_context *ctx, struct window_table *ta
     atomic_store(&table->num, number + 1);
     result = window_agree(ctx, table, args, mapped);
     if (result != EPIC_OK) {
-        /* If the group is whole, no rank uses the window. Its number is never used again. If the
-         * group broke, a peer may use it, so it stays until the context closes. */
+        /* If the group is not broken, no rank uses the window, and its number is never used
+         * again. If the group is broken, a peer may use the window, so it stays until the
+         * context closes. */
         if (!atomic_load(&ctx->broken)) window_release(ctx, w, true);
         return result;
     }
@@ -236,7 +238,7 @@ int64_t window_place(epic_context *ctx, const void *data, int64_t bytes)
     return 0;
 }
 
-/* Returns the memory that a place in a peer's op header stands for. */
+/* Returns the memory of a place (window_place()) that a peer's op header contains. */
 static window_target find_target(epic_context *ctx, int peer, int64_t place)
 {
     const window_target none = {0};

@@ -16,11 +16,12 @@ void windows_close(epic_context *ctx, bool ours);
 /* Adds a window to the context. Collective; args->data NULL means that EPIC allocates it. */
 epic_result windows_add(epic_context *ctx, const epic_window_args *args, epic_window_info *out);
 
-/* Returns where `bytes` bytes at `data` lie in a window of this rank, in a form that op headers
- * carry. Returns 0 if they do not lie completely in a window into which peers can store. */
+/* Returns the *place* of the bytes [data, data + bytes): one number that contains the number of
+ * a window of this rank and the offset in it. Op headers contain places. Returns 0 if the bytes
+ * do not lie completely in one window, or peers cannot store into it. */
 int64_t window_place(epic_context *ctx, const void *data, int64_t bytes);
 
-/* Stores the window_place() of output `which` in an op header. */
+/* Stores the place of output `which` in an op header. */
 static inline void op_header_set_window(epic_op_header *header, epic_context *ctx,
                                         enum window_output which, const void *data,
                                         int64_t bytes)
@@ -41,8 +42,8 @@ static inline bool window_is_direct(const exchange *x, int rank, enum window_out
 }
 
 /* Returns the address of bytes [at, at + bytes) of output `which` of a peer. Returns NULL if
- * this rank must not store there: the peer has closed its context, or the range is not in its
- * window because a plan or header is damaged. */
+ * this rank must not store there. Then either the peer has closed its context, or a plan or op
+ * header is damaged and the bytes are outside of the peer's window. */
 static inline unsigned char *window_address(const exchange *x, int peer,
                                             enum window_output which, int64_t at, int64_t bytes)
 {

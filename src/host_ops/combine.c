@@ -256,8 +256,8 @@ static void read_trailer(const combining *c, int from, int64_t token, const void
             c->d_weights[first + k] = values[k];
 }
 
-/* Returns the only other rank that has slots of a token of this rank, if all of the token's
- * choices have slots there. Otherwise returns -1. It equals has_all_choices() on that rank. */
+/* If all choices of a token of this rank have slots on one other rank, returns that rank.
+ * Otherwise returns -1. has_all_choices() on the other rank finds the same. */
 static int find_only_rank(const combining *c, int64_t token)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;

@@ -118,9 +118,9 @@ static void fill_entry_with(dispatching *d, int64_t token, int32_t piece, void *
         copy_overlap(copy, entry, begin, size, weights_part(d, token), d->weights_at, end);
 }
 
-/* Stores the bytes that a piece and a part of the message share directly into an output of a
- * peer. Bytes [begin, end) of the message are the piece. The part is bytes [low, high), which
- * this rank has at `from`; in the peer's output it begins at byte `at`. */
+/* Stores the common bytes of a piece and a part of a message into an output of a peer. The piece
+ * is bytes [begin, end) of the message, and the part is bytes [low, high). This rank has the
+ * part at `from`. In the peer's output the part begins at byte `at`. */
 static void store_part(const dispatching *d, int peer, enum window_output which, int64_t at,
                        int64_t begin, int64_t end, const void *from, int64_t low, int64_t high)
 {

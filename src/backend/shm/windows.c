@@ -2,9 +2,9 @@
 /* Windows of processes.
  *
  * A rank sends the descriptor of its memory to every peer before it announces its op header. So
- * when a peer has read the header, the message with the descriptor has arrived, and no rank
- * waits for it. If a call failed on a rank, its peers may not have read its message. They skip
- * it in the next call: every message contains the number of its attempt. */
+ * when a peer has read the header, the message with the descriptor has arrived, and the peer
+ * need not wait for it. If a call has failed, some ranks may have left messages of this call
+ * unread. Every message contains the number of its attempt, so the next call skips them. */
 #include "backend/shm/windows.h"
 
 #include <errno.h>
@@ -72,9 +72,9 @@ static void unmap_file(void *at, int64_t bytes)
     munmap((char *)at - before, (size_t)(before + bytes));
 }
 
-/* Returns whether a byte of the caller's memory is the byte of the mapping of its file. Changes
- * the byte for a moment. A private mapping fails the test, because the change is not in the
- * file. */
+/* Returns whether two addresses are the same byte of a file: `data` in the caller's memory, and
+ * `mapped` in EPIC's mapping of the file. For the test it changes the byte at one address for a
+ * moment. If the caller's memory is a private mapping, the change does not reach the file. */
 static bool is_same_byte(volatile unsigned char *data, volatile unsigned char *mapped)
 {
     const unsigned char old = *data, other = old ^ 0xff;
@@ -111,8 +111,8 @@ static epic_result check_memory(const epic_window_memory *memory)
                      memory->fd, (long long)memory->fd_offset);
 }
 
-/* Sends the descriptor to all peers. A peer that has closed its connection is left out: the
- * wait for its op header reports it. */
+/* Sends the descriptor to all peers. Leaves out a peer that has closed its connection. A later
+ * wait for the op header of this peer reports it. */
 static epic_result send_to_all(epic_group *g, uint64_t attempt, int fd)
 {
     const shm_connections *c = g->backend_data;
