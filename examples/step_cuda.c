@@ -18,7 +18,7 @@ int main(void)
     struct {
         float tokens[TOKENS][HIDDEN], weights[TOKENS][TOP_K], out[TOKENS][HIDDEN];
         int32_t chosen[TOKENS][TOP_K]; /* experts, as a router chooses them */
-    } host, *gpu;                      /* one copy on the host, one on the device */
+    } host, *gpu;                      /* the same arrays on the host and on the device */
     for (int t = 0; t < TOKENS; t++) {
         for (int h = 0; h < HIDDEN; h++) host.tokens[t][h] = (float)(t + 1);
         for (int k = 0; k < TOP_K; k++) {

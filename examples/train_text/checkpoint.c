@@ -112,7 +112,7 @@ static bool read_header(FILE *file, const char *path, checkpoint_header *h)
     return true;
 }
 
-/* Reads values and continues the checksum. to NULL: only the checksum. */
+/* Reads values and adds them to the checksum. If `to` is NULL, does not store the values. */
 static bool read_values(FILE *file, float *to, int64_t count, uint32_t *sum)
 {
     float piece[4096];
@@ -126,7 +126,7 @@ static bool read_values(FILE *file, float *to, int64_t count, uint32_t *sum)
     return true;
 }
 
-/* Reads the next parameter, which must be p. m NULL: only verifies it. */
+/* Reads the next parameter, which must be p. If m is NULL, only verifies it. */
 static bool read_parameter(FILE *file, const char *path, const parameter *p, model *m)
 {
     record r;
@@ -148,7 +148,7 @@ static bool read_parameter(FILE *file, const char *path, const parameter *p, mod
            complain("%s: the checksum of %s is wrong: the file is damaged", path, p->name);
 }
 
-/* Reads the whole file. m NULL: only verifies it. */
+/* Reads the whole file. If m is NULL, only verifies it. */
 static bool read_all(const char *path, checkpoint_header *h, model *m)
 {
     FILE *file = file_open(path);
@@ -219,7 +219,7 @@ static void write_record(FILE *file, const parameter *p, const float *data)
     fwrite(data, 1, bytes, file);
 }
 
-/* Writes all parameters. file NULL: this rank only takes part in the sums. */
+/* Writes all parameters. If `file` is NULL, this rank only takes part in the sums. */
 static bool write_parameters(FILE *file, model *m)
 {
     float *data = memory(m->parameters[EMBED].count * MOMENTS * 4 +

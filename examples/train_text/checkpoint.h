@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checkpoints: a header, then every parameter with its moments, experts by their global
- * numbers. The file does not depend on the number of ranks. */
+/* Checkpoints. A file has a header, then every parameter with its moments. Experts are in the
+ * order of their global numbers, so the file does not depend on the number of ranks. */
 #ifndef TRAIN_CHECKPOINT_H
 #define TRAIN_CHECKPOINT_H
 
@@ -19,14 +19,15 @@ typedef struct checkpoint_header {
     uint32_t sum; /* CRC-32 of the fields above */
 } checkpoint_header;
 
-/* Reads the header and verifies its fields, and the length and checksums of the whole file.
- * Allocates no memory by sizes in the file. Prints an error if it returns false. */
+/* Reads the header. Verifies its fields, and the length and checksums of the whole file. Never
+ * allocates memory of a size that the file contains. Prints an error if it returns false. */
 bool checkpoint_look(const char *path, checkpoint_header *out);
 
 /* Reads this rank's parameters. Collective. Returns the same on all ranks. */
 bool checkpoint_load(const char *path, model *m);
 
-/* Prints an error on rank 0 if the file cannot be written. Collective. */
+/* Tests whether the file can be written. If not, prints an error on rank 0 and returns false.
+ * Collective. */
 bool checkpoint_test(const char *path, const group *g);
 
 /* Writes to a temporary name and renames the file, so that a complete file exists at any

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The dense part of the model, plainly: every sum has one order, whoever runs it. */
+/* The dense part of the model, in simple kernels. Each sum has one fixed order, for every number
+ * of ranks. */
 #include "device_kernels.h"
 
 #include <cuda_bf16.h>
@@ -51,7 +52,8 @@ static __global__ void embed_kernel(const unsigned char *bytes, int places, cons
     }
 }
 
-/* A warp takes a row of the table: the tokens that have read it, one after the other. */
+/* Computes the gradient of the table. Each warp computes one row at a time. It adds the
+ * gradients of all tokens that have read this row, one token after the other. */
 static __global__ void embed_backward_kernel(const unsigned char *bytes, int places,
                                              const float *d_x, float *d_table, int64_t tokens,
                                              int64_t hidden)
@@ -69,7 +71,7 @@ static __global__ void embed_backward_kernel(const unsigned char *bytes, int pla
 
 /* ------------------------------------------------------------------------------ norm ---- */
 
-/* A warp takes a token. */
+/* Computes norm(x). Each warp computes one token at a time. */
 static __global__ void norm_kernel(device_norm n, int64_t tokens, int64_t hidden)
 {
     const int64_t lane = threadIdx.x % LANES;
@@ -110,7 +112,8 @@ static __global__ void norm_backward_kernel(device_norm n, int64_t tokens, int64
     }
 }
 
-/* A warp takes a number of the gain. */
+/* Computes the gradient of the gain. Each warp computes one element at a time, which is a sum
+ * over all tokens. */
 static __global__ void gain_kernel(device_norm n, int64_t tokens, int64_t hidden)
 {
     const int64_t lane = threadIdx.x % LANES;
@@ -150,7 +153,8 @@ static __global__ void multiply_kernel(device_gemm g)
     }
 }
 
-/* A warp takes a token. */
+/* Computes the loss of each token, and replaces its logits by their gradient. Each warp computes
+ * one token at a time. */
 static __global__ void judge_kernel(float *logits, const unsigned char *bytes, int places,
                                     float scale, float *token_loss, int64_t tokens)
 {
@@ -175,7 +179,7 @@ static __global__ void judge_kernel(float *logits, const unsigned char *bytes, i
     }
 }
 
-/* One warp. */
+/* Adds the losses of all tokens. The grid is one warp. */
 static __global__ void loss_kernel(const float *token_loss, float scale, float *loss,
                                    int64_t tokens)
 {

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The kernels of the model's dense part on a GPU.  Rows are [tokens, hidden]; "narrow" is bf16. */
+/* The kernels of the model's dense part on a GPU.  Arrays of rows have the shape
+ * [tokens, hidden].  A name with "narrow" means bf16. */
 #ifndef TRAIN_DEVICE_KERNELS_H
 #define TRAIN_DEVICE_KERNELS_H
 
@@ -16,7 +17,8 @@ typedef struct device_shape { /* passed to every launch */
     int64_t tokens, hidden;
 } device_shape;
 
-/* bytes [tokens, places + 1]: the bytes before, then the byte to predict. */
+/* How many values a byte has. In the functions below, `bytes` has the shape [tokens, places +
+ * 1]. Each row has the bytes of the context, and at its end the byte to predict. */
 enum { DEVICE_BYTES = 256 };
 
 typedef struct device_gemm { /* c [m, n] = a [m, k] b [k, n]; transposed: as in product.h */
@@ -29,7 +31,8 @@ typedef struct device_gemm { /* c [m, n] = a [m, k] b [k, n]; transposed: as in 
 typedef struct device_norm {
     const float *x, *gain;
     float *inverse; /* [tokens]: 1 / the size of a row; input in backward */
-    float *h;       /* one of both is the output; in backward, the incoming gradient */
+    /* The rows after norm or, in backward, their gradient. One of the two is NULL. */
+    float *h;
     void *narrow_h;
     float *d_x, *d_gain; /* backward: d_x is added to, d_gain is written */
 } device_norm;
@@ -53,8 +56,8 @@ cudaError_t device_norm_backward(const device_shape *s, const device_norm *n);
 cudaError_t device_add(const device_shape *s, float *to, const float *x, const void *narrow);
 cudaError_t device_narrow(const device_shape *s, void *narrow, const float *x, int64_t count);
 cudaError_t device_multiply(const device_shape *s, const device_gemm *g);
-/* loss = scale * the sum over tokens of -log softmax(logits)[the byte to predict]; the logits become
- * their gradient.  token_loss [tokens] is scratch. */
+/* Computes loss = scale * (sum over the tokens of -log softmax(logits)[byte to predict]).
+ * Replaces the logits by their gradient.  token_loss [tokens] is temporary memory. */
 cudaError_t device_judge(const device_shape *s, float *logits, const unsigned char *bytes,
                          int places, float scale, float *token_loss, float *loss);
 cudaError_t device_move(const device_shape *s, const device_adam *a);

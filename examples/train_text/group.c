@@ -45,7 +45,9 @@ bool sum_over_ranks(const group *g, float *data, int64_t count)
 
 bool all_equal(const group *g, uint64_t number, const char *what)
 {
-    enum { PIECES = 4 }; /* pieces of 16 bits, which are exact in float32 */
+    enum {
+        PIECES = 4
+    }; /* `number` is sent in pieces of 16 bits, which float32 holds exactly */
     float *seen = memory((int64_t)g->num_ranks * PIECES * 4);
     for (int i = 0; i < PIECES; i++)
         seen[g->rank * PIECES + i] = (float)(number >> (16 * i) & 0xffff);

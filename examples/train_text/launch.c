@@ -224,7 +224,8 @@ static bool is_mpi_rank(void)
     return getenv("OMPI_COMM_WORLD_SIZE") || getenv("PMI_SIZE");
 }
 
-/* Is this one of several tasks of srun? epic_bootstrap_env connects those. */
+/* Returns whether this process is one of several tasks of srun. epic_bootstrap_env connects
+ * such tasks. */
 static bool is_task(void)
 {
     const char *tasks = getenv("SLURM_STEP_NUM_TASKS");

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The language model.  From the last CONTEXT bytes to the next one:
+/* The language model.  It predicts the next byte from the last CONTEXT bytes:
  *
  *     x = sum over places of table[place][byte]
  *     x = x + moe(norm(x))            LAYERS times, each with a gain of its own
  *     logits = norm(x) head
  *
  * Every rank has the same number of tokens and all of the dense parameters, but only its own
- * experts.  Everything that is added over tokens is added block by block: the tokens of all ranks
- * are cut into LEAVES blocks, each block has its own sum (and its own matrix products), and the
- * sums are added in one binary tree, first inside the ranks, then across them.  So the bits do
- * not depend on how many ranks there are. */
+ * experts.  The tokens of all ranks are cut into LEAVES blocks.  Every sum over tokens is computed
+ * for each block, with matrix products of its own.  Then the sums of the blocks are added in a
+ * binary tree, first inside each rank, then across the ranks.  So the bits of the results do not
+ * depend on the number of ranks. */
 #ifndef TRAIN_MODEL_H
 #define TRAIN_MODEL_H
 
@@ -47,8 +47,9 @@ typedef struct parameter {
     bool decays;
 } parameter;
 
-/* Sums over all tokens that are summed together with the dense gradients. Each layer has a
- * balance loss of its own, because the order of additions changes the bits. */
+/* Numbers that are summed over the ranks in the same call as the dense gradients. The balance
+ * losses of the layers are summed separately, because the order of additions changes the
+ * bits. */
 enum { SUM_LOSS = 0, SUM_STOP = 1, SUM_BALANCE = 2, NUM_SUMS = 16 };
 
 typedef struct device device; /* device.h */

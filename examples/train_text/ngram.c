@@ -9,7 +9,7 @@
 #include "group.h"
 #include "random.h"
 
-/* A context, or a context with the byte after it, whose `kinds` stays 0. */
+/* A context, or a context with the byte after it. In the second case `kinds` stays 0. */
 struct ngram_entry {
     uint64_t key; /* 0: the entry is free */
     uint32_t times, kinds;
@@ -40,7 +40,7 @@ static void grow(ngram *g)
     free(old.entries);
 }
 
-/* Counts a key. Returns its count before. */
+/* Increments the count of a key. Returns the count before that. */
 static uint32_t count(ngram *g, uint64_t key, uint32_t new_kinds)
 {
     ngram_entry *e = find(g, key);

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The baseline of the model: an interpolated n-gram, which only counts.  With h the
- * bytes before c, and h' all of them but the farthest,
+/* A baseline to which the model is compared: an interpolated n-gram (Witten and Bell), which
+ * only counts.  p(c | h) is the probability of byte c after the bytes h:
  *
  *     p(c | h) = (times(h c) + kinds(h) p(c | h')) / (times(h) + kinds(h))
  *
- * (Witten and Bell), where times counts in the training text and kinds(h) is how many different
- * bytes follow h there; for h without bytes, p is 1/256. */
+ *     times(s)   how often the bytes s occur in the training text
+ *     kinds(h)   how many different bytes follow h there
+ *     h'         h without its first byte; if h is empty, p(c | h') is 1/256 */
 #ifndef TRAIN_NGRAM_H
 #define TRAIN_NGRAM_H
 

@@ -153,7 +153,8 @@ static options_result read_all(options *o, const char **data, int argc, char **a
 
 /* -------------------------------------------------------------------------------- rules ---- */
 
-/* Sets an option from the checkpoint, or checks that both agree. Negative: not given. */
+/* If the command line has not set the option (*said is negative), sets it to the value of the
+ * checkpoint. Otherwise checks that both are equal. */
 static bool agree(const char *name, int64_t *said, int64_t theirs, const char *path)
 {
     if (*said >= 0 && *said != theirs)

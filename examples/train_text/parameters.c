@@ -53,7 +53,7 @@ static void list_parameters(model *m)
     for (int n = 0; n < NUM_PARAMETERS; n++) {
         const int owner = model_owner(m, n);
         parameter *p = &m->parameters[n];
-        if (n == UP) { /* the dense ones end here */
+        if (n == UP) { /* the dense parameters end here */
             m->dense_count = m->count;
             m->count += NUM_SUMS;
         }

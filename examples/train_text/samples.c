@@ -13,7 +13,8 @@ static const double temperature = 0.7;
 
 enum { NUM_SHOWN = 4 };
 
-/* Draws a byte by the probabilities of the logits. u: a random number in [0, 1). */
+/* Draws a byte with the probabilities softmax(logits / temperature). u: a random number in [0,
+ * 1). */
 static int choose(const float *logits, double u)
 {
     double sum = 0, most = logits[0], weights[BYTES];

@@ -54,7 +54,7 @@ static float bits(float nats)
 
 /* ---------------------------------------------------------------------- held-out text ---- */
 
-enum { PASSES = 4 }; /* they are made before and after training */
+enum { PASSES = 4 }; /* number of passes that measure the loss before and after training */
 
 /* Returns position n of `count` that are spread evenly over the held-out text. */
 static const unsigned char *held_out_at(const run *r, int64_t n, int64_t count)
