@@ -253,7 +253,10 @@ def filled(kind: type[ctypes.Structure], options: Options) -> ctypes.Structure:
 
 
 def size(name: str, *parts: ctypes.Structure | Options) -> int:
-    """The result of a size query over structs, or over options, which become structs."""
+    """Return the number of bytes that a function of the core computes.
+
+    name: the function. parts: its arguments, as structs or as options, which are converted.
+    """
     structs = [
         p if isinstance(p, ctypes.Structure) else filled(KINDS[type(p).__name__], p) for p in parts
     ]
@@ -263,7 +266,7 @@ def size(name: str, *parts: ctypes.Structure | Options) -> int:
 
 
 def experts_memory(options: Options, slots: int, on_gpu: bool) -> Any:
-    """MemoryInfo of the experts' MLP, on GPUs or on CPUs."""
+    """Return the MemoryInfo of the experts' MLP, on GPUs or on CPUs."""
     sizes = MemoryInfo()
     config = Config(max_tokens=1, max_row_bytes=1, backend=PLACES[on_gpu])
     wanted = filled(Experts, options)
@@ -289,7 +292,7 @@ def moe_struct(options: Any) -> tuple[Any, list[Any]]:
 
 
 def moe_memory(config: ctypes.Structure, options: Any, on_gpu: bool) -> Any:
-    """MemoryInfo of the whole layer for a group's config, on GPUs or on CPUs."""
+    """Return the MemoryInfo of the whole layer for a group's config, on GPUs or on CPUs."""
     wanted, kept = moe_struct(options)
     sizes = MemoryInfo()
     config.backend = PLACES[on_gpu]
@@ -299,5 +302,5 @@ def moe_memory(config: ctypes.Structure, options: Any, on_gpu: bool) -> Any:
 
 
 def sized(*values: ctypes.Structure) -> list[Any]:
-    """Return pointer and size of each struct, as the core's calls take them."""
+    """Return the arguments of a call of the core: a pointer and a size for each struct."""
     return [part for value in values for part in (ctypes.byref(value), ctypes.sizeof(value))]

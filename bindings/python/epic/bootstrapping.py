@@ -148,7 +148,10 @@ def by_exchange(exchange: Exchange, rank: int, num_ranks: int) -> Bootstrap:
 
 
 def joined(parts: list[bytes], num_ranks: int, size: int) -> bytes:
-    """Join what an exchange returned: as many bytes from each rank as from this one."""
+    """Return the bytes of all ranks, which an exchange returned, as one string of bytes.
+
+    Each rank must have sent `size` bytes.
+    """
     try:
         lengths, data = [len(part) for part in parts], b"".join(parts)
     except TypeError:
@@ -210,7 +213,10 @@ class Opener:
 
 
 def made(make: Callable[[], Bootstrap]) -> Bootstrap:
-    """Return the bootstrap that a function makes, in a thread, so that an interrupt can land."""
+    """Return the bootstrap that make() returns.
+
+    Calls make() in a thread, so that an interrupt can end the wait for it.
+    """
     opener = Opener(make, Bootstrap.close)
     wait_for([opener])
     if opener.error:
@@ -233,7 +239,7 @@ def wait_for(openers: Iterable[Opener]) -> None:
 def end(contexts: Iterable[int]) -> None:
     """Close contexts, each in a thread, because they may wait for each other.
 
-    Python 3.12 starts no threads at exit: they are closed one after the other then.
+    At exit, where Python 3.12 starts no threads, closes one after the other.
     """
     close = _native.core().epic_close
     threads = []

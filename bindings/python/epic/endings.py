@@ -23,7 +23,7 @@ Abort = Callable[[str], None]
 
 
 def why(error: BaseException) -> str:
-    """Return the reason of an error for the peers."""
+    """Return the sentence that the peers get when this process ends with an error."""
     text = str(error).splitlines()
     kind = type(error).__name__
     return f"its process ends with {kind}: {text[0]}" if text else f"its process ends with {kind}"
@@ -69,7 +69,10 @@ def start_watch(library: ctypes.CDLL, abort: Abort) -> None:
 
 
 def at_exit(owner: int, abort: Abort, close: Callable[[], None]) -> None:
-    """Abort the groups after an exception; otherwise let calls in flight end, then close."""
+    """Abort the groups if an exception ends the process. Otherwise close them.
+
+    Closing waits until the calls in flight have ended.
+    """
     if os.getpid() != owner:
         return  # a forked child: the groups belong to its parent
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)

@@ -134,7 +134,10 @@ def intern_options(kind: str, *values: Any) -> str:
 
 
 class Keyed:
-    """A dataclass with a key."""
+    """A frozen dataclass with a key: a string that stands for its values.
+
+    Tracers treat strings as constants.
+    """
 
     key: str
     NAMES: tuple[str, ...] = ()  # names of its fields; tracers need them as a constant

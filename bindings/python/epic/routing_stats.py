@@ -47,7 +47,10 @@ class RoutingStats:
 
 
 def read(address: int, size: int, ints: Callable[[int, int], Any]) -> RoutingStats:
-    """Read one plan's bytes on the host; ints: returns num_tokens rows of a table at an offset."""
+    """Return the statistics of one plan, whose bytes are in host memory.
+
+    ints(offset, num_tokens) returns num_tokens rows of the table at an offset of the plan.
+    """
     info = _native.PlanInfo()
     _native.check(_native.core().epic_plan_read_v1(address, size, *_native.sized(info)))
     return RoutingStats(

@@ -122,10 +122,10 @@ def logical_rules(
 
 
 def parameter_sharding(mesh: Mesh, names: Names, rules: Rules) -> NamedSharding:
-    """Return the sharding of a parameter, from the first rule for each name, like MaxText.
+    """Return the sharding of a parameter.
 
-    Leaves out an axis that already shards an earlier dimension, and an axis that the mesh does not
-    have.
+    Like MaxText, uses for each name the first of the rules for this name.  Leaves out an axis that
+    already shards an earlier dimension, and an axis that the mesh does not have.
     """
     known: dict[str, Any] = {axis: axis for axis in mesh.axis_names} | dict(reversed(rules))
     taken: set[str] = set()

@@ -45,7 +45,7 @@ def make_site() -> Any:
         return [mlir.ir_constant(np.int32(channel))]
 
     def batch(operands: Any, _: Any, *, group: Group) -> Any:
-        """Under vmap: all elements are calls of one site, one after the other."""
+        """Give the calls for all elements of a vmap, which run one by one, the same number."""
         return site.bind(*operands, group=group), None
 
     try:
@@ -232,10 +232,10 @@ def must_keep_call(group: Group, results: Sequence[ArraySpec]) -> bool:
 
 
 def keep_call(done: Any) -> None:
-    """Keep the call that returns `done`, by a second call that uses it and has a side effect.
+    """Prevent XLA from removing the collective call that returns `done`.
 
-    The collective itself has no side effect: XLA on the CPU runs calls with side effects one after
-    the other, in an order of its own.
+    For this a second call, which has a side effect, uses `done`. The collective itself must not
+    have a side effect, because XLA on CPUs runs such calls one after the other, in its own order.
     """
     jax.ffi.ffi_call("epic_keep", ABSENT, has_side_effect=True)(done)
 
@@ -258,7 +258,7 @@ def allow_side_effects() -> None:
 
 
 def map_in_sequence(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the call, made for one element after the other under vmap.
+    """Return a function that under vmap calls `run` for one element after the other.
 
     JAX's own rule for ffi_call does not know axes along which only the mapped operands differ
     (spmd_axis_name).
@@ -282,9 +282,9 @@ def map_in_sequence(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def first_order_only(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the call, which raises an error if JAX differentiates it.
+    """Return a function that calls `run`, and raises an error if JAX differentiates it.
 
-    Only EPIC's own gradients make these calls, so this is a second derivative.
+    Only EPIC's own gradients call it, so its derivative is a second derivative.
     """
     once = jax.custom_jvp(run)
 

@@ -116,7 +116,10 @@ class MoEBlock(nnx.Module):
             self.expert_bias = made(ExpertBias, zeros, (None,))
 
     def set_view(self, deterministic: bool | None = None) -> None:
-        """Set what nnx.view(model, deterministic=True) changes: whether the bias stays."""
+        """Set `deterministic`: whether the router's bias stays unchanged.
+
+        nnx.view(model, deterministic=True) calls this method.
+        """
         if deterministic is not None:
             self.deterministic = deterministic
 

@@ -105,7 +105,10 @@ def weight_specs(
 
 
 def load_everywhere(group: Group, loads: Any, axes: Axes) -> Any:
-    """Return the load summed over all groups; one rank of each group counts."""
+    """Return the load, summed over all groups.
+
+    All ranks of a group have the same load, so only the first one of each group is counted.
+    """
     first = jnp.ones((), bool)
     for axis in group.axes:
         first &= jax.lax.axis_index(axis) == 0

@@ -282,7 +282,10 @@ def check_table(name: str, layer: Layer, table: Any) -> None:
 
 
 def expert_tables(group: Group, layer: Layer, owners: Any, logical: Any) -> list[Any]:
-    """Return rank_of_expert and logical_of_expert for the core, checked; None if it needs none."""
+    """Return rank_of_expert and logical_of_expert for the core, checked.
+
+    A table that the core does not need is None.
+    """
     if bool(layer.num_logical) != (logical is not None):
         raise EpicArgumentError(
             f"logical_of_expert is {'None' if logical is None else 'given'} and num_logical is "
@@ -437,7 +440,10 @@ def plan(
 
 
 def plan_operands(plan: Plan, *arrays: Any) -> list[Any]:
-    """Return the plan's bytes with the ordering dependencies as one operand, and the arrays."""
+    """Return the operands of a call: the plan's operand, then the arrays.
+
+    The plan's operand is a tuple: the bytes of the plan, and the arrays to wait for.
+    """
     after = previous_call(plan.spec.group)
     data, *spread = cast_all_varying(plan.spec.group, plan.bytes, *arrays, *after)
     return [(data, *spread[len(arrays) :]), *spread[: len(arrays)]]
