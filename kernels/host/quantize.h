@@ -78,9 +78,9 @@ INLINE void quantize_block(uint8_t *q, void *scales, int64_t at, const float *x,
         quantize_block_1x32(q, scales, at, x);
 }
 
-/* Quantizes the last block of a row, which has `count` elements. The missing elements count as
- * 0, which does not change the scale. If w is infinite, they become NaN; but then the other
- * products are not finite either, so the scale is NaN anyway. */
+/* Quantizes w times the last block of a row, which has `count` elements. The missing elements
+ * count as 0, which does not change the scale. If w is infinite, these zeros become NaN. In this
+ * case the scale is NaN even without them, because no other product is finite. */
 INLINE void quantize_short_block(uint8_t *q, void *scales, const void *row, float w,
                                  epic_type type, int64_t at, int64_t count, int block)
 {

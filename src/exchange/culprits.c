@@ -61,7 +61,7 @@ static void follow_waits(exchange *x, uint64_t *ends)
             continue;
         }
         for (int w = 0; w < RANK_WORDS; w++) todo[w] |= status.waits_for[w];
-        r = -1; /* start again: a lower rank may have been added */
+        r = -1; /* start again at rank 0, because `todo` may have got a lower rank than r */
     }
 }
 

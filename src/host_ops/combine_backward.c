@@ -83,8 +83,9 @@ static void scatter_piece(const spreading *s, int from, int64_t token, const voi
 }
 
 /* Stores one piece of a gradient row into the windows of all peers where that is possible. A
- * peer has a window only if it scales no row. Calls the function that write_scaled_row() calls,
- * which may change the bits of a NaN. Returns true if some peer reads the piece from the ring. */
+ * peer announces its output as a window only if it multiplies no row by a weight. Copies the
+ * piece by the function that write_scaled_row() also calls, because this function may change the
+ * bits of a NaN. Returns true if some peer reads the piece from the ring. */
 static bool store_for_peers(const spreading *s, int64_t token, int32_t piece)
 {
     const epic_type type = (epic_type)s->args->type;

@@ -117,7 +117,8 @@ typedef struct moe_job {
     /* number of reals in the gradients of the gate and the shared expert */
     int64_t dense_count;
     int64_t dense_levels; /* levels of the tree of blocks; 0: work.dense is not needed */
-    /* host backward: gradient of each loss, plus d_loss, the gradient of their sum */
+    /* host backward: the caller's gradients of the balance loss and of the z-loss. d_loss, the
+     * gradient of their sum, is added to both. */
     double d_balance, d_z;
     uint32_t grad_type; /* backward: epic_type of the experts' weight gradients */
     moe_saved saved;

@@ -134,7 +134,7 @@ def intern_options(kind: str, *values: Any) -> str:
 
 
 class Keyed:
-    """A frozen dataclass with a key: a string that stands for its values.
+    """The base of frozen dataclasses with a key: a string that stands for their values.
 
     Tracers treat strings as constants.
     """

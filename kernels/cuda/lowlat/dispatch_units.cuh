@@ -99,7 +99,8 @@ template <class Rows> struct PieceSender {
     uint32_t peers;
     uint4 q[V];
 
-    /* Loads the first piece of this worker, and where its token goes. */
+    /* Starts to load this worker's first piece, and the choice of this lane for the piece's
+     * token. From the choices find_peers() computes where the piece goes. */
     __device__ __forceinline__ explicit PieceSender(const LowlatMove &move)
         : m(move), unit(move.senders.worker_index()),
           end(m.job.num_tokens * Rows::own_pieces(move))

@@ -87,7 +87,7 @@ bool mpi_can_join(const epic_peer *peers, int num_ranks, const epic_config *conf
         return false;
     }
     const int launched = launched_ranks();
-    /* so all ranks will initialize MPI when they join */
+    /* If mpirun started exactly these ranks, all of them will initialize MPI when they join. */
     if (launched == num_ranks) return true;
     if (launched)
         snprintf(why, SENTENCE,

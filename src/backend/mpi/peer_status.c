@@ -17,8 +17,8 @@
  * accumulate at a stuck peer. */
 #define SILENT_NS (5000 * MS)
 #define FRESH_NS (500 * MS)
-/* a thread counts as waiting until this long after wait() returned, since it may call it
- * again */
+/* A thread still counts as waiting for this time after wait() has returned, because it usually
+ * calls wait() again. */
 #define MOMENT_NS (100 * MS)
 
 /* Returns a send buffer whose last message has been sent, or NULL. */

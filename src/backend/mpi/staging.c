@@ -17,8 +17,8 @@
  * the order of its messages. */
 #include "backend/mpi/group.h"
 
-/* All rings of a slot together use this many bytes for alternating offsets. The number is
- * small, because ranks may share a cache. */
+/* The range of these offsets in bytes, summed over all rings of a slot. It is small, because
+ * ranks may share a cache, and all of this memory should stay in it. */
 #define ROUND_BYTES (256 * 1024)
 
 /* Implements epic_transport.ring_bytes. Backend mpi has no ring to EVERYONE, only one ring to
@@ -45,7 +45,8 @@ static unsigned char *sent_segment(epic_group *group, const op_slot *slot, int t
     return segment_of(group, slot, to, false, number) + slot->send_rings[to].offset;
 }
 
-/* Returns the offset in a segment where the entries of a flow begin. */
+/* Returns the offset in a segment at which the entries of a flow begin. Flows that fill only a
+ * small part of a segment get one offset after the other. */
 static int64_t choose_offset(const epic_group *group, const op_slot *slot,
                              const staging_ring *ring)
 {
