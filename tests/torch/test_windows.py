@@ -50,16 +50,18 @@ class SinInto(torch.autograd.Function):
 def step(group: Any, layer: Any, mine: Any, fused: bool, memory: Any = None) -> list[torch.Tensor]:
     """Run one step and return recv, slot_weights, out and the gradients of tokens and weights."""
     x, w, ids, ct = mine
-    recv, slots, _, results = memory or (None,) * 4
+    recv, slots = memory[:2] if memory else (None, None)
     plan = epic.torch.plan(group, layer, ids)
+    out: Any = None
     if fused:
-        out = None if memory is None else (plan, recv, slots)
+        out = memory and (plan, recv, slots)
         plan, rows, weights = epic.torch.plan_dispatch(group, layer, ids, x, w, out=out)
     else:
-        out = None if memory is None else (recv, slots)
+        out = memory and (recv, slots)
         rows, weights = epic.torch.dispatch(plan, x, w, out=out)
-    assert memory is None or rows.data_ptr() == recv.data_ptr()
-    y = torch.sin(rows) if memory is None else SinInto.apply(rows, results.detach())
+    assert weights is not None
+    assert memory is None or rows.data_ptr() == memory[0].data_ptr()
+    y = torch.sin(rows) if memory is None else SinInto.apply(rows, memory[3].detach())
     home = epic.torch.combine(plan, y, weights)
     return [rows.detach(), weights.detach(), home.detach(), *torch.autograd.grad(home, (x, w), ct)]
 
