@@ -328,12 +328,16 @@ EPIC_API void epic_dispatcher_close(epic_dispatcher *dispatcher);
  * epic_bootstrap_tcp and others make one (chapter "advanced"). */
 typedef struct epic_bootstrap epic_bootstrap;
 
+/* Value of epic_config.staging_bytes: the least that the backend accepts. */
+#define EPIC_LEAST_STAGING (-1)
+
 /* Configuration of a group.  All fields are equal on all ranks. */
 typedef struct epic_config {
     int64_t max_tokens;     /* largest number of tokens of a rank in one operation; required */
     int64_t max_row_bytes;  /* largest row in bytes, for tokens and for scales; required */
     int64_t staging_bytes;  /* largest staging memory of this rank in bytes; 0: enough for
-                               full speed */
+                               full speed; EPIC_LEAST_STAGING: the least that works, for
+                               contexts whose outputs lie in windows */
     uint32_t num_ranks;     /* number of ranks; 0: that of the bootstrap.  Required by the
                                calls that compute sizes */
     uint32_t timeout_ms;    /* deadline of every wait, in milliseconds; 0: 300000 */
@@ -1711,10 +1715,12 @@ static inline epic_result epic_capacity_bound(const epic_config *config,
 
 /* Memory of a context and of a plan. */
 typedef struct epic_memory_info {
-    int64_t host_bytes;   /* private host memory of a context */
-    int64_t shared_bytes; /* this rank's part of the host memory that the ranks share */
-    int64_t device_bytes; /* CUDA memory of a context */
-    int64_t plan_bytes;   /* bytes of one plan of the layer; 0 without a layer */
+    int64_t host_bytes;    /* private host memory of a context */
+    int64_t shared_bytes;  /* this rank's part of the host memory that the ranks share */
+    int64_t device_bytes;  /* CUDA memory of a context */
+    int64_t plan_bytes;    /* bytes of one plan of the layer; 0 without a layer */
+    int64_t staging_bytes; /* staging memory of this rank, part of the bytes above; 0 for
+                              backend "self" */
 } epic_memory_info;
 
 /* Computes how much memory a context and a plan will need, before a context is open.

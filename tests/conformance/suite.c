@@ -40,15 +40,16 @@ static int64_t least_staging(int num_ranks, int64_t max_in_flight)
 static epic_context *open_group(const member *m, uint32_t max_in_flight, bool little)
 {
     const int ranks = m->bootstrap->num_ranks;
-    const epic_config config = {
-        .max_tokens = WORLD_MAX_TOKENS,
-        .max_row_bytes = MAX_ROW_BYTES,
-        .staging_bytes = little ? least_staging(ranks, max_in_flight) : 0,
-        .timeout_ms = 100000,
-        .max_in_flight = max_in_flight,
-        .max_sms = suite_there->max_sms ? suite_there->max_sms(ranks) : 0,
-        .backend = m->backend,
-        .native = m->native};
+    const int64_t least = m->windows ? EPIC_LEAST_STAGING : least_staging(ranks, max_in_flight);
+    const epic_config config = {.max_tokens = WORLD_MAX_TOKENS,
+                                .max_row_bytes = MAX_ROW_BYTES,
+                                .staging_bytes = little ? least : 0,
+                                .timeout_ms = 100000,
+                                .max_in_flight = max_in_flight,
+                                .max_sms =
+                                    suite_there->max_sms ? suite_there->max_sms(ranks) : 0,
+                                .backend = m->backend,
+                                .native = m->native};
     epic_context *ctx;
     const epic_result result = epic_open(&ctx, m->bootstrap, &config);
     if (!CHECK_SAY(result == EPIC_OK, "open: %s", epic_error(ctx))) {

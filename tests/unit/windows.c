@@ -416,6 +416,24 @@ static void late_store(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
+/* EPIC_LEAST_STAGING: epic_memory reports a few rows for each peer, and all sizes shrink. */
+static void least_staging(const char *name)
+{
+    epic_memory_info full, least;
+    epic_config config = {
+        .max_tokens = 4096, .max_row_bytes = 14336, .num_ranks = 4, .backend = name};
+    CHECK(epic_memory(&config, NULL, &full) == EPIC_OK);
+    config.staging_bytes = EPIC_LEAST_STAGING;
+    CHECK(epic_memory(&config, NULL, &least) == EPIC_OK);
+    CHECK(least.staging_bytes > 0 && least.staging_bytes < full.staging_bytes);
+    CHECK_EQ(full.shared_bytes - least.shared_bytes, full.staging_bytes - least.staging_bytes);
+    config.staging_bytes = least.staging_bytes - 1;
+    CHECK(epic_memory(&config, NULL, &full) == EPIC_OK && full.shared_bytes == 0);
+    config.staging_bytes = least.staging_bytes; /* exactly the least that is accepted */
+    CHECK(epic_memory(&config, NULL, &full) == EPIC_OK);
+    CHECK_EQ(full.staging_bytes, least.staging_bytes);
+}
+
 static void run(run_body *body)
 {
     if (strcmp(backend, "shm") == 0)
@@ -436,6 +454,7 @@ int main(void)
         for (size_t i = 0; i < sizeof bodies / sizeof *bodies; i++) run(bodies[i]);
     }
     run(wrong_memory);
+    least_staging("shm");
     backend = "threads";
     run(late_store);
     return check_end();

@@ -579,6 +579,7 @@ static void hosts_memory_info(const epic_config *config, epic_memory_info *out)
                       P2P_RING_ENTRIES * 8 + (int64_t)sizeof(p2p_ring_words);
     out->shared_bytes = 0;
     out->device_bytes = p2p_heap_bytes(&at) + parts_bytes(&at, config->num_ranks) + on_gpu;
+    out->staging_bytes = p2p_staging_bytes(&at, config->num_ranks);
 }
 
 const epic_backend epic_backend_hosts = {

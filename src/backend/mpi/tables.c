@@ -73,6 +73,7 @@ static int64_t num_rings(const epic_config *config, int num_ranks)
 static int64_t choose_ring_bytes(const epic_config *config, int num_ranks)
 {
     const int64_t rings = num_rings(config, num_ranks);
+    if (config->staging_bytes == EPIC_LEAST_STAGING) return MIN_RING;
     const int64_t staging = config->staging_bytes ? config->staging_bytes : DEFAULT_STAGING;
     int64_t bytes = rings ? staging / rings / RING_UNIT * RING_UNIT : MAX_RING;
     if (bytes > MAX_RING) bytes = MAX_RING;
@@ -195,6 +196,7 @@ void mpi_memory(const epic_config *config, epic_memory_info *out)
     epic_group group = {0};
     measure_group(&group, config, 0, (int)config->num_ranks);
     out->host_bytes = (int64_t)(sizeof group + group.memory_bytes);
+    out->staging_bytes = num_rings(config, (int)config->num_ranks) * group.ring_bytes;
     out->shared_bytes = 0;
     out->device_bytes = 0;
 }

@@ -23,8 +23,15 @@ int32_t p2p_top_k_for(const epic_config *config)
 
 p2p_heap p2p_heap_for(const epic_config *config)
 {
+    /* a heap has staging for at least two rows, however little is given */
+    const bool least = config->staging_bytes == EPIC_LEAST_STAGING;
     return p2p_heap_of(config->num_ranks, config->max_tokens, config->max_row_bytes,
-                       config->staging_bytes, p2p_top_k_for(config));
+                       least ? 1 : config->staging_bytes, p2p_top_k_for(config));
+}
+
+int64_t p2p_staging_bytes(const p2p_heap *at, int64_t num_ranks)
+{
+    return 2 * (num_ranks - 1) * at->source_bytes;
 }
 
 int64_t p2p_heap_bytes(const p2p_heap *at)

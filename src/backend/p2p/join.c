@@ -198,6 +198,7 @@ static void p2p_memory(const epic_config *config, epic_memory_info *out)
     out->host_bytes = (int64_t)sizeof(epic_group) + 4096;
     out->shared_bytes = 0;
     out->device_bytes = p2p_heap_bytes(&at);
+    out->staging_bytes = p2p_staging_bytes(&at, config->num_ranks);
 }
 
 const epic_backend epic_backend_p2p = {

@@ -87,6 +87,8 @@ bool p2p_gpu_fits(const p2p_gpu *gpu);
 int32_t p2p_top_k_for(const epic_config *config);
 /* Returns the offsets of the heap of a context with this config. */
 p2p_heap p2p_heap_for(const epic_config *config);
+/* Returns the bytes of the staging in a heap. */
+int64_t p2p_staging_bytes(const p2p_heap *at, int64_t num_ranks);
 /* Returns the bytes to allocate for a heap. */
 int64_t p2p_heap_bytes(const p2p_heap *at);
 /* Clears a heap: sets stamped words to 0 and staging to poison. Returns when the device has

@@ -40,6 +40,7 @@ void shared_memory_info(const epic_config *config, epic_memory_info *out)
     if (shared_layout_of(config, &layout) != EPIC_OK) return;
     out->host_bytes = local_bytes(&layout);
     out->shared_bytes = layout.block_bytes;
+    out->staging_bytes = layout.num_slots * layout.staging_bytes;
 }
 
 static void init_exchanges(epic_group *g)

@@ -49,10 +49,14 @@ static epic_result choose_ring_sizes(const epic_config *config, shared_layout *l
 {
     const int64_t peers = at_least(l->num_ranks - 1, 1);
     size_full_rings(config, l);
+    const int64_t least = MIN_RING * (1 + peers);
+    if (config->staging_bytes == EPIC_LEAST_STAGING) {
+        split_staging(l, least);
+        return EPIC_OK;
+    }
     const int64_t full = l->broadcast_ring_bytes + l->peer_ring_bytes * peers;
     const int64_t given = config->staging_bytes / l->num_slots;
     if (config->staging_bytes == 0 || given >= full) return EPIC_OK;
-    const int64_t least = MIN_RING * (1 + peers);
     if (given < least)
         return epic_fail(
             EPIC_EINVAL,

@@ -239,7 +239,8 @@ class Group:
             ranks are on one host and else "hosts". On CPUs "self", "threads", "shm" or "mpi". None:
             the environment variable EPIC_BACKEND if it fits the device, else EPIC chooses.
         timeout_ms: Time limit of every wait for another rank, in ms. 0: 300,000.
-        staging_bytes: Bytes of staging memory that a host backend uses. 0: EPIC chooses.
+        staging_bytes: Bytes of staging memory that a host backend uses. 0: EPIC chooses. -1: the
+            least that works, if most rows are stored into windows (`window`).
         max_in_flight: Largest number of calls with different tags at the same time. 0: EPIC
             chooses.
         max_sms: Largest number of SMs that a call uses on a GPU. 0: EPIC chooses.
@@ -302,7 +303,7 @@ class Group:
         )
         config = self.config()
         config.timeout_ms = timeout_ms
-        config.staging_bytes = check_int("staging_bytes", staging_bytes, most=INT64_MAX)
+        config.staging_bytes = check_int("staging_bytes", staging_bytes, least=-1, most=INT64_MAX)
         config.max_in_flight = check_int("max_in_flight", max_in_flight)
         config.max_sms, config.max_top_k = (
             check_int("max_sms", max_sms),
