@@ -416,6 +416,26 @@ static void late_store(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
+/* Rank 1 ends while it stores into windows of its peers. Their closes wait for its end, but not
+ * for their deadline. Backend shm only. */
+static void ended_store(const epic_bootstrap *bootstrap, void *self)
+{
+    epic_context *ctx = open_context(bootstrap, 40000);
+    const epic_window_args a = {.bytes = 4096};
+    epic_window_info out;
+    (void)self;
+    CHECK(epic_window_alloc(ctx, &a, &out) == EPIC_OK);
+    if (bootstrap->rank == 1) ctx->backend->transport->windows->begin_stores(ctx->group);
+    CHECK(epic_window_alloc(ctx, &a, &out) == EPIC_OK); /* rank 1 has begun */
+    if (bootstrap->rank == 1) {
+        run_nap_us(100000);
+        _exit(0);
+    }
+    const uint64_t begin = run_now_ns();
+    epic_close(ctx);
+    CHECK(run_now_ns() - begin < 30000000000ull);
+}
+
 /* EPIC_LEAST_STAGING: epic_memory reports a few rows for each peer, and all sizes shrink. */
 static void least_staging(const char *name)
 {
@@ -454,6 +474,7 @@ int main(void)
         for (size_t i = 0; i < sizeof bodies / sizeof *bodies; i++) run(bodies[i]);
     }
     run(wrong_memory);
+    run(ended_store);
     least_staging("shm");
     backend = "threads";
     run(late_store);
