@@ -17,6 +17,22 @@
 
 #define HOST_DOT_BLOCK 1024 /* number of elements of a block of the dot product */
 
+#define HOST_PRODUCT_DEPTH 256 /* terms of a chunk of a sum in host_kernels.product */
+
+/* A product of float32 matrices: C [m, n] = op(A) op(B), or with `add` C += op(A) op(B). op(A)
+ * is [m, k], and op(B) is [k, n]. With transpose_a, A is stored as [k, m]; with transpose_b, B
+ * is stored as [n, k]. lda, ldb and ldc are the distances of stored rows in elements. */
+typedef struct host_product {
+    int64_t m, n, k;
+    const float *a;
+    int64_t lda;
+    const float *b;
+    int64_t ldb;
+    float *c;
+    int64_t ldc;
+    bool transpose_a, transpose_b, add;
+} host_product;
+
 /* One variant of the row functions, compiled for one kind of processor. */
 typedef struct host_kernels {
     const char *name; /* "generic", "avx2" or "avx512"; printed by epic-info */
@@ -57,6 +73,11 @@ typedef struct host_kernels {
                            int64_t n);
     void (*quantize_1x32)(void *q, void *scales, const void *row, float w, epic_type type,
                           int64_t n);
+
+    /* Multiplies matrices. The bits of an element of C depend only on its row of op(A) and its
+     * column of op(B), not on m and n. host/product.c defines the order of additions. Needs
+     * 110 KB of stack. */
+    void (*product)(const host_product *product);
 
     /* Convert one element from or to `type`. For tests and slow paths. */
     double (*to_double)(const void *element, epic_type type);

@@ -10,15 +10,7 @@
 #include "dot.h"
 #include "lanes.h"
 #include "quantize.h"
-
-#ifndef VARIANT
-#define VARIANT generic
-#endif
-
-#define STRINGIFY(x) #x
-#define NAME_OF(variant) STRINGIFY(variant)
-#define JOIN(a, b) a##b
-#define TABLE_OF(variant) JOIN(host_kernels_, variant)
+#include "variant.h"
 
 #define STRIP (STRIP_LANES / LANES)
 
@@ -291,6 +283,8 @@ static void from_float(void *to, epic_type type, float x)
     }
 }
 
+void PRODUCT_OF(VARIANT)(const host_product *product); /* product.c */
+
 const host_kernels TABLE_OF(VARIANT) = {
     .name = NAME_OF(VARIANT),
     .copy = copy_row,
@@ -301,6 +295,7 @@ const host_kernels TABLE_OF(VARIANT) = {
     .dot = dot_rows,
     .quantize_1x128 = quantize_1x128,
     .quantize_1x32 = quantize_1x32,
+    .product = PRODUCT_OF(VARIANT),
     .to_double = to_double,
     .from_float = from_float,
 };

@@ -1,0 +1,217 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Products of float32 matrices in which the bits of an element depend only on its row of A and
+ * its column of B. Libraries such as OpenBLAS do not promise this: they choose other kernels for
+ * other numbers of rows.
+ *
+ * The order of additions: the sum over l is divided into chunks of HOST_PRODUCT_DEPTH terms,
+ * beginning at l = 0. Each chunk starts at +0 and adds its products by fused multiply-adds, by
+ * ascending l. The sums of the chunks are added by ascending l to the first of them, or to C if
+ * `add` is set. Zeros at the end of the sum do not change a bit. Every variant of this file,
+ * every block size and every processor computes the same bits.
+ *
+ * The loops follow Goto's algorithm, without allocating memory:
+ *   for each chunk of the sum
+ *     for each block of BLOCK_ROWS rows      packed in `left`, which fits the second-level cache
+ *       for each group of panels of columns  packed in `right`; a panel fits the first-level cache
+ *         for each panel, for each tile        a tile of sums in registers */
+#include "lanes.h"
+#include "variant.h"
+
+#if LANES == 16
+#define TILE_ROWS 12
+#define VECTORS 2
+#elif LANES == 8
+#define TILE_ROWS 6
+#define VECTORS 2
+#else
+#define TILE_ROWS 4
+#define VECTORS 8
+#endif
+#define PANEL (VECTORS * LANES)
+#define GROUP_COLUMNS 64 /* whole panels: long pieces of rows of B are faster to pack */
+#define BLOCK_ROWS 96    /* a multiple of every TILE_ROWS */
+#define FEW_ROWS 4       /* up to this many rows of A, packing B takes longer than it saves */
+
+/* Part of a product: rows of one block of A, one chunk of the sum. */
+typedef struct part {
+    const host_product *p;
+    int64_t first_row, rows, first, depth;
+    bool adds; /* add to C, instead of overwriting it */
+} part;
+
+/* Returns element (row, l) of op(A). */
+INLINE const float *left_at(const host_product *p, int64_t row, int64_t l)
+{
+    return p->transpose_a ? p->a + l * p->lda + row : p->a + row * p->lda + l;
+}
+
+/* Copies the rows of a part of op(A) to out, as tiles [depth, TILE_ROWS]. The last tile is filled
+ * up with zeros. */
+static void pack_left(const part *t, float *out)
+{
+    for (int64_t tile = 0; tile < t->rows; tile += TILE_ROWS, out += TILE_ROWS * t->depth) {
+        const int64_t rows = t->rows - tile < TILE_ROWS ? t->rows - tile : TILE_ROWS;
+        if (rows < TILE_ROWS) memset(out, 0, (size_t)(TILE_ROWS * t->depth) * sizeof *out);
+        if (t->p->transpose_a) {
+            const float *from = left_at(t->p, t->first_row + tile, t->first);
+            for (int64_t l = 0; l < t->depth; l++, from += t->p->lda)
+                if (rows == TILE_ROWS)
+                    memcpy(out + l * TILE_ROWS, from, TILE_ROWS * sizeof *out);
+                else
+                    memcpy(out + l * TILE_ROWS, from, (size_t)rows * sizeof *out);
+            continue;
+        }
+        for (int64_t i = 0; i < rows; i++) {
+            const float *from = left_at(t->p, t->first_row + tile + i, t->first);
+            for (int64_t l = 0; l < t->depth; l++) out[l * TILE_ROWS + i] = from[l];
+        }
+    }
+}
+
+/* Transposes a square of LANES x LANES floats. The distances of rows are from_row and to_row. */
+INLINE void transpose_square(float *to, int64_t to_row, const float *from, int64_t from_row)
+{
+#if LANES >= 8
+    for (int part = 0; part < LANES / 8 * (LANES / 8); part++) {
+        const int down = part / (LANES / 8) * 8, across = part % (LANES / 8) * 8;
+        __m256 r[8], s[8];
+        for (int i = 0; i < 8; i++)
+            r[i] = _mm256_loadu_ps(from + (down + i) * from_row + across);
+        for (int i = 0; i < 4; i++) {
+            s[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+            s[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+        }
+        for (int i = 0; i < 8; i++) { /* r[i]: columns i and i + 4 of four rows each */
+            const __m256 a = s[i / 4 * 4 + i % 4 / 2], b = s[i / 4 * 4 + i % 4 / 2 + 2];
+            r[i] = i % 2 ? _mm256_shuffle_ps(a, b, 0xee) : _mm256_shuffle_ps(a, b, 0x44);
+        }
+        for (int i = 0; i < 4; i++) {
+            float *out = to + (across + i) * to_row + down;
+            _mm256_storeu_ps(out, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+            _mm256_storeu_ps(out + 4 * to_row, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+        }
+    }
+#else
+    (void)to_row, (void)from_row;
+    *to = *from;
+#endif
+}
+
+/* Copies columns [column, column + count) of a chunk of op(B) to out, as panels [depth, PANEL].
+ * count is at most GROUP_COLUMNS. Missing columns of the last panel become zeros. */
+static void pack_right(const part *t, int64_t column, int64_t count, float *out)
+{
+    const host_product *p = t->p;
+    const int64_t whole = count / PANEL * PANEL, step = PANEL * t->depth;
+    if (whole < count) memset(out + whole * t->depth, 0, (size_t)step * sizeof *out);
+    if (!p->transpose_b) {
+        const float *from = p->b + t->first * p->ldb + column;
+        for (int64_t l = 0; l < t->depth; l++, from += p->ldb, out += PANEL) {
+            for (int64_t j = 0; j < whole; j += PANEL) /* a constant size is faster */
+                memcpy(out + j * t->depth, from + j, PANEL * sizeof *out);
+            memcpy(out + whole * t->depth, from + whole, (size_t)(count - whole) * sizeof *out);
+        }
+        return;
+    }
+    for (int64_t j = 0; j < count; j += LANES) {
+        const float *from = p->b + (column + j) * p->ldb + t->first;
+        float *to = out + j / PANEL * step + j % PANEL;
+        const int64_t columns = count - j < LANES ? count - j : LANES;
+        int64_t l = 0;
+        for (; columns == LANES && l + LANES <= t->depth; l += LANES)
+            transpose_square(to + l * PANEL, PANEL, from + l, p->ldb);
+        for (; l < t->depth; l++)
+            for (int64_t i = 0; i < columns; i++) to[l * PANEL + i] = from[i * p->ldb + l];
+    }
+}
+
+/* Computes one tile of C: `rows` rows of the packed tile a [depth, TILE_ROWS], and `vectors`
+ * vectors of columns of b, whose rows have the distance ldb. Stores the first `stored` rows and
+ * the first `count` columns. */
+INLINE void multiply_tile(const float *a, const float *b, int64_t ldb, int64_t depth, float *c,
+                          int64_t ldc, int rows, int vectors, int64_t stored, int64_t count,
+                          bool adds)
+{
+    lanes sum[TILE_ROWS][8];
+    for (int i = 0; i < rows; i++)
+        for (int v = 0; v < vectors; v++) sum[i][v] = lanes_of(0);
+    for (int64_t l = 0; l < depth; l++, a += TILE_ROWS, b += ldb) {
+        lanes right[8];
+        for (int v = 0; v < vectors; v++) right[v] = load_f32(b + v * LANES);
+        for (int i = 0; i < rows; i++) {
+            const lanes left = lanes_of(a[i]);
+            for (int v = 0; v < vectors; v++) sum[i][v] = lanes_fma(left, right[v], sum[i][v]);
+        }
+    }
+    for (int i = 0; i < rows && i < stored; i++, c += ldc)
+        for (int v = 0; v < vectors && v * LANES < count; v++) {
+            float *to = c + v * LANES;
+            const int64_t left = count - v * LANES;
+            if (left >= LANES)
+                store_f32(to, adds ? lanes_add(load_f32(to), sum[i][v]) : sum[i][v]);
+            else
+                store_tail(to, EPIC_F32, 0, left,
+                           adds ? lanes_add(load_tail(to, EPIC_F32, 0, left), sum[i][v])
+                                : sum[i][v]);
+        }
+}
+
+/* Multiplies the rows of a part by one packed panel of columns. */
+static void multiply_panel(const part *t, const float *left, const float *right, int64_t column,
+                           int64_t count)
+{
+    const host_product *p = t->p;
+    for (int64_t tile = 0; tile < t->rows; tile += TILE_ROWS, left += TILE_ROWS * t->depth) {
+        float *c = p->c + (t->first_row + tile) * p->ldc + column;
+        const int64_t rows = t->rows - tile;
+        multiply_tile(left, right, PANEL, t->depth, c, p->ldc, TILE_ROWS, VECTORS, rows, count,
+                      t->adds);
+    }
+}
+
+/* Multiplies the rows of a part by a group of packed panels, which have `count` columns. */
+static void multiply_group(const part *t, const float *left, const float *right, int64_t column,
+                           int64_t count)
+{
+    for (int64_t j = 0; j < count; j += PANEL)
+        multiply_panel(t, left, right + j * t->depth, column + j,
+                       count - j < PANEL ? count - j : PANEL);
+}
+
+/* Multiplies a few rows by columns of B that are not packed, and returns the number of columns
+ * that it has computed. */
+static int64_t multiply_few(const part *t, const float *left)
+{
+    enum { WIDE = 8 };
+    const host_product *p = t->p;
+    int64_t column = 0;
+    for (; column + WIDE * LANES <= p->n; column += WIDE * LANES)
+        for (int64_t i = 0; i < t->rows; i++)
+            multiply_tile(left + i, p->b + t->first * p->ldb + column, p->ldb, t->depth,
+                          p->c + (t->first_row + i) * p->ldc + column, p->ldc, 1, WIDE, 1,
+                          WIDE * LANES, t->adds);
+    return column;
+}
+
+/* Implements host_kernels.product. */
+void PRODUCT_OF(VARIANT)(const host_product *p)
+{
+    float left[BLOCK_ROWS * HOST_PRODUCT_DEPTH], right[GROUP_COLUMNS * HOST_PRODUCT_DEPTH];
+    for (int64_t first = 0; first < p->k; first += HOST_PRODUCT_DEPTH) {
+        part t = {.p = p, .first = first, .adds = p->add || first > 0};
+        t.depth = p->k - first < HOST_PRODUCT_DEPTH ? p->k - first : HOST_PRODUCT_DEPTH;
+        for (int64_t row = 0; row < p->m; row += BLOCK_ROWS) {
+            t.first_row = row;
+            t.rows = p->m - row < BLOCK_ROWS ? p->m - row : BLOCK_ROWS;
+            pack_left(&t, left);
+            int64_t column = 0;
+            if (t.rows <= FEW_ROWS && !p->transpose_b) column = multiply_few(&t, left);
+            for (; column < p->n; column += GROUP_COLUMNS) {
+                const int64_t rest = p->n - column;
+                const int64_t count = rest < GROUP_COLUMNS ? rest : GROUP_COLUMNS;
+                pack_right(&t, column, count, right);
+                multiply_group(&t, left, right, column, count);
+            }
+        }
+    }
+}
