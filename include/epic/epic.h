@@ -179,7 +179,11 @@ typedef enum epic_flag {
      * balance_coeff and z_coeff between the ranks, but computes as if both were 0. */
     EPIC_LOSS_BY_CALLER = 256,
     /* epic_moe_backward: forward had topk_weights_in. */
-    EPIC_FORCED_WEIGHTS = 512
+    EPIC_FORCED_WEIGHTS = 512,
+    /* Layer, equal on all ranks: the bits of a token do not depend on other tokens or on the
+     * layout of the group (epic_moe_forward).  epic_experts: the bits of a row of y and d_x
+     * depend only on its row of x, its weight and the weights of its expert. */
+    EPIC_INVARIANT = 1024
 } epic_flag;
 
 /* A contiguous matrix of rows of bytes that a call may write.  {NULL, 0, 0} is a matrix without
@@ -1226,7 +1230,7 @@ typedef struct epic_experts {
     uint32_t row_type;     /* epic_type of x and y: F32, BF16, F16 or F64 */
     uint32_t weight_type;  /* epic_type of weights and biases: 0: row_type.  F64 with F64
                               rows only; E4M3 on CUDA contexts only (epic_experts_forward) */
-    uint32_t flags;        /* 0 */
+    uint32_t flags;        /* EPIC_INVARIANT; 0 in a layer, which sets it from its own flags */
     float limit;           /* EPIC_CLAMPED_SWIGLU: 0: 7.  EPIC_CLAMPED_SILU: 0: 10.  The
                               gradient is 0 beyond the limit, but not at the limit */
     float alpha;           /* EPIC_CLAMPED_SWIGLU: 0: 1.702 */
@@ -1397,7 +1401,7 @@ typedef struct epic_moe {
     int64_t sequence_tokens;     /* like epic_balance_loss_args.sequence_tokens */
     int64_t capacity; /* slots of this rank; or EPIC_CAPACITY_EXACT, for epic_moe_plan */
     uint32_t flags;   /* EPIC_SUM_DENSE, not with F64 rows; EPIC_RECOMPUTE; EPIC_DISPATCH_AGAIN;
-                       EPIC_LOSS_BY_CALLER */
+                       EPIC_LOSS_BY_CALLER; EPIC_INVARIANT */
     uint32_t reserved; /* 0 */
 } epic_moe;
 
@@ -1510,6 +1514,18 @@ typedef struct epic_moe_args {
  * B = leaves / num_ranks blocks, some of which may be empty.  Block b begins at token
  * floor(b * T / B).  If the balance loss is computed per sequence, whole sequences take the
  * place of tokens.  None of this applies if EPIC_BY_HOSTS selects the tree.
+ *
+ * EPIC_INVARIANT:
+ *   - The rows of a token in `out` and d_x depend only on its rows of x and d_out, its choices
+ *     and their weights, the parameters and `leaves`.  They do not depend on other tokens, on
+ *     the numbers of tokens, ranks, hosts and SMs, on the capacity or on the alignment.  But the
+ *     gradients of losses, which are a part of d_x, depend on all tokens.
+ *   - Gradients of parameters have the bits that EPIC_TREE promises.
+ *   - The layer must have EPIC_TREE, `leaves` and EPIC_OVERFLOW_ERROR, and no gemm.
+ *   - Host contexts multiply with EPIC's own kernels.  The bits then depend neither on OpenBLAS
+ *     nor on the processor, and BF16 rows do not use oneDNN.
+ *   - On CUDA contexts x, d_out, d_x and weights must begin at multiples of 16 bytes.  Their
+ *     bits differ from those of host contexts, and may differ between kinds of GPUs.
  *
  * experts->weight_type E4M3, on CUDA contexts only:
  *   - Dispatch quantizes the rows (1x128) when it sends them.

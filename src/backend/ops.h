@@ -53,7 +53,8 @@ typedef struct epic_gate_args {
     uint32_t accumulate; /* 1: add to d_w_gate and d_b_gate */
     /* 1: use the method with bfloat16 pieces for products of any size; for tests */
     uint32_t always_split;
-    uint32_t reserved;
+    /* 1: the method depends neither on `tokens` nor on `block` */
+    uint32_t is_invariant;
 } epic_gate_args;
 
 /* The operations of a device backend.  Every member is set.

@@ -92,6 +92,7 @@ static const option options[] = {
     {"flag EPIC_SUM_DENSE", KIND_FLAG, NO_CHOICES},
     {"flag EPIC_DISPATCH_AGAIN", KIND_FLAG, NO_CHOICES},
     {"flag EPIC_LOSS_BY_CALLER", KIND_FLAG, NO_CHOICES},
+    {"invariant", KIND_FLAG, NO_CHOICES},
 };
 enum { NUM_OPTIONS = sizeof options / sizeof *options };
 
@@ -218,6 +219,7 @@ void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_rout
     put_word(&at, (moe->flags & EPIC_SUM_DENSE) != 0);
     put_word(&at, (moe->flags & EPIC_DISPATCH_AGAIN) != 0);
     put_word(&at, (moe->flags & EPIC_LOSS_BY_CALLER) != 0);
+    put_word(&at, (moe->flags & EPIC_INVARIANT) != 0);
     out->hash = hash_bytes(out->words, (size_t)(at - out->words) * sizeof *at) | 1;
 }
 

@@ -11,6 +11,7 @@
 
 #include "epic/epic.h"
 #include "experts/onednn.h"
+#include "kernels/kernels.h"
 #include "rules/convert.h"
 
 /* Constants of CBLAS, the C interface of BLAS: CblasRowMajor, CblasNoTrans, CblasTrans. */
@@ -200,6 +201,28 @@ void gemm_f64(const gemm *g)
         MULTIPLY(b->dgemm, int);
     else
         MULTIPLY(b->wide_dgemm, int64_t);
+}
+
+void gemm_invariant_f32(const gemm *g)
+{
+    const host_product product = {.m = g->m,
+                                  .n = g->n,
+                                  .k = g->k,
+                                  .a = g->a,
+                                  .lda = g->lda,
+                                  .b = g->b,
+                                  .ldb = g->ldb,
+                                  .c = g->c,
+                                  .ldc = g->ldc,
+                                  .transpose_a = g->transpose_a,
+                                  .transpose_b = g->transpose_b,
+                                  .add = g->add};
+    host_kernels_get()->product(&product);
+}
+
+void gemm_invariant_f64(const gemm *g)
+{
+    gemm_plain_f64(g);
 }
 
 bool gemm_has_bf16(void)

@@ -39,6 +39,12 @@ bool gemm_has_bf16(void);
  * it. */
 void gemm_bf16(const gemm *g);
 
+/* Multiply without OpenBLAS. The bits of an element of C depend only on its row of op(A), its
+ * column of op(B) and k. More terms that are 0 at the end of a sum do not change it. Float32
+ * uses host_kernels.product, and float64 plain loops. */
+void gemm_invariant_f32(const gemm *g);
+void gemm_invariant_f64(const gemm *g);
+
 /* Multiply by plain loops, even if OpenBLAS is loaded, so that tests can compare both. At most
  * one of A and B may be transposed. */
 void gemm_plain_f32(const gemm *g);

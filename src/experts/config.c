@@ -82,8 +82,9 @@ epic_result experts_read_config(experts_job *job, const epic_experts *theirs, si
     TRY(check_range("inner", ex->inner, 1, MAX_ROW_NUMBERS));
     TRY(check_types(ex));
     TRY(check_activation(ex));
-    if (ex->flags != 0)
-        return epic_fail(EPIC_EINVAL, "experts.flags is %u: it must be 0", ex->flags);
+    if (ex->flags & ~(uint32_t)EPIC_INVARIANT)
+        return epic_fail(EPIC_EINVAL, "experts.flags is %u: it must be 0 or EPIC_INVARIANT",
+                         ex->flags);
     job->hidden = ex->hidden;
     job->inner = ex->inner;
     job->width = ex->ungated ? job->inner : 2 * job->inner;
@@ -94,7 +95,9 @@ epic_result experts_read_config(experts_job *job, const epic_experts *theirs, si
                          ex->num_local_experts, ex->hidden, ex->inner,
                          (long long)MAX_WEIGHT_NUMBERS);
     job->is_f64 = ex->row_type == EPIC_F64;
-    job->is_bf16 = ex->row_type == EPIC_BF16 && ex->weight_type == EPIC_BF16 && gemm_has_bf16();
+    job->is_invariant = (ex->flags & EPIC_INVARIANT) != 0;
+    job->is_bf16 = !job->is_invariant && ex->row_type == EPIC_BF16 &&
+                   ex->weight_type == EPIC_BF16 && gemm_has_bf16();
     job->is_e4m3 = ex->weight_type == EPIC_E4M3;
     return EPIC_OK;
 }

@@ -29,6 +29,7 @@ typedef struct experts_job {
     bool has_f64_weights; /* slot_weights are float64 */
     bool accumulate;      /* EPIC_ACCUMULATE: add to the gradients */
     bool is_recompute;    /* EPIC_RECOMPUTE: forward computes only `saved` */
+    bool is_invariant;    /* EPIC_INVARIANT: products do not depend on the number of rows */
     /* Rows and weights are BF16, and oneDNN multiplies them without a conversion. Results that
      * are the input of a later product, such as activations, are then rounded to BF16. */
     bool is_bf16;

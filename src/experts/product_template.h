@@ -97,6 +97,8 @@ static void multiply_matrices(const experts_job *job, const gemm *g)
 {
     if (job->is_bf16)
         gemm_bf16(g);
+    else if (job->is_invariant)
+        OF(gemm_invariant)(g);
     else
         OF(gemm)(g);
 }
@@ -170,7 +172,7 @@ static void multiply_weights(const experts_job *job, const slab *slab, REAL *out
         g.b = tile;
         g.ldb = g.n;
         g.c = out + first;
-        OF(gemm)(&g);
+        multiply_matrices(job, &g);
     }
 }
 
@@ -202,7 +204,7 @@ static void multiply_weights_transposed(const experts_job *job, const slab *slab
                    job->experts.weight_type, g.n * k);
         g.b = job->weights_tile;
         g.c = out + first;
-        OF(gemm)(&g);
+        multiply_matrices(job, &g);
     }
 }
 

@@ -167,6 +167,30 @@ static epic_result check_device_support(const moe_job *j)
     return EPIC_OK;
 }
 
+/* Checks that arrays are aligned with EPIC_INVARIANT on a device. Tensor cores need addresses
+ * that 16 divides, and other addresses would use other kernels. */
+static epic_result check_alignment(const moe_job *j, const void *y, const char *y_name)
+{
+    const epic_moe_weights *w = &j->weights;
+    const struct {
+        const char *name;
+        const void *data;
+    } all[] = {{"x", j->x.data},
+               {y_name, y},
+               {"weights.w_gate", w->w_gate},
+               {"weights.w_gate_up", w->w_gate_up},
+               {"weights.w_down", w->w_down},
+               {"weights.shared_gate_up", w->shared_gate_up},
+               {"weights.shared_down", w->shared_down}};
+    if (!j->is_device || !j->is_invariant) return EPIC_OK;
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if ((uintptr_t)all[i].data % 16)
+            return epic_fail(EPIC_EINVAL,
+                             "%s is at %p: with EPIC_INVARIANT it must be aligned to 16 bytes",
+                             all[i].name, all[i].data);
+    return EPIC_OK;
+}
+
 /* Reads and checks the arguments that forward and backward have in common, and lays out the
  * buffers. */
 static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *call,
@@ -194,6 +218,7 @@ static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *cal
     TRY(check_weights(j, c->backward ? j->is_e4m3_backward : j->is_e4m3));
     if (j->weights.w_shared_gate) j->shared.weighting = EPIC_WEIGHT_EARLY;
     if (j->is_device) TRY(check_device_support(j));
+    TRY(check_alignment(j, c->y.data, c->y_name));
     moe_layout_buffers(j, c->saved, c->workspace, c->backward);
     record_weights(j);
     TRY(check_memory("saved", c->saved, c->saved_bytes, j->saved_bytes));
@@ -316,6 +341,7 @@ epic_result moe_read_backward_args(moe_job *j, epic_context *ctx, epic_moe_backw
     if (a->d_x.data || !j->tokens) {
         TRY(check_rows(j, "d_x", epic_rows_as_const(a->d_x)));
         a->d_x.row_bytes = j->row_bytes;
+        TRY(check_alignment(j, a->d_x.data, "d_x"));
     }
     if (g->scale_of_expert && !j->weights.scale_of_expert)
         return epic_fail(EPIC_EINVAL,

@@ -91,9 +91,10 @@ static void layout_workspace(moe_job *j, unsigned char *base, bool backward)
     w->tile =
         place_buffer(base, &used, j->is_device ? 0 : j->block * GATE_TILE * j->real_bytes);
     w->rows = place_buffer(base, &used, rows * j->hidden * j->real_bytes);
-    w->gate = place_buffer(
-        base, &used,
-        j->is_device ? gate_bytes(j->tokens, j->block, j->hidden, j->columns, backward) : 0);
+    w->gate = place_buffer(base, &used,
+                           j->is_device ? gate_bytes(j->tokens, j->block, j->hidden, j->columns,
+                                                     backward, j->is_invariant)
+                                        : 0);
     const bool adds_rows = j->has_shared || (j->is_device && j->router.zero_experts);
     w->shared_y = place_buffer(base, &used, adds_rows ? j->block * j->row_bytes : 0);
     w->shared_weights = place_buffer(base, &used, j->has_shared ? j->block * j->real_bytes : 0);

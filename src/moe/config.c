@@ -13,8 +13,41 @@
 #include "rules/convert.h"
 
 /* the flags that the caller may set in epic_moe.flags */
-#define KNOWN_FLAGS \
-    (EPIC_SUM_DENSE | EPIC_RECOMPUTE | EPIC_DISPATCH_AGAIN | EPIC_LOSS_BY_CALLER)
+#define KNOWN_FLAGS                                                                \
+    (EPIC_SUM_DENSE | EPIC_RECOMPUTE | EPIC_DISPATCH_AGAIN | EPIC_LOSS_BY_CALLER | \
+     EPIC_INVARIANT)
+
+/* Reads EPIC_INVARIANT, and returns an error for options with which the bits of a token could
+ * still depend on other tokens or on the number of ranks. */
+static epic_result read_invariant(moe_job *j)
+{
+    if (j->experts.flags || (j->has_shared && j->shared.flags))
+        return epic_fail(EPIC_EINVAL,
+                         "moe.%s.flags is %u: it must be 0; set EPIC_INVARIANT in moe.flags",
+                         j->experts.flags ? "experts" : "shared",
+                         j->experts.flags ? j->experts.flags : j->shared.flags);
+    j->is_invariant = (j->moe.flags & EPIC_INVARIANT) != 0;
+    if (!j->is_invariant) return EPIC_OK;
+    j->experts.flags = j->shared.flags = EPIC_INVARIANT;
+    if (j->layer.sum_order != EPIC_TREE || !j->moe.layer->leaves)
+        return epic_fail(EPIC_EINVAL,
+                         "moe.layer.sum_order is %s and leaves is %u: with EPIC_INVARIANT "
+                         "sum_order must be EPIC_TREE, and leaves must be set, because its "
+                         "default is the number of ranks",
+                         epic_sum_order_name(j->layer.sum_order), j->moe.layer->leaves);
+    if (j->layer.overflow != EPIC_OVERFLOW_ERROR)
+        return epic_fail(EPIC_EINVAL,
+                         "moe.layer.overflow is %s: with EPIC_INVARIANT it must be "
+                         "EPIC_OVERFLOW_ERROR, because which choices are dropped depends on "
+                         "other tokens",
+                         epic_overflow_name(j->layer.overflow));
+    if (j->experts.gemm || (j->has_shared && j->shared.gemm))
+        return epic_fail(EPIC_EINVAL,
+                         "moe.%s.gemm is not NULL: with EPIC_INVARIANT it must be "
+                         "NULL",
+                         j->experts.gemm ? "experts" : "shared");
+    return EPIC_OK;
+}
 
 /* Copies the caller's structs into *j. Does not check how they fit together. */
 static epic_result read_configs(moe_job *j, const epic_config *config, const epic_moe *moe,
@@ -27,6 +60,7 @@ static epic_result read_configs(moe_job *j, const epic_config *config, const epi
     TRY(READ_SIZED(&j->experts, m->experts, sizeof *m->experts, "moe.experts"));
     j->has_shared = m->shared != NULL;
     if (j->has_shared) TRY(READ_SIZED(&j->shared, m->shared, sizeof *m->shared, "moe.shared"));
+    TRY(read_invariant(j));
     layer_options_fill(&j->options, m, &j->router, &j->experts,
                        j->has_shared ? &j->shared : NULL);
     return EPIC_OK;
@@ -126,7 +160,8 @@ static epic_result check_options(const moe_job *j)
     if (m->flags & ~(uint32_t)KNOWN_FLAGS)
         return epic_fail(EPIC_EINVAL,
                          "moe.flags is 0x%x: it must have no bits except EPIC_SUM_DENSE, "
-                         "EPIC_RECOMPUTE, EPIC_DISPATCH_AGAIN and EPIC_LOSS_BY_CALLER",
+                         "EPIC_RECOMPUTE, EPIC_DISPATCH_AGAIN, EPIC_LOSS_BY_CALLER and "
+                         "EPIC_INVARIANT",
                          m->flags);
     if (m->reserved)
         return epic_fail(EPIC_EINVAL, "moe.reserved is %u: it must be 0", m->reserved);

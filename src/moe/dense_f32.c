@@ -3,5 +3,6 @@
  * expert's gate on the host. */
 #define REAL float
 #define GEMM gemm_f32
+#define GEMM_INVARIANT gemm_invariant_f32
 #define OPS dense_f32
 #include "moe/dense_template.h"

@@ -3,5 +3,6 @@
  * expert's gate on the host. */
 #define REAL double
 #define GEMM gemm_f64
+#define GEMM_INVARIANT gemm_invariant_f64
 #define OPS dense_f64
 #include "moe/dense_template.h"

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Host arithmetic on one block of tokens for the gate, the zero-experts and the gate of the
- * shared expert. dense_f32.c and dense_f64.c define three macros and include this file: REAL
- * (float or double), GEMM (the matrix product) and OPS (the name of the table of functions).
+ * shared expert. dense_f32.c and dense_f64.c define four macros and include this file: REAL
+ * (float or double), GEMM and GEMM_INVARIANT (the matrix products) and OPS (the name of the
+ * table of functions).
  *
  * Rows of other types are converted to REAL. The matrix products of the gate convert GATE_TILE
  * columns of all rows at a time; the other functions convert one row at a time. */
@@ -67,6 +68,15 @@ static const REAL *columns_of(const dense_block *b, int64_t first, int64_t count
     return tile;
 }
 
+/* Computes a matrix product of the gate. */
+static void multiply_matrices(const moe_job *j, const gemm *g)
+{
+    if (j->is_invariant)
+        GEMM_INVARIANT(g);
+    else
+        GEMM(g);
+}
+
 static int64_t smaller_of(int64_t a, int64_t b)
 {
     return a < b ? a : b;
@@ -89,7 +99,7 @@ static void gate_forward(const dense_block *b, void *logits)
                   .ldc = j->columns,
                   .add = first > 0};
         g.a = columns_of(b, first, g.k, &g.lda);
-        GEMM(&g);
+        multiply_matrices(j, &g);
     }
     for (int64_t t = 0; bias && t < b->tokens; t++)
         for (int64_t e = 0; e < j->columns; e++) out[t * j->columns + e] += bias[e];
@@ -201,7 +211,7 @@ static void gate_gradient(const dense_block *b, const REAL *d_logits, REAL *dens
                   .c = dense + parts.w_gate + first * j->columns,
                   .ldc = j->columns};
         g.a = columns_of(b, first, g.m, &g.lda);
-        GEMM(&g);
+        multiply_matrices(j, &g);
     }
     REAL *bias = dense + parts.b_gate;
     for (int64_t t = 0; t < b->tokens; t++)
@@ -231,7 +241,7 @@ static void gate_backward(const dense_block *b, const void *d_logits,
                        .transpose_b = true,
                        .c = acc,
                        .ldc = j->hidden};
-    GEMM(&back);
+    multiply_matrices(j, &back);
     for (int64_t t = 0; t < b->tokens; t++) {
         REAL *sum = acc + t * j->hidden;
         load_reals(row, out_row_at(b, d_x, t), row_type(b), j->hidden);

@@ -18,6 +18,7 @@ epic_gate_args moe_device_gate_args(const moe_job *j, const dense_block *block, 
                             .b_gate = j->weights.b_gate,
                             .logits = logits,
                             .workspace = j->work.gate,
+                            .is_invariant = j->is_invariant,
                             .row_type = j->experts.row_type};
 }
 

@@ -97,8 +97,9 @@ typedef struct moe_job {
      * can compare them with their own */
     layer_options options;
 
-    bool is_device; /* arrays are in device memory, which the host must not read */
-    bool is_f64;    /* real is float64 */
+    bool is_device;    /* arrays are in device memory, which the host must not read */
+    bool is_f64;       /* real is float64 */
+    bool is_invariant; /* EPIC_INVARIANT: products do not depend on the number of tokens */
     /* Rows and weights of the experts are E4M3 in forward. Then experts.weight_type is the type
      * of the biases and, unless is_e4m3_backward is true, of the weights in backward. */
     bool is_e4m3;

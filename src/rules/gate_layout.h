@@ -38,17 +38,27 @@ static inline int32_t gate_slices(int64_t lines, int64_t columns, int64_t depth)
     return (int32_t)(wanted < most ? wanted : most > 1 ? most : 1);
 }
 
+/* Returns the number of slices with EPIC_INVARIANT, which must not depend on the number of
+ * tokens. Few slices need little memory for many tokens. */
+static inline int32_t gate_fixed_slices(int64_t depth)
+{
+    const int64_t most = gate_ceil(depth, GATE_LEAST);
+    return (int32_t)(most < 8 ? most : 8);
+}
+
 /* Returns the bytes of the partial sums, or 0 if sums are not divided.
  *
  * In forward the number of slices depends on `block`, the tokens of one block, and not on all
  * tokens. With EPIC_TREE, blocks have the same size for every number of ranks, so the sums have
- * the same bits. Backward computes one block at a time. */
+ * the same bits. With EPIC_INVARIANT it depends only on `hidden`. Backward computes one block at
+ * a time. */
 static inline int64_t gate_parts_bytes(int64_t tokens, int64_t block, int64_t hidden,
-                                       int64_t columns, bool backward)
+                                       int64_t columns, bool backward, bool is_invariant)
 {
     const int64_t lines = backward ? hidden : tokens;
-    const int64_t slices =
-        backward ? gate_slices(hidden, columns, block) : gate_slices(block, columns, hidden);
+    const int64_t slices = backward       ? gate_slices(hidden, columns, block)
+                           : is_invariant ? gate_fixed_slices(hidden)
+                                          : gate_slices(block, columns, hidden);
     return slices > 1 ? slices * lines * columns * (int64_t)sizeof(float) : 0;
 }
 
@@ -102,15 +112,17 @@ static inline gate_pairs gate_pairs_of(int64_t tokens, int64_t hidden, int64_t c
  * pieces, whichever need more memory. Forward handles all tokens at once, and backward one
  * block. */
 static inline int64_t gate_bytes(int64_t tokens, int64_t block, int64_t hidden, int64_t columns,
-                                 bool backward)
+                                 bool backward, bool is_invariant)
 {
-    const int64_t parts = gate_parts_bytes(tokens, block, hidden, columns, backward);
+    const int64_t parts =
+        gate_parts_bytes(tokens, block, hidden, columns, backward, is_invariant);
     const int64_t cut = experts_tiles_bytes(tokens) + parts;
     const int64_t end = backward ? gate_pieces_of(tokens, hidden, columns, block).end
                                  : gate_pieces_of(tokens, tokens, columns, hidden).end;
     const int64_t pairs = backward ? gate_pairs_of(tokens, hidden, columns).end : 0;
     const int64_t pieces = end > pairs ? end : pairs;
-    return gate_is_large(block, columns, hidden) && pieces > cut ? pieces : cut;
+    const bool may_split = is_invariant || gate_is_large(block, columns, hidden);
+    return may_split && pieces > cut ? pieces : cut;
 }
 
 #endif

@@ -69,7 +69,7 @@ static const wrong table[] = {
     {ALL, FIELD(experts.weight_type), EPIC_F64, "moe.experts: experts.row_type is F32", "F64"},
     {ALL, FIELD(experts.weighting), 3, "moe.experts: experts.weighting", "3"},
     {ALL, FIELD(experts.activation), 9, "moe.experts: experts.activation", "9"},
-    {ALL, FIELD(experts.flags), 1, "moe.experts: experts.flags", "1"},
+    {ALL, FIELD(experts.flags), 1, "moe.experts.flags", "1"},
     {ALL, FIELD(shared.num_local_experts), 2, "moe.shared.num_local_experts", "2"},
     {ALL, FIELD(shared.hidden), 7, "moe.shared.hidden is 7", "6"},
     {ALL, FIELD(experts.weight_type), EPIC_E4M3, "moe.experts.weight_type", "E4M3"},

@@ -30,7 +30,7 @@ static void usual(problem *p)
 {
     *p = (problem){.num_ranks = RANKS, .biased = true, .gate_biased = true, .has_shared = true};
     for (int r = 0; r < RANKS; r++) p->tokens_of[r] = TOKENS;
-    p->layer = (epic_layer){.num_experts = 4, .top_k = 2};
+    p->layer = (epic_layer){.num_experts = 4, .top_k = 2, .sum_order = EPIC_TREE, .leaves = 2};
     p->router = (epic_router){.num_experts = 4,
                               .top_k = 2,
                               .normalize = EPIC_NORMALIZE_SUM,
@@ -159,6 +159,7 @@ CHANGE(sequence, p->moe.sequence_tokens = 2)
 CHANGE(sum_dense, p->moe.flags = EPIC_SUM_DENSE)
 CHANGE(again, p->moe.flags = EPIC_DISPATCH_AGAIN)
 CHANGE(by_caller, p->moe.flags = EPIC_LOSS_BY_CALLER)
+CHANGE(invariant, p->moe.flags = EPIC_INVARIANT)
 CHANGE(no_gate_bias, p->gate_biased = false)
 CHANGE(no_bias, p->biased = false)
 CHANGE(choice_bias, p->bias_given = true)
@@ -188,7 +189,8 @@ static const struct {
     {sequence, "sequence_tokens is 0 on rank 0 and 2 on rank 1"},
     {sum_dense, "EPIC_SUM_DENSE is 0 on rank 0 and 1 on rank 1"},
     {again, "EPIC_DISPATCH_AGAIN is 0 on rank 0 and 1 on rank 1"},
-    {by_caller, "EPIC_LOSS_BY_CALLER is 0 on rank 0 and 1 on rank 1"}};
+    {by_caller, "EPIC_LOSS_BY_CALLER is 0 on rank 0 and 1 on rank 1"},
+    {invariant, "invariant is 0 on rank 0 and 1 on rank 1"}};
 
 /* These weights exist only for calls of the whole layer. */
 static const struct {

@@ -199,6 +199,15 @@ static inline void draw_capacity(problem *p, source *s)
     }
 }
 
+/* Gives every second layer that supports it the flag EPIC_INVARIANT. */
+static inline void choose_invariant(problem *p, uint32_t seed)
+{
+    source s = source_of(seed + 4000000);
+    const bool supported =
+        p->layer.sum_order == EPIC_TREE && p->layer.overflow == EPIC_OVERFLOW_ERROR;
+    if (supported && below(&s, 2)) p->moe.flags |= EPIC_INVARIANT;
+}
+
 /* Makes the first columns of W_gate attract tokens and the last ones repel them, for full
  * and empty slabs. */
 static inline void skew(problem *p)
@@ -275,6 +284,7 @@ static inline problem draw(uint32_t seed, int num_ranks, uint32_t type)
     make_given(&p, &s);
     if (is_forced) draw_forced(&p, seed);
     draw_capacity(&p, &s);
+    choose_invariant(&p, seed);
     if (!below(&s, 3)) skew(&p);
     if (k->table) draw_table(&p, &s);
     if (for_devices && p.experts.activation >= EPIC_CLAMPED_SWIGLU) place_limit(&p);

@@ -121,15 +121,18 @@ static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *piec
 /* Launches a product of pass EPIC_GEMM_FORWARD or EPIC_GEMM_WEIGHT, with bfloat16 pieces if
  * they are faster. The result has `lines` rows, and each sum `depth` terms. One of the two is
  * the number of tokens of a block, the other one is a size of the layer. Both are equal for
- * every number of ranks. So is the choice, and so are the bits of the result. */
+ * every number of ranks. So is the choice, and so are the bits of the result. With
+ * is_invariant, logits use the pieces for any number of tokens. */
 static epic_result multiply_long(p2p_gemm *product, const epic_gate_args *gate, int64_t lines,
                                  int64_t depth)
 {
     const p2p_gemm pieces = product_of_pieces(product, gate);
-    const bool large = gate_is_large(lines, gate->columns, depth);
+    const bool fixed = gate->is_invariant && product->pass == EPIC_GEMM_FORWARD;
+    const bool large = fixed || gate_is_large(lines, gate->columns, depth);
     if (gate->always_split || (large && !p2p_gemm_is_slow(&pieces)))
         return multiply_pieces(product, &pieces, gate);
-    product->slices = gate_slices(lines, gate->columns, depth);
+    product->slices =
+        fixed ? gate_fixed_slices(depth) : gate_slices(lines, gate->columns, depth);
     return launch_product(product, gate->stream);
 }
 
@@ -154,11 +157,13 @@ static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs
 }
 
 /* Launches a product of pass EPIC_GEMM_INPUT, with bfloat16 pieces if they are faster. Like
- * multiply_long(), it decides by the number of tokens of a block. */
+ * multiply_long(), it decides by the number of tokens of a block. With is_invariant, uses the
+ * pieces for any number of tokens. */
 static epic_result multiply_wide(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const gate_pairs at = gate_pairs_of(gate->tokens, gate->hidden, gate->columns);
-    const bool large = gate_is_large(gate->block, gate->columns, gate->hidden);
+    const bool large =
+        gate->is_invariant || gate_is_large(gate->block, gate->columns, gate->hidden);
     uint8_t *work = gate->workspace;
     p2p_gemm pairs = *product;
     pairs.a = work + at.d_logits;

@@ -1,0 +1,66 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Tests EPIC_INVARIANT on GPUs: the rows of a token in out and d_x have the same bits for every
+ * number of tokens and of ranks (moe_selection.h). Odd seeds have sizes for tensor cores. Also
+ * tests that arrays at other addresses, which would use other kernels, are refused.
+ * usage: layer_invariant [cases] */
+#define MOST_NUMBERS (1 << 10)
+#include "layer_part.h"
+#include "unit/moe_selection.h"
+
+static void run_rank(void *what, int rank, epic_context *ctx, const epic_config *config)
+{
+    const problem *p = what;
+    device_part d = device_part_make(p, rank, config);
+    both_ways(d.t, ctx);
+    must_succeed(cudaStreamSynchronize(d.stream), "the layer");
+    CHECK(epic_check(ctx) == EPIC_OK, "%s: %s", p->name, epic_error(ctx));
+    device_part_end(&d);
+}
+
+static void run(problem *p)
+{
+    epic_config config = config_of(p);
+    config.backend = "p2p";
+    team_threads(run_rank, p, &config);
+}
+
+/* Passes rows at an address that tensor cores cannot read. */
+static void run_unaligned(void *what, int rank, epic_context *ctx, const epic_config *config)
+{
+    const problem *p = what;
+    device_part d = device_part_make(p, rank, config);
+    epic_moe_args forward = d.t->forward;
+    epic_moe_backward_args backward = d.t->backward;
+    forward.x.data = (const char *)forward.x.data + 8;
+    backward.d_x.data = (char *)backward.d_x.data + 8;
+    CHECK(epic_moe_forward(ctx, &forward) == EPIC_EINVAL &&
+              strstr(epic_error(ctx), "x is at") != NULL,
+          "%s", epic_error(ctx));
+    CHECK(epic_moe_backward(ctx, &backward) == EPIC_EINVAL &&
+              strstr(epic_error(ctx), "d_x is at") != NULL,
+          "%s", epic_error(ctx));
+    device_part_end(&d);
+}
+
+static void test_unaligned(void)
+{
+    problem p = draw_of(1, 8);
+    make_invariant(&p);
+    draw_all_tokens(&p, 8, 1);
+    set_capacity(&p, 0);
+    make_results(&p);
+    epic_config config = config_of(&p);
+    config.backend = "p2p";
+    team_threads(run_unaligned, &p, &config);
+    free_results(&p);
+    free_given(&p);
+}
+
+int main(int argc, char **argv)
+{
+    const uint32_t count = argc > 1 ? (uint32_t)atoi(argv[1]) : 40;
+    failures = share(sizeof *failures);
+    test_unaligned();
+    for (uint32_t seed = 0; seed < count; seed++) test_selections(seed, seed % 2 ? 8 : 1, 4);
+    return atomic_load(failures) ? 1 : 0;
+}
