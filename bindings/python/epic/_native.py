@@ -34,6 +34,7 @@ RESULTS = (
 EINVAL = RESULTS.index("EPIC_EINVAL")
 EPIC_F32 = 1
 DISPATCH_AGAIN = 128  # the flag EPIC_DISPATCH_AGAIN, with which e4m3 rows are not saved
+INVARIANT = 1024  # the flag EPIC_INVARIANT
 
 
 def struct(name: str, *parts: tuple[str, Any]) -> type[ctypes.Structure]:
@@ -274,6 +275,12 @@ def experts_memory(options: Options, slots: int, on_gpu: bool) -> Any:
     return sizes
 
 
+def moe_flags(options: Any) -> int:
+    """Return the flags of the epic_moe of an epic.Moe."""
+    again = DISPATCH_AGAIN if options.experts.weight_type == "e4m3" else 0
+    return again | (INVARIANT if options.invariant else 0)
+
+
 def moe_struct(options: Any) -> tuple[Any, list[Any]]:
     """Return the epic_moe of an epic.Moe, and the structs that it points to.
 
@@ -286,7 +293,7 @@ def moe_struct(options: Any) -> tuple[Any, list[Any]]:
     }
     names = ("balance_coeff", "z_coeff", "sequence_tokens", "capacity")
     numbers = {name: getattr(options, name) for name in names}
-    numbers["flags"] = DISPATCH_AGAIN if options.experts.weight_type == "e4m3" else 0
+    numbers["flags"] = moe_flags(options)
     addresses = {name: ctypes.addressof(part) for name, part in parts.items()}
     return MoeStruct(**numbers, **addresses), list(parts.values())
 

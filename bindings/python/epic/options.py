@@ -181,6 +181,7 @@ class Options(Keyed):
         }
 
 
+MOST_LEAVES = 8  # leaves that invariant=True chooses, at most
 DISTINCT = 8  # the value of the flag EPIC_DISTINCT
 
 
@@ -410,6 +411,12 @@ class Moe(Keyed):
         sequence_tokens: Length of a sequence: the balance loss of each sequence is averaged; 0: all
             tokens together.
         capacity: Slots of a rank for received rows; None: as many as can ever be needed.
+        invariant: Whether the bits of a token depend only on its own row, its choices and the
+            parameters: not on other tokens, their number, the ranks, the capacity or the alignment
+            (guide "Reproducibility"). Gradients of losses depend on all tokens. Needs sum_order
+            "tree" with `leaves`, which is then the largest number of ranks, and overflow "error".
+            `Moe.of` sets sum_order and leaves: the largest power of two up to 8 that divides
+            num_experts.
         quantize: "1x128" (a float32 scale for 128 columns) or "1x32" (an e8m0 scale for 32): rows
             travel to the experts in e4m3. None: as they are.
 
@@ -426,6 +433,7 @@ class Moe(Keyed):
     sequence_tokens: int = 0
     capacity: int | None = None
     quantize: str | None = None
+    invariant: bool = False
     key: str = key_field()
 
     @classmethod
@@ -451,6 +459,10 @@ class Moe(Keyed):
         """
         for name in fields:
             check_choice("an argument of Moe.of", name, MOE_ARGUMENTS)
+
+        if fields.get("invariant"):
+            leaves = math.gcd(check_int("num_experts", fields.get("num_experts")), MOST_LEAVES)
+            fields = {"sum_order": "tree", "leaves": leaves, **fields}
 
         def chosen(kind: Any) -> dict[str, Any]:
             return {name: value for name, value in fields.items() if name in kind.NAMES}
@@ -483,7 +495,46 @@ class Moe(Keyed):
             check_int("capacity", self.capacity, 1)
         if self.quantize is not None:
             check_choice("quantize", self.quantize, BLOCKS)
+        if self.invariant not in (False, True):
+            raise EpicArgumentError(f"invariant is {self.invariant!r}: must be True or False")
+        if self.invariant:
+            self.check_invariant()
         self.check_parts()
+
+    def as_invariant(self) -> "Moe":
+        """Return the options with invariant=True, and the sum_order and leaves that it needs.
+
+        Returns:
+            The options. A layer that has sum_order "tree" and leaves keeps them. Otherwise leaves
+            is the largest power of two up to 8 that divides num_experts.
+
+        Raises:
+            EpicArgumentError: Another option cannot be combined with invariant=True.
+        """
+        layer = self.layer
+        if layer.sum_order != "tree" or not layer.leaves:
+            leaves = math.gcd(layer.num_experts, MOST_LEAVES)
+            layer = replace(layer, sum_order="tree", leaves=leaves)
+        return replace(self, layer=layer, invariant=True)
+
+    def check_invariant(self) -> None:
+        """Refuse options with which the bits of a token can depend on other tokens or on ranks."""
+        layer = self.layer
+        if layer.sum_order != "tree" or not layer.leaves:
+            raise EpicArgumentError(
+                f"sum_order is {layer.sum_order!r} and leaves is {layer.leaves}: with "
+                "invariant=True they must be 'tree' and above 0; Moe.of(invariant=True) sets both"
+            )
+        if layer.overflow != "error":
+            raise EpicArgumentError(
+                f"overflow is {layer.overflow!r}: must be 'error' with invariant=True, because the "
+                "choices that are dropped depend on other tokens"
+            )
+        if self.quantize is not None:
+            raise EpicArgumentError(
+                f"quantize is {self.quantize!r}: must be None with invariant=True, because the "
+                "layer is then composed of functions that do not promise these bits"
+            )
 
     def check_parts(self) -> None:
         """Check the numbers that several parts contain."""
@@ -513,6 +564,17 @@ class Moe(Keyed):
             raise EpicArgumentError(
                 f"shared.num_local_experts is {self.shared.num_local_experts}: must be 1; for a "
                 "larger shared expert raise its inner"
+            )
+
+
+def check_invariant_call(given: dict[str, Any]) -> None:
+    """Refuse arguments with which a layer with invariant=True would be composed of functions that
+    do not promise its bits. given: their values by name."""
+    for name, value in given.items():
+        if value is not None:
+            raise EpicArgumentError(
+                f"{name} is given: must be None for a layer with invariant=True; EPIC's own "
+                "products compute it"
             )
 
 

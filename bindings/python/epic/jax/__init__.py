@@ -8,6 +8,7 @@ from types import ModuleType
 from epic import _native
 from epic.bootstrapping import Tcp
 from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError, error_code
+from epic.invariance import Difference, InvarianceReport
 from epic.jax import export_types, sharded
 from epic.jax.dispatching import (
     dequantize,
@@ -21,6 +22,7 @@ from epic.jax.e4m3 import scaled
 from epic.jax.experts import ExpertWeights, experts
 from epic.jax.gate_up import from_maxtext, merge_gate_up, split_gate_up, to_maxtext
 from epic.jax.groups import Group, check, close, open
+from epic.jax.invariance import check_invariance
 from epic.jax.layer_args import MoeOut, MoeWeights, Routing
 from epic.jax.library import TARGETS
 from epic.jax.moe import moe
@@ -33,12 +35,14 @@ from epic.options import Experts, Layer, Moe, Router
 
 __all__ = [
     "TARGETS",
+    "Difference",
     "EpicArgumentError",
     "EpicError",
     "EpicUnsupportedError",
     "ExpertWeights",
     "Experts",
     "Group",
+    "InvarianceReport",
     "Layer",
     "Moe",
     "MoeOut",
@@ -51,6 +55,7 @@ __all__ = [
     "balance_loss",
     "bias_update",
     "check",
+    "check_invariance",
     "close",
     "combine",
     "dequantize",

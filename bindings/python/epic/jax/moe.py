@@ -65,7 +65,7 @@ from epic.jax.layer_args import (
     promise_distinct,
 )
 from epic.jax.over_mesh import over_mesh
-from epic.options import Moe
+from epic.options import Moe, check_invariant_call
 
 # ------------------------------------------------------------- the core's own layer ----
 
@@ -450,6 +450,8 @@ def moe(
             "grouped_gemm with experts in e4m3 is not supported: leave grouped_gemm out, or use "
             "weights and a weight_type of a float type"
         )
+    if options.invariant:
+        check_invariant_call({"grouped_gemm": grouped_gemm, "token_mask": token_mask})
     rows = steps.as_rows(x)
     check_tokens(group, options, rows.shape[0])
     group.check_width("x", rows)

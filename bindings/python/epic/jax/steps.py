@@ -332,7 +332,6 @@ def moe_attributes(options: Moe, is_loss_by_caller: bool = False) -> dict[str, A
 
     """
     shared = options.shared.numbers("shared_") if options.shared else {}
-    flags = _native.DISPATCH_AGAIN if options.experts.weight_type == "e4m3" else 0
     return {
         **options.router.numbers(),
         **options.layer.numbers(),
@@ -343,7 +342,7 @@ def moe_attributes(options: Moe, is_loss_by_caller: bool = False) -> dict[str, A
         "z_coeff": float(options.z_coeff),
         "sequence_tokens": options.sequence_tokens,
         "capacity": options.capacity,
-        "moe_flags": flags | (LOSS_BY_CALLER if is_loss_by_caller else 0),
+        "moe_flags": _native.moe_flags(options) | (LOSS_BY_CALLER if is_loss_by_caller else 0),
     }
 
 

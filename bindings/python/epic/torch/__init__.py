@@ -3,6 +3,7 @@
 
 from epic.bootstrapping import Tcp
 from epic.errors import EpicArgumentError, EpicError, EpicNonFiniteError, EpicUnsupportedError
+from epic.invariance import Difference, InvarianceReport
 from epic.options import Experts, Layer, Moe, Router
 from epic.routing_stats import EXPERT_FULL, NO_EXPERT, RANK_FULL, RoutingStats
 from epic.torch.experts import ExpertWeights, experts, slab_mm
@@ -10,6 +11,7 @@ from epic.torch.finite import check_finite
 from epic.torch.flat import dispatch_flat
 from epic.torch.gradients import GradScaler, clip_grad_norm_, count_labels
 from epic.torch.groups import Group, threads
+from epic.torch.invariance import check_invariance
 from epic.torch.loading import from_pretrained
 from epic.torch.module import MoE, sharded_state
 from epic.torch.moe import MoeOut, MoeWeights, moe
@@ -43,6 +45,7 @@ __all__ = [
     "EXPERT_FULL",
     "NO_EXPERT",
     "RANK_FULL",
+    "Difference",
     "EpicArgumentError",
     "EpicError",
     "EpicNonFiniteError",
@@ -51,6 +54,7 @@ __all__ = [
     "Experts",
     "GradScaler",
     "Group",
+    "InvarianceReport",
     "Layer",
     "MoE",
     "Moe",
@@ -66,6 +70,7 @@ __all__ = [
     "balance_loss",
     "bias_update",
     "check_finite",
+    "check_invariance",
     "clip_grad_norm_",
     "combine",
     "count_labels",

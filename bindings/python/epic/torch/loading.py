@@ -376,6 +376,7 @@ def fill_layers(
     checkpoint: Checkpoint,
     names: Names,
     grouped_mm: GroupedMm | None,
+    invariant: bool,
 ) -> None:
     """Replace the blocks of a model without experts by layers, and read this rank's experts."""
     for name, source in names.experts.items():
@@ -384,7 +385,7 @@ def fill_layers(
     prefixes = {id(module): name for name, module in model.named_modules()}
     for parent, name, block in find_blocks(model, group):
         fill = make_fill(model, group, checkpoint, names, prefixes[id(block)], block)
-        made = Block(make_layer(block, group, grouped_mm, fill=fill), block)
+        made = Block(make_layer(block, group, grouped_mm, fill=fill, invariant=invariant), block)
         setattr(parent, name, made.train(block.training))
         checkpoint.close()
 
@@ -430,6 +431,7 @@ def from_pretrained(
     group: Group,
     *,
     grouped_mm: GroupedMm | None = None,
+    invariant: bool = False,
     dtype: torch.dtype | str = "auto",
     device: Any = None,
     strict: bool = True,
@@ -447,6 +449,7 @@ def from_pretrained(
             or of EPIC writes it. Every rank reads it.
         group: The open group.
         grouped_mm: As for `MoE`.
+        invariant: As for `replace_moe`.
         dtype: Dtype of the parameters. "auto": that of config.json, else that of the files.
         device: Where the parameters outside of the layers are stored. None: the group's device.
             The layers are always on the group's device.
@@ -483,7 +486,7 @@ def from_pretrained(
     model = load_others(type(skeleton), skeleton.config, checkpoint, names, kind, strict, options)
     model.to(group.device if device is None else device)
     checkpoint.close()
-    fill_layers(model, group, checkpoint, names, grouped_mm)
+    fill_layers(model, group, checkpoint, names, grouped_mm, invariant)
     model.config.name_or_path = model.name_or_path = os.fspath(folder)
     # save_pretrained of transformers writes the layout that was read.  The name is private: without
     # it a saved folder has the layout of the class.

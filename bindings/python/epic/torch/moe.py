@@ -14,7 +14,7 @@ from torch import Tensor
 
 from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
-from epic.options import Experts, Moe, Router, options_by_key
+from epic.options import Experts, Moe, Router, check_invariant_call, options_by_key
 from epic.torch import replicas, steps, sums
 from epic.torch.arguments import (
     EpicFunction,
@@ -169,7 +169,7 @@ def numbers_of(options: Moe, **types: int) -> tuple[Any, ...]:
 def values_of(options: Moe, **types: int) -> dict[str, Any]:
     """Return the values of numbers_of by the names of the operator's arguments."""
     shared = options.shared.numbers() if options.shared else {**NO_EXPERTS.numbers(), "inner": 0}
-    flags = _native.DISPATCH_AGAIN if options.experts.weight_type == "e4m3" else 0
+    flags = _native.moe_flags(options)
     layer = pack_fields(LAYER, options.layer.numbers())
     return {
         "balance_coeff": float(options.balance_coeff),
@@ -737,6 +737,8 @@ def moe(
             "grouped_mm with weights of e4m3 is not supported: leave grouped_mm out, or pass "
             "weights of another type"
         )
+    if options.invariant:
+        check_invariant_call({"grouped_mm": grouped_mm, "token_mask": mask})
     order = int(options.layer.sum_order == "tree") if sum_gradients else None
     if grouped_mm is not None or mask is not None or options.quantize is not None:
         if out is not None:

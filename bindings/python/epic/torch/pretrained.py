@@ -159,7 +159,12 @@ def other_layout(block: nn.Module, why: str) -> EpicUnsupportedError:
 
 
 def from_block(
-    block: nn.Module, group: Group, *, grouped_mm: GroupedMm | None = None, tag: int = 0
+    block: nn.Module,
+    group: Group,
+    *,
+    grouped_mm: GroupedMm | None = None,
+    tag: int = 0,
+    invariant: bool = False,
 ) -> MoE:
     """Return a layer with the weights of a transformers block, with this rank's experts.
 
@@ -168,6 +173,7 @@ def from_block(
         group: The open group.
         grouped_mm: As for `MoE`.
         tag: As for `MoE`.
+        invariant: As for `replace_moe`.
 
     Returns:
         The layer. Frozen parameters stay frozen.
@@ -183,7 +189,7 @@ def from_block(
             "call replace_moe on the whole model, or merge the adapters first"
         )
     check_block(block, group)
-    return make_layer(block, group, grouped_mm, tag)
+    return make_layer(block, group, grouped_mm, tag, invariant=invariant)
 
 
 def make_layer(
@@ -192,6 +198,7 @@ def make_layer(
     grouped_mm: GroupedMm | None,
     tag: int = 0,
     fill: Callable[[str, Tensor], None] | None = None,
+    invariant: bool = False,
 ) -> MoE:
     """Return the layer of from_block, without the adapters that the block may have.
 
@@ -202,8 +209,10 @@ def make_layer(
         tag: As for `MoE`.
         fill: Called with the name and the tensor of each parameter of this rank's experts, which it
             writes. The experts in the block are on "meta" then. None: they are copied.
+        invariant: As for `replace_moe`.
     """
     options, found = read_block(block)
+    options = options.as_invariant() if invariant else options
     up = found["w_gate_up"]
     with torch.no_grad():
         layer = MoE(
@@ -268,7 +277,13 @@ def find_blocks(model: nn.Module, group: Group) -> list[tuple[nn.Module, str, nn
     return found
 
 
-def replace_moe(model: nn.Module, group: Group, *, grouped_mm: GroupedMm | None = None) -> int:
+def replace_moe(
+    model: nn.Module,
+    group: Group,
+    *,
+    grouped_mm: GroupedMm | None = None,
+    invariant: bool = False,
+) -> int:
     """Replace all Mixture-of-Experts blocks of a loaded transformers model, in place.
 
     Collective: every rank calls it with the same model, and keeps its own experts. A model that has
@@ -278,6 +293,8 @@ def replace_moe(model: nn.Module, group: Group, *, grouped_mm: GroupedMm | None 
         model: The model.
         group: The open group.
         grouped_mm: As for `MoE`.
+        invariant: Whether the bits of a token in each layer depend only on the token, as with
+            `Moe.invariant`.
 
     Returns:
         The number of blocks that were replaced.
@@ -293,7 +310,7 @@ def replace_moe(model: nn.Module, group: Group, *, grouped_mm: GroupedMm | None 
     """
     found = find_blocks(model, group)
     for parent, name, block in found:
-        made = Block(make_layer(block, group, grouped_mm), block)
+        made = Block(make_layer(block, group, grouped_mm, invariant=invariant), block)
         setattr(parent, name, made.train(block.training))
     return len(found)
 

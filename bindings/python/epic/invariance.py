@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comparing the bits of a layer's stages between batches, for check_invariance of PyTorch and JAX.
+
+A *probe* runs the layer on a batch of tokens and returns, for each stage, one row of numbers for
+each token.  Tokens are drawn from a pool.  The rows of a token must be equal in every batch.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# In the order of the data. Bits that differ in one stage usually differ in all later ones.
+STAGES = ("gate", "router", "dispatch", "product", "combine", "gradient")
+POOL = 64  # number of different tokens
+MOST_GROUPS = 8  # about how many groups of top_k logits are read
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Bits that differ between batches.
+
+    Attributes:
+        layer: Name of the layer in the model; "" for a single layer.
+        stage: First stage with other bits. "gate": logits. "router": chosen ids and weights.
+            "dispatch": rows that travel to an expert and back. "product": the result of one expert.
+            "combine": the output of the layer. "gradient": the gradient of the tokens.
+        num_tokens: Number of tokens in the batch of each rank.
+        tokens: Number of tokens whose bits differ, on all ranks together.
+    """
+
+    layer: str
+    stage: str
+    num_tokens: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class InvarianceReport:
+    """Result of check_invariance, equal on all ranks.
+
+    Attributes:
+        layers: Names of the layers that were checked.
+        batches: Numbers of tokens of each rank in the batches.
+        differences: For each layer and batch with other bits the first stage where they differ.
+        fingerprint: Hash of the rows of all stages. Equal fingerprints of groups of different
+            sizes mean equal bits, if the options and parameters are equal.
+    """
+
+    layers: tuple[str, ...]
+    batches: tuple[int, ...]
+    differences: tuple[Difference, ...]
+    fingerprint: str
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether all bits were equal."""
+        return not self.differences
+
+    @property
+    def first(self) -> Difference | None:
+        """The difference in the earliest stage; None if there is none."""
+        return min(self.differences, key=lambda d: STAGES.index(d.stage), default=None)
+
+
+Rows = dict[str, np.ndarray]  # by stage: [num_tokens, bytes] uint8
+
+
+def as_bytes(*parts: np.ndarray) -> np.ndarray:
+    """Return arrays [num_tokens, ...] as one array [num_tokens, bytes] of their bits."""
+    rows = [np.ascontiguousarray(part) for part in parts]
+    return np.concatenate([r.view(np.uint8).reshape(len(r), -1) for r in rows], axis=1)
+
+
+def batch_sizes(most: int) -> tuple[int, ...]:
+    """Return the numbers of tokens to try, at most `most`; the largest comes first."""
+    return tuple(sorted({n for n in (1, 2, 7, 32, 100, 1000, 4096, most) if n <= most})[::-1])
+
+
+def draw_pool(num_tokens: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of the pool and their gradients, float32 [tokens, columns]."""
+    shape = (2, min(POOL, num_tokens), columns)
+    rows, gradients = np.random.default_rng(columns).standard_normal(shape, np.float32)
+    return rows, gradients
+
+
+def draw_tokens(num_tokens: int, pool: int, turn: int, rank: int) -> np.ndarray:
+    """Return random numbers of tokens in the pool. Batch 0 begins with all of them, in order."""
+    drawn = np.random.default_rng((turn, num_tokens, rank)).integers(0, pool, num_tokens)
+    if turn == 0:
+        drawn[:pool] = np.arange(pool)
+    return drawn
+
+
+def column_groups(columns: int, top_k: int) -> list[np.ndarray]:
+    """Return lists of top_k logits to read, spread over all columns; -1: none."""
+    starts = range(0, columns, top_k)
+    step = max(1, len(starts) // MOST_GROUPS)
+    whole = np.arange(columns + top_k)
+    whole[columns:] = -1
+    return [whole[start : start + top_k] for start in starts[::step]]
+
+
+def count_differences(rows: Rows, tokens: np.ndarray, references: Rows) -> list[int]:
+    """Return for each stage how many tokens have other bits than the reference."""
+    counts = []
+    for stage in STAGES:
+        values = rows.get(stage)
+        same = True if values is None else (values == references[stage][tokens]).all(axis=1)
+        counts.append(int(np.sum(np.logical_not(same))))
+    return counts
+
+
+def hash_rows(references: Iterable[Rows]) -> str:
+    """Return a hash of the rows of all layers and stages."""
+    found = hashlib.sha256()
+    for rows in references:
+        for stage in STAGES:
+            if stage in rows:
+                found.update(rows[stage].tobytes())
+    return found.hexdigest()[:16]
+
+
+def compare_batches(
+    layer: str,
+    sizes: Sequence[int],
+    probe: Callable[[np.ndarray], Rows],
+    share: Callable[[Rows], Rows],
+    add: Callable[[list[int]], list[int]],
+    rank: int,
+) -> tuple[list[Difference], Rows]:
+    """Run the batches of one layer and compare them.
+
+    Args:
+        layer: name of the layer.
+        sizes: numbers of tokens of the batches.
+        probe: runs the layer on tokens of the pool.
+        share: returns the rows of rank 0 on all ranks.
+        add: adds counts over the ranks.
+        rank: this rank, which draws other tokens than other ranks.
+
+    """
+    pool = min(POOL, sizes[0])
+    differences, references = [], {}
+    for turn, size in enumerate((sizes[0], *sizes)):
+        tokens = draw_tokens(size, pool, turn, rank if turn else 0)
+        own = probe(tokens)
+        if turn == 0:
+            references = share({stage: rows[:pool] for stage, rows in own.items()})
+        counts = add(count_differences(own, tokens, references))
+        worst = next((i for i, count in enumerate(counts) if count), None)
+        if worst is not None:
+            differences.append(Difference(layer, STAGES[worst], size, counts[worst]))
+    return differences, references

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""check_invariance: whether the bits of a token depend on its batch or its device."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from epic.errors import EpicUnsupportedError
+from epic.invariance import (
+    InvarianceReport,
+    Rows,
+    as_bytes,
+    batch_sizes,
+    column_groups,
+    compare_batches,
+    draw_pool,
+    hash_rows,
+)
+from epic.jax import sharded
+from epic.jax.groups import Group
+from epic.jax.layer_args import MoeWeights
+from epic.options import Moe, Router
+
+SHARED = ("shared_gate_up", "shared_down", "shared_b_gate_up", "shared_b_down")
+
+
+def bits_of(x: Any) -> np.ndarray:
+    """Return an array as numpy bytes [num_tokens, n]."""
+    return as_bytes(np.asarray(x))
+
+
+class Probe:
+    """Runs the stages of a layer on tokens of the pool."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        group: Group,
+        options: Moe,
+        weights: MoeWeights,
+        dtype: Any,
+        most: int,
+        grouped_gemm: Any,
+    ) -> None:
+        self.mesh, self.group, self.weights, self.grouped_gemm = mesh, group, weights, grouped_gemm
+        # Gradients of losses depend on all tokens.
+        self.options = replace(options, balance_coeff=0.0, z_coeff=0.0, sequence_tokens=0)
+        rows, gradients = draw_pool(most, options.experts.hidden)
+        self.pool, self.gradients = jnp.asarray(rows, dtype), jnp.asarray(gradients, dtype)
+        self.layer = jax.jit(self.run_layer)
+        self.logits = jax.jit(self.run_gate)
+        self.travel = jax.jit(self.run_travel)
+        self.one_expert = jax.jit(self.run_one_expert)
+
+    def run(self, options: Moe, x: Any, weights: Any, **more: Any) -> Any:
+        """Run the layer over the mesh."""
+        return sharded.moe(
+            self.mesh, self.group, options, x, weights, grouped_gemm=self.grouped_gemm, **more
+        )
+
+    def run_layer(self, x: Any, ct: Any, weights: Any) -> Any:
+        """Return the output, the routing and the gradient of the tokens."""
+
+        def forward(x: Any) -> Any:
+            found = self.run(self.options, x, weights, return_routing=True)
+            return found.out, found.routing
+
+        out, pull, routing = jax.vjp(forward, x, has_aux=True)
+        return out, routing, pull(ct)[0]
+
+    def run_gate(self, x: Any, ids: Any, weights: Any) -> Any:
+        """Return logits: the weights of forced ids, if the score is the logit itself."""
+        own = self.options.router
+        router = Router(own.num_experts, own.top_k, score="logits", zero_experts=own.zero_experts)
+        options = replace(self.options, router=router)
+        return self.run(options, x, weights, forced=ids, return_routing=True).routing.weights
+
+    def run_travel(self, x: Any, ids: Any) -> Any:
+        """Send rows to an expert and back."""
+        plan, rows, _ = sharded.plan_dispatch(self.mesh, self.group, self.options.layer, ids, x)
+        return sharded.combine(self.mesh, plan, rows)
+
+    def run_one_expert(self, x: Any, ids: Any, weights: Any) -> Any:
+        """Return the results of one expert for each token, with weight 1."""
+        options = replace(self.options, shared=None)
+        plain = weights._replace(**dict.fromkeys(SHARED))
+        ones = jnp.ones(ids.shape, self.weights.w_gate.dtype)
+        return self.run(options, x, plain, forced=(ids, ones)).out
+
+    def __call__(self, tokens: np.ndarray) -> Rows:
+        """Return the bits of all stages for a batch."""
+        x, ct, router = self.pool[tokens], self.gradients[tokens], self.options.router
+        out, routing, d_x = self.layer(x, ct, self.weights)
+        own = routing.topk_idx.at[:, 1:].set(-1)
+        sent = jnp.where(own < self.options.layer.num_ids, own, -1)
+        groups = column_groups(router.num_experts + router.zero_experts, router.top_k)
+        forced = [np.tile(ids.astype(np.int32), (len(tokens), 1)) for ids in groups]
+        logits = [bits_of(self.logits(x, ids, self.weights)) for ids in forced]
+        return {
+            "gate": as_bytes(*logits),
+            "router": as_bytes(bits_of(routing.topk_idx), bits_of(routing.weights)),
+            "dispatch": bits_of(self.travel(x, sent)),
+            "product": bits_of(self.one_expert(x, own, self.weights)),
+            "combine": bits_of(out),
+            "gradient": bits_of(d_x),
+        }
+
+
+def check_invariance(
+    mesh: Mesh,
+    group: Group,
+    options: Moe,
+    weights: MoeWeights,
+    *,
+    dtype: Any = None,
+    grouped_gemm: Any = None,
+) -> InvarianceReport:
+    """Check whether the bits of a token depend on its batch or its device.
+
+    Runs the layer on random batches of 1, 2, 7, 32, 100, 1000, 4096 and max_tokens tokens of each
+    device, if the group allows so many.  The batches contain the same 64 tokens, in other numbers
+    and order.  Compares the bits of every stage of each token.  A layer with
+    `Moe.of(..., invariant=True)` has no differences.  Call it outside of `jax.jit`.
+
+    Args:
+        mesh: the mesh that the group was opened with; all its devices are of this process.
+        group: the group.
+        options: the layer, without replicas.
+        weights: global arrays, as for `epic.jax.sharded.moe`.
+        dtype: dtype of the tokens; None: that of w_gate_up.
+        grouped_gemm: as for `epic.jax.moe`.
+
+    Returns:
+        An `InvarianceReport`.  Compare its `fingerprint` with that of a group of another size.
+
+    Raises:
+        EpicArgumentError: an argument is wrong.
+        EpicUnsupportedError: the mesh has devices of other processes, or the layer has replicas.
+
+    """
+    if any(device.process_index != jax.process_index() for device in mesh.devices.flat):
+        raise EpicUnsupportedError(
+            "mesh has devices of other processes: not supported by check_invariance; call it with "
+            "a mesh of one process"
+        )
+    if options.layer.num_logical:
+        raise EpicUnsupportedError(
+            "options.layer.num_logical is given: not supported by check_invariance; call it for "
+            "the layer without replicas"
+        )
+    devices, sizes = mesh.devices.size, batch_sizes(group.max_tokens)
+    kind = weights.w_gate_up.dtype if dtype is None else dtype
+    probe = Probe(mesh, group, options, weights, kind, devices * sizes[0], grouped_gemm)
+    batches = [size * devices for size in sizes]
+    differences, references = compare_batches("", batches, probe, dict, list, 0)
+    found = (replace(d, num_tokens=d.num_tokens // devices) for d in differences)
+    return InvarianceReport(("",), sizes, tuple(found), hash_rows([references]))

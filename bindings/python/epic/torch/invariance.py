@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""check_invariance: whether the bits of a token depend on its batch or its rank."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from epic.errors import EpicArgumentError
+from epic.invariance import (
+    Difference,
+    InvarianceReport,
+    Rows,
+    as_bytes,
+    batch_sizes,
+    column_groups,
+    compare_batches,
+    draw_pool,
+    hash_rows,
+)
+from epic.options import Router
+from epic.torch import steps
+from epic.torch.groups import Group
+from epic.torch.module import MoE
+from epic.torch.moe import MoeWeights, moe
+from epic.torch.replay import layers_of
+from epic.torch.sums import sum as sum_over_ranks
+
+SHARED = ("shared_gate_up", "shared_down", "shared_b_gate_up", "shared_b_down", "w_shared_gate")
+
+
+def bits_of(x: Tensor) -> np.ndarray:
+    """Return a tensor [num_tokens, n] as numpy integers with the same bits."""
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.detach().contiguous().view(kinds[x.element_size()]).cpu().numpy()
+
+
+class Probe:
+    """Runs the stages of a layer on tokens of the pool."""
+
+    def __init__(self, layer: MoE, most: int) -> None:
+        self.layer, self.group = layer, layer.group
+        # Gradients of losses depend on all tokens.
+        self.options = replace(layer.options, balance_coeff=0.0, z_coeff=0.0, sequence_tokens=0)
+        held = layer.w_gate_up.dtype
+        self.dtype = held if held.itemsize > 1 else torch.bfloat16
+        rows, gradients = draw_pool(most, self.options.experts.hidden)
+        self.pool, self.gradients = (
+            torch.from_numpy(values).to(self.group.device, self.dtype)
+            for values in (rows, gradients)
+        )
+
+    def run(self, x: Tensor, options: Any = None, **more: Any) -> Any:
+        """Run the layer with other options or weights."""
+        weights = more.pop("weights", None) or self.layer.weights()
+        return moe(
+            self.group,
+            options or self.options,
+            x,
+            weights,
+            grouped_mm=self.layer.grouped_mm,
+            logical_of_expert=self.layer.logical_of_expert,
+            tag=self.layer.tag,
+            **more,
+        )
+
+    def logits(self, x: Tensor) -> list[np.ndarray]:
+        """Return logits: the weights of forced ids, if the score is the logit itself."""
+        own = self.options.router
+        router = Router(own.num_experts, own.top_k, score="logits", zero_experts=own.zero_experts)
+        found = []
+        for columns in column_groups(own.num_experts + own.zero_experts, own.top_k):
+            ids = torch.from_numpy(columns).to(x.device).expand(len(x), -1)
+            options = replace(self.options, router=router)
+            used = self.run(x, options, forced=ids, return_routing=True).routing
+            found.append(bits_of(used.weights))
+        return found
+
+    def travel(self, x: Tensor, ids: Tensor) -> Tensor:
+        """Send rows to an expert and back."""
+        replicas = self.layer.logical_of_expert
+        plan = steps.plan(
+            self.group, self.options.layer, ids, logical_of_expert=replicas, tag=self.layer.tag
+        )
+        return steps.combine(plan, steps.dispatch(plan, x)[0])
+
+    def one_expert(self, x: Tensor, ids: Tensor) -> Tensor:
+        """Return the results of one expert for each token, with weight 1."""
+        weights: MoeWeights = self.layer.weights()._replace(**dict.fromkeys(SHARED))
+        ones = torch.ones(ids.shape, device=x.device)
+        ones = ones.double() if x.dtype == torch.float64 else ones
+        options = replace(self.options, shared=None)
+        return self.run(x, options, weights=weights, forced=(ids, ones)).out
+
+    def __call__(self, tokens: np.ndarray) -> Rows:
+        """Return the bits of all stages for a batch."""
+        at = torch.from_numpy(tokens).to(self.group.device)
+        x = self.pool[at].requires_grad_()
+        found = self.run(x, return_routing=True)
+        (d_x,) = torch.autograd.grad(found.out, x, self.gradients[at])
+        with torch.no_grad():
+            ids, weights = found.routing
+            own = ids.clone()
+            own[:, 1:] = -1
+            sent = torch.where(own < self.options.layer.num_ids, own, -1)
+            return {
+                "gate": as_bytes(*self.logits(x)),
+                "router": as_bytes(bits_of(ids), bits_of(weights)),
+                "dispatch": as_bytes(bits_of(self.travel(x, sent))),
+                "product": as_bytes(bits_of(self.one_expert(x, own))),
+                "combine": as_bytes(bits_of(found.out)),
+                "gradient": as_bytes(bits_of(d_x)),
+            }
+
+    def add(self, numbers: list[int]) -> list[int]:
+        """Add counts over the ranks."""
+        values = torch.tensor(numbers, dtype=torch.float32, device=self.group.device)
+        return [int(v) for v in sum_over_ranks(self.group, values, tag=self.layer.tag)]
+
+    def share(self, rows: Rows) -> Rows:
+        """Return the rows of rank 0, added to zeros of all other ranks."""
+        found = {}
+        for stage, values in rows.items():
+            own = values if self.group.rank == 0 else np.zeros_like(values)
+            numbers = torch.from_numpy(own.astype(np.float32)).to(self.group.device)
+            whole = sum_over_ranks(self.group, numbers, tag=self.layer.tag)
+            found[stage] = whole.cpu().numpy().astype(np.uint8)
+        return found
+
+
+def check_invariance(model: nn.Module, group: Group | None = None) -> InvarianceReport:
+    """Check whether the bits of a token depend on its batch or its rank.
+
+    Runs each MoE layer on random batches of 1, 2, 7, 32, 100, 1000, 4096 and max_tokens tokens of
+    each rank, if the group allows so many. The batches contain the same 64 tokens, in other numbers
+    and order. Compares the bits of every stage of each token. A layer with
+    `Moe.of(..., invariant=True)` has no differences. Parameters and their gradients do not change.
+
+    Collective: every rank calls it.
+
+    Args:
+        model: A model with `MoE` layers, or a `MoE`; also a model whose blocks `replace_moe` has
+            replaced.
+        group: Only layers of this group are checked. None: all layers.
+
+    Returns:
+        An `InvarianceReport`, equal on all ranks. Compare its `fingerprint` with that of a group of
+        another size.
+
+    Raises:
+        EpicArgumentError: The model has no MoE layer of the group.
+        EpicError: A rank failed, was late, or made a different call.
+
+    Example:
+        >>> import epic.torch
+        >>> options = epic.torch.Moe.of(
+        ...     num_experts=4, top_k=2, hidden=8, inner=16, invariant=True
+        ... )
+        >>> with epic.torch.Group(num_ranks=1, max_tokens=40, max_row_bytes=32) as group:
+        ...     report = epic.torch.check_invariance(epic.torch.MoE(group, options))
+        >>> report.is_invariant, report.batches
+        (True, (40, 32, 7, 2, 1))
+    """
+    layers = {n: v for n, v in layers_of(model).items() if group is None or v.group is group}
+    if not layers:
+        raise EpicArgumentError("group is not that of a MoE layer of model: pass its group or None")
+    differences: list[Difference] = []
+    references: list[Rows] = []
+    tried: set[int] = set()
+    for name, layer in layers.items():
+        sizes = batch_sizes(layer.group.max_tokens)
+        probe = Probe(layer, sizes[0])
+        with torch.enable_grad():
+            found, rows = compare_batches(
+                name, sizes, probe, probe.share, probe.add, layer.group.rank
+            )
+        differences += found
+        references.append(rows)
+        tried.update(sizes)
+    return InvarianceReport(
+        tuple(layers),
+        tuple(sorted(tried, reverse=True)),
+        tuple(differences),
+        hash_rows(references),
+    )

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers with invariant=True: bits of tokens in other batches and groups, and check_invariance."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import epic.torch
+from epic.invariance import STAGES, as_bytes, compare_batches
+from parts import group_of, numbers
+
+HIDDEN, INNER = 40, 24
+SIZES: dict[str, Any] = {"max_tokens": 48, "max_row_bytes": 4 * HIDDEN}
+
+
+def options_of(**more: Any) -> epic.torch.Moe:
+    """A layer with a shared expert, a zero-expert and losses."""
+    return epic.torch.Moe.of(
+        num_experts=8, top_k=2, hidden=HIDDEN, inner=INNER, normalize="sum", zero_experts=1,
+        shared=epic.torch.Experts(1, HIDDEN, INNER),
+        **{"invariant": True, "balance_coeff": 0.1, **more},
+    )  # fmt: skip
+
+
+def report_of(_: int, ep: int, dtype: torch.dtype) -> epic.torch.InvarianceReport:
+    """The report about a layer of a group of ep ranks."""
+    with group_of(ep, **SIZES) as group:
+        layer = epic.torch.MoE(group, options_of(), dtype=dtype, gate_bias=True, shared_gate=True)
+        return epic.torch.check_invariance(layer, group)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_groups(world: Any, dtype: torch.dtype) -> None:
+    """No bit differs between batches, ranks and groups of 1, 2 and 4 ranks."""
+    reports = [report for ep in (1, 2, 4) for report in world.run(report_of, ep, dtype)]
+    assert all(report.is_invariant for report in reports), reports
+    assert {report.fingerprint for report in reports} == {reports[0].fingerprint}
+    assert reports[0].batches == (48, 32, 7, 2, 1)
+    assert reports[0].layers == ("",)
+
+
+def few_tokens(rank: int, ep: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Output and gradient of 0, 1 and 2 tokens of each group, of which ranks have 0 or more."""
+    found = []
+    with group_of(ep, **SIZES) as group:
+        layer = epic.torch.MoE(group, options_of(balance_coeff=0.0))
+        for count in (0, 1, 2, 24):
+            at = slice(count * group.rank // ep, count * (group.rank + 1) // ep)
+            x = numbers(1, 24, HIDDEN)[at].requires_grad_()
+            out, loss = layer(x)
+            torch.autograd.backward([out, loss], [numbers(2, 24, HIDDEN)[at], None])
+            found.append((out.detach().numpy(), x.grad.numpy()))
+    return found
+
+
+def test_few_tokens(world: Any) -> None:
+    """0 and 1 tokens with more leaves than tokens have the bits of 24 tokens on one rank."""
+    whole = world.run(few_tokens, 1)[0][-1]
+    for ep in (1, 2, 4):
+        parts = world.run(few_tokens, ep)[:ep]
+        for turn, count in enumerate((0, 1, 2, 24)):
+            for k in range(2):
+                got = np.concatenate([part[turn][k] for part in parts])
+                assert np.array_equal(got, whole[k][:count])
+
+
+def dense_gradients(_: int, ep: int) -> dict[str, np.ndarray]:
+    """Gradients of shared parameters for the same 12 tokens, which 8 blocks cannot divide."""
+    with group_of(ep, **SIZES) as group:
+        layer = epic.torch.MoE(group, options_of())
+        out, loss = layer(numbers(1, 12, HIDDEN).chunk(ep)[group.rank])
+        torch.autograd.backward([out, loss], [numbers(2, 12, HIDDEN).chunk(ep)[group.rank], None])
+        layer.sum_gradients()
+        shared = (n for n in layer.names if n not in ("w_gate_up", "w_down"))
+        return {n: p.grad.numpy() for n in shared if (p := getattr(layer, n)) is not None}
+
+
+def test_gradients(world: Any) -> None:
+    """The gradients of the router and the shared expert have equal bits on 1, 2 and 4 ranks."""
+    whole = world.run(dense_gradients, 1)[0]
+    for ep in (2, 4):
+        for part in world.run(dense_gradients, ep):
+            assert all(np.array_equal(part[name], whole[name]) for name in whole)
+
+
+def test_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product that depends on the number of tokens is the first stage with other bits."""
+
+    def product(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return epic.torch.slab_mm(x, w, ends) + float(ends[-1])
+
+    with epic.torch.Group(num_ranks=1, **SIZES) as group:
+        options = options_of(invariant=False)
+        model = torch.nn.Sequential(epic.torch.MoE(group, options, grouped_mm=product))
+        # torch's products for the gate depend on the number of tokens too
+        model[0].w_gate.data.mul_(4).round_().div_(4)
+        pool = (torch.ones(48, HIDDEN), torch.ones(48, HIDDEN))
+        monkeypatch.setattr("epic.torch.invariance.draw_pool", lambda *_: [p.numpy() for p in pool])
+        report = epic.torch.check_invariance(model)
+    assert report.layers == ("0",)
+    assert not report.is_invariant
+    assert report.first is not None
+    assert report.first.stage == "product"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_first_stage(stage: str) -> None:
+    """The report names the first stage with other bits, and the number of tokens."""
+
+    def probe(tokens: np.ndarray) -> dict[str, np.ndarray]:
+        rows = {name: as_bytes(tokens.astype(np.float32)[:, None]) for name in STAGES}
+        if len(tokens) == 7:
+            for later in STAGES[STAGES.index(stage) :]:
+                rows[later][2:4, 1] ^= 1
+        return rows
+
+    found, _ = compare_batches("layer", (40, 7, 1), probe, dict, list, 0)
+    assert [(d.layer, d.stage, d.num_tokens, d.tokens) for d in found] == [("layer", stage, 7, 2)]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sum_order": "by_rank", "leaves": 0}, "sum_order is 'by_rank' and leaves is 0"),
+        ({"leaves": 0}, "leaves is 0: with invariant=True"),
+        ({"overflow": "drop"}, "overflow is 'drop': must be 'error'"),
+        ({"quantize": "1x128"}, "quantize is '1x128': must be None"),
+        ({"invariant": 2}, "invariant is 2: must be True or False"),
+    ],
+)
+def test_refused(change: dict[str, Any], words: str) -> None:
+    """Options that contradict invariant=True."""
+    with pytest.raises(epic.torch.EpicArgumentError, match=words):
+        options_of(**change)
+
+
+def test_refused_calls() -> None:
+    """Arguments with which the layer would be composed of other functions."""
+    with epic.torch.Group(num_ranks=1, **SIZES) as group:
+        layer = epic.torch.MoE(group, options_of(), grouped_mm=epic.torch.slab_mm)
+        x = numbers(1, 4, HIDDEN)
+        with pytest.raises(epic.torch.EpicArgumentError, match="grouped_mm is given: must be None"):
+            layer(x)
+        layer.grouped_mm = None
+        with pytest.raises(epic.torch.EpicArgumentError, match="token_mask is given: must be None"):
+            layer(x, torch.ones(4, dtype=torch.bool))
+        with pytest.raises(epic.torch.EpicArgumentError, match="without a MoE layer"):
+            epic.torch.check_invariance(torch.nn.Linear(2, 2))
+
+
+def other_ranks(rank: int) -> str:
+    """One rank has invariant=True, the other has the same layer without it."""
+    with group_of(2, **SIZES) as group:
+        wish = options_of(invariant=rank % 2 == 0, sum_order="tree", leaves=8)
+        layer = epic.torch.MoE(group, wish)
+        with pytest.raises(epic.torch.EpicError) as caught:
+            layer(numbers(1, 4, HIDDEN))
+        return str(caught.value)
+
+
+def test_ranks_differ(world: Any) -> None:
+    """Every rank gets an error with both values."""
+    for text in world.run(other_ranks):
+        assert "invariant is 1 on rank 0 and 0 on rank 1" in text
+
+
+def test_generate() -> None:
+    """A model generates alone and in a batch of 32; its MoE layers return the same bits.
+
+    Attention of transformers may return other bits in another batch. So each layer also computes
+    the batch's rows one by one.
+    """
+    transformers = pytest.importorskip("transformers", reason="there is no transformers package")
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=24, moe_intermediate_size=24,
+        shared_expert_intermediate_size=40, num_experts=8, num_experts_per_tok=2,
+        pad_token_id=0, eos_token_id=None, bos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Qwen2MoeForCausalLM(config).eval()
+    with epic.torch.Group(num_ranks=1, max_tokens=512, max_row_bytes=128) as group:
+        assert epic.torch.replace_moe(model, group, invariant=True) == 2
+        calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+        layers = [m for m in model.modules() if isinstance(m, epic.torch.MoE)]
+        hooks = [
+            layer.register_forward_hook(lambda _, args, out: calls.append((args[0], out[0])))
+            for layer in layers
+        ]
+        prompt = torch.randint(3, 64, (32, 5))
+        more = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+        alone = [model.generate(prompt[i : i + 1], **more) for i in (0, 9)]
+        single = calls[:]
+        calls.clear()
+        together = model.generate(prompt, **more)
+        for hook in hooks:
+            hook.remove()
+        assert torch.equal(torch.cat(alone), together[[0, 9]])
+        with torch.no_grad():
+            for i, (x, out) in enumerate([*single[:8], *calls]):
+                layer = layers[i % 2]
+                rows, wanted = x.reshape(-1, 32), out.reshape(-1, 32)
+                for at in range(0, len(rows), 7):
+                    assert torch.equal(layer(rows[at : at + 1])[0][0], wanted[at])
