@@ -9,11 +9,10 @@
  * With `overlap` it also times exchanges at the same time as experts. The experts use the SMs
  * that the exchange does not use. As many exchanges run on another stream as are needed so that
  * both end together.
- *   gpu_moe [ranks=GPUS] [tokens=4096] [rounds=4] [models=6] [first=0] [whole] [overlap] [profile] [tiny]
- *                                                      whole: without the parts
- *                                                      profile: only whole layers, with bf16
- *                                                      gradients of weights, for a profiler
- *                                                      tiny: a small layer, as a quick test */
+ *   gpu_moe [ranks=GPUS] [tokens=4096] [rounds=4] [models=6] [first=0] [MODE ...]
+ * Modes: whole (without the parts), overlap, profile (only whole layers, with bf16 gradients of
+ * weights, for a profiler), invariant (only whole layers, with and without EPIC_INVARIANT), tiny (a
+ * small layer, as a quick test) */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -25,6 +24,7 @@
 #include "copies.h"
 #include "moe/args.h"
 #include "moe/device.h"
+#include "moe_arrays.h"
 
 enum { MOST_RANKS = 8, MOST_TIMES = 300 };
 
@@ -45,7 +45,8 @@ static const model models[] = {
     {"gpt-oss with its biases, clamped", 32, 4, 2880, 2880, 0, true}};
 static const model small = {"64, inner 32, 4 a rank, top-2", 4, 2, 64, 32, 32, true};
 
-static int num_ranks, rounds = 4, tiny, first_model, num_models = 6, whole, overlap, profile;
+static int num_ranks, rounds = 4, tiny, first_model, num_models = 6, whole, overlap, profile,
+                      invariant;
 static int64_t tokens = 4096;
 static epic_bootstrap bootstraps[MOST_RANKS];
 static pthread_barrier_t all;
@@ -61,13 +62,6 @@ typedef struct bench {
     epic_moe_backward_args backward;
     epic_moe_gradients gradients;
 } bench;
-
-static void must(bool good, const char *what, const epic_context *ctx)
-{
-    if (good) return;
-    fprintf(stderr, "gpu_moe: %s: %s\n", what, epic_error(ctx));
-    _exit(1);
-}
 
 /* ------------------------------------------------------------------------------- parts ---- */
 
@@ -334,54 +328,6 @@ static void time_overlap(bench *b, int sms)
     set_sms(b, b->stream, 0);
 }
 
-/* -------------------------------------------------------------------------------- memory ---- */
-
-typedef struct arrays {
-    void *list[64];
-    int num;
-} arrays;
-
-static void *bytes_on(arrays *a, int64_t bytes)
-{
-    void *p = NULL;
-    must(cudaMalloc(&p, (size_t)bytes) == cudaSuccess, "memory of the GPU", NULL);
-    a->list[a->num++] = p;
-    return p;
-}
-
-/* Returns random numbers on the GPU. A short sequence repeats, because the GPU's clock depends
- * on the values. */
-static void *numbers_on(arrays *a, int64_t count, uint32_t type, float size)
-{
-    enum { PIECE = 1 << 20 };
-    const int64_t element = type == EPIC_F32 ? 4 : type == EPIC_E4M3 ? 1 : 2;
-    const int64_t bytes = count * element;
-    char *p = bytes_on(a, bytes), *piece = malloc(PIECE * 4);
-    static _Atomic uint32_t seed = 1;
-    uint32_t state = seed++ * 2654435761u | 1;
-    for (int i = 0; i < PIECE; i++) {
-        state ^= state << 13;
-        state ^= state >> 17;
-        state ^= state << 5;
-        const float x = ((float)(state >> 8) * 0x1p-23f - 1) * size;
-        uint32_t bits;
-        memcpy(&bits, &x, sizeof bits);
-        if (type == EPIC_F32)
-            ((float *)(void *)piece)[i] = x;
-        else if (type == EPIC_E4M3)
-            piece[i] = (char)(bits >> 18 & 0xbf); /* so that the value is below 2 */
-        else
-            ((uint16_t *)(void *)piece)[i] = (uint16_t)(bits >> 16);
-    }
-    for (int64_t done = 0; done < bytes; done += PIECE * element) {
-        const int64_t left = bytes - done,
-                      now = left < PIECE * element ? left : PIECE * element;
-        must(copy_in(p + done, piece, (size_t)now) == cudaSuccess, "a copy", NULL);
-    }
-    free(piece);
-    return p;
-}
-
 /* Times e4m3 experts with quantized rows: forward, and with backward, whose weights are bf16 or
  * e4m3. */
 static void time_scaled(bench *b, arrays *a, const epic_moe *wide)
@@ -420,6 +366,31 @@ static void time_scaled(bench *b, arrays *a, const epic_moe *wide)
             ahead, mixed, narrow);
     b->forward = before.forward;
     b->backward = before.backward;
+}
+
+/* Times the layer with sums by rank, in a tree of 8 leaves, and with EPIC_INVARIANT. */
+static void time_invariant(bench *b, arrays *a, const model *m, epic_moe moe)
+{
+    static const char *const names[] = {"by rank", "tree", "invariant"};
+    epic_layer layer = *moe.layer;
+    epic_moe_memory_info memory;
+    moe.layer = &layer;
+    for (int i = 0; i < 3; i++) {
+        if (i == 1) layer.sum_order = EPIC_TREE, layer.leaves = 8;
+        if (i == 2) moe.flags = EPIC_INVARIANT;
+        must(!epic_moe_memory(b->ctx, NULL, &moe, &memory), "memory", NULL);
+        b->forward.moe = b->backward.moe = &moe;
+        b->forward.saved_bytes = b->backward.saved_bytes = memory.saved_bytes;
+        b->backward.saved = b->forward.saved = bytes_on(a, memory.saved_bytes);
+        b->backward.workspace_bytes = b->forward.workspace_bytes = memory.backward_bytes;
+        if (memory.forward_bytes > memory.backward_bytes)
+            b->backward.workspace_bytes = b->forward.workspace_bytes = memory.forward_bytes;
+        b->backward.workspace = b->forward.workspace = bytes_on(a, b->forward.workspace_bytes);
+        const float ahead = time_of(b, forward), whole_ms = time_of(b, both);
+        if (b->rank == 0)
+            printf("layer, %s, %lld tokens, %s: forward %.3f ms, with backward %.3f ms\n",
+                   m->name, (long long)tokens, names[i], ahead, whole_ms);
+    }
 }
 
 /* Makes random weights on the GPU, and allocates their gradients. */
@@ -511,7 +482,9 @@ static void run_model(bench *b, const model *m)
     must(!moe_read_forward_args(&b->forward_job, b->ctx, &b->forward, false), "parts", NULL);
     must(!moe_read_backward_args(&b->backward_job, b->ctx, &b->backward, &b->gradients),
          "parts", NULL);
-    if (profile) {
+    if (invariant) {
+        time_invariant(b, &a, m, moe);
+    } else if (profile) {
         const float narrow = time_narrow(b);
         if (b->rank == 0) printf("layer, %s: %.3f ms\n", m->name, narrow);
     } else {
@@ -553,6 +526,14 @@ static void *run(void *self)
 
 int main(int argc, char **argv)
 {
+    static const struct {
+        const char *name;
+        int *is_on;
+    } modes[] = {{"overlap", &overlap},
+                 {"whole", &whole},
+                 {"profile", &profile},
+                 {"tiny", &tiny},
+                 {"invariant", &invariant}};
     pthread_t threads[MOST_RANKS];
     cudaGetDeviceCount(&num_ranks);
     for (int i = 1; i < argc; i++) {
@@ -561,10 +542,8 @@ int main(int argc, char **argv)
         if (!strncmp(argv[i], "rounds=", 7)) rounds = atoi(argv[i] + 7);
         if (!strncmp(argv[i], "models=", 7)) num_models = atoi(argv[i] + 7);
         if (!strncmp(argv[i], "first=", 6)) first_model = atoi(argv[i] + 6);
-        if (!strcmp(argv[i], "overlap")) overlap = 1;
-        if (!strcmp(argv[i], "whole")) whole = 1;
-        if (!strcmp(argv[i], "profile")) profile = 1;
-        if (!strcmp(argv[i], "tiny")) tiny = 1;
+        for (size_t k = 0; k < sizeof modes / sizeof *modes; k++)
+            if (!strcmp(argv[i], modes[k].name)) *modes[k].is_on = 1;
     }
     if (num_models < 1 || num_models > (int)(sizeof models / sizeof *models))
         num_models = (int)(sizeof models / sizeof *models);

@@ -92,6 +92,9 @@ part_bench() {
     run 60 $bench type=e4m3 scales=128 ops=PD tokens=4096 sms=64
     for routing in zipf hot; do run 60 $bench routing=$routing ops=PDC tokens=4096 sms=64; done
     run 150 $OUT/gpu_moe ranks=$RANKS rounds=2
+    for count in 128 4096; do
+        run 60 $OUT/gpu_moe ranks=$RANKS rounds=2 tokens=$count models=4 invariant
+    done
     cp $ALL/last.log $ALL/layers.log
 }
 
