@@ -32,8 +32,8 @@ __device__ __forceinline__ float sigmoid_of(float x)
     return (x > 0 ? 1 : e) / (1 + e);
 }
 
-/* Returns swish(x) = x s(y), where y = alpha x and s is the sigmoid, and its derivative s(y) (1
- * + y (1 - s(y))). */
+/* Returns swish(x) = x s(y) and its derivative s(y) (1 + y (1 - s(y))), where y = alpha x and s
+ * is the sigmoid. */
 __device__ __forceinline__ Activated compute_swish(float x, float alpha)
 {
     const float s = sigmoid_of(alpha * x);
@@ -85,9 +85,9 @@ __device__ __forceinline__ Activated compute_activation(float x, const epic_expe
     }
 }
 
-/* Returns the factor that multiplies the activation of the gate, computed from the up value u.
- * EPIC_CLAMPED_SWIGLU clamps u and adds 1 to it. EPIC_CLAMPED_SILU only clamps u. The factor is
- * 1 for experts without a gate. */
+/* Returns the factor that multiplies the activation of the gate, and its derivative, at the up
+ * value u. EPIC_CLAMPED_SWIGLU clamps u and adds 1 to it. EPIC_CLAMPED_SILU only clamps u. The
+ * factor is 1 for experts without a gate. */
 __device__ __forceinline__ Activated compute_up_factor(float u, const epic_experts &ex)
 {
     const bool clamped =
@@ -99,12 +99,14 @@ __device__ __forceinline__ Activated compute_up_factor(float u, const epic_exper
             u > ex.limit || u < -ex.limit ? 0.0f : 1.0f};
 }
 
-/* Values of the kernels' template argument KIND. With ANY_ACTIVATION, the kernel selects the
- * activation function at run time. For the two activations that most models use, the other
- * values compile a separate kernel, for rows of 16-bit numbers. */
+/* Values of the kernels' template argument KIND. ANY_ACTIVATION: the kernel reads job.experts
+ * to select the activation function. GATED_SILU: a kernel only for gated experts with
+ * EPIC_SILU. GATED_CLAMPED: a kernel only for gated experts with EPIC_CLAMPED_SWIGLU or
+ * EPIC_CLAMPED_SILU. The last two are faster, and support only rows of 16-bit numbers. */
 enum { ANY_ACTIVATION, GATED_SILU, GATED_CLAMPED };
 
-/* Like the functions without KIND above, but KIND selects the activation at compile time. */
+/* compute_activation() and compute_up_factor(), but the activation is selected at compile time
+ * by KIND. */
 template <int KIND>
 __device__ __forceinline__ Activated compute_activation(float x, const epic_experts &ex)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Small kernels of a layer's dense part: the gate, the shared expert and the losses. They
- * access only memory of this rank.
+ * access only memory of this rank. experts/grouped.h describes their arguments.
  *
  *   rows_kernel       to = from, or to += from           one thread per number
  *   trees_kernel      values [2, n] -> two sums          one warp
@@ -8,15 +8,15 @@
  *   incoming_kernel   gradients of the two losses        one thread
  *
  * The kernels of experts/grouped_plain.cu and experts/grouped_hopper.cu compute the matrix
- * products of the dense part, with all rows in one slab. */
+ * products of the dense part. For them all rows are one slab (the rows of one expert). */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/grouped.h"
 
 #define THREADS 256
 
-/* Computes to += from or, if job.replace is 1, to = from. Without `from`, it uses zeros. Each
- * thread handles one number at a time. */
+/* Computes to += from or, if job.replace is 1, to = from. If `from` is NULL, it is an array of
+ * zeros. Each thread handles one number at a time. */
 static __global__ void __launch_bounds__(THREADS)
     rows_kernel(const __grid_constant__ p2p_rows_job job)
 {
@@ -41,7 +41,8 @@ static __global__ void trees_kernel(float *values, int64_t n)
     if (threadIdx.x == 0) values[1] = values[n];
 }
 
-/* Writes the two losses and their sum to the caller's addresses. Only thread 0 works. */
+/* Writes the two losses and their sum to the caller's addresses that are not NULL. Only thread
+ * 0 works. */
 static __global__ void losses_kernel(const __grid_constant__ p2p_losses_job job)
 {
     if (threadIdx.x != 0) return;

@@ -115,7 +115,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Adds factor times V numbers of `rows`, from index `at`, to sum. */
+/* Adds V numbers of `rows`, each times factor, to sum. `at`: index of the first number. */
 template <class T, int V>
 static __device__ __forceinline__ void add_rows(float (&sum)[V], const void *rows, int64_t at,
                                                 float factor)
@@ -126,10 +126,11 @@ static __device__ __forceinline__ void add_rows(float (&sum)[V], const void *row
     for (int v = 0; v < V; v++) sum[v] += x[v] * factor;
 }
 
-/* Adds the parts of each token's output row (in backward: of its gradient row), and stores the
- * sum to rows.to. t.d_out is NULL in forward.
- *   forward   out = rows.a (from combine) + weight of zero-experts * x + rows.b (shared expert)
- *   backward  d_x = rows.a + weight of zero-experts * d_out + rows.b + part of the shared gate
+/* Adds the parts of each token's output row, or of its gradient row in backward, and stores the
+ * sum to rows.to. t.d_out is NULL in forward. zero_weight is the sum of the token's weights of
+ * zero-experts.
+ *   forward   out = rows.a (from combine) + zero_weight * x + rows.b (from the shared expert)
+ *   backward  d_x = rows.a + zero_weight * d_out + rows.b + d_shared_weights * w_shared_gate
  * Each lane loads and stores vectors of V numbers. */
 template <class T, int V>
 static __global__ void __launch_bounds__(THREADS)
@@ -158,8 +159,8 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* -------------------------------------------------------------------------- launching ---- */
 
-/* Returns the number of CTAs to launch for `units` tokens or choices, if one CTA processes
- * `each` of them at a time. At most 8 * sms. */
+/* Returns the number of CTAs to launch, at most 8 * sms. `units`: number of tokens or choices.
+ * `each`: how many of them one CTA processes at a time. */
 static int ctas_of(int64_t units, int each, int sms)
 {
     const int64_t ctas = (units + each - 1) / each, most = 8 * (int64_t)sms;

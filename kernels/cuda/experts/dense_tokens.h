@@ -20,16 +20,15 @@ cudaError_t p2p_launch_sent(const layer_tokens *t, int32_t *choices, int sms,
 /* Computes the weight of the shared expert for each token: shared_weights [num_tokens] =
  * sigmoid(x w_shared_gate). */
 cudaError_t p2p_launch_shared_gate(const layer_tokens *t, int sms, cudaStream_t stream);
-/* Computes the gradient of the argument of the sigmoid from the gradient of its value,
- * shared_weights. Both are d_shared_weights [num_tokens]: on entry it has the gradient of the
- * value, on return that of the argument. */
+/* Multiplies d_shared_weights [num_tokens] in place by the derivative of the sigmoid. On entry
+ * it contains the gradient of shared_weights, on return the gradient of x w_shared_gate. */
 cudaError_t p2p_launch_shared_slope(const layer_tokens *t, int sms, cudaStream_t stream);
 /* Computes the gradients of the weights of zero-experts: d_weights = dot(d_out, x). Other
  * elements of d_weights stay unchanged. */
 cudaError_t p2p_launch_zero_weights(const layer_tokens *t, int sms, cudaStream_t stream);
 /* Adds the outputs of the zero-experts and of the shared expert to the rows [num_tokens,
- * hidden] that combine returned. In backward, adds their gradients. layer_rows has the
- * formulas. */
+ * hidden] that combine returned. In backward, adds their gradients. layer_rows
+ * (src/rules/layer_tokens.h) has the formulas. */
 cudaError_t p2p_launch_finish(const layer_tokens *t, const layer_rows *rows, int sms,
                               cudaStream_t stream);
 /* Loads the kernels on the current device. Called at open, so that no later launch has to load
@@ -40,7 +39,8 @@ cudaError_t p2p_load_dense_tokens(void);
 typedef struct p2p_fits_job {
     p2p_self self;
     uint8_t *plan;
-    /* [num_local]: the kernel sets both to 0 if the plan does not fit the layer */
+    /* two arrays [num_local], which the kernel fills with zeros if the plan does not fit the
+     * layer */
     int32_t *expert_rows, *expert_tokens;
     /* number of local experts for which the layer's memory has space */
     int32_t num_local;

@@ -4,7 +4,9 @@
  *
  * A *slab* is the contiguous rows of one local expert in the receive buffer. A *tile* is up to
  * EXPERTS_TILE_ROWS rows of one slab. "y" is the output of a product, "d_y" the gradient of the
- * output.
+ * output. In shapes, `slots` is p2p_slabs.num_slots, the number of rows of the receive buffer.
+ * `inner` is the number of columns of the activations. `width` is inner, or 2 * inner for
+ * experts with a gate.
  *
  * All arrays are in device memory of this rank; no kernel accesses a peer's memory. Only the
  * device knows how many rows each expert has. So a launcher chooses the grid for the largest
@@ -42,24 +44,27 @@ typedef struct p2p_slabs {
     int32_t most_tiles;
 } p2p_slabs;
 
-/* Arguments of a matrix product over slabs. epic_gemm_pass defines the three passes. In FORWARD
- * and INPUT, b has the shape [experts, k, n]. Only FORWARD with E4M3 reads [experts, n, k],
- * because the e4m3 tensor cores require that the dimension over which a product sums (k) is
- * contiguous in memory. WEIGHT does not support e4m3. */
+/* Arguments of a matrix product over slabs. `pass` selects one of the three products that
+ * epic_gemm_pass defines. Comments call them FORWARD (y), INPUT (the gradient of x) and WEIGHT
+ * (the gradient of the weights). FORWARD and INPUT products read b with the shape [experts, k,
+ * n]. Only FORWARD products of e4m3 matrices read [experts, n, k]. The reason is that the
+ * tensor cores read e4m3 only if the summed dimension (k) is contiguous. WEIGHT products do not
+ * support e4m3. */
 typedef struct p2p_gemm {
     p2p_slabs slabs;
     const void *a; /* FORWARD: x [slots, k]; INPUT: d_y [slots, n]; WEIGHT: x [slots, k] */
     const void *b; /* FORWARD, INPUT: weights [experts, k, n]; WEIGHT: d_y [slots, n] */
     void *out;     /* FORWARD: [slots, n]; INPUT: [slots, k]; WEIGHT: [experts, k, n] */
-    /* FORWARD: [experts, n], added to the rows that hold a token; NULL: no bias */
+    /* FORWARD: bias [experts, n], added to the rows that hold a token; NULL: no bias */
     const void *bias;
     /* [slots]: factor of each row, by which the bias is multiplied before it is added to the
      * row; NULL: 1 */
     const float *bias_weights;
-    /* only with E4M3: [slots, blocks], the scales of a, one for each 128 numbers of a row */
+    /* only if row_type is EPIC_E4M3: [slots, blocks], the scales of a, one for each 128 numbers
+     * of a row */
     const float *a_scales;
-    /* only with E4M3: [experts, blocks, blocks], the scales of b, one for each 128 x 128
-     * numbers */
+    /* only if row_type is EPIC_E4M3: [experts, blocks, blocks], the scales of b, one for each
+     * 128 x 128 numbers */
     const float *b_scales;
     /* INPUT: an array with the shape and type of out, which is added to the result; NULL:
      * none */
@@ -68,16 +73,16 @@ typedef struct p2p_gemm {
     uint32_t pass;     /* an epic_gemm_pass */
     uint32_t row_type; /* epic_type of x and d_x */
     uint32_t y_type;   /* epic_type of y and d_y; 0: row_type */
-    /* epic_type of b (in FORWARD and INPUT) and of bias. E4M3 is allowed only if row_type is
-     * E4M3; the bias then has y_type. */
+    /* epic_type of b (in FORWARD and INPUT) and of bias. It may be EPIC_E4M3 only if row_type
+     * is EPIC_E4M3, and in this case bias has y_type. */
     uint32_t weight_type;
     uint32_t out_type; /* WEIGHT: epic_type of out */
     /* only in WEIGHT and INPUT: 1: add the result to out; 0: overwrite out */
     int32_t accumulate;
     int32_t sms; /* largest number of CTAs to launch */
-    /* Order in which the kernel computes tiles, so that it reuses b in the L2 cache: this many
-     * rows of tiles (with clusters: pairs of rows) together, one column of tiles after the
-     * other. 0: the launcher chooses. */
+    /* Number of rows of tiles that the kernel computes together, one column of tiles after the
+     * other, so that it reuses b in the L2 cache. Kernels with clusters count pairs of rows. 0:
+     * the launcher chooses the number. */
     int32_t group;
     int32_t no_clusters; /* 1: run without clusters of two CTAs; only tests set this */
     /* If above 1: each sum is divided into this many slices, which different CTAs compute.
@@ -97,7 +102,7 @@ typedef struct p2p_activation_job {
     /* [slots, width]: result of the first product, before input weight and bias are applied */
     const void *gate_up;
     const void *bias; /* [experts, width]; NULL: none */
-    /* [slots]: router weight of each row; NULL with EPIC_WEIGHT_LATE */
+    /* [slots]: weight of the choice in each slot; NULL with EPIC_WEIGHT_LATE */
     const float *slot_weights;
     /* [slots, inner]. Forward: output. Backward: on entry the gradient of the activations; the
      * kernel overwrites it with the activations. */
@@ -107,14 +112,16 @@ typedef struct p2p_activation_job {
     float *scales;
     /* backward: output [slots, width], gradient of the first product's result */
     void *d_gate_up;
-    /* Backward: [slots, hidden]. Only with EPIC_WEIGHT_EARLY and b_down, where dot(d_y, b_down)
-     * is a part of the gradient of slot_weights. */
+    /* backward: [slots, hidden], gradient of the experts' output. Used only with
+     * EPIC_WEIGHT_EARLY and b_down: dot(d_y, b_down) is a part of the gradient of
+     * slot_weights. */
     const void *d_y;
     /* backward: [experts, hidden], bias of the second product; NULL: none */
     const void *b_down;
     float *d_slot_weights; /* backward: output [slots]; NULL: not computed */
-    int32_t aligned;       /* 1: each row starts and ends at a multiple of 16 bytes */
-    /* backward, only with EPIC_WEIGHT_INPUT: 1: multiply d_gate_up by the weight */
+    int32_t aligned;       /* 1: all rows start and end at multiples of 16 bytes */
+    /* backward, only with EPIC_WEIGHT_INPUT: 1: multiply each row of d_gate_up by the slot's
+     * weight */
     int32_t weigh_d;
     int32_t sms;
     int32_t pad;
@@ -188,10 +195,10 @@ typedef struct p2p_incoming_job {
     float *to;
 } p2p_incoming_job;
 
-/* Arguments of two kernels that multiply float32 matrices on bf16 tensor cores
- * (experts/grouped_pieces.cu). p2p_launch_split() writes each float32 number as three bf16
- * pieces. The product of these pieces has several sums for each result, and p2p_launch_fold()
- * adds them. */
+/* Arguments of p2p_launch_split() and p2p_launch_fold() (experts/grouped_pieces.cu), which make
+ * it possible to multiply float32 matrices on bf16 tensor cores. p2p_launch_split() writes each
+ * float32 number as three bf16 pieces, whose sum is the number. A matrix product of the pieces
+ * computes GATE_PIECES sums for each result, and p2p_launch_fold() adds these sums. */
 typedef struct p2p_pieces_job {
     /* Input. p2p_launch_split(): the numbers, float32 [rows, columns]. p2p_launch_fold(): the
      * sums of the product, float32 [rows, GATE_PIECES, columns]. */
@@ -202,8 +209,8 @@ typedef struct p2p_pieces_job {
     /* only p2p_launch_fold(): [columns], added to each row of the result; NULL: none */
     const float *bias;
     int64_t rows, columns;
-    /* Only p2p_launch_split(): how many pieces are stored for each number. One piece may be
-     * stored twice. */
+    /* Only p2p_launch_split(): how many pieces are stored for each number. The same piece may
+     * be stored several times. */
     int32_t places;
     /* Only p2p_launch_split(): bits 2i and 2i + 1 select the piece that is stored at position
      * i. 0 is the high piece, 1 the middle one, 2 the low one. */
@@ -213,8 +220,7 @@ typedef struct p2p_pieces_job {
     int32_t sms;
 } p2p_pieces_job;
 
-/* p2p_launch_split() splits float32 numbers into bf16 pieces. p2p_launch_fold() adds the sums
- * that a product of these pieces has computed for each result. */
+/* Launch the two kernels that p2p_pieces_job describes. */
 cudaError_t p2p_launch_split(const p2p_pieces_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_fold(const p2p_pieces_job *job, cudaStream_t stream);
 cudaError_t p2p_load_pieces(void);
@@ -236,8 +242,9 @@ cudaError_t p2p_launch_slabs(const p2p_slabs *slabs, cudaStream_t stream);
  * p2p_launch_hopper_gemm() always uses Hopper's tensor cores. */
 cudaError_t p2p_launch_gemm(const p2p_gemm *job, cudaStream_t stream);
 /* Returns the arguments of an INPUT product that computes the same sums as the e4m3 product
- * `scaled`. If `scaled` is a FORWARD product, k and n are exchanged, because e4m3 FORWARD reads
- * transposed weights, as INPUT does. */
+ * `scaled`. Launchers call it because the kernels are compiled for e4m3 only with the pass
+ * INPUT. A FORWARD product of e4m3 reads b like an INPUT product, so only k and n are
+ * exchanged. */
 p2p_gemm p2p_as_input(p2p_gemm scaled);
 cudaError_t p2p_launch_plain_gemm(const p2p_gemm *job, cudaStream_t stream);
 cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *job, cudaStream_t stream);

@@ -4,7 +4,7 @@
  *
  *   p2p_gemm_is_slow        reports whether the kernel supports a product
  *   p2p_launch_hopper_gemm  makes tensor maps, chooses an instance of the kernel, launches it
- *   p2p_load_hopper_gemm    loads all instances at open
+ *   p2p_load_hopper_gemm    loads all instances when a context is opened
  *
  * A tensor map describes a matrix to the hardware that copies boxes of it (TMA). The driver's
  * function cuTensorMapEncodeTiled makes tensor maps. Builds for other GPUs than Hopper compile
@@ -136,8 +136,8 @@ static cudaError_t launch_hopper(const p2p_gemm *g, cudaStream_t stream)
     return cudaLaunchKernelEx(&how, hopper_kernel<T, Out, PASS, CTAS>, maps, job);
 }
 
-/* Launches an e4m3 product. Only the pass INPUT is compiled for e4m3, because p2p_as_input()
- * turns a FORWARD product into an INPUT product. */
+/* Launches an e4m3 product. The kernel is compiled for e4m3 only with the pass EPIC_GEMM_INPUT,
+ * and p2p_as_input() turns a FORWARD product into an INPUT product. */
 template <int CTAS> static cudaError_t launch_e4m3(const p2p_gemm *forward, cudaStream_t stream)
 {
     const p2p_gemm g = p2p_as_input(*forward);
@@ -149,8 +149,8 @@ template <int CTAS> static cudaError_t launch_e4m3(const p2p_gemm *forward, cuda
 template <class T> static constexpr bool IS_BF16 = false;
 template <> constexpr bool IS_BF16<__nv_bfloat16> = true;
 
-/* Launches a product of two matrices of the 16-bit type T. FORWARD with float32 results is
- * compiled only for bf16. */
+/* Launches a product of two matrices of the 16-bit type T. For FORWARD products with float32
+ * results, the kernel is compiled only with T = bf16. */
 template <class T, int CTAS>
 static cudaError_t launch_typed(const p2p_gemm *g, cudaStream_t stream)
 {
@@ -166,8 +166,9 @@ static cudaError_t launch_typed(const p2p_gemm *g, cudaStream_t stream)
     return launch_hopper<T, T, EPIC_GEMM_WEIGHT, CTAS>(g, stream);
 }
 
-/* Chooses and launches the kernel instance for a product. INPUT products that add to the result
- * use the instance without clusters, because only that instance contains the addition. */
+/* Chooses and launches the kernel instance for a product. INPUT products of bf16 that also add
+ * g->addend or the old values of out use the instance without clusters, because only that
+ * instance contains the addition. */
 extern "C" cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *g, cudaStream_t stream)
 {
     if (g->row_type == EPIC_E4M3)

@@ -5,9 +5,10 @@
  *
  * A tile of out has 128 x 256 numbers. A CTA has three warpgroups. In the first, one thread
  * (the producer) copies parts of the matrices a and b to shared memory. The other two
- * warpgroups (the consumers) multiply them; each consumer computes 64 rows of the tile.
- * Producer and consumers share a ring of STAGES stages in shared memory. Each stage has two
- * barriers, "full" and "empty":
+ * warpgroups (the consumers) multiply them; each consumer computes 64 rows of the tile: the
+ * first 64 if its number `half` is 0, the last 64 if `half` is 1. A thread keeps its 128
+ * results in registers, in the array `d`. Producer and consumers share a ring of STAGES stages
+ * in shared memory. Each stage has two barriers, "full" and "empty":
  *
  *   producer   waits for empty[s]; copies a 128 x 64 and b 64 x 256 into stage s -> full[s]
  *   consumers  wait for full[s]; issue 4 wgmma of 64 x 256 x 16; arrive at empty[s] after
@@ -28,10 +29,10 @@
  *     FORWARD  x   [slot, k]              w [k, n] transposed         k
  *     INPUT    d_y [slot, n]              w [k, n]                    n
  *     WEIGHT   x   [slot, k] transposed   d_y [slot, n] transposed    slots of the slab
- * The sums of WEIGHT must contain only the slab's tokens, not its padding or the next slab. So
- * WEIGHT starts with the last block of slots, which can be incomplete, and the consumers set
- * the lines after the slab's last token to zero in shared memory. FORWARD and INPUT compute
- * whole tiles, and store only the rows of the slab. */
+ * The sums of WEIGHT must contain only the slab's tokens, not its padding or the next slab. A
+ * stage has a block of 64 slots. WEIGHT starts with the last block of the slab, which can be
+ * incomplete, and the consumers set the lines after the slab's last token to zero in shared
+ * memory. FORWARD and INPUT compute whole tiles, and store only the rows of the slab. */
 #ifndef EPIC_GROUPED_HOPPER_CUH
 #define EPIC_GROUPED_HOPPER_CUH
 
@@ -55,9 +56,10 @@ static __device__ __forceinline__ void release_stage(const SharedLayout &at, int
     }
 }
 
-/* Only in the pass WEIGHT: sets the lines (slots) from number `first` on of a stage to zero,
- * for both matrices, because these slots do not belong to the slab. Each of the two consumer
- * warpgroups does this for half of the columns. */
+/* Only in the pass WEIGHT, where line i of a stage has slot i of a block: sets lines `first` to
+ * 63 of both matrices to zero, because these slots do not belong to the slab. Each of the two
+ * consumer warpgroups does this for half of the columns. `stage`: shared-memory address of the
+ * stage. */
 static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int half,
                                                   int thread)
 {
@@ -73,9 +75,9 @@ static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int
     named_barrier_sync(BARRIER_BOTH, CONSUMERS);
 }
 
-/* Computes this warpgroup's 64 rows of a tile from 16-bit numbers. Always issues the wgmma of
- * the next stage before it waits for those of the stage before, so that the tensor cores stay
- * busy. After this wait it releases the earlier stage. */
+/* Computes this warpgroup's 64 rows of a tile from 16-bit numbers. Issues the wgmma of each
+ * stage before it waits for those of the previous stage, so that the tensor cores stay busy.
+ * After this wait it releases the previous stage. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void multiply_tile(float (&d)[128], const Tile &w,
                                                      const SharedLayout &at, Stage &s, int half,
@@ -180,8 +182,9 @@ static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job,
 }
 
 /* Adds rows of the array `from` to the results in registers, so that the sum is rounded only
- * once. `row`: this thread's first row. `num_rows`: number of rows that `from` has from that
- * row on. Not used for float32 results, which add_box() adds in memory. */
+ * once. `row`: the thread's first row in `from`. The thread also has row + 8. `num_rows`:
+ * number of rows of `from` that may be read, counted from `row`. Not used for float32 results,
+ * which add_box() adds in memory. */
 template <class Out>
 static __device__ __forceinline__ void add_rows(float (&d)[128], const void *from,
                                                 const Job &job, const Tile &w, int64_t row,
@@ -203,7 +206,8 @@ static __device__ __forceinline__ void add_rows(float (&d)[128], const void *fro
 }
 
 /* Adds to the results what must be added before they are rounded: the rows of job.addend, if it
- * is set, and the old values of out, if job.accumulate is set. */
+ * is set, and the old values of out, if job.accumulate is set. In the pass WEIGHT, the caller
+ * has checked job.accumulate. */
 template <class Out, int PASS>
 static __device__ __forceinline__ void add_existing(float (&d)[128], const Job &job,
                                                     const Tile &w, int half, const Lane &lane)
@@ -231,10 +235,10 @@ static __device__ __forceinline__ void zero_padding(float (&d)[128], int tokens,
     }
 }
 
-/* Writes box q of this warpgroup's results to shared memory, from where a tensor copy will read
- * it. A box has 64 rows and 64 columns of 16-bit numbers, or 32 columns of float32. It has the
- * 128-byte swizzle of tensor copies: 16-byte vector v of line r is stored at position v ^ r %
- * 8. */
+/* Writes box q of this warpgroup's results (0 is the leftmost one) to shared memory, from where
+ * a tensor copy will read it. A box has 64 rows and 64 columns of 16-bit numbers, or 32 columns
+ * of float32. It has the 128-byte swizzle of tensor copies: 16-byte vector v of line r is
+ * stored at position v ^ r % 8. */
 template <class T>
 static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[128], int q,
                                                  int thread, T)
@@ -259,7 +263,7 @@ static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const float *x = d + q * 16 + j * 4;
-        /* the position is the same in line `high`, because high % 8 == row % 8 */
+        /* lines `high` and lane.row have the same `vector`, because high % 8 == lane.row % 8 */
         const int vector = (2 * j + lane.column / 4) ^ lane.row % 8;
         const uint32_t at = box + vector * 16 + lane.column % 4 * 4;
         write_shared(at + lane.row * 128, x[0], x[1]);
@@ -267,9 +271,10 @@ static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[
     }
 }
 
-/* Copies the first `rows` lines of a box from shared memory to out by ordinary stores. Used for
- * a box that reaches past the end of the slab, because a tensor copy of the whole box would
- * overwrite the next slab. */
+/* Copies the first `rows` lines of a box from shared memory to out by ordinary stores.
+ * `line_bytes`: bytes of a row of out. `vectors`: number of 16-byte vectors of a line that are
+ * inside out. Used for a box that reaches past the end of the slab, because a tensor copy of
+ * the whole box would overwrite the next slab. */
 static __device__ __forceinline__ void
 store_lines(uint8_t *out, int64_t line_bytes, uint32_t box, int rows, int vectors, int thread)
 {
@@ -294,7 +299,7 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
 {
     /* WIDE: columns of a box; COUNT: number of boxes side by side in the tile */
     constexpr int WIDE = 128 / sizeof(Out), COUNT = BN / WIDE;
-    /* number of rows of this warpgroup that belong to the slab */
+    /* number of rows, from this warpgroup's first row on, that belong to the slab */
     const int rows = w.rows - half * 64;
 #pragma unroll
     for (int q = 0; q < COUNT; q++) {
@@ -329,14 +334,15 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
  * two rows share the loads: lane i of them loads the scales of blocks i, i + 4, ... A lane
  * starts each load four blocks before the scale is used. */
 struct Scales {
-    /* low, high: scales of two rows of matrix a, NULL for a row without a token; b: scales of
-     * matrix b */
+    /* low, high: addresses of the scales of two rows of matrix a, NULL for a row without a
+     * token; b: address of the scales of matrix b, left columns */
     const float *low, *high, *b;
-    /* steps: number of blocks per sum; right: distance in b from the scales of the left columns
-     * to those of the right columns */
+    /* steps: number of blocks of 128 products per sum; right: distance in b from the scales of
+     * the left columns to those of the right columns */
     int steps, right;
     float next_low, next_high, next_b[2];
-    /* scale of matrix a times scale of matrix b, for the left [0] and the right [1] columns */
+    /* products of a scale of matrix a and a scale of matrix b, for the left [0] and the right
+     * [1] columns; use_next_blocks() makes them from next_low, next_high and next_b */
     float now_low[2], now_high[2];
 
     __device__ __forceinline__ Scales(const Job &job, const Tile &w, const Lane &lane, int half)
@@ -351,8 +357,8 @@ struct Scales {
         right = block + 1 < blocks ? steps : 0;
         fetch_blocks(lane.column / 2);
     }
-    /* Starts to load this lane's scales, those of block `step`. Past the last block, the scales
-     * are 0. */
+    /* Starts to load the scales of block number `step` along the summed dimension. If it is
+     * past the last block, the scales are 0. */
     __device__ __forceinline__ void fetch_blocks(int step)
     {
         next_low = next_high = next_b[0] = next_b[1] = 0;
@@ -362,9 +368,10 @@ struct Scales {
         next_b[0] = __ldg(b + step);
         next_b[1] = __ldg(b + right + step);
     }
-    /* Multiplies the loaded scales of matrix a by those of matrix b. The next four blocks use
-     * these products. Then starts to load the scales of the four blocks after them; this lane
-     * loads those of block `step`. */
+    /* Called before every fourth block, when the scales of four blocks have been loaded, one
+     * block per lane. Multiplies this lane's scales of matrix a by those of matrix b; the
+     * consumer uses the products for these four blocks. Then starts to load the scales of the
+     * next four blocks. Of these, this lane loads block number `step`. */
     __device__ __forceinline__ void use_next_blocks(int step)
     {
 #pragma unroll
@@ -458,7 +465,8 @@ static __device__ __forceinline__ void run_consumer(const Maps &maps, const Job 
 /* ------------------------------------------------------------------------------ kernel ---- */
 
 /* The kernel, described at the top of this file. T: type of the matrices a and b. Out: type of
- * the result. CTAS: number of CTAs in a cluster. The body is compiled only for sm_90a. */
+ * the result. PASS: an epic_gemm_pass, which selects the product. CTAS: number of CTAs in a
+ * cluster. The body is compiled only for sm_90a. */
 template <class T, class Out, int PASS, int CTAS>
 static __global__ void __launch_bounds__(THREADS, 1)
     hopper_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Job job)

@@ -6,7 +6,8 @@
  * If only one of the two matrices is float32, its pieces become separate columns. One product
  * then computes three sums for each result, and fold_kernel adds them. If both matrices are
  * float32, the pieces of both are stored one after the other along the k dimension. One product
- * with a longer k dimension then adds all the products of pieces that are needed.
+ * with a longer k dimension then adds the GATE_PAIRS products of pieces that are large enough
+ * to matter.
  *
  *   split_kernel  from [rows, columns]    -> to  [rows, places, columns]  one thread per number
  *   fold_kernel   sums [rows, 3, columns] -> out [rows, columns]          one thread per number
@@ -40,7 +41,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Adds the three sums of each result, the sum of the low pieces first, and then the bias. */
+/* Adds the three sums of each result: first the sum of the low pieces, then those of the middle
+ * and of the high pieces. Then adds the bias. */
 static __global__ void __launch_bounds__(THREADS)
     fold_kernel(const __grid_constant__ p2p_pieces_job job)
 {

@@ -13,10 +13,10 @@
  * step's tiles of matrices a and b from shared memory as float32, and load those of the next
  * step into registers.
  *
- * The kernel does not read rows without a token. If such a row is inside a slab, the kernel
- * writes zeros to its row of out. An e4m3 matrix has one scale per 1 x 128 numbers (a) or per
- * 128 x 128 numbers (b). Every e4m3 product runs as the pass INPUT (p2p_as_input), which reads
- * both matrices contiguously along the summed dimension.
+ * The kernel does not read rows without a token. If a row without a token is inside a slab, the
+ * kernel writes zeros to the same row of out. An e4m3 matrix has one scale per 1 x 128 numbers
+ * (a) or per 128 x 128 numbers (b). Every e4m3 product runs as the pass INPUT (p2p_as_input),
+ * which reads both matrices contiguously along the summed dimension.
  *
  * A product with few tiles and long sums would leave most SMs idle. So the host sets
  * p2p_gemm.slices: each sum is then cut into slices, which different CTAs compute. plain_kernel
@@ -58,8 +58,8 @@ static __device__ __forceinline__ int64_t slices_of(const p2p_gemm &g)
     return g.slices > 1 ? g.slices : 1;
 }
 
-/* Returns tile slice number `index` of the product. They are ordered by row of tiles, then by
- * column of tiles, then by slice. */
+/* Returns tile slice number `index` of the product. Tile slices are ordered by row of tiles,
+ * then by column of tiles, then by slice. */
 template <int PASS>
 static __device__ TileSlice find_tile_slice(const p2p_gemm &g, int64_t index)
 {
@@ -164,8 +164,8 @@ static __device__ __forceinline__ void store_numbers_at(void *p, uint32_t type, 
         *(uint2 *)to = make_uint2(F16::pack_pair(x[0], x[1]), F16::pack_pair(x[2], x[3]));
 }
 
-/* Writes four numbers to a matrix [BK][PITCH] in shared memory. TRANSPOSED: to [s][line], [s +
- * 1][line], and so on. Otherwise to [s][line], [s][line + 1], and so on. */
+/* Writes four numbers to a matrix [BK][PITCH] in shared memory. TRANSPOSED: to elements
+ * [s][line] to [s + 3][line]. Otherwise to elements [s][line] to [s][line + 3]. */
 template <bool TRANSPOSED, int PITCH>
 static __device__ __forceinline__ void put_four_shared(float *to, int s, int line, float4 x)
 {
@@ -270,15 +270,17 @@ template <int PASS, bool SCALED> struct StepTiles {
     }
 };
 
-/* Returns the row (or column) of the tile that is row (or column) i of a thread. A thread's
- * rows 0 to 3 are adjacent. Its rows 4 to 7 are adjacent too, but half a tile further. */
+/* Returns which row of the tile is a thread's row i, or which column is its column i. `first`:
+ * number of the thread in the column (row) of threads. `half`: half of the tile's rows
+ * (columns). A thread's rows 0 to 3 are adjacent. Rows 4 to 7 are adjacent too, but `half` rows
+ * further. The same is true for columns. */
 static __device__ __forceinline__ int thread_line(int first, int i, int half)
 {
     return first * 4 + i % 4 + (i < 4 ? 0 : half);
 }
 
 /* Reads a thread's eight numbers of one row of shared memory, at the positions that
- * thread_line() returns. */
+ * thread_line() returns. `from`: address of the first one. */
 static __device__ __forceinline__ void load_eight(const float *from, int half, float (&x)[EACH])
 {
     const float4 low = *(const float4 *)from, high = *(const float4 *)(from + half);
@@ -287,7 +289,7 @@ static __device__ __forceinline__ void load_eight(const float *from, int half, f
 }
 
 /* Stores four results of row m of the tile. If the row has no token, stores zeros. Otherwise
- * first adds the bias and the row of `addend`, if the job has them. With `accumulate`, also
+ * first adds the bias and the row of `addend`, if the job has them. With g.accumulate, also
  * adds the old values of out. */
 template <int PASS, bool SCALED>
 static __device__ __forceinline__ void store_four(const p2p_gemm &g, const TileSlice &p, int m,

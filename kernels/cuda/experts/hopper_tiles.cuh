@@ -16,8 +16,8 @@
 
 #define BM EXPERTS_TILE_ROWS
 #define BN 256
-/* How many 16-bit numbers of a row a stage holds, along the dimension that is summed. Of e4m3
- * numbers it holds 128. */
+/* Number of 16-bit numbers that a stage holds along the summed dimension. With e4m3 matrices, a
+ * stage holds 128. */
 #define BK 64
 #define STAGES 4
 /* bytes of one box of a tensor copy: 64 lines of 128 bytes, with 128-byte swizzle */
@@ -69,9 +69,8 @@ struct Job {
     /* FORWARD, INPUT: number of stages per tile; each has BK (e4m3: 128) products of every
      * sum */
     int steps;
-    /* Order in which the kernel computes tiles, so that it reuses b in the L2 cache: this many
-     * rows of tiles (with clusters: pairs of rows) together, one column of tiles after the
-     * other. */
+    /* Number of rows of tiles that the kernel computes together, one column of tiles after the
+     * other, so that it reuses b in the L2 cache. With clusters: number of pairs of rows. */
     int group;
     int accumulate;
 };
@@ -88,7 +87,8 @@ struct Tile {
     int rows; /* FORWARD, INPUT: number of rows of the tile that are stored, with padding */
     /* false: the tile is not stored, for one of two reasons. Either the other CTA of the
      * cluster computes it, and this CTA only takes part because that CTA needs its copies and
-     * arrivals. Or the slab has no token, so there is nothing to add to out. */
+     * arrivals. Or the kernel adds to out (job.accumulate), and the slab has no token whose
+     * products it could add. */
     bool store;
     /* true: both CTAs of the cluster need the same part of b, so each copies half of it to
      * both */
@@ -96,10 +96,11 @@ struct Tile {
 };
 
 /* Sets w to tile number t. With clusters, t is the number of a pair of tiles, and w becomes the
- * tile of CTA `rank` of the cluster. Returns false if t is past the last tile. The order of the
- * tiles keeps b in the L2 cache: groups of job.group rows of tiles (with clusters: pairs of
- * rows) come one after the other. Within a group, one column of tiles comes after the other.
- * WEIGHT does this for one expert after the other. */
+ * tile of CTA `rank` of the cluster. FORWARD, INPUT: num_tiles is the number of rows of tiles.
+ * Returns false if t is past the last tile. The order of the tiles keeps b in the L2 cache:
+ * groups of job.group rows of tiles (with clusters: pairs of rows) come one after the other.
+ * Within a group, one column of tiles comes after the other. WEIGHT does this for one expert
+ * after the other. */
 template <int PASS, int CTAS>
 static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int num_tiles, int t,
                                                  int rank)
@@ -176,8 +177,8 @@ struct SharedLayout {
 /* ---------------------------------------------------------------------------- producer ---- */
 
 /* Starts to copy the part of matrix a that one stage needs, to shared memory address `to`.
- * `step`: its first index along the summed dimension. The barrier `full` counts the bytes that
- * arrive. */
+ * `step`: the part's first index along the summed dimension. The barrier `full` counts the
+ * bytes that arrive. */
 template <int PASS>
 static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uint32_t full,
                                               const Tile &w, int step)
@@ -190,9 +191,10 @@ static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uin
     }
 }
 
-/* Starts to copy the part of matrix b that one stage needs, to shared memory address `to`. If
- * `share` is set, this CTA copies only half of it, but to both CTAs of the cluster. The barrier
- * `full` counts the bytes that arrive. */
+/* Starts to copy the part of matrix b that one stage needs, to shared memory address `to`.
+ * `step`: the part's first index along the summed dimension. If `share` is set, this CTA copies
+ * only half of the part, but to both CTAs of the cluster. `rank`: number of this CTA in the
+ * cluster. The barrier `full` counts the bytes that arrive. */
 template <int PASS>
 static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uint32_t full,
                                               const Tile &w, int step, bool share, int rank)

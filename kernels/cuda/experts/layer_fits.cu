@@ -3,10 +3,11 @@
  * experts. The host cannot check this when it enqueues the call, because the answer depends on
  * rank_of_expert, which only the device knows.
  *
- * All ranks find the same faults, because their plans contain the same numbers. If the plan
- * does not fit, the kernel marks it as failed and sets the number of rows of each local expert
- * to 0. Later operations with this plan then move no rows, and epic_check() returns the error.
- * One thread does the work. It accesses only memory of this rank. */
+ * All ranks get the same answer, because num_local in the plan's header, the largest number of
+ * experts that one rank owns, is equal on all ranks. If the plan does not fit, the kernel marks
+ * it as failed and sets the number of rows of each local expert to 0. Later operations with
+ * this plan then move no rows, and epic_check() returns the error. One thread does the work. It
+ * accesses only memory of this rank. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/wait.cuh"
 #include "cuda/experts/dense_tokens.h"

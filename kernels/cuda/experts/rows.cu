@@ -2,7 +2,7 @@
 /* Kernels that run between the two matrix products of the experts, and kernels for the
  * gradients of the biases.
  *
- *     gate_up      [slots, width]  result of the first product, before weight and bias
+ *     gate_up      [slots, width]  result of the first product, before input weight and bias
  *     activations  [slots, inner]  forward: output. Backward: on entry their gradient, on
  *                                  return the activations, for the next weight gradient
  *     d_gate_up    [slots, width]  backward: output
@@ -16,9 +16,9 @@
  *
  * A warp works on one row. In bias_kernel, a CTA works on 64 columns of one expert. The kernels
  * neither read nor write rows without a token, because the products do not read them. Only
- * d_slot_weights gets zeros there. Memory bandwidth should limit these kernels, not arithmetic.
- * So the activations that most models use are compiled separately, without a branch for each
- * element. */
+ * d_slot_weights gets zeros for these rows. Memory bandwidth should limit these kernels, not
+ * arithmetic. So the activations that most models use are compiled separately, without a branch
+ * for each element. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/common/quantize.cuh"
@@ -80,7 +80,8 @@ template <int V> struct Pair {
     float gate[V], up[V];
 };
 
-/* Loads columns [i, i + V) of gate and up from row `slot` of `from` (layout of gate_up). */
+/* Loads columns [i, i + V) of gate and up from row `slot` of `from`. A row has the gate columns
+ * and then the up columns or, with job.experts.interleaved, one of each in turn. */
 template <class T, int V, int KIND>
 static __device__ __forceinline__ Pair<V> load_pair(const p2p_activation_job &job,
                                                     const void *from, int64_t slot, int64_t i)
@@ -345,8 +346,8 @@ static __device__ __forceinline__ float backward_row(const p2p_activation_job &j
     return dot;
 }
 
-/* Returns this lane's part of dot(d_y, b_down), its sum over the columns that this lane
- * handles. With EPIC_WEIGHT_EARLY it belongs to the weight's gradient, because the weight
+/* Returns dot(d_y, b_down) of a slot, over the columns that this lane handles. With
+ * EPIC_WEIGHT_EARLY the dot product belongs to the weight's gradient, because the weight
  * multiplies b_down, too. */
 template <class T, int V>
 static __device__ float down_bias_dot(const p2p_activation_job &job, const Slot &s)

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Computes where the slabs and tiles of the local experts are, from the numbers of rows and
- * tokens. A slab is the rows of one expert; a tile is a part of a slab. The experts' kernels
- * that run later on the stream read the results.
+ * tokens. A slab is the rows of one expert in the receive buffer. A tile is up to
+ * EXPERTS_TILE_ROWS rows of one slab. The experts' kernels that run later on the stream read
+ * the results.
  *
  *     in   expert_rows, expert_tokens  [num_experts]
  *     out  slabs  [num_experts]        first row and number of tokens of each slab
@@ -18,7 +19,7 @@
 #define THREADS 256
 
 /* Returns the sum of x over all threads of the CTA with lower numbers, and sets *total to the
- * sum over all threads. Called by all threads of the CTA. `memory`: [THREADS] in shared
+ * sum over all threads. Called by all threads of the CTA. `memory`: THREADS numbers in shared
  * memory. */
 static __device__ int64_t sum_before(int64_t x, int64_t *memory, int64_t *total)
 {
