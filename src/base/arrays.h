@@ -14,7 +14,7 @@ typedef struct call_array {
     const void *data; /* NULL: not given */
     int64_t bytes;    /* size that the call uses; 0: not given */
     size_t unit;      /* bytes of an element, a power of two; the address is aligned to it */
-    bool out;         /* the call writes it */
+    bool out;         /* true: the call writes the array */
 } call_array;
 
 /* Describes an array of `count` elements of `unit` bytes. */

@@ -20,7 +20,7 @@ static inline uint64_t hash_mix(uint64_t x)
 }
 
 /* Extends a hash: `hash` is the hash of the earlier words, x is the next word. Returns the hash
- * of all. The order of the words matters. */
+ * of the earlier words and x. The order of the words matters. */
 static inline uint64_t hash_join(uint64_t hash, uint64_t x)
 {
     return hash_mix(hash ^ (x + 0x9e3779b97f4a7c15ull));

@@ -6,7 +6,7 @@
  * same core, sched_yield() may return only after milliseconds.  A sleeping rank would be woken
  * at once.  So after a sched_yield() that returned late, the next waits sleep at once:
  * LEAST_SLEEPS waits after the first late return, and twice as many after each further one.
- * Each return in time lowers the number by one again. */
+ * Each return in time lowers this number by one. */
 #ifndef EPIC_PATIENCE_H
 #define EPIC_PATIENCE_H
 

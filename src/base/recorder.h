@@ -42,9 +42,10 @@ void recorder_trace(epic_recorder *recorder, epic_trace *trace);
 /* Frees the copy of a recorder in a forked child.  The recorder of the parent stays open. */
 void recorder_forget(epic_recorder *recorder);
 
-/* Begins a record and returns its id, which the two functions below take. `sequence` is the
- * sequence number of the operation in its tag. If all records are in flight, the operation is
- * not recorded. Then the id is one that both functions ignore. */
+/* Begins a record and returns its id, which recorder_phase() and recorder_end() take.
+ * `operation` is an epic_operation, `sequence` its sequence number, and `bytes` the size that
+ * epic-info shows. If all records are in flight, the operation is not recorded, and the two
+ * functions ignore the returned id. */
 uint64_t recorder_begin(epic_recorder *recorder, uint32_t operation, uint64_t tag,
                         uint64_t sequence, uint64_t bytes);
 
@@ -65,7 +66,8 @@ void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
 #define RECORDER_SENTENCE 512
 #define RECORDER_NET 128 /* bytes of the description of a net */
 
-/* A copy of a record.  Times are CLOCK_REALTIME nanoseconds; end_ns is 0 while in flight. */
+/* A copy of a record.  Times are CLOCK_REALTIME nanoseconds; end_ns is 0 until the operation
+ * ends. */
 typedef struct recorder_entry {
     uint64_t number; /* number of the operation in its context, from 0 */
     uint64_t tag;
@@ -76,7 +78,7 @@ typedef struct recorder_entry {
     uint32_t operation; /* an epic_operation */
     uint32_t state;     /* a recorder_state */
     uint32_t result;    /* an epic_result, once done */
-    int32_t waits_for;
+    int32_t waits_for;  /* first rank that the operation waits for, or -1 */
 } recorder_entry;
 
 #define RECORDER_WORDS (sizeof(recorder_entry) / sizeof(uint64_t))
@@ -107,11 +109,11 @@ typedef struct recorder_page {
     int64_t opened_ns;
     char group[128]; /* name of the group, at most 127 bytes */
     char backend[32];
-    _Atomic uint64_t next; /* number of the next operation */
-    _Atomic uint64_t closed;
-    uint64_t group_id; /* distinguishes groups with the same name */
+    _Atomic uint64_t next;   /* number of the next operation */
+    _Atomic uint64_t closed; /* 1 after recorder_close() */
+    uint64_t group_id;       /* distinguishes groups with the same name */
     uint64_t pad[4];
-    char net[RECORDER_NET]; /* epic_net_name */
+    char net[RECORDER_NET]; /* the net to other hosts, as epic_net_name returns it */
     recorder_record records[RECORDER_RECORDS];
     recorder_sentence sentences[RECORDER_RECORDS];
 } recorder_page;

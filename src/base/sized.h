@@ -66,12 +66,12 @@ extern const sized_type sized_types[NUM_SIZED];
 /* Copies a caller's struct of `size` bytes to *ours. If it is shorter than this library's, the
  * missing fields become zero. If it is longer, its unknown bytes must be zero. `name` is the
  * name of the argument in errors. Returns EPIC_EINVAL if an unknown byte is not zero, if theirs
- * is NULL, or if no version of the struct had this size. */
+ * is NULL, or if the size is invalid: less than in release 0.1, or more than 65536 bytes. */
 epic_result sized_read(void *ours, const sized_type *type, const void *theirs, size_t size,
                        const char *name);
 
-/* Checks that `out` is not NULL and that `size` is a size that this struct had in some
- * version.  Errors: EPIC_EINVAL. */
+/* Checks that `out`, a caller's struct for results, is not NULL, and that its size is valid as
+ * for sized_read(). Errors: EPIC_EINVAL. */
 epic_result sized_place(const void *out, const sized_type *type, size_t size, const char *name);
 
 /* Copies *ours to `out`, which has `size` bytes. If `out` is shorter than this library's

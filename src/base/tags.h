@@ -22,11 +22,11 @@ typedef struct tag_entry {
 /* A hash table with open addressing; `size` is a power of two, and entries are never
  * removed. */
 typedef struct tag_table {
-    pthread_mutex_t mutex;
+    pthread_mutex_t mutex; /* guards everything below */
     tag_entry *entries;
-    size_t size;
-    size_t used;
-    uint32_t in_flight;
+    size_t size;        /* number of entries */
+    size_t used;        /* number of entries that contain a tag */
+    uint32_t in_flight; /* number of operations in flight, over all tags */
     uint32_t max_in_flight;
 } tag_table;
 

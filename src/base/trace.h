@@ -34,16 +34,19 @@ enum { TRACE_PLAN = 1, TRACE_OPERATION = 2 };
 
 typedef struct trace_record {
     uint32_t kind;     /* a reader skips kinds that it does not know */
-    uint32_t id_bytes; /* PLAN: bytes of an id, 1, 2 or 4; all bits set: no expert */
-    uint64_t payload;  /* bytes after the record: ids, and zeros up to a multiple of 8 */
+    uint32_t id_bytes; /* TRACE_PLAN: bytes of one id: 1, 2 or 4; 0 in other records */
+    /* TRACE_PLAN: number of bytes that follow this record: the ids, then zeros up to a multiple
+     * of 8. An id with all bits set means "no expert". */
+    uint64_t payload;
     uint64_t tag;
     uint64_t sequence;
-    int64_t time_ns; /* PLAN: when the record is written.  OPERATION: when it began */
+    /* TRACE_PLAN: when the record was written. TRACE_OPERATION: when the operation began. */
+    int64_t time_ns;
     union {
         struct {
             int64_t num_tokens; /* ids are [num_tokens, top_k] */
             uint32_t top_k;
-            uint32_t num_experts; /* every id is below it; with replicas: num_logical */
+            uint32_t num_experts; /* every id is below this; with replicas: num_logical */
             uint32_t alignment;
             uint32_t zero;
         } plan;
