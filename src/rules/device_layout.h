@@ -5,13 +5,14 @@
  * the group and of the layer:
  *
  *   slab_begin [num_experts]                    first slot of each local expert's slab
- *   padding    [1 << slab_bits]                 a device_padding for each slab
+ *   padding    [2^device_slab_bits()]           a device_padding, two int32, for each slab
  *   rank_of    [max_tokens, top_k]              rank of the choice's expert; -1: no expert
  *   fate       [max_tokens, top_k]              slot on that rank, or an EPIC_FATE value
- *   records    [num_ranks, max_tokens, top_k]   slots on this rank of each rank's tokens, by
- *                                               ascending k, then -1; FLAT: row, then -1
- *   locals     [num_ranks, max_tokens, top_k]   FLAT only: local experts of each rank's
- *                                               tokens, by ascending k, then -1
+ *   records    [num_ranks, max_tokens, top_k]   for each token of each rank: its slots on this
+ *                                               rank by ascending k, then -1. FLAT: its row on
+ *                                               this rank, then -1
+ *   locals     [num_ranks, max_tokens, top_k]   FLAT only, for each token of each rank: its
+ *                                               local experts here by ascending k, then -1
  *   logical    [num_experts]                    replicas only: logical expert of each expert
  *   expert_of  [num_experts]                    replicas only: id of each local expert */
 #ifndef EPIC_DEVICE_LAYOUT_H
@@ -51,18 +52,20 @@ typedef struct device_plan_header {
     int32_t owned;                       /* number of experts that this rank owns */
     int32_t tokens_of[DEVICE_MAX_RANKS]; /* number of tokens of each rank */
     int32_t slots_of[DEVICE_MAX_RANKS];  /* number of slots of each rank */
-    uint8_t rank_at[DEVICE_MAX_RANKS];   /* EPIC_TREE: the rank that owns subtree i */
-    int32_t capacity;                    /* number of slots that this rank may use */
+    /* EPIC_TREE: rank_at[i] is the rank that owns block i of num_ranks equal blocks of experts.
+     * The leaves of these experts are subtree i of the tree. */
+    uint8_t rank_at[DEVICE_MAX_RANKS];
+    int32_t capacity;     /* number of slots that this rank may use */
     int32_t first_expert; /* EPIC_TREE: first of this rank's experts, which are contiguous */
     uint32_t layout;
     uint32_t layer_leaves; /* number of leaves that the layer sets. `leaves` is the number that
-                              combine uses: the same, or num_ranks if the plan is FLAT. */
+                              combine uses: layer_leaves, or num_ranks if the plan is FLAT. */
     uint32_t num_logical;  /* 0: no replicas */
     uint32_t layer_hash;   /* hash of all fields of the layer */
     uint32_t sum;          /* checksum of the words above */
 } device_plan_header;
 
-/* Returns what word number i adds to the checksum of the header. */
+/* Returns the number that `word`, the word i of a header, adds to the header's checksum. */
 DEVICE_LAYOUT_BOTH static inline uint32_t device_header_share(uint32_t word, uint32_t i)
 {
     return (word ^ i) * (2 * i + 0x9e3779b1u);
@@ -103,8 +106,8 @@ DEVICE_LAYOUT_BOTH static inline int device_slab_bits(int64_t slabs)
 #endif
 }
 
-/* Returns the offsets of the arrays up to `records` for these sizes. Every array begins at a
- * multiple of 128 bytes. */
+/* Returns the offsets of the arrays up to `records` for these sizes of the group and the layer.
+ * Every array begins at a multiple of 128 bytes. */
 DEVICE_LAYOUT_BOTH static inline device_plan_layout
 device_plan_layout_of(int64_t num_ranks, int64_t max_tokens, int64_t num_experts, int64_t top_k)
 {

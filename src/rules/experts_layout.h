@@ -1,6 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The layout of the experts' workspace on a device. The core computes its size with this file,
- * the device backend divides the workspace, and the kernels use the offsets. */
+ * the device backend divides the workspace, and the kernels use the offsets.
+ *
+ * `width` is the number of columns of an expert's first product: 2 * inner, or inner if the
+ * layer is ungated. E4M3 weights are EPIC_E4M3 numbers with scales. The rows are then quantized
+ * too: each block of 128 elements of a row gets one scale. */
 #ifndef EPIC_EXPERTS_LAYOUT_H
 #define EPIC_EXPERTS_LAYOUT_H
 
@@ -24,13 +28,15 @@ typedef struct slab_range {
 
 /* Offsets of the arrays in the workspace, in bytes, and their types. */
 typedef struct experts_layout {
-    int64_t num_tiles;   /* int32: number of tiles */
-    int64_t tiles;       /* slab_tile [most_tiles]: list of all tiles */
-    int64_t slabs;       /* slab_range [num_local_experts]: list of all slabs */
-    int64_t activations; /* [num_slots, inner] of row_type; E4M3 forward: e4m3 */
-    int64_t scales;      /* E4M3 weights: float32 [num_slots, blocks], one scale for each
-                            block of 128 elements of a row */
-    int64_t quantized;   /* E4M3 backward: e4m3 rows of d_y, later of d_gate_up */
+    int64_t num_tiles; /* int32: number of tiles */
+    int64_t tiles;     /* slab_tile [most_tiles]: list of all tiles */
+    int64_t slabs;     /* slab_range [num_local_experts]: list of all slabs */
+    /* [num_slots, inner] of row_type; in forward with E4M3 weights: of E4M3 */
+    int64_t activations;
+    /* E4M3 weights only: float32 [num_slots, number of blocks in a row], the scales of the
+     * quantized rows */
+    int64_t scales;
+    int64_t quantized;   /* E4M3 weights, backward only: d_y in E4M3, later d_gate_up in E4M3 */
     int64_t d_gate_up;   /* backward: [num_slots, width] of row_type */
     int64_t bytes;       /* size of the workspace */
     int64_t saved_bytes; /* size of `saved`: [num_slots, width] of row_type */
@@ -56,7 +62,7 @@ static inline void experts_lay_tiles(experts_layout *l, int64_t num_experts, int
     l->activations = experts_round_up(l->slabs + num_experts * (int64_t)sizeof(slab_range));
 }
 
-/* Returns the number of blocks of 128 elements. Each block of E4M3 elements has one scale. */
+/* Returns the number of blocks of 128 elements in a row of `numbers` elements. */
 static inline int64_t experts_blocks(int64_t numbers)
 {
     return (numbers + 127) / 128;
@@ -71,7 +77,7 @@ static inline experts_layout experts_layout_of(const epic_experts *ex, int64_t n
     const int64_t width = (int64_t)ex->inner * (ex->ungated ? 1 : 2);
     const bool scaled = ex->weight_type == EPIC_E4M3;
     const int64_t widest =
-        width > ex->hidden ? width : ex->hidden; /* longest rows that are quantized */
+        width > ex->hidden ? width : ex->hidden; /* longest row that backward quantizes */
     const int64_t columns = backward ? widest : ex->inner;
     experts_lay_tiles(&l, ex->num_local_experts, num_slots);
     l.scales = experts_round_up(l.activations +

@@ -1,11 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The workspace for the matrix products of a layer's gate on a device.
+/* The workspace for the matrix products of a layer's gate on a device. The gate computes
+ * logits = x w_gate, with one column for each expert and zero-expert.
  *
  * These products have few columns and long sums. Small products divide each sum into slices, so
  * that there is work for the whole GPU, and need memory for partial sums. Large products use
  * tensor cores (experts/grouped_pieces.cu). They represent each float32 factor as a sum of
  * three bf16 numbers, its pieces, and need memory for the pieces. The core computes the size of
- * the workspace with this file, and the device backend divides the workspace. */
+ * the workspace with this file, and the device backend divides the workspace.
+ *
+ * In the functions below, `tokens` is the number of this rank's tokens. `block` is the largest
+ * number of tokens that the layer computes at a time (moe/moe.h). */
 #ifndef EPIC_GATE_LAYOUT_H
 #define EPIC_GATE_LAYOUT_H
 
@@ -17,9 +21,9 @@
 #define GATE_LEAST 128  /* sums of this length or less are not split */
 #define GATE_COLUMNS 64 /* columns of a tile */
 #define GATE_PIECES 3   /* bf16 values whose sum represents a float32 */
-#define GATE_PAIRS 6    /* products of pieces that replace one product of two float32 */
+#define GATE_PAIRS 6    /* products of two pieces that replace one product of two float32 */
 #define GATE_LARGE \
-    (INT64_C(1) << 29) /* from this many multiplications on, tensor cores are faster */
+    (INT64_C(1) << 29) /* with at least this many multiplications, tensor cores are faster */
 
 /* Returns a / b, rounded up. */
 static inline int64_t gate_ceil(int64_t a, int64_t b)
@@ -48,10 +52,10 @@ static inline int32_t gate_fixed_slices(int64_t depth)
 
 /* Returns the bytes of the partial sums, or 0 if sums are not divided.
  *
- * In forward the number of slices depends on `block`, the tokens of one block, and not on all
- * tokens. With EPIC_TREE, blocks have the same size for every number of ranks, so the sums have
- * the same bits. With EPIC_INVARIANT it depends only on `hidden`. Backward computes one block at
- * a time. */
+ * In forward the number of slices depends on `block` and not on `tokens`. With EPIC_TREE, blocks
+ * have the same size for every number of ranks, so the sums have the same bits. With
+ * EPIC_INVARIANT the number of slices depends only on `hidden`. Backward computes one block at a
+ * time. */
 static inline int64_t gate_parts_bytes(int64_t tokens, int64_t block, int64_t hidden,
                                        int64_t columns, bool backward, bool is_invariant)
 {
@@ -62,9 +66,9 @@ static inline int64_t gate_parts_bytes(int64_t tokens, int64_t block, int64_t hi
     return slices > 1 ? slices * lines * columns * (int64_t)sizeof(float) : 0;
 }
 
-/* Returns true if tensor cores compute a product [lines, columns] with sums of `depth` terms.
- * For this it compares the number of multiplications with GATE_LARGE. Lines and columns are
- * rounded up to whole tiles, because the kernel for small products multiplies whole tiles. */
+/* Returns true if tensor cores compute a product [lines, columns] with sums of `depth` terms:
+ * if it has at least GATE_LARGE multiplications. Lines and columns are rounded up to whole
+ * tiles, because the kernel for small products multiplies whole tiles. */
 static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
 {
     return gate_ceil(lines, EXPERTS_TILE_ROWS) * EXPERTS_TILE_ROWS *
@@ -72,14 +76,14 @@ static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
            GATE_LARGE;
 }
 
-/* Offsets of arrays for a product on tensor cores. They follow the list of tiles. `pieces` is
- * the float32 factor as bf16 [depth, GATE_PIECES, columns]. `sums` is float32 [lines,
- * GATE_PIECES, columns], the result for each piece. */
+/* Offsets in bytes of the arrays for a product on tensor cores. The arrays follow the list of
+ * tiles. `pieces` is the float32 factor as bf16 [depth, GATE_PIECES, columns]. `sums` is float32
+ * [lines, GATE_PIECES, columns], the result for each piece. */
 typedef struct gate_pieces {
     int64_t pieces, sums, end;
 } gate_pieces;
 
-/* Returns these offsets for a product [lines, columns] with sums of `depth` terms. The list of
+/* Returns the offsets for a product [lines, columns] with sums of `depth` terms. The list of
  * tiles is for `tokens` rows. */
 static inline gate_pieces gate_pieces_of(int64_t tokens, int64_t lines, int64_t columns,
                                          int64_t depth)
@@ -91,14 +95,15 @@ static inline gate_pieces gate_pieces_of(int64_t tokens, int64_t lines, int64_t 
     return at;
 }
 
-/* Offsets of arrays for the gradient of x on tensor cores. Both factors are float32. d_logits
- * is bf16 [tokens, GATE_PAIRS, columns], and weights is bf16 [hidden, GATE_PAIRS, columns]. The
- * result is added to d_x, so it needs no memory here. */
+/* Offsets in bytes of the arrays for the gradient of x on tensor cores. Both factors of this
+ * product, d_logits and the gate's weights, are float32. As pieces, d_logits is bf16 [tokens,
+ * GATE_PAIRS, columns], and `weights` is bf16 [hidden, GATE_PAIRS, columns]. The result is added
+ * to d_x, so it needs no memory here. */
 typedef struct gate_pairs {
     int64_t d_logits, weights, end;
 } gate_pairs;
 
-/* Returns these offsets for the shapes of the gate. */
+/* Returns the offsets for w_gate [hidden, columns]. */
 static inline gate_pairs gate_pairs_of(int64_t tokens, int64_t hidden, int64_t columns)
 {
     gate_pairs at;

@@ -7,13 +7,13 @@
 
 #include <stdint.h>
 
-/* One block of tokens. */
+/* The arrays of one block of tokens. */
 typedef struct layer_tokens {
     int64_t num_tokens, hidden, top_k;
     int32_t num_experts, num_columns; /* num_columns also counts the zero-experts */
     uint32_t row_type;
-    const void *x;              /* [num_tokens, hidden] of row_type; all rows have this type */
-    const void *d_out;          /* backward: [num_tokens, hidden]; NULL in forward */
+    const void *x;              /* [num_tokens, hidden] of row_type */
+    const void *d_out;          /* backward: [num_tokens, hidden] of row_type; else NULL */
     const int32_t *topk_idx;    /* [num_tokens, top_k]; NULL: no zero-experts */
     const float *weights;       /* [num_tokens, top_k] */
     float *d_weights;           /* backward: [num_tokens, top_k] */
@@ -23,10 +23,10 @@ typedef struct layer_tokens {
     float *d_shared_weights;    /* backward: [num_tokens] */
 } layer_tokens;
 
-/* Rows [num_tokens, hidden] of the kernel that adds up a layer's output. In forward it computes
- * to = a + b + the outputs of the zero-experts. In backward it computes to = a + b + the
- * gradients through the zero-experts and through the shared expert's gate, from d_out. `to` may
- * be the same array as `a`. */
+/* The rows [num_tokens, hidden] of row_type of the kernel that adds up a layer's output. In
+ * forward the kernel computes to = a + b + the outputs of the zero-experts. In backward it
+ * computes to = a + b + the gradients of x through the zero-experts and through the shared
+ * expert's gate. `to` may be the same array as `a`. */
 typedef struct layer_rows {
     void *to;
     const void *a, *b; /* NULL counts as 0 */

@@ -26,19 +26,21 @@ RULE int64_t loss_run_tokens(int64_t num_tokens)
     return (num_tokens + LOSS_RUNS - 1) / LOSS_RUNS;
 }
 
-/* Returns true if experts may be chosen by their logits, because these have the same order as
- * the selection values (choose_template.h). */
+/* Returns true if experts may be chosen by their logits, because the logits have the same order
+ * as the selection values (router/choose_template.h). */
 RULE bool router_on_logits(const epic_router *r, bool has_bias)
 {
     return r->score == EPIC_SCORE_LOGITS ||
            (!has_bias && (r->num_groups == 0 || r->group_score == EPIC_GROUP_MAX));
 }
 
-/* Returns true if experts of groups that are not kept can never be chosen. With EPIC_OTHERS_OUT
- * this is always so. With EPIC_OTHERS_ZERO the score of these experts counts as 0. If the
- * scores of the kept experts are all above 0, these experts come after all kept ones, so they
- * are never chosen either. That is the case for on_logits with any score but the logits
- * themselves. */
+/* Returns true if experts of groups that are not kept can never be chosen. on_logits is the
+ * result of router_on_logits().
+ *
+ * With EPIC_OTHERS_OUT they are always excluded. With EPIC_OTHERS_ZERO their score counts as 0.
+ * If all scores of the kept experts are above 0, the kept experts come first, so the others are
+ * never chosen. The scores are above 0 if on_logits is true and the score is not
+ * EPIC_SCORE_LOGITS. */
 RULE bool router_others_out(const epic_router *r, bool on_logits)
 {
     return r->group_others == EPIC_OTHERS_OUT || (on_logits && r->score != EPIC_SCORE_LOGITS);

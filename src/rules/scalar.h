@@ -38,8 +38,8 @@ SCALAR float power_of_two(int32_t n)
 }
 
 /* Returns e^(x + low) for x up to 88. `low` is a tiny number: the part of the argument that was
- * lost when x was rounded. Writes x as n log 2 + r, computes e^r by its Taylor series, and
- * multiplies by 2^n. */
+ * lost when the caller rounded it to x. Writes x as n log 2 + r, computes e^r by its Taylor
+ * series, and multiplies by 2^n. */
 SCALAR float exp_f32(float x, float low)
 {
     /* adding this number and subtracting it again rounds to an integer */
@@ -115,8 +115,8 @@ SCALAR double log1p_f64(double x)
     return log1p(x);
 }
 
-/* Return the square root of x. The macro OF(sqrt) of the template files selects one of the two
- * by its suffix. */
+/* Return the square root of x. In template files the macro OF(sqrt) becomes sqrt_f32 or
+ * sqrt_f64. */
 SCALAR float sqrt_f32(float x)
 {
     return sqrtf(x);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The score of one logit and the derivative of the score, with the same bits on the host and on
- * CUDA devices. Include it after scalar.h, with REAL and OF(name) defined. */
+ * CUDA devices. Include this file after scalar.h, with two macros defined: REAL is float or
+ * double, and OF(name) is name_f32 or name_f64. */
 
 /* Below this logit, sqrt(log(1 + e^z)) equals e^(z/2) except for the last bit. */
 #define SMALL_LOGIT (sizeof(REAL) == sizeof(float) ? -17 : -37)
@@ -31,8 +32,8 @@ SCALAR REAL score_sqrtsoftplus(REAL z)
     return OF(sqrt)((z > 0 ? z : 0) + OF(log1p)(e));
 }
 
-/* Returns ds/dz for the score s of logit z: sigmoid, sqrt(log(1 + e^z)), or z itself. In the
- * first two, s is the score that forward computed. */
+/* Returns ds/dz for the score s of logit z: sigmoid, sqrt(log(1 + e^z)), or z itself. s is the
+ * score that forward computed. It is not used if the score is z itself. */
 SCALAR REAL score_slope(REAL s, REAL z, uint32_t score)
 {
     if (score == EPIC_SCORE_SIGMOID) return s * score_sigmoid(-z);

@@ -13,10 +13,10 @@
     "topk_idx: rank %d, token %lld, k %lld has expert %lld a second time; the layer's flags " \
     "promise EPIC_DISTINCT ids"
 
-#define SENTENCE_PLACEMENT /* arguments: rank, expert, rank, num_ranks - 1 */ \
+#define SENTENCE_PLACEMENT /* arguments: rank, expert, its owner, num_ranks - 1 */ \
     "rank_of_expert: rank %d, expert %lld has owner %lld: must be a rank, 0 to %d"
 
-#define SENTENCE_TREE_PLACEMENT /* arguments: rank, expert, rank, num_ranks */                \
+#define SENTENCE_TREE_PLACEMENT /* arguments: rank, expert, its owner, num_ranks */           \
     "rank_of_expert: rank %d, expert %lld has owner %lld: with EPIC_TREE each rank must own " \
     "one of the %d equal blocks of experts"
 
@@ -31,11 +31,11 @@
     "token_ids: rank %d, token %lld has id %lld: must be below the table's %lld rows and " \
     "not negative"
 
-#define SENTENCE_TABLE /* arguments: rank, row, k, expert, experts */                \
+#define SENTENCE_TABLE /* arguments: rank, row, k, expert, number of columns */      \
     "table: rank %d, row %lld, k %lld has expert %lld: must be below num_experts + " \
     "zero_experts %lld, or negative for no expert"
 
-#define SENTENCE_FORCED /* arguments: rank, token, k, expert, experts */                     \
+#define SENTENCE_FORCED /* arguments: rank, token, k, expert, number of columns */           \
     "topk_idx_in: rank %d, token %lld, k %lld has expert %lld: must be below num_experts + " \
     "zero_experts %lld, or negative for no expert"
 
