@@ -12,7 +12,7 @@
 
 #include "net/liveness_inner.h"
 
-/* connections that may wait for accept(); strangers may connect too */
+/* largest number of connections that wait for accept(), including those of strangers */
 #define LISTEN_BACKLOG 128
 #define SOCKET_TYPE (SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK)
 
@@ -59,7 +59,8 @@ static bool is_ipv4(const liveness_address *a)
     return IN6_IS_ADDR_V4MAPPED((const struct in6_addr *)(const void *)a->bytes);
 }
 
-/* Converts an address and a port to the form of the socket calls. Returns its length. */
+/* Writes an address and a port to *out, in the form that bind() and connect() need. Returns the
+ * size of that form in bytes. */
 static socklen_t socket_address(const liveness_address *a, uint32_t port,
                                 struct sockaddr_storage *out)
 {
@@ -78,8 +79,9 @@ static socklen_t socket_address(const liveness_address *a, uint32_t port,
     return sizeof *ipv6;
 }
 
-/* Opens a listening socket on a free port of the address `any`, and writes the port to *port.
- * Returns the socket, or -1 with errno set. */
+/* Opens a listening socket on a free port. `any` is the IPv4 or IPv6 address that stands for
+ * all addresses of this host. Writes the port to *port. Returns the socket, or -1 with errno
+ * set. */
 static int listen_on(const liveness_address *any, uint32_t *port)
 {
     struct sockaddr_storage at;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The thread that watches the liveness connections. Ten times a second it sends one byte on
- * each connection. The peer's kernel acknowledges the bytes (TCP). From these acknowledgements
- * the thread decides whether a peer is dead. */
+/* The thread that watches the liveness connections (liveness.h). Ten times a second it sends
+ * one byte, a beat, on each connection. TCP on the peer's host acknowledges the bytes. From
+ * these acknowledgements the thread decides whether the peer is dead. Each other host has one
+ * peer of this rank, so peers are numbered by host. */
 #include <errno.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
@@ -17,12 +18,12 @@
 #include "bootstrap/bootstrap.h"
 #include "net/liveness_inner.h"
 
-#define BEAT_MS 100 /* time between two bytes */
+#define BEAT_MS 100 /* time between two beats */
 #define BEAT_BYTE 'b'
 #define CLOSE_BYTE \
     'e' /* last byte before a regular close; a process that dies does not send it */
 
-/* Publishes the state of a host to other threads. */
+/* Publishes the state of the peer on a host to other threads. */
 static void set_state(net_liveness *l, int host, net_peer_state state)
 {
     __atomic_store_n(&l->state[host], (int)state, __ATOMIC_RELEASE);
@@ -33,14 +34,15 @@ net_peer_state net_liveness_state(const net_liveness *l, int host)
     return (net_peer_state)__atomic_load_n(&l->state[host], __ATOMIC_ACQUIRE);
 }
 
-/* Returns true while the host is connected and is neither closed nor dead. */
+/* Returns true while the peer on this host is connected and is neither closed nor dead. */
 static bool is_watched(const net_liveness *l, int host)
 {
     return l->sockets[host] >= 0 && net_liveness_state(l, host) == NET_PEER_ALIVE;
 }
 
-/* Reads the bytes that the peer has sent. If the last one is the close byte, the host is
- * closed. If the connection has ended or failed, the host is dead. Both states are final. */
+/* Reads the bytes that the peer has sent. If the last byte is CLOSE_BYTE, sets the peer's state
+ * to NET_PEER_CLOSED. If the connection has ended without this byte, or has failed, sets the
+ * state to NET_PEER_DEAD. Both states are final. */
 static void read_beats(net_liveness *l, int host)
 {
     char bytes[256];
@@ -53,14 +55,14 @@ static void read_beats(net_liveness *l, int host)
     }
 }
 
-/* Checks that the host has acknowledged the earlier bytes, then sends the next byte.
+/* Checks that the peer's host has acknowledged the earlier bytes, then sends the next byte.
  *
- * A host is dead if, for longer than silence_ms, some byte was not acknowledged and no
- * acknowledgement arrived.
+ * The peer is dead if two conditions have been true for longer than silence_ms: at least one
+ * byte is not acknowledged, and no acknowledgement has arrived.
  *
- * If this process or machine was stopped, acknowledgements could not arrive either. This must
- * not count as silence of the peer. So run_thread() adds the time by which it is late to
- * acked_ms. */
+ * While this process or its machine is stopped, this process receives no acknowledgements. That
+ * time must not count as silence of the peer. So if run_thread() runs later than planned, it
+ * adds the delay to acked_ms. */
 static void check_and_beat(net_liveness *l, int host, int64_t now)
 {
     struct tcp_info info;
@@ -76,12 +78,13 @@ static void check_and_beat(net_liveness *l, int host, int64_t now)
     }
     const ssize_t sent = send(l->sockets[host], &(char){BEAT_BYTE}, 1, MSG_NOSIGNAL);
     if (sent < 0 && errno != EAGAIN && errno != EINTR)
-        /* sending failed; perhaps the peer has closed, and its close byte has arrived */
+        /* Sending failed. The peer may have closed the connection: then its close byte has
+         * arrived. */
         read_beats(l, host);
 }
 
-/* The main function of the thread: sleeps until bytes arrive or the next byte is due, then
- * reads and sends. */
+/* The main function of the thread. Sleeps until bytes arrive or the next beat is due, then
+ * reads the bytes or sends the beats. Ends when stop_event is written. */
 static void *run_thread(void *self)
 {
     net_liveness *l = self;
@@ -139,8 +142,8 @@ void net_liveness_forget(net_liveness *l)
     free(l);
 }
 
-/* Before it closes a socket, it reads all received bytes. If bytes were left unread, the system
- * would send a reset, which can overtake the close byte. */
+/* Reads all received bytes before it closes a socket. If bytes were left unread, the system
+ * would send a TCP reset, and the peer might receive this reset before the close byte. */
 void net_liveness_close(net_liveness *l)
 {
     if (!l) return;

@@ -1,15 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Liveness connections: one TCP connection between every two ranks that exchange rows over the
- * net. They exist next to the network library, because such a library may never notice that a
- * peer's host or process is gone.
+/* Liveness connections show a rank that a peer's process or host is gone. A network library
+ * such as UCX may never notice this, so these TCP connections exist next to it.
  *
- * Each end sends one byte ten times a second. It asks its own kernel (TCP_INFO) whether the
- * other end's kernel has acknowledged the bytes. A kernel acknowledges bytes even while the
- * process is stopped or busy, so such a process is never reported as dead. The end of a
+ * Hosts are numbered from 0. A group has the same number of ranks on every host. The position
+ * of a rank on its host is its rail. The peers of a rank are the ranks with the same rail on
+ * all other hosts. Each rank has one liveness connection to each of its peers.
+ *
+ * Each end sends one byte ten times a second. It reads from the operating system (TCP_INFO)
+ * whether the peer's host has acknowledged the bytes. A host acknowledges bytes even while the
+ * peer's process is stopped or busy, so such a process is never reported as dead. The end of a
  * process, or a host that cannot be reached, is reported within about one second.
  *
- * A forked child inherits the sockets and must call net_liveness_forget(). Until it does, the
- * connections stay open, and peers cannot see the end of its parent. */
+ * A forked child inherits the sockets and must call net_liveness_forget(). Until the child does
+ * so, the connections stay open, and peers cannot see the end of the parent. */
 #ifndef EPIC_NET_LIVENESS_H
 #define EPIC_NET_LIVENESS_H
 
@@ -17,38 +20,43 @@
 
 #define NET_LIVENESS_HANDLE_BYTES 192 /* size of a handle */
 
-/* The liveness connections of one rank (opaque). */
+/* The liveness connections of one rank. The struct is in liveness_inner.h. */
 typedef struct net_liveness net_liveness;
 
 /* Arguments of net_liveness_listen(), which copies them. */
 typedef struct net_liveness_setup {
     int32_t host, num_hosts; /* this rank's host, and the number of hosts */
-    /* rail: position of this rank on its host. In errors the number of a rank is host *
-     * ranks_per_host + rail. */
+    /* rail: this rank's rail, from 0 to ranks_per_host - 1. An error names a rank by the number
+     * host * ranks_per_host + rail. */
     int32_t rail, ranks_per_host;
     uint32_t timeout_ms; /* time limit of net_liveness_connect() */
-    uint32_t silence_ms; /* a host that acknowledges nothing for this long is dead; 0: 800 */
+    /* a peer is dead if its host acknowledges nothing for this long; 0: use 800 ms */
+    uint32_t silence_ms;
     uint64_t group_id;
-    const char *interface; /* listen on this network interface; NULL: on all that are up */
+    /* name of the network interface on which peers connect; NULL: any that is up */
+    const char *interface;
 } net_liveness_setup;
 
 /* Opens the listening socket, and writes to `handle` the data that peers need to connect. The
  * handle has NET_LIVENESS_HANDLE_BYTES bytes, which the caller has zeroed. Local: does not wait
- * for peers. Errors: EPIC_ENOMEM, EPIC_EDEVICE. */
+ * for peers. Errors: EPIC_ENOMEM if host memory is short; EPIC_EDEVICE if the system refuses a
+ * socket or random bytes, or if no network interface has an address. */
 epic_result net_liveness_listen(net_liveness **out, const net_liveness_setup *setup,
                                 void *handle);
 
-/* Connects to all peers, then starts the thread that sends and checks the bytes. `handles`
- * holds the handles of all hosts, in the order of hosts. Collective. Errors: EPIC_ETIMEOUT
- * names the ranks that could not be connected; EPIC_EDEVICE. */
+/* Connects to all peers, then starts the thread that sends the bytes and checks the
+ * acknowledgements. `handles` [num_hosts, NET_LIVENESS_HANDLE_BYTES] holds the handles of this
+ * rank and its peers, ordered by host. Collective among these ranks. Errors: EPIC_ETIMEOUT if a
+ * peer is not connected after timeout_ms (the error sentence names these ranks); EPIC_EDEVICE
+ * if the system refuses poll() or a thread. */
 epic_result net_liveness_connect(net_liveness *liveness, const void *handles);
 
-/* State of a peer. CLOSED: the peer called net_liveness_close(). DEAD: its process ended
- * without this call, or its host cannot be reached. */
+/* State of a peer. NET_PEER_CLOSED: the peer called net_liveness_close(). NET_PEER_DEAD: the
+ * peer's process ended without this call, or its host cannot be reached. */
 typedef enum net_peer_state { NET_PEER_ALIVE, NET_PEER_CLOSED, NET_PEER_DEAD } net_peer_state;
 
-/* Returns the state of the peer on a host. For this rank's own host it is always
- * NET_PEER_ALIVE. Any thread may call it. */
+/* Returns the state of the peer on a host. Returns NET_PEER_ALIVE for this rank's own host. Any
+ * thread may call this function. */
 net_peer_state net_liveness_state(const net_liveness *liveness, int host);
 
 /* Stops the thread, sends a close byte to every peer and frees everything. The peers then

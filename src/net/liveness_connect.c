@@ -1,14 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Makes the liveness connections. Each rank listens, and connects to all hosts with lower
- * numbers. It tries the addresses of a host one after the other.
+/* Makes the liveness connections (liveness.h). Each rank listens for its peers on hosts with
+ * higher numbers, and connects to its peers on hosts with lower numbers. A host may have
+ * several addresses. The rank tries them one after the other.
  *
- * Both sides prove that they took part in the bootstrap. The connecting rank sends the secret
- * of the rank that it wants to reach, from that rank's handle. The answer contains the secret
- * of the connecting rank.
+ * Each rank has published a handle with its addresses and a random secret through the
+ * bootstrap. The first message on a connection is the handshake of the connecting rank. It
+ * contains the secret of the listening rank. The answer contains the secret of the connecting
+ * rank. So both ranks prove that they took part in the bootstrap.
  *
- * A connection without these secrets is closed. A stranger may have found the port and
- * connected. Or an address, such as that of a container's bridge, may belong to another
- * machine. */
+ * A connection without these secrets is closed. Another program may have found the port and
+ * connected. Or a connecting rank may have reached another machine that has the same address,
+ * such as the address of a container's bridge. */
 #include <errno.h>
 #include <poll.h>
 #include <stdio.h>
@@ -22,27 +24,29 @@
 #include "bootstrap/bootstrap.h"
 #include "net/liveness_inner.h"
 
-/* accepted connections without a complete handshake; a further one replaces the oldest */
+/* largest number of accepted connections without a complete handshake; one more replaces the
+ * oldest */
 #define MAX_INCOMING 32
 /* an attempt to connect to one address may take this long */
 #define ADDRESS_TRY_MS 1000
-#define RETRY_PAUSE_MS 50           /* wait after an address refused, before the next one */
+#define RETRY_PAUSE_MS 50           /* pause between a refused address and the next address */
 #define POLL_MS 50                  /* longest sleep of one poll() */
 #define MAGIC 0x656e696c63697065ull /* "epicline" in memory */
 
-/* The first message that each side of a connection sends. */
+/* The message that each side of a connection sends once. */
 typedef struct handshake {
     uint64_t magic, group_id;
     uint64_t secret[2];      /* secret of the receiver, from its handle */
-    int32_t host, num_hosts; /* host of the sender */
+    int32_t host, num_hosts; /* the sender's host, and its number of hosts */
 } handshake;
 
 /* A connection whose handshake is not complete. */
 typedef struct connection {
-    int fd;              /* socket; -1: not open */
-    bool has_sent;       /* true: this rank has sent its handshake */
-    int next;            /* outgoing: index of the next address to try */
-    int64_t until_ms;    /* outgoing: when to try the next address */
+    int fd;        /* socket; -1: not open */
+    bool has_sent; /* true: this rank has sent its handshake */
+    /* outgoing: index of the next address to try, modulo the number of addresses */
+    int next;
+    int64_t until_ms;    /* outgoing: time at which to try the next address */
     size_t num_received; /* bytes in `received` */
     handshake received;
 } connection;
@@ -50,10 +54,10 @@ typedef struct connection {
 /* State of one call of net_liveness_connect(). */
 typedef struct connect_state {
     net_liveness *connections;    /* the connections to make */
-    const unsigned char *handles; /* handles of all hosts, in the order of hosts */
+    const unsigned char *handles; /* [num_hosts, NET_LIVENESS_HANDLE_BYTES] */
     connection outgoing[NET_MAX_HOSTS];
     connection incoming[MAX_INCOMING];
-    /* number of accepted connections, to find the oldest entry of `incoming` */
+    /* number of accepted connections so far; modulo MAX_INCOMING: index of the oldest */
     int next_incoming;
 } connect_state;
 
@@ -94,8 +98,8 @@ epic_result net_liveness_listen(net_liveness **out, const net_liveness_setup *se
     return result;
 }
 
-/* Returns the handle of a host. If the bytes are damaged, the number of addresses is limited to
- * a valid one. */
+/* Returns the handle of the peer on a host. Limits num_addresses to the size of its array,
+ * because the bytes may be damaged. */
 static liveness_handle handle_of(const connect_state *o, int host)
 {
     liveness_handle handle;
@@ -107,7 +111,7 @@ static liveness_handle handle_of(const connect_state *o, int host)
 
 /* ------------------------------------------------------------------------- handshakes ---- */
 
-/* Sends this rank's handshake to host `to`. Returns false if that fails. */
+/* Sends this rank's handshake to the peer on host `to`. Returns false if that fails. */
 static bool send_handshake(const connect_state *o, int fd, int to)
 {
     const liveness_handle handle = handle_of(o, to);
@@ -139,7 +143,7 @@ static int identify_host(const connect_state *o, const connection *t)
     return ours && g->host >= 0 && g->host < l->setup.num_hosts ? g->host : -1;
 }
 
-/* Makes *t the liveness connection of a host. */
+/* Makes the socket of *t the liveness connection to the peer on a host. */
 static void adopt_connection(connect_state *o, connection *t, int host)
 {
     o->connections->sockets[host] = t->fd;
@@ -162,9 +166,10 @@ static void try_next_address(connect_state *o, int host, int64_t now)
     if (t->fd >= 0) t->until_ms = now + ADDRESS_TRY_MS;
 }
 
-/* Continues the outgoing connection to a host, after poll() reported `events`. If it is not
- * established in time, tries the next address. An established connection waits for the peer's
- * answer without such a limit, because the peer may call net_liveness_connect() late. */
+/* Continues the outgoing connection to a host, after poll() reported `events`. If TCP has not
+ * established the connection after ADDRESS_TRY_MS, tries the next address. An established
+ * connection waits for the peer's answer until the end of net_liveness_connect(), because the
+ * peer may call that function late. */
 static void advance_outgoing(connect_state *o, int host, short events, int64_t now)
 {
     connection *t = &o->outgoing[host];
@@ -181,7 +186,8 @@ static void advance_outgoing(connect_state *o, int host, short events, int64_t n
         try_next_address(o, host, now);
 }
 
-/* Accepts a connection. If all entries of `incoming` are in use, it replaces the oldest. */
+/* Accepts a connection. If all entries of `incoming` are in use, the new connection replaces
+ * the oldest. */
 static void accept_connection(connect_state *o)
 {
     const int fd = accept4(o->connections->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
@@ -191,8 +197,9 @@ static void accept_connection(connect_state *o)
     *t = (connection){.fd = fd};
 }
 
-/* Reads from one incoming connection. When its handshake is complete, answers it, and keeps the
- * connection if it is from a host with a higher number. Closes any other connection. */
+/* Reads from one incoming connection until its handshake is complete. Answers the handshake and
+ * keeps the connection if the sender is a peer on a host with a higher number that is not
+ * connected yet. Otherwise closes the connection. */
 static void advance_incoming(connect_state *o, connection *t)
 {
     const bool there = receive_handshake(t);
@@ -207,7 +214,8 @@ static void advance_incoming(connect_state *o, connection *t)
 
 /* ---------------------------------------------------------------------------- waiting ---- */
 
-/* Sets which[rank] for each peer that is not connected yet. Returns how many there are. */
+/* Sets which[rank] to true for each peer that is not connected yet. Returns the number of these
+ * peers. */
 static int find_missing(const net_liveness *l, bool *which)
 {
     int count = 0;
@@ -248,7 +256,7 @@ static epic_result poll_once(connect_state *o)
     return EPIC_OK;
 }
 
-/* Returns EPIC_ETIMEOUT with the ranks that are not connected. */
+/* Returns EPIC_ETIMEOUT. The error sentence names the ranks that are set in `which`. */
 static epic_result fail_with_missing(const net_liveness *l, const bool *which)
 {
     char names[256];

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Types and functions that the files of the liveness connections share. liveness_connect.c and
- * address.c make the connections, and liveness.c watches them. */
+ * address.c make the connections, and liveness.c watches them. Words such as peer and rail are
+ * explained in liveness.h. */
 #ifndef EPIC_NET_LIVENESS_INNER_H
 #define EPIC_NET_LIVENESS_INNER_H
 
@@ -17,7 +18,8 @@ typedef struct liveness_address {
 
 /* Contents of a handle, which a rank publishes through the bootstrap. */
 typedef struct liveness_handle {
-    uint64_t secret[2]; /* proves that a peer has read this handle */
+    /* random; a connecting peer sends it to prove that it has read this handle */
+    uint64_t secret[2];
     uint32_t num_addresses;
     uint32_t port;
     liveness_address addresses[LIVENESS_MAX_ADDRESSES];
@@ -32,26 +34,27 @@ struct net_liveness {
     int listener;               /* listening socket; -1 once all peers are connected */
     int sockets[NET_MAX_HOSTS]; /* by host; -1: not connected, or this rank's own host */
     int state[NET_MAX_HOSTS];   /* a net_peer_state by host; only the thread writes it */
-    /* By host: the time (clock_ms()) when the peer had last acknowledged all bytes. */
+    /* By host: the last time, in ms, at which the peer's host had acknowledged all bytes. */
     int64_t acked_ms[NET_MAX_HOSTS];
-    int stop_event; /* eventfd that ends the thread; -1: no thread runs */
+    int stop_event; /* eventfd: a write to it ends the thread; -1: no thread runs */
     pthread_t thread;
 };
 
-/* Returns this rank's peer on a host: the rank there with the same rail, its position on the
- * host. */
+/* Returns the rank number of this rank's peer on a host. */
 static inline int liveness_rank_of(const net_liveness *l, int host)
 {
     return host * l->setup.ranks_per_host + l->setup.rail;
 }
 
-/* Writes the addresses of this host's interfaces that are up, loopback addresses last.
- * `interface` selects one interface; NULL selects all. Returns the number of addresses. */
+/* Writes to `out` the addresses of this host's network interfaces that are up, loopback
+ * addresses last. `interface` is the name of the only interface to use; NULL: use all. Returns
+ * the number of addresses. */
 int liveness_find_addresses(liveness_address out[LIVENESS_MAX_ADDRESSES],
                             const char *interface);
 
-/* Opens a listening socket on all addresses and a free port, with IPv6 if the system has it.
- * Writes the port to *port. Returns the socket, or -1 with errno set. */
+/* Opens a listening socket on all addresses of this host and a free port. The socket accepts
+ * IPv4, and IPv6 if the system has it. Writes the port to *port. Returns the socket, or -1 with
+ * errno set. */
 int liveness_open_listener(uint32_t *port);
 
 /* Opens a socket and starts to connect it, without blocking. Returns the socket, or -1 with
@@ -61,8 +64,9 @@ int liveness_begin_connect(const liveness_address *address, uint32_t port);
 /* Closes the socket if it is open, and sets it to -1. */
 void liveness_close_socket(int *socket);
 
-/* Starts the thread that sends and checks the bytes. All sockets must be connected. Returns
- * EPIC_OK or EPIC_EDEVICE. */
+/* Starts the thread that sends bytes to the peers and checks their acknowledgements. All
+ * sockets must be connected. Returns EPIC_OK, or EPIC_EDEVICE if the system refuses a
+ * thread. */
 epic_result liveness_start_thread(net_liveness *liveness);
 
 #endif

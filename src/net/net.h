@@ -1,21 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The interface of a network engine, a library that sends bytes between GPUs on several hosts.
- * Each rank opens one net, which connects it with one rank on each other host. The engine NAME
- * is in libepic_NAME.so, for example libepic_ucx.so.
+/* The interface of a network engine: code that sends bytes between ranks on several hosts. The
+ * memory of a rank is GPU memory or host memory. Each rank opens one net, which connects it to
+ * one rank on each other host. These ranks are its peers, and they are numbered by host. The
+ * engine NAME is in the library libepic_NAME.so, for example libepic_ucx.so.
  *
  * A rank has an inbox, into which its peers write, and an outbox, from which it sends. A *put*
  * copies words from a rank's outbox into the inbox of a peer. Engines guarantee:
- * 1. Every aligned word of 8 bytes arrives whole. A reader that polls it sees the old or the
- *    new value, never a mixture.
- * 2. There is no other order. The words of all puts arrive in any order, each of them once.
- * 3. A put that put() accepted arrives, or is_gone() reports the peer.
- * 4. The engine may read the source of a put, even repeatedly, until is_done() returns true for
- *    the put.
+ * 1. Every aligned word of 8 bytes arrives whole. A reader that polls the word sees the old or
+ *    the new value, never a mixture.
+ * 2. Words arrive in any order, also within one put. Each word arrives once.
+ * 3. A put that put() has accepted arrives, or is_gone() reports the peer.
+ * 4. An engine may read the source of a put several times, until is_done() returns true for the
+ *    put.
  * 5. After connect() no call blocks, allocates host memory of EPIC, or calls CUDA.
  *
- * Therefore a reader recognizes new words by their content: each word holds poison until it
- * arrives, or carries a stamp. A writer needs no fence and no flag. Only one thread at a time
- * may call functions of a net. Any thread may read words of the inbox. */
+ * Therefore a reader recognizes a new word by its content. Either the word holds a value that
+ * is never sent (poison) until the new value arrives, or the new value contains the number of
+ * the operation (a stamp). A sender needs no fence and no flag. Only one thread at a time may
+ * call functions of a net. Any thread may read words of the inbox. */
 #ifndef EPIC_NET_ENGINE_H
 #define EPIC_NET_ENGINE_H
 
@@ -33,24 +35,25 @@
 /* The net of one rank. Each engine defines the struct. */
 typedef struct net net;
 
-/* How rows are sent, if the engine has a choice. EPIC_NET_RDMA sets it. */
+/* How an engine sends puts, if it has a choice. The environment variable EPIC_NET_RDMA sets
+ * it. */
 typedef enum net_rdma {
-    /* RDMA writes if the network keeps words of 8 bytes whole, otherwise messages. */
+    /* RDMA writes if the network keeps words of 8 bytes whole, otherwise messages */
     NET_RDMA_IF_WHOLE,
-    /* messages, which the receiver's thread stores into its inbox word by word */
+    /* messages, which a thread of the receiver stores into the inbox word by word */
     NET_RDMA_NEVER,
     NET_RDMA_ALWAYS /* RDMA writes; the user guarantees that the network keeps words whole */
 } net_rdma;
 
 /* Arguments of open(), which copies them. Inbox and outbox must stay valid until close(). */
 typedef struct net_setup {
-    int32_t host, num_hosts; /* this rank's host, and the number of hosts; peers are numbered
-                                by host */
+    int32_t host, num_hosts; /* this rank's host, and the number of hosts */
     net_rdma rdma;
-    /* threads that the engine may start if CPUs, not devices, move the bytes */
+    /* largest number of threads that the engine may start. An engine starts them if CPUs, not
+     * network devices, move the bytes. */
     int32_t threads;
     bool on_gpu;          /* true: inbox and outbox are GPU memory; false: host memory */
-    void *inbox;          /* aligned to 8 bytes, like both sizes and the outbox */
+    void *inbox;          /* this address, the outbox and both sizes are multiples of 8 bytes */
     uint64_t inbox_bytes; /* equal on all ranks */
     /* Puts to the first `urgent_bytes` bytes of an inbox are small, and peers wait for them
      * first. An engine may send them before other puts. */
@@ -65,56 +68,60 @@ typedef struct net_engine {
     /* Size of puts with which the engine is fastest, from 2 KB to 512 KB. */
     uint32_t preferred_bytes;
 
-    /* Returns true if this host can open such a net. Otherwise writes the reason to `why`
-     * (NET_WHY_BYTES bytes). Local. */
+    /* Returns true if this host can open a net of this engine. Otherwise writes the reason to
+     * `why` (NET_WHY_BYTES bytes). Local. */
     bool (*is_available)(char *why);
 
-    /* Returns true if inbox and outbox may be memory of a GPU of this host. The peers may still
-     * be unable to reach that memory; only connect() shows that. Local. */
+    /* Returns true if inbox and outbox may be memory of a GPU of this host. A peer may still be
+     * unable to reach that memory: only connect() finds this out. Local. */
     bool (*can_reach_gpu)(void);
 
     /* Opens this rank's end of the net, and writes to `handle` the data that peers need to
      * connect. The handle has NET_HANDLE_BYTES bytes, which the caller has zeroed. It contains
-     * 64 random bits, and a message without them is never stored into the inbox. On an error,
-     * writes the reason to `why`. Local. */
+     * 64 random bits. The receiver ignores messages that do not contain these bits, because
+     * other programs may send messages too. On an error, writes the reason to `why`. Local. */
     epic_result (*open)(net **out, const net_setup *setup, void *handle, char *why);
 
-    /* Connects to all peers. `handles` [num_hosts, NET_HANDLE_BYTES] holds the handles of all
-     * hosts. Local: does not wait for answers. Returns EPIC_ENOTSUP if a peer's GPU memory
-     * cannot be reached. Then the caller should close the net and open it with host memory. */
+    /* Connects to all peers. `handles` [num_hosts, NET_HANDLE_BYTES] holds the handles of this
+     * rank and its peers, ordered by host. Local: does not wait for answers. Returns
+     * EPIC_ENOTSUP if the GPU memory of a peer cannot be reached. Then the caller should close
+     * the net and open a new one with host memory. On an error, writes the reason to `why`. */
     epic_result (*connect)(net *n, const void *handles, char *why);
 
-    /* Sends `bytes` bytes at the address `from` in the outbox to the offset `to` of the host's
-     * inbox. All three are multiples of 8, and bytes is at most NET_MAX_PUT_BYTES. Returns
-     * false if the engine has no room; the caller then calls progress() and tries again. If the
-     * host is gone, accepts the put and drops it. */
+    /* Copies `bytes` bytes from the address `from` in the outbox to the offset `to` of the
+     * inbox of the peer on `host`. `to`, `from` and `bytes` are multiples of 8, and `bytes` is
+     * at most NET_MAX_PUT_BYTES. Returns true if the engine has accepted the put. Returns false
+     * if too many puts are in flight. Then the caller calls progress() and tries again. If the
+     * peer is gone, accepts the put and drops it. */
     bool (*put)(net *n, int host, uint64_t to, const void *from, uint32_t bytes);
 
     /* Like put(), but sends one word of 8 bytes that is passed by value. */
     bool (*put_word)(net *n, int host, uint64_t to, uint64_t value);
 
-    /* Lets the engine send and receive. Returns the number of events, 0 if nothing happened. */
+    /* Lets the engine send and receive. Returns the number of events, such as completed puts;
+     * 0: nothing happened. */
     int (*progress)(net *n);
 
     /* Returns true once the engine no longer reads the sources of the first `count` puts to a
-     * host, so that the caller may overwrite them. `count` includes words sent by
-     * put_word(). */
+     * host. Then the caller may overwrite these sources. `count` counts all puts since open(),
+     * including those of put_word(). */
     bool (*is_done)(const net *n, int host, uint64_t count);
 
-    /* Returns true if the engine has given up the host. Some engines never notice that a host
-     * is gone, so liveness connections (liveness.h) watch the hosts too. */
+    /* Returns true if the engine has found that the peer on a host is gone. Some engines never
+     * notice this, so liveness connections (liveness.h) watch the peers too. */
     bool (*is_gone)(const net *n, int host);
 
-    /* Writes one line of at most `size` bytes that names the networks to the peers. */
+    /* Writes to `to` one line of at most `size` bytes. It names the networks over which this
+     * net reaches its peers. */
     void (*describe)(const net *n, char *to, size_t size);
 
-    /* Closes the net. Before that, sends the accepted puts. It gives up after a short time if
-     * peers do not respond. Accepts NULL. */
+    /* Sends the accepted puts, then closes the net. Stops sending after about a second if peers
+     * do not respond. Accepts NULL. */
     void (*close)(net *n);
 } net_engine;
 
-/* Returns the engine `name`. The first call loads its library. On an error, returns NULL and
- * writes the reason to `why` (NET_WHY_BYTES bytes). Any thread may call it. */
+/* Returns the engine with this name. The first call loads its library. On an error, returns
+ * NULL and writes the reason to `why` (NET_WHY_BYTES bytes). Any thread may call it. */
 const net_engine *net_find_engine(const char *name, char *why);
 
 #endif

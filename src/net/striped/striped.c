@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A net made of several nets of one engine, its stripes (striped.h).
  *
- * The caller's thread drives the first stripe: it alone calls that stripe's net. Words and
- * small puts use this stripe, so they never wait behind large puts. Each other stripe has its
- * own thread. These threads get the larger puts in rotation. */
+ * The caller is the thread that uses the striped net. It alone calls the net of the first
+ * stripe. The words of put_word() and small puts use this stripe, so they never wait behind
+ * large puts. Each other stripe has its own thread, which alone calls the net of that stripe.
+ * Large puts are given to these threads in rotation. */
 #include "net/striped/striped.h"
 
 #include <sched.h>
@@ -16,25 +17,27 @@
 #include "base/thread.h"
 
 #ifndef STRIPED_LARGE
-#define STRIPED_LARGE (32u << 10) /* puts of at least this size use a thread */
+#define STRIPED_LARGE (32u << 10) /* puts of at least this many bytes are large */
 #endif
-#define MAX_JOBS 64        /* size of the queue of puts for the thread of a stripe */
-#define MAX_IN_FLIGHT 1024 /* puts and words to one host; put() refuses more */
-#define CLOSE_MS 1000      /* closing spends at most this time on sending accepted puts */
+#define MAX_JOBS 64 /* largest number of puts in the queue of a stripe's thread */
+/* largest number of puts in flight to one host, including words; put() refuses more */
+#define MAX_IN_FLIGHT 1024
+#define CLOSE_MS 1000 /* striped_close() sends accepted puts for at most this long */
 
-/* How long the thread of a stripe sleeps. After IDLE_ROUNDS polls without progress it takes
- * naps, and each nap is twice as long as the one before.
+/* The thread of a stripe calls progress() of its net again and again. After IDLE_ROUNDS calls
+ * without an event the thread naps between the calls. Each nap is twice as long as the nap
+ * before.
  *
- * While the caller calls progress() at least every POLL_OFTEN_US, naps last at most
- * MAX_NAP_BUSY_US. If the caller polls less often, it has no operation running. Then a nap may
- * last up to MAX_NAP_IDLE_US, or until the next put. */
+ * While the caller calls striped_progress() at least every POLL_OFTEN_US, naps last at most
+ * MAX_NAP_BUSY_US. If the caller calls it less often, no operation runs. Then a nap lasts at
+ * most MAX_NAP_IDLE_US, and ends at the caller's next put. */
 #define IDLE_ROUNDS 64
 #define FIRST_NAP_US 20
 #define MAX_NAP_BUSY_US 50
 #define POLL_OFTEN_US 200
 #define MAX_NAP_IDLE_US 200000
 
-/* A large put in the queue of a stripe's thread. */
+/* A large put in the queue of a stripe's thread. The members are the arguments of put(). */
 typedef struct job {
     uint64_t to;
     const void *from;
@@ -42,19 +45,19 @@ typedef struct job {
     int host;
 } job;
 
-/* One stripe. Its driver is the thread that calls its net: the stripe's own thread, or the
- * caller's thread for the first stripe. Only the driver accesses `posted`. Members that both
- * threads access are read and written atomically. */
+/* One stripe. Its driver is the thread that calls its net: the caller for the first stripe, the
+ * stripe's own thread for the others. Only the driver accesses `posted`. Members that both the
+ * driver and the caller access are read and written atomically. */
 typedef struct stripe {
-    net *net;                       /* this stripe's net, opened with the engine */
+    net *net;                       /* this stripe's net, opened by striped_over.engine */
     net *owner;                     /* the striped net that the stripe belongs to */
     uint64_t posted[NET_MAX_HOSTS]; /* puts passed to `net`, by host */
-    /* by host: puts 1 to completed[host] of this stripe have completed. Later puts may have
-     * completed, too. */
+    /* by host: the first completed[host] puts that this stripe has sent to the host have
+     * completed; later puts may have completed, too */
     uint64_t completed[NET_MAX_HOSTS];
     uint32_t failed_hosts; /* bit h is set if host h is gone */
     pthread_t thread;
-    bool has_thread; /* the thread exists; it closes `net` before it ends */
+    bool has_thread; /* true: the thread was started; it closes `net` before it ends */
     /* queued: number of jobs that the caller has queued. started: number of jobs that the
      * thread has passed to `net`. */
     uint64_t queued, started;
@@ -63,21 +66,22 @@ typedef struct stripe {
     sem_t awake;    /* posted by stripe_wake() to end a nap early */
 } stripe;
 
-/* The state of the puts to one host. They are numbered in the order in which the caller made
- * them. */
+/* The state of the puts to one host, over all stripes. Puts and words are numbered in the order
+ * of the caller's calls. */
 typedef struct peer {
-    /* posted: number of puts that the caller has made. finished: number of puts that have
-     * completed before the first one that has not. */
+    /* posted: number of puts that the caller has made. finished: all puts with smaller numbers
+     * have completed. */
     uint64_t posted, finished;
-    uint8_t stripe_of[MAX_IN_FLIGHT]; /* for each put in flight, the number of its stripe */
-    /* by stripe: how many of the `finished` puts it sent */
+    /* number of the stripe that sends put i, at index i % MAX_IN_FLIGHT */
+    uint8_t stripe_of[MAX_IN_FLIGHT];
+    /* by stripe: how many of the first `finished` puts this stripe has sent */
     uint64_t num_completed[STRIPED_MAX];
 } peer;
 
 /* A striped net. */
 struct net {
     net_setup setup;
-    int num_stripes, next; /* stripe 1 + next gets the next large put */
+    int num_stripes, next; /* next: stripe 1 + next gets the next large put */
     int is_closing;
     uint64_t num_polls; /* number of calls of progress() */
     uint64_t num_calls; /* number of puts and words that the caller has made */
@@ -96,7 +100,8 @@ _Static_assert(sizeof(handle) == NET_HANDLE_BYTES,
 
 /* ----------------------------------------------------------------- driver of a stripe ---- */
 
-/* Passes one put to the net of the stripe. Returns false if that net has no room. */
+/* Passes one put to the net of the stripe. Returns false if that net cannot accept more puts
+ * now. */
 static bool stripe_post(stripe *s, int host, uint64_t to, const void *from, uint32_t bytes)
 {
     if (!striped_over.engine->put(s->net, host, to, from, bytes)) return false;
@@ -104,8 +109,8 @@ static bool stripe_post(stripe *s, int host, uint64_t to, const void *from, uint
     return true;
 }
 
-/* Publishes for the caller how many puts of the stripe have completed, and whether the host is
- * gone. */
+/* Publishes for the caller how many puts of the stripe to a host have completed, and whether
+ * the host is gone. */
 static void stripe_update(stripe *s, int host)
 {
     uint64_t completed = s->completed[host];
@@ -117,8 +122,8 @@ static void stripe_update(stripe *s, int host)
         __atomic_fetch_or(&s->failed_hosts, 1u << host, __ATOMIC_RELEASE);
 }
 
-/* Calls progress() of the stripe's net, and publishes its state. Returns the number of
- * events. */
+/* Calls progress() of the stripe's net, and publishes which puts have completed. Returns the
+ * number of events. */
 static int stripe_progress(stripe *s)
 {
     const net_setup *setup = &s->owner->setup;
@@ -130,8 +135,8 @@ static int stripe_progress(stripe *s)
 
 /* ----------------------------------------------------------------- thread of a stripe ---- */
 
-/* Passes queued puts to the net of the stripe until that net has no room. Returns how many it
- * passed. */
+/* Passes queued puts to the net of the stripe until that net accepts no more. Returns the
+ * number of puts passed. */
 static int stripe_take_jobs(stripe *s)
 {
     const uint64_t queued = __atomic_load_n(&s->queued, __ATOMIC_ACQUIRE);
@@ -145,8 +150,8 @@ static int stripe_take_jobs(stripe *s)
     return taken;
 }
 
-/* Sleeps at most `us` microseconds. Does not sleep if the net is closing, or if the caller has
- * made another put since num_calls was read. */
+/* Sleeps at most `us` microseconds. Does not sleep if the striped net is closing, or if the
+ * caller has made a put since `num_calls` was read. */
 static void stripe_nap(stripe *s, int64_t us, uint64_t num_calls)
 {
     const struct timespec end = clock_in_ns(us * 1000);
@@ -157,7 +162,7 @@ static void stripe_nap(stripe *s, int64_t us, uint64_t num_calls)
     __atomic_store_n(&s->nap_us, 0, __ATOMIC_SEQ_CST);
 }
 
-/* Wakes the thread if its current nap is longer than `us`. */
+/* Wakes the stripe's thread if it is in a nap that is longer than `us` microseconds. */
 static void stripe_wake(stripe *s, int64_t us)
 {
     if (__atomic_load_n(&s->nap_us, __ATOMIC_SEQ_CST) > us &&
@@ -165,8 +170,8 @@ static void stripe_wake(stripe *s, int64_t us)
         sem_post(&s->awake);
 }
 
-/* Returns the longest duration of the next nap. The caller polled `num_polls` times during the
- * last nap of `us` microseconds. */
+/* Returns the longest duration of the next nap, in microseconds. The caller has called
+ * striped_progress() `num_polls` times during the last nap of `us` microseconds. */
 static int64_t longest_nap_us(uint64_t num_polls, int64_t us)
 {
     return (int64_t)num_polls > us / POLL_OFTEN_US ? MAX_NAP_BUSY_US : MAX_NAP_IDLE_US;
@@ -201,7 +206,7 @@ static void *stripe_run(void *self)
     return NULL;
 }
 
-/* Starts the thread of a stripe. */
+/* Starts the thread of a stripe. On an error, writes the reason to `why`. */
 static epic_result stripe_start(stripe *s, char *why)
 {
     const int error = thread_start(&s->thread, stripe_run, s);
@@ -222,8 +227,8 @@ static size_t handle_length(const unsigned char *bytes)
     return length;
 }
 
-/* Opens one more stripe and appends its handle to *all, of which *used bytes are in use.
- * Returns EPIC_ENOTSUP if the handle does not fit. */
+/* Opens one more stripe and appends its handle to all->bytes, of which *used bytes are in use.
+ * Returns EPIC_ENOTSUP if the handle does not fit. On any error, writes the reason to `why`. */
 static epic_result add_stripe(net *n, handle *all, size_t *used, char *why)
 {
     unsigned char mine[NET_HANDLE_BYTES] = {0};
@@ -247,8 +252,9 @@ static epic_result add_stripe(net *n, handle *all, size_t *used, char *why)
     return EPIC_OK;
 }
 
-/* Opens the first stripe. If more stripes would be faster (can_gain), opens up to setup.threads
- * more. */
+/* Opens the first stripe. If more stripes would be faster (can_gain), opens up to
+ * n->setup.threads more. Returns EPIC_OK also if not all of these could be opened because the
+ * handles of all stripes do not fit. */
 static epic_result add_stripes(net *n, handle *all, char *why)
 {
     size_t used = 0;
@@ -298,8 +304,9 @@ static void copy_handle(const handle *from, int stripe, unsigned char *to)
     memcpy(to, from->bytes + at, from->length[stripe]);
 }
 
-/* Reduces the number of stripes to the smallest number that any host has, and closes the
- * others. Every host sees the same handles, so all hosts choose the same number. */
+/* Closes stripes until this rank has only as many as the peer with the fewest. All ranks read
+ * the same handles, so they keep the same number of stripes. Returns EPIC_EMISMATCH if a handle
+ * is damaged. */
 static epic_result agree_on_count(net *n, const handle *handles, char *why)
 {
     int count = n->num_stripes;
@@ -317,7 +324,8 @@ static epic_result agree_on_count(net *n, const handle *handles, char *why)
     return EPIC_OK;
 }
 
-/* Connects the stripes that every host has, and starts the threads of all but the first. */
+/* Connects the stripes that all peers have too. Starts the threads of all stripes except the
+ * first. */
 epic_result striped_connect(net *n, const void *bytes, char *why)
 {
     const handle *handles = bytes;
@@ -342,15 +350,15 @@ epic_result striped_connect(net *n, const void *bytes, char *why)
 
 /* ----------------------------------------------------------------------------- sending ---- */
 
-/* Returns true if one more put to the host may be in flight. */
+/* Returns true if fewer than MAX_IN_FLIGHT puts to the host are in flight. */
 static bool has_room(const net *n, int host)
 {
     return n->peers[host].posted - n->peers[host].finished < MAX_IN_FLIGHT;
 }
 
-/* Records that `stripe` got a put, and wakes the threads. The thread of that stripe ends any
- * nap. The other threads end only long naps: the peer's answer may arrive on any stripe, so all
- * of them must poll soon. */
+/* Records that a put was given to stripe number `stripe`, and wakes the threads. The thread of
+ * that stripe is woken from any nap. The other threads are woken only from long naps: the
+ * peer's answer may arrive on any stripe, so all threads must poll soon. Returns true. */
 static bool record_put(net *n, int host, int stripe)
 {
     peer *p = &n->peers[host];
@@ -361,7 +369,8 @@ static bool record_put(net *n, int host, int stripe)
     return true;
 }
 
-/* Queues the put for the thread whose turn it is. Returns false if its queue is full. */
+/* Queues a large put for the next thread in rotation. Returns false if the queue of this thread
+ * is full. */
 static bool queue_put(net *n, const job *j)
 {
     const int number = 1 + n->next;
@@ -373,8 +382,8 @@ static bool queue_put(net *n, const job *j)
     return record_put(n, j->host, number);
 }
 
-/* Implements net_engine.put: passes small puts to the first stripe, and queues large puts for a
- * thread. Returns false if there is no room. */
+/* Implements net_engine.put. Passes small puts to the net of the first stripe, and queues large
+ * puts for a thread. */
 bool striped_put(net *n, int host, uint64_t to, const void *from, uint32_t bytes)
 {
     if (!has_room(n, host)) return false;
@@ -383,7 +392,7 @@ bool striped_put(net *n, int host, uint64_t to, const void *from, uint32_t bytes
     return stripe_post(&n->stripes[0], host, to, from, bytes) && record_put(n, host, 0);
 }
 
-/* Gives the word to the first stripe. */
+/* Implements net_engine.put_word. Passes the word to the net of the first stripe. */
 bool striped_put_word(net *n, int host, uint64_t to, uint64_t value)
 {
     stripe *s = &n->stripes[0];
@@ -393,8 +402,8 @@ bool striped_put_word(net *n, int host, uint64_t to, uint64_t value)
     return record_put(n, host, 0);
 }
 
-/* Advances peer.finished over all puts that have completed, up to the first one that has not.
- * Returns by how many. */
+/* Increases peer.finished up to the number of the first put that has not completed. Returns the
+ * increase. */
 static int advance_finished(net *n, int host)
 {
     peer *p = &n->peers[host];
@@ -409,8 +418,8 @@ static int advance_finished(net *n, int host)
     return (int)(p->finished - before);
 }
 
-/* Calls progress() of the first stripe, whose driver is the caller, and counts the puts that
- * all stripes have completed. */
+/* Implements net_engine.progress. Calls progress() of the first stripe, whose driver is the
+ * caller, and counts the completed puts of all stripes. */
 int striped_progress(net *n)
 {
     int moved = stripe_progress(&n->stripes[0]);
@@ -419,7 +428,7 @@ int striped_progress(net *n)
     return moved;
 }
 
-/* Returns true if the first `count` puts and words to a host have completed. */
+/* Implements net_engine.is_done. */
 bool striped_is_done(const net *n, int host, uint64_t count)
 {
     return n->peers[host].finished >= count;
@@ -445,8 +454,8 @@ void striped_describe(const net *n, char *to, size_t size)
 
 /* ----------------------------------------------------------------------------- closing ---- */
 
-/* Lets the threads send the accepted puts for at most CLOSE_MS. Then ends the threads and
- * closes all stripes. */
+/* Implements net_engine.close. The threads first send the accepted puts for at most CLOSE_MS.
+ * Then they close their stripes and end. */
 void striped_close(net *n)
 {
     if (!n) return;

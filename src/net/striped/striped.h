@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A striped net combines several nets of one engine, its stripes, into one. All stripes of a
- * rank write into the same inbox. Each stripe except the first has a thread. If CPUs move the
- * bytes, several threads share this work and are faster than one. Words of a net may arrive in
- * any order (net.h), so stripes need not wait for each other. */
+/* A striped net combines several nets of one engine (net.h) into one. These nets are its
+ * stripes. All stripes of a rank send from the same outbox and receive into the same inbox.
+ * Each stripe except the first has a thread. If CPUs move the bytes, several threads are faster
+ * than one. Words of a net may arrive in any order, so stripes need not wait for each other. */
 #ifndef EPIC_NET_STRIPED_H
 #define EPIC_NET_STRIPED_H
 
@@ -10,19 +10,21 @@
 
 #define STRIPED_MAX 8 /* largest number of stripes */
 
-/* An engine whose nets can be stripes. A library that exports a striped net defines one object
- * of this type. */
+/* An engine whose nets can be stripes. */
 typedef struct stripe_engine {
     const net_engine *engine; /* opens, connects and closes one stripe */
-    /* `stripe` is open.  Returns true if further stripes would move more bytes per second. */
+    /* Returns true if more stripes than the open net `stripe` would move more bytes per
+     * second. */
     bool (*can_gain)(const net *stripe);
 } stripe_engine;
 
-/* The engine of the stripes. The library defines it. */
+/* The engine of the stripes. Each library that uses striped nets defines it, for example
+ * ucx.c. */
 extern const stripe_engine striped_over;
 
-/* The functions of net_engine, with the same contracts. striped_open() opens up to 1 +
- * setup->threads stripes. striped_connect() closes the stripes that a peer does not have. */
+/* These functions implement the members of net_engine (net.h). striped_open() opens up to 1 +
+ * setup->threads stripes. All ranks must have the same number of stripes, so striped_connect()
+ * closes the additional stripes. */
 epic_result striped_open(net **out, const net_setup *setup, void *handle, char *why);
 epic_result striped_connect(net *n, const void *handles, char *why);
 bool striped_put(net *n, int host, uint64_t to, const void *from, uint32_t bytes);

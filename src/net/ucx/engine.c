@@ -1,16 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The engine that libepic_ucx.so exports: a striped net (striped.h) whose stripes are in ucx.c.
- * This file has the calls that need no open net. */
+/* The network engine (net.h) that libepic_ucx.so exports. Its nets are striped nets
+ * (striped.h), and ucx.c implements one stripe. This file contains the functions that need no
+ * open net. */
 #include <stdio.h>
 
 #include "net/striped/striped.h"
 #include "net/ucx/lanes.h"
 
-/* With this size a put fits in a segment of UCX over TCP (lanes.c), and holds 16 rows of 14
- * KB. */
+/* A put of this size is less than one segment of UCX over TCP, 256 KB (lanes.c). It holds 16
+ * rows of 14 KB. */
 #define PREFERRED_BYTES (224 << 10)
 
-/* net_engine.is_available: tries to open a UCX context. */
+/* Implements net_engine.is_available. Tries to open a UCX context. */
 static bool ucx_is_available(char *why)
 {
     ucp_context_h context;
@@ -22,7 +23,7 @@ static bool ucx_is_available(char *why)
     return status == UCS_OK;
 }
 
-/* net_engine.can_reach_gpu: opens a UCX context and asks it. */
+/* Implements net_engine.can_reach_gpu with a temporary UCX context. */
 static bool ucx_can_reach_gpu(void)
 {
     ucp_context_h context;

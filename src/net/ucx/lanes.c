@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Opens contexts of UCX. Finds out which networks a context and its endpoints use. UCX only
- * prints these facts, so this file reads the printed text. */
+/* Opens contexts of UCX, and finds out which networks a context and its endpoints use. No
+ * function of UCX returns the networks, but UCX can print them. So this file reads the printed
+ * text. */
 #include "net/ucx/lanes.h"
 
 #include <stdio.h>
@@ -9,12 +10,12 @@
 
 #include "net/ucx/lanes_text.h"
 
-/* The largest message that UCX sends over TCP in one part, called a segment. The default of UCX
- * is 64 KB. */
+/* The size of a segment: the largest message that UCX sends over TCP in one part. The default
+ * of UCX is 64 KB. */
 #define SEGMENT "256K"
 
 /* Returns the text that UCX prints about the context, or about the endpoint if context is NULL.
- * The caller frees it. UCX 1.13 has no function that returns the names of networks. */
+ * Returns NULL if memory is short. The caller frees the text. */
 static char *print_info(ucp_context_h context, ucp_ep_h endpoint)
 {
     char *text = NULL;
@@ -29,8 +30,8 @@ static char *print_info(ucp_context_h context, ucp_ep_h endpoint)
     return text;
 }
 
-/* Returns true if the text about the context contains one of the names. UCX prints one line per
- * network, such as "#  resource 0 : md 0 ... -- tcp/lo". */
+/* Returns true if the text about the context contains one of the names `networks` [count]. UCX
+ * prints one line per network, such as "# resource 0 : md 0 ... -- tcp/lo". */
 static bool has_one_of(ucp_context_h context, const char *const *networks, int count)
 {
     char *text = print_info(context, NULL);
@@ -68,9 +69,9 @@ static const char *segment_name(void)
     return major == 1 && minor < 17 ? "RX_SEG_SIZE" : "TCP_RX_SEG_SIZE";
 }
 
-/* Returns true if this UCX can refuse remote writes on networks that do not have them. Older
- * versions cannot, and warn about the setting. They send messages instead, which the peer
- * stores with memcpy. */
+/* Returns true if this version of UCX can refuse remote writes on networks that do not support
+ * them. Older versions emulate such a write: they send a message, which the peer stores with
+ * memcpy. They also warn about the setting that disables this. */
 static bool can_disable_emulation(void)
 {
     unsigned major, minor, release;
@@ -78,7 +79,8 @@ static bool can_disable_emulation(void)
     return major > 1 || minor >= 22;
 }
 
-/* Opens a context. Its TCP segments have the size `segment`; NULL stands for UCX's default. */
+/* Opens a context. Its TCP segments have the size `segment`, such as "256K"; NULL: UCX's
+ * default. no_emulation: see ucx_create_context(). */
 static ucs_status_t init_context(ucp_context_h *out, const char *segment, bool no_emulation)
 {
     const ucp_params_t wanted = {.field_mask = UCP_PARAM_FIELD_FEATURES,
@@ -124,8 +126,8 @@ bool ucx_can_reach(ucp_ep_h endpoint, uint64_t own, uint64_t theirs)
     return reaches;
 }
 
-/* In every version of UCX, a packed key begins with a bit mask of its memory domains. No
- * function of UCX returns that mask. */
+/* Reads the bit mask of memory domains with which a packed key begins in every version of UCX.
+ * No function of UCX returns this mask. */
 uint64_t ucx_domains(const void *key, size_t bytes)
 {
     uint64_t domains = 0;

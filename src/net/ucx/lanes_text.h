@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads the text that UCX prints about an endpoint. It has one line per lane, such as "#
- * lane[0]:  4:tcp/eth0.0 md[1] -> md[1]/tcp am am_bw#0". */
+/* Reads the text that UCX prints about an endpoint (lanes.h). The text has one line per lane.
+ * In the line "# lane[0]: 4:tcp/eth0.0 md[1] -> md[1]/tcp am am_bw#0" the network is tcp/eth0,
+ * and md[n] is the memory domain with number n, first on this rank, then on the peer. */
 #ifndef EPIC_NET_UCX_LANES_TEXT_H
 #define EPIC_NET_UCX_LANES_TEXT_H
 
@@ -9,8 +10,8 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Writes the network of the next lane, such as "tcp/eth0", to `to`. Returns the text after it,
- * or NULL if there are no more lanes. */
+/* Writes the network of the next lane in `text`, such as "tcp/eth0", to `to`. Returns the rest
+ * of the text behind this network, or NULL if there are no more lanes. */
 static inline const char *lanes_next(const char *text, char *to, size_t size)
 {
     text = text ? strstr(text, " lane[") : NULL;
@@ -22,13 +23,14 @@ static inline const char *lanes_next(const char *text, char *to, size_t size)
     return text + length;
 }
 
-/* Returns true if the name of a lane begins with `with`. */
+/* Returns true if the network `lane` begins with `with`. */
 static inline bool lanes_begins(const char *lane, const char *with)
 {
     return strncmp(lane, with, strlen(with)) == 0;
 }
 
-/* Returns true if a lane is used for remote access to memory. `at` points into its line. */
+/* Returns true if a lane is used for remote reads and writes of memory. `at` points into the
+ * lane's line. */
 static inline bool lanes_is_for_memory(const char *at)
 {
     const char *found = strstr(at, " rma_bw#");
@@ -38,9 +40,10 @@ static inline bool lanes_is_for_memory(const char *at)
 /* Returns true if remote writes over these lanes keep words of 8 bytes whole. For that, every
  * lane must be RDMA, and at least one of them must be used for remote access to memory.
  *
- * Without such a lane UCX sends remote writes as its own messages. The receiver stores them
- * with memcpy, so words may arrive twice or in parts. EFA (srd) prints such a lane even if its
- * devices can only read. So the lane counts only in a context without emulation. */
+ * Without such a lane UCX sends remote writes as messages. The receiver stores them with
+ * memcpy, which may write a word twice or in parts. For the network EFA (srd), UCX prints such
+ * a lane even if the devices can only read. So an EFA lane is accepted only if no_emulation is
+ * true: the context refuses to send remote writes as messages. */
 static inline bool lanes_keep_words(const char *text, bool no_emulation)
 {
     char lane[64];
@@ -54,9 +57,10 @@ static inline bool lanes_keep_words(const char *text, bool no_emulation)
     return lanes > 0 && writing > 0;
 }
 
-/* Returns true if a lane for remote access reaches the registered memory on both sides. `own`
- * and `theirs` are bit masks: bit n is set if the key of that side is valid in the memory
- * domain md[n]. A device that does not reach GPU memory has no key for it. */
+/* Returns true if a lane for remote access reaches the registered memory of both ranks. `own`
+ * and `theirs` are bit masks: bit n is set if the key of this rank, or of the peer, is valid in
+ * the memory domain md[n]. A key is not valid in the domain of a device that cannot access the
+ * registered memory. */
 static inline bool lanes_reach(const char *text, uint64_t own, uint64_t theirs)
 {
     char lane[64];

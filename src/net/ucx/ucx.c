@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One stripe of the engine ucx: a net over UCX, which chooses the network.
+/* One stripe (striped.h) of the engine ucx: a net over the library UCX. UCX chooses the
+ * networks. It calls a network that it uses for a peer a lane.
  *
- * If every lane (network) to a peer is RDMA, rows are sent by remote writes, because RDMA keeps
- * words of 8 bytes whole. Over other networks, such as TCP, rows are sent as active messages.
- * The receiver's thread stores them into its inbox word by word. A memcpy would not keep words
+ * If every lane to a peer is RDMA, puts are remote writes, because RDMA keeps words of 8 bytes
+ * whole. Over other networks, such as TCP, puts are active messages of UCX. A thread of the
+ * receiver stores such a message into the inbox word by word. A memcpy would not keep words
  * whole: it may write a word in parts or twice. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -22,27 +23,29 @@
 #define MAX_PROGRESS_CALLS 64
 #define FLUSH_MS 1000 /* closing waits at most this long for puts in flight */
 
-/* The header of a message. A message for put_word() has no other data. */
+/* The header of an active message. A message for put_word() contains only the header. A message
+ * for put() contains the header and the bytes of the put. */
 typedef struct header {
-    uint64_t token; /* token of the receiver, from its handle */
+    uint64_t token; /* the receiver's random token, from its handle */
     uint64_t to;    /* offset in the receiver's inbox */
-    uint64_t value; /* the word of put_word() */
+    uint64_t value; /* put_word(): the word; put(): 0 */
 } header;
 
-/* A put or word that is in flight. */
+/* A call of put() or put_word() that is in flight. */
 typedef struct send_op {
     header header;
     bool completed;
 } send_op;
 
-/* The peer on one other host. */
+/* The state of the peer on one other host. */
 typedef struct peer {
-    ucp_ep_h endpoint;     /* NULL for this rank's own host */
-    ucp_rkey_h key;        /* key of the peer's inbox; NULL: send messages instead */
+    ucp_ep_h endpoint; /* NULL for this rank's own host */
+    /* key for remote writes into the peer's inbox; NULL: send messages instead */
+    ucp_rkey_h key;
     uint64_t token, inbox; /* the peer's token and the address of its inbox, from its handle */
     bool gone;
-    /* posted: number of puts and words that the caller has sent. finished: number of them that
-     * have completed before the first one that has not. */
+    /* posted: number of calls of put() and put_word() for this peer. finished: the first
+     * `finished` of them have completed. */
     uint64_t posted, finished;
     send_op ops[MAX_IN_FLIGHT];
 } peer;
@@ -53,9 +56,10 @@ struct net {
     ucp_context_h context;
     ucp_worker_h worker;
     ucp_mem_h inbox, outbox;
-    uint64_t token;      /* this rank's token */
+    /* 64 random bits; receive_message() ignores messages without this token */
+    uint64_t token;
     uint64_t domains;    /* memory domains of the inbox's key (ucx_domains()) */
-    const char *segment; /* size of TCP segments; "" without TCP */
+    const char *segment; /* size of TCP segments (lanes.h); "": UCX has no TCP */
     peer peers[NET_MAX_HOSTS];
 };
 
@@ -69,7 +73,8 @@ typedef struct handle {
 } handle;
 _Static_assert(sizeof(handle) == NET_HANDLE_BYTES, "a handle is what the bootstrap carries");
 
-/* Writes to `why` the call that failed and its status. Returns the result for the status. */
+/* Writes to `why` the name `what` of the call that failed, and its status. Returns the
+ * epic_result that corresponds to the status. */
 static epic_result fail_with_status(char *why, const char *what, ucs_status_t status)
 {
     snprintf(why, NET_WHY_BYTES, "net \"ucx\": %s: %s", what, ucs_status_string(status));
@@ -77,7 +82,7 @@ static epic_result fail_with_status(char *why, const char *what, ucs_status_t st
     return status == UCS_ERR_NO_MEMORY ? EPIC_ENOMEM : EPIC_EDEVICE;
 }
 
-/* Calls a function of UCX. If it fails, returns its error from the calling function. */
+/* Evaluates `call`, a call of UCX. If it fails, the enclosing function returns the error. */
 #define TRY_UCX(call, what)                                                       \
     do {                                                                          \
         const ucs_status_t ucx_status = (call);                                   \
@@ -86,7 +91,8 @@ static epic_result fail_with_status(char *why, const char *what, ucs_status_t st
 
 /* ------------------------------------------------------------------------- receiving ---- */
 
-/* Copies bytes word by word, so that a kernel that polls the memory never sees half a word. */
+/* Copies bytes in words of 8 bytes. A thread or CUDA kernel that polls the memory never reads a
+ * half-written word. */
 static void store_words(void *to, const void *from, size_t bytes)
 {
     uint64_t word;
@@ -96,9 +102,9 @@ static void store_words(void *to, const void *from, size_t bytes)
     }
 }
 
-/* Callback of UCX: stores a message into the inbox. Anyone who finds the port can send
- * messages. So it ignores messages without the token of this net, or with a range outside of
- * the inbox. */
+/* Callback of UCX: stores a received message into the inbox. Any program that finds the port
+ * can send messages. So this function ignores a message if its token is not the token of this
+ * net, or if its target is not inside the inbox. */
 static ucs_status_t receive_message(void *self, const void *head, size_t head_bytes, void *data,
                                     size_t bytes, const ucp_am_recv_param_t *param)
 {
@@ -116,7 +122,7 @@ static ucs_status_t receive_message(void *self, const void *head, size_t head_by
 
 /* ---------------------------------------------------------------------------- opening ---- */
 
-/* Registers memory, so that devices of peers can access it. */
+/* Registers memory, so that network devices can access it. */
 static epic_result map_memory(net *n, void *memory, uint64_t bytes, ucp_mem_h *out, char *why)
 {
     const ucp_mem_map_params_t params = {
@@ -146,8 +152,8 @@ static epic_result create_worker(net *n, char *why)
     return EPIC_OK;
 }
 
-/* Appends packed data of UCX to the handle, and stores its length in *length. Returns false if
- * it does not fit. */
+/* Appends an address or a packed key of UCX, `count` bytes, to the handle, and stores count in
+ * *length. Returns false if the bytes do not fit. */
 static bool append_to_handle(handle *c, uint32_t *length, const void *bytes, size_t count)
 {
     const size_t used = (size_t)c->address_bytes + c->key_bytes;
@@ -184,7 +190,8 @@ static epic_result write_handle(net *n, handle *c, char *why)
     return EPIC_ENOTSUP;
 }
 
-/* Opens the context, registers inbox and outbox, creates the worker and writes the handle. */
+/* Opens the UCX context, registers inbox and outbox, creates the worker and writes the handle.
+ * On an error, the caller releases what exists. */
 static epic_result prepare_net(net *n, handle *c, char *why)
 {
     const net_setup *s = &n->setup;
@@ -225,8 +232,8 @@ static void on_peer_error(void *self, ucp_ep_h endpoint, ucs_status_t status)
     ((peer *)self)->gone = true;
 }
 
-/* Opens the endpoint to a host. Decides whether rows are sent by remote writes or by
- * messages. */
+/* Opens the endpoint to the peer on a host. Decides whether puts to this peer are remote writes
+ * or messages. */
 static epic_result connect_to_host(net *n, int host, const handle *c, char *why)
 {
     peer *p = &n->peers[host];
@@ -261,8 +268,8 @@ static epic_result connect_to_host(net *n, int host, const handle *c, char *why)
     return EPIC_OK;
 }
 
-/* net_engine.connect. If inbox and outbox are on the GPU, remote writes must reach every
- * peer. */
+/* Implements net_engine.connect. If inbox and outbox are GPU memory, remote writes must be
+ * possible to every peer. */
 static epic_result ucx_connect(net *n, const void *handles, char *why)
 {
     for (int h = 0; h < n->setup.num_hosts; h++) {
@@ -278,17 +285,17 @@ static epic_result ucx_connect(net *n, const void *handles, char *why)
 
 /* ---------------------------------------------------------------------------- sending ---- */
 
-/* Callback of UCX: a put or word has completed. */
+/* Callback of UCX: a remote write or message has been sent. `self` is its send_op. */
 static void on_completed(void *request, ucs_status_t status, void *self)
 {
-    (void)status; /* on_peer_error() reports a peer that is gone */
+    (void)status; /* on_peer_error() records that the peer is gone */
     ((send_op *)self)->completed = true;
     ucp_request_free(request);
 }
 
-/* Starts a send: a remote write, or a message if there is no key of the peer's inbox. Returns
- * the request of UCX. If `from` is NULL, sends the word in c->header, which stays valid until
- * the send completes. */
+/* Starts a remote write, or a message if there is no key of the peer's inbox. Returns the
+ * request of UCX, or a status if the operation has already completed or failed. If `from` is
+ * NULL, sends the word in c->header. *c stays valid until the operation has completed. */
 static void *start_send(peer *p, send_op *c, const void *from, uint32_t bytes)
 {
     const ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK |
@@ -304,8 +311,8 @@ static void *start_send(peer *p, send_op *c, const void *from, uint32_t bytes)
                        p->inbox + c->header.to, p->key, &param);
 }
 
-/* Posts a put, or the word `value` if `from` is NULL. Returns false if MAX_IN_FLIGHT are in
- * flight. If the peer is gone, accepts the send and drops it. */
+/* Starts a put, or sends the word `value` if `from` is NULL. Returns false if MAX_IN_FLIGHT
+ * calls for this peer are in flight. If the peer is gone, sends nothing and returns true. */
 static bool post_send(peer *p, uint64_t to, const void *from, uint32_t bytes, uint64_t value)
 {
     if (p->gone) return true;
@@ -328,7 +335,7 @@ static bool ucx_put_word(net *n, int host, uint64_t to, uint64_t value)
     return post_send(&n->peers[host], to, NULL, 0, value);
 }
 
-/* net_engine.progress. Lets UCX progress, and counts the completed sends in order. */
+/* Implements net_engine.progress. Lets UCX send and receive, then increases peer.finished. */
 static int ucx_progress(net *n)
 {
     unsigned moved = 0, more = 1;
@@ -341,9 +348,8 @@ static int ucx_progress(net *n)
     return (int)moved;
 }
 
-/* net_engine.is_done. Returns whether the first `count` puts to the host are done. If the peer
- * is gone, returns true for any `count` as soon as no send is in flight, because later puts are
- * dropped. */
+/* Implements net_engine.is_done. If the peer is gone, returns true for any `count` as soon as
+ * nothing is in flight, because later puts are dropped. */
 static bool ucx_is_done(const net *n, int host, uint64_t count)
 {
     const peer *p = &n->peers[host];
@@ -355,7 +361,7 @@ static bool ucx_is_gone(const net *n, int host)
     return n->peers[host].gone;
 }
 
-/* net_engine.describe. Names each kind of connection once. */
+/* Implements net_engine.describe. Peers with equal networks are named once. */
 static void ucx_describe(const net *n, char *to, size_t size)
 {
     snprintf(to, size, "ucx %s, %s memory", ucp_get_version_string(),
@@ -373,8 +379,8 @@ static void ucx_describe(const net *n, char *to, size_t size)
 
 /* ---------------------------------------------------------------------------- closing ---- */
 
-/* Waits until the request has completed, at most FLUSH_MS. Then returns the request to UCX,
- * which frees it when it completes. */
+/* Waits until the request of UCX has completed, at most FLUSH_MS. Then calls
+ * ucp_request_free(): UCX frees a request that has not completed when it completes. */
 static void wait_for_request(net *n, void *request)
 {
     const int64_t end = clock_ms() + FLUSH_MS;
@@ -406,8 +412,8 @@ static void ucx_close(net *n)
     free(n);
 }
 
-/* stripe_engine.can_gain: with RDMA the devices move the bytes, so more threads gain
- * nothing. */
+/* Implements stripe_engine.can_gain. With RDMA the network devices move the bytes, so more
+ * threads would not be faster. */
 static bool can_gain_from_stripes(const net *n)
 {
     return !ucx_has_rdma(n->context);
