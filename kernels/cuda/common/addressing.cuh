@@ -21,7 +21,8 @@
 #define WARP 32
 #define ALL_LANES 0xffffffffu
 
-/* The part of OpState that only backend hosts has. */
+/* The part of OpState that only backend hosts has. A relay is a rank that forwards rows to
+ * other ranks of its host (net/relay.cuh). */
 struct OpStateNet {
     /* start of the net inbox: memory into which the net copies words of other hosts */
     const uint8_t *host_inbox;
@@ -29,8 +30,8 @@ struct OpStateNet {
     int64_t host_inbox_bytes;
     /* host_box[q]: the part of the net inbox into which rank q's rows arrive */
     uint8_t *host_box[DEVICE_MAX_RANKS];
-    /* relay[q]: the rank that stores rank q's rows into this rank's memory: q itself or a
-     * relay */
+    /* relay[q]: the rank that stores rank q's rows into this rank's memory. It is q itself, or
+     * a relay on this host. */
     uint8_t relay[DEVICE_MAX_RANKS];
 };
 
@@ -41,15 +42,21 @@ struct OpState { /* State of the running operation. Each CTA has its own, in sha
      * rank makes progress. */
     mutable uint64_t deadline;
     uint32_t epoch, signature;
-    int32_t tokens, capacity, rows; /* the sizes that this rank announces to all ranks */
-    uint32_t last;                  /* 1 if this CTA was the last CTA of the grid to finish */
-    /* what mark_running() returned: 1 if another operation of this rank runs */
+    /* the sizes that this rank announces to all ranks; rows: number of rows of the receive
+     * buffer, or 0 */
+    int32_t tokens, capacity, rows;
+    uint32_t last; /* 1 if this CTA was the last CTA of the grid to finish */
+    /* what mark_running() returned: 1 if another operation of this rank still ran when this one
+     * began, else 0 */
     uint32_t overlaps;
-    /* WAIT_ABORTED() of a wait that a thread of this CTA has given up; 0 if there is none */
+    /* WAIT_ABORTED() (wait.cuh) of a wait that a thread of this CTA has given up; 0 if there is
+     * no such wait */
     mutable uint32_t aborted_wait;
-    /* inbox[q]: this rank's staging, into which rank q's rows arrive */
+    /* inbox[q]: the part of this rank's staging (net/staging.cuh) in which rank q's rows
+     * arrive */
     uint8_t *inbox[DEVICE_MAX_RANKS];
-    /* outbox[q]: the memory into which this rank stores rows for rank q */
+    /* outbox[q]: the memory into which this rank stores rows for rank q: q's staging or, if q
+     * is on another host, this rank's own outbox */
     uint8_t *outbox[DEVICE_MAX_RANKS];
     __extension__ OpStateNet net[HOSTS]; /* backend hosts only (hosts.h) */
 };
@@ -79,7 +86,8 @@ __device__ __forceinline__ uint32_t epoch_after(uint32_t epoch)
     return epoch == 0xffffffffu ? 2 : epoch + 1;
 }
 
-/* Returns 0 or 1: the half that the running epoch uses of each array marked [2] in heap.h. */
+/* Returns 0 or 1: which half of an array the running epoch uses. This is for arrays whose shape
+ * in heap.h begins with [2]. */
 __device__ __forceinline__ uint32_t epoch_parity(const OpState &op)
 {
     return op.epoch & 1;
@@ -100,7 +108,8 @@ __device__ __forceinline__ p2p_control *control_of(const OpState &op)
     return (p2p_control *)(op.heap + op.self->at.control);
 }
 
-/* Returns the stamped word {epoch, value}. Readers accept it only in the running epoch. */
+/* Returns the stamped word {epoch, value}: the running epoch in the high 32 bits, `value` in
+ * the low ones. Readers accept it only in this epoch. */
 __device__ __forceinline__ uint64_t stamp_word(const OpState &op, uint32_t value)
 {
     return (uint64_t)op.epoch << 32 | value;
@@ -130,9 +139,9 @@ __device__ __forceinline__ uint8_t *net_inbox(const p2p_self &self)
     return HOSTS ? self.net->inbox : NULL;
 }
 
-/* Returns the base address of the memory into which rank q's words for this rank arrive. If q
- * is on this host, it is this rank's heap; otherwise the net inbox. Both have the same
- * layout. */
+/* Returns the base address of the memory into which rank q's words for this rank arrive. It is
+ * this rank's heap if q is on this host, and the net inbox otherwise. Heap and net inbox have
+ * the same layout. */
 __device__ __forceinline__ uint8_t *inbox_base(const p2p_self &self, int q)
 {
     return is_remote(self, q) ? net_inbox(self) : self.heap[self.rank];
@@ -144,16 +153,17 @@ __device__ __forceinline__ uint8_t *inbox_base(const OpState &op, int q)
 }
 
 /* Returns the base address of the memory into which rank q's status words (waits, broken, gone)
- * arrive. In backend hosts all status words travel through the net, also within a host. */
+ * arrive. In backend hosts the net delivers all status words of other ranks, also of ranks on
+ * this host. */
 __device__ __forceinline__ uint8_t *status_base(const OpState &op, int q)
 {
     return HOSTS && q != op.self->rank ? net_inbox(*op.self) : op.heap;
 }
 
 /* Returns the distance, in 8-byte words, from this rank's heap to the memory in which the
- * calling CTA should poll rank q's words. In backend hosts, CTA 0 polls the net inbox, and
- * copies the words to the heap (cache_counts()). All other CTAs, and all CTAs of p2p, poll the
- * heap itself, so the distance is 0. */
+ * calling CTA should poll rank q's words. In backend hosts, CTA 0 polls the net inbox if q is
+ * on another host, and copies the words to the heap (cache_counts()). All other CTAs, and all
+ * CTAs of p2p, poll the heap itself, so their distance is 0. */
 __device__ __forceinline__ int64_t inbox_word_offset(const OpState &op, int q)
 {
     return HOSTS && blockIdx.x == 0 ? (inbox_base(op, q) - op.heap) / 8 : 0;
@@ -166,9 +176,9 @@ __device__ __host__ __forceinline__ int ranks_per_host(const p2p_self &self)
     return HOSTS ? self.net->ranks_per_host : 0;
 }
 
-/* Returns the base address of the memory into which rank q's rows arrive. With relays
- * (net/relay.cuh) a rank of this host stores the rows of other hosts, so they arrive in this
- * rank's heap. */
+/* Returns the base address of the memory into which rank q's rows arrive. In operations that
+ * use relays (net/relay.cuh), a rank of this host forwards the rows of other hosts. So they
+ * arrive in this rank's heap, not in the net inbox. */
 __device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, int q)
 {
     const bool relayed =
@@ -184,8 +194,9 @@ __device__ __forceinline__ int relay_of(const OpState &op, int q)
     return HOSTS ? op.net->relay[q] : q;
 }
 
-/* Returns true if `at` is in host memory, which is possible in backend hosts only. Callers then
- * poll it rarely, because each poll takes microseconds and slows down the transfer of rows. */
+/* Returns true if the address `at` is in the part of the net inbox that is in host memory. That
+ * is possible in backend hosts only. Callers then poll the address rarely, because each poll
+ * takes microseconds and slows down the transfer of rows. */
 __device__ __forceinline__ bool is_host_memory(const OpState &op, const void *at)
 {
     if (!HOSTS) return false;
@@ -201,8 +212,8 @@ __device__ __forceinline__ void find_host_inbox(const p2p_self &self, OpState &o
     op.net->host_inbox_bytes = self.net->host_inbox_bytes;
 }
 
-/* Returns the address in a heap of the announcement of `rank`: P2P_ANNOUNCE_WORDS stamped
- * words. `heap`: base address of that heap. */
+/* Returns the address, in a heap, of the words that `rank` announces when it begins an
+ * operation (P2P_ANNOUNCE_WORDS stamped words). `heap`: base address of that heap. */
 __device__ __forceinline__ uint64_t *announcement_words(const p2p_self &self, const OpState &op,
                                                         uint8_t *heap, int rank)
 {
@@ -217,9 +228,9 @@ __device__ __forceinline__ uint64_t *announcement_words(const OpState &op, uint8
 }
 
 /* Some arrays in the heap of a rank `to` have one part per source rank. This function returns
- * the number of the part that rank `by` writes. In p2p it is `by`. In backend hosts it is the
- * distance from `to` up to `by`, minus 1. There, one outbox has the words for all destinations,
- * and with these numbers the words for different destinations go to different parts. */
+ * the number of the part that rank `by` writes. In p2p it is `by`. In backend hosts it is (by -
+ * to - 1) modulo num_ranks. The reason: a rank has one outbox for all destinations, and with
+ * these numbers its words for different destinations are in different parts. */
 __device__ __forceinline__ int source_number(const p2p_self &self, int to, int by)
 {
     return HOSTS ? wrap_rank(by + self.num_ranks - to - 1, self.num_ranks) : by;
@@ -229,36 +240,38 @@ __device__ __forceinline__ int source_number(const p2p_self &self, int to, int b
  * constant; in backend hosts it is set at open. */
 #define HEAP_TOP_K(self) (HOSTS ? (self).net->max_top_k : DEVICE_MAX_TOP_K)
 
-/* Returns the distance, in 8-byte words, between two parts of rank q's array of records: from
- * part number self.rank to the part that this rank writes (source_number()). In p2p it is 0.
- * Callers compute the address in part self.rank once for all ranks q, and then add this
- * distance. */
+/* Returns the distance, in 8-byte words, between two parts of the array `records` in rank q's
+ * heap: from part number self.rank to the part that this rank writes (source_number()). In p2p
+ * the distance is 0. Callers compute the address in part self.rank once for all ranks q, and
+ * then add this distance. */
 __device__ __forceinline__ int64_t record_word_offset(const p2p_self &self, int q)
 {
     return (source_number(self, q, self.rank) - self.rank) * self.max_tokens * HEAP_TOP_K(self);
 }
 
-/* Returns the number of floats that a token has in the array `floats` of a heap. Backend hosts
- * rounds it up to an even number, because the net copies whole words of 8 bytes. */
+/* Returns the number of floats that the array `floats` of a heap has for each token. It is
+ * top_k. Backend hosts rounds it up to an even number, because the net copies whole words of 8
+ * bytes. */
 __device__ __forceinline__ int float_stride(int top_k)
 {
     return HOSTS ? (top_k + 1) & ~1 : top_k;
 }
 
-/* Returns the offset in a heap of the words *wants*, which relays read (net/relay.cuh). */
+/* Returns the offset in a heap of the array `wants`, whose words relays read (net/relay.cuh).
+ * Returns 0 in p2p. */
 __device__ __forceinline__ int64_t wants_offset(const p2p_self &self)
 {
     return HOSTS ? self.at.net->wants : 0;
 }
 
-/* Returns the smallest number of tokens that this rank sends before it waits for a token
- * (EPIC_NET_WINDOW). 0: no minimum. */
+/* Returns the smallest number of tokens that this rank sends before it waits for a token to
+ * arrive (EPIC_NET_WINDOW). 0: no minimum. */
 static inline int32_t net_window(const p2p_self &self)
 {
     return HOSTS ? self.net->window_tokens : 0;
 }
 
-/* Returns the number of roles (kinds of units, common/rows.cuh) in which a warp forwards rows
+/* Returns the number of roles (kinds of work, common/rows.cuh) in which a warp forwards rows
  * that came from other hosts. With relays there is one such role per other host, otherwise
  * none. */
 __host__ __device__ __forceinline__ int num_forward_roles(const p2p_self &self)

@@ -2,10 +2,11 @@
 /* The arguments ("jobs") of the CUDA kernels, and the functions that launch the kernels. Plain
  * C.
  *
- * A launcher enqueues one kernel on the stream and returns. CUDA copies the job as the kernel's
- * parameter. A rank runs one operation at a time. The CTAs of a kernel wait for each other and
- * for peers. So all of them must be resident at once, one per SM. If ranks share a GPU, the
- * CTAs of all these ranks must be resident together. */
+ * Slot, slab, FLAT and other words: docs/reference/glossary.md. A launcher enqueues one kernel
+ * on the stream and returns. CUDA copies the job as the kernel's parameter. A rank runs one
+ * operation at a time. The CTAs of a kernel wait for each other and for peers. So all of them
+ * must be resident at once, one per SM. If ranks share a GPU, the CTAs of all these ranks must
+ * be resident together. */
 #ifndef EPIC_CUDA_KERNELS_H
 #define EPIC_CUDA_KERNELS_H
 
@@ -26,12 +27,12 @@ typedef enum p2p_fault {
     P2P_FAULT_EXPERT = 0,
     P2P_FAULT_PLACEMENT = 1, /* rank_of_expert has a wrong rank; about: expert, rank */
     P2P_FAULT_CAPACITY = 2,  /* the capacity is too small; about: capacity, needed slots */
-    /* a buffer has too few rows; about: its rows, needed rows, operation */
+    /* a buffer has too few rows; about: rows of the buffer, needed rows, epic_operation */
     P2P_FAULT_ROWS = 3,
     /* the bytes are not a plan of this rank and group; about: unused */
     P2P_FAULT_PLAN = 4,
     /* the call has another number of tokens than the plan; about: tokens of the call, tokens of
-     * the plan, operation */
+     * the plan, epic_operation */
     P2P_FAULT_TOKENS = 5,
     P2P_FAULT_DUPLICATE = 6, /* a token has the same expert twice; about: token, k, id */
     /* an id is not a logical expert; about: token, k, id, num_logical */
@@ -40,14 +41,15 @@ typedef enum p2p_fault {
     P2P_FAULT_REPLICA = 8,
     P2P_FAULT_NO_REPLICA = 9, /* a logical expert has no replica; about: logical expert */
     P2P_FAULT_LAYER = 10,     /* the plan was made with another layer; about: unused */
-    /* sum_replicas: `data` has fewer rows than this rank has experts; about: both numbers */
+    /* sum_replicas: `data` has fewer rows than this rank has experts; about: rows, experts */
     P2P_FAULT_LOCAL = 11,
-    /* a rank has too many experts for the layer; about: num_local_experts, experts */
+    /* some rank owns more experts than the layer of experts allows; about: num_local_experts,
+     * largest number of experts of a rank */
     P2P_FAULT_ROOM = 12
 } p2p_fault;
 
-/* One error in the data, which a kernel reports in host memory. The kernel writes `result`
- * last. The host reads the notice and then sets `result` to 0. */
+/* One error in the data, which a kernel reports in host memory. The kernel writes `result` (an
+ * epic_result) last. The host reads the notice and then sets `result` to 0 (EPIC_OK). */
 typedef struct p2p_notice {
     uint32_t result;
     uint32_t epoch;
@@ -56,32 +58,34 @@ typedef struct p2p_notice {
     int64_t about[4]; /* numbers that describe the error, see p2p_fault */
 } p2p_notice;
 
-/* number of notices that may be unread at a time; more errors are dropped */
+/* Number of notices that may be unread at a time. If all are unread, further errors are not
+ * reported. */
 #define P2P_NOTICES 8
 
-/* Host memory of a rank through which kernels report to the host, and the host to running
- * kernels. */
+/* Host memory of a rank. Kernels report failures and errors to the host in it. The host reports
+ * dead processes and its beats to running kernels in it. */
 typedef struct p2p_status {
     /* enum epic_result: why the group is broken, or EPIC_OK. A kernel writes it last. */
     uint32_t result;
-    uint32_t operation; /* enum epic_operation that failed */
+    uint32_t operation; /* enum epic_operation: the operation that failed */
     uint32_t epoch;
     uint32_t phase;    /* enum p2p_phase */
     uint32_t reporter; /* rank that found the failure */
     uint32_t culprits; /* bit mask of the ranks at fault */
-    /* the two signatures that differ, if ranks called different operations */
+    /* If ranks called different operations: the signature of the reporter's call, and that of a
+     * peer's call. A signature is a hash of the arguments that must be equal on all ranks. */
     uint32_t own_signature, peer_signature;
     uint32_t dead; /* written by the host: bit mask of the ranks whose processes have died */
-    uint32_t deadline_ms; /* time limit of the operation that failed */
-    /* P2P_AWAKE(), which a host thread updates while the process runs; 0 if there is no such
-     * thread */
+    uint32_t deadline_ms; /* time limit of the operation that failed, in milliseconds */
+    /* P2P_AWAKE(), which a host thread updates regularly while the process runs; 0 if no host
+     * thread does so */
     uint64_t awake;
     p2p_notice notices[P2P_NOTICES];
 } p2p_status;
 
-/* Packs two counts of the host into one word: how often a host thread has run (beats), and how
- * often it found that the process had been stopped (stops). They share one word, so that a
- * kernel which reads a beat also sees all stops before it. */
+/* Packs two counts into one word: how often a host thread has run (beats), and how often it
+ * found that the process had been stopped (stops). They share one word, so that a kernel which
+ * reads a new number of beats also sees all stops before that beat. */
 #define P2P_AWAKE(stops, beats) ((uint64_t)(stops) << 32 | (uint32_t)(beats))
 /* how many stops of the process may postpone the deadline of a wait that makes no progress */
 #define P2P_POSTPONE_LIMIT 4
@@ -108,9 +112,10 @@ typedef enum p2p_phase { /* What a rank waited for when an operation failed. */
      (uint64_t)(reporter) << 12 | (uint64_t)(culprits) << 32)
 
 /* An entry of the ring through which kernels request puts (net/net.cuh). It means: copy `words`
- * words of 8 bytes from the outbox, beginning at word number `word`, to the same place in the
- * inbox of rank `host`. An entry is its own flag: `lap` (1 to 255) counts how often the ring
- * has been filled, so a reader can tell a new entry from an old one. */
+ * words of 8 bytes from this rank's outbox, beginning at word number `word`, to the same place
+ * in the inbox of rank `host`. An entry has no separate flag. Its highest 8 bits are the lap (1
+ * to 255), the number of times the ring has been filled. With it, a reader can tell a new entry
+ * from an old one. */
 #define P2P_RING_ENTRIES (1u << 15)
 #define P2P_ENTRY(host, word, words) \
     ((uint64_t)(host) << 51 | (uint64_t)(words) << 33 | (uint64_t)(word))
@@ -119,7 +124,8 @@ typedef enum p2p_phase { /* What a rank waited for when an operation failed. */
 #define P2P_ENTRY_HOST(entry) ((int)((entry) >> 51 & 31))
 #define P2P_ENTRY_WORDS(entry) ((uint32_t)((entry) >> 33 & 0x3ffff))
 #define P2P_ENTRY_WORD(entry) ((entry)&0x1ffffffffull)
-/* `word` of an entry that marks the end of an epoch; a heap has fewer words */
+/* Value of `word` in an entry that marks the end of an epoch. It cannot be a word number,
+ * because heaps have fewer words. */
 #define P2P_EPOCH_ENDS 0x1ffffffffull
 
 typedef struct p2p_ring { /* The ring of puts and its counters. All are in host memory. */
@@ -130,15 +136,16 @@ typedef struct p2p_ring { /* The ring of puts and its counters. All are in host 
 typedef struct p2p_ring_words {
     /* number of entries that the proxy thread has read; the proxy thread writes it */
     uint64_t taken;
-    /* number of epochs whose puts the net has fully read from the outbox; the proxy thread
-     * writes it */
+    /* number of epochs for which the net has read the data of all puts from the outbox; the
+     * proxy thread writes it */
     uint64_t freed;
-    /* the word `waits` (heap.h) that the proxy thread sends to all peers; kernels write it */
+    /* this rank's word `waits` (heap.h); kernels write it, and the proxy thread sends it to all
+     * peers */
     uint64_t waits;
 } p2p_ring_words;
 
-/* Number of bits of a count of choices, in words that also contain other values. The count of
- * one rank's choices for one expert must fit. */
+/* Number of bits of a count of choices, in words that also contain other values. It must be
+ * large enough for all choices of one rank. */
 #define P2P_COUNT_BITS 26
 
 /* The part of p2p_self that only backend hosts has. */
@@ -169,7 +176,8 @@ typedef struct p2p_self {
     int32_t rank, num_ranks;
     uint32_t operation; /* enum epic_operation */
     uint32_t signature; /* hash of the arguments of the call that must be equal on all ranks */
-    /* The plan must have been made for a layer with one of these hashes; 0: for any layer. */
+    /* Hashes of layers. The call accepts only plans that were made for a layer with one of
+     * these hashes. If element 0 is 0, it accepts plans of any layer. */
     uint32_t layer_hashes[2];
     __extension__ p2p_net net[HOSTS]; /* backend hosts only (hosts.h) */
 } p2p_self;
@@ -179,30 +187,33 @@ typedef struct p2p_plan_job {
     p2p_self self;
     epic_layer layer;      /* the layer, with all defaults filled in */
     device_plan_layout at; /* layout of the plans of the layer */
-    uint8_t *plan;
-    const void *topk_idx;
-    /* NULL: rank r owns the experts [r * block, (r + 1) * block) */
+    uint8_t *plan;         /* output; input if `planners` is 0 */
+    const void *topk_idx;  /* [num_tokens, top_k]: expert of each choice; negative: none */
+    /* [num_experts]: rank that owns each expert; NULL: rank r owns the experts [r * block, (r +
+     * 1) * block) */
     const int32_t *rank_of_expert;
-    /* logical expert of each replica; used only if layer.num_logical is not 0 */
+    /* [num_experts]: logical expert of each expert; used only if layer.num_logical is not 0 */
     const int32_t *logical_of_expert;
+    /* outputs with the shapes of epic_plan_args (epic.h); any of them may be NULL */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load, *demand;
     int32_t num_tokens;
     int32_t capacity;      /* number of slots of the receive buffer; 0: no bound */
     int32_t block;         /* number of experts per rank if rank_of_expert is NULL */
     int32_t has_int64_ids; /* 1: topk_idx is int64; 0: int32 */
-    /* number of CTAs that make the plan (the first CTAs of the grid); 0: the plan already
-     * exists */
+    /* number of planner CTAs, the CTAs that make the plan; they are the first ones of the grid.
+     * 0: the plan already exists */
     int32_t planners;
     int32_t is_lowlat; /* 1: use the low-latency planner (lowlat/plan.cuh) */
-    /* largest number of tokens for which a rank uses the low-latency planner */
+    /* largest number of tokens per rank for which the low-latency planner is used */
     int32_t max_lowlat_tokens;
     int32_t by_k; /* 1: the layer drops choices by EPIC_BY_K (plan/keep_by_k.cuh) */
-    /* 1: topk_idx contains logical experts, so the planner first chooses replicas
-     * (plan/resolve.cuh) */
+    /* 1: topk_idx contains logical experts, and the planner chooses their replicas before it
+     * counts choices (plan/resolve.cuh) */
     int32_t resolves;
 } p2p_plan_job;
 
-/* Largest value of num_experts * top_k for a layer with EPIC_BY_K. */
+/* Largest value of num_experts * top_k for a layer with EPIC_BY_K. The planner counts the
+ * choices of each pair (expert, k). */
 #define P2P_BY_K_TALLIES DEVICE_MAX_EXPERTS
 
 /* Returns 1 if lowlat/plan.cuh can make plans of this layer for up to `most` tokens per rank.
@@ -232,42 +243,46 @@ static inline int32_t p2p_lowlat_plan_tokens(int64_t ranks, int64_t most,
 typedef struct p2p_dispatch_job {
     p2p_plan_job plan; /* the plan to read or, if planners > 0, to make first */
     int64_t plan_bytes;
-    const uint8_t *tokens; /* [num_tokens, row_bytes] */
+    const uint8_t *tokens; /* [num_tokens, token_bytes] */
     uint8_t *recv;         /* [recv_rows, row_bytes] */
     const float *weights;  /* [num_tokens, top_k], or NULL */
-    float *slot_weights;
-    int32_t *recv_expert; /* [recv_rows, top_k], FLAT only */
+    float *slot_weights;   /* [recv_rows]; FLAT: [recv_rows, top_k] */
+    int32_t *recv_expert;  /* [recv_rows, top_k], FLAT only */
     int64_t row_bytes;
     int32_t num_tokens, recv_rows;
-    int32_t aligned; /* 1: all row addresses and row_bytes are multiples of 16 */
+    int32_t aligned; /* 1: the addresses of all rows, and row_bytes, are multiples of 16 */
     /* 1: the kernel for FLAT plans is needed. That is the case if the plan is FLAT and the call
      * does more than move rows: it makes the plan, or moves weights, or writes recv_expert. */
     int32_t flat;
-    /* zero_tail: 1: write zeros to the slots after the last slab. leave_padding: 1: do not
-     * write zeros to padding slots. */
+    /* zero_tail: 1: the kernel writes zeros to the slots after the last slab. leave_padding: 1:
+     * it does not write zeros to padding slots. */
     int32_t zero_tail, leave_padding;
     int32_t top_k; /* top_k of the layer */
     int32_t head;  /* the kernel sends tokens [0, head) while it makes the plan */
-    /* low-latency kernels only: number of CTAs that only send; set by the launcher */
+    /* low-latency kernels only: number of CTAs that only send rows; set by the launcher */
     int32_t num_send_only_ctas;
-    /* all other kernels: while receiving is more than `lag` tokens behind sending, one of
-     * 2^catch_up steps receives two tokens, to catch up (dispatch/dispatch.cuh); set by the
-     * launcher */
+    /* All kernels except low-latency: while receiving is more than `lag` tokens behind sending,
+     * one of 2^catch_up steps receives two tokens, to catch up (dispatch/dispatch.cuh). A step
+     * sends one token. Set by the launcher. */
     int32_t catch_up;
-    /* The launcher sets lag, span and units (common/rows.cuh). */
+    /* The launcher sets lag, span and units (common/rows.cuh). A piece is 2 KB of a row; a unit
+     * is the work that a warp does at a time. */
     int32_t lag;   /* number of tokens by which receiving stays behind sending */
     int32_t span;  /* number of pieces of a row that a unit moves */
     int32_t units; /* number of warps that move rows */
-    /* The next fields are only for packed rows (dispatch/packed.cuh): a row and its scales are
-     * moved together. scale_bytes is 0 if rows have no scales. */
-    const uint8_t *scales; /* [num_tokens, scale_bytes]; NULL if dispatch quantizes */
-    uint8_t *recv_scales;
+    /* The next fields, except token_bytes, are only for packed rows (dispatch/packed.cuh): a
+     * row and its scales are moved together. scale_bytes is 0 if rows have no scales. */
+    /* [num_tokens, scale_bytes]; NULL if dispatch quantizes rows and computes the scales */
+    const uint8_t *scales;
+    uint8_t *recv_scales; /* [recv_rows, scale_bytes] */
     int64_t scale_bytes;
-    /* bytes of a row of `tokens`. If dispatch quantizes, its elements are of `type`. */
+    /* bytes of a row of `tokens`; equal to row_bytes unless dispatch quantizes */
     int64_t token_bytes;
+    /* epic_type of the elements of `tokens`, and epic_quantize: 0 or the kind of scales */
     uint32_t type, quantize;
     /* scales_aligned is 1 if all addresses and sizes of rows of scales are multiples of 16
-     * bytes. scales_in_words is 1 if they are multiples of 4 bytes. */
+     * bytes. scales_in_words is 1 if the address of recv_scales and scale_bytes are multiples
+     * of 4. */
     int32_t scales_aligned, scales_in_words;
     /* The next fields are only for bulk stores (dispatch/bulk.cuh). */
     int32_t bulk;  /* 1: the GPU supports bulk stores */
@@ -276,34 +291,38 @@ typedef struct p2p_dispatch_job {
     int32_t num_buffers;
 } p2p_dispatch_job;
 
-/* Returns the bytes of a packed row: a row and its scales, each rounded up to 16 bytes. */
+/* Returns the bytes of a packed row: a row and its scales, each rounded up to a multiple of 16
+ * bytes. */
 static inline int64_t p2p_packed_bytes(int64_t row_bytes, int64_t scale_bytes)
 {
     return device_round_up(row_bytes, 16) + device_round_up(scale_bytes, 16);
 }
 
-/* Arguments of the operations combine and dispatch_backward. Each rank adds its rows of a
- * token, and the rank that owns the token adds these partial sums. */
+/* Arguments of the operations combine and dispatch_backward. For each token, a rank adds its
+ * rows (a partial sum). The token's home rank adds the partial sums of all ranks. */
 typedef struct p2p_combine_job {
     p2p_self self;
     const uint8_t *plan;
     int64_t plan_bytes;
-    const uint8_t *rows;
-    uint8_t *out;
-    const float *slot_weights; /* NULL: all weights are 1 */
-    /* only in dispatch_backward, else NULL: floats that are returned to the tokens' ranks, not
-     * added */
+    const uint8_t *rows;       /* [num_rows, row_bytes] */
+    uint8_t *out;              /* [num_tokens, row_bytes] */
+    const float *slot_weights; /* [num_rows]; NULL: all weights are 1 */
+    /* only in dispatch_backward, else NULL: one float per slot, which is returned to the home
+     * rank of the slot's token (gradients of the weights) */
     const float *slot_floats;
-    float *choice_floats; /* [num_tokens, top_k]: where the slot_floats of all ranks arrive */
+    /* [num_tokens, top_k]: the kernel stores here, for each choice of this rank's tokens, the
+     * slot_float of its slot */
+    float *choice_floats;
     int64_t row_bytes;
     int32_t num_tokens, num_rows;
     uint32_t type;
     int32_t aligned;
-    int32_t lag; /* number of tokens by which adding stays behind sending */
+    int32_t lag; /* number of tokens by which adding partial sums stays behind sending them */
     /* top_k: the layer's top_k. tree is 1 if the layer's sum order is EPIC_TREE. flat is 1 if
      * its layout is FLAT. */
     int32_t top_k, tree, flat;
-    int64_t rank_of_at, records_at; /* offsets of the arrays rank_of and records in the plan */
+    /* byte offsets of the arrays rank_of and records in the plan */
+    int64_t rank_of_at, records_at;
 } p2p_combine_job;
 
 /* Arguments of the operation combine_backward, which computes d_rows (weight * d_out of the
@@ -312,11 +331,11 @@ typedef struct p2p_combine_backward_job {
     p2p_self self;
     const uint8_t *plan;
     int64_t plan_bytes;
-    const uint8_t *d_out; /* [num_tokens, row_bytes] */
-    const uint8_t *rows;  /* [num_rows, row_bytes]; NULL if d_slot_weights is NULL */
-    uint8_t *d_rows;
-    const float *slot_weights;
-    float *d_slot_weights;
+    const uint8_t *d_out;      /* [num_tokens, row_bytes] */
+    const uint8_t *rows;       /* [num_rows, row_bytes]; NULL if d_slot_weights is NULL */
+    uint8_t *d_rows;           /* [num_rows, row_bytes] or, if quantized, quantized_bytes */
+    const float *slot_weights; /* [num_rows]; NULL: all weights are 1 */
+    float *d_slot_weights;     /* [num_rows], or NULL */
     int64_t row_bytes;
     int32_t num_tokens, num_rows; /* num_rows: number of rows of d_rows and of `rows` */
     uint32_t type;
@@ -330,7 +349,8 @@ typedef struct p2p_combine_backward_job {
      * d_rows. */
     int64_t scale_bytes, quantized_bytes;
     uint32_t quantize;
-    /* 1: rows of d_rows are aligned, so a lane stores all bytes of a vector at once */
+    /* 1: rows of d_rows are aligned, so that a lane stores all its quantized elements of a
+     * vector at once */
     int32_t quantized_whole;
     /* 1: addresses and sizes of rows of d_rows_scales are multiples of 4 bytes */
     int32_t scales_in_words;
@@ -340,8 +360,8 @@ typedef struct p2p_combine_backward_job {
 typedef struct p2p_sum_job {
     p2p_self self;
     float *data;
-    int64_t count;  /* number of floats of `data`, at most self.at.source_bytes / 4 */
-    uint32_t order; /* an epic_sum_order: by rank or EPIC_TREE */
+    int64_t count;  /* number of floats in `data`, at most self.at.source_bytes / 4 */
+    uint32_t order; /* an epic_sum_order: EPIC_BY_RANK or EPIC_TREE */
     uint32_t pad;
 } p2p_sum_job;
 
@@ -351,8 +371,8 @@ typedef struct p2p_sum_replicas_job {
     p2p_self self;
     const uint8_t *plan;
     int64_t plan_bytes;
-    float *data;
-    int64_t count; /* number of floats in `data` per expert */
+    float *data;   /* [num_rows, count] */
+    int64_t count; /* number of floats in `data` per expert of this rank */
     int32_t num_rows;
     uint32_t pad;
 } p2p_sum_replicas_job;
@@ -385,8 +405,8 @@ cudaError_t p2p_launch_sum_replicas(const p2p_sum_replicas_job *job, int num_sms
                                     cudaStream_t stream);
 
 /* Each function loads the kernels of one operation on the current device. A context calls them
- * when it opens, because CUDA would otherwise load a kernel at its first launch, and might
- * first wait until the device is idle. */
+ * when it opens. Otherwise CUDA would load a kernel at its first launch, and might wait until
+ * the device is idle before that. */
 cudaError_t p2p_load_plan(void);
 cudaError_t p2p_load_dispatch(void);
 cudaError_t p2p_load_dispatch_packed(void);

@@ -11,9 +11,10 @@
  *   zero     32-bit words that are 0 until a rank writes them. The reader writes 0 back.
  *
  * Many shapes begin with [2]. Such an array has two halves: one for even epochs and one for odd
- * epochs. A dimension [num_ranks] is the source: the rank that writes this part of the array. A
- * dimension [num_ranks - 1] is the source, too, but there are only the peers of the rank that
- * owns the heap.
+ * epochs. A dimension [num_ranks] or [MAX_RANKS] is the source: the rank that writes this part
+ * of the array. A dimension [num_ranks - 1] is the source, too, but without the rank that owns
+ * the heap. Backend hosts has a second memory with this layout, the net inbox: words of ranks
+ * on other hosts arrive in it (net/net.cuh).
  *
  * docs/internals/cuda.md has a table of which rank writes and reads each word, and when. */
 #ifndef EPIC_HEAP_H
@@ -25,18 +26,20 @@
 #include "rules/device_layout.h"
 
 #define P2P_MAX_PLANNERS 16
-/* Largest number of keep limits that the ranks try when they make a FLAT plan that drops
- * choices (plan/flat_drop.cuh). */
+/* Largest number of keep limits (choices that each expert of a rank may keep) that the ranks
+ * try for a FLAT plan that drops choices (plan/flat_drop.cuh). */
 #define P2P_MAX_SEARCHES 40
 /* Largest number of tokens for which a rank uses the low-latency kernels (lowlat/lowlat.cuh).
  * Measured: docs/lab/cuda.md. */
 #define P2P_LOWLAT_TOKENS (HOSTS ? 128 : 512)
-#define P2P_LOWLAT_QUANTIZED_TOKENS 192 /* the same limit for dispatch that quantizes */
-#define P2P_LOWLAT_COMBINE_TOKENS 96    /* the same limit for combine */
-/* Limits of the plans that low-latency kernels can make (lowlat/plan.cuh), because they keep
- * the plan in shared memory. */
+/* like P2P_LOWLAT_TOKENS, but for dispatch that quantizes */
+#define P2P_LOWLAT_QUANTIZED_TOKENS 192
+#define P2P_LOWLAT_COMBINE_TOKENS 96 /* like P2P_LOWLAT_TOKENS, but for combine */
+/* Limits of the plans that low-latency kernels can make (lowlat/plan.cuh). The limits exist
+ * because these kernels keep the plan in shared memory. */
 #define P2P_LOWLAT_CHOICES 8192 /* choices (pairs of token and k) of all ranks together */
-/* Bit masks. There is one for each expert and each group of 32 tokens, over all ranks. */
+/* Number of bit masks. There is one for each pair of an expert and a group of 32 tokens of a
+ * rank. */
 #define P2P_LOWLAT_MASKS 8192
 #define P2P_LOWLAT_EXPERTS 512 /* experts of the layer */
 #define P2P_LOWLAT_ID_WORDS 16 /* 64-bit words of expert ids per token; two ids per word */
@@ -49,25 +52,28 @@ typedef struct p2p_net_arrays {
     /* The words *wants*, for which relays wait (net/relay.cuh).
      * Stamped [2][num_ranks][max_tokens]. */
     int64_t wants;
-    /* How many pieces of the row of each token the warps have stored to the outbox, for each
-     * destination rank. Own: uint32 [num_ranks][max_tokens]. */
+    /* For each destination rank and token: how many pieces of the token's row warps have
+     * stored to the outbox.
+     * Own: uint32 [num_ranks][max_tokens]. */
     int64_t stored_pieces;
 } p2p_net_arrays;
 
-/* The layout of a heap: first the offset of each array in bytes, then sizes. The comment of an
- * array explains its contents. Its last line is the kind of the array (see the top of this
- * file) and its shape. "Own" means that only the rank that owns the heap writes the array. */
+/* The layout of a heap: first the offset of each array in bytes, then sizes. The comment on an
+ * offset explains the contents of the array. It ends with the kind of the array (see the top of
+ * this file) and its shape. "Own" means that only the rank that owns the heap writes the
+ * array. */
 typedef struct p2p_heap {
-    /* The words that each rank announces when it begins an operation.
+    /* The words that each rank announces when it begins an operation: its signature and sizes.
      * Stamped [2][MAX_RANKS][P2P_ANNOUNCE_WORDS]. */
     int64_t announce;
-    /* P2P_BROKEN() if the group has failed, else 0. One 64-bit word. */
+    /* P2P_BROKEN() if the group has failed, else 0.
+     * One 64-bit word. */
     int64_t broken;
     /* For each rank, P2P_GONE() if it has closed its context, else 0.
      * 64-bit words [MAX_RANKS]. */
     int64_t gone;
-    /* For each rank, a bit mask of the ranks that it waits for. A rank writes it only when most
-     * of its time limit has passed.
+    /* For each rank, a bit mask of the ranks that it waits for. A rank writes its mask only
+     * after three quarters of its time limit have passed.
      * Stamped [MAX_RANKS]. */
     int64_t waits;
     /* The error text that a peer passed to epic_abort().
@@ -76,32 +82,34 @@ typedef struct p2p_heap {
     /* A struct p2p_control.
      * Own. */
     int64_t control;
-    /* The first wrong value in the input of each rank.
+    /* For each rank with wrong input, a description of the first wrong value.
      * Stamped [2][MAX_RANKS][P2P_FAULT_WORDS]. */
     int64_t faults;
-    /* The first wrong choice that each planner CTA of this rank has found.
+    /* For each planner CTA of this rank, the index of the first wrong choice that it has
+     * found.
      * Own, stamped [MAX_PLANNERS]. */
     int64_t first_faults;
-    /* For each rank, how many choices of each expert it has. With replicas, a hash of the table
-     * logical_of_expert follows.
+    /* For each rank, how many choices of each expert it has. In FLAT layers, its rows on each
+     * rank follow. With replicas, a hash of the table logical_of_expert follows at the end.
      * Stamped [2][num_ranks][MAX_TALLIES]. */
     int64_t counts;
-    /* FLAT plans that drop choices: how many rows the tokens of each rank need on each rank,
-     * with each keep limit that was tried (plan/flat_drop.cuh).
+    /* FLAT plans that drop choices: for each source rank and each try of keep limits, how many
+     * rows the tokens of the source need on each rank (plan/flat_drop.cuh).
      * Stamped [2][num_ranks][MAX_SEARCHES][MAX_RANKS]. */
     int64_t searches;
-    /* Layers with replicas that plan/resolve.cuh resolves: for each rank, how many choices of
-     * each logical expert it has.
+    /* Layers with replicas for which plan/resolve.cuh chooses the replicas: for each rank, how
+     * many choices of each logical expert it has.
      * Stamped [2][num_ranks][REPLICATED_EXPERTS]. */
     int64_t logical_counts;
     /* For each planner CTA of this rank, how many choices of each expert it has counted.
      * Own, stamped [MAX_PLANNERS][MAX_TALLIES]. */
     int64_t tallies;
-    /* A row that kernels read in place of row 0 of the caller's buffer if that has no rows.
+    /* A row that kernels read in place of row 0 of the caller's buffer, if the buffer has no
+     * rows.
      * Own, uint8 [max_row_bytes]. */
     int64_t scratch;
     /* The records: for each token of each rank, its slots on this rank. With layout FLAT, its
-     * local experts on this rank.
+     * local experts on this rank instead.
      * Stamped [2][num_ranks][max_tokens * max_top_k]. */
     int64_t records;
     /* Layout FLAT: for each token of each rank, its row on this rank.
@@ -117,16 +125,16 @@ typedef struct p2p_heap {
     /* Escape words (net/staging.cuh).
      * Zero [2][num_ranks - 1][escape_words]. */
     int64_t escapes;
-    /* Dot products of blocks of 1024 elements (combine/backward.cu).
+    /* Dot products of blocks of 1024 elements of a row (combine/backward.cu).
      * Own, poison [num_ranks][max_tokens * max_top_k * blocks per row]. */
     int64_t parts;
     /* Rows that arrive (net/staging.cuh).
      * Poison [2][num_ranks - 1][source_bytes]. */
     int64_t staging;
-    int64_t bytes;        /* size of the whole heap in bytes */
+    int64_t bytes;        /* size of the heap in bytes */
     int64_t source_bytes; /* bytes of `staging` per source rank and half */
     int64_t escape_words; /* number of `escapes` per source rank and half */
-    int64_t part_words;   /* number of words of `parts` per rank */
+    int64_t part_words;   /* number of 32-bit words of `parts` per rank */
 } p2p_heap;
 
 enum { /* indices of the words of an announcement */
@@ -145,31 +153,32 @@ enum { /* indices of the words that report a wrong value in a planner's input */
        P2P_FAULT_WORDS = 4
 };
 
-/* The value of the word `gone` of a rank that has closed its context. `epoch`: its last
- * epoch. */
+/* The value of the word `gone` of a rank that has closed its context. `epoch`: the last epoch
+ * of that rank. */
 #define P2P_GONE(epoch) (1ull << 63 | (epoch))
 
-/* The part of the control memory that only backend hosts has. The ring is the proxy ring, to
- * which kernels append the puts that the proxy thread shall make. */
+/* The part of the control memory that only backend hosts has. "The ring" is the one in host
+ * memory (p2p_ring) in which kernels request puts from the proxy thread. */
 typedef struct p2p_net_control {
-    uint64_t posted_entries; /* how many entries kernels have appended to the ring */
-    /* Entries with lower numbers than this can be appended without waiting for space. */
+    uint64_t posted_entries; /* how many entries kernels have appended to the ring since open */
+    /* The ring has space for all entries whose number is lower than this. */
     uint64_t ring_room;
     uint64_t ended_epochs; /* how many epochs have their end marker in the ring */
     /* The rest are copies of words in host memory or in the net inbox, where each poll is slow.
      * One warp reads the original. All other warps read the copy here. */
     uint64_t broken; /* P2P_BROKEN() if the group has failed, else 0 */
-    uint64_t freed;  /* number of epochs whose puts the net has fully read from the outbox */
+    /* number of epochs for which the net has read the data of all puts from the outbox */
+    uint64_t freed;
     /* Times at which this rank last read the originals of `freed`, of the announcements, of the
      * failure, and of ring_room. Unit: 1024 ns. */
     uint32_t freed_polled_at;
     uint32_t announcements_polled_at;
     uint32_t failure_polled_at;
     uint32_t room_polled_at;
-    /* for each source rank, stamped: about how far its rows have arrived, as the index of a
-     * vector in its staging */
+    /* for each source rank, stamped: how far its rows have arrived, approximately. Unit: the
+     * index of a 16-byte vector in the part of the staging for this source */
     uint64_t received_vectors[DEVICE_MAX_RANKS];
-    /* copies of the announcements of all ranks, stamped */
+    /* copies of the announcements of all ranks, stamped; first index: parity of the epoch */
     uint64_t announcements[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS];
 } p2p_net_control;
 
@@ -181,8 +190,8 @@ typedef struct p2p_control {
      * number of CTAs that have started (p2p) or of warps that have posted all their puts
      * (hosts). It is set back to 0 at the end of the operation or round. */
     uint32_t done;
-    /* epoch of the next round; the last CTA to finish a round sets it, and the other CTAs wait
-     * for it */
+    /* epoch of the next round. The last CTA that finishes a round sets it, and the other CTAs
+     * wait for that. */
     uint32_t round;
     uint32_t planned; /* the last epoch in which a plan was completed */
     /* 1: a thread of this rank has begun to report the failure in p2p_status, so other threads
@@ -199,16 +208,18 @@ typedef struct p2p_control {
     /* copy of p2p_status.dead (a bit mask of dead ranks), read at dead_polled_at */
     uint32_t dead;
     /* Device time in ns at which a wait found that its deadline had passed. The wait does not
-     * fail yet, because the process may be suspended, for example by SIGSTOP. It fails when a
-     * host thread has run once more (a beat, see P2P_AWAKE). 0: no wait is in this state. */
+     * fail yet, because the process may be stopped, for example by SIGSTOP. The wait fails
+     * after the next beat, which shows that the process runs (P2P_AWAKE). 0: no wait is in this
+     * state. */
     uint64_t due;
-    /* Waits fail if their deadline is before this device time in ns, because a host thread has
-     * run after it. */
+    /* Device time in ns after which the process has run, as its beats show (P2P_AWAKE). A wait
+     * fails if its deadline is earlier than this time. */
     uint64_t overdue;
-    uint32_t due_beat; /* the host's number of beats when `due` was set */
-    /* the host's number of process stops that have already postponed a deadline */
+    uint32_t due_beat; /* number of beats in p2p_status.awake when `due` was set */
+    /* the number of stops in p2p_status.awake that this rank has handled, by starting its time
+     * limit again */
     uint32_t host_stops;
-    /* how many times the deadline was postponed since the last progress of a wait */
+    /* how often stops have started the time limit again since the last progress of a wait */
     uint32_t num_postponed;
     /* time at which this rank last read p2p_status.awake, in units of 1024 ns */
     uint32_t awake_polled_at;
@@ -224,8 +235,8 @@ static inline int64_t p2p_lowlat_tokens(int64_t max_tokens)
 }
 
 /* Returns the bytes of staging per source rank and half. This is enough for max_tokens rows, or
- * less if staging_bytes limits the size of the whole staging. It is at least two rows, so that
- * a packed row (a row and its scales) fits. */
+ * less if staging_bytes, the limit for the whole staging, is not 0. It is enough for at least
+ * two rows, so that a packed row (a row and its scales) fits. */
 static inline int64_t p2p_source_bytes(int64_t num_ranks, int64_t max_tokens,
                                        int64_t max_row_bytes, int64_t staging_bytes)
 {
@@ -246,9 +257,10 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     const int64_t peers = num_ranks - 1;
     const int64_t choices = max_tokens * max_top_k;
     h.source_bytes = p2p_source_bytes(num_ranks, max_tokens, max_row_bytes, staging_bytes);
-    /* A packed row (a row and its scales) may have more pieces than a row of max_row_bytes. But
-     * escape words are indexed by the token's number in the round, and a round has fewer tokens
-     * if rows are longer. So space for one more piece per token suffices. */
+    /* There are 32 escape words per piece of 2 KB. A packed row (a row and its scales) may have
+     * more pieces than a row of max_row_bytes. But escape words are indexed by the token's
+     * number in the round, and a round has fewer tokens if rows are longer. So space for one
+     * more piece per token suffices. */
     h.escape_words = (max_tokens + 1) * ((max_row_bytes + 2047) / 2048 + 1) * 32;
     h.part_words = choices * ((max_row_bytes + 2047) / 2048);
     h.announce = 0;
@@ -278,7 +290,7 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     }
     h.floats = h.escapes + device_round_up(2 * peers * h.escape_words * 4, 512);
     h.parts = h.floats + device_round_up(2 * peers * choices * 4, 512);
-    /* in backend hosts, `parts` is a separate allocation on the GPU */
+    /* in backend hosts, the array `parts` is a separate allocation on the GPU */
     h.staging = h.parts + (HOSTS ? 0 : device_round_up(num_ranks * h.part_words * 4, 512));
     h.bytes = h.staging + 2 * peers * h.source_bytes;
     return h;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions that load and store elements of arrays whose type is known only at run time, one
- * element or one 16-byte vector at a time. */
+/* Functions that load and store elements of arrays as floats, one element or one 16-byte vector
+ * at a time. The element type is a run-time value (load_number, store_number) or a template
+ * argument: Bf16, F16 or F32 of rows.cuh (load_numbers, store_numbers). */
 #ifndef EPIC_NUMBERS_CUH
 #define EPIC_NUMBERS_CUH
 
@@ -29,8 +30,8 @@ __device__ __forceinline__ void store_number(void *p, uint32_t type, int64_t i, 
         ((float *)p)[i] = x;
 }
 
-/* Returns the value of an e4m3 byte. Its exponent and mantissa bits are shifted to their
- * positions in a float32. Because the exponent of float32 has another bias, that number is
+/* Returns the value of an e4m3 byte. The function shifts its exponent and mantissa bits to
+ * their positions in a float32. Because the exponent of float32 has another bias, the result is
  * 2^120 times too small, and a multiplication corrects it. */
 __device__ __forceinline__ float e4m3_value(uint8_t q)
 {
@@ -43,8 +44,8 @@ template <class T> constexpr uint32_t NUMBER_TYPE = EPIC_F32;
 template <> constexpr uint32_t NUMBER_TYPE<Bf16> = EPIC_BF16;
 template <> constexpr uint32_t NUMBER_TYPE<F16> = EPIC_F16;
 
-/* Loads elements [i, i + V) of an array of type T. V is 1 or T::N. With T::N it loads one
- * 16-byte vector, and i must be a multiple of V. */
+/* Loads elements [i, i + V) of an array of type T. V is 1 or T::N (elements per vector). With
+ * T::N it loads one 16-byte vector, and i must be a multiple of V. */
 template <class T, int V>
 __device__ __forceinline__ void load_numbers(float (&x)[V], const void *p, int64_t i)
 {

@@ -59,9 +59,9 @@ __device__ __forceinline__ void load_two_words(const uint64_t *p, uint64_t &a, u
                  : "memory");
 }
 
-/* Executes a fence between this rank and all other ranks (acq_rel.sys). Stores before the
- * fence, by this thread and by earlier kernels, become visible to all ranks before stores after
- * the fence. Loads after the fence do not read older values than loads before it. */
+/* Executes a fence between this rank and all other ranks (acq_rel.sys). All ranks see stores
+ * before the fence, by this thread and by earlier kernels, before they see stores after it.
+ * Loads after the fence do not read older values than loads before the fence. */
 __device__ __forceinline__ void fence_system()
 {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
@@ -96,14 +96,14 @@ __device__ __forceinline__ void store_relaxed(uint4 *p, uint4 v)
 }
 
 /* Stores a word to this GPU's memory with release order. A thread that reads the value with
- * load_acquire() then sees all stores that this thread made before. */
+ * load_acquire() afterwards sees all stores that this thread made before the call. */
 __device__ __forceinline__ void store_release(uint32_t *p, uint32_t v)
 {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-/* Stores a vector by an ordinary store (not relaxed.sys), which the compiler neither moves nor
- * removes. */
+/* Stores a vector by an ordinary store, not relaxed.sys. The compiler neither moves nor removes
+ * the store. */
 __device__ __forceinline__ void store_in_place(uint4 *p, uint4 v)
 {
     asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z),
@@ -160,8 +160,8 @@ __device__ __forceinline__ void store_once(void *p, uint32_t v, uint64_t policy)
                  : "memory");
 }
 
-/* The copy_*() functions start an asynchronous copy (cp.async) of 16 bytes, or 4 for
- * copy_word(), from global to shared memory. `to`: shared-memory address. */
+/* The copy_*() functions start an asynchronous copy (cp.async) from global to shared memory: 4
+ * bytes in copy_word(), 16 bytes in the others. `to`: shared-memory address. */
 __device__ __forceinline__ void copy_once(uint32_t to, const void *from, uint64_t policy)
 {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to),
@@ -221,8 +221,8 @@ __device__ __forceinline__ void store_shared(uint32_t p, uint32_t v)
 }
 
 /* Bulk stores (cp.async.bulk), from sm_90 on. One thread starts a copy from shared to global
- * memory, in multiples of 16 bytes. Then the copy engine of the SM performs it in the
- * background.
+ * memory, whose size is a multiple of 16 bytes. Then the copy engine of the SM performs the
+ * copy in the background.
  *
  *   1. threads that wrote the shared memory call fence_bulk(), then synchronize
  *   2. one thread starts bulk stores, then ends the group with end_bulk()
@@ -253,14 +253,15 @@ __device__ __forceinline__ void bulk_send(void *to, uint32_t from, uint32_t byte
              : "memory");
 }
 
-/* Starts a bulk store to this rank's own staging. A function of its own, because the emulator
- * of the tests replaces it. */
+/* Starts a bulk store to this rank's own staging. It is a separate function because the
+ * emulator, in which the tests run kernels on the CPU, replaces it. */
 __device__ __forceinline__ void bulk_store_local(void *to, uint32_t from, uint32_t bytes)
 {
     bulk_send(to, from, bytes);
 }
 
-/* Starts to load memory into the L2 cache, so that later reads of it are fast. */
+/* Starts to load `bytes` bytes at `from` into the L2 cache, so that later reads of them are
+ * fast. */
 __device__ __forceinline__ void bulk_prefetch(const void *from, uint32_t bytes)
 {
     BULK_ASM("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
@@ -272,8 +273,8 @@ __device__ __forceinline__ void end_bulk(void)
     BULK_ASM("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* Waits until this thread's bulk stores have read their shared memory, which may then be
- * overwritten. Does not wait for the last PENDING groups. */
+/* Waits until this thread's bulk stores have read their shared memory, which the caller may
+ * overwrite afterwards. Does not wait for the last PENDING groups. */
 template <int PENDING> __device__ __forceinline__ void wait_bulk_read(void)
 {
     BULK_ASM("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
@@ -292,8 +293,8 @@ __device__ __forceinline__ void fence_bulk(void)
     BULK_ASM("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/* Forces the compiler to keep values in registers. Otherwise it may compute them again from
- * their inputs each time. */
+/* Forces the compiler to keep values in registers. Otherwise it may compute a value again from
+ * its inputs at each use. */
 template <int N> __device__ __forceinline__ void keep_in_registers(float (&x)[N])
 {
 #pragma unroll
@@ -330,8 +331,9 @@ __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d
     return (uint32_t)high << 16 | low;
 }
 #else
-/* Converts a number to e4m3 on GPUs before sm_89, which have no instruction for it. The bits
- * are the same. kernels/host/convert.h explains the method. */
+/* Converts a number to e4m3 on GPUs before sm_89, which have no instruction for the conversion.
+ * The result has the bits that the instruction of sm_89 returns. kernels/host/convert.h
+ * explains the method. */
 __device__ __forceinline__ uint32_t e4m3_of(float x)
 {
     const uint32_t bits = __float_as_uint(x), size = bits & 0x7fffffff;

@@ -23,12 +23,14 @@
 #define SMALL_SCALE 0x1p-90f
 #define LARGE_SCALE 0x1p100f
 
-/* One lane's elements and scales of a quantized piece of a row. */
+/* One lane's elements and scales of a quantized piece of a row. A word of scales has the scales
+ * of 128 elements. */
 template <int V, int N> struct Quantized {
-    /* number of lanes whose vectors share a word of scales */
+    /* number of adjacent lanes whose vectors number v share a word of scales, for each v */
     static constexpr int LANES = QUANTIZE_BLOCK / N;
-    static constexpr int WORDS = V * WARP / LANES; /* number of words of scales per piece */
-    static constexpr int BYTES = V * WARP * N;     /* bytes of e4m3 elements per piece */
+    /* number of 4-byte words of scales per piece */
+    static constexpr int WORDS = V * WARP / LANES;
+    static constexpr int BYTES = V * WARP * N; /* bytes of e4m3 elements per piece */
     /* this lane's e4m3 elements, four per word */
     uint32_t q[V][N / 4];
     /* this lane's word of scales, which is word number word_index() of the piece */
@@ -46,9 +48,9 @@ template <int V, int N> struct Quantized {
     }
 };
 
-/* Returns the bits of the largest absolute value of N elements, as a float32. Callers compare
- * these bits as integers: for nonnegative floats the order is the same, and NaNs are the
- * largest. */
+/* Returns the largest absolute value of N elements, as the bits of a float32. Callers compare
+ * these bits as integers. For nonnegative floats, integers and floats have the same order, and
+ * NaNs are the largest. */
 template <int N> __device__ __forceinline__ uint32_t largest_size(const float (&x)[N])
 {
     float size = 0.0f;
@@ -57,8 +59,8 @@ template <int N> __device__ __forceinline__ uint32_t largest_size(const float (&
     return __float_as_uint(size);
 }
 
-/* Returns the bits of the largest absolute value of 16 elements of a 16-bit type, as a
- * float32. */
+/* Returns the largest absolute value of 16 elements of a 16-bit type, as the bits of a float32.
+ * ROW: Bf16 or F16 (rows.cuh), the type of the elements in `low` and `high`. */
 template <class ROW> __device__ __forceinline__ uint32_t largest_size(uint4 low, uint4 high)
 {
     const uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -71,9 +73,9 @@ template <class ROW> __device__ __forceinline__ uint32_t largest_size(uint4 low,
 }
 
 /* Finds the largest absolute value of each block of elements of a piece. On entry own[v] is the
- * largest absolute value in this lane's vector v, as bits. A block consists of the vectors v of
- * several adjacent lanes. This lane returns the result of one block only: the block that
- * contains its vector lane_id() % V. Called by a whole warp. */
+ * largest absolute value in this lane's vector v, as bits of a float32. A block consists of the
+ * vectors number v of several adjacent lanes. Each lane returns the result of one block only:
+ * the block that contains its vector number lane_id() % V. Called by a whole warp. */
 template <int V, int N>
 __device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
 {
@@ -95,8 +97,8 @@ __device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
     return mine;
 }
 
-/* Returns the bits of the largest absolute value in one block of the piece: the block whose
- * scale this lane computes (join_lanes()). Called by a whole warp. */
+/* Returns the largest absolute value in one block of the piece, as bits of a float32. It is the
+ * block that contains this lane's vector number lane_id() % V. Called by a whole warp. */
 template <int V, int N>
 __device__ __forceinline__ uint32_t find_largest(const float (&x)[V][N], uint32_t how)
 {
@@ -130,13 +132,16 @@ __device__ __forceinline__ uint32_t scale_1x32(uint32_t bits)
 
 /* The scale of one block of elements, in the two forms that kernels need. */
 struct BlockScale {
-    uint32_t word; /* the word of scales to store; it contains this block's scale */
-    float number;  /* 1X128: the scale; 1X32: 1 / scale; NaN if the scale is NaN */
+    /* the word of scales to store: this block's scale and, with 1X32, those of three other
+     * blocks */
+    uint32_t word;
+    float number; /* 1X128: the scale; 1X32: 1 / scale; NaN if the scale is NaN */
 };
 
-/* Returns the scale of this lane's block for the elements times `weight`. `largest`: largest
- * absolute value in the block before the multiplication, as bits. The function multiplies only
- * `largest` by the weight. This is enough, because rounding keeps the order of values. */
+/* Returns the scale of this lane's block (find_largest()) if each element is multiplied by
+ * `weight`. `largest`: largest absolute value in the block before the multiplication, as bits.
+ * The function multiplies only `largest` by the weight. This is enough, because rounding keeps
+ * the order of values. */
 template <int V>
 __device__ __forceinline__ BlockScale scale_of(uint32_t largest, float weight, uint32_t how)
 {
@@ -155,7 +160,7 @@ __device__ __forceinline__ BlockScale scale_of(uint32_t largest, float weight, u
 
 /* ---------------------------------------------------------------------------- division ---- */
 
-/* A divisor s, prepared for many divisions. 1 / s = high + low with a relative error of 2^-44.
+/* A divisor s, prepared for many divisions. high + low is 1 / s with a relative error of 2^-44.
  * low is above 0, so that -0 / s stays -0. */
 struct Divisor {
     float s, high, low, minus_r; /* minus_r: -1 / s, rounded */
@@ -170,10 +175,11 @@ __device__ __forceinline__ Divisor divisor_of(float s)
     return {s, high, low, -(high + low)};
 }
 
-/* Returns x / s with the bits of a correctly rounded division, if no intermediate result is
- * subnormal. SHORT: x, and the value from which s was computed, have at most 11 significant
- * bits. Then no quotient is within 2^-44 of the middle between two e4m3 numbers. So an error of
- * 2^-44 cannot change the e4m3 value, and SHORT leaves out the final correction. */
+/* Returns x / d.s with the bits of a correctly rounded division, if no intermediate result is
+ * subnormal. SHORT means that x, and the value from which s was computed, have at most 11
+ * significant bits. Then no quotient is within 2^-44 of the middle between two e4m3 numbers. So
+ * an error of 2^-44 cannot change the e4m3 value, and the function leaves out the final
+ * correction. */
 template <bool SHORT> __device__ __forceinline__ float divide_rounded(float x, const Divisor &d)
 {
     const float q = __fmaf_rn(x, d.high, __fmul_rn(x, d.low));
@@ -181,8 +187,9 @@ template <bool SHORT> __device__ __forceinline__ float divide_rounded(float x, c
 }
 
 /* Divides N elements of a block of 128 by the block's scale, in place. divide_rounded() needs
- * normal numbers. So if the scale is very small or large, first multiplies elements and scale
- * by a power of two that brings the scale nearer to 1. */
+ * normal numbers. So if the scale is very small or very large, this function first multiplies
+ * elements and scale by a power of two that brings the scale nearer to 1. SHORT: see
+ * divide_rounded(). */
 template <bool SHORT, int N>
 __device__ __forceinline__ void divide_block(float (&x)[N], float scale)
 {
@@ -200,8 +207,8 @@ __device__ __forceinline__ void divide_block(float (&x)[N], float scale)
 
 /* Quantizes vector v of a piece and stores the result in piece.q[v]. x: the vector's elements,
  * already multiplied by the weight; overwritten. `mine`: the scale that this lane has computed.
- * The scale for vector v is read from the lane that has computed it. A NaN scale makes all
- * elements NaN. Called by a whole warp. */
+ * The function gets the scale for vector v from the lane that has computed that scale. A NaN
+ * scale makes all elements NaN. Called by a whole warp. */
 template <bool SHORT, int V, int N>
 __device__ __forceinline__ void quantize_vector(Quantized<V, N> &piece, int v, float (&x)[N],
                                                 const BlockScale &mine, uint32_t how)
@@ -239,17 +246,17 @@ static __device__ __noinline__ void store_some(uint8_t *to, uint32_t word, int64
     for (int i = 0; i < 4 && i < count; i++) to[i] = (uint8_t)(word >> i * 8);
 }
 
-/* The caller's arrays in which quantized rows and their scales are stored. */
+/* The caller's arrays in which kernels store quantized rows and their scales. */
 struct QuantizedRows {
     uint8_t *rows, *scales;
     int64_t row_bytes, scale_bytes;
-    /* whole: rows are aligned, so a lane stores its N bytes at once. words: rows of scales are
-     * aligned to 4 bytes, so they are stored as words. */
+    /* whole: rows are aligned, so that a lane stores the N bytes of a vector at once. words:
+     * rows of scales are aligned to 4 bytes, so that lanes store them as words. */
     bool whole, words;
 };
 
-/* Stores N quantized elements (bytes) of this lane to the row of a slot, beginning at byte `at`
- * of the row. Leaves out elements past the end of the row. */
+/* Stores q, N quantized elements (bytes) of this lane, to the row of a slot, beginning at byte
+ * `at` of the row. Leaves out elements past the end of the row. */
 template <int V, int N>
 __device__ __forceinline__ void store_vector(const QuantizedRows &to, int32_t slot, int32_t at,
                                              const uint32_t (&q)[N / 4], uint64_t policy)

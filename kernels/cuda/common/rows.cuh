@@ -8,8 +8,9 @@
  *   span    several pieces of one row, which a warp moves one after the other
  *   unit    the work that a warp does at a time: one span in one role (send, receive, ...)
  *
- * EXACT (template argument): rows are aligned to 16 bytes and consist of whole pieces.
- * Otherwise the last piece may be shorter, and rows may be unaligned (RowShape.aligned). */
+ * Template argument EXACT: if true, rows are aligned to 16 bytes and consist of whole pieces.
+ * If false, the last piece may be shorter, and rows may be unaligned (RowShape.aligned).
+ * `policy`: policy_once() of ptx.cuh, for rows that no kernel reads again soon. */
 #ifndef EPIC_ROWS_CUH
 #define EPIC_ROWS_CUH
 
@@ -23,25 +24,25 @@ struct RowShape { /* Sizes of the rows of the caller's arrays. */
     /* number of 16-byte vectors per row; the last vector may be partly filled */
     int32_t vectors;
     int32_t pieces; /* number of pieces per row; the last piece may be shorter */
-    bool aligned;   /* all row addresses and row_bytes are multiples of 16 */
+    bool aligned;   /* the addresses of all rows, and row_bytes, are multiples of 16 */
 };
 
-/* Returns the sizes of rows of row_bytes bytes. V: vectors of a lane per piece. */
+/* Returns the sizes of rows of row_bytes bytes. V: number of vectors per lane of a piece. */
 template <int V> __device__ __forceinline__ RowShape row_shape(int64_t row_bytes, int aligned)
 {
     const int32_t vectors = (int32_t)((row_bytes + 15) / 16);
     return {row_bytes, vectors, (vectors + V * WARP - 1) / (V * WARP), aligned != 0};
 }
 
-/* Returns the offset of row i in bytes. Both factors of the product are converted to 32 bits,
- * so that one instruction multiplies them to 64 bits. */
+/* Returns the offset of row i in bytes. It converts both factors to unsigned 32-bit numbers, so
+ * that one instruction computes the 64-bit product. */
 __device__ __forceinline__ int64_t row_offset(int32_t i, const RowShape &s)
 {
     return (int64_t)((uint64_t)(uint32_t)i * (uint32_t)s.row_bytes);
 }
 
-/* Returns bytes [at, at + 16) of a row that may be unaligned. Bytes past the end of the row are
- * taken from `fill`, a 32-bit word. */
+/* Returns bytes [at, at + 16) of a row that may be unaligned. `fill`: value of each 32-bit word
+ * past the end of the row. */
 static __device__ __noinline__ uint4 load_bytes(const uint8_t *row, int64_t at,
                                                 int64_t row_bytes, uint32_t fill)
 {
@@ -66,8 +67,8 @@ static __device__ __noinline__ void store_bytes(uint8_t *row, int64_t at, int64_
         if (at + i < row_bytes) row[at + i] = (uint8_t)(words[i / 4] >> (i % 4 * 8));
 }
 
-/* Returns vector number `vector` of a row; it is zero past the row's end. For rows that no
- * kernel reads again soon. */
+/* Returns vector number `vector` of a row that no kernel reads again soon. Bytes past the end
+ * of the row are zeros. */
 __device__ __forceinline__ uint4 load_row(const uint8_t *row, int32_t vector, const RowShape &s,
                                           uint64_t policy)
 {
@@ -76,8 +77,8 @@ __device__ __forceinline__ uint4 load_row(const uint8_t *row, int32_t vector, co
     return s.aligned ? load_once(row + at, policy) : load_bytes(row, at, s.row_bytes, 0);
 }
 
-/* Like load_row(), but for rows that are read again soon, and with `fill` in place of zero past
- * the row's end. */
+/* Like load_row(), but for rows that are read again soon. `fill`: value of 32-bit words past
+ * the end of the row. */
 __device__ __forceinline__ uint4 load_row_again(const uint8_t *row, int32_t vector,
                                                 const RowShape &s, uint32_t fill)
 {
@@ -152,8 +153,9 @@ __device__ __forceinline__ bool has_poison(uint4 q)
     return max(max(q.x, q.y), max(q.z, q.w)) == POISON;
 }
 
-/* Returns the word, or `nan` if the word equals poison, so that a receiver does not take it for
- * missing. Results of arithmetic are never poison, but a NaN in the caller's data may be. */
+/* Returns `word` or, if it equals poison, `nan`. Otherwise the receiver would assume that the
+ * word has not arrived yet. Results of arithmetic are never poison, but a NaN in the caller's
+ * data may be. */
 __device__ __forceinline__ uint32_t replace_poison(uint32_t word, uint32_t nan)
 {
     return word == POISON ? nan : word;
@@ -173,9 +175,9 @@ __device__ __forceinline__ int64_t lane_offset(int32_t vector)
     return (int64_t)((uint32_t)(vector + lane_id()) * 16u);
 }
 
-/* Rounds a size up to whole cache lines of 128 bytes. It makes the shared memory of each warp
- * begin at a line. Most rows begin at a line, too, and copies are faster if source and
- * destination have the same offset within a line. */
+/* Rounds a size up to whole cache lines of 128 bytes. Kernels use it so that the shared memory
+ * of each warp begins at a line. Most rows begin at a line, too, and copies are faster if
+ * source and destination have the same offset within a line. */
 static constexpr int round_up_to_lines(int bytes)
 {
     return (bytes + 127) / 128 * 128;
@@ -200,7 +202,7 @@ template <int V, bool EXACT> struct PieceRing {
     }
     /* Starts to copy this lane's vectors of a piece into the next buffer. `from`: global
      * address of the first of them. `vector`: index in the row of the piece's first vector.
-     * `once`: no kernel reads the row again soon. */
+     * `once`: true if no kernel reads the row again soon. */
     __device__ __forceinline__ void copy_piece(const uint8_t *from, int32_t vector,
                                                const RowShape &s, bool once, uint64_t policy)
     {
@@ -221,16 +223,16 @@ template <int V, bool EXACT> struct PieceRing {
         end_copies();
         next = next + PIECE_BYTES == BYTES ? 0 : next + PIECE_BYTES;
     }
-    /* Waits until the oldest piece is in shared memory. The AHEAD pieces after it must have
-     * been committed before the call. */
+    /* Waits until the oldest piece is in shared memory. The caller must have committed the
+     * AHEAD pieces after it (commit_piece()). */
     __device__ __forceinline__ void wait_next()
     {
         wait_copies<AHEAD>();
     }
     /* Waits until the oldest piece is in shared memory, and reads this lane's vectors of it
      * into q. `first`: index in the row of the piece's first vector. `fill`: value of words
-     * past the end of the row. The AHEAD pieces after it must have been committed before the
-     * call. */
+     * past the end of the row. The caller must have committed the AHEAD pieces after it
+     * (commit_piece()). */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int32_t first, const RowShape &s,
                                                uint32_t fill = 0)
     {
@@ -244,9 +246,10 @@ template <int V, bool EXACT> struct PieceRing {
     }
 };
 
-/* Processes all units of a warp, whose pieces go through a ring. Always keeps AHEAD units begun
- * and the copies of AHEAD pieces in flight. Units: CombineStream or GradientStream. Called by a
- * whole warp. Returns false if the group is broken. */
+/* Processes all units of a warp, whose pieces go through a ring (PieceRing). Always has AHEAD
+ * units begun and not finished, and the copies of AHEAD pieces in flight. Units: class
+ * CombineStream or GradientStream, of combine and its backward pass. Called by a whole warp.
+ * Returns false if the group is broken. */
 template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
 {
     bool ok = true;
@@ -263,8 +266,9 @@ template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
 
 /* ----------------------------------------------------------------------- element types ---- */
 
-/* An element type of rows. Each of these types converts a vector of 16 bytes to N floats and
- * back. A sender replaces a NaN of the caller that equals poison by NAN_WORD. */
+/* Bf16, F16 and F32 are element types of rows. Each converts a vector of 16 bytes to N floats
+ * and back. NAN_WORD: a sender replaces a word of the caller's data that equals poison by this
+ * NaN. MINUS_ZERO: a word whose elements are -0. */
 struct Bf16 {
     static constexpr int N = 8; /* elements per vector */
     static constexpr uint32_t NAN_WORD = 0x7fff7fffu, MINUS_ZERO = 0x80008000u;
@@ -341,13 +345,13 @@ struct F32 {
  * Warp w of the W warps that take part has units w, w + W, w + 2 W, ...
  *
  * A Stride has the distance from a unit of a warp to the warp's next unit (step, role, span),
- * and the sizes of the list (roles, spans per row, number of warps that take part). It is in
- * shared memory. */
+ * and the sizes of the list: `roles`, `spans` per row, and `units`, the number W of warps. It
+ * is in shared memory. */
 struct Stride {
     int step, role, span, roles, spans, units;
 
     /* Sets the sizes of the list, and the distance. `num_units`: the number of warps that take
-     * part, the first ones of the grid. */
+     * part. They are the first warps of the grid. */
     __device__ void set_strides(int num_units, int num_roles, int num_spans)
     {
         units = num_units;
@@ -396,7 +400,7 @@ static inline int common_divisor(int a, int b)
 }
 
 /* Returns the number of units per token: the number of roles times the number of spans of its
- * row. `vectors`: vectors of a lane per piece. */
+ * row. `vectors`: number of vectors per lane of a piece. */
 template <class Job> static inline int units_per_token(const Job &job, int roles, int vectors)
 {
     const int64_t span_bytes = (int64_t)job.span * vectors * 512;
@@ -428,7 +432,7 @@ static inline void deal_units(Job &job, int num_sms, int block, int roles, int v
     if (spans < least) spans = least;
     if (spans > pieces) spans = pieces;
     job.span = (int32_t)((pieces + spans - 1) / spans);
-    /* a long row that is divided has spans of at most two pieces */
+    /* If a long row is divided into several spans, each span has at most two pieces. */
     const bool parts = spans > 1 && pieces > 5;
     if (parts && job.span > 2) job.span = 2;
     const int kinds = units_per_token(job, roles, vectors);

@@ -19,30 +19,31 @@
 #include "cuda/common/addressing.cuh"
 #include "rules/invariant.h"
 
-/* A rank that does not know the culprit waits this long after the deadline, so that a rank that
- * knows it can report first. */
+/* A rank that does not know the culprit waits this long after the deadline. In this time a rank
+ * that knows the culprit can report first. */
 #define REPORT_GRACE_NS 20000000ull
 /* shortest time between two reads of a word in host memory, in units of 1024 ns */
 #define POLL_PAUSE 50u
 
-/* Encodes a wait that was given up. `peer`: the rank that it waited for, or -1 if it is not
- * known. `phase`: a p2p_phase. */
+/* Encodes a wait that was given up. `peer`: the rank for which the thread waited, or -1 if it
+ * is not known. `phase`: a p2p_phase. */
 #define WAIT_ABORTED(peer, phase) ((uint32_t)((peer) + 1) << 8 | (uint32_t)(phase))
 
 /* ----------------------------------------------------------------------------- failure ---- */
 
 /* Limits how often a slow word (in host memory or in the net inbox) is read. Returns true if
- * this thread may read it now: at most one thread of the rank gets this permit in `pause` units
- * of 1024 ns. *asked is the time of the last permit. Without the limit, reads by many warps
- * would be served one after the other. So one thread reads, and the others use its copy. */
+ * this thread may read the word now: at most one thread of the rank gets this permit in `pause`
+ * units of 1024 ns. *asked is the time of the last permit, in the same unit. Reads of such a
+ * word by many warps would be served one after the other. So one thread reads, and the others
+ * use its copy. */
 __device__ __forceinline__ bool poll_permit(uint32_t *asked, uint32_t pause)
 {
     const uint32_t time = (uint32_t)(timer_ns() >> 10), before = load_relaxed(asked);
     return time - before >= pause && atomicCAS(asked, before, time) == before;
 }
 
-/* backend hosts: copies the word `broken`, unless it is 0, to control memory, where all warps
- * of this rank check it. */
+/* Backend hosts: copies `word`, which is the word `broken`, unless it is 0, to control memory,
+ * where all warps of this rank check it. */
 __device__ __forceinline__ void cache_broken(const OpState &op, uint64_t word)
 {
     if (HOSTS && word) store_relaxed(&control_of(op)->net->broken, word);
@@ -51,8 +52,9 @@ __device__ __forceinline__ void cache_broken(const OpState &op, uint64_t word)
 /* Reports a failure of the group; does nothing if this rank has already reported one. Writes
  * p2p_status for the host, and stores `broken` into this rank's heap. If this rank found the
  * failure itself, it also stores `broken` into the heaps of the peers; in backend hosts, the
- * proxy thread sends it to them. `word`: P2P_BROKEN() of the failure. `theirs`: the signature
- * of a peer that called another operation, or 0. */
+ * proxy thread sends it to them. `word`: P2P_BROKEN() of the failure. `theirs`: if a peer
+ * called another operation, the signature of that call, else 0. A signature is a hash of the
+ * arguments that must be equal on all ranks. */
 static __device__ __noinline__ void report_failure(const OpState &op, uint64_t word,
                                                    uint32_t theirs)
 {
@@ -95,15 +97,15 @@ static __device__ __noinline__ void report_data_error(const p2p_self &self,
     }
 }
 
-/* backend hosts: passes the word `waits` of this rank to the proxy thread, which sends it to
- * the peers. Does nothing in p2p. */
+/* Backend hosts: passes `published`, the word `waits` of this rank, to the proxy thread, which
+ * sends it to the peers. Does nothing in p2p. */
 __device__ __forceinline__ void publish_waits(const OpState &op, uint64_t published)
 {
     if (HOSTS) store_relaxed(&op.self->net->ring.words->waits, published);
 }
 
-/* Returns the address, in a heap, of the word `waits` of a rank: the ranks that it waits for.
- * `heap`: base address of that heap. */
+/* Returns the address, in a heap, of the word `waits` of a rank: the mask of the ranks for
+ * which this rank waits. `heap`: base address of that heap. */
 __device__ __forceinline__ uint64_t *waits_address(const OpState &op, uint8_t *heap, int rank)
 {
     return (uint64_t *)(heap + op.self->at.waits) + rank;
@@ -117,9 +119,9 @@ __device__ __forceinline__ uint32_t read_waits(const OpState &op, int rank)
     return is_stamped(op, published) ? (uint32_t)published : 0;
 }
 
-/* Publishes to all ranks that this rank waits for `peers` (a bit mask). Other ranks then do not
- * report this rank as the culprit. Called in the last quarter of the time limit. Called with 0
- * if the deadline has moved since. */
+/* Publishes to all ranks that this rank waits for `peers` (a bit mask). Afterwards other ranks
+ * do not report this rank as the culprit. Called in the last quarter of the time limit. If the
+ * deadline moves after that, called again with 0. */
 static __device__ void write_waits(const OpState &op, uint32_t peers)
 {
     const p2p_self &self = *op.self;
@@ -131,8 +133,9 @@ static __device__ void write_waits(const OpState &op, uint32_t peers)
 }
 
 /* Returns a bit mask of the ranks that hold up the group. If some ranks have not announced this
- * epoch, these are the culprits. Otherwise the function starts at the ranks in `awaited` and
- * follows the published waits, until it reaches ranks that wait for no other rank. */
+ * epoch, these are the culprits. Otherwise the function starts at the ranks in `awaited` (a bit
+ * mask), for which this rank waits. It follows the published waits, until it reaches ranks that
+ * wait for no other rank. */
 static __device__ uint32_t find_culprits(const OpState &op, uint32_t awaited)
 {
     const int num_ranks = op.self->num_ranks, own = op.self->rank;
@@ -168,9 +171,9 @@ static __device__ uint32_t read_dead_ranks(const OpState &op)
 }
 
 /* Returns P2P_BROKEN() of a failure that ends the operation, or 0 if there is none. Checks in
- * this order: a failure that a rank has published, a peer that announced another operation, a
- * peer that has closed or died. Does not check the deadline. If a peer announced another
- * operation, sets `theirs` to its signature. */
+ * this order whether a rank has published a failure, a peer has announced another operation, or
+ * a peer has closed its context or died. Does not check the deadline. If a peer announced
+ * another operation, sets `theirs` to its signature. */
 __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, uint32_t &theirs)
 {
     const p2p_self &self = *op.self;
@@ -238,9 +241,10 @@ static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, 
     return load_relaxed(&control->overdue) > deadline;
 }
 
-/* Returns true if the deadline of a wait for `peer` has passed. First moves the deadline if
- * another wait of this rank has made progress since. In the last quarter of the time limit,
- * publishes that this rank waits for `peer`. */
+/* Returns true if a wait for `peer` has timed out: its deadline has passed, and the process has
+ * run after the deadline (has_host_run_after()). First moves the deadline if another wait of
+ * this rank has ended with success since the deadline was set. In the last quarter of the time
+ * limit, publishes that this rank waits for `peer`. */
 static __device__ __noinline__ bool is_too_late(const OpState &op, int peer)
 {
     const p2p_self &self = *op.self;
@@ -258,7 +262,8 @@ static __device__ __noinline__ bool is_too_late(const OpState &op, int peer)
 }
 
 /* Returns true if the group has failed. In backend hosts only one thread at a time reads the
- * net inbox, where polls are slow. The other threads read its result in control memory. */
+ * net inbox, where polls are slow. The other threads read that thread's result in control
+ * memory. `phase`: a p2p_phase. */
 __device__ __forceinline__ bool has_failed(const OpState &op, int phase)
 {
     uint32_t theirs;
@@ -272,9 +277,10 @@ __device__ __forceinline__ bool has_failed(const OpState &op, int phase)
 
 /* Returns true if a wait for `peer` must be given up, because the group has failed or the
  * deadline has passed. A waiting warp calls it every SPINS_PER_CHECK polls. `fresh`: whether
- * this is the first call of this wait. If so, the previous wait has ended with success, and
- * this progress moves the deadline. Does not look for the cause of the failure, because waiting
- * warps have few registers: report_aborted_wait() does so at the end of the CTA. */
+ * this is the first call of this wait. If so, the previous wait has ended with success. This is
+ * progress, so the deadline moves. The function does not look for the cause of a failure,
+ * because waiting warps have few registers. report_aborted_wait() does so at the end of the
+ * CTA. */
 static __device__ __noinline__ bool wait_should_abort(const OpState &op, int peer, int phase,
                                                       bool fresh)
 {
@@ -290,10 +296,10 @@ static __device__ __noinline__ bool wait_should_abort(const OpState &op, int pee
     return over;
 }
 
-/* Finds the cause of a wait that was given up, and reports it. Called by one thread. If the
- * thread does not know which rank it waited for, it gives other ranks REPORT_GRACE_NS to report
- * first. Then it looks for the culprit among the ranks for which other threads of this rank
- * have published waits. */
+/* Finds out why a wait was given up, and reports the cause. Called by one thread of the CTA. If
+ * the wait does not name a peer, the thread lets other ranks report first, for REPORT_GRACE_NS.
+ * Then it looks for the culprit among the ranks for which other threads of this rank have
+ * published waits. */
 static __device__ __noinline__ void report_aborted_wait(const OpState &op)
 {
     const p2p_self &self = *op.self;
@@ -311,18 +317,18 @@ static __device__ __noinline__ void report_aborted_wait(const OpState &op)
 }
 
 #ifndef LOW_LATENCY
-/* 1 in low-latency kernels. They poll more often than others, because few rows compete with the
- * polls for memory bandwidth. */
+/* 1 in low-latency kernels. They poll more often than other kernels, because few rows compete
+ * with their polls for memory bandwidth. */
 #define LOW_LATENCY 0
 #endif
 #ifndef SPINS_TO_SLEEP
 #define SPINS_TO_SLEEP (LOW_LATENCY ? 64u : 4u)
 #endif
 
-/* Waits until ready() returns true; ready() must return the same value in all lanes. `peer`:
- * the rank that this lane waits for, or -1; ready() may change it. `phase`: a p2p_phase, to
- * report what the rank waited for. Called by a whole warp. Returns false if the wait was given
- * up, which means that the group is broken. */
+/* Polls ready() until it returns true; it must return the same value in all lanes. `peer`: the
+ * rank for which this lane waits, or -1 if it is not known. It is a reference: ready() may
+ * change the variable. `phase`: a p2p_phase, for error reports. Called by a whole warp. Returns
+ * false if the wait was given up, which means that the group is broken. */
 template <class Ready>
 __device__ __forceinline__ bool wait_warp(const OpState &op, const int &peer, int phase,
                                           Ready ready)
