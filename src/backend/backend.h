@@ -26,13 +26,14 @@ typedef struct epic_group epic_group;
 
 /* Facts about one rank, which all ranks exchange before epic_open chooses a backend. */
 typedef struct epic_peer {
-    /* two ranks with equal values are on the same host, in the same boot and PID namespace */
+    /* Two ranks with equal values are on the same host and in the same PID namespace. host[0]
+     * identifies the host since its last boot, host[1] the PID namespace. */
     uint64_t host[2];
     uint64_t process[2]; /* two ranks with equal values are in the same process */
     int64_t pid;
     int64_t uid;
-    /* inode of the network namespace. If it is equal on two ranks, abstract socket names work
-     * between them. */
+    /* inode of the network namespace; two ranks can connect by an abstract UNIX address if it
+     * is equal */
     int64_t network_ns;
     /* Identifies the copy of libepic that the rank uses. Ranks of one process with equal
      * numbers share the library's global tables. The number is random, because an address would
@@ -52,36 +53,38 @@ typedef struct epic_backend {
     /* The value of epic_config.backend that selects this backend. */
     const char *name;
 
-    /* Returns whether these ranks can form a group with this backend.  Local, without side
-     * effects.  If it returns false, it writes the reason to `why`, which has 256 bytes. */
+    /* Returns whether these ranks can form a group with this backend. Local, without side
+     * effects. If can_join returns false, it writes the reason to `why`, which has 256
+     * bytes. */
     bool (*can_join)(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why);
 
-    /* Creates this rank's state in the group. Collective: all ranks call it. On an error it
-     * releases everything, leaves *out as it was and sets the error sentence with epic_fail.
+    /* Creates this rank's state in the group. Collective: all ranks call it. On an error, join
+     * releases everything, does not change *out and sets the error sentence with epic_fail.
      * epic_open then gathers the results of all ranks. */
     epic_result (*join)(epic_group **out, const epic_join *join);
 
-    /* Releases the group.  Not collective, and it also works when a peer is gone.  A device
-     * backend waits, at most until its timeout, for peers that may still write into this rank's
+    /* Releases the group. Not collective, and possible after a peer is gone. A device backend
+     * waits, at most until its timeout, for peers that may still write into this rank's
      * memory. */
     void (*leave)(epic_group *group);
 
-    /* Releases the copies that a forked child has of its parent's group, without any effect on
-     * the parent and its peers.  NULL: the child keeps its copies until it ends. */
+    /* Called in a forked child: releases the child's copy of its parent's group, without any
+     * effect on the parent and its peers. NULL: the child keeps its copy until it ends. */
     void (*forget)(epic_group *group);
 
-    /* Computes the memory that join allocates.  The config's defaults are filled in. */
+    /* Writes to *out how much memory join allocates for one rank. The defaults of *config are
+     * filled in. */
     void (*memory)(const epic_config *config, epic_memory_info *out);
 
-    /* If `from` is memory of this backend's devices, copies bytes from it to the host, waits
-     * for the device, and sets *good to whether the copy succeeded. Otherwise returns false.
-     * NULL: the backend has no device memory. */
+    /* Returns whether `from` is memory of this backend's devices. If so, first copies `bytes`
+     * bytes from it to host memory at `to`, waits for the copy, and sets *good to whether it
+     * succeeded. NULL: the backend has no device memory. */
     bool (*fetch)(void *to, const void *from, size_t bytes, bool *good);
 
-    /* Allocate and release memory of the group's device, aligned to 64 bytes, for the buffers
-     * of a dispatcher. allocate returns NULL if memory is short.  Both NULL: the dispatcher
-     * uses host memory. */
+    /* These functions allocate and release memory of the group's device, aligned to 64 bytes,
+     * for the buffers of a dispatcher. allocate returns NULL if memory is short. Both NULL: the
+     * dispatcher uses host memory. */
     void *(*allocate)(epic_group *group, size_t bytes);
     void (*release)(epic_group *group, void *memory);
 
@@ -89,16 +92,17 @@ typedef struct epic_backend {
      * NULL: there is nothing to describe. */
     void (*describe)(char *to, size_t size);
 
-    /* Writes one line about the net that reaches the group's peers on other hosts.  NULL: there
-     * is no net. */
+    /* Writes one line of at most `size` bytes about the network that connects this rank with
+     * its peers on other hosts. NULL: the backend uses no network library. */
     void (*describe_net)(const epic_group *group, char *to, size_t size);
 
     /* Exactly one of these two is set. */
     const struct epic_transport *transport; /* set by a host backend */
     const struct epic_ops *ops;             /* set by a device backend */
 
-    /* Returns this thread's last error sentence in a plugin, which has its own copy of
-     * epic_fail.  NULL: the backend uses the epic_fail of the core. */
+    /* Returns the last error sentence of the calling thread. A backend in a plugin sets it,
+     * because the plugin has its own copy of epic_fail. NULL: the backend uses the epic_fail of
+     * libepic.so. */
     const char *(*sentence)(void);
 
     /* Creates a bootstrap of the ranks in `native`, which config.native points to.  See

@@ -39,19 +39,23 @@ typedef struct epic_gate_args {
     epic_stream stream;
     const void *x; /* [tokens, hidden] of row_type */
     int64_t tokens, hidden, columns;
-    /* Number of tokens in a block. It is equal for every number of ranks. The gate chooses its
-     * method by `block` and not by `tokens`, so the bits are equal for every number of
-     * ranks. */
+    /* A layer in tree order divides its tokens into blocks. `block` is the number of tokens of
+     * a block, which does not depend on the number of ranks. The gate chooses its method by
+     * `block` and not by `tokens`, so the number of ranks does not change the bits. */
     int64_t block;
     const float *w_gate, *b_gate; /* b_gate may be NULL */
-    float *logits;                /* forward: output; backward: its gradient, an input */
-    void *workspace;              /* gate_bytes of rules/gate_layout.h */
-    void *d_x;                    /* backward: the call adds to it; may be NULL */
-    const void *addend;           /* backward: rows to add to d_x as well; may be NULL */
-    float *d_w_gate, *d_b_gate;   /* backward outputs; may be NULL */
+    /* [tokens, columns]; forward: output; backward: the gradient of the logits, an input */
+    float *logits;
+    void *workspace; /* gate_bytes of rules/gate_layout.h */
+    /* [tokens, hidden] of row_type; backward: the call adds the gradient of x to it; may be
+     * NULL */
+    void *d_x;
+    /* [tokens, hidden]; backward: rows that are also added to d_x; may be NULL */
+    const void *addend;
+    float *d_w_gate, *d_b_gate; /* backward outputs; may be NULL */
     uint32_t row_type;
     uint32_t accumulate; /* 1: add to d_w_gate and d_b_gate */
-    /* 1: use the method with bfloat16 pieces for products of any size; for tests */
+    /* 1: compute products of any size with bfloat16 pieces (p2p/gate.c); for tests */
     uint32_t always_split;
     /* 1: the method depends neither on `tokens` nor on `block` */
     uint32_t is_invariant;
@@ -74,8 +78,9 @@ typedef struct epic_ops {
     epic_result (*allreduce_sum)(epic_group *, const epic_allreduce_sum_args *);
     epic_result (*sum_replicas)(epic_group *, const epic_sum_replicas_args *);
 
-    /* Router and losses. The core has filled in the defaults of args->router. The loss is the
-     * sum over the tokens times `factor`. In the backward pass, d_loss is multiplied by it. */
+    /* Router and losses. The core has filled in the defaults of args->router. The loss is
+     * `factor` times the sum over the tokens. The backward pass multiplies d_loss by
+     * `factor`. */
     epic_result (*router_forward)(epic_group *, const epic_router_args *);
     epic_result (*router_backward)(epic_group *, const epic_router_backward_args *);
     epic_result (*balance_loss_forward)(epic_group *, const epic_loss_args *, double factor);
@@ -84,8 +89,8 @@ typedef struct epic_ops {
     epic_result (*z_loss_backward)(epic_group *, const epic_loss_args *, double factor);
     epic_result (*bias_update)(epic_group *, const epic_bias_update_args *);
 
-    /* Experts.  The core has filled in the defaults of args->experts.  If expert_rows is NULL,
-     * all slots belong to one expert; the layer's shared expert runs this way. */
+    /* Experts. The core has filled in the defaults of args->experts. If expert_rows is NULL,
+     * all slots belong to one expert. The layer's shared expert is computed in this way. */
     epic_result (*experts_forward)(epic_group *, const epic_experts_args *);
     epic_result (*experts_backward)(epic_group *, const epic_experts_backward_args *);
 
@@ -101,9 +106,9 @@ typedef struct epic_ops {
     /* Computes shared_weights, the factor of the shared expert's output for each token. */
     epic_result (*shared_gate_forward)(epic_group *, epic_stream, const layer_tokens *);
 
-    /* Multiplies d_shared_weights by the derivative of the sigmoid, in place.  Writes the
+    /* Multiplies d_shared_weights by the derivative of the sigmoid, in place. Writes the
      * gradient of w_shared_gate to gradient [hidden], or adds it if `accumulate` is set;
-     * gradient may be NULL. workspace has experts_tiles_bytes. */
+     * gradient may be NULL. workspace has experts_tiles_bytes() bytes. */
     epic_result (*shared_gate_backward)(epic_group *, epic_stream, const layer_tokens *,
                                         float *gradient, bool accumulate, void *workspace);
 
@@ -116,17 +121,17 @@ typedef struct epic_ops {
     epic_result (*add_local_rows)(epic_group *, epic_stream, const layer_tokens *,
                                   const layer_rows *);
 
-    /* Launches a check of the plan on the device. No rank may have more than num_local experts.
-     * next_data_error() returns the error, if there is one. */
+    /* Launches a kernel that checks that no rank has more than num_local local experts in the
+     * plan. If one has more, next_data_error() returns the error later. */
     epic_result (*check_plan_fits)(epic_group *, const epic_plan_args *, uint32_t num_local);
 
-    /* Adds the `count` numbers at `from` to `to`, or copies them if `replace` is set.  Both
-     * have type `type`.  If `from` is NULL, it counts as zeros. */
+    /* Adds the array `from` to the array `to`, or copies it if `replace` is set. Each array has
+     * `count` numbers of type `type`. `from` NULL stands for zeros. */
     epic_result (*add_array)(epic_group *, epic_stream, void *to, const void *from,
                              int64_t count, uint32_t type, bool replace);
 
-    /* Sums each row of values [2, n], a row of n floats, in the order of a binary tree. Writes
-     * the two sums to values[0] and values[1]. */
+    /* Sums each of the two rows of values [2, n] in the order of a binary tree. Writes the sum
+     * of the first row to values[0] and the sum of the second row to values[1]. */
     epic_result (*sum_trees)(epic_group *, epic_stream, float *values, int64_t n);
 
     /* Writes `losses` to the loss outputs of the layer, or zeros if losses is NULL. */

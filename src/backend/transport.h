@@ -6,21 +6,26 @@
  * src/exchange and src/host_ops use only this table, so they are written once for all host
  * backends.
  *
- * An *exchange* is one collective operation. Each rank keeps the state of an exchange in one of
- * its *op slots*, numbered 0 to max_in_flight - 1. Two ranks may use different op slots for the
- * same exchange. They find each other by (tag, sequence), where sequence counts the operations
- * of the tag from 0. One public call may make two operations in one exchange. The second
- * operation then has its own sequence number, but no op slot is announced for it.
+ * An *exchange* is the communication of one public call. Usually it is one collective
+ * operation. (tag, sequence) identifies an operation: sequence counts the operations of the tag
+ * from 0. A call that makes a plan and dispatches with it makes two operations in one exchange.
+ * The ranks announce only the first of them, and (tag, sequence) of the exchange is that of the
+ * first one.
  *
- * Every rank first announces an *op header*. Then rows flow through *rings*. A ring is a buffer
- * of entries in staging memory, from one rank to one peer. If `shares` is set, there is also a
- * ring from each rank to EVERYONE: the sender writes each entry once, and every peer reads it.
- * A *flow* is a sequence of entries of one size, numbered from 0. Every rank runs the same
- * flows of an exchange, one after the other.
+ * Each rank keeps the state of an exchange in one of its *op slots*, numbered 0 to
+ * max_in_flight - 1. Two ranks may use op slots with different numbers for the same exchange.
+ * They find each other by (tag, sequence).
+ *
+ * Every rank first announces an *op header*. Then rows are sent through *rings*. A ring is a
+ * ring buffer in staging memory, from one rank to one peer. Its elements are *entries*: an
+ * entry contains a row or a piece of a row. If epic_transport.shares is set, each rank also has
+ * a ring to all its peers (EVERYONE): it writes each entry once, and every peer reads it. A
+ * *flow* is a sequence of entries of one size, numbered from 0. All ranks run the same flows of
+ * an exchange, one after the other.
  *
  * Threads: one thread at a time uses an op slot; different threads may use different op slots
  * at the same time. Only wait() blocks. No function allocates memory or calls back into the
- * core. */
+ * core.   */
 #ifndef EPIC_TRANSPORT_H
 #define EPIC_TRANSPORT_H
 
@@ -35,8 +40,9 @@
 /* The first message of an operation from every rank to every other.  exchange/op_header.h names
  * the elements of both arrays. */
 typedef struct epic_op_header {
-    int64_t common[24]; /* must be equal on all ranks; [0] is the epic_operation */
-    int64_t local[14];  /* values of this rank */
+    /* numbers that must be equal on all ranks; common[0] is the epic_operation */
+    int64_t common[24];
+    int64_t local[14]; /* numbers that may differ between ranks */
     /* The rows of this rank, if all of them fit here.  Then the operation needs no flow. */
     unsigned char bytes[OP_PAYLOAD_BYTES];
     /* Options of the layer (exchange/layer_options.h). Their hashes are in `common`. Peers read
@@ -46,20 +52,22 @@ typedef struct epic_op_header {
 
 /* The shape of one flow.  Both arrays must stay valid until the flow ends. */
 typedef struct epic_flow {
-    int64_t entry_bytes;  /* at most half of ring_bytes; equal on all ranks */
-    bool everyone;        /* true: use the ring to EVERYONE; false: one ring to each peer */
-    const int64_t *sends; /* [num_ranks] entries to each peer; all equal if everyone is set */
-    const int64_t *receives; /* [num_ranks] entries from each peer */
+    /* size of an entry, at most half of ring_bytes(); equal on all ranks */
+    int64_t entry_bytes;
+    bool everyone; /* true: use the ring to EVERYONE; false: one ring to each peer */
+    /* [num_ranks]: number of entries to each peer; all equal if everyone is set */
+    const int64_t *sends;
+    const int64_t *receives; /* [num_ranks]: number of entries from each peer */
 } epic_flow;
 
-/* The last known status of a peer. When a wait has passed its deadline, the core finds the
- * culprits from the status of all peers. */
+/* The last known status of a peer. When a wait has passed its deadline, the core compares the
+ * status of all peers to find the culprits. */
 typedef struct epic_peer_status {
     /* the peer has announced the exchange (tag, sequence), or a later one of that tag */
     bool has_announced;
     bool is_gone;    /* the peer's process ended, or it closed its context */
     bool has_closed; /* the peer closed its context */
-    bool is_waiting; /* the peer is inside wait(), and its heartbeat is recent */
+    bool is_waiting; /* the peer is inside wait(), and has shown this recently */
     /* the phase that the peer last passed to wait() in the exchange (tag, sequence) */
     uint32_t phase;
     uint64_t waits_for[EPIC_MAX_RANKS /
@@ -77,23 +85,25 @@ typedef struct epic_peer_status {
 
 /* This rank's memory in a window, as the caller passed it. */
 typedef struct epic_window_memory {
-    uint64_t attempt; /* number of this call among the window calls of the context */
-    void *data;       /* NULL: the backend allocates the memory */
-    int64_t bytes;    /* above 0 */
-    int fd;           /* file of which `data` is a mapping; -1: none */
+    /* counts the calls of this context that add a window; equal on all ranks */
+    uint64_t attempt;
+    void *data;    /* NULL: the backend allocates the memory */
+    int64_t bytes; /* above 0 */
+    int fd;        /* descriptor of the file of which `data` is a mapping; -1: none */
     int64_t fd_offset;
 } epic_window_memory;
 
 /* The part of a transport that provides windows (docs/internals/windows.md). */
 typedef struct epic_window_transport {
-    /* Makes this rank's memory available to all peers, before the op header that announces it.
-     * Writes the address to memory->data if it is NULL, and the window's handle to `handle`.
-     * Memory that it allocates is released with munmap(). The error of any
-     * rank is returned on all ranks: as EPIC_ENOMEM, or else as EPIC_ENOTSUP. */
+    /* Makes this rank's memory available to all peers. The core calls it before this rank
+     * announces its op header. If memory->data is NULL, allocates the memory, which the core
+     * releases with munmap(), and writes its address there. Writes the window's handle to
+     * `handle`. If offer() fails on any rank, the core returns an error on all ranks:
+     * EPIC_ENOMEM, or EPIC_ENOTSUP for every other error. */
     epic_result (*offer)(epic_group *group, epic_window_memory *memory, unsigned char *handle);
 
-    /* Maps the window that `peer` has offered in the same attempt, and sets *at to its address
-     * in this process. The caller has received the handle and the size in the peer's op
+    /* Maps the window of `bytes` bytes that `peer` has offered in the same attempt, and sets
+     * *at to the window's address in this process. `handle` and `bytes` come from the peer's op
      * header. */
     epic_result (*map)(epic_group *group, int peer, uint64_t attempt,
                        const unsigned char *handle, int64_t bytes, void **at);
@@ -101,8 +111,8 @@ typedef struct epic_window_transport {
     /* Releases what map() has returned. */
     void (*unmap)(epic_group *group, void *at, int64_t bytes);
 
-    /* Called before the first and after the last store of an operation into windows of
-     * peers. */
+    /* The core calls begin_stores() before the first store of an operation into windows of
+     * peers, and end_stores() after the last one. */
     void (*begin_stores)(epic_group *group);
     void (*end_stores)(epic_group *group);
 
@@ -116,14 +126,14 @@ typedef struct epic_window_transport {
 } epic_window_transport;
 
 typedef struct epic_transport {
-    /* Windows; NULL: ranks cannot store into memory of other ranks. */
+    /* The functions for windows; NULL: ranks cannot store into memory of other ranks. */
     const epic_window_transport *windows;
 
     /* True if the backend has a ring to EVERYONE. */
     bool shares;
 
     /* Returns the size in bytes of the ring to EVERYONE, or of a ring to one peer. It is a
-     * multiple of 64 and equal on all ranks. An entry has at most half as many bytes. */
+     * multiple of 64 and equal on all ranks. An entry has at most half of this size. */
     int64_t (*ring_bytes)(const epic_group *group, bool everyone);
 
     /* Claims a free op slot and returns its number.  Returns -1 if no op slot is free: each is
@@ -144,39 +154,42 @@ typedef struct epic_transport {
      * returned the op headers of all ranks. */
     void (*shape)(epic_group *group, int op_slot, const epic_flow *flow);
 
-    /* Returns memory for entry `index` of the ring to `to`, 64-byte aligned, or NULL while the
-     * ring is full. The caller writes entries in ascending order. Until an entry is sent,
-     * room() returns the same memory for it. */
+    /* Returns the memory, 64-byte aligned, into which the caller writes entry `index` of the
+     * current flow to the peer `to` (or EVERYONE). Returns NULL while the ring is full. The
+     * caller writes entries in ascending order. Until an entry is sent, room() returns the same
+     * memory for it. */
     void *(*room)(epic_group *group, int op_slot, int to, int64_t index);
 
-    /* Publishes all entries with an index below `upto` in the ring to `to`. */
+    /* Sends the entries of the current flow with an index below `upto` to the peer `to` (or
+     * EVERYONE). */
     void (*send)(epic_group *group, int op_slot, int to, int64_t upto);
 
-    /* Returns entry `index` that the peer `from` has sent to this rank, or NULL if it has not
-     * arrived. The entry stays valid until drop(). */
+    /* Returns entry `index` of the current flow from the peer `from`, or NULL if the entry has
+     * not arrived. The entry stays valid until drop(). */
     const void *(*entry)(epic_group *group, int op_slot, int from, int64_t index);
 
-    /* Releases the entries of peer `from` with an index below `upto`, so that the peer can
-     * reuse their memory. They may include entries that the peer has not sent yet and this rank
-     * does not need. */
+    /* Releases the entries of the current flow from the peer `from` with an index below `upto`,
+     * so that the peer can reuse their memory. This rank may also release entries that it does
+     * not need before the peer has sent them. */
     void (*drop)(epic_group *group, int op_slot, int from, int64_t upto);
 
-    /* Ends the exchange on this rank and releases its op slot, which becomes free when no peer
-     * reads it any more.  Before the call, this rank must have sent all its entries and dropped
-     * all that it receives, unless the group has failed. */
+    /* Ends the exchange on this rank and releases its op slot. The op slot becomes free when no
+     * peer reads it any more. Before the call, this rank must have sent all entries of its
+     * flows and dropped all entries that it receives, unless the group has failed. */
     void (*finish)(epic_group *group, int op_slot);
 
     /* Sleeps until one of the functions above may return another result for this op slot, until
-     * the group fails, or for about `ms` milliseconds. With op_slot -1 it sleeps until an op
-     * slot may be free. It may return early. No change is missed: if something has changed
-     * since the caller's last call for this op slot, wait() returns at once. During the sleep,
-     * peers can read `phase` and `waits_for` with look(). `waits_for` has one bit for each rank
-     * that this rank waits for. */
+     * the group fails, or for about `ms` milliseconds. With op_slot -1, wait() sleeps until an
+     * op slot may be free. wait() may return early. It misses no change: if something has
+     * changed since the caller's last call for this op slot, it returns at once. During the
+     * sleep, peers can read `phase` and `waits_for` with look(). `phase` is a number from the
+     * core. `waits_for` [EPIC_MAX_RANKS / 64] has a bit set for each rank that this rank waits
+     * for. */
     void (*wait)(epic_group *group, int op_slot, uint32_t phase, const uint64_t *waits_for,
                  uint32_t ms);
 
-    /* Writes to *out the last known status of a peer: how far it is in the exchange (tag,
-     * sequence), and which operation it announced last. */
+    /* Writes to *out the last known status of a peer: the phase that it has reached in the
+     * exchange (tag, sequence), and the operation that it announced last. */
     void (*look)(epic_group *group, int peer, uint64_t tag, uint64_t sequence,
                  epic_peer_status *out);
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The backend self: a group of one rank, and the smallest complete backend. There are no peers.
- * So the core never uses the functions for headers and rings, or they return nothing. The group
- * stores only which op slots are in use, and its failure. */
+/* The backend self: a group of one rank, and the smallest complete backend. There are no peers,
+ * so the functions for op headers and rings do nothing. The group stores only which op slots
+ * are in use, and the failure of the group. */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,7 +14,7 @@
 struct epic_group {
     pthread_mutex_t mutex; /* guards the members below */
     pthread_cond_t changed;
-    uint64_t used; /* one bit for each op slot */
+    uint64_t used; /* bit i is set while op slot i is in use */
     int num_op_slots;
     epic_failure_info failure;
 };

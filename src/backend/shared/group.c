@@ -8,8 +8,9 @@
 
 #define SLICE_NS 100000000
 
-/* Returns the longest sleep between two heartbeats of a waiting rank. It is at most a quarter
- * of the timeout, so that at a peer's deadline this rank's heartbeat is recent. */
+/* Returns the longest sleep between two heartbeats of a waiting rank. The sleep is at most a
+ * quarter of the timeout, so that this rank's heartbeat is recent when a peer's deadline
+ * passes. */
 static int64_t slice_of(const epic_config *config)
 {
     const int64_t quarter = config->timeout_ms * 1000000ll / 4;
@@ -26,7 +27,7 @@ static void publish_cores(epic_group *g)
         store_relaxed(&shared_rank_state_of(g, g->rank)->cores[w], mine.words[w]);
 }
 
-/* Returns the private memory of one rank's view of a group. */
+/* Returns how many bytes of private memory one rank's view of a group needs. */
 static int64_t local_bytes(const shared_layout *l)
 {
     const size_t slot = sizeof(shared_exchange) + (size_t)l->num_ranks * sizeof(peer_link);

@@ -26,8 +26,8 @@ bool shared_slot_is_free(epic_group *g, const shared_exchange *x)
  *
  * Between the test and the claim, another thread may have claimed, used and released the slot.
  * So this thread tests again after its claim, and undoes the claim if peers still read the
- * slot. A thread that tested in between found the slot claimed and may have gone to sleep, so
- * it is woken. */
+ * slot. Another thread may have found the slot claimed meanwhile and may sleep now, so this
+ * thread wakes it. */
 int shared_claim(epic_group *g)
 {
     for (int i = 0; i < g->layout.num_slots; i++) {
@@ -74,9 +74,9 @@ static void write_slot(epic_group *g, shared_exchange *x, const epic_op_header *
 }
 
 /* Publishes this rank's op header in its slot, and wakes the peers that have already announced
- * the same exchange. A peer that announces later finds this slot by itself. Each rank stores
- * its version before it searches, in sequentially consistent order, so at least one of two
- * ranks finds the other. */
+ * the same exchange. A peer that announces later finds this slot in its own search. Each rank
+ * first stores the version of its slot and then searches, in sequentially consistent order. So
+ * of two ranks, at least one finds the other's slot. */
 void shared_announce(epic_group *g, int index, uint64_t tag, uint64_t sequence,
                      const epic_op_header *header)
 {
@@ -108,8 +108,8 @@ static bool slot_holds(shared_op_slot *slot, uint64_t tag, uint64_t sequence)
 }
 
 /* Returns the peer's slot for the exchange (tag, sequence), and its index in *index. Returns
- * NULL if the peer has none. The search begins at index `first`, usually the index of this
- * rank's slot, which is often the same. */
+ * NULL if the peer has no such slot. The search begins at index `first`. Callers usually pass
+ * the index of this rank's own slot, because the peer's slot often has the same index. */
 shared_op_slot *shared_find_slot(const epic_group *g, int peer, uint64_t tag, uint64_t sequence,
                                  int first, int *index)
 {

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Reads the status of a peer: the operation that it announced last, whether it waits, and for
- * which ranks. At a deadline, exchange/culprits.c finds the culprits from it. */
+ * which ranks. When a deadline has passed, exchange/culprits.c finds the culprits from the
+ * status of all peers. */
 #include <string.h>
 
 #include "backend/shared/shared.h"
@@ -8,9 +9,9 @@
 
 #define GRACE_NS 100000000
 
-/* Returns whether the heartbeat in `wait` is recent, so that its rank is still waiting. A
- * waiting rank renews its heartbeat at least every slice_ns. The limit is 2.5 slices, because a
- * busy machine may run the rank late. */
+/* Returns whether the heartbeat in `wait` is recent. If so, the rank that wrote it is still
+ * waiting: a waiting rank renews its heartbeat at least every slice_ns. The limit is 2.5
+ * slices, because a busy machine may run the rank late. */
 static bool is_fresh(const epic_group *g, const shared_wait *wait)
 {
     const int64_t heartbeat = load_acquire(&wait->heartbeat_ns), now = clock_ns();
@@ -41,8 +42,9 @@ static void add_all_waits(const epic_group *g, int peer, epic_peer_status *out)
     if (load_acquire(&head->num_sleepers)) add_wait(g, &head->wait, out);
 }
 
-/* Reads the last operation that the peer announced. The peer may overwrite the slot at the same
- * time. So this reads again until the slot's version was even and did not change meanwhile. */
+/* Reads the last operation that the peer announced. The peer may overwrite the slot meanwhile.
+ * So this function repeats its loads until the slot's version is even and did not change during
+ * them. */
 static void add_last_operation(const epic_group *g, int peer, epic_peer_status *out)
 {
     for (int attempt = 0; attempt < 100; attempt++) {
@@ -63,9 +65,10 @@ void shared_look_at_peer(epic_group *g, int peer, uint64_t tag, uint64_t sequenc
                          epic_peer_status *out)
 {
     memset(out, 0, sizeof *out);
-    /* A peer first marks itself as closed and then ends. This reads the two facts in the
-     * opposite order: if the peer's end is seen, its mark is seen too. In the other order, a
-     * peer that does both between the two reads would seem to have died without closing. */
+    /* A peer first sets `closed` and then ends. This function first checks whether the peer has
+     * ended and then loads `closed`. So if it finds that the peer has ended, it also finds
+     * `closed` set. In the other order, a peer that does both between the two checks would seem
+     * to have died without closing. */
     out->is_gone = shared_is_gone(g, peer);
     out->has_closed = load_acquire(&shared_rank_state_of(g, peer)->closed);
     out->is_gone |= out->has_closed;

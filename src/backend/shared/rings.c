@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rings in the segment, through which rows flow from a writer rank to one or all reader ranks.
+/* Rings in the segment, through which a rank (the writer) sends rows to one peer or to all
+ * peers (the readers). shared.h explains broadcast rings and peer rings.
  *
  * Memory order: the writer stores `sent` after the bytes of the entries, and the reader loads
  * `sent` before it reads them. The reader stores `dropped` after it has read an entry, and the
  * writer loads `dropped` before it overwrites the entry. Both counters are sequentially
- * consistent, because the sleep and wake protocol of wait.c needs that. */
+ * consistent, because the sleep and wake protocol of wait.c needs that.  */
 #include "backend/shared/shared.h"
 #include "rules/invariant.h"
 
@@ -64,17 +65,17 @@ void shared_shape(epic_group *g, int index, const epic_flow *flow)
         shape_peer_rings(g, x, flow);
 }
 
-/* Returns whether entry `index` of this flow fits into the ring. The first entry of a flow must
- * wait until the reader has dropped all entries of the previous flow, because those may have
- * another size. */
+/* Returns whether the ring has room for entry `index` of this flow, according to
+ * end->seen_count. The first entry of a flow must wait until the reader has dropped all entries
+ * of the previous flow, because those may have another size. */
 static bool has_room(const shared_exchange *x, const ring_end *end, int64_t index)
 {
     return end->seen_count >= end->base && end->base + index - end->seen_count < x->depth;
 }
 
-/* Returns how many entries of the broadcast ring all peers have dropped: the count of the
- * slowest peer. Loads first the counter of the peer that was slowest last time. If that count
- * still leaves no room, the counters of the other peers are not needed. */
+/* Returns how many entries of the broadcast ring every peer has dropped: the smallest counter
+ * of all peers. First loads the counter of the peer that was slowest last time. If this counter
+ * leaves no room for entry `index`, returns it and does not load the others. */
 static int64_t least_dropped(epic_group *g, shared_exchange *x, int64_t index)
 {
     ring_end slow = x->broadcast_out;
@@ -165,7 +166,8 @@ void shared_drop(epic_group *g, int index, int from, int64_t upto)
     peer_link *link = &x->links[from];
     shared_peer_counters *counters = &link->slot->peers[g->rank];
     const ring_end *end = x->everyone ? &link->broadcast_in : &link->in;
-    /* a reader may drop entries that were not sent yet */
+    /* not compared with the number of sent entries: a reader may drop entries before they are
+     * sent */
     INVARIANT(end->base + upto <= end->next);
     if (x->everyone)
         store_ordered(&counters->broadcast_dropped, end->base + upto);

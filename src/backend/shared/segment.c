@@ -6,7 +6,8 @@
 
 #define PAGE 4096
 #define FULL_RING (1024 * 1024) /* largest size of a broadcast ring */
-/* smallest size for full speed: two entries of 64 KiB with trailers */
+/* smallest ring size for full speed: two entries of 64 KiB, each with its trailer (bytes after
+ * the row) */
 #define GOOD_RING (132 * 1024)
 #define MIN_RING (2 * 8704) /* two entries of 1024 float64 elements with trailers */
 
@@ -34,7 +35,7 @@ static void size_full_rings(const epic_config *config, shared_layout *l)
 }
 
 /* Sets the ring sizes of a slot that has only `bytes` bytes of staging memory. The broadcast
- * ring gets half of it. It gets less if the peer rings would otherwise be smaller than
+ * ring gets half of the memory, or less if the peer rings would otherwise be smaller than
  * MIN_RING. */
 static void split_staging(shared_layout *l, int64_t bytes)
 {

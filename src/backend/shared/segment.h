@@ -19,16 +19,17 @@
 #define RANK_WORDS (EPIC_MAX_RANKS / 64)
 #define SEGMENT_MAGIC 0x31474553434950ull /* "PICSEG1" in memory */
 
-/* Values of failure_state. Any other value means that a rank is writing the failure now: its
- * number plus one. */
+/* Values of failure_state. While a rank writes the failure, the value is the number of this
+ * rank plus one. */
 #define GROUP_HEALTHY 0u
 #define GROUP_BROKEN UINT32_MAX
 
-/* The futex of a slot shows what its owner does: it is awake, about to sleep, or asleep. wait.c
- * describes the protocol. */
+/* A slot's futex shows whether its owner is awake (IDLE), about to sleep (ARMED) or asleep
+ * (ASLEEP). wait.c describes the protocol. */
 enum slot_futex_state { SLOT_FUTEX_IDLE, SLOT_FUTEX_ARMED, SLOT_FUTEX_ASLEEP };
 
-/* A rank writes this while it waits. Its peers read it to find the culprits of a deadline. */
+/* A waiting rank writes these members. When a peer's deadline has passed, the peer reads them
+ * to find the culprits. */
 typedef struct shared_wait {
     /* clock_ns() when the rank last showed that it waits; 0: never */
     _Alignas(64) _Atomic int64_t heartbeat_ns;
@@ -36,13 +37,12 @@ typedef struct shared_wait {
     _Atomic uint64_t waits_for[RANK_WORDS];
 } shared_wait;
 
-/* Counters of one slot, between its owner and one peer. The peer writes the first three, and
- * the owner writes `sent`. Numbers of entries are those of all flows of the exchange
- * together. */
+/* Counters in a slot of one rank, its owner, for one peer. The peer writes the first three, and
+ * the owner writes `sent`. Numbers of entries count all flows of the exchange. */
 typedef struct shared_peer_counters {
     /* how many entries of the owner's broadcast ring the peer has dropped */
     _Alignas(64) _Atomic int64_t broadcast_dropped;
-    /* how many entries of the owner's ring to the peer the peer has dropped */
+    /* how many entries of the owner's ring to this peer the peer has dropped */
     _Atomic int64_t dropped;
     /* version of the slot in the last exchange that the peer has finished */
     _Atomic uint64_t done;
@@ -50,8 +50,8 @@ typedef struct shared_peer_counters {
     _Alignas(64) _Atomic int64_t sent;
 } shared_peer_counters;
 
-/* The slot of one rank for one exchange. Only that rank, its owner, writes it. Exceptions are
- * `futex` and the peers' members of the counters. */
+/* The slot of one rank, its owner, for one exchange. Only the owner writes it, except that
+ * peers also write `futex` and the first three counters of shared_peer_counters. */
 typedef struct shared_op_slot {
     /* Even: the members from `tag` to `op_header` are complete. Odd: the owner is writing
      * them. */
@@ -70,7 +70,7 @@ typedef struct shared_op_slot {
 /* The state of one rank. */
 typedef struct shared_rank_state {
     _Alignas(64) _Atomic uint32_t closed;
-    _Atomic uint32_t num_used_slots; /* slots from this index on were never used */
+    _Atomic uint32_t num_used_slots; /* slots with this index or a larger one were never used */
     _Atomic uint32_t last_slot;      /* index of the slot announced last, plus one; 0: none */
     _Atomic uint32_t num_storing;    /* operations that now store into windows of peers */
     _Atomic uint64_t cores[CORE_WORDS]; /* a core_set: the cores on which the rank may run */
@@ -97,7 +97,7 @@ typedef struct shared_layout {
     int64_t broadcast_ring_bytes; /* size of the broadcast ring of one slot */
     int64_t peer_ring_bytes;
     int64_t slot_bytes;
-    int64_t staging_bytes; /* size of all rings of one slot */
+    int64_t staging_bytes; /* size of all rings of one slot together */
     int64_t slots_at;      /* offset of the slots in a block */
     int64_t staging_at;
     int64_t block_bytes;

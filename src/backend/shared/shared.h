@@ -1,32 +1,39 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The transport of ranks that share memory. The backends threads and shm provide the memory. A
- * slot is an op slot: the memory of one rank for one exchange.
+/* The transport (backend/transport.h) of ranks that share memory. The backends threads and shm
+ * allocate the shared memory, the segment (segment.h). In this folder, a slot is an op slot:
+ * the memory of one rank for one exchange. Each rank has one *broadcast ring* per slot, its
+ * ring to EVERYONE, and one *peer ring* to each peer.
  *
- * Finding peers: announce() writes this rank's slot. Then it searches the peers' slots for the
- * same tag and sequence number, and wakes the peers that have one. The rank that announces last
- * finds the slots of all peers. When a peer has finished the exchange, it stores the slot's
- * version in `done`. The owner reuses its slot only after every peer has done so.
+ * Finding peers: announce() writes this rank's slot. Then announce() searches the peers' slots
+ * for the same tag and sequence number, and wakes the owners of the slots that it finds. The
+ * rank that announces last finds the slots of all peers. Each use of a slot has a version
+ * number. When a peer has finished the exchange, it stores this number in the slot (`done`).
+ * The owner reuses its slot only after every peer has stored it.
  *
  * Rings: `sent` and `dropped` count the entries of all flows of an exchange. A new flow begins
  * at the start of the ring's memory, after the readers have dropped all entries of the previous
  * flow.
  *
- * Sleeping: each slot has a futex. The owner of the slot arms the futex, checks once more for
- * changes, and only then sleeps on it. A peer that has changed something loads the futex, and
- * wakes the owner only if the futex is armed or asleep. */
+ * Sleeping: each slot has a futex, a word on which the slot's owner sleeps. The owner sets the
+ * futex to armed, checks once more for changes, and only then sets it to asleep and sleeps. A
+ * peer that has changed something loads the futex. If it is armed or asleep, the peer sets it
+ * to idle, and wakes an owner that sleeps. */
 #ifndef EPIC_SHARED_H
 #define EPIC_SHARED_H
 
 #include "backend/shared/segment.h"
 #include "base/patience.h"
 
-/* This rank's position at one end of a ring, as writer or as reader. It counts entries over all
- * flows. */
+/* This rank's position at its end of a ring, as writer or as reader. All counts are numbers of
+ * entries over all flows of the exchange. */
 typedef struct ring_end {
-    int64_t base;       /* number of entries of all earlier flows */
-    int64_t next;       /* entries of all flows including this one: the next flow's `base` */
-    int64_t seen_count; /* last value loaded from the other side's counter */
-    char *ring;         /* the memory of the ring */
+    int64_t base; /* number of entries of all earlier flows */
+    /* `base` of the next flow: number of entries of all flows up to the current one */
+    int64_t next;
+    /* last loaded value: the writer's end holds the reader's count of dropped entries, the
+     * reader's end the writer's count of sent entries */
+    int64_t seen_count;
+    char *ring; /* the memory of the ring */
 } ring_end;
 
 /* This rank's view of one peer in one exchange. */
@@ -39,15 +46,15 @@ typedef struct peer_link {
     int64_t sent; /* entries sent in this flow */
 } peer_link;
 
-/* This rank's private state of one of its op slots. One thread at a time uses it, except
- * `claimed`, which any thread may test. */
+/* This rank's private state of one of its slots. One thread at a time uses it, except that any
+ * thread may test `claimed`. */
 typedef struct shared_exchange {
     _Atomic bool claimed;
     shared_op_slot *slot;
     int index;
     uint64_t tag;
     uint64_t sequence;
-    bool everyone; /* true: this flow uses the broadcast rings; false: the rings to one peer */
+    bool everyone; /* true: this flow uses the broadcast rings; false: the peer rings */
     int64_t entry_bytes;
     int64_t stride;
     int64_t depth;
@@ -67,7 +74,8 @@ struct epic_group {
     bool is_shared_by_processes; /* true: futexes work between processes */
     int64_t slice_ns;            /* longest sleep between two heartbeats */
     int64_t timeout_ns;          /* deadline of the context */
-    /* Whether there are at least as many cores as ranks. 0: not computed yet; 1: no; 2: yes. */
+    /* 1: there are fewer cores than ranks. 2: there is at least one core for each rank. 0: not
+     * computed yet. */
     _Atomic int core_per_rank;
     patience patience;
     _Atomic uint64_t bytes_sent;
@@ -80,7 +88,8 @@ struct epic_group {
     void *backend_data; /* state of the backend threads or shm */
 };
 
-/* The transports of the backends differ only in their windows. */
+/* Initializer of the epic_transport of backend threads or shm, which differ only in their
+ * windows. */
 #define SHARED_TRANSPORT(windows_of_backend)                                               \
     {                                                                                      \
         .windows = (windows_of_backend), .shares = true, .ring_bytes = shared_ring_bytes,  \
@@ -92,9 +101,9 @@ struct epic_group {
         .bytes_sent = shared_bytes_sent                                                    \
     }
 
-/* Creates this rank's view of a group in the memory `segment`, which the backend keeps and
- * unmaps. is_shared_by_processes: the ranks are processes, so futexes must work between
- * processes. Errors: EPIC_ENOMEM. */
+/* Creates this rank's view of a group. `segment` is the shared memory, which the backend unmaps
+ * later. is_shared_by_processes: true if the ranks are processes, so that futexes must work
+ * between processes. Errors: EPIC_ENOMEM. */
 epic_result shared_group_new(epic_group **out, const epic_join *join,
                              const shared_layout *layout, char *segment,
                              bool is_shared_by_processes);
@@ -109,8 +118,7 @@ void shared_group_free(epic_group *group);
 /* Writes to *out how much memory one rank of a group with this config uses. */
 void shared_memory_info(const epic_config *config, epic_memory_info *out);
 
-/* Functions that the files of this folder share; each is described where it is defined.
- * shared_wake_*() are in wake.c. */
+/* Each of these functions is described where it is defined. shared_wake_*() are in wake.c. */
 bool shared_match_peer(epic_group *group, shared_exchange *x, int peer);
 shared_op_slot *shared_find_slot(const epic_group *group, int peer, uint64_t tag,
                                  uint64_t sequence, int first, int *index);
@@ -140,7 +148,8 @@ void shared_break_group(epic_group *group, const epic_failure_info *failure);
 bool shared_failure(epic_group *group, epic_failure_info *out);
 uint64_t shared_bytes_sent(const epic_group *group);
 
-/* The functions of epic_window_transport that need no memory of a backend, in windows.c. */
+/* These functions implement members of epic_window_transport for both backends. They are in
+ * windows.c. */
 void shared_begin_stores(epic_group *group);
 void shared_end_stores(epic_group *group);
 bool shared_may_store(epic_group *group, int peer);

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sleep and wake protocol of op slots.
  *
- * A caller checks for changes, and calls wait() if it finds none. The futex of its slot is
- * idle, armed or asleep. If wait() finds the futex idle, it arms it and returns, so that the
- * caller checks once more. If the next wait() finds the futex still armed, nothing has changed,
- * and the thread sleeps.
+ * The futex of a slot is idle, armed or asleep. A caller checks for changes, and calls wait()
+ * if it finds none. If wait() finds the futex idle, it sets the futex to armed and returns, so
+ * that the caller checks once more. A peer that changes something sets the futex back to idle.
+ * If the next wait() finds the futex still armed, nothing has changed, and the thread sleeps.
  *
- * No wake-up is lost, because all four accesses are sequentially consistent. A peer first
- * stores its change and then loads the futex. The owner first arms the futex and then checks
- * for changes. So either the peer sees the armed futex and wakes the owner, or the owner's
- * check finds the change. */
+ * No wake-up is lost, because these four accesses are sequentially consistent: a peer first
+ * stores its change and then loads the futex; the owner first sets the futex to armed and then
+ * loads what may have changed. So either the peer sees the armed futex and wakes the owner, or
+ * the owner's check finds the change. */
 #include <errno.h>
 #include <linux/futex.h>
 #include <sched.h>
@@ -73,8 +73,8 @@ static void sleep_slice(epic_group *g, _Atomic uint32_t *word, uint32_t seen, in
     futex_sleep(g, word, seen, left < g->slice_ns ? left : g->slice_ns);
 }
 
-/* Returns whether the ranks may together run on at least as many cores as there are ranks. All
- * peers must have joined and published their cores. */
+/* Returns whether all ranks together may run on at least as many cores as there are ranks. All
+ * ranks must have published their cores (group.c). */
 static bool find_core_per_rank(const epic_group *g)
 {
     core_set any = {{0}};
@@ -97,8 +97,8 @@ static bool has_core_per_rank(epic_group *g)
 
 /* Polls the futex for up to SPIN_NS before the thread sleeps. If there is a core for each rank,
  * the thread keeps its core while it polls. Otherwise it yields between polls, because the peer
- * that will wake it may need the core. It does not poll at all if yielding was slow before
- * (base/patience.h). Returns true if a peer has set the futex to idle. */
+ * that will wake it may need the core. If yielding was slow before, the thread does not poll at
+ * all (base/patience.h). Returns true if a peer has set the futex to idle. */
 static bool spin_on_futex(epic_group *g, const shared_op_slot *slot)
 {
     const bool spins = has_core_per_rank(g);
@@ -137,8 +137,8 @@ static bool any_slot_is_free(epic_group *g)
 
 /* Waits until a slot may be free. Several threads of a rank may wait at once. A waiting thread
  * first increments num_sleepers and then checks for a free slot. A rank that finishes an
- * exchange first frees the slot and then loads num_sleepers. So one of the two sees the other's
- * change, and no wake-up is lost. */
+ * exchange first frees the slot and then loads num_sleepers. So the waiting thread finds the
+ * free slot, or the finishing rank finds the sleeper and wakes it. */
 static void sleep_for_free_slot(epic_group *g, const uint64_t *waits_for, int64_t deadline)
 {
     shared_rank_state *head = shared_rank_state_of(g, g->rank);
@@ -151,8 +151,9 @@ static void sleep_for_free_slot(epic_group *g, const uint64_t *waits_for, int64_
     add_ordered(&head->num_sleepers, (uint32_t)-1);
 }
 
-/* Implements epic_transport.wait. At the end the futex is armed, so that the caller's next
- * check and the next wait follow the protocol at the top of this file. */
+/* Implements epic_transport.wait. Sets the futex to armed before it returns. The caller then
+ * checks for changes and calls wait() again, as the protocol at the top of this file
+ * requires. */
 void shared_wait_for_change(epic_group *g, int index, uint32_t phase, const uint64_t *waits_for,
                             uint32_t ms)
 {

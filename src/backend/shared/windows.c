@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Keeps a rank's windows alive until no peer stores into them.
  *
- * A rank that stores first increments num_storing and then loads `closed` of the peer. A rank
- * that closes first stores `closed` and then loads num_storing of each peer. All four are
- * sequentially consistent, so at least one of the two ranks sees the other. */
+ * Before a rank stores into a window, it increments its num_storing and then loads the `closed`
+ * of the window's owner. When the owner closes its context, it sets its `closed` and then loads
+ * the num_storing of each peer. These four accesses are sequentially consistent. So the storing
+ * rank finds that the owner is closed and does not store, or the owner finds that a peer is
+ * storing and waits. */
 #include <time.h>
 
 #include "backend/shared/shared.h"
@@ -27,7 +29,7 @@ bool shared_may_store(epic_group *g, int peer)
 }
 
 /* Returns whether a peer may be storing into a window of this rank. A peer that has closed its
- * context has finished its calls. */
+ * context is not storing: it has finished its calls. */
 static bool is_storing(epic_group *g, int peer)
 {
     return load_ordered(&shared_rank_state_of(g, peer)->num_storing) &&

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Connects every pair of ranks of one host.
+/* Connects every two ranks of a group, which are processes of one host.
  *
  * Each rank listens on an abstract UNIX address with a random name. It publishes the address
  * and a random secret through the bootstrap. Each rank connects to all lower ranks and accepts
@@ -9,7 +9,7 @@
  *
  * A rank first sends its messages to all lower ranks without waiting for answers. Then it
  * accepts and answers all higher ranks. Only then it waits for the answers of the lower ranks.
- * In this order no two ranks wait for each other. */
+ * In this order no two ranks wait for each other.  */
 #include "backend/shm/connections.h"
 
 #include <errno.h>
@@ -29,11 +29,13 @@
 
 #define NAME "epic."
 #define NAME_LENGTH 31 /* length of a socket's name: NAME, then hexadecimal digits */
-/* accepted connections without a handshake, in addition to one per rank */
+/* number of accepted connections without a handshake that are possible in addition to one per
+ * rank */
 #define EXTRA_PENDING 16
-#define CHECK_MS 200 /* time between two checks whether missing ranks still listen */
+/* time between two checks whether the listeners of missing ranks are still open */
+#define CHECK_MS 200
 
-/* The address that a rank publishes through the bootstrap. */
+/* The data that a rank publishes through the bootstrap. */
 typedef struct handle {
     uint64_t ready;
     uint64_t secret[2];
@@ -45,14 +47,14 @@ typedef struct connect_state {
     shm_connections *connections;
     const epic_join *join;
     handle *handles; /* [num_ranks] */
-    /* [2 * num_polls]: the listener, pending connections, connections to ranks. The second half
-     * is scratch memory of poll_open(). */
+    /* [2 * num_polls]. First half: the listener, then the pending connections [num_pending],
+     * then the connections to ranks [num_ranks]. Second half: scratch memory of poll_open(). */
     struct pollfd *polls;
     int *pending; /* [num_pending] accepted sockets without a handshake yet; -1: free */
     int num_pending;
     int num_polls;
     int listener;
-    int missing; /* higher ranks that have not connected yet */
+    int missing; /* number of higher ranks that have not connected yet */
     deadline deadline;
     int *memory;
 } connect_state;
@@ -96,8 +98,8 @@ static int receive_handshake(const connect_state *o, int fd, int *memory)
 
 /* ----------------------------------------------------------------------------- waiting ---- */
 
-/* Polls the open sockets in o->polls. Leaves out the entries that are -1: poll() counts them
- * too, and fails if there are more entries than the limit on open files. */
+/* Polls the open sockets in o->polls. Does not pass entries whose fd is -1 to poll(): it fails
+ * if the number of all entries is larger than the limit on open files. */
 static int poll_open(connect_state *o, int ms)
 {
     struct pollfd *some = o->polls + o->num_polls;
@@ -110,10 +112,10 @@ static int poll_open(connect_state *o, int ms)
     return got;
 }
 
-/* Waits until a socket is ready, at most CHECK_MS, so that the caller can check the missing
- * ranks. Returns EPIC_ETIMEOUT at the deadline, and EPIC_EPEER if a connected peer has closed
- * its connection. `what` begins the error of the deadline, for example "rank 1 did not
- * connect". */
+/* Waits until a socket is ready, but at most CHECK_MS, so that the caller can check from time
+ * to time whether missing ranks have died. Returns EPIC_ETIMEOUT at the deadline, and
+ * EPIC_EPEER if a connected peer has closed its connection. `what` begins the error of the
+ * deadline, for example "rank 1 did not connect". */
 static epic_result poll_once(connect_state *o, const char *what)
 {
     const uint64_t now = (uint64_t)clock_ns();
@@ -197,8 +199,8 @@ static bool out_of_room(int error)
 }
 
 /* Accepts new connections into the free entries of `pending`. If the system has no descriptor
- * or memory for one, joining fails at once. Otherwise the peer that connected would wait for an
- * answer until its deadline. */
+ * or memory for a new connection, returns an error, and joining fails at once. Without this
+ * error the connecting peer would wait for an answer until its deadline. */
 static epic_result accept_pending(connect_state *o)
 {
     for (int i = 0; i < o->num_pending; i++) {
@@ -242,7 +244,8 @@ static bool is_listening(const connect_state *o, int peer)
     socklen_t length;
     const struct sockaddr_un address = address_of(&o->handles[peer], &length);
     int probe = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (probe < 0) return true; /* the probe says nothing, so assume that the peer listens */
+    /* without a socket this cannot be tested; assume that the peer listens */
+    if (probe < 0) return true;
     const bool refused =
         connect(probe, (const struct sockaddr *)&address, length) != 0 && errno == ECONNREFUSED;
     close_fd(&probe);
@@ -257,8 +260,8 @@ static int find_gone(const connect_state *o)
     return -1;
 }
 
-/* Handles pending connections that have data, and accepts new ones. Returns whether there were
- * any. */
+/* Reads the handshakes of pending connections that have data, and accepts new connections.
+ * Returns whether there were any such connections. */
 static bool handle_incoming(connect_state *o, epic_result *result)
 {
     bool any = o->polls[0].revents != 0;
@@ -348,8 +351,8 @@ static epic_result fail_for_all(connect_state *o, epic_result result)
 
 /* ---------------------------------------------------------------------- open and close ---- */
 
-/* Opens a pidfd for every peer. The pid comes from the kernel: it reports the process at the
- * other end of a socket. If the system has no pidfds, only the sockets show the end of a
+/* Opens a pidfd for every peer. The operating system reports the pid of the process at the
+ * other end of each socket. If the system has no pidfds, only the sockets show the end of a
  * peer. */
 static epic_result watch_processes(shm_connections *connections)
 {
@@ -391,17 +394,17 @@ static void release_state(connect_state *o)
     free(o->pending);
 }
 
-/* Returns whether open_listener() could have made the name. The name comes from another
- * process, so it is checked before it becomes an address. */
+/* Returns whether the name has the form of the names that open_listener() creates. The name
+ * comes from another process, so it is checked before this rank connects to it. */
 static bool is_socket_name(const char name[NAME_LENGTH + 1])
 {
     return name[NAME_LENGTH] == 0 && strncmp(name, NAME, 5) == 0 &&
            strspn(name + 5, "0123456789abcdef") == NAME_LENGTH - 5;
 }
 
-/* Exchanges the handles of all ranks. Every rank calls it, even if it failed before (`result`),
- * because the gather waits for all ranks. Returns EPIC_EPEER if another rank failed or sent an
- * invalid name. */
+/* Exchanges the handles of all ranks. Every rank calls this function, because the gather waits
+ * for all ranks. A rank that has failed passes its error in `result`, which is returned with
+ * its sentence. Returns EPIC_EPEER if another rank failed or sent an invalid name. */
 static epic_result gather_handles(const epic_join *join, handle *handles, epic_result result,
                                   handle *mine)
 {

@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The handshake: the first message that each side sends on a connection of two ranks. */
+/* The handshake: the first message that each side sends on a connection of two ranks
+ * (connections.h). Also functions for messages of any kind. A message may carry a file
+ * descriptor, which is called `memory` here because it refers to shared memory. */
 #ifndef EPIC_SHM_HANDSHAKE_H
 #define EPIC_SHM_HANDSHAKE_H
 
@@ -10,16 +12,18 @@
 /* The message that each side of a connection sends once. */
 typedef struct handshake {
     uint64_t group_id;
-    uint64_t secret[2]; /* the secret of the receiver */
+    uint64_t secret[2]; /* the random secret that the receiver has published */
     int64_t rank;       /* rank of the sender */
 } handshake;
 
-/* Sends `size` bytes as one message, with the descriptor `memory` unless it is -1. Returns the
- * number of bytes sent, or -1 with errno. */
+/* Sends `size` bytes as one message on the socket `fd`, with the descriptor `memory`; -1: no
+ * descriptor. Returns the number of bytes sent, or -1 with errno set. */
 ssize_t shm_send_message(int fd, const void *bytes, size_t size, int memory);
 
-/* Receives a message of `size` bytes without waiting. *memory is as in handshake_receive().
- * Returns false if no message has arrived, or one of another size. */
+/* Receives a message of `size` bytes without waiting. Sets *memory to the descriptor that
+ * arrived with the message, or to HANDSHAKE_NO_ROOM; leaves it unchanged if there was none. If
+ * `memory` is NULL, accepts no descriptor. Returns false if no message has arrived, or if the
+ * message has another size. */
 bool shm_receive_message(int fd, void *bytes, size_t size, int *memory);
 
 /* Sends a handshake on the socket `fd` to rank `to`. `memory` is a descriptor to send with it,
@@ -27,11 +31,11 @@ bool shm_receive_message(int fd, void *bytes, size_t size, int *memory);
  * if the system refuses. */
 epic_result handshake_send(int fd, const handshake *hello, int to, int memory);
 
-#define HANDSHAKE_NO_ROOM (-2) /* a descriptor arrived, but this process has no free one */
+/* the message had a descriptor, but this process has too many open files to receive it */
+#define HANDSHAKE_NO_ROOM (-2)
 
-/* Receives a handshake without waiting. Stores the descriptor that arrived with it in *memory,
- * or HANDSHAKE_NO_ROOM. If `memory` is NULL, accepts no descriptor. Returns false if no message
- * has arrived, or one that is not a handshake. */
+/* Receives a handshake without waiting, like shm_receive_message(). Returns false if no message
+ * has arrived, or if the message is not a handshake. */
 bool handshake_receive(int fd, handshake *hello, int *memory);
 
 /* Returns whether the process at the other end belongs to the same user. */

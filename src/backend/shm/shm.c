@@ -3,10 +3,10 @@
  * and sends its descriptor to the other ranks over the connections (connections.h). The memory
  * has no name, so no file stays behind after a crash.
  *
- * If a rank forks a child without exec, the child keeps the rank's sockets open. Then only a
- * pidfd shows the end of the rank. Pidfds need Linux 5.3 and one PID namespace for all ranks.
- * Without pidfds, peers notice the end of the rank when the child ends, or at their
- * deadline. */
+ * If a rank forks a child without exec, the child keeps the rank's sockets open. Then peers
+ * notice the end of the rank only with a pidfd (connections.h). Pidfds need Linux 5.3 and one
+ * PID namespace for all ranks. Without pidfds, peers notice the end of the rank when the child
+ * ends, or at their deadline. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>

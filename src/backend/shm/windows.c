@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Windows of processes.
+/* Windows for ranks that are processes.
  *
  * A rank sends the descriptor of its memory to every peer before it announces its op header. So
- * when a peer has read the header, the message with the descriptor has arrived, and the peer
- * need not wait for it. If a call has failed, some ranks may have left messages of this call
- * unread. Every message contains the number of its attempt, so the next call skips them. */
+ * when a peer has read the op header, the message with the descriptor has arrived, and the peer
+ * need not wait for this message. If a call has failed, some ranks may have left messages of
+ * that call unread. Every message contains the number of the call (`attempt`), so the next call
+ * skips messages of earlier calls. */
 #include "backend/shm/windows.h"
 
 #include <errno.h>
@@ -36,8 +37,8 @@ static epic_result fail_with_bytes(int64_t bytes)
                      (long long)bytes, strerror(errno), epic_remedy(errno));
 }
 
-/* Creates shared memory and maps it. Its size is sealed, so that no access of a peer can
- * fail. */
+/* Creates shared memory, maps it, and seals its size. Otherwise a rank could shrink the memory,
+ * and its peers would crash at their next access. */
 static epic_result create_memory(epic_window_memory *memory, int *fd)
 {
     errno = EFBIG;
@@ -51,8 +52,8 @@ static epic_result create_memory(epic_window_memory *memory, int *fd)
     return EPIC_OK;
 }
 
-/* Maps bytes [offset, offset + bytes) of a file. A mapping begins at a page, so it may begin
- * before the offset. */
+/* Maps bytes [offset, offset + bytes) of a file. A mapping begins at a page boundary, so it may
+ * begin before `offset`. Returns the address of byte `offset`, or MAP_FAILED with errno set. */
 static void *map_file(int fd, int64_t offset, int64_t bytes)
 {
     const int64_t before = offset % sysconf(_SC_PAGESIZE);
@@ -73,8 +74,9 @@ static void unmap_file(void *at, int64_t bytes)
 }
 
 /* Returns whether two addresses are the same byte of a file: `data` in the caller's memory, and
- * `mapped` in EPIC's mapping of the file. For the test it changes the byte at one address for a
- * moment. If the caller's memory is a private mapping, the change does not reach the file. */
+ * `mapped` in EPIC's mapping of the file. For this test it changes *data for a moment and
+ * compares *mapped. If the caller's memory is a private mapping, the change does not reach the
+ * file, and *mapped does not change. */
 static bool is_same_byte(volatile unsigned char *data, volatile unsigned char *mapped)
 {
     const unsigned char old = *data, other = old ^ 0xff;
@@ -111,8 +113,8 @@ static epic_result check_memory(const epic_window_memory *memory)
                      memory->fd, (long long)memory->fd_offset);
 }
 
-/* Sends the descriptor to all peers. Leaves out a peer that has closed its connection. A later
- * wait for the op header of this peer reports it. */
+/* Sends the descriptor to all peers. Ignores a peer that has closed its connection: the later
+ * wait for the op header of this peer returns the error. */
 static epic_result send_to_all(epic_group *g, uint64_t attempt, int fd)
 {
     const shm_connections *c = g->backend_data;
@@ -137,14 +139,15 @@ static epic_result shm_offer(epic_group *g, epic_window_memory *memory, unsigned
     if (result == EPIC_OK) result = send_to_all(g, memory->attempt, fd);
     if (allocates && result != EPIC_OK && memory->data)
         munmap(memory->data, (size_t)memory->bytes);
-    if (allocates && fd >= 0) close(fd); /* the mappings and the messages keep the memory */
+    /* the mappings and the messages in flight keep the memory alive */
+    if (allocates && fd >= 0) close(fd);
     memcpy(handle, &mine, sizeof mine);
     return result;
 }
 
-/* Receives the descriptor that a peer sent in this attempt, and closes all others. If a peer
- * has repeated its call, the last descriptor counts. Returns -1 if none has arrived, or
- * HANDSHAKE_NO_ROOM. */
+/* Receives all descriptors that a peer has sent, and closes those of other attempts. If the
+ * peer has sent several in this attempt, keeps the last one. Returns the descriptor, -1 if
+ * there is none, or HANDSHAKE_NO_ROOM. */
 static int receive_descriptor(epic_group *g, int peer, uint64_t attempt)
 {
     const shm_connections *c = g->backend_data;

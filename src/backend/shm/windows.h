@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Windows of processes: each rank sends the descriptor of its memory over the connections. */
+/* Windows for ranks that are processes: each rank sends the descriptor of its memory over the
+ * connections (connections.h). */
 #ifndef EPIC_SHM_WINDOWS_H
 #define EPIC_SHM_WINDOWS_H
 

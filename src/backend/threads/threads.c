@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The backend threads: ranks are threads of one process.
  *
- * The first rank that joins maps the segment, and the last one that leaves unmaps it. A rank
- * finds its group by the group's id in a table of the process. No address is sent through the
- * bootstrap, because a program that reaches the bootstrap could send a false address. */
+ * The first rank that joins maps the segment, and the last one that leaves unmaps it. A table
+ * of the process contains its groups, and a rank finds its group there by the group's id. The
+ * ranks do not send the segment's address through the bootstrap, because another program that
+ * reaches the bootstrap could send a false address. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -131,8 +132,8 @@ static void leave_thread_group(thread_group *h)
     pthread_mutex_unlock(&mutex);
 }
 
-/* Waits until every rank has tried to join. `entered` is this rank's result. Returns EPIC_EPEER
- * if another rank failed to join. */
+/* Waits until every rank has tried to join. `entered` is the result of this rank, which is
+ * returned if it is an error. Returns EPIC_EPEER if another rank failed to join. */
 static epic_result gather_results(const epic_join *join, epic_result entered)
 {
     const epic_bootstrap *bootstrap = join->bootstrap;
@@ -185,8 +186,9 @@ static void threads_leave(epic_group *group)
 
 /* ---------------------------------------------------------------------------- windows ---- */
 
-/* Implements epic_window_transport.offer. The handle is the address, because the peers are in
- * this process. It travels only in this process's own memory. */
+/* Implements epic_window_transport.offer. The handle is the memory's address, because the peers
+ * are threads of this process. The op header that carries the handle is in memory of this
+ * process only. */
 static epic_result threads_offer(epic_group *group, epic_window_memory *memory,
                                  unsigned char *handle)
 {
