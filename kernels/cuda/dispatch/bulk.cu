@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch of packed rows (a row and its scales) that move whole, by bulk stores
- * (dispatch/bulk.cuh). The kernel reads a plan, or makes the plan first. Rows are aligned. They
- * may be quantized before they are sent.
+/* dispatch of packed rows. A packed row is a row and its scales as one sequence of 16-byte
+ * vectors (dispatch/packed.cuh). This kernel moves each packed row as a whole, by bulk stores
+ * (dispatch/bulk.cuh). It reads a plan, or makes the plan first. Rows are aligned to 16 bytes.
+ * The kernel may quantize rows before it sends them.
  *
  *   tokens  [num_tokens, token_bytes]   scales       [num_tokens, scale_bytes], or quantized
  *   recv    [recv_rows, row_bytes]      recv_scales  [recv_rows, scale_bytes]
@@ -12,9 +13,10 @@
  *
  * Step i of the list of units:
  *
- *   own unit    this rank's token i: to every peer that needs it, and to its slots on this
- *               rank. So the row is read, or quantized, once.
- *   peer unit   token i - lag of each peer: from staging to its slots, then poison again
+ *   own unit    sends this rank's token i to every peer that needs it, and stores it to its
+ *               slots on this rank. So the row is read, or quantized, once.
+ *   peer unit   receives token i - lag of a peer: stores it from staging to its slots on this
+ *               rank, then stores poison (the mark of a word that has not arrived) to staging
  *
  * Memory order: every word of a staged row is its own flag (net/staging.cuh). In shared memory,
  * the lanes that write a buffer call fence_bulk() before the copy engine reads it. A buffer is
@@ -34,7 +36,8 @@ struct Unit {
     /* step: position in the list of units. role 0: this rank's own token; role n: a token of
      * the n-th peer. */
     int step, role;
-    /* the lane's choice of the token, and its word of the token's record, both loaded ahead */
+    /* this lane's choice of the token, and this lane's word of the token's record; take_unit()
+     * loads both before the unit is moved */
     uint64_t choice_word, record_word;
 
     /* Returns true if the unit's token is this rank's own. */
@@ -81,8 +84,8 @@ __device__ __forceinline__ Unit take_unit(const PackedMove &m, int *num_taken, i
     return unit;
 }
 
-/* Returns true if the record word, which was loaded ahead, already shows that the token has no
- * row on this rank. If the word has not arrived yet, returns false. */
+/* Returns true if the word `record`, which take_unit() has loaded, already shows that the token
+ * has no row on this rank. If the word has not arrived yet, returns false. */
 template <bool FLAT>
 __device__ __forceinline__ bool is_absent(const PackedMove &m, uint64_t record)
 {
@@ -111,9 +114,9 @@ __device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit
 }
 
 /* Receives the weights of a token's slots or, with layout FLAT, the extras of its row (local
- * experts and weights). `extras`, `weight`: values that were loaded before the row was
- * received; they may not have arrived then. Called by a whole warp. Returns false if the group
- * of ranks has failed. */
+ * experts and weights). `extras`, `weight`: from peek_extras() or peek_weight(), called before
+ * the row was received; words that had not arrived are poison. Called by a whole warp. Returns
+ * false if the group of ranks has failed. */
 template <bool FLAT>
 __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, int source,
                                                 int32_t token, const int32_t (&slot)[2],
@@ -129,8 +132,8 @@ __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, i
     return receive_weight(m, rank, source, token, 1, slot[1], weight);
 }
 
-/* Stores the packed row in `buffer` to all slots of its token on this rank. Before, the caller
- * must have called fence_buffers(), so that the bulk stores read what the lanes have
+/* Stores the packed row in `buffer` to all slots of its token on this rank. The caller must
+ * have called fence_buffers() before, so that the bulk stores read what the lanes have
  * written. */
 __device__ __forceinline__ void fill_all_slots(const PackedMove &m, const int32_t (&slot)[2],
                                                uint32_t buffer)
@@ -293,8 +296,9 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, BulkBuff
     return ok;
 }
 
-/* Moves all rounds. *num_taken: how many units the warps of this CTA have taken in the running
- * round. Returns false if the group of ranks has failed. */
+/* Moves the rows in rounds. A round has as many tokens of each rank as fit in the staging. A
+ * kernel that makes the plan has one round. *num_taken: how many units the warps of this CTA
+ * have taken in the running round. Returns false if the group of ranks has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const uint8_t *memory,
                                             int *num_taken)
@@ -337,7 +341,8 @@ __device__ __forceinline__ bool pad_all(PackedMove &m, const uint8_t *memory)
 }
 
 /* The kernel. OwnPiece says how this rank's rows become packed rows: JoinedPiece copies rows
- * and scales, QuantizedPiece quantizes rows. WITH_PLAN: the kernel also makes the plan. */
+ * and scales, QuantizedPiece quantizes rows. WITH_PLAN: the kernel also makes the plan. FLAT:
+ * the layout of the receive buffer is flat. */
 template <class OwnPiece, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_bulk_kernel(const __grid_constant__ p2p_dispatch_job job)

@@ -182,9 +182,10 @@ struct ScanResult { /* What scan_packed() has found in this lane's vectors. */
 };
 
 /* Scans a packed row in its buffer. `missing`: a word is poison, so it has not arrived.
- * `special`: a word may need to be restored after it has arrived. In a row that was not
- * quantized on the way, this is a word that equals poison or its stand-in (signs ignored). With
- * QUANTIZED, it is a word of scales that equals E8M0_STAND_IN. */
+ * `special`: a word may need to be restored after it has arrived. In a row that the sender has
+ * not quantized, this is a word that equals poison or its stand-in (signs ignored). In a row
+ * that the sender has quantized (QUANTIZED), it is a word of scales that equals
+ * E8M0_STAND_IN. */
 template <bool QUANTIZED>
 __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t buffer)
 {
@@ -275,8 +276,8 @@ __device__ __forceinline__ void store_scales(const PackedMove &m, int32_t slot, 
     if (lane_id() * 16 < m.job.scale_bytes) store_once(m.job.recv_scales + at, q, m.policy);
 }
 
-/* Stores the packed row in `buffer` to the slots of all lanes, row and scales to their own
- * arrays. `slot`: this lane's slot, or -1. Called by a whole warp. */
+/* Stores the packed row in `buffer` to the slots of all lanes: the row to job.recv, the scales
+ * to job.recv_scales. `slot`: this lane's slot, or -1. Called by a whole warp. */
 __device__ __forceinline__ void bulk_to_slots(const PackedMove &m, int32_t slot,
                                               uint32_t buffer)
 {
@@ -315,7 +316,7 @@ __device__ __forceinline__ void bulk_padding(const PackedMove &m, int32_t slot,
 }
 
 /* Stores poison back to the staging of a packed row that has been received, so that a later
- * epoch can use it. Called by a whole warp. */
+ * operation can use the staging. Called by a whole warp. */
 __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int32_t token,
                                              const BulkBuffers &buffers)
 {

@@ -7,11 +7,12 @@
  *                                     and padding slots, which become zeros
  *
  * A row goes once to each peer that owns one of its experts: into the peer's staging, and from
- * there to all of its slots.
+ * there to all of its slots. Staging contains poison (0xffffffff) in all words that have not
+ * arrived.
  *
  *   planner CTAs       first make the plan, then join the others
  *   other CTAs         first send the first `head` tokens, while the plan is made
- *   all warps          then move units, dealt in turn (common/rows.cuh)
+ *   all warps          then move units, which they get in turn (common/rows.cuh)
  *
  * A unit is the work of a warp at a time: a span of pieces of one row, in one role. Step i of
  * the list of units has these roles:
@@ -44,13 +45,14 @@
 #include "cuda/dispatch/relay.cuh"
 
 /* Copies the pieces of a warp's units from memory into the ring some pieces ahead of their use,
- * and returns them in the same order. */
+ * and returns them in the same order. EXACT: rows consist of whole pieces. */
 template <bool EXACT> struct PieceFeed {
     typedef PieceRing<V, EXACT> Pieces;
     const DispatchMove &m;
     Pieces ring;
     UnitWalk walk; /* the unit whose pieces are copied now */
-    /* this lane's part of the next piece to copy; NULL: this unit's pieces are not copied */
+    /* address of this lane's part of the next piece to copy; NULL: this unit's pieces are not
+     * copied */
     const uint8_t *from;
     int32_t vector;      /* first vector of the next piece to copy */
     int32_t pieces_left; /* how many pieces of the unit have not been copied */
@@ -211,8 +213,8 @@ __device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t tok
 }
 
 /* Forwards a piece of a row that rank `from` of another host has sent here, to the ranks of
- * this host in `wants` (bit mask). noinline, because inlining it would make the main loop spill
- * registers. */
+ * this host in `wants` (bit mask). Returns false if the group of ranks has failed. noinline,
+ * because inlining it would make the main loop spill registers. */
 template <bool EXACT>
 static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from, int32_t token,
                                                  int piece, uint32_t wants)
@@ -273,9 +275,10 @@ template <bool EXACT> static __device__ __noinline__ void send_head_spans(const 
     }
 }
 
-/* Receives the one or two tokens of a step from one source. If the source is this rank itself,
- * also writes zeros to some padding slots. slab_bits: log2 of the number of slabs, rounded up;
- * negative: writes no padding. Returns false if the group of ranks has failed. */
+/* Receives the tokens of a step from one source: one token, or two to catch up
+ * (received_before()). If the source is this rank itself, also writes zeros to some padding
+ * slots. slab_bits: log2 of the number of slabs, rounded up; negative: writes no padding.
+ * Returns false if the group of ranks has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,
@@ -369,8 +372,9 @@ template <bool EXACT> __device__ __forceinline__ bool pad_all(DispatchMove &m)
     return true;
 }
 
-/* Writes zeros to all outputs if the plan is invalid, or if a rank has too few rows. Then the
- * rows that have been moved must not be used. Called by the last CTA to finish. */
+/* Writes zeros to all outputs if the plan is invalid, or if the receive buffer of a rank has
+ * too few rows. In these cases, the rows that the kernel has moved must not be used. Called by
+ * the last CTA to finish. */
 template <bool FLAT> __device__ __forceinline__ void clear_outputs(const DispatchMove &m)
 {
     if (m.plan.is_valid && header_of(m)->result == EPIC_OK &&
@@ -383,8 +387,8 @@ template <bool FLAT> __device__ __forceinline__ void clear_outputs(const Dispatc
         zero_floats(m.job.slot_weights, 0, m.job.recv_rows, threadIdx.x, BLOCK);
 }
 
-/* Writes zeros to the tail: the slots after the last slab. Called by all CTAs, if the user asks
- * for a zeroed tail. Returns false if the group of ranks has failed. */
+/* Writes zeros to the tail: the slots after the last slab. Called by all CTAs, if the caller of
+ * dispatch asks for a zeroed tail. Returns false if the group of ranks has failed. */
 template <bool FLAT> __device__ __forceinline__ bool clear_tail(const DispatchMove &m)
 {
     if (m.has_new_plan && !wait_for_plan(m)) return false;
@@ -421,8 +425,9 @@ __device__ __forceinline__ bool move_rounds(DispatchMove &m, OpState &op, const 
  * pieces. */
 enum { ROWS_ANY, ROWS_ALIGNED, ROWS_WHOLE };
 
-/* The kernel. There is one instance for each kind of rows, with or without planning, and for
- * each layout. A more general kernel would need more registers than a thread has. */
+/* The kernel. There is one instance for each kind of rows (ROWS), with and without making the
+ * plan (WITH_PLAN), and for each layout of the receive buffer (FLAT). A more general kernel
+ * would need more registers than a thread has. */
 template <int ROWS, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_kernel(const __grid_constant__ p2p_dispatch_job job)

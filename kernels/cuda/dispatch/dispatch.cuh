@@ -6,7 +6,12 @@
  * Words: a choice is one of a token's top_k ids. A record has the slots that a token has on
  * this rank. A *half* is 32 choices or 32 words of a record, one per lane; tokens with more
  * than 32 choices have two. A piece is 2 KB of a row, and a unit is what a warp does at a time:
- * sending, forwarding or receiving some pieces of one row. */
+ * sending, forwarding or receiving some pieces of one row. Poison (0xffffffff) is the mark of a
+ * word that has not arrived. A word of a row that equals poison is replaced before it is sent.
+ * The sender then also sends *escape words*, which say which words of a piece it has replaced.
+ * Parameters named `source` number the ranks from which this rank receives: source 0 is the
+ * next higher rank, and source num_ranks - 1 is this rank itself. The heap has a part for each
+ * source. */
 #ifndef EPIC_DISPATCH_CUH
 #define EPIC_DISPATCH_CUH
 
@@ -31,8 +36,8 @@ struct DispatchMove : RowMove<p2p_dispatch_job> {
     __extension__ int32_t num_forward_roles[HOSTS];
 };
 
-/* Returns the number of the source that a unit receives from; rank_of_role() gives its rank. It
- * is 0 or less if the unit sends or forwards. */
+/* Returns the number of the source that a unit receives from, counted from 1; rank_of_role()
+ * returns its rank. The number is 0 or less if the unit sends or forwards. */
 __device__ __forceinline__ int source_role(const DispatchMove &m, const UnitWalk &walk)
 {
     return HOSTS ? walk.role - *m.num_forward_roles : walk.role;
@@ -206,8 +211,8 @@ __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int3
         ((int32_t *)m.plan.records)[at + k] = -1;
 }
 
-/* Returns the address where `source` stores the weight of the n-th choice of its token that
- * goes to this rank. */
+/* Returns the address where the rank of `source` stores the weight of the n-th choice of its
+ * token that goes to this rank. */
 __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int source,
                                                     int32_t token, int n)
 {
@@ -257,8 +262,9 @@ __device__ __forceinline__ bool receive_weight(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* Stores a piece, which begins with vector number `vector`, to the slots of all lanes one after
- * the other. `slot`: this lane's slot, or -1. Called by a whole warp. */
+/* Stores the piece q to the slots of all lanes, one slot after the other. `vector`: number of
+ * the piece's first vector in the row. `slot`: this lane's slot, or -1. Called by a whole
+ * warp. */
 template <bool EXACT>
 __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector, int32_t slot,
                                            const uint4 (&q)[V])
@@ -278,9 +284,9 @@ __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector
 
 /* Reads a piece of a row of rank `rank` into q. If `rank` is a peer, waits for the piece in
  * staging, and stores poison back. If it is this rank itself, reads the piece from the caller's
- * rows. `copied`: q already has what an earlier copy to the ring found, which may contain words
- * that had not arrived. Called by a whole warp. Returns false if the group of ranks has
- * failed. */
+ * rows. `copied`: the warp has copied the piece to its ring before, and q has this copy. Words
+ * that had not arrived are poison in q. Called by a whole warp. Returns false if the group of
+ * ranks has failed. */
 template <bool EXACT>
 __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int rank, int source,
                                                   int32_t token, int piece, bool copied,
@@ -393,11 +399,11 @@ __device__ __forceinline__ uint64_t read_ahead(const DispatchMove &m, const Unit
     return token < self.max_tokens ? peek(rank, token) : ~0ull;
 }
 
-/* ---------------------------------------------------------------- the plan of a kernel ---- */
+/* --------------------------------------------------------------- the kernel's own plan ---- */
 
-/* Prepares the view of the plan. Without WITH_PLAN, reads and checks the plan. With it, sets
- * only the fields that are known before this kernel has made the plan. Called by all threads of
- * a CTA, before begin_operation(). */
+/* Sets `plan`, through which the kernel reads the plan. If the caller passes the plan, checks
+ * it. If this kernel makes the plan (WITH_PLAN), sets only the fields that are known before.
+ * Called by all threads of a CTA, before begin_operation(). */
 template <bool WITH_PLAN>
 __device__ __forceinline__ void open_plan(PlanView &plan, const p2p_dispatch_job &job)
 {

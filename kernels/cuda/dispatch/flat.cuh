@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Dispatch with a FLAT plan: a token has one row on each rank that owns one of its experts,
- * even if several of its choices go there. Each row has *extras*: the local experts of the
- * token on this rank, and their weights. The warp that receives the first piece of a row also
- * receives its extras, and stores them to two arrays:
+/* Dispatch with a FLAT plan (a plan for the flat layout): a token has one row on each rank that
+ * owns one of its experts, even if several of its choices go there. Each row has *extras*: the
+ * local experts of the token on this rank, and their weights. The warp that receives the first
+ * piece of a row also receives its extras, and stores them to two arrays:
  *
  *   recv_expert   [recv_rows, top_k]  local experts of the token, then -1
  *   slot_weights  [recv_rows, top_k]  their weights, then 0 */
@@ -32,9 +32,10 @@ __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32
 }
 
 /* Does for FLAT plans what read_record() does for other plans: waits for the row number of a
- * token of `rank`. The row is the token's only slot on this rank. So lane 0 gets the row number
- * in `slot`, and all other lanes get -1. `keep`: also copies the row number into the plan that
- * this kernel makes. Called by a whole warp. Returns false if the group of ranks has failed. */
+ * token of `rank`. `word`: from peek_row(). `more` becomes false, because a row number has one
+ * word. The row is the token's only slot on this rank. So lane 0 gets the row number in `slot`,
+ * and all other lanes get -1. `keep`: also copies the row number into the plan that this kernel
+ * makes. Called by a whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_t token,
                                          bool keep, uint64_t word, int32_t &slot, bool &more)
 {
@@ -108,10 +109,10 @@ __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* Waits for the weight of this lane's choice, and stores poison back. `there`: this lane has a
- * choice. `word`: on entry, what peek_extras() has loaded; on return, the weight. For this
- * rank's own token, the weight comes from the caller's array. Called by a whole warp. Returns
- * false if the group of ranks has failed. */
+/* Waits for the weight of this lane's choice, and stores poison back to where it arrived.
+ * `there`: this lane has a choice. `word`: on entry, what peek_extras() has loaded; on return,
+ * the weight. For this rank's own token, the weight comes from the caller's array. Called by a
+ * whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int rank,
                                                       int source, int32_t token, int half,
                                                       bool there, uint32_t &word)

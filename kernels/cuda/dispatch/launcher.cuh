@@ -10,8 +10,9 @@
 
 typedef void (*Kernel)(p2p_dispatch_job);
 
-/* Returns the bytes of dynamic shared memory of a CTA. First the planner uses this memory, then
- * the rings of the warps. `planning`: bytes that the planner needs. */
+/* Returns the bytes of dynamic shared memory of a CTA. First the planner uses this memory. Then
+ * each warp uses a part of it as its ring of buffers for pieces. `planning`: bytes that the
+ * planner needs. */
 static inline int memory_bytes(int planning)
 {
     const int rings = BLOCK / WARP * PieceRing<V, true>::BYTES;
@@ -50,9 +51,9 @@ static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_
         copy.lag /= 2;
     copy.lag = lag_for_net(job.plan.self, copy.lag, job.num_tokens);
     /* Choose how fast receiving catches up with sending (the values are measured:
-     * docs/lab/cuda.md). Rows of several spans take longer to send, so they get a shorter head
-     * (fewer tokens that are sent while the plan is made). The head has at least `lag` tokens,
-     * because receiving stays `lag` tokens behind in any case. */
+     * docs/lab/cuda.md). The `head` tokens are those that are sent while the plan is made. Rows
+     * of several spans take longer to send, so their head is shorter. It has at least `lag`
+     * tokens, because receiving stays `lag` tokens behind in any case. */
     const bool sooner = num_sms > 56 && num_sms < 96 && !job.flat;
     copy.catch_up = spans > 1 ? 4 : sooner ? 1 : 2;
     if (copy.catch_up == 4 && copy.head > job.num_tokens / 20) copy.head = job.num_tokens / 20;

@@ -10,7 +10,8 @@
 #include "cuda/net/relay.cuh"
 #include "cuda/plan/view.cuh"
 
-/* Arguments of every unit of the running round. Template parameters M below are a RowMove. */
+/* Arguments of every unit of the running round. The functions below take them as `m`. `policy`
+ * is the L2 cache policy for rows that are stored once. */
 template <class Job> struct RowMove {
     const Job &job;
     const OpState &op;
@@ -134,8 +135,8 @@ __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int 
 }
 
 /* Divides the padding slots of this rank's `owned` slabs among `warps` warps by pieces, and
- * calls write(slot, piece) for the share of warp number `warp`. padding_in(slab): returns the
- * padding slots of a slab. Called by a whole warp. */
+ * calls write(slot, piece) for the share of warp number `warp`. `pieces`: number of pieces per
+ * row. padding_in(slab): returns the padding slots of a slab. Called by a whole warp. */
 template <class PaddingIn, class Write>
 __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int owned, int pieces,
                                                     int warp, int warps, Write write)
@@ -158,7 +159,8 @@ __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int ow
     }
 }
 
-/* Like for_each_padding_of(), but reads which slots are padding from the plan. */
+/* Like for_each_padding_of(), but the plan has a table of the padding slots, and this function
+ * reads it. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_piece(const PlanView &plan, int owned,
                                                        int pieces, int warp, int warps,

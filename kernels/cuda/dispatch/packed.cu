@@ -40,7 +40,8 @@ template <class OwnPiece> struct PieceFeed {
     /* row of that unit, in staging or in the caller's memory; NULL: its pieces are not
      * copied */
     const uint8_t *row;
-    /* the caller's scales of that token. Vectors from number row_end on come from there. */
+    /* Address of the caller's scales of that token, minus 16 * row_end. So vector number v of
+     * the packed row is at scales + 16 * v if v is row_end or more. */
     const uint8_t *scales;
     int32_t row_end, copy_end; /* only vectors with numbers below copy_end are copied */
     /* vector: first vector of the unit's next piece. pieces_left: how many pieces of the unit
@@ -262,7 +263,8 @@ __device__ __forceinline__ bool receive_token(const PackedMove &m, int32_t token
 
 /* Forwards a piece of a row that rank `from` of another host has sent here, to the ranks of
  * this host in `wants` (bit mask). Quantized pieces contain no poison, so they have no escape
- * words. noinline, because inlining it would make the main loop spill registers. */
+ * words. Returns false if the group of ranks has failed. noinline, because inlining it would
+ * make the main loop spill registers. */
 template <class OwnPiece>
 static __device__ __noinline__ bool forward_packed(const PackedMove &m, int from, int32_t token,
                                                    int piece, uint32_t wants)
@@ -297,9 +299,10 @@ static __device__ __noinline__ void send_head(const PackedMove m)
     }
 }
 
-/* Receives the one or two tokens of a step from one source. If the source is this rank itself,
- * also writes zeros to some padding slots. slab_bits: log2 of the number of slabs, rounded up;
- * negative: writes no padding. Returns false if the group of ranks has failed. */
+/* Receives the tokens of a step from one source: one token, or two to catch up
+ * (received_before()). If the source is this rank itself, also writes zeros to some padding
+ * slots. slab_bits: log2 of the number of slabs, rounded up; negative: writes no padding.
+ * Returns false if the group of ranks has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,
@@ -410,7 +413,9 @@ __device__ __forceinline__ bool pad_all(PackedMove &m)
 
 /* The kernel. OwnPiece says how this rank's rows become packed rows: JoinedPiece copies rows
  * and scales, QuantizedPiece quantizes rows. FAST: rows are aligned to 16 bytes and, if the
- * kernel quantizes them, have elements of 16 bits; then pieces are copied through the ring. */
+ * kernel quantizes them, have elements of 16 bits. Only FAST kernels copy pieces through the
+ * ring. WITH_PLAN: the kernel also makes the plan. FLAT: the layout of the receive buffer is
+ * flat. */
 template <class OwnPiece, bool FAST, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_packed_kernel(const __grid_constant__ p2p_dispatch_job job)

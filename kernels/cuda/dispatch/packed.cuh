@@ -62,8 +62,9 @@ __device__ __forceinline__ RowShape packed_shape(const p2p_dispatch_job &job, bo
 
 /* ----------------------------------------------------------------------- bytes of rows ---- */
 
-/* Returns vector number i of a row (or row of scales) at any address, with zeros past its end.
- * If the row is aligned to 4 bytes, it loads words, else bytes. */
+/* Returns vector number i (16 bytes) of a row or of a row of scales. The row need not be
+ * aligned, and may end inside the vector; bytes past its end are 0. Loads words if the row is
+ * aligned to 4 bytes, else bytes. */
 static __device__ __noinline__ uint4 load_part(const uint8_t *row, int32_t i, int64_t row_bytes)
 {
     const int64_t at = (int64_t)i * 16;
@@ -75,7 +76,8 @@ static __device__ __noinline__ uint4 load_part(const uint8_t *row, int32_t i, in
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/* Stores vector number i of a row (or row of scales) at any address, up to its end. */
+/* Stores vector number i (16 bytes) of a row or of a row of scales. The row need not be
+ * aligned. If it ends inside the vector, the bytes past its end are not stored. */
 static __device__ __noinline__ void store_part(uint8_t *row, int32_t i, int64_t row_bytes,
                                                uint4 q)
 {
@@ -170,9 +172,9 @@ __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot,
 
 /* ----------------------------------------------------------------------------- staging ---- */
 
-/* Returns the address, in `heap`, of the escape words of a piece of a packed row. They say
- * which words of the piece the sender has replaced. They are indexed by the token's number in
- * the round. */
+/* Returns the address, in `heap`, of the escape words of a piece of a packed row. Escape words
+ * say which words of the piece the sender has replaced. Their place depends on the token's
+ * number in the round. */
 __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *heap, int source,
                                                 int32_t token, int piece)
 {
@@ -195,9 +197,9 @@ __device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector
 }
 
 /* Waits for a piece of a peer's packed row in staging, reads it into q, restores replaced
- * words, and stores poison back. `copied`: q already has what an earlier copy to the ring
- * found, which may contain words that had not arrived. Called by a whole warp. Returns false if
- * the group of ranks has failed. */
+ * words, and stores poison back. `copied`: the warp has copied the piece to its ring before,
+ * and q has this copy. Words that had not arrived are poison in q. Called by a whole warp.
+ * Returns false if the group of ranks has failed. */
 template <bool QUANTIZED>
 __device__ __forceinline__ bool receive_packed_piece(const PackedMove &m, int rank, int source,
                                                      int32_t token, int piece, bool copied,
@@ -232,9 +234,9 @@ __device__ __forceinline__ void for_each_peer(const PackedMove &m, int32_t token
     }
 }
 
-/* Backend hosts: counts the pieces of a token's row that warps have stored for `rank`, and
- * after the last of `pieces` pieces posts the put of the whole row. Called by a whole warp
- * after it has stored a piece. Does nothing in p2p. */
+/* Backend hosts: counts the pieces of a token's row that warps have stored for `rank` at
+ * `staged`, and after the last of `pieces` pieces posts the put of the whole row. Called by a
+ * whole warp after it has stored a piece. Does nothing in p2p. */
 __device__ __forceinline__ void post_put_packed(const PackedMove &m, int rank, int32_t token,
                                                 int pieces, const uint4 *staged)
 {
@@ -249,7 +251,8 @@ struct JoinedPiece {
     uint4 q[V];
     static constexpr bool QUANTIZED = false;
 
-    /* Loads this lane's vectors of a piece from the caller's arrays, at any address. */
+    /* Loads this lane's vectors of a piece from the caller's arrays, which need not be
+     * aligned. */
     static __device__ __forceinline__ void load_raw(const PackedMove &m, int32_t token,
                                                     int piece, uint4 (&raw)[V])
     {
@@ -257,7 +260,7 @@ struct JoinedPiece {
         for (int v = 0; v < V; v++)
             raw[v] = vector_of(m, token, first_vector(piece) + v * WARP);
     }
-    /* Loads the whole piece from memory, at any address. */
+    /* Loads the whole piece from the caller's arrays, which need not be aligned. */
     __device__ __forceinline__ void load_piece(const PackedMove &m, int32_t token, int piece)
     {
         load_raw(m, token, piece, q);
@@ -333,8 +336,8 @@ struct JoinedPiece {
 
 /* --------------------------------------------------------------- quantized packed rows ---- */
 
-/* Loads 16 elements of a row of `count` elements at any address, from number `first` on, as
- * floats. Past the end of the row they are 0. */
+/* Loads 16 elements of a row, from number `first` on, as floats. The row has `count` elements
+ * of type `type`, and need not be aligned. Past its end the floats are 0. */
 static __device__ __noinline__ void load_elements(const uint8_t *row, int64_t first,
                                                   int64_t count, uint32_t type, float *x)
 {
@@ -420,7 +423,7 @@ struct QuantizedPiece {
             quantize_vector<true, 2, 16>(e, v, x, mine, how);
         }
     }
-    /* Loads a piece of the caller's row at any address, and quantizes it. */
+    /* Loads a piece of the caller's row, which need not be aligned, and quantizes it. */
     __device__ __forceinline__ void load_piece(const PackedMove &m, int32_t token, int piece)
     {
         const uint8_t *row = m.job.tokens + row_offset(token, m.own_shape);

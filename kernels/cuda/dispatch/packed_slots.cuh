@@ -44,8 +44,8 @@ __device__ __forceinline__ void clear_rows(const PackedMove &m, int64_t first, i
         zero_floats(m.job.slot_weights, first, m.job.recv_rows, thread, threads);
 }
 
-/* Writes zeros to the tail: the slots after the last slab. Called by all CTAs, if the user asks
- * for a zeroed tail. Returns false if the group of ranks has failed. */
+/* Writes zeros to the tail: the slots after the last slab. Called by all CTAs, if the caller of
+ * dispatch asks for a zeroed tail. Returns false if the group of ranks has failed. */
 template <bool FLAT> __device__ __forceinline__ bool clear_tail(const PackedMove &m)
 {
     if (m.has_new_plan && !wait_for_plan(m)) return false;
@@ -54,8 +54,9 @@ template <bool FLAT> __device__ __forceinline__ bool clear_tail(const PackedMove
     return true;
 }
 
-/* Writes zeros to all outputs if the plan is invalid, or if a rank has too few rows. Then the
- * rows that have been moved must not be used. Called by the last CTA to finish. */
+/* Writes zeros to all outputs if the plan is invalid, or if the receive buffer of a rank has
+ * too few rows. In these cases, the rows that the kernel has moved must not be used. Called by
+ * the last CTA to finish. */
 template <bool FLAT> __device__ __forceinline__ void clear_all(const PackedMove &m)
 {
     if (m.plan.is_valid && header_of(m)->result == EPIC_OK &&

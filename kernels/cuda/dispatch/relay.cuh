@@ -28,11 +28,10 @@ __device__ __forceinline__ uint32_t choose_routes(const DispatchMove &m, int32_t
     return choose_routes(m.job.plan.self, m.op, token, first, peers);
 }
 
-/* Forwards the pieces of a unit, of the one or two tokens of a step that come from a mate (the
- * rank of another host with the same index). hand(from, token, piece, wants) forwards one piece
- * to the ranks in `wants`. `copied`: the warp copies the pieces of its units into a ring ahead.
- * Forwarding does not use the ring, so this function drops its pieces there. Returns false if
- * the group of ranks has failed. */
+/* Forwards the pieces of a unit: one or two tokens that come from one mate. hand(from, token,
+ * piece, wants) forwards one piece to the ranks in `wants`. `copied`: `feed` has a place in its
+ * ring for each piece of every unit. Forwarding does not use the ring, so this function drops
+ * the places of its pieces. Returns false if the group of ranks has failed. */
 template <class PieceFeed, class Hand>
 __device__ __forceinline__ bool forward_unit(const DispatchMove &m, const UnitWalk &walk,
                                              PieceFeed &feed, bool copied, Hand hand)
