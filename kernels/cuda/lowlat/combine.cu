@@ -17,8 +17,8 @@
  * other in a circle. One warp of the last CTA announces the operation, and the control warp of
  * that CTA ends it.
  *
- * lowlat/sum.cuh has the units of work for aligned rows. Rows at any address, and sums in tree
- * order, use the units of combine/plain.cuh. */
+ * lowlat/sum.cuh has the units of work for aligned rows. Rows that are not aligned, and sums in
+ * tree order, use the units of combine/plain.cuh. */
 /* Makes waits poll longer before they sleep, for lower latency. wait.cuh reads it, so it must
  * be defined before the first #include. */
 #define LOW_LATENCY 1
@@ -47,16 +47,17 @@ struct CombineUnits {
           worker(all_ctas.worker_index_of(__shfl_sync(ALL_LANES, (int)(threadIdx.x / WARP), 0)))
     {
     }
-    /* Returns unit number u of own tokens (`own`) or of peers' tokens, without its slots. */
+    /* Returns unit number u of own tokens if `own` is true, else of peers' tokens. The unit's
+     * slots are not set. */
     __device__ __forceinline__ Unit unit_at(int u, bool own) const
     {
         const int senders = c.job.self.num_ranks - 1, row = u / c.shape.pieces;
         if (own) return {row, 0, u % c.shape.pieces, -1, -1};
         return {row / senders, row % senders, u % c.shape.pieces, -1, -1};
     }
-    /* Returns the number of this worker's first unit of own tokens (`own`) or of peers' tokens.
-     * Units of own tokens go to the last worker of each CTA after all other workers, because
-     * this worker also checks the plan. */
+    /* Returns the number of this worker's first unit of own tokens if `own` is true, else of
+     * peers' tokens. Units of own tokens go to the last worker of each CTA after all other
+     * workers, because this worker also checks the plan. */
     __device__ __forceinline__ int first_index(bool own) const
     {
         const int back = all_ctas.num_workers() - 1 - worker;
@@ -76,10 +77,10 @@ struct CombineUnits {
         if (own) unit.ranks = rank_of_choice(c, unit.token, 0);
         return unit;
     }
-    /* Returns this worker's first unit of own tokens (`own`) or of peers' tokens. It is loaded
-     * before the plan's header has been checked, so the worker does not know yet how many
-     * tokens the peers have. is_likely becomes true if the unit exists in the usual case that
-     * each peer has as many tokens as this rank. */
+    /* Returns this worker's first unit of own tokens if `own` is true, else of peers' tokens.
+     * The unit is loaded before the plan's header has been checked, so the worker does not know
+     * yet how many tokens the peers have. is_likely becomes true if the unit exists in the
+     * usual case that each peer has as many tokens as this rank. */
     __device__ __forceinline__ Unit read_first(bool own, bool &is_likely) const
     {
         const p2p_combine_job &job = c.job;
@@ -191,8 +192,8 @@ template <class ROW_, bool EXACT, int AT_ONCE> struct QuickSums {
     }
 };
 
-/* How lowlat_combine_kernel() adds rows at any address, in the order of ranks or in tree order.
- * A worker with PlainSums loads no rows ahead. */
+/* How lowlat_combine_kernel() adds rows that need not be aligned, in the order of ranks or in
+ * tree order. A worker with PlainSums loads no rows ahead. */
 template <class ROW_> struct PlainSums {
     typedef ROW_ ROW;
     static constexpr int V = 2;
@@ -214,8 +215,8 @@ template <class ROW_> struct PlainSums {
     }
 };
 
-/* Writes zeros to all outputs, because the plan is invalid or a rank has too few rows. Each of
- * `threads` threads calls it with its own number `thread`. */
+/* Writes zeros to all outputs, because the plan is invalid or the receive buffer of a rank has
+ * too few rows. Each of `threads` threads calls it with its own number `thread`. */
 static __device__ void clear_outputs(const CombineState &c, int64_t thread, int64_t threads)
 {
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, thread, threads);

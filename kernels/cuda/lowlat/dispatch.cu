@@ -30,7 +30,7 @@ __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token
 }
 
 /* How lowlat_dispatch_kernel() moves plain rows. WHOLE: rows are aligned, and a row consists of
- * whole pieces. PackedRows has the same functions:
+ * whole pieces. PackedRows (lowlat/dispatch_packed.cu) has the same functions:
  *   shape_of            returns the shape of the rows that are sent
  *   describe_rows       fills in the members of PackedMove
  *   own_pieces          returns the number of pieces of a row of this rank
@@ -133,9 +133,8 @@ static __device__ void store_lowlat_plan(LowlatPlan &tables, const p2p_plan_job 
     }
 }
 
-/* Writes the records of a mixed plan (one for which another rank has too many tokens for the
- * tables, lowlat/plan.cuh): copies the records that the ranks send. Called by all warps of the
- * CTAs that have made the plan. */
+/* Writes the records of a mixed plan (lowlat/plan.cuh): copies the records that the ranks send
+ * to the plan. Called by all warps of the CTAs that have made the plan. */
 static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables,
                                                         const p2p_plan_job &job,
                                                         const OpState &op,
@@ -149,8 +148,9 @@ static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables
                    });
 }
 
-/* The kernel of the operation "plan" for few tokens. All CTAs make the plan. But if the grid
- * has several CTAs, the last one only announces and ends the operation. */
+/* The kernel of the operation "plan" for few tokens. Every CTA makes the plan, with one
+ * exception: if the grid has several CTAs, the last one only announces and ends the operation
+ * and, in backend hosts, polls the net inbox. */
 __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     lowlat_plan_kernel(const __grid_constant__ p2p_plan_job job)
 {

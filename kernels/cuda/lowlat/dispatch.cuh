@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch for few tokens. With WITH_PLAN, the kernel also makes the plan (lowlat/plan.cuh).
+/* dispatch for few tokens. With the template argument WITH_PLAN, the kernel also makes the plan
+ * (lowlat/plan.cuh). "Last CTA" is the CTA with the highest blockIdx.
  *
  *   tokens  [num_tokens, row_bytes] of this rank -> slots on the ranks of their experts
  *   weights [num_tokens, top_k] of this rank     -> slot_weights of those slots
@@ -21,9 +22,9 @@
  *
  * No send waits for anything, and each row goes directly to its destination, so no two ranks
  * wait for each other in a circle. Each word of a row, weight or id is its own flag, so it
- * needs no memory order. Only the announcement needs one: a system fence comes before it. So a
- * peer that reads the announcement also sees the words that this rank's earlier operations have
- * set back to poison (the mark of a word that has not arrived).
+ * needs no memory order. Only the announcement needs a memory order: a system fence comes
+ * before it. So a peer that reads the announcement also sees the words that this rank's earlier
+ * operations have set back to poison (the mark of a word that has not arrived).
  *
  * If a rank has many tokens, some of the last CTAs only send (num_send_only_ctas_of). With
  * WITH_PLAN and more than one CTA, the last CTA does not receive, because it announces the
@@ -58,7 +59,8 @@ template <class Rows> __device__ __forceinline__ void pad_slabs(const LowlatMove
     }
 }
 
-/* Returns the table `fate` of a plan in memory: the slot of each of this rank's choices. */
+/* Returns the table `fate` of a plan in memory. For each choice of this rank's tokens, it has
+ * the slot or, if the choice has no slot, a negative EPIC_FATE_*. */
 __device__ __forceinline__ const int32_t *fates_of(const PlanView &plan, const p2p_self &self)
 {
     const device_plan_header &h = plan.header;
@@ -100,9 +102,10 @@ __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
     return true;
 }
 
-/* Does for a mixed plan what receive_all() does for other plans: receives this worker's pieces
- * into their slots. In a mixed plan (lowlat/plan.cuh), slots come from the records that ranks
- * send, not from the tables. Returns false if the group of ranks has failed. */
+/* Receives this worker's pieces into their slots, for a mixed plan (lowlat/plan.cuh);
+ * receive_all() does this for other plans. In a mixed plan, slots come from the records that
+ * the ranks send, not from the tables in shared memory. Returns false if the group of ranks has
+ * failed. */
 template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const LowlatMove &m)
 {
     for (int u = m.receivers.worker_index(); u < num_units<Rows>(m);
@@ -179,7 +182,8 @@ static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
 /* Static shared memory of a CTA. The arrays of `tables` are in dynamic shared memory. */
 struct LowlatShared {
     OpState op;
-    /* without WITH_PLAN: the plan that the kernel reads; with it, only addresses are set */
+    /* Without WITH_PLAN: the plan that the kernel reads. With WITH_PLAN: only the addresses of
+     * the plan's tables and the alignment are set. */
     PlanView plan;
     LowlatPlan tables; /* with WITH_PLAN: the plan that the kernel makes */
     Stride unused;     /* RowMove has a reference to a Stride; these kernels never read it */
@@ -187,9 +191,9 @@ struct LowlatShared {
     bool has_all_rows;
 };
 
-/* The words that a warp loads from global memory first when the kernel starts. In control warps
- * this is the state of the group of ranks. In the warp that checks the plan it is the plan's
- * header. */
+/* The words that a warp loads from global memory first when the kernel starts. A control warp
+ * loads `start`, the state of the group of ranks. The warp that checks the plan loads `header`,
+ * the plan's header. */
 template <bool WITH_PLAN> struct Opening {
     StartState start;
     uint32_t header[HEADER_LANE_WORDS];
@@ -201,8 +205,8 @@ template <bool WITH_PLAN> struct Opening {
         if (HOSTS && is_announcer(WITH_PLAN)) fence_system();
         if (reads_header()) load_header(header, job.plan.plan, job.plan_bytes);
     }
-    /* Returns whether this warp reads and checks the plan's header. This is the last worker of
-     * a CTA, if the kernel reads a plan. */
+    /* Returns whether this warp reads and checks the plan's header. If the kernel reads a plan,
+     * the last worker of each CTA does so. */
     static __device__ __forceinline__ bool reads_header()
     {
         return !WITH_PLAN && threadIdx.x / WARP == LOWLAT_WORKERS - 1;
@@ -223,9 +227,10 @@ __device__ __forceinline__ bool is_receiving_worker(const LowlatMove &m)
     return m.receivers.contains_this_cta() && !is_control_warp();
 }
 
-/* Returns whether this warp may still have to send data after phase 2, because end_header() may
- * report a wrong value in the caller's ids to all ranks. Such a warp calls count_posted_warp()
- * after phase 3, all other warps after phase 2. */
+/* Returns whether this warp may still have to send data after phase 2 of the kernel (see
+ * lowlat_dispatch_kernel() below): end_header() may report a wrong value in the caller's ids to
+ * all ranks. Such a warp calls count_posted_warp() after phase 3, all other warps after phase
+ * 2. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool reports_data_errors(const LowlatMove &m)
 {
@@ -255,9 +260,9 @@ __device__ __forceinline__ LowlatMove describe_move(const p2p_dispatch_job &job,
     return m;
 }
 
-/* Phase 1 of a control warp: sets op, the state of the operation. With WITH_PLAN, it also sends
- * its share of the expert ids, and this rank's sizes. Returns false if this rank must not send.
- * Then the group of ranks has failed, or the net has not read the outbox of an earlier
+/* Phase 1 of a control warp: sets op, the state of the operation. With WITH_PLAN, also sends
+ * the warp's share of the expert ids, and this rank's sizes. Returns false if this rank must
+ * not send: the group of ranks has failed, or the net has not read the outbox of an earlier
  * operation in time. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool open_operation(const LowlatMove &m, LowlatShared &s,
@@ -292,8 +297,9 @@ __device__ __forceinline__ void load_own_piece(const LowlatMove &m, FirstUnits &
         first.piece.record_word = read_record_ahead(m, m.job.plan.self.rank, first.piece.token);
 }
 
-/* Phase 1: with WITH_PLAN, sets up empty tables for the plan that the kernel makes. Without it,
- * checks the header of the plan that the kernel reads. */
+/* Phase 1. With WITH_PLAN, sets up empty tables for the plan that the kernel makes. Without
+ * WITH_PLAN, checks the header of the plan that the kernel reads. Also sets the operation's
+ * signature, which the announcement contains. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ void open_plan(const LowlatMove &m, LowlatShared &s,
                                           const Opening<WITH_PLAN> &opening)
@@ -313,9 +319,9 @@ __device__ __forceinline__ void open_plan(const LowlatMove &m, LowlatShared &s,
     s.plan.header.alignment = job.plan.layer.alignment;
 }
 
-/* End of phase 1: waits at a barrier for all warps of the CTA. Then the announcing warp of the
- * last CTA announces the operation to all ranks. Returns false if any warp may not send; the
- * CTA must then return. */
+/* End of phase 1: waits at a barrier for all warps of the CTA. Then one warp of the last CTA
+ * (is_announcer()) announces the operation to all ranks. Returns false, and the CTA must end,
+ * if may_send is false in any thread. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool announce_operation(const LowlatMove &m, LowlatShared &s,
                                                    bool may_send)
@@ -334,7 +340,7 @@ __device__ __forceinline__ bool announce_operation(const LowlatMove &m, LowlatSh
 }
 
 /* Phase 2: workers send this rank's rows, control warps send its weights. This phase waits for
- * no other rank. is_valid: the plan is valid, or not known yet. */
+ * no other rank. is_valid: false if the kernel reads a plan that is invalid. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void send_rows(const LowlatMove &m, WeightSender &weights,
                                           PieceSender<Rows> &sender, bool is_valid)
@@ -348,8 +354,8 @@ __device__ __forceinline__ void send_rows(const LowlatMove &m, WeightSender &wei
     if (!reports_data_errors<WITH_PLAN>(m)) count_posted_warp(m.job.plan.self);
 }
 
-/* End of phase 2: starts to load the worker's first piece and words, except the piece that
- * phase 1 has loaded already. */
+/* End of phase 2: starts to load the worker's first words and first piece. If the piece belongs
+ * to a token of this rank, phase 1 has loaded it already. */
 template <class Rows>
 __device__ __forceinline__ void load_first_units(const LowlatMove &m, FirstUnits &first)
 {
@@ -403,8 +409,8 @@ __device__ __forceinline__ void receive_rows(const LowlatMove &m, LowlatShared &
     Rows::clear_rows(m, 0, threadIdx.x, LOWLAT_BLOCK);
 }
 
-/* Phase 4 with a mixed plan, which the kernel must make because another rank has too many
- * tokens for the tables: ends the operation, makes the plan and receives all rows. */
+/* Phase 4 with a mixed plan (lowlat/plan.cuh): ends the operation, makes the plan and receives
+ * all rows. */
 template <class Rows>
 __device__ __forceinline__ void receive_mixed_and_end(const LowlatMove &m, LowlatShared &s,
                                                       const StartState &start)
@@ -458,8 +464,9 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
 }
 
 /* Returns how many CTAs only send. If a rank has many tokens, its stores to peers delay
- * everything else on the same SM, above all the ids that are sent after them
- * (docs/lab/cuda.md). So separate CTAs then send and receive. */
+ * everything else on the same SM, above all the ids that are sent after the rows
+ * (docs/lab/cuda.md). Therefore a rank with many tokens uses separate CTAs to send and to
+ * receive. */
 static int32_t num_send_only_ctas_of(const p2p_dispatch_job *job, int num_sms)
 {
     const int many = job->plan.is_lowlat ? num_sms * 10 / 64 : num_sms * 15 / 64;

@@ -3,7 +3,7 @@
  * scales as one sequence of 16-byte vectors (dispatch/packed.cuh). Either the caller passes the
  * scales, or the kernel computes them when it quantizes the row.
  *
- *   tokens  [num_tokens, token_bytes], scales [num_tokens, scale_bytes], at any address
+ *   tokens  [num_tokens, token_bytes], scales [num_tokens, scale_bytes], maybe unaligned
  *   recv    [recv_rows, row_bytes], recv_scales [recv_rows, scale_bytes]
  *
  * lowlat/dispatch.cuh describes which warp does what. */
@@ -51,7 +51,8 @@ template <class OwnPiece> struct PackedRows {
                                                          int32_t token, int piece, int32_t slot,
                                                          const uint4 (&q)[V])
     {
-        /* A peer's piece arrives in packed form; only this rank's own piece must be made. */
+        /* A peer's piece has arrived as a piece of a packed row. Only a piece of this rank's
+         * token must still be made from the caller's row. */
         if (!own) {
             for_each_slot(m, slot, [&](int32_t to) { store_packed(m, to, piece, q); });
             return;

@@ -24,15 +24,15 @@
 #include "cuda/dispatch/packed.cuh"
 #include "cuda/lowlat/plan.cuh"
 
-/* Arguments of all units of the kernel. has_new_plan: this kernel makes the plan and finds
- * slots in its tables. Else it reads slots from a plan in memory. */
+/* Arguments of all units of the kernel. If has_new_plan is true, the kernel makes the plan and
+ * finds slots in the plan's tables. Otherwise it reads slots from a plan in memory. */
 struct LowlatMove : PackedMove {
     const LowlatPlan *tables; /* if the kernel makes the plan: its tables, in shared memory */
     /* if the kernel makes the plan: the plan's result, an epic_result */
     uint32_t result;
     const int32_t *fates; /* if the kernel reads a plan: the slots of this rank's choices */
-    /* true: rows are received, but not stored, because the plan has failed or a rank has too
-     * few rows */
+    /* true: rows are received, but not stored, because the plan has an error or the receive
+     * buffer of a rank has too few rows */
     bool discards;
     /* true: another rank has too many tokens for the tables, so slots come from the records
      * that the ranks send (a mixed plan, lowlat/plan.cuh) */
@@ -65,8 +65,8 @@ struct PendingWords {
     /* if the kernel reads a plan: this lane's word of the token's record, which is the lane's
      * slot or -1 */
     uint64_t record_word;
-    /* If the token is this rank's own, and the kernel reads a plan: slot of this lane's choice
-     * if it goes to this rank. Else -1. */
+    /* Only if the token is this rank's own, and the kernel reads a plan: the slot of this
+     * lane's choice, if the choice goes to this rank. In all other cases -1. */
     int32_t own_slot;
     /* If the token is this rank's own: weight of this lane's choice. If it is a peer's: lane n
      * has the weight of the token's n-th slot here, or poison if the weight has not arrived. */
@@ -87,10 +87,10 @@ __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32
 
 /* ----------------------------------------------------------------------------- sending ---- */
 
-/* Sends pieces of this rank's tokens, as one worker. Unit number token * pieces + piece is one
- * piece of a token. No warp may send before the CTA's first barrier, because a control warp
- * opens the operation until then. So the sender uses this time: before that barrier, it loads
- * its first piece and finds the peers that need it. */
+/* Sends one worker's share of the pieces of this rank's tokens. Piece number `piece` of a token
+ * is unit number token * own_pieces + piece. No warp may send before the CTA's first barrier,
+ * because the control warp prepares the operation until then. The sender uses this time to load
+ * its first piece and to find the peers that need it. */
 template <class Rows> struct PieceSender {
     const LowlatMove &m;
     int unit, end;
@@ -99,8 +99,8 @@ template <class Rows> struct PieceSender {
     uint32_t peers;
     uint4 q[V];
 
-    /* Starts to load this worker's first piece, and the choice of this lane for the piece's
-     * token. From the choices find_peers() computes where the piece goes. */
+    /* Starts to load this worker's first piece, and this lane's choice of the piece's token.
+     * find_peers() computes from the choices where the piece goes. */
     __device__ __forceinline__ explicit PieceSender(const LowlatMove &move)
         : m(move), unit(move.senders.worker_index()),
           end(m.job.num_tokens * Rows::own_pieces(move))
@@ -165,7 +165,7 @@ struct WeightSender {
     {
     }
     /* Loads the weights of this warp's first tokens. Does nothing in warps that send no
-     * weights, which are all but the control warps of receiving CTAs. */
+     * weights: only control warps of receiving CTAs send weights. */
     __device__ __forceinline__ void read_ahead()
     {
         if (is_control_warp() && m.receivers.contains_this_cta() && m.job.weights)
@@ -230,9 +230,9 @@ struct WeightSender {
         }
     }
     /* Backend hosts: posts the put that sends the weights of each lane's token to `rank`.
-     * `count`: weights of the token. A put copies words of 8 bytes, so if `count` is odd, a
-     * poison word follows. Called by all lanes of the warp; the lane of the token's first
-     * choice posts. */
+     * `count`: number of weights that the token has for `rank`. A put copies words of 8 bytes,
+     * so if `count` is odd, a poison word follows. Called by all lanes of the warp; the lane of
+     * the token's first choice posts. */
     __device__ __forceinline__ void post_put_weights(int rank, uint32_t *floats,
                                                      int count) const
     {
@@ -305,9 +305,9 @@ __device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int r
 }
 
 /* Loads a piece of a peer's token from staging before the warp waits for it; words that have
- * not arrived are poison. If the token number is not below this rank's own number of tokens,
- * the vectors become poison without a load: mostly all ranks have equally many tokens, so the
- * token probably does not exist. */
+ * not arrived are poison. If this rank itself has no token with this number, sets the vectors
+ * to poison without a load. Mostly all ranks have equally many tokens, so the peer probably has
+ * no such token either. */
 template <class Rows>
 __device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p)
 {
@@ -322,8 +322,8 @@ __device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p
     }
 }
 
-/* Finds out which piece receiving unit u is, if the unit exists, and loads the piece: from the
- * caller's rows for this rank's own token, else from staging. */
+/* Sets p to the piece of receiving unit u, and loads the piece: a piece of this rank's token
+ * from the caller's rows, other pieces from staging. Does nothing if there is no unit u. */
 template <class Rows>
 __device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -375,8 +375,9 @@ __device__ __forceinline__ void store_weight(const LowlatMove &m, int32_t slot, 
 }
 
 /* Waits for the weights of a token and stores them to slot_weights of the token's slots on this
- * rank. For a peer's token, stores poison back to staging. `slot`: this lane's slot, the n-th
- * slot of the token here. Returns false if the group of ranks has failed. */
+ * rank. For a peer's token, stores poison back to staging. `slot`: this lane's slot, or -1.
+ * `n`: number of this slot among the token's slots on this rank, which is also the number of
+ * its weight in staging. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const PendingWords &w,
                                                 int32_t slot, int n)
 {
@@ -399,8 +400,8 @@ __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const Pendi
 }
 
 /* Returns this lane's slot of a token of `rank`, or -1. If the kernel makes the plan, the slot
- * comes from the tables, and lane k has the slot of choice k. Else it is `word`, the lane's
- * word of the record. */
+ * comes from the tables, and lane k returns the slot of choice k. Otherwise the slot is `word`,
+ * the lane's word of the token's record. */
 __device__ __forceinline__ int32_t find_slot(const LowlatMove &m, int rank, int32_t token,
                                              uint64_t word)
 {
@@ -424,9 +425,9 @@ __device__ __forceinline__ bool receive_pending(const LowlatMove &m, PendingPiec
     return true;
 }
 
-/* Receives all pieces of this worker. The caller has loaded `first`. The worker starts to load
- * the next piece before it waits for the current one, so that the loads overlap. Returns false
- * if the group of ranks has failed. */
+/* Receives all pieces of this worker. The caller has loaded `first`, the first piece. The
+ * worker starts to load the next piece before it waits for the current one, so that the loads
+ * overlap. Returns false if the group of ranks has failed. */
 template <class Rows>
 __device__ __forceinline__ bool receive_all(const LowlatMove &m, PendingPiece &first)
 {

@@ -4,17 +4,20 @@
  * These kernels send rows in the same way as the other kernels (net/staging.cuh), so one rank
  * can run a low-latency kernel while a peer runs another kernel of the operation. Only the
  * begin and the end of an operation differ. A CTA has LOWLAT_WORKERS workers, which are warps
- * that move rows, and one control warp, its last warp. Work that is done once per CTA or once
- * per operation:
+ * that move rows, and one control warp, its last warp. An operation is announced to a rank by
+ * stamped words: words that contain the epoch, the number of the operation. These words have
+ * the sender's sizes (tokens, capacity, rows) and its signature. "Last CTA" is the CTA with the
+ * highest blockIdx. Work that is done once per CTA or once per operation:
  *
  *   every CTA   control warp   counts that the CTA has started
- *   last CTA    worker 0       system fence, then announces the operation to every rank; the
+ *   last CTA    worker 0       system fence, then announces the operation to every rank. The
  *                              fence makes visible the poison that earlier operations stored
  *   last CTA    control warp   waits for the peers' announcements and for all CTAs to start,
  *                              then counts the operation as done
  *
  * The announcement is the only word that needs a memory order. Each word of a row, weight or id
- * is its own flag: the reader polls until it is no longer poison, or has the stamp of this
+ * is its own flag. The reader polls a word of a row or weight until it is not poison (the mark
+ * of a word that has not arrived). It polls a word of ids until the word has the stamp of this
  * epoch. Every warp sends all that it has to send before it waits, so no two warps wait for
  * each other in a circle. */
 #ifndef EPIC_LOWLAT_CUH
@@ -36,9 +39,9 @@ __device__ __forceinline__ bool is_control_warp()
     return threadIdx.x >= LOWLAT_WORKERS * WARP;
 }
 
-/* The CTAs [first, first + ctas), among whose workers the units of one kind of work are
- * divided: worker number u % num_workers() does unit u. Workers with consecutive numbers are in
- * different CTAs, so that few units are spread over many SMs. */
+/* The CTAs [first, first + ctas), which do one kind of work. Its units are divided among the
+ * workers of these CTAs: worker number u % num_workers() does unit u. Workers with consecutive
+ * numbers are in different CTAs, so that few units are spread over many SMs. */
 struct CtaRange {
     int first, ctas;
 
@@ -76,9 +79,9 @@ struct CtaRange {
     }
 };
 
-/* Prefetches the kernel's parameters: each warp loads one line of 64 bytes. The first use of
- * each line waits for memory. So the kernel calls this function first, and all lines are loaded
- * at the same time. */
+/* Prefetches the kernel's parameters: each warp loads one line of 64 bytes. Without it, the
+ * first use of each line would wait for memory. The kernel calls this function first, so that
+ * all lines are loaded at the same time. */
 template <class Job> __device__ __forceinline__ void prefetch_params(const Job &job)
 {
     const int at = (int)(threadIdx.x / WARP) * 16;
@@ -103,7 +106,8 @@ struct StartState {
      * inbox, where waits find it. */
     uint64_t broken;
     /* Backend hosts. epochs: how many epochs of this rank have ended. freed: for how many of
-     * these the net has read all puts. The outbox of these epochs can be written again. */
+     * these epochs the net has read all puts. The rank may write again to the outbox memory
+     * that the freed epochs used. */
     uint64_t epochs, freed;
     /* Backend hosts, only in the last CTA: the word `broken` of the net inbox, which
      * finish_lowlat() checks. */
@@ -128,8 +132,8 @@ __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
 }
 
 /* Backend hosts: waits until this rank may write to its outbox, because the net has read all
- * puts of the epoch that last used it. Backend p2p has no outbox and returns true. Called by
- * the control warp. Returns false if the group of ranks has failed. */
+ * puts of the epoch that last used it. In backend p2p there is no outbox, and the function
+ * returns true. Called by the control warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const StartState &start)
 {
     if (!HOSTS) return true;
@@ -137,10 +141,11 @@ __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const Start
     return __all_sync(ALL_LANES, known || lane_id() || wait_outbox_free(op)) != 0;
 }
 
-/* Sends this rank's sizes (tokens, capacity, rows), which are words of its announcement, to
- * every rank. Called by all warps; only the control warp of the last CTA sends. In backend
- * hosts it does nothing: announce_start() stores all words of the announcement, so that one put
- * sends them. */
+/* Sends this rank's sizes, which are words of its announcement, to every rank: `tokens`,
+ * `capacity` (slots of the receive buffer; 0: no limit) and `rows` (rows of the receive
+ * buffer). Called by all warps; only the control warp of the last CTA sends. In backend hosts
+ * it does nothing: announce_start() stores all words of the announcement, so that one put sends
+ * them. */
 __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpState &op,
                                                int32_t tokens, int32_t capacity, int32_t rows)
 {
@@ -151,11 +156,10 @@ __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpSta
     store_relaxed(to + P2P_ANNOUNCED_ROWS, stamp_word(op, (uint32_t)rows));
 }
 
-/* Returns whether this warp announces the operation. This is worker 0 of the last CTA. There is
- * one exception: in backend hosts, if the kernel makes a plan (`plans`), it is the control warp
- * of the last CTA, because the plan waits for the announcement. The announcing warp must issue
- * a system fence before announce_start(). A fence takes long, so the kernel issues it when it
- * starts. */
+/* Returns whether this warp announces the operation. Mostly worker 0 of the last CTA does. In
+ * backend hosts, if the kernel makes a plan (`plans`), the control warp of the last CTA does,
+ * because the plan waits for the announcement. The announcing warp must issue a system fence
+ * before announce_start(). A fence takes long, so the kernel issues it when it starts. */
 __device__ __forceinline__ bool is_announcer(bool plans)
 {
     return is_last_cta() && (HOSTS && plans ? is_control_warp() : threadIdx.x < WARP);
@@ -246,9 +250,9 @@ __device__ __forceinline__ void count_posted_warp(const p2p_self &self)
     atomicAdd(&control_of(self)->done, 1u);
 }
 
-/* Ends the operation. It waits until all peers have announced it, and until all CTAs have
- * started. A CTA that starts later would read the new epoch. Then it advances the epoch. In
- * backend hosts, it waits until all warps have posted their puts, not only started, and then
+/* Ends the operation. Waits until all peers have announced it, and until all CTAs have started;
+ * a CTA that starts later would read the new epoch. Then advances the epoch. In backend hosts,
+ * waits until all warps have posted their puts, not only until all CTAs have started. Then
  * posts the end of the epoch. are_copied: poll_inbox() has copied the peers' announcements to
  * the heap. Called by the control warp of the last CTA. */
 __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
@@ -259,8 +263,8 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
         return __all_sync(ALL_LANES, load_relaxed(&control->done) ==
                                          gridDim.x * (HOSTS ? blockDim.x / WARP : 1)) != 0;
     };
-    /* `broken` was set before this kernel started. All rows may have arrived, but the operation
-     * must not count as done. */
+    /* The group of ranks had failed before this kernel started. All rows may have arrived, but
+     * the operation must not count as done. */
     if (HOSTS && start.net_broken) {
         op.aborted_wait = WAIT_ABORTED(-1, P2P_PHASE_ARRIVE);
         return;
@@ -287,8 +291,9 @@ __device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpStat
            __all_sync(ALL_LANES, q >= num_ranks || h.slots_of[q] <= rows) != 0;
 }
 
-/* Returns true only in the last of the `ctas` CTAs that call it. This CTA may overwrite what
- * the other CTAs have stored. Called by all threads of these CTAs, after their last store. */
+/* Called by `ctas` CTAs. Returns true only in the CTA that calls it last. This CTA may
+ * overwrite what the other CTAs have stored. Called by all threads of the CTAs, after their
+ * last store. */
 static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
 {
     if (threadIdx.x == 0) {
@@ -300,9 +305,9 @@ static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
     return op.last != 0;
 }
 
-/* Returns true only in the CTA of the grid that calls it last. This CTA also reports the rank
- * that has too few rows to the host. Called by all threads of all CTAs if a rank has too few
- * rows. */
+/* Called by all threads of all CTAs if the receive buffer of a rank has too few rows. Returns
+ * true only in the CTA that calls it last. This CTA also reports to the host which rank it
+ * is. */
 static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_header &h)
 {
     if (is_last_cta_to_end(op, (int)gridDim.x))

@@ -1,37 +1,37 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Makes the plan for few tokens. Every rank sends the expert ids of all its choices to every
- * rank. Then each CTA computes the whole plan by itself, in shared memory
+ * other rank. Then each CTA computes the whole plan by itself, in shared memory
  * (lowlat/plan_tables.cuh).
  *
  *   writer                  stores                               reader that waits
  *   control warps           ids of this rank's tokens, to        workers of every CTA
- *                           every rank (stamped words)           (gather_ids)
+ *                           every peer (stamped words)           (gather_ids)
  *   control warp, last CTA  sizes (stamped words)                control warps (gather_sizes)
  *
  * A CTA has one control warp, its last warp; the others are workers. A stamped word contains
  * the epoch (the number of the operation), and a reader accepts it only in this epoch. So each
  * word is its own flag, and no fence is needed.
  *
- * A plan needs only one exchange between the ranks in this way. The general planner
- * (plan/planner.cuh) needs two: first counts, then slots. All ranks compute with the same ids,
- * so they all get the same plan.
+ * So the ranks exchange words only once. The general planner (plan/planner.cuh) needs two
+ * exchanges: first of counts, then of slots. All ranks compute with the same ids, so they all
+ * get the same plan.
  *
  * A rank uses this planner if it has at most max_lowlat_tokens tokens. A rank with more tokens
- * uses plan/planner.cuh, which waits for counts from all ranks. If there is such a rank, this
- * rank discards its tables, and also makes the plan with plan/planner.cuh. This is a *mixed*
- * plan.
+ * uses plan/planner.cuh, which waits for counts from all ranks. If there is such a rank, the
+ * ranks with few tokens discard their tables, and also make the plan with plan/planner.cuh. On
+ * these ranks the plan is called *mixed*.
  *
- * A CTA has three barriers: after all ids have arrived, after its warps have counted the
- * choices of the experts, and after the first slot of each slab is known. Some work needs only
- * one warp per grid: the control warp of one CTA writes the header, and that of another CTA
- * writes the slabs. */
+ * A CTA has three barriers for the plan: after all ids have arrived, after its warps have
+ * counted the choices of the experts, and after the first slot of each slab is known. Some work
+ * needs only one warp per grid: the control warp of one CTA writes the header, and that of
+ * another CTA writes the slabs. */
 #ifndef EPIC_LOWLAT_PLAN_CUH
 #define EPIC_LOWLAT_PLAN_CUH
 
 #include "cuda/lowlat/plan_tables.cuh"
 
-/* An expert id as loaded from the caller's array. It is encoded later (encode_id), because any
- * computation with it would wait for the load. */
+/* An expert id as loaded from the caller's array. encode_id() encodes it later, because any
+ * computation with the id would wait for the load. */
 struct RawId {
     uint32_t low, high; /* high: upper half of an int64 id; unused for an int32 id */
 };
@@ -183,8 +183,8 @@ __device__ __forceinline__ bool mark_choice(LowlatPlan &tables, int rank, int32_
             bit) != 0;
 }
 
-/* Stores the four ids that lane number id_lane of a token has received in the tables, and
- * enters these choices: 4 * id_lane to 4 * id_lane + 3. ids[0] has the first two. */
+/* Enters four choices of a token of `rank` in the tables: choices 4 * id_lane to 4 * id_lane +
+ * 3. ids[0] has the encoded ids of the first two of them, ids[1] those of the other two. */
 __device__ __forceinline__ void mark_lane_choices(LowlatPlan &tables, int rank, int32_t token,
                                                   int id_lane, const uint32_t (&ids)[2])
 {
@@ -199,9 +199,9 @@ __device__ __forceinline__ void mark_lane_choices(LowlatPlan &tables, int rank, 
 }
 
 /* Waits for the ids of all ranks and enters them in the tables. A lane handles four ids of a
- * token at a time, all from the same rank. Called by the workers of the CTA. The last warps get
- * the first tokens, because the first warps still have rows to send. Returns false if the group
- * of ranks has failed. */
+ * token at a time. All its tokens are from the same rank. Called by the workers of the CTA. The
+ * last warps get the first tokens, because the first warps still have rows to send. Returns
+ * false if the group of ranks has failed. */
 static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
                                   const OpState &op)
 {
@@ -240,7 +240,8 @@ static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
                 const uint64_t tokens = num_tokens < 0 ? load_relaxed(announced) : 0;
                 if (num_tokens < 0 && is_stamped(op, tokens))
                     num_tokens = (int32_t)(uint32_t)tokens;
-                /* A rank with so many tokens sends no ids, so there is nothing to wait for. */
+                /* A rank with more than max_tokens tokens sends no ids, so there is nothing to
+                 * wait for. */
                 if (num_tokens > tables.max_tokens) num_tokens = 0;
                 ids[0] = (uint32_t)a;
                 ids[1] = (uint32_t)b;
@@ -329,10 +330,10 @@ __device__ __forceinline__ int32_t needed_here(const LowlatPlan &tables,
            tables.slots_before(job, job.self.rank);
 }
 
-/* Returns whether the plan can be used. A plan is invalid if an id is invalid, or if a rank
- * needs more slots than its capacity. `moves`: the operation also moves rows, so the function
- * also checks that each rank's receive buffer has a row per slot. All ranks get the same
- * verdict. Called by one warp. */
+/* Returns a verdict: whether the plan can be used. A plan is invalid if an id is invalid, or if
+ * a rank needs more slots than its capacity. `moves`: the operation also moves rows, so the
+ * function also checks that each rank's receive buffer has a row per slot. All ranks get the
+ * same verdict. Called by one warp. */
 static __device__ PlanVerdict judge_plan(const LowlatPlan &tables, const p2p_plan_job &job,
                                          bool moves)
 {
@@ -373,8 +374,8 @@ static __device__ __noinline__ void find_duplicates(LowlatPlan &tables, int rank
  * pollers*, poll it. They copy the words that have arrived to the same offsets of the heap,
  * where all other warps wait for them.
  *
- * copy_announcements() does this for the announcements of ranks on other hosts. Called by one
- * warp. Returns false if the group of ranks has failed. */
+ * copy_announcements() copies the announcements of ranks on other hosts. Called by one warp.
+ * Returns false if the group of ranks has failed. */
 static __device__ bool copy_announcements(const p2p_self &self, const OpState &op)
 {
     const int q = lane_id() < self.num_ranks ? lane_id() : self.rank;
@@ -472,9 +473,9 @@ static __device__ LowlatPlanState make_lowlat_plan(LowlatPlan &tables, const p2p
 }
 
 /* Makes a mixed plan, because another rank has more tokens than fit in the tables. That rank
- * uses plan/planner.cuh, so this rank does so, too: the first job.planners CTAs run
- * make_plan(). Called by all threads of every CTA that would make the plan. Returns false if
- * the group of ranks has failed. */
+ * uses plan/planner.cuh, so this rank must use it, too: the first job.planners CTAs run
+ * make_plan(). Called by all threads of every CTA that has called make_lowlat_plan(). Returns
+ * false if the group of ranks has failed. */
 static __device__ __noinline__ bool make_mixed_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                                     const OpState &op, uint8_t *memory)
 {
@@ -495,9 +496,9 @@ static __device__ void begin_header(LowlatPlan &tables, const p2p_plan_job &job,
     __syncwarp();
 }
 
-/* Fills in the other fields of the plan's header after the ids have arrived, writes the header
- * and the caller's outputs, and reports invalid ids and overflows. Called by the control warp
- * that called begin_header(). */
+/* Fills in the fields of the plan's header that begin_header() has not set, after the ids have
+ * arrived, writes the header and the caller's outputs, and reports invalid ids and overflows.
+ * Called by the control warp that called begin_header(). */
 static __device__ void end_header(LowlatPlan &tables, const p2p_plan_job &job,
                                   const OpState &op, uint32_t result)
 {

@@ -22,16 +22,17 @@
 #define LOWLAT_NO_ID 0xffffu
 #define LOWLAT_INVALID_ID 0xfffeu /* encoded id of a choice whose id is too large */
 #define LOWLAT_LANE_IDS 4         /* how many ids of one token a lane handles at a time */
-/* Upper bound of lowlat_plan_bytes(), in bytes. There are at most 8192 ids of at most 4096
- * tokens, 2 bytes per id. Each token's number of ids is rounded up to a multiple of four, which
- * at most doubles their number: hence the last factor 2. */
+/* Upper bound of lowlat_plan_bytes(), in bytes. There are at most 8192 ids (P2P_LOWLAT_CHOICES)
+ * of at most 4096 tokens. An id has 2 bytes. Each token's number of ids is rounded up to a
+ * multiple of four, which at most doubles the number of ids. So the number is multiplied by 2
+ * twice. */
 #define LOWLAT_PLAN_MAX_BYTES \
     (P2P_LOWLAT_MASKS * 6 + LOWLAT_WORKERS * WARP * 8 + P2P_LOWLAT_CHOICES * 2 * 2 + 16)
 
 struct PlanVerdict { /* Whether a plan can be used. The verdict is equal on all ranks. */
     uint32_t result;
-    /* true: the plan is valid, but the receive buffer of a rank has fewer rows than it has
-     * slots */
+    /* true: the plan is valid, but the receive buffer of a rank has fewer rows than the rank
+     * has slots */
     bool short_of_rows;
 };
 
@@ -52,7 +53,8 @@ struct LowlatPlan {
     /* number of tokens of each rank */
     int32_t tokens[DEVICE_MAX_RANKS];
     int32_t recv_rows[DEVICE_MAX_RANKS]; /* number of rows of each rank's receive buffer */
-    /* for each rank: the first of its choices that has an invalid id, or NO_INDEX */
+    /* for each rank: number (token * top_k + k) of the rank's first choice with an invalid id
+     * or, with EPIC_DISTINCT, of its first duplicate; NO_INDEX: there is none */
     uint32_t bad_choice[DEVICE_MAX_RANKS];
     /* warp_slots[w]: number of slots of the experts that warp w handles in compute_slabs() */
     int32_t warp_slots[LOWLAT_WORKERS];
@@ -87,8 +89,8 @@ struct LowlatPlan {
         return begin + count_before(rank, token * id_lanes * LOWLAT_LANE_IDS + k, (uint16_t)e);
     }
     /* Returns how many choices of `expert` the ranks below `rank` have, plus how many are among
-     * the first `choices` ids of `rank`. It compares ids one by one, which is slow. It is used
-     * only if some token chose an expert twice. */
+     * the first `choices` ids of `rank`. Compares ids one by one, which is slow. Used only if
+     * some token chose an expert twice. */
     __device__ __noinline__ int count_before(int rank, int choices, uint16_t expert) const
     {
         int count = 0;

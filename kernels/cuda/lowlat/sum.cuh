@@ -41,8 +41,8 @@ __device__ __forceinline__ bool in_row(const CombineState &c, const Unit &u)
     return EXACT || vector_of(u) < c.shape.vectors;
 }
 
-/* Loads this lane's vectors of the unit's rows number `from` to from + LOWLAT_LOADED_ROWS - 1,
- * of its `count` rows. Lane n of u.slot has the slot of row n. */
+/* Loads this lane's vectors of up to LOWLAT_LOADED_ROWS rows of the unit, from row number
+ * `from` on. `count`: number of rows of the unit. In lane n, u.slot is the slot of row n. */
 template <bool EXACT>
 __device__ __forceinline__ void load_slot_rows(const CombineState &c, SlotRows &rows,
                                                const Unit &u, int count, int from)
@@ -58,7 +58,7 @@ __device__ __forceinline__ void load_slot_rows(const CombineState &c, SlotRows &
 }
 
 /* Adds weight * row to acc for each loaded row. `from`: number of the first loaded row.
- * `count`: rows of the unit in all. */
+ * `count`: number of rows of the unit, loaded or not. */
 template <class ROW>
 __device__ __forceinline__ void add_loaded(const SlotRows &rows, float (&acc)[1][ROW::N],
                                            int count, int from)
@@ -74,8 +74,8 @@ __device__ __forceinline__ void add_loaded(const SlotRows &rows, float (&acc)[1]
     }
 }
 
-/* Returns whether the lanes with a slot are the lowest ones, as in every valid record. A record
- * that is loaded before the plan has been checked may contain anything. */
+/* Returns whether the lanes with a slot are the lowest lanes, as in every valid record. If the
+ * plan has not been checked yet, its records may contain anything. */
 __device__ __forceinline__ bool has_slots_in_low_lanes(const Unit &u)
 {
     const uint32_t lanes = __ballot_sync(ALL_LANES, u.slot >= 0);
@@ -117,8 +117,8 @@ __device__ __forceinline__ uint4 sum_loaded(const CombineState &c, SlotRows &row
 }
 
 /* Adds this rank's rows for one piece of a peer's token, and stores this partial sum to the
- * peer's staging. With the first piece it also sends the token's slot_floats, if the caller
- * passed any. The caller has loaded `rows`. */
+ * peer's staging. With the first piece, also sends the slot_floats of the token's slots (one
+ * float per slot that the caller passed), if there are any. The caller has loaded `rows`. */
 template <class ROW, bool EXACT>
 __device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, const Unit &u)
 {
@@ -189,9 +189,10 @@ __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u
     return true;
 }
 
-/* Adds one piece of a token of this rank over all ranks, and stores the sum to the output. With
- * the first piece it also receives the token's choice_floats, if the caller wants them. The
- * caller has loaded `rows`. Returns false if the group of ranks has failed. */
+/* Adds the partial sums of all ranks for one piece of a token of this rank, and stores the sum
+ * to the output. With the first piece, also receives the token's choice_floats (for each choice
+ * the slot_float of its slot), if the caller wants them. The caller has loaded `rows`. Returns
+ * false if the group of ranks has failed. */
 template <class ROW, bool EXACT, int AT_ONCE>
 __device__ __forceinline__ bool receive_sum(const CombineState &c, SlotRows &rows,
                                             const Unit &u)
