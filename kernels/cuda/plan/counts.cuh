@@ -8,17 +8,20 @@
  *   on lower ranks + in lower CTAs of this rank + in lower warps + earlier ones in this warp
  *
  * So no position depends on which rank, CTA or warp runs first. The last of the four counts is
- * called warp_position. With layout FLAT the planner also needs warp_row: how many rows on the
- * rank of the choice this warp had counted before it. It is -1 if an earlier choice of the same
- * token has counted the row. Until the slot of a choice is known, the plan's arrays `fate` and
- * `rank_of` hold these counts:
+ * called warp_position. With layout FLAT, a token has one row on each rank that owns one of its
+ * experts, and the planner counts these rows, too. Then each choice also has a warp_row: how
+ * many rows on the rank of its expert the warp had counted before this choice. If an earlier
+ * choice of the same token has the same rank, warp_row is -1. Until the slot of a choice is
+ * known, the plan's arrays `fate` and `rank_of` hold these counts:
  *
  *   layer                     fate[choice]     rank_of[choice]
  *   EXPERT_MAJOR              warp_position    not used yet
  *   FLAT, drops no choices    warp_row         not used yet
  *   FLAT, drops choices       warp_position    warp_row (count_kept_rows() sets it)
  *
- * plan/planner_state.cuh defines the word tally, and how tallies are numbered.
+ * A tally is a counter of a warp: it counts the choices of one expert or, with FLAT, the rows
+ * of one rank. plan/planner_state.cuh says how tallies are numbered. The planner CTAs are the
+ * CTAs that make the plan.
  *
  *   writer          stores                                       reader that waits
  *   each warp       its tallies, in shared memory                its CTA, at a barrier
@@ -57,11 +60,12 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
     return count_group(tally, expert, same_id);
 }
 
-/* Layout FLAT: counts the rows that a group of tokens needs on each rank. A token needs one row
- * on each rank that owns one of its experts. So only the token's first choice on a rank counts.
- * `owner`: the rank of this lane's choice, or -1. Returns warp_row of the choice. `tally`: this
- * warp's tallies of the ranks. `seen`: the function stores in it, for the call with the second
- * half of a token, which ranks the first half (choices 0 to 31) goes to. */
+/* Layout FLAT: counts the rows that a group of tokens needs on each rank, and returns warp_row
+ * of this lane's choice. A token needs one row on each rank that owns one of its experts. So
+ * only the token's first choice on a rank counts. `tally`: this warp's tallies of the ranks.
+ * `owner`: the rank of the expert of this lane's choice, or -1. A token with more than 32
+ * choices needs two calls, for its halves 0 and 1. `seen` passes the ranks of half 0, a bit
+ * mask, to the call for half 1. */
 __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &lanes,
                                               int32_t owner, int half, uint32_t &seen)
 {
@@ -75,8 +79,8 @@ __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &
 }
 
 /* Returns whether an earlier choice of the same token has the same id. `same_id`: bit mask of
- * the lanes that have this id now. `first_id`: if the warp is at a token's second half (choices
- * from 32 on), the id that this lane had in the first half; else -1. */
+ * the lanes that have this id in this call. `first_id`: if this call is for a token's second
+ * half (choices from 32 on), the id that this lane had in the first half; else -1. */
 __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int32_t id,
                                                    uint32_t same_id, int32_t first_id)
 {
@@ -87,8 +91,8 @@ __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int3
     return id >= 0 && found;
 }
 
-/* A lane keeps the choices of its first 4 groups of tokens in registers, so that it need not
- * load them again when it computes their slots. */
+/* A lane keeps its choices of the first 4 groups of tokens of its warp in registers. So it does
+ * not have to load them again when it computes their slots. */
 #define COUNTED_GROUPS 4
 
 /* The id and the warp_position of this lane's choice in each of the warp's first groups of
@@ -153,8 +157,8 @@ __device__ __forceinline__ int32_t check_id(Planner &p, int64_t choice, int64_t 
 }
 
 /* Returns the array in which resolve_replicas() stores the expert of each of this rank's
- * choices. It is in the plan's memory, where this rank's own records will be stored later. So
- * it needs no memory of its own. */
+ * choices. The array is in the plan's memory, at the place where the records about this rank's
+ * own tokens will be stored later. So it needs no memory of its own. */
 __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
 {
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
@@ -163,8 +167,9 @@ __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
            record_index(job.self, job.self.rank, 0, (int)job.layer.top_k);
 }
 
-/* Returns the id under which choice number `choice` is counted: its expert. There is one
- * exception: if the planner chooses replicas after counting, it is the logical expert. */
+/* Returns the id under which the planner counts choice number `choice`: its expert. There is
+ * one exception: if the planner chooses replicas after counting, it counts under the logical
+ * expert. */
 template <int KIND>
 __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t choice)
 {
@@ -181,8 +186,9 @@ template <int KIND> __device__ __forceinline__ int num_planned_ids(const p2p_pla
 }
 
 /* Counts the choices of this warp's tokens and checks their ids. Stores the count of each
- * choice in `fate`, as the table at the top of this file shows, and the counts of the first
- * groups also in `counted`. If `counted` has all, it leaves `fate` unchanged. */
+ * choice (warp_position or warp_row) in `fate`, as the table at the top of this file shows.
+ * Stores the counts of the first groups also in `counted`. If `counted` can hold all choices of
+ * the warp, leaves `fate` unchanged. */
 template <int KIND>
 static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                                      const TokenLanes &lanes, const TokenRange &range,
@@ -222,23 +228,23 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                     });
 }
 
-/* A word of `counts` has the sum of one tally on the sending rank. It also has the owner of the
- * tally's expert in the sender's table, so that the receiver can compare the tables.
- * RECORD_LAST in the word of tally 0 means that the sender's data is wrong. RECORD_LAST in all
- * words means that its table rank_of_expert is invalid. */
+/* A word of `counts` has the sum of one tally over the sending rank. It also has the owner of
+ * the tally, from the sender's table rank_of_expert, so that the receiver can compare this
+ * table with its own. If the word of tally 0 has the flag RECORD_LAST, the sender's data is
+ * wrong. If all words have it, the sender's table rank_of_expert is invalid. */
 #define COUNT_BITS P2P_COUNT_BITS
 #define COUNT_OF(word) ((uint32_t)(word) & ((1u << COUNT_BITS) - 1))
 #define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & 31)
 
 /* Returns the word of `counts` for tally i, with the tally's owner and with count 0. The caller
- * adds the count. If this rank's table of experts is wrong, the word is RECORD_LAST. */
+ * adds the count. If this rank's table rank_of_expert is invalid, the word is RECORD_LAST. */
 __device__ __forceinline__ uint32_t owner_word(const Planner &p, int i)
 {
     return p.bad_owner == NO_INDEX ? (uint32_t)p.owner[i] << COUNT_BITS : RECORD_LAST;
 }
 
-/* Reports EPIC_EMISMATCH, which ends the group: rank q has another table of experts
- * (rank_of_expert or logical_of_expert) than this rank. */
+/* Reports EPIC_EMISMATCH, which ends the group. The cause is that the tables rank_of_expert or
+ * logical_of_expert of rank q differ from those of this rank. */
 static __device__ __noinline__ void report_table_mismatch(const OpState &op, int q)
 {
     const p2p_self &self = *op.self;
@@ -327,10 +333,10 @@ publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, u
     }
 }
 
-/* Finds the first wrong value of this rank, and sends it to all ranks. If a table of experts is
- * wrong, this is the first wrong entry of the table. Else it is the lowest of the wrong choices
- * that the planner CTAs have published. Called by one thread of CTA 0. Returns false if the
- * group of ranks has failed. */
+/* Finds the first wrong value in this rank's data, and sends it to all ranks. If rank_of_expert
+ * or logical_of_expert is wrong, this is the first wrong entry of that table. Else it is the
+ * lowest of the wrong choices that the planner CTAs have published. Called by one thread of CTA
+ * 0. Returns false if the group of ranks has failed. */
 static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_plan_job &job,
                                                   const OpState &op)
 {
@@ -367,9 +373,9 @@ __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts
             store_relaxed(counts + (first + i) * DEVICE_MAX_TALLIES, words[i]);
 }
 
-/* Waits until all planner CTAs of this rank have published tally e. words[c] becomes the word
- * of CTA c, with count 0 if there is no CTA c. Returns false if the group of ranks has
- * failed. */
+/* Waits until all planner CTAs of this rank have published tally e. Sets words[c] to the word
+ * of CTA c, or to a word with count 0 if there is no CTA c. Returns false if the group of ranks
+ * has failed. */
 __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, const OpState &op,
                                                     int e, uint64_t (&words)[P2P_MAX_PLANNERS])
 {
@@ -387,8 +393,9 @@ __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, con
 }
 
 /* Does steps 1 and 2 of exchange_counts() for tally e: adds the tallies of this rank's CTAs.
- * CTA 0 also sends the sum to every rank. `counts`: offset of this epoch's counts in a heap, in
- * 8-byte words. Returns false if the group of ranks has failed. */
+ * Sets p.before_cta[e] to the sum over the lower CTAs. CTA 0 also sends the sum over all CTAs
+ * to every rank. `counts`: offset of this epoch's counts in a heap, in 8-byte words. Returns
+ * false if the group of ranks has failed. */
 __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &job,
                                               const OpState &op, int64_t counts, int e)
 {
@@ -415,10 +422,11 @@ __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &jo
     return ok;
 }
 
-/* Backend hosts: CTA 0 posts the puts that send this rank's counts to all ranks, after all its
- * threads have stored their counts. Called by all threads. `ok`: this thread has found no
- * failure. Returns false if any thread of CTA 0 has found that the group of ranks has
- * failed. */
+/* Backend hosts: CTA 0 posts the puts that send this rank's counts to the ranks on other hosts,
+ * after all its threads have stored their counts. `counts`: offset of this epoch's counts in a
+ * heap, in 8-byte words. `tallies`: number of tallies. Called by all threads. `ok`: this thread
+ * has found no failure. Returns false if any thread of CTA 0 has found that the group of ranks
+ * has failed. */
 __device__ __forceinline__ bool post_put_counts(const p2p_self &self, const OpState &op,
                                                 int64_t counts, int tallies, bool ok)
 {
@@ -432,9 +440,9 @@ __device__ __forceinline__ bool post_put_counts(const p2p_self &self, const OpSt
 }
 
 /* Waits until RANKS_AT_ONCE ranks, from rank `first` on, have published their count of one
- * tally. `from`: address of rank 0's count in this rank's heap. words[i] becomes the count of
- * rank first + i; it is 0 if there is no such rank. Returns false if the group of ranks has
- * failed. */
+ * tally. `from`: address of rank 0's count in this rank's heap. Sets words[i] to the word of
+ * rank first + i, or to a word with count 0 if there is no such rank. Returns false if the
+ * group of ranks has failed. */
 __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64_t *from,
                                                  int first, uint64_t (&words)[RANKS_AT_ONCE])
 {
@@ -457,13 +465,14 @@ __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64
 }
 
 /* Does step 3 of exchange_counts() for tally e: waits for the counts of all ranks, and adds
- * them. `counts`: offset of this epoch's counts in a heap, in 8-byte words. Returns false if
- * the group of ranks has failed. */
+ * them to p.load and p.before_cta. `counts`: offset of this epoch's counts in a heap, in 8-byte
+ * words. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self,
                                                 const OpState &op, int64_t counts, int e)
 {
     const uint64_t *from = (const uint64_t *)op.heap + counts + e;
-    /* Bit masks of ranks. bad: ranks whose data is wrong. others: ranks whose table of experts
+    /* load, low: sums of the counts of all ranks and of the lower ranks. bad, others: bit masks
+     * of ranks. bad: ranks whose data is wrong. others: ranks whose table rank_of_expert
      * differs from this rank's. */
     uint32_t load = 0, low = 0, bad = 0, others = 0;
     bool ok = true;

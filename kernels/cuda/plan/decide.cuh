@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Decides a plan from the counts of all ranks: which choices are kept, where the slab of each
  * expert begins, and whether the plan is valid. plan/planner.cuh calls these functions after
- * the counts have arrived. It defines the words choice and slab.
+ * the counts have arrived. That file defines the words choice and slab.
  *
  *   decide_plan          computes loads, kept choices and slabs
  *   wait_faults          waits until every rank has reported the faults of its data
  *   report_...           store the error of an invalid plan for the host
  *   write_plan_outputs   stores the header, the tables and the caller's outputs
  *
- * All ranks compute with equal counts, so all decide the same without another exchange. */
+ * The result is equal on all ranks, because all ranks compute with equal counts. So they need
+ * no other exchange. */
 #ifndef EPIC_PLAN_DECIDE_CUH
 #define EPIC_PLAN_DECIDE_CUH
 
@@ -40,7 +41,7 @@ __device__ __forceinline__ uint64_t round_up_rows(int32_t count, uint32_t alignm
 }
 
 /* Upper bound of replica_bytes() + by_k_bytes(): the bytes of dynamic shared memory that layers
- * with PLAN_RARE need in addition. */
+ * with PLAN_RARE (replicas, or dropped choices) need in addition to other layers. */
 #define PLAN_RARE_BYTES (P2P_REPLICATED_EXPERTS * 12 + 16 + (48 << 10))
 
 /* Returns the bytes of dynamic shared memory that make_plan() needs for this job. */
@@ -58,7 +59,8 @@ __device__ __forceinline__ int32_t num_kept_of(const Planner &p, const p2p_plan_
 }
 
 /* Returns how many slots `rank` needs if each of its experts keeps at most `most` choices.
- * `capped`: expert_capacity limits each expert, too. Called by one warp. */
+ * `capped`: if true, each expert also keeps at most expert_capacity choices. Called by one
+ * warp. */
 template <int KIND>
 static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int rank,
                                       int32_t most, bool capped)
@@ -83,7 +85,7 @@ static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int r
 }
 
 /* Returns the keep limit of `rank`: the largest c for which `capacity` slots suffice if each of
- * its experts keeps at most c choices. Finds c by bisection. Called by one warp. */
+ * its experts keeps at most c choices. It finds c by bisection. Called by one warp. */
 static __device__ int32_t find_keep_limit(Planner &p, const p2p_plan_job &job, int rank,
                                           int64_t capacity)
 {
@@ -208,8 +210,8 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const Op
 }
 
 /* Returns true if no rank can need more than 2^31 - 1 slots, whatever experts the tokens
- * choose. Then place_slabs() can add numbers of slots in 32 bits, and no kernel code has to
- * check before that the sums fit. */
+ * choose. Then place_slabs() can add numbers of slots in 32 bits, and decide_plan() need not
+ * call count_slots() first. */
 __device__ __forceinline__ bool slots_fit_int32(const p2p_plan_job &job)
 {
     const int64_t choices = (int64_t)job.self.num_ranks * job.self.max_tokens * job.layer.top_k;
@@ -217,9 +219,9 @@ __device__ __forceinline__ bool slots_fit_int32(const p2p_plan_job &job)
 }
 
 /* Waits for the numbers of tokens and the capacities that all ranks announce. CTA 0 also fills
- * in the header. All warps call it, but only three work: the last one waits for tokens, the one
- * before it for capacities, and the third-last fills in the header. Returns false if the group
- * of ranks has failed. */
+ * in the header. All warps call it, but only three work. The last warp waits for numbers of
+ * tokens, the second-last for capacities, and the third-last fills in the header. Returns false
+ * if the group of ranks has failed. */
 static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     const int after = (int)(blockDim.x / WARP) - 1 - (int)(threadIdx.x / WARP);
@@ -234,7 +236,7 @@ static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const
 }
 
 /* Decides how many choices each expert keeps, where the slabs are, and the plan's result
- * (header.result). All planner CTAs of all ranks decide the same, because they have the same
+ * (header.result). All planner CTAs of all ranks come to equal results, because they have equal
  * counts. Called by all threads. Returns false if the group of ranks has failed. */
 template <int KIND>
 static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const OpState &op)
@@ -243,7 +245,8 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
     const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, ranks = job.self.num_ranks;
     device_plan_header &h = p.header;
     bool ok = true;
-    /* If data is wrong and slots are too few, EPIC_EINVAL is the result, not EPIC_EOVERFLOW. */
+    /* If data is wrong and slots are also too few, the result is EPIC_EINVAL, not
+     * EPIC_EOVERFLOW. */
     if (threadIdx.x == 0 && p.bad_ranks) h.result = EPIC_EINVAL;
     if (FLAT && RARE && layer_drops(job)) {
         for (int d = threadIdx.x; d < ranks; d += blockDim.x) p.demand[d] = p.needed_rows[d];
@@ -298,9 +301,9 @@ static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self
     return true;
 }
 
-/* Reports a wrong value to this rank's host: that of the lowest rank with wrong data, which the
- * rank sends in its fault words. So all hosts report the same error. Called by one thread of
- * CTA 0. */
+/* Reports the first wrong value of the lowest rank with wrong data to this rank's host process.
+ * That rank has sent the value to all ranks in its fault words. So all processes report the
+ * same error. Called by one thread of CTA 0. */
 static __device__ __noinline__ void report_fault(const Planner &p, const p2p_plan_job &job,
                                                  const OpState &op)
 {
@@ -328,8 +331,8 @@ static __device__ __noinline__ void report_fault(const Planner &p, const p2p_pla
     report_data_error(job.self, notice);
 }
 
-/* Reports an overflow to this rank's host: the lowest rank that has fewer slots than it needs.
- * Called by one thread of CTA 0. */
+/* Reports an overflow to this rank's host process. The report names the lowest rank that has
+ * fewer slots than it needs. Called by one thread of CTA 0. */
 static __device__ __noinline__ void report_overflow(const Planner &p, const p2p_plan_job &job,
                                                     const OpState &op)
 {

@@ -32,7 +32,8 @@ __device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const O
                             source_number(self, self.rank, source), token);
 }
 
-/* Returns whether a received value is a row number, not RECORD_ABSENT or RECORD_DISCARD. */
+/* Returns whether the value of a row word is a row number, not RECORD_ABSENT or RECORD_DISCARD
+ * (plan/view.cuh). */
 __device__ __forceinline__ bool is_valid_row(uint32_t value)
 {
     return value < RECORD_DISCARD;

@@ -27,7 +27,7 @@ __device__ __forceinline__ bool layer_drops(const p2p_plan_job &job)
 }
 
 /* Returns how many choices an expert keeps: its load, but not more than the keep limit of its
- * rank and its own quota (expert_capacity). */
+ * rank, and not more than its own quota (expert_capacity). */
 __device__ __forceinline__ int32_t num_kept(const Planner &p, const p2p_plan_job &job,
                                             int expert)
 {
@@ -49,8 +49,8 @@ __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_pl
 
 /* Counts the rows that this warp's tokens need on each rank if the experts keep only
  * p.keep_limit choices. `warp_positions` and `warp_rows` have an element for each choice of
- * this rank. The function reads the results of count_group() from the first, and stores the
- * results of count_rows() in the second. */
+ * this rank, [num_tokens, top_k]. The function reads the results of count_group() from
+ * warp_positions, and stores the results of count_rows() in warp_rows. */
 static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
                                        const int32_t *warp_positions, int32_t *warp_rows)
 {
@@ -88,11 +88,11 @@ __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const Op
                DEVICE_MAX_RANKS;
 }
 
-/* Counts the rows that each rank needs with the limits p.keep_limit, and exchanges the counts
- * with all ranks. Sets p.needed_rows (rows for the tokens of all ranks) and p.rows_before_cta
- * (rows for the tokens of lower ranks). `search`: number of this exchange. Called by all
- * threads of the CTA; thread d handles the rows of rank d. Returns false if the group of ranks
- * has failed. */
+/* Counts the rows that this rank's tokens need on each rank with the limits p.keep_limit, and
+ * exchanges the counts with all ranks. Sets p.needed_rows (rows on each rank for the tokens of
+ * all ranks) and p.rows_before_cta (rows on each rank for the tokens of lower ranks). `search`:
+ * number of this exchange. Called by all threads of the CTA; thread d handles the rows of rank
+ * d. Returns false if the group of ranks has failed. */
 static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, const OpState &op,
                                          int search)
 {
@@ -136,10 +136,10 @@ static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, co
 }
 
 /* Finds, by bisection, the largest p.keep_limit of each rank with which its rows fit its
- * capacity. All ranks bisect together, because each step needs the counts of all. The last step
- * counts with the final limits, so p.needed_rows and p.rows_before_cta are those of the plan.
- * Called by all threads of the CTA; thread d handles the limit of rank d. Returns false if the
- * group of ranks has failed. */
+ * capacity. All ranks bisect together, because each step needs the counts of all ranks. The
+ * last step counts with the final limits, so that p.needed_rows and p.rows_before_cta are right
+ * for the plan. Called by all threads of the CTA; thread d handles the limit of rank d. Returns
+ * false if the group of ranks has failed. */
 static __device__ __noinline__ bool find_flat_keep_limits(Planner &p, const p2p_plan_job &job,
                                                           const OpState &op)
 {

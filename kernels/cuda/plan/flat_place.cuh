@@ -21,10 +21,12 @@
 struct FlatChoice { /* A choice that this lane handles, and where it goes. */
     /* number of the choice on this rank (token * top_k + k); -1: the lane has no choice */
     int64_t choice;
-    int32_t owner; /* the rank of its expert; -1: the choice is not sent */
+    /* the rank of the choice's expert; -1: the choice has no expert or is dropped */
+    int32_t owner;
     int32_t local; /* number of the expert among the experts of that rank */
     /* The token's row on that rank. At first only the lane with the token's first choice on
-     * that rank has it, and the others have -1. send_row_words() sets it in all of them. */
+     * that rank has the row. The lanes with its other choices there have -1, until
+     * send_row_words() sets the row in all of them. */
     int32_t row;
     int32_t fate; /* if owner is -1: the reason, an EPIC_FATE_* value */
 };
@@ -56,8 +58,9 @@ __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p
 
 /* Sends the row numbers and records of a group of tokens to every rank. A lane has the choices
  * c[0] and c[1] of its token: one in each half of the token (TokenLanes). Also sets c[h].row in
- * all lanes of a token. `in`: the lane's token exists. `bad`: the plan is invalid, so receivers
- * must discard the rows. Called by one warp. */
+ * all lanes of a token. `token`: this lane's token. `in`: true if that token exists. `bad`:
+ * true if the plan is invalid; then the function sends RECORD_DISCARD as row number, and
+ * receivers discard the rows. Called by one warp. */
 __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan_job &job,
                                                const TokenLanes &lanes, int32_t token, bool in,
                                                bool bad, FlatChoice (&c)[2])

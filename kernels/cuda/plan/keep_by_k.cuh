@@ -9,8 +9,9 @@
  *                   expert. It decides the slot
  *
  * To find keep positions, the ranks count the choices of each k separately: tally number k *
- * num_experts + e counts the choices of expert e with this k. The keep position is
- * lower_k_count plus the position among the choices with the same k. Two arrays are needed:
+ * num_experts + e counts the choices of expert e with this k. The keep position of a choice is
+ * lower_k_count plus its position among the expert's choices with the same k. This needs two
+ * arrays:
  *
  *   lower_k_count   [top_k][num_experts]      choices of the expert with lower k, on all ranks
  *   kept_before     [num_warps][num_experts]  slot position of the next kept choice that the
@@ -21,8 +22,8 @@
 #include "cuda/plan/replicas.cuh"
 
 /* Returns the bytes of dynamic shared memory that EPIC_BY_K needs for two arrays: kept_before,
- * and the load of each expert, summed over k. They follow the tables of the replicas in
- * memory. */
+ * and the load of each expert, summed over k. In memory these two arrays follow the tables of
+ * the replicas. */
 static inline int by_k_bytes(const p2p_plan_job *job)
 {
     const int warps = planner_warps(num_tallies(*job, job->layer.layout == EPIC_FLAT));
@@ -30,8 +31,9 @@ static inline int by_k_bytes(const p2p_plan_job *job)
 }
 
 /* Sets p.lower_k_count, and points p.load at the loads of the experts, summed over all k.
- * Before this call, p.load has a count per k and expert. lower_k_count takes over its memory.
- * Called by all threads of the CTA, after exchange_counts(). */
+ * Before this call, p.load has a count per k and expert. The function replaces these counts by
+ * lower_k_count, in the same memory. Called by all threads of the CTA, after
+ * exchange_counts(). */
 static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts;
@@ -68,9 +70,9 @@ __device__ __forceinline__ int32_t keep_position_of(const Planner &p, const p2p_
 }
 
 /* Sets p.kept_before for each warp and expert: how many choices the expert keeps of all tokens
- * before the warp's first one. It adds the choices of each k that come before the warp and that
- * the expert keeps. keep(expert): how many choices the expert keeps in all. Called by all
- * threads of the CTA. */
+ * before the warp's first token. For each k, it adds the kept ones among the choices of these
+ * tokens. keep(expert): how many choices the expert keeps in all. Called by all threads of the
+ * CTA. */
 template <class Keep>
 static __device__ void count_kept_before(Planner &p, const p2p_plan_job &job, Keep keep)
 {

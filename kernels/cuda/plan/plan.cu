@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if ((int)blockIdx.x < job.planners) ok = make_plan<KIND>(planner, job, op, memory);
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
-    /* If there are enough other CTAs, planner CTAs copy no records, because they finish
-     * planning late. */
+    /* If there are at least as many other CTAs as planner CTAs, planner CTAs copy no records,
+     * because they finish planning late. */
     const int first_cta = (int)gridDim.x >= 2 * job.planners ? job.planners : 0;
     int32_t tokens_of = 0;
     ok = ok && ((int)blockIdx.x < first_cta ||

@@ -20,7 +20,7 @@
  *   planner CTA 0   header, tables and the caller's     other CTAs of this rank, if the kernel
  *                   outputs; then control.planned       also moves rows (release, acquire)
  *
- * All ranks compute with equal counts, so all get the same plan without another exchange. */
+ * All ranks compute with equal counts, so they agree on the plan without another exchange. */
 #ifndef EPIC_PLANNER_CUH
 #define EPIC_PLANNER_CUH
 
@@ -28,14 +28,17 @@
 
 /* Where a choice of this lane goes. */
 struct PlacedChoice {
-    int32_t rank; /* the rank to which the slot (or RECORD_DISCARD) is sent; -1: to none */
+    /* the rank to which the planner sends `slot` (a slot or RECORD_DISCARD); -1: it sends
+     * nothing */
+    int32_t rank;
     uint32_t slot;
 };
 
-/* Returns the slot of choice k of a token on its expert's rank or, if the choice is dropped,
- * the reason (EPIC_FATE_*). Sets e to its expert. If `id` is a logical expert, e is the replica
- * that gets the choice. `warp_position`: how many choices with this id the warp counted before
- * this one. id -1: the lane has no choice. Only for valid plans. Called by all lanes. */
+/* Returns the slot of choice k of a token on the rank of its expert. If the choice has no slot,
+ * returns the reason (EPIC_FATE_*). Sets e to the choice's expert. If `id` is a logical expert,
+ * e is the replica that gets the choice. `warp_position`: how many choices with this id the
+ * warp counted before this one. id -1: the lane has no choice. Only for valid plans. Called by
+ * all lanes. */
 template <int KIND>
 __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int64_t id, int k, int32_t warp_position,
@@ -91,9 +94,10 @@ __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p
     return {owner, (uint32_t)slot_or_fate};
 }
 
-/* Sends a group of tokens' records to every rank: the token's slots on that rank in ascending
- * k, one stamped word each. A rank that a token has not chosen gets RECORD_ABSENT. c[h] is this
- * lane's choice in half h of its token. `in`: the lane's token exists. Called by one warp. */
+/* Sends the records of a group of tokens to every rank: the token's slots on that rank by
+ * ascending k, one stamped word per slot. If none of a token's experts is on a rank, that rank
+ * gets RECORD_ABSENT. `token`: this lane's token. `in`: true if that token exists. c[h]: where
+ * this lane's choice in half h of the token goes. Called by one warp. */
 __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_job &job,
                                              const TokenLanes &lanes, int32_t token, bool in,
                                              const PlacedChoice (&c)[2])
@@ -129,8 +133,8 @@ __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_j
     }
 }
 
-/* Like place_choices(), for a warp whose choices all are in CountedChoices, in registers. It
- * does not load them from memory again. */
+/* Like place_choices(), for a warp whose choices are all in `counted`, that is, in registers.
+ * So it does not load them from memory again. */
 template <int KIND>
 static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const OpState &op,
                                      const TokenLanes &lanes, const TokenRange &range,
@@ -152,8 +156,8 @@ static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const 
 }
 
 /* Computes the slots of the choices of this warp's tokens, stores them in the plan, and sends
- * them to the ranks of the experts. At the call, the plan's array `fate` has the warp_position
- * of each choice (plan/counts.cuh). */
+ * them to the ranks of the experts. The warp_position of each choice (plan/counts.cuh) is in
+ * `counted` or, if that cannot hold all choices of the warp, in the plan's array `fate`. */
 template <int KIND>
 static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const OpState &op,
                                      const TokenLanes &lanes, const TokenRange &range,

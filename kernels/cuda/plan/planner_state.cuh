@@ -24,7 +24,7 @@
 
 #include "cuda/plan/view.cuh"
 
-/* Value of an index of a choice or an expert if there is no such choice or expert. */
+/* Value of bad_choice, bad_owner and bad_replica (struct Planner) if no value is wrong. */
 #define NO_INDEX 0xffffffffu
 /* How many ranks' counts a thread loads together, so that the loads overlap. */
 #define RANKS_AT_ONCE 8
@@ -43,9 +43,9 @@ enum { /* Bits of the template argument KIND, which says what the layer needs. *
 struct Planner {
     device_plan_header header;
     /* [num_tallies]: sum of each tally over all CTAs of lower ranks and the lower CTAs of this
-     * rank. So it counts the choices (or rows) before those of this CTA. resolve_replicas(),
-     * which runs before the tallies are counted, uses the same memory for counts of logical
-     * experts. */
+     * rank. So an element counts the choices (or rows) before those of this CTA.
+     * resolve_replicas() runs before choices are counted, and uses this memory for its counts
+     * of logical experts. */
     int32_t *before_cta;
     /* [num_tallies]: sum of each tally over all CTAs of all ranks. With EPIC_BY_K,
      * prepare_by_k() later points it to another array, [num_experts]: the choices of each
@@ -74,23 +74,25 @@ struct Planner {
     uint8_t *owner;
     uint8_t *rare_memory; /* memory after these arrays; only layers with PLAN_RARE use it */
     /* keep_limit[q]: the largest number of choices that each expert of rank q may keep, so that
-     * the slots of rank q suffice */
+     * the slots of rank q suffice. 2^31 - 1: no limit */
     int32_t keep_limit[DEVICE_MAX_RANKS];
     /* demand[q]: slots that rank q would need if no choice were dropped */
     int32_t demand[DEVICE_MAX_RANKS];
     /* capacity[q]: slots of rank q's receive buffer; 0: no bound */
     int32_t capacity[DEVICE_MAX_RANKS];
     /* Only FLAT layers that drop choices: bounds of the bisection for keep_limit. With the
-     * limit limit_fits[q] the rows of rank q fit its capacity, with limit_fails[q] they do
-     * not. */
+     * limit limit_fits[q], the rows of rank q do not exceed its capacity. With limit_fails[q],
+     * they do. */
     int32_t limit_fits[DEVICE_MAX_RANKS], limit_fails[DEVICE_MAX_RANKS];
     /* needed_slots[q]: slots that rank q needs after expert_capacity has dropped choices */
     int64_t needed_slots[DEVICE_MAX_RANKS];
-    /* Index of the first wrong choice that this CTA found, or NO_INDEX. A choice is wrong if
-     * its id is too large. If the layer has EPIC_DISTINCT, it is also wrong if an earlier
-     * choice of its token has the same id. */
+    /* Index (token * top_k + k) of the first wrong choice that this CTA found, or NO_INDEX. A
+     * choice is wrong if its id is too large. If the layer has EPIC_DISTINCT, it is also wrong
+     * if an earlier choice of its token has the same id. */
     uint32_t bad_choice;
-    /* Lowest expert whose entry in rank_of_expert is invalid, or NO_INDEX. */
+    /* Lowest expert whose entry in rank_of_expert is invalid, or NO_INDEX. With EPIC_TREE, an
+     * entry is also invalid if it differs from the first entry of its block of num_experts /
+     * num_ranks experts. */
     uint32_t bad_owner;
     /* arrays that only EPIC_BY_K uses: see plan/keep_by_k.cuh */
     int32_t *lower_k_count, *kept_before;
@@ -117,14 +119,15 @@ __host__ __device__ inline int num_choice_tallies(const p2p_plan_job &job)
 }
 
 /* Returns how many tallies a warp has in all. With layout FLAT, one tally per rank follows the
- * tallies of choices. Each token that chooses an expert of the rank adds 1 to it. */
+ * tallies of choices. Each token that chooses an expert of a rank adds 1 to the tally of that
+ * rank. */
 __host__ __device__ inline int num_tallies(const p2p_plan_job &job, bool flat)
 {
     return num_choice_tallies(job) + (flat ? job.self.num_ranks : 0);
 }
 
-/* Like num_choice_tallies(). If KIND excludes EPIC_BY_K, it does not test the layer at run
- * time. */
+/* Like num_choice_tallies(), but if KIND excludes EPIC_BY_K, the function does not test
+ * job.by_k at run time. */
 template <int KIND> __device__ __forceinline__ int choice_tallies(const p2p_plan_job &job)
 {
     return KIND & PLAN_RARE ? num_choice_tallies(job) : (int)job.layer.num_experts;
@@ -144,8 +147,8 @@ __host__ __device__ inline int planner_warps(int tallies)
     return most < 3 ? 1
            : most > PLAN_MOST_WARPS
                ? PLAN_MOST_WARPS
-               /* never 2: with so many tallies, the arrays for two warps would need too much
-                * memory */
+               /* never 2: with the numbers of tallies for which only two warps fit, all arrays
+                * of Planner together would need too much memory */
                : most;
 }
 
@@ -156,9 +159,9 @@ __host__ __device__ inline int planner_bytes(int tallies)
     return tallies * 4 * (3 + planner_warps(tallies)) + (tallies + 15) / 16 * 16;
 }
 
-/* Returns the largest planner_bytes() of any layer. The host allows the kernels this much
- * shared memory when it loads them. The function tries every number of tallies, because
- * planner_bytes() is not monotonic. */
+/* Returns the largest planner_bytes() of any layer. The host permits the kernels to use this
+ * many bytes of shared memory when it loads them. The function tries every number of tallies,
+ * because planner_bytes() is not monotonic. */
 static inline int planner_most_bytes(void)
 {
     int most = 0;
@@ -168,7 +171,7 @@ static inline int planner_most_bytes(void)
 }
 
 /* Returns the bytes of dynamic shared memory that the planner needs for this job, without the
- * arrays of PLAN_RARE. */
+ * arrays that only layers with PLAN_RARE have. */
 static inline int planner_bytes_of(const p2p_plan_job &job)
 {
     return planner_bytes(num_tallies(job, job.layer.layout == EPIC_FLAT));
@@ -192,8 +195,8 @@ struct TokenLanes {
     __device__ explicit TokenLanes(int top_k)
     {
         const int lane = lane_id();
-        /* The reciprocal is approximate, but the quotients below are exact: all numbers are at
-         * most 32. */
+        /* The reciprocal is approximate, but the quotients below are exact after truncation,
+         * because all numbers are at most 32. */
         const float inverse = reciprocal_approx((float)top_k);
         group_tokens = top_k <= WARP ? (int)((WARP + 0.5f) * inverse) : 1;
         num_halves = top_k <= WARP ? 1 : 2;
@@ -206,13 +209,14 @@ struct TokenLanes {
 
 /* Backend hosts only: completes the records that this warp has just stored for rank q.
  *
- * If tokens have at most 32 choices, one put later sends the records of the whole CTA. It sends
- * all top_k words of each record, and the receiver waits for all of them. So the lanes after
- * the record's `count` words store RECORD_ABSENT. If tokens have more than 32 choices, this
- * function sends each record by a put of its own, with `count` words.
+ * If tokens have at most 32 choices, one put of post_put_plan() later sends the records of the
+ * whole CTA. This put contains all top_k words of each record, and the receiver waits for all
+ * of them. A record uses only `count` words, so the lanes after these store RECORD_ABSENT. If
+ * tokens have more than 32 choices, this function sends each record by a separate put, with
+ * `count` words.
  *
- * `record`: address of the record of this lane's token. `in`: the token exists. Called by one
- * warp. */
+ * `record`: address of the record of this lane's token. `in`: true if the token exists. Called
+ * by one warp. */
 __device__ __forceinline__ void fill_records(const OpState &op, const TokenLanes &lanes, int q,
                                              uint64_t *record, bool in, int count)
 {

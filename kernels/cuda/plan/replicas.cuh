@@ -36,7 +36,8 @@ __device__ __forceinline__ int num_replicas_of(const Planner &p, int logical)
 }
 
 /* Sets p.first_replica to the prefix sums of the numbers of replicas. The caller has stored
- * these numbers in p.logical_load, which holds no loads yet. Called by one warp. */
+ * these numbers in p.logical_load, whose memory is free until choices are counted. Called by
+ * one warp. */
 static __device__ void sum_replica_counts(Planner &p, int num_logical)
 {
     int before = 0;
@@ -57,9 +58,9 @@ static __device__ void sum_replica_counts(Planner &p, int num_logical)
  * logical_load. Until the choices are counted, the memory of logical_load holds the number of
  * replicas of each logical expert.
  *
- * If entries of the caller's table are invalid, p.bad_replica gets the number of the first one,
- * and the planner uses 0 in their place. Called by all threads of the CTA, after
- * begin_planner(). */
+ * If entries of the caller's table are invalid, the function stores the index of the first one
+ * in p.bad_replica, and the planner uses 0 in place of each of them. Called by all threads of
+ * the CTA, after begin_planner(). */
 static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
@@ -99,16 +100,16 @@ static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
 }
 
 /* Returns the word with which ranks compare their tables logical_of_expert: a hash of the
- * table, or 0 if it is invalid. In the heap this word follows the counts. */
+ * table, or 0 if the table is invalid. In the heap this word follows the counts. */
 __device__ __forceinline__ uint32_t table_hash_word(const Planner &p)
 {
     return p.bad_replica == NO_INDEX ? p.table_hash | 1 : 0;
 }
 
 /* Checks that all ranks have the same table logical_of_expert. CTA 0 sends this rank's hash to
- * all ranks. Each planner CTA compares the hashes of all ranks with it. Called by one thread of
- * each planner CTA. Returns false if the group of ranks has failed, or fails now because two
- * tables differ. */
+ * all ranks. Each planner CTA compares the hashes of all ranks with the hash of this rank.
+ * Called by one thread of each planner CTA. Returns false if the group of ranks has failed, or
+ * fails now because two tables differ. */
 static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
                                       const OpState &op)
 {
@@ -166,8 +167,8 @@ __device__ __forceinline__ int32_t expert_quota(const Planner &p, const p2p_plan
     return (int32_t)((limit + replicas - 1 - p.replica_index[expert]) / replicas);
 }
 
-/* Returns the replica that gets choice number `nth` of a logical expert. Changes nth to the
- * position of the choice among the choices of that replica. */
+/* Returns the replica that gets choice number `nth` of a logical expert, counted over all
+ * ranks. Changes nth to the position of the choice among the choices of that replica. */
 __device__ __forceinline__ int choose_replica(const Planner &p, int logical, int32_t &nth)
 {
     const int replicas = num_replicas_of(p, logical), index = nth % replicas;

@@ -15,8 +15,8 @@
  * After step 1 that array holds, for each choice, how many choices its warp had counted before
  * it for the same logical expert. Step 3 reads this number and overwrites it with the replica.
  *
- * Only one CTA does this, because the replica depends on the order of all choices of the
- * rank. */
+ * Only one CTA per rank does this, because the replica of a choice depends on the order of all
+ * choices of the rank. */
 #ifndef EPIC_RESOLVE_CUH
 #define EPIC_RESOLVE_CUH
 

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Copies the records that the ranks send about their tokens into the plan. A record has a
- * token's slots on this rank. With layout FLAT it has the token's local experts, which the same
- * functions copy. The words of a record arrive in this rank's heap. A word is valid if its
- * stamp is the running epoch, so each word is its own flag and no other memory order is
- * needed. */
+ * token's slots on this rank. With layout FLAT it has the token's local experts on this rank
+ * instead, and the same functions copy it. The words of a record arrive in this rank's heap. A
+ * word is valid if its stamp is the running epoch, so each word is its own flag and no other
+ * memory order is needed. */
 #ifndef EPIC_STORE_RECORDS_CUH
 #define EPIC_STORE_RECORDS_CUH
 
@@ -61,9 +61,9 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
 
 /* Calls keep(source, first, tokens) for each group of tokens that this warp handles. A group
  * has as many tokens as fit in the lanes of a warp. source: rank of the tokens; first: first
- * token of the group; tokens: how many tokens rank `source` has. The groups are dealt to
- * `warps` warps; this one is number `warp`. tokens_of: in lane q, the number of tokens of rank
- * q. Returns false as soon as keep() returns false. */
+ * token of the group; tokens: how many tokens rank `source` has in all. `warps` warps share the
+ * groups, and this one is number `warp`. tokens_of: in lane q, the number of tokens of rank q.
+ * Returns false as soon as keep() returns false. */
 template <class Keep>
 __device__ __forceinline__ bool for_each_group(const p2p_plan_job &job, int32_t tokens_of,
                                                int warp, int warps, Keep keep)

@@ -3,9 +3,9 @@
  *
  * PlanView has the checked header of a plan in device memory, and pointers to its arrays
  * (rules/device_layout.h). A record is what a rank sends to another rank about one of its
- * tokens: the token's slots on that other rank, in ascending k. With layout FLAT it has the
- * token's local experts there instead (plan/flat.cuh). It has at most top_k stamped words,
- * which are valid only in the running epoch. The last word has the flag RECORD_LAST. The
+ * tokens: the token's slots on that other rank, by ascending k. With layout FLAT a record has
+ * the token's local experts there instead (plan/flat.cuh). A record has at most top_k stamped
+ * words, which are valid only in the running epoch. Its last word has the flag RECORD_LAST. The
  * planner of the token's rank stores the record, and a warp of the receiving rank polls it. */
 #ifndef EPIC_PLAN_VIEW_CUH
 #define EPIC_PLAN_VIEW_CUH
@@ -14,8 +14,8 @@
 
 /* Flag in the last word of a record. In a word of `counts`: the sender's data is wrong. */
 #define RECORD_LAST 0x80000000u
-/* Word of a record: no choice of the token goes to the receiving rank. Backend hosts also fills
- * unused words of a record with it. */
+/* Word of a record: no choice of the token goes to the receiving rank. In backend hosts,
+ * senders also fill unused words of a record with this value. */
 #define RECORD_ABSENT 0x7fffffffu
 /* Word of a record in place of a slot: a choice goes to the receiving rank, but the plan is
  * invalid. The receiver must still receive the row, and discards it. */
@@ -55,8 +55,8 @@ __device__ __forceinline__ int64_t record_index(const p2p_self &self, int rank, 
     return ((int64_t)rank * self.max_tokens + token) * top_k;
 }
 
-/* Returns the checksum of a header, of which lane l passes words l, l + 32, and so on. Called
- * by one warp. */
+/* Returns the checksum of a header. Lane l passes words l, l + 32, and so on, of the header.
+ * Called by one warp. */
 static __device__ uint32_t header_checksum(const uint32_t (&words)[HEADER_LANE_WORDS])
 {
     uint32_t sum = 0;
@@ -70,7 +70,7 @@ static __device__ uint32_t header_checksum(const uint32_t (&words)[HEADER_LANE_W
 }
 
 /* Returns whether the plan was made for the layer of the current call. A call that passes no
- * layer (hash 0) accepts any. */
+ * layer (hash 0) accepts plans of any layer. */
 __device__ __forceinline__ bool is_plan_of_layer(const device_plan_header &h,
                                                  const p2p_self &self)
 {
@@ -195,10 +195,10 @@ static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t pl
 }
 
 /* Returns false if the receive buffer of a rank has fewer rows than the rank has slots in the
- * plan. Waits for the numbers of rows that all ranks announce, which can arrive later than the
- * other words of an announcement. `reports`: also reports the first such rank to the host. If
- * the group of ranks has failed, returns true, because the failure is reported elsewhere. Can
- * be called by any threads. */
+ * plan. Waits for the numbers of rows that all ranks announce. This word can arrive later than
+ * the other words of an announcement. `reports`: also reports the first such rank to the host.
+ * If the group of ranks has failed, returns true, because the failure is reported elsewhere.
+ * Can be called by any threads. */
 static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpState &op,
                                                const volatile device_plan_header *h,
                                                bool reports)
@@ -243,9 +243,9 @@ record_address(const p2p_self &self, const OpState &op, int source, int64_t toke
 
 /* Waits for one half of a record: words [half * 32, half * 32 + 32), one per lane. `word`: this
  * lane's word as the caller has loaded it before, perhaps too early. Sets `slot` to this lane's
- * slot, to RECORD_DISCARD, or to -1 if the record has no such word. Sets `more` to whether the
- * record may continue in the next half. Called by one warp. Returns false if the group of ranks
- * has failed. */
+ * slot (FLAT: local expert), to RECORD_DISCARD, or to -1 if the record has no word for this
+ * lane. Sets `more` to whether the record may continue in the next half. Called by one warp.
+ * Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t *words,
                                                int top_k, int half, int source, uint64_t word,
                                                int32_t &slot, bool &more)
@@ -259,9 +259,9 @@ __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t
         const bool has_arrived = lane < count && is_stamped(op, word);
         const uint32_t arrived = __ballot_sync(ALL_LANES, has_arrived);
         last_words = __ballot_sync(ALL_LANES, has_arrived && ((uint32_t)word & RECORD_LAST));
-        /* Backend hosts: waits for all top_k words of a record of up to 32 words, also for
-         * those after RECORD_LAST. The sender has sent them all in this epoch, and a word that
-         * arrives later would overwrite a word of a later epoch. */
+        /* Backend hosts: if top_k is at most 32, waits for all top_k words of the record, also
+         * for those after the word with RECORD_LAST. The sender has sent them all in this
+         * epoch, and a word that arrives later would overwrite a word of a later epoch. */
         if (HOSTS && top_k <= WARP && __popc(arrived) < count) return false;
         const uint32_t needed = last_words      ? (2u << (__ffs(last_words) - 1)) - 1
                                 : count == WARP ? ALL_LANES
