@@ -60,7 +60,16 @@ if [ -n "$left" ]; then
 else
     echo "== nothing was left out"
 fi
+# The lines that explain a failure come last, because readers of a long log see its end first.
 $passed || {
+    for part in $*; do
+        ! grep -qsvx 0 "$logs/$part.status" || {
+            echo "== $part"
+            grep -E '^(FAILED|ERROR) |\*\*\*(Failed|Timeout|Exception)|^Fatal Python|: error: ' \
+                "$logs/$part.log" | head -n 20
+            tail -n 12 "$logs/$part.log"
+        } | cut -c 1-300
+    done
     echo "== make test: failed:$(cd $logs && for part in $*; do
         grep -qsvx 0 "$part.status" && echo " $part"
     done | tr -d '\n')"
