@@ -4,9 +4,10 @@
 # virtual environment of its own under build/. Prints what it leaves out because this machine lacks it.
 # usage: run.sh BUILD [pytest arguments]
 #   EPIC_JAX_PYTHONS  versions of Python; default: "3.13 3.11", or that of python3 if it is neither
-#   EPIC_JAX_QUICK=1  runs all tests without the mark `night` only with the first Python. With the
-#                     others it runs one case of each test that another JAX may break. XLA compiles
-#                     the tests without the optimizations of LLVM, which take most of the time, and the
+#   EPIC_JAX_QUICK=1  runs every test without the mark `night` with the first Python, and of its cases
+#                     as many as each value of each parameter needs to occur. With the other Pythons
+#                     it runs one case of each test that another JAX may break. XLA compiles the
+#                     tests without the optimizations of LLVM, which take most of the time, and the
 #                     examples with them.
 set -eu
 cd "$(dirname "$0")/../.."
@@ -107,7 +108,7 @@ part() { # usage: part NUMBER (of the test files, see selection.py), then pytest
     shift
     (
         export JAX_DISABLE_MOST_OPTIMIZATIONS=1
-        suite "build/venv-py$first/bin" -m "not night" --part "$which" "$@"
+        suite "build/venv-py$first/bin" --each-value --part "$which" "$@"
     )
 }
 

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tests of a suite run: options of pytest, and products of parameters."""
+"""Options of pytest that select a part of the tests and of their parameters."""
 
-import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
@@ -12,6 +10,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options that select parts of the suite."""
     text = "of a test with parameters the first case: what another JAX or Python breaks, it breaks"
     parser.addoption("--one-case", action="store_true", help=text)
+    text = "of a test with several lists of parameters as many cases as each value needs to occur"
+    parser.addoption("--each-value", action="store_true", help=text)
     parser.addoption("--part", default="1/1", help="I,J/N: of each N test files the Ith and Jth")
 
 
@@ -21,40 +21,40 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     places = {int(part) - 1 for part in wanted.split(",")}
     files = sorted({item.path for item in items})
     mine = [item for item in items if files.index(item.path) % int(parts) in places]
+    tests: dict[tuple[object, str], list[pytest.Item]] = {}
+    for item in mine:
+        tests.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
     if config.getoption("--one-case"):
-        first: dict[tuple[object, str], pytest.Item] = {}
-        for item in mine:
-            first.setdefault((item.path, getattr(item, "originalname", item.name)), item)
-        mine = list(first.values())
-    config.hook.pytest_deselected(items=[item for item in items if item not in mine])
+        mine = [cases[0] for cases in tests.values()]
+    elif config.getoption("--each-value"):
+        mine = [case for cases in tests.values() for case in cover_values(cases)]
+    chosen = set(mine)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = mine
 
 
-def name_of(value: Any) -> str:
-    """Return the id of a parameter; None is the core's product of matrices."""
-    return "core" if value is None else getattr(value, "__name__", str(value))
+def values_of(case: pytest.Item) -> set[tuple[str, str]]:
+    """Return the parameters of a case, as names and text.  A list of tuples has several names."""
+    params = dict(case.callspec.params) if hasattr(case, "callspec") else {}
+    found = set()
+    for mark in case.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        values = [repr(params.pop(name.strip(), None)) for name in names]
+        found.add((str(names), str(values)))
+    return found | {(name, repr(value)) for name, value in params.items()}
 
 
-def covering(*dimensions: Sequence[Any], ids: Callable[[Any], str] = name_of) -> list[Any]:
-    """Return all combinations of values, as parameters of a test.
+def cover_values(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return cases in which each value of each parameter occurs, and each test without parameters.
 
-    The quick run has those that are needed to have each two values of different dimensions
-    together.  The others have the mark `night`.
+    Cases with the mark `night` count as absent.  The tuples of a list for several parameters at
+    once all occur.
     """
-    every = list(itertools.product(*(range(len(values)) for values in dimensions)))
-
-    def pairs(case: tuple[int, ...]) -> set[Any]:
-        return set(itertools.combinations(enumerate(case), 2))
-
-    missing = set().union(*map(pairs, every))
-    chosen = set()
+    cases = [case for case in cases if case.get_closest_marker("night") is None]
+    missing = set().union(*map(values_of, cases))
+    chosen = [case for case in cases if not values_of(case)]
     while missing:
-        best = max(every, key=lambda case: len(pairs(case) & missing))
-        chosen.add(best)
-        missing -= pairs(best)
-    found = []
-    for case in every:
-        values = [values[i] for values, i in zip(dimensions, case, strict=True)]
-        marks = () if case in chosen else pytest.mark.night
-        found.append(pytest.param(*values, marks=marks, id="-".join(map(ids, values))))
-    return found
+        best = max(cases, key=lambda case: len(values_of(case) & missing))
+        chosen.append(best)
+        missing -= values_of(best)
+    return [case for case in cases if case in chosen]

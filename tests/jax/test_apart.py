@@ -38,7 +38,7 @@ def run_apart(what: str, ranks: int) -> list[str]:
             process.kill()
 
 
-RUNS = [("zero", 2), ("unused", 2), pytest.param("zero", 4, marks=pytest.mark.thorough)]
+RUNS = [("zero", 2), ("unused", 2), pytest.param("zero", 4, marks=pytest.mark.night)]
 
 
 @pytest.mark.parametrize(("what", "ranks"), RUNS)

@@ -42,13 +42,15 @@ def run_program(text: str) -> None:
 
 PROGRAMS = [program for program in list_programs("jax") if program.text != RECIPE]
 # Those of the JAX guide run on 1, 2 and 4 devices, the others on 4.
-RUNS = [(p, n) for p in PROGRAMS for n in ([4, 1, 2] if p.page == "jax" else [4])]
+RUNS = [
+    pytest.param(p, n, marks=() if n == 4 else pytest.mark.night, id=f"{p.page}-{p.number}-{n}")
+    for p in PROGRAMS
+    for n in ([4, 1, 2] if p.page == "jax" else [4])
+]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("program", "devices"), RUNS, ids=[f"{p.page}-{p.number}-{n}" for p, n in RUNS]
-)
+@pytest.mark.parametrize(("program", "devices"), RUNS)
 def test_programs(program: Program, devices: int) -> None:
     """Runs every whole program of README and the guide."""
     if "flax" in program.text or "epic.jax.linen" in program.text:

@@ -71,7 +71,10 @@ def test_on_two_hosts(emulated: Server, libraries: Path) -> None:
     assert all(loss[-1] < loss[0] for loss in hosts), hosts
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+night = pytest.mark.night
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=night), 2, pytest.param(4, marks=night)])
 def test_experts_in_e4m3(emulated: Server, libraries: Path, ranks: int) -> None:
     """Layers in e4m3 and quantized flat rows match loops in float64; tokens are unequal."""
     port, program = str(free_port()), str(HERE / "emulated_e4m3.py")
@@ -100,7 +103,10 @@ def example(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("host", "ep"), [("%r/2", "4"), ("%r", "2")], ids=["2x2", "2x1_twice"])
+@pytest.mark.parametrize(
+    ("host", "ep"),
+    [pytest.param("%r/2", "4", id="2x2"), pytest.param("%r", "2", id="2x1_twice", marks=night)],
+)
 def test_stacked_layers_on_two_hosts(emulated: Server, libraries: Path, host: str, ep: str) -> None:
     """Compare examples/jax/ep_moe.py with its loops in float64: a group of two ranks on each host,
     and two groups at the same time with one rank on each host."""

@@ -11,7 +11,6 @@ import pytest
 import epic.jax
 from conftest import RANKS, make_mesh
 from reference import relative
-from selection import covering
 
 EXPERTS, HIDDEN, INNER, TOP_K = 8, 16, 12, 2
 
@@ -62,10 +61,10 @@ def dense(params: dict[str, Any], x: Any, gate_bias: str) -> Any:
     return out.reshape(x.shape)
 
 
-@pytest.mark.parametrize(
-    ("ep", "gate_bias", "with_shared", "interleaved"),
-    covering(RANKS, ["logits", "choice"], [False, True], [False, True]),
-)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("with_shared", [False, True])
+@pytest.mark.parametrize("gate_bias", ["logits", "choice"])
+@pytest.mark.parametrize("ep", RANKS)
 def test_block_of_maxtext(
     ep: int, gate_bias: str, with_shared: bool, interleaved: bool, opened: Any
 ) -> None:

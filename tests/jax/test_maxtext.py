@@ -187,7 +187,12 @@ def mesh_of(shape: tuple[int, ...]) -> Any:
 
 LIKE = jax.ShapeDtypeStruct((BATCH, LENGTH, HIDDEN), jnp.float32)
 TEXT = np.random.default_rng(1).integers(0, VOCABULARY, (BATCH, LENGTH + 1))
-meshes = pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES.keys())
+night = pytest.mark.night
+SHAPES = [
+    pytest.param(shape, marks=() if place == 0 else night, id=name)
+    for place, (name, shape) in enumerate(MESHES.items())
+]
+meshes = pytest.mark.parametrize("shape", SHAPES)
 
 
 @meshes
@@ -293,6 +298,7 @@ def train_nnx(model: Any, text: Any) -> list[float]:
     return [float(step(model)) for _ in range(STEPS)]
 
 
+@night
 def test_an_nnx_decoder_trains() -> None:
     """Train the nnx model on data x fsdp x expert, with parameters created in a jit."""
     mesh = mesh_of(MESHES["data2_fsdp2_expert2"])

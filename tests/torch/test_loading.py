@@ -16,7 +16,17 @@ from epic.torch import loading
 from epic.torch.pretrained import Block
 from pages import ROOT, find_block
 from parts import group_of
-from test_pretrained import DEEPSEEK, MODELS, SMALL, VARIANTS, alone, model_of, on_two, transformers
+from test_pretrained import (
+    DEEPSEEK,
+    MODELS,
+    SMALL,
+    SOME_MODELS,
+    VARIANTS,
+    alone,
+    model_of,
+    on_two,
+    transformers,
+)
 from test_restore import IDS, logits_of, same_bits
 
 files = pytest.importorskip("safetensors.torch", reason="there is no safetensors package")
@@ -65,7 +75,7 @@ def compare(rank: int, ep: int, folder: str, changes: dict[str, Any]) -> None:
         assert mine.name_or_path == whole.name_or_path
 
 
-@pytest.mark.parametrize("name", [*MODELS, *VARIANTS])
+@pytest.mark.parametrize("name", [*SOME_MODELS, *VARIANTS])
 def test_the_same_model(world: Any, name: str, tmp_path: Path) -> None:
     """Check that parameters, buffers and logits have the bits of replace_moe."""
     save(model_of(name).eval(), tmp_path, "own")

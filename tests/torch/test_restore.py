@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 import epic.torch
 from epic.torch.pretrained import Block
-from test_pretrained import MODELS, last_block, model_of, on_two, transformers
+from test_pretrained import SOME_MODELS, last_block, model_of, on_two, transformers
 
 IDS = torch.randint(3, 64, (4, 7), generator=torch.Generator().manual_seed(4))
 
@@ -39,7 +39,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SOME_MODELS)
 def test_save_pretrained(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Check that a saved model equals the original bit by bit. After training, transformers
     computes the logits of the ranks from the saved files."""
@@ -80,7 +80,7 @@ def test_save_pretrained(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
             assert error < 0.05
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SOME_MODELS)
 def test_restore(name: str) -> None:
     """Check that every rank gets the whole model with its original class, names and bits, and can
     replace it again."""
