@@ -10,20 +10,20 @@
  *   3. add      add the sums of all ranks, store the result to every replica on this rank
  *
  * The vectors (four floats) of all logical experts with two or more replicas form one list,
- * ordered by logical expert. All ranks have the same list; a rank without a replica of an
- * expert sends zeros. A round processes as many vectors of the list as fit into the staging. In
- * a round all warps of all CTAs do the same work; thread t of the grid's N threads has vectors
- * t, t + N, ... Each word in staging is its own flag, as in sum.cu, and a warp sends all its
- * vectors of the round before it polls for the first. */
+ * ordered by logical expert. All ranks have equal lists. A rank without a replica of an expert
+ * sends zeros. A round processes as many vectors of the list as fit into the staging. In a
+ * round all warps of all CTAs do the same work: thread t of the grid's N threads has vectors t,
+ * t + N, ... Each word in staging is its own flag (poison until it arrives), as in sum.cu. A
+ * warp sends all its vectors of the round before it polls for the first one. */
 #include "cuda/allreduce/sum.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/plan/view.cuh"
 
 #define BLOCK 512
-/* value of Replicas.nth and Replicas.mine for experts without a second replica */
+/* value of Replicas.nth and Replicas.mine for logical experts with fewer than two replicas */
 #define SINGLE_REPLICA 0xffff
-/* number of levels of a binary tree over a rank's leaves (blocks of experts), of which there
- * are at most 128 */
+/* number of levels of a binary tree over a rank's leaves (blocks of experts), root included; a
+ * rank has at most 128 leaves */
 #define LEAF_LEVELS 8
 
 /* Tables in shared memory that map local experts to the logical experts of which they are
@@ -38,13 +38,14 @@ struct Replicas {
          * replicas end before index first[n + 1]. */
         int32_t first[P2P_REPLICATED_EXPERTS + 1];
     };
-    /* nth[logical expert]: the expert's number n among replicated experts, or SINGLE_REPLICA */
+    /* nth[l]: number n of logical expert l among the replicated ones, or SINGLE_REPLICA */
     uint16_t nth[P2P_REPLICATED_EXPERTS];
-    /* mine[local expert]: number n of its logical expert, or SINGLE_REPLICA */
+    /* mine[i]: number n of the logical expert of local expert i, or SINGLE_REPLICA */
     uint16_t mine[P2P_REPLICATED_EXPERTS];
-    /* local experts that are replicas, ordered by the number n of their logical expert */
+    /* local[j]: the local experts that are replicas of replicated experts, ordered by the
+     * number n of their logical expert */
     uint16_t local[P2P_REPLICATED_EXPERTS];
-    /* leaf[local expert]: its leaf in the sum tree, counted from this rank's first leaf */
+    /* leaf[i]: leaf of local expert i in the sum tree, counted from this rank's first leaf */
     uint16_t leaf[P2P_REPLICATED_EXPERTS];
     int32_t num_replicated;
     /* number of this rank's leaves in the sum tree; 1 if sums are not added in a tree */
@@ -144,9 +145,9 @@ __device__ __forceinline__ float *floats_of_expert(const p2p_sum_replicas_job &j
     return job.data + local * job.count;
 }
 
-/* Adds to x the four floats `part` of each of this rank's replicas that belongs to `leaf`. n is
- * the index in r.local of the first replica that is not added yet. The call advances n past the
- * replicas that it adds. */
+/* Adds to x the four floats `part` of those replicas on this rank that belong to leaf number
+ * `leaf`. n is the index in r.local of the first replica that is not added yet. The call
+ * advances n past the replicas that it adds. */
 __device__ __forceinline__ void add_leaf(const Replicas &r, const p2p_sum_replicas_job &job,
                                          const Quad &part, int leaf, int &n, float (&x)[4])
 {
@@ -181,8 +182,9 @@ static __device__ uint4 add_here(const Replicas &r, const p2p_sum_replicas_job &
     return F32::pack_floats(x);
 }
 
-/* Processes one round: vectors [begin, begin + vectors) of the list. `order`: the order in
- * which the ranks' sums are added. Returns false if the group is broken. */
+/* Processes one round: vectors [begin, begin + vectors) of the list. `order`: the
+ * epic_sum_order in which the ranks' sums are added. MANY: see sum_replicas_kernel(). Returns
+ * false if the group is broken. */
 template <bool MANY>
 static __device__ bool sum_vectors(const Replicas &r, const OpState &op,
                                    const p2p_sum_replicas_job &job, uint32_t order,

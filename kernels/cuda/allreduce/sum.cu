@@ -7,16 +7,17 @@
  *   2. receive  poll this rank's staging for the same vector of every peer
  *   3. add      add the vectors of all ranks in rank or tree order, store the sum to data
  *
- * All warps of all CTAs do this work; thread t of the grid's N threads has vectors t, t + N,
+ * All warps of all CTAs do this work: thread t of the grid's N threads has vectors t, t + N,
  * ... Every word in staging is its own flag: it is poison (0xffffffff) until the peer's store
- * arrives, so stores need no order. A warp sends all its vectors before it polls for the first,
- * so ranks cannot wait for each other in a circle. */
+ * arrives, so stores need no order. A warp sends all its vectors before it polls for the first
+ * one. So ranks cannot wait for each other in a circle. */
 #include "cuda/allreduce/sum.cuh"
 #include "cuda/common/launch.cuh"
 
 #define BLOCK 512
 
-/* Returns the RankSum of vector v, with this rank's four floats of it. */
+/* Returns the RankSum (arguments of add_ranks()) of vector v, with this rank's four floats of
+ * the vector. */
 __device__ __forceinline__ RankSum make_rank_sum(const OpState &op, const p2p_sum_job &job,
                                                  int64_t v)
 {

@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Device functions that send, receive and add one vector (four floats) of every rank. sum.cu
- * and replicas.cu use them. */
+ * and replicas.cu use them. Vectors of peers arrive in staging (net/staging.cuh), whose words
+ * are poison (0xffffffff) until then. */
 #ifndef EPIC_SUM_CUH
 #define EPIC_SUM_CUH
 
 #include "cuda/net/staging.cuh"
 
-/* largest number of ranks whose vectors a thread keeps in registers */
+/* largest number of ranks in groups where a thread keeps the vectors of all ranks in
+ * registers */
 #define MAX_UNROLLED_RANKS 8
 /* number of levels of a binary tree over 32 ranks, root included */
 #define RANK_LEVELS 6
@@ -50,15 +52,15 @@ __device__ __forceinline__ void copy_floats(const float (&from)[4], float (&to)[
     for (int e = 0; e < 4; e++) to[e] = from[e];
 }
 
-/* Adds numbered vectors ("leaves") in a fixed binary tree, while they arrive in ascending
- * order. It works like a binary counter: left[level] is a sum of 2^level leaves that waits for
- * its right sibling. */
+/* Adds numbered vectors ("leaves") in a fixed binary tree. The caller passes them one by one,
+ * in ascending order. It works like a binary counter: left[level] is a sum of 2^level leaves
+ * that waits for its right sibling in the tree. */
 template <int LEVELS> struct Tree {
     float left[LEVELS][4];
 
-    /* Adds leaf number `leaf`, whose value is x. Goes up the tree from level 0. A right child
-     * adds left[level] to x and goes on; a left child stores x to left[level] and stops.
-     * Overwrites x. */
+    /* Adds leaf number `leaf`, whose value is x. Goes up the tree from level 0. If the node is
+     * a right child, adds left[level] to x and continues one level higher. If it is a left
+     * child, stores x to left[level] and stops. Overwrites x. */
     __device__ __forceinline__ void push_leaf(int leaf, float (&x)[4])
     {
         bool rises = true;
@@ -92,7 +94,8 @@ struct RankSum { /* What one thread needs to add one vector over all ranks. */
     const OpState &op;
     const p2p_self &self;
     uint32_t order;
-    int64_t at; /* index of the vector's first float in the staging of each rank */
+    /* index of the vector's first float in the part of the staging for each source rank */
+    int64_t at;
     /* true if this thread has a vector; false in lanes past the end of the list */
     bool in;
     /* this rank's vector */
@@ -104,7 +107,7 @@ struct RankSum { /* What one thread needs to add one vector over all ranks. */
         return (uint4 *)(op.inbox[rank] + at * 4);
     }
     /* Stores this rank's vector to the staging of every peer. Replaces a NaN that equals poison
-     * by another NaN, because the receiver would take it for a missing word. */
+     * by another NaN, because the receiver would take poison for a missing word. */
     __device__ __forceinline__ void send_floats() const
     {
         const uint4 q = replace_poisons(own, F32::NAN_WORD);
@@ -115,8 +118,9 @@ struct RankSum { /* What one thread needs to add one vector over all ranks. */
     }
 };
 
-/* backend hosts: posts the puts of all vectors that this warp has stored for ranks on other
- * hosts. Does nothing in p2p. Called by a whole warp after its last send_floats(). */
+/* Backend hosts: posts the puts of all vectors that this warp has stored for ranks on other
+ * hosts. `vectors`: number of vectors of the whole grid. Does nothing in p2p. Called by a whole
+ * warp after its last send_floats(). */
 static __device__ void post_put_vectors(const OpState &op, int64_t vectors)
 {
     const p2p_self &self = *op.self;
@@ -128,9 +132,9 @@ static __device__ void post_put_vectors(const OpState &op, int64_t vectors)
         }
 }
 
-/* Waits until the vectors of all ranks have arrived, and reads that of rank r into q[r]. Then
- * marks the staging as empty again (poison). Called by a whole warp. Returns false if the group
- * is broken. */
+/* Waits until this thread's vectors of all ranks have arrived, and reads the vector of rank r
+ * into q[r]. Then marks their staging as empty again (poison). Called by a whole warp. Returns
+ * false if the group is broken. */
 __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_UNROLLED_RANKS])
 {
     const p2p_self &self = s.self;
@@ -153,8 +157,9 @@ __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_
     return ok;
 }
 
-/* Waits until the vector of one rank has arrived, and reads it into x. Then marks the staging
- * as empty again (poison). Called by a whole warp. Returns false if the group is broken. */
+/* Waits until the vector of rank `rank` has arrived, and reads it into x. Then marks its
+ * staging as empty again (poison). Called by a whole warp. Returns false if the group is
+ * broken. */
 __device__ __forceinline__ bool receive_rank(const RankSum &s, int rank, float (&x)[4])
 {
     const bool own = rank == s.self.rank;
@@ -219,7 +224,8 @@ static __device__ __forceinline__ bool add_ranks_unrolled(const RankSum &s, floa
 }
 
 /* Waits until the vector of every rank has arrived, and sets x to their sum. s.order selects
- * rank order or the tree. Called by a whole warp. Returns false if the group is broken. */
+ * ascending ranks or the tree. MANY: the group has more than MAX_UNROLLED_RANKS ranks. Called
+ * by a whole warp. Returns false if the group is broken. */
 template <bool MANY> __device__ __forceinline__ bool add_ranks(const RankSum &s, float (&x)[4])
 {
     return MANY ? add_ranks_looped(s, x) : add_ranks_unrolled(s, x);

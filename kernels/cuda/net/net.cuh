@@ -25,17 +25,18 @@
  *   2. The net copies whole words of 8 bytes. So a token's array of floats begins at an even
  *      index, and a put never overwrites a float of another token.
  *
- * The outbox has two halves, for even and odd epochs. A put reads the outbox some time after
- * the kernel has posted it. So a kernel may write a half only when the net has read everything
- * that was posted from this half two epochs ago (`freed`). */
+ * The outbox has two halves, for even and odd epochs. The net reads the words of a put from the
+ * outbox some time after the kernel has posted the put. So a kernel may write a half only when
+ * the net has read the words of all puts that were posted from this half two epochs ago. The
+ * counter `freed` shows this. */
 #ifndef EPIC_NET_CUH
 #define EPIC_NET_CUH
 
 #include "cuda/common/wait.cuh"
 
 /* Returns the lag, the number of tokens by which receiving should stay behind sending: `lag`
- * or, if it is larger, the net's window (EPIC_NET_WINDOW). A large window keeps the net busy,
- * and lets the proxy thread join puts of adjacent rows. */
+ * or, if larger, the net's window (EPIC_NET_WINDOW), but at most num_tokens. A large window
+ * keeps the net busy, and lets the proxy thread join puts of adjacent rows. */
 static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num_tokens)
 {
     const int32_t window = net_window(self);
@@ -43,23 +44,23 @@ static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num
     return lag > ahead ? lag : ahead;
 }
 
-/* Returns true if the ring has free space for entry number `index`, that is, if the proxy
- * thread has read the entry that was there before. Called by one thread. */
+/* Returns true if the ring has space for entry number `index`, that is, if the proxy thread has
+ * read the older entry in the same place. Called by one thread. */
 __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t index)
 {
     p2p_net_control *control = control_of(op)->net;
     if (index < load_relaxed(&control->ring_room)) return true;
     if (!poll_permit(&control->room_polled_at, 1)) return false;
     const uint64_t room = load_relaxed(&op.self->net->ring.words->taken) + P2P_RING_ENTRIES;
-    /* Another thread may overwrite this with an older value. That is harmless, because an older
-     * value is smaller and only causes another check. */
+    /* Another thread may overwrite ring_room with an older value. That is harmless, because an
+     * older value is smaller, and a value that is too small only causes another check. */
     store_relaxed(&control->ring_room, room);
     return index < room;
 }
 
-/* Appends an entry to the ring. Waits if the ring is full. `room`: an earlier value of
- * control->ring_room, which avoids a load. If the group breaks during the wait, drops the
- * entry. Called by one thread. */
+/* Appends an entry to the ring, `entries`. Waits if the ring is full. `room`: a value of
+ * control->ring_room that the caller has loaded before. If the group breaks during the wait,
+ * drops the entry. Called by one thread. */
 __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
                                             uint64_t *entries, uint64_t room)
 {
@@ -72,8 +73,8 @@ __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
 }
 
 /* Appends an entry to the ring after a system fence, so that a thread which reads the entry
- * sees all stores that this thread has made or observed. Loads `room` before the fence, so that
- * the load overlaps with the fence. Called by one thread. */
+ * sees all stores that this thread has made or observed. Loads ring_room before the fence, so
+ * that the load overlaps with the fence. Called by one thread. */
 static __device__ __noinline__ void post_entry(const OpState &op, uint64_t entry)
 {
     uint64_t *entries = op.self->net->ring.entries;
@@ -82,9 +83,9 @@ static __device__ __noinline__ void post_entry(const OpState &op, uint64_t entry
     write_entry(op, entry, entries, room);
 }
 
-/* Sends `bytes` bytes to rank q, which this rank has already stored at `from` in heap[q]. Does
- * nothing if q is on this host, because then they are already in its memory. Called by one
- * thread. */
+/* Sends to rank q the `bytes` bytes that this rank has stored at `from` in heap[q], a multiple
+ * of 8. Does nothing if q is on this host, because heap[q] is then the memory of q. Called by
+ * one thread. */
 __device__ __forceinline__ void post_put(const OpState &op, int q, const void *from,
                                          uint32_t bytes)
 {
@@ -104,9 +105,9 @@ __device__ __forceinline__ void post_put_warp(const OpState &op, int q, const vo
     if (lane_id() == 0) post_put(op, q, from, bytes);
 }
 
-/* Called by a whole warp after it has stored one of the `pieces` pieces of a token's row for
- * rank q. Counts the stored pieces of the row. The warp that stores the last piece posts one
- * put for the whole row: `bytes` bytes at `whole`. */
+/* Counts the stored pieces of a token's row for rank q. The call for the last of the `pieces`
+ * pieces posts one put for the whole row: `bytes` bytes at `whole`. Called by a whole warp
+ * after it has stored one piece. `token`: index of the token. */
 __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, const OpState &op,
                                                        int q, int32_t token, int pieces,
                                                        const void *whole, uint32_t bytes)
@@ -116,8 +117,8 @@ __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, con
     if (lane_id() != 0) return;
     uint32_t *stored =
         (uint32_t *)(op.heap + self.at.net->stored_pieces) + q * self.max_tokens + token;
-    /* Orders this warp's stores before the count. The warp that counts last has the system
-     * fence in post_put(), which also covers the stores of the other warps. */
+    /* Orders this warp's stores before the count. The warp that counts last executes a system
+     * fence in post_put(). This fence also covers the stores of the other warps. */
     __threadfence();
     if (atomicAdd(stored, 1u) + 1 != (uint32_t)pieces) return;
     store_relaxed(stored, 0u);
@@ -135,9 +136,9 @@ __device__ __forceinline__ void post_put_floats(const OpState &op, int q, uint32
     post_put_warp(op, q, floats, (uint32_t)(count + 1) / 2 * 8);
 }
 
-/* Sends records (slots of a token, plan/view.cuh) to rank q. Each lane whose `has_record` is
- * true sends the first `words` words of its own `record`, or one word if `words` is 0. Called
- * by a whole warp. */
+/* Sends records (words with the slots of a token, plan/view.cuh) to rank q. Each lane whose
+ * `has_record` is true sends the first `words` words of its own `record`, but at least one
+ * word. Called by a whole warp. */
 __device__ __forceinline__ void
 post_put_records(const OpState &op, int q, const uint64_t *record, bool has_record, int words)
 {
@@ -147,7 +148,7 @@ post_put_records(const OpState &op, int q, const uint64_t *record, bool has_reco
 }
 
 /* Appends an entry to the ring that marks the end of the epoch. No thread may post puts of this
- * epoch after it. Called by one thread of the rank. */
+ * epoch after this call. Called by one thread of the rank. */
 static __device__ __noinline__ void post_epoch_end(const OpState &op)
 {
     p2p_net_control *control = control_of(op)->net;
@@ -158,9 +159,9 @@ static __device__ __noinline__ void post_epoch_end(const OpState &op)
     store_relaxed(&control->ended_epochs, epochs + 1);
 }
 
-/* Waits until the next epoch may overwrite its half of the outbox. The epoch before the last
- * one used the same half. So the net must have read the words of all puts of that epoch. Called
- * by one thread. Returns false if the group is broken. */
+/* Waits until the next epoch may overwrite its half of the outbox. The last epoch but one used
+ * this half. So the net must have read the words of all puts of that epoch. Called by one
+ * thread. Returns false if the group is broken. */
 __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
 {
     p2p_net_control *control = control_of(op)->net;
@@ -185,7 +186,7 @@ __device__ __forceinline__ void refresh_freed(const OpState &op)
 
 static __device__ void report_aborted_wait(const OpState &op);
 
-/* Waits until this CTA may store into the outbox in this epoch, because the net may still read
+/* Waits until this CTA may store into the outbox in this epoch, that is, until the net reads no
  * words of an older epoch there. Called by all threads of a CTA before their first store for a
  * peer. Returns false if the group is broken. */
 static __device__ __noinline__ bool wait_outbox(const OpState &op)
@@ -207,10 +208,10 @@ static __device__ bool end_round_puts(const OpState &op)
     return __all_sync(ALL_LANES, ok) != 0;
 }
 
-/* Returns word `which` of the announcement of rank `rank`, from a copy in control memory. If
- * the copy has an old stamp, a warp that has a permit (poll_permit()) reads the inbox at `from`
- * and updates the copy. If the word has not arrived yet, the result has an old stamp. Called by
- * a whole warp, with a different rank in each lane. */
+/* Returns word `which` (P2P_ANNOUNCED_*) of the announcement of rank `rank`, from a copy in
+ * control memory. If the copy has an old stamp, a warp that gets a permit (poll_permit()) reads
+ * the word in the inbox, at `from`, and updates the copy. If the word has not arrived yet, the
+ * result has an old stamp. Called by a whole warp, with a different rank in each lane. */
 __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &op,
                                                              const uint64_t *from, int which,
                                                              int rank)

@@ -12,9 +12,10 @@
  *   finish    one warp waits for {n, signature} of every rank, then a system fence; the
  *             last CTA to finish stores the epoch
  *
- * Why buffers with two halves (n & 1) suffice: a rank ends epoch n only after all peers have
- * announced n. A peer announces n only after it has ended n - 1. So when this rank is in epoch
- * n + 1, no rank still uses the half of epoch n - 1, and this rank may write it again. */
+ * Arrays with two halves (index n & 1) suffice for this reason: a rank ends epoch n only after
+ * all peers have announced n. A peer announces n only after it has ended n - 1. So when this
+ * rank is in epoch n + 1, no rank still uses the half of epoch n - 1, and this rank may write
+ * it again. */
 #ifndef EPIC_OPERATION_CUH
 #define EPIC_OPERATION_CUH
 
@@ -22,8 +23,8 @@
 
 /* Marks in control memory that an operation runs. Returns 1 if another operation of this rank
  * still runs, which means that the caller used two streams without ordering them. One thread of
- * each CTA calls it before it reads the epoch, but only CTA 0 marks and checks. CTAs start in
- * order, so a later CTA may start after the other operation has ended. */
+ * each CTA calls the function before it reads the epoch. Only CTA 0 marks and checks, because a
+ * later CTA may start only after the other operation has ended. */
 __device__ __forceinline__ uint32_t mark_running(const p2p_self &self)
 {
     return blockIdx.x == 0 ? atomicOr(&control_of(self)->running, 1u) : 0;
@@ -47,7 +48,8 @@ __device__ __forceinline__ void complete_operation(p2p_control *control, const O
 {
     control->done = 0;
     store_relaxed(&control->epoch, op.epoch);
-    /* Stored last: a later mark_running() that reads 0 must also find the new epoch. */
+    /* Stored last: an operation whose mark_running() reads 0 here must also read the new
+     * epoch. */
     store_relaxed(&control->running, 0u);
 }
 
@@ -74,7 +76,7 @@ static __device__ void announce_operation(const p2p_self &self, const OpState &o
 }
 
 /* Sets op.net->host_box[q] and op.net->relay[q], which backend hosts needs to find rank q's
- * rows. `offset`: where rows of rank q arrive in a heap. */
+ * rows. `offset`: offset, in a heap or in the net inbox, at which rows of rank q arrive. */
 __device__ __forceinline__ void find_net_boxes(const p2p_self &self, OpState &op, int q,
                                                int64_t offset)
 {
@@ -116,9 +118,10 @@ __device__ __forceinline__ uint64_t read_net_broken(const p2p_self &self)
     return load_relaxed((const uint64_t *)(net_inbox(self) + self.at.broken));
 }
 
-/* Begins an operation. Called by all threads of all CTAs. `mark`: a value that must be equal on
- * all ranks, such as the id of a plan; it becomes part of the signature. `tokens`, `capacity`,
- * `rows`: the sizes to announce. Returns false if the group is broken, or if this launch only
+/* Begins an operation: sets all fields of `op`, and the last CTA announces the operation to all
+ * ranks. Called by all threads of all CTAs. `mark`: a value that must be equal on all ranks,
+ * such as the id of a plan; it becomes part of the signature. `tokens`, `capacity`, `rows`: the
+ * sizes to announce (OpState). Returns false if the group is broken, or if this launch only
  * loads the kernel (EPIC_OP_NONE). */
 static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32_t mark,
                                        int32_t tokens, int32_t capacity, int32_t rows)
@@ -149,19 +152,19 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
     if (threadIdx.x < self.num_ranks) find_boxes(self, op, threadIdx.x);
     __syncthreads();
     if (HOSTS && !wait_outbox(op)) return false;
-    /* The first warp of the last CTA announces: no other warp waits for it, and its CTA makes
-     * no plan. */
+    /* The first warp of the last CTA announces, because no other warp waits for this warp, and
+     * its CTA makes no plan. */
     if (is_last_cta() && threadIdx.x < WARP) announce_operation(self, op);
     if (threadIdx.x == 0) report_overlap(op);
     return true;
 }
 
 /* Waits until every rank has announced this operation. If a rank has announced another
- * signature, the wait fails, because its periodic check (find_failure()) finds it. This
- * function has no fence: later stores of this kernel may become visible before the
- * announcements are read. `are_copied`: read the copies in this rank's heap (lowlat/plan.cuh).
- * Called by one warp; lane q reads the announcement of rank q. Returns false if the group is
- * broken. */
+ * signature, the wait fails, because the waiting warp compares signatures from time to time
+ * (find_failure()). This function has no fence: later stores of this kernel may become visible
+ * before the warp has read the announcements. `are_copied`: whether to read the copies in this
+ * rank's heap (lowlat/plan.cuh). Called by one warp; lane q reads the announcement of rank q.
+ * Returns false if the group is broken. */
 __device__ __forceinline__ bool
 wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_copied = false)
 {
@@ -223,9 +226,9 @@ static __device__ bool read_announcement(const OpState &op, int which, int32_t &
 }
 
 /* Ends an operation. Called by all threads of all CTAs. CTA `waiting_cta` waits until all ranks
- * have announced it. Returns true in the CTA that finishes last, which then may do final work.
- * `read`: this final work reads what peers have announced, so a fence is needed after the
- * wait. */
+ * have announced the operation. Returns true in the CTA that finishes last, which may do final
+ * work after that. `read`: true if this final work reads what peers have announced, so that a
+ * fence is needed after the wait. */
 __device__ __forceinline__ bool finish_operation(const p2p_self &self, OpState &op,
                                                  int waiting_cta, bool read)
 {
@@ -268,10 +271,10 @@ static __device__ void begin_round(OpState &op)
     }
 }
 
-/* Ends a round and begins the next. Each round is an epoch of its own. An operation has several
- * rounds if its rows do not all fit into the staging at once. Called by all threads of all
- * CTAs. The last CTA to arrive does the work, and the others wait for it. Returns false if the
- * group is broken. */
+/* Ends a round and begins the next one. Each round is a separate epoch. An operation has
+ * several rounds if its rows do not all fit into the staging at once. Called by all threads of
+ * all CTAs. The last CTA that calls it ends the round and begins the next one, and the others
+ * wait for that CTA. Returns false if the group is broken. */
 static __device__ bool next_round(OpState &op)
 {
     __syncthreads();

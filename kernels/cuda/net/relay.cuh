@@ -14,13 +14,14 @@
  * their destination.
  *
  * The staging of a receiver has one part per source rank. A row that a relay forwards goes into
- * the part of the rank that sent it first, as if that rank had stored it itself. A partial sum
+ * the part of the row's home rank, as if the home rank had stored the row itself. A partial sum
  * that a rank stores for a relay goes into the part of that rank's mate on the destination
  * host.
  *
- * For each token a rank also sends a stamped word, *wants*, for which the relay waits first. In
- * dispatch it is a bit mask of the ranks of the destination host that need the row. In combine
- * it is 1 if the rank has a partial sum for the token, else 0. */
+ * For each token a rank also sends a stamped word, *wants*, to the relay. The relay waits for
+ * this word before it waits for the row. In dispatch, its value is a bit mask of the ranks of
+ * the destination host that need the row. In combine, it is 1 if the rank has a partial sum for
+ * the token, else 0. */
 #ifndef EPIC_RELAY_CUH
 #define EPIC_RELAY_CUH
 
@@ -31,8 +32,8 @@ __device__ __forceinline__ int num_hosts(const p2p_self &self)
     return self.num_ranks / ranks_per_host(self);
 }
 
-/* Returns the mate of rank `like` on the host of rank `on`: the rank of that host which has the
- * same index in its host as `like`. */
+/* Returns the mate of rank `like` on the host of rank `on`: the rank of that host whose index
+ * in its host is the index of `like` in its own host. */
 __device__ __forceinline__ int mate_of(const p2p_self &self, int like, int on)
 {
     return on - on % ranks_per_host(self) + like % ranks_per_host(self);
@@ -47,9 +48,9 @@ __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpSt
     return heap + self.at.staging + index * self.at.source_bytes;
 }
 
-/* Returns the address, in the heap of rank `to`, of the word *wants* for one token. This word
- * says which ranks need the row (dispatch), or whether a partial sum follows (combine). It is
- * in the part of rank `by`. `heap`: base address of the heap of rank `to`. */
+/* Returns the address, in the heap of rank `to`, of the word *wants* that rank `by` sends for
+ * one token. The word says which ranks need the row (dispatch), or whether a partial sum
+ * follows (combine). `heap`: base address of the heap of rank `to`. */
 __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by, int32_t token)
 {
@@ -88,9 +89,9 @@ __device__ __forceinline__ uint32_t reduce_to_mates(const p2p_self &self, uint32
     return mates;
 }
 
-/* Sends the word *wants* for this rank's token to its mate on each other host: it says which
- * ranks there need the token. `peers`: bit mask of all ranks that need it. Called by one warp;
- * lane h sends to host h. */
+/* Sends the word *wants* for one token of this rank to this rank's mate on each other host. The
+ * word says which ranks of that host need the token. `peers`: bit mask of all ranks that need
+ * it. Called by one warp; lane h sends to host h. */
 __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &op,
                                            int32_t token, uint32_t peers)
 {
@@ -103,10 +104,10 @@ __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &
     post_put(op, mate, to, 8);
 }
 
-/* Returns a bit mask of the ranks to which this rank itself sends its token, so that it reaches
- * all `peers`. With relays, one rank of each other host (this rank's mate) receives the token
- * for all peers there. `first`: this call is for the token's first piece. Then, with relays,
- * the function also reports the peers to the mates (send_wants()). */
+/* Returns a bit mask of the ranks to which this rank itself sends a token, so that the token
+ * reaches all `peers` (a bit mask). With relays, one rank of each other host (this rank's mate)
+ * receives the token for all peers there. `first`: this call is for the token's first piece.
+ * Then, with relays, the function also reports the peers to the mates (send_wants()). */
 __device__ __forceinline__ uint32_t choose_routes(const p2p_self &self, const OpState &op,
                                                   int32_t token, bool first, uint32_t peers)
 {
@@ -116,10 +117,11 @@ __device__ __forceinline__ uint32_t choose_routes(const p2p_self &self, const Op
 }
 
 /* Forwards a piece of a row that rank `from` of another host has put into this rank's inbox:
- * stores it to the staging of the ranks in `wants`, whose bit i is the i-th rank of this host.
- * `index`: index of the row in the round. escapes(heap, source) returns the address of the
- * piece's escape words (staging.cuh), or NULL if rows have none. Called by one warp. Returns
- * false if the group is broken. */
+ * stores the piece to the staging of the ranks in `wants`, whose bit i stands for the i-th rank
+ * of this host. `index`: index of the row's token in the round. `piece`: number of the piece in
+ * the row. `vectors`: number of 16-byte vectors per row. escapes(heap, source) returns the
+ * address of the piece's escape words (staging.cuh), or NULL if rows have none. Called by one
+ * warp. Returns false if the group is broken. */
 template <int V, bool EXACT, class Escapes>
 __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpState &op, int from,
                                               int32_t index, int piece, int32_t vectors,
@@ -145,8 +147,8 @@ __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpStat
     return true;
 }
 
-/* Returns true if the ranks of each host form one subtree of the sum tree. Then a mate may add
- * their partial sums first without changing the order of additions. */
+/* Returns true if the ranks of each host form one subtree of the sum tree. Then a relay may add
+ * the partial sums of the ranks of its host first, without changing the order of additions. */
 __device__ __forceinline__ bool can_add_by_host(const p2p_self &self,
                                                 const device_plan_header &h)
 {

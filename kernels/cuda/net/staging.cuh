@@ -9,14 +9,15 @@
  *   receiver   a warp polls the piece until none of its words is poison, uses the piece,
  *              and stores poison back before its rank announces the next epoch
  *
- * Sources are the other ranks, numbered from the next higher rank upwards (and around to 0).
- * Every 4-byte word is its own flag: it is poison (0xffffffff) until the sender's word arrives.
- * So no fence is needed between the words of a row.
+ * Sources are the other ranks. Source 0 is the next higher rank; after the highest rank, the
+ * numbers go on with rank 0. Every 4-byte word is its own flag: it is poison (0xffffffff) until
+ * the sender's word arrives. So no fence is needed between the words of a row.
  *
- * Rows of bytes may contain 0xffffffff. The sender replaces such a word by 0x7fff7fff, the
- * stand-in (both are NaN in every float type). Each lane then also sends an *escape* word, a
- * mask with one bit per replaced word. A receiver that finds a word with 0x7fff in both halves,
- * signs ignored, waits for the escape words of the piece and restores the replaced words. */
+ * The caller's rows may contain 0xffffffff. The sender replaces such a word by 0x7fff7fff, the
+ * stand-in (both words are NaN in every float type). Each lane of the sending warp then also
+ * sends an *escape* word, a mask with one bit per word that it has replaced. A receiver that
+ * finds a word with 0x7fff in both halves, signs ignored, waits for the escape words of the
+ * piece and restores the replaced words. */
 #ifndef EPIC_STAGING_CUH
 #define EPIC_STAGING_CUH
 
@@ -34,8 +35,9 @@ __device__ __forceinline__ uint4 *staged_row(uint8_t *box, int32_t token, int32_
     return (uint4 *)(box + (uint64_t)(uint32_t)token * ((uint32_t)vectors * 16u));
 }
 
-/* Returns the address, in a heap, of the escape words of a source rank. `source`: 0 for the
- * next higher rank after the owner of the heap. `heap`: base address of that heap. */
+/* Returns the address, in a heap, of the escape words of a source rank. `source`: number of the
+ * source rank (0 for the next higher rank after the owner of the heap). `heap`: base address of
+ * that heap. */
 __device__ __forceinline__ uint32_t *escapes_base(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int source)
 {
@@ -43,9 +45,9 @@ __device__ __forceinline__ uint32_t *escapes_base(const p2p_self &self, const Op
            ((int64_t)epoch_parity(op) * (self.num_ranks - 1) + source) * self.at.escape_words;
 }
 
-/* Returns the address, in a heap, of the floats (weights or their gradients) of a source rank.
- * `source`: 0 for the next higher rank after the owner of the heap. `heap`: base address of
- * that heap. */
+/* Returns the address, in a heap, of the floats (weights of choices, or their gradients) of a
+ * source rank. `source`: number of the source rank (0 for the next higher rank after the owner
+ * of the heap). `heap`: base address of that heap. */
 __device__ __forceinline__ uint32_t *floats_base(const p2p_self &self, const OpState &op,
                                                  uint8_t *heap, int source)
 {
@@ -63,8 +65,8 @@ __device__ __forceinline__ bool needs_escape(uint4 q)
     return max(max(q.x | signs, q.y | signs), max(q.z | signs, q.w | signs)) == POISON;
 }
 
-/* Replaces a word that is poison by the stand-in, and sets bit `bit` of the mask. Changes
- * nothing if the word is not poison. */
+/* If the word is poison, replaces it by the stand-in, and sets bit `bit` of the mask. Otherwise
+ * changes nothing. */
 __device__ __forceinline__ void hide_word(uint32_t &word, uint32_t &mask, int bit)
 {
     if (word == POISON) word = POISON_STAND_IN, mask |= 1u << bit;
@@ -76,9 +78,10 @@ __device__ __forceinline__ void unhide_word(uint32_t &word, uint32_t mask, int b
     if (mask >> bit & 1) word = POISON;
 }
 
-/* Replaces the poison words of a piece before it is sent, because the receiver would take them
- * for missing words. Returns this lane's escape word, which must be sent next to the piece, or
- * 0 if the piece needs none. Called by a whole warp. */
+/* Replaces the poison words of a piece before the caller sends the piece, because the receiver
+ * would take them for missing words. Returns this lane's escape word, which the caller must
+ * send in addition to the piece, or 0 if the piece needs no escape words. Called by a whole
+ * warp. */
 template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
 {
     bool special = false;
@@ -134,18 +137,18 @@ template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V]
 }
 
 #ifndef POLL_WINDOW_BYTES
-/* a piece is polled at every spin if it is at most this many bytes after the one that arrived
- * last */
+/* A warp polls its piece at every spin (pass of its wait loop) if the piece is at most this
+ * many bytes after the piece that last arrived from the same rank. */
 #define POLL_WINDOW_BYTES (512 << 10)
 #endif
-#define SPINS_PER_FAR_POLL 32u /* all other pieces are polled once in this many spins */
-/* if all rows of a rank together have at most this many bytes, all pieces are polled at every
- * spin */
+#define SPINS_PER_FAR_POLL 32u /* a warp polls any other piece once in this many spins */
+/* If all rows of a rank together have at most this many bytes, warps poll all pieces at every
+ * spin. */
 #define MAX_POLLED_BYTES (POLL_WINDOW_BYTES / 8)
 
-/* Returns true if a piece may be the next piece of `peer` to arrive: it is at most
- * POLL_WINDOW_BYTES after the piece that arrived last. `last`: address of the piece's last
- * vector. Called by a whole warp. */
+/* Returns true if a piece may be the next piece that arrives from `peer`: it is at most
+ * POLL_WINDOW_BYTES after the farthest piece that has arrived. `last`: address of the piece's
+ * last vector. Called by a whole warp. */
 __device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, const uint4 *last)
 {
     const uint64_t received = load_relaxed(&control_of(op)->net->received_vectors[peer]);
@@ -154,9 +157,9 @@ __device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, con
            (is_stamped(op, received) ? (uint32_t)received : 0) + POLL_WINDOW_BYTES / 16;
 }
 
-/* Records in control memory that a piece has arrived. `last`: address of the piece's last
- * vector. Two warps may overwrite each other's value. This is harmless: the next arrival
- * corrects it. */
+/* Records in control memory that a piece of rank `peer` has arrived. `last`: address of the
+ * piece's last vector. Two warps may overwrite each other's value. This is harmless: the next
+ * arrival corrects the value. */
 __device__ __forceinline__ void record_arrival(const OpState &op, int peer, const uint4 *last)
 {
     uint64_t *seen = &control_of(op)->net->received_vectors[peer];
@@ -167,9 +170,10 @@ __device__ __forceinline__ void record_arrival(const OpState &op, int peer, cons
 }
 
 /* Waits for a piece that arrives in host memory, where polls are slow. Polls only the piece's
- * last vector, `last`: when it has arrived, most of the piece has. A thousand warps may wait at
- * a time. So only a warp whose piece may arrive next polls at every spin; the other warps poll
- * rarely. Called by a whole warp. Returns false if the group is broken. */
+ * last vector, at `last`: when this vector has arrived, most of the piece has arrived. A
+ * thousand warps may wait at a time. So only warps whose piece may arrive next
+ * (may_arrive_next()) poll at every spin. The other warps poll rarely. Called by a whole warp.
+ * Returns false if the group is broken. */
 static __device__ __noinline__ bool wait_host_piece(const OpState &op, int peer,
                                                     const uint4 *last)
 {
@@ -239,8 +243,9 @@ __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const
            });
 }
 
-/* Marks a staged piece that was read as empty again, by storing poison to it. The next epoch
- * that uses this half of the staging (the one after the next) then finds it empty. */
+/* Marks a staged piece as empty again after the caller has read it, by storing poison to it. So
+ * the next epoch that uses this half of the staging (two epochs later) finds the piece
+ * empty. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void poison_piece(uint4 *staged, int32_t first, int32_t vectors)
 {
@@ -276,7 +281,7 @@ __device__ __forceinline__ int nth_bit(uint64_t bits, int n)
 }
 
 /* Writes zeros to rows [first, end) of an array. Each of `threads` threads calls it with its
- * own number `thread` and writes a part of them. */
+ * own number `thread` and writes a part of the rows. */
 static __device__ void zero_rows(uint8_t *rows, int64_t row_bytes, int64_t first, int64_t end,
                                  int64_t thread, int64_t threads)
 {
