@@ -6,8 +6,8 @@
  * stopped together.  The first rank that checks its deadline afterwards would find that it has
  * passed, and would report a silent peer.  To prevent this, a waiting rank checks its deadline
  * again and again.  Before each sleep it stores when the next check is due (expected_ns).  If
- * that check comes much later, this process was stopped.  The deadline then starts anew, so that
- * peers have the whole timeout to show that they run again.
+ * that check comes much later, this process was stopped.  The deadline then starts anew, so
+ * that peers have the whole timeout to show that they run again.
  *
  * A deadline must also end on a machine that is always overloaded.  So it starts anew only in
  * the first DEADLINE_RESTART_LIMIT timeouts of running time.  Later stops only move its end by

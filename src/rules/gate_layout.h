@@ -52,10 +52,10 @@ static inline int32_t gate_fixed_slices(int64_t depth)
 
 /* Returns the bytes of the partial sums, or 0 if sums are not divided.
  *
- * In forward the number of slices depends on `block` and not on `tokens`. With EPIC_TREE, blocks
- * have the same size for every number of ranks, so the sums have the same bits. With
- * EPIC_INVARIANT the number of slices depends only on `hidden`. Backward computes one block at a
- * time. */
+ * In forward the number of slices depends on `block` and not on `tokens`. With EPIC_TREE,
+ * blocks have the same size for every number of ranks, so the sums have the same bits. With
+ * EPIC_INVARIANT the number of slices depends only on `hidden`. Backward computes one block at
+ * a time. */
 static inline int64_t gate_parts_bytes(int64_t tokens, int64_t block, int64_t hidden,
                                        int64_t columns, bool backward, bool is_invariant)
 {
@@ -77,8 +77,8 @@ static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
 }
 
 /* Offsets in bytes of the arrays for a product on tensor cores. The arrays follow the list of
- * tiles. `pieces` is the float32 factor as bf16 [depth, GATE_PIECES, columns]. `sums` is float32
- * [lines, GATE_PIECES, columns], the result for each piece. */
+ * tiles. `pieces` is the float32 factor as bf16 [depth, GATE_PIECES, columns]. `sums` is
+ * float32 [lines, GATE_PIECES, columns], the result for each piece. */
 typedef struct gate_pieces {
     int64_t pieces, sums, end;
 } gate_pieces;
@@ -97,8 +97,8 @@ static inline gate_pieces gate_pieces_of(int64_t tokens, int64_t lines, int64_t 
 
 /* Offsets in bytes of the arrays for the gradient of x on tensor cores. Both factors of this
  * product, d_logits and the gate's weights, are float32. As pieces, d_logits is bf16 [tokens,
- * GATE_PAIRS, columns], and `weights` is bf16 [hidden, GATE_PAIRS, columns]. The result is added
- * to d_x, so it needs no memory here. */
+ * GATE_PAIRS, columns], and `weights` is bf16 [hidden, GATE_PAIRS, columns]. The result is
+ * added to d_x, so it needs no memory here. */
 typedef struct gate_pairs {
     int64_t d_logits, weights, end;
 } gate_pairs;
