@@ -48,7 +48,7 @@ typedef struct joiner {
 typedef struct acceptor {
     const epic_tcp *tcp;
     const epic_secret *secret;
-    time_limit *limit; /* limit of the whole bootstrap; LINGER_MS after a failure */
+    time_limit *limit; /* of the whole bootstrap; a failure shortens it to LINGER_MS */
 
     int listeners[TCP_MAX_ENDPOINTS];
     int num_listeners;
@@ -65,7 +65,7 @@ typedef struct acceptor {
     int num_notified;
     int num_to_notify; /* after this many notifications rank 0 stops accepting */
 
-    int full_ms;            /* time that rank 0 has waited for a free descriptor */
+    int full_ms;            /* milliseconds that rank 0 has waited for a free descriptor */
     int num_refused;        /* number of refused connections */
     char refusal[160];      /* why the last joiner was refused */
     int32_t rank_of_second; /* rank that two processes claimed; 0: no such rank */
@@ -112,8 +112,8 @@ static void send_failure(acceptor *a, int32_t rank, epic_link *link)
 }
 
 /* Returns true if `rank` was already notified of this bootstrap's failure. A rank that connects
- * again after that wants to join the next bootstrap on this port. So rank 0 stops accepting for
- * this one. */
+ * again after that wants to join the next bootstrap on this port. So rank 0 stops accepting
+ * connections for the failed bootstrap. */
 static bool has_reconnected(acceptor *a, int32_t rank)
 {
     if (rank < 0 || rank >= a->tcp->num_ranks || !a->was_notified[rank]) return false;
@@ -330,8 +330,8 @@ static void drop_oldest(acceptor *a)
 }
 
 /* Called when accept() found no free descriptor. Drops a joiner to free one. If there is no
- * joiner, the joined ranks themselves use all descriptors. Then it waits, because another
- * thread may close a descriptor, and fails the bootstrap after FULL_MS. */
+ * joiner, rank 0 waits, because another thread may close a descriptor. After FULL_MS of such
+ * waits the bootstrap fails. `wrong` is the errno of accept(). */
 static void make_room(acceptor *a, int wrong)
 {
     if (a->num_joiners > 0) {

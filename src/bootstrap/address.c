@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Finds the socket addresses of a TCP bootstrap, and listens on them.
  *
- * Without a secret a bootstrap uses only loopback, because anyone on the network could connect
- * to another address. If tcp.address is another address of this host, loopback replaces it. If
- * it is the address of another host, a rank other than 0 fails with an error at once. */
+ * Without a secret a bootstrap uses only loopback addresses, because anyone on the network
+ * could connect to other ones. If tcp.address is an address of this host that is not loopback,
+ * loopback replaces it. If it is the address of another host, opening fails at once. */
 #include <errno.h>
 #include <netinet/in.h>
 #include <stdio.h>

@@ -39,7 +39,7 @@ typedef struct epic_hello {
     uint32_t version;
     int32_t rank;
     int32_t num_ranks;
-    uint32_t left_ms; /* time until the sender gives up */
+    uint32_t left_ms; /* milliseconds until the sender gives up */
     uint32_t has_secret;
     uint32_t zero;
     uint8_t nonce[FRAME_NONCE]; /* new random bytes for every connection */
@@ -48,14 +48,14 @@ typedef struct epic_hello {
 /* The header of every later message; `length` bytes follow it. */
 typedef struct epic_frame {
     uint32_t magic;
-    uint32_t result; /* an epic_result */
-    uint64_t sequence;
-    uint64_t length;  /* bytes after this header */
-    uint32_t left_ms; /* time until the sender gives up */
+    uint32_t result;   /* an epic_result */
+    uint64_t sequence; /* number of the gather, from 1; 0 in all other frames */
+    uint64_t length;   /* bytes after this header */
+    uint32_t left_ms;  /* milliseconds until the sender gives up */
     uint32_t zero;
-    /* of the bytes after the header: SHA-256 with a secret, otherwise a checksum */
+    /* SHA-256 of the bytes after this header; without a secret a checksum of them */
     uint8_t digest[FRAME_TAG];
-    uint8_t tag[FRAME_TAG]; /* HMAC of the fields above; without a secret zeros */
+    uint8_t tag[FRAME_TAG]; /* HMAC of the fields above; zeros without a secret */
 } epic_frame;
 
 _Static_assert(sizeof(epic_hello) == 64, "no hidden padding");
@@ -74,14 +74,15 @@ bool epic_frame_make_hello(epic_hello *out, int32_t rank, int32_t num_ranks, boo
 /* Returns a checksum that detects damaged bytes.  It is not cryptographic. */
 uint64_t epic_frame_checksum(const void *bytes, size_t length);
 
-/* Send or receive as many bytes as the socket allows without waiting.  *done counts the bytes
- * so far; in epic_frame_send() the frame counts too.  The caller calls again while the result
- * is FRAME_MORE. */
+/* Send or receive as many bytes as the socket allows without waiting. *done is the number of
+ * bytes moved so far, including the bytes of the frame itself in epic_frame_send(). The caller
+ * calls again while the result is FRAME_MORE. */
 epic_frame_state epic_frame_send(int socket, const epic_frame *frame, const void *bytes,
                                  size_t *done);
 epic_frame_state epic_frame_receive(int socket, void *to, size_t bytes, size_t *done);
 
-/* Waits for one of the poll() events.  Returns false if the limit passes first. */
+/* Waits until the socket has one of `events`, such as POLLIN. Returns false if the limit passes
+ * first. */
 bool epic_frame_wait(int socket, short events, time_limit *limit);
 
 /* Send or receive all bytes, waiting if necessary.  Return FRAME_MORE if the limit passes

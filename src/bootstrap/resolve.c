@@ -25,7 +25,7 @@ typedef struct query {
     bool is_done;
     bool is_abandoned; /* the caller has returned; the thread frees the query */
     int wrong;         /* result of getaddrinfo(): 0 or an EAI_ code */
-    int system_wrong;
+    int system_wrong;  /* errno after getaddrinfo() */
     struct addrinfo *found;
     char port[16];
     char name[]; /* host name to resolve */
@@ -113,8 +113,8 @@ static bool wait_for_query(query *q, time_limit *limit)
     return is_done;
 }
 
-/* Returns the errno that made getaddrinfo() fail, or 0. If the process has no free descriptor,
- * getaddrinfo() does not report that. So this function opens one to find out. */
+/* Returns the errno that made getaddrinfo() fail, or 0. getaddrinfo() does not report that the
+ * process has no free descriptor. So this function tries to open one. */
 static int find_reason(int wrong, int system_wrong)
 {
     const int probe = open("/", O_RDONLY | O_CLOEXEC);

@@ -22,7 +22,9 @@
 /* A link, and the state of the current gather on it. */
 typedef struct connection {
     epic_link link;
-    bool is_ready; /* true: all bytes of the current phase are sent or received */
+    /* Rank 0: true if all bytes of this gather have arrived from the peer, and later, while
+     * rank 0 sends the answers, if the answer is sent. Other ranks: always false. */
+    bool is_ready;
     epic_frame frame;
     size_t head;          /* bytes received of `frame` */
     size_t body;          /* bytes received after `frame` */
@@ -50,8 +52,8 @@ static unsigned long long gather_number(const tcp_bootstrap *b)
     return (unsigned long long)b->sequence;
 }
 
-/* Polls for the events `events` on connections that are not ready, and for `idle` on ready
- * ones. Returns false if the limit has passed. */
+/* Polls for the events `events` on connections that are not ready, and for the events `idle` on
+ * ready ones. Returns false if the limit has passed and no connection has an event. */
 static bool poll_connections(tcp_bootstrap *b, short events, short idle, time_limit *limit)
 {
     const int32_t first =
@@ -129,8 +131,8 @@ static epic_result receive_part(tcp_bootstrap *b, int32_t rank, char *to, size_t
 {
     connection *c = &b->connections[rank];
     /* A ready connection has an event only when its peer closes it. If this rank's limit has
-     * passed, the peer has probably left because of another rank that is late. So this names
-     * the late ranks. */
+     * passed, the peer has probably left because of another rank that is late. So the error
+     * names the late ranks. */
     if (c->is_ready)
         return time_limit_left_ms(limit) == 0 ? fail_late(b, "join") : fail_lost(b, rank);
     if (c->head < sizeof c->frame) {
@@ -201,8 +203,8 @@ static epic_result send_answers(tcp_bootstrap *b, const char *all, size_t bytes,
 }
 
 /* Sends the failure stored in `b` to every rank. If a rank has received a part of an answer, it
- * would read a failure frame as the rest of that answer. So this sends no frame to that rank,
- * which sees the connection close. */
+ * would read a failure frame as the rest of that answer. So rank 0 sends that rank no frame,
+ * and the rank sees the connection close. */
 static void send_failure_to_all(tcp_bootstrap *b)
 {
     time_limit limit = time_limit_begin(SEND_MS, NULL);

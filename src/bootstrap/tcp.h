@@ -35,8 +35,8 @@ epic_result epic_tcp_resolve(struct addrinfo **out, const epic_tcp *tcp, time_li
  * EPIC_EINVAL if the address belongs to another host and there is no secret. */
 epic_result epic_tcp_endpoints(epic_endpoints *out, const epic_tcp *tcp, time_limit *limit);
 
-/* Opens a listener on each endpoint that belongs to this host.  Errors: EPIC_EINVAL (no
- * endpoint does), EPIC_EDEVICE (the port is in use). */
+/* Opens a listener on each endpoint that belongs to this host. Errors: EPIC_EINVAL (no endpoint
+ * belongs to this host), EPIC_EDEVICE (the port is in use). */
 epic_result epic_tcp_listen(int listeners[TCP_MAX_ENDPOINTS], int *num_listeners,
                             const epic_tcp *tcp, time_limit *limit);
 
@@ -51,8 +51,8 @@ epic_result epic_tcp_accept(epic_link *links, const epic_tcp *tcp, const epic_se
 epic_result epic_tcp_connect(epic_link *out, const epic_tcp *tcp, const epic_secret *secret,
                              time_limit *limit);
 
-/* Shortens rank 0's time limit, so that its answer or error reaches a peer before the peer
- * gives up, in left_ms milliseconds. */
+/* Called on rank 0. A peer gives up in left_ms milliseconds. Shortens rank 0's time limit, so
+ * that the answer or error of rank 0 reaches the peer before that. */
 void epic_tcp_answer_earlier(time_limit *limit, uint32_t left_ms);
 
 /* Fails with EPIC_EDEVICE because this rank cannot open a socket; `wrong` is the errno. */

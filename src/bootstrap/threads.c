@@ -127,7 +127,7 @@ static epic_result fail_twice(hub *h, const member *m)
 }
 
 /* Takes part in a gather with the arguments in `call`. The caller holds the mutex before and
- * after; waiting releases it. */
+ * after this function. While the function waits, the mutex is free. */
 static epic_result gather_locked(hub *h, member *m, const member *call)
 {
     if (h->broken == EPIC_OK && h->num_open < h->num_ranks) break_gone(h);

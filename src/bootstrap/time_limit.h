@@ -8,9 +8,9 @@
  *     int ms = time_limit_look(limit);   longest next sleep; 0: the limit has passed
  *     poll(..., ms);
  *
- * A limit may have an outer limit.  For example, the outer limit of one connection is that of
- * the whole bootstrap.  A limit has passed if itself or its outer limit has passed;
- * time_limit_look() checks both. */
+ * A limit may have an outer limit. For example, the limit of the whole bootstrap is the outer
+ * limit of the limit of one connection. A limit has passed if its own time or its outer limit
+ * has passed. time_limit_look() checks both. */
 #ifndef EPIC_BOOTSTRAP_TIME_LIMIT_H
 #define EPIC_BOOTSTRAP_TIME_LIMIT_H
 
