@@ -11,14 +11,14 @@
 #include "base/error.h"
 #include "exchange/exchange.h"
 
-#define BATCH_BYTES (256 * 1024)
+#define BATCH_BYTES (256 * 1024) /* bytes to send to one home before the next has its turn */
 
 /* The state of one collect flow. */
 typedef struct collecting {
     exchange *x;
     const collect *c;
-    int64_t item; /* the item that this rank handles next as home */
-    int32_t piece;
+    int64_t item;  /* the item that this rank handles next as home */
+    int32_t piece; /* the next piece of that item */
     int64_t batch; /* entries to send to one home before the next home has its turn */
 } collecting;
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds the culprits of a deadline: ranks that others wait for, but that do not wait
+/* Finds the culprits of a missed deadline: ranks that others wait for, but that do not wait
  * themselves. If the ranks wait for each other in a circle, the culprits are the ranks that
  * this rank waits for. */
 #include "exchange/culprits.h"

@@ -167,8 +167,8 @@ static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
 }
 
 /* Breaks the group with EPIC_ETIMEOUT, because the deadline has passed. If the machine stopped
- * this process during the search for culprits, the peers were probably stopped too. Then this
- * restarts the deadline and returns EPIC_OK. */
+ * this process during the search for culprits, the peers were probably stopped too. In that
+ * case the function restarts the deadline and returns EPIC_OK. */
 static epic_result exchange_report_timeout(exchange *x)
 {
     uint64_t culprits[RANK_WORDS] = {0};
@@ -252,8 +252,9 @@ static epic_result exchange_claim_op_slot(exchange **out, epic_context *ctx, exc
 /* Compares rank r's op header with two others: this rank's, and that of rank *healthy. *healthy
  * is the first rank whose header reports no error, or -1 if there is none yet.
  *
- * A header that reports an error has few other elements. If this rank's own header is such a
- * header, only the comparison with *healthy can show that two other ranks differ. */
+ * In a header that reports an error, most other elements are not filled in. If this rank's own
+ * header reports one, only the comparison with *healthy can show that two other ranks
+ * differ. */
 static epic_result exchange_compare_header(exchange *x, int r, int *healthy)
 {
     char sentence[256];

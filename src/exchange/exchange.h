@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* An exchange is one collective operation of a host context: the ranks exchange op headers,
- * then rows.
+/* An exchange carries out one collective operation of a host context: the ranks exchange op
+ * headers, then rows. It may carry out a second operation with the same op headers.
  *
  * Every operation calls exchange_open, runs one or more flows, and calls exchange_close. If one
  * public call consists of two operations, the second may continue in the exchange of the first
@@ -15,7 +15,9 @@
  * it to the home. When the rows of all contributing ranks have arrived, the home handles the
  * item. Combine uses it: the home sums the rows of a token.
  *
- * A row that is larger than an entry of a ring is split into pieces. */
+ * Entries travel through rings (backend/transport.h): one ring from each rank to each peer, or
+ * one from each rank to EVERYONE, whose entries all peers read. A row that is larger than an
+ * entry of a ring is split into pieces. */
 #ifndef EPIC_EXCHANGE_H
 #define EPIC_EXCHANGE_H
 
@@ -24,21 +26,21 @@
 #include "exchange/op_header.h"
 
 #define RANK_WORDS (EPIC_MAX_RANKS / 64)
-/* Every piece of a row, except the last one, has a multiple of this many bytes. It is the size
- * of 1024 float64 elements, the block of the dot product. */
+/* Every piece of a row, except the last one, has a multiple of this many bytes: the size of
+ * 1024 float64 elements. A dot product is computed in blocks of 1024 elements. */
 #define PIECE_UNIT 8192
 #define PIECE_MAX (4 * PIECE_UNIT)
 /* largest size in bytes of a trailer: the weights that follow a row in its ring entry, one
  * float for each of the token's choices */
 #define TRAILER_MAX 256
-#define TREE_LEVELS 18 /* levels of a binary tree with 65536 leaves, 17, plus one */
+#define TREE_LEVELS 18 /* a binary tree with 65536 leaves has 17 levels; one more is spare */
 
 /* The measured cost of writing one ring. ring_copy.h explains how it is used. */
 typedef struct ring_cost {
     int32_t line_ps; /* picoseconds to write one cache line, a moving average */
     uint32_t rows;   /* rows written so far */
-    /* write_row_timed() does an atomic exchange on it, which waits for all earlier stores. Its
-     * value is never read. */
+    /* write_row_timed() does an atomic exchange on this field, to wait for all earlier stores.
+     * The value is never used. */
     _Atomic bool settled;
 } ring_cost;
 
@@ -63,30 +65,31 @@ typedef struct exchange {
     deadline deadline; /* deadline of the current wait */
     uint64_t record;   /* this operation's record in the flight recorder */
     uint64_t rounding; /* rounding mode of the caller, which exchange_close() restores */
-    uint32_t phase;
+    uint32_t phase;    /* how far the exchange is; peers can read it */
     /* true: the last check found a peer gone, and no entry has moved since */
     bool is_peer_gone;
-    uint64_t last_check_ns;
-    uint64_t waits_for[RANK_WORDS];
+    uint64_t last_check_ns;         /* time of the last check whether peers are alive */
+    uint64_t waits_for[RANK_WORDS]; /* one bit for each rank that this rank waits for */
 
-    /* The arrays below have one element for each rank. */
+    /* The arrays from `headers` to `rows` have one element for each rank. */
     const epic_op_header **headers;
     /* number of items of each source (scatter) or home (collect) */
     int64_t *items;
     int64_t *sends, *receives; /* entries to and from each rank in this flow */
-    /* how many of them were sent to and read from each rank so far */
+    /* number of these entries that were sent to and read from each rank so far */
     int64_t *num_sent, *num_read;
-    int64_t *next_item_to; /* next item to send to each peer, and below its next piece */
-    int32_t *next_piece_to;
+    int64_t *next_item_to;   /* next item to send to each peer */
+    int32_t *next_piece_to;  /* next piece of that item */
     int64_t *next_item_from; /* next item to read from each peer */
     ring_cost *ring_costs;   /* cost of the ring to each peer; kept between operations */
-    const void **rows;
-    window_target *targets; /* [num_ranks, NUM_WINDOW_OUTPUTS]; exchange/windows.h */
-    bool has_targets;       /* true: this flow stores into windows */
+    const void **rows;       /* the `rows` argument of collect.read_rows */
+    window_target *targets;  /* [num_ranks, NUM_WINDOW_OUTPUTS]; exchange/windows.h */
+    bool has_targets;        /* true: this flow stores into windows */
     /* Bytes of the last entry that fill_entry() did not write into the ring, because it stored
      * them into windows, or no peer needs them. The flow sets it to 0 before each entry. */
     int64_t left_out_bytes;
-    /* [num_ranks, 64] dot products of slots whose later pieces have not arrived */
+    /* [num_ranks, 64] unfinished dot products of combine_backward: one for each k of the token
+     * whose pieces arrive from a rank */
     double *sums;
     unsigned char *row;    /* one quantized row, max_row_bytes + 64 bytes */
     unsigned char *pieces; /* [TREE_LEVELS + 1, PIECE_MAX] scratch rows for partials */
@@ -157,8 +160,8 @@ typedef struct row_split {
 } row_split;
 
 /* Splits rows of row_bytes bytes into the largest pieces that fit, with `trailer` more bytes,
- * into one ring entry. If `everyone` is true and the transport has a ring to EVERYONE, that
- * ring limits the size; otherwise the ring to one peer does. */
+ * into one ring entry. If `everyone` is true and the transport has a ring to EVERYONE, the
+ * entries of that ring limit the size. Otherwise the entries of a ring to one peer do. */
 row_split exchange_split_rows(const exchange *x, bool everyone, int64_t row_bytes,
                               int64_t trailer);
 

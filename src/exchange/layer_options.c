@@ -16,7 +16,9 @@ typedef enum option_kind {
     KIND_FLOAT,  /* a float: one word */
     KIND_CHOICE, /* an enum value, printed by name */
     KIND_LONG,   /* a 64-bit integer: two words */
-    KIND_WEIGHT  /* 0: not given; 1: given; other values: a checksum */
+    /* word of a layer_weight, from layer_options_weight_word(): 0 if the caller passed NULL,
+     * otherwise 1, or a checksum of the weight with EPIC_CHECK_WEIGHTS */
+    KIND_WEIGHT
 } option_kind;
 
 /* The lists of names for KIND_CHOICE. */

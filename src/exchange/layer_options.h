@@ -20,7 +20,7 @@ typedef struct layer_options {
 } layer_options;
 
 /* The weights of a layer that must be given on all ranks or on none. Each has one word: 0 if it
- * is NULL, 1 if it is given, or a checksum of its numbers. */
+ * is NULL, otherwise 1, or a checksum of its numbers with EPIC_CHECK_WEIGHTS. */
 typedef enum layer_weight {
     WEIGHT_W_GATE,
     WEIGHT_B_GATE,
@@ -31,8 +31,8 @@ typedef enum layer_weight {
     WEIGHT_SHARED_B_GATE_UP,
     WEIGHT_SHARED_B_DOWN,
     WEIGHT_W_SHARED_GATE,
-    WEIGHT_B_GATE_UP, /* never a checksum: ranks hold different experts */
-    WEIGHT_B_DOWN,
+    WEIGHT_B_GATE_UP, /* never a checksum, because ranks hold different experts */
+    WEIGHT_B_DOWN,    /* never a checksum, for the same reason */
     NUM_LAYER_WEIGHTS
 } layer_weight;
 

@@ -144,7 +144,7 @@ void op_header_set_options(epic_op_header *header, const layer_options *options)
 bool op_header_compare_layer(const epic_op_header *given, const epic_op_header *plan,
                              char *sentence, size_t size)
 {
-    /* In this order, because some fields have defaults that depend on earlier ones. */
+    /* The fields are in this order, because the defaults of some depend on earlier ones. */
     static const int fields[] = {
         COMMON_NUM_EXPERTS, COMMON_NUM_LOGICAL, COMMON_TOP_K,           COMMON_LAYOUT,
         COMMON_ALIGNMENT,   COMMON_OVERFLOW,    COMMON_EXPERT_CAPACITY, COMMON_PRIORITY,
@@ -183,9 +183,9 @@ static epic_result saved_error(int rank, const int64_t *about)
                      (long long)about[2]);
 }
 
-/* Returns the error that a rank met with its window: EPIC_ENOMEM or EPIC_ENOTSUP, after which
- * the group stays usable. The sentence is from a peer: it may lack its end, and epic_fail()
- * cleans it. */
+/* Returns the error that a rank reports about its window: EPIC_ENOMEM or EPIC_ENOTSUP, after
+ * which the group stays usable. The sentence is from a peer. Its end may be cut off, and
+ * epic_fail() cleans it. */
 static epic_result window_error(int rank, const epic_op_header *header)
 {
     const bool no_memory = header->local[LOCAL_ERROR_DETAILS] == EPIC_ENOMEM;

@@ -41,11 +41,15 @@ enum { /* elements of epic_op_header.common */
 enum { /* elements of epic_op_header.local */
        LOCAL_TOKENS,
        LOCAL_CAPACITY,
-       LOCAL_ROWS,          /* rows of the receive buffer */
-       LOCAL_NEEDED_ROWS,   /* slots that the plan occupies */
-       LOCAL_NEXT_DISPATCH, /* dispatch_signature() of a dispatch in the same call, or 0 */
-       LOCAL_ERROR,         /* an enum data_error; its details follow */
-       LOCAL_ERROR_DETAILS,
+       /* rows of the caller's buffer that has one row per slot; EPIC_OP_WINDOW: bytes of the
+          window */
+       LOCAL_ROWS,
+       LOCAL_NEEDED_ROWS, /* slots that the plan occupies */
+       /* if a dispatch follows this plan in the same public call: its dispatch_signature();
+          else 0 */
+       LOCAL_NEXT_DISPATCH,
+       LOCAL_ERROR,         /* an enum data_error */
+       LOCAL_ERROR_DETAILS, /* first of four details about LOCAL_ERROR */
        /* where the outputs of this rank lie in its windows: window_place() of each
           enum window_output */
        LOCAL_WINDOWS = LOCAL_ERROR_DETAILS + 4,
@@ -55,19 +59,33 @@ enum { /* elements of epic_op_header.local */
 /* The outputs of one operation that may lie in windows. */
 enum window_output { WINDOW_ROWS, WINDOW_SCALES, WINDOW_WEIGHTS, NUM_WINDOW_OUTPUTS };
 
+/* What is wrong in the data of a rank. The comments list the details of each error. */
 enum data_error {
     DATA_OK,
-    DATA_EXPERT,     /* details: token, k, id */
-    DATA_DUPLICATE,  /* details: token, k, id */
-    DATA_PLACEMENT,  /* details: expert, rank */
-    DATA_REPLICAS,   /* details: expert or -1, logical expert, num_logical */
-    DATA_PLAN,       /* details: an enum plan_damage */
-    DATA_TOKEN_ID,   /* details: token, id, table_rows */
-    DATA_TABLE,      /* details: row, k, id, number of experts */
-    DATA_FORCED,     /* details: token, k, id, number of experts */
-    DATA_SAVED,      /* `saved` is from a forward that failed or never ran */
-    DATA_SAVED_PART, /* details: an enum saved_part, index, value */
-    DATA_WINDOW      /* details: an epic_result; the sentence is in `bytes` */
+    /* An expert id is out of range: token, k, id, number of valid ids. */
+    DATA_EXPERT,
+    /* A token has an expert twice in a layer with EPIC_DISTINCT: token, k, id. */
+    DATA_DUPLICATE,
+    /* An entry of rank_of_expert is invalid: expert, rank. */
+    DATA_PLACEMENT,
+    /* An entry of logical_of_expert is invalid: expert, logical expert, num_logical. Or a
+     * logical expert has no replica: -1, logical expert. */
+    DATA_REPLICAS,
+    /* The bytes of a plan are damaged: an enum plan_damage. */
+    DATA_PLAN,
+    /* The router's token id is not a row of the table: token, id, table_rows. */
+    DATA_TOKEN_ID,
+    /* An expert id in the router's table is out of range: row, k, id, number of valid ids. */
+    DATA_TABLE,
+    /* An expert id that the caller forces is out of range: token, k, id, number of valid
+     * ids. */
+    DATA_FORCED,
+    /* The layer's `saved` is from a forward that failed or never ran: no details. */
+    DATA_SAVED,
+    /* A part of the layer's `saved` is damaged: an enum saved_part, index, value. */
+    DATA_SAVED_PART,
+    /* A window cannot be added: an epic_result. epic_op_header.bytes contains the sentence. */
+    DATA_WINDOW
 };
 
 enum saved_part { SAVED_TOKENS, SAVED_ROWS, SAVED_COUNT, SAVED_CHOICE };
@@ -76,8 +94,8 @@ enum saved_part { SAVED_TOKENS, SAVED_ROWS, SAVED_COUNT, SAVED_CHOICE };
  * the operation and reports the error in its op header, so that all ranks return the same
  * error. */
 typedef struct data_fault {
-    int64_t error; /* an enum data_error; DATA_OK: no error */
-    int64_t about[4];
+    int64_t error;    /* an enum data_error; DATA_OK: no error */
+    int64_t about[4]; /* the details of the error */
 } data_fault;
 
 /* Data that src/moe adds to the op header of an operation. */

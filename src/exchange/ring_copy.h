@@ -2,9 +2,9 @@
 /* Chooses how to copy a row into a ring: through the caches or past them.
  *
  * A cache line of a ring is in the cache of the peer that read it last. A writer that writes
- * through the caches must fetch it from there. Between cores that share a cache this costs
- * almost nothing, and the reader then finds the row in that cache. Between other cores it costs
- * more than writing past the caches and reading from memory.
+ * through the caches must fetch the line from that cache. Between cores that share a cache the
+ * fetch costs almost nothing, and the reader then finds the row in the shared cache. Between
+ * other cores the fetch costs more than writing past the caches and reading from memory.
  *
  * The costs change at run time: the scheduler moves ranks, and a hypervisor moves virtual
  * cores. So one row in 64 is written through the caches and timed. A moving average of these

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The scatter flow. Every rank is a source: it sends its items to all ranks that need them,
- * without waiting for other sources. If the transport has a ring to EVERYONE, the source writes
- * each item into it once. Otherwise it writes an item into the ring of each peer that needs it.
+ * without waiting for other sources. If the transport has a ring to EVERYONE, which all peers
+ * read, the source writes each item once into that ring. Otherwise the source writes the item
+ * into its ring to each peer that needs it.
  *
  * A rank repeats three steps until all entries are moved. It sends entries while the rings have
  * room, and reads entries that have arrived. If neither moved anything, it handles some of its

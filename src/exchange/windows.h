@@ -8,12 +8,13 @@
 
 #define MAX_WINDOWS 256
 
-/* Releases the windows of a context. If `ours` is set, first waits until no peer stores into
- * them; a forked child passes false and releases only its own copies. Called before the backend
- * leaves the group. */
+/* Releases the windows of a context, before the backend leaves the group. If `ours` is true,
+ * first waits until no peer stores into the windows. A forked child passes false and releases
+ * only its own copies. */
 void windows_close(epic_context *ctx, bool ours);
 
-/* Adds a window to the context. Collective; args->data NULL means that EPIC allocates it. */
+/* Adds a window to the context. Collective. If args->data is NULL, EPIC allocates the
+ * memory. */
 epic_result windows_add(epic_context *ctx, const epic_window_args *args, epic_window_info *out);
 
 /* Returns the *place* of the bytes [data, data + bytes): one number that contains the number of
@@ -30,8 +31,8 @@ static inline void op_header_set_window(epic_op_header *header, epic_context *ct
 }
 
 /* Finds the outputs of all peers that lie in windows, and fills in x->targets. Called before a
- * flow that stores directly. If it returns true, the caller must call windows_end_stores() after
- * the flow. If it returns false, no peer has an output in a window. */
+ * flow that stores directly. Returns false if no peer has an output in a window. If it returns
+ * true, the caller must call windows_end_stores() after the flow. */
 bool windows_begin_stores(exchange *x);
 void windows_end_stores(exchange *x);
 
