@@ -11,9 +11,10 @@
 /* Copies `bytes` bytes from host or device memory to host memory. Returns false on failure. */
 typedef bool (*device_fetch)(void *to, const void *from, size_t bytes);
 
-/* Reads the header of a CUDA context's plan, and counts its fates. `fetch` copies its bytes.
- * Returns false if the bytes do not begin like such a plan. Otherwise sets *result to the
- * result of epic_plan_read, and fills in *out if that is EPIC_OK. */
+/* Reads the header of a CUDA context's plan, and counts the plan's fates. `fetch` copies the
+ * plan's bytes to host memory. Returns false if the bytes do not begin like such a plan.
+ * Otherwise sets *result to the result of epic_plan_read, and fills in *out if it is
+ * EPIC_OK. */
 bool device_plan_read(const void *plan, int64_t plan_bytes, device_fetch fetch,
                       epic_plan_info *out, epic_result *result);
 

@@ -173,7 +173,7 @@ static uint64_t body_checksum(const plan_header *h)
     return hash_bytes(bytes + begin, (size_t)(h->bytes - begin));
 }
 
-/* Returns the checksum of the header, with 0 in the field that stores it. */
+/* Returns the checksum of the header, computed with 0 in the field header_sum. */
 static uint64_t header_checksum(const plan_header *h)
 {
     plan_header copy;
@@ -229,7 +229,7 @@ const char *plan_damage_name(int damage)
     }
 }
 
-/* Returns true if all values are in least .. most. */
+/* Returns true if all values are at least `least` and at most `most`. */
 static bool are_all_within(const int32_t *values, int64_t count, int32_t least, int64_t most)
 {
     int32_t low = INT32_MAX, high = INT32_MIN;

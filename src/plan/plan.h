@@ -6,7 +6,7 @@
  *
  *   tokens_of    [num_ranks]      number of tokens of each rank
  *   base_of      [num_ranks + 1]  tokens of all lower ranks: the number of a rank's first token
- *   expert_of    [num_local]      global id of each local expert; -1: none
+ *   expert_of    [num_local]      global id of each local expert; -1: no expert
  *   logical_of   [num_experts]    replicas only: logical expert of each expert
  *   slab_begin   [num_local + 1]  first slot of each slab; FLAT: all 0
  *   slab_count   [num_local]      choices in each slab, without padding
@@ -15,13 +15,13 @@
  * What this rank uses as the home rank of its own tokens:
  *
  *   fate         [num_tokens, top_k]  slot on the rank of the expert, or an EPIC_FATE value
- *   rank_to      [num_tokens, top_k]  rank of the expert; -1: none
+ *   rank_to      [num_tokens, top_k]  rank of the expert; -1: the choice has no expert
  *
  * What this rank uses as the owner of experts, for the tokens of all ranks:
  *
- *   slot_or_expert  [all tokens, top_k]  slot of the choice on this rank, or with FLAT its local
- *                                        expert; -1: the choice does not go to this rank
- *   row_of          [all tokens]         FLAT only: row of the token on this rank; -1: none
+ *   slot_or_expert  [all tokens, top_k]  slot of the choice on this rank (FLAT: local expert of
+ *                                        the choice); -1: the choice does not go to this rank
+ *   row_of          [all tokens]         FLAT only: row of the token on this rank; -1: no row
  *
  * The workspace of the planner follows the arrays. */
 #ifndef EPIC_PLAN_H
@@ -41,8 +41,8 @@ typedef struct plan_header {
     uint64_t body_sum;   /* checksum of the arrays */
     uint64_t id;
     uint64_t group_id;
-    int64_t bytes; /* bytes of the header and the arrays */
-    int64_t num_tokens, total_tokens;
+    int64_t bytes;                    /* bytes of the header and the arrays */
+    int64_t num_tokens, total_tokens; /* tokens of this rank, and of all ranks */
     /* num_slots: number of slots that this rank uses. capacity: number of slots that it may
      * use. demand: number of slots that it would need if no choice were dropped. */
     int64_t num_slots, capacity, demand;
@@ -52,7 +52,7 @@ typedef struct plan_header {
     int64_t tokens_of, base_of, expert_of, logical_of, slab_begin, slab_count;
     int64_t position_of;
     int64_t fate, rank_to, slot_or_expert, row_of;
-    int32_t rank, num_ranks, num_local;
+    int32_t rank, num_ranks, num_local; /* num_local: largest number of experts on one rank */
     /* The epic_result of the planning. If it is an error, the plan has no slots. */
     uint32_t result;
     epic_layer layer; /* with defaults filled in */
@@ -80,7 +80,7 @@ enum plan_damage {
 const char *plan_damage_name(int damage);
 
 /* Checks the bytes of a plan. If they are valid, returns PLAN_OK and sets *out; otherwise
- * returns the damage. With group_id 0 it accepts a plan of any group and rank. After PLAN_OK,
+ * returns the damage. If group_id is 0, accepts a plan of any group and rank. After PLAN_OK,
  * all values in the arrays are in their ranges, and code may use them without checks. */
 enum plan_damage plan_check(plan_view *out, const void *plan, int64_t plan_bytes,
                             uint64_t group_id, int32_t rank, int32_t num_ranks);
@@ -90,10 +90,10 @@ enum plan_damage plan_check(plan_view *out, const void *plan, int64_t plan_bytes
 epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size,
                        int32_t num_ranks);
 
-/* Replaces the sum order EPIC_BY_HOSTS by EPIC_TREE or EPIC_BY_RANK. `relayed` means that the
- * ranks of one host add up their rows before they send them to another host (context_relays).
- * Then EPIC_TREE with one leaf per rank is chosen, if the numbers of experts and ranks allow
- * it. */
+/* Replaces the sum order EPIC_BY_HOSTS by EPIC_TREE or EPIC_BY_RANK. `relayed` is the result of
+ * context_relays(): true if the ranks of one host add up their rows before they send them to
+ * another host. If it is true and the numbers of experts and ranks allow it, the order becomes
+ * EPIC_TREE with one leaf per rank. Otherwise it becomes EPIC_BY_RANK. */
 void layer_choose_order(epic_layer *layer, int32_t num_ranks, bool relayed);
 
 /* Computes the offsets of the arrays and the bytes of the plan from the counts in the
@@ -130,8 +130,8 @@ typedef struct planner { /* a plan while it is made */
     int32_t *tokens_of, *base_of, *expert_of, *logical_of, *slab_begin, *slab_count,
         *position_of;
     int32_t *fate, *rank_to, *row_of;
-    /* [all tokens, top_k] the plan's array slot_or_expert. It first holds the expert ids, and
-     * place_choices() replaces them. */
+    /* [all tokens, top_k] the plan's array slot_or_expert. It first contains the expert ids.
+     * place_choices() replaces them by slots. */
     int32_t *ids;
     /* The workspace. A limit is the largest number of choices that an expert keeps. */
     int32_t *count;      /* [num_experts] number of the group's choices of each expert */
@@ -187,12 +187,12 @@ void planner_choose_replicas(planner *p);
 void planner_deal_capacity(planner *p);
 
 /* Decides where every choice goes. The caller has set `ids` to the expert ids of all ranks'
- * choices (negative: none), and owner, logical_of and capacity. If a rank has too few slots,
- * returns EPIC_EOVERFLOW with an error that names the lowest such rank. The plan is then
+ * choices (negative: no expert), and owner, logical_of and capacity. If a rank has too few
+ * slots, returns EPIC_EOVERFLOW with an error that names the lowest such rank. The plan is then
  * complete but has no slots. */
 epic_result planner_finish(planner *p);
 
-/* Writes id, group, result and the checksums. The bytes are then a valid plan. */
+/* Writes the plan's id, group_id, result and checksums. The bytes are then a valid plan. */
 void planner_seal(planner *p, uint64_t id, uint64_t group_id, epic_result result);
 
 #endif

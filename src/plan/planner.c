@@ -30,7 +30,7 @@ static void count_choices(planner *p)
 static void number_experts(planner *p)
 {
     const plan_header *h = p->header;
-    int32_t *num_owned = p->used_slots; /* borrowed: no slots are used yet */
+    int32_t *num_owned = p->used_slots; /* reuses the array, because no slots are used yet */
     memset(num_owned, 0, (size_t)h->num_ranks * sizeof *num_owned);
     for (int32_t l = 0; l < h->num_local; l++) p->expert_of[l] = -1;
     for (uint32_t e = 0; e < h->layer.num_experts; e++) {
@@ -121,7 +121,7 @@ static void count_rows(planner *p)
     }
 }
 
-/* Counts the slots that each rank needs with the present limits, and stores them in needed[].
+/* Counts the slots that each rank needs with the current limits, and stores them in needed[].
  * Expert e of rank r keeps at most min(limit[e], rank_limit[r]) choices. */
 static void count_needed_slots(planner *p)
 {
@@ -239,8 +239,8 @@ static int32_t fate_of(planner *p, int32_t e, int32_t id)
     return verdict == EXPERT_IS_FULL ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
 }
 
-/* Decides where the choices of one token go, and stores that in *c. For a FLAT layer, the slots
- * of kept choices only show that they are kept: share_rows() replaces them by rows. */
+/* Decides where the choices of one token go, and stores that in *c. In a FLAT layer a slot of 0
+ * or more only shows that the choice is kept. share_rows() then replaces it by a row. */
 static void place_token(planner *p, const int32_t *ids, choices *c)
 {
     for (uint32_t k = 0; k < p->header->layer.top_k; k++) {
@@ -336,14 +336,14 @@ static void place_all_kept_foreign(planner *p, int32_t *first_free, int64_t begi
     }
 }
 
-/* Places all choices of a plan that drops none, which is the usual case. It need not decide for
- * each choice whether it is kept. So it is faster than the general code in place_choices(). */
+/* Places all choices of a plan that drops none, which is the usual case. This is faster than
+ * the general code in place_choices(), because no choice is checked for whether it is kept. */
 static void place_all_kept(planner *p)
 {
     plan_header *h = p->header;
     const int64_t k = h->layer.top_k, begin = p->base_of[h->rank] * k;
     const int64_t count = h->num_tokens * k;
-    int32_t *first_free = p->next; /* borrowed: positions are not needed here */
+    int32_t *first_free = p->next; /* reuses the array, because no positions are needed here */
     memcpy(first_free, p->begin, h->layer.num_experts * sizeof *first_free);
     place_all_kept_foreign(p, first_free, 0, begin);
     for (int64_t i = 0; i < count; i++) {

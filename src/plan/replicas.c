@@ -23,8 +23,9 @@ replicas_error replicas_check(const epic_layer *layer, const int32_t *logical_of
 }
 
 /* Links the replicas of each logical expert in a ring, so that choices go to them in rotation.
- * turn[logical] becomes the replica for the next choice, and after[expert] the replica that
- * follows `expert` in its ring. The arrays are parts of the workspace that are not used yet. */
+ * turn[logical] becomes the replica for the next choice of `logical`, and after[expert] the
+ * replica that follows `expert` in its ring. Both arrays are parts of the workspace that are
+ * not used yet. */
 static void form_rings(const planner *p, int32_t *turn, int32_t *after)
 {
     const epic_layer *layer = &p->header->layer;
