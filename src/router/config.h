@@ -1,6 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* State of one call of the router: the checked options, and the workspace for one token.
  *
+ * With num_groups the columns are divided into equal groups. For each token the topk_groups
+ * best groups are "kept". Columns of other groups are excluded, or their values count as 0.
+ *
  * "Columns" are the num_experts experts, followed by the zero_experts zero-experts, which
  * return the token itself. "Logits" are the outputs of the gate, one for each column. */
 #ifndef EPIC_ROUTER_CONFIG_H
@@ -17,25 +20,25 @@
 /* State of one call of the router or of a loss. The arrays after the comment "For one token"
  * hold float32 numbers, or float64 numbers if the logits are F64. */
 typedef struct router_job {
-    epic_router router;  /* the caller's options, with defaults filled in */
-    int64_t num_columns; /* num_experts + zero_experts */
-    const float *bias;
+    epic_router router;          /* the caller's options, with defaults filled in */
+    int64_t num_columns;         /* num_experts + zero_experts */
+    const float *bias;           /* [num_columns], or NULL */
     const void *scale_of_expert; /* [num_columns] of weights_type, or NULL */
     uint32_t type;               /* epic_type of the logits */
     uint32_t weights_type;       /* epic_type of weights, scale_of_expert and scores */
     uint32_t grad_type;          /* epic_type of d_logits */
-    bool accumulate;             /* EPIC_ACCUMULATE */
+    bool accumulate;             /* EPIC_ACCUMULATE: add to the gradients */
     /* true: choose by the logits, which have the same order as the selection values */
     bool on_logits;
-    double *runs;       /* [LOSS_RUNS]: partial sums of a loss */
+    double *runs;       /* [LOSS_RUNS]: partial sums of a loss over tokens (rules/rule.h) */
     double *scale_sums; /* [num_columns]: gradient of scale_of_expert, summed over tokens */
     /* For one token: */
     void *logits;   /* [num_columns] */
     void *scores;   /* [num_columns] */
     void *values;   /* [num_columns]: selection values; scratch space in backward */
-    void *spare;    /* [num_columns]: scores of groups; gradients in backward */
+    void *spare;    /* [num_groups]: scores of groups; in backward [num_columns]: gradients */
     int32_t *order; /* [num_columns]: columns or groups, in the order of their values */
-    uint8_t *kept;  /* [num_groups]: 1 if the group is kept */
+    uint8_t *kept;  /* [num_groups]: 1 if this group of columns is kept for the token */
 } router_job;
 
 /* Arguments that the calls of the router and of the losses have in common. */
@@ -74,8 +77,9 @@ void *router_job_d_logits_row(const router_job *job, void *d_logits, int64_t tok
  * EPIC_EINVAL. */
 epic_result router_prepare_forward(router_job *job, const epic_router_args *args);
 
-/* Returns the first token id, entry of the table or forced id that is out of range, or DATA_OK.
- * The arrays must be in host memory. */
+/* Searches for a token id, an entry of the table or a forced expert id that is out of range.
+ * Returns the fault of the first one, or a fault with error DATA_OK if there is none. The
+ * arrays must be in host memory. */
 data_fault router_find_fault(const router_job *job, const epic_router_args *args);
 
 /* Checks that every expert id is below num_columns. Negative ids are valid and mean no choice.

@@ -3,8 +3,8 @@
  *
  * Balance loss: the contribution is the sum over experts e of P_e load_e. P is a probability.
  * For the scores softmax and logits it is the softmax of the logits. For other scores it is the
- * score divided by the sum of the scores. The derivative with respect to P_e is load_e. From it
- * the gradient of the logits follows through the softmax or the division.
+ * score divided by the sum of the scores. The derivative with respect to P_e is load_e. The
+ * gradient of the logits follows from this derivative by the chain rule.
  *
  * Z-loss: the contribution is logsumexp(z)^2, with z the logits. Its gradient is 2 logsumexp(z)
  * softmax(z).

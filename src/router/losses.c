@@ -6,8 +6,8 @@
  * - Balance loss (Switch Transformer, arXiv 2101.03961): coeff * E / (top_k T^2) * sum_t sum_e
  *   P_te load_e. load_e is the number of choices of expert e on all ranks.
  * - Sequence-wise balance loss (DeepSeek-V3, arXiv 2412.19437): the balance loss of each
- *   sequence of S tokens, averaged over the T / S sequences. Here T in the formula is S, and
- *   load_e counts the choices of the sequence.
+ *   sequence of S tokens, averaged over the T / S sequences. In the formula of each sequence, S
+ *   replaces T, and load_e counts the choices of the sequence.
  * - Z-loss (ST-MoE, arXiv 2202.08906): coeff / T * sum_t logsumexp(z_t)^2.
  * - Bias update (arXiv 2408.15664): bias_e += rate * sign(mean load - load_e).
  *
@@ -144,8 +144,8 @@ static double balance_factor(const loss_job *job)
 {
     const epic_loss_args *a = &job->args;
     const double T = (double)a->total_tokens;
-    /* The sequence-wise loss is the mean over T / S sequences of a sum divided by S^2, which is
-     * the total divided by S T. */
+    /* The sequence-wise loss is a mean over T / S sequences. Each sequence contributes a sum
+     * divided by S^2. So the total of these sums is divided by S T. */
     const double counted = a->sequence_tokens > 0 ? (double)a->sequence_tokens : T;
     if (T == 0) return 0;
     return job->router.router.num_experts * a->coeff / job->router.router.top_k / counted / T;

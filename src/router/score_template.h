@@ -7,7 +7,9 @@
 #include "rules/scalar_template.h"
 
 #define SUM_BLOCK 1024 /* number of elements that SUM_LANES partial sums add */
-#define SUM_LANES 32   /* partial sums, one for each lane of a warp */
+/* Number of partial sums. The CUDA kernels have one per lane of a warp. The host adds in the
+ * same order, so the results have the same bits. */
+#define SUM_LANES 32
 
 /* Converts n elements of `type` to REAL. If REAL is double, `type` is EPIC_F64 and the elements
  * are only copied. */
@@ -101,7 +103,7 @@ static void softmax_backward(REAL *d, const REAL *p, REAL *products, int64_t n)
     for (int64_t i = 0; i < n; i++) d[i] = p[i] * (d[i] - mean);
 }
 
-/* Replaces the gradient of the scores in job->spare by the gradient of the logits. */
+/* Replaces job->spare, the gradient of the scores, by the gradient of the logits. */
 static void score_backward(const router_job *job)
 {
     const REAL *z = job->logits;

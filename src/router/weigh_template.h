@@ -73,8 +73,8 @@ static void sparsemixer_parts(const router_job *job, const int32_t *topk_idx, RE
 }
 
 /* Adds the gradient of the logits for EPIC_WEIGHT_SPARSEMIXER to job->spare. The part of each
- * choice depends on the logits through that choice's own softmax. Which columns a softmax
- * excludes has no gradient. */
+ * choice depends on the logits through that choice's own softmax. The selection of the columns
+ * that a softmax excludes has no gradient. */
 static void sparsemixer_backward(const router_job *job, const REAL *parts,
                                  const int32_t *topk_idx, const REAL *g)
 {
@@ -168,8 +168,8 @@ static void scale_backward(const router_job *job, const shares *shares, const in
 }
 
 /* Replaces g, the gradient of the weights, by the gradient of the parts. The forward pass
- * computes weight_i = part_i * scale / divisor. If the divisor is the sum of the parts, d_i =
- * (g_i - sum_j g_j part_j / divisor) * scale / divisor. */
+ * computes weight_i = part_i * scale / divisor. If the divisor is the sum of the parts, the
+ * gradient of part_i is (g_i - sum_j g_j part_j / divisor) * scale / divisor. */
 static void share_backward(const shares *shares, REAL *g, int k, REAL scale)
 {
     REAL mean = 0;
@@ -181,8 +181,8 @@ static void share_backward(const shares *shares, REAL *g, int k, REAL scale)
         for (int i = 0; i < k; i++) g[i] -= mean;
 }
 
-/* Adds g, the gradient of the parts, to job->spare. There it is the gradient of the scores with
- * EPIC_WEIGHT_OF_SCORE, and the gradient of the logits with the other rules. */
+/* Computes a gradient from g, the gradient of the parts, and adds it to job->spare: the
+ * gradient of the scores with EPIC_WEIGHT_OF_SCORE, or of the logits with the other rules. */
 static void parts_backward(const router_job *job, const REAL *parts, const int32_t *topk_idx,
                            const REAL *g)
 {
