@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Activations and their derivatives. Each function reads n numbers that are `step` elements
- * apart. pass_template.h includes this file.
+/* Activations and their derivatives. pass_template.h includes this file. The numbers of the
+ * gate and of the up projection alternate if the layer is interleaved. So the functions read n
+ * numbers that are `step` elements apart: 2 if interleaved, else 1.
  *
  * - SiLU: x s(x), with s the sigmoid.
  * - GELU: x Phi(x), with Phi the normal distribution function. Its tanh form is x/2 (1 +
@@ -8,7 +9,7 @@
  * - ReLU^2: max(x, 0)^2. Source: arXiv 2109.08668.
  * - Clamped SwiGLU (gpt-oss): x s(alpha x) (up + 1). x is at most experts.limit, and up is
  *   between -limit and limit.
- * - Clamped SiLU: x s(x) up, with the same limits. */
+ * - Clamped SiLU: x s(x) up, with the limits of clamped SwiGLU. */
 
 #define SQRT_HALF ((REAL)0.70710678118654752440)
 #define SQRT_2_OVER_PI ((REAL)0.79788456080286535588)
@@ -68,8 +69,8 @@ static void apply_activation(REAL *out, const REAL *in, int64_t n, int step,
     }
 }
 
-/* Returns the derivative of the swish x s(a x), with s the sigmoid. Its argument is the product
- * ax = a x: s(ax) (1 + ax (1 - s(ax))). */
+/* Returns the derivative of the swish x s(a x), with s the sigmoid. The argument ax is the
+ * product a x, and the result is s(ax) (1 + ax (1 - s(ax))). */
 static inline REAL swish_slope(REAL ax)
 {
     return sigmoid_of(ax) * (1 + ax * sigmoid_of(-ax));
@@ -111,8 +112,8 @@ static void make_slopes(REAL *out, const REAL *in, int64_t n, int step, const ep
     }
 }
 
-/* Returns the factor for u, a number of the up projection. The activation is multiplied by
- * it. */
+/* Returns the factor by which an activation is multiplied. u is the number of the up projection
+ * that belongs to this activation. */
 static inline REAL up_factor(REAL u, const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;

@@ -99,7 +99,7 @@ static void inputs_backward(const experts_job *job, const slab *slab, REAL *d)
 }
 
 /* Computes d_x from job->d_gate_up. With EPIC_WEIGHT_INPUT, also computes the gradients of the
- * slots' weights. Overwrites job->rows, which no later step reads. */
+ * slots' weights. May overwrite job->rows, which no later step reads. */
 static void rows_backward(const experts_job *job, const slab *slab)
 {
     const bool input = job->experts.weighting == EPIC_WEIGHT_INPUT;

@@ -79,9 +79,9 @@ static void make_name(blas *b, void *library, const naming *n, const char *confi
              core ? " " : "", core ? core() : "");
 }
 
-/* Reads the addresses of all functions in `blas`. Returns false if one is missing. A build has
- * 64-bit integers if its names have a suffix, or if its configuration string has
- * USE64BITINT. */
+/* Reads the addresses of all functions of struct blas from `library`. Returns false if one is
+ * missing. A build has 64-bit integers if its function names have a suffix, or if its
+ * configuration string contains USE64BITINT. */
 static bool read_functions(blas *b, void *library, const naming *n)
 {
     char *(*get_config)(void) = NULL;
@@ -98,8 +98,8 @@ static bool read_functions(blas *b, void *library, const naming *n)
     return b->loaded;
 }
 
-/* Loads a library and sets the_blas if it is an OpenBLAS. Returns false otherwise. An OpenBLAS
- * is never unloaded, because its threads and tables live until the process ends. */
+/* Loads a library. If it is an OpenBLAS, sets the_blas; otherwise returns false. An OpenBLAS is
+ * never unloaded, because its threads and tables live until the process ends. */
 static bool try_library(const char *path, int flags)
 {
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | flags);

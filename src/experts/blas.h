@@ -35,13 +35,12 @@ void gemm_f64(const gemm *g);
 /* Returns true if gemm_bf16() may be called: oneDNN is loaded, and the processor has bfloat16
  * instructions. */
 bool gemm_has_bf16(void);
-/* Multiplies the bfloat16 matrices A and B into the float32 matrix C. Any thread may call
- * it. */
+/* Multiplies bfloat16 matrices A and B. C is a float32 matrix. Any thread may call it. */
 void gemm_bf16(const gemm *g);
 
 /* Multiply without OpenBLAS. The bits of an element of C depend only on its row of op(A), its
- * column of op(B) and k. More terms that are 0 at the end of a sum do not change it. Float32
- * uses host_kernels.product, and float64 plain loops. */
+ * column of op(B) and k. Terms that are 0 at the end of a sum do not change the bits. The
+ * float32 form uses host_kernels.product, and the float64 form plain loops. */
 void gemm_invariant_f32(const gemm *g);
 void gemm_invariant_f64(const gemm *g);
 

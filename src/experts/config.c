@@ -66,7 +66,8 @@ static epic_result check_activation(const epic_experts *ex)
 }
 
 /* Reads and checks the options of the experts. Fills in defaults: weight_type becomes row_type,
- * limit becomes 7 (10 for clamped SiLU), and alpha becomes 1.702, as in gpt-oss. */
+ * limit becomes 7 (10 for clamped SiLU), and alpha becomes 1.702, as in gpt-oss. For clamped
+ * SiLU alpha is always 1. */
 epic_result experts_read_config(experts_job *job, const epic_experts *theirs, size_t size)
 {
     epic_experts *ex = &job->experts;
@@ -155,7 +156,8 @@ int64_t experts_saved_bytes(const experts_job *job, int64_t num_slots)
 }
 
 /* Sets the workspace pointers of *job to parts of the memory at `at`. If `at` is NULL, the
- * pointers keep their values. Returns the total size in numbers. */
+ * pointers keep their values. Returns the size of all parts, as a number of float32 (float64
+ * for F64 rows). */
 static int64_t layout_pieces(experts_job *job, int64_t num_slots, bool backward, char *at)
 {
     const bool copied =

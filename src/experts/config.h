@@ -8,7 +8,9 @@
  *   activation(gate_up).
  * - Second product: y [slots, hidden] = a W_down + b_down.
  *
- * width is 2 * inner with a gate, and inner without one. */
+ * width is 2 * inner with a gate, and inner without one. On the host, backward and forward
+ * convert weights to the type of the sums, float32 or float64, one tile at a time. A "tile" is
+ * some columns or rows of a weight matrix. */
 #ifndef EPIC_EXPERTS_CONFIG_H
 #define EPIC_EXPERTS_CONFIG_H
 
@@ -36,14 +38,16 @@ typedef struct experts_job {
     bool is_device;     /* arrays are in device memory, which the host must not read */
     uint32_t grad_type; /* epic_type of the gradients of weights and biases; 0: float32 */
 
-    const void *x;
-    const int32_t *expert_rows;
-    const int32_t *expert_tokens;
-    const void *slot_weights;
-    const void *w_gate_up;
-    const void *w_down;
-    const void *b_gate_up;
-    const void *b_down;
+    /* The arguments of the caller. local: num_local_experts. Biases and expert_tokens may be
+     * NULL. */
+    const void *x;                /* [slots, hidden] */
+    const int32_t *expert_rows;   /* [local]: slots of each expert, with padding */
+    const int32_t *expert_tokens; /* [local]: slots of each expert that carry a token */
+    const void *slot_weights;     /* [slots], or NULL with EPIC_WEIGHT_LATE */
+    const void *w_gate_up;        /* [local, hidden, width] */
+    const void *w_down;           /* [local, inner, hidden] */
+    const void *b_gate_up;        /* [local, width] */
+    const void *b_down;           /* [local, hidden] */
 
     void *saved;          /* forward: output, the result of the first product */
     void *y;              /* forward: output, the result of the second product */
@@ -52,17 +56,18 @@ typedef struct experts_job {
     void *d_x, *d_w_gate_up, *d_w_down, *d_b_gate_up, *d_b_down;
     void *d_slot_weights;
 
-    /* The workspace. The slabs are computed one after the other, and all use the same
-     * memory. */
+    /* The workspace. The slabs are computed one after the other, and each uses the same memory
+     * from its start. */
     void *rows;         /* [slots, hidden]: converted or weighted rows; empty if products
                            read the caller's rows */
     void *activations;  /* [slots, inner] */
     void *d_gate_up;    /* backward: [slots, width] */
     void *weights_tile; /* one tile of a weight matrix, converted to float32 */
-    /* Scratch memory of two parts. [2 * max(hidden, inner)]: results of a product for one row.
-     * After it: one row of an operand, converted. */
+    /* Scratch memory of two parts. The first, [2 * max(hidden, inner)], is for results of one
+     * row. The second is for one converted row of an operand. */
     void *line;
-    void *bias; /* [max(width, hidden)]: a bias, converted */
+    /* [max(width, hidden)]: a bias of the current expert, converted to the type of the sums */
+    void *bias;
 } experts_job;
 
 /* The slots of one local expert. */
@@ -93,9 +98,9 @@ static inline bool experts_is_clamped(const epic_experts *ex)
 bool experts_has_ready_rows(const experts_job *job);
 bool experts_has_ready_weights(const experts_job *job);
 
-/* Returns the size of a tile: how many columns (or rows) of a weight matrix are converted at a
- * time. Each has k numbers, and the matrix has n of them. The result depends only on k and n,
- * because the bits of a product can depend on the size of its tiles. */
+/* Returns how many of the n columns (or rows) of a weight matrix one tile has. Each column (or
+ * row) has k numbers. The result depends only on k and n, because the bits of a product can
+ * depend on the size of its tiles. */
 int64_t experts_tile_size(int64_t k, int64_t n);
 
 /* Writes to *out the bytes of `saved` and of both workspaces for num_slots slots. on_device

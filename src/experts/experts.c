@@ -214,7 +214,7 @@ typedef struct shapes {
 } shapes;
 
 /* Returns the number of elements of each array for num_slots slots, and the bytes of one
- * element. With E4M3 weights, x has 1 byte per element in forward. In backward it has
+ * element. With E4M3 weights, the elements of x have 1 byte in forward. In backward they have
  * row_type. */
 static shapes shapes_of(const experts_job *job, int64_t num_slots, bool backward)
 {

@@ -19,7 +19,7 @@ const char *onednn_name(void);
  * before all other functions. */
 bool onednn_load_file(const char *file);
 
-/* Multiplies bfloat16 matrices A and B into the float32 matrix C. Returns false and leaves C
+/* Multiplies bfloat16 matrices A and B. C is a float32 matrix. Returns false and leaves C
  * unchanged if oneDNN refuses, for example without memory. Requires onednn_is_ready(). */
 bool onednn_multiply(const gemm *g);
 

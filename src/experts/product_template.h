@@ -6,8 +6,8 @@
  * multiply them (job->is_bf16), products read BF16 operands instead.
  *
  * Weights of other types are converted to REAL in the workspace, one tile at a time
- * (experts_tile_size). A tile has some columns of the weight matrix, with all k rows. So
- * products are never split along k, which would change the order of additions. */
+ * (experts_tile_size). A product sums over k terms. A tile contains all k terms of some sums.
+ * So sums are never split, which would change the order of additions. */
 
 /* Converts n elements of `type` to REAL. If REAL is double, the type is EPIC_F64 and the
  * elements are only copied. */
@@ -209,8 +209,8 @@ static void multiply_weights_transposed(const experts_job *job, const slab *slab
 }
 
 /* Computes the gradient of the expert's weights [m, n]: a^T d, with a [rows, m] and d [rows,
- * n]. Adds it to d_weights with job->accumulate, else overwrites them. NULL as d_weights skips
- * it. */
+ * n]. Adds it to d_weights if job->accumulate is true, else overwrites d_weights. Does nothing
+ * if d_weights is NULL. */
 static void weight_gradient(const experts_job *job, const slab *slab, void *d_weights,
                             const void *a, int64_t m, const void *d, int64_t n)
 {
@@ -230,8 +230,9 @@ static void weight_gradient(const experts_job *job, const slab *slab, void *d_we
 }
 
 /* Computes the gradient of the expert's bias [n]: the sum of the rows of d without padding, in
- * ascending order. `weighted` multiplies each row by its slot's weight, with EPIC_WEIGHT_EARLY.
- * Adds to d_biases with job->accumulate. NULL as d_biases skips it. */
+ * ascending order. If `weighted` is true and the layer has EPIC_WEIGHT_EARLY, multiplies each
+ * row by its slot's weight. Adds the gradient to d_biases if job->accumulate is true, else
+ * overwrites d_biases. Does nothing if d_biases is NULL. */
 static void bias_gradient(const experts_job *job, const slab *slab, void *d_biases,
                           const void *d, int64_t n, bool weighted)
 {
