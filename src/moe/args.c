@@ -78,9 +78,9 @@ static epic_result check_scales(const char *name, const float *scales, bool scal
         name);
 }
 
-/* If the caller of backward passed scales, the weights are E4M3 in backward too, and this sets
- * j->is_e4m3_backward. Returns an error with EPIC_RECOMPUTE, which needs rows and weights of
- * row_type. */
+/* Sets j->is_e4m3_backward: if the caller of backward passed scales, the weights are E4M3 in
+ * backward too. In that case returns an error for EPIC_RECOMPUTE, which needs rows and weights
+ * of row_type. */
 static epic_result read_e4m3_backward(moe_job *j)
 {
     j->is_e4m3_backward = j->is_e4m3 && j->weights.w_gate_up_scales;
@@ -206,8 +206,8 @@ static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *cal
                          "x.num_rows is %lld: it must be 0 to config.max_tokens %lld",
                          (long long)c->x.num_rows, (long long)ctx->config.max_tokens);
     TRY(moe_read_config(j, &ctx->config, c->moe, sizeof *c->moe, c->x.num_rows));
-    /* layer_choose_order() replaces EPIC_BY_HOSTS by another order; the number of blocks stays
-     * 1 */
+    /* layer_choose_order() replaces EPIC_BY_HOSTS by another order. That does not change the
+     * number of blocks, which moe_read_config() has set to 1. */
     layer_choose_order(&j->layer, ctx->num_ranks, context_relays(ctx, c->rank_of_expert));
     TRY(check_rows(j, "x", c->x));
     TRY(check_rows(j, c->y_name, c->y));
@@ -235,8 +235,8 @@ static epic_result check_loss_type(const moe_job *j, uint32_t type)
 }
 
 /* Checks that no rank owns more than num_local_experts experts, which is the size of
- * expert_rows. Does not check that the entries of the table are ranks. epic_plan checks that,
- * and then all ranks return its error. */
+ * expert_rows. Does not check that the entries of rank_of_expert are ranks: epic_plan does, and
+ * all ranks return its error. */
 static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expert)
 {
     const uint32_t experts = j->layer.num_experts, ranks = (uint32_t)j->ctx->num_ranks;
@@ -256,8 +256,8 @@ static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expe
                      (long long)most);
 }
 
-/* Returns EPIC_ENOTSUP for epic_moe_plan, or for a call that uses its plan. Called on CUDA
- * contexts, which do not support it. */
+/* Called on CUDA contexts, which do not support epic_moe_plan. Returns EPIC_ENOTSUP for
+ * epic_moe_plan (`planning`), and for a call that uses its plan (EPIC_PLANNED). */
 static epic_result check_device_planned(const epic_moe_args *a, bool planning)
 {
     if (planning || a->flags & EPIC_PLANNED)

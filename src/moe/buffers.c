@@ -27,8 +27,9 @@ static void *place_buffer(unsigned char *base, int64_t *used, int64_t bytes)
  * capacity. After epic_moe_plan has counted the slots, the caller sets the capacity and
  * enlarges `saved`. These buffers then keep their places and contents.
  *
- * On devices the counts have room for all experts, because the placement table is in device
- * memory. The host cannot read there how many experts each rank has. */
+ * On devices expert_rows and expert_tokens have room for all experts. The reason is that the
+ * placement table is in device memory, where the host cannot read how many experts a rank
+ * has. */
 static void layout_saved(moe_job *j, unsigned char *base)
 {
     int64_t used = 0;
@@ -56,8 +57,8 @@ static void layout_saved(moe_job *j, unsigned char *base)
     j->saved_bytes = used;
 }
 
-/* Adds the buffers to the workspace that are not in `saved` because of EPIC_RECOMPUTE or
- * EPIC_DISPATCH_AGAIN. In forward also adds the scales of E4M3 rows. */
+/* Adds to the workspace the buffers that EPIC_RECOMPUTE or EPIC_DISPATCH_AGAIN removes from
+ * `saved`. In forward also adds the scales of E4M3 rows. */
 static void layout_unsaved(moe_job *j, unsigned char *base, int64_t *used, bool backward)
 {
     const bool scaled = j->is_e4m3 && !backward;

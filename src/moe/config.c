@@ -49,7 +49,7 @@ static epic_result read_invariant(moe_job *j)
     return EPIC_OK;
 }
 
-/* Copies the caller's structs into *j. Does not check how they fit together. */
+/* Copies the caller's structs into *j. Does not compare the structs with each other. */
 static epic_result read_configs(moe_job *j, const epic_config *config, const epic_moe *moe,
                                 size_t size)
 {

@@ -79,10 +79,10 @@ static epic_result losses_backward(moe_job *j, const dense_block *block)
     return z.coeff != 0 ? CONTEXT_OP(j->ctx, z_loss_backward, &z, z.coeff) : EPIC_OK;
 }
 
-/* Does for a block with forced weights what router_backward() does for other blocks. The logits
- * have no influence on forced weights. So it writes zeros to work.d_logits and to the gradient
- * of scale_of_expert, and copies the gradients of the weights to the caller's array, if the
- * caller wants them. */
+/* Called instead of router_backward() for a block with forced weights. The logits have no
+ * influence on forced weights. So the function writes zeros to work.d_logits and to the
+ * gradient of scale_of_expert. If the caller wants the gradients of the weights, copies them to
+ * the caller's array. */
 static epic_result forced_weights_backward(moe_job *j, const epic_moe_backward_args *a,
                                            const dense_block *block, const layer_tokens *tokens,
                                            const dense_targets *to)
@@ -189,7 +189,7 @@ static epic_result add_local_d_x(moe_job *j, const layer_tokens *tokens)
 }
 
 /* Computes the gradients of the gate's weights. Completes d_x of the block: adds the gate's
- * part and work.shared_y to the part that dispatch backward has written there. */
+ * part and work.shared_y to the part that dispatch backward has written to d_x. */
 static epic_result gate_backward(moe_job *j, const dense_block *block, const epic_rows *d_x,
                                  const dense_targets *to)
 {
@@ -224,8 +224,10 @@ static epic_result block_backward(moe_job *j, const epic_moe_backward_args *a, i
     return gate_backward(j, &block, &d_x, to);
 }
 
-/* Computes the dense gradients of blocks first to first + count - 1, and adds them in a binary
- * tree. The sum is row `level` of work.dense. Overwrites the rows after it. */
+/* Computes the gradients of the gate and the shared expert for the blocks first to first +
+ * count
+ * - 1, and adds them in a binary tree. The sum becomes row `level` of work.dense. Overwrites
+ * the rows after row `level`. */
 static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a, int64_t first,
                                    int64_t count, int64_t level)
 {

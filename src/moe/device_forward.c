@@ -69,8 +69,9 @@ static void quantize_dispatch(const moe_job *j, epic_dispatch_args *dispatch)
         (epic_rows){j->work.recv_scales, j->capacity, experts_blocks(j->hidden) * 4};
 }
 
-/* The counts are zeroed first if the plan might not write all of them. check_plan_fits does on
- * the device the check that check_placement() does on the host. */
+/* If the plan might not write all counts, zeroes them first. The operation check_plan_fits
+ * checks on the device that no rank owns more than num_local_experts experts. On the host
+ * check_placement() does that. */
 epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a)
 {
     epic_dispatch_args dispatch = {.call = j->call,

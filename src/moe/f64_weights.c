@@ -5,7 +5,7 @@
 
 #include "moe/stages.h"
 
-/* Returns an array of rows as epic_rows. Each row has top_k float64 numbers. */
+/* Returns epic_rows for num_rows rows at `data`. Each row has top_k float64 numbers. */
 static epic_rows weight_rows(const moe_job *j, void *data, int64_t num_rows)
 {
     return (epic_rows){data, num_rows, j->top_k * j->real_bytes};

@@ -85,8 +85,9 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_blo
     return epic_experts_backward(NULL, &how);
 }
 
-/* Writes block b's gradients of the gate and the shared expert to `dense`, and adds the block's
- * parts of d_x. */
+/* Writes block b's gradients of the gate and the shared expert to `dense`. Adds the gradients
+ * of x through the gate, the zero-experts and the shared expert to the block's rows of the
+ * caller's d_x. These rows already contain the gradients through the dispatched rows. */
 static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b, void *dense)
 {
     memset(dense, 0, (size_t)(j->dense_count * j->real_bytes));
@@ -105,8 +106,10 @@ static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
     return EPIC_OK;
 }
 
-/* Computes the dense gradients of blocks first to first + count - 1, and adds them in a binary
- * tree. The sum is row `level` of work.dense. Overwrites the rows after it. */
+/* Computes the gradients of the gate and the shared expert for the blocks first to first +
+ * count
+ * - 1, and adds them in a binary tree. The sum becomes row `level` of work.dense. Overwrites
+ * the rows after row `level`. */
 static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t first,
                                    int64_t count, int64_t level)
 {
@@ -180,8 +183,8 @@ static void zero_gradients(const moe_job *j, const backward_call *c)
     store_dense_gradients(j, c);
 }
 
-/* Runs all stages. An error of the first two is returned by every rank. A later error may occur
- * on this rank alone, so it aborts the context. */
+/* Runs all stages. If combine backward or the repeated dispatch fails, every rank returns the
+ * error. A later error may occur on this rank alone, so it aborts the context. */
 static epic_result run_backward(moe_job *j, backward_call *c)
 {
     epic_result result = moe_combine_backward(j, &c->args->d_out, &c->fault);

@@ -18,8 +18,8 @@
 #include "plan/plan.h"
 #include "router/config.h"
 
-/* Copies the routing in `saved` to the caller's arrays, if the caller wants it. After invalid
- * data, is_valid is false, and the arrays then name no expert. */
+/* Copies the routing in `saved` to the caller's arrays, if the caller wants it. is_valid is
+ * false if the data of a token was invalid. All ids then become -1, and all weights 0. */
 static void copy_routing(const moe_job *j, const epic_moe_args *a, bool is_valid)
 {
     const size_t choices = (size_t)(j->tokens * j->top_k);
@@ -209,8 +209,8 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
 }
 
 /* Routes the tokens. With EPIC_PLANNED, epic_moe_plan has stored the routing in `saved`, and
- * this only checks it. If it is damaged, this rank alone returns an error, since no peer waits
- * yet. */
+ * this function only checks the stored routing. If it is damaged, this rank alone returns an
+ * error, since no peer waits yet. */
 static epic_result prepare_routes(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
     if (!(a->flags & EPIC_PLANNED)) return route_tokens(j, a, fault);

@@ -29,7 +29,7 @@
 /* Buffers inside `saved`, which forward writes and backward reads. A "real" is a float32, or in
  * a float64 layer a float64. */
 typedef struct moe_saved {
-    void *plan;
+    void *plan;        /* the bytes of the plan */
     void *logits;      /* [tokens, columns] real */
     int32_t *topk_idx; /* [tokens, top_k]: expert ids, also of zero-experts */
     void *weights;     /* [tokens, top_k] real */
@@ -38,6 +38,9 @@ typedef struct moe_saved {
     void *recv;
     void *slot_weights; /* [capacity] real */
     float *slot_k;      /* float64 layers: [capacity], k of the slot's choice */
+    /* expert_rows and expert_tokens [num_local_experts]: slots of each local expert, with
+     * padding and without. load [num_experts] and logical_load [num_logical]: the group's
+     * choices of each expert and of each logical expert. */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load;
     int64_t *total_tokens; /* tokens of all ranks; -1 if forward failed */
     /* Data that epic_experts_forward saves, for the experts and for each block of the shared
@@ -56,13 +59,14 @@ typedef struct moe_work {
      * the layer has zero-experts. */
     int32_t *plan_idx;
     void *tile; /* host: [block, GATE_TILE] real, converted columns of x */
-    void *rows; /* host: [2, hidden] real, in backward [block + 1, hidden]; converted rows */
-    /* [block, hidden]. Forward: output of the shared expert. Backward: its part of d_x; on
-     * devices the zero-experts' part is added. */
+    /* host: scratch memory for rows of reals, [2, hidden], in backward [block + 1, hidden] */
+    void *rows;
+    /* [block, hidden]. Forward: output of the shared expert. Backward: this expert's part of
+     * d_x. Devices add the parts of the zero-experts and of the shared expert's gate to it. */
     void *shared_y;
-    void *shared_weights;   /* [block] real: the shared expert's gate, sigmoid(x w) */
+    void *shared_weights; /* [block] real: the shared expert's gate, sigmoid(x w_shared_gate) */
     void *d_shared_weights; /* backward: [block] real */
-    void *losses;           /* [2, blocks] real: balance loss and z-loss */
+    void *losses;           /* [2, blocks] real: balance loss and z-loss of each block */
     float *choice_k;        /* float64 forward: [tokens, top_k], the number k of each choice */
     /* float64 forward: [capacity, top_k], for each slot all weights of its token */
     double *recv_weights;
@@ -75,9 +79,10 @@ typedef struct moe_work {
     void *d_slot_weights; /* backward: [capacity] real */
     void *d_weights;      /* backward: [tokens, top_k] real */
     void *d_logits;       /* backward: [block, columns] real */
-    /* Backward: [dense_levels, dense_count] real, gradients of the gate and the shared expert,
-     * with one row for each level of the tree of blocks. On devices it exists only if gradients
-     * of several blocks or ranks (EPIC_SUM_DENSE) must be added. */
+    /* Backward: [dense_levels, dense_count] real, gradients of the gate and the shared expert.
+     * They are added over the blocks in a binary tree, with one row for each level of the tree.
+     * On devices the array exists only if gradients of several blocks or ranks (EPIC_SUM_DENSE)
+     * must be added. */
     unsigned char *dense;
     float *d_scale; /* backward on devices: [columns], gradient of scale_of_expert */
     void *gate;     /* devices: workspace of the gate's kernels */
@@ -107,17 +112,18 @@ typedef struct moe_job {
     int64_t real_bytes;
     uint32_t real_type; /* EPIC_F32 or EPIC_F64 */
     int64_t row_bytes;
-    int64_t tokens, hidden, capacity, top_k;
+    int64_t tokens, hidden, capacity, top_k; /* tokens: of this rank; capacity: its slots */
     int64_t columns;       /* number of experts and zero-experts: the width of the logits */
     int64_t blocks, block; /* number of blocks, and tokens of the largest block */
-    int64_t unit;          /* blocks begin at multiples of this many tokens */
+    int64_t unit;          /* blocks begin at multiples of this many tokens: 1, or a sequence */
     int64_t plan_bytes;
     epic_experts_memory_info experts_memory;
     epic_experts_memory_info shared_memory; /* for one block */
     int64_t router_bytes;
     /* number of reals in the gradients of the gate and the shared expert */
     int64_t dense_count;
-    int64_t dense_levels; /* levels of the tree of blocks; 0: work.dense is not needed */
+    int64_t dense_levels; /* levels of the binary tree in which the gradients of the blocks are
+                             added; 0: work.dense is not needed */
     /* host backward: the caller's gradients of the balance loss and of the z-loss. d_loss, the
      * gradient of their sum, is added to both. */
     double d_balance, d_z;
@@ -128,8 +134,8 @@ typedef struct moe_job {
     epic_const_rows x;
 } moe_job;
 
-/* Reads and checks `moe`, and computes all sizes for `tokens` tokens, rounded up to whole
- * blocks. The caller sets j->is_device before. Returns EPIC_OK, EPIC_EINVAL or EPIC_ENOTSUP. */
+/* Reads and checks `moe`, and computes all sizes for `tokens` tokens of this rank. The caller
+ * sets j->is_device before. Returns EPIC_OK, EPIC_EINVAL or EPIC_ENOTSUP. */
 epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_moe *moe,
                             size_t size, int64_t tokens);
 
@@ -197,7 +203,7 @@ dense_block moe_get_block(const moe_job *j, int64_t b);
  * own tokens: the gate, the zero-experts and the shared expert's gate. dense_f32.c and
  * dense_f64.c each define a table. */
 typedef struct dense_ops {
-    /* Computes the logits of the block: logits = x W_gate + b_gate. */
+    /* Computes the logits [tokens, columns] of the block: x W_gate + b_gate. */
     void (*gate_forward)(const dense_block *b, void *logits);
     /* Adds to `out` the outputs that are not dispatched: weight * x for each zero-expert that a
      * token has chosen, and the token's row of shared_y, unless shared_y is NULL. */

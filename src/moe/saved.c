@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks on the host that `saved` still holds the data that forward wrote. Damaged data would
- * give wrong gradients, or accesses outside of arrays. */
+/* Checks on the host that `saved` still contains the data that forward wrote. Damaged data
+ * would cause wrong gradients, or accesses outside of arrays. */
 #include "base/error.h"
 #include "moe/stages.h"
 #include "plan/plan.h"

@@ -28,9 +28,8 @@ epic_plan_args moe_make_plan_args(const moe_job *j, const epic_moe_args *a,
                             .demand = a->demand};
 }
 
-/* Calls epic_experts_forward for all slots. With flags 0 it computes work.y. With
- * EPIC_RECOMPUTE it computes only the data that backward reads, and then the weights have
- * row_type. */
+/* Calls epic_experts_forward for all slots. If `flags` is 0, it computes work.y. If `flags` is
+ * EPIC_RECOMPUTE, it computes only the data that backward reads, with weights of row_type. */
 static epic_result call_experts(moe_job *j, uint32_t flags)
 {
     const bool scaled = j->is_e4m3 && !flags;
@@ -86,9 +85,10 @@ epic_result moe_combine(moe_job *j, const epic_rows *out)
     return epic_combine(j->ctx, &how);
 }
 
-/* Sends d_out without weights, even if combine multiplied by weights in forward. If it passed
- * weights, epic_combine_backward would compute their gradients from the outputs of the experts,
- * which forward does not save. moe_experts_backward() computes them from the activations. */
+/* Sends d_out without weights, even if combine multiplied by weights in forward. With weights,
+ * epic_combine_backward would compute their gradients from the outputs of the experts, which
+ * forward does not save. moe_experts_backward() computes these gradients from the
+ * activations. */
 epic_result moe_combine_backward(moe_job *j, const epic_const_rows *d_out, data_fault *fault)
 {
     const epic_rows slots = {j->work.d_y, j->capacity, j->row_bytes};
@@ -149,8 +149,8 @@ epic_result moe_experts_backward(moe_job *j, const epic_moe_gradients *g, uint32
     return epic_experts_backward(moe_local_context(j), &how);
 }
 
-/* A rank that does not want d_x takes part too, because its peers wait for it. It writes the
- * unwanted rows to work.d_y, which no later stage reads. */
+/* A rank that does not want d_x takes part too, because its peers wait for it. The rank writes
+ * the unwanted rows to work.d_y, which no later stage reads. */
 epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x)
 {
     const epic_rows spare = {j->work.d_y, j->tokens, j->row_bytes};

@@ -42,13 +42,14 @@ static inline const int32_t *moe_router_load(const moe_job *j)
 
 /* Weights of float64 layers (f64_weights.c).
  *
- * Dispatch sends one float32 with each choice, usually its weight. A float64 weight does not fit
- * there. So a float64 layer sends k instead: the position of the choice in its token's top_k.
- * All top_k float64 weights of the token travel as the scales of the token's row. Each slot then
- * selects weight number k. For the gradients, each slot makes a row of top_k numbers: its
- * gradient at position k, and zeros. Combine adds these rows for each token.
+ * Dispatch sends one float32 with each choice, usually its weight. A float64 weight does not
+ * fit into it. So a float64 layer sends k instead: the index of the choice among the token's
+ * top_k. All top_k float64 weights of the token travel as the scales of the token's row. Each
+ * slot then selects weight number k. For the gradients, each slot makes a row of top_k numbers:
+ * its gradient at position k, and zeros. Combine adds these rows for each token.
  *
- * moe_attach_f64_weights() adds the arrays for this to the arguments of dispatch. */
+ * moe_attach_f64_weights() adds the arrays for k and for the weights to the arguments of
+ * dispatch. */
 void moe_attach_f64_weights(moe_job *j, epic_dispatch_args *how);
 /* After dispatch: writes the weight of each slot to saved.slot_weights. */
 void moe_select_slot_weights(moe_job *j);
@@ -76,8 +77,8 @@ epic_result moe_run_experts(moe_job *j);
 /* Returns the rows in work.y to their tokens, and writes the sums to `out` [tokens, hidden].
  * Collective. */
 epic_result moe_combine(moe_job *j, const epic_rows *out);
-/* Sends each token's row of d_out to the token's slots, and writes it there to work.d_y. *fault
- * holds damage that this rank found, which all ranks then return; fault may be NULL.
+/* Sends each token's row of d_out to the token's slots, whose ranks write it to work.d_y.
+ * *fault is an error that this rank found in its data; all ranks return it. fault may be NULL.
  * Collective. */
 epic_result moe_combine_backward(moe_job *j, const epic_const_rows *d_out, data_fault *fault);
 /* With EPIC_DISPATCH_AGAIN, dispatches x again, because forward did not save the received rows.
