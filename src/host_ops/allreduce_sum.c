@@ -23,8 +23,8 @@ typedef struct summing {
     exchange *x;
 } summing;
 
-/* Returns the number in the whole array of the block that is item number `item` of rank
- * `owner`. */
+/* Returns the number of the block that is item number `item` of rank `owner`. The blocks are
+ * numbered in the order of the array. */
 static int64_t block_of(const summing *s, int owner, int64_t item)
 {
     return item * s->x->num_ranks + owner;
@@ -58,9 +58,9 @@ static void sum_fill_part(void *self, int home, int64_t item, int32_t piece, voi
     sum_copy_block(self, home, item, entry);
 }
 
-/* Adds the rows of ranks first to first + count - 1 in a binary tree; count is a power of two.
- * Returns the sum: the only row if count is 1, otherwise scratch row `level`. Uses no scratch
- * row below `level`. */
+/* Adds the rows [n] of ranks first to first + count - 1 in a binary tree; count is a power of
+ * two. Returns the sum: the only row if count is 1, otherwise scratch row `level`. Does not use
+ * the scratch rows before row `level`. */
 static const void *sum_join_ranks(const summing *s, const void *const *rows, int first,
                                   int count, int level, int64_t n)
 {
@@ -97,7 +97,7 @@ static void sum_add_block(void *self, int64_t item, int32_t piece, const void **
     rows[s->x->rank] = NULL;
 }
 
-/* Collect and scatter flows: every rank sends all of its items to all ranks. */
+/* is_sent and is_received of both flows: returns true, because no rank leaves out an item. */
 static bool is_always_sent(void *self, int rank, int64_t item)
 {
     (void)self, (void)rank, (void)item;

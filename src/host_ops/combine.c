@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_combine and epic_dispatch_backward on the host.
+/* epic_combine and epic_dispatch_backward on the host, as a collect flow (exchange/exchange.h).
  *
  * The home of a token is the rank that owns the token. A rank may hold several slots of a
  * token. It adds their rows into one row, its *partial sum* (short: partial), and sends that to
@@ -29,8 +29,8 @@ typedef struct combining {
     const float *slot_weights;
     const float *d_slot_weights;
     float *d_weights;
-    row_split split; /* how a partial is split into pieces */
-    int64_t trailer;
+    row_split split;  /* how a partial is split into pieces */
+    int64_t trailer;  /* bytes of the floats after a partial; combine: 0 */
     bool has_windows; /* true: an output of this rank lies in a window */
     /* The current piece: its first element in the row, and its number of elements. */
     int64_t first, count;
@@ -52,11 +52,11 @@ static void *scratch_row(const combining *c, int level)
 
 /* ----------------------------------------------------------------------- expert side ---- */
 
-typedef struct gathered { /* the slots of one token on this rank, by ascending k */
-    int n;
-    const void *rows[MAX_TOP_K];
-    float weights[MAX_TOP_K];
-    int32_t leaves[MAX_TOP_K];
+typedef struct gathered {        /* the slots of one token on this rank, by ascending k */
+    int n;                       /* number of slots */
+    const void *rows[MAX_TOP_K]; /* the current piece of each slot's row */
+    float weights[MAX_TOP_K];    /* weight of each slot; not set if the layer is FLAT */
+    int32_t leaves[MAX_TOP_K]; /* EPIC_TREE: leaf of each slot; not set if the layer is FLAT */
 } gathered;
 
 /* Returns the address of the current piece in row number `row` of c->rows. */
@@ -156,9 +156,9 @@ static void make_partial(const combining *c, int home, int64_t token, void *out)
                         c->type, c->count);
 }
 
-/* Writes the trailer: one float for each k. It is the gradient of that choice's weight, or 0 if
- * this rank has no slot for the choice. In a FLAT layer the caller's floats of a row are sorted
- * by ascending k. */
+/* Writes the trailer: one float for each k. Each float is the gradient of that choice's weight,
+ * or 0 if this rank has no slot for the choice. In a FLAT layer d_slot_weights has top_k floats
+ * per row: one for each choice on this rank by ascending k, and then unused ones. */
 static void write_trailer(const combining *c, int home, int64_t token, void *trailer)
 {
     const plan_view *v = &c->plan;
@@ -220,9 +220,9 @@ static void combine_store_directly(combining *c, int home, int64_t token, int32_
     }
 }
 
-/* Collect flow, fill_entry: computes one piece of a partial for rank `home`. If the entry is
- * written through the caches, writes the piece directly into the ring entry; otherwise into a
- * scratch row first. The trailer follows the first piece. */
+/* Collect flow, fill_entry: computes one piece of a partial for rank `home`. If the ring entry
+ * is written through the caches, computes the piece in the entry. Otherwise computes the piece
+ * in a scratch row and copies it to the entry. The trailer follows the first piece. */
 static void combine_fill_entry(void *self, int home, int64_t token, int32_t piece, void *entry)
 {
     combining *c = self;
@@ -257,7 +257,8 @@ static void read_trailer(const combining *c, int from, int64_t token, const void
 }
 
 /* If all choices of a token of this rank have slots on one other rank, returns that rank.
- * Otherwise returns -1. has_all_choices() on the other rank finds the same. */
+ * Otherwise returns -1. On the other rank, has_all_choices() returns true for the same
+ * tokens. */
 static int find_only_rank(const combining *c, int64_t token)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
@@ -286,9 +287,9 @@ static void read_trailers(const combining *c, int64_t token, const void **rows)
     }
 }
 
-/* Adds the partials at[first] to at[first + count - 1] in a binary tree. A NULL is an empty
- * subtree, which adds nothing. Returns NULL if all are empty, the only partial if there is one,
- * otherwise scratch row `level`. May overwrite the scratch rows from `level` on. */
+/* Adds the partials at[first] to at[first + count - 1] in a binary tree. Elements that are NULL
+ * add nothing. Returns NULL if all are NULL, the only partial if there is one, otherwise
+ * scratch row `level`. May overwrite the scratch rows from `level` on. */
 static const void *join_subtrees(const combining *c, const void *const *at, int32_t first,
                                  int32_t count, int level)
 {
@@ -393,7 +394,7 @@ static epic_result combine_transfer(combining *c)
     return result;
 }
 
-/* Zeroes all outputs, after an error in the data of any rank. */
+/* Zeroes all outputs of this rank, after an error in the data of any rank. */
 static void combine_clear_outputs(const combining *c)
 {
     const slot_array out = {c->out.data, c->out.row_bytes, c->out.num_rows};

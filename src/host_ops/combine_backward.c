@@ -61,9 +61,9 @@ static void add_dot(const spreading *s, int64_t slot, double *sum, const void *p
     if ((first + n) * size == s->split.row_bytes) a->d_slot_weights[slot] = (float)*sum;
 }
 
-/* Writes one piece of a token's gradient row to all its slots on this rank. The pieces of a
- * token arrive one after the other, so x->sums has one dot product for each source rank and
- * k. */
+/* Writes one piece, elements first to first + n - 1, of a token's gradient row to all the
+ * token's slots on this rank. The pieces of a token of rank `from` arrive one after the other.
+ * So x->sums needs only one unfinished dot product for each source rank and k. */
 static void scatter_piece(const spreading *s, int from, int64_t token, const void *piece,
                           int64_t first, int64_t n)
 {
@@ -83,9 +83,9 @@ static void scatter_piece(const spreading *s, int from, int64_t token, const voi
 }
 
 /* Stores one piece of a gradient row into the windows of all peers where that is possible. A
- * peer announces its output as a window only if it multiplies no row by a weight. Copies the
- * piece by the function that write_scaled_row() also calls, because this function may change the
- * bits of a NaN. Returns true if some peer reads the piece from the ring. */
+ * peer announces its output as a window only if it multiplies no row by a weight. Copies with
+ * the kernel that write_scaled_row() uses, so that even a NaN gets the same bits in both ways.
+ * Returns true if some peer reads the piece from the ring. */
 static bool store_for_peers(const spreading *s, int64_t token, int32_t piece)
 {
     const epic_type type = (epic_type)s->args->type;

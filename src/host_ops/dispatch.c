@@ -90,8 +90,8 @@ static void copy_overlap(copy_function *copy, void *to, int64_t at, int64_t size
              (size_t)(high - low));
 }
 
-/* Copies through the caches. Used for slots that the experts soon read, and for ring entries
- * whose reader shares a cache with this core. */
+/* Copies through the caches. Used for slots that the experts soon read, and for ring entries if
+ * the rank that reads them shares a cache with this core. */
 static void copy_cached(void *to, const void *from, size_t n)
 {
     memcpy(to, from, n);
@@ -118,9 +118,9 @@ static void fill_entry_with(dispatching *d, int64_t token, int32_t piece, void *
         copy_overlap(copy, entry, begin, size, weights_part(d, token), d->weights_at, end);
 }
 
-/* Stores the common bytes of a piece and a part of a message into an output of a peer. The piece
- * is bytes [begin, end) of the message, and the part is bytes [low, high). This rank has the
- * part at `from`. In the peer's output the part begins at byte `at`. */
+/* Stores into an output of a peer those bytes of a message that are in both a piece and a part.
+ * The piece is bytes [begin, end) of the message, and the part is bytes [low, high). On this
+ * rank the part is at `from`. In the peer's output the part begins at byte `at`. */
 static void store_part(const dispatching *d, int peer, enum window_output which, int64_t at,
                        int64_t begin, int64_t end, const void *from, int64_t low, int64_t high)
 {
@@ -131,7 +131,8 @@ static void store_part(const dispatching *d, int peer, enum window_output which,
 }
 
 /* Stores one piece of a token's message into the outputs of a peer that lie in windows. `slot`
- * is the token's only slot there. Returns the mask of the parts that lie in no window. */
+ * is the token's only slot on the peer. Returns the mask of the parts whose outputs do not lie
+ * in windows. */
 static uint32_t store_in_windows(dispatching *d, int peer, int32_t slot, int64_t token,
                                  int32_t piece)
 {
@@ -190,9 +191,9 @@ static int64_t unwanted_bytes(const dispatching *d, int32_t piece, uint32_t want
 
 /* Scatter flow, fill_entry: copies one piece of a token's message into a ring entry, without
  * the parts that it has stored into windows of all peers that need them. ring_choose_path()
- * decides whether the copy goes through the caches or past them, and whether it is timed. Before
- * a timed copy, this function assembles the piece in x->pieces, so that the measured time is
- * that of one copy. */
+ * decides whether the copy goes through the caches or past them, and whether it is timed.
+ * Before a timed copy, this function assembles the piece in x->pieces, so that the measured
+ * time is that of one copy. */
 static void dispatch_fill_entry(void *self, int64_t token, int32_t piece, void *entry)
 {
     dispatching *d = self;
@@ -214,8 +215,8 @@ static void dispatch_fill_entry(void *self, int64_t token, int32_t piece, void *
 
 /* -------------------------------------------------------------------------- receiving ---- */
 
-/* A part of a token's data that has arrived: bytes [at, at + size) of its row, its scales or
- * its weights, stored at `from`. It is empty if size is 0 or less. */
+/* Bytes [at, at + size) of a token's row, scales or weights, which have arrived and are stored
+ * at `from`. There are no such bytes if size is 0 or less. */
 typedef struct part {
     const unsigned char *from;
     int64_t at, size;
@@ -259,8 +260,8 @@ static void write_weight(const dispatching *d, int64_t index, uint32_t k, const 
         copy_overlap(copy_cached, to, at, sizeof *to, weights->from, weights->at, end);
 }
 
-/* Called for a FLAT layer: writes a token to its single row on this rank. The weights of the
- * row are sorted by ascending k. */
+/* Called for a FLAT layer: writes a token to its single row on this rank. Then writes the
+ * weights of the token's choices on this rank, by ascending k. */
 static void write_flat_row(const dispatching *d, int from, int64_t token, const parts *p)
 {
     const int64_t row = d->plan.row_of[d->plan.base_of[from] + token];
@@ -301,8 +302,8 @@ static bool is_stored_directly(const dispatching *d, int from, int64_t token,
            plan_has_only_slot(&d->plan, from, token);
 }
 
-/* Scatter flow, read_entry: writes one piece of a token of rank `from` to the token's slots. The
- * sender has already stored the parts that lie in windows. */
+/* Scatter flow, read_entry: writes one piece of a token of rank `from` to the token's slots.
+ * The sender has already stored the parts that lie in windows. */
 static void dispatch_read_entry(void *self, int from, int64_t token, int32_t piece,
                                 const void *entry)
 {
@@ -419,7 +420,7 @@ void op_header_set_dispatch_windows(epic_op_header *header, epic_context *ctx,
     op_header_set_window(header, ctx, WINDOW_ROWS, a->recv.data, rows * a->recv.row_bytes);
     op_header_set_window(header, ctx, WINDOW_SCALES, a->recv_scales.data,
                          a->recv_scales.num_rows * a->recv_scales.row_bytes);
-    /* The weights of a FLAT row are sorted, which only the receiver does. */
+    /* In a FLAT layer the weights of a row are sorted, and only the receiver can sort them. */
     if (!is_flat)
         op_header_set_window(header, ctx, WINDOW_WEIGHTS, a->slot_weights,
                              rows * (int64_t)sizeof(float));

@@ -30,8 +30,8 @@ epic_result host_dispatch_unchecked(epic_context *ctx, const epic_dispatch_args 
  * headers. Closes the exchange and returns the result. */
 epic_result host_dispatch_continue(exchange *x, const epic_dispatch_args *args);
 
-/* Returns a hash of the arguments that must be equal in the dispatches of all ranks; never 0.
- * epic_plan_dispatch sends it in the plan's op header, as LOCAL_NEXT_DISPATCH. */
+/* Returns a hash of the arguments that must be equal in the dispatches of all ranks. The hash
+ * is not 0. epic_plan_dispatch sends it in the plan's op header, as LOCAL_NEXT_DISPATCH. */
 int64_t dispatch_signature(const epic_dispatch_args *args);
 
 /* Stores in an op header where the outputs of a dispatch lie in windows. */
@@ -47,7 +47,7 @@ epic_result host_allreduce_sum(epic_context *ctx, const epic_allreduce_sum_args 
 epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args);
 
 /* Like host_allreduce_sum(), but the op header begins as a copy of `about`. So the ranks also
- * compare the elements that the caller has set in it. */
+ * compare the elements that the caller has set in `about`. */
 epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_args *args,
                                  const epic_op_header *about);
 
@@ -125,8 +125,8 @@ static inline uint32_t plan_choice_on(const plan_view *v, int to, int64_t token)
     return k;
 }
 
-/* Returns the only slot (FLAT: the row) that a token of this rank has on rank `to`, or -1 if it
- * has none or several. */
+/* Returns the only slot (FLAT: the row) that a token of this rank has on rank `to`, or -1 if
+ * the token has no slot or several slots there. */
 static inline int32_t plan_only_slot_on(const plan_view *v, int to, int64_t token)
 {
     const int64_t first = token * (int64_t)v->header->layer.top_k;
@@ -139,8 +139,8 @@ static inline int32_t plan_only_slot_on(const plan_view *v, int to, int64_t toke
     return slot;
 }
 
-/* Returns true if a token of rank `from` has exactly one slot (FLAT: its row) on this rank. It
- * equals plan_only_slot_on() >= 0 on rank `from`. */
+/* Returns true if a token of rank `from` has exactly one slot (FLAT: its row) on this rank. On
+ * rank `from`, plan_only_slot_on() then returns that slot. */
 static inline bool plan_has_only_slot(const plan_view *v, int from, int64_t token)
 {
     if (plan_is_flat(v)) return v->row_of[v->base_of[from] + token] >= 0;

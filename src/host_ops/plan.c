@@ -168,8 +168,8 @@ static bool read_header_ids(planning *p)
     return more;
 }
 
-/* Writes the ids of all ranks into the plan. They come from the op headers, and from a scatter
- * flow if a rank has too many for its op header. */
+/* Writes the ids of all ranks into the plan: from the op headers, and from a scatter flow if a
+ * rank has too many ids for its op header. */
 static epic_result exchange_ids(planning *p)
 {
     const scatter s = {
@@ -208,8 +208,8 @@ static void write_counts(planning *p, epic_result result)
 }
 
 /* Makes a plan without slots, after an error in the data of any rank. The lengths of the
- * caller's output arrays depend on the placement of the experts. So it uses this rank's
- * rank_of_expert, unless the error is in that table. */
+ * caller's output arrays depend on the placement of the experts. So the plan uses this rank's
+ * rank_of_expert, unless the error of this rank is in that table. */
 static void make_empty_plan(planning *p)
 {
     const exchange *x = p->x;
@@ -257,8 +257,8 @@ static void trace_ids(const planning *p)
     trace_plan(p->x->ctx->trace, record, p->args->topk_idx, p->args->index_type);
 }
 
-/* Returns true if plan_run() has made a plan: a valid one, or one without slots that records an
- * error. */
+/* Returns true if plan_run(), which returned `result`, has written a plan: a valid one, or one
+ * without slots that records an error. */
 static bool is_plan_written(epic_result result)
 {
     return result == EPIC_OK || result == EPIC_EINVAL || result == EPIC_EOVERFLOW;
@@ -297,8 +297,8 @@ epic_result host_plan(epic_context *ctx, const epic_plan_args *args,
 }
 
 /* Returns true if the dispatches of all ranks have the same signature. Then dispatch can run in
- * the exchange of the plan. If not, it runs with op headers of its own, which find the
- * difference and report it. */
+ * the exchange of the plan. If not, dispatch runs with op headers of its own. The comparison of
+ * these op headers finds the difference and reports it. */
 static bool do_all_continue(const exchange *x)
 {
     for (int r = 0; r < x->num_ranks; r++)

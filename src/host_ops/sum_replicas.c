@@ -28,11 +28,11 @@ typedef struct adding {
     int64_t count;        /* elements of one expert's row */
     int64_t leaf_experts; /* number of experts in a leaf */
     int64_t at, n;        /* first element and number of elements of the current chunk */
-    float levels[MOST_LEVELS][CHUNK];
+    float levels[MOST_LEVELS][CHUNK]; /* partial sums, one row for each level of the tree */
 } adding;
 
-/* Returns true if a local expert is a replica of a->logical and belongs to leaf `leaf`. With
- * leaf -1, its leaf does not matter. */
+/* Returns true if a local expert is a replica of a->logical and belongs to leaf `leaf`. If leaf
+ * is -1, the expert may belong to any leaf. */
 static bool is_replica_on_leaf(const adding *a, int32_t local, int64_t leaf)
 {
     const int32_t expert = a->plan->expert_of[local];
@@ -46,8 +46,8 @@ static float *numbers_of(const adding *a, int32_t local)
     return (float *)a->args->data.data + local * a->count;
 }
 
-/* Writes to `out` the sum of the replicas in one leaf, for the current chunk: 0, plus each
- * replica by ascending expert. */
+/* Writes to `out` [n] the sum of the replicas in one leaf, for the current chunk. Begins with 0
+ * and adds the replicas by ascending expert. */
 static void add_leaf(const adding *a, int64_t leaf, float *out)
 {
     memset(out, 0, (size_t)a->n * sizeof *out);
@@ -110,8 +110,8 @@ static void mark_replicated(const plan_view *v, uint64_t *several)
     }
 }
 
-/* The first sum has no elements. Its op headers only compare the plans of all ranks, before
- * anything is added. */
+/* First runs a sum without elements. Its op headers make the ranks compare their plans before
+ * they add anything. */
 epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args)
 {
     plan_op s;
