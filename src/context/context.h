@@ -33,7 +33,7 @@ struct epic_context {
     struct exchange *exchanges; /* [max_in_flight] one for each op slot; host contexts only */
     /* windows of a host context; NULL: none was added */
     _Atomic(struct window_table *) windows;
-    _Atomic uint64_t bytes_sent;
+    _Atomic uint64_t bytes_sent; /* bytes of rows that this rank has written into rings */
 
     int64_t pid;         /* process that opened the context */
     uint32_t generation; /* process_generation() of that process */
@@ -47,9 +47,9 @@ struct epic_context {
 uint64_t epic_context_bytes_sent(const epic_context *ctx);
 
 /* Makes `failure` the failure of the context, unless the context already has one. Returns the
- * result of the context's failure and sets its sentence. Any thread may call it. If several
- * threads do at once, a mutex decides whose failure is first. The failure is published by the
- * release store of `broken`. */
+ * result of the context's failure, and sets its sentence as the error of this thread. Any
+ * thread may call it. If several threads call it at once, a mutex decides whose failure is
+ * first. The release store of `broken` publishes the failure. */
 epic_result context_break(epic_context *ctx, const epic_failure_info *failure);
 
 /* Returns the host memory of a context without its group: the struct, the table of tags, the
@@ -61,9 +61,10 @@ int64_t context_bytes(const epic_config *config, bool host);
  * first. Any thread may call it. */
 epic_result context_check(epic_context *ctx);
 
-/* Returns whether ranks of one host add up their rows before they send them to another host,
- * which EPIC_BY_HOSTS then chooses as order. They do if the ranks are GPUs of several hosts and
- * the experts are in contiguous blocks (rank_of_expert is NULL). */
+/* Returns whether the ranks of one host add up their rows before they send the sum to another
+ * host. EPIC_BY_HOSTS then selects this order (layer_choose_order()). It is true if the ranks
+ * are GPUs of several hosts, and rank_of_expert is NULL: the experts are in contiguous
+ * blocks. */
 bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert);
 
 /* Returns whether a device backend runs the operations of this context. Returns false for NULL

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The dispatcher: a handle that owns the context, the plan and the buffers of one training
- * step. Each new dispatch overwrites the results of the step before. Everything is done by
- * public calls, except that the backend allocates the memory. */
+ * step. Each new dispatch overwrites the results of the previous step. The dispatcher uses only
+ * public calls, except that it lets the backend allocate memory. */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -16,8 +16,8 @@ struct epic_dispatcher {
     bool opened_here; /* true: the dispatcher opened ctx, so epic_dispatcher_close closes it */
     epic_layer layer;
     epic_layer_info sizes;
-    int64_t row_bytes; /* bytes of a token's row */
-    void *plan;
+    int64_t row_bytes;    /* bytes of a token's row */
+    void *plan;           /* the plan of the current dispatch */
     epic_slots slots;     /* outputs of dispatch */
     epic_slots gradients; /* outputs of combine_backward, in separate memory */
     int64_t num_tokens;   /* tokens of the current dispatch; -1: no dispatch yet */
@@ -48,8 +48,8 @@ static void release_memory(const epic_dispatcher *s, void *memory)
         free(memory);
 }
 
-/* Allocates rows and weights for the capacity of this rank. Returns false if memory is
- * short. */
+/* Allocates one row and one weight for each slot of this rank's capacity. Returns false if
+ * memory is short. */
 static bool allocate_slots(const epic_dispatcher *s, epic_slots *out)
 {
     *out = (epic_slots){.capacity = s->sizes.capacity,
@@ -193,7 +193,8 @@ epic_context *epic_dispatcher_context(const epic_dispatcher *dispatcher)
 
 /* ------------------------------------------------------------------------------- calls ---- */
 
-/* Checks the handle. For the backward calls (`gradients`) also checks config.gradients. */
+/* Checks the handle. `gradients` is true for the backward calls, which need
+ * config.gradients. */
 static epic_result check_dispatcher(const epic_dispatcher *s, bool gradients)
 {
     if (s == NULL)
