@@ -21,7 +21,7 @@ static epic_result check_context(epic_context *ctx)
 }
 
 /* Mixes the hash of the layer's options into call->tag. A device backend uses the tag only in
- * the signature that the ranks compare. So with the mixed tag they compare the options too. */
+ * the signature that the ranks compare. So the ranks compare the options too. */
 static void add_options_hash(epic_call *call, const op_header_extra *extra)
 {
     if (extra && extra->options && extra->options->hash)
@@ -93,9 +93,9 @@ static void default_dispatch_rows(epic_dispatch_args *a)
 }
 
 /* Copies the layer that the caller passed for an existing plan to *out, fills in its defaults,
- * and makes *layer point to the copy. Replaces EPIC_BY_HOSTS by the order for which it stands,
- * except on GPUs of several hosts. There the order depends on whether the plan was made with a
- * rank_of_expert, which this call cannot see. */
+ * and makes *layer point to the copy. Replaces EPIC_BY_HOSTS by EPIC_BY_RANK, except on GPUs of
+ * several hosts. On these the order depends on whether the plan was made with a rank_of_expert,
+ * which this call does not know. */
 static epic_result read_plan_layer(const epic_context *ctx, epic_layer *out,
                                    const epic_layer **layer)
 {
@@ -270,7 +270,8 @@ epic_result epic_allreduce_sum_v1(epic_context *ctx, const epic_allreduce_sum_ar
     return host_allreduce_sum(ctx, &a);
 }
 
-/* Implements both window calls. `registers`: the caller passes the memory. */
+/* Implements both calls that add a window. `registers` is true for epic_window_register: the
+ * caller passes the memory. */
 static epic_result add_window(epic_context *ctx, const epic_window_args *args, size_t size,
                               epic_window_info *out, size_t out_size, bool registers)
 {

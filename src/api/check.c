@@ -93,7 +93,7 @@ static epic_result check_summed(const epic_context *ctx, uint32_t type)
                      type);
 }
 
-/* Checks that two arrays are both given or both NULL. */
+/* Checks that the arrays named a and b are both given or both NULL. */
 static epic_result check_pair(const char *a, const void *given_a, const char *b,
                               const void *given_b)
 {
@@ -437,7 +437,8 @@ epic_result check_sum_args(const epic_context *ctx, const epic_allreduce_sum_arg
 epic_result check_window_args(const epic_context *ctx, const epic_window_args *a,
                               bool registers)
 {
-    const int64_t most = (INT64_C(1) << 48) - 1; /* place and number share a 64-bit word */
+    /* window_place() puts an offset into the window and the window's number into 64 bits */
+    const int64_t most = (INT64_C(1) << 48) - 1;
     TRY(check_reserved(a->reserved));
     if (a->bytes < 0 || a->bytes > most)
         return epic_fail(EPIC_EINVAL, "bytes is %lld: must be 0 to %lld", (long long)a->bytes,

@@ -2,9 +2,9 @@
 /* Checks of the arguments of public calls: pointers, shapes, enums, overlaps. The operations
  * check the rules that depend on the contents of a plan.
  *
- * Each function returns EPIC_OK or EPIC_EINVAL. A type that the backend cannot add is
- * EPIC_ENOTSUP. An error sets the sentence that epic_error returns. No check reads the contents
- * of the caller's arrays. Any thread may call it. */
+ * Each function returns EPIC_OK or EPIC_EINVAL, or EPIC_ENOTSUP for a type that the backend
+ * cannot add. An error sets the sentence that epic_error returns. No check reads the contents
+ * of the caller's arrays. Any thread may call these functions. */
 #ifndef EPIC_CHECK_H
 #define EPIC_CHECK_H
 

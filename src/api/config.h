@@ -16,7 +16,7 @@ epic_result config_read_sizes(epic_config *out, const epic_config *config, size_
 
 /* Reads the configuration for a memory query: the config of ctx, or the caller's config if ctx
  * is NULL. Sets *on_device to true if a context with this config computes in device memory. If
- * the caller's config has no num_ranks, it stays 0. Loads no plugin. Errors: EPIC_EINVAL,
+ * the caller's num_ranks is 0, out->num_ranks stays 0. Loads no plugin. Errors: EPIC_EINVAL,
  * EPIC_ECLOSED, and the failure of ctx. */
 epic_result config_of_query(epic_config *out, bool *on_device, epic_context *ctx,
                             const epic_config *config, size_t size);
@@ -36,13 +36,13 @@ const char *backend_resolve_name(const char *name, int num_hosts);
  * name is NULL. Loads no plugin. Returns EPIC_EINVAL if no backend has that name. */
 epic_result backend_place(bool *on_device, const char *name);
 
-/* Finds a backend by name. Loads its plugin (libepic_mpi.so, libepic_cuda.so, libepic_hosts.so)
- * if it is in one. Returns EPIC_EINVAL if no backend has that name, EPIC_ENOTSUP if its plugin
- * cannot be loaded. Any thread may call it. */
+/* Finds a backend by name. If the backend is in a plugin (libepic_mpi.so, libepic_cuda.so or
+ * libepic_hosts.so), loads the plugin. Returns EPIC_EINVAL if no backend has that name, and
+ * EPIC_ENOTSUP if its plugin cannot be loaded. Any thread may call it. */
 epic_result backend_find(const epic_backend **out, const char *name);
 
-/* Copies bytes to host memory. `from` is host memory, or memory of a device whose plugin is
- * loaded. Waits for the device. Returns false if the copy failed. */
+/* Copies bytes to host memory. `from` is host memory, or device memory of a backend whose
+ * plugin is loaded. Waits for the device. Returns false if the copy failed. */
 bool backend_fetch(void *to, const void *from, size_t bytes);
 
 #endif

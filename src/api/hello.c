@@ -19,7 +19,8 @@
 
 #define HELLO_MAGIC 0x4f4c4c4548435045ull /* "EPCHELLO" */
 
-/* Returns a random number from the kernel; without one, a hash of pid and time. */
+/* Returns a random number from the kernel. If the kernel provides none, returns a hash of pid
+ * and time. */
 static uint64_t random_uint64(void)
 {
     uint64_t word;
@@ -38,7 +39,8 @@ static int64_t namespace_inode(const char *path)
 }
 
 /* Reads a small file of the kernel into a string. The string is empty if there is no such file,
- * for example without /proc. EPIC_EDEVICE: no descriptor or memory is left to open it. */
+ * for example without /proc. Returns EPIC_EDEVICE if no descriptor or memory is left to open
+ * the file. */
 static epic_result read_kernel_file(const char *path, char *text, size_t size)
 {
     const int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -205,8 +207,8 @@ static bool is_terminated(const char *text, size_t size)
     return memchr(text, 0, size) != NULL;
 }
 
-/* Returns whether a rank with this version of EPIC wrote the hello. Only then the fields after
- * `bytes` are valid. For other hellos compare_hellos() returns the error. */
+/* Returns whether a rank with this version of EPIC wrote the hello. If not, the fields after
+ * `bytes` are not valid, and compare_hellos() returns the error. */
 static bool is_same_version(const hello *h)
 {
     return h->magic == HELLO_MAGIC && h->version == EPIC_VERSION;
@@ -235,8 +237,9 @@ static bool is_second_hand(int64_t refused)
     return refused == EPIC_EPEER || refused == EPIC_ETIMEOUT;
 }
 
-/* Returns the hello of the lowest rank with an error, or NULL. Considers only errors that a
- * peer caused (is_second_hand()) if second_hand is set, otherwise only the other errors. */
+/* Returns the hello of the lowest rank with an error, or NULL. If second_hand is true,
+ * considers only errors that another rank caused (is_second_hand()), otherwise only all other
+ * errors. */
 static const hello *find_refusal(const hello *all, int num_ranks, bool second_hand)
 {
     for (const hello *h = all; h < all + num_ranks; h++)

@@ -24,8 +24,8 @@ typedef struct hello {
         max_top_k;
     char backend[16];
     char name[64];
-    uint64_t random;
-    epic_peer peer;
+    uint64_t random; /* new in every hello; the group id is a hash of all ranks' numbers */
+    epic_peer peer;  /* host and process of the rank */
     char sentence[HELLO_SENTENCE];
 } hello;
 

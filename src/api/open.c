@@ -51,7 +51,7 @@ static epic_result check_bootstrap(const epic_bootstrap *bootstrap)
 }
 
 /* Checks that config.num_ranks, if set, equals the bootstrap's number of ranks. open_with()
- * gathers an error, so that all ranks return it. */
+ * sends an error to all ranks in the first gather, so that all ranks return it. */
 static epic_result check_num_ranks(uint32_t num_ranks, const epic_bootstrap *bootstrap)
 {
     if (num_ranks == 0 || num_ranks == (uint32_t)bootstrap->num_ranks) return EPIC_OK;
@@ -90,9 +90,9 @@ static epic_result choose_backend(const epic_backend **out, const epic_peer *pee
 }
 
 /* Calls a bootstrap's gather and checks its result, because a caller may have written the
- * function. The result must be an epic_result, and this rank's bytes must be at its index in
- * `all`. If an error has no sentence, adds one. If gather succeeds, the thread's error sentence
- * stays as it was. */
+ * function. The result must be an epic_result, and element `rank` of `all` must equal this
+ * rank's bytes. If an error has no sentence, adds one. If gather succeeds, the thread's error
+ * sentence stays as it was. */
 static epic_result gather_checked(void *self, const void *mine, void *all, int64_t bytes)
 {
     const epic_bootstrap *bootstrap = self;
@@ -147,9 +147,9 @@ static int32_t count_hosts(const epic_peer *peers, int num_ranks)
     return hosts;
 }
 
-/* Chooses a backend, and checks that every rank has found the same one. It needs a gather
- * before join, because join is collective: if a plugin is missing on one host, no rank may
- * start to join. */
+/* Chooses a backend. Then the ranks gather their choices and check that all are the same. They
+ * do this before they join, because joining is collective: if a plugin is missing on one host,
+ * no rank may start to join. */
 static epic_result agree_on_backend(const epic_backend **out, const epic_context *ctx,
                                     const epic_bootstrap *bootstrap, hello *mine, hello *all,
                                     const epic_peer *peers)

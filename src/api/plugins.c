@@ -14,7 +14,8 @@ typedef struct plugin {
     const char *name; /* name of the backend, as in config.backend */
     const char *library;
     const char *symbol;
-    const char *when_absent, *when_broken; /* the second half of the error sentence */
+    /* second half of the error sentence if the library does not exist, or cannot be loaded */
+    const char *when_absent, *when_broken;
 } plugin;
 
 #define NUM_PLUGINS 3
