@@ -25,7 +25,7 @@
  *
  * Threads: one thread at a time uses an op slot; different threads may use different op slots
  * at the same time. Only wait() blocks. No function allocates memory or calls back into the
- * core.   */
+ * core. */
 #ifndef EPIC_TRANSPORT_H
 #define EPIC_TRANSPORT_H
 

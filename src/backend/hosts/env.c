@@ -10,8 +10,8 @@
 
 #define MAX_THREADS 7         /* largest value of EPIC_NET_THREADS */
 #define DEFAULT_MAX_THREADS 6 /* largest default of EPIC_NET_THREADS */
-/* The default number of threads is never 1: a single thread would only take work from the proxy
- * thread. A default below this number becomes 0. */
+/* If the default would be less than this number, it becomes 0. So it is never 1: a single
+ * thread would only take work from the proxy thread, which would be no faster. */
 #define DEFAULT_MIN_THREADS 2
 /* the default is one thread per this many cores; measured in docs/lab/hosts.md */
 #define CORES_PER_THREAD 2
@@ -24,8 +24,8 @@ const net_engine *hosts_env_engine(char *why)
 
 enum { SWITCH_OFF, SWITCH_ON, SWITCH_UNSET };
 
-/* Reads a variable whose value is 0 or 1. `without` is the end of the error sentence: what
- * happens if the variable is unset. */
+/* Reads a variable whose value is 0 or 1. `without` is the end of the error sentence, and says
+ * what happens if the variable is unset. */
 static epic_result read_switch(const char *name, const char *without, int *value)
 {
     const char *text = getenv(name);
@@ -56,7 +56,9 @@ static epic_result read_relays(bool *relays)
     return EPIC_OK;
 }
 
-/* Reads a variable with a number from 0 to `most`. Sets *out to -1 if it is not set. */
+/* Reads a variable whose value is a number from 0 to `most`. Sets *out to -1 if the variable is
+ * not set. `what` and `without` are parts of the error sentence: what the number counts, and
+ * what happens if the variable is unset. */
 static epic_result read_number(const char *name, const char *what, const char *without,
                                int32_t most, int32_t *out)
 {
@@ -73,8 +75,8 @@ static epic_result read_number(const char *name, const char *what, const char *w
     return EPIC_OK;
 }
 
-/* Reads EPIC_NET_WINDOW. The default is at least the number of tokens of most operations. Then
- * a rank sends all rows before it receives the first, which keeps the net busy
+/* Reads EPIC_NET_WINDOW. Most operations have at most as many tokens as the default. Then a
+ * rank sends all rows before it receives the first one, which keeps the net busy
  * (docs/lab/hosts.md). */
 static epic_result read_window(int32_t *window)
 {

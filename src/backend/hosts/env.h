@@ -5,8 +5,8 @@
 
 #include "net/net.h"
 
-/* Where inbox and outbox (net/net.h) are. ANY: in GPU memory if all ranks can use it, otherwise
- * in host memory. */
+/* The memory in which inbox and outbox (net/net.h) are. HOSTS_MEMORY_ANY: GPU memory if all
+ * ranks can use it, otherwise host memory. */
 typedef enum hosts_memory {
     HOSTS_MEMORY_ANY,
     HOSTS_MEMORY_GPU,
@@ -17,21 +17,22 @@ typedef enum hosts_memory {
 typedef struct hosts_env {
     const net_engine *engine;
     hosts_memory memory;
-    bool relays;   /* EPIC_NET_RELAY: send a row once to each host, and forward it there */
-    net_rdma rdma; /* EPIC_NET_RDMA: how rows are sent */
-    /* EPIC_NET_WINDOW: number of tokens that sending may be ahead of receiving */
+    /* EPIC_NET_RELAY: send a row only once to each host; a rank there forwards it */
+    bool relays;
+    net_rdma rdma; /* EPIC_NET_RDMA: how puts are sent (net.h) */
+    /* EPIC_NET_WINDOW: number of tokens that a kernel sends before it receives the first one */
     int32_t window;
-    /* EPIC_NET_THREADS: threads of the net in addition to the proxy thread; -1: choose by the
-     * number of cores */
+    /* EPIC_NET_THREADS: number of threads of the net in addition to the proxy thread; -1:
+     * hosts_env_threads() chooses it by the number of cores */
     int32_t threads;
 } hosts_env;
 
-/* Reads all variables and loads the engine. Errors: EPIC_EINVAL names a variable with an
- * invalid value; EPIC_ENOTSUP: the engine cannot be loaded. */
+/* Reads all variables and loads the engine. Errors: EPIC_EINVAL: a variable has an invalid
+ * value, and the error sentence names it; EPIC_ENOTSUP: the engine cannot be loaded. */
 epic_result hosts_read_env(hosts_env *out);
 
-/* Returns how many additional threads the net of a rank may start if this host has `ranks`
- * ranks. */
+/* Returns how many threads the net of a rank may start in addition to the proxy thread. `ranks`
+ * is the number of ranks on this host. */
 int32_t hosts_env_threads(const hosts_env *env, int ranks);
 
 /* Returns the engine that EPIC_NET names (default "ucx"). Returns NULL if it cannot be loaded,

@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The backend hosts: GPUs of several hosts. It uses the kernels and operations of backend p2p,
- * compiled again with EPIC_HOSTS. This file joins and leaves groups.
+/* The backend hosts: ranks with GPUs on several hosts. It uses the kernels and operations of
+ * backend p2p, compiled again with EPIC_HOSTS. This file joins and leaves groups.
  *
- * Ranks of one host store into each other's device memory, the heap. Between hosts, the net
- * copies words from the outbox of the sender into the inbox of the receiver (net/net.h). The
- * net treats every rank as a host of its own. So where this file passes a host number to the
- * net, it passes a rank. */
+ * Ranks of one host store rows directly into each other's device memory, the heap. Between
+ * hosts, the net copies words from the outbox of the sender into the inbox of the receiver
+ * (net/net.h). Inbox and outbox have the layout of a heap, and are called boxes here. They are
+ * in GPU memory or in host memory. The net counts every rank as a host of its own. So where
+ * this file passes a host number to the net, it passes a rank. Liveness connections
+ * (net/liveness.h) show which ranks are dead. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,8 +27,8 @@ typedef struct peer_info {
     cudaIpcMemHandle_t handle; /* IPC handle of the heap, for ranks of this host */
     uint32_t relays;           /* EPIC_NET_RELAY of this rank */
     uint32_t wanted;           /* EPIC_NET_MEMORY of this rank: a hosts_memory */
-    uint32_t on_gpu;           /* 1: this rank's inbox and outbox are on the GPU */
-    char sentence[256];        /* why the rank failed, or why its inbox is not on the GPU */
+    uint32_t on_gpu;           /* 1: this rank's inbox and outbox are in GPU memory */
+    char sentence[256];        /* why the rank failed, or why its boxes are not in GPU memory */
     _Alignas(8) unsigned char liveness[NET_LIVENESS_HANDLE_BYTES];
     _Alignas(8) unsigned char net[NET_HANDLE_BYTES];
 } peer_info;
@@ -37,20 +39,21 @@ typedef struct hosts_part {
     net *net;
     net_liveness *liveness;
     hosts_proxy *proxy;
-    bool on_gpu; /* inbox and outbox are on the GPU, otherwise in host memory */
-    /* GPU memory that the ranks of this host write. After the heap follow partial sums that
-     * only this rank uses. */
+    bool on_gpu; /* true: inbox and outbox are in GPU memory; false: in host memory */
+    /* GPU memory into which the ranks of this host write. The heap is followed by partial sums,
+     * which only this rank uses. */
     uint8_t *heap;
     uint8_t *inbox;         /* has the layout of a heap; the net writes it */
     uint8_t *outbox;        /* has the layout of a heap; the net reads it */
-    uint8_t *outbox_on_gpu; /* the address of the outbox on the GPU */
+    uint8_t *outbox_on_gpu; /* the address of the outbox that kernels use */
     p2p_ring host_ring;     /* the proxy ring, with addresses of the host */
     char net_text[256];     /* text of net_engine.describe() after connecting */
 } hosts_part;
 
 _Static_assert(NET_MAX_HOSTS == DEVICE_MAX_RANKS, "each rank may be a host of its own");
 
-/* Implements epic_backend.can_join: this process must see a GPU and load the engine. */
+/* Implements epic_backend.can_join. This process must find a GPU, the network engine must be
+ * available, and there must be at most NET_MAX_HOSTS ranks. */
 static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why)
 {
@@ -101,9 +104,8 @@ static int64_t parts_bytes(const p2p_heap *at, int64_t num_ranks)
     return num_ranks * at->part_words * 4;
 }
 
-/* Allocates the heap, into which this rank and the ranks of its host write. Sets
- * self.net->host_ranks, the bit mask of the ranks of this host, and writes the heap's handle to
- * *mine. */
+/* Allocates the heap, into which all ranks of this host write. Sets self.net->host_ranks, the
+ * bit mask of the ranks on this host, and writes the IPC handle of the heap to mine->handle. */
 static epic_result make_heap(epic_group *g, hosts_part *h, peer_info *mine)
 {
     p2p_heap *at = &g->self.at;
@@ -126,16 +128,17 @@ static epic_result make_heap(epic_group *g, hosts_part *h, peer_info *mine)
     return p2p_heap_export(g, h->heap, &mine->handle);
 }
 
-/* Returns the bytes of an inbox or an outbox. Both have the layout of a heap, at->bytes. An
- * allocation on the GPU may be larger (p2p_heap_bytes()). */
+/* Returns the bytes to allocate for an inbox or an outbox. Both have the layout of a heap,
+ * which has at->bytes bytes. An allocation in GPU memory may be larger (p2p_heap_bytes()). */
 static int64_t box_bytes(const p2p_heap *at, bool on_gpu)
 {
     return on_gpu ? p2p_heap_bytes(at) : at->bytes;
 }
 
-/* Allocates inbox and outbox, and fills the inbox with poison. Sets self.heap[q] to the outbox
- * for every other rank q, so that kernels write there what the net then sends. For ranks of
- * this host, p2p_heap_connect() later replaces it by their heap. */
+/* Allocates inbox and outbox, and fills the inbox with poison. Sets self.heap[q] of every other
+ * rank q to the outbox: kernels write the words for rank q there, and the net sends them. For
+ * each rank q of this host, p2p_heap_connect() later sets self.heap[q] to the heap of rank
+ * q. */
 static epic_result make_boxes(epic_group *g, hosts_part *h)
 {
     const int64_t bytes = box_bytes(&g->self.at, h->on_gpu);
@@ -200,8 +203,8 @@ static void close_net(hosts_part *h)
     h->net = NULL;
 }
 
-/* Allocates inbox and outbox on the GPU or in host memory (on_gpu), and opens the net with
- * them. */
+/* Allocates inbox and outbox in GPU memory if on_gpu is true, otherwise in host memory. Opens
+ * the net with them. */
 static epic_result open_boxes(epic_group *g, hosts_part *h, peer_info *mine, bool on_gpu)
 {
     h->on_gpu = on_gpu;
@@ -210,7 +213,8 @@ static epic_result open_boxes(epic_group *g, hosts_part *h, peer_info *mine, boo
     return open_net(g, h, mine);
 }
 
-/* Replaces inbox and outbox on the GPU by ones in host memory, and opens the net again. */
+/* Frees inbox and outbox in GPU memory, allocates both in host memory, and opens the net
+ * again. */
 static epic_result move_to_host(epic_group *g, hosts_part *h, peer_info *mine)
 {
     close_net(h);
@@ -218,8 +222,8 @@ static epic_result move_to_host(epic_group *g, hosts_part *h, peer_info *mine)
     return open_boxes(g, h, mine, false);
 }
 
-/* Sets the error of a rank that cannot use GPU memory although its EPIC_NET_MEMORY is gpu. The
- * error names that variable. */
+/* Sets the error of a rank that cannot use GPU memory although EPIC_NET_MEMORY is gpu. The
+ * error sentence contains the last error of this thread and names the variable. */
 static epic_result fail_on_gpu(epic_result result)
 {
     char why[160];
@@ -228,8 +232,9 @@ static epic_result fail_on_gpu(epic_result result)
                      "EPIC_NET_MEMORY=gpu: %s; without it rows go by way of host memory", why);
 }
 
-/* Opens inbox and outbox on the GPU. Uses host memory if EPIC_NET_MEMORY is host or this rank's
- * net cannot reach the GPU. connect_boxes() later decides for all ranks together. */
+/* Allocates inbox and outbox and opens the net. Uses GPU memory, or host memory if
+ * EPIC_NET_MEMORY is host or the engine cannot reach the GPU. connect_boxes() later decides for
+ * all ranks together. */
 static epic_result open_own_boxes(epic_group *g, hosts_part *h, peer_info *mine)
 {
     mine->wanted = h->env.memory;
@@ -282,7 +287,8 @@ static epic_result connect_net(epic_group *g, hosts_part *h, const peer_info *in
     const epic_result result = h->env.engine->connect(h->net, all, why);
     free(all);
     if (result != EPIC_OK) return epic_fail(result, "%s", why);
-    /* the last use of the net by this thread; afterwards only the proxy thread uses it */
+    /* This is the last use of the net by this thread. Later only the proxy thread uses the
+     * net. */
     h->env.engine->describe(h->net, h->net_text, sizeof h->net_text);
     return EPIC_OK;
 }
@@ -332,9 +338,10 @@ static epic_result check_peers(const peer_info *infos, int num_ranks)
     return EPIC_OK;
 }
 
-/* Sends this rank's info, with its result so far, to all ranks and receives theirs. `infos`
- * holds the infos of all ranks, followed by this rank's own. All ranks read the same infos, so
- * all take the same decisions and make the same number of gathers. */
+/* Sends this rank's info, with its result so far, to all ranks and receives the infos of all
+ * ranks. `infos` [num_ranks + 1] holds the infos of all ranks, then a second copy of this
+ * rank's own info, which is the one to send. All ranks read the same infos, so all take the
+ * same decisions and make the same number of gathers. */
 static epic_result gather_peers(const epic_join *join, peer_info *infos, epic_result result)
 {
     peer_info *mine = &infos[join->bootstrap->num_ranks];
@@ -361,8 +368,9 @@ static int first_that_wants(const peer_info *infos, int num_ranks, hosts_memory 
     return -1;
 }
 
-/* Checks the requests by EPIC_NET_MEMORY. No two ranks may request different memory. If a rank
- * requests GPU memory, all ranks must have inbox and outbox there. */
+/* Checks that the EPIC_NET_MEMORY of all ranks can be fulfilled. No two ranks may request
+ * different memory. If a rank requests GPU memory, all ranks must have inbox and outbox in GPU
+ * memory. */
 static epic_result check_wanted_memory(const peer_info *infos, int num_ranks)
 {
     const int gpu = first_that_wants(infos, num_ranks, HOSTS_MEMORY_GPU);
@@ -383,11 +391,11 @@ static epic_result check_wanted_memory(const peer_info *infos, int num_ranks)
 }
 
 /* Connects the net, with the same kind of memory on all ranks. If all ranks have inbox and
- * outbox on the GPU, it tries that first. If a rank then cannot connect, all ranks move to host
- * memory, unless a rank set EPIC_NET_MEMORY=gpu.
+ * outbox in GPU memory, first tries to connect these. If a rank cannot connect, all ranks move
+ * to host memory, unless a rank has set EPIC_NET_MEMORY=gpu.
  *
- * A gather separates the two steps: no rank may free its memory while another rank is still
- * connecting to it. */
+ * A gather separates the two attempts: no rank may free its boxes while another rank is still
+ * connecting to them. */
 static epic_result connect_boxes(epic_group *g, const epic_join *join, peer_info *infos)
 {
     hosts_part *h = g->hosts;
@@ -409,10 +417,11 @@ static epic_result connect_boxes(epic_group *g, const epic_join *join, peer_info
     return connect_net(g, h, infos);
 }
 
-/* Returns the number of ranks per host if rows can be sent through relays
- * (kernels/cuda/net/relay.cuh), otherwise 0. Relays have three conditions. Every host has the
- * same number of ranks, at least two. The ranks are numbered host by host. Every rank allows
- * relays (EPIC_NET_RELAY). */
+/* Returns the number of ranks per host if relays can be used, otherwise 0. A relay is a rank
+ * that receives a row for its host and forwards it to the other ranks there
+ * (kernels/cuda/net/relay.cuh). There must be several hosts, and three conditions must be
+ * fulfilled. Every host has the same number of ranks, at least two. The ranks are numbered host
+ * by host. Every rank allows relays (EPIC_NET_RELAY). */
 static int32_t ranks_per_host(const epic_group *g, const peer_info *infos)
 {
     int32_t local = 1;
@@ -426,8 +435,8 @@ static int32_t ranks_per_host(const epic_group *g, const peer_info *infos)
     return local;
 }
 
-/* The last step of joining: connects to the heaps of the ranks on this host, sets the options
- * that depend on all ranks, and connects liveness. Then starts the proxy thread. */
+/* The last step of joining. Connects to the heaps of the ranks on this host, sets the options
+ * that depend on all ranks, makes the liveness connections, and starts the proxy thread. */
 static epic_result connect_peers(epic_group *g, hosts_part *h, const peer_info *infos)
 {
     p2p_gpu gpus[NET_MAX_HOSTS];
@@ -463,8 +472,8 @@ static void free_group(epic_group *g)
 }
 
 /* Implements p2p_hooks.write: writes bytes to offset `at` of a peer's inbox, and waits until
- * they are sent. The bytes are first copied to the same offset of the outbox, which no kernel
- * uses. If the peer is this rank itself, they are copied directly into its inbox. */
+ * they are sent. First copies the bytes to the same offset of the outbox, where no kernel
+ * writes. If the peer is this rank itself, copies them directly into the inbox. */
 static void write_to_peer(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
 {
     if (p2p_is_dead(g, peer)) return;
@@ -507,7 +516,7 @@ static epic_result hosts_join(epic_group **out, const epic_join *join)
     const epic_result own = g ? prepare_rank(g, g->hosts, &infos[num_ranks])
                               : epic_fail(EPIC_ENOMEM, "no host memory for a context");
     epic_result result = gather_peers(join, infos, own);
-    /* includes this rank's own error */
+    /* check_peers() also returns this rank's own error */
     if (result == EPIC_OK) result = check_peers(infos, num_ranks);
     if (result == EPIC_OK) result = connect_boxes(g, join, infos);
     if (result == EPIC_OK) result = connect_peers(g, g->hosts, infos);
@@ -530,9 +539,9 @@ static bool are_all_gone(epic_group *g)
     return true;
 }
 
-/* Implements epic_backend.leave. Informs all peers, then waits until every peer has left,
- * closed or died, because a peer may still write into this rank's memory until then. Frees the
- * memory afterwards, or at the timeout. */
+/* Implements epic_backend.leave. Sends to all peers that this rank leaves. Then waits until
+ * every peer has left, closed or died, but at most until the timeout, because a peer may write
+ * into this rank's memory until then. Frees the memory at the end. */
 static void hosts_leave(epic_group *g)
 {
     int device = -1;
@@ -567,8 +576,8 @@ static void hosts_describe_net(const epic_group *g, char *to, size_t size)
     epic_fit_text(to, size, g->hosts->net_text);
 }
 
-/* Implements epic_backend.memory. Unless EPIC_NET_MEMORY decides it, only joining shows whether
- * inbox and outbox are on the GPU or in host memory. Until then they are counted in both. */
+/* Implements epic_backend.memory. If EPIC_NET_MEMORY is not set, only joining a group shows
+ * whether inbox and outbox are in GPU memory or in host memory. So they are counted in both. */
 static void hosts_memory_info(const epic_config *config, epic_memory_info *out)
 {
     const p2p_heap at = p2p_heap_for(config);

@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The proxy thread moves rows between a GPU and the net. It calls proxy_progress() in a loop,
- * and sleeps while nothing moves.
+/* The proxy thread sends rows from a GPU over the net (proxy.h). It calls proxy_progress() in a
+ * loop, and sleeps while there is nothing to do.
  *
- * Kernels post *pieces* through a ring in host memory: ranges of words in the outbox, for one
- * host. The thread joins pieces into *puts* (put_batch.h) and passes them to the engine, which
- * only this thread calls. An *epoch* is one operation of the kernels.
+ * Kernels post *pieces* through a ring in host memory. A piece is a range of words in the
+ * outbox that must be sent to one host. The thread collects pieces in batches, joins them into
+ * *puts* (put_batch.h) and passes the puts to the network engine, which only this thread calls.
+ * A put is *in flight* until the engine no longer reads its words, and then it is *done*. An
+ * *epoch* is one operation of the kernels.
  *
  * The thread exchanges data with kernels through the ring and the words next to it
  * (p2p_ring_words). It loads ring entries with acquire order and stores its own words with
@@ -22,21 +24,25 @@
 #include "base/error.h"
 #include "base/thread.h"
 
-/* How many epochs the array `ends` can hold whose puts are not done. Kernels wait so that there
- * are never more than two. */
+/* Number of epochs in the array `ends`. Kernels wait, so that there are never more than two
+ * epochs with puts in flight. */
 #define MAX_OPEN_EPOCHS 4
 /* the thread reads at most this many ring entries before it posts puts */
 #define MAX_ENTRIES 256
-/* with fewer puts in flight to a host than this, the thread also posts partial batches */
+/* the thread posts partial batches to a host only if fewer puts than this are in flight to
+ * it */
 #define FEW_IN_FLIGHT 4
-/* Limits per host. Urgent puts beyond the limit wait, and more pieces are joined to them
- * meanwhile. The bytes of rows in flight are limited, because the net may send an urgent put
- * only after them. */
+/* Limits per host. While the limit of urgent puts is reached, urgent pieces wait and are joined
+ * into larger puts. The bytes of rows in flight are limited, because the net may send an urgent
+ * put only after them. */
 #define MAX_URGENT_IN_FLIGHT 16
 #define MAX_BYTES_IN_FLIGHT (2u << 20)
-#define URGENT_MAX_PUTS 4 /* an urgent batch that needs more puts waits for more pieces */
-#define URGENT_QUIET_US 5 /* the wait ends when no urgent piece has arrived for this long */
-#define PREFETCH_LINES 4  /* how many cache lines of ring entries to prefetch ahead */
+/* an urgent batch that needs more puts than this waits for more pieces, which may fill its
+ * gaps */
+#define URGENT_MAX_PUTS 4
+#define URGENT_QUIET_US 5 /* this wait ends when no urgent piece has been read for this long */
+/* how many cache lines ahead of the current ring entry the thread prefetches */
+#define PREFETCH_LINES 4
 /* the thread sleeps first after this many calls of proxy_progress() without progress */
 #define IDLE_ROUNDS 64
 /* if the thread may use at least SPARE_CORES cores, it polls this long before its first
@@ -49,9 +55,9 @@
 #define MAX_NAP_IDLE_US 20000
 #define MESSAGE_TIMEOUT_MS 2000
 
-/* A state word has a place in every peer's inbox, and the value there is this rank's newest
- * state. Puts may arrive in any order. So a new value is sent only after the put of the
- * previous value is done. Otherwise an older value could overwrite a newer one. */
+/* A word with a part of this rank's state, which this rank sends to a fixed place in one peer's
+ * inbox. Puts may arrive in any order. So a new value is sent only after the put of the
+ * previous value is done. Otherwise the older value could overwrite the newer one. */
 typedef struct state_word {
     uint64_t sent;
     /* number of the put that sent `sent`; the next value waits until that put is done */
@@ -60,7 +66,9 @@ typedef struct state_word {
 
 enum { MESSAGE_IDLE, MESSAGE_REQUESTED, MESSAGE_POSTED }; /* the states of a message */
 
-typedef struct message { /* the message that a caller of hosts_proxy_send() sends to one host */
+/* a call of hosts_proxy_send() for one host; `at` and `bytes` are its arguments, `posted` is
+ * the number of its put */
+typedef struct message {
     uint64_t at, posted;
     uint32_t bytes;
     int state;
@@ -79,22 +87,25 @@ struct hosts_proxy {
     bool is_running; /* kernels of an operation are running */
     bool has_read;   /* the last call of read_entries() has read an entry */
     bool has_read_urgent;
-    uint32_t full;     /* bit mask of hosts for which the net has no room now */
-    int64_t urgent_at; /* when an urgent piece was last read */
-    /* the thread has read the entry that ends the epoch. The epoch ends when the batcher is
-     * empty. */
+    uint32_t full;     /* bit mask of hosts to which the net accepts no more puts now */
+    int64_t urgent_at; /* time in us (clock_us()) at which an urgent piece was last read */
+    /* The thread has read the ring entry that ends the epoch. The epoch ends when all batches
+     * are posted. */
     bool epoch_ends_next;
     put_batcher *batcher;
-    uint64_t num_read;           /* ring entries read so far */
-    uint64_t pieces;             /* entries read that are pieces */
-    uint64_t bytes, puts;        /* bytes of these pieces, and number of puts made from them */
+    uint64_t num_read; /* ring entries read so far */
+    uint64_t pieces;   /* entries read that are pieces */
+    /* number of bytes and of puts of pieces posted so far, without state words and messages */
+    uint64_t bytes, puts;
     uint64_t max_puts_in_flight; /* largest number of row puts in flight to one host */
-    uint64_t posted[NET_MAX_HOSTS]; /* number of puts posted to each host, with single words */
+    /* number of puts posted to each host, including single words */
+    uint64_t posted[NET_MAX_HOSTS];
     uint64_t num_urgent[NET_MAX_HOSTS]; /* number of urgent puts posted to each host */
-    /* value of posted[host] after each of the last urgent puts: put number n has index n %
-     * MAX_URGENT_IN_FLIGHT */
+    /* by host: value of posted[host] after each of the last urgent puts. Urgent put number n
+     * has index n % MAX_URGENT_IN_FLIGHT. */
     uint64_t urgent[NET_MAX_HOSTS][MAX_URGENT_IN_FLIGHT];
-    /* values of `posted` at the end of the last epochs */
+    /* copies of `posted` at the end of the last epochs; epoch number n has index n %
+     * MAX_OPEN_EPOCHS */
     uint64_t ends[MAX_OPEN_EPOCHS][NET_MAX_HOSTS];
     uint64_t num_ends;  /* number of epochs that have ended */
     uint64_t num_freed; /* number of epochs whose puts are done */
@@ -113,8 +124,8 @@ static bool is_peer(const hosts_proxy *p, int host)
 
 /* ----------------------------------------------------------------- puts of the kernels ---- */
 
-/* Ends an epoch: records how many puts were posted to each host so far. When that many puts are
- * done, free_epochs() reports that the epoch is sent. */
+/* Ends an epoch: records how many puts were posted to each host so far. When these puts are
+ * done, free_epochs() reports to the kernels that the epoch is completely sent. */
 static void end_epoch(hosts_proxy *p)
 {
     memcpy(p->ends[p->num_ends++ % MAX_OPEN_EPOCHS], p->posted, sizeof p->posted);
@@ -144,9 +155,10 @@ static void read_piece(hosts_proxy *p, int host, uint64_t entry)
 /* Reads ring entries until the epoch ends, the batcher is full, the ring is empty, or
  * MAX_ENTRIES were read. Returns the number of entries read.
  *
- * The top byte of a valid entry is the number of the current lap through the ring
- * (P2P_ENTRY_LAP). Because the entry is loaded with acquire order, the words in the outbox that
- * it describes are visible too. The store to `taken` lets kernels reuse the entries. */
+ * The ring is reused again and again. The top byte of a valid entry says how often the kernels
+ * have begun it anew (P2P_ENTRY_LAP), so entries of earlier laps are recognized. The acquire
+ * load of an entry makes the words in the outbox visible that the entry describes. The store to
+ * `taken` lets kernels reuse the ring entries. */
 static int read_entries(hosts_proxy *p)
 {
     int num_read = 0;
@@ -173,8 +185,7 @@ static int read_entries(hosts_proxy *p)
     return num_read;
 }
 
-/* Returns whether fewer than max_puts_in_flight puts to the host are in flight, that is, posted
- * but not done. */
+/* Returns whether fewer than max_puts_in_flight puts to the host are in flight. */
 static bool has_fewer_in_flight(const hosts_proxy *p, int host, uint64_t max_puts_in_flight)
 {
     const uint64_t posted = p->posted[host];
@@ -211,8 +222,8 @@ static void record_urgent(hosts_proxy *p, int host)
 /* Posts all batches that may_go() allows. Returns the number of puts. When the epoch ends and
  * all batches are posted, records the end of the epoch.
  *
- * If the net has no room for one host, it still posts the puts to other hosts. Otherwise those
- * hosts would wait for rows from this rank and report it as the culprit. */
+ * If the net accepts no more puts to one host, still posts the puts to other hosts. Otherwise
+ * the other hosts would wait for rows from this rank and report this rank as the culprit. */
 static int post_batches(hosts_proxy *p)
 {
     int posted = 0;
@@ -237,8 +248,9 @@ static int post_batches(hosts_proxy *p)
     return posted;
 }
 
-/* Reports to the kernels how many epochs are sent. When all puts of an epoch are done, the net
- * no longer reads that epoch's half of the outbox, and kernels may overwrite it. */
+/* Reports to the kernels how many epochs are completely sent (`freed`). Epochs use the two
+ * halves of the outbox alternately. When all puts of an epoch are done, the net no longer reads
+ * its half, and kernels may overwrite it. */
 static void free_epochs(hosts_proxy *p)
 {
     while (p->num_freed < p->num_ends) {
@@ -272,8 +284,8 @@ static uint64_t broken_word(const hosts_proxy *p)
     return P2P_BROKEN(result, s->operation, s->reporter, s->phase, s->culprits);
 }
 
-/* Sends this rank's state to all peers: the word that names the ranks it waits for, and the
- * word that describes its failure. */
+/* Sends two state words to all peers: a word that names the ranks for which this rank waits,
+ * and a word that describes the failure that this rank has reported. */
 static void send_state(hosts_proxy *p)
 {
     const hosts_proxy_setup *s = &p->setup;
@@ -314,8 +326,9 @@ static void mark_dead(const hosts_proxy *p)
 
 /* --------------------------------------------------------------------------- main loop ---- */
 
-/* Does each task of the thread once: reads entries, posts puts, lets the net progress, and
- * sends this rank's state. Returns how many entries and puts made progress. */
+/* Does each task of the thread once: reads ring entries, posts puts, lets the net progress, and
+ * sends this rank's state. Returns the number of entries read, puts posted and events of the
+ * net; 0: nothing happened. */
 static int proxy_progress(hosts_proxy *p)
 {
     int moved = read_entries(p);
@@ -333,8 +346,8 @@ static void nap_us(int64_t us)
     nanosleep(&(struct timespec){.tv_nsec = us * 1000}, NULL);
 }
 
-/* Sleeps for `us` microseconds, or until a thread calls hosts_proxy_wake(). Returns whether one
- * did. */
+/* Sleeps for `us` microseconds, or until a thread calls hosts_proxy_wake(). Returns true if a
+ * thread called it. */
 static bool nap_until_called(hosts_proxy *p, int64_t us)
 {
     const struct timespec end = clock_in_ns(us * 1000);
@@ -361,8 +374,8 @@ static int64_t longer_nap(int64_t us)
 }
 
 /* The main function of the thread: calls proxy_progress() until the proxy is closed. While
- * nothing moves, it first yields, then takes longer and longer naps. A call of
- * hosts_proxy_wake() makes the naps short again. */
+ * there is nothing to do, it first yields the core, then takes longer and longer naps. A call
+ * of hosts_proxy_wake() makes the naps short again. */
 static void *proxy_run(void *self)
 {
     hosts_proxy *p = self;
@@ -435,7 +448,8 @@ static void wait_for_message(message *m)
 
 void hosts_proxy_send(hosts_proxy *p, int host, uint64_t at, uint32_t bytes)
 {
-    /* each host has its own message, so a host that does not receive delays only its own */
+    /* each host has a message of its own, so a host that does not receive delays no message to
+     * other hosts */
     message *m = &p->messages[host];
     pthread_mutex_lock(&p->mutex);
     wait_for_message(m);

@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The proxy thread of a rank. Kernels post puts in a ring (kernels/cuda/net/net.cuh). The
- * thread reads them and passes them to the net. It reports to the kernels which puts are done
- * and which ranks are dead, and sends this rank's state to the peers. */
+/* The proxy thread of a rank. Kernels post pieces (put_batch.h) into a ring, the proxy ring
+ * (kernels/cuda/net/net.cuh). The thread reads the pieces, joins them into puts and passes
+ * these to the net. It reports to the kernels which operations are completely sent and which
+ * ranks are dead. It also sends to the peers for which ranks this rank waits, and whether it
+ * has failed. Each rank counts as a host of its own here, so `host` is a rank number. */
 #ifndef EPIC_HOSTS_PROXY_H
 #define EPIC_HOSTS_PROXY_H
 
@@ -24,23 +26,23 @@ typedef struct hosts_proxy_setup {
     p2p_heap at;
     p2p_status *status;
     p2p_beats *beats;
-    p2p_ring ring; /* the proxy ring, with addresses of the host */
+    p2p_ring ring; /* the proxy ring, at the addresses that this process uses */
 } hosts_proxy_setup;
 
 /* Starts the proxy thread, which from then on is the only caller of the engine. Errors:
  * EPIC_ENOMEM; EPIC_EDEVICE: the thread cannot be started. */
 epic_result hosts_proxy_open(hosts_proxy **out, const hosts_proxy_setup *setup);
 
-/* Sends `bytes` bytes from offset `at` of the outbox to the same offset of a host's inbox,
- * after all puts posted to that host before. Returns when the put is done, or after
- * MESSAGE_TIMEOUT_MS. Any thread may call it; calls run one after the other. */
+/* Sends `bytes` bytes from offset `at` of the outbox to the same offset of a host's inbox, when
+ * all earlier puts to this host are done. Returns when the put is done, or after at most twice
+ * MESSAGE_TIMEOUT_MS (proxy.c). Any thread may call it; calls run one after the other. */
 void hosts_proxy_send(hosts_proxy *proxy, int host, uint64_t at, uint32_t bytes);
 
 /* Wakes the proxy thread. Called when an operation starts. Any thread may call it. */
 void hosts_proxy_wake(hosts_proxy *proxy);
 
-/* Writes to counts how many bytes, puts, and pieces (ring entries) were posted so far. Any
- * thread may call it. */
+/* Writes to `counts` the numbers of bytes, of puts, and of pieces that were posted so far, in
+ * this order. Any thread may call it. */
 void hosts_proxy_counts(const hosts_proxy *proxy, uint64_t counts[3]);
 /* Like hosts_proxy_counts(), for tests and benchmarks that load libepic_hosts.so. */
 EPIC_API void epic_backend_hosts_counts(const epic_group *group, uint64_t counts[3]);

@@ -1,20 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Joins pieces into puts. A piece is a range of words that a kernel posted. Each host's heap is
- * divided into blocks of block_words words. A batch collects the pieces of one block that are
- * not posted yet. Each batch is in one of these lists: free, waiting for more pieces, or ready
- * to be posted. There are two waiting and two ready lists: one for urgent batches and one for
- * batches of rows. */
+/* Joins pieces into puts. put_batch.h explains pieces, blocks and batches. Each batch is in one
+ * of these lists: free, waiting for more pieces, or ready to be posted. Urgent batches and
+ * batches of rows have separate waiting and ready lists. Only the batch that is being posted
+ * (put_batcher.current) is in no list. The words of a batch are stored as spans: ranges of
+ * adjacent words. */
 #include "backend/hosts/put_batch.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-#define MAX_OPEN 2048 /* batches that can be in use at once */
+#define MAX_OPEN 2048 /* number of batches; all that are not free are in use */
 /* A batch is stale if this many pieces were added to other batches since its last piece.
- * Kernels post rows in order, except that warps may overtake each other. So a row is late by
- * fewer pieces than there are warps, and a stale batch gets no more pieces. */
+ * Kernels post rows in order, except that one warp may overtake another. So fewer pieces than
+ * there are warps are posted between neighboring rows, and a stale batch gets no more
+ * pieces. */
 #define STALE_AFTER 512
-#define MAX_SPANS 256 /* most spans that a batch can hold before it must be posted */
+#define MAX_SPANS 256 /* most spans that a batch can hold */
 
 /* A range of words within a block: one piece, or several adjacent pieces. */
 typedef struct span {
@@ -25,8 +26,8 @@ typedef struct span {
  * before they are posted. */
 typedef struct put_batch {
     int host;
-    uint32_t block; /* number of its block in the host's heap */
-    uint32_t words; /* number of words added */
+    uint32_t block; /* number of its block in the heap */
+    uint32_t words; /* number of words in the spans */
     int num_spans;
     uint64_t added; /* value of put_batcher.added when the batch got its last piece */
     int next;       /* index of the next batch in its list; -1: last */
@@ -146,8 +147,9 @@ bool put_batcher_is_empty(const put_batcher *all)
     return all->num_free == MAX_OPEN;
 }
 
-/* Opens a waiting batch for a block of a host's heap. Uses the batch that was freed last,
- * because it is probably still in the cache. */
+/* Takes a free batch for a block and a host, puts it into the waiting list, and returns its
+ * index. Takes the batch that was freed last, because its memory is probably still in the
+ * cache. */
 static int open_batch(put_batcher *all, int host, uint32_t block)
 {
     const int i = all->free.last;
@@ -190,7 +192,8 @@ static void join_spans(put_batch *p)
     p->num_spans = last + 1;
 }
 
-/* Adds a piece to a batch. If it touches the last span, it extends that span. */
+/* Adds a range of words to a batch. Extends the last span if the range begins where this span
+ * ends. */
 static void add_span(put_batch *p, uint32_t first, uint32_t words)
 {
     span *last = p->num_spans ? &p->spans[p->num_spans - 1] : NULL;
@@ -201,8 +204,9 @@ static void add_span(put_batch *p, uint32_t first, uint32_t words)
         p->spans[p->num_spans++] = (span){first, words};
 }
 
-/* Makes the oldest waiting batch of rows ready if it is stale. Otherwise it would wait until
- * the epoch ends. But its receiver reads rows in order, and may be waiting for its rows. */
+/* Moves the oldest waiting batch of rows to the ready list if it is stale. Otherwise the batch
+ * would wait until the operation (epoch) ends. But its receiver reads rows in order, and may be
+ * waiting for the rows of this batch. */
 static void release_stale(put_batcher *all)
 {
     const int i = all->waiting[0].first;
@@ -238,7 +242,7 @@ void put_batcher_add(put_batcher *all, int host, uint64_t word, uint32_t words)
 
 /* ----------------------------------------------------------------------------- posting ---- */
 
-/* Returns the first batch of a list that the caller's function `may` allows to post, or -1. */
+/* Returns the index of the first batch in a list for which may() returns true, or -1. */
 static int first_allowed(const put_batcher *all, const list *from, put_batch_kind kind,
                          put_batch_may_go *may, const void *self)
 {
@@ -267,7 +271,8 @@ static bool choose_batch(put_batcher *all, put_batch_may_go *may, const void *se
     }
     if (i < 0) return false;
     put_batch *p = &all->open[i];
-    if (p->words == all->block_words) { /* no word is missing: send the batch as one span */
+    /* the batch has all words of its block: send them as one span */
+    if (p->words == all->block_words) {
         p->num_spans = 1;
         p->spans[0] = (span){0, p->words};
     }

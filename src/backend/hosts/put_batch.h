@@ -1,14 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Joins the pieces that kernels post into fewer and larger puts.
  *
- * A piece is a range of words in the outbox, for one host. Inbox and outbox have the layout of
- * a heap. Each host's heap is divided into blocks of the size that the net prefers. A *batch*
- * collects the pieces of one block. It waits until the block is complete, until no more pieces
- * are expected, or until the net has little to do. Then each sequence of adjacent pieces is
- * sent as one put. The first blocks of a heap are urgent, and their batches are sent before
- * rows. They contain announcements and counts, for which all ranks wait.
+ * A *piece* is a range of words of 8 bytes in the outbox that a kernel wants to send to one
+ * host. The words go to the same offset in the inbox of that host. Outbox and inbox (net/net.h)
+ * have the layout of a heap. The heap is divided into *blocks* of the size that the network
+ * engine prefers. A *batch* collects the pieces of one block that go to one host. It waits
+ * until all words of the block are there, until no more pieces are expected, or until the net
+ * has little to do. Then each sequence of adjacent pieces is sent as one put. The first blocks
+ * of a heap are urgent, and their batches are sent before other batches. These blocks contain
+ * announcements and counts, for which all ranks wait. The other blocks contain rows.
  *
- * Only the proxy thread uses a batcher. */
+ * A *batcher* holds the batches of one rank. Only the proxy thread uses it. */
 #ifndef EPIC_HOSTS_PUT_BATCH_H
 #define EPIC_HOSTS_PUT_BATCH_H
 
@@ -17,7 +19,8 @@
 
 typedef struct put_batcher put_batcher;
 
-typedef struct put_range { /* the words that one put sends */
+/* the words that one put sends: `words` words from word number `word` of the heap */
+typedef struct put_range {
     int host;
     uint64_t word;
     uint32_t words;
@@ -25,17 +28,20 @@ typedef struct put_range { /* the words that one put sends */
 
 /* The kinds of batches. Lower values are posted first. */
 typedef enum put_batch_kind {
-    BATCH_URGENT,   /* an urgent batch, complete or not */
-    BATCH_COMPLETE, /* a batch of rows: complete, or no more pieces are expected */
-    BATCH_PARTIAL   /* a batch of rows that may get more pieces */
+    BATCH_URGENT, /* a batch of an urgent block, complete or not */
+    /* a batch of rows that is complete, or for which no more pieces are expected */
+    BATCH_COMPLETE,
+    BATCH_PARTIAL /* a batch of rows that may get more pieces */
 } put_batch_kind;
 
-/* The caller's decision: returns whether a batch of this kind may be sent to the host now.
- * Sending it takes `puts` puts. */
+/* A function of the caller. Returns whether a batch of this kind may be sent to the host now.
+ * Sending the batch takes at most `puts` puts. `self` is the argument that put_batcher_next()
+ * got. */
 typedef bool put_batch_may_go(const void *self, int host, put_batch_kind kind, int puts);
 
 /* Creates an empty batcher for heaps of `heap_words` words, of which the first `urgent_words`
- * are urgent. A batch has at most batch_words words. Returns NULL if memory is short. */
+ * are urgent. batch_words is the number of words in a block. Returns NULL if memory is
+ * short. */
 put_batcher *put_batcher_new(int num_hosts, uint64_t heap_words, uint64_t urgent_words,
                              uint32_t batch_words);
 void put_batcher_free(put_batcher *all); /* NULL is allowed */
@@ -46,25 +52,27 @@ bool put_batcher_has_room(const put_batcher *all, uint32_t words);
 /* Returns whether all added pieces have been posted. */
 bool put_batcher_is_empty(const put_batcher *all);
 
-/* Returns whether a word of the heap belongs to an urgent batch. */
+/* Returns whether word number `word` of the heap belongs to an urgent block. */
 bool put_batcher_is_urgent(const put_batcher *all, uint64_t word);
 
-/* Adds a piece of `words` words, which begins at `word` of the heap. The caller has checked
- * put_batcher_has_room(). No two pieces contain the same word. */
+/* Adds a piece of `words` words for a host. The piece begins at word number `word` of the heap.
+ * The caller has checked put_batcher_has_room(). No two pieces that wait for the same host
+ * contain the same word. */
 void put_batcher_add(put_batcher *all, int host, uint64_t word, uint32_t words);
 
-/* Writes the next put that `may` allows to *out: urgent batches first, then complete ones, then
- * the oldest partial ones. Returns false if no batch may be sent. After each put the caller
- * calls one of the next two functions. */
+/* Stores to *out the next put of a batch for which may() returns true. Urgent batches come
+ * first, then complete batches of rows, then partial batches of rows, the oldest of each kind
+ * first. Returns false if may() allows no batch. If it returns true, the caller calls
+ * put_batcher_mark_posted() or put_batcher_put_back() next. */
 bool put_batcher_next(put_batcher *all, put_batch_may_go *may, const void *self,
                       put_range *out);
 
-/* Removes the put that put_batcher_next() returned from its batch, because the caller has
- * posted it. */
+/* The caller has posted the put that put_batcher_next() returned: removes the words of this put
+ * from their batch. */
 void put_batcher_mark_posted(put_batcher *all);
 
-/* Keeps the put that put_batcher_next() returned, because the net had no room for it. Its batch
- * becomes the first of the ready list. */
+/* The net had no room for the put that put_batcher_next() returned: keeps its words. Their
+ * batch will be the first one of its kind. */
 void put_batcher_put_back(put_batcher *all);
 
 #endif

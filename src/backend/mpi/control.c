@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sends control messages (MPI tag 0) and stores the failure of the group. NUM_RECEIVE_BUFFERS
  * receives from any source are always posted; progress.c polls them. Control messages are
- * small, so MPI accepts a send at once, and the sender does not wait until the peer polls
+ * small, so MPI completes a send at once, and the sender does not wait until the peer polls
  * MPI. */
 #include <stddef.h>
 #include <stdio.h>

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Creates a communicator of some ranks of another communicator, within a deadline.
  *
- * MPI_Comm_create_group is the only call that the other ranks of that communicator need not
- * make. But it waits forever if one of the ranks dies. So a separate thread calls it, if MPI
- * allows several threads. If the call does not return in time, the caller abandons the thread.
- * When the call returns later, the thread frees its own memory. */
+ * Of all MPI calls that create a communicator, only MPI_Comm_create_group need not be called by
+ * the other ranks. But it waits forever if one of the calling ranks dies. So a separate thread
+ * calls it, if MPI allows several threads. If the call does not return before the deadline, the
+ * caller no longer waits for the thread (it abandons it). If the call returns later, the thread
+ * frees its own memory. */
 #include <stdlib.h>
 
 #include "backend/mpi/group.h"

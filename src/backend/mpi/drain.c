@@ -21,8 +21,8 @@ static void wake_drain(epic_group *group)
     if (group->drain_sleeps) pthread_cond_signal(&group->drain_wake_up);
 }
 
-/* Sleeps for PACE_NS without the mutex. Then polls, unless another thread has polled in that
- * time. */
+/* Releases the mutex while it sleeps for PACE_NS. Then polls, unless another thread has polled
+ * meanwhile. */
 static void drain_once(epic_group *group)
 {
     const uint64_t looks = group->num_looks;

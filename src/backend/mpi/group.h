@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A rank's view of a group whose ranks are processes of one MPI job. Below are the files of
- * this folder in the order of their layers:
+/* A rank's view of a group whose ranks are processes of one MPI job. In this folder, a slot is
+ * an op slot (backend/transport.h). A control message carries no rows, for example an op header
+ * or a failure. To poll MPI is to call MPI_Test or MPI_Testsome. These are the files of this
+ * folder in the order of their layers:
  *
  *   runtime.c      starts MPI; its lock and its errors
  *   tables.c       allocates the memory of a group
@@ -38,16 +40,18 @@
 #define RANK_WORDS (EPIC_MAX_RANKS / 64)
 #define CONTROL_TAG 0
 #define FIRST_ROW_TAG 1
-#define MIN_SEGMENT 8704 /* bytes; every exchange must be able to send an entry of this size */
-#define NUM_RECEIVE_BUFFERS 16 /* receives that are always posted for control messages */
-#define NUM_SEND_BUFFERS 64    /* largest number of status requests and replies in flight */
+/* bytes; a segment (see staging_ring) must have room for an entry of this size */
+#define MIN_SEGMENT 8704
+/* number of receives for control messages that are always posted */
+#define NUM_RECEIVE_BUFFERS 16
+#define NUM_SEND_BUFFERS 64 /* largest number of status requests and replies in flight */
 
 /* The kinds of control messages. */
 enum message_kind {
     MESSAGE_HEADER = 1,
     MESSAGE_FAILURE,
     MESSAGE_CLOSED,
-    MESSAGE_STATUS_REQUEST, /* asks for the receiver's status in the exchange (tag, sequence) */
+    MESSAGE_STATUS_REQUEST, /* requests the receiver's status in the exchange (tag, sequence) */
     MESSAGE_STATUS_REPLY    /* answers MESSAGE_STATUS_REQUEST */
 };
 
@@ -66,7 +70,8 @@ typedef struct status_report {
 /* A control message, sent on MPI tag 0. Only the members that its kind needs are sent. */
 typedef struct control_message {
     uint32_t kind;
-    int32_t slot_index; /* HEADER: sender's slot; STATUS_*: slot of the requesting rank */
+    /* MESSAGE_HEADER: the sender's slot; MESSAGE_STATUS_*: the slot of the requesting rank */
+    int32_t slot_index;
     uint64_t tag;
     uint64_t sequence;
     union {
@@ -92,7 +97,7 @@ typedef struct early_header {
 
 /* The last known state of one peer. */
 typedef struct peer {
-    /* its close message arrived, but older messages may still arrive after it */
+    /* the peer's close message has arrived, but its older messages may still arrive */
     bool is_closing;
     bool closed;
     uint32_t num_early;
@@ -117,23 +122,26 @@ typedef struct staging_ring {
     int64_t num_entries; /* entries of the flow */
     /* entries of the flow that the writer has sent, or the reader dropped */
     int64_t moved;
-    uint64_t first;       /* number of the flow's first segment */
+    uint64_t first;       /* number of the first segment of the flow */
     uint64_t num_started; /* number of segments passed to MPI, over all flows */
-    int64_t offset;       /* send rings: unused bytes of each segment before its entries */
+    /* send rings: unused bytes at the beginning of each segment (staging.c) */
+    int64_t offset;
 } staging_ring;
 
 enum { REQUEST_HEADER, REQUEST_SEND, REQUEST_RECEIVE = REQUEST_SEND + 2, NUM_REQUESTS = 5 };
 
-/* DRAINING: this rank has finished the exchange, but MPI still reads from its rings. */
+/* The states of a slot, in their order. SLOT_OPEN: this rank has announced the exchange.
+ * SLOT_DRAINING: this rank has finished the exchange, but MPI still reads from the slot's
+ * rings. */
 enum op_slot_state { SLOT_FREE, SLOT_CLAIMED, SLOT_OPEN, SLOT_DRAINING };
 
-/* The state of the waits for one op slot. epic_group.wait is for the threads that wait for any
- * free op slot. */
+/* The state of the calls of wait() for one op slot. epic_group.wait is the state of the threads
+ * that wait for any free op slot. */
 typedef struct wait_state {
     bool is_waiting;
     uint32_t phase;
-    int64_t last_ns;            /* when a thread last waited */
-    int64_t unchanged_since_ns; /* when the slot last saw a change */
+    int64_t last_ns;            /* time of the end of the last wait */
+    int64_t unchanged_since_ns; /* time of the last change for the slot */
     int64_t requested_ns;       /* when this rank last sent status requests for this wait */
     uint64_t waits_for[RANK_WORDS];
 } wait_state;
@@ -147,16 +155,17 @@ typedef struct op_slot {
     /* num_events: number of changes so far that end a wait. num_seen_events: value of
      * num_events at the end of the last wait. */
     unsigned num_events, num_seen_events;
-    /* calls of room() or entry() without a result since MPI was last polled */
+    /* number of calls of room(), entry() or op_header() without a result since MPI was last
+     * polled */
     int num_misses;
     unsigned num_looks;  /* number of polls of MPI during waits */
     bool waits_for_room; /* the thread waits until a ring has room */
     wait_state wait;
     /* number of flows in all exchanges of this slot so far */
     int64_t num_flows;
-    /* These describe the current flow. entry_bytes: size of an entry. stride: distance in bytes
-     * between two entries of a ring. per_segment: number of entries in a segment; 0 before the
-     * first flow of the exchange. */
+    /* These three describe the current flow. entry_bytes: size of an entry. stride: distance in
+     * bytes between two entries of a ring. per_segment: number of entries in a segment; 0
+     * before the first flow of the exchange. */
     int64_t entry_bytes, stride, per_segment;
 
     /* [num_ranks] each */
@@ -194,7 +203,7 @@ struct epic_group {
 
     atomic_bool broken;
     epic_failure_info failure;  /* written once, before `broken` */
-    send_buffer failure_buffer; /* buffer of the message that sends the failure to all ranks */
+    send_buffer failure_buffer; /* the message that sends the failure to all ranks */
     /* [2, num_ranks]: sends of the failure message, then of the close message */
     MPI_Request *broadcast_requests;
     control_message close_message;
@@ -283,7 +292,7 @@ void peer_status_read(epic_group *group, int peer, uint64_t tag, uint64_t sequen
 
 /* staging.c: the rings, and the MPI messages that fill them */
 int64_t mpi_ring_bytes(const epic_group *group, bool everyone);
-/* called when a segment has arrived; the caller holds the mutex */
+/* call this when a segment has arrived, with the mutex held */
 void staging_receive_done(epic_group *group, op_slot *slot, int from);
 void *staging_room(epic_group *group, op_slot *slot, int to, int64_t entry);
 const void *staging_entry(epic_group *group, op_slot *slot, int from, int64_t entry);
@@ -298,7 +307,7 @@ bool progress_control(epic_group *group);
 void progress_drain(epic_group *group); /* frees finished slots whose messages have been sent */
 /* polls MPI for the messages that the slot waits for */
 void progress_slot(epic_group *group, op_slot *slot);
-/* polls MPI once per num_ranks calls of room() or entry() that had no result */
+/* polls MPI once per num_ranks calls of room(), entry() or op_header() that had no result */
 void progress_after_miss(epic_group *group, op_slot *slot);
 void progress_break_group(epic_group *group, const epic_failure_info *failure);
 

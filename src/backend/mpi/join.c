@@ -200,7 +200,7 @@ static epic_result make_connections(epic_group *group, const epic_join *join,
     liveness_watch(group, join->peers);
     const epic_result result =
         create_comm(group, parent, ours, (int)(join->group_id % (CREATE_TAGS - 1)));
-    /* create_comm() was abandoned, so MPI may still read `ours` */
+    /* MPI_Comm_create_group may not have returned (create.c), so MPI may still read `ours` */
     if (group->comm == MPI_COMM_NULL) return result;
     MPI_Group_free(&ours);
     MPI_Comm_set_errhandler(group->comm, MPI_ERRORS_RETURN);
@@ -262,7 +262,8 @@ epic_result mpi_join(epic_group **out, const epic_join *join)
 /* ------------------------------------------------------------------------------- leave ---- */
 
 /* Returns whether a peer's process ended at least SETTLE_NS ago without a close message. The
- * close message may still arrive in that time. *since is when the first dead peer was seen. */
+ * close message may still arrive in that time. *since is the time at which the first dead peer
+ * was found; 0: not yet. */
 static bool has_dead_peer(epic_group *group, int64_t *since)
 {
     const int64_t now = clock_ns();
@@ -275,8 +276,8 @@ static bool has_dead_peer(epic_group *group, int64_t *since)
     return false;
 }
 
-/* Polls until MPI has sent all messages of this rank. Returns false if the group broke, a peer
- * died, or a peer did not receive them before the deadline. */
+/* Polls until MPI has sent all messages of this rank. Returns false if the group is broken, if
+ * a peer has died, or if the deadline has passed. */
 static bool flush_messages(epic_group *group)
 {
     deadline end = deadline_begin_ms((uint64_t)(group->timeout_ns / 1000000));

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Starts and ends MPI. A process has one MPI, so the state here belongs to the process. It
- * consists of whether EPIC started MPI, and the groups that this rank has left.
+/* Starts and ends MPI. A process can start MPI only once, so the state here belongs to the
+ * process: whether EPIC started MPI, and which groups this rank has left.
  *
  * This rank keeps the communicator of a group that it has left until all peers have left too.
  * If it freed the communicator earlier, MPI could reuse its number for another group, and a
@@ -16,8 +16,8 @@
 
 static struct {
     pthread_mutex_t mutex; /* guards the members below */
-    /* true: EPIC started MPI. `pid` is the process that did, because a forked child must not
-     * end it */
+    /* true: EPIC started MPI, in the process `pid`. A forked child has another pid and must not
+     * end MPI. */
     bool ours;
     bool watched; /* true: before_finalize() is attached to MPI */
     bool any_broken;
@@ -51,8 +51,8 @@ static bool free_if_all_closed(epic_group *group)
     return over;
 }
 
-/* Frees the groups that all peers have left. Returns how many unbroken groups remain. The
- * caller holds lifecycle.mutex. */
+/* Frees the groups that all peers have left. Returns how many groups remain that are not
+ * broken. The caller holds lifecycle.mutex. */
 static int free_left_groups(void)
 {
     int whole = 0;

@@ -11,7 +11,8 @@
 static int claim_slot(epic_group *group)
 {
     pthread_mutex_lock(group->mutex);
-    /* first try to free the slot that was used last, whose memory is probably in the cache */
+    /* free finished slots first, so that a slot is reused whose memory is probably in the
+     * cache */
     if (!is_broken(group)) progress_drain(group);
     op_slot *slot = op_slots_find_free(group);
     if (slot) slot->state = SLOT_CLAIMED;
@@ -66,9 +67,9 @@ static bool has_polled_recently(epic_group *group)
 /* Implements epic_transport.failure. If no thread has polled MPI for RECENT_NS, polls here, so
  * that a rank that never waits also learns of failures.
  *
- * It polls until two polls in a row find nothing, because MPI may receive a message in one poll
- * and report it only in the next. So a rank that returns to EPIC after a long time sees a
- * failure before it joins an operation that its peers have given up. */
+ * Polls until two polls in a row find nothing, because MPI may receive a message in one poll
+ * and report it only in the next. Suppose that a rank calls EPIC again after a long time. It
+ * then finds a failure before it joins an operation that its peers have given up. */
 static bool get_failure(epic_group *group, epic_failure_info *out)
 {
     if (!is_broken(group) && !has_polled_recently(group) &&

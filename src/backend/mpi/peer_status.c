@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Exchanges the status of ranks. A rank that waits for a long time sends status requests to the
- * ranks that it waits for, and to the ranks that those wait for. A rank that is itself inside a
- * wait of EPIC polls MPI, so it replies. At its deadline a rank can therefore distinguish
- * waiting peers from silent ones, and names only the silent ones as culprits. */
+ * ranks that it waits for, to the ranks that these ranks wait for, and so on. A rank that is
+ * itself inside a wait of EPIC polls MPI, so it replies. At its deadline a rank can therefore
+ * distinguish waiting peers from silent ones, and names only the silent ones as culprits. */
 #include <string.h>
 
 #include "backend/mpi/group.h"
@@ -57,8 +57,8 @@ static void send_request(epic_group *group, op_slot *slot, int to, int64_t now)
     control_send(group, &l->message, to, &l->request);
 }
 
-/* Adds to the set `whom` the ranks that its members wait for, according to their latest
- * replies. Repeats that until it adds no rank. */
+/* `whom` is a set of ranks (a bit mask). Adds to it the ranks that its members wait for,
+ * according to their latest replies, until no rank is added any more. */
 static void add_indirect_waits(epic_group *group, const op_slot *slot, int64_t now,
                                uint64_t *whom)
 {
@@ -180,8 +180,8 @@ static void copy_report(const status_report *a, bool fresh, epic_peer_status *ou
     out->is_inside = a->is_inside;
 }
 
-/* Implements epic_transport.look from the peer's last header and its last report, and sends a
- * new request. */
+/* Implements epic_transport.look with the peer's last op header and its last status report.
+ * Also sends a new status request. */
 void peer_status_read(epic_group *group, int from, uint64_t tag, uint64_t sequence,
                       epic_peer_status *out)
 {

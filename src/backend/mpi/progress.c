@@ -34,11 +34,11 @@ static void mark_closed(epic_group *group)
     control_notify_all(group);
 }
 
-/* Handles all control messages that have arrived. Returns whether any had.
+/* Handles all control messages that have arrived. Returns whether there were any.
  *
  * MPI may report a peer's messages in another order than they were sent. So after a close
- * message this polls until nothing more arrives, and only then marks the peer as closed. By
- * then it has handled every earlier message of the peer. */
+ * message this function polls until nothing more arrives, and only then marks the peer as
+ * closed. By then it has handled every message that the peer sent before the close message. */
 bool progress_control(epic_group *group)
 {
     bool any_closing = false, any = false;
@@ -66,8 +66,8 @@ bool progress_control(epic_group *group)
     return any;
 }
 
-/* Implements epic_transport.break_group. Polls first, because a failure that a peer has sent
- * already takes precedence over this rank's. */
+/* Implements epic_transport.break_group. Polls first, because a failure that a peer has already
+ * sent takes precedence over the failure of this rank. */
 void progress_break_group(epic_group *group, const epic_failure_info *failure)
 {
     pthread_mutex_lock(group->mutex);
@@ -78,8 +78,9 @@ void progress_break_group(epic_group *group, const epic_failure_info *failure)
 
 /* -------------------------------------------------------------------------------- rows ---- */
 
-/* Polls the sends and receives of a slot. Increments num_events for each segment that has
- * arrived, and for each finished send if the slot waits for room, because these end a wait. */
+/* Polls the sends and receives of a slot. Increments num_events, which ends a wait, for each
+ * segment that has arrived. Increments it also for each finished send if the slot waits for
+ * room. */
 static void poll_slot(epic_group *group, op_slot *slot)
 {
     int count;
@@ -126,8 +127,8 @@ void progress_drain(epic_group *group)
 /* ------------------------------------------------------------------------- one op slot ---- */
 
 /* Polls MPI for the messages that the slot waits for: rows if a flow has begun, otherwise
- * control messages with op headers. It polls only one kind, because an MPI call that finds
- * nothing yields the core. That is slow if there are more ranks than cores. */
+ * control messages with op headers. Polls only one of the two kinds, because an MPI call that
+ * finds nothing yields the core, and yielding is slow if there are more ranks than cores. */
 void progress_slot(epic_group *group, op_slot *slot)
 {
     if (slot->per_segment)
@@ -136,8 +137,8 @@ void progress_slot(epic_group *group, op_slot *slot)
         progress_control(group);
 }
 
-/* Called when room() or entry() has no result. Polls MPI once per num_ranks such calls, so that
- * a caller that never waits also makes progress. */
+/* Called when room(), entry() or op_header() has no result. Polls MPI once per num_ranks such
+ * calls, so that a caller that never waits also makes progress. */
 void progress_after_miss(epic_group *group, op_slot *slot)
 {
     if (++slot->num_misses < group->num_ranks) return;

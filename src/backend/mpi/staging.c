@@ -4,21 +4,22 @@
  * moves the other.
  *
  * Both sides know the number of entries in a flow, so no message describes a segment. A segment
- * holds as many entries as fit into half of the ring; the last one of a flow holds the rest.
- * The writer sends a segment when it is complete. The reader posts a receive only when a half
- * is free. MPI delays large sends until then, so the protocol needs no credits.
+ * holds as many entries as fit into half of the ring. The last segment of a flow holds the
+ * remaining entries. The writer sends a segment when all its entries are written. The reader
+ * posts a receive only when a half of its ring is free. MPI delays large sends until the
+ * receive is posted, so the reader need not report free halves to the writer.
  *
  * A flow that fills only a small part of a segment begins at another offset each time.
  * Otherwise it would write to cache lines that the reader's cache still holds from the previous
  * flow, which is slow.
  *
- * The reader's slot number is the MPI tag of the rows. A rank reuses a slot only after it has
- * received all rows that it expects there. So the tag identifies the exchange, and MPI keeps
- * the order of its messages. */
+ * The MPI tag of the rows is FIRST_ROW_TAG plus the number of the reader's slot. A rank reuses
+ * a slot only after it has received all rows that it expects there. So the tag identifies the
+ * exchange, and MPI keeps the order of the messages with this tag. */
 #include "backend/mpi/group.h"
 
-/* The range of these offsets in bytes, summed over all rings of a slot. It is small, because
- * ranks may share a cache, and all of this memory should stay in it. */
+/* The range of the offsets at which flows begin, in bytes, summed over all send rings of a
+ * slot. It is small, so that this memory of all ranks that share a cache stays in the cache. */
 #define ROUND_BYTES (256 * 1024)
 
 /* Implements epic_transport.ring_bytes. Backend mpi has no ring to EVERYONE, only one ring to
@@ -45,8 +46,8 @@ static unsigned char *sent_segment(epic_group *group, const op_slot *slot, int t
     return segment_of(group, slot, to, false, number) + slot->send_rings[to].offset;
 }
 
-/* Returns the offset in a segment at which the entries of a flow begin. Flows that fill only a
- * small part of a segment get one offset after the other. */
+/* Returns the offset in a segment at which the entries of a flow begin. Successive flows that
+ * fill only a small part of a segment get successive offsets. */
 static int64_t choose_offset(const epic_group *group, const op_slot *slot,
                              const staging_ring *ring)
 {
@@ -154,8 +155,8 @@ static void start_sends(epic_group *group, op_slot *slot, int to, uint64_t end)
     pthread_mutex_unlock(group->mutex);
 }
 
-/* Implements epic_transport.send. Counts the written entries, and sends each segment that is
- * complete: it is full, or it is the last of the flow. */
+/* Implements epic_transport.send. Counts the written entries, and sends each segment whose
+ * entries are all written. */
 void mpi_send(epic_group *group, int index, int to, int64_t upto)
 {
     op_slot *slot = &group->slots[index];

@@ -15,8 +15,8 @@
 #define DEFAULT_STAGING (256ll << 20)
 #define MAX_HUGE_PAGES (32ll << 20) /* largest size of a slot's rings that gets huge pages */
 
-/* Hands out consecutive parts of the memory at `base`. If base is NULL, it only counts bytes,
- * to compute the size of the memory. */
+/* Divides the memory at `base` into consecutive parts. If `base` is NULL, only counts the
+ * bytes, to compute the size of the memory. */
 typedef struct carver {
     unsigned char *base;
     size_t used;
@@ -68,8 +68,8 @@ static int64_t num_rings(const epic_config *config, int num_ranks)
     return 2ll * (num_ranks - 1) * config->max_in_flight;
 }
 
-/* Returns the size of a ring: as large as config.staging_bytes allows, at most MAX_RING. If
- * staging_bytes is not set, at least MIN_RING. */
+/* Returns the size of a ring in bytes. It is as large as config.staging_bytes allows, but at
+ * most MAX_RING. If staging_bytes is not set, it is at least MIN_RING. */
 static int64_t choose_ring_bytes(const epic_config *config, int num_ranks)
 {
     const int64_t rings = num_rings(config, num_ranks);
@@ -126,9 +126,9 @@ static void clear_tables(epic_group *group)
         group->pidfds[r] = (struct pollfd){.fd = -1, .events = POLLIN};
 }
 
-/* Requests huge pages for the rings, unless these could take much memory. MPI on one host
- * copies page by page from the rings of another process, so huge pages make large messages
- * faster. A system without huge pages ignores the request. */
+/* Requests huge pages for the rings, unless the rings are so large that this could waste much
+ * memory. Between processes of one host, MPI copies from the rings page by page, so huge pages
+ * make large messages faster. A system without huge pages ignores the request. */
 static void use_large_pages(const epic_group *group)
 {
     const int64_t slot_bytes = 2 * (group->num_ranks - 1) * group->ring_bytes;
@@ -167,8 +167,8 @@ epic_result tables_make(epic_group **out, const epic_config *config, int rank, i
     return EPIC_OK;
 }
 
-/* Releases the rings. If in_use is set, MPI may still access them. Then it frees their pages
- * but keeps the addresses mapped, so that an access does not crash. */
+/* Releases the rings. If in_use is set, MPI may still access them. Then this function frees
+ * their pages but keeps the addresses mapped, so that an access does not crash. */
 void tables_release_rings(epic_group *group, bool in_use)
 {
     const size_t bytes = group->memory_bytes - group->table_bytes;

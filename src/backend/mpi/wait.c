@@ -35,8 +35,8 @@ static void end_wait(wait_state *w)
     w->last_ns = clock_ns();
 }
 
-/* Returns whether this wait is for a peer that is gone. Such a wait ends after PATIENCE_NS, and
- * the caller decides whether rows of that peer are missing. */
+/* Returns whether one of the peers for which this thread waits is gone. Such a wait ends after
+ * PATIENCE_NS, and the caller of wait() decides whether rows of that peer are missing. */
 static bool waits_for_gone_peer(epic_group *group, const wait_state *w, int64_t now)
 {
     liveness_check(group, now);
@@ -65,7 +65,7 @@ static bool has_changed(epic_group *group, op_slot *slot)
 }
 
 /* Yields the core or sleeps between two polls. MPI may receive a message in one poll and report
- * it only in the next, so the rank yields only after every second poll. */
+ * it only in the next, so the thread yields only after every second poll. */
 static void back_off(const epic_group *group, int looks, int64_t waited, int64_t left)
 {
     if (waited < YIELD_NS) {
@@ -89,8 +89,8 @@ static void wait_until(epic_group *group, op_slot *slot, wait_state *w, int64_t 
         const int64_t now = clock_ns();
         if (now < end) back_off(group, looks, now - start, end - now);
         pthread_mutex_lock(group->mutex);
-        /* set again: another thread that waits for a free slot shares `w` and may have cleared
-         * it */
+        /* Set again: threads that wait for a free slot share `w`, and another one may have
+         * cleared is_waiting. */
         w->is_waiting = true;
         if (now >= end || (now - start >= PATIENCE_NS && waits_for_gone_peer(group, w, now)))
             return;

@@ -5,7 +5,7 @@
  * Memory order: the writer stores `sent` after the bytes of the entries, and the reader loads
  * `sent` before it reads them. The reader stores `dropped` after it has read an entry, and the
  * writer loads `dropped` before it overwrites the entry. Both counters are sequentially
- * consistent, because the sleep and wake protocol of wait.c needs that.  */
+ * consistent, because the sleep and wake protocol of wait.c needs that. */
 #include "backend/shared/shared.h"
 #include "rules/invariant.h"
 

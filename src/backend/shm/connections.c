@@ -9,7 +9,7 @@
  *
  * A rank first sends its messages to all lower ranks without waiting for answers. Then it
  * accepts and answers all higher ranks. Only then it waits for the answers of the lower ranks.
- * In this order no two ranks wait for each other.  */
+ * In this order no two ranks wait for each other. */
 #include "backend/shm/connections.h"
 
 #include <errno.h>
