@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Code that both paths of combine_backward (backward_stream.cuh and backward_plain.cuh) use.
  * d_out is the gradient of combine's output: one row per token. "The n-th choice on this rank"
- * counts only the choices of a token whose experts are on this rank. */
+ * counts only the choices of a token whose experts are on this rank. A dot product is computed
+ * in blocks, one per piece of 1024 elements. Each block is stored in `parts`, memory of this
+ * rank, until the blocks are added. */
 #ifndef EPIC_COMBINE_BACKWARD_CUH
 #define EPIC_COMBINE_BACKWARD_CUH
 
@@ -24,7 +26,7 @@ __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank
 }
 
 /* Returns the slot of the n-th choice on this rank of a token of `rank`, from the plan. Returns
- * -1 if there is no such choice, or if the token is before the running round. */
+ * -1 if there is no such choice, or if the token's number is below m.round_begin. */
 __device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, int32_t token,
                                              int n)
 {
@@ -35,7 +37,7 @@ __device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, in
 }
 
 /* Returns the rank to which choice k of this rank's token goes, or -1 if there is no such
- * choice or no rank. */
+ * choice or it goes to no rank. */
 __device__ __forceinline__ int32_t read_rank(const BackwardMove &m, int32_t token, int k)
 {
     int32_t rank = -1;
@@ -96,8 +98,8 @@ __device__ __forceinline__ void fill_end(const BackwardMove &m, int32_t vector, 
 
 /* Reads this lane's vectors of a piece of d_out for a token of `rank`. For this rank's own
  * token, reads the caller's array. For a peer's token, waits until the piece has arrived in
- * staging, and then marks the staging as empty again (poison). Called by a whole warp. Returns
- * false if the group is broken. */
+ * staging, and then stores poison back to the staging, which marks it as empty. Called by a
+ * whole warp. Returns false if the group of ranks has failed. */
 template <class ROW, int V>
 __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t token,
                                               int32_t vector, int rank, uint4 (&x)[V])
@@ -118,8 +120,8 @@ __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t tok
 /* Finishes the dot products (gradients of weights) of token number `token` of every rank. For
  * each choice of these tokens on this rank, adds the blocks in ascending order and stores the
  * sum to d_slot_weights. Each lane handles one choice. Waits for blocks that other warps have
- * not stored yet, and marks `parts` as empty again (poison). Called by a whole warp. Returns
- * false if the group is broken. */
+ * not stored yet, and stores poison back to `parts`, which marks them as empty. Called by a
+ * whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t token)
 {
     const int entries = m.job.self.num_ranks * m.top_k;
@@ -236,10 +238,11 @@ template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const Ba
             [&](int32_t slot, int piece) { pad_piece<V, false, QUANTIZE>(m, slot, piece); });
 }
 
-/* Called by a warp after it has received a span of this rank's own token. Spreads two kinds of
- * extra work over these units: writes zeros to some padding slots and, for one span of each
- * token, finishes the dot products of token number `token` - lag of every rank. Returns false
- * if the group is broken. */
+/* Called by a warp after it has received span number `span` of this rank's own token. Spreads
+ * two kinds of extra work over these units. Each unit writes zeros to some padding slots. For
+ * one span of each token, the unit also finishes the dot products of token number `token` - lag
+ * of every rank. `end`: the round ends before this token. Returns false if the group of ranks
+ * has failed. */
 template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, int32_t token,
                                               int32_t end)
@@ -303,7 +306,7 @@ __device__ __forceinline__ uint32_t choose_routes(const BackwardMove &m, const U
 
 /* With relays: forwards pieces [first, first + count) of a token to those ranks of this host
  * that need it. The pieces came over the network from this rank's mate `hosts` hosts away.
- * Called by a whole warp. Returns false if the group is broken. */
+ * Called by a whole warp. Returns false if the group of ranks has failed. */
 template <int V>
 static __device__ __noinline__ bool
 forward_unit(const BackwardMove &m, int hosts, int32_t token, int32_t end, int first, int count)

@@ -8,9 +8,9 @@
 #include "cuda/combine/backward.cuh"
 
 /* Receives a piece of d_out of one token. For each of the token's slots on this rank, stores
- * the piece of d_rows and one block of the dot product. `source`: distance minus 1 from this
- * rank up to the token's rank. `slot`: this lane's slot, or -1. Called by a whole warp. Returns
- * false if the group is broken. */
+ * the piece of d_rows and one block of the dot product. `source`: number of the token's rank,
+ * counted upwards from the next higher rank, which is 0. `slot`: this lane's slot, or -1.
+ * Called by a whole warp. Returns false if the group of ranks has failed. */
 template <class ROW, int V, bool QUANTIZE>
 __device__ __forceinline__ bool receive_token(const BackwardMove &m, int32_t token, int piece,
                                               int source, int32_t slot)
@@ -65,7 +65,7 @@ __device__ __forceinline__ bool receive_token(const BackwardMove &m, int32_t tok
 }
 
 /* Processes one round: tokens [m.round_begin, end) of every rank. Called by a whole warp.
- * Returns false if the group is broken. */
+ * Returns false if the group of ranks has failed. */
 template <class ROW, int V, bool QUANTIZE>
 __device__ __forceinline__ bool move_tokens(const BackwardMove &m, int32_t end)
 {
@@ -104,7 +104,8 @@ __device__ __forceinline__ bool move_tokens(const BackwardMove &m, int32_t end)
 }
 
 /* Runs all rounds of combine_backward by the plain path. noinline, because inlining would make
- * the main loop of the fast path spill registers. Returns false if the group is broken. */
+ * the main loop of the fast path spill registers. Returns false if the group of ranks has
+ * failed. */
 template <class ROW, bool QUANTIZE>
 static __device__ __noinline__ bool move_plain(BackwardMove m, OpState &op)
 {

@@ -2,8 +2,8 @@
 /* The fast path of combine_backward, for rows that are aligned to 16 bytes. Each warp reads one
  * stream of pieces, unit after unit: pieces of d_out, and of the caller's `rows`. It copies
  * pieces into a ring buffer in shared memory before it uses them. A piece in staging may be
- * copied before it has arrived. Then the copy contains poison, and the warp polls the piece in
- * staging.
+ * copied before it has arrived. If so, the copy contains poison (the mark of a word that has
+ * not arrived), and the warp polls the piece in staging.
  *
  *     a unit that sends token i       a unit that receives token t of source q
  *
@@ -116,8 +116,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         walk.next_unit(m.stride);
         next_word = read_ahead(m, walk);
     }
-    /* Returns true if the unit receives a token of a peer, which arrives in staging, not of
-     * this rank. */
+    /* Returns true if the unit receives a token of a peer. Only such tokens arrive in staging;
+     * this rank's own tokens do not. */
     __device__ __forceinline__ bool is_staged(const Entry &u) const
     {
         return u.role > 0 && u.role < m.job.self.num_ranks;
@@ -171,9 +171,10 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         copy_next();
         ring.read_piece(q, its_vector, m.shape, fill);
     }
-    /* Waits until a staged piece has arrived, then marks its staging as empty again (poison).
-     * On entry q is what the ring had copied, perhaps with poison. On return q is the piece.
-     * Returns false if the group is broken. */
+    /* Waits until a staged piece has arrived, then stores poison back to its staging, which
+     * marks it as empty. On entry q is the copy from the ring, in which words that had not
+     * arrived are poison. On return q is the piece. Returns false if the group of ranks has
+     * failed. */
     __device__ __forceinline__ bool wait_d_out(const Entry &u, int32_t its_vector,
                                                uint4 (&q)[V])
     {
@@ -196,9 +197,10 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             if (EXACT || its_vector + v * WARP + lane_id() < m.shape.vectors)
                 store_once(to + v * WARP * 16, scale_vector<ROW>(weight, x[v]), m.policy);
     }
-    /* Finishes block number `piece` of `count` dot products, one for each slot. Lane i adds the
-     * sums of all lanes for slot first + i of the unit, and stores the result as this block of
-     * the slot's dot product (dot_part_of()). Called by a whole warp. */
+    /* Finishes block number `piece` of `count` dot products, those of the unit's slots `first`
+     * to first + count - 1. Lane i adds the sums of all lanes for slot first + i, and stores
+     * the result as this block of the slot's dot product (dot_part_of()). Called by a whole
+     * warp. */
     __device__ __forceinline__ void add_dots(const Entry &u, int piece, int first, int count)
     {
         __syncwarp();
@@ -249,7 +251,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         }
     }
     /* Begins one more unit, so that its copies start early, and processes the oldest unit that
-     * was begun. Called by a whole warp. Returns false if the group is broken. */
+     * was begun. Called by a whole warp. Returns false if the group of ranks has failed. */
     __device__ __forceinline__ bool use_unit()
     {
         begin_unit();

@@ -34,8 +34,8 @@
 #define BLOCK 384 /* threads per CTA; with this many, each thread can have 168 registers */
 #define WARPS (BLOCK / WARP)
 
-/* Writes zeros to all outputs. Called by the last CTA if the plan is invalid, or if a rank
- * passed too few rows. */
+/* Writes zeros to all outputs. Called by the last CTA if the plan is invalid, or if the array
+ * `rows` of a rank has too few rows. */
 static __device__ void clear_outputs(const CombineState &c)
 {
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, threadIdx.x, BLOCK);
@@ -130,9 +130,9 @@ extern "C" cudaError_t p2p_load_combine(void)
 /* Returns the lag: the number of tokens by which source units, which add, stay behind expert
  * units, which send. A source unit should find the peers' partial sums already there. So the
  * lag is a quarter more than the number of tokens that all warps together send at a time. In
- * two cases a longer lag does not help, and job.lag is kept. In the first, every warp always
- * gets the same piece of a row. In the second, the plan is FLAT and a warp's next piece is only
- * a little further in the row. Measured: docs/lab/cuda.md. */
+ * two cases a longer lag does not help, and job.lag is kept: if every warp always gets the same
+ * piece of a row, or if the plan is FLAT and a warp's next piece is only a little further in
+ * the row. Measured: docs/lab/cuda.md. */
 static int lag_of(const p2p_combine_job &job, int num_sms)
 {
     const int pieces = (int)((job.row_bytes + STREAM_V * 512 - 1) / (STREAM_V * 512));

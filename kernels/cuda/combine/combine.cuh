@@ -42,26 +42,28 @@ struct CombineState { /* What a warp needs to process its units of the running r
     const p2p_combine_job &job;
     const OpState &op;
     const PlanView &plan;
-    /* how the two lists of units (combine.cu) are divided among the warps */
+    /* how the lists of expert units and of source units (combine.cu) are divided among the
+     * warps */
     const Stride &expert, &source;
     uint4 *stack; /* shared memory of this warp for a LeafStack (leaf_stack.cuh) */
     RowShape shape;
     uint64_t policy;
     int32_t round_begin; /* number of the first token of the running round */
     int32_t top_k;
-    __extension__ bool adds_by_host[HOSTS]; /* adds_by_host(); backend hosts only (hosts.h) */
+    /* only in backend hosts (hosts.h): the result of adds_by_host() */
+    __extension__ bool adds_by_host[HOSTS];
 };
 
-/* Returns true if there are relays and one rank of each host adds the partial sums of its host
- * (relay.cuh). */
+/* Returns true if one rank of each host adds the partial sums of its host before they are sent
+ * to another host (combine/relay.cuh). */
 __device__ __forceinline__ bool adds_by_host(const CombineState &c)
 {
     return HOSTS && *c.adds_by_host;
 }
 
 /* Returns in lane n the slot, on this rank, of the n-th choice of a token of `rank`, or -1.
- * Only choices that go to this rank are counted. half 0 returns the first 32 of them, half 1
- * the next 32. */
+ * Only choices that go to this rank are counted. `half`: 0 for the first 32 of them, 1 for the
+ * next 32. */
 __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, int32_t token,
                                              int half)
 {
@@ -73,7 +75,7 @@ __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, in
 }
 
 /* Returns in lane k the rank to which choice k of this rank's token goes, or -1 if it goes to
- * no rank. half 0 returns choices 0 to 31, half 1 choices 32 to 63. */
+ * no rank. `half`: 0 for choices 0 to 31, 1 for choices 32 to 63. */
 __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t token,
                                                   int half)
 {
@@ -85,9 +87,9 @@ __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t
 }
 
 /* Returns the peer whose token an expert unit processes, from the unit's role. Role 0 is the
- * next higher rank, role 1 the rank after it, and so on (modulo num_ranks). With adds_by_host,
- * the mates of this rank on other hosts (net/relay.cuh) come last, because units for them wait
- * for other ranks. */
+ * next higher rank, role 1 the rank after it, and so on (modulo num_ranks). If adds_by_host()
+ * is true, the mates of this rank come last, because units for them wait for other ranks. A
+ * mate is the rank of another host that has the same index within its host (net/relay.cuh). */
 __device__ __forceinline__ int peer_of_role(const CombineState &c, int role)
 {
     const int local = ranks_per_host(c.job.self), ranks = c.job.self.num_ranks;

@@ -10,7 +10,9 @@
 
 /* The eight accumulators of one lane for one block. The host numbers the 256 accumulators of a
  * block from 0 to 255. With 16-bit elements, lane l has numbers 8 l to 8 l + 7. With float32,
- * it has 4 l to 4 l + 3 and 128 + 4 l to 128 + 4 l + 3.
+ * it has 4 l to 4 l + 3 and 128 + 4 l to 128 + 4 l + 3. V is the number of 16-byte vectors per
+ * lane and block. BLOCK is the number of threads per CTA of combine_backward. LAST is the
+ * smallest distance between lanes whose sums add_lanes() adds.
  *
  *   lane_sum()   adds a lane's accumulators or, if LAST is 2, those of two adjacent lanes
  *   add_lanes()  adds the lane sums, those of the most distant lanes first */
@@ -41,7 +43,7 @@ template <> struct Dot<F16> : Dot16<F16> {
 };
 
 template <> struct Dot<F32> {
-    /* BLOCK: threads per CTA; with this many, each thread can have 168 registers */
+    /* with 384 threads per CTA, each thread can have 168 registers */
     static constexpr int V = 8, BLOCK = 384, LAST = 2;
     float acc[8]; /* acc[0..3]: sums of the even vectors; acc[4..7]: sums of the odd vectors */
 
@@ -93,8 +95,8 @@ template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *la
     return Dot<ROW>::LAST == 1 ? (s.x + s.z) + (s.y + s.w) : s.x + s.z;
 }
 
-/* Multiplies this lane's elements x and y of a block, and returns this lane's sum of the
- * products (lane_sum()). */
+/* Multiplies this lane's elements of a block, those of one row (x) by those of another row (y).
+ * Returns this lane's sum of the products (lane_sum()). */
 template <class ROW, int V>
 __device__ __forceinline__ float dot_of(const float (&x)[V][ROW::N], const uint4 (&y)[V])
 {
@@ -110,7 +112,8 @@ __device__ __forceinline__ float dot_of(const float (&x)[V][ROW::N], const uint4
     return dot.lane_sum();
 }
 
-/* Returns a vector of weight * x, rounded to type ROW. x: its elements as floats. */
+/* Returns the 16-byte vector weight * x, rounded to type ROW. x: the elements of one vector, as
+ * floats. */
 template <class ROW>
 __device__ __forceinline__ uint4 scale_vector(float weight, const float (&x)[ROW::N])
 {

@@ -37,14 +37,14 @@ struct FlatFloats {
         int64_t row = has_float ? __ldg(plan.records + at) : -1;
         if (has_float && __ldg(local_experts_of(plan, job.self) + at + n) < 0) row = -1;
         has_float = row >= 0;
-        /* reads row 0 if the caller's buffer has no row `row`, as clamp_slot() does */
+        /* if the caller's buffer has no row `row`, reads row 0, as clamp_slot() does */
         if (row >= job.num_rows) row = 0;
         return has_float ? __float_as_uint(job.slot_floats[row * top_k + n]) : 0;
     }
 };
 
-/* Sends the floats of a token of `rank` to that rank. `source`: the number of this rank in the
- * peer's array of floats (floats_base()). Called by a whole warp. */
+/* Sends the floats of a token of `rank` to that rank. `source`: number of the part of the
+ * peer's heap into which this rank's floats go (floats_base()). Called by a whole warp. */
 static __device__ void send_floats(const FlatFloats &f, int rank, int source, int32_t token)
 {
     uint32_t *to = floats_base(f.job.self, f.op, f.job.self.heap[rank], source) +
@@ -66,7 +66,7 @@ static __device__ void send_floats(const FlatFloats &f, int rank, int source, in
 /* Receives the floats of up to 32 choices ("half") of this rank's token, one per lane, and
  * stores them to choice_floats. `rank`: the rank of this lane's choice. `rank_before`: the rank
  * of this lane's choice in the previous half, or -1. Called by a whole warp. Returns false if
- * the group is broken. */
+ * the group of ranks has failed. */
 static __device__ bool receive_half(const FlatFloats &f, int32_t token, int half, int32_t rank,
                                     int32_t rank_before)
 {
@@ -97,15 +97,15 @@ static __device__ bool receive_half(const FlatFloats &f, int32_t token, int half
 }
 
 /* Sends the floats of peers' choices on this rank to the peers, then receives the floats of
- * this rank's tokens. Called by all warps. Returns false if the group is broken. */
+ * this rank's tokens. Called by all warps. Returns false if the group of ranks has failed. */
 static __device__ bool move_floats(const FlatFloats &f)
 {
     const p2p_self &self = f.job.self;
     const int warp = (int)(grid_thread() / WARP), warps = (int)(grid_threads() / WARP);
     for (int distance = 1; distance < self.num_ranks; distance++) {
         const int rank = wrap_rank(self.rank + distance, self.num_ranks);
-        /* the peer's number for this rank; a rank numbers the others upwards from the next
-         * higher rank */
+        /* the peer's number for this rank: every rank r gives number i to rank (r + 1 + i)
+         * modulo num_ranks */
         const int source = self.num_ranks - 1 - distance;
         for (int32_t t = warp; t < f.plan.header.tokens_of[rank]; t += warps)
             send_floats(f, rank, source, t);
@@ -137,8 +137,8 @@ static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
     return enough;
 }
 
-/* The kernel: moves the floats. If the plan is invalid or a rank passed too few rows, writes
- * zeros to the output. */
+/* The kernel: moves the floats. If the plan is invalid, or if slot_floats of a rank has too few
+ * rows, writes zeros to the output. */
 __global__ void __launch_bounds__(BLOCK, 1)
     floats_kernel(const __grid_constant__ p2p_combine_job job)
 {

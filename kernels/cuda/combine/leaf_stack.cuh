@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* LeafStack: adds partial sums in the order of a binary tree, for any number of leaves. combine
- * uses it for the leaves of one rank and for the partial sums of many ranks. */
+ * uses it for the leaves of one rank and for the partial sums of many ranks. A *node* is the
+ * sum below one node of the tree, packed into vectors of type PART. */
 #ifndef EPIC_LEAF_STACK_CUH
 #define EPIC_LEAF_STACK_CUH
 
@@ -18,7 +19,8 @@ __device__ __forceinline__ int ancestor_level(uint32_t a, uint32_t b)
 /* Adds nodes in the order of a binary tree whose leaves are numbered. Leaves may be missing.
  * The caller pushes the nodes in ascending order of leaf numbers. The stack, in shared memory,
  * holds the nodes that still wait for their right sibling. Byte i of `leaf_at` is the number of
- * a leaf below node i. */
+ * a leaf below node i of the stack. `depth` is the number of nodes. P is the number of 16-byte
+ * vectors that each lane has of a node. */
 template <class ROW, class PART> struct LeafStack {
     static constexpr int P = PartialSum<ROW, PART>::VECTORS;
     uint4 *memory;

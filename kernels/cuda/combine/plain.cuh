@@ -5,7 +5,11 @@
  * and their order are those of combine.cu. A piece has one vector (16 bytes) per lane.
  *
  * Names used here: acc is the sum of rows in float32; a node is a partial sum in the sum tree,
- * packed into vectors; `touched` is a bit mask of the ranks that have choices of a token. */
+ * packed into vectors; `touched` is a bit mask of the ranks that have choices of a token;
+ * `vector` is the index in the row of a piece's first vector. The *floats* of a token are one
+ * number per choice, which dispatch_backward returns to the token's rank: the gradient of the
+ * choice's weight. The *sum order* is the order of ranks in which partial sums are added:
+ * rank_at[p] is the rank at position p. */
 #ifndef EPIC_COMBINE_PLAIN_CUH
 #define EPIC_COMBINE_PLAIN_CUH
 
@@ -22,8 +26,9 @@ __device__ __forceinline__ int32_t clamped_slot_of(const CombineState &c, int ra
 /* ---------------------------------------------------------------------------- partials ---- */
 
 /* Adds weight * row to acc for COUNT rows: those in the slots of the COUNT lowest lanes of the
- * bit mask `lanes`. Removes these lanes from the mask. Loads all rows before it uses the first,
- * so that the loads overlap. Called by a whole warp. */
+ * bit mask `lanes`. Removes these lanes from the mask. `slot`, `weight`: the slot of this lane
+ * and its weight. Loads all rows before it uses the first, so that the loads overlap. Called by
+ * a whole warp. */
 template <class ROW, int V, int COUNT>
 __device__ __forceinline__ void add_rows(const CombineState &c, float (&acc)[V][ROW::N],
                                          uint32_t &lanes, int32_t slot, float weight,
@@ -55,7 +60,8 @@ __device__ __forceinline__ void add_rows(const CombineState &c, float (&acc)[V][
 }
 
 /* Adds weight * row to acc for the slots of all lanes in the bit mask `lanes`, in ascending
- * order of lanes. Called by a whole warp. */
+ * order of lanes. `slot`, `weight`: the slot of this lane and its weight. Called by a whole
+ * warp. */
 template <class ROW, int V>
 __device__ __forceinline__ void add_lanes(const CombineState &c, float (&acc)[V][ROW::N],
                                           uint32_t lanes, int32_t slot, float weight,
@@ -83,8 +89,9 @@ __device__ __forceinline__ void pack_sum(uint4 (&node)[V][PartialSum<ROW, PART>:
 }
 
 /* Sets node to the sum of weight * row over the rows that a token of `rank` has on this rank,
- * added in ascending k. `slot`: this lane's slot among the first 32; the function reads further
- * slots itself. Returns false if the token has no row on this rank. Called by a whole warp. */
+ * added in ascending k. `slot`: in lane n, the token's n-th slot on this rank, or -1. The
+ * function itself reads the slots after the first 32. Returns false if the token has no row on
+ * this rank. Called by a whole warp. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS],
@@ -187,7 +194,7 @@ __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int
 
 /* Waits until the float of every choice of this rank's token has arrived, and stores the floats
  * to choice_floats. Lane k handles choice k. Called by a whole warp. Returns false if the group
- * is broken. */
+ * of ranks has failed. */
 __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t token)
 {
     const p2p_self &self = c.job.self;
@@ -251,8 +258,8 @@ __device__ __forceinline__ bool sum_unit(const CombineState &c, const Unit &u, i
 #include "cuda/combine/relay.cuh"
 
 /* Processes an expert unit: adds this rank's rows for one piece of a peer's token, and stores
- * this partial sum to the peer's staging. Called by a whole warp. Returns false if the group is
- * broken. */
+ * this partial sum to the peer's staging. Called by a whole warp. Returns false if the group of
+ * ranks has failed. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit &u)
 {
@@ -292,9 +299,9 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
 
 /* Receives the partial sums of up to four ranks, those at `position` to `position` + 3 of the
  * sum order (rank_at[]). has_node[i]: whether the rank at position + i has a partial sum for
- * the token; it is read into q[i]. The caller has already set q[i] for this rank itself. Marks
- * the staging as empty again (poison). Called by a whole warp. Returns false if the group is
- * broken. */
+ * the token, which is then read into q[i]. The caller has already set q[i] for this rank
+ * itself. Stores poison back to the staging, so that it is empty again. Called by a whole warp.
+ * Returns false if the group of ranks has failed. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 receive_partials(const CombineState &c, const Unit &u, int position, bool (&has_node)[4],
@@ -359,8 +366,8 @@ receive_partials(const CombineState &c, const Unit &u, int position, bool (&has_
     return true;
 }
 
-/* Adds b to a. has_a and has_b: whether a and b contain a partial sum. If only b does, copies b
- * to a. */
+/* Adds b to a. has_a and has_b: whether a and b contain a partial sum. If only b contains one,
+ * copies b to a. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ void
 add_node(uint4 (&a)[V][PartialSum<ROW, PART>::VECTORS], bool &has_a,
@@ -380,7 +387,7 @@ add_node(uint4 (&a)[V][PartialSum<ROW, PART>::VECTORS], bool &has_a,
 
 /* Sets total to the sum of the partial sums of all ranks in the bit mask `touched`, added in
  * the sum order of the plan. own: the partial sum of this rank. Called by a whole warp. Returns
- * false if the group is broken. */
+ * false if the group of ranks has failed. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 add_ranks(const CombineState &c, const Unit &u, uint32_t touched,
@@ -453,7 +460,7 @@ add_ranks(const CombineState &c, const Unit &u, uint32_t touched,
 
 /* Processes a source unit: for one piece of this rank's token, adds this rank's rows and the
  * peers' partial sums, and stores the sum to `out`. Called by a whole warp. Returns false if
- * the group is broken. */
+ * the group of ranks has failed. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool do_source_unit(const CombineState &c, const Unit &u)
 {
@@ -479,7 +486,7 @@ __device__ __forceinline__ bool do_source_unit(const CombineState &c, const Unit
 }
 
 /* Processes one round: tokens [c.round_begin, end) of every rank. Called by a whole warp.
- * Returns false if the group is broken. */
+ * Returns false if the group of ranks has failed. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t end)
 {
@@ -532,8 +539,9 @@ __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t en
     return true;
 }
 
-/* Runs all rounds of combine by the plain path. noinline, because inlining would make the main
- * loop of stream.cuh spill registers. Returns false if the group is broken. */
+/* Runs all rounds of combine by the plain path. PART: type of partial sums. LEAVES: this rank
+ * may have several leaves of the sum tree. noinline, because inlining would make the main loop
+ * of stream.cuh spill registers. Returns false if the group of ranks has failed. */
 template <class ROW, class PART, bool LEAVES>
 static __device__ __noinline__ bool combine_plain(CombineState c, OpState &op)
 {

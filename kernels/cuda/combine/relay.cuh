@@ -44,8 +44,8 @@ __device__ __forceinline__ void store_node(const CombineState &c, const Unit &u,
 }
 
 /* Waits until the partial sum that `rank` stores to the staging `box` has arrived, and reads it
- * to `node`. Then marks the staging as empty again by storing poison to it. Called by a whole
- * warp. Returns false if the group is broken. */
+ * to `node`. Then stores poison back to the staging, which marks it as empty. Called by a whole
+ * warp. Returns false if the group of ranks has failed. */
 template <int P>
 __device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &u, uint8_t *box,
                                              int rank, uint4 (&node)[P])
@@ -68,9 +68,9 @@ __device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &
 }
 
 /* Sends this rank's partial sum to the mate, which is the rank of this host that adds for the
- * token's home rank `rank`. `has_partial`: whether this rank has a partial sum. It is also
- * sent, in the word *wants*, so that the mate knows whether to wait for a partial sum. The unit
- * of piece 0 sends *wants*. Called on ranks that are not the mate. */
+ * token's home rank `rank`. `has_partial`: whether this rank has a partial sum. The unit of
+ * piece 0 also sends has_partial, in the word *wants*; from this word the mate sees whether it
+ * must wait for a partial sum. Called on ranks that are not the mate. */
 template <int P>
 __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, int rank,
                                           bool has_partial, const uint4 (&node)[P])
@@ -87,7 +87,7 @@ __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, 
 /* Adds the partial sums of all ranks of this host, in the order of the sum tree. Called on the
  * mate of `rank`, the token's home rank. On entry `node` is this rank's own partial sum, if
  * `has_partial` is true. On return `node` is the sum of the host, if `has_partial` is true.
- * Returns false if the group is broken. */
+ * Returns false if the group of ranks has failed. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool
 add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &has_partial,
@@ -122,8 +122,8 @@ add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &has_p
 /* Finishes an expert unit whose token belongs to `rank`, a rank of another host. If this rank
  * is the mate of `rank`, it adds the partial sums of its host and puts the sum to `rank`.
  * Otherwise it sends its own partial sum to the mate. `node` is this rank's partial sum; it is
- * valid only if `has_partial` is true. Called by a whole warp. Returns false if the group is
- * broken. */
+ * valid only if `has_partial` is true. Called by a whole warp. Returns false if the group of
+ * ranks has failed. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool relay_unit(const CombineState &c, const Unit &u, int rank,
                                            bool has_partial,

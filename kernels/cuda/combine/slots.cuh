@@ -27,7 +27,7 @@ template <class M> __device__ __forceinline__ float read_slot_weight(const M &m,
 /* Calls round(end) once for each round of the operation. Each call moves the tokens
  * [m.round_begin, end) of every rank, as many as fit into the staging. row_bytes: bytes of
  * staging that one token needs. Called by all threads of all CTAs. Returns false if the group
- * is broken. */
+ * of ranks has failed. */
 template <class M, class Round>
 __device__ __forceinline__ bool for_each_round(M &m, OpState &op, int64_t row_bytes,
                                                Round round)

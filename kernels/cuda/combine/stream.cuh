@@ -1,9 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The fast path of combine, for aligned rows and one partial sum per rank. Each warp reads one
- * stream of pieces, unit after unit: pieces of rows on this rank, and of partial sums of peers.
- * It copies pieces into a ring buffer in shared memory before it uses them. A partial sum may
- * be copied before it has arrived. Then the copy contains poison, and the warp polls the piece
- * in staging.
+/* The fast path of combine, for aligned rows and one partial sum per rank. The *floats* of a
+ * token are one number per choice, which dispatch_backward returns to the token's rank: the
+ * gradient of the choice's weight. The *sum order* is the order of ranks in which partial sums
+ * are added: rank_at[p] is the rank at position p. Each warp reads one stream of pieces, unit
+ * after unit: pieces of rows on this rank, and of partial sums of peers. It copies pieces into
+ * a ring buffer in shared memory before it uses them. A partial sum may be copied before it has
+ * arrived. If so, the copy contains poison (the mark of a word that has not arrived), and the
+ * warp polls the piece in staging.
  *
  *     an expert unit, token t of peer q         a source unit, token t of this rank
  *
@@ -59,8 +62,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     /* This round has expert units for tokens below expert_end, and source units for tokens
      * below source_end. */
     int32_t expert_end, source_end;
-    /* in lane p: the rank at position p of the sum order; -1 if there is none or it is this
-     * rank */
+    /* in lane p: the rank at position p of the sum order; -1 if there is no such rank, or if
+     * this rank itself is at position p */
     int32_t position_rank;
     const Slot *slot; /* the slot whose row is copied next */
     /* Address of this lane's bytes of the current piece in row 0 of the caller's rows. The
@@ -108,8 +111,9 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         source_slot = t < source_end ? read_slot(c, c.job.self.rank, t, 0) : -1;
         source_rank = rank_of_choice(c, t, 0);
     }
-    /* Writes a unit that begins to its entry, and starts to copy the weights (or floats) of its
-     * slots to shared memory. Called by a whole warp. */
+    /* Writes the data of a unit that the warp begins to `entry`. Starts to copy the weights of
+     * the unit's slots to shared memory or, without weights, the slots' floats. its_slot: this
+     * lane's slot. its_positions: Entry.positions. Called by a whole warp. */
     __device__ __forceinline__ void fill_entry(Entry &entry, int32_t of_token, int role,
                                                int piece, int32_t its_slot,
                                                uint32_t its_positions)
@@ -132,8 +136,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         begun++;
     }
     /* Begins the next unit, if one is left. The warp prefers expert units, because peers wait
-     * for them. But it takes a source unit if the next expert unit's token is at least `lag`
-     * tokens after that of the next source unit. */
+     * for them. But it takes a source unit if the token of the next expert unit is at least
+     * `lag` tokens after the token of the next source unit. */
     __device__ __forceinline__ void begin_unit()
     {
         const int32_t expert_token = c.round_begin + expert_walk.step,
@@ -254,9 +258,10 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
                 replace_poison(u.slots[lane_id()].word, F32::NAN_WORD));
         if (HOSTS && u.num_slots) post_put_partial(u, rank);
     }
-    /* Only in backend hosts: asks the proxy thread to send a partial sum to another host, when
-     * the last of its pieces has been stored. One ring entry covers all pieces, because the
-     * proxy needs time for each entry. */
+    /* Only in backend hosts: when the last piece of a partial sum for another host has been
+     * stored, posts the put of the whole partial sum. One put sends all pieces, because the
+     * proxy thread needs time for each put. The unit of the first piece also posts the put of
+     * the token's floats. */
     __device__ __forceinline__ void post_put_partial(const Entry &u, int rank)
     {
         const p2p_self &self = c.job.self;
@@ -271,9 +276,10 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
                     (int64_t)u.token * float_stride(c.top_k),
                 u.num_slots);
     }
-    /* Reads the partial sum of the peer at `position` of the sum order from the ring. If it had
-     * not arrived when the ring copied it, polls it in staging until it arrives. Then marks the
-     * staging as empty again (poison). Returns false if the group is broken. */
+    /* Reads the partial sum of the peer at `position` of the sum order from the ring. If the
+     * partial sum had not arrived when it was copied to the ring, polls it in staging until it
+     * arrives. Then stores poison back to the staging, which marks it as empty. Returns false
+     * if the group of ranks has failed. */
     __device__ __forceinline__ bool receive_partial(const Entry &u, int position, uint4 (&q)[V])
     {
         uint4 *from = staged_partial(u.token, position);
@@ -285,7 +291,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         return true;
     }
     /* Sets `out` to the sum of all ranks' partial sums, added in ascending order of ranks. own:
-     * the partial sum of this rank. Returns false if the group is broken. */
+     * the partial sum of this rank. Returns false if the group of ranks has failed. */
     __device__ __forceinline__ bool add_by_rank(const Entry &u, const uint4 (&own)[V],
                                                 uint4 (&out)[V])
     {
@@ -318,8 +324,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         for (int v = 0; v < V; v++) out[v] = ROW::pack_floats(total[v]);
         return true;
     }
-    /* Adds b to a. has_a and has_b: whether a and b contain a partial sum. If only b does,
-     * copies b to a. Afterwards b is empty. */
+    /* Adds b to a. has_a and has_b: whether a and b contain a partial sum. If only b contains
+     * one, copies b to a. Sets has_b to false. */
     static __device__ __forceinline__ void add_to(uint4 (&a)[V], bool &has_a,
                                                   const uint4 (&b)[V], bool &has_b)
     {
@@ -336,7 +342,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     /* Sets `out` to the sum of all ranks' partial sums, added in a binary tree of at most eight
      * leaves, one for each position of the sum order. Needs few registers: while it adds
      * positions 4 to 7, the output row in memory holds the sum of positions 0 to 3. Returns
-     * false if the group is broken. */
+     * false if the group of ranks has failed. */
     __device__ __forceinline__ bool add_tree(const Entry &u, const uint4 (&own)[V],
                                              uint4 (&out)[V])
     {
@@ -376,8 +382,9 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         }
         return true;
     }
-    /* Waits until the float of each of the token's choices has arrived, and stores the floats
-     * to choice_floats. Lane k handles choice k. Returns false if the group is broken. */
+    /* Only in dispatch_backward: waits until the token's floats (the gradient of each choice's
+     * weight) have arrived, and stores them to choice_floats. Lane k handles choice k. Returns
+     * false if the group of ranks has failed. */
     __device__ __forceinline__ bool receive_floats(const Entry &u)
     {
         const p2p_self &self = c.job.self;
@@ -402,7 +409,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         return true;
     }
     /* Finishes a source unit: adds all ranks' partial sums of a piece and stores the sum to the
-     * output row. own: the partial sum of this rank. Returns false if the group is broken. */
+     * output row. own: the partial sum of this rank. Returns false if the group of ranks has
+     * failed. */
     __device__ __forceinline__ bool finish_token(const Entry &u, const uint4 (&own)[V])
     {
         uint4 out[V];
@@ -414,7 +422,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         return u.vector || !c.job.choice_floats || receive_floats(u);
     }
     /* Begins one more unit, so that its copies start early, and processes the oldest unit that
-     * was begun. Called by a whole warp. Returns false if the group is broken. */
+     * was begun. Called by a whole warp. Returns false if the group of ranks has failed. */
     __device__ __forceinline__ bool use_unit()
     {
         begin_unit();
@@ -429,7 +437,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
 };
 
 /* Runs all rounds of combine by the fast path. memory: the dynamic shared memory of the CTA.
- * Called by all threads of all CTAs. Returns false if the group is broken. */
+ * Called by all threads of all CTAs. Returns false if the group of ranks has failed. */
 template <class ROW, bool EXACT, bool TREE>
 __device__ __forceinline__ bool combine_stream(CombineState &c, OpState &op, uint8_t *memory)
 {
