@@ -138,7 +138,7 @@ template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V]
 
 #ifndef POLL_WINDOW_BYTES
 /* A warp polls its piece at every spin (pass of its wait loop) if the piece is at most this
- * many bytes after the piece that last arrived from the same rank. */
+ * many bytes after the farthest piece that has arrived from the same rank. */
 #define POLL_WINDOW_BYTES (512 << 10)
 #endif
 #define SPINS_PER_FAR_POLL 32u /* a warp polls any other piece once in this many spins */

@@ -5,17 +5,19 @@
  *   out  d_logits           [num_tokens, columns]    router_backward_kernel, one warp per token
  *   out  d_scale_of_expert  [columns]                router_scale_kernel, one CTA per expert
  *
- * The kernels do not read the weights of forward, but compute them again from the logits. They
- * load all logits of a token only if the score is a softmax over all experts. Otherwise they
- * load only the logits of the chosen experts. */
+ * The kernels do not read the weights that router forward has written. They compute them again
+ * from the logits. They load all logits of a token only if the weights come from a softmax over
+ * all experts (needs_full_softmax()). Otherwise they load only the logits of the chosen
+ * experts. Lane l handles choices l and l + 32 of a token, with index j = 0 and 1 (struct
+ * Chosen). */
 #include "cuda/common/launch.cuh"
 #include "cuda/router/router.cuh"
 
 #define MOST_WARPS 4
 
 /* Computes the parts and the divisor of a token's weights again (struct Shares), as forward
- * did. s [columns]: the softmax over all columns; NULL if the score is not a softmax. Then the
- * function loads the logits of the chosen experts into z. */
+ * did. s [columns]: the softmax over all columns, or NULL. If s is NULL, the function loads the
+ * logits of the chosen experts into z. */
 __device__ __forceinline__ Shares<2> recompute_shares(const p2p_router_backward_job &job,
                                                       const Chosen<2> &c, const float *s,
                                                       float (&z)[2], int64_t token)
@@ -36,8 +38,9 @@ __device__ __forceinline__ Shares<2> recompute_shares(const p2p_router_backward_
     return compute_shares(job.rows, c, x);
 }
 
-/* Replaces g, the gradient of the weights, by the gradient of the parts (struct Shares). The
- * host's share_backward() has the same formula. */
+/* Replaces g, the gradient of the weights, by the gradient of the parts (struct Shares).
+ * `scale`: the scale of the router. share_backward() of the host code (src/router) has the same
+ * formula. */
 __device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<2> &c,
                                                float scale, float (&g)[2])
 {
@@ -53,8 +56,9 @@ __device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<
         if (s.divisor != 0) g[j] -= mean;
 }
 
-/* Replaces g, the gradient of the parts, by the gradient of the chosen experts' scores or
- * logits, and adds it to row d [columns] in shared memory. Adds one choice after the other,
+/* Replaces g, the gradient of the parts, by the gradient of the numbers from which the parts
+ * were computed: the scores or logits of the chosen experts. Adds this gradient to row d
+ * [columns] in shared memory. z: logits of the chosen experts. Adds one choice after the other,
  * because two choices of a token may have the same expert. */
 __device__ __forceinline__ void parts_backward(const epic_router &r, const Shares<2> &s,
                                                const Chosen<2> &c, const float (&z)[2],
@@ -76,9 +80,9 @@ __device__ __forceinline__ void parts_backward(const epic_router &r, const Share
     }
 }
 
-/* Writes the gradient of all logits of a token. d [columns]: the gradient of the scores, or
- * already that of the logits if the weights are computed from logits. s [columns]: the softmax
- * over all columns; NULL if the score is not a softmax. */
+/* Writes the gradient of all logits of a token. d [columns]: the gradient of the scores or, if
+ * the weights are computed from logits, the gradient of the logits. s [columns]: the softmax
+ * over all columns; NULL unless needs_full_softmax(). */
 template <int V>
 __device__ __forceinline__ void write_gradient(const p2p_router_backward_job &job,
                                                const float *s, const float *d, int64_t token)
@@ -100,7 +104,7 @@ __device__ __forceinline__ void write_gradient(const p2p_router_backward_job &jo
         });
 }
 
-/* Returns the choices of a token from topk_idx. An id that is out of range becomes -1. */
+/* Returns the choices of a token from topk_idx. An id that is too large becomes -1. */
 __device__ __forceinline__ Chosen<2> read_choices(const p2p_router_backward_job &job,
                                                   int64_t token)
 {
@@ -154,18 +158,19 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 
 /* -------------------------------------------------------------- the scale by expert ---- */
 
-#define SCALE_WARPS 8 /* the tokens are divided into this many parts, one per warp */
+/* a CTA has at most this many warps, among which the tokens are divided */
+#define SCALE_WARPS 8
 
-/* Returns what choice number `place` adds to the gradient of its expert's scale: the gradient
- * of the choice's weight, times the weight before this scale is applied. All lanes get the
- * result. `s`: shared memory for one row per warp. */
+/* Returns what choice number `place` (token * top_k + k) adds to the gradient of its expert's
+ * scale: the gradient of the choice's weight, times the weight without this scale. All lanes
+ * get the result. `s`: this warp's row in shared memory. */
 __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job, float *s,
                                              int64_t place)
 {
     const int k = (int)job.rows.router.top_k, choice = (int)(place % k);
     const int64_t token = place / k;
     float z[2];
-    __syncwarp(); /* Wait until all lanes have read the row of the token before. */
+    __syncwarp(); /* Wait until all lanes have read the row of the previous token. */
     if (needs_full_softmax(job.rows.router)) {
         load_row<0>(s, job.rows, token);
         compute_softmax<0>(s, s, job.rows.columns);
@@ -181,9 +186,9 @@ __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job,
 }
 
 /* The kernel that computes d_scale_of_expert. A CTA works on one expert, and each of its warps
- * on a part of the tokens. The warps compute the weights again, which is cheap, because an
- * expert has only a small part of all choices. Thread 0 adds the sums of the warps in a fixed
- * order. */
+ * on a part of the tokens. The warps compute the weights of this expert's choices again. This
+ * is cheap, because these are only a small part of all choices. Thread 0 adds the sums of the
+ * warps in a fixed order. */
 __global__ void __launch_bounds__(SCALE_WARPS *WARP)
     router_scale_kernel(const __grid_constant__ p2p_router_backward_job job)
 {

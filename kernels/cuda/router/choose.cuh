@@ -7,9 +7,10 @@
  *   Owned  the keys of a lane's ids: sorted in registers, or, if V is 0, in shared memory
  *
  * One warp works on one token. It repeats k times: find the largest key of all lanes, and the
- * first lane that has this key. This lane owns the lowest id with the key, and removes the key.
- * If the router has groups of experts, the warp first computes the score of each group, and
- * keeps only the ids of the best topk_groups groups. */
+ * first lane that has this key. This lane owns the lowest id with the key, and removes the key
+ * from its keys. If the router has groups of experts, the warp first computes the score of each
+ * group, and keeps only the ids of the topk_groups groups with the largest scores. An id is a
+ * column of the logits: the number of an expert or zero-expert. */
 #ifndef EPIC_CHOOSE_CUH
 #define EPIC_CHOOSE_CUH
 
@@ -23,7 +24,7 @@
 /* key_of() converts a selection value to its key; value_of_key() converts it back. */
 __device__ __forceinline__ uint32_t key_of(float x)
 {
-    /* adding 0 changes -0 to 0, so that both get the same key */
+    /* Adding 0 changes -0 to 0, so that 0 and -0 get the same key. */
     const uint32_t bits = __float_as_uint(x + 0.0f);
     const uint32_t key = bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u);
     return x != x ? KEY_NAN : key;
@@ -46,8 +47,8 @@ template <int V> struct Owned {
     {
         return key[0];
     }
-    /* Sorts the keys with a bitonic network, whose indices the compiler knows. So the keys stay
-     * in registers. */
+    /* Sorts the keys with a bitonic network. The compiler knows all its indices, so the keys
+     * stay in registers. */
     __device__ __forceinline__ void sort()
     {
 #pragma unroll
@@ -63,7 +64,8 @@ template <int V> struct Owned {
                     key[j] = i & size ? high : low;
                 }
     }
-    /* Reads the keys of ids [first_id, first_id + num_ids) from shared memory. num_ids <= V. */
+    /* Makes this lane the owner of the ids [first_id, first_id + num_ids), and reads their keys
+     * from `keys` in shared memory. num_ids is at most V. */
     __device__ __forceinline__ void read(const uint32_t *keys, int first_id, int num_ids)
     {
         first = first_id;
@@ -74,7 +76,8 @@ template <int V> struct Owned {
         sort();
     }
     /* Sets all keys of this lane to `value` in registers. If `value` is not KEY_NONE, also sets
-     * them in shared memory, where choose_by_lanes() looks for the ids. */
+     * them in `keys` in shared memory, because choose_by_lanes() compares keys there to find
+     * ids. */
     __device__ __forceinline__ void fill(uint32_t *keys, uint32_t value)
     {
         if (value != KEY_NONE)
@@ -108,8 +111,8 @@ template <> struct Owned<0> {
     {
         return first + position;
     }
-    /* Sets `best` and `position` to the key that comes next in this order after key `last`,
-     * which is at last_position. */
+    /* Sets `best` and `position` to the next key after key `last` at last_position, in the
+     * order that the comment on this struct defines. */
     __device__ void find(uint32_t last, int last_position)
     {
         best = KEY_NONE;
@@ -129,13 +132,14 @@ template <> struct Owned<0> {
         position = 0;
         find(0xffffffffu, -1);
     }
-    /* Sets the keys of all ids of this lane to `value`, and starts again at the largest. */
+    /* Sets the keys of all ids of this lane to `value` in `to`, and starts again at the largest
+     * key. */
     __device__ void fill(uint32_t *to, uint32_t value)
     {
         for (int v = 0; v < count; v++) to[padded_index(first + v)] = value;
         find(0xffffffffu, -1);
     }
-    /* Goes on to this lane's next key if `mine` is true. */
+    /* Removes this lane's largest key if `mine` is true: goes on to the next key. */
     __device__ void drop(bool mine)
     {
         if (mine) find(best, position);
@@ -156,7 +160,7 @@ struct Deal {
     {
         return 1 << lane_bits;
     }
-    /* Returns the number of the group of experts of this lane. */
+    /* Returns the number of the group of experts to which this lane's ids belong. */
     __device__ __forceinline__ int group() const
     {
         return lane_id() >> lane_bits;
@@ -193,7 +197,7 @@ __device__ __forceinline__ IdRange own_ids(const Deal &d)
     return {d.group() * d.ids_per_group + begin, max(count, 0)};
 }
 
-/* Returns the first lane whose `top` is the largest of the warp. Called by all lanes. */
+/* Returns the first lane whose `top` is the largest `top` of the warp. Called by all lanes. */
 __device__ __forceinline__ int best_lane(uint32_t top)
 {
     const uint32_t largest = __reduce_max_sync(ALL_LANES, top);
@@ -235,9 +239,10 @@ __device__ __forceinline__ bool keep_group(const Deal &d, float score, int topk_
     return kept;
 }
 
-/* Selects the topk_groups best groups of experts, if there are more than 32 groups. Each lane
- * computes the scores of its groups one by one, and writes their keys to group_keys. Ids in
- * groups that are not selected get the key `others`. Called by a whole warp. */
+/* Selects the topk_groups groups of experts with the largest scores, if there are more than 32
+ * groups. Each lane computes the scores of its groups one by one, and writes their keys to
+ * group_keys. m: how many selection values the score of a group adds (score_group()). The
+ * function sets the keys of ids in all other groups to `others`. Called by a whole warp. */
 __device__ __noinline__ void keep_many_groups(const epic_router &r, const Deal &d,
                                               uint32_t *keys, uint32_t *group_keys, int m,
                                               uint32_t others)
@@ -266,8 +271,10 @@ __device__ __noinline__ void keep_many_groups(const epic_router &r, const Deal &
             keys[padded_index(g * d.ids_per_group + i)] = others;
 }
 
-/* Reads the keys of this lane's ids into `own`. If the router has groups, also selects the best
- * groups. Ids in the other groups then get KEY_NONE or, with EPIC_OTHERS_ZERO, KEY_ZERO. */
+/* Reads the keys of this lane's ids into `own`. If the router has groups, also selects the
+ * groups with the largest scores. Then the keys of ids in other groups become KEY_NONE or, if
+ * the router counts them as 0 (router_others_out()), KEY_ZERO. on_logits: the keys come from
+ * logits, not from scores. */
 template <int V>
 __device__ __forceinline__ void read_own_keys(const epic_router &r, const Deal &d,
                                               Owned<V> &own, uint32_t *keys,
@@ -308,10 +315,10 @@ template <int J> __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<0> &
 }
 
 /* Returns the k choices of a token, if keys are in registers. The registers do not contain ids,
- * so this takes two steps. First the warp finds the k largest keys, and for each key the lane
- * that owns it. Then all lanes find ids at the same time: lane i finds the id of key number i,
- * by comparing it with the keys of all ids of the owner. If an owner has equal keys, the lower
- * id comes first. */
+ * so the function works in two steps. First the warp finds the k largest keys, and for each key
+ * the lane that owns it. Then all lanes find ids at the same time: lane i finds the id of key
+ * number i, by comparing this key with the keys of all ids of its owner. If an owner has equal
+ * keys, the lower id comes first. */
 template <int J, int V>
 __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const uint32_t *keys)
 {
@@ -340,8 +347,8 @@ __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const
 }
 
 /* Returns the top_k choices of a token from its keys [columns] in shared memory. group_keys:
- * shared memory for one key per group, used only if there are more than 32 groups. Called by a
- * whole warp. */
+ * shared memory for one key per group, used only if there are more than 32 groups. on_logits:
+ * see read_own_keys(). Called by a whole warp. */
 template <int V, int J>
 __device__ __forceinline__ Chosen<J> choose_experts(const epic_router &r, const Deal &d,
                                                     uint32_t *keys, uint32_t *group_keys,

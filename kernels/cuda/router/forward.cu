@@ -16,9 +16,9 @@
 
 #define MOST_WARPS 4
 
-/* Returns the experts of a token that the caller's table fixes: those in row token_ids[token].
- * An expert id that is out of range becomes -1. If the table does not have this row, all ids
- * are -1. */
+/* Returns the experts that the caller's table gives a token: those in row token_ids[token] of
+ * the table. An expert id that is too large becomes -1. If the table does not have this row,
+ * all ids are -1. */
 template <int J>
 __device__ __forceinline__ Chosen<J> read_table_row(const p2p_router_job &job, int64_t token)
 {
@@ -35,7 +35,8 @@ __device__ __forceinline__ Chosen<J> read_table_row(const p2p_router_job &job, i
     return c;
 }
 
-/* Returns the forced experts of a token. An id that is out of range becomes -1. */
+/* Returns the experts that the caller forces for a token (topk_idx_in). An id that is too large
+ * becomes -1. */
 template <int J>
 __device__ __forceinline__ Chosen<J> read_forced_row(const p2p_router_job &job, int64_t token)
 {
@@ -102,7 +103,8 @@ __device__ __forceinline__ void write_weights(const p2p_router_job &job, const C
     for (int j = 0; j < J; j++) {
         if (!c.exists(j)) continue;
         const int64_t index = token * c.k + j * WARP + lane_id();
-        /* A forced id out of range is copied, so that the plan reports it. */
+        /* A forced id that is out of range is copied unchanged, so that the plan reports the
+         * error. */
         job.topk_idx[index] = job.topk_idx_in ? job.topk_idx_in[index] : c.id[j];
         float weight = s.divisor != 0 ? s.parts[j] / s.divisor * job.rows.scale : 0;
         if (job.scale_of_expert && c.id[j] >= 0 && s.divisor != 0)
@@ -111,8 +113,8 @@ __device__ __forceinline__ void write_weights(const p2p_router_job &job, const C
     }
 }
 
-/* The kernel: each warp routes one token. V is the number of columns per lane; 0: any
- * number. */
+/* The kernel of router forward: each warp chooses the experts of one token. V is the largest
+ * number of columns per lane; 0: any number. */
 template <int V>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     router_kernel(const __grid_constant__ p2p_router_job job, const __grid_constant__ Deal deal)

@@ -20,8 +20,9 @@
 
 enum Pass { FORWARD, BACKWARD };
 
-/* Writes the probabilities of a token's experts, which are the scores divided by their sum, to
- * p. Returns that sum, or 1 for a softmax. If the sum is 0, all numbers in p are 0. */
+/* Writes the probabilities of a token's experts to p [columns]. They are the scores divided by
+ * the sum of the token's scores. Returns that sum, or 1 for a softmax. If the sum is 0, all
+ * numbers in p are 0. */
 __device__ __forceinline__ float compute_probabilities(const p2p_router_rows &rows, float *p,
                                                        int64_t token)
 {
@@ -39,8 +40,10 @@ __device__ __forceinline__ float compute_probabilities(const p2p_router_rows &ro
 }
 
 /* FORWARD: returns what one token adds to the balance loss: the sum over the experts of
- * probability * load. BACKWARD: writes the gradient of the token's logits. p [columns]: shared
- * memory of the warp; on return it contains the probabilities. */
+ * probability * load. BACKWARD: writes the gradient of the token's logits. `load`
+ * [num_experts]: number of choices of each expert. `factor`: gradient of the loss times
+ * factor_of(). p [columns]: shared memory of the warp; on return p contains the
+ * probabilities. */
 template <Pass PASS>
 __device__ __forceinline__ double balance_term(const p2p_loss_job &job, const int32_t *load,
                                                float *p, double factor, int64_t token)
@@ -66,8 +69,8 @@ __device__ __forceinline__ double balance_term(const p2p_loss_job &job, const in
 }
 
 /* FORWARD: returns what one token adds to the z-loss: the square of the logsumexp of its
- * logits. BACKWARD: writes the gradient of the token's logits. p [columns]: shared memory of
- * the warp. */
+ * logits. BACKWARD: writes the gradient of the token's logits. `factor`: as in balance_term().
+ * p [columns]: shared memory of the warp. */
 template <Pass PASS>
 __device__ __forceinline__ double z_term(const p2p_loss_job &job, float *p, double factor,
                                          int64_t token)
@@ -112,9 +115,9 @@ __device__ __forceinline__ Span clip_to_sequence(Span s, int64_t first, int64_t 
     return {max(s.begin, first), min(s.end, first + sequence_tokens)};
 }
 
-/* Returns the factor by which the sum over the tokens is multiplied: job.factor. If job.plan is
- * set, divides it job.num_divisions times (once or twice) by the number of tokens of all ranks,
- * which the plan records. */
+/* Returns the factor by which the kernels multiply the sum over the tokens: job.factor. If
+ * job.plan is set, divides this factor job.num_divisions times (once or twice) by the number of
+ * tokens of all ranks, which the plan records. */
 static __device__ double factor_of(const p2p_loss_job &job)
 {
     const device_plan_header *plan = (const device_plan_header *)job.plan;
@@ -128,7 +131,8 @@ static __device__ double factor_of(const p2p_loss_job &job)
 
 /* FORWARD: computes the sum of the loss over each run of tokens. BACKWARD: writes the gradient
  * of the tokens' logits. One warp works on one run. For the balance loss by sequences, the
- * whole CTA visits the sequences that its runs overlap, one after the other. */
+ * warps of a CTA together visit the sequences that overlap the runs of the CTA, one after the
+ * other. Z: true for the z-loss, false for the balance loss. */
 template <Pass PASS, bool Z>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     loss_kernel(const __grid_constant__ p2p_loss_job job)
@@ -186,7 +190,8 @@ template <Pass PASS, bool Z>
 static cudaError_t launch_pass(const p2p_loss_job *job, cudaStream_t stream)
 {
     const int words = row_words(job->rows.columns);
-    /* number of warps whose rows fit into shared memory, next to the counts of one sequence */
+    /* number of warps whose rows fit into shared memory, together with the counts of one
+     * sequence */
     const int left = SHARED_BYTES / 4 / words - 1;
     const int warps = left < MOST_WARPS ? left : MOST_WARPS;
     return launch_kernel(loss_kernel<PASS, Z>, (LOSS_RUNS + warps - 1) / warps, warps * WARP,
@@ -210,8 +215,9 @@ extern "C" cudaError_t p2p_launch_loss_backward(const p2p_loss_job *job, cudaStr
 
 /* ----------------------------------------------------------------------------- bias ---- */
 
-/* The kernel that computes bias += rate * sign(mean load - load). To be exact, it takes the
- * sign of the integer (total load - num_experts * load). The grid has one CTA. */
+/* The kernel that computes bias += rate * sign(mean load - load). Instead of this sign, it
+ * computes the sign of the integer (total load - num_experts * load), which has no rounding
+ * error. The grid has one CTA. */
 __global__ void __launch_bounds__(ADDERS)
     bias_update_kernel(float *bias, const int32_t *load, int64_t num_experts, float rate)
 {

@@ -82,8 +82,8 @@ template <int V, class F> __device__ __forceinline__ void each_column(int first,
 }
 
 /* Calls f(i) for each of this lane's columns i below `end`. If V is not 0, also calls f(i) for
- * this lane's columns past `end`, which saves a comparison per column. Shared memory has words
- * for these columns, too, so f may access them. */
+ * this lane's columns from `end` to 32 * V - 1, which saves a comparison per column. Shared
+ * memory has words for these columns, too, so f may access them. */
 template <int V, class F> __device__ __forceinline__ void each_place(int end, F f)
 {
     if (V > 0) {
@@ -105,8 +105,8 @@ template <class T> __device__ __forceinline__ T add_lanes(T x)
 }
 
 /* Returns the sum of f(i) over all columns, on every lane. Adds in the same order as the host:
- * blocks of SUM_BLOCK columns one after the other; within a block, one sum per lane, then
- * add_lanes(). */
+ * blocks of SUM_BLOCK columns one after the other. Within a block, each lane adds its columns,
+ * and add_lanes() adds the sums of the lanes. */
 template <int V, class T, class F> __device__ __forceinline__ T add_columns(int columns, F f)
 {
     T total = 0;
@@ -193,8 +193,8 @@ __device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t ty
 
 /* --------------------------------------------------------------------------- scores ---- */
 
-/* Returns the largest `mine` of the warp's lanes, not counting NaNs. But if `first`, the first
- * value of the row, is NaN, returns NaN, as the host does. */
+/* Returns the largest `mine` of the warp's lanes, without NaNs. `first`: first value of the
+ * row. If `first` is NaN, returns NaN, as the host does. */
 __device__ __forceinline__ float largest_of(float mine, float first)
 {
 #pragma unroll
@@ -226,8 +226,8 @@ __device__ __forceinline__ Softmax compute_softmax(float *p, const float *z, int
     return s;
 }
 
-/* Returns the score of one logit z. Not used for the softmax, whose scores depend on all
- * logits. */
+/* Returns the score of one logit z. `score`: an EPIC_SCORE_* value, but not EPIC_SCORE_SOFTMAX,
+ * for which a score depends on all logits. */
 __device__ __forceinline__ float score_of(float z, uint32_t score)
 {
     if (score == EPIC_SCORE_SIGMOID) return score_sigmoid(z);
@@ -261,7 +261,7 @@ template <int J> struct Chosen {
     int k;
     int id[J]; /* id[j]: expert of choice lane + 32 j; negative: no expert */
 
-    /* Returns true if this lane has a choice with index j: if its number, lane + 32 j, is below
+    /* Returns true if this lane has a choice with index j, that is, if lane + 32 j is less than
      * k. */
     __device__ __forceinline__ bool exists(int j) const
     {
@@ -274,8 +274,8 @@ template <int J> struct Chosen {
     }
 };
 
-/* Returns the sum of x over the token's choices, on every lane. Adds in ascending order of
- * choices, as the host does. */
+/* Returns the sum of x over the token's choices, on every lane. x[j] belongs to choice lane +
+ * 32 j. Adds in ascending order of choices, as the host does. */
 template <int J>
 __device__ __forceinline__ float add_in_order(const Chosen<J> &c, const float (&x)[J])
 {
@@ -311,10 +311,10 @@ __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J]
         if (low | high) p[j] /= sum;
 }
 
-/* The numbers from which the weights of a token's choices are computed. Each choice has a part,
- * and the token has one divisor. The weight of a choice is its part divided by the divisor,
- * times the router's scales. `is_divisor_variable` is true if the divisor depends on the parts.
- * Then backward also needs the gradient of the divisor. */
+/* The numbers from which the kernels compute the weights of a token's choices. Each choice has
+ * a part, and the token has one divisor. The weight of a choice is its part divided by the
+ * divisor, times the router's scales. `is_divisor_variable` is true if the divisor depends on
+ * the parts. Then backward also needs the gradient of the divisor. */
 template <int J> struct Shares {
     float parts[J];
     float divisor;

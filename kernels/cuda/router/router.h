@@ -38,18 +38,21 @@ typedef struct p2p_router_job {
     const float *bias;
     /* [columns]: factor of each expert's weights; NULL: all are 1 */
     const float *scale_of_expert;
-    /* [num_tokens]. If it is set, the experts of token t are those in row token_ids[t] of
-     * `table`. NULL: the kernel chooses the experts by their scores. */
+    /* [num_tokens]. If not NULL, the experts of token t are those in row token_ids[t] of
+     * `table` [table_rows, top_k]. If both token_ids and topk_idx_in are NULL, the kernel
+     * chooses the experts by their scores. */
     const void *token_ids;
     const int32_t *table;
     int64_t table_rows;
-    /* [num_tokens, top_k]. If set: the experts of each token; token_ids is then NULL. */
+    /* [num_tokens, top_k]. If not NULL: the experts that the caller forces for each token. Then
+     * token_ids is NULL. */
     const int32_t *topk_idx_in;
     int32_t *topk_idx;
     float *weights;
     float *scores;
     int32_t has_int64_ids; /* 1: token_ids are int64; 0: int32 */
-    /* 1: the kernel chooses by logits instead of scores, because both give the same order */
+    /* 1: the kernel compares logits instead of scores, because the order of experts is the same
+     * for both */
     int32_t on_logits;
 } p2p_router_job;
 
@@ -71,18 +74,19 @@ typedef struct p2p_loss_job {
     p2p_router_rows rows;
     /* balance loss over all tokens: [num_experts], number of choices of each expert */
     const int32_t *load;
-    /* balance loss by sequences: [num_tokens, top_k]; the kernel counts the choices itself */
+    /* balance loss by sequences: [num_tokens, top_k], the ids of the chosen experts; the kernel
+     * counts the choices of each sequence itself */
     const int32_t *topk_idx;
     int64_t sequence_tokens;
     double factor;
-    /* If it is set, the kernel divides `factor` by the number of tokens of all ranks, which it
+    /* If not NULL, the kernel divides `factor` by the number of tokens of all ranks, which it
      * reads from this plan. */
     const void *plan;
     /* how many times the kernel divides by the number of tokens: 1 or 2 */
     int32_t num_divisions;
     int32_t pad;
     const float *d_loss; /* backward: [1], gradient of the loss; NULL: 1 */
-    /* [LOSS_RUNS]: workspace for the sum of each run of consecutive tokens */
+    /* [LOSS_RUNS]: workspace for the sum of each run (equally many consecutive tokens) */
     double *runs;
     void *loss;
     void *d_logits;
@@ -92,8 +96,8 @@ typedef struct p2p_loss_job {
 } p2p_loss_job;
 
 /* p2p_launch_router*() launch the kernels of the router, and p2p_launch_loss*() the kernels of
- * the losses. p2p_launch_bias_update() changes `bias` [num_experts] so that the next steps'
- * load becomes more even. */
+ * the losses. p2p_launch_bias_update() changes `bias` [num_experts], so that experts with more
+ * than the mean `load` are chosen less in later steps. */
 cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_router_backward(const p2p_router_backward_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_loss(const p2p_loss_job *job, cudaStream_t stream);
