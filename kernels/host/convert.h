@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Conversions of one element between float32 and narrower types, computed from its bits. They
- * round to nearest even and keep subnormals and -0. A NaN becomes a quiet NaN. */
+/* Functions that convert one element between float32 and narrower types, by integer operations
+ * on its bits. They round to nearest even and keep subnormals and -0. A NaN becomes a quiet
+ * NaN. */
 #ifndef EPIC_HOST_CONVERT_H
 #define EPIC_HOST_CONVERT_H
 

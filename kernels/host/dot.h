@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The dot product of epic_combine_backward, added in a defined order. A block of 1024 products
  * is summed in 256 accumulators: accumulator i takes elements i, i + 256, i + 512 and i + 768.
- * Then each group of 8 accumulators is added in a tree, and then the sums of the 32 groups.
+ * Then the 8 accumulators of each group are added in a binary tree, and then the sums of the 32
+ * groups in another one. A tree with n inputs adds input i + distance to input i, for the
+ * distances n / 2, n / 4 and so on to 1.
  *
  * In the last, short block of a row some accumulators have no elements. They must not change
- * the sum. Adding -0 has this effect, because x + -0 is x for every x, +0 and -0 included. So a
- * short block is filled up with pairs whose product is -0. */
+ * the sum. Adding -0 never changes a sum: x + -0 is x for every x, also for +0 and -0. So the
+ * missing elements of a short block are replaced by pairs whose product is -0. */
 #ifndef EPIC_HOST_DOT_H
 #define EPIC_HOST_DOT_H
 
@@ -61,8 +63,9 @@ INLINE float add_accumulators(const float *sums)
 {
     __m256 by_8[4];
     for (int i = 0; i < 4; i++) by_8[i] = add_groups(sums + i * 8 * GROUP);
-    /* Adds groups at distance 16, then 8. Then at 4, 2 and 1, in the order in which
-     * add_groups() returned them. */
+    /* Adds the sums of the 32 groups at distances 16, 8, 4, 2 and 1. A vector has them in the
+     * order that add_groups() returns: 0, 2, 4, 6, 1, 3, 5, 7. So groups at distance 4 are two
+     * places apart, groups at distance 2 one place, and groups at distance 1 four places. */
     const __m256 eight =
         _mm256_add_ps(_mm256_add_ps(by_8[0], by_8[2]), _mm256_add_ps(by_8[1], by_8[3]));
     const __m256 four = _mm256_add_ps(eight, _mm256_permute_ps(eight, 0x4e));
@@ -72,10 +75,11 @@ INLINE float add_accumulators(const float *sums)
 }
 #endif
 
-/* Returns the dot product of a full block that begins at element `at`. Reads rows from front to
- * back, as hardware prefetchers expect, and keeps the accumulators in the first-level cache.
- * The fence creates no instruction. It prevents the compiler from reading the four quarters of
- * the block at once, which was four times slower for rows that are not in a cache. */
+/* Returns the dot product of a full block (1024 elements) of rows a and b, which begins at
+ * element `at`. Reads rows from front to back, as hardware prefetchers expect, and keeps the
+ * accumulators in the first-level cache. The fence creates no instruction. It prevents the
+ * compiler from reading the four quarters of the block at once, which was four times slower for
+ * rows that are not in a cache. */
 INLINE float dot_block(const void *a, const void *b, epic_type type, int64_t at)
 {
     float sums[ACCUMULATORS];
@@ -93,8 +97,8 @@ INLINE float dot_block(const void *a, const void *b, epic_type type, int64_t at)
     return add_accumulators(sums);
 }
 
-/* Converts a block of `count` elements to a full block of float32. The missing elements become
- * `absent`. */
+/* Converts `count` elements of a row, from element `at` on, to a full block of float32. The
+ * other elements of the block become `absent`. */
 INLINE void fill_block(float *block, const void *row, epic_type type, int64_t at, int64_t count,
                        float absent)
 {
@@ -114,8 +118,8 @@ INLINE float dot_short_block(const void *a, const void *b, epic_type type, int64
     return dot_block(whole_a, whole_b, EPIC_F32, 0);
 }
 
-/* Adds the dot products of all blocks of a row to *sum, in order. `first`: *sum has no value
- * yet. */
+/* Adds the dot products of all blocks of rows a and b (n elements) to *sum, in order. `first`:
+ * true if *sum has no value yet. */
 INLINE void dot_of(double *sum, bool first, const void *a, const void *b, epic_type type,
                    int64_t n)
 {

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* SIMD vectors of float32, of type `lanes`, for the variant that is being compiled, and loads
- * and stores of row elements of any type. In a call of these functions, `type` must be a
- * constant: F32, BF16 or F16. */
+/* SIMD vectors of float32, of type `lanes`, for the variant (kind of processor) that is being
+ * compiled, and loads and stores of row elements of any type. A vector has LANES floats.
+ * STRIP_LANES is the number of columns that rows.c sums at a time. In a call of these
+ * functions, `type` must be a constant: EPIC_F32, EPIC_BF16 or EPIC_F16. */
 #ifndef EPIC_HOST_LANES_ANY_H
 #define EPIC_HOST_LANES_ANY_H
 

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* SIMD vectors of float32 for processors with AVX-512 (F, BW, VL, DQ): sixteen lanes. The
- * processor's instruction for bfloat16 flushes subnormals to zero, so it is not used. */
+ * functions do not use the processor's instruction for conversion to bfloat16, because that
+ * instruction flushes subnormals to zero. */
 #ifndef EPIC_HOST_LANES_H
 #define EPIC_HOST_LANES_H
 
@@ -34,7 +35,7 @@ INLINE void store_f32(void *to, lanes x)
     _mm512_storeu_ps(to, x);
 }
 
-/* Rounds each lane to bfloat16 as bf16_of_float() does, and stores them. */
+/* Rounds each lane to bfloat16 as bf16_of_float() does, and stores the results. */
 INLINE void store_bf16(void *to, lanes x)
 {
     const __m512i bits = _mm512_castps_si512(x);
@@ -53,14 +54,15 @@ INLINE void store_f16(void *to, lanes x)
     _mm256_storeu_si256(to, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
-/* Stores with a non-temporal store, which bypasses the caches. `to` must be aligned to
+/* Stores x with a non-temporal store, which bypasses the caches. `to` must be aligned to
  * sizeof(lanes). */
 INLINE void store_past_caches(void *to, lanes x)
 {
     _mm512_stream_ps(to, x);
 }
 
-/* Rounds each lane to e4m3 as e4m3_of_float() does, and stores them. */
+/* Rounds each lane to e4m3 as e4m3_of_float() does, and stores the results (one byte per
+ * lane). */
 INLINE void store_e4m3(void *to, lanes x)
 {
     const __m512i bits = _mm512_castps_si512(x);
@@ -96,8 +98,8 @@ INLINE lanes lanes_max_size(lanes a, lanes b)
                          _mm512_and_si512(_mm512_castps_si512(b), sizes)));
 }
 
-/* Returns the bits of the largest lane. All lanes must be positive or NaN; a NaN counts as
- * largest. */
+/* Returns the bits of the largest lane. No lane may have its sign bit set. A NaN counts as
+ * larger than any number. */
 INLINE uint32_t lanes_largest_bits(lanes a)
 {
     return (uint32_t)_mm512_reduce_max_epi32(_mm512_castps_si512(a));

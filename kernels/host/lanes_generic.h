@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A "vector" of one float32, for any processor. The compiler may vectorize loops over it. On
- * processors without an FMA instruction lanes_fma() calls libm, which is correct but slow. */
+/* A "vector" of one float32, for any processor. The compiler may vectorize loops over such
+ * vectors. On processors without an FMA instruction lanes_fma() calls libm, which is correct
+ * but slow. */
 #ifndef EPIC_HOST_LANES_H
 #define EPIC_HOST_LANES_H
 
@@ -63,7 +64,7 @@ INLINE lanes lanes_max_size(lanes a, lanes b)
     return float_of(size_a > size_b ? size_a : size_b);
 }
 
-/* Returns the bits of a, which must be positive or NaN. */
+/* Returns the bits of a, whose sign bit must not be set. */
 INLINE uint32_t lanes_largest_bits(lanes a)
 {
     return bits_of(a);

@@ -1,13 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Products of float32 matrices in which the bits of an element depend only on its row of A and
  * its column of B. Libraries such as OpenBLAS do not promise this: they choose other kernels for
- * other numbers of rows.
+ * other numbers of rows. C [m, n] is op(A) [m, k] times op(B) [k, n]. op() transposes its
+ * argument or returns it unchanged (host_product in kernels.h).
  *
- * The order of additions: the sum over l is divided into chunks of HOST_PRODUCT_DEPTH terms,
- * beginning at l = 0. Each chunk starts at +0 and adds its products by fused multiply-adds, by
- * ascending l. The sums of the chunks are added by ascending l to the first of them, or to C if
- * `add` is set. Zeros at the end of the sum do not change a bit. Every variant of this file,
- * every block size and every processor computes the same bits.
+ * The order of additions: an element of C is a sum over l from 0 to k - 1. This sum is divided
+ * into chunks of HOST_PRODUCT_DEPTH terms. The sum of a chunk starts at +0 and adds its
+ * products by fused multiply-adds, by ascending l. The sums of the chunks are added in
+ * ascending order to the sum of the first chunk, or to C if `add` is set. Zeros at the end of
+ * the sum change no bits, except that a -0 from an underflow may become +0. Every variant of
+ * this file, every block size and every processor computes the same bits.
  *
  * The loops follow Goto's algorithm, without allocating memory:
  *   for each chunk of the sum
@@ -28,15 +30,19 @@
 #define VECTORS 8
 #endif
 #define PANEL (VECTORS * LANES)
-#define GROUP_COLUMNS 64 /* whole panels: long pieces of rows of B are faster to pack */
-#define BLOCK_ROWS 96    /* a multiple of every TILE_ROWS */
-#define FEW_ROWS 4       /* up to this many rows of A, packing B takes longer than it saves */
+/* columns of B that are packed at a time: several panels, because long pieces of rows are
+ * faster to pack */
+#define GROUP_COLUMNS 64
+#define BLOCK_ROWS 96 /* a multiple of every TILE_ROWS */
+/* if A has at most this many rows, packing B takes longer than it saves */
+#define FEW_ROWS 4
 
-/* Part of a product: rows of one block of A, one chunk of the sum. */
+/* Part of a product: rows [first_row, first_row + rows) of op(A), and one chunk of the sum, the
+ * terms l from `first` to first + depth - 1. */
 typedef struct part {
     const host_product *p;
     int64_t first_row, rows, first, depth;
-    bool adds; /* add to C, instead of overwriting it */
+    bool adds; /* true: add to C; false: overwrite C */
 } part;
 
 /* Returns element (row, l) of op(A). */
@@ -68,7 +74,8 @@ static void pack_left(const part *t, float *out)
     }
 }
 
-/* Transposes a square of LANES x LANES floats. The distances of rows are from_row and to_row. */
+/* Transposes a square of LANES x LANES floats. from_row and to_row are the distances between
+ * rows of `from` and of `to`, in floats. */
 INLINE void transpose_square(float *to, int64_t to_row, const float *from, int64_t from_row)
 {
 #if LANES >= 8
@@ -81,7 +88,9 @@ INLINE void transpose_square(float *to, int64_t to_row, const float *from, int64
             s[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
             s[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
         }
-        for (int i = 0; i < 8; i++) { /* r[i]: columns i and i + 4 of four rows each */
+        /* r[i] becomes columns i % 4 and i % 4 + 4 of four rows: the upper four for i < 4, else
+         * the lower four */
+        for (int i = 0; i < 8; i++) {
             const __m256 a = s[i / 4 * 4 + i % 4 / 2], b = s[i / 4 * 4 + i % 4 / 2 + 2];
             r[i] = i % 2 ? _mm256_shuffle_ps(a, b, 0xee) : _mm256_shuffle_ps(a, b, 0x44);
         }
@@ -125,9 +134,9 @@ static void pack_right(const part *t, int64_t column, int64_t count, float *out)
     }
 }
 
-/* Computes one tile of C: `rows` rows of the packed tile a [depth, TILE_ROWS], and `vectors`
- * vectors of columns of b, whose rows have the distance ldb. Stores the first `stored` rows and
- * the first `count` columns. */
+/* Computes one tile of C from the first `rows` rows of the packed tile a [depth, TILE_ROWS],
+ * and from `vectors` vectors of columns of b, whose rows have the distance ldb in floats.
+ * Stores the first `stored` rows and the first `count` columns. `adds`: see struct part. */
 INLINE void multiply_tile(const float *a, const float *b, int64_t ldb, int64_t depth, float *c,
                           int64_t ldc, int rows, int vectors, int64_t stored, int64_t count,
                           bool adds)
@@ -156,7 +165,8 @@ INLINE void multiply_tile(const float *a, const float *b, int64_t ldb, int64_t d
         }
 }
 
-/* Multiplies the rows of a part by one packed panel of columns. */
+/* Multiplies the rows of a part, packed in `left`, by one packed panel of columns, `right`. The
+ * panel has `count` columns, and its first one is `column`. */
 static void multiply_panel(const part *t, const float *left, const float *right, int64_t column,
                            int64_t count)
 {
@@ -169,7 +179,8 @@ static void multiply_panel(const part *t, const float *left, const float *right,
     }
 }
 
-/* Multiplies the rows of a part by a group of packed panels, which have `count` columns. */
+/* Multiplies the rows of a part by a group of packed panels, which have `count` columns in all.
+ * `column`: first of these columns. */
 static void multiply_group(const part *t, const float *left, const float *right, int64_t column,
                            int64_t count)
 {
@@ -178,8 +189,8 @@ static void multiply_group(const part *t, const float *left, const float *right,
                        count - j < PANEL ? count - j : PANEL);
 }
 
-/* Multiplies a few rows by columns of B that are not packed, and returns the number of columns
- * that it has computed. */
+/* Multiplies a few rows by columns of B that are not packed. Computes as many columns as fill
+ * whole vectors of its tiles, from column 0 on, and returns their number. */
 static int64_t multiply_few(const part *t, const float *left)
 {
     enum { WIDE = 8 };

@@ -5,7 +5,8 @@
  * - 1x128: max|x| / 448 is rounded to float32, and 0 becomes scale 1. x / scale is rounded
  *   to float32, then to e4m3.
  * - 1x32: the scale is the smallest 2^s with max|x| <= 448 * 2^s exactly, and s is at least
- *   -127. It is computed from the bits, because a rounded quotient could be off by one.
+ *   -127. The code computes s from the bits of max|x|, because the exponent of a rounded
+ *   quotient could be wrong by one.
  * - A block with a NaN or an infinity has the scale 0x7fc00000 (1x128) or 255 (1x32), and
  *   all its bytes are 0x7f. */
 #ifndef EPIC_HOST_QUANTIZE_H
@@ -18,8 +19,8 @@
 #define E8M0_ONE 127
 #define E8M0_NAN 255
 
-/* Returns the bits of the largest |x| of a block. Without the sign, the bits of floats have the
- * order of the floats, and NaNs are largest. */
+/* Returns the bits of the largest |x| of a block of `block` elements. Without the sign, the
+ * bits of floats have the order of the floats, and NaNs are largest. */
 INLINE uint32_t largest_bits(const float *x, int block)
 {
     lanes max = lanes_of(0.0f);
@@ -36,8 +37,8 @@ INLINE float scale_1x128(uint32_t max)
 }
 
 /* Returns the scale of a block of 32 elements as an e8m0 byte, an exponent. `max`: bits of the
- * block's largest |x|. The largest e4m3 number is 448 = 1.75 * 2^8. So the exponent is that of
- * max minus 8, plus 1 if the mantissa of max is above 1.75. */
+ * block's largest |x|. The largest e4m3 number is 448 = 1.75 * 2^8. So the exponent of the
+ * scale is the exponent of `max` minus 8, plus 1 if the mantissa of `max` is above 1.75. */
 INLINE int scale_1x32(uint32_t max)
 {
     if (max >= INFINITY_BITS) return E8M0_NAN;
@@ -46,8 +47,8 @@ INLINE int scale_1x32(uint32_t max)
     return scale < 0 ? 0 : scale;
 }
 
-/* Returns 1 / scale of an e8m0 scale. The scale is a power of two, so multiplying by 1 / scale
- * gives the same bits as dividing by it. */
+/* Returns 1 / scale for an e8m0 scale. The scale is a power of two, so multiplying by 1 / scale
+ * gives the same bits as dividing by the scale. */
 INLINE float inverse_of_e8m0(int scale)
 {
     return scale == E8M0_NAN ? float_of(NAN_BITS) : float_of((uint32_t)(254 - scale) << 23);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The host's arithmetic on rows. CMake compiles this file once per kind of processor; VARIANT
- * is the name of the kind.
+ * is the name of the kind. kernels/kernels.h describes each function.
  *
  * Rows are summed in strips of STRIP_LANES columns. The sums of a strip stay in registers while
  * all rows are read. A strip is read from every row before it is written, so `out` may be one
@@ -65,8 +65,8 @@ INLINE void sum_strip(const sum_args *args, bool weighted, int64_t at, epic_type
     for (int i = 0; i < STRIP; i++) store_lanes(args->out, out_type, at + i * LANES, sums[i]);
 }
 
-/* Sums `count` columns, at most LANES, from column `at` on. For the columns that do not fill a
- * strip. */
+/* Sums `count` columns, at most LANES, from column `at` on. sum_of() calls it for the columns
+ * that do not fill a strip. */
 INLINE void sum_tail(const sum_args *args, bool weighted, int64_t at, int64_t count,
                      epic_type type, epic_type out_type)
 {
@@ -206,10 +206,10 @@ INLINE void copy_line(char *to, const char *from)
     for (int i = 0; i < LINE / step; i++) store_past_caches(to + i * step, x[i]);
 }
 
-/* Implements host_kernels.copy. It copies rows to results, which are larger than the caches and
- * not read soon, and to staging rings, which a core that shares no cache with this one reads.
- * An ordinary store would first read the destination from memory or from that core's cache. A
- * non-temporal store saves this read. */
+/* Implements host_kernels.copy. Callers copy rows to two places: to results, which are larger
+ * than the caches and not read soon, and to staging rings, which are read by a core that shares
+ * no cache with this one. An ordinary store would first read the destination from memory or
+ * from that core's cache. A non-temporal store saves this read. */
 static void copy_row(void *to, const void *from, size_t n)
 {
     if (n < MIN_PAST_CACHES) {
