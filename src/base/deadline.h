@@ -3,7 +3,7 @@
  *
  * A process can be stopped as a whole: Ctrl-Z, `scontrol suspend`, a frozen container, a paused
  * virtual machine.  The monotonic clock does not stop with it.  Suppose that all ranks were
- * stopped together.  The first rank that checks its deadline afterwards would find that it has
+ * stopped together.  The first rank that checks its deadline afterwards would find the deadline
  * passed, and would report a silent peer.  To prevent this, a waiting rank checks its deadline
  * again and again.  Before each sleep it stores when the next check is due (expected_ns).  If
  * that check comes much later, this process was stopped.  The deadline then starts anew, so

@@ -35,7 +35,7 @@ typedef struct tag_table {
 #define TAGS_BYTES ((int64_t)(TAGS_AT_FIRST * sizeof(tag_entry)))
 
 /* Opens an empty table. At most max_in_flight operations may be in flight at the same time.
- * Errors: EPIC_ENOMEM. tags_close() frees the table. It accepts a table of zeros. */
+ * Errors: EPIC_ENOMEM. tags_close() frees the table, and does nothing for a table of zeros. */
 epic_result tags_open(tag_table *table, uint32_t max_in_flight);
 void tags_close(tag_table *table);
 

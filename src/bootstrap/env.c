@@ -45,7 +45,7 @@ static const launcher launchers[] = {
 /* The values that one launcher has set for this process. */
 typedef struct claim {
     const launcher *by;    /* the launcher; NULL: it has set no variables */
-    const char *size_name; /* the variable that holds num_ranks; NULL: none, num_ranks is 0 */
+    const char *size_name; /* variable that contains num_ranks; NULL: num_ranks is unknown, 0 */
     int64_t rank, num_ranks;
 } claim;
 
@@ -121,9 +121,8 @@ static void describe_claim(char *out, size_t size, const claim *c)
 }
 
 /* Returns true if the variables of two launchers contradict each other. One launcher may start
- * another, so their ranks and numbers of ranks may differ without a contradiction. But if one
- * says that the group has one rank, and the other started several ranks, that is a
- * contradiction. */
+ * another one, so their ranks and numbers of ranks may differ without a contradiction. But it
+ * is a contradiction if one launcher sets one rank and the other one started several ranks. */
 static bool is_contradiction(const claim *followed, const claim *other)
 {
     const trust a = followed->by->trust, b = other->by->trust;

@@ -52,8 +52,8 @@ epic_message epic_link_message(epic_link *link, const epic_frame *frame, const v
  * the last message was sent. */
 void epic_link_reuse_number(epic_link *link);
 
-/* Returns true if the tag shows that the other end sent this frame, as its next one. Call it
- * once for each received frame, because it counts them. */
+/* Returns true if the tag shows that the other end sent this frame, as its next one. Call this
+ * function once for each received frame, because it counts the frames. */
 bool epic_link_check(epic_link *link, const epic_frame *frame);
 
 /* Returns true if these are the bytes of a frame that epic_link_check() has accepted. */
