@@ -31,8 +31,8 @@ typedef enum layer_weight {
     WEIGHT_SHARED_B_GATE_UP,
     WEIGHT_SHARED_B_DOWN,
     WEIGHT_W_SHARED_GATE,
-    WEIGHT_B_GATE_UP, /* never a checksum, because ranks hold different experts */
-    WEIGHT_B_DOWN,    /* never a checksum, for the same reason */
+    WEIGHT_B_GATE_UP, /* never a checksum, because each rank has other experts */
+    WEIGHT_B_DOWN,    /* never a checksum */
     NUM_LAYER_WEIGHTS
 } layer_weight;
 

@@ -120,7 +120,7 @@ bool op_header_compare(const epic_op_header *a, int rank_a, const epic_op_header
         char text_a[32], text_b[32];
         if (a->common[i] == b->common[i]) continue;
         if (i == COMMON_OPTIONS || i == COMMON_LAYER_WEIGHTS) {
-            /* one of the two ranks does not know the value */
+            /* 0: a rank does not know its value, so the two values are not compared */
             if (!a->common[i] || !b->common[i]) continue;
             layer_options_describe_difference(a, rank_a, b, rank_b, sentence, size);
             return false;

@@ -115,8 +115,8 @@ void op_header_set_options(epic_op_header *header, const layer_options *options)
 const char *operation_name(uint32_t operation);
 
 /* Returns whether two ranks' op headers describe the same operation. If not, writes the first
- * difference to `sentence`. If a header reports an error in its rank's data, its other fields
- * are not filled in, so only the operation is compared. */
+ * difference to `sentence`. In a header that reports an error in its rank's data, other fields
+ * are not filled in. So if one of the two does, only the operation is compared. */
 bool op_header_compare(const epic_op_header *a, int rank_a, const epic_op_header *b, int rank_b,
                        char *sentence, size_t size);
 

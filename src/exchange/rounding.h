@@ -3,8 +3,8 @@
  * subnormal numbers. Frameworks may have set the thread to flush subnormal numbers to zero,
  * which would change results.
  *
- * rounding_enter() sets the mode and returns the mode before. rounding_leave() restores that
- * mode. On processors other than x86 and ARM64 both do nothing. */
+ * rounding_enter() sets the mode and returns the previous mode. rounding_leave() restores that
+ * mode. On processors other than x86 and ARM64 both functions do nothing. */
 #ifndef EPIC_ROUNDING_H
 #define EPIC_ROUNDING_H
 

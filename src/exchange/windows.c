@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Adds windows to a context, and finds outputs in them.
  *
- * Adding a window takes two operations. With the op header of the first, each rank reports
- * whether it has its memory. Then each rank maps the windows of its peers, and with the op
- * header of the second it reports whether it could. A rank puts the window into its table
- * before the second header, and uses it for its own outputs after it has read the second header
- * of every rank. So when a peer reads the number of a window in a header, the window is already
- * in its table. */
+ * A window has memory on every rank. Adding a window takes two operations. In the op header of
+ * the first operation, each rank reports whether its memory is ready. Then each rank
+ * maps the windows of its peers. In the op header of the second operation, it reports whether
+ * the mapping succeeded. Each rank puts the window into its table before it sends the second
+ * header. It uses the window for its own outputs after it has read the second headers of all
+ * ranks. So when a peer reads the number of a window in a header, the window is already in the
+ * peer's table. */
 #include "exchange/windows.h"
 
 #include <errno.h>
@@ -21,11 +22,11 @@
 
 /* One window. */
 typedef struct window {
-    unsigned char *data; /* this rank's memory; NULL: none */
+    unsigned char *data; /* this rank's memory; NULL if it has 0 bytes */
     int64_t bytes;
     bool is_allocated;      /* true: EPIC has allocated the memory */
     _Atomic bool is_usable; /* true: outputs of this rank in the window are stored directly */
-    void **at; /* [num_ranks] address of each peer's window in this process; NULL: none */
+    void **at; /* [num_ranks] address of each peer's window in this process; NULL: not mapped */
     int64_t *bytes_of; /* [num_ranks] size of each rank's window */
 } window;
 
@@ -57,8 +58,8 @@ static const epic_window_transport *window_transport(const epic_context *ctx)
     return ctx->num_ranks > 1 ? ctx->backend->transport->windows : NULL;
 }
 
-/* Unmaps the windows of the peers and frees the arrays of *w. If `frees` is true, also frees
- * this rank's memory, if EPIC has allocated it. */
+/* Unmaps the windows of the peers and frees the arrays of *w. If `frees` is true and EPIC has
+ * allocated this rank's memory, also frees this memory. */
 static void window_release(epic_context *ctx, window *w, bool frees)
 {
     for (int r = 0; w->at && r < ctx->num_ranks; r++)
@@ -165,7 +166,8 @@ static epic_result window_exchange_memory(epic_context *ctx, struct window_table
     return exchange_close(x, result);
 }
 
-/* The second operation: all ranks report whether they could map the windows. */
+/* The second operation: all ranks report whether they have mapped the windows of their
+ * peers. */
 static epic_result window_agree(epic_context *ctx, struct window_table *table,
                                 const epic_window_args *args, epic_result mapped)
 {

@@ -9,8 +9,9 @@
 #define MAX_WINDOWS 256
 
 /* Releases the windows of a context, before the backend leaves the group. If `ours` is true,
- * first waits until no peer stores into the windows. A forked child passes false and releases
- * only its own copies. */
+ * first waits until no peer stores into the windows. If a peer still does so at the deadline,
+ * the memory of the windows is not freed. A forked child passes false and releases only its own
+ * copies. */
 void windows_close(epic_context *ctx, bool ours);
 
 /* Adds a window to the context. Collective. If args->data is NULL, EPIC allocates the
@@ -43,8 +44,8 @@ static inline bool window_is_direct(const exchange *x, int rank, enum window_out
 }
 
 /* Returns the address of bytes [at, at + bytes) of output `which` of a peer. Returns NULL if
- * this rank must not store there. Then either the peer has closed its context, or a plan or op
- * header is damaged and the bytes are outside of the peer's window. */
+ * this rank must not store there. There are two reasons: the peer has closed its context, or a
+ * damaged plan or op header would lead to bytes outside of the peer's window. */
 static inline unsigned char *window_address(const exchange *x, int peer,
                                             enum window_output which, int64_t at, int64_t bytes)
 {
