@@ -7,8 +7,8 @@
  * the same bits.
  *
  * A short array is sent inside the op headers, and every rank adds the arrays of all ranks.
- * This takes one message delay instead of three. The order of the additions, and thus the bits,
- * are the same. */
+ * This takes one message delay instead of three. The numbers are added in the same order as in
+ * blocks, so the sums have the same bits. */
 #include <string.h>
 
 #include "base/error.h"

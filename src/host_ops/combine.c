@@ -341,7 +341,7 @@ static void combine_read_rows(void *self, int64_t token, int32_t piece, const vo
     void *out = (unsigned char *)c->out.data + token * c->out.row_bytes +
                 c->first * (int64_t)epic_type_bytes(c->type);
     if (direct && window_is_direct(c->x, rank, WINDOW_ROWS))
-        ; /* the other rank has stored the row */
+        ; /* the only rank with slots of this token has stored the row */
     else if (c->plan.header->layer.sum_order == EPIC_TREE)
         add_partials_as_tree(c, rows, out);
     else

@@ -130,7 +130,7 @@ static void combine_backward_read_entry(void *self, int from, int64_t token, int
     const int64_t size = (int64_t)epic_type_bytes(s->args->type);
     if (window_is_direct(s->x, s->x->rank, WINDOW_ROWS) &&
         plan_has_only_slot(&s->plan, from, token))
-        return; /* the other rank has stored the piece */
+        return; /* rank `from` has stored the piece */
     scatter_piece(s, from, token, entry, piece_offset(&s->split, piece) / size,
                   piece_size(&s->split, piece) / size);
 }

@@ -264,8 +264,9 @@ static bool is_plan_written(epic_result result)
     return result == EPIC_OK || result == EPIC_EINVAL || result == EPIC_EOVERFLOW;
 }
 
-/* Runs epic_plan up to the finished plan. `next` is the dispatch that follows in the same call,
- * or NULL. Afterwards the caller must close p->x, unless it is NULL. */
+/* Runs epic_plan up to the finished plan. `next` is the dispatch that follows in the same
+ * public call, or NULL. Afterwards the caller must close the exchange p->x, unless p->x is
+ * NULL. */
 static epic_result plan_run(planning *p, epic_context *ctx, const op_header_extra *extra,
                             const epic_dispatch_args *next)
 {

@@ -95,8 +95,9 @@ static int32_t max_experts_per_rank(int32_t *count, const epic_layer *layer, int
     return most;
 }
 
-/* Sets the pointers to the workspace. It begins at the end of the largest plan that is possible
- * with these numbers of tokens, so its place does not depend on the experts' placement. */
+/* Sets the pointers to the workspace. The workspace begins at the end of the largest plan that
+ * is possible with these numbers of tokens. So its place does not depend on the placement of
+ * the experts. */
 static void locate_workspace(planner *p, const plan_header *h)
 {
     plan_header largest = *h;

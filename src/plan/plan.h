@@ -160,8 +160,8 @@ int64_t layer_find_misplaced(const epic_layer *layer, int32_t num_ranks,
 
 /* The first error in a table of replicas. Both fields are -1 if there is none. */
 typedef struct replicas_error {
-    int64_t expert;  /* expert whose entry is out of range; -1: none */
-    int64_t logical; /* the invalid entry, or a logical expert without a replica; -1: none */
+    int64_t expert;  /* expert whose entry is out of range; -1: no such expert */
+    int64_t logical; /* the invalid entry, or a logical expert without a replica; or -1 */
 } replicas_error;
 
 /* Checks a table of replicas, which may be NULL. Returns its first error. */

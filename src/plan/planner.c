@@ -147,8 +147,8 @@ static bool is_over(const planner *p, int32_t rank)
  * get the same limit. It is the largest limit with which the rank's slots suffice.
  *
  * The loop does a binary search for all ranks at the same time, between fits[rank] and
- * fails[rank]. For a rank within its capacity both are equal from the start, so nothing is
- * searched. */
+ * fails[rank]. For a rank within its capacity, fits[rank] and fails[rank] are equal from the
+ * start, so the search ends at once. */
 static void drop_choices(planner *p)
 {
     const plan_header *h = p->header;
@@ -230,7 +230,7 @@ typedef struct choices {
 
 /* Returns the EPIC_FATE value of a dropped choice of expert e. `id` is the choice's entry in
  * p->ids. Without EPIC_BY_K the function also advances next[e], because a dropped choice has a
- * position too. With EPIC_BY_K only kept choices advance it. */
+ * position too. With EPIC_BY_K only kept choices advance next[e]. */
 static int32_t fate_of(planner *p, int32_t e, int32_t id)
 {
     const bool by_k = is_priority_by_k(p);
