@@ -29,8 +29,8 @@ static void add_options_hash(epic_call *call, const op_header_extra *extra)
 }
 
 /* If the caller passed {NULL, 0, 0}, a matrix without rows, sets its row_bytes to `bytes`, the
- * row_bytes of a matrix with rows of the same size. A macro, because it works on epic_rows and
- * epic_const_rows. */
+ * row_bytes of a matrix with rows of the same size. It is a macro, because it works on
+ * epic_rows and epic_const_rows. */
 #define DEFAULT_ROW_BYTES(rows, bytes)                                                         \
     do {                                                                                       \
         if (!(rows).data && !(rows).num_rows && !(rows).row_bytes) (rows).row_bytes = (bytes); \

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_experts_forward and epic_experts_backward: the MLPs of the local experts. Each call
  * checks its arguments first. On a CUDA context it then calls the device backend. On the host
- * it computes one slab after the other on the calling thread (pass_template.h). */
+ * it computes the slab of one local expert after the other on the calling thread
+ * (pass_template.h). */
 #include <string.h>
 
 #include "api/config.h"

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Lays out the two buffers of a layer: `saved`, which forward writes and backward reads, and
- * `workspace`. Offsets and sizes depend only on the configuration. So the same code computes
- * the sizes for epic_moe_memory and the addresses for forward and backward. */
+ * `workspace`. Offsets and sizes depend only on the configuration and the number of tokens. So
+ * the same code computes the sizes for epic_moe_memory and the addresses for forward and
+ * backward. */
 #include "moe/moe.h"
 #include "plan/plan.h"
 #include "rules/experts_layout.h"

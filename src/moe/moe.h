@@ -125,7 +125,7 @@ typedef struct moe_job {
     int64_t dense_levels; /* levels of the binary tree in which the gradients of the blocks are
                              added; 0: work.dense is not needed */
     /* host backward: the caller's gradients of the balance loss and of the z-loss. d_loss, the
-     * gradient of their sum, is added to both. */
+     * gradient of the sum of both losses, is included in d_balance and in d_z. */
     double d_balance, d_z;
     uint32_t grad_type; /* backward: epic_type of the experts' weight gradients */
     moe_saved saved;

@@ -172,9 +172,9 @@ static int64_t next_load(const loss_job *job, int64_t first, const int32_t **loa
     return whole ? job->args.num_tokens : job->args.sequence_tokens;
 }
 
-/* Sums over tokens use LOSS_RUNS partial sums, called runs. Each run adds consecutive tokens,
- * and at the end the runs are added in a tree. A GPU adds in the same order, with one thread
- * per run, so host and GPU get the same bits. */
+/* Sets all runs to 0. Sums over tokens use LOSS_RUNS partial sums, called runs. Each run adds
+ * consecutive tokens, and at the end the runs are added in a tree. A GPU adds in the same
+ * order, with one thread per run, so host and GPU get the same bits. */
 static void zero_runs(const loss_job *job)
 {
     memset(job->router.runs, 0, LOSS_RUNS * sizeof *job->router.runs);
