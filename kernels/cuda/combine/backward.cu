@@ -9,8 +9,8 @@
  *   d_slot_weights  [num_rows]               output: dot product of d_out and rows of the slot
  *
  * A unit is the work of one warp at a time: one span of pieces of one row. All warps of all
- * CTAs take units from one list in turn (common/rows.cuh). Step i of the list has units with
- * these roles:
+ * CTAs take units from one list in turn (common/rows.cuh). job.lag is the number of tokens by
+ * which receiving stays behind sending. Step i of the list has units with these roles:
  *
  *   send     token i of this rank, to every peer that needs it
  *   receive  token i - lag of each source; this rank's own tokens are the last source. A unit

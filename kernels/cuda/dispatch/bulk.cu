@@ -11,7 +11,8 @@
  *   job.warps warps per CTA  move units; a unit is one packed row of one token
  *   other warps              idle
  *
- * Step i of the list of units:
+ * Step i of the list of units, where lag is the number of tokens by which receiving stays
+ * behind sending:
  *
  *   own unit    sends this rank's token i to every peer that needs it, and stores it to its
  *               slots on this rank. So the row is read, or quantized, once.

@@ -14,8 +14,9 @@
  *   other CTAs         first send the first `head` tokens, while the plan is made
  *   all warps          then move units, which they get in turn (common/rows.cuh)
  *
- * A unit is the work of a warp at a time: a span of pieces of one row, in one role. Step i of
- * the list of units has these roles:
+ * A unit is the work of a warp at a time: a span of pieces of one row, in one role. job.lag is
+ * the number of tokens by which receiving stays behind sending. Step i of the list of units has
+ * these roles:
  *
  *   send     token i to every peer that needs it; needs only the token's own choices
  *   receive  token i - lag of each source; this rank's own tokens are the last source, and

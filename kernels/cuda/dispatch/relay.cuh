@@ -3,7 +3,8 @@
  * host: it goes to the sender's *mate* there, the rank with the same index in its host. The
  * mate forwards the row to the ranks of its host that need it (net/relay.cuh).
  *
- * Step i of the list of units has these roles in order:
+ * Step i of the list of units has these roles in order. Forwarding and receiving stay `lag`
+ * tokens behind sending.
  *
  *   send     token i: to ranks of this host, and to mates on other hosts
  *   forward  token i - lag of each mate: net inbox -> staging of ranks of this host

@@ -20,8 +20,8 @@
  * In a cluster of two CTAs, the two CTAs compute two tiles that are neighbours in a column;
  * then the cluster goes on to its next pair of tiles. If both tiles belong to one expert, they
  * need the same part of matrix b. Each CTA then copies half of it, and its multicast copy
- * writes this half to both CTAs. The CTAs decide this for each pair of tiles, so it also works
- * for slabs of very different sizes.
+ * writes this half to both CTAs. The CTAs decide for each pair of tiles whether they share the
+ * copies, so slabs may have very different sizes.
  *
  * The kernel reads a and b in the caller's layout. "Transposed" marks a matrix in which the
  * summed dimension is not contiguous, so that wgmma has to read it transposed.

@@ -56,7 +56,7 @@ struct Job {
     const int32_t *num_tiles;
     const void *bias;
     const float *bias_weights;
-    /* only with E4M3: scales of a and b (experts/grouped.h) */
+    /* only for e4m3 matrices: scales of a and b (experts/grouped.h) */
     const float *a_scales, *b_scales;
     void *out;
     const void *addend; /* INPUT: an array that is added to the result; NULL: none */

@@ -202,9 +202,9 @@ __device__ __forceinline__ void write_shared(uint32_t to, float x, float y)
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
 }
 
-/* Stores four 8 x 8 matrices of 16-bit numbers to shared memory (stmatrix). Lane l passes the
- * address of row l % 8 of matrix l / 8, and its two numbers of each matrix. Called by a whole
- * warp. */
+/* Stores four 8 x 8 matrices of 16-bit numbers to shared memory (stmatrix). Lane l passes in
+ * `to` the address of row l % 8 of matrix l / 8. In a, b, c and d it passes two numbers of each
+ * of the four matrices. Called by a whole warp. */
 __device__ __forceinline__ void write_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c,
                                                uint32_t d)
 {
