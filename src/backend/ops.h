@@ -130,15 +130,18 @@ typedef struct epic_ops {
     epic_result (*add_array)(epic_group *, epic_stream, void *to, const void *from,
                              int64_t count, uint32_t type, bool replace);
 
-    /* Sums each of the two rows of values [2, n] in the order of a binary tree. Writes the sum
-     * of the first row to values[0] and the sum of the second row to values[1]. */
+    /* Sums each of the two rows of values [2, n] in the order of a binary tree. n is a power of
+     * two. Writes the sum of the first row to values[0] and the sum of the second row to
+     * values[1]. */
     epic_result (*sum_trees)(epic_group *, epic_stream, float *values, int64_t n);
 
-    /* Writes `losses` to the loss outputs of the layer, or zeros if losses is NULL. */
+    /* Writes losses [2] (balance loss, z-loss) and their sum to the layer's loss outputs that
+     * are not NULL. `losses` NULL stands for zeros. */
     epic_result (*write_losses)(epic_group *, epic_stream, const float *losses,
                                 const epic_moe_args *);
 
-    /* Reads the gradients of the losses from the caller's arguments into d_losses. */
+    /* Writes to d_losses [2] the gradients of the balance loss and of the z-loss, computed from
+     * the caller's arguments. */
     epic_result (*read_d_losses)(epic_group *, epic_stream, float *d_losses,
                                  const epic_moe_backward_args *);
 

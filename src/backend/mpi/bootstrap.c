@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Creates a bootstrap from a communicator.
  *
- * MPI's own collectives wait forever for a missing rank and do not name it. So this file
- * duplicates the caller's communicator with the non-blocking MPI_Comm_idup. On the duplicate, a
- * gather is a set of plain messages from every rank to every other rank.
+ * MPI's own collectives wait forever for a missing rank and do not report which rank it is. So
+ * this file duplicates the caller's communicator with the non-blocking MPI_Comm_idup. In a
+ * gather, every rank sends a message to every other rank on the duplicate.
  *
  * While the duplicate is created, a rank cannot see which ranks are missing. So after half of
  * the time limit each rank sends a roll call, an empty message, to all ranks on the caller's
@@ -79,10 +79,10 @@ static bool receive_roll_call(MPI_Comm comm, bool *missing)
     return true;
 }
 
-/* Receives roll calls. Sends this rank's roll call once: when `late` is set, or when another
- * rank's has arrived. Ignores errors of MPI, because roll calls only improve an error text.
- * MPI_ERRORS_RETURN replaces the caller's error handler meanwhile, because that handler may end
- * the program. */
+/* Receives roll calls. Sends this rank's roll call once: when `late` is set, or when a roll
+ * call of another rank has arrived. Ignores errors of MPI, because roll calls only improve an
+ * error text. MPI_ERRORS_RETURN replaces the caller's error handler meanwhile, because that
+ * handler may end the program. */
 static void exchange_roll_calls(const bootstrap *m, MPI_Comm comm, bool *missing, bool late)
 {
     MPI_Errhandler theirs;

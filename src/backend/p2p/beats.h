@@ -4,8 +4,8 @@
  *
  * The clock of a device continues while the process is stopped, for example by SIGSTOP. If all
  * ranks were stopped together, a waiting kernel would report its peers as silent. So a kernel
- * ends a wait only if a beat came after its deadline. If the beats show that the process was
- * stopped, the kernel starts its deadline again (kernels/cuda/common/wait.cuh). */
+ * ends a wait only if a beat came after the kernel's deadline. If the beats show that the
+ * process was stopped, the kernel starts its deadline again (kernels/cuda/common/wait.cuh). */
 #ifndef EPIC_P2P_BEATS_H
 #define EPIC_P2P_BEATS_H
 
@@ -13,9 +13,9 @@
 #include "cuda/common/cuda_kernels.h"
 
 typedef struct p2p_beats {
-    uint32_t timeout_ms; /* shortest time limit of all calls so far */
+    uint32_t timeout_ms; /* shortest time limit, in ms, of all calls so far; 0: no call yet */
     uint32_t beats;      /* number of beats so far */
-    uint32_t stops;      /* how often the process was found to have been stopped */
+    uint32_t stops;      /* how often a late beat has shown that the process was stopped */
     int64_t next_ns;     /* time at which the next beat is due; 0: no beat yet */
 } p2p_beats;
 

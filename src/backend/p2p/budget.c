@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Counts the SMs of each GPU that contexts of this process use. Kernels of ranks that wait for
- * each other must run at the same time. So the SMs of all contexts on a GPU, also of different
- * groups, may add up to at most those of the GPU. */
+ * each other must run at the same time. Each context has a number of SMs that its kernels may
+ * use. The sum over all contexts on a GPU, also of different groups, must be at most the number
+ * of SMs of the GPU. */
 #include <pthread.h>
 #include <string.h>
 
@@ -10,7 +11,8 @@
 
 #define MAX_DEVICES 64
 #define SMALL_TOKENS 32
-/* limit of the bytes of rows that all ranks together send to one rank */
+/* largest number of bytes of rows that all ranks together send to one rank, for
+ * P2P_SMALL_SMS */
 #define SMALL_BYTES (512 << 10)
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -25,8 +27,8 @@ int p2p_budget_taken(int device)
     return sms;
 }
 
-/* Adds `sms` to the number of SMs in use on a device, unless the sum would exceed `most`.
- * Stores the number in use before in *others. Returns whether `sms` was added. */
+/* Adds `sms` to the number of SMs in use on a device, unless the sum would exceed `most`. Sets
+ * *others to the number of SMs in use before the call. Returns whether `sms` was added. */
 static bool budget_add(int device, int sms, int most, int *others)
 {
     pthread_mutex_lock(&mutex);
@@ -69,7 +71,8 @@ static int default_sms(const epic_group *g)
 }
 
 /* Gives all ranks that share a GPU the same number of SMs, so that the kernels of all of them
- * can run at the same time. Each rank computes it from the facts that all ranks have sent. */
+ * can run at the same time. Each rank computes this number from the facts that all ranks have
+ * sent, so all get the same result. */
 epic_result p2p_budget_share(epic_group *g, const p2p_gpu *gpus)
 {
     const p2p_gpu *mine = &gpus[g->rank];

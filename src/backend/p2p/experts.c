@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Experts: turns checked arguments into kernel launches. The kernels run on this rank alone and
- * wait for no peer. The array x [slots, hidden] holds the experts' input rows. The gradient of
- * an array A is called d_A. Forward computes:
+ * wait for no peer. x [slots, hidden] are the input rows of the experts, and y [slots, hidden]
+ * their output rows. W_gate_up [hidden, width] and W_down [inner, hidden] are the weights of
+ * the expert that owns the slot, and f is the activation function. width is 2 inner, or inner
+ * without a gate. The gradient of an array A is called d_A. Forward computes:
  *
  *   saved       = x W_gate_up
  *   activations = f(saved)
@@ -32,7 +34,7 @@ typedef struct experts_call { /* arguments that both passes share */
     const float *slot_weights;
     const void *b_gate_up;
     int64_t hidden, inner, width;
-    bool scaled; /* weights are e4m3; experts.weight_type is then the type of biases */
+    bool scaled; /* true: weights are e4m3, and experts.weight_type is the type of the biases */
     int sms;
     cudaStream_t stream;
 } experts_call;
@@ -89,7 +91,8 @@ static void *d_gate_up_of(const experts_call *c)
     return c->work + c->at.d_gate_up;
 }
 
-/* Adds the bias to the result of the caller's own gemm, which only multiplies. */
+/* Adds the bias g->bias to the product g->out. The caller's own gemm (experts.gemm) only
+ * multiplies. */
 static epic_result add_bias(const experts_call *c, const p2p_gemm *g)
 {
     const p2p_scale_job job = {.slabs = c->slabs,
@@ -130,7 +133,8 @@ static epic_result launch_caller_product(const experts_call *c, const p2p_gemm *
     return g->bias ? add_bias(c, g) : EPIC_OK;
 }
 
-/* Launches one product: with the caller's own gemm if there is one, otherwise with EPIC's. */
+/* Launches one matrix product, with the caller's own gemm (experts.gemm) if there is one,
+ * otherwise with EPIC's kernels. */
 static epic_result launch_product(const experts_call *c, p2p_gemm g)
 {
     const bool scaled = c->scaled && g.pass != EPIC_GEMM_WEIGHT;
@@ -260,9 +264,9 @@ static epic_result row_gradient(const experts_call *c, const void *rows, const v
     return launch_product(c, job);
 }
 
-/* Computes d_gate_up from the gradient of the activations. With EPIC_WEIGHT_INPUT the result is
- * also multiplied by the slot weights, but only after the gradient of b_gate_up has been
- * computed from it. */
+/* Computes d_gate_up from the gradient of the activations. With EPIC_WEIGHT_INPUT it also
+ * multiplies d_gate_up by the slot weights, but only after it has computed the gradient of
+ * b_gate_up from the unweighted d_gate_up. */
 static epic_result activation_backward(const experts_call *c,
                                        const epic_experts_backward_args *a)
 {

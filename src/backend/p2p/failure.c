@@ -66,12 +66,13 @@ static void read_why(const epic_group *group, char *why, size_t size)
 
 /* ------------------------------------------------------------------------- data errors ---- */
 
-/* The names under which an operation's call has its rows by token and its rows by slot. */
+/* Names of two arguments of an operation: the array with one row per token, and the array with
+ * one row per slot. */
 typedef struct names {
     const char *tokens, *slots;
 } names;
 
-/* Returns the argument names of an operation: its rows by token and its rows by slot. */
+/* Returns the names of these two arguments for an epic_operation. */
 static names row_names_of(long long operation)
 {
     switch (operation) {
@@ -86,7 +87,8 @@ static names row_names_of(long long operation)
     }
 }
 
-/* Writes the error text of a data error, which a kernel has reported as a notice. */
+/* Writes the error text of a data error. A notice is the struct in which a kernel reports a
+ * data error. */
 static void write_notice(const epic_group *g, const p2p_notice *n, char *to, size_t size)
 {
     const long long a = n->about[0], b = n->about[1], c = n->about[2], d = n->about[3];
@@ -152,9 +154,9 @@ static void write_timeout(const p2p_status *s, char *to, size_t size)
              phase_name(s->phase));
 }
 
-/* Appends why this rank's plan was invalid, if a kernel reported that in the same operation. A
- * rank with an invalid plan announces another signature than its peers. So the plan can be the
- * cause of the mismatch. */
+/* If a kernel has reported in the same operation that this rank's plan is invalid, appends the
+ * reason to the text. A rank with an invalid plan announces another signature than its peers,
+ * so the plan can be the cause of the mismatch. */
 static void add_cause(const epic_group *g, char *to, size_t size)
 {
     const p2p_status *s = g->status;
@@ -244,7 +246,8 @@ epic_result p2p_check(epic_group *group, epic_failure_info *out)
 }
 
 /* Returns the index of the oldest notice (report of a data error) that no call has returned, or
- * -1. The age of two notices is the difference of their epochs, because epochs wrap around. */
+ * -1. Two notices are compared by the signed difference of their epochs, because epochs wrap
+ * around. */
 static int oldest_notice(const p2p_status *s)
 {
     int oldest = -1;

@@ -119,10 +119,11 @@ static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *piec
 }
 
 /* Launches a product of pass EPIC_GEMM_FORWARD or EPIC_GEMM_WEIGHT, with bfloat16 pieces if
- * they are faster. The result has `lines` rows, and each sum `depth` terms. One of the two is
- * the number of tokens of a block, the other one is a size of the layer. Both are equal for
- * every number of ranks. So is the choice, and so are the bits of the result. With
- * is_invariant, logits use the pieces for any number of tokens. */
+ * they are faster. The choice depends on `lines`, the number of rows of the result, and
+ * `depth`, the number of terms of each sum. One of them is the number of tokens of a block
+ * (epic_gate_args.block), the other one is hidden. Neither depends on the number of ranks, so
+ * the bits of the result do not depend on it either. With is_invariant, a forward product uses
+ * pieces for any number of tokens. */
 static epic_result multiply_long(p2p_gemm *product, const epic_gate_args *gate, int64_t lines,
                                  int64_t depth)
 {
@@ -157,8 +158,8 @@ static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs
 }
 
 /* Launches a product of pass EPIC_GEMM_INPUT, with bfloat16 pieces if they are faster. Like
- * multiply_long(), it decides by the number of tokens of a block. With is_invariant, uses the
- * pieces for any number of tokens. */
+ * multiply_long(), decides by the number of tokens of a block. With is_invariant, uses pieces
+ * for any number of tokens. */
 static epic_result multiply_wide(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const gate_pairs at = gate_pairs_of(gate->tokens, gate->hidden, gate->columns);

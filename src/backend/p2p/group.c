@@ -12,9 +12,10 @@
 #define LEAST_HEAP (4 << 20) /* smallest size in bytes of the allocation of a heap */
 #define MOST_SMS 65536       /* more multiprocessors than any device has */
 
-/* Backend p2p always returns the constant DEVICE_MAX_TOP_K. Backend hosts returns
- * config.max_top_k if it is set. It rounds it up to an even number, because the net copies
- * words of 8 bytes, which are two floats (float_stride() in kernels/cuda). */
+/* In backend p2p the result is always DEVICE_MAX_TOP_K. In backend hosts it is
+ * config.max_top_k, if that is set, rounded up to an even number. The net copies words of 8
+ * bytes, and each contains two floats, one for each of two choices (float_stride() in
+ * kernels/cuda). */
 int32_t p2p_top_k_for(const epic_config *config)
 {
     const uint32_t most = HOSTS ? config->max_top_k : 0;
@@ -23,7 +24,8 @@ int32_t p2p_top_k_for(const epic_config *config)
 
 p2p_heap p2p_heap_for(const epic_config *config)
 {
-    /* a heap has staging for at least two rows, however little is given */
+    /* p2p_heap_of() provides staging memory for at least two rows, even if staging_bytes is
+     * 1 */
     const bool least = config->staging_bytes == EPIC_LEAST_STAGING;
     return p2p_heap_of(config->num_ranks, config->max_tokens, config->max_row_bytes,
                        least ? 1 : config->staging_bytes, p2p_top_k_for(config));
@@ -165,8 +167,8 @@ bool p2p_fetch(void *to, const void *from, size_t bytes, bool *good)
     return known;
 }
 
-/* The caller's thread may have another current device. This sets the group's device and
- * restores the caller's. */
+/* The calling thread may have another current CUDA device. This function selects the group's
+ * device and then restores the device of the thread. */
 void *p2p_allocate(epic_group *g, size_t bytes)
 {
     int before;

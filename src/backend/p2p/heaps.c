@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Makes the heap of each rank reachable for the other ranks of its host. Within a process, a
- * rank finds the address of another rank's heap in a list. No address is sent through the
- * bootstrap, because a program that reaches the bootstrap could send a false one. Between
- * processes, ranks send CUDA IPC handles. */
+ * rank finds the address of another rank's heap in a list of the process. The ranks do not send
+ * addresses through the bootstrap, because another program that reaches the bootstrap could
+ * send a false address. Between processes, ranks send CUDA IPC handles through the
+ * bootstrap. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -101,8 +102,8 @@ uint8_t *p2p_heap_find(uint64_t group_id, int rank)
     return heap;
 }
 
-/* Sets heap[peer] to the heap of a rank of this process, and enables peer access if it is on
- * another device. */
+/* Sets heap[peer] to the heap of a rank of this process. If that heap is on another device,
+ * enables this device to access it. */
 static epic_result connect_local_heap(epic_group *g, int peer)
 {
     struct cudaPointerAttributes attributes;

@@ -120,8 +120,8 @@ static void release_group(epic_group *g)
     p2p_group_free(g);
 }
 
-/* Implements epic_backend.join. A rank that failed before the gather takes part in it too, so
- * that the other ranks return its error instead of waiting. */
+/* Implements epic_backend.join. A rank that has failed before the gather still takes part in
+ * the gather, so that the other ranks return its error instead of waiting. */
 static epic_result p2p_join(epic_group **out, const epic_join *join)
 {
     if (join->bootstrap->num_ranks > DEVICE_MAX_RANKS)
@@ -175,8 +175,8 @@ static void announce_close(epic_group *g)
 }
 
 /* Implements epic_backend.leave. Announces to all peers that this rank closes. A peer may write
- * into this rank's heap until it has closed too. So this waits until every peer has closed or
- * died, at most until the timeout, and then frees the heap. */
+ * into this rank's heap until the peer has closed too. So this function waits until every peer
+ * has closed or died, at most until the timeout, and then frees the heap. */
 static void p2p_leave(epic_group *g)
 {
     int device = -1;

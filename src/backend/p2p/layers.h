@@ -36,17 +36,17 @@ epic_result p2p_read_plan_layer(const epic_group *group, epic_layer *out,
 /* Returns the offsets of the arrays in a plan of this layer. */
 device_plan_layout p2p_plan_layout(const epic_group *group, const epic_layer *layer);
 
-/* Sets layer_hashes. With them the kernels check that a plan was made for this layer, whose
- * defaults are filled in. */
+/* Sets self->layer_hashes to hashes of the layer, whose defaults are filled in. The kernels
+ * compare them with the hash in a plan to check that the plan was made for this layer. */
 void p2p_expect_layer(p2p_self *self, const epic_layer *layer);
 
 /* Returns whether the priority EPIC_BY_K can keep other choices of this layer than the default
- * priority. That needs dropping and a top_k above 1. */
+ * priority. This is true if the layer can drop choices and top_k is above 1. */
 bool p2p_keeps_by_k(const epic_layer *layer);
 
 /* Returns whether combine needs an option that the low-latency kernels do not support. These
- * options are several leaves per rank, partials of another type, and a tree of more than 8
- * ranks. */
+ * options are several leaves per rank, a partial_type other than the default, and tree order
+ * with more than 8 ranks. */
 bool p2p_has_rare_sums(const epic_group *group, const epic_layer *layer);
 
 #endif

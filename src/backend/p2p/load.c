@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Loads the kernels when a context opens.
  *
- * At the first launch of a kernel, CUDA loads its code and may allocate more local memory on
- * the device. Both may wait until the device is idle. But the device is not idle while a kernel
- * of a peer waits for a kernel of this rank. So a first launch during an operation could
- * deadlock. Therefore each kernel is launched once here, with EPIC_OP_NONE, which makes it
- * return at once. */
+ * At the first launch of a kernel, CUDA loads the kernel's code and may allocate local memory
+ * on the device. Both actions may wait until the device is idle. But the device is not idle
+ * while a kernel of a peer waits for a kernel of this rank. So a first launch during an
+ * operation could deadlock. Therefore each kernel is launched once here. The operation of its
+ * job is EPIC_OP_NONE, so the kernel returns at once. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 #include "cuda/experts/dense_tokens.h"
@@ -44,11 +44,11 @@ static epic_result load_code(void)
     return p2p_cuda(p2p_load_sum(), "loading the sum kernel");
 }
 
-/* Row sizes in bytes. The launchers choose a different kernel for each of them. So launching
- * with all of these sizes loads every kernel. */
+/* Row sizes in bytes. The launch functions choose another kernel for each of these sizes, so
+ * launches with all sizes load every kernel. */
 static const int64_t row_bytes[] = {16, 2048, 3584, 4096};
 
-/* Launches the low-latency combine in both orders, by rank and tree. */
+/* Launches the low-latency combine in both sum orders, EPIC_BY_RANK and EPIC_TREE. */
 static cudaError_t launch_sums(p2p_combine_job job, cudaStream_t stream)
 {
     cudaError_t error = p2p_launch_lowlat_combine(&job, 1, stream);
@@ -107,8 +107,9 @@ static cudaError_t launch_layouts(const p2p_dispatch_job *like, launcher *launch
     return error;
 }
 
-/* Launches the kernels for packed rows, which are rows with scales. There are four: the caller
- * passes the scales or the kernel quantizes, each with an existing plan and with a new plan. */
+/* Launches the kernels for packed rows, which are rows with scales. There are variants for
+ * scales that the caller passes and for scales that the kernel computes (quantize), each with
+ * an existing plan and with a new plan. */
 static cudaError_t launch_packed(const p2p_self *self, int aligned, cudaStream_t stream)
 {
     cudaError_t error = cudaSuccess;
@@ -159,7 +160,8 @@ static cudaError_t launch_all(const p2p_self *self, cudaStream_t stream)
 epic_result p2p_load(epic_group *g)
 {
     p2p_self self = g->self;
-    /* so that kernels with an array of all tokens in shared memory can be launched */
+    /* 1, so that the shared memory of kernels with an array of all tokens is small enough for a
+     * launch */
     self.max_tokens = 1;
     TRY(load_code());
     return p2p_cuda(launch_all(&self, g->side), "loading the kernels");

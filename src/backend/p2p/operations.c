@@ -9,8 +9,10 @@
 
 #define MOST_ROWS 0x7ffffff0 /* largest number of rows: slots are int32 */
 
-#define HEAD_BYTES (5 << 20) /* bytes that NVLink can send while a kernel makes the plan */
-/* tokens by which receiving stays behind sending; measured in docs/lab/cuda.md */
+/* number of bytes that NVLink can send while a kernel makes the plan */
+#define HEAD_BYTES (5 << 20)
+/* how many tokens a combine kernel sends before it receives the first one; measured in
+ * docs/lab/cuda.md */
 #define COMBINE_LAG 48
 
 /* ------------------------------------------------------------------------------ common ---- */
@@ -30,8 +32,8 @@ static void fill_self(p2p_self *self, const epic_group *g, const epic_call *call
     p2p_beats_expect(g->beats, timeout_ms);
 }
 
-/* Returns the number of SMs for a call: call.max_sms, or the group's number if that is smaller
- * or max_sms is not set. */
+/* Returns the number of SMs for a call: the smaller one of call->max_sms and g->num_sms, or
+ * g->num_sms if max_sms is 0. */
 static int sms_of(const epic_group *g, const epic_call *call)
 {
     return call->max_sms && (int)call->max_sms < g->num_sms ? (int)call->max_sms : g->num_sms;
@@ -82,8 +84,9 @@ static bool can_use_lowlat(const epic_group *g)
     return !HOSTS || (g->config.max_tokens <= g->lowlat_tokens && !g->self.net->ranks_per_host);
 }
 
-/* Returns whether an operation with num_tokens tokens uses a low-latency kernel. Each rank
- * decides this by itself, because all kernels send and receive rows in the same format. */
+/* Returns whether an operation with num_tokens tokens of this rank uses a low-latency kernel;
+ * `most` is the largest number of tokens for it. Ranks may decide differently, because all
+ * kernels send and receive rows in the same format. */
 static bool fits_lowlat(const epic_group *g, const epic_layer *layer, int32_t num_tokens,
                         int32_t most, int64_t row_bytes)
 {
@@ -91,7 +94,8 @@ static bool fits_lowlat(const epic_group *g, const epic_layer *layer, int32_t nu
            g->config.max_tokens * device_round_up(row_bytes, 16) <= g->self.at.source_bytes;
 }
 
-/* Returns how many CTAs make the plan: one per 64 tokens, within the limits. */
+/* Returns how many CTAs make the plan: one per 64 tokens, from 1 to the smaller one of
+ * P2P_MAX_PLANNERS and num_sms. */
 static int planners_of(int64_t num_tokens, int num_sms)
 {
     const int64_t wanted = (num_tokens + 63) / 64;
@@ -99,8 +103,9 @@ static int planners_of(int64_t num_tokens, int num_sms)
     return planners > num_sms ? num_sms : planners;
 }
 
-/* Fills in the job of a plan. max_lowlat_tokens is the largest number of tokens per rank for
- * the low-latency planner. */
+/* Fills in the job of a plan, and mixes the arguments that must be equal on all ranks into the
+ * signature *a. max_lowlat_tokens is the largest number of tokens per rank for the low-latency
+ * planner. */
 static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_plan_args *args,
                              int32_t max_lowlat_tokens, signature *a)
 {
@@ -156,8 +161,8 @@ static epic_result p2p_plan(epic_group *g, const epic_plan_args *args)
 
 /* ---------------------------------------------------------------------------- dispatch ---- */
 
-/* Fills in the scales that are sent with the rows. The caller gives them, or dispatch computes
- * them. */
+/* Fills in the arguments for the scales that are sent with the rows. The caller passes the
+ * scales, or dispatch computes them (quantize). Does nothing if the rows have no scales. */
 static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
                                const epic_dispatch_args *args, signature *a)
 {
@@ -181,7 +186,8 @@ static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
     return EPIC_OK;
 }
 
-/* Fills in the job of a dispatch. The caller has set job->plan.layer. */
+/* Fills in the job of a dispatch, and mixes the arguments that must be equal on all ranks into
+ * *a. The caller has set job->plan.layer. */
 static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
                                  const epic_dispatch_args *args, signature *a)
 {
@@ -207,8 +213,8 @@ static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
 
 typedef cudaError_t launcher(const p2p_dispatch_job *, int, cudaStream_t);
 
-/* Returns the launch function that suits the job's rows, or the low-latency one if is_lowlat is
- * set. */
+/* Returns the function that launches the kernel for the job's rows, or the low-latency kernel
+ * if is_lowlat is set. */
 static launcher *launcher_of(const p2p_dispatch_job *job, bool is_lowlat)
 {
     const bool is_packed = job->scale_bytes != 0;
@@ -219,16 +225,16 @@ static launcher *launcher_of(const p2p_dispatch_job *job, bool is_lowlat)
 }
 
 /* Returns whether the job needs the kernel for EPIC_FLAT. A job that only sends rows with an
- * existing plan does not need it. An EPIC_FLAT plan has a token's row number in the place where
- * other plans have a slot, so the usual kernel works. */
+ * existing plan does not need it: where other plans have a choice's slot, an EPIC_FLAT plan has
+ * the number of the token's row, so the usual kernel works. */
 static bool is_flat(const p2p_dispatch_job *job)
 {
     return job->plan.layer.layout == EPIC_FLAT &&
            (job->plan.planners || job->recv_expert || job->weights);
 }
 
-/* Returns the largest number of tokens per rank for which a low-latency kernel is used, or -1
- * if there is none. It is equal on all ranks. */
+/* Returns the largest number of tokens per rank for which a low-latency dispatch kernel is
+ * used, or -1 if no such kernel fits the job. The result is equal on all ranks. */
 static int32_t max_lowlat_rows(const epic_group *g, const p2p_dispatch_job *job)
 {
     /* backend hosts has no low-latency kernel for rows with scales */
@@ -275,7 +281,7 @@ static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t row = p2p_packed_bytes(job->row_bytes, job->scale_bytes);
     if (HOSTS && job->plan.layer.layout == EPIC_FLAT)
-        /* in backend hosts this kernel does not wait for every word that peers put (net.cuh) */
+        /* the kernel that does both does not wait for every word that peers put (net.cuh) */
         return false;
     return job->plan.layer.overflow == EPIC_OVERFLOW_ERROR && !job->plan.layer.num_logical &&
            g->config.max_tokens * row <= g->self.at.source_bytes;
@@ -283,7 +289,7 @@ static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
 
 /* Returns how many tokens to send while the plan is made: as many as NVLink can carry in that
  * time (HEAD_BYTES) with uniform routing, and at most a fifth of the tokens. Receiving starts
- * only when the plan is complete. With this limit it can catch up with sending. */
+ * only when the plan is complete. The limit of a fifth lets receiving catch up with sending. */
 static int32_t early_tokens_of(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t ranks = g->num_ranks, top_k = job->plan.layer.top_k;
@@ -293,8 +299,8 @@ static int32_t early_tokens_of(const epic_group *g, const p2p_dispatch_job *job)
     return (int32_t)(head < most ? head : most);
 }
 
-/* epic_ops.plan_dispatch: makes a plan and dispatches. If can_overlap(), one kernel does both,
- * otherwise two kernels. */
+/* epic_ops.plan_dispatch: makes a plan and dispatches. If can_overlap() returns true, one
+ * kernel does both, otherwise it launches two kernels. */
 static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
                                      const epic_dispatch_args *args)
 {
@@ -338,8 +344,8 @@ typedef struct plan_argument {
     int64_t plan_bytes;
 } plan_argument;
 
-/* Checks the plan of a call, and fills in the job's offsets and options that depend on the
- * plan's layer. */
+/* Checks the plan of a call, writes its layer with all defaults to *layer, and fills in the
+ * members of the job that depend on the plan. */
 static epic_result fill_combine_plan(const epic_group *g, p2p_combine_job *job,
                                      epic_layer *layer, const plan_argument *given)
 {
@@ -404,8 +410,8 @@ static epic_result p2p_combine(epic_group *g, const epic_combine_args *args)
                           EPIC_OP_COMBINE);
 }
 
-/* Sends the weights' gradients of an EPIC_FLAT plan back to the tokens' ranks, as an operation
- * of its own. */
+/* For an EPIC_FLAT plan: sends the gradients of the weights (d_slot_weights) back to the
+ * tokens' ranks, as an operation of its own. */
 static epic_result launch_flat_floats(const epic_group *g,
                                       const epic_dispatch_backward_args *args,
                                       const p2p_combine_job *rows, const epic_layer *layer,
@@ -423,8 +429,8 @@ static epic_result launch_flat_floats(const epic_group *g,
         "launching dispatch_backward");
 }
 
-/* epic_ops.dispatch_backward: a combine without weights. It also sends the weights' gradients
- * back. With EPIC_FLAT a second operation sends those. */
+/* epic_ops.dispatch_backward: a combine without weights, which also sends the gradients of the
+ * weights back. With EPIC_FLAT a second operation sends these gradients. */
 static epic_result p2p_dispatch_backward(epic_group *g, const epic_dispatch_backward_args *args)
 {
     P2P_RANGE("epic_dispatch_backward");
@@ -514,9 +520,9 @@ static epic_result p2p_combine_backward(epic_group *g, const epic_combine_backwa
 
 /* --------------------------------------------------------------------------------- sum ---- */
 
-/* epic_ops.allreduce_sum: sums the floats of all ranks. One launch sums as many as fit into the
- * staging memory, so a large array takes several. Every rank passes the same count, so all
- * ranks make the same launches. */
+/* epic_ops.allreduce_sum: adds the arrays of floats of all ranks. One launch sums as many
+ * floats as fit into the staging memory, so a large array takes several launches. Every rank
+ * passes the same count, so all ranks make the same launches. */
 static epic_result p2p_sum(epic_group *g, const epic_allreduce_sum_args *args)
 {
     P2P_RANGE("epic_allreduce_sum");
@@ -539,8 +545,8 @@ static epic_result p2p_sum(epic_group *g, const epic_allreduce_sum_args *args)
     return EPIC_OK;
 }
 
-/* epic_ops.sum_replicas: one launch computes the sums of all logical experts, which the plan
- * lists. */
+/* epic_ops.sum_replicas: one launch computes the sums of all logical experts. The kernel reads
+ * from the plan which experts are replicas of each logical expert. */
 static epic_result p2p_sum_replicas(epic_group *g, const epic_sum_replicas_args *args)
 {
     P2P_RANGE("epic_sum_replicas");

@@ -10,7 +10,7 @@
 #include "cuda/common/cuda_kernels.h"
 
 #define P2P_DEFAULT_SMS 64 /* SMs of an operation if config.max_sms is 0 */
-/* the same number for a context whose operations can have only few and small rows (budget.c) */
+/* the default of a context whose operations can have only few and small rows (budget.c) */
 #define P2P_SMALL_SMS 32
 #define P2P_SPARE_SMS 4 /* SMs of a shared GPU that its ranks leave free for other kernels */
 
@@ -26,7 +26,7 @@ typedef struct p2p_gpu { /* facts about a rank's GPU, which the rank sends to al
 /* Functions that differ between the two backends. */
 typedef struct p2p_hooks {
     /* Writes `count` bytes at offset `at` of a rank's heap (backend hosts: of its inbox);
-     * `peer` may be this rank. Returns when they have arrived or cannot arrive. */
+     * `peer` may be this rank. Returns when the bytes have arrived or cannot arrive. */
     void (*write)(epic_group *group, int peer, int64_t at, const void *bytes, size_t count);
 
     /* Called before an operation is launched. Backend hosts wakes its proxy thread. */
@@ -43,12 +43,14 @@ struct epic_group {
     epic_peer peers[DEVICE_MAX_RANKS];
     int32_t rank, num_ranks;
     int device;
-    int device_sms;                /* SMs of the whole GPU */
-    int num_sms;                   /* largest number of SMs of an operation (budget.c) */
-    int ranks_here;                /* ranks of the group on this GPU */
-    bool mapped[DEVICE_MAX_RANKS]; /* 1: the heap is mapped from another process */
+    int device_sms; /* SMs of the whole GPU */
+    int num_sms;    /* largest number of SMs of an operation (budget.c) */
+    int ranks_here; /* ranks of the group on this GPU */
+    /* true: the heap of this rank is mapped from another process */
+    bool mapped[DEVICE_MAX_RANKS];
     p2p_watch *watch;
-    p2p_beats *beats;      /* show to kernels that this process runs (beats.h) */
+    /* counter that shows kernels that this process is running (beats.h) */
+    p2p_beats *beats;
     hosts_part *hosts;     /* NULL in backend p2p */
     cudaStream_t side;     /* stream for copies that must work while a kernel runs */
     uint64_t *word;        /* pinned host memory: source and target of small copies on `side` */
@@ -85,21 +87,21 @@ bool p2p_gpu_fits(const p2p_gpu *gpu);
 
 /* Returns the largest top_k for which a heap has room. */
 int32_t p2p_top_k_for(const epic_config *config);
-/* Returns the offsets of the heap of a context with this config. */
+/* Returns the offsets of the arrays in a heap of a context with this config. */
 p2p_heap p2p_heap_for(const epic_config *config);
-/* Returns the bytes of the staging in a heap. */
+/* Returns the bytes of staging memory in a heap. */
 int64_t p2p_staging_bytes(const p2p_heap *at, int64_t num_ranks);
 /* Returns the bytes to allocate for a heap. */
 int64_t p2p_heap_bytes(const p2p_heap *at);
-/* Clears a heap: sets stamped words to 0 and staging to poison. Returns when the device has
- * done so. */
+/* Clears a heap: sets stamped words to 0 and staging memory to poison. Waits until the device
+ * has done so. */
 epic_result p2p_heap_clear(epic_group *group, uint8_t *heap);
-/* Returns the epoch of this rank's last operation that began, read from the device. Waits for
- * the copy, but not for kernels. */
+/* Returns the epoch of the last operation that began on this rank's device. Waits for the copy
+ * from the device, but not for kernels. */
 uint32_t p2p_epoch(epic_group *group);
-/* Copies the word `gone` of each rank from the device: P2P_GONE() if the rank has closed, 0 if
- * not. Returns the copy in pinned host memory, valid until the next call, or NULL if the copy
- * failed. */
+/* Copies the words `gone` [DEVICE_MAX_RANKS] from the device. The word of a rank is P2P_GONE()
+ * if the rank has closed, 0 if not. Returns the copy in pinned host memory, valid until the
+ * next call, or NULL if the copy failed. */
 const uint64_t *p2p_gone(epic_group *group);
 
 /* Returns this rank's memory into which the p2p_hooks.write of its peers writes. */
@@ -111,16 +113,18 @@ static inline uint8_t *p2p_inbox(const epic_group *g)
 /* epic_backend.fetch: copies bytes from device memory to the host. Returns false if `from` is
  * host memory. *good is set to whether the copy succeeded. */
 bool p2p_fetch(void *to, const void *from, size_t bytes, bool *good);
-/* Allocates memory of the group's GPU; NULL: there is not enough. p2p_release() frees it. */
+/* Allocates memory of the group's GPU. Returns NULL if memory is short. p2p_release() frees the
+ * memory. */
 void *p2p_allocate(epic_group *group, size_t bytes);
 void p2p_release(epic_group *group, void *memory);
 /* Writes one line about the GPUs of this host, for epic-info. */
 void p2p_describe(char *to, size_t size);
 
-/* Returns the SMs of a device that contexts of this process use. */
+/* Returns the number of SMs of a device that contexts of this process use. */
 int p2p_budget_taken(int device);
-/* Sets group->num_sms and takes these SMs from the GPU's budget. Ranks that share the GPU get
- * equal numbers. Errors: EPIC_EINVAL, EPIC_ENOTSUP. */
+/* Sets group->num_sms and takes this many SMs from the GPU's budget (budget.c). `gpus`
+ * [num_ranks] are the facts that all ranks have sent. Ranks that share a GPU get equal numbers.
+ * Errors: EPIC_EINVAL, EPIC_ENOTSUP. */
 epic_result p2p_budget_share(epic_group *group, const p2p_gpu *gpus);
 /* Returns the SMs of this context to the budget of its GPU. */
 void p2p_budget_give_back(epic_group *group);
@@ -129,8 +133,8 @@ void p2p_budget_give_back(epic_group *group);
 epic_result p2p_watch_open(epic_group *group);
 void p2p_watch_close(epic_group *group);
 
-/* Returns whether the process of this peer has died. The watcher of p2p, or the proxy thread of
- * hosts, sets this. */
+/* Returns whether the process of this peer has died. The watcher thread sets the bit in backend
+ * p2p, the proxy thread in backend hosts. */
 static inline bool p2p_is_dead(const epic_group *group, int peer)
 {
     return __atomic_load_n(&group->status->dead, __ATOMIC_ACQUIRE) >> peer & 1;
@@ -151,15 +155,16 @@ bool p2p_share_library(const epic_peer *peers, int num_ranks, char *why);
 /* Returns the heap of a rank that runs in this process, or NULL if the rank does not. */
 uint8_t *p2p_heap_find(uint64_t group_id, int rank);
 
-/* Returns EPIC_OK, or the failure that a kernel has reported, and describes it in *out. */
+/* Returns EPIC_OK, or the result of the failure that a kernel has reported. Writes the failure
+ * to *out, or zeros if there is none. */
 epic_result p2p_check(epic_group *group, epic_failure_info *out);
 
-/* Returns EPIC_OK, or the failure that a kernel has reported, with its error sentence. Every
- * operation calls it first. */
+/* Returns EPIC_OK, or the result of the failure that a kernel has reported, and sets the error
+ * sentence. Every operation calls it first. */
 epic_result p2p_check_group(epic_group *group);
 
-/* Returns the oldest data error that no call has returned yet, with its error sentence, or
- * EPIC_OK. */
+/* Returns the oldest data error that no call has returned yet, and sets its error sentence.
+ * Returns EPIC_OK if there is none. */
 epic_result p2p_next_data_error(epic_group *group);
 
 /* Breaks the group on all ranks. The other ranks return EPIC_EPEER with the text `why`. */
@@ -177,8 +182,9 @@ epic_result p2p_z_loss_forward(epic_group *group, const epic_loss_args *args, do
 epic_result p2p_z_loss_backward(epic_group *group, const epic_loss_args *args, double factor);
 epic_result p2p_bias_update(epic_group *group, const epic_bias_update_args *args);
 
-/* Experts, in experts.c. Both functions launch the products and the activation on the stream of
- * the call. Errors: EPIC_ENOTSUP, EPIC_EDEVICE, and those of the caller's gemm. */
+/* Experts, in experts.c. Both functions launch the matrix products and the activation function
+ * on the stream of the call. Errors: EPIC_ENOTSUP, EPIC_EDEVICE, and those of the caller's
+ * gemm. */
 epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *args);
 epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_args *args);
 
@@ -189,8 +195,8 @@ epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_
 epic_result p2p_gate(epic_group *group, const epic_gate_args *gate);
 /* Computes the gradients of w_gate, b_gate and x. The gradient of x is added to d_x. */
 epic_result p2p_gate_backward(epic_group *group, const epic_gate_args *gate);
-/* Adds the `count` numbers at `from` to `to`, or copies them if replace is set. If from is
- * NULL, it counts as zeros. */
+/* Adds the array `from` to the array `to`, or copies it if replace is set. Both have `count`
+ * numbers of type `type`. `from` NULL stands for zeros. */
 epic_result p2p_add(epic_group *group, epic_stream stream, void *to, const void *from,
                     int64_t count, uint32_t type, bool replace);
 /* Copies topk_idx to `to`, with -1 in place of zero-experts, because no rows are sent for
@@ -205,23 +211,25 @@ epic_result p2p_shared_gate(epic_group *group, epic_stream stream, const layer_t
 epic_result p2p_shared_gate_backward(epic_group *group, epic_stream stream,
                                      const layer_tokens *tokens, float *gradient,
                                      bool accumulate, void *workspace);
-/* Computes the weights' gradients for choices that are zero-experts. */
+/* Computes the gradients of the router's weights for choices that are zero-experts. */
 epic_result p2p_zero_weights(epic_group *group, epic_stream stream, const layer_tokens *tokens);
-/* Computes the rows of a layer's output: combined rows plus shared expert plus zero-experts. */
+/* Adds the outputs of the shared expert and of zero-experts to the combined rows, which gives
+ * the rows of a layer's output. */
 epic_result p2p_finish(epic_group *group, epic_stream stream, const layer_tokens *tokens,
                        const layer_rows *rows);
-/* Launches a check that the plan has at most num_local experts on each rank. If not, the kernel
- * reports a data error. */
+/* Launches a kernel that checks that the plan has at most num_local local experts on each rank.
+ * If one has more, the kernel reports a data error. */
 epic_result p2p_fits(epic_group *group, const epic_plan_args *args, uint32_t num_local);
-/* Sums each row of values [2, n] in the order of a binary tree, and writes the sums to
- * values[0] and values[1]. */
+/* Sums each of the two rows of values [2, n] in the order of a binary tree; n is a power of
+ * two. Writes the two sums to values[0] and values[1]. */
 epic_result p2p_trees(epic_group *group, epic_stream stream, float *values, int64_t n);
-/* Copies the layer's losses to the caller's arguments that are not NULL. */
+/* Writes losses [2] (balance loss, z-loss) and their sum to the caller's arguments that are not
+ * NULL. `losses` NULL stands for zeros. */
 epic_result p2p_write_losses(epic_group *group, epic_stream stream, const float *losses,
                              const epic_moe_args *args);
-/* Reads the caller's gradients d_balance_loss, d_z_loss and d_loss, the gradient of the sum of
- * both losses. Writes to d_losses [2] the first two, each plus d_loss. If a pointer is NULL,
- * d_loss counts as 1, and the other two count as 0. */
+/* Writes d_losses [2] = {d_balance_loss + d_loss, d_z_loss + d_loss} from the caller's
+ * gradients. d_loss is the gradient of the sum of both losses. A NULL pointer stands for 1 if
+ * it is d_loss, otherwise for 0. */
 epic_result p2p_take_losses(epic_group *group, epic_stream stream, float *d_losses,
                             const epic_moe_backward_args *args);
 

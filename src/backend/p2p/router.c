@@ -13,7 +13,8 @@ static cudaStream_t stream_of(epic_stream stream)
     return (cudaStream_t)stream;
 }
 
-/* Checks the sizes and types of router arguments, and fills in what all router kernels need. */
+/* Checks the sizes and types of router arguments, and writes to *out the arguments that all
+ * router kernels share. */
 static epic_result fill_router_rows(epic_group *g, p2p_router_rows *out,
                                     const epic_router *router, const void *logits,
                                     int64_t num_tokens, uint32_t type)
@@ -43,8 +44,8 @@ static epic_result fill_router_rows(epic_group *g, p2p_router_rows *out,
     return EPIC_OK;
 }
 
-/* Returns EPIC_ENOTSUP for the weight rules that the router supports on the host, but not in
- * kernels. */
+/* Returns EPIC_ENOTSUP for EPIC_WEIGHT_SPARSEMIXER, which only the router on the host
+ * supports. */
 static epic_result check_weights(const epic_router *router)
 {
     if (router->weight_rule == EPIC_WEIGHT_SPARSEMIXER)
@@ -98,7 +99,8 @@ epic_result p2p_router_backward(epic_group *group, const epic_router_backward_ar
                     "launching the router's backward");
 }
 
-/* Fills in the job of a loss. z: true for the z-loss, false for the balance loss. */
+/* Fills in the job of a loss from the call's arguments. z: true for the z-loss, false for the
+ * balance loss. `factor`: see epic_ops. */
 static epic_result fill_loss(epic_group *g, p2p_loss_job *job, const epic_loss_args *args,
                              double factor, bool z)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The watcher: a thread that detects when the process of a peer ends. It then sets a bit in
- * host memory that running kernels read. It also writes the beats (beats.h). It makes no CUDA
- * call. */
+/* The watcher: a thread that detects when the process of a peer ends. It then sets the peer's
+ * bit in host memory, which running kernels read. The thread also writes the beats (beats.h).
+ * It makes no CUDA call. */
 #include <errno.h>
 #include <poll.h>
 #include <stdlib.h>
@@ -18,10 +18,12 @@ struct p2p_watch {
     pthread_t thread;
     p2p_status *status;
     p2p_beats *beats;
-    int end; /* an eventfd; signaling it ends the thread */
+    int end; /* an eventfd; a write to it ends the thread; -1: there is no thread */
     int num_ranks;
-    int processes[DEVICE_MAX_RANKS]; /* pidfds; -1: the pid is used instead */
-    /* checked if there is no pidfd; 0: the peer is in this process, or dead */
+    /* pidfds of the peers' processes; -1: the thread checks the pid instead */
+    int processes[DEVICE_MAX_RANKS];
+    /* pids of the peers' processes; 0: not watched, because the peer is in this process or
+     * dead */
     int64_t pids[DEVICE_MAX_RANKS];
 };
 
@@ -33,7 +35,7 @@ static void mark_dead(p2p_watch *w, int rank)
 }
 
 /* The main function of the thread. Waits in poll() until a peer's process ends, the next beat
- * is due, or `end` is signaled. */
+ * is due, or `end` is written. In the last case the thread ends. */
 static void *watch_processes(void *self)
 {
     p2p_watch *w = self;
