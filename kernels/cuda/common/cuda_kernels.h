@@ -25,8 +25,10 @@ extern "C" {
 typedef enum p2p_fault {
     /* an id is not an expert of the layer; about: token, k, id, num_experts */
     P2P_FAULT_EXPERT = 0,
-    P2P_FAULT_PLACEMENT = 1, /* rank_of_expert has a wrong rank; about: expert, rank */
-    P2P_FAULT_CAPACITY = 2,  /* the capacity is too small; about: capacity, needed slots */
+    /* rank_of_expert has an invalid rank or, with EPIC_TREE, does not place whole blocks of
+     * experts; about: expert, rank */
+    P2P_FAULT_PLACEMENT = 1,
+    P2P_FAULT_CAPACITY = 2, /* the capacity is too small; about: capacity, needed slots */
     /* a buffer has too few rows; about: rows of the buffer, needed rows, epic_operation */
     P2P_FAULT_ROWS = 3,
     /* the bytes are not a plan of this rank and group; about: unused */
@@ -37,11 +39,12 @@ typedef enum p2p_fault {
     P2P_FAULT_DUPLICATE = 6, /* a token has the same expert twice; about: token, k, id */
     /* an id is not a logical expert; about: token, k, id, num_logical */
     P2P_FAULT_LOGICAL = 7,
-    /* logical_of_expert has a wrong value; about: expert, value, num_logical */
+    /* logical_of_expert has an invalid value; about: expert, value, num_logical */
     P2P_FAULT_REPLICA = 8,
     P2P_FAULT_NO_REPLICA = 9, /* a logical expert has no replica; about: logical expert */
     P2P_FAULT_LAYER = 10,     /* the plan was made with another layer; about: unused */
-    /* sum_replicas: `data` has fewer rows than this rank has experts; about: rows, experts */
+    /* sum_replicas: `data` of a rank has too few rows; about: its rows, needed rows (the
+     * largest number of experts that a rank owns) */
     P2P_FAULT_LOCAL = 11,
     /* some rank owns more experts than the layer of experts allows; about: num_local_experts,
      * largest number of experts of a rank */
@@ -62,10 +65,11 @@ typedef struct p2p_notice {
  * reported. */
 #define P2P_NOTICES 8
 
-/* Host memory of a rank. Kernels report failures and errors to the host in it. The host reports
- * dead processes and its beats to running kernels in it. */
+/* Host memory of a rank. Kernels report failures and data errors to the host in this memory.
+ * The host reports dead processes and its beats (P2P_AWAKE) to running kernels. */
 typedef struct p2p_status {
-    /* enum epic_result: why the group is broken, or EPIC_OK. A kernel writes it last. */
+    /* enum epic_result: why the group is broken, or EPIC_OK. A kernel writes this field
+     * last. */
     uint32_t result;
     uint32_t operation; /* enum epic_operation: the operation that failed */
     uint32_t epoch;
@@ -228,8 +232,9 @@ static inline int p2p_can_plan_lowlat(int64_t ranks, int64_t most, const epic_la
            layer->sum_order == EPIC_BY_RANK && layer->layout == EPIC_EXPERT_MAJOR;
 }
 
-/* Returns the largest number of tokens per rank, at most `most`, for which lowlat/plan.cuh can
- * make plans of this layer. Returns 0 if it cannot make any. */
+/* Returns a number of tokens per rank, at most `most`, for which lowlat/plan.cuh can make plans
+ * of this layer. It tries `most`, 256 and 128, in this order, and returns the first that is
+ * possible. Returns 0 if none is possible. */
 static inline int32_t p2p_lowlat_plan_tokens(int64_t ranks, int64_t most,
                                              const epic_layer *layer)
 {
@@ -265,8 +270,8 @@ typedef struct p2p_dispatch_job {
      * one of 2^catch_up steps receives two tokens, to catch up (dispatch/dispatch.cuh). A step
      * sends one token. Set by the launcher. */
     int32_t catch_up;
-    /* The launcher sets lag, span and units (common/rows.cuh). A piece is 2 KB of a row; a unit
-     * is the work that a warp does at a time. */
+    /* The launcher sets lag, span and units (common/rows.cuh). A piece is 2 KB of a row in most
+     * kernels. A unit is the work that a warp does at a time. */
     int32_t lag;   /* number of tokens by which receiving stays behind sending */
     int32_t span;  /* number of pieces of a row that a unit moves */
     int32_t units; /* number of warps that move rows */
