@@ -41,8 +41,8 @@ GroupedMm = Callable[[Tensor, Tensor, Tensor], Tensor]
 class ExpertWeights(NamedTuple):
     """Parameters of this rank's experts.
 
-    width is 2 * inner (gate, then up; with options.interleaved in turns), or inner with
-    options.ungated.
+    width is 2 * inner: the columns of gate, then those of up; with options.interleaved they
+    alternate. With options.ungated width is inner.
 
     Attributes:
         w_gate_up: [local experts, hidden, width].
@@ -50,7 +50,7 @@ class ExpertWeights(NamedTuple):
         b_gate_up: [local experts, width], or None.
         b_down: [local experts, hidden], or None.
         w_gate_up_scales: float32 [local experts, blocks of width, blocks of hidden], as `scaled`
-            makes them: both weights are float8_e4m3fn and transposed then. Else None.
+            makes them. With scales both weights are float8_e4m3fn and transposed. Else None.
         w_down_scales: float32 [local experts, blocks of hidden, blocks of inner], or None.
     """
 
@@ -72,7 +72,7 @@ TYPE_NAMES = {
 
 
 def dtype_name(x: Tensor) -> str:
-    """Return the dtype of a tensor as options name it."""
+    """Return the dtype of a tensor by its name in the options."""
     return TYPE_NAMES[x.dtype]
 
 
@@ -211,7 +211,7 @@ def weights_for_backward(
 
 
 class RunExperts(EpicFunction):
-    """epic::experts with its gradient."""
+    """The operator epic::experts with its gradient."""
 
     @staticmethod
     def forward(

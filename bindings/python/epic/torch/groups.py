@@ -69,7 +69,7 @@ class TorchStore:
         return self.store.get(key)
 
     def remove(self, key: str) -> None:
-        """Delete a key; a store without delete_key keeps it."""
+        """Delete a key. If the store has no delete_key, the key stays."""
         with contextlib.suppress(RuntimeError):
             self.store.delete_key(key)
 
@@ -166,7 +166,7 @@ def choose_bootstrap(
 
 
 def process_group_of(mesh: Any, dim: Any) -> Any:
-    """Return the process group of a DeviceMesh's dimension; a process group as it is."""
+    """Return the process group of a DeviceMesh's dimension; return a process group unchanged."""
     if mesh is dist.GroupMember.NON_GROUP_MEMBER:
         raise EpicArgumentError("process_group does not contain this process: pass one that does")
     if hasattr(mesh, "get_group"):
@@ -204,7 +204,7 @@ def open_on(device: torch.device, bootstrap: Bootstrap, config: Any) -> int:
 
 
 class Facts(NamedTuple):
-    """What a layer on a group needs: sizes and operator arguments."""
+    """The sizes and operator arguments that a layer on a group needs."""
 
     plan_bytes: int
     capacity: int
@@ -232,17 +232,18 @@ class Group:
         bootstrap: How ranks find each other without torch.distributed: `Tcp(...)`, a function
             (rank, bytes) -> list of every rank's bytes (both with rank= and num_ranks=), or one
             element of `threads(n)`.
-        rank: This process's rank, with bootstrap=.
-        num_ranks: Number of ranks, with bootstrap=. Alone, num_ranks=1 makes a group of one.
+        rank: This process's rank; only with bootstrap=.
+        num_ranks: Number of ranks; only with bootstrap=. Without bootstrap=, num_ranks=1 makes a
+            group of this process alone.
         name: Name of the group in error texts.
-        backend: On GPUs "p2p" (one host), "hosts" (several), or "gpu", which takes "p2p" if all
+        backend: On GPUs "p2p" (one host), "hosts" (several), or "gpu", which selects "p2p" if all
             ranks are on one host and else "hosts". On CPUs "self", "threads", "shm" or "mpi". None:
             the environment variable EPIC_BACKEND if it fits the device, else EPIC chooses.
         timeout_ms: Time limit of every wait for another rank, in ms. 0: 300,000.
-        staging_bytes: Bytes of staging memory that a host backend uses. 0: EPIC chooses. -1: the
-            least that works, if most rows are stored into windows (`window`).
-        max_in_flight: Largest number of calls with different tags at the same time. 0: EPIC
-            chooses.
+        staging_bytes: Bytes of staging memory, into which peers write rows, of a CPU backend. 0:
+            EPIC chooses. -1: the least that works, if most rows are stored into windows (`window`).
+        max_in_flight: Largest number of calls, with different tags, that run at the same time. 0:
+            EPIC chooses.
         max_sms: Largest number of SMs that a call uses on a GPU. 0: EPIC chooses.
         max_top_k: Largest top_k of the group's layers. 0: 64. A smaller value saves memory with
             backend "hosts".
@@ -349,7 +350,7 @@ class Group:
 
     @property
     def is_open(self) -> bool:
-        """Whether `close()` has not been called yet."""
+        """True until `close()` is called."""
         return self.number != 0
 
     @property
@@ -368,7 +369,7 @@ class Group:
     def net(self) -> str:
         """The network between hosts, for example "ucx 1.13.1, host memory, tcp/eth0 by messages".
 
-        Only backend "hosts" has one; else "".
+        It is "" for all backends except "hosts".
         """
         self.must_be_open()
         return _native.core().epic_net_name(self.context).decode()
@@ -380,7 +381,7 @@ class Group:
 
     @assume_constant_result
     def facts(self, layer: str) -> tuple[Any, ...]:
-        """Return the Facts of the layer with that key, which are computed once."""
+        """Return the Facts of the layer with this key; they are computed once."""
         found = self.kept.get(layer)
         if found is None:
             config, options = self.config(), options_by_key[layer]
@@ -403,7 +404,7 @@ class Group:
 
     @assume_constant_result
     def remember(self, compute: Callable[..., tuple[Any, ...]], *key: Any) -> tuple[Any, ...]:
-        """Return compute(group, *key), which is computed once for a group.
+        """Return compute(group, *key); it is computed once for a group and key.
 
         torch.compile treats the result as a constant.  It calls a method with a Group as `self`,
         but does not accept a Group as an argument."""
@@ -505,8 +506,8 @@ def shared_group(
 ) -> Group:
     """Return the group that the layers of a model share.
 
-    The first call for the ranks of a process group opens it. Later calls return it, or open another
-    one if it was closed or is too small. Collective, as opening is.
+    The first call for the ranks of a process group opens a group. Later calls return this group, or
+    open another one if it was closed or is too small. Every rank must make the call.
 
     Args:
         process_group: ProcessGroup or DeviceMesh of the ranks.
@@ -547,8 +548,8 @@ def abort_all(why: str) -> None:
 def close_all() -> None:
     """Close the groups that this process left open, when it ends.
 
-    A thread of this process may be in a call that waits for a peer which ends, too, while that peer
-    waits for a call of ours with another tag. Such calls are therefore aborted after LAST_CALLS_MS.
+    A thread of this process may be in a call that waits for a peer. The peer may also be ending,
+    and wait for a call of this process with another tag. So calls are aborted after LAST_CALLS_MS.
     Their threads then get LAST_RETURN_S to return to Python, because a thread that is in C++ when
     the interpreter ends aborts the process.
     """

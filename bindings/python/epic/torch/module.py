@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer as a torch.nn.Module."""
+"""The module MoE: a Mixture-of-Experts layer as a torch.nn.Module."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,8 +34,8 @@ class MoE(nn.Module):
 
     `layer(x)` takes x [..., hidden] and returns (out, loss). out has the shape and dtype of x. loss
     is a float32 scalar: this rank's part of balance loss and z-loss, 0 without coefficients. Add it
-    to your loss. Both have gradients. Every rank calls the layer in the same order, also a rank
-    without tokens: its x has 0 rows.
+    to your loss. out and loss have gradients. All ranks must call their layers in the same order. A
+    rank without tokens passes x with 0 rows.
 
     The parameters have the names and shapes of `MoeWeights`. Those of the experts (w_gate_up,
     w_down and their biases) are this rank's own num_experts / num_ranks experts. All others are
@@ -50,19 +50,20 @@ class MoE(nn.Module):
         options: An `epic.Moe`, which describes router, experts and losses. `Moe.of(...)` makes one
             from keyword arguments.
         dtype: Dtype of the experts: torch.float32, bfloat16, float16 or float64. None: torch's
-            default dtype. The router is float32, or float64 with float64 experts, and computes in
-            it also after `.to(dtype)`.
-        device: Where the parameters are made. None: the device of the group, or "meta" under
+            default dtype. The router is float32, or float64 if the experts are float64. It computes
+            in this dtype also after `.to(dtype)`.
+        device: Device of the parameters. None: the device of the group, or "meta" under
             `with torch.device("meta")`. After "meta" call `to_empty`, then `reset_parameters`.
         gate_bias: Whether the router has a bias b_gate [E], which is added to the logits.
         expert_biases: Whether the experts have biases b_gate_up and b_down.
         shared_gate: Whether the shared expert's output is multiplied by sigmoid(x w_shared_gate).
             Needs `options.shared`.
-        bias_rate: Step of DeepSeek's bias for the choice, which needs no balance loss: a buffer
-            `bias` [E] float32 that `update_bias` moves. None: no such bias.
-        logical_of_expert: With `options.layer.num_logical`: num_experts ids, for each expert the
-            logical expert that it is a replica of. Replicas begin with equal weights and get equal
-            gradients.
+        bias_rate: By how much one call of `update_bias` changes an element of the buffer `bias` [E]
+            float32. The router adds this bias when it chooses experts (DeepSeek-V3), so that their
+            loads become even without a balance loss. None: no such bias.
+        logical_of_expert: Only with `options.layer.num_logical`: num_experts ids. Element e is the
+            logical expert of which expert e is a replica. Replicas begin with equal weights and get
+            equal gradients.
         grouped_mm: A grouped product of your own, such as `torch._grouped_mm`:
             grouped_mm(x [slots, n], w [local experts, n, m], ends [local experts] int32) ->
             [slots, m], where expert e has the rows ends[e - 1] to ends[e]. None: EPIC's product.
@@ -162,7 +163,7 @@ class MoE(nn.Module):
     def shapes(
         self, gate_bias: bool, expert_biases: bool, shared_gate: bool
     ) -> dict[str, tuple[int, ...] | None]:
-        """Return the shape of each parameter by its name; None for a parameter that is absent."""
+        """Return the shape of each parameter by its name, or None if the layer does not have it."""
         options, local = self.options, self.num_local_experts
         hidden, inner, width = options.experts.hidden, options.experts.inner, options.experts.width
         columns = options.router.num_experts + options.router.zero_experts
@@ -220,7 +221,7 @@ class MoE(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> "MoE":
         """Move the module, but keep the bias in float32.
 
-        Steps of bias_rate would be lost in a dtype of fewer bits.
+        In a dtype of fewer bits, adding bias_rate might not change the bias.
         """
         before, load = self.bias, self.load
         super()._apply(fn, recurse)
@@ -252,7 +253,7 @@ class MoE(nn.Module):
     ) -> None:
         """Load a state, but refuse the experts of another rank.
 
-        A state that holds all experts need not name them.
+        A state that contains all experts need not have the entry "_extra_state".
         """
         check_sharding(self.group, experts_in(self))
         own = held_experts(self.group, self.options.layer.num_experts)
@@ -265,8 +266,8 @@ class MoE(nn.Module):
     def weights(self) -> MoeWeights:
         """Return the parameters as `moe` takes them.
 
-        They are read as attributes where torch.nn.utils (parametrize, prune) computes them from
-        other parameters.
+        The method reads them as attributes if torch.nn.utils (parametrize, prune) computes them
+        from other parameters.
         """
         own = self._parameters
         given = {name: own[name] if name in own else getattr(self, name) for name in self.names}
@@ -285,8 +286,8 @@ class MoE(nn.Module):
         Args:
             x: Tokens [..., hidden] in float32, bfloat16, float16 or float64, at most the group's
                 max_tokens of them.
-            token_mask: bool [...]: tokens that are False (padding) have no expert, a result of
-                zeros and no part in the losses. None: all tokens count.
+            token_mask: bool [...]. A token whose element is False (padding) has no expert, a
+                result of zeros and no part in the losses. None: all tokens count.
             forced: A `Routing`, (ids, weights) or ids alone, as for `moe`: the experts of each
                 token, which replace the router's choice. All ranks pass it, or none.
             return_routing: Whether the result also has the `Routing` that the layer used.
@@ -329,8 +330,8 @@ class MoE(nn.Module):
     def update_bias(self, process_group: Any = None) -> None:
         """Move the bias by bias_rate towards an even load; call it once per optimizer step.
 
-        The load is that of all forwards in training mode since the last call. Without bias_rate the
-        call does nothing.
+        The load counts the choices of all forward calls in training mode since the last call of
+        update_bias. If the layer has no bias_rate, the call does nothing.
 
         Args:
             process_group: Process group of the ranks that hold the same experts (data parallelism):
@@ -346,7 +347,7 @@ class MoE(nn.Module):
 
     @assume_constant_result
     def check_ddp(self) -> None:
-        """Refuse DistributedDataParallel over ranks of the group. Tracers call it too."""
+        """Raise an error in DistributedDataParallel over ranks of the group. Tracers call it."""
         check_ddp(self, self.group)
 
     def sum_gradients(self) -> None:
@@ -411,7 +412,7 @@ def default_device(group: Group) -> torch.device:
 def fill_normal(out: Tensor, name: str, seed: int, part: int) -> None:
     """Fill a tensor with random numbers that depend on name, seed and part only.
 
-    They are drawn on the CPU, so that they are equal on all devices.
+    The CPU makes the numbers, so that they are equal on all devices.
     """
     number = sum((i + 1) * ord(letter) for i, letter in enumerate(name))
     generator = torch.Generator("cpu").manual_seed((seed * 1_000_003 + number) * 65_537 + part)
@@ -431,9 +432,9 @@ def local_part(whole: Tensor, like: Any) -> Tensor:
 def sharded_state(layer: MoE, mesh: Any) -> dict[str, Any]:
     """Return the state of a layer as DTensors, for torch.distributed.checkpoint.
 
-    The DTensors share the memory of the layer: experts are sharded over the mesh of the group, all
-    else is replicated on its ranks. A checkpoint that one number of ranks saved can be loaded with
-    another number.
+    The DTensors share the memory of the layer. Experts are sharded over the mesh of the group, and
+    all else is replicated on its ranks. So a checkpoint that one number of ranks has saved can be
+    loaded by another number of ranks.
 
     Args:
         layer: The layer.

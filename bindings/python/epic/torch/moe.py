@@ -2,7 +2,7 @@
 """The whole layer as one function with gradients: router, plan, dispatch, experts, combine.
 
 Forward and backward are one operator each, which runs the core's own layer. With `grouped_mm=`, a
-token mask or rows that travel quantized, the layer is composed of the single functions instead.
+token mask or rows that are sent quantized, the layer calls the single functions instead.
 """
 
 from dataclasses import replace
@@ -68,20 +68,21 @@ NO_EXPERTS = Experts(hidden=1, inner=1)  # used if the layer has no shared exper
 class MoeWeights(NamedTuple):
     """Parameters of a layer on one rank: those of its own experts, and all others completely.
 
-    width is 2 * inner (gate, then up; with options.interleaved in turns), or inner with
-    options.ungated. E is the number of router columns: num_experts + zero_experts. Optional
-    parameters are None.
+    width is 2 * inner: the columns of gate, then those of up; with options.interleaved they
+    alternate. With options.ungated width is inner. E is the number of columns of the router,
+    num_experts + zero_experts. A parameter that the layer does not have is None.
 
     Attributes:
-        w_gate: Router [hidden, E], float32 (float64 with float64 rows).
-        w_gate_up: First weight [local experts, hidden, width], in any dtype that rows may have.
-        w_down: Second weight [local experts, inner, hidden], of the same dtype.
+        w_gate: Weight of the router [hidden, E], float32 (float64 with float64 rows).
+        w_gate_up: First weight of the experts [local experts, hidden, width], in any dtype that
+            rows may have.
+        w_down: Second weight of the experts [local experts, inner, hidden], of the same dtype.
         b_gate: Bias of the logits [E], of w_gate's dtype.
         bias: Bias for the choice of experts only, [E] float32; it has no gradient.
         b_gate_up: Bias [local experts, width].
         b_down: Bias [local experts, hidden].
-        shared_gate_up: Shared expert [1, hidden, width of options.shared].
-        shared_down: Shared expert [1, inner of options.shared, hidden].
+        shared_gate_up: First weight of the shared expert [1, hidden, width of options.shared].
+        shared_down: Second weight of the shared expert [1, inner of options.shared, hidden].
         shared_b_gate_up: Bias of the shared expert [1, width of options.shared].
         shared_b_down: Bias of the shared expert [1, hidden].
         w_shared_gate: [hidden]: the shared expert's output is multiplied by sigmoid(x w).
@@ -112,8 +113,9 @@ class MoeOut(NamedTuple):
         out: The tokens, shaped as x.
         loss: Scalar, float32 (float64 with float64 rows): this rank's part of balance loss +
             z-loss.
-        load: [num_experts] int32: choices of each expert over the group, before any is dropped.
-        demand: [1] int32: slots that all choices of this rank's experts would take.
+        load: [num_experts] int32: number of choices of each expert in the whole group, before any
+            choice is dropped.
+        demand: [1] int32: number of slots that all choices of this rank's experts would need.
         logical_load: With replicas [num_logical] int32: the load by logical expert. Else None.
         routing: With return_routing the `Routing` that the layer used. Its weights have no
             gradient. Else None.
@@ -128,7 +130,7 @@ class MoeOut(NamedTuple):
 
     @property
     def load_of_ids(self) -> Tensor:
-        """The load by the ids that the router chooses: logical experts if there are replicas."""
+        """The load of the experts that the router chooses: with replicas, logical experts."""
         return self.load if self.logical_load is None else self.logical_load
 
 
@@ -143,7 +145,7 @@ SCALES = ("w_gate_up_scales", "w_down_scales")
 
 
 class Facts(NamedTuple):
-    """What a layer on a group needs for tensors of given dtypes: sizes and operator arguments."""
+    """The sizes and operator arguments of a layer on a group, for tensors of given dtypes."""
 
     saved_bytes: int
     forward_bytes: int
@@ -325,7 +327,7 @@ def with_experts(
 
 
 class Layer(EpicFunction):
-    """epic::moe with its gradient."""
+    """The operator epic::moe with its gradient."""
 
     @staticmethod
     def forward(
@@ -359,7 +361,7 @@ class Layer(EpicFunction):
     @first_order_only
     @translate_errors
     def backward(ctx: Any, d_out: Tensor, d_loss: Tensor, *_: Any) -> tuple[Any, ...]:
-        """Weight gradients leave in the weights' dtype."""
+        """Return the gradients; those of weights have the dtype of the weights."""
         x, *weights, saved = ctx.saved_tensors
         group, facts = ctx.group, ctx.facts
         number = limit_number(group.number, facts.max_sms)
@@ -605,7 +607,7 @@ def run_composed(
 
 
 def as_mask(options: Moe, token_mask: Tensor, x: Tensor) -> Tensor:
-    """Return the token mask as [num_tokens], checked."""
+    """Check the token mask and return it as [num_tokens]."""
     if options.sequence_tokens:
         raise EpicUnsupportedError(
             "token_mask is given with sequence_tokens: not supported, because the loss of a "
@@ -692,8 +694,8 @@ def moe(
         tag: Calls with equal tags run in the same order on every rank.
         max_sms: On GPUs the largest number of SMs of each operation of the layer, forward and
             backward; 0: the group's.
-        out: A MoeOut whose tensors are written and returned, without a gradient. An entry that is
-            None is not computed for the caller.
+        out: A MoeOut into whose tensors the function writes. It returns them, without a gradient.
+            If an entry is None, the caller does not receive this result.
 
     Returns:
         A MoeOut with out shaped as x, loss, load, demand, logical_load and routing.
@@ -793,7 +795,7 @@ def reshape_owned(x: Tensor, shape: Any) -> Tensor:
 
 
 def moe_into(args: tuple[Any, ...], x: Tensor, facts: Facts, out: MoeOut) -> MoeOut:
-    """Run moe with out=. What backward would need is not kept."""
+    """Run moe with out=. It keeps nothing for backward."""
     given = MoeOut(*parts_of(out, ", ".join(MoeOut._fields)))
     if given.out is not None and given.out.shape != x.shape:
         raise EpicArgumentError(

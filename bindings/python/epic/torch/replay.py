@@ -114,10 +114,10 @@ def replay_routing(
 
     Args:
         model: A model with `MoE` layers, or a `MoE`.
-        record: As `record_routing` returns it: the routings of each layer by its name. A value is a
-            list with one entry for each call of the layer, or one entry for all calls. An entry is
-            a `Routing`, (ids, weights) or ids alone. Activation checkpointing calls a layer again
-            during backward, so pass one entry and call backward inside the context.
+        record: A dict like that of `record_routing`: the routings of each layer by its name. A
+            value is a list with one entry for each call of the layer, or one entry for all calls.
+            An entry is a `Routing`, (ids, weights) or ids alone. Activation checkpointing calls a
+            layer again during backward, so pass one entry and call backward inside the context.
         weights: Whether the layers also use the recorded weights. Then their routers have no
             gradients, except those of the losses. If False the routers compute the weights of the
             recorded experts.

@@ -31,7 +31,7 @@ def add_replicas(order_token: Tensor, data: Tensor, x: Tensor, group: Group, tag
 
 
 class SumReplicas(EpicFunction):
-    """epic::sum_replicas_ with its gradient."""
+    """The operator epic::sum_replicas_ with its gradient."""
 
     @staticmethod
     def forward(spec: PlanSpec, data: Tensor, x: Tensor) -> Tensor:
@@ -60,11 +60,11 @@ sum_replicas_apply = make_apply(SumReplicas)
 
 
 class Tied(EpicFunction):
-    """A weight whose gradient is added over replicas."""
+    """The identity function of a weight; backward adds its gradient over replicas."""
 
     @staticmethod
     def forward(_way: PlanSpec, _data: Tensor, weight: Tensor) -> Tensor:
-        """Return the weight as it is."""
+        """Return the weight unchanged."""
         return weight.view_as(weight)
 
     setup_context = SumReplicas.setup_context

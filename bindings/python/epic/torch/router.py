@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Router and losses: local to each rank, differentiable in the logits."""
+"""Router and losses, which each rank computes alone, with gradients of the logits."""
 
 import functools
 import math
@@ -51,7 +51,7 @@ def number_of(group: Group | None, x: Tensor, name: str = "logits") -> int:
 
 
 def as_logits(router: Router, logits: Tensor) -> Tensor:
-    """Return the logits as [num_tokens, E], checked."""
+    """Check the logits and return them as [num_tokens, E]."""
     columns = router.num_experts + router.zero_experts
     if logits.dim() < 2 or logits.shape[-1] != columns:
         raise EpicArgumentError(
@@ -72,7 +72,7 @@ def route_op(
 
 
 class Route(EpicFunction):
-    """epic::route with its gradient."""
+    """The operator epic::route with its gradient."""
 
     @staticmethod
     def forward(
@@ -92,7 +92,7 @@ class Route(EpicFunction):
     @first_order_only
     @translate_errors
     def backward(ctx: Any, _: Any, d_weights: Tensor) -> tuple[Any, ...]:
-        """Return the gradient of the logits through the weights; the choice has none."""
+        """Return the gradient of the logits through the weights of choices; ids have no gradient."""
         logits, chosen = ctx.saved_tensors
         d_logits = ops.route_backward.default(
             logits, chosen, d_weights.contiguous(), ctx.group, *ctx.numbers
@@ -104,7 +104,7 @@ route_apply = make_apply(Route)
 
 
 def as_forced_ids(router: Router, ids: Tensor, rows: Tensor) -> Tensor:
-    """Return forced ids as [num_tokens, top_k] int32, checked.
+    """Check forced ids and return them as [num_tokens, top_k] int32.
 
     rows: The logits or tokens [..., n] that the ids belong to.
     """
@@ -140,13 +140,14 @@ def route(
     Args:
         router: How experts are chosen and weighted.
         logits: [..., E] in float32, bfloat16, float16 or float64.
-        bias: [E] float32 that counts for the choice only; it has no gradient.
+        bias: [E] float32, added to the scores only to choose experts; it has no gradient.
         token_ids: Integers [...], with table: the id of each token.
         table: Integers [rows, top_k]: experts by token id, which replace the choice.
         forced: Integers [..., top_k]: the experts of each token, which replace the choice; negative
             for no expert. Not with token_ids.
         group: On GPUs a group on that GPU. On CPUs None is enough.
-        out: (topk_idx, weights) that are written and returned, without a gradient.
+        out: Tensors (topk_idx, weights) into which the function writes. It returns them, without
+            a gradient.
 
     Returns:
         topk_idx [num_tokens, top_k] int32, best first, and weights [num_tokens, top_k] float32
@@ -192,7 +193,7 @@ def route(
 
 
 class BalanceLoss(EpicFunction):
-    """epic::balance_loss with its gradient."""
+    """The operator epic::balance_loss with its gradient."""
 
     @staticmethod
     def forward(
@@ -203,7 +204,7 @@ class BalanceLoss(EpicFunction):
         sequence_tokens: int,
         rest: tuple[Any, ...],
     ) -> Tensor:
-        """Call the operator; rest: coeff, group, the router's numbers."""
+        """Call the operator; rest contains coeff, the group and the router's numbers."""
         return ops.balance_loss.default(logits, load, chosen, total_tokens, sequence_tokens, *rest)
 
     @staticmethod
@@ -226,7 +227,7 @@ balance_loss_apply = make_apply(BalanceLoss)
 
 
 class ZLoss(EpicFunction):
-    """epic::z_loss with its gradient."""
+    """The operator epic::z_loss with its gradient."""
 
     @staticmethod
     def forward(logits: Tensor, total_tokens: int, rest: tuple[Any, ...]) -> Tensor:
@@ -285,7 +286,7 @@ def balance_loss(
         logits: [..., E].
         coeff: Factor of the loss.
         total_tokens: Number of tokens of all ranks.
-        load: [num_experts] int32, as a plan has it.
+        load: [num_experts] int32: number of choices of each expert, the load of a plan.
         topk_idx: [num_tokens, top_k] int32, with sequence_tokens, instead of load.
         sequence_tokens: Length of a sequence: the loss of each sequence is computed and averaged.
             0: all tokens together.
@@ -357,7 +358,7 @@ def bias_update(bias: Tensor, load: Tensor, rate: float, group: Group | None = N
     Args:
         bias: [num_experts] float32.
         load: [num_experts] int32: choices of each expert since the last update.
-        rate: Step, 0.001 for example.
+        rate: By how much an element of the bias changes, for example 0.001.
         group: On GPUs a group on that GPU. On CPUs None is enough.
     """
     with torch.no_grad():

@@ -30,7 +30,7 @@ Given: TypeAlias = Routing | tuple[Tensor, Tensor | None] | Tensor
 
 
 def as_forced(options: Moe, forced: Given, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return forced ids [num_tokens, top_k] int32 and their weights or None, checked."""
+    """Check forced ids; return them as [num_tokens, top_k] int32, with their weights or None."""
     ids, weights = (forced, None) if isinstance(forced, Tensor) else forced
     whole = as_forced_ids(options.router, ids, x)
     if weights is None:

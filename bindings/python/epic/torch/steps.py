@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""plan, dispatch, combine and plan_dispatch: tensors in, tensors out, with gradients."""
+"""The functions plan, dispatch, combine and plan_dispatch on tensors, with gradients."""
 
 from functools import partial
 from typing import Any
@@ -69,8 +69,9 @@ def plan(
         group: The open group.
         layer: Experts, top_k and the rules for overflow and sums.
         topk_idx: Chosen experts [..., top_k], int32 or int64; a negative id means no expert.
-        capacity: Slots of this rank for the rows that it receives. None: as many as can ever be
-            needed. EXACT: as many as arrive, for which the host waits once.
+        capacity: Number of slots of this rank, that is, of rows of its receive buffer. None: as
+            many as can ever be needed. EXACT: as many as arrive; the host waits once for this
+            number.
         rank_of_expert: Integers [num_experts]: the rank that owns each expert; needs capacity and
             num_local_experts. None: contiguous blocks of experts.
         logical_of_expert: Integers [num_experts], with layer.num_logical: the logical expert that
@@ -118,7 +119,8 @@ def plan(
 def wait_capacity(plan: Plan, layer: Layer) -> int:
     """Return the number of slots that the plan fills; the host waits for it.
 
-    Choices that are dropped count in demand, so that rows are counted instead with overflow="drop".
+    plan.demand also counts dropped choices. So with overflow="drop" the function adds up
+    plan.expert_rows instead.
     """
     dropping = layer.overflow == "drop" and not plan.spec.flat
     return int((plan.expert_rows.sum() if dropping else plan.demand).item())
@@ -147,7 +149,7 @@ def plan_into(
 
 
 def save_plan(ctx: Any, spec: PlanSpec, data: Tensor, tokens: Tensor) -> None:
-    """Save for token_gradients what it needs.
+    """Save in the context what token_gradients needs.
 
     Sizes come from the inputs, because tracers see no other sizes in a backward.
     """
@@ -157,7 +159,7 @@ def save_plan(ctx: Any, spec: PlanSpec, data: Tensor, tokens: Tensor) -> None:
 
 
 def token_gradients(ctx: Any, d_recv: Tensor, d_slots: Tensor) -> tuple[Any, Any]:
-    """Send gradients of the received rows and weights back to their tokens, summed."""
+    """Send the gradients of received rows and weights to their tokens, and sum them there."""
     (data,) = ctx.saved_tensors
     spec, weighs = ctx.spec, ctx.needs_input_grad[3]
     d_tokens, d_weights = ops.dispatch_backward.default(
@@ -174,13 +176,13 @@ def token_gradients(ctx: Any, d_recv: Tensor, d_slots: Tensor) -> tuple[Any, Any
 
 
 class Dispatch(EpicFunction):
-    """epic::dispatch with its gradient."""
+    """The operator epic::dispatch with its gradient."""
 
     @staticmethod
     def forward(
         plan: Plan, data: Tensor, tokens: Tensor, weights: Tensor | None, zero_tail: bool
     ) -> tuple[Tensor, Tensor]:
-        """Call the operator; data: the plan's bytes, which tracers must see as an input."""
+        """Call the operator; data is the plan's bytes, which tracers must see as an input."""
         return dispatch_op(plan, data, tokens, weights, zero_tail)
 
     @staticmethod
@@ -201,7 +203,7 @@ dispatch_apply = make_apply(Dispatch)
 
 
 class DispatchOut(EpicFunction):
-    """Dispatch into tensors of the caller, with its gradient."""
+    """dispatch with out=: it writes into tensors of the caller, and has a gradient."""
 
     @staticmethod
     def forward(
@@ -246,7 +248,9 @@ def can_write(out: Any, x: Tensor, w: Tensor | None) -> bool:
 def alias(x: Any) -> Any:
     """Return a tensor with the same memory for autograd, so that `x` stays without a gradient.
 
-    Both count writes together, so that autograd finds a saved result that was written again."""
+    `x` and the result share one counter of writes, so that autograd notices if a saved result was
+    overwritten.
+    """
     return x.detach() if isinstance(x, Tensor) else x
 
 
@@ -283,13 +287,15 @@ def dispatch(
             Tokens of an 8-bit dtype are sent as they are, without a gradient.
         weights: Weight of each choice [..., top_k], or None.
         quantize: "1x128" or "1x32": rows travel in e4m3 with a scale for each block of that many
-            columns and arrive rounded. The gradient passes straight through. None: as they are.
-        zero_tail: Whether the slots after the last slab are set to zero. Padding inside of a slab
-            always is.
+            columns and arrive rounded. The gradient ignores the rounding. None: rows are sent
+            unchanged.
+        zero_tail: Whether dispatch sets the slots after the last slab to zero. It always sets
+            padding inside of a slab to zero.
         max_sms: On GPUs the largest number of SMs of this call and its gradient. None: as `plan`.
-        out: (recv, slot_weights) that are written, for example windows (`window`). The results are
-            these tensors. If an argument requires a gradient, they are other tensors with the same
-            memory, and the gradient fails if the memory was written again before.
+        out: Tensors (recv, slot_weights) into which dispatch writes, for example windows
+            (`window`). It returns these tensors. If an argument requires a gradient, it returns
+            other tensors with the same memory. Then backward raises an error if a later call has
+            overwritten this memory.
 
     Returns:
         The received rows [capacity, hidden], and the weight of each slot [capacity] float32, or
@@ -409,10 +415,10 @@ def dispatch_quantized(
         weights: Weight of each choice [..., top_k], or None.
         block: "1x128": one float32 scale for 128 columns. "1x32": one power of two as an e8m0 byte
             for 32 columns (MXFP8).
-        scales: Scales [..., n] of tokens that are quantized already, of any dtype and n. They
-            travel with the tokens unchanged, and block is ignored.
+        scales: Scales [..., n] of tokens that are already quantized, of any dtype and n. They are
+            sent with the tokens unchanged, and block is ignored.
         max_sms: As for `dispatch`.
-        out: (recv, scales, slot_weights) that are written and returned.
+        out: Tensors (recv, scales, slot_weights) into which the function writes. It returns them.
 
     Returns:
         Rows [capacity, hidden] in float8_e4m3fn (with scales: in the tokens' dtype), scales
@@ -449,7 +455,7 @@ def with_scales(
     weights: Tensor | None,
     out: tuple[Tensor, Tensor, Tensor | None] | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Run dispatch_quantized for rows that are quantized already."""
+    """Run dispatch_quantized for rows that are already quantized."""
     if out is not None:
         out = parts_of(out, "recv, scales, slot_weights")
         check_pair(weights, out[2])
@@ -476,7 +482,7 @@ def dispatch_quantized_op(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class DispatchRounded(EpicFunction):
-    """dispatch whose rows travelled in e4m3; its gradient is that of dispatch."""
+    """dispatch that sends rows in e4m3; its gradient is that of dispatch."""
 
     @staticmethod
     def forward(
@@ -539,7 +545,7 @@ def plan_dispatch_into(
 
 
 class PlanDispatchOut(EpicFunction):
-    """Plan and dispatch into tensors of the caller, with the gradient."""
+    """plan_dispatch with out=: it writes into tensors of the caller, and has a gradient."""
 
     @staticmethod
     def forward(
@@ -588,7 +594,7 @@ def plan_dispatch_written(
 
 
 class PlanDispatch(EpicFunction):
-    """epic::plan_dispatch with its gradient."""
+    """The operator epic::plan_dispatch with its gradient."""
 
     @staticmethod
     def forward(
@@ -646,7 +652,7 @@ def plan_dispatch(
     compared: tuple[Any, ...] = (),
     out: tuple[Plan, Tensor, Tensor | None] | None = None,
 ) -> tuple[Plan, Tensor, Tensor | None]:
-    """Make a plan and dispatch with it, in one call that is faster than both.
+    """Make a plan and dispatch with it, in one call that is faster than two calls.
 
     Args:
         group: As for `plan`.
@@ -662,7 +668,7 @@ def plan_dispatch(
         tag: As for `plan`.
         max_sms: As for `plan`.
         compared: As for `plan`.
-        out: (plan, recv, slot_weights) that are written, as for `dispatch`.
+        out: A plan and tensors (plan, recv, slot_weights) to write, as for `dispatch`.
 
     Returns:
         The plan, the received rows [capacity, hidden], and the weight of each slot [capacity]
@@ -730,13 +736,13 @@ def combine_op(
 
 
 class Combine(EpicFunction):
-    """epic::combine with its gradient."""
+    """The operator epic::combine with its gradient."""
 
     @staticmethod
     def forward(
         plan: Plan, data: Tensor, rows: Tensor, slots: Tensor | None, _block: str | None
     ) -> Tensor:
-        """Call the operator; _block: format of the rows' gradients, or None."""
+        """Call the operator; _block is the format of the rows' gradients, or None."""
         return combine_op(plan, data, rows, slots)
 
     @staticmethod
@@ -786,9 +792,11 @@ def combine(
         plan: The plan that dispatched the rows.
         rows: [capacity, hidden] in float32, bfloat16, float16 or float64.
         slot_weights: [capacity], as dispatch returned them; None: all 1.
-        quantize_gradient: "1x128" or "1x32": the rows' gradients travel in e4m3 and arrive rounded.
+        quantize_gradient: "1x128" or "1x32": backward sends the rows' gradients in e4m3, rounded.
+            None: unchanged.
         max_sms: On GPUs the largest number of SMs of this call and its gradient. None: as `plan`.
-        out: Tensor [num_tokens, hidden] that is written and returned, without a gradient.
+        out: Tensor [num_tokens, hidden] into which combine writes. It returns this tensor, which
+            has no gradient.
 
     Returns:
         The tokens [num_tokens, hidden] in the rows' dtype. A token without a choice is zero.
@@ -826,8 +834,8 @@ def combine_into(plan: Plan, rows: Tensor, slots: Tensor | None, out: Tensor) ->
 def save_plans(_context: Any, op: Any, *_: Any, **__: Any) -> Any:
     """Keep plans and compute all else again: a policy for selective activation checkpointing.
 
-    Pass it to torch.utils.checkpoint.create_selective_checkpoint_contexts. It saves the exchange
-    that making a plan needs.
+    Pass this function to torch.utils.checkpoint.create_selective_checkpoint_contexts. Backward then
+    does not make plans again, which would need communication.
 
     Args:
         op: The operator, which torch passes.
@@ -843,8 +851,8 @@ def save_plans(_context: Any, op: Any, *_: Any, **__: Any) -> Any:
 def save_exchange(_context: Any, op: Any, *_: Any, **__: Any) -> Any:
     """Keep all results of EPIC's operators: a policy for selective activation checkpointing.
 
-    Pass it to torch.utils.checkpoint.create_selective_checkpoint_contexts. A checkpoint inside one
-    of several compiled functions needs it instead of `save_plans`.
+    Pass this function to torch.utils.checkpoint.create_selective_checkpoint_contexts. Use it in
+    place of `save_plans` if a checkpoint is inside one of several compiled functions.
 
     Args:
         op: The operator, which torch passes.

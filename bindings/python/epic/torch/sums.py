@@ -33,7 +33,7 @@ def sum_op(
 
 
 def refuse_vmap(x: Tensor) -> None:
-    """Refuse torch.func.vmap; torch 2.9 would report views of another dtype instead."""
+    """Raise an error under torch.func.vmap; torch 2.9 would report views of another dtype."""
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         if torch._C._functorch.is_batchedtensor(x):
             raise no_vmap()
@@ -62,7 +62,7 @@ def add_in_order(group: Group, parts: Tensor, order: int) -> Tensor:
 
 
 class Sum(EpicFunction):
-    """epic::sum_ with its gradient."""
+    """The operator epic::sum_ with its gradient."""
 
     @staticmethod
     def forward(group: Group, x: Tensor, order: int, tag: int, max_sms: int) -> Tensor:
@@ -135,11 +135,11 @@ def sum(
 
 
 class SumGradient(EpicFunction):
-    """A weight as it is, whose gradient is added over the ranks."""
+    """The identity function of a weight; backward adds its gradient over the ranks."""
 
     @staticmethod
     def forward(_group: Group, _order: int, _tag: int, weight: Tensor) -> Tensor:
-        """Return the weight as it is."""
+        """Return the weight unchanged."""
         return weight.view_as(weight)
 
     @staticmethod

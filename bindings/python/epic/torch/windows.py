@@ -20,11 +20,12 @@ from epic.torch.groups import Group
 def window(shape: int | Sequence[int], dtype: torch.dtype, group: Group) -> Tensor:
     """Return a new tensor of zeros into which the other ranks store rows directly.
 
-    Pass it, or a part of it, as out= of `plan_dispatch`, `dispatch` or `combine`. Without a window
-    each row passes through staging memory, and its receiver copies it. EPIC finds windows by their
-    addresses, and results have the same bits. Rows are stored directly for tokens with exactly one
-    slot on a rank. Under layout "flat" this holds for every token, and in combine for tokens whose
-    choices are all on one rank.
+    Pass this tensor, or a part of it, as out= of `plan_dispatch`, `dispatch` or `combine`. Without
+    a window each row passes through staging memory, and its receiver copies it. EPIC finds windows
+    by the addresses of outputs, and results have the same bits. In dispatch a row is stored
+    directly if its token has exactly one slot on the receiving rank. With layout "flat" this holds
+    for every token. In combine a row is stored directly if all choices of its token are on one
+    rank.
 
     The memory lives until the group closes, also if no tensor refers to it any more. So make a
     window once, not in each step. A group has at most 256.
