@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dispatch for the layout "flat": each token once for each rank that has experts for it."""
+"""dispatch for the layout "flat": sends a token once to each rank that has experts for it."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def dispatch_flat_op(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class DispatchFlat(EpicFunction):
-    """epic::dispatch_flat with its gradient."""
+    """The operator epic::dispatch_flat with its gradient."""
 
     @staticmethod
     def forward(

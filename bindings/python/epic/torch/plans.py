@@ -122,22 +122,22 @@ class Plan(NamedTuple):
 
     @property
     def expert_rows(self) -> Tensor:
-        """[local experts] int32: rows of each slab, with padding."""
+        """[local experts] int32: number of rows of each expert, with padding."""
         return self.counted("expert_rows")
 
     @property
     def expert_tokens(self) -> Tensor:
-        """[local experts] int32: rows of each slab, without padding."""
+        """[local experts] int32: number of rows of each expert, without padding."""
         return self.counted("expert_tokens")
 
     @property
     def load(self) -> Tensor:
-        """[num_experts] int32: choices of each expert over the group, before any is dropped."""
+        """[num_experts] int32: choices of each expert in the group, before drops."""
         return self.counted("load")
 
     @property
     def demand(self) -> Tensor:
-        """[1] int32: slots that this rank would have needed."""
+        """[1] int32: number of slots that all choices of this rank's experts would need."""
         return self.counted("demand")
 
     @property

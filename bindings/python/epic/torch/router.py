@@ -92,7 +92,7 @@ class Route(EpicFunction):
     @first_order_only
     @translate_errors
     def backward(ctx: Any, _: Any, d_weights: Tensor) -> tuple[Any, ...]:
-        """Return the gradient of the logits through the weights of choices; ids have no gradient."""
+        """Return the gradient of the logits through the weights of choices."""
         logits, chosen = ctx.saved_tensors
         d_logits = ops.route_backward.default(
             logits, chosen, d_weights.contiguous(), ctx.group, *ctx.numbers
