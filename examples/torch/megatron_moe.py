@@ -8,13 +8,13 @@ torchrun --nproc-per-node 4 examples/torch/megatron_moe.py --check   the losses 
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from epic.torch.megatron import use_epic
@@ -27,14 +27,14 @@ TOLERANCE = 1e-4  # of a loss
 
 
 def without_gpu() -> None:
-    """Megatron-Core 0.16.1 asks where its GPU is before it uses a weight; and without Transformer
+    """Megatron-Core 0.19.2 asks where its GPU is before it uses a weight; and without Transformer
     Engine its router looks for a name that is not there."""
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
 
-def make_layer() -> MoELayer:
+def make_layer() -> Any:
     """As a model would have it; the same at every call."""
     config = TransformerConfig(
         num_layers=1,
@@ -55,7 +55,7 @@ def make_layer() -> MoELayer:
     )
     torch.manual_seed(1)
     spec = get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False)
-    return MoELayer(config, spec.submodules)
+    return spec(config)
 
 
 def train(steps: int, with_epic: bool) -> list[float]:

@@ -48,7 +48,6 @@ def parallel(tp: int, ep: int) -> None:
 def layer_of(tp: int, ep: int, case: dict[str, Any]) -> Any:
     """Return a layer with the dispatcher of Megatron that runs on CPUs."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-    from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     options: dict[str, Any] = {
@@ -64,7 +63,7 @@ def layer_of(tp: int, ep: int, case: dict[str, Any]) -> Any:
     }  # fmt: skip
     torch.manual_seed(1 + dist.get_rank() % (tp * ep))
     spec = get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
-    layer = MoELayer(TransformerConfig(**options), spec.submodules)
+    layer = spec(TransformerConfig(**options))
     with torch.no_grad():
         dist.broadcast(layer.router.weight, 0)
     return layer.train()

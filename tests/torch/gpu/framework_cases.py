@@ -85,7 +85,6 @@ def megatron_layer(grouped: bool, dispatcher: str, **more: Any) -> Any:
     """Return a Megatron layer with SequentialMLP or grouped experts; values depend only on the
     seed."""
     specs = importlib.import_module("megatron.core.models.gpt.moe_module_specs")
-    layers = importlib.import_module("megatron.core.transformer.moe.moe_layer")
     configs = importlib.import_module("megatron.core.transformer.transformer_config")
     config = configs.TransformerConfig(
         **CONFIG,
@@ -95,7 +94,7 @@ def megatron_layer(grouped: bool, dispatcher: str, **more: Any) -> Any:
         **more,
     )
     spec = specs.get_moe_module_spec(grouped, EXPERTS, grouped)
-    layer = layers.MoELayer(config, spec.submodules).to(torch.get_default_device())
+    layer = spec(config).to(torch.get_default_device())
     with torch.no_grad():
         for number, parameter in enumerate(layer.parameters()):
             shared = parameter is layer.router.weight

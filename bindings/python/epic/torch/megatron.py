@@ -2,7 +2,7 @@
 """Expert parallelism of Megatron-Core by EPIC: a manager under MoEFlexTokenDispatcher.
 
 use_epic(model, max_tokens=...) replaces the dispatchers of a model that is built. Written against
-megatron-core 0.16.1.
+megatron-core 0.19.2.
 """
 
 from collections.abc import Iterable
