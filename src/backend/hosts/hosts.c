@@ -40,8 +40,7 @@ typedef struct hosts_part {
     net_liveness *liveness;
     hosts_proxy *proxy;
     bool on_gpu; /* true: inbox and outbox are in GPU memory; false: in host memory */
-    /* GPU memory into which the ranks of this host write. The heap is followed by partial sums,
-     * which only this rank uses. */
+    /* written by the ranks of this host; followed by partial sums that only this rank uses */
     uint8_t *heap;
     uint8_t *inbox;         /* has the layout of a heap; the net writes it */
     uint8_t *outbox;        /* has the layout of a heap; the net reads it */
@@ -69,7 +68,6 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
 
 /* --------------------------------------------------------- memory and net of this rank ---- */
 
-/* Allocates pinned host memory that the GPU can access. */
 static epic_result alloc_host(uint8_t **out, int64_t bytes)
 {
     char what[96];
@@ -203,8 +201,7 @@ static void close_net(hosts_part *h)
     h->net = NULL;
 }
 
-/* Allocates inbox and outbox in GPU memory if on_gpu is true, otherwise in host memory. Opens
- * the net with them. */
+/* Allocates inbox and outbox in GPU memory (on_gpu) or host memory. Opens the net with them. */
 static epic_result open_boxes(epic_group *g, hosts_part *h, peer_info *mine, bool on_gpu)
 {
     h->on_gpu = on_gpu;
@@ -222,8 +219,7 @@ static epic_result move_to_host(epic_group *g, hosts_part *h, peer_info *mine)
     return open_boxes(g, h, mine, false);
 }
 
-/* Sets the error of a rank that cannot use GPU memory although EPIC_NET_MEMORY is gpu. The
- * error sentence contains the last error of this thread and names the variable. */
+/* Sets the error of a rank that cannot use GPU memory although EPIC_NET_MEMORY is gpu. */
 static epic_result fail_on_gpu(epic_result result)
 {
     char why[160];
@@ -260,8 +256,7 @@ static epic_result listen_for_liveness(epic_group *g, hosts_part *h, peer_info *
     return net_liveness_listen(&h->liveness, &setup, mine->liveness);
 }
 
-/* Does the part of joining that needs no peer, and fills in *mine, which gather_peers() sends
- * to all ranks. */
+/* Does the part of joining that needs no peer, and fills in *mine, the info to send. */
 static epic_result prepare_rank(epic_group *g, hosts_part *h, peer_info *mine)
 {
     TRY(p2p_group_device(g, &mine->gpu));
@@ -317,8 +312,8 @@ static epic_result start_proxy(epic_group *g, hosts_part *h)
     return hosts_proxy_open(&h->proxy, &setup);
 }
 
-/* Checks the info of another rank, and returns its error if it failed. Any program that reaches
- * the bootstrap may have written the info, so every field is checked. */
+/* Checks the info of a rank, and returns its error if it failed. Another program may have
+ * written the info. */
 static epic_result check_peer(const peer_info *c, int rank)
 {
     if (c->result > EPIC_ECLOSED || !p2p_gpu_fits(&c->gpu) ||
@@ -454,7 +449,6 @@ static epic_result connect_peers(epic_group *g, hosts_part *h, const peer_info *
 
 /* ---------------------------------------------------------------------- join and leave ---- */
 
-/* Frees everything that the group has. Members that were not created yet are NULL. */
 static void free_group(epic_group *g)
 {
     hosts_part *h = g->hosts;
@@ -472,8 +466,8 @@ static void free_group(epic_group *g)
 }
 
 /* Implements p2p_hooks.write: writes bytes to offset `at` of a peer's inbox, and waits until
- * they are sent. First copies the bytes to the same offset of the outbox, where no kernel
- * writes. If the peer is this rank itself, copies them directly into the inbox. */
+ * they are sent. Copies the bytes first to the outbox, or to the inbox if the peer is this rank
+ * itself. */
 static void write_to_peer(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
 {
     if (p2p_is_dead(g, peer)) return;
@@ -501,8 +495,7 @@ static epic_group *new_group(const epic_join *join)
     return NULL;
 }
 
-/* Implements epic_backend.join. A rank that has failed still sends its info, so that all ranks
- * return an error. */
+/* Implements epic_backend.join. A rank that failed still sends its info, so that all fail. */
 static epic_result hosts_join(epic_group **out, const epic_join *join)
 {
     if (join->bootstrap->num_ranks > NET_MAX_HOSTS)
@@ -516,7 +509,6 @@ static epic_result hosts_join(epic_group **out, const epic_join *join)
     const epic_result own = g ? prepare_rank(g, g->hosts, &infos[num_ranks])
                               : epic_fail(EPIC_ENOMEM, "no host memory for a context");
     epic_result result = gather_peers(join, infos, own);
-    /* check_peers() also returns this rank's own error */
     if (result == EPIC_OK) result = check_peers(infos, num_ranks);
     if (result == EPIC_OK) result = connect_boxes(g, join, infos);
     if (result == EPIC_OK) result = connect_peers(g, g->hosts, infos);
@@ -528,7 +520,6 @@ static epic_result hosts_join(epic_group **out, const epic_join *join)
     return result;
 }
 
-/* Returns whether every peer has left, closed or died. */
 static bool are_all_gone(epic_group *g)
 {
     const uint64_t *gone = p2p_gone(g);
@@ -563,8 +554,8 @@ void epic_backend_hosts_counts(const epic_group *g, uint64_t counts[3])
     hosts_proxy_counts(g->hosts->proxy, counts);
 }
 
-/* Implements epic_backend.forget, in a forked child. Closes the child's copies of the liveness
- * connections. While they stay open, peers would not notice the end of the parent. */
+/* Implements epic_backend.forget. While a forked child keeps the liveness connections open,
+ * peers do not notice the end of the parent. */
 static void hosts_forget(epic_group *g)
 {
     net_liveness_forget(g->hosts->liveness);

@@ -39,7 +39,6 @@ static int sms_of(const epic_group *g, const epic_call *call)
     return call->max_sms && (int)call->max_sms < g->num_sms ? (int)call->max_sms : g->num_sms;
 }
 
-/* Returns the CUDA stream of a call. */
 static cudaStream_t stream_of(const epic_call *call)
 {
     return (cudaStream_t)call->stream;
@@ -143,7 +142,6 @@ static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_
     return EPIC_OK;
 }
 
-/* epic_ops.plan: makes a plan. */
 static epic_result p2p_plan(epic_group *g, const epic_plan_args *args)
 {
     P2P_RANGE("epic_plan");
@@ -244,7 +242,6 @@ static int32_t max_lowlat_rows(const epic_group *g, const p2p_dispatch_job *job)
                : g->lowlat_tokens;
 }
 
-/* Chooses the kernel of a dispatch and launches it. */
 static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
                                    const epic_call *call, const char *what)
 {
@@ -257,7 +254,6 @@ static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
     return p2p_cuda(launcher_of(job, is_lowlat)(job, sms_of(g, call), stream_of(call)), what);
 }
 
-/* epic_ops.dispatch: sends rows according to a plan that exists. */
 static epic_result p2p_dispatch(epic_group *g, const epic_dispatch_args *args)
 {
     P2P_RANGE("epic_dispatch");
@@ -299,8 +295,7 @@ static int32_t early_tokens_of(const epic_group *g, const p2p_dispatch_job *job)
     return (int32_t)(head < most ? head : most);
 }
 
-/* epic_ops.plan_dispatch: makes a plan and dispatches. If can_overlap() returns true, one
- * kernel does both, otherwise it launches two kernels. */
+/* epic_ops.plan_dispatch. If can_overlap() is true, one kernel does both, otherwise two. */
 static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
                                      const epic_dispatch_args *args)
 {
@@ -337,7 +332,6 @@ static void *scratch_of(const epic_group *g)
     return g->self.heap[g->rank] + g->self.at.scratch;
 }
 
-/* The plan argument of a call. */
 typedef struct plan_argument {
     const epic_layer *layer;
     const void *plan;
@@ -450,7 +444,6 @@ static epic_result p2p_dispatch_backward(epic_group *g, const epic_dispatch_back
     return separate ? launch_flat_floats(g, args, &job, &layer, a) : EPIC_OK;
 }
 
-/* Fills in the rows and scales that a quantizing combine_backward writes. */
 static void fill_quantized(p2p_combine_backward_job *job,
                            const epic_combine_backward_args *args)
 {
@@ -521,8 +514,8 @@ static epic_result p2p_combine_backward(epic_group *g, const epic_combine_backwa
 /* --------------------------------------------------------------------------------- sum ---- */
 
 /* epic_ops.allreduce_sum: adds the arrays of floats of all ranks. One launch sums as many
- * floats as fit into the staging memory, so a large array takes several launches. Every rank
- * passes the same count, so all ranks make the same launches. */
+ * floats as fit into the staging memory, so a large array takes several launches. All ranks
+ * pass the same count. */
 static epic_result p2p_sum(epic_group *g, const epic_allreduce_sum_args *args)
 {
     P2P_RANGE("epic_allreduce_sum");
@@ -545,8 +538,8 @@ static epic_result p2p_sum(epic_group *g, const epic_allreduce_sum_args *args)
     return EPIC_OK;
 }
 
-/* epic_ops.sum_replicas: one launch computes the sums of all logical experts. The kernel reads
- * from the plan which experts are replicas of each logical expert. */
+/* epic_ops.sum_replicas: one launch computes the sums of all logical experts. The plan lists
+ * their replicas. */
 static epic_result p2p_sum_replicas(epic_group *g, const epic_sum_replicas_args *args)
 {
     P2P_RANGE("epic_sum_replicas");
@@ -564,7 +557,6 @@ static epic_result p2p_sum_replicas(epic_group *g, const epic_sum_replicas_args 
         "launching sum_replicas");
 }
 
-/* epic_ops.max_sms: the largest number of SMs that an operation of this group uses. */
 static uint32_t p2p_max_sms(const epic_group *g)
 {
     return (uint32_t)g->num_sms;
