@@ -3,10 +3,10 @@
  * src/backend/p2p. This header is plain C.
  *
  * A *slab* is the contiguous rows of one local expert in the receive buffer. A *tile* is up to
- * EXPERTS_TILE_ROWS rows of one slab. "x" is the input of a layer of the expert, "y" its
- * output; "d_x" and "d_y" are their gradients. In shapes, `slots` is p2p_slabs.num_slots, the
- * number of rows of the receive buffer. `inner` is the number of columns of the activations.
- * `width` is inner, or 2 * inner for experts with a gate.
+ * EXPERTS_TILE_ROWS rows of one slab. "x" is the matrix that a forward product multiplies by
+ * weights, "y" is the result; "d_x" and "d_y" are their gradients. In shapes, `slots` is
+ * p2p_slabs.num_slots, the number of rows of the receive buffer. `inner` is the number of
+ * columns of the activations. `width` is inner, or 2 * inner for experts with a gate.
  *
  * All arrays are in device memory of this rank; no kernel accesses a peer's memory. Only the
  * device knows how many rows each expert has. So a launcher chooses the grid for the largest
