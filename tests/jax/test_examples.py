@@ -121,7 +121,7 @@ def test_how_it_ends(how: str, tmp_path: Path) -> None:
     else:
         os.kill(started[1], signal.SIGKILL)
     try:
-        assert running.wait(timeout=30) != 0
+        assert running.wait(timeout=LIMIT) != 0
         assert not any(Path(f"/proc/{process}").exists() for process in started)
     finally:
         for process in started:
