@@ -105,8 +105,8 @@ __device__ __forceinline__ Activated compute_up_factor(float u, const epic_exper
  * EPIC_CLAMPED_SILU. The last two are faster, and support only rows of 16-bit numbers. */
 enum { ANY_ACTIVATION, GATED_SILU, GATED_CLAMPED };
 
-/* compute_activation() and compute_up_factor(), but the activation is selected at compile time
- * by KIND. */
+/* Variants of compute_activation() and compute_up_factor() that select the activation at
+ * compile time, by KIND. */
 template <int KIND>
 __device__ __forceinline__ Activated compute_activation(float x, const epic_experts &ex)
 {

@@ -39,8 +39,9 @@ static __device__ __forceinline__ int64_t token_step()
     return (int64_t)gridDim.x * WARPS;
 }
 
-/* Returns true if element `choice` of topk_idx is a zero-expert: their ids are num_experts and
- * above. A forced id of num_columns or more is invalid, and the plan reports it. */
+/* Returns true if element `choice` of topk_idx is the id of a zero-expert: num_experts to
+ * num_columns - 1. The caller may force ids; the plan reports a forced id that is num_columns
+ * or more as an error. */
 static __device__ __forceinline__ bool is_zero_expert(const layer_tokens &t, int64_t choice)
 {
     return t.topk_idx[choice] >= t.num_experts && t.topk_idx[choice] < t.num_columns;

@@ -40,16 +40,16 @@ typedef struct p2p_slabs {
     slab_tile *tiles;
     slab_range *slabs; /* [num_experts]: first row and number of tokens of each slab */
     int64_t num_slots;
-    int32_t num_experts;
-    int32_t most_tiles;
+    int32_t num_experts; /* number of local experts */
+    int32_t most_tiles;  /* upper limit of *num_tiles, which the host knows */
 } p2p_slabs;
 
 /* Arguments of a matrix product over slabs. `pass` selects one of the three products that
  * epic_gemm_pass defines. Comments call them FORWARD (y), INPUT (the gradient of x) and WEIGHT
- * (the gradient of the weights). FORWARD and INPUT products read b with the shape [experts, k,
- * n]. Only FORWARD products of e4m3 matrices read [experts, n, k]. The reason is that the
- * tensor cores read e4m3 only if the summed dimension (k) is contiguous. WEIGHT products do not
- * support e4m3. */
+ * (the gradient of the weights). FORWARD and INPUT products read matrix b with the shape
+ * [experts, k, n]. Only FORWARD products of e4m3 matrices read [experts, n, k]. The reason is
+ * that the tensor cores read e4m3 only if the summed dimension (k) is contiguous. WEIGHT
+ * products do not support e4m3. */
 typedef struct p2p_gemm {
     p2p_slabs slabs;
     const void *a; /* FORWARD: x [slots, k]; INPUT: d_y [slots, n]; WEIGHT: x [slots, k] */
@@ -60,11 +60,11 @@ typedef struct p2p_gemm {
     /* [slots]: factor of each row, by which the bias is multiplied before it is added to the
      * row; NULL: 1 */
     const float *bias_weights;
-    /* only if row_type is EPIC_E4M3: [slots, blocks], the scales of a, one for each 128 numbers
-     * of a row */
+    /* only if row_type is EPIC_E4M3: [slots, blocks], the scales of matrix a, one for each 128
+     * numbers of a row */
     const float *a_scales;
-    /* only if row_type is EPIC_E4M3: [experts, blocks, blocks], the scales of b, one for each
-     * 128 x 128 numbers */
+    /* only if row_type is EPIC_E4M3: [experts, blocks, blocks], the scales of matrix b, one for
+     * each 128 x 128 numbers */
     const float *b_scales;
     /* INPUT: an array with the shape and type of out, which is added to the result; NULL:
      * none */
@@ -73,16 +73,16 @@ typedef struct p2p_gemm {
     uint32_t pass;     /* an epic_gemm_pass */
     uint32_t row_type; /* epic_type of x and d_x */
     uint32_t y_type;   /* epic_type of y and d_y; 0: row_type */
-    /* epic_type of b (in FORWARD and INPUT) and of bias. It may be EPIC_E4M3 only if row_type
-     * is EPIC_E4M3, and in this case bias has y_type. */
+    /* epic_type of matrix b (in FORWARD and INPUT) and of bias. It may be EPIC_E4M3 only if
+     * row_type is EPIC_E4M3, and in this case bias has y_type. */
     uint32_t weight_type;
     uint32_t out_type; /* WEIGHT: epic_type of out */
     /* only in WEIGHT and INPUT: 1: add the result to out; 0: overwrite out */
     int32_t accumulate;
     int32_t sms; /* largest number of CTAs to launch */
     /* Number of rows of tiles that the kernel computes together, one column of tiles after the
-     * other, so that it reuses b in the L2 cache. Kernels with clusters count pairs of rows. 0:
-     * the launcher chooses the number. */
+     * other, so that it reuses matrix b in the L2 cache. Kernels with clusters count pairs of
+     * rows. 0: the launcher chooses the number. */
     int32_t group;
     int32_t no_clusters; /* 1: run without clusters of two CTAs; only tests set this */
     /* If above 1: each sum is divided into this many slices, which different CTAs compute.
@@ -243,7 +243,7 @@ cudaError_t p2p_launch_slabs(const p2p_slabs *slabs, cudaStream_t stream);
 cudaError_t p2p_launch_gemm(const p2p_gemm *job, cudaStream_t stream);
 /* Returns the arguments of an INPUT product that computes the same sums as the e4m3 product
  * `scaled`. Launchers call it because the kernels are compiled for e4m3 only with the pass
- * INPUT. A FORWARD product of e4m3 reads b like an INPUT product, so only k and n are
+ * INPUT. A FORWARD product of e4m3 reads matrix b like an INPUT product, so only k and n are
  * exchanged. */
 p2p_gemm p2p_as_input(p2p_gemm scaled);
 cudaError_t p2p_launch_plain_gemm(const p2p_gemm *job, cudaStream_t stream);

@@ -57,7 +57,8 @@ static cudaError_t make_map(CUtensorMap *map, const Matrix &m)
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-/* Sets *maps to the tensor maps of a, b and out. Their shapes and boxes depend on the pass. */
+/* Sets *maps to the tensor maps of matrices a, b and out. Their shapes and boxes depend on the
+ * pass. */
 static cudaError_t make_maps(Maps *maps, const p2p_gemm *g)
 {
     const bool weight = g->pass == EPIC_GEMM_WEIGHT, input = g->pass == EPIC_GEMM_INPUT;

@@ -10,7 +10,8 @@
  * results in registers, in the array `d`. Producer and consumers share a ring of STAGES stages
  * in shared memory. Each stage has two barriers, "full" and "empty":
  *
- *   producer   waits for empty[s]; copies a 128 x 64 and b 64 x 256 into stage s -> full[s]
+ *   producer   waits for empty[s]; copies 128 x 64 numbers of matrix a and 64 x 256 numbers of
+ *              matrix b into stage s; the copies complete full[s]
  *   consumers  wait for full[s]; issue 4 wgmma of 64 x 256 x 16; arrive at empty[s] after
  *              the wgmma of the next stage have been issued
  *   consumers  add the bias, zero the padding, round; write out by tensor copies of 64 rows
@@ -23,8 +24,9 @@
  * writes this half to both CTAs. The CTAs decide for each pair of tiles whether they share the
  * copies, so slabs may have very different sizes.
  *
- * The kernel reads a and b in the caller's layout. "Transposed" marks a matrix in which the
- * summed dimension is not contiguous, so that wgmma has to read it transposed.
+ * The kernel reads a and b in the caller's layout. The *summed dimension* is K of a GEMM; the
+ * last column of the table names it. "Transposed" marks a matrix in which the summed dimension
+ * is not contiguous, so that wgmma has to read the matrix transposed.
  *     pass     a                          b                           the sum runs over
  *     FORWARD  x   [slot, k]              w [k, n] transposed         k
  *     INPUT    d_y [slot, n]              w [k, n]                    n
@@ -56,8 +58,8 @@ static __device__ __forceinline__ void release_stage(const SharedLayout &at, int
     }
 }
 
-/* Only in the pass WEIGHT, where line i of a stage has slot i of a block: sets lines `first` to
- * 63 of both matrices to zero, because these slots do not belong to the slab. Each of the two
+/* Sets lines `first` to 63 of both matrices in a stage to zero. Called only in the pass WEIGHT,
+ * where each line has one slot, and these slots do not belong to the slab. Each of the two
  * consumer warpgroups does this for half of the columns. `stage`: shared-memory address of the
  * stage. */
 static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int half,
@@ -181,10 +183,10 @@ static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job,
     }
 }
 
-/* Adds rows of the array `from` to the results in registers, so that the sum is rounded only
- * once. `row`: the thread's first row in `from`. The thread also has row + 8. `num_rows`:
- * number of rows of `from` that may be read, counted from `row`. Not used for float32 results,
- * which add_box() adds in memory. */
+/* Adds rows of the array `from` to the results in registers. So each sum is rounded only once.
+ * `row`: the thread's first row in `from`. The thread also has row + 8. `num_rows`: number of
+ * rows of `from` that may be read, counted from `row`. Not used for float32 results, which
+ * add_box() adds in memory. */
 template <class Out>
 static __device__ __forceinline__ void add_rows(float (&d)[128], const void *from,
                                                 const Job &job, const Tile &w, int64_t row,

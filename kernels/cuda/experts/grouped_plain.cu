@@ -8,15 +8,15 @@
  *     WEIGHT   out[e] [k, n]  = a [slots, k]^T b [slots, n]   over the tokens of slab e
  *
  * A CTA computes tiles of BM x BN numbers of out. Each of its 128 threads computes 8 x 8 of
- * them, as four blocks of 4 x 4. The *summed dimension* is the dimension over which a product
- * sums. A CTA advances along it by BK numbers per step. In each step, the threads read this
- * step's tiles of matrices a and b from shared memory as float32, and load those of the next
- * step into registers.
+ * them, as four blocks of 4 x 4. The *summed dimension* is K of a GEMM: k in FORWARD, n in
+ * INPUT, the tokens of the slab in WEIGHT. A CTA advances along it by BK numbers per step. In
+ * each step, the threads read this step's tiles of matrices a and b from shared memory as
+ * float32, and load those of the next step into registers.
  *
  * The kernel does not read rows without a token. If a row without a token is inside a slab, the
  * kernel writes zeros to the same row of out. An e4m3 matrix has one scale per 1 x 128 numbers
- * (a) or per 128 x 128 numbers (b). Every e4m3 product runs as the pass INPUT (p2p_as_input),
- * which reads both matrices contiguously along the summed dimension.
+ * (matrix a) or per 128 x 128 numbers (matrix b). Every e4m3 product runs as the pass INPUT
+ * (p2p_as_input), which reads both matrices contiguously along the summed dimension.
  *
  * A product with few tiles and long sums would leave most SMs idle. So the host sets
  * p2p_gemm.slices: each sum is then cut into slices, which different CTAs compute. plain_kernel
@@ -40,13 +40,14 @@
 /* The work of a CTA at a time: one tile of out and, if sums are cut into slices, one slice of
  * each sum. */
 struct TileSlice {
-    int64_t row;    /* the tile's first row in a and out; WEIGHT: the slab's first row */
+    /* the tile's first row in matrices a and out; WEIGHT: the slab's first row */
+    int64_t row;
     int64_t first;  /* WEIGHT: the tile's first row in out[expert]; else 0 */
     int64_t column; /* the tile's first column in out */
-    /* depth: number of products of each sum, over all slices; columns: number of columns of
-     * out */
+    /* expert: local expert of the tile; depth: number of products of each sum, over all slices;
+     * columns: number of columns of out */
     int64_t expert, depth, columns;
-    int64_t begin, end; /* the slice: products begin to end - 1 of each sum */
+    int64_t begin, end; /* the slice has products begin to end - 1 of each sum */
     /* rows: number of rows of the tile that are stored; tokens: number of them that are
      * computed, because they hold a token */
     int rows, tokens;
@@ -108,8 +109,8 @@ static __device__ uint32_t y_type(const p2p_gemm &g)
     return g.y_type ? g.y_type : g.row_type;
 }
 
-/* Returns four e4m3 numbers from index `at` of an array, each times their common scale. Only
- * the first `num_valid` of them are inside the matrix; the others are returned as 0. */
+/* Loads four e4m3 numbers from index `at` of array p, and returns them multiplied by *scale.
+ * Only the first `num_valid` of them are inside the matrix; the others are returned as 0. */
 static __device__ __forceinline__ float4 load_four_e4m3(const void *p, int64_t at,
                                                         int num_valid, const float *scale)
 {
@@ -121,8 +122,8 @@ static __device__ __forceinline__ float4 load_four_e4m3(const void *p, int64_t a
                        num_valid > 3 ? e4m3_value(from[3]) * s : 0);
 }
 
-/* Returns four numbers from index `at` of an array of type `type`. Only the first `num_valid`
- * of them are inside the matrix; the others are returned as 0. */
+/* Returns four numbers from index `at` of array p, which has type `type`. Only the first
+ * `num_valid` of them are inside the matrix; the others are returned as 0. */
 static __device__ __forceinline__ float4 load_four(const void *p, uint32_t type, int64_t at,
                                                    int num_valid)
 {
@@ -145,8 +146,8 @@ static __device__ __forceinline__ float4 load_four(const void *p, uint32_t type,
     return make_float4(x[0], x[1], x[2], x[3]);
 }
 
-/* Stores the first `num_valid` numbers of x, at most four, from index `at` of an array of type
- * `type`. */
+/* Stores the first `num_valid` numbers of x, at most four, from index `at` of array p, which
+ * has type `type`. */
 static __device__ __forceinline__ void store_numbers_at(void *p, uint32_t type, int64_t at,
                                                         int num_valid, const float *x)
 {
@@ -202,8 +203,8 @@ template <int PASS, bool SCALED> struct StepTiles {
 
     /* Position of this thread's n-th group of four numbers in the tile of one step.
      * step_in_tile() returns the group's first index along the summed dimension. line_in_tile()
-     * returns its first row of matrix a or column of matrix b. `lines`: rows or columns of the
-     * tile. */
+     * returns its first row of matrix a or column of matrix b. `lines`: number of rows or
+     * columns of the tile. */
     static __device__ __forceinline__ int step_in_tile(bool transposed, int lines, int n)
     {
         const int i = n * THREADS + (int)threadIdx.x;
@@ -270,10 +271,11 @@ template <int PASS, bool SCALED> struct StepTiles {
     }
 };
 
-/* Returns which row of the tile is a thread's row i, or which column is its column i. `first`:
- * number of the thread in the column (row) of threads. `half`: half of the tile's rows
- * (columns). A thread's rows 0 to 3 are adjacent. Rows 4 to 7 are adjacent too, but `half` rows
- * further. The same is true for columns. */
+/* A thread has 8 rows and 8 columns of the tile. Returns the position of row i (or column i) of
+ * the thread in the tile. The threads of the CTA form a grid over the tile, and `first` is the
+ * row (column) of the thread in this grid. `half`: half of the number of rows (columns) of the
+ * tile. Rows 0 to 3 of a thread are adjacent, and so are rows 4 to 7. Row 4 is `half` rows
+ * below row 0. */
 static __device__ __forceinline__ int thread_line(int first, int i, int half)
 {
     return first * 4 + i % 4 + (i < 4 ? 0 : half);
@@ -288,9 +290,9 @@ static __device__ __forceinline__ void load_eight(const float *from, int half, f
     x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
 }
 
-/* Stores four results of row m of the tile. If the row has no token, stores zeros. Otherwise
- * first adds the bias and the row of `addend`, if the job has them. With g.accumulate, also
- * adds the old values of out. */
+/* Stores four results x to row m of the tile, from column `column` of out on. If the row has no
+ * token, stores zeros. Otherwise first adds the bias and the numbers of g.addend, if they are
+ * set. With g.accumulate, also adds the old values of out. */
 template <int PASS, bool SCALED>
 static __device__ __forceinline__ void store_four(const p2p_gemm &g, const TileSlice &p, int m,
                                                   int64_t column, float *x)
@@ -326,8 +328,8 @@ template <int PASS> static __device__ __forceinline__ int64_t lines_of(const p2p
     return PASS == EPIC_GEMM_WEIGHT ? g.k : g.slabs.num_slots;
 }
 
-/* Stores four partial sums of one slice to g.slice_sums [slices, rows of out, columns of out],
- * where slices_kernel reads them. */
+/* Stores four partial sums x of one slice to g.slice_sums [slices, rows of out, columns of
+ * out], where slices_kernel reads them. `m`, `column`: as in store_four(). */
 template <int PASS>
 static __device__ __forceinline__ void store_partial_four(const p2p_gemm &g, const TileSlice &p,
                                                           int64_t slice, int m, int64_t column,
@@ -339,7 +341,7 @@ static __device__ __forceinline__ void store_partial_four(const p2p_gemm &g, con
         store_numbers_at(g.slice_sums, EPIC_F32, at, count_four(p.columns, column), x);
 }
 
-/* The kernel: computes all tile slices. Each CTA computes one after the other. Shared memory
+/* The kernel: computes all tile slices. Each CTA computes every gridDim.x-th one. Shared memory
  * has two buffers: while the CTA multiplies one step from one buffer, it writes the next step
  * to the other. */
 template <int PASS, bool SCALED>

@@ -1,12 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Tiles and producer of the matrix products on Hopper's tensor cores.
- * experts/grouped_hopper.cuh has the consumers, and describes the whole kernel. The *summed
- * dimension* is the dimension over which a product sums.
+ * experts/grouped_hopper.cuh has the consumers, and describes the whole kernel.
+ *
+ * The producer thread copies parts of matrices a and b to shared memory, and the consumers (two
+ * warpgroups) multiply them. Shared memory has a ring of STAGES *stages*; each stage has one
+ * part of each matrix. A *tile* is BM x BN numbers of the result, `out`. A *slab* is the rows of
+ * one expert. The template argument PASS selects one of three products (epic_gemm_pass). The
+ * *summed dimension* is K of a GEMM:
+ *
+ *   product   result                                       summed dimension
+ *   FORWARD   output of the experts' matrix product        k
+ *   INPUT     gradient of the input                        n
+ *   WEIGHT    gradient of the weights; out[expert] [k, n]  slots of the expert's slab
  *
  *   find_tile      rows, columns and expert of tile number t
  *   Stage          position in the ring of stages, with the parity of its barriers
- *   run_producer   one thread per CTA: waits for empty[s], then starts the tensor copies of a
- *                  128 x 64 and b 64 x 256 into stage s, which complete full[s] */
+ *   run_producer   one thread per CTA: waits for barrier empty[s], then starts tensor copies of
+ *                  128 x 64 numbers of matrix a and 64 x 256 of matrix b into stage s. The
+ *                  copies complete barrier full[s]. (e4m3: 128 x 128 and 128 x 256 numbers.) */
 #ifndef EPIC_HOPPER_TILES_CUH
 #define EPIC_HOPPER_TILES_CUH
 
@@ -56,7 +67,7 @@ struct Job {
     const int32_t *num_tiles;
     const void *bias;
     const float *bias_weights;
-    /* only for e4m3 matrices: scales of a and b (experts/grouped.h) */
+    /* only for e4m3 matrices: scales of matrices a and b (experts/grouped.h) */
     const float *a_scales, *b_scales;
     void *out;
     const void *addend; /* INPUT: an array that is added to the result; NULL: none */
@@ -66,19 +77,22 @@ struct Job {
     int tiles_down; /* WEIGHT: number of rows of tiles of out[expert] */
     /* number of tiles in a row of tiles */
     int tiles_across;
-    /* FORWARD, INPUT: number of stages per tile; each has BK (e4m3: 128) products of every
-     * sum */
+    /* FORWARD, INPUT: number of stages that a tile needs. Each stage adds BK (e4m3: 128)
+     * products to every sum of the tile. */
     int steps;
     /* Number of rows of tiles that the kernel computes together, one column of tiles after the
-     * other, so that it reuses b in the L2 cache. With clusters: number of pairs of rows. */
+     * other, so that it reuses matrix b in the L2 cache. With clusters: number of pairs of
+     * rows. */
     int group;
     int accumulate;
 };
 
 /* One tile of out, which find_tile() describes. */
 struct Tile {
-    int row; /* the tile's first row in a and out; WEIGHT: its first row in out[expert] */
-    /* column: the tile's first column in out; steps: number of stages for the tile */
+    /* the tile's first row in matrices a and out; WEIGHT: its first row in out[expert] */
+    int row;
+    /* column: the tile's first column in out; expert: local expert of the tile; steps: number
+     * of stages that the tile needs */
     int column, expert, steps;
     int first; /* WEIGHT: first slot of the slab */
     /* FORWARD, INPUT: number of rows of the tile that hold a token; WEIGHT: number of such rows
@@ -96,11 +110,11 @@ struct Tile {
 };
 
 /* Sets w to tile number t. With clusters, t is the number of a pair of tiles, and w becomes the
- * tile of CTA `rank` of the cluster. FORWARD, INPUT: num_tiles is the number of rows of tiles.
- * Returns false if t is past the last tile. The order of the tiles keeps b in the L2 cache:
- * groups of job.group rows of tiles (with clusters: pairs of rows) come one after the other.
- * Within a group, one column of tiles comes after the other. WEIGHT does this for one expert
- * after the other. */
+ * tile of CTA `rank` of the cluster. `num_tiles`: number of rows of tiles; not used in WEIGHT
+ * products. Returns false if t is past the last tile. The tiles are in an order that keeps
+ * matrix b in the L2 cache: groups of job.group rows of tiles (with clusters: pairs of rows)
+ * come one after the other. Within a group, one column of tiles comes after the other. In
+ * WEIGHT products, all tiles of one expert come before those of the next expert. */
 template <int PASS, int CTAS>
 static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int num_tiles, int t,
                                                  int rank)
@@ -121,7 +135,8 @@ static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int nu
     const int pair = turn * job.group + rest % in_turn;
     w.column = rest / in_turn * BN;
     int line = pair * CTAS + rank;
-    /* if the number of rows of tiles is odd, the second CTA repeats the last row */
+    /* If the number of rows of tiles is odd, the second CTA of the last pair gets the last row
+     * of tiles again, but does not store it. */
     w.store = line < down;
     if (!w.store) line = down - 1;
     w.share = CTAS == 2;
@@ -214,9 +229,9 @@ static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uin
     }
 }
 
-/* Main loop of the producer thread. For each tile of the CTA, copies the parts of a and b that
- * the tile needs to the ring, one stage after the other. Before each stage it waits until the
- * consumers have released it. */
+/* Main loop of the producer thread. For each tile of the CTA, copies the parts of matrices a
+ * and b that the tile needs to the ring, one stage after the other. Before each stage it waits
+ * until the consumers have released it. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void run_producer(const Maps &maps, const Job &job,
                                                     const SharedLayout &at, int rank)

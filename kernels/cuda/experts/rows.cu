@@ -65,8 +65,8 @@ static __device__ __forceinline__ void each_slot(const p2p_slabs &s, F f, P padd
     }
 }
 
-/* Returns the Slot of a slot number. Its weight becomes `input` or, without EPIC_WEIGHT_INPUT,
- * `early`. */
+/* Returns the Slot of slot number `slot`. The weight of the slot becomes `input` or, without
+ * EPIC_WEIGHT_INPUT, `early`. */
 static __device__ __forceinline__ Slot slot_of(const p2p_activation_job &job, int64_t slot,
                                                int64_t expert)
 {
@@ -165,7 +165,8 @@ static __device__ __forceinline__ void add_bias(const p2p_activation_job &job, c
     }
 }
 
-/* Returns gate and up times the input weight, plus the bias: the values to activate. */
+/* Returns gate and up times the input weight, plus the bias: the values to which the activation
+ * function is applied. `raw`: gate and up, from load_pair(). */
 template <class T, int V, int KIND>
 static __device__ __forceinline__ Pair<V> apply_weight_and_bias(const p2p_activation_job &job,
                                                                 const Slot &s, int64_t i,
@@ -400,8 +401,8 @@ static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 3
 /* number of rows that a warp loads before it adds them, so that the loads overlap */
 #define BIAS_AHEAD 8
 
-/* Adds this warp's rows of a slab (number warp, warp + WARPS, ...), each times its weight, to
- * sum. A lane handles two columns: `column` and column + 32. */
+/* Adds rows number warp, warp + WARPS, ... of a slab, each times its weight, to sum. A lane
+ * handles two columns: `column` and column + 32. */
 template <class T>
 static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const slab_range &slab,
                                                 int64_t column, int warp, float (&sum)[2])

@@ -54,8 +54,8 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier)
 }
 
 /* Arrives once at the barrier with the same offset in CTA `cta` of the cluster. The arrival
- * only reports that wgmma has read the stage, so it needs no memory order. Therefore it is not
- * a .release.cluster, which would be slow. */
+ * only reports that wgmma has read a part of shared memory, so it needs no memory order.
+ * Therefore it is not a .release.cluster, which would be slow. */
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int cta)
 {
     asm volatile("{\n"
@@ -250,8 +250,9 @@ template <int PENDING> __device__ __forceinline__ void wait_wgmma()
         SUMS_8(d, i + 40), SUMS_8(d, i + 48), SUMS_8(d, i + 56)
 #define SUMS_128(d) SUMS_64(d, 0), SUMS_64(d, 64)
 
-/* One wgmma: d [64, 256] += a [64, 16] b [16, 256], or d = a b if `add` is 0. TRANSPOSE_A and
- * TRANSPOSE_B are 1 for a matrix in which the summed dimension (16) is not contiguous. */
+/* One wgmma: d [64, 256] += a [64, 16] b [16, 256], or d = a b if `add` is 0. TRANSPOSE_A
+ * (TRANSPOSE_B) is 1 if the dimension over which the product sums (16) is not contiguous in
+ * matrix a (matrix b). */
 #define WGMMA_256(type)                                                                        \
     asm volatile(                                                                              \
         "{\n"                                                                                  \
@@ -288,7 +289,7 @@ __device__ __forceinline__ void issue_wgmma(float (&d)[128], uint64_t a, uint64_
 }
 
 /* One wgmma of e4m3: d [64, 128] += a [64, 32] b [32, 128], or d = a b if `add` is 0. The
- * summed dimension (32) must be contiguous in both matrices. */
+ * dimension over which the product sums (32) must be contiguous in both matrices. */
 __device__ __forceinline__ void issue_wgmma(float (&d)[64], uint64_t a, uint64_t b, int add)
 {
     asm volatile(
