@@ -204,7 +204,7 @@ static void store_in_d_weights(const combining *c, int home, int64_t token)
 }
 
 /* Stores the current piece of a token's only partial, and its trailer, into windows of the home
- * where that is possible. Sets *partial and *trailer to what still has to be sent. */
+ * where that is possible. Sets *partial or *trailer to false if it need not be sent. */
 static void combine_store_directly(combining *c, int home, int64_t token, int32_t piece,
                                    bool *partial, bool *trailer)
 {

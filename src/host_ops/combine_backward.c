@@ -82,10 +82,11 @@ static void scatter_piece(const spreading *s, int from, int64_t token, const voi
     }
 }
 
-/* Stores one piece of a gradient row into the windows of all peers where that is possible. A
- * peer announces its output as a window only if it multiplies no row by a weight. Copies with
- * the kernel that write_scaled_row() uses, so that even a NaN gets the same bits in both ways.
- * Returns true if some peer reads the piece from the ring. */
+/* Stores one piece of a gradient row directly into d_rows of each peer that allows this. d_rows
+ * must lie in a window of the peer, the token must have only one slot there, and the peer must
+ * not multiply rows by weights. Copies with the kernel that write_scaled_row() uses, so that
+ * even a NaN has the same bits as on a peer that reads the ring. Returns true if some peer has
+ * to read the piece from the ring. */
 static bool store_for_peers(const spreading *s, int64_t token, int32_t piece)
 {
     const epic_type type = (epic_type)s->args->type;
@@ -106,8 +107,8 @@ static bool store_for_peers(const spreading *s, int64_t token, int32_t piece)
     return staged;
 }
 
-/* Scatter flow, fill_entry: copies one piece of a gradient row into a ring entry, unless it has
- * stored the piece into windows of all peers that need it. */
+/* Scatter flow, fill_entry: copies one piece of a gradient row into a ring entry, unless
+ * store_for_peers() has stored the piece for all peers that need it. */
 static void combine_backward_fill_entry(void *self, int64_t token, int32_t piece, void *entry)
 {
     spreading *s = self;
@@ -130,7 +131,7 @@ static void combine_backward_read_entry(void *self, int from, int64_t token, int
     const int64_t size = (int64_t)epic_type_bytes(s->args->type);
     if (window_is_direct(s->x, s->x->rank, WINDOW_ROWS) &&
         plan_has_only_slot(&s->plan, from, token))
-        return; /* rank `from` has stored the piece */
+        return; /* rank `from` has already stored the piece in this rank's window */
     scatter_piece(s, from, token, entry, piece_offset(&s->split, piece) / size,
                   piece_size(&s->split, piece) / size);
 }

@@ -13,8 +13,8 @@
 #include "exchange/windows.h"
 #include "host_ops/host_ops.h"
 
-/* Receive buffers below this size are written through the caches, because they stay there until
- * the experts read them. */
+/* A receive buffer smaller than this many bytes is written through the caches. It stays in the
+ * caches until the experts read it. */
 #define CACHED_COPY_MAX (4 << 20)
 
 /* One call of dispatch. */
@@ -25,7 +25,7 @@ typedef struct dispatching {
     exchange *x;
     plan_view plan;
     row_split split; /* how the message is split into pieces */
-    /* offsets in the message at which scales and weights begin */
+    /* offsets in the message, in bytes, at which the scales and the weights begin */
     int64_t scales_at, weights_at;
     int64_t token_in_row; /* token whose quantized row and scales are in x->row, or -1 */
 } dispatching;
@@ -303,7 +303,8 @@ static bool is_stored_directly(const dispatching *d, int from, int64_t token,
 }
 
 /* Scatter flow, read_entry: writes one piece of a token of rank `from` to the token's slots.
- * The sender has already stored the parts that lie in windows. */
+ * Skips each part whose output lies in a window of this rank, if rank `from` has already stored
+ * the part there. */
 static void dispatch_read_entry(void *self, int from, int64_t token, int32_t piece,
                                 const void *entry)
 {
@@ -469,8 +470,8 @@ static uint64_t dispatched_bytes(const epic_dispatch_args *args)
     return (uint64_t)(args->tokens.num_rows * args->tokens.row_bytes);
 }
 
-/* Moves the rows according to a valid plan, in an open exchange. Writes a small receive buffer
- * through the caches, and a large one past them. */
+/* Moves the rows according to a valid plan, in an open exchange. Writes a receive buffer below
+ * CACHED_COPY_MAX bytes through the caches, and a larger one past them. */
 static epic_result dispatch_transfer_all(dispatching *d)
 {
     const bool few = d->plan.header->num_slots * d->args->recv.row_bytes < CACHED_COPY_MAX;

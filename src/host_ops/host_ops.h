@@ -4,9 +4,10 @@
  * The public calls (src/api) have already checked pointers and enums, and have filled in the
  * defaults of args->layer. The functions here check what depends on the plan.
  *
- * Every operation is collective and blocks until its rows have moved. If the data of one rank
- * has an error, all ranks return it. The parameter `extra` adds the caller's own data error and
- * the layer's options to the op header; it may be NULL. */
+ * Every operation is collective and blocks until its rows have moved. If the data of one
+ * rank has an error, all ranks return it. The parameter `extra` contains an error that
+ * src/moe found in this rank's data, and the options of the layer. Both become part of the
+ * op header. `extra` may be NULL. */
 #ifndef EPIC_HOST_OPS_H
 #define EPIC_HOST_OPS_H
 
@@ -14,7 +15,7 @@
 #include "kernels/kernels.h"
 #include "plan/plan.h"
 
-/* Run epic_plan, and epic_plan followed by epic_dispatch. */
+/* host_plan() runs epic_plan. host_plan_dispatch() runs epic_plan and then epic_dispatch. */
 epic_result host_plan(epic_context *ctx, const epic_plan_args *args,
                       const op_header_extra *extra);
 epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
@@ -46,8 +47,9 @@ epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward
 epic_result host_allreduce_sum(epic_context *ctx, const epic_allreduce_sum_args *args);
 epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args);
 
-/* Like host_allreduce_sum(), but the op header begins as a copy of `about`. So the ranks also
- * compare the elements that the caller has set in `about`. */
+/* Like host_allreduce_sum(), but starts with a copy of `about` as the op header, and then sets
+ * the elements for the sum. So the ranks also compare the elements that the caller has set in
+ * about->common. */
 epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_args *args,
                                  const epic_op_header *about);
 

@@ -97,7 +97,8 @@ static void copy_sum_to_replicas(const adding *a)
         if (is_replica_on_leaf(a, l, -1)) memcpy(numbers_of(a, l), a->args->workspace, bytes);
 }
 
-/* Sets the bit of each logical expert that has more than one replica. */
+/* Sets the bits in `several` of the logical experts that have more than one replica. `several`
+ * has one bit for each logical expert. */
 static void mark_replicated(const plan_view *v, uint64_t *several)
 {
     const epic_layer *layer = &v->header->layer;
