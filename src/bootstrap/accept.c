@@ -422,8 +422,8 @@ static void poll_and_serve(acceptor *a, int ms)
         if (a->polls[i].revents != 0) accept_joiners(a, a->listeners[i]);
 }
 
-/* Sends the begin frame to all ranks. If a rank's connection is lost, fails the bootstrap on
- * all ranks. */
+/* Sends the begin frame to all other ranks. If the frame cannot be sent to a rank, fails the
+ * bootstrap on all ranks. */
 static void send_begin(acceptor *a)
 {
     for (int32_t r = 1; r < a->tcp->num_ranks && a->failed == EPIC_OK; r++) {

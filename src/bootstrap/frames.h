@@ -5,17 +5,19 @@
  *   hello                          ->
  *                                  <-    hello
  *   proof (if there is a secret)   ->
- *                                  <-    entry: a frame; if the connection ends after it, the
- *                                        bootstrap fails
- *                                  <-    begin: a frame, when all ranks have joined
- *   then, for each gather
+ *                                  <-    entry frame: rank 0 admits the connecting rank
+ *                                  <-    begin frame: all ranks have joined
+ *   Then, for each gather:
  *   frame and its bytes            ->
  *                                  <-    frame and the bytes of all ranks
  *
- * Instead of entry, begin or an answer rank 0 may send a failure: a frame whose result is not
- * EPIC_OK, and a sentence.  Nothing follows a failure.  With a secret every frame has a tag
- * (link.h), and the tag of the entry proves that rank 0 has the secret.  Numbers are in the
- * byte order of the sender.  A host of the other order does not recognize the magic number. */
+ * If a connection ends after its entry frame, the bootstrap fails. In place of each of its
+ * frames rank 0 may send a failure: a frame whose result is not EPIC_OK, and a sentence.
+ * Nothing follows a failure.
+ *
+ * With a secret every frame has a tag (link.h). The tag of the entry frame proves that rank 0
+ * has the secret. Numbers are in the byte order of the sender. A host of the other order does
+ * not recognize the magic number. */
 #ifndef EPIC_BOOTSTRAP_FRAMES_H
 #define EPIC_BOOTSTRAP_FRAMES_H
 
