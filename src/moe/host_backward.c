@@ -106,10 +106,9 @@ static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
     return EPIC_OK;
 }
 
-/* Computes the gradients of the gate and the shared expert for the blocks first to first +
- * count
- * - 1, and adds them in a binary tree. The sum becomes row `level` of work.dense. Overwrites
- * the rows after row `level`. */
+/* Computes the gradients of the gate and the shared expert for `count` blocks, from block
+ * `first` on, and adds them in a binary tree. The sum becomes row `level` of work.dense.
+ * Overwrites the rows after row `level`. */
 static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t first,
                                    int64_t count, int64_t level)
 {

@@ -8,8 +8,10 @@
  * 4. The outputs of the shared expert and the zero-experts are added.
  * 5. The losses are computed.
  *
- * An error in stage 1 is returned by this rank only, and nothing has been sent. From stage 2 on
- * peers wait for this rank, so a local error aborts the context. */
+ * If a call of stage 1 fails, only this rank returns the error. It has sent nothing. Invalid
+ * expert ids or token ids are not such an error: every rank returns their error from the
+ * plan. From stage 2 on peers wait for this rank, so an error on this rank alone aborts the
+ * context. */
 #include <string.h>
 
 #include "api/api.h"

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* One call of the MoE layer: its checked arguments, its sizes and the addresses of its buffers.
  *
- * The layer computes in blocks of tokens. The tokens of a rank are one block. With EPIC_TREE
- * the group has `leaves` blocks, and each rank has an equal number of them. Each sum over
- * tokens, such as a loss or a gradient of a replicated weight, is computed per block. Then the
- * sums of the blocks are added in a binary tree: first on each rank, then over the ranks by
- * epic_allreduce_sum. The tree depends only on `leaves`.
+ * The layer computes in blocks of tokens. With EPIC_TREE the group has `leaves` blocks, and
+ * each rank has an equal number of them. With other orders, all tokens of a rank are one block.
+ * Each sum over tokens, such as a loss or a gradient of a replicated weight, is computed per
+ * block. Then the sums of the blocks are added in a binary tree: first on each rank, then over
+ * the ranks by epic_allreduce_sum. The tree depends only on `leaves`.
  *
  * A rank with T tokens and B blocks begins block b at token floor(b * T / B). So blocks differ
  * by at most one token, and some are empty if T < B. If all ranks have equally many tokens, N
@@ -15,7 +15,8 @@
  *
  * These files use two terms. A "real" is a float64 if the rows are F64, otherwise a float32.
  * The "dense part" consists of the weights of which every rank holds a copy: the gate, its
- * bias, scale_of_expert and the shared expert. */
+ * bias, scale_of_expert and the shared expert. Names in shapes, such as [block, columns],
+ * are fields of moe_job. */
 #ifndef EPIC_MOE_H
 #define EPIC_MOE_H
 
@@ -26,8 +27,7 @@
 
 #define GATE_TILE 512 /* columns of x that gate_forward() converts at a time */
 
-/* Buffers inside `saved`, which forward writes and backward reads. A "real" is a float32, or in
- * a float64 layer a float64. */
+/* Buffers inside `saved`, which forward writes and backward reads. */
 typedef struct moe_saved {
     void *plan;        /* the bytes of the plan */
     void *logits;      /* [tokens, columns] real */
@@ -216,9 +216,11 @@ typedef struct dense_ops {
     void (*zero_expert_d_weights)(const dense_block *b, const epic_const_rows *d_out,
                                   void *d_weights);
     /* Writes to `dense` the gradients of the gate, its bias and the shared expert's gate. If
-     * d_x is not NULL, adds to it d_logits W_gate^T, weight * d_out for each zero-expert, the
-     * gradient through the shared expert's gate, and d_shared. d_shared is the shared expert's
-     * part of d_x, or NULL. */
+     * d_x is not NULL, adds four terms to it:
+     * - d_logits W_gate^T.
+     * - weight * d_out for each zero-expert.
+     * - The gradient of x through the shared expert's gate.
+     * - d_shared, the gradient of x through the shared expert, or NULL. */
     void (*gate_backward)(const dense_block *b, const void *d_logits,
                           const epic_const_rows *d_out, const void *d_shared,
                           const epic_rows *d_x, void *dense);
