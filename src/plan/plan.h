@@ -12,12 +12,12 @@
  *   slab_count   [num_local]      choices in each slab, without padding
  *   position_of  [num_ranks]      EPIC_TREE only: position of each rank's experts in the tree
  *
- * What this rank uses as the home rank of its own tokens:
+ * Arrays that this rank uses as the home rank of its own tokens:
  *
  *   fate         [num_tokens, top_k]  slot on the rank of the expert, or an EPIC_FATE value
  *   rank_to      [num_tokens, top_k]  rank of the expert; -1: the choice has no expert
  *
- * What this rank uses as the owner of experts, for the tokens of all ranks:
+ * Arrays that this rank uses as the owner of experts, for the tokens of all ranks:
  *
  *   slot_or_expert  [all tokens, top_k]  slot of the choice on this rank (FLAT: local expert of
  *                                        the choice); -1: the choice does not go to this rank
@@ -134,11 +134,12 @@ typedef struct planner { /* a plan while it is made */
      * place_choices() replaces them by slots. */
     int32_t *ids;
     /* The workspace. A limit is the largest number of choices that an expert keeps. */
-    int32_t *count;      /* [num_experts] number of the group's choices of each expert */
-    int32_t *owner;      /* [num_experts] rank of each expert */
-    int32_t *local;      /* [num_experts] number of the expert among the experts of its rank */
-    int32_t *begin;      /* [num_experts] first slot of the expert's slab, on its rank */
-    int32_t *quota;      /* [num_experts] number of choices within expert_capacity */
+    int32_t *count; /* [num_experts] number of the group's choices of each expert */
+    int32_t *owner; /* [num_experts] rank of each expert */
+    int32_t *local; /* [num_experts] number of the expert among the experts of its rank */
+    int32_t *begin; /* [num_experts] first slot of the expert's slab, on its rank */
+    /* [num_experts] largest number of choices that expert_capacity allows */
+    int32_t *quota;
     int32_t *limit;      /* [num_experts] limit of the expert */
     int32_t *next;       /* [num_experts] position that the expert's next choice will get */
     int32_t *used_slots; /* [num_ranks] slots of the rank that are used so far */

@@ -6,9 +6,10 @@
 
 #include "rules/scalar_template.h"
 
-#define SUM_BLOCK 1024 /* number of elements that SUM_LANES partial sums add */
-/* Number of partial sums. The CUDA kernels have one per lane of a warp. The host adds in the
- * same order, so the results have the same bits. */
+/* number of elements of a block, which SUM_LANES partial sums add together */
+#define SUM_BLOCK 1024
+/* Number of partial sums of a block. The CUDA kernels have one per lane of a warp. The host
+ * adds in the same order, so the results have the same bits. */
 #define SUM_LANES 32
 
 /* Converts n elements of `type` to REAL. If REAL is double, `type` is EPIC_F64 and the elements

@@ -12,7 +12,8 @@
  *                                               rank by ascending k, then -1. FLAT: its row on
  *                                               this rank, then -1
  *   locals     [num_ranks, max_tokens, top_k]   FLAT only, for each token of each rank: its
- *                                               local experts here by ascending k, then -1
+ *                                               local experts on this rank by ascending k,
+ *                                               then -1
  *   logical    [num_experts]                    replicas only: logical expert of each expert
  *   expert_of  [num_experts]                    replicas only: id of each local expert */
 #ifndef EPIC_DEVICE_LAYOUT_H

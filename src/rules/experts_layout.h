@@ -26,9 +26,10 @@ typedef struct slab_range {
     int32_t row, tokens;
 } slab_range;
 
-/* Offsets of the arrays in the workspace, in bytes, and their types. */
+/* Where the arrays lie in the workspace. Each member before `bytes` is the offset of one array,
+ * in bytes. The comment at the member describes the array. */
 typedef struct experts_layout {
-    int64_t num_tiles; /* int32: number of tiles */
+    int64_t num_tiles; /* one int32: the number of tiles */
     int64_t tiles;     /* slab_tile [most_tiles]: list of all tiles */
     int64_t slabs;     /* slab_range [num_local_experts]: list of all slabs */
     /* [num_slots, inner] of row_type; in forward with E4M3 weights: of E4M3 */

@@ -34,8 +34,9 @@ RULE bool router_on_logits(const epic_router *r, bool has_bias)
            (!has_bias && (r->num_groups == 0 || r->group_score == EPIC_GROUP_MAX));
 }
 
-/* Returns true if experts of groups that are not kept can never be chosen. on_logits is the
- * result of router_on_logits().
+/* Returns true if experts outside the kept groups can never be chosen. A group is a group of
+ * experts here, and the router keeps the best groups for each token. on_logits is the result of
+ * router_on_logits().
  *
  * With EPIC_OTHERS_OUT they are always excluded. With EPIC_OTHERS_ZERO their score counts as 0.
  * If all scores of the kept experts are above 0, the kept experts come first, so the others are
