@@ -78,7 +78,7 @@ static void check_and_beat(net_liveness *l, int host, int64_t now)
     }
     const ssize_t sent = send(l->sockets[host], &(char){BEAT_BYTE}, 1, MSG_NOSIGNAL);
     if (sent < 0 && errno != EAGAIN && errno != EINTR)
-        /* Sending failed. The peer may have closed the connection: then its close byte has
+        /* Sending failed. If the peer has closed the connection regularly, its close byte has
          * arrived. */
         read_beats(l, host);
 }

@@ -47,8 +47,8 @@ epic_result net_liveness_listen(net_liveness **out, const net_liveness_setup *se
 
 /* Connects to all peers, then starts the thread that sends the bytes and checks the
  * acknowledgements. `handles` [num_hosts, NET_LIVENESS_HANDLE_BYTES] holds the handles of this
- * rank and its peers, ordered by host. Collective among these ranks. Errors: EPIC_ETIMEOUT if a
- * peer is not connected after timeout_ms (the error sentence names these ranks); EPIC_EDEVICE
+ * rank and its peers, ordered by host. Collective among these ranks. Errors: EPIC_ETIMEOUT if
+ * some peers are not connected after timeout_ms (the error sentence names them); EPIC_EDEVICE
  * if the system refuses poll() or a thread. */
 epic_result net_liveness_connect(net_liveness *liveness, const void *handles);
 
@@ -60,8 +60,8 @@ typedef enum net_peer_state { NET_PEER_ALIVE, NET_PEER_CLOSED, NET_PEER_DEAD } n
  * thread may call this function. */
 net_peer_state net_liveness_state(const net_liveness *liveness, int host);
 
-/* Stops the thread, sends a close byte to every peer and frees everything. The peers then
- * report NET_PEER_CLOSED. Accepts NULL. */
+/* Stops the thread, sends a last byte, the close byte, to every peer, and frees everything. On
+ * the peers, net_liveness_state() of this rank becomes NET_PEER_CLOSED. Accepts NULL. */
 void net_liveness_close(net_liveness *liveness);
 
 /* For a forked child: closes its copies of the sockets and frees its memory. Sends nothing, so

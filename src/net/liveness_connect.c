@@ -40,13 +40,13 @@ typedef struct handshake {
     int32_t host, num_hosts; /* the sender's host, and its number of hosts */
 } handshake;
 
-/* A connection whose handshake is not complete. */
+/* A connection whose handshake is not complete. Only outgoing connections, which this rank has
+ * begun, use `next` and `until_ms`. */
 typedef struct connection {
     int fd;        /* socket; -1: not open */
     bool has_sent; /* true: this rank has sent its handshake */
-    /* outgoing: index of the next address to try, modulo the number of addresses */
-    int next;
-    int64_t until_ms;    /* outgoing: time at which to try the next address */
+    int next;      /* index of the peer's next address to try, modulo the number of addresses */
+    int64_t until_ms;    /* time at which to try the next address */
     size_t num_received; /* bytes in `received` */
     handshake received;
 } connection;

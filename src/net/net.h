@@ -9,7 +9,7 @@
  * copies words from a rank's outbox into the inbox of a peer. Engines guarantee:
  * 1. Every aligned word of 8 bytes arrives whole. A reader that polls the word sees the old or
  *    the new value, never a mixture.
- * 2. Words arrive in any order, also within one put. Each word arrives once.
+ * 2. Words arrive in any order, even the words of one put. Each word arrives once.
  * 3. A put that put() has accepted arrives, or is_gone() reports the peer.
  * 4. An engine may read the source of a put several times, until is_done() returns true for the
  *    put.

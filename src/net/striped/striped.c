@@ -4,7 +4,9 @@
  * The caller is the thread that uses the striped net. It alone calls the net of the first
  * stripe. The words of put_word() and small puts use this stripe, so they never wait behind
  * large puts. Each other stripe has its own thread, which alone calls the net of that stripe.
- * Large puts are given to these threads in rotation. */
+ * Large puts are given to these threads in rotation. The *driver* of a stripe is the thread
+ * that calls its net: the caller or the stripe's own thread. Words of put_word() count as
+ * puts. */
 #include "net/striped/striped.h"
 
 #include <sched.h>
@@ -45,9 +47,8 @@ typedef struct job {
     int host;
 } job;
 
-/* One stripe. Its driver is the thread that calls its net: the caller for the first stripe, the
- * stripe's own thread for the others. Only the driver accesses `posted`. Members that both the
- * driver and the caller access are read and written atomically. */
+/* One stripe. Only its driver accesses `posted`. Members that both the driver and the caller
+ * access are read and written atomically. */
 typedef struct stripe {
     net *net;                       /* this stripe's net, opened by striped_over.engine */
     net *owner;                     /* the striped net that the stripe belongs to */
@@ -66,8 +67,8 @@ typedef struct stripe {
     sem_t awake;    /* posted by stripe_wake() to end a nap early */
 } stripe;
 
-/* The state of the puts to one host, over all stripes. Puts and words are numbered in the order
- * of the caller's calls. */
+/* The state of the puts to one host, over all stripes. Puts are numbered in the order of the
+ * caller's calls. */
 typedef struct peer {
     /* posted: number of puts that the caller has made. finished: all puts with smaller numbers
      * have completed. */
@@ -81,10 +82,10 @@ typedef struct peer {
 /* A striped net. */
 struct net {
     net_setup setup;
-    int num_stripes, next; /* next: stripe 1 + next gets the next large put */
+    int num_stripes, next; /* next: stripe number 1 + next gets the next large put */
     int is_closing;
-    uint64_t num_polls; /* number of calls of progress() */
-    uint64_t num_calls; /* number of puts and words that the caller has made */
+    uint64_t num_polls; /* number of calls of striped_progress() */
+    uint64_t num_calls; /* number of puts that the caller has made, to all hosts */
     peer peers[NET_MAX_HOSTS];
     stripe stripes[STRIPED_MAX];
 };
@@ -219,7 +220,7 @@ static epic_result stripe_start(stripe *s, char *why)
 
 /* ----------------------------------------------------------------------------- opening ---- */
 
-/* Returns the bytes of a handle without its trailing zero bytes. */
+/* Returns the number of bytes of a handle without its trailing zero bytes. */
 static size_t handle_length(const unsigned char *bytes)
 {
     size_t length = NET_HANDLE_BYTES;
@@ -418,8 +419,8 @@ static int advance_finished(net *n, int host)
     return (int)(p->finished - before);
 }
 
-/* Implements net_engine.progress. Calls progress() of the first stripe, whose driver is the
- * caller, and counts the completed puts of all stripes. */
+/* Implements net_engine.progress. Calls progress() of the first stripe's net, because only the
+ * caller may do so. Then counts the completed puts of all stripes. */
 int striped_progress(net *n)
 {
     int moved = stripe_progress(&n->stripes[0]);
@@ -434,7 +435,7 @@ bool striped_is_done(const net *n, int host, uint64_t count)
     return n->peers[host].finished >= count;
 }
 
-/* Returns true if any stripe has given up the host. */
+/* Returns true if the net of any stripe has found that the peer on this host is gone. */
 bool striped_is_gone(const net *n, int host)
 {
     for (int s = 0; s < n->num_stripes; s++)
@@ -454,8 +455,8 @@ void striped_describe(const net *n, char *to, size_t size)
 
 /* ----------------------------------------------------------------------------- closing ---- */
 
-/* Implements net_engine.close. The threads first send the accepted puts for at most CLOSE_MS.
- * Then they close their stripes and end. */
+/* Implements net_engine.close. The threads send the queued puts for at most CLOSE_MS, close the
+ * nets of their stripes, and end. */
 void striped_close(net *n)
 {
     if (!n) return;

@@ -37,9 +37,9 @@ typedef struct send_op {
     bool completed;
 } send_op;
 
-/* The state of the peer on one other host. */
+/* The state of one peer. This rank has one peer on each other host (net/net.h). */
 typedef struct peer {
-    ucp_ep_h endpoint; /* NULL for this rank's own host */
+    ucp_ep_h endpoint; /* NULL in the unused entry for this rank's own host */
     /* key for remote writes into the peer's inbox; NULL: send messages instead */
     ucp_rkey_h key;
     uint64_t token, inbox; /* the peer's token and the address of its inbox, from its handle */
@@ -335,7 +335,8 @@ static bool ucx_put_word(net *n, int host, uint64_t to, uint64_t value)
     return post_send(&n->peers[host], to, NULL, 0, value);
 }
 
-/* Implements net_engine.progress. Lets UCX send and receive, then increases peer.finished. */
+/* Implements net_engine.progress. Lets UCX send and receive. Then counts the calls of put() and
+ * put_word() that have completed, in peer.finished. */
 static int ucx_progress(net *n)
 {
     unsigned moved = 0, more = 1;
@@ -379,8 +380,8 @@ static void ucx_describe(const net *n, char *to, size_t size)
 
 /* ---------------------------------------------------------------------------- closing ---- */
 
-/* Waits until the request of UCX has completed, at most FLUSH_MS. Then calls
- * ucp_request_free(): UCX frees a request that has not completed when it completes. */
+/* Waits until the request of UCX has completed, at most FLUSH_MS. Then releases the request. If
+ * it has not completed, UCX frees it later, at its completion. */
 static void wait_for_request(net *n, void *request)
 {
     const int64_t end = clock_ms() + FLUSH_MS;
