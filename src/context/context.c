@@ -115,7 +115,7 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
         ctx->backend->ops->abort(ctx->group, tag, why);
         return;
     }
-    char part[401]; /* shorter than `sentence`, which begins with other words */
+    char part[401]; /* `why`, shortened so that other words of `sentence` fit before it */
     epic_failure_info failure = {.result = EPIC_EPEER,
                                  .tag = tag,
                                  .rank = ctx->rank,
@@ -128,8 +128,8 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
     context_check(ctx);
 }
 
-/* Only device backends send rows through relays: they send a row once to each host, and a rank
- * there forwards it. On host backends an order by hosts has no advantage. */
+/* Only device backends use relays: they send a row once to each host, and a rank of that host
+ * forwards it to the other ranks there. Without relays, summing by hosts has no advantage. */
 bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert)
 {
     return ctx->backend->ops && ctx->num_hosts > 1 && !rank_of_expert;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The context: the state of one rank of one group. All code of the core that works on contexts
- * shares this struct. */
+ * shares this struct. A host context has a host backend (backend/transport.h), a device context
+ * has a device backend (backend/ops.h). */
 #ifndef EPIC_CONTEXT_H
 #define EPIC_CONTEXT_H
 
@@ -24,14 +25,14 @@ struct epic_context {
     epic_config config; /* defaults filled in; its strings point to the next two fields */
     char name[64];
     char backend_name[16];
-    bool checks_weights;    /* config_checks_weights(); host contexts only */
+    bool checks_weights;    /* config_checks_weights() at open; host contexts only */
     char net[RECORDER_NET]; /* the net to other hosts, as epic_net_name returns it */
 
     tag_table tags;
     epic_recorder *recorder;
     epic_trace *trace;          /* NULL: no trace; host contexts only */
     struct exchange *exchanges; /* [max_in_flight] one for each op slot; host contexts only */
-    /* windows of a host context; NULL: none was added */
+    /* windows of a host context; NULL: the caller has added no window */
     _Atomic(struct window_table *) windows;
     _Atomic uint64_t bytes_sent; /* bytes of rows that this rank has written into rings */
 
@@ -52,19 +53,21 @@ uint64_t epic_context_bytes_sent(const epic_context *ctx);
  * first. The release store of `broken` publishes the failure. */
 epic_result context_break(epic_context *ctx, const epic_failure_info *failure);
 
-/* Returns the host memory of a context without its group: the struct, the table of tags, the
- * flight recorder and, if `host` is set, the trace and the exchanges. */
+/* Returns the bytes of host memory of a context, without the memory of its group: the struct,
+ * the table of tags and the flight recorder. If `host` is set (host context), the trace and the
+ * exchanges are included. */
 int64_t context_bytes(const epic_config *config, bool host);
 
-/* Returns EPIC_OK, or the failure that broke the group. Returns EPIC_ECLOSED if epic_open
- * failed for this context, and in a forked child. Every public call that communicates calls it
- * first. Any thread may call it. */
+/* Returns EPIC_OK, or the result of the failure that broke the group. Returns EPIC_ECLOSED if
+ * epic_open failed for this context, and in a forked child. Every public call that communicates
+ * first calls this function. Any thread may call it. */
 epic_result context_check(epic_context *ctx);
 
-/* Returns whether the ranks of one host add up their rows before they send the sum to another
- * host. EPIC_BY_HOSTS then selects this order (layer_choose_order()). It is true if the ranks
- * are GPUs of several hosts, and rank_of_expert is NULL: the experts are in contiguous
- * blocks. */
+/* Returns whether combine can sum in two steps: the ranks of each host first add up their rows
+ * for a token, and then send only this sum to the host of the token's home rank. If so, the sum
+ * order EPIC_BY_HOSTS stands for these two steps (layer_choose_order()). Returns true if the
+ * ranks are GPUs of several hosts and rank_of_expert is NULL. NULL means that each rank owns a
+ * contiguous block of experts. */
 bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert);
 
 /* Returns whether a device backend runs the operations of this context. Returns false for NULL
