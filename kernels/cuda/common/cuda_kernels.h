@@ -410,8 +410,8 @@ cudaError_t p2p_launch_sum_replicas(const p2p_sum_replicas_job *job, int num_sms
                                     cudaStream_t stream);
 
 /* Each function loads the kernels of one operation on the current device. A context calls them
- * when it opens. Otherwise CUDA would load a kernel at its first launch, and might wait until
- * the device is idle before that. */
+ * when it opens. Otherwise CUDA would load a kernel at its first launch, and might first wait
+ * until the device is idle. */
 cudaError_t p2p_load_plan(void);
 cudaError_t p2p_load_dispatch(void);
 cudaError_t p2p_load_dispatch_packed(void);

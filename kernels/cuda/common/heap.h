@@ -3,7 +3,8 @@
  * kernel of rank p stores into the heap of rank q directly (NVLink), and rank q's kernel polls
  * its own heap.
  *
- * An epoch is the number of an operation or round. There are three kinds of arrays:
+ * An epoch is the number of an operation or round. There are three kinds of arrays in which
+ * ranks exchange words:
  *
  *   stamped  64-bit words {epoch, value}. A reader accepts only words of the running epoch.
  *   poison   32-bit words that are 0xffffffff until a rank writes them. The reader polls until
@@ -13,8 +14,9 @@
  * Many shapes begin with [2]. Such an array has two halves: one for even epochs and one for odd
  * epochs. A dimension [num_ranks] or [MAX_RANKS] is the source: the rank that writes this part
  * of the array. A dimension [num_ranks - 1] is the source, too, but without the rank that owns
- * the heap. Backend hosts has a second memory with this layout, the net inbox: words of ranks
- * on other hosts arrive in it (net/net.cuh).
+ * the heap. An array is marked *own* if only the rank that owns the heap writes it. Peers write
+ * the other arrays. Backend hosts has a second memory with this layout, the net inbox: words of
+ * ranks on other hosts arrive in it (net/net.cuh).
  *
  * docs/internals/cuda.md has a table of which rank writes and reads each word, and when. */
 #ifndef EPIC_HEAP_H
@@ -25,6 +27,7 @@
 #include "cuda/common/hosts.h"
 #include "rules/device_layout.h"
 
+/* Largest number of planner CTAs: the CTAs of a rank that make a plan together. */
 #define P2P_MAX_PLANNERS 16
 /* Largest number of keep limits (choices that each expert of a rank may keep) that the ranks
  * try for a FLAT plan that drops choices (plan/flat_drop.cuh). */
@@ -38,8 +41,7 @@
 /* Limits of the plans that low-latency kernels can make (lowlat/plan.cuh). The limits exist
  * because these kernels keep the plan in shared memory. */
 #define P2P_LOWLAT_CHOICES 8192 /* choices (pairs of token and k) of all ranks together */
-/* Number of bit masks. There is one for each pair of an expert and a group of 32 tokens of a
- * rank. */
+/* Number of bit masks. There is one for each expert and every 32 tokens of a rank. */
 #define P2P_LOWLAT_MASKS 8192
 #define P2P_LOWLAT_EXPERTS 512 /* experts of the layer */
 #define P2P_LOWLAT_ID_WORDS 16 /* 64-bit words of expert ids per token; two ids per word */
@@ -52,16 +54,15 @@ typedef struct p2p_net_arrays {
     /* The words *wants*, for which relays wait (net/relay.cuh).
      * Stamped [2][num_ranks][max_tokens]. */
     int64_t wants;
-    /* For each destination rank and token: how many pieces of the token's row warps have
-     * stored to the outbox.
-     * Own: uint32 [num_ranks][max_tokens]. */
+    /* For each destination rank and token: how many pieces of the token's row warps have stored
+     * to the outbox.
+     * Own, uint32 [num_ranks][max_tokens]. */
     int64_t stored_pieces;
 } p2p_net_arrays;
 
 /* The layout of a heap: first the offset of each array in bytes, then sizes. The comment on an
- * offset explains the contents of the array. It ends with the kind of the array (see the top of
- * this file) and its shape. "Own" means that only the rank that owns the heap writes the
- * array. */
+ * offset explains the contents of the array. It ends with the kind of the array (own, stamped,
+ * poison or zero, see the top of this file) and its shape. */
 typedef struct p2p_heap {
     /* The words that each rank announces when it begins an operation: its signature and sizes.
      * Stamped [2][MAX_RANKS][P2P_ANNOUNCE_WORDS]. */

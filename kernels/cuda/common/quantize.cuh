@@ -26,7 +26,8 @@
 /* One lane's elements and scales of a quantized piece of a row. A word of scales has the scales
  * of 128 elements. */
 template <int V, int N> struct Quantized {
-    /* number of adjacent lanes whose vectors number v share a word of scales, for each v */
+    /* for each v: how many adjacent lanes have the elements of one word of scales in their
+     * vectors number v */
     static constexpr int LANES = QUANTIZE_BLOCK / N;
     /* number of 4-byte words of scales per piece */
     static constexpr int WORDS = V * WARP / LANES;

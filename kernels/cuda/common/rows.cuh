@@ -27,15 +27,16 @@ struct RowShape { /* Sizes of the rows of the caller's arrays. */
     bool aligned;   /* the addresses of all rows, and row_bytes, are multiples of 16 */
 };
 
-/* Returns the sizes of rows of row_bytes bytes. V: number of vectors per lane of a piece. */
+/* Returns the sizes of rows of row_bytes bytes. V: number of vectors per lane of a piece.
+ * `aligned`: RowShape.aligned. */
 template <int V> __device__ __forceinline__ RowShape row_shape(int64_t row_bytes, int aligned)
 {
     const int32_t vectors = (int32_t)((row_bytes + 15) / 16);
     return {row_bytes, vectors, (vectors + V * WARP - 1) / (V * WARP), aligned != 0};
 }
 
-/* Returns the offset of row i in bytes. It converts both factors to unsigned 32-bit numbers, so
- * that one instruction computes the 64-bit product. */
+/* Returns the offset of row i from row 0, in bytes. The factors i and row_bytes are converted
+ * to unsigned 32-bit numbers, so that one instruction computes the 64-bit product. */
 __device__ __forceinline__ int64_t row_offset(int32_t i, const RowShape &s)
 {
     return (int64_t)((uint64_t)(uint32_t)i * (uint32_t)s.row_bytes);
@@ -344,14 +345,15 @@ struct F32 {
  *
  * Warp w of the W warps that take part has units w, w + W, w + 2 W, ...
  *
- * A Stride has the distance from a unit of a warp to the warp's next unit (step, role, span),
- * and the sizes of the list: `roles`, `spans` per row, and `units`, the number W of warps. It
- * is in shared memory. */
+ * A Stride is in shared memory. Its members `step`, `role` and `span` are the distance from a
+ * unit of a warp to the next unit of the same warp, W units later. `roles` is the number of
+ * roles, and `spans` the number of spans of a row. `units` is W, a number of warps. */
 struct Stride {
     int step, role, span, roles, spans, units;
 
-    /* Sets the sizes of the list, and the distance. `num_units`: the number of warps that take
-     * part. They are the first warps of the grid. */
+    /* Sets all members. `num_units`: the number W of warps that take part, which are the first
+     * W warps of the grid. `num_roles`: number of roles. `num_spans`: number of spans of a
+     * row. */
     __device__ void set_strides(int num_units, int num_roles, int num_spans)
     {
         units = num_units;
@@ -407,8 +409,9 @@ template <class Job> static inline int units_per_token(const Job &job, int roles
     return roles * (int)((job.row_bytes + span_bytes - 1) / span_bytes);
 }
 
-/* Chooses how a launch divides its units among warps, and sets it in the job. Measured:
- * docs/lab/cuda.md.
+/* Decides how a launch divides its units among warps, and stores the result in three fields of
+ * the job. `block`: number of threads of a CTA. `vectors`: number of vectors per lane of a
+ * piece. Measured: docs/lab/cuda.md.
  *
  *   job.span   pieces per unit. A unit has a fixed cost, so long spans are better, as long as
  *              all warps are equally busy.

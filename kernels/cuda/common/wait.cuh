@@ -42,7 +42,7 @@ __device__ __forceinline__ bool poll_permit(uint32_t *asked, uint32_t pause)
     return time - before >= pause && atomicCAS(asked, before, time) == before;
 }
 
-/* Backend hosts: copies `word`, which is the word `broken`, unless it is 0, to control memory,
+/* Backend hosts: `word` is the word `broken`. If it is not 0, copies it to control memory,
  * where all warps of this rank check it. */
 __device__ __forceinline__ void cache_broken(const OpState &op, uint64_t word)
 {
@@ -121,7 +121,7 @@ __device__ __forceinline__ uint32_t read_waits(const OpState &op, int rank)
 
 /* Publishes to all ranks that this rank waits for `peers` (a bit mask). Afterwards other ranks
  * do not report this rank as the culprit. Called in the last quarter of the time limit. If the
- * deadline moves after that, called again with 0. */
+ * deadline then moves to a later time, callers withdraw this by a call with peers = 0. */
 static __device__ void write_waits(const OpState &op, uint32_t peers)
 {
     const p2p_self &self = *op.self;
@@ -170,10 +170,14 @@ static __device__ uint32_t read_dead_ranks(const OpState &op)
     return load_relaxed(&control->dead);
 }
 
-/* Returns P2P_BROKEN() of a failure that ends the operation, or 0 if there is none. Checks in
- * this order whether a rank has published a failure, a peer has announced another operation, or
- * a peer has closed its context or died. Does not check the deadline. If a peer announced
- * another operation, sets `theirs` to its signature. */
+/* Returns P2P_BROKEN() of a failure that ends the operation, or 0 if there is none. Checks
+ * these causes in this order:
+ *
+ *   1. a rank has published a failure
+ *   2. a peer has announced another operation; then `theirs` is set to its signature
+ *   3. a peer has closed its context, or its process has died
+ *
+ * Does not check the deadline. */
 __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, uint32_t &theirs)
 {
     const p2p_self &self = *op.self;
@@ -222,7 +226,9 @@ static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, 
         const uint64_t awake = load_relaxed(&op.self->status->awake);
         const uint32_t beat = (uint32_t)awake, stops = (uint32_t)(awake >> 32);
         const uint64_t due = load_relaxed(&control->due);
-        if (!awake) { /* No host thread counts beats, so the device's clock alone decides. */
+        /* If no host thread counts beats, `awake` is 0. Then a wait fails as soon as the
+         * device's clock is past its deadline. */
+        if (!awake) {
             store_relaxed(&control->overdue, time);
         } else if (stops != load_relaxed(&control->host_stops)) {
             const uint32_t num_postponed = load_relaxed(&control->num_postponed);
@@ -325,10 +331,10 @@ static __device__ __noinline__ void report_aborted_wait(const OpState &op)
 #define SPINS_TO_SLEEP (LOW_LATENCY ? 64u : 4u)
 #endif
 
-/* Polls ready() until it returns true; it must return the same value in all lanes. `peer`: the
- * rank for which this lane waits, or -1 if it is not known. It is a reference: ready() may
- * change the variable. `phase`: a p2p_phase, for error reports. Called by a whole warp. Returns
- * false if the wait was given up, which means that the group is broken. */
+/* Polls ready() until it returns true. ready() must return the same value in all lanes. `peer`:
+ * the rank for which this lane waits, or -1 if it is not known. `peer` is a reference, because
+ * ready() may change the variable. `phase`: a p2p_phase, for error reports. Called by a whole
+ * warp. Returns false if the wait was given up, which means that the group is broken. */
 template <class Ready>
 __device__ __forceinline__ bool wait_warp(const OpState &op, const int &peer, int phase,
                                           Ready ready)
