@@ -11,7 +11,7 @@
  * called warp_position. With layout FLAT, a token has one row on each rank that owns one of its
  * experts, and the planner counts these rows, too. Then each choice also has a warp_row: how
  * many rows on the rank of its expert the warp had counted before this choice. If an earlier
- * choice of the same token has the same rank, warp_row is -1. Until the slot of a choice is
+ * choice of the same token goes to the same rank, warp_row is -1. Until the slot of a choice is
  * known, the plan's arrays `fate` and `rank_of` hold these counts:
  *
  *   layer                     fate[choice]     rank_of[choice]
@@ -91,12 +91,12 @@ __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int3
     return id >= 0 && found;
 }
 
-/* A lane keeps its choices of the first 4 groups of tokens of its warp in registers. So it does
- * not have to load them again when it computes their slots. */
+/* If a warp has at most this many groups of tokens (TokenLanes), each lane keeps its choices in
+ * registers. So it does not load them again when it computes their slots. */
 #define COUNTED_GROUPS 4
 
-/* The id and the warp_position of this lane's choice in each of the warp's first groups of
- * tokens. */
+/* The id and the warp_position of this lane's choice in each group of tokens of the warp, if
+ * the warp has at most COUNTED_GROUPS groups of tokens (has_counted_all()). */
 struct CountedChoices {
     int32_t id[COUNTED_GROUPS], warp_position[COUNTED_GROUPS];
 };
@@ -187,8 +187,9 @@ template <int KIND> __device__ __forceinline__ int num_planned_ids(const p2p_pla
 
 /* Counts the choices of this warp's tokens and checks their ids. Stores the count of each
  * choice (warp_position or warp_row) in `fate`, as the table at the top of this file shows.
- * Stores the counts of the first groups also in `counted`. If `counted` can hold all choices of
- * the warp, leaves `fate` unchanged. */
+ * There is one exception: if KIND is 0 and `counted` can hold all choices of the warp
+ * (has_counted_all()), stores the counts only in `counted`. In all other cases callers must not
+ * use `counted`. */
 template <int KIND>
 static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                                      const TokenLanes &lanes, const TokenRange &range,
@@ -243,8 +244,8 @@ __device__ __forceinline__ uint32_t owner_word(const Planner &p, int i)
     return p.bad_owner == NO_INDEX ? (uint32_t)p.owner[i] << COUNT_BITS : RECORD_LAST;
 }
 
-/* Reports EPIC_EMISMATCH, which ends the group. The cause is that the tables rank_of_expert or
- * logical_of_expert of rank q differ from those of this rank. */
+/* Reports the failure EPIC_EMISMATCH, after which the group is broken. The cause is that the
+ * table rank_of_expert or logical_of_expert of rank q differs from this rank's table. */
 static __device__ __noinline__ void report_table_mismatch(const OpState &op, int q)
 {
     const p2p_self &self = *op.self;

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Decides a plan from the counts of all ranks: which choices are kept, where the slab of each
  * expert begins, and whether the plan is valid. plan/planner.cuh calls these functions after
- * the counts have arrived. That file defines the words choice and slab.
+ * the counts have arrived. A choice is one of a token's top_k ids. A slab is the range of slots
+ * of one expert.
  *
  *   decide_plan          computes loads, kept choices and slabs
- *   wait_faults          waits until every rank has reported the faults of its data
+ *   wait_faults          waits until all ranks with wrong data have sent a description of it
  *   report_...           store the error of an invalid plan for the host
  *   write_plan_outputs   stores the header, the tables and the caller's outputs
  *
@@ -301,9 +302,9 @@ static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self
     return true;
 }
 
-/* Reports the first wrong value of the lowest rank with wrong data to this rank's host process.
- * That rank has sent the value to all ranks in its fault words. So all processes report the
- * same error. Called by one thread of CTA 0. */
+/* Reports wrong data to the host process of this rank. The report has the first wrong value of
+ * the lowest rank whose data is wrong. That rank has sent this value to all ranks in its fault
+ * words, so all host processes report the same error. Called by one thread of CTA 0. */
 static __device__ __noinline__ void report_fault(const Planner &p, const p2p_plan_job &job,
                                                  const OpState &op)
 {

@@ -179,13 +179,15 @@ static inline int planner_bytes_of(const p2p_plan_job &job)
 
 /* Assigns choices to the lanes of a warp. A warp handles a group of tokens at a time, with one
  * choice per lane. For example, with top_k = 8 it handles four tokens: lane 11 has choice 3 of
- * token 1. A token with more than 32 choices is a group of its own. The warp handles it in two
- * steps, the token's *halves*: choices 0 to 31, then choices 32 and up. */
+ * token 1. If a token has more than 32 choices, the warp handles this token alone, in two
+ * steps. They are the token's *halves*: choices 0 to 31, then choices 32 and up. */
 struct TokenLanes {
-    /* group_tokens: tokens per group. num_halves: 1, or 2 if a token has more than 32
-     * choices. */
+    /* group_tokens: number of tokens that a warp handles at a time. num_halves: 1, or 2 if a
+     * token has more than 32 choices. */
     int group_tokens, num_halves;
-    int token, k; /* this lane's token within the group, and its choice within the half */
+    /* token: number of this lane's token, in [0, group_tokens). k: number of its choice within
+     * the half. */
+    int token, k;
     /* false: this lane has no choice, because 32 is not a multiple of top_k */
     bool has_choice;
     /* bit mask of the lanes that handle choices of the same token as this lane */
