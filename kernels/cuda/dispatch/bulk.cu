@@ -4,8 +4,9 @@
  * (dispatch/bulk.cuh). It reads a plan, or makes the plan first. Rows are aligned to 16 bytes.
  * The kernel may quantize rows before it sends them.
  *
- *   tokens  [num_tokens, token_bytes]   scales       [num_tokens, scale_bytes], or quantized
+ *   tokens  [num_tokens, token_bytes]   scales       [num_tokens, scale_bytes] (*)
  *   recv    [recv_rows, row_bytes]      recv_scales  [recv_rows, scale_bytes]
+ *   (*) not used if the kernel quantizes rows: it computes the scales itself
  *
  *   planner CTAs             first make the plan, then join the others
  *   job.warps warps per CTA  move units; a unit is one packed row of one token
@@ -25,8 +26,8 @@
  *
  * No two ranks wait for each other in a circle: a receiving warp waits for a row that its peer
  * sends `lag` steps earlier, and each CTA takes its units in order. While the planner CTAs make
- * the plan, each warp of the other CTAs sends its first token. Then it waits for that token's
- * record, which has its slots.
+ * the plan, each warp of the other CTAs sends its first token. Then it waits for the record of
+ * that token, which has the token's slots on this rank.
  *
  * While a warp moves a unit, the row of its next unit is being copied to another buffer. */
 #include "cuda/dispatch/bulk.cuh"
@@ -144,8 +145,8 @@ __device__ __forceinline__ void fill_all_slots(const PackedMove &m, const int32_
 }
 
 /* Makes the packed row of this rank's token ready in `buffer`: quantizes it, or scans the copy
- * that is there. Returns true if the row has special words, which equal poison (see
- * send_special()). Called by a whole warp. */
+ * that is there. Returns true if the row has special words (see send_special()). Called by a
+ * whole warp. */
 template <class OwnPiece>
 __device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t token,
                                                uint32_t buffer)
@@ -252,8 +253,8 @@ __device__ __forceinline__ bool pad_with_token(PackedMove &m, int32_t token, Rou
     return true;
 }
 
-/* Moves the row of a unit. Its copy to the buffer has been started. Returns false if the group
- * of ranks has failed. */
+/* Moves the row of a unit. The caller has started to copy the row to the current buffer.
+ * Returns false if the group of ranks has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_unit(PackedMove &m, const Unit &unit, RoundProgress &p,
                                           const BulkBuffers &buffers)

@@ -29,7 +29,8 @@ struct BulkBuffers {
      * each buffer. */
     uint32_t first_address, buffer_bytes;
     uint32_t zeros, poison; /* shared-memory addresses of the constant vectors */
-    /* num_buffers: how many buffers the warp has. current: the buffer of the current unit. */
+    /* num_buffers: how many buffers the warp has. current: number of the buffer that the
+     * current unit uses. */
     int num_buffers, current;
 
     /* memory: dynamic shared memory of the CTA. warp: number of this warp in the CTA. */
@@ -177,15 +178,15 @@ __device__ __forceinline__ void change_piece(const PackedMove &m, uint32_t buffe
             store_shared(buffer + (vector + v * WARP) * 16, q[v]);
 }
 
-struct ScanResult { /* What scan_packed() has found in this lane's vectors. */
+struct ScanResult { /* result of scan_packed() for this lane's vectors */
     bool missing, special;
 };
 
 /* Scans a packed row in its buffer. `missing`: a word is poison, so it has not arrived.
  * `special`: a word may need to be restored after it has arrived. In a row that the sender has
- * not quantized, this is a word that equals poison or its stand-in (signs ignored). In a row
- * that the sender has quantized (QUANTIZED), it is a word of scales that equals
- * E8M0_STAND_IN. */
+ * not quantized, this is a word that equals poison or its stand-in (the sign bits of 16-bit
+ * numbers are ignored). In a row that the sender has quantized (QUANTIZED), it is a word of
+ * scales that equals E8M0_STAND_IN. */
 template <bool QUANTIZED>
 __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t buffer)
 {
@@ -261,9 +262,9 @@ __device__ __forceinline__ void bulk_to_peers(const PackedMove &m, int32_t token
     });
 }
 
-/* Returns true if a row of scales is so short that the lanes store it to its slots, 16 bytes
- * each. A bulk store of so few bytes would cost the copy engine as much as one of a
- * kilobyte. */
+/* Returns true if a row of scales is so short that the lanes of a warp store it to its slots,
+ * each lane 16 bytes. A bulk store of so few bytes would cost the copy engine as much as one of
+ * a kilobyte. */
 __device__ __forceinline__ bool scales_by_lanes(const PackedMove &m)
 {
     return m.job.scale_bytes <= WARP * 16;
@@ -328,10 +329,11 @@ __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int3
     });
 }
 
-/* Sends a packed row that has special words: words that equal poison, and so would look as if
- * they had not arrived. Waits until bulk stores have read the buffer, replaces the special
- * words in it by stand-ins, and sends the row. If it was not quantized, also sends escape
- * words, from which the receiver restores the special words. Called by a whole warp. */
+/* Sends a packed row that has special words: words that equal poison and would look as if they
+ * had not arrived or, if the row was not quantized, words that equal the stand-in of poison.
+ * Waits until bulk stores have read the buffer, replaces poison in the buffer by its stand-in,
+ * and sends the row. If the row was not quantized, also sends escape words, which say which
+ * stand-ins were poison. Called by a whole warp. */
 template <bool QUANTIZED>
 __device__ __forceinline__ void send_special(const PackedMove &m, int32_t token, uint32_t peers,
                                              uint32_t buffer)

@@ -6,17 +6,17 @@
  *   recv    [recv_rows, row_bytes]    output: one slot per choice of an expert of this rank,
  *                                     and padding slots, which become zeros
  *
- * A row goes once to each peer that owns one of its experts: into the peer's staging, and from
- * there to all of its slots. Staging contains poison (0xffffffff) in all words that have not
- * arrived.
+ * A row goes once to each peer that owns one of its experts. The sender stores it to the peer's
+ * staging. The peer stores it from there to all slots that the row has on the peer. Staging
+ * contains poison (0xffffffff) in all words that have not arrived.
  *
  *   planner CTAs       first make the plan, then join the others
  *   other CTAs         first send the first `head` tokens, while the plan is made
  *   all warps          then move units, which they get in turn (common/rows.cuh)
  *
- * A unit is the work of a warp at a time: a span of pieces of one row, in one role. job.lag is
- * the number of tokens by which receiving stays behind sending. Step i of the list of units has
- * these roles:
+ * A unit is the work of a warp at a time: a span of pieces (2 KB each) of one row, in one role:
+ * send or receive. job.lag is the number of tokens by which receiving stays behind sending.
+ * Step i of the list of units has these roles:
  *
  *   send     token i to every peer that needs it; needs only the token's own choices
  *   receive  token i - lag of each source; this rank's own tokens are the last source, and
@@ -106,8 +106,8 @@ template <bool EXACT> struct PieceFeed {
         copy_next();
         ring.read_piece(q, its_vector, m.shape);
     }
-    /* Drops the next `pieces` pieces of the ring, because the unit does not need them. The
-     * copies of later units stay in step. */
+    /* Drops the next `pieces` pieces of the ring, because their unit does not need them. After
+     * that, the ring's next piece belongs to the next unit. */
     __device__ __forceinline__ void skip_pieces(int pieces)
     {
         for (; pieces; pieces--) {
@@ -276,10 +276,10 @@ template <bool EXACT> static __device__ __noinline__ void send_head_spans(const 
     }
 }
 
-/* Receives the tokens of a step from one source: one token, or two to catch up
- * (received_before()). If the source is this rank itself, also writes zeros to some padding
- * slots. slab_bits: log2 of the number of slabs, rounded up; negative: writes no padding.
- * Returns false if the group of ranks has failed. */
+/* Receives the tokens of a step from one source: one token, or two if receiving catches up with
+ * sending (received_before()). If the source is this rank itself, also writes zeros to some
+ * padding slots. slab_bits: log2 of the number of slabs, rounded up; negative: writes no
+ * padding. Returns false if the group of ranks has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,
@@ -422,8 +422,8 @@ __device__ __forceinline__ bool move_rounds(DispatchMove &m, OpState &op, const 
     }
 }
 
-/* Kinds of rows: at any address; aligned to 16 bytes; aligned and consisting of whole
- * pieces. */
+/* Kinds of rows: rows at any address; rows aligned to 16 bytes; aligned rows that consist of
+ * whole pieces. */
 enum { ROWS_ANY, ROWS_ALIGNED, ROWS_WHOLE };
 
 /* The kernel. There is one instance for each kind of rows (ROWS), with and without making the

@@ -6,12 +6,13 @@
  * Words: a choice is one of a token's top_k ids. A record has the slots that a token has on
  * this rank. A *half* is 32 choices or 32 words of a record, one per lane; tokens with more
  * than 32 choices have two. A piece is 2 KB of a row, and a unit is what a warp does at a time:
- * sending, forwarding or receiving some pieces of one row. Poison (0xffffffff) is the mark of a
- * word that has not arrived. A word of a row that equals poison is replaced before it is sent.
- * The sender then also sends *escape words*, which say which words of a piece it has replaced.
- * Parameters named `source` number the ranks from which this rank receives: source 0 is the
- * next higher rank, and source num_ranks - 1 is this rank itself. The heap has a part for each
- * source. */
+ * sending, forwarding or receiving some pieces of one row. The *role* of a unit says which of
+ * these it does, and for which peer. Forwarding passes on a row that came from another host.
+ * Poison (0xffffffff) is the mark of a word that has not arrived. A word of a row that equals
+ * poison is replaced before it is sent. The sender then also sends *escape words*, which say
+ * which words of a piece it has replaced. Parameters named `source` number the ranks from which
+ * this rank receives: source 0 is the next higher rank, and source num_ranks - 1 is this rank
+ * itself. The heap has a part for each source. */
 #ifndef EPIC_DISPATCH_CUH
 #define EPIC_DISPATCH_CUH
 
@@ -31,13 +32,12 @@ struct DispatchMove : RowMove<p2p_dispatch_job> {
     int32_t most_tokens;
     /* true: this kernel also makes the plan; false: it reads a plan */
     bool has_new_plan;
-    /* number of forwarding roles. A role is a kind of unit; a unit with a forwarding role
-     * passes on rows that came from another host. */
+    /* number of roles that forward rows */
     __extension__ int32_t num_forward_roles[HOSTS];
 };
 
-/* Returns the number of the source that a unit receives from, counted from 1; rank_of_role()
- * returns its rank. The number is 0 or less if the unit sends or forwards. */
+/* Returns the number, counted from 1, of the source from which a unit receives. rank_of_role()
+ * returns the rank of a source. The number is 0 or less if the unit sends or forwards. */
 __device__ __forceinline__ int source_role(const DispatchMove &m, const UnitWalk &walk)
 {
     return HOSTS ? walk.role - *m.num_forward_roles : walk.role;
@@ -137,9 +137,9 @@ __device__ __forceinline__ uint32_t choose_peers(const DispatchMove &m, int32_t 
 }
 
 /* Stores a piece of a token's row to the staging of `peers` (bit mask). If the piece contains
- * poison, it also sends escape words, from which the receiver restores the poison. The caller
- * then posts the put of the row for peers on other hosts (post_put_pieces()). Called by a whole
- * warp. */
+ * poison or its stand-in, also sends escape words, from which the receiver restores the poison.
+ * After that, the caller posts the put of the row for peers on other hosts (post_put_pieces()).
+ * Called by a whole warp. */
 template <bool EXACT>
 __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t token, int piece,
                                               uint32_t peers, uint4 (&q)[V])
@@ -211,8 +211,8 @@ __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int3
         ((int32_t *)m.plan.records)[at + k] = -1;
 }
 
-/* Returns the address where the rank of `source` stores the weight of the n-th choice of its
- * token that goes to this rank. */
+/* A rank sends this rank the weights of those choices of its token that go here, one after the
+ * other. Returns the address where the rank of `source` stores weight number n. */
 __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int source,
                                                     int32_t token, int n)
 {
@@ -346,9 +346,9 @@ __device__ __forceinline__ const volatile device_plan_header *header_of(const Di
 #define NOT_WITH_TOKENS (-2)
 
 /* Decides whether units that receive this rank's tokens also write padding. If so, sets
- * slab_bits to log2 of the number of slabs, rounded up. If not, sets it to NOT_WITH_TOKENS.
- * Waits for the plan if this kernel makes it. Called by a whole warp. Returns false if the
- * group of ranks has failed. */
+ * slab_bits to log2 of the number of this rank's slabs, rounded up. If not, sets it to
+ * NOT_WITH_TOKENS. Waits for the plan if this kernel makes it. Called by a whole warp. Returns
+ * false if the group of ranks has failed. */
 __device__ __forceinline__ bool find_padding_slabs(const DispatchMove &m, int &slab_bits)
 {
     slab_bits = NOT_WITH_TOKENS;
@@ -369,8 +369,9 @@ __device__ __forceinline__ bool read_token_counts(DispatchMove &m)
 }
 
 /* Returns how many tokens of each source are received before step `step` of the list of units.
- * Step i sends token i. Receiving begins `head` tokens behind sending. Then it catches up: one
- * of 2^catch_up steps receives two tokens, until receiving is only `lag` tokens behind. */
+ * Step i sends token i. Receiving begins `head` tokens behind sending. Then receiving catches
+ * up: in one of 2^catch_up steps it receives two tokens, until it is only `lag` tokens
+ * behind. */
 __device__ __forceinline__ int32_t received_before(const DispatchMove &m, int32_t step)
 {
     const int32_t behind = max(step - max(m.head, m.job.lag), 0);
@@ -383,7 +384,7 @@ __device__ __forceinline__ int32_t token_of(const DispatchMove &m, const UnitWal
     return m.round_begin + (walk.role == 0 ? walk.step : received_before(m, walk.step));
 }
 
-/* Loads the word that a unit needs first, while the warp still works on the unit before it. If
+/* Loads the word that a unit needs first, while the warp still works on its previous unit. If
  * the unit sends, this is the lane's choice. If it receives, this is the lane's word of a
  * record, from peek(rank, token). */
 template <class Peek>
@@ -401,9 +402,9 @@ __device__ __forceinline__ uint64_t read_ahead(const DispatchMove &m, const Unit
 
 /* --------------------------------------------------------------- the kernel's own plan ---- */
 
-/* Sets `plan`, through which the kernel reads the plan. If the caller passes the plan, checks
- * it. If this kernel makes the plan (WITH_PLAN), sets only the fields that are known before.
- * Called by all threads of a CTA, before begin_operation(). */
+/* Sets `plan`, through which the kernel reads the plan. If the caller passes a plan, checks
+ * that plan. If this kernel makes the plan (WITH_PLAN), sets only the fields that are known
+ * before the plan is made. Called by all threads of a CTA, before begin_operation(). */
 template <bool WITH_PLAN>
 __device__ __forceinline__ void open_plan(PlanView &plan, const p2p_dispatch_job &job)
 {
@@ -420,9 +421,10 @@ __device__ __forceinline__ void open_plan(PlanView &plan, const p2p_dispatch_job
     choose_padding(plan, job);
 }
 
-/* Makes the plan, if the kernel makes one and this CTA is a planner CTA (one of the first).
- * Called by all threads, after begin_operation(). `memory`: dynamic shared memory, which is
- * free for rows when the function returns. Returns false if the group of ranks has failed. */
+/* Makes the plan, if the kernel makes one and this CTA is a planner CTA (one of the first
+ * job.plan.planners CTAs). Called by all threads, after begin_operation(). `memory`: dynamic
+ * shared memory, which is free for rows when the function returns. Returns false if the group
+ * of ranks has failed. */
 template <bool WITH_PLAN, bool FLAT>
 __device__ __forceinline__ bool make_own_plan(Planner &planner, const p2p_dispatch_job &job,
                                               OpState &op, uint8_t *memory)

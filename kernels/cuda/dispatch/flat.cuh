@@ -110,9 +110,9 @@ __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, 
 }
 
 /* Waits for the weight of this lane's choice, and stores poison back to where it arrived.
- * `there`: this lane has a choice. `word`: on entry, what peek_extras() has loaded; on return,
- * the weight. For this rank's own token, the weight comes from the caller's array. Called by a
- * whole warp. Returns false if the group of ranks has failed. */
+ * `there`: true if this lane has a choice. `word`: on entry, what peek_extras() has loaded; on
+ * return, the weight. For this rank's own token, the weight comes from the caller's array.
+ * Called by a whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int rank,
                                                       int source, int32_t token, int half,
                                                       bool there, uint32_t &word)

@@ -31,9 +31,9 @@ static cudaError_t load_kernels(const Kernel (&kernels)[COUNT], int most_bytes)
     return cudaSuccess;
 }
 
-/* Returns a copy of the job in which lag, span, units, head and catch_up are set: they say how
- * units are dealt to warps, and how far receiving stays behind sending. `bytes`: bytes that are
- * sent per token. */
+/* Returns a copy of the job in which lag, span, units, head and catch_up are set. These fields
+ * determine how units are divided among warps, and how many tokens receiving stays behind
+ * sending. `bytes`: bytes that are sent per token. */
 static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_t bytes,
                                              int num_sms)
 {
@@ -52,8 +52,8 @@ static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_
     copy.lag = lag_for_net(job.plan.self, copy.lag, job.num_tokens);
     /* Choose how fast receiving catches up with sending (the values are measured:
      * docs/lab/cuda.md). The `head` tokens are those that are sent while the plan is made. Rows
-     * of several spans take longer to send, so their head is shorter. It has at least `lag`
-     * tokens, because receiving stays `lag` tokens behind in any case. */
+     * of several spans take longer to send, so their head is shorter. The head has at least
+     * `lag` tokens, because receiving stays `lag` tokens behind in any case. */
     const bool sooner = num_sms > 56 && num_sms < 96 && !job.flat;
     copy.catch_up = spans > 1 ? 4 : sooner ? 1 : 2;
     if (copy.catch_up == 4 && copy.head > job.num_tokens / 20) copy.head = job.num_tokens / 20;

@@ -10,8 +10,8 @@
 #include "cuda/net/relay.cuh"
 #include "cuda/plan/view.cuh"
 
-/* Arguments of every unit of the running round. The functions below take them as `m`. `policy`
- * is the L2 cache policy for rows that are stored once. */
+/* Arguments of every unit of the running round. The functions below get them as the argument
+ * `m`. `policy` is the L2 cache policy for rows that are stored once. */
 template <class Job> struct RowMove {
     const Job &job;
     const OpState &op;
@@ -118,8 +118,8 @@ __device__ __forceinline__ device_padding padding_of(const PlanView &plan, int s
 
 /* Calls write(slot) for the padding slots that belong to span number `span` of this rank's
  * `spans` spans (tokens times spans per row). Span s writes padding of slab s mod 2^slab_bits,
- * and all spans with the same slab share its slots. There are no divisions, because a division
- * would wait for earlier stores. */
+ * and all spans with the same slab divide the padding slots of this slab among them. There are
+ * no divisions, because a division would wait for earlier stores. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int slab_bits,
                                                       int span, int spans, Write write)

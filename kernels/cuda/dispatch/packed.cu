@@ -3,8 +3,9 @@
  * The caller passes the scales, or this kernel makes them by quantizing the rows. The kernel
  * reads a plan, or makes the plan first.
  *
- *   tokens  [num_tokens, token_bytes]   scales       [num_tokens, scale_bytes], or quantized
+ *   tokens  [num_tokens, token_bytes]   scales       [num_tokens, scale_bytes] (*)
  *   recv    [recv_rows, row_bytes]      recv_scales  [recv_rows, scale_bytes]
+ *   (*) not used if the kernel quantizes rows: it computes the scales itself
  *
  * The work of CTAs and warps, the list of units and the waits are those of
  * dispatch/dispatch.cu. Units that send, and those that receive this rank's own tokens, move
@@ -14,8 +15,9 @@
 #include "cuda/dispatch/packed_slots.cuh"
 #include "cuda/dispatch/relay.cuh"
 
-/* The pieces of a unit; there may be none. is_own: they are pieces of the caller's rows, which
- * are cut differently than packed rows if the kernel quantizes. */
+/* The pieces of a unit; there may be none. is_own: they are pieces of the caller's rows, not of
+ * packed rows. If the kernel quantizes, the two kinds of rows have different numbers of
+ * pieces. */
 struct Pieces {
     int first, count;
     bool is_own;
@@ -43,7 +45,9 @@ template <class OwnPiece> struct PieceFeed {
     /* Address of the caller's scales of that token, minus 16 * row_end. So vector number v of
      * the packed row is at scales + 16 * v if v is row_end or more. */
     const uint8_t *scales;
-    int32_t row_end, copy_end; /* only vectors with numbers below copy_end are copied */
+    /* row_end: number of the first vector that comes from `scales`, not from `row`. copy_end:
+     * only vectors with lower numbers are copied. */
+    int32_t row_end, copy_end;
     /* vector: first vector of the unit's next piece. pieces_left: how many pieces of the unit
      * have not been copied. */
     int32_t vector, pieces_left;
@@ -108,8 +112,8 @@ template <class OwnPiece> struct PieceFeed {
         copy_next();
         ring.read_piece(q, piece * V * WARP, shape);
     }
-    /* Drops the next `pieces` pieces of the ring, because the unit does not need them. The
-     * copies of later units stay in step. */
+    /* Drops the next `pieces` pieces of the ring, because their unit does not need them. After
+     * that, the ring's next piece belongs to the next unit. */
     __device__ __forceinline__ void skip_pieces(int pieces)
     {
         for (; pieces > 0; pieces--) {
@@ -299,10 +303,10 @@ static __device__ __noinline__ void send_head(const PackedMove m)
     }
 }
 
-/* Receives the tokens of a step from one source: one token, or two to catch up
- * (received_before()). If the source is this rank itself, also writes zeros to some padding
- * slots. slab_bits: log2 of the number of slabs, rounded up; negative: writes no padding.
- * Returns false if the group of ranks has failed. */
+/* Receives the tokens of a step from one source: one token, or two if receiving catches up with
+ * sending (received_before()). If the source is this rank itself, also writes zeros to some
+ * padding slots. slab_bits: log2 of the number of slabs, rounded up; negative: writes no
+ * padding. Returns false if the group of ranks has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,

@@ -28,8 +28,8 @@
 /* A quantized piece of 1024 elements. Each lane has 32 of them, in two runs of 16. */
 typedef Quantized<2, 16> Sixteens;
 
-/* Arguments of every unit. The inherited m.shape describes packed rows (row and scales). But
- * m.shape.row_bytes and m.shape.aligned describe rows of recv, without scales. */
+/* Arguments of every unit. The inherited member `shape` describes packed rows (row and scales).
+ * Only shape.row_bytes and shape.aligned describe rows of recv, without scales. */
 struct PackedMove : DispatchMove {
     RowShape own_shape; /* sizes of the caller's rows, and how many pieces such a row becomes */
     /* how many vectors of a packed row belong to the row; the later ones are scales */
@@ -308,8 +308,9 @@ struct JoinedPiece {
             if (first_vector(piece) + v * WARP >= m.row_vectors)
                 q[v] = vector_of(m, token, first_vector(piece) + v * WARP);
     }
-    /* Stores the piece to the staging of `peers` (bit mask). If it contains poison, also sends
-     * escape words, from which the receiver restores the poison. Called by a whole warp. */
+    /* Stores the piece to the staging of `peers` (bit mask). If it contains poison or its
+     * stand-in, also sends escape words, from which the receiver restores the poison. Called by
+     * a whole warp. */
     __device__ __forceinline__ void send_to_peers(const PackedMove &m, int32_t token, int piece,
                                                   uint32_t peers)
     {

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch with relays (backend hosts, several ranks per host). A row crosses the net once per
- * host: it goes to the sender's *mate* there, the rank with the same index in its host. The
- * mate forwards the row to the ranks of its host that need it (net/relay.cuh).
+/* dispatch with relays (backend hosts, several ranks per host). A row crosses the net once for
+ * each other host. The sender sends it to its *mate* on that host, the rank that has the same
+ * index there as the sender has on its own host. The mate forwards the row to the ranks of its
+ * host that need it (net/relay.cuh).
  *
- * Step i of the list of units has these roles in order. Forwarding and receiving stay `lag`
+ * The units of step i have these roles, in this order. Forwarding and receiving stay `lag`
  * tokens behind sending.
  *
  *   send     token i: to ranks of this host, and to mates on other hosts
@@ -21,8 +22,8 @@
 
 /* Returns a bit mask of the ranks to which this rank itself sends its token. These are `peers`,
  * but with the ranks of each other host replaced by this rank's mate there. `first`: the unit
- * has the token's first piece, so it also sends each mate the word *wants*, which says which
- * ranks need the row. */
+ * has the token's first piece, so it also sends each mate the word *wants*, a bit mask of the
+ * ranks of the mate's host that need the row. */
 __device__ __forceinline__ uint32_t choose_routes(const DispatchMove &m, int32_t token,
                                                   bool first, uint32_t peers)
 {
@@ -30,9 +31,10 @@ __device__ __forceinline__ uint32_t choose_routes(const DispatchMove &m, int32_t
 }
 
 /* Forwards the pieces of a unit: one or two tokens that come from one mate. hand(from, token,
- * piece, wants) forwards one piece to the ranks in `wants`. `copied`: `feed` has a place in its
- * ring for each piece of every unit. Forwarding does not use the ring, so this function drops
- * the places of its pieces. Returns false if the group of ranks has failed. */
+ * piece, wants) forwards one piece to the ranks in `wants`. `copied`: true if `feed` has one
+ * buffer in its ring for each piece of every unit. Forwarding does not use the ring, so this
+ * function skips the buffers of the unit's pieces. Returns false if the group of ranks has
+ * failed. */
 template <class PieceFeed, class Hand>
 __device__ __forceinline__ bool forward_unit(const DispatchMove &m, const UnitWalk &walk,
                                              PieceFeed &feed, bool copied, Hand hand)

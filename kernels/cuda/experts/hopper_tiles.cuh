@@ -4,7 +4,7 @@
  *
  * The producer thread copies parts of matrices a and b to shared memory, and the consumers (two
  * warpgroups) multiply them. Shared memory has a ring of STAGES *stages*; each stage has one
- * part of each matrix. A *tile* is BM x BN numbers of the result, `out`. A *slab* is the rows of
+ * part of each matrix. A *tile* is BM x BN numbers of the result `out`. A *slab* is the rows of
  * one expert. The template argument PASS selects one of three products (epic_gemm_pass). The
  * *summed dimension* is K of a GEMM:
  *
