@@ -11,7 +11,8 @@
 #include "base/error.h"
 #include "exchange/exchange.h"
 
-#define BATCH_BYTES (256 * 1024) /* bytes to send to one home before the next has its turn */
+/* bytes to send to one home before the next home has its turn */
+#define BATCH_BYTES (256 * 1024)
 
 /* The state of one collect flow. */
 typedef struct collecting {
@@ -60,8 +61,9 @@ static bool collect_send(collecting *g)
     return moved;
 }
 
-/* Fills x->rows with the contributing ranks' entries for the next piece of the next item. Marks
- * each rank whose entry has not arrived as awaited, and then returns false. */
+/* Fills x->rows with the contributing ranks' entries for the next piece of the next item.
+ * Returns true if all have arrived. Otherwise marks each rank whose entry is missing as
+ * awaited, and returns false. */
 static bool collect_find_rows(collecting *g)
 {
     exchange *x = g->x;
@@ -77,8 +79,8 @@ static bool collect_find_rows(collecting *g)
     return all;
 }
 
-/* Drops all entries that were read, so that their senders can reuse the memory. dropped[r] is
- * the number of entries of rank r that were dropped before; it is updated. */
+/* Releases all entries that were read, so that their senders can reuse the memory. dropped[r]
+ * is the number of entries of rank r that earlier calls have released. This call updates it. */
 static void collect_release_rows(collecting *g, int64_t *dropped)
 {
     exchange *x = g->x;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Finds the culprits of a missed deadline: ranks that others wait for, but that do not wait
  * themselves. If the ranks wait for each other in a circle, the culprits are the ranks that
- * this rank waits for. */
+ * this rank waits for. In this file, x is the exchange of this rank that has missed its
+ * deadline. */
 #include "exchange/culprits.h"
 
 #include <stdio.h>

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Opens and closes operations, compares their op headers, and waits with a deadline. */
+/* Opens and closes operations, compares their op headers, and waits with a deadline. To break
+ * the group means to record a failure. All calls of all ranks then return this failure. */
 #include "exchange/exchange.h"
 
 #include <stdio.h>
@@ -133,8 +134,9 @@ static epic_result exchange_break_group(exchange *x, epic_result result,
     return first ? first : context_break(x->ctx, &failure);
 }
 
-/* Breaks the group with EPIC_EPEER if a peer that this rank waits for is gone. `late`: the
- * deadline has passed, so check now.
+/* Breaks the group with EPIC_EPEER if a peer that this rank waits for is gone. Checks at most
+ * every CHECK_NS. Checks at once if `late` is true (the deadline has passed), or if the last
+ * check saw a peer gone.
  *
  * The peer may have sent its last data just before it ended. Therefore two checks must see it
  * gone, with no entry moved between them. If some peers' processes ended and others closed
@@ -297,8 +299,8 @@ static epic_result exchange_gather_headers(exchange *x, const epic_op_header *mi
 }
 
 /* Claims an op slot, announces the op header, and waits for the headers of all ranks. If it
- * returns an error after it has claimed an op slot, *out is set and the caller must close
- * it. */
+ * fails after it has claimed an op slot, it also sets *out to the exchange, which the caller
+ * must close. */
 static epic_result exchange_enter(exchange **out, epic_context *ctx, exchange *request,
                                   const epic_op_header *header, uint64_t bytes)
 {

@@ -122,8 +122,8 @@ void exchange_reuse(exchange *x, uint32_t operation, uint64_t bytes);
 epic_result exchange_close(exchange *x, epic_result result);
 
 /* Sleeps until entries may have arrived or rings may have room. A flow calls it when it can
- * neither send nor read an entry. If an awaited peer is gone or the deadline has passed, it
- * breaks the group and returns the error. */
+ * neither send nor read an entry. If an awaited peer is gone or the deadline has passed, the
+ * group fails: all calls of all ranks then return this error. */
 epic_result exchange_wait(exchange *x);
 
 /* Restarts the deadline of the wait. A flow calls it after it has moved entries, so that only a

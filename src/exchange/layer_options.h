@@ -10,7 +10,7 @@
 
 #include "backend/transport.h"
 
-/* Number of words for options in an op header. A double takes two words. */
+/* Number of 32-bit words for options in an op header. A double takes two words. */
 #define OPTION_WORDS (sizeof(((epic_op_header *)0)->options) / sizeof(uint32_t))
 
 typedef struct layer_options {

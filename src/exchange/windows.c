@@ -147,8 +147,9 @@ static void window_fill_header(epic_op_header *header, const struct window_table
     epic_fit_text((char *)header->bytes, sizeof header->bytes, epic_sentence());
 }
 
-/* The first operation: gets this rank's memory, and maps that of the peers. *mapped is the
- * result of the mapping. Returns the common error of all ranks, or EPIC_OK. */
+/* The first operation: gets this rank's memory and maps the memory of the peers. Stores the
+ * result of the mapping in *mapped. If a rank could not get its memory, returns that error on
+ * all ranks. */
 static epic_result window_exchange_memory(epic_context *ctx, struct window_table *table,
                                           window *w, const epic_window_args *args,
                                           epic_result *mapped)

@@ -8,10 +8,10 @@
 
 #define MAX_WINDOWS 256
 
-/* Releases the windows of a context, before the backend leaves the group. If `ours` is true,
- * first waits until no peer stores into the windows. If a peer still does so at the deadline,
- * the memory of the windows is not freed. A forked child passes false and releases only its own
- * copies. */
+/* Releases the windows of a context, before the backend leaves the group. `ours` is false in a
+ * forked child, which releases only its own copies. If `ours` is true, first waits until no
+ * peer stores into the windows. If a peer still stores at the deadline, the memory of the
+ * windows is not freed. */
 void windows_close(epic_context *ctx, bool ours);
 
 /* Adds a window to the context. Collective. If args->data is NULL, EPIC allocates the
