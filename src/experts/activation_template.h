@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Activations and their derivatives. pass_template.h includes this file. The numbers of the
  * gate and of the up projection alternate if the layer is interleaved. So the functions read n
- * numbers that are `step` elements apart: 2 if interleaved, else 1.
+ * numbers that are `step` elements apart. `step` is 2 if the layer is interleaved, else 1.
  *
  * - SiLU: x s(x), with s the sigmoid.
  * - GELU: x Phi(x), with Phi the normal distribution function. Its tanh form is x/2 (1 +
@@ -69,8 +69,8 @@ static void apply_activation(REAL *out, const REAL *in, int64_t n, int step,
     }
 }
 
-/* Returns the derivative of the swish x s(a x), with s the sigmoid. The argument ax is the
- * product a x, and the result is s(ax) (1 + ax (1 - s(ax))). */
+/* Returns the derivative of the swish x s(alpha x), with s the sigmoid. The argument ax is
+ * alpha x, and the result is s(ax) (1 + ax (1 - s(ax))). */
 static inline REAL swish_slope(REAL ax)
 {
     return sigmoid_of(ax) * (1 + ax * sigmoid_of(-ax));

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Backward on one slab. pass_template.h includes this file after forward_template.h.
  *
- * Symbols: a is the activations, w the slots' weights, and d_z the gradient of any array z. The
- * forward pass is y = (w a) W_down + w b_down. Here w is 1, unless experts.weighting is
- * EPIC_WEIGHT_EARLY. The gradients follow by the chain rule:
+ * Symbols in the formulas: `a` [slots, inner] are the activations, `w` [slots] the slots'
+ * weights, and `d_z` is the gradient of any array z. The forward pass is y = (w a) W_down + w
+ * b_down. Here w is 1, unless experts.weighting is EPIC_WEIGHT_EARLY. The gradients follow by
+ * the chain rule:
  * - d_W_down = (w a)^T d_y, d_b_down = sum of w d_y over the rows, d_a = d_y W_down^T.
  * - d_w = dot(d_a, a) + dot(d_y, b_down) for each slot, so the result y need not be saved.
  * - d_gate_up = w d_a times the derivative of the activation.

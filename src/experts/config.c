@@ -9,7 +9,8 @@
 
 #define MAX_EXPERTS 65536
 #define MAX_ROW_NUMBERS (1 << 24) /* largest hidden and inner */
-/* Largest number of weights of all local experts. With it, their bytes fit in an int64_t. */
+/* Largest number of elements in the weights of all local experts. It is small enough that their
+ * bytes fit in an int64_t. */
 #define MAX_WEIGHT_NUMBERS (1ll << 56)
 /* Size of a weight tile: 4 MiB of float32. A tile fits in a core's cache, and has many rows. */
 #define TILE_NUMBERS (1 << 20)

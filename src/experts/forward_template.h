@@ -2,7 +2,7 @@
 /* Forward on one slab. pass_template.h includes this file.
  *
  * Writes the result of the first product (gate_up, config.h) to `saved`, which backward reads.
- * Then computes the activations and the second product from it. */
+ * Then computes the activations from gate_up, and the second product from the activations. */
 
 /* Adds the bias [n] to each of num_rows rows of n numbers. Does nothing if `bias` is NULL. */
 static void add_bias(REAL *rows, const REAL *bias, int64_t num_rows, int64_t n)

@@ -6,8 +6,9 @@
  * multiply them (job->is_bf16), products read BF16 operands instead.
  *
  * Weights of other types are converted to REAL in the workspace, one tile at a time
- * (experts_tile_size). A product sums over k terms. A tile contains all k terms of some sums.
- * So sums are never split, which would change the order of additions. */
+ * (experts_tile_size). Each element of a product is a sum of k terms. A tile contains the
+ * weights for all k terms of some elements. So no sum is split, which would change the order of
+ * additions. */
 
 /* Converts n elements of `type` to REAL. If REAL is double, the type is EPIC_F64 and the
  * elements are only copied. */
