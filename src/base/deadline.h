@@ -29,8 +29,8 @@
 
 typedef struct deadline {
     uint64_t timeout_ns;
-    uint64_t start_ns;    /* when it last started; 0: starts at the next deadline_look() */
-    uint64_t end_ns;      /* when the deadline is reached */
+    uint64_t start_ns;    /* time of the last start; 0: starts at the next deadline_look() */
+    uint64_t end_ns;      /* time at which the deadline has passed */
     uint64_t expected_ns; /* time by which the next deadline_look() is due */
     uint64_t ran_ns;      /* running time of this wait before the last start */
 } deadline;

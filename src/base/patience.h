@@ -22,8 +22,8 @@
  * relaxed: if an update is lost, only a few more or fewer waits sleep. */
 typedef struct patience {
     _Atomic int sleeps; /* the next `sleeps` waits sleep at once */
-    /* From this number the next late return computes `sleeps`. A late return sets `sleeps` and
-     * `last` to the same value. Each return in time then lowers `last` by one. */
+    /* The next late return sets both `sleeps` and `last` to twice this number, but to
+     * LEAST_SLEEPS or more. Each return in time lowers `last` by one. */
     _Atomic int last;
 } patience;
 

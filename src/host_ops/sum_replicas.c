@@ -17,7 +17,7 @@
 
 /* number of floats that are added at a time, so that partial sums stay in the cache */
 #define CHUNK 256
-#define MOST_LEVELS 18 /* levels of a tree over MAX_EXPERTS leaves */
+#define MOST_LEVELS 18 /* a tree over MAX_EXPERTS leaves has 17 levels; one more is spare */
 
 /* One call of epic_sum_replicas. */
 typedef struct adding {

@@ -92,8 +92,8 @@ epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size,
 
 /* Replaces the sum order EPIC_BY_HOSTS by EPIC_TREE or EPIC_BY_RANK. `relayed` is the result of
  * context_relays(): true if the ranks of one host add up their rows before they send them to
- * another host. If it is true and the numbers of experts and ranks allow it, the order becomes
- * EPIC_TREE with one leaf per rank. Otherwise it becomes EPIC_BY_RANK. */
+ * another host. If `relayed` is true and the numbers of experts and ranks allow it, the order
+ * becomes EPIC_TREE with one leaf per rank. Otherwise it becomes EPIC_BY_RANK. */
 void layer_choose_order(epic_layer *layer, int32_t num_ranks, bool relayed);
 
 /* Computes the offsets of the arrays and the bytes of the plan from the counts in the
