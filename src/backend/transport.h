@@ -9,8 +9,8 @@
  * An *exchange* is the communication of one public call. Usually it is one collective
  * operation. (tag, sequence) identifies an operation: sequence counts the operations of the tag
  * from 0. A call that makes a plan and dispatches with it makes two operations in one exchange.
- * The ranks announce only the first of them, and (tag, sequence) of the exchange is that of the
- * first one.
+ * The ranks announce only the first of these operations, and its (tag, sequence) identifies the
+ * exchange.
  *
  * Each rank keeps the state of an exchange in one of its *op slots*, numbered 0 to
  * max_in_flight - 1. Two ranks may use op slots with different numbers for the same exchange.
@@ -70,8 +70,8 @@ typedef struct epic_peer_status {
     bool is_waiting; /* the peer is inside wait(), and has shown this recently */
     /* the phase that the peer last passed to wait() in the exchange (tag, sequence) */
     uint32_t phase;
-    uint64_t waits_for[EPIC_MAX_RANKS /
-                       64]; /* if is_waiting: a bit for each rank that it waits for */
+    /* if is_waiting: bit mask of the ranks that the peer waits for */
+    uint64_t waits_for[EPIC_MAX_RANKS / 64];
     /* the operation that the peer announced last; 0: none */
     uint32_t operation;
     uint64_t tag;      /* tag of that operation */

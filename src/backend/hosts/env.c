@@ -10,10 +10,10 @@
 
 #define MAX_THREADS 7         /* largest value of EPIC_NET_THREADS */
 #define DEFAULT_MAX_THREADS 6 /* largest default of EPIC_NET_THREADS */
-/* If the default would be less than this number, it becomes 0. So it is never 1: a single
- * thread would only take work from the proxy thread, which would be no faster. */
+/* If the default would be less than this number, it becomes 0. So the default is never 1: one
+ * thread could only do the proxy thread's work in its place, at the same speed. */
 #define DEFAULT_MIN_THREADS 2
-/* the default is one thread per this many cores; measured in docs/lab/hosts.md */
+/* the default of EPIC_NET_THREADS is one thread per this many cores (docs/lab/hosts.md) */
 #define CORES_PER_THREAD 2
 
 const net_engine *hosts_env_engine(char *why)
@@ -75,9 +75,8 @@ static epic_result read_number(const char *name, const char *what, const char *w
     return EPIC_OK;
 }
 
-/* Reads EPIC_NET_WINDOW. Most operations have at most as many tokens as the default. Then a
- * rank sends all rows before it receives the first one, which keeps the net busy
- * (docs/lab/hosts.md). */
+/* Reads EPIC_NET_WINDOW. The default is so large that in most operations a rank sends all rows
+ * before it receives the first one. This keeps the net busy (docs/lab/hosts.md). */
 static epic_result read_window(int32_t *window)
 {
     TRY(read_number("EPIC_NET_WINDOW", "tokens that are sent before one is received", "8192",

@@ -134,9 +134,8 @@ static int64_t box_bytes(const p2p_heap *at, bool on_gpu)
 }
 
 /* Allocates inbox and outbox, and fills the inbox with poison. Sets self.heap[q] of every other
- * rank q to the outbox: kernels write the words for rank q there, and the net sends them. For
- * each rank q of this host, p2p_heap_connect() later sets self.heap[q] to the heap of rank
- * q. */
+ * rank q to the outbox: kernels write the words for rank q there, and the net sends them. If
+ * rank q is on this host, p2p_heap_connect() later sets self.heap[q] to the heap of rank q. */
 static epic_result make_boxes(epic_group *g, hosts_part *h)
 {
     const int64_t bytes = box_bytes(&g->self.at, h->on_gpu);
@@ -530,9 +529,9 @@ static bool are_all_gone(epic_group *g)
     return true;
 }
 
-/* Implements epic_backend.leave. Sends to all peers that this rank leaves. Then waits until
- * every peer has left, closed or died, but at most until the timeout, because a peer may write
- * into this rank's memory until then. Frees the memory at the end. */
+/* Implements epic_backend.leave. Announces to all peers that this rank leaves. A peer may write
+ * into this rank's memory until it has left, closed or died. So waits for this, at most until
+ * the timeout, and then frees the memory. */
 static void hosts_leave(epic_group *g)
 {
     int device = -1;

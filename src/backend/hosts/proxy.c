@@ -32,15 +32,16 @@
 /* the thread posts partial batches to a host only if fewer puts than this are in flight to
  * it */
 #define FEW_IN_FLIGHT 4
-/* Limits per host. While the limit of urgent puts is reached, urgent pieces wait and are joined
- * into larger puts. The bytes of rows in flight are limited, because the net may send an urgent
- * put only after them. */
+/* Limits for the puts in flight to one host. While the limit of urgent puts is reached, urgent
+ * pieces wait and are joined into larger puts. The bytes of row puts are limited, because the
+ * net may send a later urgent put only after these bytes. */
 #define MAX_URGENT_IN_FLIGHT 16
 #define MAX_BYTES_IN_FLIGHT (2u << 20)
 /* an urgent batch that needs more puts than this waits for more pieces, which may fill its
  * gaps */
 #define URGENT_MAX_PUTS 4
-#define URGENT_QUIET_US 5 /* this wait ends when no urgent piece has been read for this long */
+/* the wait of an urgent batch ends when no urgent piece has been read for this long */
+#define URGENT_QUIET_US 5
 /* how many cache lines ahead of the current ring entry the thread prefetches */
 #define PREFETCH_LINES 4
 /* the thread sleeps first after this many calls of proxy_progress() without progress */
@@ -87,7 +88,7 @@ struct hosts_proxy {
     bool is_running; /* kernels of an operation are running */
     bool has_read;   /* the last call of read_entries() has read an entry */
     bool has_read_urgent;
-    uint32_t full;     /* bit mask of hosts to which the net accepts no more puts now */
+    uint32_t full;     /* bit mask of the hosts for which the net now accepts no more puts */
     int64_t urgent_at; /* time in us (clock_us()) at which an urgent piece was last read */
     /* The thread has read the ring entry that ends the epoch. The epoch ends when all batches
      * are posted. */
@@ -155,9 +156,9 @@ static void read_piece(hosts_proxy *p, int host, uint64_t entry)
 /* Reads ring entries until the epoch ends, the batcher is full, the ring is empty, or
  * MAX_ENTRIES were read. Returns the number of entries read.
  *
- * The ring is reused again and again. The top byte of a valid entry says how often the kernels
- * have begun it anew (P2P_ENTRY_LAP), so entries of earlier laps are recognized. The acquire
- * load of an entry makes the words in the outbox visible that the entry describes. The store to
+ * Kernels fill the ring again and again, in laps. The top byte of an entry is the lap in which
+ * it was written (P2P_ENTRY_LAP), so the thread recognizes entries of earlier laps. The acquire
+ * load of an entry makes the words visible that the entry describes in the outbox. The store to
  * `taken` lets kernels reuse the ring entries. */
 static int read_entries(hosts_proxy *p)
 {
@@ -193,8 +194,9 @@ static bool has_fewer_in_flight(const hosts_proxy *p, int host, uint64_t max_put
 }
 
 /* Implements put_batch_may_go: decides which batches are posted now.
- *   - Complete batches of rows are posted if fewer than max_puts_in_flight puts are in flight to
- *     the host. Others wait here, because the net would send urgent puts only after them.
+ *   - Complete batches of rows are posted while few puts are in flight to the host
+ *     (max_puts_in_flight). Otherwise they wait here, because the net would send later urgent
+ *     puts only after them.
  *   - Urgent batches are posted as soon as no more urgent pieces arrive. The warps of a plan
  *     post about a thousand pieces of records one after the other, and joining them saves puts.
  *   - Partial batches are posted while kernels post nothing and the net has little to do.
@@ -250,7 +252,7 @@ static int post_batches(hosts_proxy *p)
 
 /* Reports to the kernels how many epochs are completely sent (`freed`). Epochs use the two
  * halves of the outbox alternately. When all puts of an epoch are done, the net no longer reads
- * its half, and kernels may overwrite it. */
+ * the half of this epoch, and kernels may overwrite that half. */
 static void free_epochs(hosts_proxy *p)
 {
     while (p->num_freed < p->num_ends) {

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The proxy thread of a rank. Kernels post pieces (put_batch.h) into a ring, the proxy ring
  * (kernels/cuda/net/net.cuh). The thread reads the pieces, joins them into puts and passes
- * these to the net. It reports to the kernels which operations are completely sent and which
- * ranks are dead. It also sends to the peers for which ranks this rank waits, and whether it
- * has failed. Each rank counts as a host of its own here, so `host` is a rank number. */
+ * the puts to the net. It reports to the kernels which operations are completely sent and which
+ * ranks are dead. It also sends two facts to all peers: for which ranks this rank waits, and
+ * which failure this rank has reported. The net counts each rank as a host of its own, so
+ * `host` is a rank number. */
 #ifndef EPIC_HOSTS_PROXY_H
 #define EPIC_HOSTS_PROXY_H
 

@@ -9,11 +9,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define MAX_OPEN 2048 /* number of batches; all that are not free are in use */
-/* A batch is stale if this many pieces were added to other batches since its last piece.
- * Kernels post rows in order, except that one warp may overtake another. So fewer pieces than
- * there are warps are posted between neighboring rows, and a stale batch gets no more
- * pieces. */
+#define MAX_OPEN 2048 /* number of batches, free ones included */
+/* A batch is stale if this many pieces were added to other batches since its last piece. No
+ * more pieces are expected for a stale batch: kernels post rows nearly in order. One warp may
+ * overtake another, so between two neighboring rows a kernel posts at most about as many pieces
+ * as it has warps. */
 #define STALE_AFTER 512
 #define MAX_SPANS 256 /* most spans that a batch can hold */
 

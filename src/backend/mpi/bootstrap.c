@@ -34,7 +34,8 @@ typedef struct bootstrap {
 } bootstrap;
 
 /* The state of one gather. `requests` holds a receive for each rank, then a send for each rank.
- * The two entries of this rank stay null. */
+ * The two requests of this rank stay MPI_REQUEST_NULL. MPI_Testsome writes `statuses` and
+ * `indices`. `missing` marks the ranks from which no message has arrived. */
 typedef struct gather_round {
     unsigned char *bytes;  /* [num_ranks, size] by rank */
     MPI_Request *requests; /* [2, num_ranks] */
@@ -331,7 +332,7 @@ epic_result mpi_bootstrap(epic_bootstrap *out, const void *native, uint32_t time
     m->timeout_ms = timeout_ms;
     MPI_Comm_rank(comm, &m->rank);
     MPI_Comm_size(comm, &m->num_ranks);
-    /* after an error m is never freed, because MPI may still write to it */
+    /* after an error *m is never freed, because MPI may still write to it */
     TRY(duplicate_comm(m, comm));
     *out = (epic_bootstrap){.rank = m->rank,
                             .num_ranks = m->num_ranks,

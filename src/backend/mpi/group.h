@@ -23,8 +23,8 @@
  * A file calls only functions of files above it in this list (tests/includes.py checks that).
  *
  * Locking: one mutex guards the group and all MPI calls on its communicator. No thread holds
- * the mutex while it sleeps. Only the memory of the rings is accessed without the mutex, by the
- * thread that uses the op slot. */
+ * the mutex while it sleeps. The thread that uses a slot accesses the slot's rings, their
+ * staging_ring and the peers' headers that have arrived without the mutex. */
 #ifndef EPIC_MPI_GROUP_H
 #define EPIC_MPI_GROUP_H
 
@@ -40,7 +40,7 @@
 #define RANK_WORDS (EPIC_MAX_RANKS / 64)
 #define CONTROL_TAG 0
 #define FIRST_ROW_TAG 1
-/* bytes; a segment (see staging_ring) must have room for an entry of this size */
+/* smallest size, in bytes, of half a ring: it must have room for an entry of this size */
 #define MIN_SEGMENT 8704
 /* number of receives for control messages that are always posted */
 #define NUM_RECEIVE_BUFFERS 16
@@ -102,9 +102,9 @@ typedef struct peer {
     bool closed;
     uint32_t num_early;
     early_header *early; /* [max_early] */
-    uint32_t operation;  /* operation in its last op header; 0: none has arrived */
+    uint32_t operation;  /* operation in the peer's last op header; 0: none has arrived */
     uint64_t tag, sequence;
-    bool dead; /* its process has ended */
+    bool dead; /* the peer's process has ended */
 } peer;
 
 /* The last status report of one peer, for the exchange of one slot of this rank. */
@@ -115,16 +115,17 @@ typedef struct peer_status {
     status_report status_report;
 } peer_status;
 
-/* The ring of one slot to or from one peer. Its two halves hold one *segment* each: the entries
- * of a flow that are sent as one MPI message. Segments are numbered over all flows, and segment
- * n uses half n % 2 of the ring. */
+/* The state of the ring of one slot to or from one peer. A *segment* is the entries of a flow
+ * that are sent as one MPI message. Each half of the ring holds one segment. Segments are
+ * numbered over all flows of the ring, and segment n uses half n % 2. */
 typedef struct staging_ring {
-    int64_t num_entries; /* entries of the flow */
-    /* entries of the flow that the writer has sent, or the reader dropped */
+    int64_t num_entries; /* number of entries of the flow */
+    /* number of these entries that this rank has sent or, as the reader, dropped */
     int64_t moved;
     uint64_t first;       /* number of the first segment of the flow */
     uint64_t num_started; /* number of segments passed to MPI, over all flows */
-    /* send rings: unused bytes at the beginning of each segment (staging.c) */
+    /* The flow's entries begin this many bytes after the beginning of each half of the ring.
+     * Only rings from which this rank sends use it; staging.c explains the reason. */
     int64_t offset;
 } staging_ring;
 
@@ -140,9 +141,10 @@ enum op_slot_state { SLOT_FREE, SLOT_CLAIMED, SLOT_OPEN, SLOT_DRAINING };
 typedef struct wait_state {
     bool is_waiting;
     uint32_t phase;
-    int64_t last_ns;            /* time of the end of the last wait */
-    int64_t unchanged_since_ns; /* time of the last change for the slot */
-    int64_t requested_ns;       /* when this rank last sent status requests for this wait */
+    int64_t last_ns; /* time at which wait() last returned */
+    /* time at which wait() last found a change for the slot, or of the exchange's beginning */
+    int64_t unchanged_since_ns;
+    int64_t requested_ns; /* time at which this rank last sent status requests for the slot */
     uint64_t waits_for[RANK_WORDS];
 } wait_state;
 
@@ -152,13 +154,13 @@ typedef struct op_slot {
     int index;
     uint64_t tag, sequence;
     control_message announcement;
-    /* num_events: number of changes so far that end a wait. num_seen_events: value of
-     * num_events at the end of the last wait. */
+    /* num_events: number of changes so far that end a call of wait(). num_seen_events: value of
+     * num_events when wait() last found a change. */
     unsigned num_events, num_seen_events;
     /* number of calls of room(), entry() or op_header() without a result since MPI was last
      * polled */
     int num_misses;
-    unsigned num_looks;  /* number of polls of MPI during waits */
+    unsigned num_looks;  /* number of polls of MPI while wait() waited for rows */
     bool waits_for_room; /* the thread waits until a ring has room */
     wait_state wait;
     /* number of flows in all exchanges of this slot so far */
@@ -292,7 +294,7 @@ void peer_status_read(epic_group *group, int peer, uint64_t tag, uint64_t sequen
 
 /* staging.c: the rings, and the MPI messages that fill them */
 int64_t mpi_ring_bytes(const epic_group *group, bool everyone);
-/* call this when a segment has arrived, with the mutex held */
+/* called when a segment has arrived; the caller holds the mutex */
 void staging_receive_done(epic_group *group, op_slot *slot, int from);
 void *staging_room(epic_group *group, op_slot *slot, int to, int64_t entry);
 const void *staging_entry(epic_group *group, op_slot *slot, int from, int64_t entry);

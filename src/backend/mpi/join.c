@@ -110,7 +110,8 @@ typedef struct join_info {
     core_set cores;
 } join_info;
 
-/* Returns a hash (FNV-1a) of the name of the MPI job, to detect ranks of different jobs. */
+/* Returns a hash (FNV-1a) of the name of the MPI job. With it, check_infos() detects ranks of
+ * different jobs. */
 static uint64_t job_id(void)
 {
     const char *name = getenv("PMIX_NAMESPACE");

@@ -119,8 +119,8 @@ static int before_finalize(MPI_Comm comm, int key, void *value, void *state)
 }
 
 /* Runs at the end of the process. Calls MPI_Finalize if EPIC started MPI, unless a group is
- * broken or open. With such a group, MPI_Finalize could wait forever. Without MPI_Finalize,
- * mpirun notices that the rank ended early, and ends the job. */
+ * broken or open. With such a group, MPI_Finalize could wait forever. If a rank ends without
+ * MPI_Finalize, mpirun ends the job. */
 __attribute__((destructor)) static void end(void)
 {
     if (!lifecycle.ours || lifecycle.pid != getpid() || !runtime_is_up()) return;

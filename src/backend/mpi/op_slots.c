@@ -29,8 +29,8 @@ static void store_header(op_slot *slot, int from, int peer_slot, const epic_op_h
 }
 
 /* Stores a peer's op header for an exchange that this rank has not begun. If the peer's list is
- * full, the peer has more operations in flight than max_in_flight, and this breaks the
- * group. */
+ * full, the peer has more than max_in_flight operations in flight. Then this function breaks
+ * the group. */
 static void store_early_header(epic_group *group, const control_message *message, int from)
 {
     peer *p = &group->peers[from];

@@ -38,8 +38,9 @@ static bool is_fresh(const peer_status *s, int64_t now)
     return s->replied_ns && now - s->replied_ns <= FRESH_NS;
 }
 
-/* Sends a status request to a peer, unless a request is pending, a reply is recent, or no send
- * buffer is free. */
+/* Sends a status request to a peer that is not gone. Does nothing if a request of the last
+ * SILENT_NS is pending, if a reply is more recent than AGAIN_NS, or if no send buffer is
+ * free. */
 static void send_request(epic_group *group, op_slot *slot, int to, int64_t now)
 {
     peer_status *s = &slot->statuses[to];
@@ -167,7 +168,7 @@ static void copy_header_status(epic_group *group, int from, epic_peer_status *ou
 }
 
 /* Copies a report to *out. Even an old report shows which phase the peer has reached. Only a
- * fresh one shows that the peer still waits. */
+ * report that is at most FRESH_NS old (`fresh`) shows that the peer still waits. */
 static void copy_report(const status_report *a, bool fresh, epic_peer_status *out)
 {
     out->phase = a->phase;

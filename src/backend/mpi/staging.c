@@ -9,17 +9,18 @@
  * posts a receive only when a half of its ring is free. MPI delays large sends until the
  * receive is posted, so the reader need not report free halves to the writer.
  *
- * A flow that fills only a small part of a segment begins at another offset each time.
- * Otherwise it would write to cache lines that the reader's cache still holds from the previous
- * flow, which is slow.
+ * If a flow fills only a small part of half a ring, the writer places its entries at another
+ * offset than those of the flow before. At the same offset the writer would write to cache
+ * lines that the reader's cache still holds from the flow before, which is slow.
  *
  * The MPI tag of the rows is FIRST_ROW_TAG plus the number of the reader's slot. A rank reuses
  * a slot only after it has received all rows that it expects there. So the tag identifies the
  * exchange, and MPI keeps the order of the messages with this tag. */
 #include "backend/mpi/group.h"
 
-/* The range of the offsets at which flows begin, in bytes, summed over all send rings of a
- * slot. It is small, so that this memory of all ranks that share a cache stays in the cache. */
+/* Bytes of the memory that small flows use at changing offsets, in all rings of a slot
+ * together. This size is small, so that the memory stays in a cache that several ranks
+ * share. */
 #define ROUND_BYTES (256 * 1024)
 
 /* Implements epic_transport.ring_bytes. Backend mpi has no ring to EVERYONE, only one ring to
@@ -46,8 +47,9 @@ static unsigned char *sent_segment(epic_group *group, const op_slot *slot, int t
     return segment_of(group, slot, to, false, number) + slot->send_rings[to].offset;
 }
 
-/* Returns the offset in a segment at which the entries of a flow begin. Successive flows that
- * fill only a small part of a segment get successive offsets. */
+/* Returns the offset, in bytes, from the beginning of half a ring at which the entries of a
+ * flow begin (staging_ring.offset). If successive flows fill only a small part of the half,
+ * each one begins where the one before ended. After the last place the offset is 0 again. */
 static int64_t choose_offset(const epic_group *group, const op_slot *slot,
                              const staging_ring *ring)
 {

@@ -45,9 +45,9 @@ static bool waits_for_gone_peer(epic_group *group, const wait_state *w, int64_t 
     return false;
 }
 
-/* Polls MPI, and returns whether something has changed for the slot since its last wait. If
- * slot is NULL, returns whether any slot is free. A wait for rows polls control messages too,
- * but less often. */
+/* Polls MPI, and returns whether something has changed for the slot since the last change that
+ * wait() returned for. If slot is NULL, returns whether any slot is free. A wait for rows polls
+ * control messages too, but less often. Returns true if the group has failed. */
 static bool has_changed(epic_group *group, op_slot *slot)
 {
     if (is_broken(group)) return true;

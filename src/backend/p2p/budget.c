@@ -11,8 +11,8 @@
 
 #define MAX_DEVICES 64
 #define SMALL_TOKENS 32
-/* largest number of bytes of rows that all ranks together send to one rank, for
- * P2P_SMALL_SMS */
+/* a context uses P2P_SMALL_SMS only if all ranks together send at most this many bytes of rows
+ * to one rank */
 #define SMALL_BYTES (512 << 10)
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -58,9 +58,9 @@ static epic_result budget_take(epic_group *g, int sms, int device_sms)
     return EPIC_OK;
 }
 
-/* Returns the number of SMs of an operation if the config does not set max_sms. A context whose
- * operations have at most SMALL_TOKENS tokens and SMALL_BYTES bytes of rows gets P2P_SMALL_SMS,
- * because more SMs would not make it faster. */
+/* Returns the number of SMs of an operation if the config does not set max_sms. It is
+ * P2P_SMALL_SMS if an operation has at most SMALL_TOKENS tokens per rank and sends at most
+ * SMALL_BYTES bytes of rows to one rank. More SMs would not make such an operation faster. */
 static int default_sms(const epic_group *g)
 {
     const epic_config *config = &g->config;

@@ -259,8 +259,8 @@ static int oldest_notice(const p2p_status *s)
     return oldest;
 }
 
-/* Several threads may call this at the same time. A compare-and-swap ensures that only one of
- * them returns a notice. */
+/* Several threads may call this at the same time. A compare-and-swap ensures that each notice
+ * is returned by only one of them. */
 epic_result p2p_next_data_error(epic_group *group)
 {
     char sentence[256];

@@ -91,9 +91,10 @@ static epic_result launch_split(const p2p_pieces_job *job, epic_stream stream)
     return p2p_cuda(p2p_launch_split(job, (cudaStream_t)stream), "launching the gate's pieces");
 }
 
-/* Multiplies with bfloat16 pieces, in three steps. First it splits factor b into pieces: each
- * column becomes three columns. Then it multiplies a by all these columns on tensor cores. At
- * the end it adds the three columns of the result that belong to one column of b. */
+/* Multiplies the factors product->a and product->b with bfloat16 pieces, in three steps:
+ *   1. Split product->b into pieces: each of its columns becomes three columns.
+ *   2. Multiply product->a by all these columns on tensor cores.
+ *   3. Add the three columns of the result that belong to one column of product->b. */
 static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *pieces,
                                    const epic_gate_args *gate)
 {

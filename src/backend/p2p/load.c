@@ -44,8 +44,8 @@ static epic_result load_code(void)
     return p2p_cuda(p2p_load_sum(), "loading the sum kernel");
 }
 
-/* Row sizes in bytes. The launch functions choose another kernel for each of these sizes, so
- * launches with all sizes load every kernel. */
+/* Row sizes in bytes. For each of these sizes the launch functions choose another kernel. So
+ * launches with all these sizes load every kernel. */
 static const int64_t row_bytes[] = {16, 2048, 3584, 4096};
 
 /* Launches the low-latency combine in both sum orders, EPIC_BY_RANK and EPIC_TREE. */

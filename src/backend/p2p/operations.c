@@ -83,9 +83,9 @@ static bool can_use_lowlat(const epic_group *g)
     return !HOSTS || (g->config.max_tokens <= g->lowlat_tokens && !g->self.net->ranks_per_host);
 }
 
-/* Returns whether an operation with num_tokens tokens of this rank uses a low-latency kernel;
- * `most` is the largest number of tokens for it. Ranks may decide differently, because all
- * kernels send and receive rows in the same format. */
+/* Returns whether an operation uses a low-latency kernel. num_tokens is the number of tokens of
+ * this rank, and `most` the largest number for such a kernel. Ranks may decide differently,
+ * because all kernels send and receive rows in the same format. */
 static bool fits_lowlat(const epic_group *g, const epic_layer *layer, int32_t num_tokens,
                         int32_t most, int64_t row_bytes)
 {
@@ -270,14 +270,14 @@ static epic_result p2p_dispatch(epic_group *g, const epic_dispatch_args *args)
     return launch_dispatch(g, &job, &args->call, "launching dispatch");
 }
 
-/* Returns whether rows may be sent before the plan is complete. This requires that no choice is
- * dropped, that the expert id alone determines the rank, and that all rows fit into the staging
- * memory. */
+/* Returns whether one kernel may make the plan and send rows before the plan is complete. This
+ * requires that no choice is dropped, that the expert id alone determines the rank, and that
+ * all rows fit into the staging memory. */
 static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t row = p2p_packed_bytes(job->row_bytes, job->scale_bytes);
     if (HOSTS && job->plan.layer.layout == EPIC_FLAT)
-        /* the kernel that does both does not wait for every word that peers put (net.cuh) */
+        /* this kernel would not wait for every word that peers put into the inbox (net.cuh) */
         return false;
     return job->plan.layer.overflow == EPIC_OVERFLOW_ERROR && !job->plan.layer.num_logical &&
            g->config.max_tokens * row <= g->self.at.source_bytes;
@@ -295,7 +295,7 @@ static int32_t early_tokens_of(const epic_group *g, const p2p_dispatch_job *job)
     return (int32_t)(head < most ? head : most);
 }
 
-/* epic_ops.plan_dispatch. If can_overlap() is true, one kernel does both, otherwise two. */
+/* epic_ops.plan_dispatch: one kernel if can_overlap() is true, otherwise plan, then dispatch. */
 static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
                                      const epic_dispatch_args *args)
 {
@@ -448,7 +448,7 @@ static void fill_quantized(p2p_combine_backward_job *job,
                            const epic_combine_backward_args *args)
 {
     const epic_rows *rows = &args->d_rows, *scales = &args->d_rows_scales;
-    /* bytes of e4m3 that one lane stores at a time */
+    /* number of bytes (e4m3 numbers) that each lane of a warp stores at a time */
     const int lane_bytes = args->type == EPIC_F32 ? 4 : 8;
     if (!args->quantize) return;
     if (!args->d_out.row_bytes)

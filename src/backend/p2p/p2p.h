@@ -19,11 +19,11 @@ typedef struct hosts_part hosts_part; /* state that backend hosts adds */
 
 typedef struct p2p_gpu { /* facts about a rank's GPU, which the rank sends to all ranks */
     int32_t device_sms;
-    int32_t taken_sms;  /* SMs that other contexts of its process use */
+    int32_t taken_sms;  /* SMs of the GPU that other contexts of the rank's process use */
     uint8_t device[16]; /* uuid */
 } p2p_gpu;
 
-/* Functions that differ between the two backends. */
+/* Functions that differ between the backends p2p and hosts. */
 typedef struct p2p_hooks {
     /* Writes `count` bytes at offset `at` of a rank's heap (backend hosts: of its inbox);
      * `peer` may be this rank. Returns when the bytes have arrived or cannot arrive. */
@@ -37,7 +37,7 @@ typedef struct p2p_hooks {
  * point to. */
 struct epic_group {
     const p2p_hooks *hooks;
-    p2p_self self;      /* copied into every job; operation and signature are set there */
+    p2p_self self;      /* copied into every job; fill_self() completes the copy */
     p2p_status *status; /* host memory that kernels write */
     epic_config config;
     epic_peer peers[DEVICE_MAX_RANKS];

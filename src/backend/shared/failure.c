@@ -6,7 +6,7 @@
 #include "backend/shared/shared.h"
 #include "base/clock.h"
 
-#define PATIENCE_NS 100000000 /* longest wait for another rank that is writing its failure */
+#define PATIENCE_NS 100000000 /* longest wait for another rank that is writing a failure */
 
 /* Returns whether the peer has closed its context or its process has ended. */
 bool shared_is_gone(epic_group *g, int peer)
@@ -15,9 +15,10 @@ bool shared_is_gone(epic_group *g, int peer)
            (g->is_dead && g->is_dead(g, peer));
 }
 
-/* Claims failure_state, so that this rank may write the failure. If another rank is writing
- * one, waits until it is complete. If that rank ended while it was writing, takes over from it.
- * Returns false if the group has a failure already, or after PATIENCE_NS. */
+/* Claims failure_state, so that this rank may write the failure. If another rank is writing a
+ * failure, waits until that failure is complete. If the writing rank has ended, claims
+ * failure_state in its place. Returns false if the group has a failure already, or after
+ * PATIENCE_NS. */
 static bool become_writer(epic_group *g)
 {
     const int64_t stop = clock_ns() + PATIENCE_NS;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The segment is the memory that the ranks of a group share. This file describes its layout. A
- * slot is an op slot: the memory of one rank for one exchange.
+ * slot is an op slot: the memory of one rank, its owner, for one exchange. A reader of a ring
+ * *drops* an entry to return its memory to the writer (backend/transport.h).
  *
  *   segment: header, then one block for each rank, page-aligned
  *   block:   rank state, slots [max_in_flight], staging [max_in_flight]
@@ -19,7 +20,7 @@
 #define RANK_WORDS (EPIC_MAX_RANKS / 64)
 #define SEGMENT_MAGIC 0x31474553434950ull /* "PICSEG1" in memory */
 
-/* Values of failure_state. While a rank writes the failure, the value is the number of this
+/* Two values of failure_state. While a rank writes the failure, the value is the number of that
  * rank plus one. */
 #define GROUP_HEALTHY 0u
 #define GROUP_BROKEN UINT32_MAX
@@ -28,8 +29,8 @@
  * (ASLEEP). wait.c describes the protocol. */
 enum slot_futex_state { SLOT_FUTEX_IDLE, SLOT_FUTEX_ARMED, SLOT_FUTEX_ASLEEP };
 
-/* A waiting rank writes these members. When a peer's deadline has passed, the peer reads them
- * to find the culprits. */
+/* A rank that waits writes these members. A peer reads them after its own deadline, to find the
+ * culprits. */
 typedef struct shared_wait {
     /* clock_ns() when the rank last showed that it waits; 0: never */
     _Alignas(64) _Atomic int64_t heartbeat_ns;
@@ -37,8 +38,8 @@ typedef struct shared_wait {
     _Atomic uint64_t waits_for[RANK_WORDS];
 } shared_wait;
 
-/* Counters in a slot of one rank, its owner, for one peer. The peer writes the first three, and
- * the owner writes `sent`. Numbers of entries count all flows of the exchange. */
+/* Counters in a slot for one peer. The peer writes the first three, and the slot's owner writes
+ * `sent`. Numbers of entries count all flows of the exchange. */
 typedef struct shared_peer_counters {
     /* how many entries of the owner's broadcast ring the peer has dropped */
     _Alignas(64) _Atomic int64_t broadcast_dropped;
@@ -50,8 +51,8 @@ typedef struct shared_peer_counters {
     _Alignas(64) _Atomic int64_t sent;
 } shared_peer_counters;
 
-/* The slot of one rank, its owner, for one exchange. Only the owner writes it, except that
- * peers also write `futex` and the first three counters of shared_peer_counters. */
+/* The slot of one rank for one exchange. Only its owner writes it, except that peers also write
+ * `futex` and the first three members of shared_peer_counters. */
 typedef struct shared_op_slot {
     /* Even: the members from `tag` to `op_header` are complete. Odd: the owner is writing
      * them. */

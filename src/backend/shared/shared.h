@@ -1,14 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The transport (backend/transport.h) of ranks that share memory. The backends threads and shm
  * allocate the shared memory, the segment (segment.h). In this folder, a slot is an op slot:
- * the memory of one rank for one exchange. Each rank has one *broadcast ring* per slot, its
- * ring to EVERYONE, and one *peer ring* to each peer.
+ * the memory of one rank, its owner, for one exchange. Each slot has one *broadcast ring*, the
+ * owner's ring to EVERYONE, and one *peer ring* to each peer. A ring moves entries, and a
+ * *flow* is a sequence of entries of one size (transport.h). A reader *drops* an entry to
+ * return its memory to the writer.
  *
  * Finding peers: announce() writes this rank's slot. Then announce() searches the peers' slots
  * for the same tag and sequence number, and wakes the owners of the slots that it finds. The
  * rank that announces last finds the slots of all peers. Each use of a slot has a version
- * number. When a peer has finished the exchange, it stores this number in the slot (`done`).
- * The owner reuses its slot only after every peer has stored it.
+ * number. When a peer has finished the exchange, it stores this number in the owner's slot
+ * (shared_peer_counters.done). The owner reuses the slot only after every peer has done so.
  *
  * Rings: `sent` and `dropped` count the entries of all flows of an exchange. A new flow begins
  * at the start of the ring's memory, after the readers have dropped all entries of the previous
@@ -28,10 +30,11 @@
  * entries over all flows of the exchange. */
 typedef struct ring_end {
     int64_t base; /* number of entries of all earlier flows */
-    /* `base` of the next flow: number of entries of all flows up to the current one */
+    /* `base` of the next flow: number of entries of all flows, including the current one */
     int64_t next;
-    /* last loaded value: the writer's end holds the reader's count of dropped entries, the
-     * reader's end the writer's count of sent entries */
+    /* The other side's counter, as this rank last loaded it. At the writer's end: number of
+     * entries that the reader has dropped. At the reader's end: number that the writer has
+     * sent. */
     int64_t seen_count;
     char *ring; /* the memory of the ring */
 } ring_end;
@@ -163,7 +166,7 @@ static inline shared_rank_state *shared_rank_state_of(const epic_group *group, i
                                  (l->num_ranks - rank) * l->block_bytes);
 }
 
-/* Returns the slot of a rank with the index `slot`. */
+/* Returns slot number `slot` of a rank. */
 static inline shared_op_slot *shared_op_slot_of(const epic_group *group, int rank, int slot)
 {
     const shared_layout *l = &group->layout;

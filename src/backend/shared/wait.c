@@ -23,7 +23,8 @@
 #define SPIN_NS 50000
 #define SPINS 1000 /* polls between two readings of the clock */
 
-/* Sleeps for `ns` nanoseconds while *word is `seen`. */
+/* Sleeps until the thread is woken, but at most `ns` nanoseconds. Returns at once if *word is
+ * not `seen`. */
 static void futex_sleep(const epic_group *g, _Atomic uint32_t *word, uint32_t seen, int64_t ns)
 {
     const struct timespec limit = {.tv_sec = (time_t)(ns / 1000000000),
@@ -52,7 +53,7 @@ static bool waits_for_gone_peer(epic_group *g, const uint64_t *waits_for)
 }
 
 /* Renews the heartbeat between two slices of sleep. Returns whether the thread should sleep
- * another slice. It should not after the deadline, after a failure of the group, or if a peer
+ * another slice. Returns false after the deadline, after a failure of the group, or if a peer
  * that this rank waits for is gone. */
 static bool should_sleep_on(epic_group *g, shared_wait *wait, const uint64_t *waits_for,
                             int64_t deadline)

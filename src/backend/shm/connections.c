@@ -29,8 +29,7 @@
 
 #define NAME "epic."
 #define NAME_LENGTH 31 /* length of a socket's name: NAME, then hexadecimal digits */
-/* number of accepted connections without a handshake that are possible in addition to one per
- * rank */
+/* connect_state.pending has an entry for each rank, and this many more */
 #define EXTRA_PENDING 16
 /* time between two checks whether the listeners of missing ranks are still open */
 #define CHECK_MS 200
@@ -48,7 +47,8 @@ typedef struct connect_state {
     const epic_join *join;
     handle *handles; /* [num_ranks] */
     /* [2 * num_polls]. First half: the listener, then the pending connections [num_pending],
-     * then the connections to ranks [num_ranks]. Second half: scratch memory of poll_open(). */
+     * then the connections to ranks [num_ranks]. poll_open() uses the second half to copy the
+     * entries to poll. */
     struct pollfd *polls;
     int *pending; /* [num_pending] accepted sockets without a handshake yet; -1: free */
     int num_pending;
