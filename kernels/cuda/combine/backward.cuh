@@ -265,8 +265,8 @@ __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, i
 }
 
 /* Returns the role of a unit. 0: it sends this rank's token. n > 0: it receives a token of
- * source n (rank_of_role()). -n: with relays, it forwards a row that came from the mate n hosts
- * away. */
+ * source n (rank_of_role()). -n: with relays, it forwards a row that came from this rank's mate
+ * on the n-th next host. */
 __device__ __forceinline__ int role_of(const BackwardMove &m, const UnitWalk &walk)
 {
     if (!HOSTS) return walk.role;
@@ -305,8 +305,9 @@ __device__ __forceinline__ uint32_t choose_routes(const BackwardMove &m, const U
 }
 
 /* With relays: forwards pieces [first, first + count) of a token to those ranks of this host
- * that need it. The pieces came over the network from this rank's mate `hosts` hosts away.
- * Called by a whole warp. Returns false if the group of ranks has failed. */
+ * that need it. The pieces came over the network from this rank's mate on host number (own host
+ * + `hosts`) modulo the number of hosts. Called by a whole warp. Returns false if the group of
+ * ranks has failed. */
 template <int V>
 static __device__ __noinline__ bool
 forward_unit(const BackwardMove &m, int hosts, int32_t token, int32_t end, int first, int count)

@@ -129,10 +129,11 @@ extern "C" cudaError_t p2p_load_combine(void)
 
 /* Returns the lag: the number of tokens by which source units, which add, stay behind expert
  * units, which send. A source unit should find the peers' partial sums already there. So the
- * lag is a quarter more than the number of tokens that all warps together send at a time. In
- * two cases a longer lag does not help, and job.lag is kept: if every warp always gets the same
- * piece of a row, or if the plan is FLAT and a warp's next piece is only a little further in
- * the row. Measured: docs/lab/cuda.md. */
+ * lag is a quarter more than the number of tokens that all warps together send at a time. If
+ * this number is above 192 or not above job.lag, returns job.lag. In two cases a longer lag
+ * does not help, and the function also returns job.lag: every warp always gets the same piece
+ * of a row, or the plan is FLAT and a warp's next piece is only a little further in the row.
+ * Measured: docs/lab/cuda.md. */
 static int lag_of(const p2p_combine_job &job, int num_sms)
 {
     const int pieces = (int)((job.row_bytes + STREAM_V * 512 - 1) / (STREAM_V * 512));

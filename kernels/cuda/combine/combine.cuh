@@ -26,7 +26,7 @@ template <class ROW, class PART> struct PartialSum {
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) q[i] = PART::pack_floats(x + i * PART::N);
     }
-    /* Adds the partial sum b to a, and rounds the result to PART. */
+    /* Adds the partial sum `b` to `a`, and rounds the result to PART. */
     static __device__ __forceinline__ void add_partials(uint4 *a, const uint4 *b)
     {
         float x[ROW::N], y[ROW::N];

@@ -12,8 +12,9 @@
  *   1. send     the floats of each peer's tokens, to the peer
  *   2. receive  the floats of this rank's tokens, from the ranks of their choices
  *
- * Memory order: each float is its own flag: poison until it arrives. A warp sends all its
- * floats before it waits for the first, so ranks cannot wait for each other in a circle. */
+ * Memory order: each float is its own flag, because its word is poison until it arrives. A warp
+ * sends all its floats before it waits for the first, so ranks cannot wait for each other in a
+ * circle. */
 #include "cuda/combine/combine.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/plan/flat.cuh"

@@ -9,8 +9,8 @@
 
 #define LEAF_LEVELS 8 /* largest number of nodes that a LeafStack holds at a time */
 
-/* Returns the level in the tree of the lowest common ancestor of leaves a and b. Leaves are at
- * level 0, their parents at level 1. */
+/* Returns the level in the tree of the lowest common ancestor of the leaves numbered `a` and
+ * `b`. Leaves are at level 0, their parents at level 1. */
 __device__ __forceinline__ int ancestor_level(uint32_t a, uint32_t b)
 {
     return 32 - __clz(a ^ b);

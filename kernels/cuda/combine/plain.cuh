@@ -4,12 +4,17 @@
  * ranks, float32 partial sums of 16-bit rows, and relays (combine/relay.cuh). The units of work
  * and their order are those of combine.cu. A piece has one vector (16 bytes) per lane.
  *
- * Names used here: acc is the sum of rows in float32; a node is a partial sum in the sum tree,
- * packed into vectors; `touched` is a bit mask of the ranks that have choices of a token;
- * `vector` is the index in the row of a piece's first vector. The *floats* of a token are one
- * number per choice, which dispatch_backward returns to the token's rank: the gradient of the
- * choice's weight. The *sum order* is the order of ranks in which partial sums are added:
- * rank_at[p] is the rank at position p. */
+ * Names used here:
+ *
+ *   acc         sum of rows in float32
+ *   node        a partial sum in the sum tree, packed into vectors
+ *   touched     bit mask of the ranks that have choices of a token
+ *   vector      the first vector of a piece, as an index within the row
+ *   floats      of a token: one number per choice, which dispatch_backward returns to the
+ *               token's rank: the gradient of the choice's weight
+ *   sum order   the order of ranks in which partial sums are added: rank_at[p] is the rank at
+ *               position p
+ *   leaf        a block of num_experts / leaves adjacent experts; a rank may have several */
 #ifndef EPIC_COMBINE_PLAIN_CUH
 #define EPIC_COMBINE_PLAIN_CUH
 
@@ -133,10 +138,10 @@ __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
     return (h.first_expert + low) / block - h.first_expert / block;
 }
 
-/* Sets node to this rank's partial sum for a token of `rank`, if this rank has several leaves
- * of the sum tree. First adds the rows of each leaf, then adds the leaves in the order of the
- * tree. Each lane handles one vector. Returns false if the token has no row on this rank.
- * Called by a whole warp. */
+/* Computes this rank's partial sum for a token of `rank`, and stores it in `node`. Used if this
+ * rank has several leaves of the sum tree. First adds the rows of each leaf, then adds the sums
+ * of the leaves in the order of the tree. Each lane handles one vector. Returns false if the
+ * token has no row on this rank. Called by a whole warp. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool sum_leaves(const CombineState &c,
                                            uint4 (&node)[1][PartialSum<ROW, PART>::VECTORS],
@@ -366,8 +371,8 @@ receive_partials(const CombineState &c, const Unit &u, int position, bool (&has_
     return true;
 }
 
-/* Adds b to a. has_a and has_b: whether a and b contain a partial sum. If only b contains one,
- * copies b to a. */
+/* Adds `b` to `a`. has_a, has_b: true if `a` or `b` contains a partial sum. If only `b`
+ * contains one, copies it to `a`. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ void
 add_node(uint4 (&a)[V][PartialSum<ROW, PART>::VECTORS], bool &has_a,

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions that both combine and combine_backward use: slots, and the loop over rounds. A
- * round is the part of an operation that fits into the staging memory at once. M is the type of
- * the kernel's state: CombineState or BackwardMove. */
+/* Functions that both combine and combine_backward use. They check slots, read the weights of
+ * slots, and divide an operation into rounds. A round moves only the tokens whose rows fit into
+ * the staging memory at once. Template argument M is the type of the kernel's state:
+ * CombineState or BackwardMove. */
 #ifndef EPIC_SLOTS_CUH
 #define EPIC_SLOTS_CUH
 

@@ -2,11 +2,11 @@
 /* The fast path of combine, for aligned rows and one partial sum per rank. The *floats* of a
  * token are one number per choice, which dispatch_backward returns to the token's rank: the
  * gradient of the choice's weight. The *sum order* is the order of ranks in which partial sums
- * are added: rank_at[p] is the rank at position p. Each warp reads one stream of pieces, unit
- * after unit: pieces of rows on this rank, and of partial sums of peers. It copies pieces into
- * a ring buffer in shared memory before it uses them. A partial sum may be copied before it has
- * arrived. If so, the copy contains poison (the mark of a word that has not arrived), and the
- * warp polls the piece in staging.
+ * are added: rank_at[p] is the rank at position p. combine.cu explains expert units and source
+ * units. Each warp reads one stream of pieces, unit after unit: pieces of rows on this rank,
+ * and of partial sums of peers. It copies pieces into a ring buffer in shared memory before it
+ * uses them. A partial sum may be copied before it has arrived. If so, the copy contains poison
+ * (the mark of a word that has not arrived), and the warp polls the piece in staging.
  *
  *     an expert unit, token t of peer q         a source unit, token t of this rank
  *
@@ -34,7 +34,7 @@ struct __align__(8) Slot
 
 struct Entry { /* A unit that the warp has begun and not finished. In shared memory. */
     int32_t token;
-    int32_t vector;    /* index in the row of the first vector of the unit's piece */
+    int32_t vector;    /* the first vector of the unit's piece, as an index within the row */
     int16_t num_slots; /* number of the token's slots on this rank */
     int16_t role;      /* in an expert unit: its role (peer_of_role()); in a source unit: -1 */
     /* only in source units: bit p is 1 if the rank at position p of the sum order (rank_at[p])
@@ -69,7 +69,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     /* Address of this lane's bytes of the current piece in row 0 of the caller's rows. The
      * piece of another row is row_offset() further. */
     const uint8_t *rows;
-    /* token of the unit that is being copied, and the first vector of its piece */
+    /* Token of the unit that is being copied, and the first vector of the unit's piece, as an
+     * index within the row. */
     int32_t token, vector;
     int32_t slots = 0; /* number of rows on this rank that are left to copy for that unit */
     /* bit mask of the positions in the sum order whose partial sums are left to copy for that
@@ -324,8 +325,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         for (int v = 0; v < V; v++) out[v] = ROW::pack_floats(total[v]);
         return true;
     }
-    /* Adds b to a. has_a and has_b: whether a and b contain a partial sum. If only b contains
-     * one, copies b to a. Sets has_b to false. */
+    /* Adds `b` to `a`. has_a, has_b: true if `a` or `b` contains a partial sum. If only `b`
+     * contains one, copies it to `a`. Sets has_b to false. */
     static __device__ __forceinline__ void add_to(uint4 (&a)[V], bool &has_a,
                                                   const uint4 (&b)[V], bool &has_b)
     {
