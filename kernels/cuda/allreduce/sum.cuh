@@ -7,8 +7,8 @@
 
 #include "cuda/net/staging.cuh"
 
-/* largest number of ranks in groups where a thread keeps the vectors of all ranks in
- * registers */
+/* In groups of at most this many ranks, a thread keeps the vectors of all ranks in
+ * registers. */
 #define MAX_UNROLLED_RANKS 8
 /* number of levels of a binary tree over 32 ranks, root included */
 #define RANK_LEVELS 6
@@ -53,8 +53,8 @@ __device__ __forceinline__ void copy_floats(const float (&from)[4], float (&to)[
 }
 
 /* Adds numbered vectors ("leaves") in a fixed binary tree. The caller passes them one by one,
- * in ascending order. It works like a binary counter: left[level] is a sum of 2^level leaves
- * that waits for its right sibling in the tree. */
+ * in ascending order. The member `left` works like a binary counter: left[level] is a sum of
+ * 2^level leaves that waits for its right sibling in the tree. */
 template <int LEVELS> struct Tree {
     float left[LEVELS][4];
 

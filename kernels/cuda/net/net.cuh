@@ -60,7 +60,7 @@ __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t index)
 
 /* Appends an entry to the ring, `entries`. Waits if the ring is full. `room`: a value of
  * control->ring_room that the caller has loaded before. If the group breaks during the wait,
- * drops the entry. Called by one thread. */
+ * does not append the entry. Called by one thread. */
 __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
                                             uint64_t *entries, uint64_t room)
 {

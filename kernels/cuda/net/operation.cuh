@@ -162,9 +162,10 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
 /* Waits until every rank has announced this operation. If a rank has announced another
  * signature, the wait fails, because the waiting warp compares signatures from time to time
  * (find_failure()). This function has no fence: later stores of this kernel may become visible
- * before the warp has read the announcements. `are_copied`: whether to read the copies in this
- * rank's heap (lowlat/plan.cuh). Called by one warp; lane q reads the announcement of rank q.
- * Returns false if the group is broken. */
+ * before the warp has read the announcements. `are_copied`: true if a low-latency kernel has
+ * copied the peers' announcements to this rank's heap, where this function then reads them.
+ * Called by one warp; lane q reads the announcement of rank q. Returns false if the group is
+ * broken. */
 __device__ __forceinline__ bool
 wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_copied = false)
 {
