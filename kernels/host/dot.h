@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The dot product of epic_combine_backward, added in a defined order. A block of 1024 products
  * is summed in 256 accumulators: accumulator i takes elements i, i + 256, i + 512 and i + 768.
- * Then the 8 accumulators of each group are added in a binary tree, and then the sums of the 32
- * groups in another one. A tree with n inputs adds input i + distance to input i, for the
- * distances n / 2, n / 4 and so on to 1.
+ * Accumulators 8 g to 8 g + 7 form group g. The 8 accumulators of each group are added in a
+ * binary tree. Then the sums of the 32 groups are added in another tree. A tree with n inputs
+ * adds input i + distance to input i, for the distances n / 2, n / 4 and so on to 1.
  *
  * In the last, short block of a row some accumulators have no elements. They must not change
  * the sum. Adding -0 never changes a sum: x + -0 is x for every x, also for +0 and -0. So the
@@ -75,8 +75,8 @@ INLINE float add_accumulators(const float *sums)
 }
 #endif
 
-/* Returns the dot product of a full block (1024 elements) of rows a and b, which begins at
- * element `at`. Reads rows from front to back, as hardware prefetchers expect, and keeps the
+/* Returns the dot product of a full block (1024 elements) of rows `a` and `b`. The block begins
+ * at element `at`. Reads rows from front to back, as hardware prefetchers expect, and keeps the
  * accumulators in the first-level cache. The fence creates no instruction. It prevents the
  * compiler from reading the four quarters of the block at once, which was four times slower for
  * rows that are not in a cache. */
@@ -118,8 +118,8 @@ INLINE float dot_short_block(const void *a, const void *b, epic_type type, int64
     return dot_block(whole_a, whole_b, EPIC_F32, 0);
 }
 
-/* Adds the dot products of all blocks of rows a and b (n elements) to *sum, in order. `first`:
- * true if *sum has no value yet. */
+/* Adds the dot products of all blocks of rows `a` and `b` (n elements each) to *sum, in order.
+ * `first`: true if *sum has no value yet. */
 INLINE void dot_of(double *sum, bool first, const void *a, const void *b, epic_type type,
                    int64_t n)
 {

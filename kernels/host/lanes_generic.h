@@ -64,7 +64,7 @@ INLINE lanes lanes_max_size(lanes a, lanes b)
     return float_of(size_a > size_b ? size_a : size_b);
 }
 
-/* Returns the bits of a, whose sign bit must not be set. */
+/* Returns the bits of `a`, whose sign bit must not be set. */
 INLINE uint32_t lanes_largest_bits(lanes a)
 {
     return bits_of(a);

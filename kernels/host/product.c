@@ -134,9 +134,10 @@ static void pack_right(const part *t, int64_t column, int64_t count, float *out)
     }
 }
 
-/* Computes one tile of C from the first `rows` rows of the packed tile a [depth, TILE_ROWS],
- * and from `vectors` vectors of columns of b, whose rows have the distance ldb in floats.
- * Stores the first `stored` rows and the first `count` columns. `adds`: see struct part. */
+/* Computes one tile of C, at `c`, from the packed tile `a` [depth, TILE_ROWS] of op(A) and from
+ * `b` [depth, vectors * LANES]. Uses only the first `rows` rows of op(A) in `a`. ldb and ldc
+ * are the distances between rows of `b` and of `c`, in floats. Stores the first `stored` rows
+ * and the first `count` columns. `adds`: see struct part. */
 INLINE void multiply_tile(const float *a, const float *b, int64_t ldb, int64_t depth, float *c,
                           int64_t ldc, int rows, int vectors, int64_t stored, int64_t count,
                           bool adds)

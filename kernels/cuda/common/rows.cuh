@@ -35,7 +35,7 @@ template <int V> __device__ __forceinline__ RowShape row_shape(int64_t row_bytes
     return {row_bytes, vectors, (vectors + V * WARP - 1) / (V * WARP), aligned != 0};
 }
 
-/* Returns the offset in bytes of row i from row 0. Both factors become unsigned 32-bit words, so
+/* Returns the offset in bytes of row i from row 0. The factors are unsigned 32-bit words, so
  * that one instruction computes the 64-bit product. */
 __device__ __forceinline__ int64_t row_offset(int32_t i, const RowShape &s)
 {

@@ -193,7 +193,7 @@ __device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t ty
 
 /* --------------------------------------------------------------------------- scores ---- */
 
-/* Returns the largest `mine` of the warp's lanes, without NaNs. `first`: first value of the
+/* Returns the largest `mine` of the warp's lanes, and ignores NaNs. `first`: first value of the
  * row. If `first` is NaN, returns NaN, as the host does. */
 __device__ __forceinline__ float largest_of(float mine, float first)
 {
