@@ -58,9 +58,9 @@ static void sum_fill_part(void *self, int home, int64_t item, int32_t piece, voi
     sum_copy_block(self, home, item, entry);
 }
 
-/* Adds the rows [n] of ranks first to first + count - 1 in a binary tree; count is a power of
- * two. Returns the sum: the only row if count is 1, otherwise scratch row `level`. Does not use
- * the scratch rows before row `level`. */
+/* Adds the rows of ranks [first, first + count) in a binary tree. A row has n floats, and count
+ * is a power of two. Returns the sum: the only row if count is 1, otherwise scratch row `level`
+ * in x->pieces. Does not use the scratch rows before row `level`. */
 static const void *sum_join_ranks(const summing *s, const void *const *rows, int first,
                                   int count, int level, int64_t n)
 {

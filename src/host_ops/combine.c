@@ -4,7 +4,7 @@
  * The home of a token is the rank that owns the token. A rank may hold several slots of a
  * token. It adds their rows into one row, its *partial sum* (short: partial), and sends that to
  * the home. The home adds the partials of all ranks in the layer's sum order and rounds the
- * result once.
+ * result once. A partial is sent in pieces, each of which fits into one ring entry.
  *
  * dispatch_backward adds gradient rows in the same way. After the partial it also sends one
  * float for each k: the gradients of the slots' weights. The home stores these floats in
@@ -110,7 +110,7 @@ static void gather_slots(const combining *c, int home, int64_t token, gathered *
     }
 }
 
-/* Adds the rows of those slots in g whose leaves are first to first + count - 1, and writes the
+/* Adds the rows of those slots in g whose leaves are in [first, first + count), and writes the
  * sum to `out`. Each leaf adds its rows by ascending k. The leaves are added in a binary tree,
  * and an empty subtree adds nothing. Returns false if no slot has one of these leaves. May
  * overwrite the scratch rows from `level` on. */

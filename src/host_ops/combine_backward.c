@@ -2,7 +2,8 @@
 /* epic_combine_backward on the host.
  *
  * Each rank sends the gradient row of each token to the ranks that hold its slots (a scatter
- * flow, exchange.h). These ranks compute for each slot:
+ * flow, exchange.h). The row is sent in pieces, each of which fits into one ring entry. The
+ * ranks that hold the slots compute for each slot:
  * - d_rows[slot] = slot weight * gradient row.
  * - d_slot_weights[slot] = dot(gradient row, row that the slot sent in combine). */
 #include <string.h>

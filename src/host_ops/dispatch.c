@@ -3,8 +3,8 @@
  *
  * A rank sends each token once to each rank that holds at least one slot of the token. It sends
  * one sequence of bytes, called the message in this file: the row, its scales, and one weight
- * for each k. The message is split into pieces like any row. The receiver copies the row, the
- * scales and the slot's own weight to each slot. */
+ * for each k. The message is split into pieces, each of which fits into one ring entry. The
+ * receiver copies the row, the scales and the slot's own weight to each slot. */
 #include <string.h>
 
 #include "base/error.h"
@@ -79,7 +79,7 @@ static const float *weights_part(const dispatching *d, int64_t token)
 }
 
 /* Copies the bytes that two ranges of a message share. The memory at `to` receives bytes [at,
- * at + size) of the message. The memory at `from` holds its bytes [begin, end). */
+ * at + size) of the message. The memory at `from` holds bytes [begin, end) of the message. */
 static void copy_overlap(copy_function *copy, void *to, int64_t at, int64_t size,
                          const void *from, int64_t begin, int64_t end)
 {

@@ -58,7 +58,7 @@ static void add_leaf(const adding *a, int64_t leaf, float *out)
     }
 }
 
-/* Adds the leaves first to first + count - 1 in a binary tree, and writes the sum to
+/* Adds the leaves [first, first + count) in a binary tree, and writes the sum to
  * a->levels[level]. count is a power of two. Overwrites the levels above `level`. */
 static void add_leaves(adding *a, int64_t first, int64_t count, int level)
 {
