@@ -58,7 +58,7 @@ static inline uint32_t time_limit_left_ms(const time_limit *limit)
     return (uint32_t)((ns + 999999) / 1000000);
 }
 
-/* If the limit would end later than in `ms` milliseconds, makes it end then. Also shortens the
+/* Makes the limit end in `ms` milliseconds, unless it ends earlier anyway. Also shortens the
  * timeout with which the limit may start anew after a stop of the process. */
 static inline void time_limit_shorten(time_limit *limit, uint32_t ms)
 {
