@@ -251,8 +251,9 @@ static epic_result exchange_claim_op_slot(exchange **out, epic_context *ctx, exc
     return EPIC_OK;
 }
 
-/* Compares rank r's op header with two others: this rank's, and that of rank *healthy. *healthy
- * is the first rank whose header reports no error, or -1 if there is none yet.
+/* Compares the op header of rank r with two others: the header of this rank and the header of
+ * rank *healthy. *healthy is the first rank whose header reports no error, or -1 if there is
+ * none yet.
  *
  * In a header that reports an error, most other elements are not filled in. If this rank's own
  * header reports one, only the comparison with *healthy can show that two other ranks

@@ -47,7 +47,7 @@ typedef struct ring_cost {
 /* An output of a peer that lies in a window. */
 typedef struct window_target {
     unsigned char *base; /* address in this process; NULL: this rank must not store there */
-    int64_t bytes;       /* bytes from there to the end of the peer's window */
+    int64_t bytes;       /* bytes from `base` to the end of the peer's window */
 } window_target;
 
 /* The state of one operation in one op slot. One thread at a time uses it. */

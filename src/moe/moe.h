@@ -34,7 +34,7 @@ typedef struct moe_saved {
     int32_t *topk_idx; /* [tokens, top_k]: expert ids, also of zero-experts */
     void *weights;     /* [tokens, top_k] real */
     /* [capacity, hidden]: the received rows. With EPIC_DISPATCH_AGAIN this buffer is in the
-     * workspace. In forward of an E4M3 layer its rows are then E4M3. */
+     * workspace, and forward of an E4M3 layer stores E4M3 rows in it. */
     void *recv;
     void *slot_weights; /* [capacity] real */
     float *slot_k;      /* float64 layers: [capacity], k of the slot's choice */
@@ -115,7 +115,8 @@ typedef struct moe_job {
     int64_t tokens, hidden, capacity, top_k; /* tokens: of this rank; capacity: its slots */
     int64_t columns;       /* number of experts and zero-experts: the width of the logits */
     int64_t blocks, block; /* number of blocks, and tokens of the largest block */
-    int64_t unit;          /* blocks begin at multiples of this many tokens: 1, or a sequence */
+    /* blocks begin at multiples of this many tokens: 1, or the length of a sequence */
+    int64_t unit;
     int64_t plan_bytes;
     epic_experts_memory_info experts_memory;
     epic_experts_memory_info shared_memory; /* for one block */

@@ -36,7 +36,7 @@ static void choose_experts(const router_job *job, const void *logits, const int3
     if (scores != NULL) store_row(scores, job->weights_type, job->scores, n);
 }
 
-/* router_row_ops.choose_backward: computes the gradient of the logits from that of the
+/* router_row_ops.choose_backward: computes the gradient of the logits from the gradient of the
  * weights. */
 static void choose_backward(const router_job *job, const void *logits, const int32_t *topk_idx,
                             const void *d_weights, void *d_logits)

@@ -35,8 +35,9 @@ static void store_row(void *out, uint32_t type, const REAL *in, int64_t n)
 }
 
 /* Returns the sum of at most SUM_BLOCK elements. Partial sum i of 32 adds the elements i, i +
- * 32 and so on, in order. The partial sums are then added in a tree, at the distances 16, 8, 4,
- * 2 and 1. A warp of a GPU adds in the same order. */
+ * 32 and so on, in order. The partial sums are then added in a tree: partial sum i + distance
+ * to partial sum i, for the distances 16, 8, 4, 2 and 1. A warp of a GPU adds in the same
+ * order. */
 static REAL sum_block(const REAL *v, int64_t n)
 {
     REAL lanes[SUM_LANES] = {0};

@@ -3,8 +3,8 @@
  * the device backend divides the workspace, and the kernels use the offsets.
  *
  * `width` is the number of columns of an expert's first product: 2 * inner, or inner if the
- * layer is ungated. E4M3 weights are EPIC_E4M3 numbers with scales. The rows are then quantized
- * too: each block of 128 elements of a row gets one scale. */
+ * layer is ungated. "E4M3 weights" are EPIC_E4M3 numbers with scales. In a layer with E4M3
+ * weights the rows are quantized too: each block of 128 elements of a row gets one scale. */
 #ifndef EPIC_EXPERTS_LAYOUT_H
 #define EPIC_EXPERTS_LAYOUT_H
 
