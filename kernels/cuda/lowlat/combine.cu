@@ -121,16 +121,19 @@ struct CombineUnits {
     }
 };
 
+/* Values of Worker::loaded: the rows of no unit, of Worker::sent, or of Worker::own are
+ * loaded. */
 enum { NOTHING_LOADED, SENT_LOADED, OWN_LOADED };
 
 /* The work of one worker. Sums (QuickSums or PlainSums) says how rows are added. To save time,
  * the worker loads its first units, and the rows of one of them, before the plan's header has
  * been checked. It sends and stores nothing before that check. */
 template <class Sums> struct Worker {
+    /* the worker's first unit of peers' tokens, and its first unit of own tokens */
     Unit sent = {}, own = {};
     SlotRows rows;
     int loaded = NOTHING_LOADED;
-    bool is_ahead = false;
+    bool is_ahead = false; /* true: read_ahead() has set `sent` and `own` */
 
     /* Loads this worker's first unit of each kind, and the rows of one of these units. Called
      * before the first barrier of the CTA, while another warp checks the plan's header. */

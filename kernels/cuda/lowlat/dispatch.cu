@@ -2,14 +2,15 @@
 /* Two kernels for few tokens: dispatch of plain rows (rows without scales), and a kernel that
  * only makes a plan.
  *
- *   tokens  [num_tokens, row_bytes]   aligned vectors; a piece has V * 16 bytes per lane
+ *   tokens  [num_tokens, row_bytes]   rows at any address; a piece has V * 16 bytes per lane
  *   recv    [recv_rows, row_bytes]    the rows of all slots of the plan; padding is zeros
  *
  * lowlat/dispatch.cuh has the kernel of dispatch; PlainRows below says how it moves plain rows.
  * lowlat_plan_kernel makes a plan in the same way as that kernel, but moves no rows. A CTA has
  * one control warp, its last warp; the others are workers:
  *
- *   control warps   send the expert ids, announce the operation, write header and slabs, end it
+ *   control warps   send the expert ids, announce the operation, write the plan's header and
+ *                   slabs, end the operation
  *   workers         receive the ids, compute the plan's tables, write the records */
 #include "cuda/lowlat/dispatch.cuh"
 #include "cuda/plan/store_records.cuh"
@@ -37,7 +38,7 @@ __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token
  *   load_piece          loads a piece of a token of this rank
  *   send_to_peers       stores the piece to the staging of `peers`
  *   receive_from_peer   waits for a piece of a peer's token; q has what was loaded before
- *   fill_slots_of       stores a piece to the token's slots (each lane passes one)
+ *   fill_slots_of       stores a piece to the token's slots (each lane passes one slot)
  *   pad_slot            writes zeros to a piece of a slot
  *   clear_rows          writes zeros to all slots from `first` on */
 template <bool WHOLE> struct PlainRows {

@@ -26,9 +26,10 @@
  * before it. So a peer that reads the announcement also sees the words that this rank's earlier
  * operations have set back to poison (the mark of a word that has not arrived).
  *
- * If a rank has many tokens, some of the last CTAs only send (num_send_only_ctas_of). With
- * WITH_PLAN and more than one CTA, the last CTA does not receive, because it announces the
- * operation. */
+ * A *mixed plan* is a plan that the kernel makes with the general planner (plan/planner.cuh),
+ * because another rank has too many tokens for the planner of lowlat/plan.cuh. If this rank has
+ * many tokens, some of its last CTAs only send (num_send_only_ctas_of). With WITH_PLAN and more
+ * than one CTA, the last CTA does not receive, because it announces the operation. */
 #ifndef EPIC_LOWLAT_DISPATCH_CUH
 #define EPIC_LOWLAT_DISPATCH_CUH
 
@@ -69,11 +70,11 @@ __device__ __forceinline__ const int32_t *fates_of(const PlanView &plan, const p
     return plan.rank_of + (at.fate - at.rank_of) / 4;
 }
 
-/* ---------------------------------------------------- with ranks that have more tokens ---- */
+/* ------------------------------------------------------------------------- mixed plans ---- */
 
-/* Mixed plan: waits for the record that `rank` sends about its token, and sets `slot` to this
- * lane's slot or -1. `keep`: also stores the record in the plan. Returns false if the group of
- * ranks has failed. */
+/* Only for mixed plans: waits for the record that `rank` sends for its token number `token`,
+ * and sets `slot` to this lane's slot or -1. `keep`: also stores the record in the plan.
+ * Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank, int32_t token,
                                                    bool keep, int32_t &slot)
 {

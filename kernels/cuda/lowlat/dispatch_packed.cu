@@ -3,7 +3,7 @@
  * scales as one sequence of 16-byte vectors (dispatch/packed.cuh). Either the caller passes the
  * scales, or the kernel computes them when it quantizes the row.
  *
- *   tokens  [num_tokens, token_bytes], scales [num_tokens, scale_bytes], maybe unaligned
+ *   tokens  [num_tokens, token_bytes], scales [num_tokens, scale_bytes]; may be unaligned
  *   recv    [recv_rows, row_bytes], recv_scales [recv_rows, scale_bytes]
  *
  * lowlat/dispatch.cuh describes which warp does what. */

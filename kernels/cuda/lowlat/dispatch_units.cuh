@@ -68,8 +68,9 @@ struct PendingWords {
     /* Only if the token is this rank's own, and the kernel reads a plan: the slot of this
      * lane's choice, if the choice goes to this rank. In all other cases -1. */
     int32_t own_slot;
-    /* If the token is this rank's own: weight of this lane's choice. If it is a peer's: lane n
-     * has the weight of the token's n-th slot here, or poison if the weight has not arrived. */
+    /* If the token is this rank's own: weight of this lane's choice. If the token is a peer's:
+     * lane n has the weight of the n-th slot that the token has on this rank, or poison if the
+     * weight has not arrived. */
     uint32_t weight;
 };
 

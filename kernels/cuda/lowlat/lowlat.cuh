@@ -39,9 +39,9 @@ __device__ __forceinline__ bool is_control_warp()
     return threadIdx.x >= LOWLAT_WORKERS * WARP;
 }
 
-/* The CTAs [first, first + ctas), which do one kind of work. Its units are divided among the
- * workers of these CTAs: worker number u % num_workers() does unit u. Workers with consecutive
- * numbers are in different CTAs, so that few units are spread over many SMs. */
+/* The CTAs [first, first + ctas), which do one kind of work. The units of this work are divided
+ * among the workers of these CTAs: worker number u % num_workers() does unit u. Workers with
+ * consecutive numbers are in different CTAs, so that few units are spread over many SMs. */
 struct CtaRange {
     int first, ctas;
 
@@ -306,8 +306,8 @@ static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
 }
 
 /* Called by all threads of all CTAs if the receive buffer of a rank has too few rows. Returns
- * true only in the CTA that calls it last. This CTA also reports to the host which rank it
- * is. */
+ * true only in the CTA that calls it last. This CTA also reports to the host which rank has too
+ * few rows. */
 static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_header &h)
 {
     if (is_last_cta_to_end(op, (int)gridDim.x))

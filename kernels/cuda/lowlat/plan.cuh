@@ -199,9 +199,9 @@ __device__ __forceinline__ void mark_lane_choices(LowlatPlan &tables, int rank, 
 }
 
 /* Waits for the ids of all ranks and enters them in the tables. A lane handles four ids of a
- * token at a time. All its tokens are from the same rank. Called by the workers of the CTA. The
- * last warps get the first tokens, because the first warps still have rows to send. Returns
- * false if the group of ranks has failed. */
+ * token at a time. All tokens of a lane are from the same rank. Called by the workers of the
+ * CTA. The last warps get the first tokens, because the first warps still have rows to send.
+ * Returns false if the group of ranks has failed. */
 static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
                                   const OpState &op)
 {
@@ -396,8 +396,8 @@ static __device__ bool copy_announcements(const p2p_self &self, const OpState &o
 }
 
 /* Copies the expert ids that ranks on other hosts have sent from the net inbox to the heap. A
- * lane copies two words at a time. It does not wait for words past the number of tokens that
- * their rank has announced. The words are divided among `warps` warps; this one is number
+ * lane copies two words at a time. It does not wait for words of tokens after the last token
+ * that the rank has announced. The words are divided among `warps` warps; this one is number
  * `warp`. Returns false if the group of ranks has failed. */
 static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int warp, int warps)
 {
@@ -496,9 +496,9 @@ static __device__ void begin_header(LowlatPlan &tables, const p2p_plan_job &job,
     __syncwarp();
 }
 
-/* Fills in the fields of the plan's header that begin_header() has not set, after the ids have
- * arrived, writes the header and the caller's outputs, and reports invalid ids and overflows.
- * Called by the control warp that called begin_header(). */
+/* Fills in the fields of the plan's header that begin_header() has not set. Then writes the
+ * header and the caller's outputs, and reports invalid ids and overflows. Called by the control
+ * warp that called begin_header(), after the ids have arrived. */
 static __device__ void end_header(LowlatPlan &tables, const p2p_plan_job &job,
                                   const OpState &op, uint32_t result)
 {

@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The tables from which a plan for few tokens is computed. Each CTA has its own copy in shared
- * memory, which lowlat/plan.cuh fills in. A rank's tokens are divided into groups of 32.
+ * memory, which lowlat/plan.cuh fills in. A *token block* is 32 consecutive tokens of one rank.
  *
  *   ids               expert ids of all choices of all ranks
- *   mask              for each group and expert: one bit per token, 1 if it chose the expert
- *   earlier_choices   for each group and expert: choices of the expert in earlier groups
+ *   mask              for each token block and expert: one bit per token of the block, which is
+ *                     1 if the token chose the expert
+ *   earlier_choices   for each token block and expert: how many choices of the expert are in
+ *                     earlier blocks of the same rank and in all blocks of lower ranks
  *   group_slab_start  for each expert: first slot of its slab. Slots are numbered over all
  *                     ranks: the first slot of rank 1 follows the last slot of rank 0
  *
@@ -42,11 +44,11 @@ struct LowlatPlan {
     /* The planner's state, of which only these members are used: load, group_slab_start,
      * capacity, demand, needed_slots, bad_ranks and header. */
     Planner p;
-    /* [groups of all ranks][num_experts]: one bit for each of the group's 32 tokens, 1 if the
-     * token chose the expert */
+    /* [token blocks of all ranks][num_experts]: one bit for each of the block's 32 tokens, 1 if
+     * the token chose the expert */
     uint32_t *mask;
-    /* [groups of all ranks][num_experts]: how many choices of the expert are in earlier groups,
-     * of lower ranks or of the same rank */
+    /* [token blocks of all ranks][num_experts]: how many choices of the expert are in earlier
+     * token blocks of the same rank and in the blocks of all lower ranks */
     uint16_t *earlier_choices;
     /* [num_ranks][max_tokens][id_lanes * LOWLAT_LANE_IDS]: encoded expert ids of all choices */
     uint16_t *ids;
@@ -59,8 +61,8 @@ struct LowlatPlan {
     /* warp_slots[w]: number of slots of the experts that warp w handles in compute_slabs() */
     int32_t warp_slots[LOWLAT_WORKERS];
     int32_t total_slots; /* number of slots of all ranks together */
-    /* max_tokens: how many tokens of each rank the tables have space for. num_groups: groups of
-     * 32 tokens per rank. */
+    /* max_tokens: how many tokens of each rank the tables have space for. num_groups: number of
+     * token blocks per rank. */
     int32_t max_tokens, num_groups;
     /* num_experts, top_k: as in the layer. id_lanes: how many lanes handle the ids of one
      * token, LOWLAT_LANE_IDS ids each. */
@@ -159,8 +161,8 @@ __host__ __device__ __forceinline__ int id_lanes_of(const epic_layer &layer)
 }
 
 /* Returns the bytes of dynamic shared memory that the tables need. If a rank can have too many
- * tokens for the tables, the memory also suffices for plan/planner.cuh, which then makes the
- * plan. */
+ * tokens for the tables, the memory also suffices for plan/planner.cuh, which makes the plan in
+ * this case. */
 static inline int lowlat_plan_bytes(const p2p_plan_job &job)
 {
     const int64_t ranks = job.self.num_ranks, experts = job.layer.num_experts;

@@ -117,8 +117,8 @@ __device__ __forceinline__ uint4 sum_loaded(const CombineState &c, SlotRows &row
 }
 
 /* Adds this rank's rows for one piece of a peer's token, and stores this partial sum to the
- * peer's staging. With the first piece, also sends the slot_floats of the token's slots (one
- * float per slot that the caller passed), if there are any. The caller has loaded `rows`. */
+ * peer's staging. With the first piece, also sends the slot_floats of the token's slots, if the
+ * job has slot_floats (one float per slot). The caller has loaded `rows`. */
 template <class ROW, bool EXACT>
 __device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, const Unit &u)
 {
@@ -190,9 +190,9 @@ __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u
 }
 
 /* Adds the partial sums of all ranks for one piece of a token of this rank, and stores the sum
- * to the output. With the first piece, also receives the token's choice_floats (for each choice
- * the slot_float of its slot), if the caller wants them. The caller has loaded `rows`. Returns
- * false if the group of ranks has failed. */
+ * to the output. With the first piece, also receives the token's choice_floats (for each
+ * choice, the float that the expert's rank has for the slot of the choice), if the caller wants
+ * them. The caller has loaded `rows`. Returns false if the group of ranks has failed. */
 template <class ROW, bool EXACT, int AT_ONCE>
 __device__ __forceinline__ bool receive_sum(const CombineState &c, SlotRows &rows,
                                             const Unit &u)
