@@ -23,7 +23,7 @@
 /* Returns a bit mask of the ranks to which this rank itself sends its token. These are `peers`,
  * but with the ranks of each other host replaced by this rank's mate there. `first`: the unit
  * has the token's first piece, so it also sends each mate the word *wants*, a bit mask of the
- * ranks of the mate's host that need the row. */
+ * ranks of the mate's host that need the row (bit i: the i-th rank of that host). */
 __device__ __forceinline__ uint32_t choose_routes(const DispatchMove &m, int32_t token,
                                                   bool first, uint32_t peers)
 {
@@ -31,10 +31,10 @@ __device__ __forceinline__ uint32_t choose_routes(const DispatchMove &m, int32_t
 }
 
 /* Forwards the pieces of a unit: one or two tokens that come from one mate. hand(from, token,
- * piece, wants) forwards one piece to the ranks in `wants`. `copied`: true if `feed` has one
- * buffer in its ring for each piece of every unit. Forwarding does not use the ring, so this
- * function skips the buffers of the unit's pieces. Returns false if the group of ranks has
- * failed. */
+ * piece, wants) forwards one piece to the ranks of this host in `wants`. `copied`: true if
+ * `feed` has one buffer in its ring for each piece of every unit. Forwarding does not use the
+ * ring, so this function skips the buffers of the unit's pieces. Returns false if the group of
+ * ranks has failed. */
 template <class PieceFeed, class Hand>
 __device__ __forceinline__ bool forward_unit(const DispatchMove &m, const UnitWalk &walk,
                                              PieceFeed &feed, bool copied, Hand hand)
