@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The secret that the ranks of a group share. A rank proves with an HMAC-SHA-256 that it has
  * the secret, and never sends the secret itself. The secret protects only the bootstrap: only
- * processes that have it can join, and no other process can change the data that the ranks exchange. */
+ * processes that have it can join, and no other process can change the data that the ranks
+ * exchange there. */
 #ifndef EPIC_SECRET_H
 #define EPIC_SECRET_H
 
