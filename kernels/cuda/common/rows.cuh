@@ -418,10 +418,10 @@ template <class Job> static inline int units_per_token(const Job &job, int roles
  *   job.lag    tokens by which receiving stays behind sending: about as many as all warps
  *              together process at a time, so that pieces have arrived when they are copied
  *   job.units  number of warps that take part. A token has `kinds` units, one for each role
- *              and span. The number of warps has no common divisor with `kinds`, so that each
- *              warp gets every kind in turn. Successive units of a warp should also be of
- *              distant kinds. Otherwise a warp would do similar work for a long time, and get
- *              ahead of the others or fall behind. */
+ *              and span. The number of warps and `kinds` have no common divisor above 1, so
+ *              that each warp gets every kind in turn. Successive units of a warp should
+ *              also be of distant kinds. Otherwise a warp would do similar work for a long
+ *              time, and get ahead of the others or fall behind. */
 template <class Job>
 static inline void deal_units(Job &job, int num_sms, int block, int roles, int vectors)
 {

@@ -5,12 +5,13 @@
  * CUDA graph that is replayed continues the count. Epoch n on one rank:
  *
  *   begin     all CTAs read the epoch and set op.epoch = n
- *   announce  first warp of the last CTA: stores the sizes, then a system fence, then stores
- *             {n, signature} to every rank. A peer that sees the signature also sees the
- *             poison and zeros that kernel n - 1 has stored back.
+ *   announce  The first warp of the last CTA stores the sizes, executes a system fence, and
+ *             then stores {n, signature} to every rank. A peer that sees the signature also
+ *             sees the poison and zeros that kernel n - 1 has stored back.
  *   work      data words are their own flags, so nothing else orders the ranks
- *   finish    one warp waits for {n, signature} of every rank, then a system fence; the
- *             last CTA to finish stores the epoch
+ *   finish    One warp waits for {n, signature} of every rank. If the last work of the
+ *             operation reads what peers announced, the warp then executes a system fence.
+ *             The last CTA to finish stores the epoch.
  *
  * Arrays with two halves (index n & 1) suffice for this reason: a rank ends epoch n only after
  * all peers have announced n. A peer announces n only after it has ended n - 1. So when this
