@@ -464,9 +464,9 @@ static void free_group(epic_group *g)
     p2p_group_free(g);
 }
 
-/* Implements p2p_hooks.write: writes bytes to offset `at` of a peer's inbox, and waits until
- * they are sent. Copies the bytes first to the outbox, or to the inbox if the peer is this rank
- * itself. */
+/* Implements p2p_hooks.write: writes bytes to offset `at` of a peer's inbox. If `peer` is this
+ * rank, copies the bytes directly to the inbox. Otherwise copies them to the outbox, sends
+ * them, and waits until they are sent. */
 static void write_to_peer(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
 {
     if (p2p_is_dead(g, peer)) return;

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Creates a communicator of some ranks of another communicator, within a deadline.
  *
- * Of all MPI calls that create a communicator, only MPI_Comm_create_group need not be called by
- * the other ranks. But it waits forever if one of the calling ranks dies. So a separate thread
- * calls it, if MPI allows several threads. If the call does not return before the deadline, the
- * caller no longer waits for the thread (it abandons it). If the call returns later, the thread
- * frees its own memory. */
+ * MPI_Comm_create_group is the only MPI call for this purpose that ranks outside the new
+ * communicator need not make. But it waits forever if one of the calling ranks dies. So a
+ * separate thread calls it, if MPI allows several threads. If it does not return before the
+ * deadline, the caller of create_comm() *abandons* the thread: it no longer waits for the
+ * thread. If MPI_Comm_create_group returns later, the thread frees `creation`. */
 #include <stdlib.h>
 
 #include "backend/mpi/group.h"
@@ -15,8 +15,8 @@
 
 #define NAP_NS 50000
 
-/* Arguments and result of MPI_Comm_create_group. The thread that calls it and the caller of
- * create_comm() share this struct. */
+/* Arguments and result of MPI_Comm_create_group. The caller of create_comm() shares this struct
+ * with the thread that calls MPI_Comm_create_group. */
 typedef struct creation {
     pthread_mutex_t mutex; /* guards done and is_abandoned */
     MPI_Comm parent, made;

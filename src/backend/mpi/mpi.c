@@ -64,12 +64,12 @@ static bool has_polled_recently(epic_group *group)
     return clock_ns() - looked < RECENT_NS;
 }
 
-/* Implements epic_transport.failure. If no thread has polled MPI for RECENT_NS, polls here, so
- * that a rank that never waits also learns of failures.
+/* Implements epic_transport.failure. If no thread has polled MPI for RECENT_NS, this function
+ * polls, so that a rank that never waits also finds failures.
  *
- * Polls until two polls in a row find nothing, because MPI may receive a message in one poll
- * and report it only in the next. Suppose that a rank calls EPIC again after a long time. It
- * then finds a failure before it joins an operation that its peers have given up. */
+ * It polls until two polls in a row find nothing, because MPI may receive a message in one poll
+ * and report it only in the next. So a rank that calls EPIC again after a long time finds the
+ * failure before it joins an operation that its peers have given up. */
 static bool get_failure(epic_group *group, epic_failure_info *out)
 {
     if (!is_broken(group) && !has_polled_recently(group) &&

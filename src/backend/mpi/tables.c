@@ -68,8 +68,9 @@ static int64_t num_rings(const epic_config *config, int num_ranks)
     return 2ll * (num_ranks - 1) * config->max_in_flight;
 }
 
-/* Returns the size of a ring in bytes. It is as large as config.staging_bytes allows, but at
- * most MAX_RING. If staging_bytes is not set, it is at least MIN_RING. */
+/* Returns the size of a ring in bytes: as large as config.staging_bytes allows, but at most
+ * MAX_RING. If staging_bytes is not set, the size is at least MIN_RING. If staging_bytes is
+ * EPIC_LEAST_STAGING, the size is MIN_RING. */
 static int64_t choose_ring_bytes(const epic_config *config, int num_ranks)
 {
     const int64_t rings = num_rings(config, num_ranks);

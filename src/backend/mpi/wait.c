@@ -6,11 +6,11 @@
 
 #include "backend/mpi/group.h"
 
-/* if the host has a core for each of its ranks, a waiting rank does not yield before this
- * time */
+/* if the host has a core for each of its ranks, a waiting thread first polls for this long
+ * without yielding its core */
 #define SPIN_NS 50000
-/* a wait only yields before this time, because even the shortest sleep takes much longer than
- * requested */
+/* a waiting thread does not sleep before it has waited for this long, because even the shortest
+ * sleep takes much longer than requested */
 #define YIELD_NS 1000000
 #define SHORTEST_NAP_NS 20000
 #define LONGEST_NAP_NS 200000

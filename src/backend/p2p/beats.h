@@ -39,9 +39,9 @@ static inline int p2p_beats_ms(const p2p_beats *b)
 }
 
 /* Increments the counter if the next beat is due. Exactly one thread calls it, about every
- * p2p_beats_ms(). If a call is late by a quarter of the time limit (at least 30 ms, at most 100
- * ms), the process was stopped, and `stops` is incremented too. One release store publishes
- * both counters in one word. */
+ * p2p_beats_ms(). A call that is late by more than a quarter of the time limit (at least 30 ms,
+ * at most 100 ms) shows that the process was stopped, and increments `stops` too. One release
+ * store publishes both counters in one word. */
 static inline void p2p_beat(p2p_beats *b, p2p_status *status)
 {
     const int64_t now = clock_ns(), ms = 1000000, period = p2p_beats_ms(b) * ms;

@@ -73,8 +73,8 @@ epic_group *p2p_group_new(const epic_join *join, const p2p_hooks *hooks)
     return g;
 }
 
-/* Allocates pinned host memory: the struct through which kernels report (p2p_status), then the
- * words `word` for copies. */
+/* Allocates pinned host memory: the struct in which kernels report (g->status), then the words
+ * for small copies (g->word). */
 static epic_result make_status(epic_group *g)
 {
     void *device = NULL;

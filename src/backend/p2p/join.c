@@ -95,8 +95,8 @@ static epic_result connect_peers(epic_group *g, const join_handle *handles)
 
 /* ---------------------------------------------------------------------- join and leave ---- */
 
-/* Implements p2p_hooks.write with a copy engine of the GPU, so it also works while kernels
- * occupy the SMs. */
+/* Implements p2p_hooks.write. A copy engine of the GPU copies the bytes, so the copy also works
+ * while kernels occupy the SMs. */
 static void write_to_peer(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
 {
     (void)cudaMemcpyAsync(g->self.heap[peer] + at, bytes, count, cudaMemcpyDefault, g->side);

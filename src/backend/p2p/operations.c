@@ -295,7 +295,7 @@ static int32_t early_tokens_of(const epic_group *g, const p2p_dispatch_job *job)
     return (int32_t)(head < most ? head : most);
 }
 
-/* epic_ops.plan_dispatch: one kernel if can_overlap() is true, otherwise plan, then dispatch. */
+/* epic_ops.plan_dispatch: one kernel if can_overlap(), otherwise a plan, then a dispatch. */
 static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
                                      const epic_dispatch_args *args)
 {

@@ -59,8 +59,8 @@ typedef struct shared_exchange {
     uint64_t sequence;
     bool everyone; /* true: this flow uses the broadcast rings; false: the peer rings */
     int64_t entry_bytes;
-    int64_t stride;
-    int64_t depth;
+    int64_t stride; /* distance in bytes between two entries of a ring */
+    int64_t depth;  /* number of entries that fit into a ring */
     ring_end broadcast_out;
     int64_t broadcast_sent; /* entries sent in this flow */
     int slowest_peer;       /* the peer that last kept the broadcast ring full */

@@ -333,9 +333,9 @@ static epic_result connect_to_all(connect_state *o)
     return EPIC_OK;
 }
 
-/* Makes the other ranks notice that this rank failed. Closes its connections, so higher ranks
- * see a closed connection. Then connects to each lower rank that may still wait for it, and
- * closes that connection too. */
+/* Makes the other ranks notice that this rank failed. Closes this rank's connections, so that
+ * each rank at the other end sees a closed connection. A lower rank may still wait for a
+ * connection from this rank. So connects to each lower rank, and closes that connection too. */
 static epic_result fail_for_all(connect_state *o, epic_result result)
 {
     char sentence[512];
