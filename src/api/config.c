@@ -61,7 +61,7 @@ epic_result config_read(epic_config *out, const epic_config *config, size_t size
         return config_error("max_row_bytes", out->max_row_bytes, "must be 1 to 1073741824");
     if (out->staging_bytes < EPIC_LEAST_STAGING)
         return config_error("staging_bytes", out->staging_bytes,
-                            "a size, 0 for full speed, or EPIC_LEAST_STAGING (-1)");
+                            "a size, 0 for full speed, or -1 for the least that works");
     if (out->max_in_flight > EPIC_MAX_OP_SLOTS)
         return config_error("max_in_flight", out->max_in_flight, "at most 64, or 0 for 64");
     if (out->max_top_k > MAX_TOP_K)
