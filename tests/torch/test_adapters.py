@@ -5,6 +5,7 @@ The ranks are processes, not threads, because peft changes parameters while a la
 threads would share these changes.
 """
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import epic.torch
+from epic.torch.families import unwrapped
+from epic.torch.state import adapters_of_experts
 from pages import ROOT, find_block
 from parts import group_of, meshes
 from reference import relative
@@ -169,6 +172,62 @@ def test_training_state(world: Any, tmp_path: Path) -> None:
             assert losses == pytest.approx(wanted, rel=1e-8), ep
 
 
+def load_run(ep: int, group: epic.torch.Group, folder: str, saved: str | None) -> tuple[Any, ...]:
+    """Load a model, of which each rank reads its own experts, with new or saved adapters."""
+
+    def adapt(model: Any) -> Any:
+        if saved:
+            return peft.PeftModel.from_pretrained(model, saved, is_trainable=True)
+        torch.manual_seed(3)
+        wish = {"target_modules": ["q_proj"], "target_parameters": TARGETS["Qwen3Moe"]}
+        return peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=5, **wish))
+
+    kind = transformers.AutoModelForCausalLM
+    model = epic.torch.from_pretrained(kind, folder, group, dtype=torch.float64, adapt=adapt)
+    model.train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert all("lora_" in name for name, p in model.named_parameters() if p.requires_grad)
+    moe = last_block(model).moe
+    assert unwrapped(moe).num_local_experts == 8 // ep
+    factors = [p for module in moe.modules() for p in adapters_of_experts(module)]
+    assert {3 * 8 // ep in p.shape for p in factors} == {True} and len(factors) == 4
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    return model, optimizer, epic.torch.TrainingState(model, meshes[ep]["ep"], optimizer)
+
+
+def run_loaded(rank: int, ep: int, folder: str, begin: str | None, save: str | None) -> Any:
+    """Load, or continue with the adapters and the state of another run; save, and train on."""
+    with group_of(ep) as group:
+        model, optimizer, state = load_run(ep, group, folder, begin)
+        if begin:
+            dcp.load({"train": state}, checkpoint_id=f"{begin}/state")
+        else:
+            run_steps(model, optimizer, group)
+        before = logits_of(model, IDS[:2])
+        if save:
+            epic.torch.save_pretrained(model, save, group)
+            dcp.save({"train": state}, checkpoint_id=f"{save}/state")
+        return before, run_steps(model, optimizer, group)
+
+
+@pytest.mark.parametrize("ep", [4, pytest.param(1, marks=pytest.mark.night)])
+def test_loaded_models(world: Any, ep: int, tmp_path: Path) -> None:
+    """Train adapters on a model of from_pretrained with two ranks; continue on 4 ranks or on 1."""
+    folder, saved = str(tmp_path / "model"), str(tmp_path / "adapter")
+    model_of("Qwen3Moe").save_pretrained(folder)
+    logits, losses = world.run(run_loaded, 2, folder, None, saved)[0]
+    assert losses[-1] < losses[0]
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    stock.config._attn_implementation = "eager"
+    stock.set_experts_implementation("eager")  # the others do not support float64
+    stock = peft.PeftModel.from_pretrained(stock, saved)
+    assert relative(logits_of(stock, IDS[:2]), logits) < 1e-6
+    assert relative(logits_of(stock.unload(), IDS[:2]), logits) > 1e-3
+    for again, more in world.run(run_loaded, ep, folder, saved, None):
+        assert relative(again, logits) < 1e-6
+        assert more == pytest.approx(losses, rel=1e-8)
+
+
 def test_bits_of_adapters() -> None:
     """Check that a replaced and restored model has its original bits, scalings and modes."""
     model, wanted = adapted("Qwen3Moe"), adapted("Qwen3Moe")
@@ -214,6 +273,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
         with pytest.raises(epic.torch.EpicUnsupportedError, match="adapters of peft on"):
             epic.torch.from_block(block, group)
         model = model_of("Qwen3Moe")
+        model.save_pretrained(tmp_path)
+        with pytest.raises(epic.torch.EpicArgumentError, match="adapt returned a Qwen3Moe"):
+            kind = transformers.AutoModelForCausalLM
+            epic.torch.from_pretrained(kind, tmp_path, group, adapt=copy.deepcopy)
         epic.torch.replace_moe(model, group)
         config = peft.LoraConfig(r=2, target_modules=[], target_parameters=["moe.w_down"])
         model = peft.get_peft_model(model, config)

@@ -377,17 +377,30 @@ def fill_layers(
     names: Names,
     grouped_mm: GroupedMm | None,
     invariant: bool,
-) -> None:
-    """Replace the blocks of a model without experts by layers, and read this rank's experts."""
+    adapt: Callable[[Any], Any] | None,
+) -> Any:
+    """Replace the blocks of a model without experts by layers, and read this rank's experts.
+
+    Returns the model, or what adapt returns for it.
+    """
     for name, source in names.experts.items():
-        kind = model.get_parameter(name).dtype
-        set_parameter(model, name, torch.empty(source.shape, dtype=kind, device="meta"))
+        # All elements share the memory of one.  On "meta" peft would make adapters there, too.
+        value = torch.zeros((), dtype=model.get_parameter(name).dtype, device=group.device)
+        set_parameter(model, name, value.expand(source.shape))
+    kinds = {name: model.get_parameter(name).dtype for name in names.experts}
     prefixes = {id(module): name for name, module in model.named_modules()}
-    for parent, name, block in find_blocks(model, group):
-        fill = make_fill(model, group, checkpoint, names, prefixes[id(block)], block)
+    whole = adapt(model) if adapt else model
+    for parent, name, block in find_blocks(whole, group):
+        if id(block) not in prefixes:
+            raise EpicArgumentError(
+                f"adapt returned a {type(whole).__name__} with other blocks: must contain the "
+                "modules of the model that it was called with"
+            )
+        fill = make_fill(model, group, checkpoint, names, kinds, prefixes[id(block)], block)
         made = Block(make_layer(block, group, grouped_mm, fill=fill, invariant=invariant), block)
         setattr(parent, name, made.train(block.training))
         checkpoint.close()
+    return whole
 
 
 def make_fill(
@@ -395,6 +408,7 @@ def make_fill(
     group: Group,
     checkpoint: Checkpoint,
     names: Names,
+    kinds: dict[str, torch.dtype],
     prefix: str,
     block: nn.Module,
 ) -> Callable[[str, Tensor], None]:
@@ -403,10 +417,10 @@ def make_fill(
 
     def fill(key: str, kept: Tensor) -> None:
         target = f"{prefix}.{family.names[key]}"
-        kind = model.get_parameter(target).dtype
         for i, out in enumerate(kept):
             expert = group.rank * len(kept) + i
-            part = read_expert(checkpoint, model, target, names.experts[target], expert, kind)
+            source, kind = names.experts[target], kinds[target]
+            part = read_expert(checkpoint, model, target, source, expert, kind)
             out.copy_(read_tensor(family, key, [part[None]])[0])
 
     return fill
@@ -435,6 +449,7 @@ def from_pretrained(
     dtype: torch.dtype | str = "auto",
     device: Any = None,
     strict: bool = True,
+    adapt: Callable[[Any], Any] | None = None,
     **options: Any,
 ) -> Any:
     """Load a model of the transformers package, of whose experts each rank reads only its own.
@@ -455,11 +470,15 @@ def from_pretrained(
             The layers are always on the group's device.
         strict: Whether a tensor in the files that is no parameter of the model is an error. False:
             it is left out, as transformers does.
+        adapt: Adds adapters of peft: called with the model of transformers before the experts are
+            read, returns the model to continue with. Each rank has the adapters of all experts
+            until it has read its own experts. None: no adapters.
         **options: Arguments of the from_pretrained of transformers, such as attn_implementation,
             key_mapping and config.
 
     Returns:
-        The model, in evaluation mode, as from_pretrained of transformers returns it.
+        The model, in evaluation mode, as from_pretrained of transformers returns it; or what adapt
+        returned.
 
     Raises:
         EpicUnsupportedError: A block is not known, the model has none, or it is quantized.
@@ -486,11 +505,10 @@ def from_pretrained(
     model = load_others(type(skeleton), skeleton.config, checkpoint, names, kind, strict, options)
     model.to(group.device if device is None else device)
     checkpoint.close()
-    fill_layers(model, group, checkpoint, names, grouped_mm, invariant)
     model.config.name_or_path = model.name_or_path = os.fspath(folder)
     # save_pretrained of transformers writes the layout that was read.  The name is private: without
     # it a saved folder has the layout of the class.
     model._weight_conversions = names.used
     if model.can_generate():
         set_generation_config(model, folder)
-    return model
+    return fill_layers(model, group, checkpoint, names, grouped_mm, invariant, adapt)
