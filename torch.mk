@@ -12,14 +12,14 @@ test-torch:
 
 # This target is not a part of `make test`, because Megatron-Core and torchtitan need many packages.
 test-torch-adapters:
-	@echo "== PyTorch: Megatron-Core, torchtitan"
+	@echo "== PyTorch: Megatron-Core, torchtitan, trainers"
 	@$(call CMAKE,Release,build)
 	@$(call BUILD,build) --target epic epic_torch
 	@tests/torch/adapters.sh build
 
 # Targets for a machine with GPUs. They use the torch of GPU_PYTHON (python3).  If EPIC_LIBRARY_PATH is set, the
 # libraries of that folder are tested and nothing is built.
-.PHONY: gpu-build-torch gpu-test-torch gpu-bench-torch
+.PHONY: gpu-build-torch gpu-test-torch gpu-test-torch-trainers gpu-bench-torch
 GPU_TORCH_OUT = build/gpu-torch
 GPU_TORCH_LIB = $(or $(EPIC_LIBRARY_PATH),$(abspath $(GPU_TORCH_OUT)/lib))
 GPU_TORCH = EPIC_LIBRARY_PATH=$(GPU_TORCH_LIB) PYTHONPATH=bindings/python
@@ -33,6 +33,10 @@ endif
 
 gpu-test-torch: gpu-build-torch
 	@$(GPU_TORCH) GPU_PYTHON=$(GPU_PYTHON) tests/torch/gpu/run.sh
+
+# Trains with the examples for recipe, torchtitan and transformers. It has not run on GPUs yet.
+gpu-test-torch-trainers: gpu-build-torch
+	@$(GPU_TORCH) timeout -k 5 570 $(GPU_PYTHON) -W ignore tests/torch/gpu/trainers.py
 
 gpu-bench-torch: gpu-build-torch
 	@$(GPU_TORCH) timeout -k 5 60 $(GPU_PYTHON) -W ignore bench/torch_host.py
