@@ -13,6 +13,7 @@ from typing import Any
 
 from ports import free_port
 
+OTHERS = ("transformers.modeling_utils", "peft")  # modules of which not every test needs one
 LIMIT = 240  # time limit of one function in seconds
 
 
@@ -54,8 +55,9 @@ class World:
         context, port = multiprocessing.get_context("forkserver"), free_port()
         # Else each process starts a pool of processes. The import of torch._dynamo reads it.
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-        # torch is imported once for all worlds
-        context.set_forkserver_preload(["epic.torch", "torch._dynamo"])
+        # The server imports these once for all processes, and the others if a test uses them.
+        others = [name for name in OTHERS if name.partition(".")[0] in sys.modules]
+        context.set_forkserver_preload(["epic.torch", "torch._dynamo", *others])
         for rank in range(self.size):
             mine, other = context.Pipe()
             process = context.Process(
