@@ -26,7 +26,8 @@ sys.path.append(str(EXAMPLES))
 def server_of(name: str) -> Server:
     """Return a server that has imported an example."""
     path = os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
-    server = Server("torch._dynamo", name, env={**os.environ, "PYTHONPATH": path})
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}  # as torchrun sets it
+    server = Server("torch._dynamo", name, env=env)
     atexit.register(server.close)
     return server
 
