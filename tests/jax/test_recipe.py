@@ -22,7 +22,7 @@ pytest.importorskip("orbax.checkpoint")
 
 SCRIPT = ROOT / "examples/jax/recipe.py"
 STEPS = 2  # of each part of a run
-MAX_NORM = 1.75  # some steps have a larger norm, and others a smaller one
+MAX_NORM = 1.83  # some steps have a larger norm, and others a smaller one
 Groups = tuple[int, int]  # devices of a group, and of all groups
 
 
@@ -155,11 +155,12 @@ def run_part(folder: Path, last: int, groups: Groups) -> str:
 @pytest.mark.parametrize(
     "parts",
     [
-        [(4, 4), (2, 2), (1, 1)],
+        [(2, 4), (1, 1)],
+        pytest.param([(4, 4), (2, 2), (1, 1)], marks=pytest.mark.night),
         pytest.param([(2, 2), (2, 4), (1, 2), (4, 4)], marks=pytest.mark.night),
         pytest.param([(1, 1), (1, 4), (4, 4), (2, 2)], marks=pytest.mark.night),
     ],
-    ids=["4-2-1", "2-2x2-1x2-4", "1-1x4-4-2"],
+    ids=["2x2-1", "4-2-1", "2-2x2-1x2-4", "1-1x4-4-2"],
 )
 def test_the_recipe(tmp_path: Path, parts: list[Groups]) -> None:
     """Check losses, norms and evaluations. Each part continues the run of the part before.

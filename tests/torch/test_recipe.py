@@ -2,9 +2,13 @@
 """Compares a run of examples/torch/recipe.py with dense layers in float64: its losses for each
 number of ranks, each of which continues the run of the one before."""
 
+import atexit
+import functools
 import importlib.util
 import math
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, silu, softmax
 
 import epic.torch
-from forked import finish, server, start_ranks
+from forked import Server, finish, start_ranks
 from pages import ROOT
 from ports import free_port
 
@@ -36,6 +40,23 @@ def import_recipe() -> Any:
 
 
 recipe = import_recipe()
+
+
+@functools.cache
+def recipe_server() -> Server:
+    """Return a server whose copies use one thread each, as processes of torchrun do."""
+    server = Server(*IMPORTS, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    atexit.register(server.close)
+    return server
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Compute the reference with one thread: on small tensors other threads mostly spin."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def first_parameters() -> Parameters:
@@ -167,14 +188,16 @@ def read_numbers(text: str) -> list[float]:
     return [float(n) for n in re.findall(r"(?:loss|norm) ([\d.]+)", text)]
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "parts",
     [
-        [(4, 4), (2, 2), (1, 1), (2, 4)],
+        [(2, 4), (1, 1)],
+        pytest.param([(4, 4), (2, 2), (1, 1), (2, 4)], marks=pytest.mark.night),
         pytest.param([(2, 2), (2, 4), (1, 2), (4, 4)], marks=pytest.mark.night),
         pytest.param([(1, 1), (1, 4), (4, 4), (2, 2)], marks=pytest.mark.night),
     ],
-    ids=["4-2-1-2x2", "2-2x2-1x2-4", "1-1x4-4-2"],
+    ids=["2x2-1", "4-2-1-2x2", "2-2x2-1x2-4", "1-1x4-4-2"],
 )
 def test_the_recipe(tmp_path: Path, parts: list[Groups]) -> None:
     """Check losses, norms and evaluations. Each part continues the run of the part before.
@@ -186,7 +209,7 @@ def test_the_recipe(tmp_path: Path, parts: list[Groups]) -> None:
         words = ["--folder", str(tmp_path), "--steps", str(last), "--save-every", "2"]
         words += ["--ep", str(groups[0]), "--float64", "--max-norm", str(MAX_NORM)]
         running = start_ranks(
-            server(*IMPORTS), str(SCRIPT), *words, ranks=groups[1], port=free_port()
+            recipe_server(), str(SCRIPT), *words, ranks=groups[1], port=free_port()
         )
         text = finish(running, 200)[0]
         with torch.no_grad():
