@@ -12,7 +12,7 @@ FUZZ_CFLAGS = -std=c11 -O1 -g -Wall -Wextra -Wpedantic -Werror -D_GNU_SOURCE -Ii
 	-Itests -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 FUZZ_SOURCES = $(wildcard src/base/*.c src/rules/*.c src/context/*.c src/api/*.c src/bootstrap/*.c src/plan/*.c src/exchange/*.c src/host_ops/*.c \
 	src/backend/shared/*.c src/backend/self/*.c src/backend/threads/*.c \
-	src/backend/shm/*.c kernels/host/select.c kernels/host/rows.c)
+	src/backend/shm/*.c kernels/host/select.c kernels/host/rows.c kernels/host/product.c)
 FUZZ_OBJECTS = $(FUZZ_SOURCES:%.c=$(FUZZ_OUT)/%.o)
 FUZZ_HELPERS = $(patsubst %.c,$(FUZZ_OUT)/%.o,tests/fuzz/world.c tests/run.c \
 	tests/step.c)
@@ -22,7 +22,7 @@ FUZZ_HEADERS = $(wildcard include/epic/*.h src/*/*.h src/*/*/*.h kernels/*.h ker
 FUZZ_WORLD = $(patsubst %.c,$(FUZZ_OUT)/%.o,$(wildcard src/bootstrap/*.c src/backend/shm/*.c))
 
 $(FUZZ_WORLD): FUZZ_MORE = -include tests/fuzz/world.h
-$(FUZZ_OUT)/kernels/host/rows.o: FUZZ_MORE = -DVARIANT=generic
+$(FUZZ_OUT)/kernels/host/rows.o $(FUZZ_OUT)/kernels/host/product.o: FUZZ_MORE = -DVARIANT=generic
 $(FUZZ_OUT)/src/%.o $(FUZZ_OUT)/kernels/%.o: FUZZ_COVER = -fsanitize=fuzzer-no-link
 $(FUZZ_OUT)/%.o: %.c $(FUZZ_HEADERS)
 	@mkdir -p $(@D)
