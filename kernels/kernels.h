@@ -76,7 +76,7 @@ typedef struct host_kernels {
 
     /* Multiplies matrices. The bits of an element of C depend only on its row of op(A) and its
      * column of op(B), not on m and n. host/product.c defines the order of additions. Needs
-     * 110 KB of stack. */
+     * 160 KB of stack. */
     void (*product)(const host_product *product);
 
     /* Convert one element from or to `type`. For tests and slow paths. */
