@@ -412,6 +412,18 @@ def case_e4m3_refused(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> No
     )
 
 
+def case_invariant(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
+    """Check that no bit of a token depends on its batch or rank, with experts in e4m3.
+
+    test_invariance.py checks that check_invariance finds bits that differ.
+    """
+    options = epic.torch.Moe.of(
+        num_experts=4, top_k=2, **SCALED, weight_type="e4m3", invariant=True
+    )
+    report = epic.torch.check_invariance(epic.torch.MoE(on_gpu, options, dtype=torch.bfloat16))
+    assert report.is_invariant and len(report.batches) == 5, report
+
+
 CASES = {n.removeprefix("case_"): f for n, f in list(globals().items()) if n[:5] == "case_"}
 
 
