@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests windows: results in windows have the bits of usual results, with and without gradients."""
 
+import errno
+import mmap
+import time
 from typing import Any
 
 import pytest
@@ -129,3 +132,32 @@ def test_refused() -> None:
             epic.torch.window((2, -1), torch.float32, group)
         with pytest.raises(EpicArgumentError, match=r"dtype is 'float32': must be a torch\.dtype"):
             epic.torch.window(2, "float32", group)  # type: ignore[arg-type]
+        with pytest.raises(
+            EpicArgumentError, match=r"shape is \(64, 1099511627776\): must have at"
+        ):
+            epic.torch.window((64, 1 << 40), torch.int64, group)
+        with pytest.raises(EpicError, match="rank 0 has no memory for a window"):
+            epic.torch.window(1 << 47, torch.uint8, group)
+
+
+def no_memory(rank: int) -> str:
+    """Let mapping fail on rank 1, and return the error."""
+    with group_of(2, timeout_ms=60000) as group, pytest.MonkeyPatch.context() as patch:
+        if group.rank == 1:
+
+            def fail(*_: Any) -> Any:
+                raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+            patch.setattr(mmap, "mmap", fail)
+        with pytest.raises(
+            EpicError, match="rank 1 has no memory for a window of 32 bytes"
+        ) as caught:
+            epic.torch.window(8, torch.float32, group)
+        return caught.value.code
+
+
+def test_no_memory(world: Any) -> None:
+    """Check that a rank without memory is named on all ranks, at once."""
+    begin = time.monotonic()
+    assert world.run(no_memory) == ["EPIC_EPEER", "EPIC_ENOMEM"] * 2
+    assert time.monotonic() - begin < 50

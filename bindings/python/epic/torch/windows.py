@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from epic import _native
-from epic.errors import EpicArgumentError
+from epic.errors import EpicArgumentError, EpicError
 from epic.options import check_int
 from epic.torch.groups import Group
+
+MOST_BYTES = (1 << 48) - 1  # largest size of a window in C
 
 
 def window(shape: int | Sequence[int], dtype: torch.dtype, group: Group) -> Tensor:
@@ -58,36 +60,43 @@ def window(shape: int | Sequence[int], dtype: torch.dtype, group: Group) -> Tens
     group.must_be_open()
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     for size in sizes:
-        check_int("shape", size)
+        check_int("shape", size, most=MOST_BYTES)
     if not isinstance(dtype, torch.dtype):
         raise EpicArgumentError(f"dtype is {dtype!r}: must be a torch.dtype")
     count = dtype.itemsize
     for size in sizes:
         count *= size
+    if count > MOST_BYTES:
+        raise EpicArgumentError(f"shape is {sizes}: must have at most {MOST_BYTES} bytes")
     args = _native.WindowArgs(bytes=0 if group.on_gpu else count)
     found = _native.WindowInfo()
     if args.bytes == 0:
         register(group, args, found)
         return torch.zeros(sizes, dtype=dtype, device="cpu")
-    with make_file(group, count) as file:
-        octets = torch.frombuffer(mmap.mmap(file.fileno(), count), dtype=torch.uint8)
+    file, memory = map_new_file(group, count)
+    with file:
+        octets = torch.frombuffer(memory, dtype=torch.uint8)
         args.data, args.fd = octets.data_ptr(), file.fileno()
         register(group, args, found)
     group.windows.append(octets)
     return octets.view(dtype).view(sizes)
 
 
-def make_file(group: Group, count: int) -> IO[bytes]:
-    """Return an anonymous file of `count` bytes, whose descriptor is not 0."""
+def map_new_file(group: Group, count: int) -> tuple[IO[bytes], mmap.mmap]:
+    """Return an anonymous file of `count` bytes, whose descriptor is not 0, and its mapping.
+
+    If this fails, reports the error to the other ranks, which wait in epic_window_register.
+    """
     try:
         first = os.memfd_create("epic-window", os.MFD_CLOEXEC)
         file = os.fdopen(fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, 3), "r+b")
         os.close(first)
         file.truncate(count)
+        return file, mmap.mmap(file.fileno(), count)
     except OSError as error:
-        group.abort(f"rank {group.rank} has no memory for a window of {count} bytes: {error}")
-        raise
-    return file
+        why = f"rank {group.rank} has no memory for a window of {count} bytes: {error}"
+        group.abort(why)
+        raise EpicError("EPIC_ENOMEM", why) from error
 
 
 def register(group: Group, args: ctypes.Structure, found: ctypes.Structure) -> None:
