@@ -46,7 +46,7 @@ gpu-bench-turns: $(GPU_OUT)/gpu_bench
 
 # Builds one program.
 $(GPU_OUT)/%: gpu-configure
-	@$(call BUILD,build) --target cuda_$(notdir $@)
+	@$(call BUILD,build) --target epic_cuda cuda_$(notdir $@)
 
 # Targets of the backend hosts. The ranks of this machine act as hosts.
 gpu-build-hosts: gpu-configure
@@ -61,7 +61,7 @@ test-nvcc:
 	@echo "== nvcc"
 	@if command -v nvcc >/dev/null; then \
 	    { $(call CMAKE,Release,build); } && $(call BUILD,build) --target epic_cuda_checked \
-	        epic_gpu_bench_checked && \
+	        epic_gpu_bench_checked gpu_callers && \
 	    echo "left out: machine code of the CUDA kernels (make, make gpu-build)"; fi
 
 .PHONY: gpu-configure gpu-all gpu-build gpu-test gpu-bench gpu-bench-layer gpu-bench-turns gpu-build-hosts \
