@@ -1,30 +1,32 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The collect flow. An item belongs to one home rank, usually as one of its tokens. Other ranks
- * contribute a row to the item and send it to the home. When the rows of all contributing ranks
- * have arrived, the home handles the item.
+/* The collect flow. Each item, usually a token, has one home rank. Other ranks compute a row
+ * for the item and send it to the home. When the rows of all contributing ranks have arrived,
+ * the home handles the item.
  *
- * Every rank sends its rows to a home in ascending order of items, on its ring to that home.
- * The home handles its items in the same order. So the row that a home needs next is always the
- * oldest in its ring, and the flow makes progress with rings of any size. */
+ * Every rank sends its rows to a home in ascending order of items, through its ring to that
+ * home. The home handles its items in the same order. So the row that a home needs next is
+ * always the oldest row in its ring. Therefore no ring can be full of rows that the home cannot
+ * use yet, and the flow makes progress with rings of any size. */
 #include <string.h>
 
 #include "base/error.h"
 #include "exchange/exchange.h"
 
-/* bytes to send to one home before the next home has its turn */
+/* largest number of bytes to send to one home before the next home has its turn */
 #define BATCH_BYTES (256 * 1024)
 
 /* The state of one collect flow. */
 typedef struct collecting {
     exchange *x;
     const collect *c;
-    int64_t item;  /* the item that this rank handles next as home */
+    int64_t item;  /* the next item of this rank to handle */
     int32_t piece; /* the next piece of that item */
-    int64_t batch; /* entries to send to one home before the next home has its turn */
+    /* largest number of entries to send to one home before the next home has its turn */
+    int64_t batch;
 } collecting;
 
-/* Sends entries to one home until its ring is full, one batch is sent, or no entry is left.
- * Returns whether it sent any. */
+/* Sends entries to one home until the ring is full, one batch is sent, or no entry is left.
+ * Returns true if it sent any. */
 static bool collect_send_to(collecting *g, int home)
 {
     exchange *x = g->x;
@@ -61,9 +63,9 @@ static bool collect_send(collecting *g)
     return moved;
 }
 
-/* Fills x->rows with the contributing ranks' entries for the next piece of the next item.
- * Returns true if all have arrived. Otherwise marks each rank whose entry is missing as
- * awaited, and returns false. */
+/* Sets x->rows[r] to the entry of each contributing rank r for the next piece of the next item.
+ * Returns true if all these entries have arrived. Otherwise returns false, and adds each rank
+ * whose entry is missing to the awaited ranks. */
 static bool collect_find_rows(collecting *g)
 {
     exchange *x = g->x;
@@ -80,7 +82,7 @@ static bool collect_find_rows(collecting *g)
 }
 
 /* Releases all entries that were read, so that their senders can reuse the memory. dropped[r]
- * is the number of entries of rank r that earlier calls have released. This call updates it. */
+ * is the number of entries of rank r that were released so far; the function updates it. */
 static void collect_release_rows(collecting *g, int64_t *dropped)
 {
     exchange *x = g->x;
@@ -91,8 +93,8 @@ static void collect_release_rows(collecting *g, int64_t *dropped)
     }
 }
 
-/* Handles this rank's items in order, up to one batch, until an item lacks a row. Returns
- * whether it handled any piece. */
+/* Handles this rank's items in ascending order. Ends after one batch, or at the first item that
+ * lacks a row. Returns true if it handled any piece. */
 static bool collect_receive(collecting *g)
 {
     exchange *x = g->x;
@@ -109,8 +111,8 @@ static bool collect_receive(collecting *g)
     return count > 0;
 }
 
-/* Returns whether this rank still has entries to send or items to handle. Sets the awaited
- * ranks to those that have not received all entries from this rank. */
+/* Returns true if this rank still has entries to send or items to handle. Sets the awaited
+ * ranks to those to which this rank still has entries to send. */
 static bool collect_is_unfinished(collecting *g)
 {
     exchange *x = g->x;

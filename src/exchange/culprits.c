@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds the culprits of a missed deadline: ranks that others wait for, but that do not wait
- * themselves. If the ranks wait for each other in a circle, the culprits are the ranks that
- * this rank waits for. In this file, x is the exchange of this rank that has missed its
- * deadline. */
+/* Finds the culprits of a timeout: the ranks that other ranks wait for, but that do not wait
+ * themselves. If the ranks wait for each other in a circle, the culprits are among the ranks
+ * that this rank waits for. In this file, x is the exchange of this rank whose deadline has
+ * passed. */
 #include "exchange/culprits.h"
 
 #include <stdio.h>
@@ -38,13 +38,14 @@ void format_ranks(char *out, size_t size, const uint64_t *ranks)
 bool has_peer_finished(const exchange *x, const epic_peer_status *status)
 {
     if (!status->has_announced) return false;
-    if (status->has_closed) return true; /* a rank closes its context only after its calls */
+    /* a rank closes its context only after its calls have returned */
+    if (status->has_closed) return true;
     if (status->tag != x->tag || status->sequence < x->header_sequence) return false;
     return status->sequence > x->header_sequence || !status->is_inside;
 }
 
-/* Follows the chain of waits: from the ranks that x waits for to the ranks that those wait for,
- * and so on. Adds to `ends` the ranks where a chain ends: ranks that are gone or do not
+/* Follows the waits: from the ranks that x waits for to the ranks that those wait for, and so
+ * on. Adds to `ends` the ranks at which this search ends: ranks that are gone or do not
  * wait. */
 static void follow_waits(exchange *x, uint64_t *ends)
 {
@@ -62,12 +63,12 @@ static void follow_waits(exchange *x, uint64_t *ends)
             continue;
         }
         for (int w = 0; w < RANK_WORDS; w++) todo[w] |= status.waits_for[w];
-        r = -1; /* start again at rank 0, because `todo` may have got a lower rank than r */
+        r = -1; /* next is rank 0, because `todo` may now contain a rank lower than r */
     }
 }
 
-/* Copies to `culprits` the ranks of `from` that are furthest behind: those that have not
- * announced this exchange. If all have announced it, copies those in the lowest phase. */
+/* Copies to `culprits` those ranks of `from` that are furthest behind: the ranks that have not
+ * announced this exchange. If all have announced it, copies the ranks in the lowest phase. */
 static void keep_furthest_behind(exchange *x, const uint64_t *from, uint64_t *culprits)
 {
     uint32_t least = UINT32_MAX;
@@ -82,8 +83,8 @@ static void keep_furthest_behind(exchange *x, const uint64_t *from, uint64_t *cu
         }
 }
 
-/* Appends to the sentence in which operation a culprit was last seen. Returns false and appends
- * nothing if the text does not fit. */
+/* Appends a clause to `sentence`: in which operation the culprit `rank` was last seen. Returns
+ * false and appends nothing if the clause does not fit. */
 static bool append_peer_status(char *sentence, size_t size, int rank,
                                const epic_peer_status *status)
 {
@@ -101,7 +102,8 @@ static bool append_peer_status(char *sentence, size_t size, int rank,
     return true;
 }
 
-/* Writes the sentence of a timeout: the culprits, and the status of up to four of them. */
+/* Writes the error sentence of a timeout: the list of culprits, and the status of up to four of
+ * them. */
 static void describe_culprits(exchange *x, const uint64_t *culprits, char *sentence,
                               size_t size)
 {
@@ -125,8 +127,8 @@ void find_culprits(exchange *x, uint64_t *culprits, char *sentence, size_t size)
     follow_waits(x, ends);
     bool any = false;
     for (int w = 0; w < RANK_WORDS; w++) any |= ends[w] != 0;
-    /* If `ends` is empty, the ranks wait for each other in a circle. Then the culprits come
-     * from the ranks that x waits for. */
+    /* If `ends` is empty, the ranks wait for each other in a circle. Then the culprits are
+     * chosen from the ranks that x waits for. */
     keep_furthest_behind(x, any ? ends : x->waits_for, culprits);
     describe_culprits(x, culprits, sentence, size);
 }

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds the culprits: the ranks that caused another rank's wait to reach its deadline. */
+/* Finds the culprits of a timeout: the ranks that made this rank wait longer than its
+ * deadline. */
 #ifndef EPIC_CULPRITS_H
 #define EPIC_CULPRITS_H
 
@@ -9,14 +10,15 @@
  * and 5". Names at most 16 of them, then "and N more". */
 void format_ranks(char *out, size_t size, const uint64_t *ranks);
 
-/* Returns whether the peer has finished the exchange x. Such a peer is no culprit, and it may
- * close its context. x may still wait for it: a full ring to EVERYONE does not show which peer
- * has to read it, so all peers count as awaited. */
+/* Returns true if the peer has finished the operation of exchange x. Then the peer is no
+ * culprit, even if it has closed its context. x may still wait for such a peer: a full ring to
+ * EVERYONE does not show which peer has not read it, so x waits for all peers. */
 bool has_peer_finished(const exchange *x, const epic_peer_status *status);
 
-/* Sets the bits of the culprits in `culprits`. Starts with the ranks that x waits for, and
- * follows their waits to ranks that do not wait. Of these it keeps those that are furthest
- * behind. Writes a sentence with the status of up to four culprits. */
+/* Sets the bits of the culprits in `culprits`, and writes an error sentence with the status of
+ * up to four culprits to `sentence`. Starts with the ranks that x waits for, and follows their
+ * waits to ranks that do not wait. Of the ranks found, only those that are furthest behind are
+ * culprits. */
 void find_culprits(exchange *x, uint64_t *culprits, char *sentence, size_t size);
 
 #endif

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Opens and closes operations, compares their op headers, and waits with a deadline. To break
- * the group means to record a failure. All calls of all ranks then return this failure. */
+/* Opens and closes operations, compares their op headers, and waits with a deadline. To *break
+ * the group* means to record a failure for all ranks. All calls of all ranks then return this
+ * failure. */
 #include "exchange/exchange.h"
 
 #include <stdio.h>
@@ -15,7 +16,7 @@ enum {
     PHASE_HEADERS,
     PHASE_ROWS,
     PHASE_NEXT_ROWS
-}; /* how far a rank is in an exchange; peers read it with transport->look() */
+}; /* how far a rank is in an exchange. Peers read the phase with transport->look(). */
 
 #define CHECK_NS 100000000ull /* time between checks whether peers are alive */
 #define MS 1000000ull
@@ -34,8 +35,8 @@ int64_t exchange_bytes(const epic_config *config)
            (int64_t)row_scratch_bytes(config) + (TREE_LEVELS + 1) * PIECE_MAX;
 }
 
-/* Allocates the arrays of an exchange. Returns false if memory is short; the caller's
- * exchange_close_all() then frees the arrays that exist. */
+/* Allocates the arrays of an exchange. Returns false if memory is short. Some arrays may then
+ * exist, which exchange_close_all() frees. */
 static bool exchange_allocate(exchange *x, const epic_context *ctx)
 {
     const size_t n = (size_t)ctx->num_ranks;
@@ -114,8 +115,9 @@ static epic_result exchange_poll_failure(exchange *x)
     return context_break(x->ctx, &failure);
 }
 
-/* Breaks the group with an error that this rank has found, and returns it. If another rank
- * broke the group first, returns that rank's error, so that all ranks return the same. */
+/* Breaks the group with `result`, an error that this rank has found, and returns it. If another
+ * rank broke the group first, returns the error of that rank instead, so that all ranks return
+ * the same error. */
 static epic_result exchange_break_group(exchange *x, epic_result result,
                                         const uint64_t *culprits, const char *sentence)
 {
@@ -134,14 +136,14 @@ static epic_result exchange_break_group(exchange *x, epic_result result,
     return first ? first : context_break(x->ctx, &failure);
 }
 
-/* Breaks the group with EPIC_EPEER if a peer that this rank waits for is gone. Checks at most
- * every CHECK_NS. Checks at once if `late` is true (the deadline has passed), or if the last
- * check saw a peer gone.
+/* Breaks the group with EPIC_EPEER if a peer that this rank waits for is gone. Looks at the
+ * peers at most once every CHECK_NS. Looks at once if `late` is true (the deadline has passed),
+ * or if the last check saw that a peer is gone.
  *
- * The peer may have sent its last data just before it ended. Therefore two checks must see it
- * gone, with no entry moved between them. If some peers' processes ended and others closed
- * their contexts, the error names only the former, because the others probably closed as a
- * consequence. */
+ * A peer may have sent its last data just before its process ended. Therefore two checks must
+ * see the peer gone, and no entry may move between the checks. If the processes of some peers
+ * ended and other peers closed their contexts, the error names only the peers whose processes
+ * ended. The other peers probably closed as a consequence. */
 static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
 {
     if (!late && !x->is_peer_gone && now - x->last_check_ns < CHECK_NS) return EPIC_OK;
@@ -168,9 +170,9 @@ static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
     return exchange_break_group(x, EPIC_EPEER, any_ended ? ended : closed, sentence);
 }
 
-/* Breaks the group with EPIC_ETIMEOUT, because the deadline has passed. If the machine stopped
- * this process during the search for culprits, the peers were probably stopped too. In that
- * case the function restarts the deadline and returns EPIC_OK. */
+/* Breaks the group with EPIC_ETIMEOUT, because the deadline has passed. But if the machine
+ * suspended this process during the search for culprits, the peers were probably suspended too.
+ * Then the function restarts the deadline and returns EPIC_OK. */
 static epic_result exchange_report_timeout(exchange *x)
 {
     uint64_t culprits[RANK_WORDS] = {0};
@@ -180,9 +182,10 @@ static epic_result exchange_report_timeout(exchange *x)
     return exchange_break_group(x, EPIC_ETIMEOUT, culprits, sentence);
 }
 
-/* Checks for a failure, the deadline and ended peers, then sleeps once in transport->wait().
- * op_slot is the op slot of the exchange, or -1 to wait for a free one. If the first check saw
- * a peer gone, the sleep is only 1 ms, so that the second check comes soon. */
+/* Checks for a failure, for the deadline and for peers that are gone. Then sleeps once in
+ * transport->wait(). op_slot is the op slot of the exchange, or -1 to wait for a free op slot.
+ * If only one check has seen a peer gone, the sleep lasts 1 ms, so that the second check comes
+ * soon. */
 static epic_result exchange_wait_in(exchange *x, int op_slot)
 {
     TRY(exchange_poll_failure(x));
@@ -190,7 +193,7 @@ static epic_result exchange_wait_in(exchange *x, int op_slot)
     const bool late = deadline_look(&x->deadline, now);
     TRY(exchange_check_peers(x, now, late));
     if (late && !x->is_peer_gone)
-        TRY(exchange_report_timeout(x)); /* if a peer seems gone, the second check decides */
+        TRY(exchange_report_timeout(x)); /* if a peer seems gone, the next check decides */
     const uint64_t longest = (x->is_peer_gone ? 1 : MAX_SLEEP_MS) * MS;
     const uint64_t sleep = deadline_sleep_ns(&x->deadline, now, longest);
     x->transport->wait(x->group, op_slot, x->phase, x->waits_for, (uint32_t)(sleep / MS) + 1);
@@ -214,11 +217,11 @@ epic_result exchange_wait(exchange *x)
 void exchange_report_progress(exchange *x)
 {
     x->is_peer_gone = false;
-    deadline_renew(&x->deadline); /* the deadline starts again with the next wait */
+    deadline_renew(&x->deadline); /* the next wait has the full timeout again */
 }
 
-/* Waits for a free op slot and stores its number in *op_slot. The operations that hold the op
- * slots may wait for any peer. So all peers count as awaited here. */
+/* Waits for a free op slot and stores its number in *op_slot. The operations that use the op
+ * slots may wait for any peer. Therefore this function marks all peers as awaited. */
 static epic_result exchange_wait_for_op_slot(exchange *request, int *op_slot)
 {
     exchange waiter = *request;
@@ -226,12 +229,12 @@ static epic_result exchange_wait_for_op_slot(exchange *request, int *op_slot)
         if (r != waiter.rank) exchange_mark_awaited(&waiter, r);
     while ((*op_slot = request->transport->claim(request->group)) < 0)
         TRY(exchange_wait_in(&waiter, -1));
-    request->deadline = waiter.deadline; /* the wait for headers continues this deadline */
+    request->deadline = waiter.deadline; /* the wait for headers has the same deadline */
     return EPIC_OK;
 }
 
-/* Claims an op slot, after a wait if none is free. Copies the operation in `request` to the
- * exchange of that op slot. */
+/* Claims an op slot. Waits for one if no op slot is free. Sets *out to the exchange of that op
+ * slot, and copies the operation in `request` to it. */
 static epic_result exchange_claim_op_slot(exchange **out, epic_context *ctx, exchange *request)
 {
     int op_slot = request->transport->claim(ctx->group);
@@ -251,13 +254,13 @@ static epic_result exchange_claim_op_slot(exchange **out, epic_context *ctx, exc
     return EPIC_OK;
 }
 
-/* Compares the op header of rank r with two others: the header of this rank and the header of
- * rank *healthy. *healthy is the first rank whose header reports no error, or -1 if there is
- * none yet.
+/* Compares the op header of rank r with two others: the header of this rank, and the header of
+ * rank *healthy. *healthy is the first rank found whose header reports no error, or -1 if none
+ * is found yet. If two headers differ, breaks the group with EPIC_EMISMATCH.
  *
- * In a header that reports an error, most other elements are not filled in. If this rank's own
- * header reports one, only the comparison with *healthy can show that two other ranks
- * differ. */
+ * In a header that reports an error, most other elements are not filled in. So if this rank's
+ * own header reports an error, it does not show whether two other ranks differ. The header of
+ * *healthy does. */
 static epic_result exchange_compare_header(exchange *x, int r, int *healthy)
 {
     char sentence[256];
@@ -274,8 +277,8 @@ static epic_result exchange_compare_header(exchange *x, int r, int *healthy)
     return EPIC_OK;
 }
 
-/* Waits for the op headers of all ranks and compares them. If two differ, breaks the group with
- * EPIC_EMISMATCH. */
+/* Waits for the op headers of all ranks and compares them. If two headers differ, breaks the
+ * group with EPIC_EMISMATCH. `mine` is the header of this rank. */
 static epic_result exchange_gather_headers(exchange *x, const epic_op_header *mine)
 {
     int healthy = mine->local[LOCAL_ERROR] ? -1 : x->rank;
@@ -299,9 +302,9 @@ static epic_result exchange_gather_headers(exchange *x, const epic_op_header *mi
     }
 }
 
-/* Claims an op slot, announces the op header, and waits for the headers of all ranks. If it
- * fails after it has claimed an op slot, it also sets *out to the exchange, which the caller
- * must close. */
+/* Claims an op slot, sends the op header to all ranks, and waits for the headers of all ranks.
+ * If the function has claimed an op slot, it sets *out to the exchange, also if it then fails.
+ * The caller must close this exchange. */
 static epic_result exchange_enter(exchange **out, epic_context *ctx, exchange *request,
                                   const epic_op_header *header, uint64_t bytes)
 {
@@ -360,7 +363,9 @@ epic_result exchange_close(exchange *x, epic_result result)
     const uint64_t tag = x->tag, record = x->record;
     rounding_leave(x->rounding);
     x->transport->finish(x->group,
-                         x->op_slot); /* another thread may claim the op slot from here on */
+                         /* from here on another thread may claim the op slot and overwrite
+                          * *x */
+                         x->op_slot);
     recorder_end(ctx->recorder, record, result, result == EPIC_OK ? NULL : epic_sentence());
     tags_end(&ctx->tags, tag);
     return result;

@@ -1,23 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* An exchange carries out one collective operation of a host context: the ranks exchange op
- * headers, then rows. It may carry out a second operation with the same op headers.
+/* An exchange is the object with which a rank carries out one collective operation of a host
+ * context. First all ranks send op headers to each other, then rows. A second operation may
+ * follow in the same exchange, without new op headers (exchange_reuse).
  *
- * Every operation calls exchange_open, runs one or more flows, and calls exchange_close. If one
- * public call consists of two operations, the second may continue in the exchange of the first
- * (exchange_reuse). A flow moves the rows of *items*. An item is usually one token, numbered on
- * its own rank. There are two kinds of flows:
+ * An operation calls exchange_open, runs one or more flows, and calls exchange_close. A flow
+ * moves the rows of *items*. An item is usually one token, numbered on its own rank. There are
+ * two kinds of flows:
  *
  * scatter: each source rank sends its own items in ascending order, and each rank reads the
- * items that it needs. Sources do not wait for one another. Dispatch uses it for rows, and a
- * plan uses it for expert ids.
+ * items that it needs. Sources do not wait for one another. Dispatch uses a scatter for rows. A
+ * plan uses one for expert ids.
  *
- * collect: the items belong to their home rank. Other ranks compute a row for an item and send
- * it to the home. When the rows of all contributing ranks have arrived, the home handles the
- * item. Combine uses it: the home sums the rows of a token.
+ * collect: each item has a home rank. Other ranks compute a row for the item and send the row
+ * to its home. When the rows of all contributing ranks have arrived, the home handles the item.
+ * Combine uses a collect: the home sums the rows of a token.
  *
- * Entries travel through rings (backend/transport.h): one ring from each rank to each peer, or
- * one from each rank to EVERYONE, whose entries all peers read. A row that is larger than an
- * entry of a ring is split into pieces. */
+ * Rows travel as entries of rings (backend/transport.h). There is one ring from each rank to
+ * each peer, or one from each rank to EVERYONE, whose entries all peers read. A row that is
+ * larger than an entry is split into pieces. */
 #ifndef EPIC_EXCHANGE_H
 #define EPIC_EXCHANGE_H
 
@@ -26,31 +26,33 @@
 #include "exchange/op_header.h"
 
 #define RANK_WORDS (EPIC_MAX_RANKS / 64)
-/* Every piece of a row, except the last one, has a multiple of this many bytes: the size of
- * 1024 float64 elements. A dot product is computed in blocks of 1024 elements. */
+/* Size of a piece in bytes: a multiple of PIECE_UNIT, at most PIECE_MAX. Only the last piece of
+ * a row may have another size. PIECE_UNIT is the size of 1024 float64 elements, because dot
+ * products are computed in blocks of 1024 elements. */
 #define PIECE_UNIT 8192
 #define PIECE_MAX (4 * PIECE_UNIT)
-/* largest size in bytes of a trailer: the weights that follow a row in its ring entry, one
- * float for each of the token's choices */
+/* Largest size of a trailer in bytes. A trailer is one float for each choice of a token. It
+ * follows a row in the row's ring entry. */
 #define TRAILER_MAX 256
 #define TREE_LEVELS 18 /* a binary tree with 65536 leaves has 17 levels; one more is spare */
 
-/* The measured cost of writing one ring. ring_copy.h explains how it is used. */
+/* The measured cost of writing into one ring. ring_copy.h explains how it is used. */
 typedef struct ring_cost {
-    int32_t line_ps; /* picoseconds to write one cache line, a moving average */
+    int32_t line_ps; /* moving average of the time to write one cache line, in picoseconds */
     uint32_t rows;   /* rows written so far */
-    /* write_row_timed() does an atomic exchange on this field, to wait for all earlier stores.
-     * The value is never used. */
+    /* write_row_timed() writes this field with an atomic exchange, which returns only after all
+     * earlier stores. The value is never used. */
     _Atomic bool settled;
 } ring_cost;
 
-/* An output of a peer that lies in a window. */
+/* An output of a peer that lies in a window, so that this rank may store rows into it
+ * directly. */
 typedef struct window_target {
     unsigned char *base; /* address in this process; NULL: this rank must not store there */
     int64_t bytes;       /* bytes from `base` to the end of the peer's window */
 } window_target;
 
-/* The state of one operation in one op slot. One thread at a time uses it. */
+/* State of the operation in one op slot of this rank. One thread at a time uses it. */
 typedef struct exchange {
     epic_context *ctx;
     const epic_transport *transport;
@@ -59,24 +61,25 @@ typedef struct exchange {
     int rank, num_ranks;
     uint32_t operation;
     uint64_t tag, sequence;
-    /* Sequence number of the operation whose op headers were sent. After exchange_reuse(),
-     * `sequence` is higher than this. */
+    /* Sequence number in the op headers of this exchange. `sequence` is higher if
+     * exchange_reuse() has begun a second operation. */
     uint64_t header_sequence;
     deadline deadline; /* deadline of the current wait */
     uint64_t record;   /* this operation's record in the flight recorder */
     uint64_t rounding; /* rounding mode of the caller, which exchange_close() restores */
-    uint32_t phase;    /* how far the exchange is; peers can read it */
-    /* true: the last check found a peer gone, and no entry has moved since */
+    uint32_t phase;    /* how far this rank is (PHASE_*); peers can read it */
+    /* true: the last check found that a peer is gone, and no entry was sent or read since
+     * then */
     bool is_peer_gone;
     uint64_t last_check_ns;         /* time of the last check whether peers are alive */
     uint64_t waits_for[RANK_WORDS]; /* one bit for each rank that this rank waits for */
 
     /* The arrays from `headers` to `rows` have one element for each rank. */
     const epic_op_header **headers;
-    /* number of items of each source (scatter) or home (collect) */
+    /* number of items of each rank; in a collect flow: items whose home is this rank */
     int64_t *items;
-    int64_t *sends, *receives; /* entries to and from each rank in this flow */
-    /* number of these entries that were sent to and read from each rank so far */
+    int64_t *sends, *receives; /* number of entries to and from each rank in this flow */
+    /* number of entries that were sent to and read from each rank so far */
     int64_t *num_sent, *num_read;
     int64_t *next_item_to;   /* next item to send to each peer */
     int32_t *next_piece_to;  /* next piece of that item */
@@ -85,11 +88,12 @@ typedef struct exchange {
     const void **rows;       /* the `rows` argument of collect.read_rows */
     window_target *targets;  /* [num_ranks, NUM_WINDOW_OUTPUTS]; exchange/windows.h */
     bool has_targets;        /* true: this flow stores into windows */
-    /* Bytes of the last entry that fill_entry() did not write into the ring, because it stored
-     * them into windows, or no peer needs them. The flow sets it to 0 before each entry. */
+    /* Number of bytes of the last entry that fill_entry() did not write into the ring, because
+     * it stored them into windows, or no peer needs them. The flow sets the number to 0 before
+     * each entry. */
     int64_t left_out_bytes;
-    /* [num_ranks, 64] unfinished dot products of combine_backward: one for each k of the token
-     * whose pieces arrive from a rank */
+    /* [num_ranks, 64] Unfinished dot products of combine_backward. Row r is for the token of
+     * rank r whose pieces are arriving: one dot product for each choice k. */
     double *sums;
     unsigned char *row;    /* one quantized row, max_row_bytes + 64 bytes */
     unsigned char *pieces; /* [TREE_LEVELS + 1, PIECE_MAX] scratch rows for partials */
@@ -102,19 +106,18 @@ epic_result exchange_open_all(epic_context *ctx);
 void exchange_close_all(epic_context *ctx);
 int64_t exchange_bytes(const epic_config *config); /* returns the host memory of one exchange */
 
-/* Begins an operation: publishes the op header, waits for the headers of all ranks, and
- * compares them.
+/* Begins an operation: sends this rank's op header to all ranks, waits for their headers, and
+ * compares all headers. `bytes` is the size of the operation that epic-info shows.
  *
- * On an error *out is NULL and there is nothing to close, with one exception. If a rank's
- * header reports an error in that rank's data, this returns that error, and *out is open. The
- * caller then clears its outputs and calls exchange_close(). epic-info shows `bytes` as the
- * size of the operation. */
+ * After an error *out is NULL, and the caller closes nothing. There is one exception: if a
+ * header reports an error in the data of its rank, the function returns this error on all
+ * ranks, and *out is open. The caller then clears its outputs and calls exchange_close(). */
 epic_result exchange_open(exchange **out, epic_context *ctx, uint32_t operation,
                           const epic_call *call, const epic_op_header *header, uint64_t bytes);
 
-/* Ends a successful operation and begins the next operation of its tag in the same exchange,
- * without new op headers. The headers of the first operation must contain everything that the
- * second one needs, so that all ranks take the same decisions. */
+/* Ends the operation of x, which has succeeded, and begins the next operation of its tag in x.
+ * The ranks send no new op headers. So the headers of the first operation must contain
+ * everything that the ranks must agree on in the second one. */
 void exchange_reuse(exchange *x, uint32_t operation, uint64_t bytes);
 
 /* Ends the operation and its exchange, and returns `result`. The caller must not use x
@@ -123,23 +126,23 @@ epic_result exchange_close(exchange *x, epic_result result);
 
 /* Sleeps until entries may have arrived or rings may have room. A flow calls it when it can
  * neither send nor read an entry. If an awaited peer is gone or the deadline has passed, the
- * group fails: all calls of all ranks then return this error. */
+ * group fails: all calls of all ranks then return the error that this function returns. */
 epic_result exchange_wait(exchange *x);
 
-/* Restarts the deadline of the wait. A flow calls it after it has moved entries, so that only a
- * wait without any progress ends in EPIC_ETIMEOUT. */
+/* Gives the next wait the full timeout again. A flow calls it after it has sent or read
+ * entries, so that only a wait without any progress ends in EPIC_ETIMEOUT. */
 void exchange_report_progress(exchange *x);
 
 /* Adds `bytes` to the number of bytes that this rank has written into rings. Tests read that
- * number. Call it once for many rows, because the atomic addition waits for all earlier
- * stores. */
+ * number. Call it once for many rows: the atomic addition is slow, because it waits for all
+ * earlier stores. */
 static inline void exchange_count_bytes(exchange *x, int64_t bytes)
 {
     atomic_fetch_add_explicit(&x->ctx->bytes_sent, (uint64_t)bytes, memory_order_relaxed);
 }
 
-/* Adds a rank to waits_for, the ranks that this rank waits for. During a wait, peers can read
- * waits_for to find the rank that delays everyone. */
+/* Adds a rank to waits_for, the set of ranks that this rank waits for. If this rank then waits
+ * too long, peers read waits_for to find the rank that delays all others. */
 static inline void exchange_mark_awaited(exchange *x, int rank)
 {
     x->waits_for[rank / 64] |= 1ull << (rank % 64);
@@ -159,14 +162,15 @@ typedef struct row_split {
     int32_t num_pieces; /* at least 1, even for a row without bytes */
 } row_split;
 
-/* Splits rows of row_bytes bytes into the largest pieces that fit, with `trailer` more bytes,
- * into one ring entry. If `everyone` is true and the transport has a ring to EVERYONE, the
- * entries of that ring limit the size. Otherwise the entries of a ring to one peer do. */
+/* Splits rows of row_bytes bytes into pieces. A piece is as large as possible, but it must fit
+ * into one ring entry together with `trailer` more bytes. `everyone` selects the ring whose
+ * entries limit the size: the ring to EVERYONE if the transport has one, otherwise a ring to
+ * one peer. */
 row_split exchange_split_rows(const exchange *x, bool everyone, int64_t row_bytes,
                               int64_t trailer);
 
-/* piece_offset() returns where a piece begins in its row, piece_size() how many bytes it
- * has. */
+/* piece_offset() returns the byte of its row at which a piece begins. piece_size() returns the
+ * size of a piece in bytes. */
 static inline int64_t piece_offset(const row_split *c, int32_t piece)
 {
     return piece * c->piece_bytes;
@@ -178,17 +182,17 @@ static inline int64_t piece_size(const row_split *c, int32_t piece)
     return left < c->piece_bytes ? left : c->piece_bytes;
 }
 
-/* The callbacks of a scatter flow. Their first argument is `self`. Sender and receiver must
+/* The callbacks of a scatter flow. `self` is their first argument. Sender and receiver must
  * agree: is_sent(peer, item) on this rank equals is_received(this rank, item) on the peer. */
 typedef struct scatter {
     void *self;
-    const int64_t *items; /* [num_ranks] items of each source */
+    const int64_t *items; /* [num_ranks] number of items of each source */
     row_split split;
 
-    /* Returns whether `peer` needs item `item` of this rank. */
+    /* Returns true if `peer` needs item `item` of this rank. */
     bool (*is_sent)(void *self, int peer, int64_t item);
 
-    /* Returns whether this rank needs item `item` of rank `from`. */
+    /* Returns true if this rank needs item `item` of rank `from`. */
     bool (*is_received)(void *self, int from, int64_t item);
 
     /* Writes one piece of an item into an entry of a ring. */
@@ -201,26 +205,28 @@ typedef struct scatter {
     /* Reads one piece of an item of rank `from`. */
     void (*read_entry)(void *self, int from, int64_t item, int32_t piece, const void *entry);
 
-    /* Handles an item that this rank sends to itself, without a ring. */
+    /* Handles an item of this rank that this rank itself needs. Such an item uses no ring. */
     void (*read_own_item)(void *self, int64_t item);
 } scatter;
 
-/* Runs one scatter flow: sends this rank's entries, reads those of its peers, and waits when
- * neither is possible. Returns EPIC_OK, or the failure of the group. */
+/* Runs one scatter flow: sends this rank's entries, reads those of its peers, and waits while
+ * it can do neither. Returns EPIC_OK, or the failure of the group. */
 epic_result scatter_run(exchange *x, const scatter *s);
 
-/* The callbacks of a collect flow. Their first argument is `self`. As in a scatter flow,
- * is_sent(home, item) on this rank equals is_received(this rank, item) on the home. */
+/* The callbacks of a collect flow. `self` is their first argument. Sender and receiver must
+ * agree: is_sent(home, item) on this rank equals is_received(this rank, item) on the home. */
 typedef struct collect {
     void *self;
-    const int64_t *items; /* [num_ranks] items of each home */
+    const int64_t *items; /* [num_ranks] number of items of each home */
     row_split split;
-    int64_t trailer; /* bytes that follow the first piece of a row in its entry */
+    /* size of the trailer, which follows the first piece of a row in its entry; 0: no
+     * trailer */
+    int64_t trailer;
 
-    /* Returns whether this rank sends a row for item `item` of rank `home`. */
+    /* Returns true if this rank sends a row for item `item` of rank `home`. */
     bool (*is_sent)(void *self, int home, int64_t item);
 
-    /* Returns whether rank `from` sends a row for item `item` of this rank. */
+    /* Returns true if rank `from` sends a row for item `item` of this rank. */
     bool (*is_received)(void *self, int from, int64_t item);
 
     /* Writes one piece of this rank's row for an item of rank `home` into an entry of a
@@ -231,14 +237,14 @@ typedef struct collect {
      * visible to the peers. NULL: fill_entry() uses only normal stores. */
     void (*flush_stores)(void);
 
-    /* Handles one piece of an item of this rank, when the entries of all contributing ranks
-     * have arrived. rows[r] is the entry of rank r, or NULL if rank r does not contribute or is
-     * this rank. */
+    /* Handles one piece of an item of this rank. Called when the entries of all contributing
+     * ranks for this piece have arrived. rows[r] is the entry of rank r. It is NULL if rank r
+     * does not contribute, and for this rank. */
     void (*read_rows)(void *self, int64_t item, int32_t piece, const void **rows);
 } collect;
 
-/* Runs one collect flow: sends rows to the homes, handles this rank's items, and waits when
- * neither is possible. Returns EPIC_OK, or the failure of the group. */
+/* Runs one collect flow: sends rows to the homes, handles this rank's items, and waits while it
+ * can do neither. Returns EPIC_OK, or the failure of the group. */
 epic_result collect_run(exchange *x, const collect *c);
 
 #endif

@@ -17,7 +17,7 @@ typedef enum option_kind {
     KIND_CHOICE, /* an enum value, printed by name */
     KIND_LONG,   /* a 64-bit integer: two words */
     /* word of a layer_weight, from layer_options_weight_word(): 0 if the caller passed NULL,
-     * otherwise 1, or a checksum of the weight with EPIC_CHECK_WEIGHTS */
+     * otherwise 1. With EPIC_CHECK_WEIGHTS it is a checksum instead of 1. */
     KIND_WEIGHT
 } option_kind;
 
@@ -34,8 +34,8 @@ typedef enum choice_list {
     TYPES
 } choice_list;
 
-/* The names of each choice_list, in the order of the enum's values. Each list is one string,
- * because an array of pointers would need relocations in the library. */
+/* The names of each choice_list, in the order of the enum's values in epic.h. Each list is one
+ * string: an array of pointers would need relocations when the library is loaded. */
 static const char choices[][72] = {
     [SCORES] = "softmax sigmoid sqrtsoftplus logits",
     [GROUP_SCORES] = "max sum",
@@ -52,8 +52,8 @@ typedef struct option {
     uint8_t choices; /* a choice_list */
 } option;
 
-/* The options in the order in which layer_options_fill() writes their words. Their names and
- * values are those of epic.torch and epic.jax, which are similar to those of epic.h. */
+/* The options, in the order in which layer_options_fill() writes their words. The names of
+ * options and values are those of epic.torch and epic.jax. */
 static const option options[] = {
     {"router.num_experts", KIND_NUMBER, NO_CHOICES},
     {"router.zero_experts", KIND_NUMBER, NO_CHOICES},
@@ -98,8 +98,8 @@ static const option options[] = {
 };
 enum { NUM_OPTIONS = sizeof options / sizeof *options };
 
-/* The weight words: first a flag, then one word for each layer_weight in its order. The flag is
- * 1 if the words are checksums. */
+/* The words of the weights: first a flag, which is 1 if the other words are checksums. Then one
+ * word for each layer_weight, in the order of that enum. */
 static const option weights[] = {
     {"EPIC_CHECK_WEIGHTS", KIND_FLAG, NO_CHOICES},
     {"w_gate", KIND_WEIGHT, NO_CHOICES},
@@ -136,7 +136,7 @@ static void put_long(uint32_t **at, uint64_t value)
     put_word(at, (uint32_t)(value >> 32));
 }
 
-/* Writes a double as two words. -0 and 0 have the same words. */
+/* Writes a double as two words. -0 is written as 0, because the two are equal. */
 static void put_real(uint32_t **at, double value)
 {
     uint64_t bits = 0;
@@ -205,8 +205,8 @@ static void put_shared(uint32_t **at, const epic_experts *e)
     put_limits(at, e);
 }
 
-/* Does not include the options that may differ between ranks: the number of slots and of local
- * experts, a caller's own GEMM, and what is kept for the backward pass. */
+/* Leaves out the options that may differ between ranks: the number of slots, the number of
+ * local experts, a caller's own GEMM, and what is kept for the backward pass. */
 void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_router *router,
                         const epic_experts *experts, const epic_experts *shared)
 {
@@ -245,7 +245,7 @@ uint32_t layer_options_weight_word(const void *data, int64_t bytes, bool is_chec
     if (!data) return 0;
     if (!is_checked) return 1;
     const uint64_t sum = hash_bytes(data, (size_t)bytes);
-    return (uint32_t)(sum ^ sum >> 32) | 2; /* "| 2": the word differs from 0 and 1 */
+    return (uint32_t)(sum ^ sum >> 32) | 2; /* "| 2": so the word is neither 0 nor 1 */
 }
 
 void layer_options_set_weights(layer_options *out, bool are_checked,

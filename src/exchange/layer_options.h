@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The options of a layer that must be equal on all ranks, in the form in which an op header
- * contains them.
+/* The options of a layer that must be equal on all ranks, as 32-bit words of an op header.
  *
- * If one rank's experts have another activation, or its router another score, all shapes fit
- * but the results are wrong. Therefore the first op header of each pass contains a hash of all
- * options. If two hashes differ, the option words in the headers show which option differs. */
+ * If an option differs between ranks, for example the activation of the experts, all shapes
+ * still fit but the results are wrong. Therefore the first op header of each pass contains a
+ * hash of all options. If two hashes differ, the words in the headers show which option
+ * differs. */
 #ifndef EPIC_LAYER_OPTIONS_H
 #define EPIC_LAYER_OPTIONS_H
 
@@ -19,8 +19,9 @@ typedef struct layer_options {
     uint32_t words[OPTION_WORDS];
 } layer_options;
 
-/* The weights of a layer that must be given on all ranks or on none. Each has one word: 0 if it
- * is NULL, otherwise 1, or a checksum of its numbers with EPIC_CHECK_WEIGHTS. */
+/* The weights of a layer that all ranks must pass, or none. Each weight has one word in the op
+ * header: 0 if the pointer is NULL, otherwise 1. With EPIC_CHECK_WEIGHTS the word is a checksum
+ * of the numbers instead of 1. */
 typedef enum layer_weight {
     WEIGHT_W_GATE,
     WEIGHT_B_GATE,
@@ -41,8 +42,8 @@ typedef enum layer_weight {
  * missing. */
 epic_result layer_options_read(layer_options *out, const epic_moe *moe);
 
-/* Fills in the options from structs that READ_SIZED has read. shared may be NULL. The weights
- * stay unknown. */
+/* Fills in the options from structs that READ_SIZED has read. shared may be NULL. Does not fill
+ * in the words of the weights. */
 void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_router *router,
                         const epic_experts *experts, const epic_experts *shared);
 

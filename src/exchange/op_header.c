@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Compares the op headers of two ranks, and converts the errors in them to sentences. */
+/* Compares the op headers of two ranks, and writes error sentences for the errors that headers
+ * report. */
 #include "exchange/op_header.h"
 
 #include <stdio.h>
@@ -120,7 +121,7 @@ bool op_header_compare(const epic_op_header *a, int rank_a, const epic_op_header
         char text_a[32], text_b[32];
         if (a->common[i] == b->common[i]) continue;
         if (i == COMMON_OPTIONS || i == COMMON_LAYER_WEIGHTS) {
-            /* 0: a rank does not know its value, so the two values are not compared */
+            /* 0: a rank does not know its hash, so the two hashes are not compared */
             if (!a->common[i] || !b->common[i]) continue;
             layer_options_describe_difference(a, rank_a, b, rank_b, sentence, size);
             return false;
@@ -144,7 +145,8 @@ void op_header_set_options(epic_op_header *header, const layer_options *options)
 bool op_header_compare_layer(const epic_op_header *given, const epic_op_header *plan,
                              char *sentence, size_t size)
 {
-    /* The fields are in this order, because the defaults of some depend on earlier ones. */
+    /* The fields are compared in this order, because the defaults of some fields depend on
+     * earlier ones. */
     static const int fields[] = {
         COMMON_NUM_EXPERTS, COMMON_NUM_LOGICAL, COMMON_TOP_K,           COMMON_LAYOUT,
         COMMON_ALIGNMENT,   COMMON_OVERFLOW,    COMMON_EXPERT_CAPACITY, COMMON_PRIORITY,
@@ -183,9 +185,9 @@ static epic_result saved_error(int rank, const int64_t *about)
                      (long long)about[2]);
 }
 
-/* Returns the error that a rank reports about its window: EPIC_ENOMEM or EPIC_ENOTSUP, after
- * which the group stays usable. The sentence is from a peer. Its end may be cut off, and
- * epic_fail() cleans it. */
+/* Returns the error that a rank reports about its window: EPIC_ENOMEM or EPIC_ENOTSUP. The
+ * group stays usable after it. The error sentence is the one that the rank sent. Its end may be
+ * cut off, and epic_fail() replaces bytes that are not valid text. */
 static epic_result window_error(int rank, const epic_op_header *header)
 {
     const bool no_memory = header->local[LOCAL_ERROR_DETAILS] == EPIC_ENOMEM;

@@ -41,17 +41,17 @@ enum { /* elements of epic_op_header.common */
 enum { /* elements of epic_op_header.local */
        LOCAL_TOKENS,
        LOCAL_CAPACITY,
-       /* rows of the caller's buffer that has one row per slot; EPIC_OP_WINDOW: bytes of the
-          window */
+       /* number of rows of the caller's slot buffer; for EPIC_OP_WINDOW: size of the window in
+          bytes */
        LOCAL_ROWS,
-       LOCAL_NEEDED_ROWS, /* slots that the plan occupies */
-       /* if a dispatch follows this plan in the same public call: its dispatch_signature();
-          else 0 */
+       LOCAL_NEEDED_ROWS, /* number of slots that the plan uses */
+       /* dispatch_signature() of the dispatch that follows this plan in the same public call;
+          0: no dispatch follows */
        LOCAL_NEXT_DISPATCH,
        LOCAL_ERROR,         /* an enum data_error */
        LOCAL_ERROR_DETAILS, /* first of four details about LOCAL_ERROR */
-       /* where the outputs of this rank lie in its windows: window_place() of each
-          enum window_output */
+       /* place of each output of this rank (enum window_output) in its windows; see
+          window_place() */
        LOCAL_WINDOWS = LOCAL_ERROR_DETAILS + 4,
        NUM_LOCAL = LOCAL_WINDOWS + 3 /* NUM_WINDOW_OUTPUTS */
 };
@@ -59,7 +59,8 @@ enum { /* elements of epic_op_header.local */
 /* The outputs of one operation that may lie in windows. */
 enum window_output { WINDOW_ROWS, WINDOW_SCALES, WINDOW_WEIGHTS, NUM_WINDOW_OUTPUTS };
 
-/* What is wrong in the data of a rank. The comments list the details of each error. */
+/* What is wrong in the data of a rank. The comments list the details of each error, which are
+ * stored in data_fault.about in this order. */
 enum data_error {
     DATA_OK,
     /* An expert id is out of range: token, k, id, number of valid ids. */
@@ -71,7 +72,7 @@ enum data_error {
     /* An entry of logical_of_expert is invalid: expert, logical expert, num_logical. Or a
      * logical expert has no replica: -1, logical expert. */
     DATA_REPLICAS,
-    /* The bytes of a plan are damaged: an enum plan_damage. */
+    /* The bytes of a plan are damaged: one detail, an enum plan_damage. */
     DATA_PLAN,
     /* The router's token id is not a row of the table: token, id, table_rows. */
     DATA_TOKEN_ID,
@@ -84,15 +85,15 @@ enum data_error {
     DATA_SAVED,
     /* A part of the layer's `saved` is damaged: an enum saved_part, index, value. */
     DATA_SAVED_PART,
-    /* A window cannot be added: an epic_result. epic_op_header.bytes contains the sentence. */
+    /* A window cannot be added: one detail, an epic_result. epic_op_header.bytes contains the
+     * error sentence. */
     DATA_WINDOW
 };
 
 enum saved_part { SAVED_TOKENS, SAVED_ROWS, SAVED_COUNT, SAVED_CHOICE };
 
 /* An error that a rank found in its own data before an operation. The rank still takes part in
- * the operation and reports the error in its op header, so that all ranks return the same
- * error. */
+ * the operation and reports the error in its op header. So all ranks return this error. */
 typedef struct data_fault {
     int64_t error;    /* an enum data_error; DATA_OK: no error */
     int64_t about[4]; /* the details of the error */
@@ -104,8 +105,8 @@ typedef struct op_header_extra {
     const layer_options *options; /* options of the layer; NULL: unknown */
 } op_header_extra;
 
-/* Stores an error in this rank's data in its op header. Does nothing if `fault` is NULL or
- * DATA_OK. */
+/* Stores an error of this rank's data in its op header. Does nothing if `fault` is NULL or its
+ * error is DATA_OK. */
 void op_header_set_fault(epic_op_header *header, const data_fault *fault);
 
 /* Stores the options of a layer in an op header. Does nothing if options is NULL. */
@@ -114,19 +115,19 @@ void op_header_set_options(epic_op_header *header, const layer_options *options)
 /* Returns the name of an epic_operation as errors print it. */
 const char *operation_name(uint32_t operation);
 
-/* Returns whether two ranks' op headers describe the same operation. If not, writes the first
- * difference to `sentence`. In a header that reports an error in its rank's data, other fields
- * are not filled in. So if one of the two does, only the operation is compared. */
+/* Returns true if the op headers of two ranks describe the same operation. If not, writes the
+ * first difference to `sentence`. If one of the headers reports an error in its rank's data,
+ * compares only the operation, because the other fields of such a header are not filled in. */
 bool op_header_compare(const epic_op_header *a, int rank_a, const epic_op_header *b, int rank_b,
                        char *sentence, size_t size);
 
-/* Returns whether the layer that a caller passed equals the layer of its plan. If not, writes
+/* Returns true if the layer that a caller passed equals the layer of its plan. If not, writes
  * the first field that differs to `sentence`. */
 bool op_header_compare_layer(const epic_op_header *given, const epic_op_header *plan,
                              char *sentence, size_t size);
 
-/* Returns the error that the headers report, or EPIC_OK. If several ranks report one, the
- * lowest rank counts. So every rank returns the same result and sentence. */
+/* Returns the error that the headers report, or EPIC_OK. If several ranks report an error,
+ * returns that of the lowest rank. So every rank returns the same result and sentence. */
 epic_result op_header_data_error(const epic_op_header *const *headers, int num_ranks);
 
 #endif

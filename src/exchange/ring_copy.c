@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Measures how long writing a row takes, and chooses how to copy the next rows
+/* Measures how long it takes to write a row into a ring, and chooses how to copy the next rows
  * (ring_copy.h). */
 #include "exchange/ring_copy.h"
 
@@ -8,11 +8,13 @@
 
 #define LINE 64
 #define MIN_TIMED_BYTES 1024 /* shorter rows are not timed: their time is mostly noise */
-#define TIMED_EVERY 64 /* one row of this many is timed, because timing slows a row down */
-/* If writing one cache line takes longer than this, rows are written past the caches. The limit
- * lies between the measured times for cores that share a cache and cores that do not. */
+#define TIMED_EVERY 64       /* one row of this many is timed; timing slows a row down */
+/* Limit in picoseconds. If writing one cache line takes longer on average, rows are written
+ * past the caches. The limit lies between the measured times for cores that share a cache and
+ * for cores that do not. */
 #define STREAM_ABOVE_PS 11000
-/* upper limit of a measured time, because the thread may have been preempted */
+/* Largest measured time that counts, in picoseconds per cache line. A longer time is reduced to
+ * this one, because the thread was probably preempted. */
 #define MAX_LINE_PS 30000
 
 ring_path ring_choose_path(exchange *x, int ring, int64_t bytes)

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Chooses how to copy a row into a ring: through the caches or past them.
+/* Chooses how to copy a row into a ring: through the caches or past them (non-temporal stores).
  *
- * A cache line of a ring is in the cache of the peer that read it last. A writer that writes
- * through the caches must fetch the line from that cache. Between cores that share a cache the
- * fetch costs almost nothing, and the reader then finds the row in the shared cache. Between
- * other cores the fetch costs more than writing past the caches and reading from memory.
+ * A cache line of a ring is in the cache of the peer that read it last. A normal store must
+ * first fetch the line from that cache. If writer and reader share a cache, the fetch costs
+ * almost nothing, and the reader then finds the row in the shared cache. If they do not, the
+ * fetch costs more than writing past the caches and reading from memory.
  *
- * The costs change at run time: the scheduler moves ranks, and a hypervisor moves virtual
- * cores. So one row in 64 is written through the caches and timed. A moving average of these
- * times decides how the next rows are copied. */
+ * These costs change at run time, because the scheduler moves ranks and a hypervisor moves
+ * virtual cores. Therefore one row in 64 is written through the caches, and the time is
+ * measured. A moving average of these times decides how the next rows are copied. */
 #ifndef EPIC_RING_COPY_H
 #define EPIC_RING_COPY_H
 
@@ -28,7 +28,7 @@ ring_path ring_choose_path(exchange *x, int ring, int64_t bytes);
 void ring_write_row(exchange *x, int ring, ring_path path, void *entry, const void *from,
                     size_t bytes, copy_function *copy_past_caches);
 
-/* Updates the moving average of a ring's cost per cache line. Writing one row of `bytes` bytes
+/* Adds one measurement to the moving average of a ring's cost: writing a row of `bytes` bytes
  * took `ns` nanoseconds. */
 void ring_record_time(ring_cost *cost, uint64_t ns, size_t bytes);
 

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sets the calling thread's floating-point mode for one operation: round to nearest even, with
- * subnormal numbers. Frameworks may have set the thread to flush subnormal numbers to zero,
- * which would change results.
+/* Sets the floating-point mode of the calling thread for one operation: round to nearest even,
+ * and compute with subnormal numbers. A framework may have set the thread to flush subnormal
+ * numbers to zero, which would change results.
  *
- * rounding_enter() sets the mode and returns the previous mode. rounding_leave() restores that
- * mode. On processors other than x86 and ARM64 both functions do nothing. */
+ * rounding_enter() sets the mode and returns the previous mode. rounding_leave() restores the
+ * previous mode. On processors other than x86 and ARM64 both functions do nothing. */
 #ifndef EPIC_ROUNDING_H
 #define EPIC_ROUNDING_H
 

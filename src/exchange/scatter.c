@@ -1,18 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The scatter flow. Every rank is a source: it sends its items to all ranks that need them,
  * without waiting for other sources. If the transport has a ring to EVERYONE, which all peers
- * read, the source writes each item once into that ring. Otherwise the source writes the item
- * into its ring to each peer that needs it.
+ * read, the source writes each item once into that ring. Otherwise the source has one ring to
+ * each peer, and writes the item into the ring of each peer that needs it.
  *
- * A rank repeats three steps until all entries are moved. It sends entries while the rings have
- * room, and reads entries that have arrived. If neither moved anything, it handles some of its
- * own items. If nothing moved at all, it waits. */
+ * A rank repeats these steps until all entries are sent and read. It sends entries while the
+ * rings have room, and reads entries that have arrived. If it could neither send nor read, it
+ * handles some of its own items. If no own item is left either, it waits. */
 #include <string.h>
 
 #include "base/error.h"
 #include "exchange/exchange.h"
 
-/* bytes to move through one ring before the next ring has its turn */
+/* largest number of bytes to move through one ring before the next ring has its turn */
 #define BATCH_BYTES (256 * 1024)
 
 /* The state of one scatter flow. */
@@ -22,7 +22,8 @@ typedef struct scattering {
     int64_t entry_bytes;
     bool shared;      /* true: use the ring to EVERYONE; false: one ring to each peer */
     int64_t own_next; /* next item of this rank to pass to read_own_item() */
-    int64_t batch;    /* entries to move through one ring before the next ring has its turn */
+    /* largest number of entries to move through one ring before the next ring has its turn */
+    int64_t batch;
 } scattering;
 
 static bool is_wanted_by_any(const scattering *g, int64_t item)
@@ -32,7 +33,8 @@ static bool is_wanted_by_any(const scattering *g, int64_t item)
     return false;
 }
 
-/* Fills one entry with a piece of an item. Returns the size of the piece in bytes. */
+/* Fills one entry with a piece of an item. Returns the number of bytes that it wrote into the
+ * entry. */
 static int64_t scatter_fill_entry(scattering *g, int64_t item, int32_t piece, void *entry)
 {
     g->x->left_out_bytes = 0;
@@ -40,9 +42,9 @@ static int64_t scatter_fill_entry(scattering *g, int64_t item, int32_t piece, vo
     return piece_size(&g->s->split, piece) - g->x->left_out_bytes;
 }
 
-/* Sends up to one batch of entries on the ring to EVERYONE. Returns whether it sent any. Each
- * item has an entry in this ring, even if no peer needs the item. So a reader finds a piece at
- * index item * num_pieces + piece. */
+/* Sends up to one batch of entries through the ring to EVERYONE. Returns true if it sent any.
+ * Each item has an entry in this ring, even if no peer needs the item. So the reader knows that
+ * a piece is entry number item * num_pieces + piece. */
 static bool scatter_send_to_all(scattering *g)
 {
     exchange *x = g->x;
@@ -64,7 +66,8 @@ static bool scatter_send_to_all(scattering *g)
     return true;
 }
 
-/* Sends up to one batch of entries on the ring to one peer. Returns whether it sent any. */
+/* Sends up to one batch of entries through the ring to one peer. Returns true if it sent
+ * any. */
 static bool scatter_send_to(scattering *g, int peer)
 {
     exchange *x = g->x;
@@ -101,8 +104,8 @@ static bool scatter_send(scattering *g)
     return moved;
 }
 
-/* Reads up to one batch of entries from a peer's ring to EVERYONE, and skips the items that
- * this rank does not need. Returns whether it read or skipped any. */
+/* Reads up to one batch of entries from a peer's ring to EVERYONE. Skips the items that this
+ * rank does not need. Returns true if it read or skipped any entry. */
 static bool scatter_receive_broadcast(scattering *g, int from)
 {
     exchange *x = g->x;
@@ -125,7 +128,8 @@ static bool scatter_receive_broadcast(scattering *g, int from)
     return true;
 }
 
-/* Reads up to one batch of entries from the ring from one peer. Returns whether it read any. */
+/* Reads up to one batch of entries from the ring that leads from peer `from` to this rank.
+ * Returns true if it read any. */
 static bool scatter_receive_from(scattering *g, int from)
 {
     exchange *x = g->x;
@@ -157,8 +161,8 @@ static bool scatter_receive(scattering *g)
     return moved;
 }
 
-/* Passes this rank's own items to read_own_item(), up to one batch, if this rank needs them.
- * Returns whether any item was left. */
+/* Handles up to one batch of this rank's own items: passes those that this rank needs to
+ * read_own_item(). Returns false if no own item was left to handle. */
 static bool scatter_read_own(scattering *g)
 {
     const int64_t first = g->own_next, total = g->s->items[g->x->rank];
@@ -169,8 +173,9 @@ static bool scatter_read_own(scattering *g)
     return g->own_next > first;
 }
 
-/* Returns whether this rank still has entries to send, entries to read or own items to handle.
- * Sets the awaited ranks to the peers whose entries or whose room in a ring are missing. */
+/* Returns true if this rank still has entries to send, entries to read or own items to handle.
+ * Sets the awaited ranks: the peers that still owe entries, and the peers to which this rank
+ * has still to send. With a ring to EVERYONE the latter are all peers. */
 static bool scatter_is_unfinished(scattering *g)
 {
     exchange *x = g->x;

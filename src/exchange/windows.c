@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Adds windows to a context, and finds outputs in them.
+/* Adds windows to a context, and finds outputs in windows.
  *
- * A window has memory on every rank. Adding a window takes two operations. In the op header of
- * the first operation, each rank reports whether its memory is ready. Then each rank
- * maps the windows of its peers. In the op header of the second operation, it reports whether
- * the mapping succeeded. Each rank puts the window into its table before it sends the second
- * header. It uses the window for its own outputs after it has read the second headers of all
- * ranks. So when a peer reads the number of a window in a header, the window is already in the
- * peer's table. */
+ * A window has memory on every rank. Adding a window takes two operations (exchanges of op
+ * headers). In the first op header, each rank reports whether its own memory is ready. Then
+ * each rank maps the memory of its peers and puts the window into its table. In the second op
+ * header, each rank reports whether the mapping succeeded.
+ *
+ * A rank places its own outputs in the window only after it has read the second headers of all
+ * ranks. So when a later header names the window to a peer, the window is already in the peer's
+ * table. */
 #include "exchange/windows.h"
 
 #include <errno.h>
@@ -18,16 +19,19 @@
 
 #include "base/error.h"
 
-#define PLACE_BITS 48 /* bits of the offset in a window_place() */
+#define PLACE_BITS 48 /* number of bits of the offset in a window_place() */
 
 /* One window. */
 typedef struct window {
     unsigned char *data; /* this rank's memory; NULL if it has 0 bytes */
     int64_t bytes;
-    bool is_allocated;      /* true: EPIC has allocated the memory */
-    _Atomic bool is_usable; /* true: outputs of this rank in the window are stored directly */
-    void **at; /* [num_ranks] address of each peer's window in this process; NULL: not mapped */
-    int64_t *bytes_of; /* [num_ranks] size of each rank's window */
+    bool is_allocated; /* true: EPIC has allocated the memory */
+    /* true: peers may store directly into this rank's outputs in the window */
+    _Atomic bool is_usable;
+    /* [num_ranks] address of each peer's memory of the window in this process; NULL: not
+     * mapped */
+    void **at;
+    int64_t *bytes_of; /* [num_ranks] size of each rank's memory of the window */
 } window;
 
 /* The windows of a context. */
@@ -58,8 +62,8 @@ static const epic_window_transport *window_transport(const epic_context *ctx)
     return ctx->num_ranks > 1 ? ctx->backend->transport->windows : NULL;
 }
 
-/* Unmaps the windows of the peers and frees the arrays of *w. If `frees` is true and EPIC has
- * allocated this rank's memory, also frees this memory. */
+/* Unmaps the peers' memory of the window and frees the arrays of *w. If `frees` is true, also
+ * frees this rank's memory if EPIC has allocated it. */
 static void window_release(epic_context *ctx, window *w, bool frees)
 {
     for (int r = 0; w->at && r < ctx->num_ranks; r++)
@@ -96,7 +100,8 @@ static epic_result allocate_private(epic_window_memory *memory)
     return EPIC_OK;
 }
 
-/* Gets this rank's memory and makes it available to peers. */
+/* Sets the memory of this rank for the window, which the caller passed or EPIC allocates. Makes
+ * it available to peers and writes its handle to `handle`. */
 static epic_result window_get_memory(epic_context *ctx, window *w, const epic_window_args *args,
                                      uint64_t attempt, unsigned char *handle)
 {
@@ -121,7 +126,7 @@ static epic_result window_get_memory(epic_context *ctx, window *w, const epic_wi
     return EPIC_OK;
 }
 
-/* Maps the windows of all peers. */
+/* Maps the peers' memory of the window into this process. */
 static epic_result window_map_peers(epic_context *ctx, window *w, exchange *x, uint64_t attempt)
 {
     const epic_window_transport *t = window_transport(ctx);
@@ -133,8 +138,8 @@ static epic_result window_map_peers(epic_context *ctx, window *w, exchange *x, u
     return EPIC_OK;
 }
 
-/* Fills in an op header. If `result` is an error, the header reports it with this thread's
- * sentence. */
+/* Fills in an op header. If `result` is an error, the header reports it, with the error
+ * sentence of this thread. */
 static void window_fill_header(epic_op_header *header, const struct window_table *table,
                                const epic_window_args *args, epic_result result)
 {
@@ -147,9 +152,9 @@ static void window_fill_header(epic_op_header *header, const struct window_table
     epic_fit_text((char *)header->bytes, sizeof header->bytes, epic_sentence());
 }
 
-/* The first operation: gets this rank's memory and maps the memory of the peers. Stores the
- * result of the mapping in *mapped. If a rank could not get its memory, returns that error on
- * all ranks. */
+/* The first operation: sets this rank's memory, then maps the memory of the peers. Stores the
+ * result of the mapping in *mapped. If any rank has no memory, all ranks return that rank's
+ * error. */
 static epic_result window_exchange_memory(epic_context *ctx, struct window_table *table,
                                           window *w, const epic_window_args *args,
                                           epic_result *mapped)
@@ -161,14 +166,14 @@ static epic_result window_exchange_memory(epic_context *ctx, struct window_table
     const epic_result result =
         exchange_open(&x, ctx, EPIC_OP_WINDOW, &args->call, &header, (uint64_t)args->bytes);
     if (!x && !atomic_load(&ctx->broken))
-        table->attempts--; /* the caller may repeat the call */
+        table->attempts--; /* the call has not taken place, and the caller may repeat it */
     if (!x) return result;
     if (result == EPIC_OK) *mapped = window_map_peers(ctx, w, x, table->attempts);
     return exchange_close(x, result);
 }
 
-/* The second operation: all ranks report whether they have mapped the windows of their
- * peers. */
+/* The second operation: each rank reports whether it has mapped the memory of its peers. If any
+ * rank has not, all ranks return its error. */
 static epic_result window_agree(epic_context *ctx, struct window_table *table,
                                 const epic_window_args *args, epic_result mapped)
 {
@@ -200,9 +205,10 @@ static epic_result windows_add_locked(epic_context *ctx, struct window_table *ta
     atomic_store(&table->num, number + 1);
     result = window_agree(ctx, table, args, mapped);
     if (result != EPIC_OK) {
-        /* If the group is not broken, no rank uses the window, and its number is never used
-         * again. If the group is broken, a peer may use the window, so it stays until the
-         * context closes. */
+        /* If the group is not broken, all ranks return this error, so no rank uses the window.
+         * Its number in the table stays used up. If the group is broken, a peer may have
+         * succeeded and use the window. Then the window stays mapped until the context
+         * closes. */
         if (!atomic_load(&ctx->broken)) window_release(ctx, w, true);
         return result;
     }
@@ -241,7 +247,8 @@ int64_t window_place(epic_context *ctx, const void *data, int64_t bytes)
     return 0;
 }
 
-/* Returns the memory of a place (window_place()) that a peer's op header contains. */
+/* Finds the memory that `place` names: a place from an op header of `peer` (window_place()).
+ * Returns an empty target if the place is invalid. */
 static window_target find_target(epic_context *ctx, int peer, int64_t place)
 {
     const window_target none = {0};

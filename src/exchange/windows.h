@@ -8,19 +8,20 @@
 
 #define MAX_WINDOWS 256
 
-/* Releases the windows of a context, before the backend leaves the group. `ours` is false in a
- * forked child, which releases only its own copies. If `ours` is true, first waits until no
- * peer stores into the windows. If a peer still stores at the deadline, the memory of the
- * windows is not freed. */
+/* Releases the windows of a context. Called before the backend leaves the group. `ours` is
+ * false in a forked child, which releases only its own mappings. If `ours` is true, first waits
+ * until no peer stores into the windows. If a peer still stores when the deadline has passed,
+ * the memory of the windows is not freed. */
 void windows_close(epic_context *ctx, bool ours);
 
-/* Adds a window to the context. Collective. If args->data is NULL, EPIC allocates the
- * memory. */
+/* Adds a window to the context and writes its address and size to *out. All ranks must call it.
+ * If args->data is NULL, EPIC allocates the memory. */
 epic_result windows_add(epic_context *ctx, const epic_window_args *args, epic_window_info *out);
 
 /* Returns the *place* of the bytes [data, data + bytes): one number that contains the number of
- * a window of this rank and the offset in it. Op headers contain places. Returns 0 if the bytes
- * do not lie completely in one window, or peers cannot store into it. */
+ * a window of this rank and an offset in that window. This rank sends the place of an output to
+ * its peers in an op header. Returns 0 if the bytes do not lie completely in one window, or if
+ * peers cannot store into the window. */
 int64_t window_place(epic_context *ctx, const void *data, int64_t bytes);
 
 /* Stores the place of output `which` in an op header. */
@@ -31,21 +32,23 @@ static inline void op_header_set_window(epic_op_header *header, epic_context *ct
     header->local[LOCAL_WINDOWS + which] = window_place(ctx, data, bytes);
 }
 
-/* Finds the outputs of all peers that lie in windows, and fills in x->targets. Called before a
- * flow that stores directly. Returns false if no peer has an output in a window. If it returns
- * true, the caller must call windows_end_stores() after the flow. */
+/* Finds the outputs of all peers that lie in windows, and writes their addresses to x->targets.
+ * Called before a flow that stores directly. If no peer has an output in a window, returns
+ * false. Otherwise returns true, and the caller must call windows_end_stores() after the
+ * flow. */
 bool windows_begin_stores(exchange *x);
 void windows_end_stores(exchange *x);
 
-/* Returns whether peers store directly into output `which` of a rank. */
+/* Returns true if output `which` of rank `rank` lies in a window, so that its peers store rows
+ * directly into it. */
 static inline bool window_is_direct(const exchange *x, int rank, enum window_output which)
 {
     return exchange_local_field(x, rank, LOCAL_WINDOWS + which) != 0;
 }
 
 /* Returns the address of bytes [at, at + bytes) of output `which` of a peer. Returns NULL if
- * this rank must not store there. There are two reasons: the peer has closed its context, or a
- * damaged plan or op header would lead to bytes outside of the peer's window. */
+ * this rank must not store there: if the peer has closed its context, or if the bytes are
+ * outside of the peer's window. The latter happens only with a damaged plan or op header. */
 static inline unsigned char *window_address(const exchange *x, int peer,
                                             enum window_output which, int64_t at, int64_t bytes)
 {
