@@ -1,20 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* combine_backward: sends the gradient of each token's sum to the token's slots. If the caller
- * requests it, also computes the gradients of the slots' weights.
+/* combine_backward: sends the gradient of each token's output to the slots whose rows combine
+ * added to this output. If the caller requests it, also computes the gradients of the slots'
+ * weights.
  *
  *   d_out           [num_tokens, row_bytes]  input: gradients of the outputs of this rank
- *   rows            [num_rows, row_bytes]    input: the rows that combine summed
- *   d_rows          [num_rows, row_bytes]    output: weight * d_out of the slot's token, may be
- *                                            quantized to e4m3
- *   d_slot_weights  [num_rows]               output: dot product of d_out and rows of the slot
+ *   rows            [num_rows, row_bytes]    input: the rows that combine added
+ *   d_rows          [num_rows, row_bytes]    output: weight * d_out of the slot's token, which
+ *                                            may be quantized to e4m3
+ *   d_slot_weights  [num_rows]               output: dot product of d_out and the slot's row
  *
- * A unit is the work of one warp at a time: one span of pieces of one row. All warps of all
- * CTAs take units from one list in turn (common/rows.cuh). job.lag is the number of tokens by
- * which receiving stays behind sending. Step i of the list has units with these roles:
+ * A unit is the work of one warp at a time: one span of pieces of one row. All units form one
+ * list, and the warps of all CTAs get its units in turn (common/rows.cuh). job.lag is the
+ * number of tokens that are sent before the first one is received. Step i of the list has these
+ * units:
  *
  *   send     token i of this rank, to every peer that needs it
- *   receive  token i - lag of each source; this rank's own tokens are the last source. A unit
- *            that receives an own token also finishes dot products, of token i - 2 lag.
+ *   receive  token i - lag of each source; this rank itself is the last source. A unit that
+ *            receives a token of this rank also finishes dot products: those of token i - 2
+ *            lag.
  *
  * A piece has 1024 elements and is one block of a dot product. The warp that has computed a
  * block stores it to `parts`, memory of this rank. Another warp later adds the blocks in order.
@@ -125,10 +128,10 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
     p2p_combine_backward_job copy = *job;
     const int roles = num_roles(job->self) + num_forward_roles(job->self);
     deal_units_for_net(job->self, copy, num_sms, block, roles, vectors);
-    /* Choose the lag. Dot products are finished two lags after their token is sent. If the lag
-     * were smaller than the number of tokens that all warps process at a time, warps would
-     * often wait for the slowest unit. The lag also covers the difference in progress between
-     * warps. Measured: docs/lab/cuda.md. */
+    /* Choose the lag, in tokens. Dot products are finished two lags after their token is sent.
+     * If the lag is less than the number of tokens that all warps process at a time, warps
+     * often wait for the slowest unit. The lag also has a minimum, because some warps are ahead
+     * of others. Measured: docs/lab/cuda.md. */
     const int at_a_time = copy.units / units_per_token(copy, roles, vectors);
     const int lag = 32 + 16 * copy.span;
     copy.lag = at_a_time * 3 / 4;

@@ -1,9 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Code that both paths of combine_backward (backward_stream.cuh and backward_plain.cuh) use.
- * d_out is the gradient of combine's output: one row per token. "The n-th choice on this rank"
- * counts only the choices of a token whose experts are on this rank. A dot product is computed
- * in blocks, one per piece of 1024 elements. Each block is stored in `parts`, memory of this
- * rank, until the blocks are added. */
+/* Code that both variants of combine_backward (backward_stream.cuh and backward_plain.cuh) use.
+ * d_out is the gradient of combine's output: one row per token. The gradient of a slot's weight
+ * is the dot product of two rows: the token's row of d_out, and the slot's row in `rows`. A
+ * warp computes this product for one block of 1024 elements (one piece). The result is stored
+ * in `parts`, memory of this rank, until another warp adds the blocks.
+ *
+ * "The n-th choice on this rank": choices are counted in ascending k, from 0, without those
+ * whose experts are on other ranks. */
 #ifndef EPIC_COMBINE_BACKWARD_CUH
 #define EPIC_COMBINE_BACKWARD_CUH
 
@@ -14,9 +17,10 @@
 
 typedef RowMove<p2p_combine_backward_job> BackwardMove;
 
-/* Returns the address of the blocks of one dot product in `parts`, memory of this rank with one
- * word per block. The dot product is that of a token of `rank` with the row of the token's n-th
- * choice on this rank. */
+/* Returns the address, in `parts`, of the blocks of one dot product: one word per block of 1024
+ * elements. The dot product belongs to a token of `rank` and to n: the token's n-th choice
+ * whose expert is on this rank. `parts` is memory in which this rank keeps blocks until they
+ * are added. */
 __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank, int32_t token,
                                                  int n)
 {
@@ -25,8 +29,8 @@ __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank
            ((int64_t)token * m.top_k + n) * m.shape.pieces;
 }
 
-/* Returns the slot of the n-th choice on this rank of a token of `rank`, from the plan. Returns
- * -1 if there is no such choice, or if the token's number is below m.round_begin. */
+/* Returns from the plan the n-th slot on this rank of a token of `rank`. Returns -1 if there is
+ * no such slot, or if the token's number is below m.round_begin. */
 __device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, int32_t token,
                                              int n)
 {
@@ -36,8 +40,8 @@ __device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, in
     return slot;
 }
 
-/* Returns the rank to which choice k of this rank's token goes, or -1 if there is no such
- * choice or it goes to no rank. */
+/* Returns the rank to which choice k of this rank's token goes. Returns -1 if there is no such
+ * choice, or if the choice goes to no rank. */
 __device__ __forceinline__ int32_t read_rank(const BackwardMove &m, int32_t token, int k)
 {
     int32_t rank = -1;
@@ -46,8 +50,8 @@ __device__ __forceinline__ int32_t read_rank(const BackwardMove &m, int32_t toke
     return rank;
 }
 
-/* Loads this lane's part of a piece of d_out for one of this rank's own tokens. `vector`: index
- * in the row of the piece's first vector. */
+/* Loads this lane's vectors of one piece of d_out for a token of this rank. d_out: the gradient
+ * of combine's output. `vector`: index in the row of the piece's first vector. */
 template <class ROW, int V>
 __device__ __forceinline__ void load_own(const BackwardMove &m, int32_t token, int32_t vector,
                                          uint4 (&x)[V])
@@ -64,9 +68,9 @@ __device__ __forceinline__ uint32_t peers_of(const BackwardMove &m, int32_t choi
     return touched & ~(1u << m.job.self.rank);
 }
 
-/* Stores a piece of d_out to the staging of each peer in the bit mask `peers`. For peers on
- * other hosts the piece goes to the outbox, and the caller must post a put with
- * post_put_pieces(). Called by a whole warp. */
+/* Stores a piece of d_out (the gradient of combine's output) to the staging of each peer in the
+ * bit mask `peers`. For a peer on another host the piece is stored to the outbox, and the
+ * caller must post a put with post_put_pieces(). Called by a whole warp. */
 template <class ROW, int V, bool EXACT>
 __device__ __forceinline__ void send_to_peers(const BackwardMove &m, int32_t token,
                                               int32_t vector, uint32_t peers, uint4 (&x)[V])
@@ -84,8 +88,8 @@ __device__ __forceinline__ void send_to_peers(const BackwardMove &m, int32_t tok
     }
 }
 
-/* Fills the vectors past the end of a row with -0, so that they add nothing to a dot
- * product. */
+/* Sets vectors that are past the end of the row to -0, so that they add nothing to a dot
+ * product. `vector`: index in the row of the piece's first vector. */
 template <class ROW, int V, bool EXACT>
 __device__ __forceinline__ void fill_end(const BackwardMove &m, int32_t vector, uint4 (&x)[V])
 {
@@ -96,10 +100,11 @@ __device__ __forceinline__ void fill_end(const BackwardMove &m, int32_t vector, 
             x[v] = make_uint4(fill, fill, fill, fill);
 }
 
-/* Reads this lane's vectors of a piece of d_out for a token of `rank`. For this rank's own
- * token, reads the caller's array. For a peer's token, waits until the piece has arrived in
- * staging, and then stores poison back to the staging, which marks it as empty. Called by a
- * whole warp. Returns false if the group of ranks has failed. */
+/* Reads this lane's vectors of a piece of d_out (the gradient of combine's output) for a token
+ * of `rank`. For this rank's own token, reads the caller's array. For a peer's token, waits
+ * until the piece has arrived in staging, and then stores poison to the staging, which marks
+ * the staging as empty. Called by a whole warp. Returns false if the group of ranks has
+ * failed. */
 template <class ROW, int V>
 __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t token,
                                               int32_t vector, int rank, uint4 (&x)[V])
@@ -117,11 +122,12 @@ __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t tok
     return true;
 }
 
-/* Finishes the dot products (gradients of weights) of token number `token` of every rank. For
- * each choice of these tokens on this rank, adds the blocks in ascending order and stores the
- * sum to d_slot_weights. Each lane handles one choice. Waits for blocks that other warps have
- * not stored yet, and stores poison back to `parts`, which marks them as empty. Called by a
- * whole warp. Returns false if the group of ranks has failed. */
+/* Finishes the dot products (gradients of weights) for token number `token` of every rank. For
+ * each slot of these tokens on this rank, adds the blocks of the dot product in ascending
+ * order, and stores the sum to d_slot_weights. Each lane handles one slot. Waits for blocks
+ * that other warps have not stored yet. Stores poison to the blocks that it has read, which
+ * marks them as empty. Called by a whole warp. Returns false if the group of ranks has
+ * failed. */
 __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t token)
 {
     const int entries = m.job.self.num_ranks * m.top_k;
@@ -136,8 +142,8 @@ __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t tok
         uint32_t *part = dot_part_of(m, slot >= 0 ? rank : 0, token, slot >= 0 ? n : 0);
         float sum = 0.0f;
         for (int piece = 0; piece < m.shape.pieces; piece += 8) {
-            /* First polls only the last of these eight blocks, because polls of all eight would
-             * take memory bandwidth from rows. */
+            /* Polls only the last of these eight words first. (Each word is the dot product of
+             * one block.) To poll all eight would take memory bandwidth from rows. */
             const int last = min(piece + 8, m.shape.pieces) - 1;
             uint32_t words[8], word = slot >= 0 ? POISON : 0;
             bool ok = wait_warp(m.op, -1, P2P_PHASE_GRID, [&] {
@@ -176,9 +182,9 @@ __device__ __forceinline__ QuantizedRows quantized_rows(const p2p_combine_backwa
             job.scale_bytes, job.quantized_whole != 0, job.scales_in_words != 0};
 }
 
-/* Quantizes weight * x and stores the result as piece number `number` of the row of a slot.
- * `largest`: bits of the largest absolute value of x in the block whose scale this lane
- * computes (find_largest()). Called by a whole warp. */
+/* Quantizes weight * x, and stores the result as piece number `number` of the row of a slot.
+ * `largest`: this lane computes the scale of one block of elements, and `largest` has the bits
+ * of the largest absolute value of x in this block (find_largest()). Called by a whole warp. */
 template <class ROW, int V>
 __device__ __forceinline__ void
 store_scaled_quantized(const BackwardMove &m, int32_t slot, int number, float weight,
@@ -199,7 +205,7 @@ store_scaled_quantized(const BackwardMove &m, int32_t slot, int number, float we
 }
 
 /* Writes zeros to d_rows, their scales and d_slot_weights, from slot `first` to the end. Each
- * of `threads` threads calls it with its own number `thread` and writes a part. */
+ * of `threads` threads calls it with its own number `thread`, and writes a share. */
 template <bool QUANTIZE>
 static __device__ void zero_slots(const BackwardMove &m, int64_t first, int64_t thread,
                                   int64_t threads)
@@ -227,8 +233,8 @@ __device__ __forceinline__ void pad_piece(const BackwardMove &m, int32_t slot, i
     if (piece == 0 && lane_id() == 0 && m.job.d_slot_weights) m.job.d_slot_weights[slot] = 0.0f;
 }
 
-/* Writes zeros to all padding slots, if there are too few units for do_extra_work() to do it
- * (pads_with_tokens() is false). Called by all CTAs. */
+/* Writes zeros to all padding slots. Does nothing if pads_with_tokens() is true: then
+ * do_extra_work() has already done it. Called by all CTAs. */
 template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const BackwardMove &m)
 {
     const int warps = (int)(grid_threads() / WARP), warp = (int)(grid_thread() / WARP);
@@ -238,19 +244,19 @@ template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const Ba
             [&](int32_t slot, int piece) { pad_piece<V, false, QUANTIZE>(m, slot, piece); });
 }
 
-/* Called by a warp after it has received span number `span` of this rank's own token. Spreads
- * two kinds of extra work over these units. Each unit writes zeros to some padding slots. For
- * one span of each token, the unit also finishes the dot products of token number `token` - lag
- * of every rank. `end`: the round ends before this token. Returns false if the group of ranks
- * has failed. */
+/* Extra work for a warp that has received span number `span` of this rank's own token. There
+ * are two kinds. 1. Every such unit writes zeros to some of the padding slots. 2. One unit of
+ * each token finishes the dot products (gradients of weights) of token number `token` - lag of
+ * every rank. `end`: the round ends before this token. Returns false if the group of ranks has
+ * failed. */
 template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, int32_t token,
                                               int32_t end)
 {
     const int32_t finished_token = token - m.job.lag;
     const int spans = m.stride.spans;
-    /* A hash of the token number chooses the span whose unit finishes the dot products, so that
-     * all warps get equally much of this work. */
+    /* The unit of this span finishes the dot products. A hash of the token number chooses the
+     * span, so that all warps get equally much of this work. */
     const int finishing_span =
         (int)__umulhi((uint32_t)finished_token * 0x9e3779b9u, (uint32_t)spans);
     if (token >= m.round_begin && token < end &&
@@ -264,9 +270,9 @@ __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, i
            add_dot_parts(m, finished_token);
 }
 
-/* Returns the role of a unit. 0: it sends this rank's token. n > 0: it receives a token of
- * source n (rank_of_role()). -n: with relays, it forwards a row that came from this rank's mate
- * on the n-th next host. */
+/* Returns what a unit does. 0: it sends a token of this rank. n > 0: it receives a token of
+ * source n (rank_of_role()). -n: with relays, it forwards a row of a rank on another host, n
+ * hosts further (modulo the number of hosts), to ranks of this host. */
 __device__ __forceinline__ int role_of(const BackwardMove &m, const UnitWalk &walk)
 {
     if (!HOSTS) return walk.role;
@@ -280,9 +286,9 @@ __device__ __forceinline__ bool is_forward_role(int role)
     return HOSTS && role < 0;
 }
 
-/* Loads the word that a unit needs first, one unit ahead, because the load takes long. If the
- * unit sends, this is the rank of the lane's choice. If it receives, this is the slot of the
- * lane's choice on this rank. */
+/* Loads the word that a unit needs first. Called one unit ahead, because the load takes long.
+ * If the unit sends, the word is the rank of the lane's choice. If it receives, the word is the
+ * token's n-th slot on this rank, where n is the lane's number. */
 __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitWalk &walk)
 {
     const int32_t sent = m.round_begin + walk.step;
@@ -293,9 +299,10 @@ __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitW
                : read_slot(m, rank_of_role(m.job.self, role), sent - m.job.lag, lane_id());
 }
 
-/* Returns a bit mask of the ranks to which this rank itself sends its token `sent`, so that the
- * token reaches all `peers`. With relays, this rank sends it to one rank of each other host,
- * its mate, which forwards it to the peers there. In p2p, returns `peers`. */
+/* Returns a bit mask of the ranks to which this rank itself sends its token number `sent`, so
+ * that the token reaches all `peers` (a bit mask). With relays, this rank sends the token to
+ * one rank of each other host, its mate, which forwards it to the peers there. In p2p, returns
+ * `peers`. */
 __device__ __forceinline__ uint32_t choose_routes(const BackwardMove &m, const UnitWalk &walk,
                                                   int32_t sent, int32_t end, uint32_t peers)
 {
@@ -304,10 +311,10 @@ __device__ __forceinline__ uint32_t choose_routes(const BackwardMove &m, const U
     return choose_routes(m.job.self, m.op, sent, walk.span == 0, peers);
 }
 
-/* With relays: forwards pieces [first, first + count) of a token to those ranks of this host
- * that need it. The pieces came over the network from this rank's mate on host number (own host
- * + `hosts`) modulo the number of hosts. Called by a whole warp. Returns false if the group of
- * ranks has failed. */
+/* With relays: forwards pieces [first, first + count) of a token that came over the network. It
+ * forwards them to those ranks of this host that need them. The sender is this rank's mate on
+ * host number (own host + `hosts`) modulo the number of hosts. Called by a whole warp. Returns
+ * false if the group of ranks has failed. */
 template <int V>
 static __device__ __noinline__ bool
 forward_unit(const BackwardMove &m, int hosts, int32_t token, int32_t end, int first, int count)

@@ -1,16 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The plain path of combine_backward, for rows that are not aligned to 16 bytes and for top_k
- * above 32. The units of work and their order are those of backward.cu. A warp loads each piece
- * when it needs it; unlike backward_stream.cuh, it does not copy pieces ahead. */
+/* The slower variant of combine_backward, for rows that are not aligned to 16 bytes and for
+ * top_k above 32. backward.cu describes the units of work and their order. A warp loads each
+ * piece when it needs it. (In backward_stream.cuh, a warp copies pieces to shared memory ahead
+ * of time.) */
 #ifndef EPIC_COMBINE_BACKWARD_PLAIN_CUH
 #define EPIC_COMBINE_BACKWARD_PLAIN_CUH
 
 #include "cuda/combine/backward.cuh"
 
-/* Receives a piece of d_out of one token. For each of the token's slots on this rank, stores
- * the piece of d_rows and one block of the dot product. `source`: number of the token's rank,
- * counted upwards from the next higher rank, which is 0. `slot`: this lane's slot, or -1.
- * Called by a whole warp. Returns false if the group of ranks has failed. */
+/* Receives a piece of d_out (the gradient of combine's output) of one token. For each of the
+ * token's slots on this rank, stores the piece of d_rows and computes one block of the dot
+ * product. `source`: number of the token's rank; the next higher rank has number 0, and the
+ * numbers go on upwards (modulo num_ranks). `slot`: this lane's slot, or -1. Called by a whole
+ * warp. Returns false if the group of ranks has failed. */
 template <class ROW, int V, bool QUANTIZE>
 __device__ __forceinline__ bool receive_token(const BackwardMove &m, int32_t token, int piece,
                                               int source, int32_t slot)
@@ -103,9 +105,8 @@ __device__ __forceinline__ bool move_tokens(const BackwardMove &m, int32_t end)
     }
 }
 
-/* Runs all rounds of combine_backward by the plain path. noinline, because inlining would make
- * the main loop of the fast path spill registers. Returns false if the group of ranks has
- * failed. */
+/* Runs all rounds of combine_backward. Not inlined, because inlining would make the main loop
+ * of backward_stream.cuh spill registers. Returns false if the group of ranks has failed. */
 template <class ROW, bool QUANTIZE>
 static __device__ __noinline__ bool move_plain(BackwardMove m, OpState &op)
 {

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The fast path of combine_backward, for rows that are aligned to 16 bytes. Each warp reads one
- * stream of pieces, unit after unit: pieces of d_out, and of the caller's `rows`. It copies
- * pieces into a ring buffer in shared memory before it uses them. A piece in staging may be
- * copied before it has arrived. If so, the copy contains poison (the mark of a word that has
- * not arrived), and the warp polls the piece in staging.
+/* The fast variant of combine_backward, for rows that are aligned to 16 bytes. d_out is the
+ * gradient of combine's output. Each warp reads one stream of pieces, unit after unit: pieces
+ * of d_out, and pieces of the caller's `rows`. It copies the pieces into a ring buffer in
+ * shared memory some units before it uses them. So a piece in staging may be copied before it
+ * has arrived. Then the copy contains poison (the mark of a word that has not arrived), and the
+ * warp polls the piece in staging.
  *
  *     a unit that sends token i       a unit that receives token t of source q
  *
@@ -23,14 +24,14 @@ struct __align__(8) Slot
     float weight;
 };
 
-struct Entry {     /* A unit that the warp has begun and not finished. In shared memory. */
+struct Entry { /* A unit of work that the warp has begun and not finished. In shared memory. */
     int32_t token; /* number of the token that is sent or received */
-    /* if the unit receives: number of the token's slots on this rank; if it sends: bit mask of
-     * the peers; 0: the unit has nothing to do */
+    /* If the unit receives: number of the token's slots on this rank. If it sends: bit mask of
+     * the peers. 0: the unit has nothing to do. */
     uint32_t work;
     int16_t role, span; /* role: see role_of(). span: index of the span in the row */
-    /* first: index of the unit's first piece. count: number of its pieces. A unit without work
-     * still uses one buffer of the ring, which stays empty. */
+    /* first: index of the unit's first piece in the row. count: number of pieces. A unit that
+     * has nothing to do still uses one buffer of the ring, which stays empty. */
     int16_t first, count;
     Slot slots[WARP]; /* only if the unit receives: the token's slots on this rank */
 };
@@ -39,9 +40,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     static constexpr int V = Dot<ROW>::V;
     typedef PieceRing<V, EXACT> Pieces;
     static constexpr int AHEAD = Pieces::AHEAD, ENTRIES = AHEAD + 1;
-    /* DOTS: number of dot products whose lane sums are kept in `sums` until they are added.
-     * PITCH: distance in floats from one row of `sums` to the next. A row has WARP floats, and
-     * 4 more as padding, to avoid bank conflicts. */
+    /* DOTS: number of dot products for which `sums` keeps each lane's sum until the warp adds
+     * the lanes. PITCH: distance in floats from one row of `sums` to the next. A row has WARP
+     * floats and 4 unused ones, to avoid bank conflicts. */
     static constexpr int DOTS = 8, PITCH = WARP + 4;
     static constexpr int SUMS = Pieces::BYTES + ENTRIES * (int)sizeof(Entry);
     static constexpr int WARP_BYTES = round_up_to_lines(SUMS + DOTS * PITCH * 4);
@@ -51,17 +52,17 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     float *sums; /* [DOTS][PITCH], in shared memory: each lane's sum for each dot product */
     Pieces ring;
     UnitWalk walk;        /* the next unit that the warp begins */
-    int32_t next_word;    /* what read_ahead() has loaded for the next unit */
+    int32_t next_word;    /* result of read_ahead() for the next unit */
     int32_t end;          /* the tokens of this round are those below `end` */
     const Entry *copying; /* the unit whose pieces are being copied to the ring */
     const uint8_t *from;  /* address of this lane's bytes of the next piece of d_out */
-    /* address of this lane's bytes of the current piece in row 0 of `rows`; the piece of
-     * another row is row_offset() further */
+    /* Address of this lane's bytes of the current piece, in row 0 of the caller's `rows`. Row i
+     * is row_offset(i) bytes after it. */
     const uint8_t *rows;
     const Slot *slot; /* the slot whose row is copied next */
     int32_t vector;   /* index in the row of the first vector of the current piece */
-    /* pieces: pieces of d_out that are left to copy for the unit. slots: slots whose rows are
-     * left to copy for the current piece. */
+    /* pieces: number of pieces of d_out left to copy for the unit. slots: number of slots whose
+     * rows are left to copy for the current piece. */
     int pieces = 0, slots = 0;
     /* Counts of the warp's units: it has begun `begun` units, has started to copy the pieces of
      * the first `copied` of them, and has finished the first `used`. */
@@ -79,14 +80,15 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
 
     /* ---- copying ---- */
 
-    /* Begins the next unit, if one is left: writes it to an entry, and starts to copy the
+    /* Begins the next unit, if one is left: stores its data in an entry, and starts to copy the
      * weights of its slots to shared memory. */
     __device__ __forceinline__ void begin_unit()
     {
         const int32_t sent = m.round_begin + walk.step, received = sent - m.job.lag;
         if (received - m.job.lag >= end) return;
-        /* Each write to the entry comes after a warp collective (reduce or ballot). So all
-         * lanes have finished the unit that used this entry before. */
+        /* The entry was used by an older unit. All lanes have finished that unit before any
+         * lane writes here, because a warp collective (reduce or ballot) comes before each
+         * write. */
         Entry &entry = entries[begun++ % ENTRIES];
         uint32_t work;
         const int role = role_of(m, walk);
@@ -128,7 +130,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         return staged_row(m.op.inbox[rank_of_role(m.job.self, u.role)], u.token - m.round_begin,
                           m.shape.vectors);
     }
-    /* Selects the next begun unit. copy_next() then copies its pieces. */
+    /* Makes the next begun unit the one whose pieces copy_next() copies. */
     __device__ __forceinline__ void open_unit()
     {
         const Entry &entry = *(copying = &entries[copied++ % ENTRIES]);
@@ -139,7 +141,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         rows = m.job.rows + lane_offset(entry.first * V * WARP) - Pieces::PIECE_BYTES;
         pieces = entry.work ? entry.count : 1;
     }
-    /* Starts the copy of one more piece to the ring: of d_out, or of a slot's row in `rows`. */
+    /* Starts the copy of one more piece to the ring: a piece of d_out, or of a slot's row in
+     * `rows`. */
     __device__ __forceinline__ void copy_next()
     {
         if (slots) {
@@ -171,10 +174,10 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         copy_next();
         ring.read_piece(q, its_vector, m.shape, fill);
     }
-    /* Waits until a staged piece has arrived, then stores poison back to its staging, which
-     * marks it as empty. On entry q is the copy from the ring, in which words that had not
-     * arrived are poison. On return q is the piece. Returns false if the group of ranks has
-     * failed. */
+    /* Waits until a piece of d_out has arrived in staging. On entry q is the copy from the
+     * ring, in which words that had not arrived are poison. On return q is the whole piece.
+     * Then stores poison to the staging, which marks the staging as empty. Returns false if the
+     * group of ranks has failed. */
     __device__ __forceinline__ bool wait_d_out(const Entry &u, int32_t its_vector,
                                                uint4 (&q)[V])
     {
@@ -197,9 +200,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             if (EXACT || its_vector + v * WARP + lane_id() < m.shape.vectors)
                 store_once(to + v * WARP * 16, scale_vector<ROW>(weight, x[v]), m.policy);
     }
-    /* Finishes block number `piece` of `count` dot products, those of the unit's slots `first`
-     * to first + count - 1. Lane i adds the sums of all lanes for slot first + i, and stores
-     * the result as this block of the slot's dot product (dot_part_of()). Called by a whole
+    /* Computes block number `piece` of `count` dot products: those of the unit's slots `first`
+     * to first + count - 1. `sums` has each lane's sum. Lane i adds the sums of all lanes for
+     * slot first + i, and stores the result to `parts` (dot_part_of()). Called by a whole
      * warp. */
     __device__ __forceinline__ void add_dots(const Entry &u, int piece, int first, int count)
     {
@@ -212,8 +215,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         }
         __syncwarp();
     }
-    /* Processes one received piece q of d_out. For each of the unit's slots, stores weight * q
-     * to d_rows, and computes one block of the slot's dot product. */
+    /* Processes q, one received piece of d_out (the gradient of combine's output). For each of
+     * the unit's slots, stores weight * q to d_rows, and computes one block of the slot's dot
+     * product. */
     __device__ __forceinline__ void fill_slots(const Entry &u, int piece, const uint4 (&q)[V])
     {
         const bool dots = m.job.d_slot_weights != NULL;
@@ -235,7 +239,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             const Slot current = next;
             uint4 y[V];
             if (dots) read_piece(its_vector, y, 0);
-            /* Reads the next slot before the stores of this one, because a load after stores
+            /* Reads the next slot before it stores this one, because a load after the stores
              * would wait for them. */
             next = u.slots[min(i + 1, WARP - 1)];
             if (QUANTIZE)
@@ -250,8 +254,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             if (n == DOTS - 1 || i == count - 1) add_dots(u, piece, i - n, n + 1);
         }
     }
-    /* Begins one more unit, so that its copies start early, and processes the oldest unit that
-     * was begun. Called by a whole warp. Returns false if the group of ranks has failed. */
+    /* Begins one more unit, so that its copies start early, and then finishes the oldest unit
+     * that was begun. Called by a whole warp. Returns false if the group of ranks has
+     * failed. */
     __device__ __forceinline__ bool use_unit()
     {
         begin_unit();

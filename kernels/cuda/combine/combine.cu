@@ -6,10 +6,10 @@
  *   out   [num_tokens, row_bytes]  output: a weighted sum for each of this rank's tokens
  *
  * dispatch_backward also returns one float per choice to the token's rank: the gradient of the
- * weight of the choice. In these files such numbers are called the *floats* of a token.
+ * weight of the choice. In the comments of this folder, *floats* of a token are these numbers.
  *
  * All warps of all CTAs do the same work. A unit is the work of one warp on one piece (2 KB) of
- * one token's row. Each warp walks two lists of units, both in token order:
+ * one token's row. Each warp has its share of two lists of units, both in token order:
  *
  *   expert unit  for a token of a peer: adds the token's rows on this rank, and stores this
  *                partial sum to the peer's staging
@@ -17,13 +17,13 @@
  *                partial sums as they arrive, and stores the sum to out
  *
  * Memory order: a word of staging that has not arrived contains poison, a bit pattern that
- * arithmetic never returns. So each word of a partial sum is its own flag: the receiver polls
- * it until it is not poison. The sender may store the words in any order.
+ * arithmetic never returns. The receiver polls each word of a partial sum until the word is not
+ * poison. So no other flag is needed. The sender may store the words in any order.
  *
- * Ranks cannot wait for each other in a circle. Only source units wait, and a warp begins the
- * source unit of token t only after its expert units of all tokens below t + lag. Let t be the
- * lowest token for which any rank waits. Then every warp of every rank has already sent its
- * partial sums for token t.
+ * Ranks cannot wait for each other in a circle. Only source units wait for other ranks. A warp
+ * begins the source units of token t only after its own expert units of all tokens below t +
+ * lag (lag > 0). Let t be the lowest token number for which any warp of any rank waits. No warp
+ * is at a lower token, so every warp has already sent its partial sums for token t.
  *
  * combine/stream.cuh handles the common case: aligned rows and one partial sum per rank.
  * combine/plain.cuh handles the other cases, which its first comment lists. */
@@ -34,8 +34,8 @@
 #define BLOCK 384 /* threads per CTA; with this many, each thread can have 168 registers */
 #define WARPS (BLOCK / WARP)
 
-/* Writes zeros to all outputs. Called by the last CTA if the plan is invalid, or if the array
- * `rows` of a rank has too few rows. */
+/* Writes zeros to all outputs. The CTA that finishes last calls it if the plan is invalid, or
+ * if the array `rows` of any rank has fewer rows than the plan has slots there. */
 static __device__ void clear_outputs(const CombineState &c)
 {
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, threadIdx.x, BLOCK);
@@ -105,9 +105,9 @@ static Kernel kernel_of(uint32_t type, bool exact)
     return exact ? combine_kernel<F32, true> : combine_kernel<F32, false>;
 }
 
-/* Returns the bytes of dynamic shared memory of a CTA. A CTA uses this memory either for the
- * rings of stream.cuh or for the stacks of plain.cuh (LeafStack), so the larger of both sizes
- * suffices. */
+/* Returns the bytes of dynamic shared memory of a CTA. A CTA runs either stream.cuh, with a
+ * ring buffer per warp, or plain.cuh, with a stack of partial sums per warp (LeafStack). So the
+ * larger of both sizes suffices. */
 static int memory_bytes(void)
 {
     const int stacks = LEAF_LEVELS * 2 * WARP * 16,
@@ -127,13 +127,15 @@ extern "C" cudaError_t p2p_load_combine(void)
     return cudaSuccess;
 }
 
-/* Returns the lag: the number of tokens by which source units, which add, stay behind expert
- * units, which send. A source unit should find the peers' partial sums already there. So the
- * lag is a quarter more than the number of tokens that all warps together send at a time. If
- * this number is above 192 or not above job.lag, returns job.lag. In two cases a longer lag
- * does not help, and the function also returns job.lag: every warp always gets the same piece
- * of a row, or the plan is FLAT and a warp's next piece is only a little further in the row.
- * Measured: docs/lab/cuda.md. */
+/* Returns the lag: for how many tokens a warp sends partial sums before it adds the partial
+ * sums of the first token. If the lag is long enough, the peers' partial sums have already
+ * arrived when the warp reads them. The function computes the lag as 5/4 of the number of
+ * tokens that all warps together send at a time.
+ *
+ * job.lag is returned instead if the computed lag is not longer than job.lag or is above 192.
+ * It is also returned in two cases in which a longer lag does not help. Case 1: every warp gets
+ * the same piece of a row each time. Case 2: the plan is FLAT, and from unit to unit a warp
+ * moves on by less than half a row. Measured: docs/lab/cuda.md. */
 static int lag_of(const p2p_combine_job &job, int num_sms)
 {
     const int pieces = (int)((job.row_bytes + STREAM_V * 512 - 1) / (STREAM_V * 512));

@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Code that both paths of combine (stream.cuh and plain.cuh) use: the type of partial sums, and
- * the state of a running round. A partial sum is the sum of one rank's rows for one token. A
- * unit is the work of one warp at a time, on one piece of one token's row (combine.cu). */
+/* Code that both variants of combine (stream.cuh and plain.cuh) use: the type of partial sums,
+ * and what a warp needs to know about the running round. A partial sum is the sum of one rank's
+ * rows for one token. A warp works on one piece of one token's row at a time. There are two
+ * lists of such work (combine.cu): "expert units" compute partial sums for peers' tokens,
+ * "source units" compute the results of this rank's tokens. */
 #ifndef EPIC_COMBINE_CUH
 #define EPIC_COMBINE_CUH
 
@@ -42,28 +44,31 @@ struct CombineState { /* What a warp needs to process its units of the running r
     const p2p_combine_job &job;
     const OpState &op;
     const PlanView &plan;
-    /* how the lists of expert units and of source units (combine.cu) are divided among the
-     * warps */
+    /* How the two lists of work (combine.cu) are divided among the warps. expert: units that
+     * send partial sums for peers' tokens. source: units that add partial sums for this rank's
+     * tokens. */
     const Stride &expert, &source;
-    uint4 *stack; /* shared memory of this warp for a LeafStack (leaf_stack.cuh) */
+    uint4 *stack; /* shared memory of this warp, for sums in tree order (leaf_stack.cuh) */
     RowShape shape;
     uint64_t policy;
     int32_t round_begin; /* number of the first token of the running round */
     int32_t top_k;
-    /* only in backend hosts (hosts.h): the result of adds_by_host() */
+    /* Only in backend `hosts` (the array is empty otherwise): true if one rank of each host
+     * adds the partial sums of its host before they are sent to another host
+     * (combine/relay.cuh). */
     __extension__ bool adds_by_host[HOSTS];
 };
 
 /* Returns true if one rank of each host adds the partial sums of its host before they are sent
- * to another host (combine/relay.cuh). */
+ * to another host (combine/relay.cuh). Always false in backend p2p. */
 __device__ __forceinline__ bool adds_by_host(const CombineState &c)
 {
     return HOSTS && *c.adds_by_host;
 }
 
-/* Returns in lane n the slot, on this rank, of the n-th choice of a token of `rank`, or -1.
- * Only choices that go to this rank are counted. `half`: 0 for the first 32 of them, 1 for the
- * next 32. */
+/* Reads from the plan the slots on this rank of token number `token` of rank `rank`. Lane n
+ * returns the n-th of these slots (n counts from 0), or -1 if the token has fewer. With half =
+ * 1, lane n returns slot number 32 + n. */
 __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, int32_t token,
                                              int half)
 {
@@ -74,8 +79,8 @@ __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, in
     return slot;
 }
 
-/* Returns in lane k the rank to which choice k of this rank's token goes, or -1 if it goes to
- * no rank. `half`: 0 for choices 0 to 31, 1 for choices 32 to 63. */
+/* Lane k returns the rank that owns the expert of choice k of this rank's token, or -1 if the
+ * choice goes to no rank. With half = 1, lane k handles choice 32 + k. */
 __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t token,
                                                   int half)
 {
@@ -86,14 +91,15 @@ __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t
     return rank;
 }
 
-/* Returns the peer whose token an expert unit processes, from the unit's role. Role 0 is the
- * next higher rank, role 1 the rank after it, and so on (modulo num_ranks). If adds_by_host()
- * is true, the mates of this rank come last, because units for them wait for other ranks. A
- * mate is the rank of another host that has the same index within its host (net/relay.cuh). */
+/* An expert unit sends a partial sum to the peer that owns the token. Returns this peer.
+ * `role`: the unit's position among the expert units of one token number. Role 0 is for the
+ * next higher rank, role 1 for the rank after it, and so on (modulo num_ranks). If
+ * adds_by_host() is true, the mates of this rank (the ranks of other hosts with the same index
+ * within their host) come last, because units for mates wait for other ranks. */
 __device__ __forceinline__ int peer_of_role(const CombineState &c, int role)
 {
     const int local = ranks_per_host(c.job.self), ranks = c.job.self.num_ranks;
-    /* number of roles for peers that are not this rank's mates */
+    /* number of peers that are not this rank's mates */
     const int others = adds_by_host(c) ? ranks - ranks / local : ranks;
     if (HOSTS && role >= others)
         role = (role - others + 1) * local - 1;

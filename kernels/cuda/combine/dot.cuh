@@ -1,21 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Dot products of rows. Results have the same bits as on the host. A row is divided into blocks
- * of 1024 elements (one piece), and a warp computes the dot product of one block. It adds the
- * products in three steps: into eight accumulators per lane, then over the accumulators of a
- * lane, then over the lanes. */
+/* Dot products of rows. Results are bit-identical to those of the CPU code. A row is divided
+ * into blocks of 1024 elements (one piece), and a warp computes the dot product of one block.
+ * It adds the products in three steps: into eight accumulators per lane, then over the
+ * accumulators of a lane, then over the lanes. */
 #ifndef EPIC_DOT_CUH
 #define EPIC_DOT_CUH
 
 #include "cuda/common/rows.cuh"
 
-/* The eight accumulators of one lane for one block. The host numbers the 256 accumulators of a
- * block from 0 to 255. With 16-bit elements, lane l has numbers 8 l to 8 l + 7. With float32,
- * it has 4 l to 4 l + 3 and 128 + 4 l to 128 + 4 l + 3. V is the number of 16-byte vectors per
- * lane and block. BLOCK is the number of threads per CTA of combine_backward. LAST is the
- * smallest distance between lanes whose sums add_lanes() adds.
+/* The eight accumulators of one lane for one block of 1024 elements. The CPU code has 256
+ * accumulators per block, numbered from 0 to 255. To add in the same order, lane l has numbers
+ * 8 l to 8 l + 7 with 16-bit elements. With float32, it has 4 l to 4 l + 3 and 128 + 4 l to 128
+ * + 4 l + 3.
  *
- *   lane_sum()   adds a lane's accumulators or, if LAST is 2, those of two adjacent lanes
- *   add_lanes()  adds the lane sums, those of the most distant lanes first */
+ *   V            number of 16-byte vectors per lane and block
+ *   BLOCK        number of threads per CTA of combine_backward
+ *   lane_sum()   adds a lane's accumulators or, with float32, those of two adjacent lanes
+ *   add_lanes()  adds the results of lane_sum() over the lanes, those of the most distant lanes
+ *                first
+ *   LAST         smallest distance between lanes that add_lanes() adds; 2 if lane_sum() has
+ *                already added adjacent lanes */
 template <class ROW> struct Dot;
 
 template <class ROW> struct Dot16 {
@@ -55,7 +59,8 @@ template <> struct Dot<F32> {
 #pragma unroll
         for (int i = 0; i < 4; i++) a[i] = __fmaf_rn(x[i], y[i], a[i]);
     }
-    /* Returns the sum of the four accumulators at `a` of this lane and of the adjacent lane. */
+    /* Returns the sum of this lane's four accumulators at `a` and those of the adjacent
+     * lane. */
     static __device__ __forceinline__ float sum_group(const float *a)
     {
         float s[4];
@@ -70,8 +75,8 @@ template <> struct Dot<F32> {
     }
 };
 
-/* Adds the sums of all 32 lanes and returns the total, the dot product of a block. s: this
- * lane's sum. Called by a whole warp. */
+/* Returns the sum of `s` over all 32 lanes: the dot product of a block. s: the result of
+ * lane_sum(). Called by a whole warp. */
 template <class ROW> __device__ __forceinline__ float add_lanes(float s)
 {
 #pragma unroll
@@ -85,8 +90,8 @@ __device__ __forceinline__ float4 add_float4(float4 a, float4 b)
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-/* Like add_lanes(float), but one lane alone adds the sums of all 32 lanes, which it reads from
- * shared memory (`lanes`). */
+/* Like add_lanes(float), but called by a single lane. `lanes`: the results of lane_sum() of all
+ * 32 lanes, in shared memory. */
 template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *lanes)
 {
     const float4 a = add_float4(add_float4(lanes[0], lanes[4]), add_float4(lanes[2], lanes[6]));
@@ -95,8 +100,8 @@ template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *la
     return Dot<ROW>::LAST == 1 ? (s.x + s.z) + (s.y + s.w) : s.x + s.z;
 }
 
-/* Multiplies this lane's elements of a block, those of one row (x) by those of another row (y).
- * Returns this lane's sum of the products (lane_sum()). */
+/* Returns this lane's part of the dot product of two rows (x and y) in one block: the sum of
+ * the products of its elements (see lane_sum()). */
 template <class ROW, int V>
 __device__ __forceinline__ float dot_of(const float (&x)[V][ROW::N], const uint4 (&y)[V])
 {

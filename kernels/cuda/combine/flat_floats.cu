@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Returns the floats of dispatch_backward (gradients of weights) to the tokens' ranks if the
- * plan is FLAT. In a FLAT plan each row has top_k floats, which the kernels of combine do not
- * support. So this is an operation of its own.
+/* Second operation of dispatch_backward, if the plan is FLAT: returns the gradients of the
+ * choices' weights ("floats") to the tokens' ranks. In a FLAT plan each row has top_k floats,
+ * which the kernels of combine do not support.
  *
  *   slot_floats    [num_rows, top_k]    input: one per choice of the row's token on this rank
  *   choice_floats  [num_tokens, top_k]  output: one per choice of this rank's tokens
@@ -13,8 +13,8 @@
  *   2. receive  the floats of this rank's tokens, from the ranks of their choices
  *
  * Memory order: each float is its own flag, because its word is poison until it arrives. A warp
- * sends all its floats before it waits for the first, so ranks cannot wait for each other in a
- * circle. */
+ * sends all its floats before it waits for the first one, so ranks cannot wait for each other
+ * in a circle. */
 #include "cuda/combine/combine.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/plan/flat.cuh"
@@ -28,8 +28,9 @@ struct FlatFloats {
     const PlanView &plan;
     int32_t top_k;
 
-    /* Returns the float of the n-th choice on this rank of a token of `rank`. If the token has
-     * no n-th choice on this rank, sets `has_float` to false and returns 0. */
+    /* Returns the caller's float (gradient of a weight) for a token of `rank` and the token's
+     * n-th choice whose expert is on this rank. If there is no such choice, sets `has_float` to
+     * false and returns 0. */
     __device__ __forceinline__ uint32_t read_float(int rank, int32_t token, int n,
                                                    bool &has_float) const
     {
@@ -44,8 +45,8 @@ struct FlatFloats {
     }
 };
 
-/* Sends the floats of a token of `rank` to that rank. `source`: number of the part of the
- * peer's heap into which this rank's floats go (floats_base()). Called by a whole warp. */
+/* Sends to `rank` the floats (gradients of weights) of one of its tokens. `source`: which part
+ * of that rank's heap is for floats of this rank (floats_base()). Called by a whole warp. */
 static __device__ void send_floats(const FlatFloats &f, int rank, int source, int32_t token)
 {
     uint32_t *to = floats_base(f.job.self, f.op, f.job.self.heap[rank], source) +
@@ -64,10 +65,11 @@ static __device__ void send_floats(const FlatFloats &f, int rank, int source, in
     post_put_floats(f.op, rank, to, count);
 }
 
-/* Receives the floats of up to 32 choices ("half") of this rank's token, one per lane, and
- * stores them to choice_floats. `rank`: the rank of this lane's choice. `rank_before`: the rank
- * of this lane's choice in the previous half, or -1. Called by a whole warp. Returns false if
- * the group of ranks has failed. */
+/* Receives the floats (gradients of weights) of up to 32 choices of this rank's token, one per
+ * lane, and stores them to choice_floats. `half`: 0 for the first 32 choices, 1 for the others.
+ * `rank`: the rank of this lane's choice. `rank_before`: with half = 1, the rank of this lane's
+ * choice in the first half. Called by a whole warp. Returns false if the group of ranks has
+ * failed. */
 static __device__ bool receive_half(const FlatFloats &f, int32_t token, int half, int32_t rank,
                                     int32_t rank_before)
 {
@@ -97,16 +99,18 @@ static __device__ bool receive_half(const FlatFloats &f, int32_t token, int half
     return true;
 }
 
-/* Sends the floats of peers' choices on this rank to the peers, then receives the floats of
- * this rank's tokens. Called by all warps. Returns false if the group of ranks has failed. */
+/* Sends the floats (gradients of weights) of the peers' tokens to the peers. Then receives the
+ * floats of this rank's tokens. Called by all warps. Returns false if the group of ranks has
+ * failed. */
 static __device__ bool move_floats(const FlatFloats &f)
 {
     const p2p_self &self = f.job.self;
     const int warp = (int)(grid_thread() / WARP), warps = (int)(grid_threads() / WARP);
     for (int distance = 1; distance < self.num_ranks; distance++) {
         const int rank = wrap_rank(self.rank + distance, self.num_ranks);
-        /* the peer's number for this rank: every rank r gives number i to rank (r + 1 + i)
-         * modulo num_ranks */
+        /* the number of this rank in the peer's count: each rank counts the other ranks
+         * upwards, beginning with its next higher rank, which has number 0 (modulo
+         * num_ranks) */
         const int source = self.num_ranks - 1 - distance;
         for (int32_t t = warp; t < f.plan.header.tokens_of[rank]; t += warps)
             send_floats(f, rank, source, t);
@@ -124,9 +128,10 @@ static __device__ bool move_floats(const FlatFloats &f)
     return true;
 }
 
-/* Returns true if every rank's buffer has enough rows for its slots, according to the ranks'
- * announcements. Does not report an error, because the kernel that moved the rows has already
- * reported it. Called by the last CTA. */
+/* Returns true if the receive buffer of every rank has a row for each of the rank's slots,
+ * according to the sizes that the ranks have announced. Reports no error if not, because the
+ * operation that moved the rows has already reported it. Called by the CTA that finishes
+ * last. */
 static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
                                         const device_plan_header &h)
 {

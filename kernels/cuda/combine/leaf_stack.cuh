@@ -16,11 +16,13 @@ __device__ __forceinline__ int ancestor_level(uint32_t a, uint32_t b)
     return 32 - __clz(a ^ b);
 }
 
-/* Adds nodes in the order of a binary tree whose leaves are numbered. Leaves may be missing.
- * The caller pushes the nodes in ascending order of leaf numbers. The stack, in shared memory,
- * holds the nodes that still wait for their right sibling. Byte i of `leaf_at` is the number of
- * a leaf below node i of the stack. `depth` is the number of nodes. P is the number of 16-byte
- * vectors that each lane has of a node. */
+/* Adds partial sums in the order of a binary tree whose leaves are numbered. A partial sum may
+ * be missing at some leaves. The caller pushes one node (a partial sum) per leaf, in ascending
+ * order of leaves. If a node cannot be added yet because its right sibling is not complete, it
+ * stays on the stack, in shared memory. Byte i of `leaf_at` is the number of one leaf below
+ * node i of the stack: this is enough to find where the node is in the tree. `depth` is the
+ * number of nodes on the stack. P is the number of 16-byte vectors that each lane has of a
+ * node. */
 template <class ROW, class PART> struct LeafStack {
     static constexpr int P = PartialSum<ROW, PART>::VECTORS;
     uint4 *memory;
@@ -32,8 +34,8 @@ template <class ROW, class PART> struct LeafStack {
     {
         return memory + (i * P + p) * WARP + lane_id();
     }
-    /* Returns the number of a leaf below node i of the stack. It shows where in the tree the
-     * node is. */
+    /* Returns the number of one leaf below node i of the stack, which shows where in the tree
+     * the node is. */
     __device__ __forceinline__ uint32_t leaf_of_level(int i) const
     {
         return (uint32_t)(leaf_at >> (8 * i)) & 255;
@@ -52,9 +54,9 @@ template <class ROW, class PART> struct LeafStack {
 #pragma unroll
         for (int p = 0; p < P; p++) *vector_at(depth - 1, p) = a[p];
     }
-    /* Pushes the node of leaf `new_leaf`. Before that, merges the two top nodes as long as
-     * their smallest common subtree does not contain the new leaf: such a subtree is
-     * complete. */
+    /* Pushes the node of leaf `new_leaf`. Before that, adds the two top nodes as long as their
+     * smallest common subtree does not contain the new leaf. No later leaf can be in that
+     * subtree, because leaves come in ascending order. */
     __device__ __forceinline__ void push_node(const uint4 *node, uint32_t new_leaf)
     {
         while (depth >= 2 &&
@@ -66,8 +68,8 @@ template <class ROW, class PART> struct LeafStack {
         leaf_at = (leaf_at & ~(255ull << (8 * depth))) | (uint64_t)new_leaf << (8 * depth);
         depth++;
     }
-    /* Merges all nodes of the stack into one and copies it to node. Returns false if the stack
-     * is empty. */
+    /* Adds all nodes of the stack and copies the sum to `node`. Returns false if the stack is
+     * empty. */
     __device__ __forceinline__ bool pop_result(uint4 *node)
     {
         while (depth >= 2) merge_top();

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The plain path of combine, for all cases that stream.cuh does not support: unaligned rows,
- * more than 32 choices, several leaves of the sum tree on a rank, tree order over more than 8
- * ranks, float32 partial sums of 16-bit rows, and relays (combine/relay.cuh). The units of work
- * and their order are those of combine.cu. A piece has one vector (16 bytes) per lane.
+/* The slower variant of combine, for all cases that stream.cuh does not support: unaligned
+ * rows, more than 32 choices, several leaves of the sum tree on a rank, tree order over more
+ * than 8 ranks, float32 partial sums of 16-bit rows, and relays (combine/relay.cuh). combine.cu
+ * describes the units of work and their order. Here a piece has one vector (16 bytes) per lane.
  *
  * Names used here:
  *
@@ -10,18 +10,19 @@
  *   node        a partial sum in the sum tree, packed into vectors
  *   touched     bit mask of the ranks that have choices of a token
  *   vector      the first vector of a piece, as an index within the row
- *   floats      of a token: one number per choice, which dispatch_backward returns to the
- *               token's rank: the gradient of the choice's weight
+ *   floats      numbers that dispatch_backward returns to the token's rank, one per choice: the
+ *               gradients of the choices' weights
  *   sum order   the order of ranks in which partial sums are added: rank_at[p] is the rank at
  *               position p
- *   leaf        a block of num_experts / leaves adjacent experts; a rank may have several */
+ *   leaf        a block of num_experts / leaves adjacent experts; a rank may have several
+ *               leaves */
 #ifndef EPIC_COMBINE_PLAIN_CUH
 #define EPIC_COMBINE_PLAIN_CUH
 
 #include "cuda/combine/leaf_stack.cuh"
 
-/* Like read_slot(), but replaces a slot for which the caller's buffer has no row by 0
- * (clamp_slot()). */
+/* Like read_slot(). But if the caller's buffer is too small to have a row for the slot, returns
+ * slot 0 (see clamp_slot()). */
 __device__ __forceinline__ int32_t clamped_slot_of(const CombineState &c, int rank,
                                                    int32_t token, int half)
 {
@@ -30,10 +31,11 @@ __device__ __forceinline__ int32_t clamped_slot_of(const CombineState &c, int ra
 
 /* ---------------------------------------------------------------------------- partials ---- */
 
-/* Adds weight * row to acc for COUNT rows: those in the slots of the COUNT lowest lanes of the
- * bit mask `lanes`. Removes these lanes from the mask. `slot`, `weight`: the slot of this lane
- * and its weight. Loads all rows before it uses the first, so that the loads overlap. Called by
- * a whole warp. */
+/* Adds weight * row to acc for COUNT rows, for this lane's vectors of one piece. `vector`: the
+ * piece's first vector. The rows are those in the slots of the lowest COUNT lanes of the bit
+ * mask `lanes`, and the function removes these lanes from the mask. `slot`, `weight`: this
+ * lane's slot and its weight. Loads all rows before it uses the first, so that the loads
+ * overlap. Called by a whole warp. */
 template <class ROW, int V, int COUNT>
 __device__ __forceinline__ void add_rows(const CombineState &c, float (&acc)[V][ROW::N],
                                          uint32_t &lanes, int32_t slot, float weight,
@@ -65,8 +67,8 @@ __device__ __forceinline__ void add_rows(const CombineState &c, float (&acc)[V][
 }
 
 /* Adds weight * row to acc for the slots of all lanes in the bit mask `lanes`, in ascending
- * order of lanes. `slot`, `weight`: the slot of this lane and its weight. Called by a whole
- * warp. */
+ * order of lanes. `slot`, `weight`: this lane's slot and its weight. `vector`: first vector of
+ * the piece that is added. Called by a whole warp. */
 template <class ROW, int V>
 __device__ __forceinline__ void add_lanes(const CombineState &c, float (&acc)[V][ROW::N],
                                           uint32_t lanes, int32_t slot, float weight,
@@ -84,7 +86,8 @@ __device__ __forceinline__ void add_lanes(const CombineState &c, float (&acc)[V]
         add_rows<ROW, V, 1>(c, acc, lanes, slot, weight, vector);
 }
 
-/* Rounds the float32 sums of a piece to type PART and packs them into a node. */
+/* Rounds the float32 sums `acc` of a piece to type PART and packs them into vectors
+ * (`node`). */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ void pack_sum(uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS],
                                          const float (&acc)[V][ROW::N])
@@ -93,10 +96,11 @@ __device__ __forceinline__ void pack_sum(uint4 (&node)[V][PartialSum<ROW, PART>:
     for (int v = 0; v < V; v++) PartialSum<ROW, PART>::pack_floats(node[v], acc[v]);
 }
 
-/* Sets node to the sum of weight * row over the rows that a token of `rank` has on this rank,
- * added in ascending k. `slot`: in lane n, the token's n-th slot on this rank, or -1. The
- * function itself reads the slots after the first 32. Returns false if the token has no row on
- * this rank. Called by a whole warp. */
+/* Computes this rank's partial sum for a token of `rank`: adds weight * row over the token's
+ * slots on this rank, in ascending k. Stores the sum in `node`. `slot`: in lane n, the token's
+ * n-th slot on this rank, or -1. For slots after the first 32, the function itself reads the
+ * plan. `vector`: first vector of the piece that is added. Returns false if the token has no
+ * slot on this rank. Called by a whole warp. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS],
@@ -120,8 +124,8 @@ sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VE
 
 /* ---------------------------------------------------------------- leaves within a rank ---- */
 
-/* Returns the leaf of the sum tree that contains the expert of a slot. Leaf 0 is this rank's
- * first leaf. A leaf is a block of num_experts / leaves adjacent experts. */
+/* Returns the leaf of the sum tree to which the expert of a slot belongs. A leaf is a block of
+ * num_experts / leaves adjacent experts. Leaf 0 is this rank's first leaf. */
 __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
 {
     const device_plan_header &h = c.plan.header;
@@ -138,10 +142,10 @@ __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
     return (h.first_expert + low) / block - h.first_expert / block;
 }
 
-/* Computes this rank's partial sum for a token of `rank`, and stores it in `node`. Used if this
- * rank has several leaves of the sum tree. First adds the rows of each leaf, then adds the sums
- * of the leaves in the order of the tree. Each lane handles one vector. Returns false if the
- * token has no row on this rank. Called by a whole warp. */
+/* Like sum_local_rows(), but for a rank that has several leaves of the sum tree (blocks of
+ * experts). First adds the rows of each leaf. Then adds the sums of the leaves in the order of
+ * the tree, and stores the total in `node`. A piece has one vector per lane. Returns false if
+ * the token has no slot on this rank. Called by a whole warp. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool sum_leaves(const CombineState &c,
                                            uint4 (&node)[1][PartialSum<ROW, PART>::VECTORS],
@@ -177,9 +181,10 @@ __device__ __forceinline__ bool sum_leaves(const CombineState &c,
 
 /* ------------------------------------------------------------------ floats that return ---- */
 
-/* Sends the floats of a token of `rank` to that rank, one per choice of the token on this rank.
- * `to`: start of the array, in the heap of `rank`, into which this rank's floats go. Called by
- * a whole warp. */
+/* Only in dispatch_backward: for each choice of a token of `rank` that went to this rank,
+ * returns the caller's float (slot_floats, the gradient of the choice's weight) to `rank`.
+ * `to`: the array, in the heap of `rank`, into which this rank stores floats. Called by a whole
+ * warp. */
 __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int32_t token,
                                             uint32_t *to)
 {
@@ -197,16 +202,16 @@ __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int
     post_put_floats(c.op, rank, to + (int64_t)token * float_stride(c.top_k), count);
 }
 
-/* Waits until the float of every choice of this rank's token has arrived, and stores the floats
- * to choice_floats. Lane k handles choice k. Called by a whole warp. Returns false if the group
- * of ranks has failed. */
+/* Only in dispatch_backward: waits until one float (the gradient of the choice's weight) has
+ * arrived for every choice of this rank's token, and stores the floats to choice_floats. Lane k
+ * handles choice k. Called by a whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t token)
 {
     const p2p_self &self = c.job.self;
     const device_plan_layout at = device_plan_layout_of(self.num_ranks, self.max_tokens,
                                                         c.plan.header.num_experts, c.top_k);
     const int32_t *fate = (const int32_t *)(c.job.plan + at.fate);
-    int32_t last = -1; /* rank of this lane's choice in the previous half (32 choices) */
+    int32_t last = -1; /* rank of this lane's choice in the previous 32 choices */
     for (int half = 0; half * WARP < c.top_k; half++) {
         const int32_t rank = rank_of_choice(c, token, half);
         const int64_t choice = (int64_t)token * c.top_k + half * WARP + lane_id();
@@ -240,15 +245,18 @@ __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t to
 
 /* ------------------------------------------------------------------------------- units ---- */
 
-struct Unit { /* A unit of work, with data that the warp loads one unit ahead. */
+/* A unit of work: one piece of one token's row. A warp loads slot and ranks of its next unit
+ * while it works on the current one. */
+struct Unit {
     int32_t token;
     int role, piece;
-    int32_t slot;  /* in lane n: slot of the token's n-th choice on this rank */
-    int32_t ranks; /* only in source units; in lane k: rank to which choice k goes */
+    int32_t slot; /* in lane n: the n-th slot that the token has on this rank, or -1 */
+    /* only for a token of this rank; in lane k: the rank to which choice k goes */
+    int32_t ranks;
 };
 
-/* Sets node to this rank's partial sum for the piece of a unit. `rank` owns the unit's token.
- * Returns false if the token has no row on this rank. */
+/* Computes this rank's partial sum for the piece of a unit, and stores it in `node`. `rank`:
+ * the rank that owns the unit's token. Returns false if the token has no slot on this rank. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool sum_unit(const CombineState &c, const Unit &u, int rank,
                                          uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS])
@@ -282,8 +290,9 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
         if (adds_by_host(c) && is_remote(self, rank))
             return relay_unit<ROW, PART>(c, u, rank, has_partial, node[0]);
     if (!has_partial) return true;
-    /* The peer's number for this rank. Every rank r gives number i to rank (r + 1 + i) modulo
-     * num_ranks; u.role is this rank's number for the peer. */
+    /* The number of this rank in the peer's count. Each rank counts the other ranks upwards,
+     * beginning with its next higher rank, which has number 0 (modulo num_ranks). In backend
+     * p2p, u.role is the number of the peer in this rank's count. */
     const int source = c.job.self.num_ranks - 2 - u.role;
     uint8_t *heap = c.job.self.heap[rank];
     uint4 *staged =
@@ -302,11 +311,12 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
     return true;
 }
 
-/* Receives the partial sums of up to four ranks, those at `position` to `position` + 3 of the
- * sum order (rank_at[]). has_node[i]: whether the rank at position + i has a partial sum for
- * the token, which is then read into q[i]. The caller has already set q[i] for this rank
- * itself. Stores poison back to the staging, so that it is empty again. Called by a whole warp.
- * Returns false if the group of ranks has failed. */
+/* Receives the partial sums of up to four ranks: those at `position` to `position` + 3 of the
+ * order in which sums are added (rank_at[]). has_node[i]: whether the rank at position + i
+ * sends a partial sum for the token. If so, the function reads it into q[i]. If the rank is
+ * this rank itself, the caller has already set q[i]. After reading, stores poison to the
+ * staging, which marks the staging as empty. Called by a whole warp. Returns false if the group
+ * of ranks has failed. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 receive_partials(const CombineState &c, const Unit &u, int position, bool (&has_node)[4],
@@ -390,9 +400,10 @@ add_node(uint4 (&a)[V][PartialSum<ROW, PART>::VECTORS], bool &has_a,
     has_a = true;
 }
 
-/* Sets total to the sum of the partial sums of all ranks in the bit mask `touched`, added in
- * the sum order of the plan. own: the partial sum of this rank. Called by a whole warp. Returns
- * false if the group of ranks has failed. */
+/* Adds the partial sums of all ranks in the bit mask `touched`, in the order that the plan
+ * prescribes (ranks in ascending order, or a binary tree). Stores the sum in `total`. own: the
+ * partial sum of this rank. Called by a whole warp. Returns false if the group of ranks has
+ * failed. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 add_ranks(const CombineState &c, const Unit &u, uint32_t touched,
@@ -497,7 +508,7 @@ __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t en
 {
     const p2p_self &self = c.job.self;
     const int peers = self.num_ranks - 1;
-    /* the units to load next */
+    /* positions in the two lists of the units to load next */
     UnitWalk expert_walk(c.expert), source_walk(c.source);
     const int32_t expert_end = peers ? end : c.round_begin;
     const int32_t source_end = min(end, c.job.num_tokens);
@@ -512,7 +523,7 @@ __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t en
     };
     int32_t next_expert_slot = load_expert_slot(), next_source_slot = load_source_slot();
     int32_t next_source_rank = rank_of_choice(c, c.round_begin + source_walk.step, 0);
-    Unit expert, source; /* the units to process next; their slots and ranks are loaded */
+    Unit expert, source; /* the units to process next, already loaded */
     auto load_next_expert = [&] {
         expert = {c.round_begin + expert_walk.step, expert_walk.role, expert_walk.span,
                   clamp_slot(c, next_expert_slot), -1};
@@ -544,9 +555,9 @@ __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t en
     return true;
 }
 
-/* Runs all rounds of combine by the plain path. PART: type of partial sums. LEAVES: this rank
- * may have several leaves of the sum tree. noinline, because inlining would make the main loop
- * of stream.cuh spill registers. Returns false if the group of ranks has failed. */
+/* Runs all rounds of combine. PART: type of partial sums. LEAVES: this rank may have several
+ * leaves of the sum tree. Not inlined, because inlining would make the main loop of stream.cuh
+ * spill registers. Returns false if the group of ranks has failed. */
 template <class ROW, class PART, bool LEAVES>
 static __device__ __noinline__ bool combine_plain(CombineState c, OpState &op)
 {

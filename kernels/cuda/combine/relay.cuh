@@ -1,28 +1,29 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* combine with relays (backend hosts, several ranks per host). Without relays every rank sends
- * its own partial sum over the network. With relays, one rank of each host adds the partial
- * sums of its host, and only this sum crosses the network.
+/* combine with relays, for backend `hosts` with several ranks per host. Without relays every
+ * rank sends its own partial sum over the network. With relays, one rank of each host adds the
+ * partial sums of its host, and sends only this sum over the network.
  *
- * The adding rank is the *mate* of the token's home rank: the rank with the same index within
- * its host (net/relay.cuh). The ranks of a host are a subtree of the sum tree, so adding them
- * first does not change the result. A *node* is a partial sum in this tree.
+ * The rank that adds is the *mate* of the token's home rank: the rank with the same index
+ * within its host (net/relay.cuh). The ranks of a host are a subtree of the sum tree, so adding
+ * them first does not change the result. A *node* is a partial sum in this tree.
  *
  *   other ranks of the host  store the word *wants* to the mate's heap: 1 if the rank has a
- *                            partial sum for the token, else 0. If it is 1, they also store
- *                            the partial sum.
+ *                            partial sum for the token, else 0. If it is 1, they also store the
+ *                            partial sum.
  *   mate                     waits for *wants* of each rank of its host, and for the partial
  *                            sum if *wants* is 1. Adds them in tree order and puts the sum to
  *                            the token's home rank.
  *
- * Ranks cannot wait for each other in a circle. In expert units only the mate waits. It waits
- * for units of the same token on other ranks of its host, and those units wait for nothing. In
- * the list of expert units, the units in which this rank is the mate come last for each token
- * number. */
+ * Ranks cannot wait for each other in a circle. While partial sums are sent (expert units,
+ * combine.cu), only the mate waits. It waits for other ranks of its host to send theirs for the
+ * same token, and these ranks need not wait for anything. For each token number, the units in
+ * which this rank is the mate are the last ones in the list of work. */
 #ifndef EPIC_COMBINE_RELAY_CUH
 #define EPIC_COMBINE_RELAY_CUH
 
-/* Returns the address of this lane's first vector of a partial sum ("node") in staging. `box`:
- * start of the staging of one pair of ranks. The unit `u` selects the token and the piece. */
+/* Returns the address in staging of this lane's first vector of a partial sum. `box`: start of
+ * the staging that one rank uses to send to one other rank. The unit `u` selects the token and
+ * the piece. */
 template <int P>
 __device__ __forceinline__ uint4 *node_address(const CombineState &c, const Unit &u,
                                                uint8_t *box)
@@ -31,8 +32,8 @@ __device__ __forceinline__ uint4 *node_address(const CombineState &c, const Unit
            (u.piece * WARP + lane_id()) * P;
 }
 
-/* Stores this lane's vectors of a unit's partial sum (`node`) to the staging that begins at
- * `box`. */
+/* Stores this lane's vectors of one piece of a partial sum (`node`) to the staging that begins
+ * at `box`. */
 template <int P>
 __device__ __forceinline__ void store_node(const CombineState &c, const Unit &u, uint8_t *box,
                                            const uint4 (&node)[P])
@@ -43,9 +44,9 @@ __device__ __forceinline__ void store_node(const CombineState &c, const Unit &u,
         if (u.piece * WARP + lane_id() < c.shape.vectors) store_relaxed(to + p, node[p]);
 }
 
-/* Waits until the partial sum that `rank` stores to the staging `box` has arrived, and reads it
- * to `node`. Then stores poison back to the staging, which marks it as empty. Called by a whole
- * warp. Returns false if the group of ranks has failed. */
+/* Waits until `rank` has stored one piece of its partial sum to the staging that begins at
+ * `box`, and reads it into `node`. Then stores poison to the staging, which marks the staging
+ * as empty. Called by a whole warp. Returns false if the group of ranks has failed. */
 template <int P>
 __device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &u, uint8_t *box,
                                              int rank, uint4 (&node)[P])
@@ -67,10 +68,10 @@ __device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &
     return ok;
 }
 
-/* Sends this rank's partial sum to the mate, which is the rank of this host that adds for the
- * token's home rank `rank`. `has_partial`: whether this rank has a partial sum. The unit of
- * piece 0 also sends has_partial, in the word *wants*; from this word the mate sees whether it
- * must wait for a partial sum. Called on ranks that are not the mate. */
+/* Sends this rank's partial sum (`node`) to the rank of this host that adds for the token's
+ * home rank `rank`: the mate of `rank`. `has_partial`: whether this rank has a partial sum. The
+ * unit of piece 0 also sends has_partial, as the word *wants*. From this word the mate knows
+ * whether it must wait for a partial sum. Called on ranks that are not the mate. */
 template <int P>
 __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, int rank,
                                           bool has_partial, const uint4 (&node)[P])
@@ -85,9 +86,9 @@ __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, 
 }
 
 /* Adds the partial sums of all ranks of this host, in the order of the sum tree. Called on the
- * mate of `rank`, the token's home rank. On entry `node` is this rank's own partial sum, if
- * `has_partial` is true. On return `node` is the sum of the host, if `has_partial` is true.
- * Returns false if the group of ranks has failed. */
+ * mate of `rank`, the token's home rank. On entry, has_partial says whether this rank itself
+ * has a partial sum, which is then in `node`. On return, has_partial says whether any rank of
+ * the host has one, and `node` is the sum. Returns false if the group of ranks has failed. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool
 add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &has_partial,
@@ -119,11 +120,11 @@ add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &has_p
     return true;
 }
 
-/* Finishes an expert unit whose token belongs to `rank`, a rank of another host. If this rank
- * is the mate of `rank`, it adds the partial sums of its host and puts the sum to `rank`.
- * Otherwise it sends its own partial sum to the mate. `node` is this rank's partial sum; it is
- * valid only if `has_partial` is true. Called by a whole warp. Returns false if the group of
- * ranks has failed. */
+/* Sends this rank's partial sum for a token of `rank`, a rank of another host, by way of a
+ * relay. If this rank is the mate of `rank`, it adds the partial sums of its host and puts the
+ * sum to `rank`. Otherwise it sends its own partial sum to the mate. `node` is this rank's
+ * partial sum; it is valid only if `has_partial` is true. Called by a whole warp. Returns false
+ * if the group of ranks has failed. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool relay_unit(const CombineState &c, const Unit &u, int rank,
                                            bool has_partial,

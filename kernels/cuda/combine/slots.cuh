@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions that both combine and combine_backward use. They check slots, read the weights of
- * slots, and divide an operation into rounds. A round moves only the tokens whose rows fit into
- * the staging memory at once. Template argument M is the type of the kernel's state:
- * CombineState or BackwardMove. */
+/* Functions that combine and combine_backward share. They check slots, read the weights of
+ * slots, and divide an operation into rounds. A round moves only as many tokens as have space
+ * in the staging memory. Template argument M is the type of the kernel's state: CombineState in
+ * combine, BackwardMove in combine_backward. */
 #ifndef EPIC_SLOTS_CUH
 #define EPIC_SLOTS_CUH
 
@@ -25,10 +25,10 @@ template <class M> __device__ __forceinline__ float read_slot_weight(const M &m,
     return weight;
 }
 
-/* Calls round(end) once for each round of the operation. Each call moves the tokens
- * [m.round_begin, end) of every rank, as many as fit into the staging. row_bytes: bytes of
- * staging that one token needs. Called by all threads of all CTAs. Returns false if the group
- * of ranks has failed. */
+/* Calls round(end) once for each round of the operation. A round moves the tokens
+ * [m.round_begin, end) of every rank: as many as have space in the staging memory. row_bytes:
+ * bytes of staging that one token needs. Called by all threads of all CTAs. Returns false if
+ * the group of ranks has failed. */
 template <class M, class Round>
 __device__ __forceinline__ bool for_each_round(M &m, OpState &op, int64_t row_bytes,
                                                Round round)

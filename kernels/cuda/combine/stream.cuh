@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The fast path of combine, for aligned rows and one partial sum per rank. The *floats* of a
- * token are one number per choice, which dispatch_backward returns to the token's rank: the
- * gradient of the choice's weight. The *sum order* is the order of ranks in which partial sums
- * are added: rank_at[p] is the rank at position p. combine.cu explains expert units and source
- * units. Each warp reads one stream of pieces, unit after unit: pieces of rows on this rank,
- * and of partial sums of peers. It copies pieces into a ring buffer in shared memory before it
- * uses them. A partial sum may be copied before it has arrived. If so, the copy contains poison
- * (the mark of a word that has not arrived), and the warp polls the piece in staging.
+/* The fast variant of combine, for aligned rows and one partial sum per rank. combine.cu
+ * explains expert units (which send a partial sum to a peer) and source units (which compute
+ * the result of one of this rank's tokens).
+ *
+ * Each warp reads one stream of pieces, unit after unit: pieces of rows on this rank, and
+ * pieces of the peers' partial sums. It copies the pieces into a ring buffer in shared memory
+ * some units before it uses them. So a piece of a partial sum may be copied before it has
+ * arrived. Then the copy contains poison (the mark of a word that has not arrived), and the
+ * warp polls the piece in staging.
  *
  *     an expert unit, token t of peer q         a source unit, token t of this rank
  *
@@ -15,7 +16,11 @@
  *                               |               partial of peer b -> ring -+
  *               sum of w * row  |                                          |  sum by rank, or
  *                               v                                          v  in the tree
- *                         staging of q                                   out[t] */
+ *                         staging of q                                   out[t]
+ *
+ * The *floats* of a token are one number per choice, which dispatch_backward returns to the
+ * token's rank: the gradient of the choice's weight. The *sum order* is the order of ranks in
+ * which partial sums are added: rank_at[p] is the rank at position p. */
 #ifndef EPIC_COMBINE_STREAM_CUH
 #define EPIC_COMBINE_STREAM_CUH
 
@@ -23,25 +28,26 @@
 
 #define STREAM_V 4
 
-/* A slot on this rank of the token that a unit processes. */
+/* One slot on this rank of the token that a unit works on. */
 struct __align__(8) Slot
 {
     int32_t number;
-    /* Bits of a float. combine: the weight of the slot. dispatch_backward: the gradient of this
-     * weight, which is sent back to the rank of the token. */
+    /* The bits of a float. In combine: the weight of the slot. In dispatch_backward: the
+     * gradient of the slot's weight, which is sent back to the rank of the token. */
     uint32_t word;
 };
 
-struct Entry { /* A unit that the warp has begun and not finished. In shared memory. */
+struct Entry { /* A unit of work that the warp has begun and not finished. In shared memory. */
     int32_t token;
     int32_t vector;    /* the first vector of the unit's piece, as an index within the row */
     int16_t num_slots; /* number of the token's slots on this rank */
-    int16_t role;      /* in an expert unit: its role (peer_of_role()); in a source unit: -1 */
-    /* only in source units: bit p is 1 if the rank at position p of the sum order (rank_at[p])
-     * sends a partial sum for the token */
+    int16_t role;      /* -1 for a token of this rank; else selects the peer (peer_of_role()) */
+    /* Only for a token of this rank: bit p is 1 if the rank at position p of the sum order
+     * (rank_at[p]) sends a partial sum for the token. */
     uint32_t positions;
-    Slot slots[WARP];    /* the token's slots on this rank */
-    int32_t ranks[WARP]; /* only in source units; ranks[k]: the rank to which choice k goes */
+    Slot slots[WARP]; /* the token's slots on this rank */
+    /* only for a token of this rank; [k]: the rank to which choice k goes */
+    int32_t ranks[WARP];
 };
 
 template <class ROW, bool EXACT, bool TREE> struct CombineStream {
@@ -53,28 +59,28 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     const CombineState &c;
     Entry *entries;
     Pieces ring;
-    UnitWalk expert_walk,
-        source_walk; /* the next expert unit and the next source unit to begin */
-    /* This lane's slot of the next expert unit and of the next source unit, and the rank of
-     * this lane's choice in the next source unit. Loaded one unit ahead, because the load takes
-     * long. */
+    /* positions in the two lists of units (combine.cu): the next units to begin */
+    UnitWalk expert_walk, source_walk;
+    /* For the next expert unit and the next source unit: this lane's slot. For the next source
+     * unit also the rank of this lane's choice. They are loaded one unit ahead, because a load
+     * takes long. */
     int32_t expert_slot, source_slot, source_rank;
     /* This round has expert units for tokens below expert_end, and source units for tokens
      * below source_end. */
     int32_t expert_end, source_end;
-    /* in lane p: the rank at position p of the sum order; -1 if there is no such rank, or if
-     * this rank itself is at position p */
+    /* In lane p: the rank at position p of the order in which sums are added. -1 if there is no
+     * such rank, or if it is this rank itself. */
     int32_t position_rank;
     const Slot *slot; /* the slot whose row is copied next */
-    /* Address of this lane's bytes of the current piece in row 0 of the caller's rows. The
-     * piece of another row is row_offset() further. */
+    /* Address of this lane's bytes of the current piece, in row 0 of the caller's array. Row i
+     * is row_offset(i) bytes after it. */
     const uint8_t *rows;
-    /* Token of the unit that is being copied, and the first vector of the unit's piece, as an
-     * index within the row. */
+    /* The unit whose pieces are being copied: its token, and the first vector of its piece, as
+     * an index within the row. */
     int32_t token, vector;
-    int32_t slots = 0; /* number of rows on this rank that are left to copy for that unit */
-    /* bit mask of the positions in the sum order whose partial sums are left to copy for that
-     * unit */
+    int32_t slots = 0; /* for that unit: number of rows on this rank left to copy */
+    /* For that unit: bit mask of the peers' partial sums that are left to copy. Bit p stands
+     * for the rank at position p of the sum order. */
     uint32_t positions = 0;
     /* Counts of the warp's units: it has begun `begun` units, has started to copy the pieces of
      * the first `copied` of them, and has finished the first `used`. */
@@ -98,23 +104,23 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
 
     /* ---- copying ---- */
 
-    /* Loads this lane's slot for the next expert unit. */
+    /* Loads this lane's slot for the next expert unit (which sends to a peer). */
     __device__ __forceinline__ void load_expert()
     {
         const int32_t t = c.round_begin + expert_walk.step;
         expert_slot =
             t < expert_end ? read_slot(c, peer_of_role(c, expert_walk.role), t, 0) : -1;
     }
-    /* Loads this lane's slot and rank for the next source unit. */
+    /* Loads this lane's slot and rank for the next source unit (a token of this rank). */
     __device__ __forceinline__ void load_source()
     {
         const int32_t t = c.round_begin + source_walk.step;
         source_slot = t < source_end ? read_slot(c, c.job.self.rank, t, 0) : -1;
         source_rank = rank_of_choice(c, t, 0);
     }
-    /* Writes the data of a unit that the warp begins to `entry`. Starts to copy the weights of
-     * the unit's slots to shared memory or, without weights, the slots' floats. its_slot: this
-     * lane's slot. its_positions: Entry.positions. Called by a whole warp. */
+    /* Begins a unit: stores its data in `entry`. Starts to copy one float per slot to shared
+     * memory: the weights of the unit's slots or, without weights, slot_floats. its_slot: this
+     * lane's slot. its_positions: value of Entry.positions. Called by a whole warp. */
     __device__ __forceinline__ void fill_entry(Entry &entry, int32_t of_token, int role,
                                                int piece, int32_t its_slot,
                                                uint32_t its_positions)
@@ -136,9 +142,9 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         }
         begun++;
     }
-    /* Begins the next unit, if one is left. The warp prefers expert units, because peers wait
-     * for them. But it takes a source unit if the token of the next expert unit is at least
-     * `lag` tokens after the token of the next source unit. */
+    /* Begins the next unit, if one is left. The warp prefers expert units (sending to peers),
+     * because peers wait for them. But once these are `lag` tokens ahead of the source units
+     * (receiving), it begins a source unit. */
     __device__ __forceinline__ void begin_unit()
     {
         const int32_t expert_token = c.round_begin + expert_walk.step,
@@ -162,16 +168,16 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
             load_source();
         }
     }
-    /* Returns the address of the staged partial sum that the peer at `position` of the sum
-     * order sends for a token. */
+    /* Returns the address, in this rank's staging, of the partial sum that a peer sends for a
+     * token. `position`: the peer's position in the order in which sums are added. */
     __device__ __forceinline__ uint4 *staged_partial(int32_t of_token, int position)
     {
         const int rank = c.plan.header.rank_at[position];
         return staged_row(c.op.inbox[rank], of_token - c.round_begin, c.shape.vectors);
     }
-    /* Starts the copy of one more piece to the ring: of a row on this rank, or of a peer's
-     * partial sum. A unit that has no pieces also uses one buffer of the ring, which stays
-     * empty. */
+    /* Starts the copy of one more piece to the ring: a piece of a row on this rank, or of a
+     * peer's partial sum. A unit that has no pieces also uses one buffer of the ring, which
+     * stays empty. */
     __device__ __forceinline__ void copy_next()
     {
         if (!(slots | positions) && copied != begun) {
@@ -240,8 +246,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         for (int v = 0; v < V; v++) sum[v] = ROW::pack_floats(acc[v]);
     }
     /* Stores this rank's partial sum (`node`) to the staging of the peer that owns the token.
-     * In dispatch_backward, the unit of the first piece also sends the floats of the token's
-     * choices. */
+     * In dispatch_backward, the unit of the first piece also sends the gradients of the weights
+     * of the token's choices. */
     __device__ __forceinline__ void send_partial(const Entry &u, const uint4 (&node)[V])
     {
         const p2p_self &self = c.job.self;
@@ -259,10 +265,10 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
                 replace_poison(u.slots[lane_id()].word, F32::NAN_WORD));
         if (HOSTS && u.num_slots) post_put_partial(u, rank);
     }
-    /* Only in backend hosts: when the last piece of a partial sum for another host has been
-     * stored, posts the put of the whole partial sum. One put sends all pieces, because the
-     * proxy thread needs time for each put. The unit of the first piece also posts the put of
-     * the token's floats. */
+    /* Only in backend `hosts`: counts a stored piece of a partial sum for another host. The
+     * call for the last piece posts one put for the whole partial sum, because the proxy thread
+     * needs time for each put. The unit of the first piece also posts the put of the token's
+     * floats (gradients of weights). */
     __device__ __forceinline__ void post_put_partial(const Entry &u, int rank)
     {
         const p2p_self &self = c.job.self;
@@ -277,10 +283,10 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
                     (int64_t)u.token * float_stride(c.top_k),
                 u.num_slots);
     }
-    /* Reads the partial sum of the peer at `position` of the sum order from the ring. If the
-     * partial sum had not arrived when it was copied to the ring, polls it in staging until it
-     * arrives. Then stores poison back to the staging, which marks it as empty. Returns false
-     * if the group of ranks has failed. */
+    /* Reads one piece of the partial sum of the peer at `position` of the sum order into q. The
+     * piece is in the ring. If it had not arrived when it was copied to the ring, polls it in
+     * staging until it arrives. Then stores poison to the staging, which marks the staging as
+     * empty. Returns false if the group of ranks has failed. */
     __device__ __forceinline__ bool receive_partial(const Entry &u, int position, uint4 (&q)[V])
     {
         uint4 *from = staged_partial(u.token, position);
@@ -341,8 +347,8 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         has_b = false;
     }
     /* Sets `out` to the sum of all ranks' partial sums, added in a binary tree of at most eight
-     * leaves, one for each position of the sum order. Needs few registers: while it adds
-     * positions 4 to 7, the output row in memory holds the sum of positions 0 to 3. Returns
+     * leaves, one for each position of the sum order. To need few registers, stores the sum of
+     * positions 0 to 3 to the output row in memory while it adds positions 4 to 7. Returns
      * false if the group of ranks has failed. */
     __device__ __forceinline__ bool add_tree(const Entry &u, const uint4 (&own)[V],
                                              uint4 (&out)[V])
@@ -409,9 +415,9 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
             c.job.choice_floats[(int64_t)u.token * c.top_k + lane_id()] = __uint_as_float(word);
         return true;
     }
-    /* Finishes a source unit: adds all ranks' partial sums of a piece and stores the sum to the
-     * output row. own: the partial sum of this rank. Returns false if the group of ranks has
-     * failed. */
+    /* Computes one piece of the result of this rank's token: adds all ranks' partial sums, and
+     * stores the sum to the output row. own: the partial sum of this rank. Returns false if the
+     * group of ranks has failed. */
     __device__ __forceinline__ bool finish_token(const Entry &u, const uint4 (&own)[V])
     {
         uint4 out[V];
@@ -422,8 +428,9 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
             if (in_row(u, v)) store_once(row + v * WARP * 16, out[v], c.policy);
         return u.vector || !c.job.choice_floats || receive_floats(u);
     }
-    /* Begins one more unit, so that its copies start early, and processes the oldest unit that
-     * was begun. Called by a whole warp. Returns false if the group of ranks has failed. */
+    /* Begins one more unit, so that its copies start early, and then finishes the oldest unit
+     * that was begun. Called by a whole warp. Returns false if the group of ranks has
+     * failed. */
     __device__ __forceinline__ bool use_unit()
     {
         begin_unit();
@@ -437,8 +444,9 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     }
 };
 
-/* Runs all rounds of combine by the fast path. memory: the dynamic shared memory of the CTA.
- * Called by all threads of all CTAs. Returns false if the group of ranks has failed. */
+/* Runs all rounds of combine. memory: the dynamic shared memory of the CTA. TREE: partial sums
+ * are added in tree order. Called by all threads of all CTAs. Returns false if the group of
+ * ranks has failed. */
 template <class ROW, bool EXACT, bool TREE>
 __device__ __forceinline__ bool combine_stream(CombineState &c, OpState &op, uint8_t *memory)
 {
