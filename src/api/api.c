@@ -12,32 +12,32 @@
 #include "kernels/kernels.h"
 #include "plan/plan.h"
 
-/* Returns EPIC_EINVAL if ctx is NULL, the failure of its group if it has one, otherwise
- * EPIC_OK. */
+/* Returns EPIC_EINVAL if ctx is NULL. If the group of ctx has failed, returns that failure.
+ * Otherwise returns EPIC_OK. */
 static epic_result check_context(epic_context *ctx)
 {
     if (!ctx) return epic_fail(EPIC_EINVAL, "ctx is NULL: must be a context from epic_open");
     return context_check(ctx);
 }
 
-/* Mixes the hash of the layer's options into call->tag. A device backend uses the tag only in
- * the signature that the ranks compare. So the ranks compare the options too. */
+/* Mixes the hash of the layer's options into call->tag. A device backend uses the tag only as a
+ * part of the call signature, which the ranks compare. So the ranks compare the options too. */
 static void add_options_hash(epic_call *call, const op_header_extra *extra)
 {
     if (extra && extra->options && extra->options->hash)
         call->tag = hash_join(call->tag, extra->options->hash);
 }
 
-/* If the caller passed {NULL, 0, 0}, a matrix without rows, sets its row_bytes to `bytes`, the
- * row_bytes of a matrix with rows of the same size. It is a macro, because it works on
- * epic_rows and epic_const_rows. */
+/* If the caller passed {NULL, 0, 0} for a matrix without rows, sets its row_bytes to `bytes`,
+ * which is the row_bytes of another matrix. It is a macro, because it is used for epic_rows and
+ * for epic_const_rows. */
 #define DEFAULT_ROW_BYTES(rows, bytes)                                                         \
     do {                                                                                       \
         if (!(rows).data && !(rows).num_rows && !(rows).row_bytes) (rows).row_bytes = (bytes); \
     } while (0)
 
 /* Reads and checks the arguments of a plan. Copies args->layer to *layer, fills in its
- * defaults, and makes a->layer point to that copy. */
+ * defaults, and makes a->layer point to *layer. */
 static epic_result read_plan_args(const epic_context *ctx, epic_plan_args *a, epic_layer *layer,
                                   const epic_plan_args *args, size_t size)
 {
@@ -77,9 +77,9 @@ epic_result api_plan(epic_context *ctx, const epic_plan_args *args,
     return call_plan(ctx, args, sizeof *args, extra);
 }
 
-/* Fills in row_bytes of a matrix without rows: recv gets it from tokens, or tokens from recv. A
- * quantized row has one byte for each element. Sizes are not checked yet. If a product of them
- * overflows, it becomes INT64_MAX, which check_rows() rejects later. */
+/* Fills in row_bytes of matrices without rows: that of recv from tokens, or that of tokens from
+ * recv. A quantized row has one byte for each element. The sizes were not checked yet, so the
+ * product may overflow. Then it becomes INT64_MAX, which check_rows() rejects later. */
 static void default_dispatch_rows(epic_dispatch_args *a)
 {
     const int64_t size = a->quantize ? (int64_t)epic_type_bytes(a->type) : 1;
@@ -93,9 +93,9 @@ static void default_dispatch_rows(epic_dispatch_args *a)
 }
 
 /* Copies the layer that the caller passed for an existing plan to *out, fills in its defaults,
- * and makes *layer point to the copy. Replaces EPIC_BY_HOSTS by EPIC_BY_RANK, except on GPUs of
- * several hosts. On these the order depends on whether the plan was made with a rank_of_expert,
- * which this call does not know. */
+ * and makes *layer point to *out. Replaces the sum order EPIC_BY_HOSTS by EPIC_BY_RANK, except
+ * on GPUs of several hosts. There the meaning of EPIC_BY_HOSTS depends on whether the plan was
+ * made with a rank_of_expert, which this call does not know. */
 static epic_result read_plan_layer(const epic_context *ctx, epic_layer *out,
                                    const epic_layer **layer)
 {
@@ -132,8 +132,8 @@ epic_result api_dispatch(epic_context *ctx, const epic_dispatch_args *args,
     return call_dispatch(ctx, args, sizeof *args, extra);
 }
 
-/* Checks that the arguments of the dispatch fit those of the plan. This happens before the plan
- * is made, so that an error leaves the plan's bytes as they were. */
+/* Checks that the arguments of the dispatch match those of the plan. Called before the plan is
+ * made, so that an error leaves the bytes of the plan unchanged. */
 static epic_result check_plan_dispatch(const epic_plan_args *p, const epic_dispatch_args *d)
 {
     if (p->capacity == EPIC_CAPACITY_EXACT)
@@ -270,8 +270,8 @@ epic_result epic_allreduce_sum_v1(epic_context *ctx, const epic_allreduce_sum_ar
     return host_allreduce_sum(ctx, &a);
 }
 
-/* Implements both calls that add a window. `registers` is true for epic_window_register: the
- * caller passes the memory. */
+/* Implements epic_window_alloc and epic_window_register. `registers` is true for
+ * epic_window_register: the caller passes the memory. */
 static epic_result add_window(epic_context *ctx, const epic_window_args *args, size_t size,
                               epic_window_info *out, size_t out_size, bool registers)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Variants of public calls for src/moe, the MoE layer inside the core. They can add data to the
- * op header, which a public call cannot. */
+/* Variants of public calls for src/moe, the part of the library that implements whole MoE
+ * layers. They can add data to the op header, which the public calls cannot. */
 #ifndef EPIC_API_H
 #define EPIC_API_H
 
@@ -8,9 +8,9 @@
 #include "exchange/op_header.h"
 
 /* Each function works like the public call of the same name, and also adds `extra` to its op
- * header. extra may be NULL. If extra->fault is set (host contexts only), all ranks return that
+ * header. extra may be NULL. If extra->fault is set (host contexts only), all ranks return this
  * error, the outputs are zeros, and the group stays usable. The ranks also compare
- * extra->options, and return EPIC_EMISMATCH if they differ. */
+ * extra->options. If the options differ, all ranks return EPIC_EMISMATCH. */
 epic_result api_plan(epic_context *ctx, const epic_plan_args *args,
                      const op_header_extra *extra);
 epic_result api_dispatch(epic_context *ctx, const epic_dispatch_args *args,

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_bootstrap_mpi, which the plugin libepic_mpi.so implements. A plugin has its own error
- * sentence. Every call here copies that sentence into this library, so that epic_error returns
- * it. */
+/* epic_bootstrap_mpi. The plugin libepic_mpi.so implements it. A plugin is a library of its own
+ * and stores its own error sentence. Therefore every call in this file copies that sentence
+ * into libepic.so, whose epic_error() the caller uses. */
 #include <stdlib.h>
 
 #include "api/config.h"

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks the arguments of the public calls. Each check returns one sentence in its error: the
- * field, its value, the rule. */
+/* Checks the arguments of the public calls. A check that fails writes one error sentence: the
+ * field, its value, and the rule. */
 #include "api/check.h"
 
 #include "base/arrays.h"
@@ -9,8 +9,8 @@
 #include "plan/plan.h"
 #include "rules/sentences.h"
 
-/* Returns an error if `flags` has a bit that is not in `known`, the flags that the call
- * defines. */
+/* Returns EPIC_EINVAL if `flags` has a bit that is not in `known`, the flags that the call
+ * supports. */
 static epic_result check_flags(uint32_t flags, uint32_t known)
 {
     if (!(flags & ~known)) return EPIC_OK;
@@ -35,7 +35,8 @@ epic_result check_plan_bytes(const void *plan, int64_t plan_bytes)
     return CHECK_ARRAYS(arrays);
 }
 
-/* Checks a matrix: its number of rows, its memory, and its row_bytes against max_row_bytes. */
+/* Checks a matrix: its number of rows, that it has memory, and that row_bytes is at most
+ * max_row_bytes. */
 static epic_result check_rows(const epic_context *ctx, const char *name, epic_const_rows rows)
 {
     if (rows.num_rows < 0 || rows.num_rows > INT32_MAX)
@@ -51,8 +52,8 @@ static epic_result check_rows(const epic_context *ctx, const char *name, epic_co
     return EPIC_OK;
 }
 
-/* Checks that the caller left a matrix zero, because this call does not use it. The error ends
- * with `why`, the reason. */
+/* Checks that all fields of a matrix are zero, because this call does not use the matrix. `why`
+ * is the end of the error sentence: the reason. */
 static epic_result check_absent(const char *name, epic_const_rows rows, const char *why)
 {
     if (!rows.data && !rows.num_rows && !rows.row_bytes) return EPIC_OK;
@@ -78,7 +79,7 @@ static epic_result check_whole(const char *name, epic_const_rows rows, uint32_t 
                      name, (long long)rows.row_bytes, epic_type_name(type), (long long)size);
 }
 
-/* Checks that the backend can add rows of this type. EPIC_F64 works on host backends only. */
+/* Checks that the backend can add rows of this type. Only host backends can add EPIC_F64. */
 static epic_result check_summed(const epic_context *ctx, uint32_t type)
 {
     const bool host = ctx->backend->transport != NULL;
@@ -102,9 +103,9 @@ static epic_result check_pair(const char *a, const void *given_a, const char *b,
                      given_a ? b : a, given_a ? a : b);
 }
 
-/* Checks the row sizes of a quantization: `in` has n elements of `type` per row, and `out` n
- * bytes. `scales` has one 4-byte scale per 128 elements with EPIC_QUANTIZE_1X128, and one byte
- * per 32 elements with EPIC_QUANTIZE_1X32. */
+/* Checks the row sizes of a quantization. A row of `in` has n elements of `type`, and a row of
+ * `out` has n bytes. A row of `scales` has one 4-byte scale for 128 elements
+ * (EPIC_QUANTIZE_1X128) or a 1-byte scale for 32 elements (EPIC_QUANTIZE_1X32). */
 static epic_result check_quantized(const epic_context *ctx, uint32_t quantize, uint32_t type,
                                    const char *in_name, epic_const_rows in,
                                    const char *out_name, epic_const_rows out,
@@ -135,8 +136,8 @@ static epic_result check_quantized(const epic_context *ctx, uint32_t quantize, u
     return EPIC_OK;
 }
 
-/* Describes the memory of a matrix for check_arrays(). `unit` is the alignment of its
- * address. */
+/* Describes the memory of a matrix for check_arrays(). `unit` is the required alignment of its
+ * address in bytes. `out` is true if the call writes the matrix. */
 static call_array of_rows(const char *name, epic_const_rows rows, size_t unit, bool out)
 {
     return (call_array){name, rows.data, rows.num_rows * rows.row_bytes, unit, out};
@@ -164,8 +165,8 @@ epic_result check_plan_size(const epic_config *config, const epic_layer *layer, 
                      (long long)config->max_tokens, config->num_ranks, layer->top_k);
 }
 
-/* Checks that logical_of_expert is given if the layer has replicas, and that both tables of
- * replicas are NULL if it has none. */
+/* Checks the tables of replicas. If the layer has replicas, logical_of_expert must be set. If
+ * it has none, logical_of_expert and logical_load must be NULL. */
 static epic_result check_replicas(const epic_plan_args *a, const epic_layer *layer)
 {
     if (layer->num_logical && !a->logical_of_expert)
@@ -247,7 +248,7 @@ static epic_result check_dispatch_arrays(const epic_dispatch_args *a)
     return CHECK_ARRAYS(arrays);
 }
 
-/* Checks the scales that the caller passes with rows that are already quantized. */
+/* Checks the scales of a dispatch whose rows are already quantized. */
 static epic_result check_scales(const epic_context *ctx, const epic_dispatch_args *a)
 {
     if (!a->scales.data && !a->recv_scales.data && !a->scales.row_bytes &&
@@ -267,8 +268,9 @@ static epic_result check_scales(const epic_context *ctx, const epic_dispatch_arg
     return EPIC_OK;
 }
 
-/* Returns an error if an array that is indexed by slot, such as slot_weights, is given for an
- * EPIC_FLAT layer. A slot of a flat layer stands for a token, so it has no single weight. */
+/* Returns EPIC_EINVAL if the layer is EPIC_FLAT and the caller has set an array that is indexed
+ * by slot, such as slot_weights. A slot of a FLAT layer stands for a token with all its choices
+ * on this rank, so the slot has no single weight. */
 static epic_result check_by_slot(const epic_layer *layer, const char *name, const void *given)
 {
     if (!given || layer->layout != EPIC_FLAT) return EPIC_OK;
@@ -383,7 +385,7 @@ epic_result check_combine_backward_args(const epic_context *ctx,
     return check_combine_backward_arrays(a);
 }
 
-/* Checks that an array of floats is not NULL unless it is empty. */
+/* Checks that an array of `count` floats is not NULL, unless count is 0. */
 static epic_result check_numbers(const char *name, const float *data, int64_t count)
 {
     if (data || !count) return EPIC_OK;
@@ -437,7 +439,8 @@ epic_result check_sum_args(const epic_context *ctx, const epic_allreduce_sum_arg
 epic_result check_window_args(const epic_context *ctx, const epic_window_args *a,
                               bool registers)
 {
-    /* window_place() puts an offset into the window and the window's number into 64 bits */
+    /* window_place() stores the number of a window and an offset in it in 64 bits, 48 of them
+     * for the offset */
     const int64_t most = (INT64_C(1) << 48) - 1;
     TRY(check_reserved(a->reserved));
     if (a->bytes < 0 || a->bytes > most)

@@ -1,24 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks of the arguments of public calls: pointers, shapes, enums, overlaps. The operations
- * check the rules that depend on the contents of a plan.
+/* Checks of the arguments of public calls: pointers, shapes, enums, overlapping arrays. The
+ * rules that depend on the contents of a plan are checked later, by the operations.
  *
- * Each function returns EPIC_OK or EPIC_EINVAL, or EPIC_ENOTSUP for a type that the backend
- * cannot add. An error sets the sentence that epic_error returns. No check reads the contents
- * of the caller's arrays. Any thread may call these functions. */
+ * Each function returns EPIC_OK or EPIC_EINVAL. For a type that the backend cannot add, it
+ * returns EPIC_ENOTSUP. An error sets the sentence that epic_error returns. No check reads the
+ * contents of the caller's arrays. Any thread may call these functions. */
 #ifndef EPIC_CHECK_H
 #define EPIC_CHECK_H
 
 #include "context/context.h"
 
-/* Checks the address and alignment of a plan's bytes, not their contents. */
+/* Checks the address and the alignment of a plan's bytes. Does not read the bytes. */
 epic_result check_plan_bytes(const void *plan, int64_t plan_bytes);
 
 /* Sets *bytes to the largest size of a plan of this layer. Returns EPIC_EINVAL if the slots do
  * not fit into int32. */
 epic_result check_plan_size(const epic_config *config, const epic_layer *layer, int64_t *bytes);
 
-/* The remaining functions check the arguments of one public call each. The caller has filled in
- * the defaults: row_bytes of matrices without rows, and all fields of the layer. */
+/* Check the arguments of one public call each. The caller has filled in the defaults: row_bytes
+ * of matrices without rows, and all fields of the layer. */
 epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *args,
                             const epic_layer *layer);
 epic_result check_dispatch_args(const epic_context *ctx, const epic_dispatch_args *args);
@@ -29,7 +29,8 @@ epic_result check_combine_backward_args(const epic_context *ctx,
                                         const epic_combine_backward_args *args);
 epic_result check_sum_args(const epic_context *ctx, const epic_allreduce_sum_args *args);
 epic_result check_sum_replicas_args(const epic_sum_replicas_args *args);
-/* `registers`: the arguments are those of epic_window_register. */
+/* Checks the arguments of epic_window_register if `registers` is true, otherwise those of
+ * epic_window_alloc. */
 epic_result check_window_args(const epic_context *ctx, const epic_window_args *args,
                               bool registers);
 

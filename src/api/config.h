@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads an epic_config: its defaults, environment variables and limits; and finds backends. */
+/* Reads an epic_config with its defaults, environment variables and limits. Also finds backends
+ * by name. */
 #ifndef EPIC_CONFIG_H
 #define EPIC_CONFIG_H
 
@@ -14,26 +15,26 @@ epic_result config_read(epic_config *out, const epic_config *config, size_t size
 /* Like config_read(), but num_ranks must be set, because a size query has no bootstrap. */
 epic_result config_read_sizes(epic_config *out, const epic_config *config, size_t size);
 
-/* Reads the configuration for a memory query: the config of ctx, or the caller's config if ctx
- * is NULL. Sets *on_device to true if a context with this config computes in device memory. If
- * the caller's num_ranks is 0, out->num_ranks stays 0. Loads no plugin. Errors: EPIC_EINVAL,
- * EPIC_ECLOSED, and the failure of ctx. */
+/* Writes to *out the configuration for a memory query: the config of ctx, or the caller's
+ * config if ctx is NULL. Sets *on_device to true if a context with this config computes in
+ * device memory. If the caller's num_ranks is 0, out->num_ranks stays 0. Loads no plugin.
+ * Errors: EPIC_EINVAL, EPIC_ECLOSED, and the failure of ctx. */
 epic_result config_of_query(epic_config *out, bool *on_device, epic_context *ctx,
                             const epic_config *config, size_t size);
 
 /* Returns the folder for traces (EPIC_TRACE), or NULL. */
 const char *config_trace(void);
 
-/* Returns whether EPIC_CHECK_WEIGHTS is set. Then the calls of a layer compare checksums of the
- * weights that must be equal on all ranks. */
+/* Returns true if the environment variable EPIC_CHECK_WEIGHTS is set. Then the calls of a layer
+ * compare checksums of those weights that must be equal on all ranks. */
 bool config_checks_weights(void);
 
 /* Replaces "gpu" by "p2p" on one host and by "hosts" on several. Returns any other name
  * unchanged; name may be NULL. */
 const char *backend_resolve_name(const char *name, int num_hosts);
 
-/* Sets *on_device to true if contexts of backend `name` compute in device memory; to false if
- * name is NULL. Loads no plugin. Returns EPIC_EINVAL if no backend has that name. */
+/* Sets *on_device to true if contexts of backend `name` compute in device memory. Sets it to
+ * false if name is NULL. Loads no plugin. Returns EPIC_EINVAL if no backend has that name. */
 epic_result backend_place(bool *on_device, const char *name);
 
 /* Finds a backend by name. If the backend is in a plugin (libepic_mpi.so, libepic_cuda.so or

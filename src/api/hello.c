@@ -54,8 +54,9 @@ static epic_result read_kernel_file(const char *path, char *text, size_t size)
     return EPIC_OK;
 }
 
-/* Hashes the value of EPIC_HOST, which replaces the identity of this host. "%r" in it stands
- * for this rank. "%r/4" stands for the rank divided by 4, so four ranks share a host. */
+/* Sets host[] to hashes of `name`, the value of EPIC_HOST, which replaces the identity of this
+ * host. "%r" in the name stands for the rank. "%r/4" stands for the rank divided by 4, so that
+ * four ranks count as one host. */
 static void hash_host_name(uint64_t host[2], const char *name, int rank)
 {
     char number[16];
@@ -73,9 +74,9 @@ static void hash_host_name(uint64_t host[2], const char *name, int rank)
     host[1] = hash_join(host[0], 1);
 }
 
-/* Identifies the host by two hashes. host[0] identifies the running kernel, by its boot id.
- * host[1] identifies the PID namespace on it: two namespaces count as two hosts, because a pid
- * has a meaning only in its own namespace. If EPIC_HOST is set, both depend only on
+/* Writes two hashes that identify the host. host[0] identifies the running kernel, by its boot
+ * id. host[1] also identifies the PID namespace, because a pid has a meaning only in its own
+ * namespace: two namespaces count as two hosts. If EPIC_HOST is set, both hashes depend only on
  * EPIC_HOST. */
 static epic_result identify_host(uint64_t host[2], int rank)
 {
@@ -92,9 +93,10 @@ static epic_result identify_host(uint64_t host[2], int rank)
     return EPIC_OK;
 }
 
-/* Reads the start time of this process in clock ticks: word 22 of /proc/self/stat. The
- * program's name, in parentheses, may contain spaces, so the search begins after it. Inode and
- * times of /proc/self are not suitable, because they change while the process runs. */
+/* Reads the start time of this process in clock ticks: word 22 of /proc/self/stat. The name of
+ * the program, in parentheses, may contain spaces, so the search begins after the last ')'. The
+ * inode and the times of /proc/self do not identify a process, because they change while the
+ * process runs. */
 static epic_result read_process_start(uint64_t *start)
 {
     char text[1024];
@@ -114,8 +116,8 @@ static epic_result identify_process(uint64_t process[2], const uint64_t host[2])
 }
 
 /* Returns a random number that identifies this copy of libepic. A process may load two copies,
- * for example from two Python wheels. Each copy has its own global tables, so ranks in
- * different copies cannot share them. */
+ * for example from two Python wheels. Each copy has its own global tables, which ranks that use
+ * the other copy cannot read. */
 static uint64_t identify_library(void)
 {
     static _Atomic uint64_t library;
@@ -201,21 +203,21 @@ static epic_result compare_hellos(const hello *a, const hello *b, int rank)
     return EPIC_OK;
 }
 
-/* Returns whether the text ends within `size` bytes. */
+/* Returns true if the text has a terminating 0 within `size` bytes. */
 static bool is_terminated(const char *text, size_t size)
 {
     return memchr(text, 0, size) != NULL;
 }
 
-/* Returns whether a rank with this version of EPIC wrote the hello. If not, the fields after
- * `bytes` are not valid, and compare_hellos() returns the error. */
+/* Returns true if a rank with the same version of EPIC wrote the hello. If not, the fields
+ * after `bytes` have no defined meaning, and compare_hellos() returns the error. */
 static bool is_same_version(const hello *h)
 {
     return h->magic == HELLO_MAGIC && h->version == EPIC_VERSION;
 }
 
-/* Checks the result and the texts of a hello. Any program that reaches the bootstrap may have
- * written it. */
+/* Checks the result and the texts of a hello. They may be invalid, because any program that can
+ * connect to the bootstrap may have written the hello. */
 static epic_result check_texts(const hello *h, int rank)
 {
     const char *what = h->refused < EPIC_OK || h->refused > EPIC_ECLOSED ? "result"
@@ -230,16 +232,16 @@ static epic_result check_texts(const hello *h, int rank)
                      rank, what);
 }
 
-/* Returns whether `refused` is an error that another rank caused, such as a timeout while
- * waiting for it. That rank's own error has more detail. */
+/* Returns true if `refused` is an error that another rank caused, for example a timeout while
+ * waiting for that rank. The error of the other rank then has more detail. */
 static bool is_second_hand(int64_t refused)
 {
     return refused == EPIC_EPEER || refused == EPIC_ETIMEOUT;
 }
 
 /* Returns the hello of the lowest rank with an error, or NULL. If second_hand is true,
- * considers only errors that another rank caused (is_second_hand()), otherwise only all other
- * errors. */
+ * considers only errors that another rank caused (is_second_hand()). If second_hand is false,
+ * considers only the other errors. */
 static const hello *find_refusal(const hello *all, int num_ranks, bool second_hand)
 {
     for (const hello *h = all; h < all + num_ranks; h++)
@@ -248,15 +250,15 @@ static const hello *find_refusal(const hello *all, int num_ranks, bool second_ha
     return NULL;
 }
 
-/* Returns whether a sentence begins with "rank N: ". On GPUs all ranks report the sentence of
- * one rank, which begins in this way. */
+/* Returns true if a sentence begins with "rank N: ". On GPUs the sentence does, because all
+ * ranks report the sentence of one rank, which names that rank. */
 static bool begins_with_rank(const char *sentence)
 {
     int rank, end = 0;
     return sscanf(sentence, "rank %d: %n", &rank, &end) == 1 && end > 0;
 }
 
-/* Returns the error with which `rank` failed, as an error of this rank. */
+/* Returns the error with which rank `rank` failed, as the error of this call. */
 static epic_result report_refusal(const hello *refusal, int rank)
 {
     const epic_result result = (epic_result)refusal->refused;

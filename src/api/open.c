@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Opens and closes a context. epic_open makes three gathers over all ranks: of the
- * configurations, of the chosen backend, and of the result of joining. After each gather all
- * ranks return the same error, or all continue. See docs/internals/architecture.md. */
+/* Opens and closes a context. epic_open runs three allgathers over all ranks. The first gathers
+ * the configurations, the second the chosen backends, and the third the results of joining the
+ * group. After each of them, either all ranks return the same error or all ranks continue. See
+ * docs/internals/architecture.md. */
 #include "context/context.h"
 
 #include <stdio.h>
@@ -50,8 +51,8 @@ static epic_result check_bootstrap(const epic_bootstrap *bootstrap)
     return EPIC_OK;
 }
 
-/* Checks that config.num_ranks, if set, equals the bootstrap's number of ranks. open_with()
- * sends an error to all ranks in the first gather, so that all ranks return it. */
+/* Checks that config.num_ranks, if set, equals the bootstrap's number of ranks. If not,
+ * open_with() sends the error to all ranks in the first gather, so that all ranks return it. */
 static epic_result check_num_ranks(uint32_t num_ranks, const epic_bootstrap *bootstrap)
 {
     if (num_ranks == 0 || num_ranks == (uint32_t)bootstrap->num_ranks) return EPIC_OK;
@@ -60,9 +61,9 @@ static epic_result check_num_ranks(uint32_t num_ranks, const epic_bootstrap *boo
                      num_ranks, bootstrap->num_ranks);
 }
 
-/* Chooses the backend that the config names. If it names none, chooses the first of
- * epic_backends that can join these ranks; if none can, tries mpi. An error lists the reason of
- * each backend. */
+/* Chooses the backend that the config names. If the config names none, chooses the first
+ * backend of epic_backends that can join these ranks. If none of them can, tries mpi. If that
+ * fails too, the error sentence lists the reason of each backend. */
 static epic_result choose_backend(const epic_backend **out, const epic_peer *peers,
                                   int num_hosts, const epic_config *config)
 {
@@ -89,10 +90,10 @@ static epic_result choose_backend(const epic_backend **out, const epic_peer *pee
         loaded ? "mpi: " : "", why);
 }
 
-/* Calls a bootstrap's gather and checks its result, because a caller may have written the
- * function. The result must be an epic_result, and element `rank` of `all` must equal this
- * rank's bytes. If an error has no sentence, adds one. If gather succeeds, the thread's error
- * sentence stays as it was. */
+/* Calls a bootstrap's gather function and checks its result, because the function may be a
+ * user's. The result must be an epic_result, and element `rank` of `all` must equal this rank's
+ * bytes. If gather fails without an error sentence, writes one. If gather succeeds, restores
+ * the error sentence that this thread had before. */
 static epic_result gather_checked(void *self, const void *mine, void *all, int64_t bytes)
 {
     const epic_bootstrap *bootstrap = self;
@@ -115,16 +116,16 @@ static epic_result gather_checked(void *self, const void *mine, void *all, int64
     return epic_fail(EPIC_OK, "%s", before);
 }
 
-/* Returns a bootstrap that calls the gather of `bootstrap` through gather_checked(). It points
- * to `bootstrap`, which must live at least as long. */
+/* Returns a bootstrap whose gather function is gather_checked() of `bootstrap`. The result
+ * points to `bootstrap`, which must live at least as long. */
 static epic_bootstrap wrap_bootstrap(const epic_bootstrap *bootstrap)
 {
     return (epic_bootstrap){bootstrap->rank, bootstrap->num_ranks, gather_checked, NULL,
                             (void *)(uintptr_t)bootstrap};
 }
 
-/* Gathers the results of all ranks. Returns EPIC_OK if all are EPIC_OK, otherwise the same
- * error on every rank, so that epic_open succeeds on all ranks or on none. */
+/* Gathers the results of all ranks. If all are EPIC_OK, returns EPIC_OK. Otherwise returns the
+ * same error on every rank. So epic_open succeeds on all ranks or on none. */
 static epic_result agree_on_result(const epic_bootstrap *bootstrap, hello *mine, hello *all,
                                    epic_result result)
 {
@@ -148,8 +149,8 @@ static int32_t count_hosts(const epic_peer *peers, int num_ranks)
 }
 
 /* Chooses a backend. Then the ranks gather their choices and check that all are the same. They
- * do this before they join, because joining is collective: if a plugin is missing on one host,
- * no rank may start to join. */
+ * do this before they join the group. If a plugin is missing on one host, that rank cannot
+ * join, and joining would block all other ranks. */
 static epic_result agree_on_backend(const epic_backend **out, const epic_context *ctx,
                                     const epic_bootstrap *bootstrap, hello *mine, hello *all,
                                     const epic_peer *peers)
@@ -198,8 +199,8 @@ static epic_result start_trace(epic_context *ctx)
     return EPIC_OK;
 }
 
-/* Sets up the parts of a context that do not belong to its group: flight recorder, trace, table
- * of tags. A host context also gets its exchanges. */
+/* Sets up the parts of a context that its backend does not own: flight recorder, trace, table
+ * of tags, and for a host context its exchanges. */
 static epic_result set_up_context(epic_context *ctx)
 {
     snprintf(ctx->backend_name, sizeof ctx->backend_name, "%s", ctx->backend->name);
@@ -236,9 +237,10 @@ static void release_context(epic_context *ctx)
     ctx->backend = NULL;
 }
 
-/* Opens a group in three gathers. First all ranks compare their configurations. Then each rank
- * chooses a backend, and all compare their choices. Then each rank joins the group, and all
- * agree on the result. `num_ranks` is the caller's config.num_ranks. */
+/* Opens a group in three steps, each of which ends with a gather. First all ranks compare their
+ * configurations. Then each rank chooses a backend, and all ranks compare their choices. Then
+ * each rank joins the group, and all ranks compare their results. `num_ranks` is the caller's
+ * config.num_ranks. `all` and `peers` have one element for each rank. */
 static epic_result open_with(epic_context *ctx, const epic_bootstrap *bootstrap, hello *all,
                              epic_peer *peers, uint32_t num_ranks)
 {
@@ -260,8 +262,7 @@ static epic_result open_with(epic_context *ctx, const epic_bootstrap *bootstrap,
     return result;
 }
 
-/* Allocates the arrays that receive the data of all ranks (hellos and peers), and opens the
- * group. */
+/* Allocates the arrays for the hellos and peers of all ranks, and opens the group. */
 static epic_result open_bootstrap(epic_context *ctx, const epic_bootstrap *bootstrap)
 {
     TRY(check_bootstrap(bootstrap));
@@ -284,8 +285,8 @@ static epic_result open_bootstrap(epic_context *ctx, const epic_bootstrap *boots
 }
 
 /* Makes a bootstrap for a caller that passed none: from config.native (MPI), or from the
- * environment. It does not default to a group of one rank, because then a job of several
- * processes would silently become several groups. */
+ * environment. If the environment describes no job, this fails. A group of one rank would be a
+ * bad default: a job of several processes would silently become several groups. */
 static epic_result make_default_bootstrap(epic_bootstrap *out, const epic_config *config)
 {
     return config->native ? epic_bootstrap_mpi(out, config->native, config->timeout_ms)

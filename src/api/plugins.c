@@ -14,7 +14,8 @@ typedef struct plugin {
     const char *name; /* name of the backend, as in config.backend */
     const char *library;
     const char *symbol;
-    /* second half of the error sentence if the library does not exist, or cannot be loaded */
+    /* second half of the error sentence: if the library does not exist, and if it exists but
+     * cannot be loaded */
     const char *when_absent, *when_broken;
 } plugin;
 
@@ -36,8 +37,9 @@ static const plugin plugins[NUM_PLUGINS] = {
 static const epic_backend *_Atomic loaded[NUM_PLUGINS]; /* NULL until loaded; a plugin is never
                                                          * unloaded */
 
-/* Loads a plugin and reads its struct epic_backend. An error describes how to get the library.
- * The release store publishes the struct to backend_fetch() in other threads. */
+/* Loads a plugin and sets *out to its struct epic_backend. If that fails, the error sentence
+ * describes how to get the library. The release store publishes the struct to other threads
+ * that call backend_fetch(). */
 static epic_result load_plugin(const epic_backend **out, const plugin *p)
 {
     void *handle = library_open((const void *)(uintptr_t)&backend_find, p->library);
@@ -47,8 +49,8 @@ static epic_result load_plugin(const epic_backend **out, const plugin *p)
         return EPIC_OK;
     }
     const char *why =
-        /* the error text begins with the name of the missing file: the plugin itself, or a
-         * library that the plugin needs */
+        /* the text begins with the name of the missing file: the plugin itself, or a library
+         * that the plugin needs */
         dlerror();
     const bool absent = why && strncmp(why, p->library, strlen(p->library)) == 0;
     const epic_result result = epic_fail(

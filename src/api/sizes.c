@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Size and memory queries, and epic_plan_read. */
+/* Public calls that return sizes and memory needs, and epic_plan_read. */
 #include "api/check.h"
 #include "api/config.h"
 #include "base/error.h"
@@ -50,9 +50,9 @@ static int64_t min_int64(int64_t a, int64_t b)
 /* Returns the largest number of slots that a rank with `local` experts can need.
  *
  * A token has at most top_k choices on one rank. With EPIC_DISTINCT it also has at most one
- * choice per local expert. No slab holds more than expert_capacity choices. Each slab with a
- * choice is padded to a multiple of the alignment. An EPIC_FLAT layer has one slot per token
- * and rank. */
+ * choice for each local expert. No slab holds more than expert_capacity choices. Each slab that
+ * is not empty is padded to a multiple of the alignment. An EPIC_FLAT layer has at most one
+ * slot for each token. */
 static int64_t capacity_bound(const epic_config *c, const epic_layer *l, int64_t local)
 {
     const int64_t tokens = c->max_tokens * c->num_ranks;
@@ -66,8 +66,8 @@ static int64_t capacity_bound(const epic_config *c, const epic_layer *l, int64_t
                      local * round_up(slab, l->alignment));
 }
 
-/* Returns the largest number of experts that one rank can own. If `placed` is true, any
- * rank_of_expert is possible; otherwise the experts are in contiguous blocks. */
+/* Returns the largest number of experts that one rank can own. If `placed` is true, the caller
+ * may pass any rank_of_expert. Otherwise each rank owns a contiguous block of experts. */
 static int64_t max_local_experts(const epic_config *c, const epic_layer *l, bool placed)
 {
     const bool blocks = !placed && l->num_experts % c->num_ranks == 0;
@@ -89,7 +89,7 @@ epic_result epic_capacity_bound_v1(const epic_config *config, size_t config_size
     return EPIC_OK;
 }
 
-/* Returns the memory of a context: the part of its backend, and the part of the core. */
+/* Returns the memory that a context needs: the memory of its backend and that of the core. */
 static epic_memory_info context_memory(const epic_config *c, const epic_backend *backend)
 {
     epic_memory_info info = {0};

@@ -18,7 +18,7 @@ uint64_t now_ns(void)
     return (uint64_t)clock_ns();
 }
 
-/* Returns whether this process opened the context. It is false in a forked child. */
+/* Returns true if this process opened the context, and false in a forked child. */
 static bool is_ours(const epic_context *ctx)
 {
     return ctx->generation == process_generation();
@@ -44,8 +44,8 @@ epic_result context_break(epic_context *ctx, const epic_failure_info *failure)
     return epic_fail((epic_result)ctx->failure.result, "%s", ctx->failure.sentence);
 }
 
-/* Reads the failure of the group from the backend. Returns whether there is one, and writes it
- * to *failure. */
+/* If the backend reports that the group has failed, writes the failure to *failure and returns
+ * true. */
 static bool new_failure(const epic_context *ctx, epic_failure_info *failure)
 {
     const epic_backend *backend = ctx->backend;
@@ -115,7 +115,8 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
         ctx->backend->ops->abort(ctx->group, tag, why);
         return;
     }
-    char part[401]; /* `why`, shortened so that other words of `sentence` fit before it */
+    /* `why`, shortened so that the words before it also fit into the sentence */
+    char part[401];
     epic_failure_info failure = {.result = EPIC_EPEER,
                                  .tag = tag,
                                  .rank = ctx->rank,
@@ -129,7 +130,8 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
 }
 
 /* Only device backends use relays: they send a row once to each host, and a rank of that host
- * forwards it to the other ranks there. Without relays, summing by hosts has no advantage. */
+ * (the relay) forwards the row to the other ranks there. Without relays, summing by hosts has
+ * no advantage. */
 bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert)
 {
     return ctx->backend->ops && ctx->num_hosts > 1 && !rank_of_expert;

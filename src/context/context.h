@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The context: the state of one rank of one group. All code of the core that works on contexts
- * shares this struct. A host context has a host backend (backend/transport.h), a device context
+ * uses this struct. A host context has a host backend (backend/transport.h). A device context
  * has a device backend (backend/ops.h). */
 #ifndef EPIC_CONTEXT_H
 #define EPIC_CONTEXT_H
@@ -25,7 +25,7 @@ struct epic_context {
     epic_config config; /* defaults filled in; its strings point to the next two fields */
     char name[64];
     char backend_name[16];
-    bool checks_weights;    /* config_checks_weights() at open; host contexts only */
+    bool checks_weights;    /* result of config_checks_weights() at open; host contexts only */
     char net[RECORDER_NET]; /* the net to other hosts, as epic_net_name returns it */
 
     tag_table tags;
@@ -48,30 +48,31 @@ struct epic_context {
 uint64_t epic_context_bytes_sent(const epic_context *ctx);
 
 /* Makes `failure` the failure of the context, unless the context already has one. Returns the
- * result of the context's failure, and sets its sentence as the error of this thread. Any
- * thread may call it. If several threads call it at once, a mutex decides whose failure is
- * first. The release store of `broken` publishes the failure. */
+ * result of the context's failure, and sets the sentence of that failure as the error of this
+ * thread. Any thread may call it. If several threads call it at the same time, the first one
+ * that locks the mutex sets the failure. The release store of `broken` publishes the
+ * failure. */
 epic_result context_break(epic_context *ctx, const epic_failure_info *failure);
 
-/* Returns the bytes of host memory of a context, without the memory of its group: the struct,
- * the table of tags and the flight recorder. If `host` is set (host context), the trace and the
- * exchanges are included. */
+/* Returns the host memory of a context in bytes: the struct, the table of tags and the flight
+ * recorder. If `host` is set (host context), the trace and the exchanges are included. The
+ * memory of the backend is not included. */
 int64_t context_bytes(const epic_config *config, bool host);
 
-/* Returns EPIC_OK, or the result of the failure that broke the group. Returns EPIC_ECLOSED if
- * epic_open failed for this context, and in a forked child. Every public call that communicates
- * first calls this function. Any thread may call it. */
+/* If the group is broken, returns the result of the failure that broke it. Returns EPIC_ECLOSED
+ * if epic_open failed for this context, and in a forked child. Otherwise returns EPIC_OK. Every
+ * public call that communicates first calls this function. Any thread may call it. */
 epic_result context_check(epic_context *ctx);
 
-/* Returns whether combine can sum in two steps: the ranks of each host first add up their rows
- * for a token, and then send only this sum to the host of the token's home rank. If so, the sum
- * order EPIC_BY_HOSTS stands for these two steps (layer_choose_order()). Returns true if the
- * ranks are GPUs of several hosts and rank_of_expert is NULL. NULL means that each rank owns a
- * contiguous block of experts. */
+/* Returns true if combine can sum in two steps: the ranks of each host first add up their rows
+ * for a token, and then send only this sum to the host of the token's home rank. This requires
+ * that the ranks are GPUs of several hosts and that rank_of_expert is NULL, which means that
+ * each rank owns a contiguous block of experts. If the result is true, the sum order
+ * EPIC_BY_HOSTS stands for these two steps (layer_choose_order()). */
 bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert);
 
-/* Returns whether a device backend runs the operations of this context. Returns false for NULL
- * and for a context that epic_open failed to open. */
+/* Returns true if a device backend runs the operations of this context. Returns false if ctx is
+ * NULL or epic_open failed for it. */
 static inline bool context_on_device(const epic_context *ctx)
 {
     return ctx && ctx->backend && ctx->backend->ops;

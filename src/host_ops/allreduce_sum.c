@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_allreduce_sum on the host.
  *
- * A long array is split into blocks. Rank b % num_ranks is the owner of block b. First every
- * rank sends its numbers of each block to the block's owner, which adds them (a collect flow,
+ * A long array is split into blocks. Block b is owned by rank b % num_ranks. First every rank
+ * sends its numbers of each block to the block's owner, which adds them (a collect flow,
  * exchange.h). Then each owner sends its sums to all ranks (a scatter flow). So all ranks get
  * the same bits.
  *
  * A short array is sent inside the op headers, and every rank adds the arrays of all ranks.
- * This takes one message delay instead of three. The numbers are added in the same order as in
- * blocks, so the sums have the same bits. */
+ * This takes one message delay instead of three. The order of the additions is the same for
+ * short and for long arrays, so the sums have the same bits. */
 #include <string.h>
 
 #include "base/error.h"
@@ -23,8 +23,8 @@ typedef struct summing {
     exchange *x;
 } summing;
 
-/* Returns the number of the block that is item number `item` of rank `owner`. The blocks are
- * numbered in the order of the array. */
+/* Returns the number of a block: the block that the flows send as item number `item` of rank
+ * `owner`. Blocks are numbered in the order of the array. */
 static int64_t block_of(const summing *s, int owner, int64_t item)
 {
     return item * s->x->num_ranks + owner;
@@ -43,7 +43,8 @@ static size_t block_size(const summing *s, int64_t block)
     return (size_t)(left < BLOCK ? left : BLOCK);
 }
 
-/* Copies a block of this rank's array into a ring entry. */
+/* Copies a block of this rank's array into a ring entry. The block is item number `item` of
+ * rank `owner`. */
 static void sum_copy_block(summing *s, int owner, int64_t item, void *entry)
 {
     const int64_t block = block_of(s, owner, item);
@@ -58,9 +59,9 @@ static void sum_fill_part(void *self, int home, int64_t item, int32_t piece, voi
     sum_copy_block(self, home, item, entry);
 }
 
-/* Adds the rows of ranks [first, first + count) in a binary tree. A row has n floats, and count
- * is a power of two. Returns the sum: the only row if count is 1, otherwise scratch row `level`
- * in x->pieces. Does not use the scratch rows before row `level`. */
+/* Adds the rows of ranks [first, first + count) in a binary tree. Each row has n floats. count
+ * is a power of two. Returns the address of the sum: the only row if count is 1, otherwise
+ * scratch row number `level` of x->pieces. May overwrite the scratch rows from `level` on. */
 static const void *sum_join_ranks(const summing *s, const void *const *rows, int first,
                                   int count, int level, int64_t n)
 {
@@ -73,8 +74,8 @@ static const void *sum_join_ranks(const summing *s, const void *const *rows, int
     return out;
 }
 
-/* Writes the sum of one row of each rank to `out`, in the order that the caller chose. `out`
- * may be one of the rows. */
+/* Adds rows[r] of all ranks r and writes the sum to `out`. The order of the additions is the
+ * one that the caller of epic_allreduce_sum chose. `out` may be one of the rows. */
 static void sum_add_rows(const summing *s, float *out, const void *const *rows, int64_t n)
 {
     const int num_ranks = s->x->num_ranks;
@@ -97,7 +98,8 @@ static void sum_add_block(void *self, int64_t item, int32_t piece, const void **
     rows[s->x->rank] = NULL;
 }
 
-/* is_sent and is_received of both flows: returns true, because no rank leaves out an item. */
+/* Both flows, is_sent and is_received: returns true, because every rank sends and receives
+ * every item. */
 static bool is_always_sent(void *self, int rank, int64_t item)
 {
     (void)self, (void)rank, (void)item;

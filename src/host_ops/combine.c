@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_combine and epic_dispatch_backward on the host, as a collect flow (exchange/exchange.h).
  *
- * The home of a token is the rank that owns the token. A rank may hold several slots of a
- * token. It adds their rows into one row, its *partial sum* (short: partial), and sends that to
- * the home. The home adds the partials of all ranks in the layer's sum order and rounds the
- * result once. A partial is sent in pieces, each of which fits into one ring entry.
+ * A rank may hold several slots of a token. It adds their rows to one row, its *partial sum*
+ * (short: partial), and sends the partial to the token's home rank. The home rank adds the
+ * partials of all ranks in the layer's sum order and rounds the result once. A partial is sent
+ * in pieces, each of which fits into one ring entry.
  *
- * dispatch_backward adds gradient rows in the same way. After the partial it also sends one
- * float for each k: the gradients of the slots' weights. The home stores these floats in
- * d_weights without adding them. */
+ * dispatch_backward adds gradient rows in the same way. After the partial, each rank also sends
+ * a *trailer*: one float for each choice k, the gradient of the weight of that choice. The home
+ * rank stores these floats in d_weights without adding them. */
 #include <string.h>
 
 #include "base/error.h"
@@ -21,7 +21,8 @@ typedef struct combining {
     const host_kernels *kernels;
     exchange *x;
     plan_view plan;
-    epic_type type, partial_type; /* type: of rows and out; partial_type: of partials */
+    /* element types: `type` of rows and out, partial_type of partials */
+    epic_type type, partial_type;
     const char *rows_name;
     epic_const_rows rows;
     epic_rows out;
@@ -30,7 +31,7 @@ typedef struct combining {
     const float *d_slot_weights;
     float *d_weights;
     row_split split;  /* how a partial is split into pieces */
-    int64_t trailer;  /* bytes of the floats after a partial; combine: 0 */
+    int64_t trailer;  /* size of the trailer in bytes; combine: 0 */
     bool has_windows; /* true: an output of this rank lies in a window */
     /* The current piece: its first element in the row, and its number of elements. */
     int64_t first, count;
@@ -52,9 +53,9 @@ static void *scratch_row(const combining *c, int level)
 
 /* ----------------------------------------------------------------------- expert side ---- */
 
-typedef struct gathered {        /* the slots of one token on this rank, by ascending k */
-    int n;                       /* number of slots */
-    const void *rows[MAX_TOP_K]; /* the current piece of each slot's row */
+typedef struct gathered { /* the slots of one token on this rank, in ascending order of k */
+    int n;                /* number of slots */
+    const void *rows[MAX_TOP_K]; /* address of the current piece of each slot's row */
     float weights[MAX_TOP_K];    /* weight of each slot; not set if the layer is FLAT */
     int32_t leaves[MAX_TOP_K]; /* EPIC_TREE: leaf of each slot; not set if the layer is FLAT */
 } gathered;
@@ -80,8 +81,8 @@ static int32_t local_expert(const plan_view *v, int32_t slot)
     return low;
 }
 
-/* Returns the leaf to which the expert of a slot belongs. A leaf is one of `leaves` equal
- * blocks of experts. */
+/* Returns the number of the leaf to which the expert of a slot belongs. The experts of the
+ * layer form layer->leaves blocks of equal size, the leaves. */
 static int32_t leaf_of(const plan_view *v, int32_t slot)
 {
     const epic_layer *layer = &v->header->layer;
@@ -89,8 +90,8 @@ static int32_t leaf_of(const plan_view *v, int32_t slot)
     return (int32_t)((uint32_t)expert / (layer->num_experts / layer->leaves));
 }
 
-/* Lists this rank's slots for one token of rank `home`. In a FLAT layer there is one row, which
- * is already a finished partial. */
+/* Writes to *g this rank's slots for one token of rank `home`. In a FLAT layer *g contains the
+ * token's only row on this rank, which the caller of combine has already summed. */
 static void gather_slots(const combining *c, int home, int64_t token, gathered *g)
 {
     const plan_view *v = &c->plan;
@@ -111,9 +112,9 @@ static void gather_slots(const combining *c, int home, int64_t token, gathered *
 }
 
 /* Adds the rows of those slots in g whose leaves are in [first, first + count), and writes the
- * sum to `out`. Each leaf adds its rows by ascending k. The leaves are added in a binary tree,
- * and an empty subtree adds nothing. Returns false if no slot has one of these leaves. May
- * overwrite the scratch rows from `level` on. */
+ * sum to `out`. First adds the rows of each leaf by ascending k. Then adds the sums of the
+ * leaves in a binary tree. A leaf without slots adds nothing. Returns false and writes nothing
+ * if no slot has one of these leaves. May overwrite the scratch rows from `level` on. */
 static bool reduce_subtree(const combining *c, const gathered *g, int32_t first, int32_t count,
                            int level, void *out)
 {
@@ -156,9 +157,9 @@ static void make_partial(const combining *c, int home, int64_t token, void *out)
                         c->type, c->count);
 }
 
-/* Writes the trailer: one float for each k. Each float is the gradient of that choice's weight,
- * or 0 if this rank has no slot for the choice. In a FLAT layer d_slot_weights has top_k floats
- * per row: one for each choice on this rank by ascending k, and then unused ones. */
+/* Writes the trailer of one token. Element k is the gradient of the weight of choice k, or 0 if
+ * this rank has no slot for that choice. In a FLAT layer a row of d_slot_weights has top_k
+ * floats: first one for each choice on this rank, by ascending k, then unused ones. */
 static void write_trailer(const combining *c, int home, int64_t token, void *trailer)
 {
     const plan_view *v = &c->plan;
@@ -171,8 +172,8 @@ static void write_trailer(const combining *c, int home, int64_t token, void *tra
     memcpy(trailer, values, top_k * sizeof *values);
 }
 
-/* Returns true if all top_k choices of a token have slots on this rank. Then its partial on
- * this rank is the only one. */
+/* Returns true if all top_k choices of a token have slots on this rank. Then no other rank has
+ * a partial for the token. */
 static bool has_all_choices(const combining *c, int home, int64_t token)
 {
     const int32_t *slots = plan_slots_of_token(&c->plan, home, token);
@@ -181,8 +182,8 @@ static bool has_all_choices(const combining *c, int home, int64_t token)
     return true;
 }
 
-/* Stores the current piece of a token's only partial into the home's output. Rounds it as the
- * home would. */
+/* Stores the current piece of a token's only partial into the output of its home rank, which
+ * lies in a window. Rounds the numbers as the home rank would. */
 static void store_in_out(combining *c, int home, int64_t token)
 {
     const int64_t size = (int64_t)epic_type_bytes(c->type);
@@ -194,8 +195,9 @@ static void store_in_out(combining *c, int home, int64_t token)
     c->kernels->add(to, c->type, &partial, 1, c->partial_type, c->count);
 }
 
-/* Stores the gradients of a token's weights into the home's output. All of its choices are on
- * this rank, so its trailer is the whole row. */
+/* Stores the gradients of a token's weights into d_weights of its home rank, which lies in a
+ * window. All choices of the token are on this rank, so its trailer is the complete row of
+ * d_weights. */
 static void store_in_d_weights(const combining *c, int home, int64_t token)
 {
     unsigned char *to =
@@ -203,8 +205,9 @@ static void store_in_d_weights(const combining *c, int home, int64_t token)
     if (to) write_trailer(c, home, token, to);
 }
 
-/* Stores the current piece of a token's only partial, and its trailer, into windows of the home
- * where that is possible. Sets *partial or *trailer to false if it need not be sent. */
+/* Stores the current piece of a token's only partial, and its trailer, into the outputs of the
+ * home rank that lie in windows. Sets *partial or *trailer to false if the ring entry need not
+ * contain it. */
 static void combine_store_directly(combining *c, int home, int64_t token, int32_t piece,
                                    bool *partial, bool *trailer)
 {
@@ -220,9 +223,10 @@ static void combine_store_directly(combining *c, int home, int64_t token, int32_
     }
 }
 
-/* Collect flow, fill_entry: computes one piece of a partial for rank `home`. If the ring entry
- * is written through the caches, computes the piece in the entry. Otherwise computes the piece
- * in a scratch row and copies it to the entry. The trailer follows the first piece. */
+/* Collect flow, fill_entry: writes one piece of a partial for rank `home` into a ring entry. If
+ * the entry is written through the caches, computes the piece in the entry. Otherwise computes
+ * the piece in a scratch row and copies it to the entry. The trailer follows the first
+ * piece. */
 static void combine_fill_entry(void *self, int home, int64_t token, int32_t piece, void *entry)
 {
     combining *c = self;
@@ -243,8 +247,8 @@ static void combine_fill_entry(void *self, int home, int64_t token, int32_t piec
 
 /* ------------------------------------------------------------------------- home side ---- */
 
-/* Stores the floats of a trailer from rank `from` in d_weights, but only for choices whose
- * slots are on that rank. */
+/* Copies floats from the trailer of rank `from` to d_weights: those of the choices that have
+ * slots on that rank. */
 static void read_trailer(const combining *c, int from, int64_t token, const void *trailer)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
@@ -256,9 +260,9 @@ static void read_trailer(const combining *c, int from, int64_t token, const void
             c->d_weights[first + k] = values[k];
 }
 
-/* If all choices of a token of this rank have slots on one other rank, returns that rank.
- * Otherwise returns -1. On the other rank, has_all_choices() returns true for the same
- * tokens. */
+/* If all choices of a token of this rank have slots on one and the same other rank, returns
+ * that rank. Otherwise returns -1. The other rank knows such tokens too: has_all_choices()
+ * returns true for them. */
 static int find_only_rank(const combining *c, int64_t token)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
@@ -287,9 +291,9 @@ static void read_trailers(const combining *c, int64_t token, const void **rows)
     }
 }
 
-/* Adds the partials at[first] to at[first + count - 1] in a binary tree. Elements that are NULL
- * add nothing. Returns NULL if all are NULL, the only partial if there is one, otherwise
- * scratch row `level`. May overwrite the scratch rows from `level` on. */
+/* Adds the partials at[first] to at[first + count - 1] in a binary tree. NULL stands for no
+ * partial. Returns the address of the sum: NULL if all are NULL, the only partial if there is
+ * one, otherwise scratch row number `level`. May overwrite the scratch rows from `level` on. */
 static const void *join_subtrees(const combining *c, const void *const *at, int32_t first,
                                  int32_t count, int level)
 {
@@ -304,18 +308,20 @@ static const void *join_subtrees(const combining *c, const void *const *at, int3
 }
 
 /* Writes to `out` the sum of the partials of all ranks, added in a binary tree. The partial of
- * rank r is leaf number plan_view.position_of[r] of this tree. */
+ * rank r is leaf number plan.position_of[r] of the tree. rows[r] is the partial of rank r, or
+ * NULL. */
 static void add_partials_as_tree(const combining *c, const void **rows, void *out)
 {
     const void *at[EPIC_MAX_RANKS];
     for (int p = 0; p < c->x->num_ranks; p++)
-        at[p] = NULL; /* if the plan is damaged, position_of may not set every element */
+        at[p] = NULL; /* position_of of a damaged plan may not set every element */
     for (int r = 0; r < c->x->num_ranks; r++) at[c->plan.position_of[r]] = rows[r];
     const void *root = join_subtrees(c, at, 0, c->x->num_ranks, 1);
     c->kernels->add(out, c->type, &root, root != NULL, c->partial_type, c->count);
 }
 
-/* Writes to `out` the sum of the partials of all ranks, added by ascending rank. */
+/* Writes to `out` the sum of the partials of all ranks, added by ascending rank. rows[r] is the
+ * partial of rank r, or NULL. */
 static void add_partials_by_rank(const combining *c, const void **rows, void *out)
 {
     const void *list[EPIC_MAX_RANKS];
@@ -325,8 +331,8 @@ static void add_partials_by_rank(const combining *c, const void **rows, void *ou
     c->kernels->add(out, c->type, list, n, c->partial_type, c->count);
 }
 
-/* Collect flow, read_rows: adds the partials of one token, including this rank's own, and
- * writes one piece of the output row. */
+/* Collect flow, read_rows: writes one piece of a token's output row: the sum of the partials of
+ * all ranks, including this rank's own. */
 static void combine_read_rows(void *self, int64_t token, int32_t piece, const void **rows)
 {
     combining *c = self;
@@ -341,7 +347,9 @@ static void combine_read_rows(void *self, int64_t token, int32_t piece, const vo
     void *out = (unsigned char *)c->out.data + token * c->out.row_bytes +
                 c->first * (int64_t)epic_type_bytes(c->type);
     if (direct && window_is_direct(c->x, rank, WINDOW_ROWS))
-        ; /* the only rank with slots of this token has stored the row */
+        /* the only rank with slots of this token has already stored the row in this rank's
+         * window */
+        ;
     else if (c->plan.header->layer.sum_order == EPIC_TREE)
         add_partials_as_tree(c, rows, out);
     else

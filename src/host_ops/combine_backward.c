@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_combine_backward on the host.
  *
- * Each rank sends the gradient row of each token to the ranks that hold its slots (a scatter
- * flow, exchange.h). The row is sent in pieces, each of which fits into one ring entry. The
- * ranks that hold the slots compute for each slot:
+ * Each rank sends the gradient row of each token to the ranks that hold slots of the token (a
+ * scatter flow, exchange.h). The row is sent in pieces, each of which fits into one ring entry.
+ * A rank that holds a slot of the token computes:
  * - d_rows[slot] = slot weight * gradient row.
- * - d_slot_weights[slot] = dot(gradient row, row that the slot sent in combine). */
+ * - d_slot_weights[slot] = dot(gradient row, rows[slot]). rows[slot] is the expert's output in
+ *   this slot, which combine has sent. */
 #include <string.h>
 
 #include "base/error.h"
@@ -28,8 +29,8 @@ static const unsigned char *row_of_own_token(const spreading *s, int64_t token)
     return (const unsigned char *)s->args->d_out.data + token * s->args->d_out.row_bytes;
 }
 
-/* Writes w * piece to elements first to first + n - 1 of d_rows[slot]. Quantizes them, and
- * writes their scales, if the call asks for quantized rows. */
+/* Writes w * piece to n elements of d_rows[slot], from element `first` on. If the call asks for
+ * quantized rows, quantizes the products, and also writes their scales. */
 static void write_scaled_row(const spreading *s, int64_t slot, float w, const void *piece,
                              int64_t first, int64_t n)
 {
@@ -48,8 +49,8 @@ static void write_scaled_row(const spreading *s, int64_t slot, float w, const vo
         s->kernels->quantize_1x32(row + first, scales + first / 32, piece, w, type, n);
 }
 
-/* Adds one piece to the dot product of a slot. *sum holds the dot product of the earlier
- * pieces. After the last piece, writes the result to d_slot_weights. */
+/* Adds the products of one piece to the dot product of a slot. *sum is the sum of the earlier
+ * pieces. After the last piece, writes the sum to d_slot_weights. */
 static void add_dot(const spreading *s, int64_t slot, double *sum, const void *piece,
                     int64_t first, int64_t n)
 {
@@ -62,9 +63,10 @@ static void add_dot(const spreading *s, int64_t slot, double *sum, const void *p
     if ((first + n) * size == s->split.row_bytes) a->d_slot_weights[slot] = (float)*sum;
 }
 
-/* Writes one piece, elements first to first + n - 1, of a token's gradient row to all the
- * token's slots on this rank. The pieces of a token of rank `from` arrive one after the other.
- * So x->sums needs only one unfinished dot product for each source rank and k. */
+/* Handles one piece of a token's gradient row: n elements from element `first` on. Writes them
+ * to all slots of the token on this rank, and adds them to the slots' dot products. All pieces
+ * of a token of rank `from` arrive before the next token of that rank. So x->sums needs only
+ * one unfinished dot product for each source rank and k. */
 static void scatter_piece(const spreading *s, int from, int64_t token, const void *piece,
                           int64_t first, int64_t n)
 {
@@ -83,11 +85,12 @@ static void scatter_piece(const spreading *s, int from, int64_t token, const voi
     }
 }
 
-/* Stores one piece of a gradient row directly into d_rows of each peer that allows this. d_rows
- * must lie in a window of the peer, the token must have only one slot there, and the peer must
- * not multiply rows by weights. Copies with the kernel that write_scaled_row() uses, so that
- * even a NaN has the same bits as on a peer that reads the ring. Returns true if some peer has
- * to read the piece from the ring. */
+/* Stores one piece of a gradient row directly into d_rows of those peers that need the piece
+ * and allow it. A peer allows it if its d_rows lies in a window and the token has only one slot
+ * there. (A peer that multiplies rows by weights does not put d_rows into its op header.)
+ * Copies with the function that write_scaled_row() uses, so that the bits are the same as
+ * without windows, even those of a NaN. Returns true if some peer has to read the piece from
+ * the ring. */
 static bool store_for_peers(const spreading *s, int64_t token, int32_t piece)
 {
     const epic_type type = (epic_type)s->args->type;
@@ -137,8 +140,8 @@ static void combine_backward_read_entry(void *self, int from, int64_t token, int
                   piece_size(&s->split, piece) / size);
 }
 
-/* Scatter flow, read_own_item: handles the whole row of one of this rank's tokens that has
- * slots on this rank. */
+/* Scatter flow, read_own_item: handles the whole row of a token of this rank that has slots on
+ * this rank itself. */
 static void combine_backward_read_own(void *self, int64_t token)
 {
     spreading *s = self;

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_dispatch on the host.
  *
- * A rank sends each token once to each rank that holds at least one slot of the token. It sends
- * one sequence of bytes, called the message in this file: the row, its scales, and one weight
- * for each k. The message is split into pieces, each of which fits into one ring entry. The
- * receiver copies the row, the scales and the slot's own weight to each slot. */
+ * A rank sends each token once to each rank that holds at least one slot of the token. The
+ * bytes that it sends are called the *message* in this file: the row, its scales, and one
+ * weight for each choice k. The message is split into pieces, each of which fits into one ring
+ * entry. The receiver copies the row and the scales to each slot of the token, and to each slot
+ * the weight of its choice. */
 #include <string.h>
 
 #include "base/error.h"
@@ -13,8 +14,8 @@
 #include "exchange/windows.h"
 #include "host_ops/host_ops.h"
 
-/* A receive buffer smaller than this many bytes is written through the caches. It stays in the
- * caches until the experts read it. */
+/* A receive buffer smaller than this many bytes is written through the caches, because it then
+ * stays in the caches until the experts read it. */
 #define CACHED_COPY_MAX (4 << 20)
 
 /* One call of dispatch. */
@@ -27,7 +28,7 @@ typedef struct dispatching {
     row_split split; /* how the message is split into pieces */
     /* offsets in the message, in bytes, at which the scales and the weights begin */
     int64_t scales_at, weights_at;
-    int64_t token_in_row; /* token whose quantized row and scales are in x->row, or -1 */
+    int64_t token_in_row; /* token whose quantized row and scales are in x->row; -1: none */
 } dispatching;
 
 /* Returns row i of a matrix. */
@@ -57,8 +58,8 @@ static void quantize_token(dispatching *d, int64_t token)
         d->x->row, d->x->row + d->scales_at, row_of(&a->tokens, token), 1, type, n);
 }
 
-/* Returns the first part of a token's message: its row, quantized if the call asks for that.
- * scales_part() and weights_part() return the other two parts. */
+/* Return the address of one part of a token's message: of its row, its scales or its weights.
+ * Row and scales are computed first if the call asks for quantized rows. */
 static const unsigned char *row_part(dispatching *d, int64_t token)
 {
     if (!d->args->quantize) return row_of(&d->args->tokens, token);
@@ -78,8 +79,9 @@ static const float *weights_part(const dispatching *d, int64_t token)
     return d->args->weights + token * d->plan.header->layer.top_k;
 }
 
-/* Copies the bytes that two ranges of a message share. The memory at `to` receives bytes [at,
- * at + size) of the message. The memory at `from` holds bytes [begin, end) of the message. */
+/* Copies from `from` to `to` those bytes of a message that are in both of two ranges. The
+ * memory at `to` is for bytes [at, at + size) of the message. The memory at `from` holds bytes
+ * [begin, end) of the message. */
 static void copy_overlap(copy_function *copy, void *to, int64_t at, int64_t size,
                          const void *from, int64_t begin, int64_t end)
 {
@@ -90,8 +92,8 @@ static void copy_overlap(copy_function *copy, void *to, int64_t at, int64_t size
              (size_t)(high - low));
 }
 
-/* Copies through the caches. Used for slots that the experts soon read, and for ring entries if
- * the rank that reads them shares a cache with this core. */
+/* Copies through the caches. Used for slots that the experts soon read, and for ring entries
+ * whose reader shares a cache with this core. */
 static void copy_cached(void *to, const void *from, size_t n)
 {
     memcpy(to, from, n);
@@ -103,8 +105,8 @@ static void copy_cached(void *to, const void *from, size_t n)
 #define WEIGHTS_BIT (1u << WINDOW_WEIGHTS)
 #define ALL_PARTS (ROW_BIT | SCALES_BIT | WEIGHTS_BIT)
 
-/* Copies the parts in the mask `wanted` of one piece of a token's message into `entry`, with
- * the function `copy`. */
+/* Copies one piece of a token's message into `entry`, with the function `copy`. Leaves out the
+ * parts that are not in the mask `wanted`. */
 static void fill_entry_with(dispatching *d, int64_t token, int32_t piece, void *entry,
                             uint32_t wanted, copy_function *copy)
 {
@@ -118,9 +120,10 @@ static void fill_entry_with(dispatching *d, int64_t token, int32_t piece, void *
         copy_overlap(copy, entry, begin, size, weights_part(d, token), d->weights_at, end);
 }
 
-/* Stores into an output of a peer those bytes of a message that are in both a piece and a part.
- * The piece is bytes [begin, end) of the message, and the part is bytes [low, high). On this
- * rank the part is at `from`. In the peer's output the part begins at byte `at`. */
+/* Stores bytes of one part of a message into an output of a peer: those that are also in the
+ * current piece. The piece is bytes [begin, end) of the message. The part is bytes [low, high)
+ * of the message, and is at `from` on this rank. In the peer's output the part begins at byte
+ * `at`. */
 static void store_part(const dispatching *d, int peer, enum window_output which, int64_t at,
                        int64_t begin, int64_t end, const void *from, int64_t low, int64_t high)
 {
@@ -130,9 +133,9 @@ static void store_part(const dispatching *d, int peer, enum window_output which,
     if (to) d->copy(to, (const unsigned char *)from + (first - low), (size_t)(last - first));
 }
 
-/* Stores one piece of a token's message into the outputs of a peer that lie in windows. `slot`
- * is the token's only slot on the peer. Returns the mask of the parts whose outputs do not lie
- * in windows. */
+/* Stores one piece of a token's message into those outputs of a peer that lie in windows.
+ * `slot` is the token's only slot on the peer. Returns the mask of the other parts, which the
+ * peer has to read from the ring. */
 static uint32_t store_in_windows(dispatching *d, int peer, int32_t slot, int64_t token,
                                  int32_t piece)
 {
@@ -161,8 +164,8 @@ static uint32_t store_in_windows(dispatching *d, int peer, int32_t slot, int64_t
     return staged;
 }
 
-/* Stores one piece of a token's message into the windows of all peers where that is possible.
- * Returns the mask of the parts that some peer has to read from the ring. */
+/* Stores one piece of a token's message into the windows of all peers that need it, where that
+ * is possible. Returns the mask of the parts that some peer has to read from the ring. */
 static uint32_t store_for_peers(dispatching *d, int64_t token, int32_t piece)
 {
     uint32_t staged = 0;
@@ -189,10 +192,10 @@ static int64_t unwanted_bytes(const dispatching *d, int32_t piece, uint32_t want
     return bytes;
 }
 
-/* Scatter flow, fill_entry: copies one piece of a token's message into a ring entry, without
- * the parts that it has stored into windows of all peers that need them. ring_choose_path()
+/* Scatter flow, fill_entry: copies one piece of a token's message into a ring entry. Leaves out
+ * the parts that it has stored into windows for all peers that need them. ring_choose_path()
  * decides whether the copy goes through the caches or past them, and whether it is timed.
- * Before a timed copy, this function assembles the piece in x->pieces, so that the measured
+ * Before a timed copy, the parts of the piece are first joined in x->pieces. So the measured
  * time is that of one copy. */
 static void dispatch_fill_entry(void *self, int64_t token, int32_t piece, void *entry)
 {
@@ -215,21 +218,21 @@ static void dispatch_fill_entry(void *self, int64_t token, int32_t piece, void *
 
 /* -------------------------------------------------------------------------- receiving ---- */
 
-/* Bytes [at, at + size) of a token's row, scales or weights, which have arrived and are stored
- * at `from`. There are no such bytes if size is 0 or less. */
+/* Some bytes of a token's row, of its scales or of its weights: bytes [at, at + size), which
+ * are stored at `from`. If size is 0 or less, there are no such bytes. */
 typedef struct part {
     const unsigned char *from;
     int64_t at, size;
 } part;
 
-/* The parts of one token's message that have arrived: those in one piece, or the whole
- * message. */
+/* The bytes of one token's message that can be written to its slots now: one piece of the
+ * message, or the whole message. */
 typedef struct parts {
     part row, scales, weights;
 } parts;
 
 /* Returns the bytes of a message that are in both ranges [begin, end) and [low, high). `piece`
- * holds the bytes [begin, end). In the result, `at` counts from low. */
+ * points to the bytes [begin, end). result.at is the offset from byte `low`. */
 static part message_part_of(const unsigned char *piece, int64_t begin, int64_t end, int64_t low,
                             int64_t high)
 {
@@ -237,7 +240,7 @@ static part message_part_of(const unsigned char *piece, int64_t begin, int64_t e
     return (part){piece + (first - begin), first - low, last - first};
 }
 
-/* Writes to a slot those bytes of its row and of its scales that have arrived. */
+/* Writes the bytes in *p of a row and of its scales to one slot. */
 static void write_row(const dispatching *d, int64_t slot, const parts *p)
 {
     const epic_dispatch_args *a = d->args;
@@ -248,8 +251,9 @@ static void write_row(const dispatching *d, int64_t slot, const parts *p)
                 (size_t)p->scales.size);
 }
 
-/* Writes the weight of choice k to slot_weights[index]. Uses a normal store, because a weight
- * is small. If the piece ends inside the weight, writes only the bytes that have arrived. */
+/* Writes the weight of choice k to slot_weights[index], or only those of its bytes that are in
+ * *weights: a piece may end inside the weight. Does not use d->copy, because a weight is
+ * small. */
 static void write_weight(const dispatching *d, int64_t index, uint32_t k, const part *weights)
 {
     const int64_t at = (int64_t)(k * sizeof(float)), end = weights->at + weights->size;
@@ -260,8 +264,8 @@ static void write_weight(const dispatching *d, int64_t index, uint32_t k, const 
         copy_overlap(copy_cached, to, at, sizeof *to, weights->from, weights->at, end);
 }
 
-/* Called for a FLAT layer: writes a token to its single row on this rank. Then writes the
- * weights of the token's choices on this rank, by ascending k. */
+/* For a FLAT layer: writes the bytes in *p to the token's only row on this rank. Writes the
+ * weights of the token's choices on this rank one after the other, by ascending k. */
 static void write_flat_row(const dispatching *d, int from, int64_t token, const parts *p)
 {
     const int64_t row = d->plan.row_of[d->plan.base_of[from] + token];
@@ -273,7 +277,7 @@ static void write_flat_row(const dispatching *d, int from, int64_t token, const 
         if (experts[k] >= 0) write_weight(d, index++, k, &p->weights);
 }
 
-/* Writes the parts of a token that have arrived to all its slots on this rank. */
+/* Writes the bytes in *p to all slots of a token of rank `from` on this rank. */
 static void write_token(const dispatching *d, int from, int64_t token, const parts *p)
 {
     if (plan_is_flat(&d->plan)) {
@@ -281,7 +285,8 @@ static void write_token(const dispatching *d, int from, int64_t token, const par
         return;
     }
     const int32_t *slots = plan_slots_of_token(&d->plan, from, token);
-    /* List the choices on this rank without branches, which the processor would mispredict. */
+    /* Lists the choices on this rank. Has no branch on slots[k], which the processor would
+     * often mispredict. */
     uint32_t here[MAX_TOP_K], count = 0;
     for (uint32_t k = 0; k < d->plan.header->layer.top_k; k++) {
         here[count] = k;
@@ -293,7 +298,7 @@ static void write_token(const dispatching *d, int from, int64_t token, const par
     }
 }
 
-/* Returns true if other ranks store output `which` of a token directly into this rank's
+/* Returns true if rank `from` stores output `which` of a token directly into this rank's
  * window. */
 static bool is_stored_directly(const dispatching *d, int from, int64_t token,
                                enum window_output which)
@@ -303,8 +308,7 @@ static bool is_stored_directly(const dispatching *d, int from, int64_t token,
 }
 
 /* Scatter flow, read_entry: writes one piece of a token of rank `from` to the token's slots.
- * Skips each part whose output lies in a window of this rank, if rank `from` has already stored
- * the part there. */
+ * Skips the parts that rank `from` has already stored in windows of this rank. */
 static void dispatch_read_entry(void *self, int from, int64_t token, int32_t piece,
                                 const void *entry)
 {
@@ -347,7 +351,8 @@ static bool dispatch_is_received(void *self, int from, int64_t token)
 
 /* ------------------------------------------------------------------------ the whole ---- */
 
-/* Lists the outputs that have one row per slot. A row of slot_weights has `weights` floats. */
+/* Writes to `out` the outputs that have one row per slot. A row of slot_weights has `weights`
+ * floats. */
 static void list_output_arrays(const epic_dispatch_args *a, uint32_t weights, slot_array out[3])
 {
     out[0] = (slot_array){a->recv.data, a->recv.row_bytes, a->recv.num_rows};
@@ -356,8 +361,8 @@ static void list_output_arrays(const epic_dispatch_args *a, uint32_t weights, sl
     out[2] = (slot_array){a->slot_weights, 4 * (int64_t)weights, a->recv.num_rows};
 }
 
-/* Called for a FLAT layer: writes recv_expert. Each row lists the local experts of its token by
- * ascending k, then -1. */
+/* For a FLAT layer: writes recv_expert. Each row lists the local experts of its token by
+ * ascending k. The rest of the row is -1. */
 static void write_recv_expert(const dispatching *d)
 {
     const plan_header *h = d->plan.header;
@@ -378,7 +383,7 @@ static void write_recv_expert(const dispatching *d)
         out[i] = -1;
 }
 
-/* Clears padding in the outputs, then runs the scatter flow of an open exchange. */
+/* Zeroes the padding in the outputs, then runs the scatter flow of an open exchange. */
 static epic_result dispatch_transfer(dispatching *d)
 {
     const epic_dispatch_args *a = d->args;
@@ -421,7 +426,8 @@ void op_header_set_dispatch_windows(epic_op_header *header, epic_context *ctx,
     op_header_set_window(header, ctx, WINDOW_ROWS, a->recv.data, rows * a->recv.row_bytes);
     op_header_set_window(header, ctx, WINDOW_SCALES, a->recv_scales.data,
                          a->recv_scales.num_rows * a->recv_scales.row_bytes);
-    /* In a FLAT layer the weights of a row are sorted, and only the receiver can sort them. */
+    /* In a FLAT layer, a row of slot_weights contains only the weights of the choices on its
+     * rank. The receiver selects them, so peers cannot store them directly. */
     if (!is_flat)
         op_header_set_window(header, ctx, WINDOW_WEIGHTS, a->slot_weights,
                              rows * (int64_t)sizeof(float));
@@ -439,7 +445,7 @@ static void dispatch_clear_outputs(const epic_dispatch_args *a)
         a->recv_expert[i] = -1;
 }
 
-/* Compares the layer and the number of tokens with those in the plan. */
+/* Returns EPIC_EINVAL if the layer or the number of tokens differs from that in the plan. */
 static epic_result dispatch_check(const plan_op *s, const epic_dispatch_args *a)
 {
     TRY(plan_op_check_layer(s, a->layer));
@@ -447,7 +453,7 @@ static epic_result dispatch_check(const plan_op *s, const epic_dispatch_args *a)
     return a->scales.data ? plan_op_check_tokens(s, "scales", a->scales.num_rows) : EPIC_OK;
 }
 
-/* Sets the elements of an op header that must be equal in the dispatches of all ranks. */
+/* Sets those elements of an op header that must be equal in the dispatches of all ranks. */
 static void op_header_set_rows(int64_t *common, const epic_dispatch_args *args)
 {
     common[COMMON_TYPE] = args->type;
@@ -470,8 +476,8 @@ static uint64_t dispatched_bytes(const epic_dispatch_args *args)
     return (uint64_t)(args->tokens.num_rows * args->tokens.row_bytes);
 }
 
-/* Moves the rows according to a valid plan, in an open exchange. Writes a receive buffer below
- * CACHED_COPY_MAX bytes through the caches, and a larger one past them. */
+/* Sends and receives the rows of a valid plan, in an open exchange. Writes a receive buffer
+ * below CACHED_COPY_MAX bytes through the caches, and a larger one past them. */
 static epic_result dispatch_transfer_all(dispatching *d)
 {
     const bool few = d->plan.header->num_slots * d->args->recv.row_bytes < CACHED_COPY_MAX;
@@ -479,7 +485,8 @@ static epic_result dispatch_transfer_all(dispatching *d)
     return dispatch_transfer(d);
 }
 
-/* Runs dispatch: exchanges op headers, moves the rows and ends the operation. */
+/* Runs dispatch: sends and compares op headers, sends and receives the rows, and ends the
+ * operation. */
 static epic_result dispatch_run(epic_context *ctx, const epic_dispatch_args *args, plan_op *s)
 {
     dispatching d = {.args = args, .kernels = host_kernels_get()};
@@ -506,8 +513,8 @@ epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
     return dispatch_run(ctx, args, &s);
 }
 
-/* Does not check the number of rows of the receive buffer. The caller has compared it with the
- * capacity, and a plan never has more slots than its capacity. */
+/* Does not check that the receive buffer has enough rows. The caller has checked that it has at
+ * least `capacity` rows, and a plan never has more slots than its capacity. */
 epic_result host_dispatch_continue(exchange *x, const epic_dispatch_args *args)
 {
     dispatching d = {

@@ -2,12 +2,12 @@
 /* The operations of host contexts, built on the flows of exchange/exchange.h.
  *
  * The public calls (src/api) have already checked pointers and enums, and have filled in the
- * defaults of args->layer. The functions here check what depends on the plan.
+ * defaults of args->layer. The functions here make the checks that depend on the plan.
  *
- * Every operation is collective and blocks until its rows have moved. If the data of one
- * rank has an error, all ranks return it. The parameter `extra` contains an error that
- * src/moe found in this rank's data, and the options of the layer. Both become part of the
- * op header. `extra` may be NULL. */
+ * Every operation is collective and blocks until its rows have arrived. If the data of one rank
+ * contains an error, all ranks return this error. The parameter `extra` may contain an error
+ * that src/moe found in this rank's data, and the options of the layer. The op header then
+ * contains them too. `extra` may be NULL. */
 #ifndef EPIC_HOST_OPS_H
 #define EPIC_HOST_OPS_H
 
@@ -15,31 +15,32 @@
 #include "kernels/kernels.h"
 #include "plan/plan.h"
 
-/* host_plan() runs epic_plan. host_plan_dispatch() runs epic_plan and then epic_dispatch. */
+/* Implement epic_plan and epic_plan_dispatch. */
 epic_result host_plan(epic_context *ctx, const epic_plan_args *args,
                       const op_header_extra *extra);
 epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
                                const epic_dispatch_args *dispatch,
                                const op_header_extra *extra);
-/* host_dispatch() runs epic_dispatch. host_dispatch_unchecked() does not check the plan,
- * because the same call has just made it. */
+/* Implement epic_dispatch. host_dispatch_unchecked() does not check the bytes of the plan. It
+ * is called if the same public call has just made the plan. */
 epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
                           const op_header_extra *extra);
 epic_result host_dispatch_unchecked(epic_context *ctx, const epic_dispatch_args *args);
 
-/* Runs the dispatch of epic_plan_dispatch in the exchange x that made the plan, without new op
- * headers. Closes the exchange and returns the result. */
+/* The second half of epic_plan_dispatch: sends the rows in x, the exchange in which the plan
+ * was made. The op headers of the plan serve for the dispatch too, so the ranks send no new
+ * ones. Closes x and returns the result. */
 epic_result host_dispatch_continue(exchange *x, const epic_dispatch_args *args);
 
-/* Returns a hash of the arguments that must be equal in the dispatches of all ranks. The hash
- * is not 0. epic_plan_dispatch sends it in the plan's op header, as LOCAL_NEXT_DISPATCH. */
+/* Returns a hash of those arguments of a dispatch that must be equal on all ranks. The hash is
+ * never 0. epic_plan_dispatch sends it in the plan's op header, as LOCAL_NEXT_DISPATCH. */
 int64_t dispatch_signature(const epic_dispatch_args *args);
 
-/* Stores in an op header where the outputs of a dispatch lie in windows. */
+/* Stores in an op header where the outputs of a dispatch lie in this rank's windows. */
 void op_header_set_dispatch_windows(epic_op_header *header, epic_context *ctx,
                                     const epic_dispatch_args *args);
 
-/* Run the other operations of the public header. */
+/* Implement the public calls epic_combine, epic_dispatch_backward and so on. */
 epic_result host_combine(epic_context *ctx, const epic_combine_args *args);
 epic_result host_dispatch_backward(epic_context *ctx, const epic_dispatch_backward_args *args);
 epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
@@ -47,52 +48,56 @@ epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward
 epic_result host_allreduce_sum(epic_context *ctx, const epic_allreduce_sum_args *args);
 epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args);
 
-/* Like host_allreduce_sum(), but starts with a copy of `about` as the op header, and then sets
- * the elements for the sum. So the ranks also compare the elements that the caller has set in
+/* Like host_allreduce_sum(), but the op header is a copy of `about` in which the elements for
+ * the sum are set. So the ranks also compare the elements that the caller has set in
  * about->common. */
 epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_args *args,
                                  const epic_op_header *about);
 
-/* The checks that begin an operation with a plan.
+/* The plan and the op header of an operation that has a plan as argument.
  *
- * plan_op_begin() checks that the bytes are a plan of this context and prepares the op header.
- * If the plan is damaged, or `extra` holds an error, the op header reports this. Then all ranks
- * return the error. */
+ * plan_op_begin() checks that the bytes are a plan of this context, and prepares the op header.
+ * If the plan is damaged, or if `extra` holds an error, the op header reports the error. Then
+ * all ranks return it. */
 typedef struct plan_op {
     plan_view plan; /* valid unless `damaged` is true */
-    bool damaged;   /* true: this rank's plan or other data is damaged and must not be used */
+    /* true: the plan is damaged or `extra` holds an error; `plan` must not be used */
+    bool damaged;
     epic_op_header op_header;
 } plan_op;
 
 void plan_op_begin(plan_op *s, const epic_context *ctx, uint32_t operation, const void *plan,
                    int64_t plan_bytes, const op_header_extra *extra);
-/* Like plan_op_begin(), but does not check the plan, because this call has just made it. */
+/* Like plan_op_begin(), but does not check the plan, because the caller has just made it. */
 void plan_op_begin_unchecked(plan_op *s, uint32_t operation, const void *plan);
 
 /* Copies to an op header the fields of a layer that must be equal on all ranks. */
 void op_header_set_layer(epic_op_header *header, const epic_layer *layer);
 
-/* Returns EPIC_EINVAL if `layer`, with its defaults filled in, differs from the layer of the
- * plan. Returns EPIC_OK for a damaged plan, which the op headers report. */
+/* Returns EPIC_EINVAL if `layer` differs from the layer of the plan. The defaults of `layer`
+ * must be filled in. Returns EPIC_OK for a damaged plan, because the op header reports that
+ * error. */
 epic_result plan_op_check_layer(const plan_op *s, const epic_layer *layer);
 
-/* Returns EPIC_EINVAL if num_rows, the rows of the array `name`, is not the number of tokens in
- * the plan. Returns EPIC_OK for a damaged plan. */
+/* Returns EPIC_EINVAL if num_rows is not the number of tokens in the plan. num_rows is the
+ * number of rows of the caller's array `name`. Returns EPIC_OK for a damaged plan, because the
+ * op header reports that error. */
 epic_result plan_op_check_tokens(const plan_op *s, const char *name, int64_t num_rows);
 
 /* Returns EPIC_EOVERFLOW if the slot buffer of any rank has fewer rows than that rank's plan
- * has slots. It reads the op headers of all ranks, so all ranks return the same result. `name`
- * is the buffer's name in the error. */
+ * has slots. Reads the op headers of all ranks, so all ranks return the same result. `name` is
+ * the name of the buffer in the error sentence. */
 epic_result plan_op_check_slots(const exchange *x, const char *name);
 
-/* Returns an array [top_k] for one token of rank `from`. Element k is this rank's slot for
- * choice k (FLAT: the local expert), or -1 if the choice is not on this rank. */
+/* Returns an array [top_k] for one token of rank `from`. Element k is the slot of choice k on
+ * this rank, or -1 if the choice has no slot here. In a FLAT layer it is the local expert of
+ * choice k, or -1. */
 static inline const int32_t *plan_slots_of_token(const plan_view *v, int from, int64_t token)
 {
     return v->slot_or_expert + (v->base_of[from] + token) * (int64_t)v->header->layer.top_k;
 }
 
-/* Returns true if the layer of the plan has one row per token and rank (EPIC_FLAT). */
+/* Returns true if the layer has the layout EPIC_FLAT: one row for each token and rank. */
 static inline bool plan_is_flat(const plan_view *v)
 {
     return v->header->layer.layout == EPIC_FLAT;
@@ -117,8 +122,8 @@ static inline bool plan_sends_token(const plan_view *v, int to, int64_t token)
     return false;
 }
 
-/* Returns the first choice k of a token of this rank that has a slot on rank `to`. The caller
- * knows that there is one. */
+/* Returns the first choice k of this rank's token that has a slot on rank `to`. There must be
+ * one. */
 static inline uint32_t plan_choice_on(const plan_view *v, int to, int64_t token)
 {
     const int64_t first = token * (int64_t)v->header->layer.top_k;
@@ -127,8 +132,8 @@ static inline uint32_t plan_choice_on(const plan_view *v, int to, int64_t token)
     return k;
 }
 
-/* Returns the only slot (FLAT: the row) that a token of this rank has on rank `to`, or -1 if
- * the token has no slot or several slots there. */
+/* Returns the only slot (FLAT: the row) that a token of this rank has on rank `to`. Returns -1
+ * if the token has no slot or several slots there. */
 static inline int32_t plan_only_slot_on(const plan_view *v, int to, int64_t token)
 {
     const int64_t first = token * (int64_t)v->header->layer.top_k;
@@ -141,8 +146,8 @@ static inline int32_t plan_only_slot_on(const plan_view *v, int to, int64_t toke
     return slot;
 }
 
-/* Returns true if a token of rank `from` has exactly one slot (FLAT: its row) on this rank. On
- * rank `from`, plan_only_slot_on() then returns that slot. */
+/* Returns true if a token of rank `from` has exactly one slot (FLAT: its row) on this rank. For
+ * such a token, plan_only_slot_on() on rank `from` returns this slot. */
 static inline bool plan_has_only_slot(const plan_view *v, int from, int64_t token)
 {
     if (plan_is_flat(v)) return v->row_of[v->base_of[from] + token] >= 0;
@@ -162,9 +167,10 @@ typedef struct slot_array {
     int64_t num_rows;
 } slot_array;
 
-/* Zero rows of an output. Both functions ignore an output without data.
+/* Set rows of an output to zero. Both functions do nothing if a->data is NULL.
  * - slot_array_clear_padding() zeroes the padding slots of every slab, unless flags has
- *   EPIC_LEAVE_PADDING. With EPIC_ZERO_TAIL it also zeroes the rows after the last slab.
+ *   EPIC_LEAVE_PADDING. With EPIC_ZERO_TAIL it also zeroes the tail: the rows after the last
+ *   slab.
  * - slot_array_clear() zeroes all rows. */
 void slot_array_clear_padding(const plan_view *v, const slot_array *a, uint32_t flags);
 void slot_array_clear(const slot_array *a);

@@ -2,8 +2,8 @@
 /* epic_plan and epic_plan_dispatch on the host.
  *
  * Every rank sends its expert ids to all ranks, and all ranks compute the same plan from them.
- * A rank with few tokens sends its ids inside its op header. The ids of ranks with more tokens
- * follow in a scatter flow (exchange.h). */
+ * A rank with few tokens sends its ids inside its op header. The other ranks send their ids
+ * afterwards, in a scatter flow (exchange.h). */
 #include <stdio.h>
 #include <string.h>
 
@@ -27,7 +27,8 @@ static int64_t id_at(const epic_plan_args *args, int64_t i)
                                         : ((const int32_t *)args->topk_idx)[i];
 }
 
-/* Converts the caller's expert ids to the form that is sent: 32 bits, and -1 for no expert. */
+/* Converts the caller's expert ids to the form in which they are sent: int32, with -1 for a
+ * choice without an expert. */
 static void copy_ids(int32_t *ids, const epic_plan_args *args, const epic_layer *layer)
 {
     const int64_t choices = args->num_tokens * layer->top_k;
@@ -52,8 +53,8 @@ static bool is_duplicate(const epic_plan_args *args, int64_t i, int64_t top_k)
     return false;
 }
 
-/* Checks the expert ids. Stores the first id that is out of range, or a duplicate if the layer
- * has EPIC_DISTINCT, as the error in the op header. */
+/* Checks the expert ids, and stores the first error in the op header: an id that is out of
+ * range, or a duplicate if the layer has EPIC_DISTINCT. */
 static void op_header_check_ids(epic_op_header *header, const epic_plan_args *args,
                                 const epic_layer *layer)
 {
@@ -73,8 +74,9 @@ static void op_header_check_ids(epic_op_header *header, const epic_plan_args *ar
     }
 }
 
-/* Checks the placement and replica tables. Stores in the op header their hashes, which the
- * ranks compare, or their first error. Returns false if there is an error. */
+/* Checks the tables rank_of_expert and logical_of_expert. Stores hashes of the tables in the op
+ * header, for the ranks to compare. If a table is invalid, also stores its first error there
+ * and returns false. */
 static bool op_header_set_tables(epic_op_header *header, const epic_context *ctx,
                                  const epic_plan_args *args, const epic_layer *layer)
 {
@@ -115,13 +117,15 @@ static void plan_fill_header(epic_op_header *header, const epic_context *ctx,
     memcpy(header->bytes, ids, sizeof ids);
 }
 
-/* Returns the address of the expert ids [top_k] of one token, which planner_finish() reads. */
+/* Returns the address of the expert ids [top_k] of one token in the planner's array, from which
+ * planner_finish() makes the plan. */
 static int32_t *ids_of_token(planning *p, int rank, int64_t token)
 {
     return p->planner.ids + (p->planner.base_of[rank] + token) * (int64_t)p->layer.top_k;
 }
 
-/* Scatter flow: every rank sends its ids to all ranks. */
+/* Scatter flow, is_sent and is_received: returns true, because every rank sends its ids to all
+ * ranks. */
 static bool is_always_sent(void *self, int rank, int64_t item)
 {
     (void)self, (void)rank, (void)item;
@@ -147,11 +151,12 @@ static void read_ids(void *self, int from, int64_t item, int32_t piece, const vo
 /* Scatter flow, read_own_item: does nothing. */
 static void skip_own_ids(void *self, int64_t item)
 {
-    (void)self, (void)item; /* exchange_ids() has already copied them */
+    (void)self, (void)item; /* exchange_ids() has already copied the ids */
 }
 
-/* Copies the ids that were sent in op headers into the plan. Sets the items of their ranks to
- * 0, so that the scatter flow skips them. Returns true if some ranks still have to send ids. */
+/* Copies the expert ids that were sent in op headers to the planner. Sets the number of items
+ * of their ranks to 0, so that the scatter flow skips these ranks. Returns true if other ranks
+ * still have to send ids. */
 static bool read_header_ids(planning *p)
 {
     exchange *x = p->x;
@@ -168,8 +173,8 @@ static bool read_header_ids(planning *p)
     return more;
 }
 
-/* Writes the ids of all ranks into the plan: from the op headers, and from a scatter flow if a
- * rank has too many ids for its op header. */
+/* Copies the expert ids of all tokens of all ranks to the planner. The ids come from the op
+ * headers or, if a rank has too many ids for its op header, from a scatter flow. */
 static epic_result exchange_ids(planning *p)
 {
     const scatter s = {
@@ -185,8 +190,8 @@ static epic_result exchange_ids(planning *p)
     return read_header_ids(p) ? scatter_run(p->x, &s) : EPIC_OK;
 }
 
-/* Writes the outputs of epic_plan: loads, rows and tokens of each local expert, and demand. If
- * result is an error, rows and tokens are 0. */
+/* Writes the outputs of epic_plan: load of each expert, rows and tokens of each local expert,
+ * and demand. If `result` is an error, rows and tokens are 0. */
 static void write_counts(planning *p, epic_result result)
 {
     const epic_plan_args *args = p->args;
@@ -208,8 +213,9 @@ static void write_counts(planning *p, epic_result result)
 }
 
 /* Makes a plan without slots, after an error in the data of any rank. The lengths of the
- * caller's output arrays depend on the placement of the experts. So the plan uses this rank's
- * rank_of_expert, unless the error of this rank is in that table. */
+ * caller's output arrays depend on the placement of the experts, so the plan still needs a
+ * placement: the one in this rank's rank_of_expert. If the error of this rank is in that table,
+ * the plan uses the default placement. */
 static void make_empty_plan(planning *p)
 {
     const exchange *x = p->x;
@@ -245,7 +251,7 @@ static epic_result make_plan(planning *p)
     return result;
 }
 
-/* Writes the expert ids to the trace of the context, if it has one. epic-trace reads them. */
+/* If the context has a trace, writes this rank's expert ids to it, for epic-trace. */
 static void trace_ids(const planning *p)
 {
     const trace_record record = {.tag = p->x->tag,
@@ -257,15 +263,15 @@ static void trace_ids(const planning *p)
     trace_plan(p->x->ctx->trace, record, p->args->topk_idx, p->args->index_type);
 }
 
-/* Returns true if plan_run(), which returned `result`, has written a plan: a valid one, or one
- * without slots that records an error. */
+/* Returns true if a call of plan_run() that returned `result` has written a plan. The plan is
+ * valid, or it has no slots and records an error. */
 static bool is_plan_written(epic_result result)
 {
     return result == EPIC_OK || result == EPIC_EINVAL || result == EPIC_EOVERFLOW;
 }
 
-/* Runs epic_plan up to the finished plan. `next` is the dispatch that follows in the same
- * public call, or NULL. Afterwards the caller must close the exchange p->x, unless p->x is
+/* Runs epic_plan until the plan is written. `next` is the dispatch that follows in the same
+ * public call, or NULL. Afterwards p->x is an open exchange that the caller must close, or
  * NULL. */
 static epic_result plan_run(planning *p, epic_context *ctx, const op_header_extra *extra,
                             const epic_dispatch_args *next)
@@ -298,8 +304,8 @@ epic_result host_plan(epic_context *ctx, const epic_plan_args *args,
 }
 
 /* Returns true if the dispatches of all ranks have the same signature. Then dispatch can run in
- * the exchange of the plan. If not, dispatch runs with op headers of its own. The comparison of
- * these op headers finds the difference and reports it. */
+ * the exchange of the plan. If not, dispatch runs with op headers of its own: comparing these
+ * headers finds the argument that differs. */
 static bool do_all_continue(const exchange *x)
 {
     for (int r = 0; r < x->num_ranks; r++)

@@ -2,14 +2,14 @@
 /* epic_sum_replicas on the host.
  *
  * For each logical expert with several replicas, every rank first adds its own replicas in its
- * workspace, leaf by leaf.  Then the workspaces of all ranks are added:
+ * workspace, leaf by leaf. Then epic_allreduce_sum adds the workspaces of all ranks. Example:
+ * logical expert a has the replicas 0, 2, 3 and 6, whose rows are x0, x2, x3 and x6.
  *
  *     expert      0   1 | 2   3 | 4   5 | 6   7      leaves of two experts, two ranks
  *     logical     a   b | a   a | b   c | a   c
  *     a           x0    | x2+x3 |   0   | x6
  *                  \___ + ___/     \__ + _/          on each rank, in its workspace
- *                        \______ + ______/           epic_allreduce_sum
- */
+ *                        \______ + ______/           epic_allreduce_sum */
 #include <string.h>
 
 #include "base/error.h"
@@ -25,14 +25,14 @@ typedef struct adding {
     const plan_view *plan;
     const host_kernels *kernels;
     int32_t logical;      /* the logical expert whose replicas are being added */
-    int64_t count;        /* elements of one expert's row */
+    int64_t count;        /* number of elements in one expert's row */
     int64_t leaf_experts; /* number of experts in a leaf */
     int64_t at, n;        /* first element and number of elements of the current chunk */
     float levels[MOST_LEVELS][CHUNK]; /* partial sums, one row for each level of the tree */
 } adding;
 
-/* Returns true if a local expert is a replica of a->logical and belongs to leaf `leaf`. If leaf
- * is -1, the expert may belong to any leaf. */
+/* Returns true if local expert number `local` is a replica of a->logical and belongs to leaf
+ * `leaf`. If `leaf` is -1, any leaf counts. */
 static bool is_replica_on_leaf(const adding *a, int32_t local, int64_t leaf)
 {
     const int32_t expert = a->plan->expert_of[local];
@@ -46,8 +46,8 @@ static float *numbers_of(const adding *a, int32_t local)
     return (float *)a->args->data.data + local * a->count;
 }
 
-/* Writes to `out` [n] the sum of the replicas in one leaf, for the current chunk. Begins with 0
- * and adds the replicas by ascending expert. */
+/* Writes to `out` [n] the sum of this rank's replicas in one leaf, for the current chunk.
+ * Starts with 0 and adds the replicas in ascending order of experts. */
 static void add_leaf(const adding *a, int64_t leaf, float *out)
 {
     memset(out, 0, (size_t)a->n * sizeof *out);
@@ -73,8 +73,8 @@ static void add_leaves(adding *a, int64_t first, int64_t count, int level)
     a->kernels->add(out, EPIC_F32, both, 2, EPIC_F32, a->n);
 }
 
-/* Writes the sum of this rank's replicas to the workspace, chunk by chunk. If the layer has
- * another order than EPIC_TREE, all experts of the rank count as one leaf. */
+/* Writes the sum of this rank's replicas to the workspace, chunk by chunk. If the sum order of
+ * the layer is not EPIC_TREE, treats all experts of the rank as one leaf. */
 static void add_local_replicas(adding *a)
 {
     const plan_header *h = a->plan->header;
@@ -97,8 +97,7 @@ static void copy_sum_to_replicas(const adding *a)
         if (is_replica_on_leaf(a, l, -1)) memcpy(numbers_of(a, l), a->args->workspace, bytes);
 }
 
-/* Sets the bits in `several` of the logical experts that have more than one replica. `several`
- * has one bit for each logical expert. */
+/* Sets bit l of `several` for each logical expert l that has more than one replica. */
 static void mark_replicated(const plan_view *v, uint64_t *several)
 {
     const epic_layer *layer = &v->header->layer;
@@ -111,8 +110,8 @@ static void mark_replicated(const plan_view *v, uint64_t *several)
     }
 }
 
-/* First runs a sum without elements. Its op headers make the ranks compare their plans before
- * they add anything. */
+/* First runs a sum of 0 elements. The op headers of this sum contain the plan's id, so the
+ * ranks compare their plans before they add anything. */
 epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args)
 {
     plan_op s;
