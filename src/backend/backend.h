@@ -77,9 +77,9 @@ typedef struct epic_backend {
      * filled in. */
     void (*memory)(const epic_config *config, epic_memory_info *out);
 
-    /* Returns whether `from` is memory of this backend's devices. If so, first copies `bytes`
-     * bytes from it to host memory at `to`, waits for the copy, and sets *good to whether it
-     * succeeded. NULL: the backend has no device memory. */
+    /* Returns whether `from` is memory of this backend's devices. If it is, also copies `bytes`
+     * bytes from `from` to host memory at `to`, waits for the copy, and sets *good to whether
+     * the copy succeeded. NULL: the backend has no device memory. */
     bool (*fetch)(void *to, const void *from, size_t bytes, bool *good);
 
     /* These functions allocate and release memory of the group's device, aligned to 64 bytes,
@@ -96,7 +96,7 @@ typedef struct epic_backend {
      * its peers on other hosts. NULL: the backend uses no network library. */
     void (*describe_net)(const epic_group *group, char *to, size_t size);
 
-    /* Exactly one of these two is set. */
+    /* Exactly one of `transport` and `ops` is set. */
     const struct epic_transport *transport; /* set by a host backend */
     const struct epic_ops *ops;             /* set by a device backend */
 
@@ -105,8 +105,9 @@ typedef struct epic_backend {
      * libepic.so. */
     const char *(*sentence)(void);
 
-    /* Creates a bootstrap of the ranks in `native`, which config.native points to.  See
-     * epic_bootstrap_mpi.  NULL: the backend has no bootstrap. */
+    /* Creates a bootstrap for epic_bootstrap_mpi(). `native` is config.native, a pointer to an
+     * MPI communicator, or NULL for all ranks of the MPI job. The member is NULL in backends
+     * that have no bootstrap. */
     epic_result (*bootstrap)(epic_bootstrap *out, const void *native, uint32_t timeout_ms);
 } epic_backend;
 

@@ -39,15 +39,15 @@ typedef struct epic_gate_args {
     epic_stream stream;
     const void *x; /* [tokens, hidden] of row_type */
     int64_t tokens, hidden, columns;
-    /* A layer in tree order divides its tokens into blocks. `block` is the number of tokens of
-     * a block, which does not depend on the number of ranks. The gate chooses its method by
-     * `block` and not by `tokens`, so the number of ranks does not change the bits. */
+    /* Number of tokens of a block. A layer in tree order divides its tokens into blocks, whose
+     * size does not depend on the number of ranks. The gate chooses its method by `block` and
+     * not by `tokens`, so the result has the same bits for every number of ranks. */
     int64_t block;
     const float *w_gate, *b_gate; /* b_gate may be NULL */
     /* [tokens, columns]; forward: output; backward: the gradient of the logits, an input */
     float *logits;
     void *workspace; /* gate_bytes of rules/gate_layout.h */
-    /* [tokens, hidden] of row_type; backward: the call adds the gradient of x to it; may be
+    /* [tokens, hidden] of row_type; backward: the call adds the gradient of x to d_x; may be
      * NULL */
     void *d_x;
     /* [tokens, hidden]; backward: rows that are also added to d_x; may be NULL */
@@ -55,9 +55,10 @@ typedef struct epic_gate_args {
     float *d_w_gate, *d_b_gate; /* backward outputs; may be NULL */
     uint32_t row_type;
     uint32_t accumulate; /* 1: add to d_w_gate and d_b_gate */
-    /* 1: compute products of any size with bfloat16 pieces (p2p/gate.c); for tests */
+    /* 1: always split each float32 into bfloat16 numbers and multiply those (p2p/gate.c), for
+     * products of any size; for tests */
     uint32_t always_split;
-    /* 1: the method depends neither on `tokens` nor on `block` */
+    /* 1: the method of the matrix product depends neither on `tokens` nor on `block` */
     uint32_t is_invariant;
 } epic_gate_args;
 
@@ -103,7 +104,8 @@ typedef struct epic_ops {
     epic_result (*mask_zero_experts)(epic_group *, epic_stream, const layer_tokens *,
                                      int32_t *to);
 
-    /* Computes shared_weights, the factor of the shared expert's output for each token. */
+    /* Computes layer_tokens.shared_weights: the factor by which the shared expert's output is
+     * multiplied, for each token. */
     epic_result (*shared_gate_forward)(epic_group *, epic_stream, const layer_tokens *);
 
     /* Multiplies d_shared_weights by the derivative of the sigmoid, in place. Writes the
@@ -112,8 +114,9 @@ typedef struct epic_ops {
     epic_result (*shared_gate_backward)(epic_group *, epic_stream, const layer_tokens *,
                                         float *gradient, bool accumulate, void *workspace);
 
-    /* Writes d_weights, the gradients of the router's weights, for choices that are
-     * zero-experts. Their rows are not sent, so no other operation computes these gradients. */
+    /* Writes layer_tokens.d_weights, the gradients of the router's weights, for choices that
+     * are zero-experts. The rows of these choices are not sent, so no other operation computes
+     * the gradients of their weights. */
     epic_result (*zero_experts_backward)(epic_group *, epic_stream, const layer_tokens *);
 
     /* Adds to the output the rows that never leave this rank: the outputs of the shared expert

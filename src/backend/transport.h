@@ -18,10 +18,10 @@
  *
  * Every rank first announces an *op header*. Then rows are sent through *rings*. A ring is a
  * ring buffer in staging memory, from one rank to one peer. Its elements are *entries*: an
- * entry contains a row or a piece of a row. If epic_transport.shares is set, each rank also has
- * a ring to all its peers (EVERYONE): it writes each entry once, and every peer reads it. A
- * *flow* is a sequence of entries of one size, numbered from 0. All ranks run the same flows of
- * an exchange, one after the other.
+ * entry contains a row or a part of a row. If epic_transport.shares is set, each rank also has
+ * a ring to all its peers (EVERYONE). The rank writes each entry of that ring once, and every
+ * peer reads the entry. A *flow* is a sequence of entries of one size, numbered from 0. All
+ * ranks run the same flows of an exchange, one after the other.
  *
  * Threads: one thread at a time uses an op slot; different threads may use different op slots
  * at the same time. Only wait() blocks. No function allocates memory or calls back into the
@@ -37,20 +37,22 @@
 /* Bytes of data that fit into an op header. */
 #define OP_PAYLOAD_BYTES 256
 
-/* The first message of an operation from every rank to every other.  exchange/op_header.h names
- * the elements of both arrays. */
+/* The first message of an operation from every rank to every other. exchange/op_header.h names
+ * the elements of `common` and `local`. */
 typedef struct epic_op_header {
     /* numbers that must be equal on all ranks; common[0] is the epic_operation */
     int64_t common[24];
     int64_t local[14]; /* numbers that may differ between ranks */
-    /* The rows of this rank, if all of them fit here.  Then the operation needs no flow. */
+    /* Data of some operations. For example, the ids of a plan or the addends of a sum are here
+     * if they are small enough on every rank. Then the operation needs no flow. */
     unsigned char bytes[OP_PAYLOAD_BYTES];
     /* Options of the layer (exchange/layer_options.h). Their hashes are in `common`. Peers read
      * this array only if two hashes differ, to name the option that differs. */
     uint32_t options[60];
 } epic_op_header;
 
-/* The shape of one flow.  Both arrays must stay valid until the flow ends. */
+/* The shape of one flow. The arrays `sends` and `receives` must stay valid until the flow
+ * ends. */
 typedef struct epic_flow {
     /* size of an entry, at most half of ring_bytes(); equal on all ranks */
     int64_t entry_bytes;
@@ -67,20 +69,20 @@ typedef struct epic_peer_status {
     bool has_announced;
     bool is_gone;    /* the peer's process ended, or it closed its context */
     bool has_closed; /* the peer closed its context */
-    bool is_waiting; /* the peer is inside wait(), and has shown this recently */
+    bool is_waiting; /* a recent report of the peer shows that it is inside wait() */
     /* the phase that the peer last passed to wait() in the exchange (tag, sequence) */
     uint32_t phase;
     /* if is_waiting: bit mask of the ranks that the peer waits for */
     uint64_t waits_for[EPIC_MAX_RANKS / 64];
     /* the operation that the peer announced last; 0: none */
     uint32_t operation;
-    uint64_t tag;      /* tag of that operation */
-    uint64_t sequence; /* sequence number of that operation */
-    bool is_inside;    /* true: the peer has not finished that operation */
+    uint64_t tag;      /* tag of the member `operation` */
+    uint64_t sequence; /* sequence number of the member `operation` */
+    bool is_inside;    /* true: the peer has not finished the member `operation` */
 } epic_peer_status;
 
-/* Bytes of a window's handle: data that peers need to map the window, in a backend's own form.
- */
+/* Size in bytes of a window's handle. The handle is the data that peers need to map the window.
+ * Each backend has its own format for it. */
 #define WINDOW_HANDLE_BYTES 16
 
 /* This rank's memory in a window, as the caller passed it. */
@@ -96,9 +98,9 @@ typedef struct epic_window_memory {
 /* The part of a transport that provides windows (docs/internals/windows.md). */
 typedef struct epic_window_transport {
     /* Makes this rank's memory available to all peers. The core calls it before this rank
-     * announces its op header. If memory->data is NULL, allocates the memory, which the core
-     * releases with munmap(), and writes its address there. Writes the window's handle to
-     * `handle`. If offer() fails on any rank, the core returns an error on all ranks:
+     * announces its op header. If memory->data is NULL, allocates the memory and writes its
+     * address to memory->data. The core releases this memory with munmap(). Writes the window's
+     * handle to `handle`. If offer() fails on any rank, the core returns an error on all ranks:
      * EPIC_ENOMEM, or EPIC_ENOTSUP for every other error. */
     epic_result (*offer)(epic_group *group, epic_window_memory *memory, unsigned char *handle);
 
@@ -108,7 +110,7 @@ typedef struct epic_window_transport {
     epic_result (*map)(epic_group *group, int peer, uint64_t attempt,
                        const unsigned char *handle, int64_t bytes, void **at);
 
-    /* Releases what map() has returned. */
+    /* Releases the mapping at address `at`, which map() has returned. */
     void (*unmap)(epic_group *group, void *at, int64_t bytes);
 
     /* The core calls begin_stores() before the first store of an operation into windows of

@@ -13,7 +13,7 @@
 /* If the default would be less than this number, it becomes 0. So the default is never 1: one
  * thread could only do the proxy thread's work in its place, at the same speed. */
 #define DEFAULT_MIN_THREADS 2
-/* the default of EPIC_NET_THREADS is one thread per this many cores (docs/lab/hosts.md) */
+/* by default a rank starts one net thread per this many of its cores (docs/lab/hosts.md) */
 #define CORES_PER_THREAD 2
 
 const net_engine *hosts_env_engine(char *why)

@@ -17,13 +17,14 @@ typedef enum hosts_memory {
 typedef struct hosts_env {
     const net_engine *engine;
     hosts_memory memory;
-    /* EPIC_NET_RELAY: send a row only once to each host; a rank there forwards it */
+    /* EPIC_NET_RELAY: true: a row is sent only once to each host, and a rank of that host
+     * forwards the row to the other ranks there */
     bool relays;
     net_rdma rdma; /* EPIC_NET_RDMA: how puts are sent (net.h) */
     /* EPIC_NET_WINDOW: number of tokens that a kernel sends before it receives the first one */
     int32_t window;
     /* EPIC_NET_THREADS: number of threads of the net in addition to the proxy thread; -1:
-     * hosts_env_threads() chooses it by the number of cores */
+     * hosts_env_threads() chooses this number from the number of cores */
     int32_t threads;
 } hosts_env;
 
@@ -35,8 +36,8 @@ epic_result hosts_read_env(hosts_env *out);
  * is the number of ranks on this host. */
 int32_t hosts_env_threads(const hosts_env *env, int ranks);
 
-/* Returns the engine that EPIC_NET names (default "ucx"). Returns NULL if it cannot be loaded,
- * and writes the reason to `why`, which has NET_WHY_BYTES bytes. */
+/* Returns the network engine that EPIC_NET names (default "ucx"). If the engine cannot be
+ * loaded, returns NULL and writes the reason to `why`, which has NET_WHY_BYTES bytes. */
 const net_engine *hosts_env_engine(char *why);
 
 /* Returns the value of EPIC_NET_MEMORY, or HOSTS_MEMORY_ANY if it is unset or invalid. */

@@ -45,7 +45,7 @@ typedef struct hosts_part {
     uint8_t *inbox;         /* has the layout of a heap; the net writes it */
     uint8_t *outbox;        /* has the layout of a heap; the net reads it */
     uint8_t *outbox_on_gpu; /* the address of the outbox that kernels use */
-    p2p_ring host_ring;     /* the proxy ring, with addresses of the host */
+    p2p_ring host_ring;     /* the proxy ring, at the addresses that the CPU uses */
     char net_text[256];     /* text of net_engine.describe() after connecting */
 } hosts_part;
 
@@ -133,9 +133,10 @@ static int64_t box_bytes(const p2p_heap *at, bool on_gpu)
     return on_gpu ? p2p_heap_bytes(at) : at->bytes;
 }
 
-/* Allocates inbox and outbox, and fills the inbox with poison. Sets self.heap[q] of every other
- * rank q to the outbox: kernels write the words for rank q there, and the net sends them. If
- * rank q is on this host, p2p_heap_connect() later sets self.heap[q] to the heap of rank q. */
+/* Allocates inbox and outbox, and fills the inbox with poison. Sets self.heap[q] to the outbox
+ * for every other rank q. Kernels write the words for rank q into the outbox, and the net sends
+ * them. If rank q is on this host, p2p_heap_connect() later sets self.heap[q] to the heap of
+ * rank q. */
 static epic_result make_boxes(epic_group *g, hosts_part *h)
 {
     const int64_t bytes = box_bytes(&g->self.at, h->on_gpu);
@@ -174,7 +175,7 @@ static epic_result make_proxy_ring(epic_group *g, hosts_part *h)
     return map_to_gpu(&g->self.net->ring.words, h->host_ring.words);
 }
 
-/* Opens this rank's end of the net and writes its handle. */
+/* Opens this rank's end of the net and writes the net's handle to mine->net. */
 static epic_result open_net(epic_group *g, hosts_part *h, peer_info *mine)
 {
     char why[NET_WHY_BYTES];
@@ -311,8 +312,8 @@ static epic_result start_proxy(epic_group *g, hosts_part *h)
     return hosts_proxy_open(&h->proxy, &setup);
 }
 
-/* Checks the info of a rank, and returns its error if it failed. Another program may have
- * written the info. */
+/* Checks the info that a rank has sent. If that rank has failed, returns its error. Another
+ * program may have written the info, so its values are checked first. */
 static epic_result check_peer(const peer_info *c, int rank)
 {
     if (c->result > EPIC_ECLOSED || !p2p_gpu_fits(&c->gpu) ||
@@ -334,8 +335,8 @@ static epic_result check_peers(const peer_info *infos, int num_ranks)
 
 /* Sends this rank's info, with its result so far, to all ranks and receives the infos of all
  * ranks. `infos` [num_ranks + 1] holds the infos of all ranks, then a second copy of this
- * rank's own info, which is the one to send. All ranks read the same infos, so all take the
- * same decisions and make the same number of gathers. */
+ * rank's own info, from which the gather sends. All ranks receive the same infos, so all take
+ * the same decisions and make the same number of gathers. */
 static epic_result gather_peers(const epic_join *join, peer_info *infos, epic_result result)
 {
     peer_info *mine = &infos[join->bootstrap->num_ranks];
@@ -465,8 +466,8 @@ static void free_group(epic_group *g)
 }
 
 /* Implements p2p_hooks.write: writes bytes to offset `at` of a peer's inbox. If `peer` is this
- * rank, copies the bytes directly to the inbox. Otherwise copies them to the outbox, sends
- * them, and waits until they are sent. */
+ * rank, copies the bytes directly to the inbox. Otherwise copies the bytes to the outbox, sends
+ * them, and waits until they are sent. Does nothing if the peer is dead. */
 static void write_to_peer(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
 {
     if (p2p_is_dead(g, peer)) return;
@@ -494,7 +495,8 @@ static epic_group *new_group(const epic_join *join)
     return NULL;
 }
 
-/* Implements epic_backend.join. A rank that failed still sends its info, so that all fail. */
+/* Implements epic_backend.join. A rank that has failed still sends its info, so that all ranks
+ * return an error instead of waiting for it. */
 static epic_result hosts_join(epic_group **out, const epic_join *join)
 {
     if (join->bootstrap->num_ranks > NET_MAX_HOSTS)
@@ -530,8 +532,8 @@ static bool are_all_gone(epic_group *g)
 }
 
 /* Implements epic_backend.leave. Announces to all peers that this rank leaves. A peer may write
- * into this rank's memory until it has left, closed or died. So waits for this, at most until
- * the timeout, and then frees the memory. */
+ * into this rank's memory until the peer has left or died. So this function waits until all
+ * peers have left or died, at most until the timeout, and then frees the memory. */
 static void hosts_leave(epic_group *g)
 {
     int device = -1;
@@ -553,8 +555,8 @@ void epic_backend_hosts_counts(const epic_group *g, uint64_t counts[3])
     hosts_proxy_counts(g->hosts->proxy, counts);
 }
 
-/* Implements epic_backend.forget. While a forked child keeps the liveness connections open,
- * peers do not notice the end of the parent. */
+/* Implements epic_backend.forget: closes the liveness connections in a forked child. Otherwise
+ * peers would not notice the end of the parent while the child keeps the connections open. */
 static void hosts_forget(epic_group *g)
 {
     net_liveness_forget(g->hosts->liveness);
@@ -567,7 +569,8 @@ static void hosts_describe_net(const epic_group *g, char *to, size_t size)
 }
 
 /* Implements epic_backend.memory. If EPIC_NET_MEMORY is not set, only joining a group shows
- * whether inbox and outbox are in GPU memory or in host memory. So they are counted in both. */
+ * whether inbox and outbox are in GPU memory or in host memory. So their bytes are then counted
+ * both in host_bytes and in device_bytes. */
 static void hosts_memory_info(const epic_config *config, epic_memory_info *out)
 {
     const p2p_heap at = p2p_heap_for(config);

@@ -2,7 +2,7 @@
 /* The proxy thread sends rows from a GPU over the net (proxy.h). It calls proxy_progress() in a
  * loop, and sleeps while there is nothing to do.
  *
- * Kernels post *pieces* through a ring in host memory. A piece is a range of words in the
+ * Kernels post *pieces* through a ring in host memory. Here a piece is a range of words in the
  * outbox that must be sent to one host. The thread collects pieces in batches, joins them into
  * *puts* (put_batch.h) and passes the puts to the network engine, which only this thread calls.
  * A put is *in flight* until the engine no longer reads its words, and then it is *done*. An
@@ -67,8 +67,8 @@ typedef struct state_word {
 
 enum { MESSAGE_IDLE, MESSAGE_REQUESTED, MESSAGE_POSTED }; /* the states of a message */
 
-/* a call of hosts_proxy_send() for one host; `at` and `bytes` are its arguments, `posted` is
- * the number of its put */
+/* The message of a call of hosts_proxy_send() to one host. `at` and `bytes` are the arguments
+ * of that call. `posted` is the number of the put that sends the message. */
 typedef struct message {
     uint64_t at, posted;
     uint32_t bytes;
@@ -83,13 +83,13 @@ struct hosts_proxy {
     pthread_mutex_t mutex; /* held during hosts_proxy_send(), so that one call runs at a time */
     message messages[NET_MAX_HOSTS];
     int is_closing;
-    int is_asleep;   /* 1 while the thread sleeps */
-    sem_t wake_up;   /* posted by hosts_proxy_wake() to end a sleep early */
-    bool is_running; /* kernels of an operation are running */
-    bool has_read;   /* the last call of read_entries() has read an entry */
-    bool has_read_urgent;
-    uint32_t full;     /* bit mask of the hosts for which the net now accepts no more puts */
-    int64_t urgent_at; /* time in us (clock_us()) at which an urgent piece was last read */
+    int is_asleep;        /* 1 while the thread sleeps */
+    sem_t wake_up;        /* posted by hosts_proxy_wake() to end a sleep early */
+    bool is_running;      /* kernels of an operation are running */
+    bool has_read;        /* the last call of read_entries() has read an entry */
+    bool has_read_urgent; /* the last call of read_entries() has read an urgent piece */
+    uint32_t full;        /* bit mask of the hosts for which the net now accepts no more puts */
+    int64_t urgent_at;    /* time in us (clock_us()) at which an urgent piece was last read */
     /* The thread has read the ring entry that ends the epoch. The epoch ends when all batches
      * are posted. */
     bool epoch_ends_next;
@@ -348,8 +348,8 @@ static void nap_us(int64_t us)
     nanosleep(&(struct timespec){.tv_nsec = us * 1000}, NULL);
 }
 
-/* Sleeps for `us` microseconds, or until a thread calls hosts_proxy_wake(). Returns true if a
- * thread called it. */
+/* Sleeps for `us` microseconds, or until a thread calls hosts_proxy_wake(). Returns true if
+ * hosts_proxy_wake() ended the sleep. */
 static bool nap_until_called(hosts_proxy *p, int64_t us)
 {
     const struct timespec end = clock_in_ns(us * 1000);
@@ -375,9 +375,9 @@ static int64_t longer_nap(int64_t us)
     return us < MAX_NAP_IDLE_US / 2 ? us * 2 : MAX_NAP_IDLE_US;
 }
 
-/* The main function of the thread: calls proxy_progress() until the proxy is closed. While
- * there is nothing to do, it first yields the core, then takes longer and longer naps. A call
- * of hosts_proxy_wake() makes the naps short again. */
+/* The main function of the proxy thread: calls proxy_progress() until the proxy is closed.
+ * While there is nothing to do, the thread first yields the core, then takes longer and longer
+ * naps. Progress or a call of hosts_proxy_wake() makes the naps short again. */
 static void *proxy_run(void *self)
 {
     hosts_proxy *p = self;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The proxy thread of a rank. Kernels post pieces (put_batch.h) into a ring, the proxy ring
+/* The proxy thread of a rank. Kernels post pieces (put_batch.h) into the *proxy ring*
  * (kernels/cuda/net/net.cuh). The thread reads the pieces, joins them into puts and passes
  * the puts to the net. It reports to the kernels which operations are completely sent and which
  * ranks are dead. It also sends two facts to all peers: for which ranks this rank waits, and
@@ -16,8 +16,8 @@
 
 typedef struct hosts_proxy hosts_proxy;
 
-/* Arguments of hosts_proxy_open(), which copies them. What they point to must stay valid until
- * the proxy is closed. */
+/* Arguments of hosts_proxy_open(), which copies this struct. The objects to which it points
+ * must stay valid until the proxy is closed. */
 typedef struct hosts_proxy_setup {
     int32_t host, num_hosts;
     const net_engine *engine;
@@ -27,7 +27,7 @@ typedef struct hosts_proxy_setup {
     p2p_heap at;
     p2p_status *status;
     p2p_beats *beats;
-    p2p_ring ring; /* the proxy ring, at the addresses that this process uses */
+    p2p_ring ring; /* the proxy ring, at the addresses that the CPU uses */
 } hosts_proxy_setup;
 
 /* Starts the proxy thread, which from then on is the only caller of the engine. Errors:
@@ -36,7 +36,8 @@ epic_result hosts_proxy_open(hosts_proxy **out, const hosts_proxy_setup *setup);
 
 /* Sends `bytes` bytes from offset `at` of the outbox to the same offset of a host's inbox, when
  * all earlier puts to this host are done. Returns when the put is done, or after at most twice
- * MESSAGE_TIMEOUT_MS (proxy.c). Any thread may call it; calls run one after the other. */
+ * MESSAGE_TIMEOUT_MS (proxy.c). Any thread may call this function. If several threads call it,
+ * the calls run one after the other. */
 void hosts_proxy_send(hosts_proxy *proxy, int host, uint64_t at, uint32_t bytes);
 
 /* Wakes the proxy thread. Called when an operation starts. Any thread may call it. */
@@ -48,7 +49,7 @@ void hosts_proxy_counts(const hosts_proxy *proxy, uint64_t counts[3]);
 /* Like hosts_proxy_counts(), for tests and benchmarks that load libepic_hosts.so. */
 EPIC_API void epic_backend_hosts_counts(const epic_group *group, uint64_t counts[3]);
 
-/* Stops and joins the thread, and frees the proxy. NULL is allowed. */
+/* Ends and joins the proxy thread, and frees the proxy. NULL is allowed. */
 void hosts_proxy_close(hosts_proxy *proxy);
 
 #endif

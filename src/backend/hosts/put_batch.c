@@ -2,8 +2,8 @@
 /* Joins pieces into puts. put_batch.h explains pieces, blocks and batches. Each batch is in one
  * of these lists: free, waiting for more pieces, or ready to be posted. Urgent batches and
  * batches of rows have separate waiting and ready lists. Only the batch that is being posted
- * (put_batcher.current) is in no list. The words of a batch are stored as spans: ranges of
- * adjacent words. */
+ * (put_batcher.current) is in no list. In this file a *span* is a range of adjacent words. A
+ * batch stores its words as a list of spans. */
 #include "backend/hosts/put_batch.h"
 
 #include <stdlib.h>
@@ -11,9 +11,9 @@
 
 #define MAX_OPEN 2048 /* number of batches, free ones included */
 /* A batch is stale if this many pieces were added to other batches since its last piece. No
- * more pieces are expected for a stale batch: kernels post rows nearly in order. One warp may
- * overtake another, so between two neighboring rows a kernel posts at most about as many pieces
- * as it has warps. */
+ * more pieces are expected for a stale batch, because kernels post rows nearly in order. They
+ * are not exactly in order, because one warp may overtake another. So between two neighboring
+ * rows a kernel posts at most about as many pieces as it has warps. */
 #define STALE_AFTER 512
 #define MAX_SPANS 256 /* most spans that a batch can hold */
 
@@ -204,9 +204,9 @@ static void add_span(put_batch *p, uint32_t first, uint32_t words)
         p->spans[p->num_spans++] = (span){first, words};
 }
 
-/* Moves the oldest waiting batch of rows to the ready list if it is stale. Otherwise the batch
- * would wait until the operation (epoch) ends. But its receiver reads rows in order, and may be
- * waiting for the rows of this batch. */
+/* Moves the oldest waiting batch of rows to the ready list if the batch is stale. Without this
+ * function a stale batch could wait until the operation (epoch) ends. But its receiver reads
+ * rows in order, and may already wait for the rows of this batch. */
 static void release_stale(put_batcher *all)
 {
     const int i = all->waiting[0].first;

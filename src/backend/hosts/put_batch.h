@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Joins the pieces that kernels post into fewer and larger puts.
  *
- * A *piece* is a range of words of 8 bytes in the outbox that a kernel wants to send to one
- * host. The words go to the same offset in the inbox of that host. Outbox and inbox (net/net.h)
- * have the layout of a heap. The heap is divided into *blocks* of the size that the network
- * engine prefers. A *batch* collects the pieces of one block that go to one host. It waits
- * until all words of the block are there, until no more pieces are expected, or until the net
- * has little to do. Then each sequence of adjacent pieces is sent as one put. The first blocks
- * of a heap are urgent, and their batches are sent before other batches. These blocks contain
- * announcements and counts, for which all ranks wait. The other blocks contain rows.
+ * In this folder a *piece* is a range of words of 8 bytes in the outbox that a kernel wants to
+ * send to one host. The words go to the same offset in the inbox of that host. Outbox and inbox
+ * (net/net.h) have the layout of a heap. The heap is divided into *blocks* of the size that the
+ * network engine prefers. A *batch* collects the pieces of one block that go to one host. The
+ * batch waits until it has all words of the block, until no more pieces are expected, or until
+ * the net has little to do. Then each sequence of adjacent pieces is sent as one put. The first
+ * blocks of a heap are urgent, and their batches are sent before other batches. These blocks
+ * contain announcements and counts, for which all ranks wait. The other blocks contain rows.
  *
  * A *batcher* holds the batches of one rank. Only the proxy thread uses it. */
 #ifndef EPIC_HOSTS_PUT_BATCH_H
@@ -67,12 +67,13 @@ void put_batcher_add(put_batcher *all, int host, uint64_t word, uint32_t words);
 bool put_batcher_next(put_batcher *all, put_batch_may_go *may, const void *self,
                       put_range *out);
 
-/* The caller has posted the put that put_batcher_next() returned: removes the words of this put
- * from their batch. */
+/* Removes the words of a put from their batch. The caller calls this function after it has
+ * posted the put that put_batcher_next() returned. */
 void put_batcher_mark_posted(put_batcher *all);
 
-/* The net had no room for the put that put_batcher_next() returned: keeps its words. Their
- * batch will be the first one of its kind. */
+/* Keeps the words of the put that put_batcher_next() returned. The caller calls this function
+ * if the net had no room for the put. The batch of these words becomes the first one of its
+ * kind. */
 void put_batcher_put_back(put_batcher *all);
 
 #endif

@@ -34,8 +34,8 @@ typedef struct bootstrap {
 } bootstrap;
 
 /* The state of one gather. `requests` holds a receive for each rank, then a send for each rank.
- * The two requests of this rank stay MPI_REQUEST_NULL. MPI_Testsome writes `statuses` and
- * `indices`. `missing` marks the ranks from which no message has arrived. */
+ * The two requests of this rank itself stay MPI_REQUEST_NULL. MPI_Testsome writes `statuses`
+ * and `indices`. missing[r] is true while no message has arrived from rank r. */
 typedef struct gather_round {
     unsigned char *bytes;  /* [num_ranks, size] by rank */
     MPI_Request *requests; /* [2, num_ranks] */
@@ -81,9 +81,9 @@ static bool receive_roll_call(MPI_Comm comm, bool *missing)
 }
 
 /* Receives roll calls. Sends this rank's roll call once: when `late` is set, or when a roll
- * call of another rank has arrived. Ignores errors of MPI, because roll calls only improve an
- * error text. MPI_ERRORS_RETURN replaces the caller's error handler meanwhile, because that
- * handler may end the program. */
+ * call of another rank has arrived. missing[m->rank] is true until then. Ignores errors of MPI,
+ * because roll calls only improve an error text. During the call MPI_ERRORS_RETURN replaces the
+ * communicator's error handler, because that handler may end the program. */
 static void exchange_roll_calls(const bootstrap *m, MPI_Comm comm, bool *missing, bool late)
 {
     MPI_Errhandler theirs;
@@ -111,8 +111,9 @@ static epic_result fail_with_missing(const bootstrap *m, const bool *missing)
 
 /* ------------------------------------------------------------------------- duplicating ---- */
 
-/* Polls until the duplicate exists or the time limit has passed. In the second half of the time
- * limit it exchanges roll calls. Other threads may use MPI between two polls. */
+/* Polls until the duplicate communicator exists or the time limit has passed. In the second
+ * half of the time limit, also exchanges roll calls. Other threads may use MPI between two
+ * polls. */
 static epic_result wait_for_duplicate(bootstrap *m, MPI_Comm comm, MPI_Request *request,
                                       bool *missing)
 {
@@ -296,7 +297,8 @@ bool bootstrap_can_use(MPI_Comm comm, const char *name, char *why, size_t size)
     return false;
 }
 
-/* Checks that `native` is a communicator that can be used. Starts MPI if native is NULL. */
+/* Checks that `native` points to a communicator that can be used. If `native` is NULL, starts
+ * MPI unless it already runs. */
 static epic_result check_native(const void *native)
 {
     char why[128];

@@ -3,9 +3,10 @@
  *
  * MPI_Comm_create_group is the only MPI call for this purpose that ranks outside the new
  * communicator need not make. But it waits forever if one of the calling ranks dies. So a
- * separate thread calls it, if MPI allows several threads. If it does not return before the
- * deadline, the caller of create_comm() *abandons* the thread: it no longer waits for the
- * thread. If MPI_Comm_create_group returns later, the thread frees `creation`. */
+ * separate thread calls it, if MPI allows several threads. If MPI_Comm_create_group does not
+ * return before the deadline, create_comm() *abandons* the thread: it returns an error and no
+ * longer waits for the thread. If MPI_Comm_create_group returns later, the thread itself frees
+ * its `creation`. */
 #include <stdlib.h>
 
 #include "backend/mpi/group.h"
@@ -31,8 +32,8 @@ static void free_creation(creation *c)
     free(c);
 }
 
-/* Calls MPI_Comm_create_group and stores the result. Frees *c if the caller has abandoned
- * it. */
+/* Calls MPI_Comm_create_group and stores the result. Frees *c if create_comm() has abandoned
+ * this thread. */
 static void *run_creation(void *self)
 {
     creation *c = self;

@@ -3,11 +3,12 @@
  *
  * A slow peer may not yet have received all rows of an exchange that this rank has finished.
  * MPI moves these rows only while this rank calls MPI. But the rank may compute for a long
- * time, or never call EPIC again. So while there are unsent rows and no other thread polls,
- * this thread polls MPI once per millisecond.
+ * time, or never call EPIC again. So while there are unsent rows and no other thread polls, the
+ * drain thread polls MPI once per millisecond.
  *
- * After IDLE_LOOKS polls without unsent rows the thread sleeps. It does not sleep at once,
- * because waking it after every operation costs more than a short operation takes. */
+ * After IDLE_LOOKS polls without unsent rows, the drain thread sleeps until mpi_finish() wakes
+ * it. It does not sleep at once, because waking it after every operation costs more than a
+ * short operation takes. */
 
 #include "backend/mpi/group.h"
 #include "base/error.h"
@@ -21,8 +22,8 @@ static void wake_drain(epic_group *group)
     if (group->drain_sleeps) pthread_cond_signal(&group->drain_wake_up);
 }
 
-/* Releases the mutex while it sleeps for PACE_NS. Then polls, unless another thread has polled
- * meanwhile. */
+/* Sleeps for PACE_NS without the mutex. Then polls MPI, unless another thread has polled
+ * meanwhile. The caller holds the mutex. */
 static void drain_once(epic_group *group)
 {
     const uint64_t looks = group->num_looks;
@@ -32,8 +33,8 @@ static void drain_once(epic_group *group)
     if (looks == group->num_looks && !is_broken(group)) progress_drain(group);
 }
 
-/* The main function of the thread. It sleeps after IDLE_LOOKS milliseconds without unsent rows,
- * and while the group is broken. */
+/* The main function of the drain thread. The thread sleeps after IDLE_LOOKS milliseconds
+ * without unsent rows, and while the group is broken. */
 static void *drain_run(void *self)
 {
     epic_group *group = self;
@@ -53,7 +54,7 @@ static void *drain_run(void *self)
     return NULL;
 }
 
-/* Starts the thread. Returns EPIC_ENOMEM if the system refuses. */
+/* Starts the drain thread. Returns EPIC_ENOMEM if the system refuses. */
 epic_result drain_start(epic_group *group)
 {
     group->drain_runs = thread_start(&group->drain_thread, drain_run, group) == 0;
@@ -61,7 +62,7 @@ epic_result drain_start(epic_group *group)
     return epic_fail(EPIC_ENOMEM, "backend mpi: the system refused one more thread");
 }
 
-/* Stops and joins the thread, if it runs. The caller does not hold the mutex. */
+/* Ends and joins the drain thread, if it runs. The caller does not hold the mutex. */
 void drain_stop(epic_group *group)
 {
     if (!group->drain_runs) return;

@@ -120,7 +120,7 @@ typedef struct peer_status {
  * numbered over all flows of the ring, and segment n uses half n % 2. */
 typedef struct staging_ring {
     int64_t num_entries; /* number of entries of the flow */
-    /* number of these entries that this rank has sent or, as the reader, dropped */
+    /* number of entries of the flow that this rank has sent or, as the reader, dropped */
     int64_t moved;
     uint64_t first;       /* number of the first segment of the flow */
     uint64_t num_started; /* number of segments passed to MPI, over all flows */
@@ -165,9 +165,9 @@ typedef struct op_slot {
     wait_state wait;
     /* number of flows in all exchanges of this slot so far */
     int64_t num_flows;
-    /* These three describe the current flow. entry_bytes: size of an entry. stride: distance in
-     * bytes between two entries of a ring. per_segment: number of entries in a segment; 0
-     * before the first flow of the exchange. */
+    /* For the current flow. entry_bytes: size of an entry. stride: distance in bytes between
+     * two entries of a ring. per_segment: number of entries in a segment; 0 before the first
+     * flow of the exchange. */
     int64_t entry_bytes, stride, per_segment;
 
     /* [num_ranks] each */

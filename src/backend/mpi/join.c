@@ -170,7 +170,7 @@ static epic_result check_infos(const join_info *infos, int num_ranks)
 }
 
 /* Returns whether the ranks of this host may together run on at least as many cores as there
- * are ranks. If not, two ranks share a core, and a waiting rank must yield it to the other. */
+ * are ranks. If not, two ranks share a core, and a waiting rank must yield the core. */
 static bool find_core_per_rank(const epic_join *join, const join_info *infos)
 {
     const epic_peer *mine = &join->peers[join->bootstrap->rank];
@@ -262,9 +262,9 @@ epic_result mpi_join(epic_group **out, const epic_join *join)
 
 /* ------------------------------------------------------------------------------- leave ---- */
 
-/* Returns whether a peer's process ended at least SETTLE_NS ago without a close message. The
- * close message may still arrive in that time. *since is the time at which the first dead peer
- * was found; 0: not yet. */
+/* Returns whether a peer's process ended at least SETTLE_NS ago without a close message. Before
+ * that time has passed, the peer's close message may still arrive. *since is the time at which
+ * the first dead peer was found; 0: none was found yet. */
 static bool has_dead_peer(epic_group *group, int64_t *since)
 {
     const int64_t now = clock_ns();

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Starts and ends MPI. A process can start MPI only once, so the state here belongs to the
- * process: whether EPIC started MPI, and which groups this rank has left.
+/* Starts and ends MPI. A process can start MPI only once, so this file keeps one state for the
+ * whole process: whether EPIC started MPI, and which groups this rank has left.
  *
- * This rank keeps the communicator of a group that it has left until all peers have left too.
- * If it freed the communicator earlier, MPI could reuse its number for another group, and a
- * late message would reach the wrong group. A group that all peers have left is freed when this
- * rank opens or leaves another group, or when MPI ends. The communicator of a broken group is
- * never freed. */
+ * When this rank leaves a group, it keeps the group's communicator until all peers have left
+ * too. If it freed the communicator earlier, MPI could reuse the communicator's number for
+ * another group, and a late message would reach the wrong group. A group that all peers have
+ * left is freed when this rank opens or leaves another group, or when MPI ends. The
+ * communicator of a broken group is never freed. */
 #include <unistd.h>
 
 #include "backend/mpi/group.h"
@@ -119,8 +119,8 @@ static int before_finalize(MPI_Comm comm, int key, void *value, void *state)
 }
 
 /* Runs at the end of the process. Calls MPI_Finalize if EPIC started MPI, unless a group is
- * broken or open. With such a group, MPI_Finalize could wait forever. If a rank ends without
- * MPI_Finalize, mpirun ends the job. */
+ * broken or open. With a broken or open group, MPI_Finalize could wait forever. In that case
+ * the rank ends without MPI_Finalize, and mpirun ends the whole job. */
 __attribute__((destructor)) static void end(void)
 {
     if (!lifecycle.ours || lifecycle.pid != getpid() || !runtime_is_up()) return;
@@ -135,7 +135,8 @@ static int attach_finalize_hook(void)
     return code;
 }
 
-/* Starts MPI if necessary, and attaches before_finalize() once. The caller holds the mutex. */
+/* Starts MPI if necessary, and attaches before_finalize() once. The caller holds
+ * lifecycle.mutex. */
 static epic_result start_locked(void)
 {
     bool ours = false;

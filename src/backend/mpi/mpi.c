@@ -7,12 +7,12 @@
 
 #define RECENT_NS 1000000
 
-/* Implements epic_transport.claim. First frees finished slots whose messages have been sent. */
+/* Implements epic_transport.claim. */
 static int claim_slot(epic_group *group)
 {
     pthread_mutex_lock(group->mutex);
-    /* free finished slots first, so that a slot is reused whose memory is probably in the
-     * cache */
+    /* First frees the slots of finished exchanges. Then op_slots_find_free() can return a slot
+     * that was used recently, whose memory is probably still in the cache. */
     if (!is_broken(group)) progress_drain(group);
     op_slot *slot = op_slots_find_free(group);
     if (slot) slot->state = SLOT_CLAIMED;

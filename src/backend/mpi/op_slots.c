@@ -2,7 +2,7 @@
 /* Op slots, called slots here: the state of one rank for one exchange. A slot is free, then
  * claimed, then open (announced), then draining (finished, but MPI still reads from its rings),
  * and then free again. If a peer's op header arrives before this rank has opened a slot for the
- * exchange, it is stored in that peer's list `early`. */
+ * exchange, the header is stored in the list `early` of that peer. */
 #include "backend/mpi/group.h"
 
 /* -------------------------------------------------------------------------- op headers ---- */

@@ -94,9 +94,9 @@ static void add_wait(status_report *out, const wait_state *w, int64_t now)
     for (int i = 0; i < RANK_WORDS; i++) out->waits_for[i] |= w->waits_for[i];
 }
 
-/* Returns this rank's reply to a request. If this rank takes part in the exchange (tag,
- * sequence), the reply contains its wait in that exchange. Otherwise it contains all waits of
- * this rank. */
+/* Returns this rank's reply to a status request. If this rank takes part in the exchange (tag,
+ * sequence), the reply contains the ranks that it waits for in that exchange. Otherwise the
+ * reply contains the ranks that it waits for in any exchange or for a free slot. */
 static status_report make_report(epic_group *group, uint64_t tag, uint64_t sequence)
 {
     status_report out = {
@@ -143,8 +143,8 @@ void peer_status_store(epic_group *group, const control_message *reply, int from
     s->status_report = reply->status_report;
 }
 
-/* Returns whether the peer has announced the exchange (tag, sequence), or a later one of that
- * tag. */
+/* Returns whether the peer has announced the exchange (tag, sequence), or a later exchange with
+ * the same tag. `slot` is this rank's slot for the exchange, or NULL. */
 static bool has_announced(epic_group *group, int from, const op_slot *slot, uint64_t tag,
                           uint64_t sequence)
 {

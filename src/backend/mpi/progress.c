@@ -78,9 +78,9 @@ void progress_break_group(epic_group *group, const epic_failure_info *failure)
 
 /* -------------------------------------------------------------------------------- rows ---- */
 
-/* Polls the sends and receives of a slot. Increments num_events, which ends a wait, for each
- * segment that has arrived. Increments it also for each finished send if the slot waits for
- * room. */
+/* Polls the sends and receives of a slot. Increments num_events for each segment that has
+ * arrived and, if the slot waits for room, for each finished send. A change of num_events ends
+ * a wait. */
 static void poll_slot(epic_group *group, op_slot *slot)
 {
     int count;
@@ -127,8 +127,8 @@ void progress_drain(epic_group *group)
 /* ------------------------------------------------------------------------- one op slot ---- */
 
 /* Polls MPI for the messages that the slot waits for: rows if a flow has begun, otherwise
- * control messages with op headers. Polls only one of the two kinds, because an MPI call that
- * finds nothing yields the core, and yielding is slow if there are more ranks than cores. */
+ * control messages with op headers. Does not poll both, because an MPI call that finds nothing
+ * yields the core, and yielding is slow if there are more ranks than cores. */
 void progress_slot(epic_group *group, op_slot *slot)
 {
     if (slot->per_segment)

@@ -10,8 +10,8 @@
  * receive is posted, so the reader need not report free halves to the writer.
  *
  * If a flow fills only a small part of half a ring, the writer places its entries at another
- * offset than those of the flow before. At the same offset the writer would write to cache
- * lines that the reader's cache still holds from the flow before, which is slow.
+ * offset than the entries of the previous flow. At the same offset the writer would write to
+ * cache lines that the reader's cache still holds from the previous flow, which is slow.
  *
  * The MPI tag of the rows is FIRST_ROW_TAG plus the number of the reader's slot. A rank reuses
  * a slot only after it has received all rows that it expects there. So the tag identifies the
@@ -49,7 +49,8 @@ static unsigned char *sent_segment(epic_group *group, const op_slot *slot, int t
 
 /* Returns the offset, in bytes, from the beginning of half a ring at which the entries of a
  * flow begin (staging_ring.offset). If successive flows fill only a small part of the half,
- * each one begins where the one before ended. After the last place the offset is 0 again. */
+ * each flow begins where the previous one ended. If the next flow would end after ROUND_BYTES,
+ * divided by the number of peers, or after the half, it begins at offset 0 again. */
 static int64_t choose_offset(const epic_group *group, const op_slot *slot,
                              const staging_ring *ring)
 {

@@ -14,7 +14,8 @@
 #define YIELD_NS 1000000
 #define SHORTEST_NAP_NS 20000
 #define LONGEST_NAP_NS 200000
-/* a wait for a peer that is gone ends after this time, so that its last rows can arrive */
+/* if a peer is gone, a wait for it continues for this long, because rows that the peer has
+ * already sent may still arrive */
 #define PATIENCE_NS 1000000
 /* a wait for rows polls control messages once per this many polls */
 #define POLLS_PER_CONTROL_POLL 8
@@ -45,9 +46,9 @@ static bool waits_for_gone_peer(epic_group *group, const wait_state *w, int64_t 
     return false;
 }
 
-/* Polls MPI, and returns whether something has changed for the slot since the last change that
- * wait() returned for. If slot is NULL, returns whether any slot is free. A wait for rows polls
- * control messages too, but less often. Returns true if the group has failed. */
+/* Polls MPI, and returns whether something has changed for the slot since wait() last found a
+ * change. If slot is NULL, returns whether any slot is free. Returns true if the group has
+ * failed. A wait for rows polls control messages too, but less often. */
 static bool has_changed(epic_group *group, op_slot *slot)
 {
     if (is_broken(group)) return true;
@@ -89,8 +90,8 @@ static void wait_until(epic_group *group, op_slot *slot, wait_state *w, int64_t 
         const int64_t now = clock_ns();
         if (now < end) back_off(group, looks, now - start, end - now);
         pthread_mutex_lock(group->mutex);
-        /* Set again: threads that wait for a free slot share `w`, and another one may have
-         * cleared is_waiting. */
+        /* Sets is_waiting again, because threads that wait for a free slot share `w`, and
+         * another one may have ended its wait and cleared is_waiting. */
         w->is_waiting = true;
         if (now >= end || (now - start >= PATIENCE_NS && waits_for_gone_peer(group, w, now)))
             return;

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Beats: a host thread regularly increments a counter that waiting kernels read. The counter
+/* Beats: a CPU thread regularly increments a counter that waiting kernels read. The counter
  * shows the kernels that this process is running.
  *
- * The clock of a device continues while the process is stopped, for example by SIGSTOP. If all
- * ranks were stopped together, a waiting kernel would report its peers as silent. So a kernel
- * ends a wait only if a beat came after the kernel's deadline. If the beats show that the
- * process was stopped, the kernel starts its deadline again (kernels/cuda/common/wait.cuh). */
+ * The clock of a device continues while the process is suspended, for example by SIGSTOP. If
+ * all processes were suspended together for a long time, a waiting kernel would find that its
+ * deadline has passed, and would report its peers as silent. So a kernel ends a wait only if a
+ * beat came after the kernel's deadline. If the beats show that the process was suspended, the
+ * kernel restarts its time limit from zero (kernels/cuda/common/wait.cuh). */
 #ifndef EPIC_P2P_BEATS_H
 #define EPIC_P2P_BEATS_H
 
@@ -15,12 +16,12 @@
 typedef struct p2p_beats {
     uint32_t timeout_ms; /* shortest time limit, in ms, of all calls so far; 0: no call yet */
     uint32_t beats;      /* number of beats so far */
-    uint32_t stops;      /* how often a late beat has shown that the process was stopped */
+    uint32_t stops;      /* how often a late beat has shown that the process was suspended */
     int64_t next_ns;     /* time at which the next beat is due; 0: no beat yet */
 } p2p_beats;
 
-/* Makes the beats frequent enough for calls with this time limit. Any thread may call it. The
- * loop keeps the minimum of all time limits. */
+/* Makes the beats frequent enough for calls whose time limit is timeout_ms. Any thread may call
+ * this function. The loop sets b->timeout_ms to the minimum of all time limits so far. */
 static inline void p2p_beats_expect(p2p_beats *b, uint32_t timeout_ms)
 {
     uint32_t known = __atomic_load_n(&b->timeout_ms, __ATOMIC_RELAXED);
@@ -38,10 +39,11 @@ static inline int p2p_beats_ms(const p2p_beats *b)
     return ms < 10 ? 10 : ms > 100 ? 100 : (int)ms;
 }
 
-/* Increments the counter if the next beat is due. Exactly one thread calls it, about every
- * p2p_beats_ms(). A call that is late by more than a quarter of the time limit (at least 30 ms,
- * at most 100 ms) shows that the process was stopped, and increments `stops` too. One release
- * store publishes both counters in one word. */
+/* Increments the counter `beats` if the next beat is due. Exactly one thread calls this
+ * function, about every p2p_beats_ms() milliseconds. A call that is late by more than a quarter
+ * of the time limit (at least 30 ms, at most 100 ms) shows that the process was suspended. Such
+ * a call also increments `stops`. One release store publishes `stops` and `beats` in one
+ * word. */
 static inline void p2p_beat(p2p_beats *b, p2p_status *status)
 {
     const int64_t now = clock_ns(), ms = 1000000, period = p2p_beats_ms(b) * ms;

@@ -59,8 +59,9 @@ static epic_result budget_take(epic_group *g, int sms, int device_sms)
 }
 
 /* Returns the number of SMs of an operation if the config does not set max_sms. It is
- * P2P_SMALL_SMS if an operation has at most SMALL_TOKENS tokens per rank and sends at most
- * SMALL_BYTES bytes of rows to one rank. More SMs would not make such an operation faster. */
+ * P2P_SMALL_SMS if an operation has at most SMALL_TOKENS tokens per rank, and all ranks
+ * together send at most SMALL_BYTES bytes of rows to one rank. More SMs would not make such an
+ * operation faster. */
 static int default_sms(const epic_group *g)
 {
     const epic_config *config = &g->config;
@@ -70,9 +71,9 @@ static int default_sms(const epic_group *g)
     return few ? P2P_SMALL_SMS : P2P_DEFAULT_SMS;
 }
 
-/* Gives all ranks that share a GPU the same number of SMs, so that the kernels of all of them
- * can run at the same time. Each rank computes this number from the facts that all ranks have
- * sent, so all get the same result. */
+/* Reserves the same number of SMs for each rank that shares this rank's GPU, so that the
+ * kernels of all these ranks can run at the same time. Each rank computes the number from
+ * `gpus`, the data of all ranks, so all get the same result. */
 epic_result p2p_budget_share(epic_group *g, const p2p_gpu *gpus)
 {
     const p2p_gpu *mine = &gpus[g->rank];

@@ -78,7 +78,7 @@ static p2p_slabs slabs_of(const experts_call *c, const int32_t *expert_rows,
 }
 
 /* Returns the address of the activations [slots, inner] in the workspace. In the backward pass
- * this memory first holds their gradient. */
+ * this memory first holds the gradient of the activations. */
 static void *activations_of(const experts_call *c)
 {
     return c->work + c->at.activations;
@@ -147,7 +147,8 @@ static epic_result launch_product(const experts_call *c, p2p_gemm g)
     return p2p_cuda(p2p_launch_gemm(&g, c->stream), "launching a product of the experts");
 }
 
-/* Returns whether vectors of 16 bytes can be loaded from this address. */
+/* Returns whether the address is a multiple of 16 bytes, so that kernels can load vectors of 16
+ * bytes from it. */
 static bool is_whole(const void *p)
 {
     return (uintptr_t)p % 16 == 0;

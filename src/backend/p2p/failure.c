@@ -18,8 +18,8 @@ static const char *operation_name(uint32_t operation)
     return operation < sizeof names / sizeof *names ? names[operation] : "an unknown operation";
 }
 
-/* Returns what a kernel waited for in a phase of an operation. It is the end of the text "rank
- * 1 waited 9 ms for rank 2 ...". */
+/* Returns words that say what a kernel waited for in a phase of an operation. The words end the
+ * error text "rank 1 waited 9 ms for rank 2 ...". */
 static const char *phase_name(uint32_t phase)
 {
     static const char *const names[] = {"",
@@ -40,7 +40,7 @@ epic_result p2p_cuda(cudaError_t error, const char *what)
                      "%s: CUDA reports \"%s\"", what, cudaGetErrorString(error));
 }
 
-#define RANK_NAMES_BYTES 160 /* bytes of a list of all ranks */
+#define RANK_NAMES_BYTES 160 /* size of a text that lists all ranks */
 
 /* Writes a list of the ranks in a bit mask, for example "rank 1, 3". Returns its length. */
 static int name_ranks(char *to, size_t size, uint32_t ranks)
@@ -72,7 +72,7 @@ typedef struct names {
     const char *tokens, *slots;
 } names;
 
-/* Returns the names of these two arguments for an epic_operation. */
+/* Returns the names of the array of tokens and of the array of slots for an epic_operation. */
 static names row_names_of(long long operation)
 {
     switch (operation) {
@@ -155,8 +155,8 @@ static void write_timeout(const p2p_status *s, char *to, size_t size)
 }
 
 /* If a kernel has reported in the same operation that this rank's plan is invalid, appends the
- * reason to the text. A rank with an invalid plan announces another signature than its peers,
- * so the plan can be the cause of the mismatch. */
+ * reason to the error text `to`. A rank with an invalid plan announces another signature (hash
+ * of its arguments) than its peers, so the plan can be the cause of the mismatch. */
 static void add_cause(const epic_group *g, char *to, size_t size)
 {
     const p2p_status *s = g->status;
@@ -259,8 +259,8 @@ static int oldest_notice(const p2p_status *s)
     return oldest;
 }
 
-/* Several threads may call this at the same time. A compare-and-swap ensures that each notice
- * is returned by only one of them. */
+/* Several threads may call this function at the same time. A compare-and-swap ensures that only
+ * one of them returns a notice (report of a data error). */
 epic_result p2p_next_data_error(epic_group *group)
 {
     char sentence[256];

@@ -3,7 +3,8 @@
  * kernels of the experts, as if it were one expert whose slab holds all tokens.
  *
  * On tensor cores a float32 number is represented by the sum of three bfloat16 numbers, its
- * *pieces*. A product with pieces has nearly the accuracy of a float32 product. */
+ * *pieces*. A product of pieces has nearly the accuracy of a float32 product. (In other files a
+ * piece is 2 KB of a row.) */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 #include "cuda/experts/grouped.h"
@@ -52,9 +53,9 @@ static epic_result launch_product(const p2p_gemm *product, epic_stream stream)
                     "launching a product of the gate");
 }
 
-/* Returns a product of the gate that uses bfloat16 pieces of its float32 factor in place of the
- * factor. In the forward pass this factor is w_gate, in the backward pass the gradient of the
- * logits. */
+/* Returns a product of the gate in which the three bfloat16 pieces of each number take the
+ * place of a float32 factor. In the forward pass this factor is w_gate. In the backward pass it
+ * is the gradient of the logits. */
 static p2p_gemm product_of_pieces(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const bool forward = product->pass == EPIC_GEMM_FORWARD;
@@ -73,8 +74,8 @@ static p2p_gemm product_of_pieces(const p2p_gemm *product, const epic_gate_args 
     return pieces;
 }
 
-/* Lists of pieces, two bits for each entry. Piece 0 of a float32 has its high bits, piece 1 the
- * middle bits and piece 2 the low bits.
+/* Lists of piece numbers, two bits for each entry. Piece 0 of a float32 has the high bits of
+ * its mantissa, piece 1 the middle bits and piece 2 the low bits.
  *
  * IN_ORDER is for a product in which only one factor is split. It lists each piece once.
  * PAIRS_LEFT and PAIRS_RIGHT are for a product in which both factors are split. It is the sum
@@ -119,12 +120,12 @@ static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *piec
     return p2p_cuda(p2p_launch_fold(&fold, stream), "launching the sum of the gate's pieces");
 }
 
-/* Launches a product of pass EPIC_GEMM_FORWARD or EPIC_GEMM_WEIGHT, with bfloat16 pieces if
- * they are faster. The choice depends on `lines`, the number of rows of the result, and
- * `depth`, the number of terms of each sum. One of them is the number of tokens of a block
- * (epic_gate_args.block), the other one is hidden. Neither depends on the number of ranks, so
- * the bits of the result do not depend on it either. With is_invariant, a forward product uses
- * pieces for any number of tokens. */
+/* Launches a product of pass EPIC_GEMM_FORWARD or EPIC_GEMM_WEIGHT. Uses bfloat16 pieces if
+ * they are faster. `lines` is the number of rows of the result, and `depth` is the number of
+ * terms of each sum. One of the two is gate->block (the tokens of a block), the other is
+ * hidden. The choice between float32 and pieces depends on these sizes and not on the number of
+ * ranks, so the result has the same bits for every number of ranks. With is_invariant, a
+ * forward product uses pieces for any number of tokens. */
 static epic_result multiply_long(p2p_gemm *product, const epic_gate_args *gate, int64_t lines,
                                  int64_t depth)
 {
@@ -138,7 +139,8 @@ static epic_result multiply_long(p2p_gemm *product, const epic_gate_args *gate, 
     return launch_product(product, gate->stream);
 }
 
-/* Adds d_logits w_gate^T to d_x (pass EPIC_GEMM_INPUT). Splits both factors into pieces. */
+/* Adds d_logits w_gate^T to d_x (pass EPIC_GEMM_INPUT). Splits both factors, d_logits and
+ * w_gate, into bfloat16 pieces. */
 static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs,
                                   const epic_gate_args *gate)
 {
@@ -158,9 +160,9 @@ static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs
     return launch_product(pairs, gate->stream);
 }
 
-/* Launches a product of pass EPIC_GEMM_INPUT, with bfloat16 pieces if they are faster. Like
- * multiply_long(), decides by the number of tokens of a block. With is_invariant, uses pieces
- * for any number of tokens. */
+/* Launches a product of pass EPIC_GEMM_INPUT. Uses bfloat16 pieces if they are faster. The
+ * choice depends on gate->block (the tokens of a block) and not on the number of ranks. With
+ * is_invariant, uses pieces for any number of tokens. */
 static epic_result multiply_wide(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const gate_pairs at = gate_pairs_of(gate->tokens, gate->hidden, gate->columns);
@@ -177,8 +179,8 @@ static epic_result multiply_wide(const p2p_gemm *product, const epic_gate_args *
     return launch_product(product, gate->stream);
 }
 
-/* Launches the kernel that writes the gate's slab and tiles. All products of the gate read
- * them. */
+/* Launches the kernel that writes the gate's slab and tiles, which all products of the gate
+ * read. */
 static epic_result launch_gate_slab(epic_group *g, const epic_gate_args *gate)
 {
     TRY(p2p_check_group(g));
@@ -212,8 +214,8 @@ static epic_result bias_gradient(const epic_gate_args *gate)
                     "launching the gate's bias's gradient");
 }
 
-/* If there are no tokens, this is called too, and writes zeros as the gradients of w_gate and
- * b_gate. */
+/* This function is also called if there are no tokens. Then it writes zeros as the gradients of
+ * w_gate and b_gate. */
 epic_result p2p_gate_backward(epic_group *group, const epic_gate_args *gate)
 {
     p2p_gemm weight = product_of(group, gate, EPIC_GEMM_WEIGHT);

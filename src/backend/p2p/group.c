@@ -12,10 +12,10 @@
 #define LEAST_HEAP (4 << 20) /* smallest size in bytes of the allocation of a heap */
 #define MOST_SMS 65536       /* more multiprocessors than any device has */
 
-/* In backend p2p the result is always DEVICE_MAX_TOP_K. In backend hosts it is
- * config.max_top_k, if that is set, rounded up to an even number. The net copies words of 8
- * bytes, and each contains two floats, one for each of two choices (float_stride() in
- * kernels/cuda). */
+/* Returns the largest top_k for which a heap has room. In backend p2p it is always
+ * DEVICE_MAX_TOP_K. In backend hosts it is config.max_top_k rounded up to an even number, or
+ * DEVICE_MAX_TOP_K if max_top_k is 0. The number is even because the net copies words of 8
+ * bytes, and each word contains the floats of two choices (float_stride() in kernels/cuda). */
 int32_t p2p_top_k_for(const epic_config *config)
 {
     const uint32_t most = HOSTS ? config->max_top_k : 0;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Makes the heap of each rank reachable for the other ranks of its host. Within a process, a
- * rank finds the address of another rank's heap in a list of the process. The ranks do not send
+/* Makes the heap of each rank accessible to the other ranks of its host. Ranks of one process
+ * find the address of another rank's heap in a global list of the process. They do not send
  * addresses through the bootstrap, because another program that reaches the bootstrap could
- * send a false address. Between processes, ranks send CUDA IPC handles through the
+ * send a false address. Ranks of different processes send CUDA IPC handles through the
  * bootstrap. */
 #include <pthread.h>
 #include <stdio.h>

@@ -66,8 +66,8 @@ static epic_result make_own_part(epic_group *g, join_handle *mine)
 
 /* ---------------------------------------------------------------- connections to peers ---- */
 
-/* Checks the handle of a rank, and returns its error if it failed. Any program that reaches the
- * bootstrap may have written the handle. */
+/* Checks the handle that a rank has sent. If that rank has failed, returns its error. Any
+ * program that reaches the bootstrap may have written the handle, so it is checked first. */
 static epic_result check_join_handle(const join_handle *c, int rank)
 {
     if (c->result > EPIC_ECLOSED || !p2p_gpu_fits(&c->gpu) ||
@@ -103,7 +103,8 @@ static void write_to_peer(epic_group *g, int peer, int64_t at, const void *bytes
     (void)cudaStreamSynchronize(g->side);
 }
 
-/* Implements p2p_hooks.wake: nothing to do, because stores reach peers without a thread. */
+/* Implements p2p_hooks.wake. Does nothing, because backend p2p has no proxy thread: its kernels
+ * store directly into the memory of peers. */
 static void skip_wake(const epic_group *g)
 {
     (void)g;
@@ -164,8 +165,8 @@ static bool all_gone(epic_group *g)
     return true;
 }
 
-/* Announces to every living peer that this rank has closed: writes its last epoch to the word
- * `gone` in the peer's heap. */
+/* Announces to every living peer that this rank has closed: writes this rank's last epoch into
+ * this rank's element of the array `gone` in the peer's heap. */
 static void announce_close(epic_group *g)
 {
     *g->word = P2P_GONE((uint64_t)p2p_epoch(g));

@@ -17,8 +17,9 @@
 
 /* ------------------------------------------------------------------------------ common ---- */
 
-/* Fills in `self`, the first member of every job: the operation, its signature and its time
- * limit. Also wakes the proxy thread in backend hosts. */
+/* Fills in `self`, the first member of every job. (A job is the struct of a kernel's
+ * arguments.) Sets the operation, its signature and its time limit. In backend hosts, also
+ * wakes the proxy thread. */
 static void fill_self(p2p_self *self, const epic_group *g, const epic_call *call,
                       epic_operation operation, signature a)
 {
@@ -222,9 +223,10 @@ static launcher *launcher_of(const p2p_dispatch_job *job, bool is_lowlat)
     return is_lowlat ? p2p_launch_lowlat_dispatch : p2p_launch_dispatch;
 }
 
-/* Returns whether the job needs the kernel for EPIC_FLAT. A job that only sends rows with an
- * existing plan does not need it: where other plans have a choice's slot, an EPIC_FLAT plan has
- * the number of the token's row, so the usual kernel works. */
+/* Returns whether the job needs the kernel for layout EPIC_FLAT. A job that only sends rows
+ * with an existing plan does not need this kernel. An EPIC_FLAT plan contains, for each choice,
+ * the slot of the token's row, in the place where other plans contain the choice's slot. So the
+ * usual kernel can use it. */
 static bool is_flat(const p2p_dispatch_job *job)
 {
     return job->plan.layer.layout == EPIC_FLAT &&
@@ -277,7 +279,8 @@ static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t row = p2p_packed_bytes(job->row_bytes, job->scale_bytes);
     if (HOSTS && job->plan.layer.layout == EPIC_FLAT)
-        /* this kernel would not wait for every word that peers put into the inbox (net.cuh) */
+        /* A kernel that makes the plan and also sends rows would not wait for every word that
+         * peers put into the inbox (net.cuh). */
         return false;
     return job->plan.layer.overflow == EPIC_OVERFLOW_ERROR && !job->plan.layer.num_logical &&
            g->config.max_tokens * row <= g->self.at.source_bytes;
@@ -295,7 +298,8 @@ static int32_t early_tokens_of(const epic_group *g, const p2p_dispatch_job *job)
     return (int32_t)(head < most ? head : most);
 }
 
-/* epic_ops.plan_dispatch: one kernel if can_overlap(), otherwise a plan, then a dispatch. */
+/* Implements epic_ops.plan_dispatch. Launches one kernel if can_overlap() allows it. Otherwise
+ * launches a plan and then a dispatch. */
 static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
                                      const epic_dispatch_args *args)
 {
@@ -355,7 +359,8 @@ static epic_result fill_combine_plan(const epic_group *g, p2p_combine_job *job,
     return EPIC_OK;
 }
 
-/* Fills in a combine and launches it. p2p_dispatch_backward() uses it too. */
+/* Fills in the job of a combine and launches it. p2p_dispatch_backward() also calls this
+ * function. */
 static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
                                   const epic_layer *layer, const epic_call *call,
                                   epic_const_rows rows, epic_rows out, signature a,
@@ -387,7 +392,8 @@ static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
                     "launching combine");
 }
 
-/* epic_ops.combine: sends rows back to their tokens' ranks, and sums the rows of each token. */
+/* Implements epic_ops.combine: sends rows back to their tokens' ranks, and sums the rows of
+ * each token. */
 static epic_result p2p_combine(epic_group *g, const epic_combine_args *args)
 {
     P2P_RANGE("epic_combine");
@@ -404,8 +410,8 @@ static epic_result p2p_combine(epic_group *g, const epic_combine_args *args)
                           EPIC_OP_COMBINE);
 }
 
-/* For an EPIC_FLAT plan: sends the gradients of the weights (d_slot_weights) back to the
- * tokens' ranks, as an operation of its own. */
+/* For an EPIC_FLAT plan: launches a separate operation that sends the gradients of the weights
+ * (d_slot_weights) back to the tokens' ranks. */
 static epic_result launch_flat_floats(const epic_group *g,
                                       const epic_dispatch_backward_args *args,
                                       const p2p_combine_job *rows, const epic_layer *layer,
@@ -423,8 +429,8 @@ static epic_result launch_flat_floats(const epic_group *g,
         "launching dispatch_backward");
 }
 
-/* epic_ops.dispatch_backward: a combine without weights, which also sends the gradients of the
- * weights back. With EPIC_FLAT a second operation sends these gradients. */
+/* Implements epic_ops.dispatch_backward with a combine without weights, which also sends the
+ * gradients of the weights back. With EPIC_FLAT a second operation sends these gradients. */
 static epic_result p2p_dispatch_backward(epic_group *g, const epic_dispatch_backward_args *args)
 {
     P2P_RANGE("epic_dispatch_backward");
@@ -462,7 +468,8 @@ static void fill_quantized(p2p_combine_backward_job *job,
     job->scales_in_words = ((uintptr_t)scales->data | (uint64_t)scales->row_bytes) % 4 == 0;
 }
 
-/* epic_ops.combine_backward: sends the gradient of each token to the ranks of its experts. */
+/* Implements epic_ops.combine_backward: sends the gradient of each token to the ranks of its
+ * experts. */
 static epic_result p2p_combine_backward(epic_group *g, const epic_combine_backward_args *args)
 {
     P2P_RANGE("epic_combine_backward");
@@ -513,9 +520,9 @@ static epic_result p2p_combine_backward(epic_group *g, const epic_combine_backwa
 
 /* --------------------------------------------------------------------------------- sum ---- */
 
-/* epic_ops.allreduce_sum: adds the arrays of floats of all ranks. One launch sums as many
- * floats as fit into the staging memory, so a large array takes several launches. All ranks
- * pass the same count. */
+/* Implements epic_ops.allreduce_sum: adds the arrays of floats of all ranks. One launch sums as
+ * many floats as fit into the staging memory, so a large array takes several launches. All
+ * ranks pass the same count. */
 static epic_result p2p_sum(epic_group *g, const epic_allreduce_sum_args *args)
 {
     P2P_RANGE("epic_allreduce_sum");
@@ -538,8 +545,8 @@ static epic_result p2p_sum(epic_group *g, const epic_allreduce_sum_args *args)
     return EPIC_OK;
 }
 
-/* epic_ops.sum_replicas: one launch computes the sums of all logical experts. The plan lists
- * their replicas. */
+/* Implements epic_ops.sum_replicas. One launch computes the sums of all logical experts. The
+ * plan lists the replicas of each logical expert. */
 static epic_result p2p_sum_replicas(epic_group *g, const epic_sum_replicas_args *args)
 {
     P2P_RANGE("epic_sum_replicas");

@@ -77,12 +77,12 @@ static inline bool p2p_same(const uint64_t a[2], const uint64_t b[2])
 }
 
 /* p2p_group_new() creates a group and computes its heap layout. It returns NULL if memory is
- * short. p2p_group_device() then sets the group's device, stream and status. p2p_group_free()
- * frees the group and all of these. */
+ * short. p2p_group_device() then sets the group's device, creates its stream and allocates its
+ * status. p2p_group_free() frees the group with its stream and status. */
 epic_group *p2p_group_new(const epic_join *join, const p2p_hooks *hooks);
 epic_result p2p_group_device(epic_group *group, p2p_gpu *gpu);
 void p2p_group_free(epic_group *group);
-/* Returns whether the numbers in *gpu are in range. A peer sent them. */
+/* Returns whether the numbers in *gpu, which a peer has sent, are in range. */
 bool p2p_gpu_fits(const p2p_gpu *gpu);
 
 /* Returns the largest top_k for which a heap has room. */
@@ -93,8 +93,8 @@ p2p_heap p2p_heap_for(const epic_config *config);
 int64_t p2p_staging_bytes(const p2p_heap *at, int64_t num_ranks);
 /* Returns the bytes to allocate for a heap. */
 int64_t p2p_heap_bytes(const p2p_heap *at);
-/* Clears a heap: sets stamped words to 0 and staging memory to poison. Waits until the device
- * has done so. */
+/* Clears a heap: sets stamped words to 0 and staging memory to poison. Returns when the device
+ * has finished. */
 epic_result p2p_heap_clear(epic_group *group, uint8_t *heap);
 /* Returns the epoch of the last operation that began on this rank's device. Waits for the copy
  * from the device, but not for kernels. */
@@ -104,7 +104,7 @@ uint32_t p2p_epoch(epic_group *group);
  * next call, or NULL if the copy failed. */
 const uint64_t *p2p_gone(epic_group *group);
 
-/* Returns this rank's memory into which the p2p_hooks.write of its peers writes. */
+/* Returns the memory of this rank into which its peers write with p2p_hooks.write. */
 static inline uint8_t *p2p_inbox(const epic_group *g)
 {
     return HOSTS ? g->self.net->inbox : g->self.heap[g->rank];
@@ -195,16 +195,16 @@ epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_
 epic_result p2p_gate(epic_group *group, const epic_gate_args *gate);
 /* Computes the gradients of w_gate, b_gate and x. The gradient of x is added to d_x. */
 epic_result p2p_gate_backward(epic_group *group, const epic_gate_args *gate);
-/* Adds the array `from` to the array `to`, or copies it if replace is set. Both have `count`
- * numbers of type `type`. `from` NULL stands for zeros. */
+/* Adds the array `from` to the array `to`, or copies it if replace is set. Both arrays have
+ * `count` numbers of type `type`. `from` NULL stands for zeros. */
 epic_result p2p_add(epic_group *group, epic_stream stream, void *to, const void *from,
                     int64_t count, uint32_t type, bool replace);
-/* Copies topk_idx to `to`, with -1 in place of zero-experts, because no rows are sent for
- * these. */
+/* Copies topk_idx to `to`, with -1 in place of zero-experts, because no rows are sent to
+ * zero-experts. */
 epic_result p2p_sent_choices(epic_group *group, epic_stream stream, const layer_tokens *tokens,
                              int32_t *to);
-/* Computes shared_weights, the factor of the shared expert's output for each token: a
- * sigmoid. */
+/* Computes layer_tokens.shared_weights: for each token a sigmoid, by which the shared expert's
+ * output is multiplied. */
 epic_result p2p_shared_gate(epic_group *group, epic_stream stream, const layer_tokens *tokens);
 /* Multiplies d_shared_weights by the derivative of the sigmoid, in place. Computes the gradient
  * [hidden] of w_shared_gate, unless gradient is NULL. */

@@ -34,8 +34,9 @@ static void mark_dead(p2p_watch *w, int rank)
     w->pids[rank] = 0;
 }
 
-/* The main function of the thread. Waits in poll() until a peer's process ends, the next beat
- * is due, or `end` is written. In the last case the thread ends. */
+/* The main function of the watcher thread. Waits in poll() until a peer's process ends, the
+ * next beat is due, or p2p_watch_close() writes to the eventfd `end`. In the last case the
+ * thread ends. */
 static void *watch_processes(void *self)
 {
     p2p_watch *w = self;

@@ -95,9 +95,9 @@ void shared_announce(epic_group *g, int index, uint64_t tag, uint64_t sequence,
 }
 
 /* Returns whether a peer's slot holds the exchange (tag, sequence). The peer may be writing
- * another exchange into the slot at the same time. So the result counts only if the version is
- * even, and the same before and after the comparison. Once this rank also takes part in the
- * exchange, the peer does not reuse the slot until this rank has finished. */
+ * another exchange into the slot at the same time. So the function returns true only if the
+ * version is even, and has the same value before and after the comparison. If this rank also
+ * takes part in the exchange, the slot keeps the exchange until this rank has finished it. */
 static bool slot_holds(shared_op_slot *slot, uint64_t tag, uint64_t sequence)
 {
     const uint64_t version = load_ordered(&slot->version);
@@ -142,8 +142,8 @@ const epic_op_header *shared_op_header(epic_group *g, int index, int peer)
     return shared_match_peer(g, x, peer) ? &x->links[peer].slot->op_header : NULL;
 }
 
-/* Ends the exchange on this rank. Stores in each peer's slot that this rank has finished with
- * it, and wakes the peers' threads that wait for a free slot. */
+/* Ends the exchange on this rank. Stores in each peer's slot that this rank no longer uses that
+ * slot, and wakes the peers' threads that wait for a free slot. */
 void shared_finish(epic_group *g, int index)
 {
     shared_exchange *x = &g->exchanges[index];

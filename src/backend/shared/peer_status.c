@@ -9,9 +9,10 @@
 
 #define GRACE_NS 100000000
 
-/* Returns whether the heartbeat in `wait` is recent. If so, the rank that wrote it is still
- * waiting: a waiting rank renews its heartbeat at least every slice_ns. The limit is 2.5
- * slices, because a busy machine may run the rank late. */
+/* Returns whether the heartbeat in `wait` is recent. A waiting rank renews its heartbeat at
+ * least every slice_ns, so a recent heartbeat means that the rank is still waiting. Recent
+ * means younger than 2.5 slice_ns, and at least GRACE_NS, because a busy machine may run the
+ * rank late. */
 static bool is_fresh(const epic_group *g, const shared_wait *wait)
 {
     const int64_t heartbeat = load_acquire(&wait->heartbeat_ns), now = clock_ns();
@@ -43,8 +44,8 @@ static void add_all_waits(const epic_group *g, int peer, epic_peer_status *out)
 }
 
 /* Reads the last operation that the peer announced. The peer may overwrite the slot meanwhile.
- * So this function repeats its loads until the slot's version is even and did not change during
- * them. */
+ * So this function repeats its loads until the slot's version is even, and is the same before
+ * and after the loads. It gives up after 100 attempts. */
 static void add_last_operation(const epic_group *g, int peer, epic_peer_status *out)
 {
     for (int attempt = 0; attempt < 100; attempt++) {

@@ -67,7 +67,7 @@ void shared_shape(epic_group *g, int index, const epic_flow *flow)
 
 /* Returns whether the ring has room for entry `index` of this flow, according to
  * end->seen_count. The first entry of a flow must wait until the reader has dropped all entries
- * of the previous flow, because those may have another size. */
+ * of the previous flow, because the entries of the two flows may have different sizes. */
 static bool has_room(const shared_exchange *x, const ring_end *end, int64_t index)
 {
     return end->seen_count >= end->base && end->base + index - end->seen_count < x->depth;
@@ -75,7 +75,8 @@ static bool has_room(const shared_exchange *x, const ring_end *end, int64_t inde
 
 /* Returns how many entries of the broadcast ring every peer has dropped: the smallest counter
  * of all peers. First loads the counter of the peer that was slowest last time. If this counter
- * leaves no room for entry `index`, returns it and does not load the others. */
+ * leaves no room for entry `index`, returns it and does not load the counters of other
+ * peers. */
 static int64_t least_dropped(epic_group *g, shared_exchange *x, int64_t index)
 {
     ring_end slow = x->broadcast_out;

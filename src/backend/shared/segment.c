@@ -44,8 +44,8 @@ static void split_staging(shared_layout *l, int64_t bytes)
     l->broadcast_ring_bytes = (bytes - l->peer_ring_bytes * peers) / 64 * 64;
 }
 
-/* Chooses the sizes for full speed, or smaller ones if config.staging_bytes is less. Returns
- * EPIC_EINVAL if staging_bytes is too small for any size. */
+/* Chooses ring sizes for full speed, or smaller ones if config.staging_bytes does not suffice
+ * for them. Returns EPIC_EINVAL if staging_bytes is too small for the smallest rings. */
 static epic_result choose_ring_sizes(const epic_config *config, shared_layout *l)
 {
     const int64_t peers = at_least(l->num_ranks - 1, 1);

@@ -45,7 +45,8 @@ typedef struct shared_peer_counters {
     _Alignas(64) _Atomic int64_t broadcast_dropped;
     /* how many entries of the owner's ring to this peer the peer has dropped */
     _Atomic int64_t dropped;
-    /* version of the slot in the last exchange that the peer has finished */
+    /* When the peer finishes an exchange, it stores here the `version` that the owner's slot
+     * has for this exchange. */
     _Atomic uint64_t done;
     /* how many entries the owner has sent through its ring to the peer */
     _Alignas(64) _Atomic int64_t sent;
@@ -78,7 +79,7 @@ typedef struct shared_rank_state {
     /* incremented when a slot may have become free */
     _Alignas(64) _Atomic uint32_t free_slot_futex;
     _Atomic uint32_t num_sleepers; /* threads that wait for a free slot */
-    shared_wait wait;              /* what these threads wait for */
+    shared_wait wait;              /* the wait of the threads that wait for a free slot */
 } shared_rank_state;
 
 /* The beginning of the segment. */

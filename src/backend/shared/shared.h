@@ -10,7 +10,8 @@
  * for the same tag and sequence number, and wakes the owners of the slots that it finds. The
  * rank that announces last finds the slots of all peers. Each use of a slot has a version
  * number. When a peer has finished the exchange, it stores this number in the owner's slot
- * (shared_peer_counters.done). The owner reuses the slot only after every peer has done so.
+ * (shared_peer_counters.done). The owner reuses the slot only after every peer has stored the
+ * number.
  *
  * Rings: `sent` and `dropped` count the entries of all flows of an exchange. A new flow begins
  * at the start of the ring's memory, after the readers have dropped all entries of the previous
@@ -18,8 +19,8 @@
  *
  * Sleeping: each slot has a futex, a word on which the slot's owner sleeps. The owner sets the
  * futex to armed, checks once more for changes, and only then sets it to asleep and sleeps. A
- * peer that has changed something loads the futex. If it is armed or asleep, the peer sets it
- * to idle, and wakes an owner that sleeps. */
+ * peer that has changed something loads the futex. If the futex is armed or asleep, the peer
+ * sets it to idle. If it was asleep, the peer also wakes the owner. */
 #ifndef EPIC_SHARED_H
 #define EPIC_SHARED_H
 
@@ -151,8 +152,8 @@ void shared_break_group(epic_group *group, const epic_failure_info *failure);
 bool shared_failure(epic_group *group, epic_failure_info *out);
 uint64_t shared_bytes_sent(const epic_group *group);
 
-/* These functions implement members of epic_window_transport for both backends. They are in
- * windows.c. */
+/* These functions of windows.c implement members of epic_window_transport for the backends
+ * threads and shm. */
 void shared_begin_stores(epic_group *group);
 void shared_end_stores(epic_group *group);
 bool shared_may_store(epic_group *group, int peer);

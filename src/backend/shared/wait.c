@@ -52,9 +52,9 @@ static bool waits_for_gone_peer(epic_group *g, const uint64_t *waits_for)
     return false;
 }
 
-/* Renews the heartbeat between two slices of sleep. Returns whether the thread should sleep
- * another slice. Returns false after the deadline, after a failure of the group, or if a peer
- * that this rank waits for is gone. */
+/* Renews the heartbeat between two slices of sleep; a slice is at most slice_ns long. Returns
+ * whether the thread should sleep another slice. Returns false after the deadline, after a
+ * failure of the group, or if a peer that this rank waits for is gone. */
 static bool should_sleep_on(epic_group *g, shared_wait *wait, const uint64_t *waits_for,
                             int64_t deadline)
 {
@@ -96,10 +96,11 @@ static bool has_core_per_rank(epic_group *g)
     return known == 2;
 }
 
-/* Polls the futex for up to SPIN_NS before the thread sleeps. If there is a core for each rank,
- * the thread keeps its core while it polls. Otherwise it yields between polls, because the peer
- * that will wake it may need the core. If yielding was slow before, the thread does not poll at
- * all (base/patience.h). Returns true if a peer has set the futex to idle. */
+/* Polls the futex for up to SPIN_NS before the thread sleeps. Returns true if a peer has set
+ * the futex to idle. If there is a core for each rank, the thread keeps its core while it
+ * polls. Otherwise the thread yields the core between polls, because the peer that will wake it
+ * may need the core. If yielding was slow before, the thread does not poll at all
+ * (base/patience.h). */
 static bool spin_on_futex(epic_group *g, const shared_op_slot *slot)
 {
     const bool spins = has_core_per_rank(g);

@@ -98,8 +98,8 @@ static int receive_handshake(const connect_state *o, int fd, int *memory)
 
 /* ----------------------------------------------------------------------------- waiting ---- */
 
-/* Polls the open sockets in o->polls. Does not pass entries whose fd is -1 to poll(): it fails
- * if the number of all entries is larger than the limit on open files. */
+/* Polls the open sockets in o->polls. Does not pass entries whose fd is -1 to poll(), because
+ * poll() fails if the number of its entries is larger than the limit on open files. */
 static int poll_open(connect_state *o, int ms)
 {
     struct pollfd *some = o->polls + o->num_polls;
@@ -114,8 +114,8 @@ static int poll_open(connect_state *o, int ms)
 
 /* Waits until a socket is ready, but at most CHECK_MS, so that the caller can check from time
  * to time whether missing ranks have died. Returns EPIC_ETIMEOUT at the deadline, and
- * EPIC_EPEER if a connected peer has closed its connection. `what` begins the error of the
- * deadline, for example "rank 1 did not connect". */
+ * EPIC_EPEER if a connected peer has closed its connection. `what` is the beginning of the
+ * error sentence at the deadline, for example "rank 1 did not connect". */
 static epic_result poll_once(connect_state *o, const char *what)
 {
     const uint64_t now = (uint64_t)clock_ns();
@@ -274,10 +274,10 @@ static bool handle_incoming(connect_state *o, epic_result *result)
     return any;
 }
 
-/* Accepts all higher ranks. A rank that died before it connected has no connection whose end
- * this rank could notice. So find_gone() checks whether that rank's listener is closed. The
- * rank may have connected just before its listener closed. Therefore the loop accepts once more
- * before it reports the rank. */
+/* Accepts connections from all higher ranks. If a rank dies before it connects, there is no
+ * connection whose end this rank could notice. So find_gone() looks for a missing rank whose
+ * listener is closed. That rank may have connected just before its listener closed. Therefore
+ * the loop accepts connections once more before it reports that the rank is gone. */
 static epic_result accept_all(connect_state *o)
 {
     int gone = -1;
@@ -335,7 +335,8 @@ static epic_result connect_to_all(connect_state *o)
 
 /* Makes the other ranks notice that this rank failed. Closes this rank's connections, so that
  * each rank at the other end sees a closed connection. A lower rank may still wait for a
- * connection from this rank. So connects to each lower rank, and closes that connection too. */
+ * connection from this rank. So this function also connects to each lower rank again and closes
+ * the new connection. Returns `result` and keeps its error sentence. */
 static epic_result fail_for_all(connect_state *o, epic_result result)
 {
     char sentence[512];
@@ -370,8 +371,8 @@ static epic_result watch_processes(shm_connections *connections)
     return EPIC_OK;
 }
 
-/* Allocates the tables of *o. If `ready` is false, this rank has failed before. Then this
- * returns an error and keeps the earlier error sentence. */
+/* Allocates the tables of *o. If `ready` is false, this rank has failed before. Then the
+ * function only returns an error and keeps the earlier error sentence. */
 static epic_result allocate_state(connect_state *o, bool ready)
 {
     if (!ready) return EPIC_EDEVICE;
@@ -403,8 +404,9 @@ static bool is_socket_name(const char name[NAME_LENGTH + 1])
 }
 
 /* Exchanges the handles of all ranks. Every rank calls this function, because the gather waits
- * for all ranks. A rank that has failed passes its error in `result`, which is returned with
- * its sentence. Returns EPIC_EPEER if another rank failed or sent an invalid name. */
+ * for all ranks. A rank that has failed passes its error in `result`. The function then returns
+ * this error with its sentence. It returns EPIC_EPEER if another rank failed or sent an invalid
+ * name. */
 static epic_result gather_handles(const epic_join *join, handle *handles, epic_result result,
                                   handle *mine)
 {

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The backend threads: ranks are threads of one process.
  *
- * The first rank that joins maps the segment, and the last one that leaves unmaps it. A table
- * of the process contains its groups, and a rank finds its group there by the group's id. The
- * ranks do not send the segment's address through the bootstrap, because another program that
- * reaches the bootstrap could send a false address. */
+ * The first rank that joins maps the segment (backend/shared), and the last one that leaves
+ * unmaps it. A global list contains the groups of this process. A rank finds its group in the
+ * list by the group's id. The ranks do not send the segment's address through the bootstrap,
+ * because another program that reaches the bootstrap could send a false address. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -27,7 +27,7 @@ typedef struct thread_group {
     bool seen[EPIC_MAX_RANKS]; /* ranks that ever joined; a second join of a rank is an error */
 } thread_group;
 
-static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards the table and its groups */
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards the list and its groups */
 static thread_group *thread_groups;
 
 /* Returns whether all ranks are threads of one process that use the same copy of the library.
@@ -59,7 +59,7 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
     return true;
 }
 
-/* Maps the segment and adds the group to the table. Returns NULL after an error. */
+/* Maps the segment and adds the group to the list. Returns NULL after an error. */
 static thread_group *new_thread_group(const shared_layout *layout, uint64_t group_id)
 {
     thread_group *h = calloc(1, sizeof *h);
@@ -87,7 +87,7 @@ static thread_group *find_thread_group(uint64_t group_id)
     return h;
 }
 
-/* Finds the group in the table, or creates it, and counts this rank as joined. The caller holds
+/* Finds the group in the list, or creates it, and counts this rank as joined. The caller holds
  * the mutex. */
 static epic_result join_locked(thread_group **out, const shared_layout *layout,
                                const epic_join *join)
@@ -132,8 +132,8 @@ static void leave_thread_group(thread_group *h)
     pthread_mutex_unlock(&mutex);
 }
 
-/* Waits until every rank has tried to join. `entered` is the result of this rank, which is
- * returned if it is an error. Returns EPIC_EPEER if another rank failed to join. */
+/* Waits until every rank has tried to join. `entered` is the result of this rank. If it is an
+ * error, the function returns it. Returns EPIC_EPEER if another rank failed to join. */
 static epic_result gather_results(const epic_join *join, epic_result entered)
 {
     const epic_bootstrap *bootstrap = join->bootstrap;
