@@ -35,7 +35,7 @@ struct OpStateNet {
     uint8_t relay[DEVICE_MAX_RANKS];
 };
 
-struct OpState { /* State of the running operation. Each CTA has its own, in shared memory. */
+struct OpState { /* State of the running operation. Each CTA has a copy in shared memory. */
     const p2p_self *self;
     uint8_t *heap; /* this rank's heap */
     /* Device time in ns at which waits of this CTA expire. It moves later when any wait of this
@@ -177,8 +177,8 @@ __device__ __host__ __forceinline__ int ranks_per_host(const p2p_self &self)
 }
 
 /* Returns the base address of the memory into which rank q's rows arrive. In operations that
- * use relays (net/relay.cuh), a rank of this host forwards the rows of other hosts. So they
- * arrive in this rank's heap, not in the net inbox. */
+ * use relays (net/relay.cuh), a rank of this host forwards the rows that come from other hosts.
+ * So these rows arrive in this rank's heap, not in the net inbox. */
 __device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, int q)
 {
     const bool relayed =
@@ -194,9 +194,9 @@ __device__ __forceinline__ int relay_of(const OpState &op, int q)
     return HOSTS ? op.net->relay[q] : q;
 }
 
-/* Returns true if the address `at` is in the part of the net inbox that is in host memory. That
- * is possible in backend hosts only. Callers then poll the address rarely, because each poll
- * takes microseconds and slows down the transfer of rows. */
+/* Returns true if the address `at` is in the net inbox and the net inbox is in host memory.
+ * That is possible only in the backend `hosts`. Callers poll such an address rarely, because
+ * each poll takes microseconds and slows down the transfer of rows. */
 __device__ __forceinline__ bool is_host_memory(const OpState &op, const void *at)
 {
     if (!HOSTS) return false;
@@ -228,9 +228,11 @@ __device__ __forceinline__ uint64_t *announcement_words(const OpState &op, uint8
 }
 
 /* Some arrays in the heap of a rank `to` have one part per source rank. This function returns
- * the number of the part that rank `by` writes. In p2p it is `by`. In backend hosts it is (by -
- * to - 1) modulo num_ranks. The reason: a rank has one outbox for all destinations, and with
- * these numbers its words for different destinations are in different parts. */
+ * the number of the part that rank `by` writes. In `p2p` the number is `by`. In the backend
+ * `hosts` it is (by - to - 1) modulo num_ranks. There a rank has one outbox for all
+ * destinations, and the words in the outbox have the same offset as at the destination. With
+ * these numbers, words for different destinations are in different parts of the outbox, so they
+ * do not overwrite each other. */
 __device__ __forceinline__ int source_number(const p2p_self &self, int to, int by)
 {
     return HOSTS ? wrap_rank(by + self.num_ranks - to - 1, self.num_ranks) : by;
@@ -271,8 +273,8 @@ static inline int32_t net_window(const p2p_self &self)
     return HOSTS ? self.net->window_tokens : 0;
 }
 
-/* Returns the number of roles (kinds of work, common/rows.cuh) in which a warp forwards rows
- * that came from other hosts. With relays there is one such role per other host, otherwise
+/* Returns the number of roles (kinds of work, common/rows.cuh) in which warps forward rows from
+ * other hosts. With relays there is one such role for each other host. Without relays there is
  * none. */
 __host__ __device__ __forceinline__ int num_forward_roles(const p2p_self &self)
 {

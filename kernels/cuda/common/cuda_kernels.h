@@ -46,13 +46,14 @@ typedef enum p2p_fault {
     /* sum_replicas: `data` of a rank has too few rows; about: its rows, needed rows (the
      * largest number of experts that a rank owns) */
     P2P_FAULT_LOCAL = 11,
-    /* some rank owns more experts than the layer of experts allows; about: num_local_experts,
-     * largest number of experts of a rank */
+    /* some rank owns more experts than num_local_experts of epic_experts; about:
+     * num_local_experts, largest number of experts of a rank */
     P2P_FAULT_ROOM = 12
 } p2p_fault;
 
-/* One error in the data, which a kernel reports in host memory. The kernel writes `result` (an
- * epic_result) last. The host reads the notice and then sets `result` to 0 (EPIC_OK). */
+/* One error in the data of an operation, which a kernel reports to the host in host memory. The
+ * kernel writes `result` (an epic_result) after all other fields, so that the host never reads
+ * an incomplete notice. After the host has read the notice, it sets `result` to 0 (EPIC_OK). */
 typedef struct p2p_notice {
     uint32_t result;
     uint32_t epoch;
@@ -91,7 +92,8 @@ typedef struct p2p_status {
  * found that the process had been stopped (stops). They share one word, so that a kernel which
  * reads a new number of beats also sees all stops before that beat. */
 #define P2P_AWAKE(stops, beats) ((uint64_t)(stops) << 32 | (uint32_t)(beats))
-/* how many stops of the process may postpone the deadline of a wait that makes no progress */
+/* If the process was suspended (a stop), a wait's deadline is postponed, but at most this often
+ * while the wait makes no progress. */
 #define P2P_POSTPONE_LIMIT 4
 
 typedef enum p2p_phase { /* What a rank waited for when an operation failed. */
@@ -115,11 +117,12 @@ typedef enum p2p_phase { /* What a rank waited for when an operation failed. */
     ((uint64_t)(result) | (uint64_t)(operation) << 4 | (uint64_t)(phase) << 8 | \
      (uint64_t)(reporter) << 12 | (uint64_t)(culprits) << 32)
 
-/* An entry of the ring through which kernels request puts (net/net.cuh). It means: copy `words`
- * words of 8 bytes from this rank's outbox, beginning at word number `word`, to the same place
- * in the inbox of rank `host`. An entry has no separate flag. Its highest 8 bits are the lap (1
- * to 255), the number of times the ring has been filled. With it, a reader can tell a new entry
- * from an old one. */
+/* An entry of the ring through which kernels request puts (net/net.cuh). It requests to copy
+ * `words` words of 8 bytes from this rank's outbox, beginning at word number `word`, to the
+ * same place in the inbox of rank `host`. An entry has no separate flag that shows whether it
+ * is new. Instead its highest 8 bits are the lap (1 to 255): how often the ring has been
+ * filled, the current time included. A reader that expects lap n ignores entries of an older
+ * lap. */
 #define P2P_RING_ENTRIES (1u << 15)
 #define P2P_ENTRY(host, word, words) \
     ((uint64_t)(host) << 51 | (uint64_t)(words) << 33 | (uint64_t)(word))
@@ -148,8 +151,8 @@ typedef struct p2p_ring_words {
     uint64_t waits;
 } p2p_ring_words;
 
-/* Number of bits of a count of choices, in words that also contain other values. It must be
- * large enough for all choices of one rank. */
+/* Number of bits of a count of choices, in words that also contain other values. The bits must
+ * be enough for the number of all choices of one rank. */
 #define P2P_COUNT_BITS 26
 
 /* The part of p2p_self that only backend hosts has. */
@@ -263,12 +266,12 @@ typedef struct p2p_dispatch_job {
      * it does not write zeros to padding slots. */
     int32_t zero_tail, leave_padding;
     int32_t top_k; /* top_k of the layer */
-    int32_t head;  /* the kernel sends tokens [0, head) while it makes the plan */
+    int32_t head;  /* other CTAs send tokens [0, head) while the planner CTAs make the plan */
     /* low-latency kernels only: number of CTAs that only send rows; set by the launcher */
     int32_t num_send_only_ctas;
-    /* All kernels except low-latency: while receiving is more than `lag` tokens behind sending,
-     * one of 2^catch_up steps receives two tokens, to catch up (dispatch/dispatch.cuh). A step
-     * sends one token. Set by the launcher. */
+    /* All kernels except low-latency: if receiving is more than `lag` tokens behind sending,
+     * one of every 2^catch_up steps receives two tokens instead of one, to catch up
+     * (dispatch/dispatch.cuh). Each step sends one token. The launcher sets this field. */
     int32_t catch_up;
     /* The launcher sets lag, span and units (common/rows.cuh). A piece is 2 KB of a row in most
      * kernels. A unit is the work that a warp does at a time. */

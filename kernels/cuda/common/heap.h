@@ -15,8 +15,8 @@
  * epochs. A dimension [num_ranks] or [MAX_RANKS] is the source: the rank that writes this part
  * of the array. A dimension [num_ranks - 1] is the source, too, but without the rank that owns
  * the heap. An array is marked *own* if only the rank that owns the heap writes it. Peers write
- * the other arrays. Backend hosts has a second memory with this layout, the net inbox: words of
- * ranks on other hosts arrive in it (net/net.cuh).
+ * the other arrays. The backend `hosts` has a second memory with this layout, the net inbox.
+ * Words from ranks on other hosts arrive there (net/net.cuh).
  *
  * docs/internals/cuda.md has a table of which rank writes and reads each word, and when. */
 #ifndef EPIC_HEAP_H
@@ -41,7 +41,8 @@
 /* Limits of the plans that low-latency kernels can make (lowlat/plan.cuh). The limits exist
  * because these kernels keep the plan in shared memory. */
 #define P2P_LOWLAT_CHOICES 8192 /* choices (pairs of token and k) of all ranks together */
-/* Number of bit masks. There is one for each expert and every 32 tokens of a rank. */
+/* Number of bit masks of all ranks together. A mask marks which of 32 tokens of a rank have
+ * chosen an expert. */
 #define P2P_LOWLAT_MASKS 8192
 #define P2P_LOWLAT_EXPERTS 512 /* experts of the layer */
 #define P2P_LOWLAT_ID_WORDS 16 /* 64-bit words of expert ids per token; two ids per word */
@@ -51,7 +52,8 @@
 
 /* Offsets of the arrays of a heap that only backend hosts has. */
 typedef struct p2p_net_arrays {
-    /* The words *wants*, for which relays wait (net/relay.cuh).
+    /* For each token of each rank: which ranks of this host need the token's row. A relay, the
+     * rank that forwards rows from other hosts, waits for these words (net/relay.cuh).
      * Stamped [2][num_ranks][max_tokens]. */
     int64_t wants;
     /* For each destination rank and token: how many pieces of the token's row warps have stored
@@ -90,8 +92,9 @@ typedef struct p2p_heap {
      * found.
      * Own, stamped [MAX_PLANNERS]. */
     int64_t first_faults;
-    /* For each rank, how many choices of each expert it has. In FLAT layers, its rows on each
-     * rank follow. With replicas, a hash of the table logical_of_expert follows at the end.
+    /* For each rank, how many choices of each expert it has. In FLAT layers, the number of rows
+     * that its tokens need on each rank follows. With replicas, a hash of the table
+     * logical_of_expert follows at the end.
      * Stamped [2][num_ranks][MAX_TALLIES]. */
     int64_t counts;
     /* FLAT plans that drop choices: for each source rank and each try of keep limits, how many
@@ -113,7 +116,7 @@ typedef struct p2p_heap {
      * local experts on this rank instead.
      * Stamped [2][num_ranks][max_tokens * max_top_k]. */
     int64_t records;
-    /* Layout FLAT: for each token of each rank, its row on this rank.
+    /* Layout FLAT: for each token of each rank, the index of its row on this rank.
      * Stamped [2][num_ranks][max_tokens]. */
     int64_t flat_rows;
     __extension__ p2p_net_arrays net[HOSTS]; /* backend hosts only (hosts.h) */
@@ -165,8 +168,8 @@ typedef struct p2p_net_control {
     /* The ring has space for all entries whose number is lower than this. */
     uint64_t ring_room;
     uint64_t ended_epochs; /* how many epochs have their end marker in the ring */
-    /* The rest are copies of words in host memory or in the net inbox, where each poll is slow.
-     * One warp reads the original. All other warps read the copy here. */
+    /* The fields from here on are copies of words in host memory or in the net inbox, where
+     * each poll is slow. One warp reads the original word. All other warps read the copy. */
     uint64_t broken; /* P2P_BROKEN() if the group has failed, else 0 */
     /* number of epochs for which the net has read the data of all puts from the outbox */
     uint64_t freed;
@@ -191,8 +194,8 @@ typedef struct p2p_control {
      * number of CTAs that have started (p2p) or of warps that have posted all their puts
      * (hosts). It is set back to 0 at the end of the operation or round. */
     uint32_t done;
-    /* epoch of the next round. The last CTA that finishes a round sets it, and the other CTAs
-     * wait for that. */
+    /* epoch of the next round. The last CTA that finishes a round sets this field, and the
+     * other CTAs wait until it is set. */
     uint32_t round;
     uint32_t planned; /* the last epoch in which a plan was completed */
     /* 1: a thread of this rank has begun to report the failure in p2p_status, so other threads
@@ -213,14 +216,16 @@ typedef struct p2p_control {
      * after the next beat, which shows that the process runs (P2P_AWAKE). 0: no wait is in this
      * state. */
     uint64_t due;
-    /* Device time in ns after which the process has run, as its beats show (P2P_AWAKE). A wait
-     * fails if its deadline is earlier than this time. */
+    /* A device time in ns. The beats (P2P_AWAKE) show that the process has run after this time.
+     * So a wait fails if its deadline is earlier than this time. */
     uint64_t overdue;
     uint32_t due_beat; /* number of beats in p2p_status.awake when `due` was set */
-    /* the number of stops in p2p_status.awake that this rank has handled, by starting its time
-     * limit again */
+    /* how many of the stops that p2p_status.awake counts this rank has handled. A stop is a
+     * time in which the process was suspended. The rank handles it by starting its time limit
+     * again. */
     uint32_t host_stops;
-    /* how often stops have started the time limit again since the last progress of a wait */
+    /* how often the time limit was started again, because the process had been stopped, since a
+     * wait of this rank last ended with success */
     uint32_t num_postponed;
     /* time at which this rank last read p2p_status.awake, in units of 1024 ns */
     uint32_t awake_polled_at;
@@ -235,9 +240,10 @@ static inline int64_t p2p_lowlat_tokens(int64_t max_tokens)
     return max_tokens < P2P_LOWLAT_TOKENS ? max_tokens : P2P_LOWLAT_TOKENS;
 }
 
-/* Returns the bytes of staging per source rank and half. This is enough for max_tokens rows, or
- * less if staging_bytes, the limit for the whole staging, is not 0. It is enough for at least
- * two rows, so that a packed row (a row and its scales) fits. */
+/* Returns the bytes of staging for one source rank in one half (even or odd epochs). The number
+ * is enough for max_tokens rows, or less if staging_bytes, the limit for the whole staging, is
+ * not 0. But it is always enough for two rows, so that a packed row (a row and its scales)
+ * fits. */
 static inline int64_t p2p_source_bytes(int64_t num_ranks, int64_t max_tokens,
                                        int64_t max_row_bytes, int64_t staging_bytes)
 {
@@ -297,8 +303,8 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     return h;
 }
 
-/* Returns the offset of the first byte of the heap that is initially poison. The poison reaches
- * to the end of the heap; all memory before it is initially zero. */
+/* Returns the offset of the first byte of the heap that is initially poison. All bytes from
+ * there to the end of the heap are initially poison. All bytes before are initially zero. */
 static inline int64_t p2p_heap_poison(const p2p_heap *h)
 {
     return h->floats;

@@ -2,15 +2,15 @@
 /* Defines HOSTS, which selects the backend that is compiled: 0 for p2p, 1 for hosts. Each
  * backend is a library of its own, compiled from the same sources.
  *
- * In backend p2p all ranks are on one host. In backend hosts some ranks are on other hosts. The
- * build defines the macro EPIC_HOSTS for backend hosts, and only this file reads it. All other
- * files test HOSTS in an ordinary `if`. So the compiler checks all code in both builds, and in
- * p2p it drops the code for other hosts.
+ * In the backend `p2p` all ranks are on one host. In the backend `hosts` some ranks are on
+ * other hosts. The build defines the macro EPIC_HOSTS for `hosts`, and only this file reads it.
+ * All other files test HOSTS in an ordinary `if`. So the compiler checks all code in both
+ * builds, and in `p2p` it removes the code for other hosts.
  *
- * If only backend hosts needs a member of a struct, the member is an array of HOSTS elements,
- * mostly `net[HOSTS]`. In backend hosts the array has one element. In p2p it is empty, so the
- * struct does not grow. Standard C and C++ do not allow empty arrays, therefore
- * `__extension__`. Code may read such a member only where HOSTS is known to be 1.
+ * If only the backend `hosts` needs a member of a struct, the member is an array of HOSTS
+ * elements, mostly `net[HOSTS]`. In `hosts` the array has one element. In `p2p` the array is
+ * empty, so the struct does not grow. `__extension__` is necessary because standard C and C++
+ * do not allow empty arrays. Code may read such a member only where HOSTS is known to be 1.
  * common/addressing.cuh has functions that read some of these members and are valid in both
  * libraries. */
 #ifndef EPIC_KERNEL_HOSTS_H

@@ -102,8 +102,8 @@ __device__ __forceinline__ void store_release(uint32_t *p, uint32_t v)
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-/* Stores a vector by an ordinary store, not relaxed.sys. The compiler neither moves nor removes
- * the store. */
+/* Stores a vector by an ordinary (weak) store instead of a relaxed one. The compiler neither
+ * moves nor removes the store. */
 __device__ __forceinline__ void store_in_place(uint4 *p, uint4 v)
 {
     asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z),
@@ -293,8 +293,8 @@ __device__ __forceinline__ void fence_bulk(void)
     BULK_ASM("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/* Forces the compiler to keep values in registers. Otherwise it may compute a value again from
- * its inputs at each use. */
+/* Forces the compiler to keep values in registers. Otherwise the compiler may compute a value
+ * again from its inputs at each use. */
 template <int N> __device__ __forceinline__ void keep_in_registers(float (&x)[N])
 {
 #pragma unroll

@@ -26,8 +26,8 @@
 /* One lane's elements and scales of a quantized piece of a row. A word of scales has the scales
  * of 128 elements. */
 template <int V, int N> struct Quantized {
-    /* for each v: how many adjacent lanes have the elements of one word of scales in their
-     * vectors number v */
+    /* One word of scales belongs to 128 elements. These are the elements of vector number v of
+     * this many adjacent lanes, for any v. */
     static constexpr int LANES = QUANTIZE_BLOCK / N;
     /* number of 4-byte words of scales per piece */
     static constexpr int WORDS = V * WARP / LANES;
@@ -73,10 +73,10 @@ template <class ROW> __device__ __forceinline__ uint32_t largest_size(uint4 low,
     return __float_as_uint(pair[0]);
 }
 
-/* Finds the largest absolute value of each block of elements of a piece. On entry own[v] is the
- * largest absolute value in this lane's vector v, as bits of a float32. A block consists of the
- * vectors number v of several adjacent lanes. Each lane returns the result of one block only:
- * the block that contains its vector number lane_id() % V. Called by a whole warp. */
+/* Returns the largest absolute value in one block of elements of a piece, as bits of a float32.
+ * A block consists of vector number v of several adjacent lanes. Each lane returns the value of
+ * one block: the block that contains the lane's vector number lane_id() % V. On entry own[v] is
+ * the largest absolute value in this lane's vector v. Called by a whole warp. */
 template <int V, int N>
 __device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
 {
@@ -98,8 +98,8 @@ __device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
     return mine;
 }
 
-/* Returns the largest absolute value in one block of the piece, as bits of a float32. It is the
- * block that contains this lane's vector number lane_id() % V. Called by a whole warp. */
+/* Returns the largest absolute value in one block of the piece, as bits of a float32. The block
+ * is the one that contains this lane's vector number lane_id() % V. Called by a whole warp. */
 template <int V, int N>
 __device__ __forceinline__ uint32_t find_largest(const float (&x)[V][N], uint32_t how)
 {
@@ -139,10 +139,11 @@ struct BlockScale {
     float number; /* 1X128: the scale; 1X32: 1 / scale; NaN if the scale is NaN */
 };
 
-/* Returns the scale of this lane's block (find_largest()) if each element is multiplied by
- * `weight`. `largest`: largest absolute value in the block before the multiplication, as bits.
- * The function multiplies only `largest` by the weight. This is enough, because rounding keeps
- * the order of values. */
+/* Returns the scale of this lane's block (the block of find_largest()) after a multiplication
+ * of all elements by `weight`. `largest`: largest absolute value in the block before the
+ * multiplication, as bits of a float32. The function multiplies only `largest` by the weight.
+ * This is enough: the element with the largest absolute value still has it after the
+ * multiplication, because rounding keeps the order of values. */
 template <int V>
 __device__ __forceinline__ BlockScale scale_of(uint32_t largest, float weight, uint32_t how)
 {
@@ -177,10 +178,10 @@ __device__ __forceinline__ Divisor divisor_of(float s)
 }
 
 /* Returns x / d.s with the bits of a correctly rounded division, if no intermediate result is
- * subnormal. SHORT means that x, and the value from which s was computed, have at most 11
- * significant bits. Then no quotient is within 2^-44 of the middle between two e4m3 numbers. So
- * an error of 2^-44 cannot change the e4m3 value, and the function leaves out the final
- * correction. */
+ * subnormal. SHORT: x, and the value from which s was computed, have at most 11 significant
+ * bits. Then the quotient is never within a relative distance of 2^-44 from the middle between
+ * two e4m3 numbers. So an error of 2^-44 cannot change the e4m3 value, and the function leaves
+ * out the final correction of the quotient. */
 template <bool SHORT> __device__ __forceinline__ float divide_rounded(float x, const Divisor &d)
 {
     const float q = __fmaf_rn(x, d.high, __fmul_rn(x, d.low));

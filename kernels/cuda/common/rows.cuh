@@ -247,10 +247,10 @@ template <int V, bool EXACT> struct PieceRing {
     }
 };
 
-/* Processes all units of a warp, whose pieces go through a ring (PieceRing). Always has AHEAD
- * units begun and not finished, and the copies of AHEAD pieces in flight. Units: class
- * CombineStream or GradientStream, of combine and its backward pass. Called by a whole warp.
- * Returns false if the group is broken. */
+/* Processes all units of a warp, whose pieces go through a ring (PieceRing). While the warp
+ * processes one unit, it has already begun the next AHEAD units, and the copies of AHEAD pieces
+ * are in flight. Units: CombineStream (combine) or GradientStream (combine_backward). Called by
+ * a whole warp. Returns false if the group is broken. */
 template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
 {
     bool ok = true;
@@ -338,16 +338,18 @@ struct F32 {
 
 /* -------------------------------------------------------------- dealing units to warps ---- */
 
-/* How units are divided among warps. All units of an operation form one list, ordered by step
- * (one token), then by role (send, receive from source 1, ...), then by span of the row:
+/* How units are divided among warps. All units of an operation form one list. It is ordered by
+ * step, then by role, then by span of the row. A step is one token. A role is a kind of work,
+ * for example to send, or to receive from source rank 1.
  *
  *   unit number = (step * roles + role) * spans + span
  *
  * Warp w of the W warps that take part has units w, w + W, w + 2 W, ...
  *
- * A Stride is in shared memory. Its members `step`, `role` and `span` are the distance from a
- * unit of a warp to the next unit of the same warp, W units later. `roles` is the number of
- * roles, and `spans` the number of spans of a row. `units` is W, a number of warps. */
+ * The members `step`, `role` and `span` of a Stride are the distance from a unit of a warp to
+ * the next unit of the same warp, W units later in the list. `roles` is the number of roles,
+ * and `spans` the number of spans of a row. `units` is W, which is a number of warps. A Stride
+ * is in shared memory. */
 struct Stride {
     int step, role, span, roles, spans, units;
 
@@ -417,11 +419,12 @@ template <class Job> static inline int units_per_token(const Job &job, int roles
  *              all warps are equally busy.
  *   job.lag    tokens by which receiving stays behind sending: about as many as all warps
  *              together process at a time, so that pieces have arrived when they are copied
- *   job.units  number of warps that take part. A token has `kinds` units, one for each role
- *              and span. The number of warps and `kinds` have no common divisor above 1, so
- *              that each warp gets every kind in turn. Successive units of a warp should
- *              also be of distant kinds. Otherwise a warp would do similar work for a long
- *              time, and get ahead of the others or fall behind. */
+ *   job.units  number of warps that take part. A token has `kinds` units, one for each pair
+ *              of role and span. The number of warps and `kinds` have no common divisor above
+ *              1, so that each warp gets all pairs in turn. The role and span of a warp's
+ *              next unit should also be far from those of its last unit. Otherwise a warp
+ *              would do similar work for a long time, and get ahead of the other warps or
+ *              fall behind. */
 template <class Job>
 static inline void deal_units(Job &job, int num_sms, int block, int roles, int vectors)
 {

@@ -42,19 +42,19 @@ __device__ __forceinline__ bool poll_permit(uint32_t *asked, uint32_t pause)
     return time - before >= pause && atomicCAS(asked, before, time) == before;
 }
 
-/* Backend hosts: `word` is the word `broken`. If it is not 0, copies it to control memory,
- * where all warps of this rank check it. */
+/* Backend `hosts`: if `word`, a value of the word `broken`, is not 0, copies it to control
+ * memory, where all warps of this rank check it. Does nothing in `p2p`. */
 __device__ __forceinline__ void cache_broken(const OpState &op, uint64_t word)
 {
     if (HOSTS && word) store_relaxed(&control_of(op)->net->broken, word);
 }
 
-/* Reports a failure of the group; does nothing if this rank has already reported one. Writes
+/* Reports a failure of the group. Does nothing if this rank has already reported one. Writes
  * p2p_status for the host, and stores `broken` into this rank's heap. If this rank found the
- * failure itself, it also stores `broken` into the heaps of the peers; in backend hosts, the
- * proxy thread sends it to them. `word`: P2P_BROKEN() of the failure. `theirs`: if a peer
- * called another operation, the signature of that call, else 0. A signature is a hash of the
- * arguments that must be equal on all ranks. */
+ * failure itself, it also stores `broken` into the heaps of the peers. In the backend `hosts`
+ * the proxy thread sends `broken` to the peers instead. `word`: P2P_BROKEN() of the failure.
+ * `theirs`: if a peer called another operation, the signature of that call, else 0. A signature
+ * is a hash of the arguments that must be equal on all ranks. */
 static __device__ __noinline__ void report_failure(const OpState &op, uint64_t word,
                                                    uint32_t theirs)
 {
@@ -119,9 +119,10 @@ __device__ __forceinline__ uint32_t read_waits(const OpState &op, int rank)
     return is_stamped(op, published) ? (uint32_t)published : 0;
 }
 
-/* Publishes to all ranks that this rank waits for `peers` (a bit mask). Afterwards other ranks
- * do not report this rank as the culprit. Called in the last quarter of the time limit. If the
- * deadline then moves to a later time, callers withdraw this by a call with peers = 0. */
+/* Publishes to all ranks that this rank waits for `peers` (a bit mask), so that other ranks do
+ * not report this rank as the culprit. Called in the last quarter of the time limit. If the
+ * deadline moves to a later time afterwards, callers withdraw the published mask by a call with
+ * peers = 0. */
 static __device__ void write_waits(const OpState &op, uint32_t peers)
 {
     const p2p_self &self = *op.self;
@@ -132,10 +133,11 @@ static __device__ void write_waits(const OpState &op, uint32_t peers)
     publish_waits(op, stamp_word(op, peers));
 }
 
-/* Returns a bit mask of the ranks that hold up the group. If some ranks have not announced this
- * epoch, these are the culprits. Otherwise the function starts at the ranks in `awaited` (a bit
- * mask), for which this rank waits. It follows the published waits, until it reaches ranks that
- * wait for no other rank. */
+/* Returns a bit mask of the culprits: the ranks that hold up the group. If some ranks have not
+ * announced this epoch, the culprits are these ranks. Otherwise the function starts at the
+ * ranks in `awaited` (a bit mask), for which this rank waits. From each rank it goes on to the
+ * ranks for which that rank has published that it waits. The culprits are the ranks that wait
+ * for no other rank. If there are none, the function returns `awaited`. */
 static __device__ uint32_t find_culprits(const OpState &op, uint32_t awaited)
 {
     const int num_ranks = op.self->num_ranks, own = op.self->rank;
@@ -209,16 +211,17 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
 /* Returns true if a wait whose deadline has passed may fail, because the host process has run
  * after the deadline. `time`: current device time.
  *
- * A stop of the process (Ctrl-Z, a frozen container) must not cause a timeout. During a stop
- * the device's clock continues, but usually the peers are stopped, too, and launch nothing. So
- * a wait fails only after a host thread has run later than the deadline. Each run of that
- * thread is a beat (P2P_AWAKE). The first call after the deadline stores its time in
- * control->due. A later call that sees a new beat copies this time to control->overdue. Waits
- * with an earlier deadline may then fail.
+ * The process may be suspended for some time, for example by Ctrl-Z or in a frozen container.
+ * Such a stop must not cause a timeout. During a stop the device's clock continues, but usually
+ * the peers are stopped, too, and launch nothing. So a wait fails only after a host thread has
+ * run later than the deadline. Each run of that thread is a beat (P2P_AWAKE). The first call
+ * after the deadline stores its time in control->due. A later call that sees a new beat copies
+ * control->due to control->overdue. Waits whose deadline is earlier than control->overdue may
+ * then fail.
  *
- * If the host finds that the process was stopped, it counts a stop. The time limit then starts
- * again, at most P2P_POSTPONE_LIMIT times. Only one thread of the rank at a time reads the word
- * `awake` in host memory. */
+ * If the host thread finds that the process was stopped, it counts a stop. Then the time limit
+ * of all waits starts again, at most P2P_POSTPONE_LIMIT times without progress. Only one thread
+ * of the rank at a time reads the word `awake` in host memory. */
 static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, uint64_t time)
 {
     p2p_control *control = control_of(op);
@@ -248,9 +251,9 @@ static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, 
 }
 
 /* Returns true if a wait for `peer` has timed out: its deadline has passed, and the process has
- * run after the deadline (has_host_run_after()). First moves the deadline if another wait of
- * this rank has ended with success since the deadline was set. In the last quarter of the time
- * limit, publishes that this rank waits for `peer`. */
+ * run after the deadline (has_host_run_after()). First moves the deadline to a later time if
+ * another wait of this rank has ended with success since the deadline was set. In the last
+ * quarter of the time limit, publishes that this rank waits for `peer`. */
 static __device__ __noinline__ bool is_too_late(const OpState &op, int peer)
 {
     const p2p_self &self = *op.self;
@@ -282,11 +285,11 @@ __device__ __forceinline__ bool has_failed(const OpState &op, int phase)
 }
 
 /* Returns true if a wait for `peer` must be given up, because the group has failed or the
- * deadline has passed. A waiting warp calls it every SPINS_PER_CHECK polls. `fresh`: whether
- * this is the first call of this wait. If so, the previous wait has ended with success. This is
- * progress, so the deadline moves. The function does not look for the cause of a failure,
- * because waiting warps have few registers. report_aborted_wait() does so at the end of the
- * CTA. */
+ * deadline has passed. A waiting warp calls this function every SPINS_PER_CHECK polls. `fresh`:
+ * true in the first call of a wait. A new wait shows that the previous one has ended with
+ * success, which is progress. So the function then moves the deadline. It does not look for the
+ * cause of a failure, because waiting warps have few registers. report_aborted_wait() looks for
+ * the cause at the end of the CTA. */
 static __device__ __noinline__ bool wait_should_abort(const OpState &op, int peer, int phase,
                                                       bool fresh)
 {
