@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The dispatcher: a handle that owns the context, the plan and the buffers of one training
+/* The dispatcher: an object that owns the context, the plan and the buffers of one training
  * step. Each new dispatch overwrites the results of the previous step. The dispatcher uses only
- * public calls, except that it lets the backend allocate memory. */
+ * public calls, with one exception: the backend allocates its memory. */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -22,13 +22,13 @@ struct epic_dispatcher {
     epic_slots gradients; /* outputs of combine_backward, in separate memory */
     int64_t num_tokens;   /* tokens of the current dispatch; -1: no dispatch yet */
     bool weighted;        /* true: the current dispatch has weights */
-    bool spread;          /* true: combine_backward has run since the last dispatch */
+    bool spread;          /* true: combine_backward has succeeded since the last dispatch */
 };
 
 /* ------------------------------------------------------------------------------ memory ---- */
 
-/* Allocates 64-byte aligned memory of the context's device, or of the host for a host context.
- * Returns NULL if memory is short. */
+/* Allocates 64-byte aligned memory, on the context's device or, for a host context, on the
+ * host. Returns NULL if memory is short. */
 static void *allocate_memory(const epic_dispatcher *s, int64_t bytes)
 {
     const epic_backend *backend = s->ctx->backend;
@@ -37,7 +37,7 @@ static void *allocate_memory(const epic_dispatcher *s, int64_t bytes)
                              : aligned_alloc(64, whole ? whole : 64);
 }
 
-/* Releases memory of allocate_memory(). memory may be NULL. */
+/* Releases memory that allocate_memory() has returned. `memory` may be NULL. */
 static void release_memory(const epic_dispatcher *s, void *memory)
 {
     const epic_backend *backend = s->ctx->backend;
@@ -60,8 +60,8 @@ static bool allocate_slots(const epic_dispatcher *s, epic_slots *out)
     return out->rows != NULL && out->weights != NULL;
 }
 
-/* Allocates the plan and all buffers. Returns false if memory is short; release_all() then
- * frees what exists. */
+/* Allocates the plan and all buffers. Returns false if memory is short. Some buffers may then
+ * exist, which release_all() frees. */
 static bool allocate_all(epic_dispatcher *s)
 {
     const int64_t counts = s->sizes.num_local_experts * (int64_t)sizeof(int32_t);
@@ -168,8 +168,8 @@ epic_result epic_dispatcher_open_v1(epic_dispatcher **out, const epic_dispatcher
         *out = s;
         return EPIC_OK;
     }
-    /* Abort the group. Otherwise a peer that has opened its dispatcher would wait for this
-     * rank's first call. */
+    /* Aborts the group. Otherwise a peer whose dispatcher has opened would wait in its first
+     * call for this rank. */
     char why[512];
     snprintf(why, sizeof why, "%s", epic_sentence());
     if (s->opened_here && s->ctx != NULL && s->ctx->backend != NULL)
@@ -193,8 +193,8 @@ epic_context *epic_dispatcher_context(const epic_dispatcher *dispatcher)
 
 /* ------------------------------------------------------------------------------- calls ---- */
 
-/* Checks the handle. `gradients` is true for the backward calls, which need
- * config.gradients. */
+/* Checks the dispatcher that the caller passed. `gradients` is true for the backward calls,
+ * which need config.gradients. */
 static epic_result check_dispatcher(const epic_dispatcher *s, bool gradients)
 {
     if (s == NULL)
@@ -207,7 +207,7 @@ static epic_result check_dispatcher(const epic_dispatcher *s, bool gradients)
     return EPIC_OK;
 }
 
-/* Checks that there is a current dispatch, which combine and the backward calls need. */
+/* Checks that a dispatch has succeeded. Combine and the backward calls use its plan. */
 static epic_result check_in_progress(const epic_dispatcher *s, bool gradients)
 {
     TRY(check_dispatcher(s, gradients));
@@ -233,8 +233,8 @@ static epic_const_rows const_rows_of(const epic_dispatcher *s, const void *data,
     return (epic_const_rows){data, num_rows, s->row_bytes};
 }
 
-/* Copies the slots to the caller's struct, which may have fewer fields if it was compiled with
- * an older header. */
+/* Copies *slots to the caller's struct of `size` bytes, which may have fewer fields if the
+ * caller was compiled with an older header. */
 static epic_result write_slots(const epic_slots *slots, epic_slots *out, size_t size)
 {
     TRY(CHECK_PLACE(out, size));

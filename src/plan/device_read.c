@@ -5,7 +5,7 @@
 #include "base/error.h"
 #include "rules/device_layout.h"
 
-#define CHUNK 1024 /* choices that are copied to the host at a time */
+#define CHUNK 1024 /* number of fates that are copied to the host at a time */
 
 /* Returns true if the header's checksum, ranges and sizes are valid. */
 static bool is_header_valid(const device_plan_header *h)
@@ -21,8 +21,8 @@ static bool is_header_valid(const device_plan_header *h)
     return h->bytes == device_plan_end(&at, h->layout, h->num_logical);
 }
 
-/* Adds the fates of `count` choices to the counts in *out. Returns false if a fate is out of
- * range. */
+/* Counts `count` fates: adds 1 to the count in *out that belongs to each fate. Returns false if
+ * a fate is out of range. */
 static bool count_fates(const int32_t *fates, int64_t count, epic_plan_info *out)
 {
     for (int64_t i = 0; i < count; i++) {
@@ -51,8 +51,9 @@ static epic_result read_fates(const unsigned char *from, int64_t choices, device
     return EPIC_OK;
 }
 
-/* Fills in *out from the header, except the counts of fates. With EPIC_TREE, this rank's first
- * leaf follows from its position in the tree (rank_at). */
+/* Fills in *out from the header, except the counts of fates. With EPIC_TREE, rank_at lists the
+ * ranks in the order of their leaves in the tree, and each rank has the same number of
+ * leaves. */
 static void describe_device_plan(const device_plan_header *h, const device_plan_layout *at,
                                  epic_plan_info *out)
 {

@@ -13,8 +13,8 @@ typedef bool (*device_fetch)(void *to, const void *from, size_t bytes);
 
 /* Reads the header of a CUDA context's plan, and counts the plan's fates. `fetch` copies the
  * plan's bytes to host memory. Returns false if the bytes do not begin like such a plan.
- * Otherwise sets *result to the result of epic_plan_read, and fills in *out if it is
- * EPIC_OK. */
+ * Otherwise returns true, sets *result to the result of epic_plan_read, and, if *result is
+ * EPIC_OK, fills in *out. */
 bool device_plan_read(const void *plan, int64_t plan_bytes, device_fetch fetch,
                       epic_plan_info *out, epic_result *result);
 

@@ -10,7 +10,8 @@
 #define PLAN_MAGIC 0x314e414c50435045ull /* "EPCPLAN1" */
 #define SECTION 64                       /* alignment of the arrays in bytes */
 
-/* Reserves an array of `count` int32 numbers at *end. Returns its offset. */
+/* Adds an array of `count` int32 numbers at offset *end, and moves *end behind it. Returns the
+ * offset of the array. */
 static int64_t add_section(int64_t *end, int64_t count)
 {
     const int64_t begin = *end;
@@ -36,8 +37,8 @@ void plan_layout(plan_header *h)
     h->bytes = end;
 }
 
-/* Returns the bytes of the planner's workspace: 7 int32 arrays [num_experts], 4 int32 arrays
- * [num_ranks] and 2 int64 arrays [num_ranks]. */
+/* Returns the size of the planner's workspace in bytes: 7 int32 arrays [num_experts], 4 int32
+ * arrays [num_ranks] and 2 int64 arrays [num_ranks]. */
 static int64_t workspace_bytes(int64_t num_experts, int64_t num_ranks)
 {
     int64_t end = 0;
@@ -95,9 +96,9 @@ static int32_t max_experts_per_rank(int32_t *count, const epic_layer *layer, int
     return most;
 }
 
-/* Sets the pointers to the workspace. The workspace begins at the end of the largest plan that
- * is possible with these numbers of tokens. So its place does not depend on the placement of
- * the experts. */
+/* Sets the pointers of *p into the workspace. The workspace begins where the largest possible
+ * plan with these numbers of tokens would end. So its address does not depend on the placement
+ * of the experts, which is not known yet. */
 static void locate_workspace(planner *p, const plan_header *h)
 {
     plan_header largest = *h;
@@ -116,7 +117,7 @@ static void locate_workspace(planner *p, const plan_header *h)
     p->capacity = (int64_t *)(p->bytes + add_section(&end, 2 * h->num_ranks));
 }
 
-/* Sets the pointers to the arrays, at the offsets in the header. */
+/* Sets the pointers of *p to the arrays of the plan, at the offsets in its header. */
 static void locate_arrays(planner *p)
 {
     const plan_header *h = p->header;
@@ -183,7 +184,8 @@ static uint64_t header_checksum(const plan_header *h)
     return hash_bytes(&copy, sizeof copy);
 }
 
-/* Zeroes the bytes from the end of an array of `count` numbers at `begin` up to `end`. */
+/* Zeroes the padding after an array: the bytes between its end and offset `end`. The array has
+ * `count` int32 numbers and begins at offset `begin`. */
 static void clear_padding_after(planner *p, int64_t begin, int64_t count, int64_t end)
 {
     begin += count * (int64_t)sizeof(int32_t);
@@ -241,8 +243,8 @@ static bool are_all_within(const int32_t *values, int64_t count, int32_t least, 
     return count <= 0 || (low >= least && high <= most);
 }
 
-/* Checks the numbers of tokens, and that base_of holds their running sums. The sums are
- * computed with 64 bits, because a 32-bit sum could overflow and look valid. */
+/* Checks the numbers of tokens. Element r of base_of must be the number of tokens of all ranks
+ * below r. The sums have 64 bits, because a 32-bit sum could overflow and look valid. */
 static bool are_tokens_valid(const plan_view *v)
 {
     const plan_header *h = v->header;
@@ -255,8 +257,8 @@ static bool are_tokens_valid(const plan_view *v)
            v->tokens_of[h->rank] == h->num_tokens;
 }
 
-/* Checks that the slabs are contiguous from slot 0 to num_slots, and that each has at least as
- * many slots as choices. */
+/* Checks that the slabs follow each other without gaps from slot 0 to num_slots, and that each
+ * slab has at least as many slots as choices. */
 static bool are_slabs_valid(const plan_view *v)
 {
     const plan_header *h = v->header;
@@ -269,7 +271,8 @@ static bool are_slabs_valid(const plan_view *v)
     return flat || v->slab_begin[h->num_local] == h->num_slots;
 }
 
-/* Checks that every element of every array is in its range. Later code relies on this. */
+/* Checks that every element of every array is in range, because the code that uses the plan
+ * does not check them again. */
 static bool are_ranges_valid(const plan_view *v)
 {
     const plan_header *h = v->header;
@@ -287,8 +290,8 @@ static bool are_ranges_valid(const plan_view *v)
            are_all_within(v->row_of, flat ? h->total_tokens : 0, -1, h->num_slots - 1);
 }
 
-/* Returns true if the sizes in the header are in range, and its offsets are those of
- * plan_layout(). */
+/* Returns true if the sizes in the header are in range, and the offsets are those that
+ * plan_layout() computes from them. */
 static bool is_layout_valid(const plan_header *h)
 {
     epic_layer layer;

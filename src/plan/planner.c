@@ -6,9 +6,9 @@
  * The steps are:
  * 1. Replace each logical expert by one of its replicas.
  * 2. Count the choices of each expert.
- * 3. Limit the choices of each expert, so that every rank stays within its capacity.
- * 4. Place the slabs: compute the first slot of each.
- * 5. Give each kept choice the next slot of its expert, in the order (rank, token, k). */
+ * 3. Set the limit of each expert, so that every rank stays within its capacity.
+ * 4. Place the slabs: compute the first slot of each slab.
+ * 5. Assign the next slot of its expert to each kept choice, in the order (rank, token, k). */
 #include <string.h>
 
 #include "base/error.h"
@@ -25,12 +25,13 @@ static void count_choices(planner *p)
         if (p->ids[i] >= 0) p->count[p->ids[i]]++;
 }
 
-/* Numbers the local experts of each rank by ascending global id. With EPIC_TREE, also sets the
- * position of each rank's experts in the tree (position_of). */
+/* Numbers the experts of each rank by ascending global id. With EPIC_TREE, also sets
+ * position_of: the position of each rank's experts in the tree. */
 static void number_experts(planner *p)
 {
     const plan_header *h = p->header;
-    int32_t *num_owned = p->used_slots; /* reuses the array, because no slots are used yet */
+    /* used_slots is not in use yet and serves as scratch memory */
+    int32_t *num_owned = p->used_slots;
     memset(num_owned, 0, (size_t)h->num_ranks * sizeof *num_owned);
     for (int32_t l = 0; l < h->num_local; l++) p->expert_of[l] = -1;
     for (uint32_t e = 0; e < h->layer.num_experts; e++) {
@@ -48,11 +49,16 @@ static int32_t min_int32(int32_t a, int32_t b)
     return a < b ? a : b;
 }
 
-/* Reasons why a choice is dropped. With EPIC_BY_K there are two passes. The first one,
- * judge_choices_by_k(), visits the choices in the order of k and decides which are kept. It
- * stores the reason of each drop in `ids`, in the bits above the expert id (which is less than
- * MAX_EXPERTS). The second pass visits the choices in the order of tokens and gives each kept
- * choice the next slot. Without EPIC_BY_K, one pass in the order of tokens does both. */
+/* The reasons why a choice is dropped.
+ *
+ * With EPIC_BY_K there are two passes over the choices:
+ * 1. judge_choices_by_k() visits the choices in the order of k and decides which are kept. It
+ *    stores the reason of each drop in `ids`, in the bits above the expert id, which is less
+ *    than MAX_EXPERTS.
+ * 2. The second pass visits the choices in the order of tokens. It assigns the next slot of the
+ *    expert to each kept choice.
+ *
+ * Without EPIC_BY_K, one pass in the order of tokens does both. */
 enum {
     ID_BITS = MAX_EXPERTS - 1,
     EXPERT_IS_FULL = MAX_EXPERTS,
@@ -64,8 +70,8 @@ static bool is_priority_by_k(const planner *p)
     return p->header->layer.priority == EPIC_BY_K;
 }
 
-/* Decides whether expert e keeps a choice. `position` is the choice's index among all choices
- * of e, in order of priority. The expert keeps the choices at positions below min(limit[e],
+/* Decides if expert e keeps a choice. `position` is the number of choices of e that come before
+ * this one in the order of priority. The expert keeps choices at positions below min(limit[e],
  * rank_limit[rank of e]). Returns 0 if it keeps the choice, otherwise EXPERT_IS_FULL or
  * RANK_IS_FULL. */
 static int32_t judge_choice(const planner *p, int32_t e, int32_t position)
@@ -74,8 +80,8 @@ static int32_t judge_choice(const planner *p, int32_t e, int32_t position)
     return position >= p->quota[e] ? EXPERT_IS_FULL : RANK_IS_FULL;
 }
 
-/* Judges all choices of the group in the order of EPIC_BY_K: first all choices with k = 0, then
- * those with k = 1, and so on. Stores the reasons of drops in `ids`. */
+/* Decides which choices of the group are kept, in the order of EPIC_BY_K: first all choices
+ * with k = 0, then those with k = 1, and so on. Stores the reasons of drops in `ids`. */
 static void judge_choices_by_k(planner *p)
 {
     const plan_header *h = p->header;
@@ -89,8 +95,8 @@ static void judge_choices_by_k(planner *p)
         }
 }
 
-/* Returns true if a choice is kept. `id` is the choice's entry in p->ids. The caller must call
- * it once for each choice, in the order of tokens and k, because it advances next[e] of the
+/* Returns true if a choice is kept. `id` is the choice's entry in p->ids. Must be called once
+ * for each choice, in the order of tokens and k, because the call increments next[e] of the
  * choice's expert e. */
 static bool is_kept(planner *p, int32_t id)
 {
@@ -98,7 +104,7 @@ static bool is_kept(planner *p, int32_t id)
     return is_priority_by_k(p) ? id == e : judge_choice(p, e, p->next[e]++) == 0;
 }
 
-/* Counts the rows that each rank needs, in needed[], for a FLAT layer. A token takes one row on
+/* For a FLAT layer: counts in needed[] the rows that each rank needs. A token needs one row on
  * each rank that keeps at least one of its choices. */
 static void count_rows(planner *p)
 {
@@ -121,8 +127,8 @@ static void count_rows(planner *p)
     }
 }
 
-/* Counts the slots that each rank needs with the current limits, and stores them in needed[].
- * Expert e of rank r keeps at most min(limit[e], rank_limit[r]) choices. */
+/* Counts in needed[] the slots that each rank needs with the current limits. Expert e of rank r
+ * keeps at most min(limit[e], rank_limit[r]) choices. */
 static void count_needed_slots(planner *p)
 {
     const plan_header *h = p->header;
@@ -143,12 +149,12 @@ static bool is_over(const planner *p, int32_t rank)
     return p->capacity[rank] && p->needed[rank] > p->capacity[rank];
 }
 
-/* Drops choices on each rank that needs more slots than its capacity. All experts of the rank
- * get the same limit. It is the largest limit with which the rank's slots suffice.
+/* Lowers the limits of the experts on each rank that needs more slots than its capacity. All
+ * experts of such a rank get the same limit: the largest with which the rank's slots suffice.
  *
- * The loop does a binary search for all ranks at the same time, between fits[rank] and
- * fails[rank]. For a rank within its capacity, fits[rank] and fails[rank] are equal from the
- * start, so the search ends at once. */
+ * The loop is a binary search for all ranks at the same time, between fits[rank] and
+ * fails[rank]. For a rank within its capacity these two are equal from the start, so its search
+ * has no steps. */
 static void drop_choices(planner *p)
 {
     const plan_header *h = p->header;
@@ -174,9 +180,9 @@ static void drop_choices(planner *p)
         p->limit[e] = min_int32(p->limit[e], p->fits[p->owner[e]]);
 }
 
-/* Sets the limit of each expert, and the demand of this rank. If the layer drops,
- * expert_capacity and then the capacities of the ranks reduce the limits. If it does not drop,
- * returns EPIC_EOVERFLOW for a rank over its capacity. */
+/* Sets the limit of each expert, and the demand of this rank. If the layer drops choices
+ * (EPIC_OVERFLOW_DROP), lowers the limits to expert_capacity, and then to the capacities of the
+ * ranks. Otherwise returns EPIC_EOVERFLOW if a rank needs more slots than its capacity. */
 static epic_result set_limits(planner *p)
 {
     plan_header *h = p->header;
@@ -200,8 +206,8 @@ static epic_result set_limits(planner *p)
     return EPIC_OK;
 }
 
-/* Computes the first slot of each slab on its rank. Also fills in the slabs of this rank's own
- * experts. */
+/* Computes the first slot of the slab of each expert. Also fills in slab_begin and slab_count
+ * for this rank's own experts. */
 static void place_slabs(planner *p)
 {
     plan_header *h = p->header;
@@ -229,8 +235,8 @@ typedef struct choices {
 } choices;
 
 /* Returns the EPIC_FATE value of a dropped choice of expert e. `id` is the choice's entry in
- * p->ids. Without EPIC_BY_K the function also advances next[e], because a dropped choice has a
- * position too. With EPIC_BY_K only kept choices advance next[e]. */
+ * p->ids. Without EPIC_BY_K the function also increments next[e], which counts all choices of
+ * e. With EPIC_BY_K, next[e] counts only the kept ones. */
 static int32_t fate_of(planner *p, int32_t e, int32_t id)
 {
     const bool by_k = is_priority_by_k(p);
@@ -239,8 +245,9 @@ static int32_t fate_of(planner *p, int32_t e, int32_t id)
     return verdict == EXPERT_IS_FULL ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
 }
 
-/* Decides where the choices of one token go, and stores that in *c. In a FLAT layer a slot of 0
- * or more only shows that the choice is kept. share_rows() then replaces it by a row. */
+/* Decides where the choices of one token go, and stores the result in *c. In a FLAT layer a
+ * slot of 0 or more only means that the choice is kept. share_rows() then replaces it by the
+ * token's row. */
 static void place_token(planner *p, const int32_t *ids, choices *c)
 {
     for (uint32_t k = 0; k < p->header->layer.top_k; k++) {
@@ -258,8 +265,8 @@ static void place_token(planner *p, const int32_t *ids, choices *c)
     }
 }
 
-/* FLAT layers only: gives all kept choices of the token on one rank the same slot, the next
- * free one of that rank. */
+/* For a FLAT layer: sets the slots of all kept choices of the token on one rank to the same
+ * row, the next free one of that rank. */
 static void share_rows(planner *p, choices *c)
 {
     for (uint32_t k = 0; k < p->header->layer.top_k; k++) {
@@ -286,9 +293,9 @@ static void record_fates(planner *p, int64_t token, const choices *c)
     }
 }
 
-/* Like place_token(), but for a token that another rank owns. Replaces the id of each choice
- * that goes to `rank` (this rank) by its slot, and all other ids by -1. It advances next[] for
- * all experts, so that the positions of later choices are correct. */
+/* Like place_token(), but for a token of another rank. Replaces the id of each choice that goes
+ * to `rank` (this rank) by its slot, and all other ids by -1. Increments next[] for all
+ * experts, so that later choices get the correct positions. */
 static void place_foreign_token(planner *p, int32_t *ids, uint32_t top_k, int32_t rank)
 {
     for (uint32_t k = 0; k < top_k; k++) {
@@ -313,8 +320,9 @@ static bool is_nothing_dropped(const planner *p)
     return all;
 }
 
-/* Returns the slot of the next choice of expert e on the rank that owns it, or -1 if e is
- * negative. first_free [num_experts] is the first free slot of each slab. */
+/* Returns the slot of the next choice of expert e, on the rank that owns e. Returns -1 if e is
+ * negative. first_free [num_experts] is the first free slot of each expert's slab, and is
+ * updated. */
 static int32_t take_slot(int32_t *first_free, int32_t e)
 {
     return e < 0 ? -1 : first_free[e]++;
@@ -326,8 +334,8 @@ static int32_t slot_here(const planner *p, int32_t e, int32_t slot)
     return e >= 0 && p->owner[e] == p->header->rank ? slot : -1;
 }
 
-/* Replaces p->ids[begin .. end), which are choices of other ranks' tokens, by slots on this
- * rank. */
+/* Replaces the ids p->ids[begin .. end), which are choices of tokens of other ranks, by slots
+ * on this rank or -1. */
 static void place_all_kept_foreign(planner *p, int32_t *first_free, int64_t begin, int64_t end)
 {
     for (int64_t i = begin; i < end; i++) {
@@ -337,13 +345,13 @@ static void place_all_kept_foreign(planner *p, int32_t *first_free, int64_t begi
 }
 
 /* Places all choices of a plan that drops none, which is the usual case. This is faster than
- * the general code in place_choices(), because no choice is checked for whether it is kept. */
+ * the general code in place_choices(), which checks for each choice if it is kept. */
 static void place_all_kept(planner *p)
 {
     plan_header *h = p->header;
     const int64_t k = h->layer.top_k, begin = p->base_of[h->rank] * k;
     const int64_t count = h->num_tokens * k;
-    int32_t *first_free = p->next; /* reuses the array, because no positions are needed here */
+    int32_t *first_free = p->next; /* next is not in use here and serves as scratch memory */
     memcpy(first_free, p->begin, h->layer.num_experts * sizeof *first_free);
     place_all_kept_foreign(p, first_free, 0, begin);
     for (int64_t i = 0; i < count; i++) {

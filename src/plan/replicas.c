@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Replicas: checks their table, chooses a replica for each choice, and divides expert_capacity
- * among the replicas. */
+/* Replicas of logical experts: checks the table of replicas, chooses a replica for each choice,
+ * and divides expert_capacity among the replicas. */
 #include <string.h>
 
 #include "plan/plan.h"
@@ -22,10 +22,10 @@ replicas_error replicas_check(const epic_layer *layer, const int32_t *logical_of
     return (replicas_error){-1, -1};
 }
 
-/* Links the replicas of each logical expert in a ring, so that choices go to them in rotation.
- * turn[logical] becomes the replica for the next choice of `logical`, and after[expert] the
- * replica that follows `expert` in its ring. Both arrays are parts of the workspace that are
- * not used yet. */
+/* Links the replicas of each logical expert in a circular list, so that its choices go to them
+ * in rotation. Sets turn[logical] to the replica for the next choice of `logical`, and
+ * after[expert] to the replica that follows `expert` in its list. Both arrays are parts of the
+ * planner's workspace that are not in use yet. */
 static void form_rings(const planner *p, int32_t *turn, int32_t *after)
 {
     const epic_layer *layer = &p->header->layer;
@@ -56,8 +56,9 @@ void planner_choose_replicas(planner *p)
     }
 }
 
-/* A logical expert with r replicas sends its choice number n to replica n % r. It keeps only
- * its first `capacity` choices. So replica i keeps (capacity + r - 1 - i) / r of them. */
+/* Choice number n of a logical expert with r replicas goes to its replica number n % r. The
+ * logical expert keeps only its first `capacity` choices. So replica number i keeps (capacity +
+ * r - 1 - i) / r of them. */
 void planner_deal_capacity(planner *p)
 {
     const epic_layer *layer = &p->header->layer;

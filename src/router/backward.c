@@ -58,8 +58,8 @@ static epic_result prepare_backward(router_job *job, const epic_context *ctx,
     return router_check_ids(job, args->topk_idx, args->num_tokens);
 }
 
-/* Stores the gradients of scale_of_expert, which are sums over the tokens. With EPIC_ACCUMULATE
- * adds them instead. */
+/* Writes the gradients of scale_of_expert, which are sums over the tokens. With
+ * EPIC_ACCUMULATE, adds them to the array instead. */
 static void store_scale_gradient(const router_job *job, void *d_scale_of_expert)
 {
     float *narrow = d_scale_of_expert;

@@ -1,25 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Chooses the experts of a token. row_template.h includes this file.
  *
- * A column is an expert or a zero-expert (config.h). Its selection value is its score plus its
- * bias, if there is a bias (auxiliary-loss-free balancing, arXiv 2408.15664). The top_k columns
- * with the largest values are chosen, the largest first. Of equal values the lower column comes
- * first, and NaN comes last.
+ * A column is an expert or a zero-expert (config.h). Its *value* is its score, plus its bias if
+ * the router has one (auxiliary-loss-free balancing, arXiv 2408.15664). The top_k columns with
+ * the largest values are chosen, the largest first. Of columns with equal values the one with
+ * the lower number comes first. NaN comes last.
  *
- * With num_groups the columns are divided into equal groups, and only topk_groups groups are
- * kept (group-limited routing, arXiv 2412.19437). The score of a group is its largest value, or
- * the sum of its group_best largest values. Columns of other groups are not considered, or
- * count with the value 0 (EPIC_OTHERS_ZERO). */
+ * If num_groups is not 0, the columns form groups of equal size, and only the topk_groups
+ * groups with the best scores are kept (group-limited routing, arXiv 2412.19437). The score of
+ * a group is its largest value, or the sum of its group_best largest values. Columns of other
+ * groups cannot be chosen. With EPIC_OTHERS_ZERO they can be chosen, with the value 0. */
 
-/* Returns true if value a is chosen before value b. b belongs to a lower column, so b comes
- * first if both are equal. NaN comes last. */
+/* Returns true if a column with value a is chosen before a column with value b and a lower
+ * number. If a and b are equal, the lower number comes first. NaN comes last. */
 static inline bool is_above(REAL a, REAL b)
 {
     return a > b || (b != b && a == a);
 }
 
-/* Inserts column i into `out`, the sorted list of the best columns so far, if its value v[i] is
- * among the k best. `found` is the length of the list. Returns the new length. */
+/* Inserts column i into `out`, the sorted list of the best columns found so far, if its value
+ * v[i] is among the k largest. `found` is the length of the list. Returns the new length. */
 static inline int insert_best(int32_t *out, int found, int k, const REAL *v, int64_t i)
 {
     if (found == k && !is_above(v[i], v[out[k - 1]])) return found;
@@ -30,8 +30,9 @@ static inline int insert_best(int32_t *out, int found, int k, const REAL *v, int
     return found;
 }
 
-/* Writes to `out` the columns of the k largest values of v [n], the largest first. kept[b] is 0
- * if block b, of `block` columns, is excluded. kept NULL includes all blocks. */
+/* Writes to `out` the columns of the k largest values of v [n], the largest first. The columns
+ * form blocks of `block` columns. If kept[b] is 0, leaves out block b. If kept is NULL, leaves
+ * out none. */
 static void select_best(int32_t *out, int k, const REAL *v, int64_t n, const uint8_t *kept,
                         int64_t block)
 {
@@ -42,7 +43,7 @@ static void select_best(int32_t *out, int k, const REAL *v, int64_t n, const uin
                 found = insert_best(out, found, k, v, i);
 }
 
-/* Returns the score of a group with the values v [n]. `order` is scratch space for 64
+/* Returns the score of a group with the values v [n]. `order` is scratch memory for 64
  * columns. */
 static REAL score_group(const epic_router *r, const REAL *v, int64_t n, int32_t *order)
 {
@@ -67,7 +68,7 @@ static void keep_groups(const router_job *job, const REAL *v)
     for (uint32_t i = 0; i < r->topk_groups; i++) job->kept[job->order[i]] = 1;
 }
 
-/* Chooses experts with group-limited routing. With EPIC_OTHERS_ZERO it sets the values in v of
+/* Chooses experts with group-limited routing. With EPIC_OTHERS_ZERO, sets the values v of all
  * groups that are not kept to 0. */
 static void select_in_groups(const router_job *job, REAL *v, int32_t *topk_idx)
 {
@@ -84,8 +85,8 @@ static void select_in_groups(const router_job *job, REAL *v, int32_t *topk_idx)
     select_best(topk_idx, k, v, job->num_columns, NULL, job->num_columns);
 }
 
-/* Chooses the experts of a token. If the logits have the same order as the selection values
- * (job->on_logits), it chooses by the logits, so that no scores need be computed. */
+/* Chooses the experts of a token. If the values by which experts are chosen have the same order
+ * as the logits (job->on_logits), uses the logits, so that the scores need not be computed. */
 static void select_experts(const router_job *job, int32_t *topk_idx)
 {
     const int64_t n = job->num_columns;

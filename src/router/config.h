@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* State of one call of the router: the checked options, and the workspace for one token.
  *
- * With num_groups the columns are divided into equal groups. For each token the topk_groups
- * best groups are "kept". Columns of other groups are excluded, or their values count as 0.
+ * A *logit* is an output of the gate. A token has one for each *column*. The columns are the
+ * num_experts experts, followed by the zero_experts zero-experts, which return the token
+ * itself.
  *
- * "Columns" are the num_experts experts, followed by the zero_experts zero-experts, which
- * return the token itself. "Logits" are the outputs of the gate, one for each column. */
+ * If num_groups is not 0, the columns form that many groups of equal size. For each token only
+ * the topk_groups best groups are kept. Columns of other groups cannot be chosen, or their
+ * values count as 0. */
 #ifndef EPIC_ROUTER_CONFIG_H
 #define EPIC_ROUTER_CONFIG_H
 
@@ -17,8 +19,8 @@
 
 #define MAX_COLUMNS 65536 /* largest number of experts and zero-experts together */
 
-/* State of one call of the router or of a loss. The arrays after the comment "For one token"
- * hold float32 numbers, or float64 numbers if the logits are F64. */
+/* State of one call of the router or of a loss. The last part is workspace for one token: the
+ * arrays of void * contain float32 numbers, or float64 numbers if the logits are F64. */
 typedef struct router_job {
     epic_router router;          /* the caller's options, with defaults filled in */
     int64_t num_columns;         /* num_experts + zero_experts */
@@ -28,14 +30,16 @@ typedef struct router_job {
     uint32_t weights_type;       /* epic_type of weights, scale_of_expert and scores */
     uint32_t grad_type;          /* epic_type of d_logits */
     bool accumulate;             /* EPIC_ACCUMULATE: add to the gradients */
-    /* true: choose by the logits, which have the same order as the selection values */
+    /* true: choose experts by their logits, because the selection values have the same order */
     bool on_logits;
-    double *runs;       /* [LOSS_RUNS]: partial sums of a loss over tokens (rules/rule.h) */
+    /* [LOSS_RUNS]: partial sums of a loss, each over a range of tokens (rules/rule.h) */
+    double *runs;
     double *scale_sums; /* [num_columns]: gradient of scale_of_expert, summed over tokens */
     /* For one token: */
-    void *logits;   /* [num_columns] */
-    void *scores;   /* [num_columns] */
-    void *values;   /* [num_columns]: selection values; scratch space in backward */
+    void *logits; /* [num_columns] */
+    void *scores; /* [num_columns] */
+    /* [num_columns]: values by which experts are chosen; in backward scratch memory */
+    void *values;
     void *spare;    /* [num_groups]: scores of groups; in backward [num_columns]: gradients */
     int32_t *order; /* [num_columns]: columns or groups, in the order of their values */
     uint8_t *kept;  /* [num_groups]: 1 if this group of columns is kept for the token */
@@ -78,8 +82,8 @@ void *router_job_d_logits_row(const router_job *job, void *d_logits, int64_t tok
 epic_result router_prepare_forward(router_job *job, const epic_router_args *args);
 
 /* Searches for a token id, an entry of the table or a forced expert id that is out of range.
- * Returns the fault of the first one, or a fault with error DATA_OK if there is none. The
- * arrays must be in host memory. */
+ * Returns the first such error, or a fault whose `error` is DATA_OK. The arrays must be in host
+ * memory. */
 data_fault router_find_fault(const router_job *job, const epic_router_args *args);
 
 /* Checks that every expert id is below num_columns. Negative ids are valid and mean no choice.

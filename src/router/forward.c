@@ -3,7 +3,7 @@
  *
  * The host handles one token after the other (row.h): it computes the scores of the token's
  * logits (score_template.h), chooses experts (choose_template.h) and computes their weights
- * (weigh_template.h). On a CUDA context the device backend does this. */
+ * (weigh_template.h). On a CUDA context the device backend does all of this. */
 #include "base/arrays.h"
 #include "base/sized.h"
 #include "context/context.h"
@@ -19,8 +19,9 @@ static int64_t token_id(const epic_router_args *args, int64_t token)
     return args->token_id_type == EPIC_I64 ? wide[token] : narrow[token];
 }
 
-/* Returns the experts [top_k] of this token that the caller forces, or that the caller's table
- * gives to its id. Returns NULL if the router chooses. */
+/* Returns the experts [top_k] of a token if the caller has determined them: the forced ids
+ * topk_idx_in, or the row of the caller's table for the id of the token. Returns NULL if the
+ * router chooses. */
 static const int32_t *given_row(const epic_router_args *args, const router_job *job,
                                 int64_t token)
 {
@@ -67,8 +68,8 @@ data_fault router_find_fault(const router_job *job, const epic_router_args *args
     return (data_fault){DATA_OK, {0}};
 }
 
-/* Returns EPIC_EINVAL for the first invalid token id, table entry or forced id. Used by calls
- * that involve no other rank. */
+/* Returns EPIC_EINVAL if a token id, an entry of the table or a forced id is invalid. Used by
+ * calls that involve no other rank. */
 static epic_result check_ids(const router_job *job, const epic_router_args *args)
 {
     const data_fault fault = router_find_fault(job, args);

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The contribution of one token to the losses. row_template.h includes this file.
  *
- * Balance loss: the contribution is the sum over experts e of P_e load_e. P is a probability.
- * For the scores softmax and logits it is the softmax of the logits. For other scores it is the
- * score divided by the sum of the scores. The derivative with respect to P_e is load_e. The
- * gradient of the logits follows from this derivative by the chain rule.
+ * Balance loss: the contribution is the sum over experts e of P_e load_e. P_e is the
+ * probability of expert e. If router.score is softmax or logits, P is the softmax of the
+ * logits. Otherwise P_e is the score of e divided by the sum of all scores. The derivative of
+ * the contribution by P_e is load_e. The gradient of the logits follows from it by the chain
+ * rule.
  *
  * Z-loss: the contribution is logsumexp(z)^2, with z the logits. Its gradient is 2 logsumexp(z)
  * softmax(z).
@@ -12,8 +13,8 @@
  * Sums over experts and over tokens are computed in float64. losses.c has the sources of the
  * formulas. */
 
-/* Computes the probabilities P in job->scores. Returns the divisor of the scores, 0 if all
- * scores are 0, or 1 for a softmax. */
+/* Writes the probabilities P to job->scores. Returns the number by which the scores were
+ * divided: their sum, or 1 for a softmax. If the sum is 0, does not divide. */
 static REAL make_probabilities(const router_job *job, const void *logits)
 {
     const uint32_t score = job->router.score;
@@ -30,7 +31,7 @@ static REAL make_probabilities(const router_job *job, const void *logits)
     return sum;
 }
 
-/* Returns the sum of P_e load_e over the experts, added in the order of sum_row(). */
+/* Returns the sum of P_e load_e over the experts. Adds in the same order as sum_row(). */
 static double dot_load(const router_job *job, const int32_t *load)
 {
     const REAL *p = job->scores;
@@ -97,8 +98,8 @@ static double square_logsumexp(const router_job *job, const void *logits)
     return l * l;
 }
 
-/* router_row_ops.z_backward: computes the gradient of factor * l^2, with l = logsumexp(z). It
- * is 2 factor l softmax(z). */
+/* router_row_ops.z_backward: computes the gradient of factor * l^2, with l = logsumexp(z). The
+ * gradient is 2 factor l softmax(z). */
 static void z_backward(const router_job *job, const void *logits, double factor, void *d_logits)
 {
     const REAL *p = job->scores;

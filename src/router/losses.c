@@ -11,8 +11,8 @@
  * - Z-loss (ST-MoE, arXiv 2202.08906): coeff / T * sum_t logsumexp(z_t)^2.
  * - Bias update (arXiv 2408.15664): bias_e += rate * sign(mean load - load_e).
  *
- * Each rank computes the part of its own tokens. The loss is the sum of the parts of all
- * ranks. */
+ * Each rank computes the terms of its own tokens, its part of the loss. The loss is the sum of
+ * the parts of all ranks. */
 #include <string.h>
 
 #include "base/arrays.h"
@@ -52,7 +52,7 @@ static epic_result check_loss_arrays(const loss_job *job, pass pass)
     return CHECK_ARRAYS(arrays);
 }
 
-/* Checks the arguments that only one pass has, forward or backward, and the arrays. */
+/* Checks the arrays, and the arguments that only forward or only backward has. */
 static epic_result check_pass(const loss_job *job, pass pass)
 {
     const epic_loss_args *a = &job->args;
@@ -139,13 +139,14 @@ static void store_loss(const epic_loss_args *args, double loss)
         memcpy(args->loss, &narrow, sizeof narrow);
 }
 
-/* Returns the factor that multiplies the sum over tokens and experts of P * load. */
+/* Returns the factor of the balance loss. The loss is this factor times the sum over tokens and
+ * experts of P * load. */
 static double balance_factor(const loss_job *job)
 {
     const epic_loss_args *a = &job->args;
     const double T = (double)a->total_tokens;
-    /* The sequence-wise loss is a mean over T / S sequences. Each sequence contributes a sum
-     * divided by S^2. So the total of these sums is divided by S T. */
+    /* The sequence-wise loss is the mean over T / S sequences. The sum of each sequence is
+     * divided by S^2. So in the mean each sum is divided by S^2 * T / S = S T. */
     const double counted = a->sequence_tokens > 0 ? (double)a->sequence_tokens : T;
     if (T == 0) return 0;
     return job->router.router.num_experts * a->coeff / job->router.router.top_k / counted / T;
@@ -163,8 +164,8 @@ static const int32_t *count_choices(const loss_job *job, int64_t first)
     return r->order;
 }
 
-/* Sets *load to the load [num_experts] for the tokens from `first` on. Returns for how many
- * tokens it is valid: one sequence, or all tokens. */
+/* Sets *load to the load [num_experts] that counts for the tokens from `first` on. Returns the
+ * number of tokens for which it counts: one sequence, or all tokens. */
 static int64_t next_load(const loss_job *job, int64_t first, const int32_t **load)
 {
     const bool whole = job->args.sequence_tokens == 0;
@@ -172,15 +173,15 @@ static int64_t next_load(const loss_job *job, int64_t first, const int32_t **loa
     return whole ? job->args.num_tokens : job->args.sequence_tokens;
 }
 
-/* Sets all runs to 0. Sums over tokens use LOSS_RUNS partial sums, called runs. Each run adds
- * consecutive tokens, and at the end the runs are added in a tree. A GPU adds in the same
- * order, with one thread per run, so host and GPU get the same bits. */
+/* Sets all runs to 0. A run is one of LOSS_RUNS partial sums of a loss: the sum over a range of
+ * consecutive tokens. At the end the runs are added in a tree. A GPU adds in the same order,
+ * with one thread per run, so host and GPU get the same bits. */
 static void zero_runs(const loss_job *job)
 {
     memset(job->router.runs, 0, LOSS_RUNS * sizeof *job->router.runs);
 }
 
-/* Returns the run that a token is added to. */
+/* Returns the run to which a token belongs. */
 static double *run_at(const loss_job *job, int64_t token)
 {
     return job->router.runs + token / loss_run_tokens(job->args.num_tokens);
@@ -285,7 +286,8 @@ epic_result epic_balance_loss_backward_v1(epic_context *ctx,
 
 /* ------------------------------------------------------------------------------ z-loss ---- */
 
-/* Returns the factor that multiplies the sum over tokens of logsumexp^2. */
+/* Returns the factor of the z-loss. The loss is this factor times the sum over tokens of
+ * logsumexp^2. */
 static double z_factor(const loss_job *job)
 {
     return job->args.total_tokens ? job->args.coeff / (double)job->args.total_tokens : 0;
@@ -376,7 +378,7 @@ static epic_result check_bias(const epic_bias_update_args *a)
 }
 
 /* Updates the bias: bias_e += rate * sign(mean load - load_e). The sign is that of total -
- * num_experts * load_e, which integers compute exactly. */
+ * num_experts * load_e, which is exact in integers. `total` is the sum of all loads. */
 static void update_bias(const epic_bias_update_args *a)
 {
     int64_t total = 0;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The arithmetic of the router for one token. row_f32.c and row_f64.c include this file, with
- * REAL defined as float and double. OF(name) appends the suffix of the type to a name that
+ * REAL defined as float or double. OF(name) appends the suffix _f32 or _f64 to a name that
  * other files use. Every sum has a fixed order (sum_block), so all machines and GPUs compute
  * the same bits. */
 #include <string.h>
@@ -18,7 +18,7 @@
 #include "router/weigh_template.h"
 
 /* router_row_ops.choose: chooses the experts of a token and computes their weights. Computes
- * the scores only if they are needed for the choice, the weights or the caller. */
+ * the scores only if the choice, the weights or the caller need them. */
 static void choose_experts(const router_job *job, const void *logits, const int32_t *given,
                            int32_t *topk_idx, void *weights, void *scores)
 {

@@ -6,10 +6,10 @@
 
 #include "rules/scalar_template.h"
 
-/* number of elements of a block, which SUM_LANES partial sums add together */
+/* number of elements that SUM_LANES partial sums add together */
 #define SUM_BLOCK 1024
-/* Number of partial sums of a block. The CUDA kernels have one per lane of a warp. The host
- * adds in the same order, so the results have the same bits. */
+/* Number of partial sums of a block. The CUDA kernels have one partial sum for each lane of a
+ * warp. The host adds in the same order, so both results have the same bits. */
 #define SUM_LANES 32
 
 /* Converts n elements of `type` to REAL. If REAL is double, `type` is EPIC_F64 and the elements
@@ -68,7 +68,7 @@ static REAL largest_of(const REAL *v, int64_t n)
     return largest;
 }
 
-/* Computes p = softmax(z). Returns the divisor, the sum of e^(z - largest z). */
+/* Computes p = softmax(z). Returns the divisor of the softmax: the sum of e^(z - largest z). */
 static REAL make_softmax(REAL *p, const REAL *z, int64_t n)
 {
     const REAL largest = largest_of(z, n);
@@ -96,8 +96,8 @@ static void make_scores(REAL *s, const REAL *z, uint32_t score, int64_t n)
     }
 }
 
-/* Replaces the gradient d of p = softmax(z) by the gradient of z: d_i = p_i * (d_i - sum_j p_j
- * d_j). `products` is scratch space for n elements. */
+/* Replaces d, the gradient of p = softmax(z), by the gradient of z: d_i = p_i * (d_i - sum_j
+ * p_j d_j). `products` is scratch memory for n elements. */
 static void softmax_backward(REAL *d, const REAL *p, REAL *products, int64_t n)
 {
     for (int64_t i = 0; i < n; i++) products[i] = p[i] * d[i];
@@ -118,8 +118,8 @@ static void score_backward(const router_job *job)
             if (d[i] != 0) d[i] *= score_slope(s[i], z[i], job->router.score);
 }
 
-/* Writes the gradient of the logits, which is in job->spare, to d_logits. With EPIC_ACCUMULATE
- * adds it. */
+/* Writes the gradient of the logits from job->spare to d_logits. With EPIC_ACCUMULATE, adds it
+ * to d_logits instead. */
 static void store_d_logits(const router_job *job, void *d_logits)
 {
     const int64_t n = job->num_columns;

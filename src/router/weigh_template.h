@@ -1,24 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Weights of a token's chosen experts, and their gradients. row_template.h includes this file.
  *
- * The weight of choice i, an expert e, is parts[i] / divisor * scale * scale_of_expert[e].
- * - parts[i] is, by the weight rule, the score of e, the sigmoid of its logit, its softmax over
- *   the chosen logits, or its probability of SparseMixer.
+ * If choice i is expert e, its weight is parts[i] / divisor * scale * scale_of_expert[e].
+ * - parts[i] depends on the weight rule: it is the score of e, the sigmoid of its logit, its
+ *   softmax over the logits of the chosen experts, or its probability in SparseMixer.
  * - The divisor is 1, the sum of the parts plus eps (EPIC_NORMALIZE_SUM), or the larger of the
  *   sum and norm_min (EPIC_NORMALIZE_CLAMPED).
  *
- * A negative choice is no expert, and its weight is 0. */
+ * If the id of a choice is negative, the choice has no expert, and its weight is 0. */
 
 #define MAX_CHOSEN 64 /* largest top_k */
 
-/* The parts and the divisor from which the weights of one token are computed. */
+/* The parts and the divisor of the weights of one token (formula at the head of this file). */
 typedef struct shares {
     REAL parts[MAX_CHOSEN];   /* 0 for a choice without an expert */
     REAL divisor;             /* if it is 0, every weight is 0 */
-    bool is_divisor_variable; /* true if the divisor is a function of the parts */
+    bool is_divisor_variable; /* true: the divisor depends on the parts, so it has a gradient */
 } shares;
 
-/* Computes p [k], the softmax over the logits of the chosen experts. It is 0 for a choice
+/* Computes p [k], the softmax over the logits of the chosen experts. p is 0 for a choice
  * without an expert. */
 static void softmax_chosen(REAL *p, const REAL *z, const int32_t *topk_idx, int k)
 {
@@ -34,11 +34,12 @@ static void softmax_chosen(REAL *p, const REAL *z, const int32_t *topk_idx, int 
     for (int i = 0; i < k; i++) p[i] /= sum;
 }
 
-/* Computes p [num_columns], the softmax from which EPIC_WEIGHT_SPARSEMIXER takes the part of
- * choice i (arXiv 2310.00811). The softmax excludes two kinds of columns:
+/* Computes p [num_columns], the softmax for choice i in EPIC_WEIGHT_SPARSEMIXER (arXiv
+ * 2310.00811). The part of choice i is the element of p of its expert. The softmax leaves out
+ * two sets of columns, whose p is 0:
  * - The columns of earlier choices.
- * - Columns whose logit z is far below `largest`, the largest logit of the other columns: those
- *   with (largest - z) / max(|z|, largest) > 2 * jitter.
+ * - Columns whose logit z is far below `largest`, the largest logit of the columns that are
+ *   left: those with (largest - z) / max(|z|, largest) > 2 * jitter.
  *
  * The formula is that of Phi-3.5-MoE. It is also used if the largest logit is below 0. */
 static void masked_softmax(const router_job *job, const int32_t *topk_idx, int i, REAL *p)
@@ -72,9 +73,9 @@ static void sparsemixer_parts(const router_job *job, const int32_t *topk_idx, RE
     }
 }
 
-/* Adds the gradient of the logits for EPIC_WEIGHT_SPARSEMIXER to job->spare. The part of each
- * choice depends on the logits through that choice's own softmax. The selection of the columns
- * that a softmax excludes has no gradient. */
+/* For EPIC_WEIGHT_SPARSEMIXER: adds the gradient of the logits to job->spare. g is the gradient
+ * of the parts. The part of each choice depends on the logits through the softmax of that
+ * choice. Which columns a softmax leaves out has no gradient. */
 static void sparsemixer_backward(const router_job *job, const REAL *parts,
                                  const int32_t *topk_idx, const REAL *g)
 {
@@ -153,8 +154,7 @@ static void weigh_choices(const router_job *job, const int32_t *topk_idx, void *
 }
 
 /* Adds the gradient of scale_of_expert to job->scale_sums. Then multiplies g, the gradient of
- * the weights, by scale_of_expert. After that g is the gradient of parts[i] / divisor *
- * scale. */
+ * the weights, by scale_of_expert. The new g is the gradient of parts[i] / divisor * scale. */
 static void scale_backward(const router_job *job, const shares *shares, const int32_t *topk_idx,
                            REAL *g)
 {
@@ -181,8 +181,9 @@ static void share_backward(const shares *shares, REAL *g, int k, REAL scale)
         for (int i = 0; i < k; i++) g[i] -= mean;
 }
 
-/* Computes a gradient from g, the gradient of the parts, and adds it to job->spare: the
- * gradient of the scores with EPIC_WEIGHT_OF_SCORE, or of the logits with the other rules. */
+/* Adds a gradient to job->spare, computed from g, the gradient of the parts. With
+ * EPIC_WEIGHT_OF_SCORE it is the gradient of the scores, with the other rules that of the
+ * logits. */
 static void parts_backward(const router_job *job, const REAL *parts, const int32_t *topk_idx,
                            const REAL *g)
 {
