@@ -4,7 +4,7 @@
  *   rows  [num_rows, row_bytes], weights of their slots  ->  out [num_tokens, row_bytes]
  *
  * A partial sum is the sum of weight * row over a token's slots on one rank. A worker is a warp
- * that moves rows.
+ * that moves rows. Each partial sum has a writer and a reader:
  *
  *   writer   worker of an expert's rank: stores the partial sum of a token to the staging of
  *            the token's rank
@@ -13,12 +13,13 @@
  *            poison back
  *
  * A worker first sends its partial sums for the peers' tokens. Then it adds the partial sums
- * that arrive for this rank's tokens. No send waits for anything, so no two ranks wait for each
- * other in a circle. One warp of the last CTA announces the operation, and the control warp of
- * that CTA ends it.
+ * that arrive for this rank's tokens. A worker that sends does not wait for anything, so ranks
+ * cannot wait for each other in a circle. One warp of the last CTA announces the operation, and
+ * the control warp (last warp) of that CTA ends it.
  *
- * lowlat/sum.cuh has the units of work for aligned rows. Rows that are not aligned, and sums in
- * tree order, use the units of combine/plain.cuh. */
+ * lowlat/sum.cuh has the units of work for aligned rows whose partial sums are added in the
+ * order of ranks. For unaligned rows and for sums in tree order, this kernel uses the units of
+ * combine/plain.cuh. */
 /* Makes waits poll longer before they sleep, for lower latency. wait.cuh reads it, so it must
  * be defined before the first #include. */
 #define LOW_LATENCY 1
@@ -29,11 +30,10 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/lowlat/sum.cuh"
 
-/* Divides the units of work among the workers. A unit is one piece of a token's row. There are
- * two kinds of units. For a token of a peer, the worker sends a partial sum. For a token of
- * this rank ("own"), it adds the partial sums of all ranks. To balance the work, the first
- * units of peers' tokens go to the first workers, and the first units of own tokens to the last
- * workers. */
+/* Divides the units of work among the workers. A unit is one piece of a token's row. For a
+ * token of a peer, the worker sends a partial sum. For a token of this rank ("own token"), it
+ * adds the partial sums of all ranks. To balance the work, the first units of peers' tokens go
+ * to the first workers, and the first units of own tokens go to the last workers. */
 struct CombineUnits {
     const CombineState &c;
     const CtaRange all_ctas;
@@ -41,23 +41,23 @@ struct CombineUnits {
      * is equal in all lanes. */
     const int worker;
 
-    /* Divides the units of both kinds among the workers of all CTAs. */
+    /* Divides the units among the workers of all CTAs. */
     __device__ __forceinline__ explicit CombineUnits(const CombineState &combine)
         : c(combine), all_ctas{0, (int)gridDim.x},
           worker(all_ctas.worker_index_of(__shfl_sync(ALL_LANES, (int)(threadIdx.x / WARP), 0)))
     {
     }
-    /* Returns unit number u of own tokens if `own` is true, else of peers' tokens. The unit's
-     * slots are not set. */
+    /* Returns unit number u of this rank's own tokens if `own` is true, else of peers' tokens.
+     * Does not set the unit's slots. */
     __device__ __forceinline__ Unit unit_at(int u, bool own) const
     {
         const int senders = c.job.self.num_ranks - 1, row = u / c.shape.pieces;
         if (own) return {row, 0, u % c.shape.pieces, -1, -1};
         return {row / senders, row % senders, u % c.shape.pieces, -1, -1};
     }
-    /* Returns the number of this worker's first unit of own tokens if `own` is true, else of
-     * peers' tokens. Units of own tokens go to the last worker of each CTA after all other
-     * workers, because this worker also checks the plan. */
+    /* Returns the number of this worker's first unit: a unit of this rank's own tokens if `own`
+     * is true, else of peers' tokens. The last worker of each CTA also checks the plan, so it
+     * gets its first unit of own tokens later than all other workers. */
     __device__ __forceinline__ int first_index(bool own) const
     {
         const int back = all_ctas.num_workers() - 1 - worker;
@@ -65,9 +65,9 @@ struct CombineUnits {
         return back >= all_ctas.ctas ? back - all_ctas.ctas
                                      : back + all_ctas.num_workers() - all_ctas.ctas;
     }
-    /* Returns unit number u with this lane's slot; for an own token, also with the rank that
-     * this lane's choice goes to. If u is not below `end`, the number of units of this kind, it
-     * returns an empty unit. */
+    /* Returns unit number u, and loads this lane's slot. For an own token, also loads the rank
+     * to which this lane's choice goes. `end`: number of units of own tokens if `own` is true,
+     * else of peers' tokens. If u >= end, returns an empty unit. */
     __device__ __forceinline__ Unit read_unit(int u, bool own, int end) const
     {
         if (u >= end) return {};
@@ -77,9 +77,9 @@ struct CombineUnits {
         if (own) unit.ranks = rank_of_choice(c, unit.token, 0);
         return unit;
     }
-    /* Returns this worker's first unit of own tokens if `own` is true, else of peers' tokens.
-     * The unit is loaded before the plan's header has been checked, so the worker does not know
-     * yet how many tokens the peers have. is_likely becomes true if the unit exists in the
+    /* Returns this worker's first unit: a unit of own tokens if `own` is true, else of peers'
+     * tokens. The unit is loaded before the plan's header has been checked, so the number of
+     * tokens of the peers is not known yet. is_likely becomes true if the unit exists in the
      * usual case that each peer has as many tokens as this rank. */
     __device__ __forceinline__ Unit read_first(bool own, bool &is_likely) const
     {
@@ -98,9 +98,9 @@ struct CombineUnits {
         return unit;
     }
     /* Calls do_unit(unit, is_loaded) for all units of this worker: units of own tokens if
-     * `own`, else of peers' tokens. is_loaded: the caller has already loaded the first unit,
-     * first_unit. do_unit() gets is_loaded = true only for that unit. Returns false as soon as
-     * do_unit() returns false. */
+     * `own`, else of peers' tokens. The argument is_loaded says that the caller has already
+     * loaded the first unit, first_unit. do_unit() gets is_loaded = true only for that unit.
+     * Returns false as soon as do_unit() returns false. */
     template <class Do>
     __device__ __forceinline__ bool for_each_unit(bool own, Unit first_unit, bool is_loaded,
                                                   Do do_unit) const
@@ -121,13 +121,14 @@ struct CombineUnits {
     }
 };
 
-/* Values of Worker::loaded: the rows of no unit, of Worker::sent, or of Worker::own are
- * loaded. */
+/* Values of Worker::loaded: no rows are loaded, the rows of Worker::sent, or the rows of
+ * Worker::own. */
 enum { NOTHING_LOADED, SENT_LOADED, OWN_LOADED };
 
-/* The work of one worker. Sums (QuickSums or PlainSums) says how rows are added. To save time,
- * the worker loads its first units, and the rows of one of them, before the plan's header has
- * been checked. It sends and stores nothing before that check. */
+/* The work of one worker. The template argument Sums (QuickSums or PlainSums) defines how rows
+ * are loaded and added. To save time, the worker loads its first units, and the rows of one of
+ * them, before the plan's header has been checked. It sends and stores nothing before that
+ * check. */
 template <class Sums> struct Worker {
     /* the worker's first unit of peers' tokens, and its first unit of own tokens */
     Unit sent = {}, own = {};
@@ -135,8 +136,9 @@ template <class Sums> struct Worker {
     int loaded = NOTHING_LOADED;
     bool is_ahead = false; /* true: read_ahead() has set `sent` and `own` */
 
-    /* Loads this worker's first unit of each kind, and the rows of one of these units. Called
-     * before the first barrier of the CTA, while another warp checks the plan's header. */
+    /* Loads this worker's first unit of peers' tokens and its first unit of own tokens. Also
+     * loads the rows of one of the two. Called before the first barrier of the CTA, while
+     * another warp checks the plan's header. */
     __device__ __forceinline__ void read_ahead(const CombineUnits &units)
     {
         bool sends, adds;
@@ -146,8 +148,8 @@ template <class Sums> struct Worker {
         if (Sums::PLAIN || !(sends || adds)) return;
         Unit unit = sends ? sent : own;
         unit.slot = clamp_slot(units.c, unit.slot);
-        /* In a valid plan, the lanes with slots are the lowest lanes. If they are not, the plan
-         * is damaged, so load no rows before it has been checked. */
+        /* In a valid plan, the slots of a token are in the lowest lanes. Otherwise the plan is
+         * damaged, so load no rows before the plan has been checked. */
         if (!has_slots_in_low_lanes(unit)) return;
         loaded = sends ? SENT_LOADED : OWN_LOADED;
         Sums::load_rows(units.c, rows, unit);
@@ -170,9 +172,9 @@ template <class Sums> struct Worker {
     }
 };
 
-/* How lowlat_combine_kernel() adds aligned rows if the partial sums are added in the order of
- * ranks. EXACT: a row consists of whole pieces. AT_ONCE: how many partial sums a warp polls
- * together. */
+/* Loads and adds rows in lowlat_combine_kernel(), if rows are aligned and partial sums are
+ * added in the order of ranks. EXACT: a row consists of whole pieces. AT_ONCE: how many partial
+ * sums a warp polls together. */
 template <class ROW_, bool EXACT, int AT_ONCE> struct QuickSums {
     typedef ROW_ ROW;
     static constexpr int V = 1; /* 16-byte vectors per lane and piece */
@@ -195,7 +197,7 @@ template <class ROW_, bool EXACT, int AT_ONCE> struct QuickSums {
     }
 };
 
-/* How lowlat_combine_kernel() adds rows that need not be aligned, in the order of ranks or in
+/* Adds rows in lowlat_combine_kernel(), if rows are not aligned or partial sums are added in
  * tree order. A worker with PlainSums loads no rows ahead. */
 template <class ROW_> struct PlainSums {
     typedef ROW_ ROW;
@@ -227,14 +229,15 @@ static __device__ void clear_outputs(const CombineState &c, int64_t thread, int6
                 threads);
 }
 
-/* The kernel. Sums (QuickSums or PlainSums) says how rows are added.
+/* The kernel. The template argument Sums (QuickSums or PlainSums) defines how rows are added.
  *
- *   1. The last worker of each CTA loads and checks the plan's header. The control warp sets
- *      op. The other workers load their first units and rows.
+ *   1. The last worker of each CTA loads and checks the plan's header. The control warp (last
+ *      warp) sets op, the state of the operation. The other workers load their first units and
+ *      rows.
  *   2. The first barrier of the CTA. One warp of the grid announces the operation.
- *   3. Workers send partial sums, then add those of own tokens. The control warp of the last
- *      CTA ends the operation.
- *   4. If the plan is invalid, or a rank has too few rows: zero all outputs. */
+ *   3. Workers send partial sums for the peers' tokens. Then they add the partial sums for this
+ *      rank's own tokens. The control warp of the last CTA ends the operation.
+ *   4. Zeros all outputs if the plan is invalid, or if a rank has too few rows. */
 template <class Sums>
 __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     lowlat_combine_kernel(const __grid_constant__ p2p_combine_job job)
@@ -286,8 +289,8 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
 
     const device_plan_header &h = plan.header;
     const bool moves = plan.is_valid && h.result == EPIC_OK;
-    /* The compiler keeps this copy of top_k in a register. It would load job.top_k again in
-     * each unit. */
+    /* A copy of top_k that the compiler keeps in a register. Without it, the compiler would
+     * load job.top_k again in each unit. */
     c.top_k = (int)h.top_k;
     if (is_control_warp()) {
         const bool good = !moves || have_all_rows(self, op, h);

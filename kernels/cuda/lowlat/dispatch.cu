@@ -2,12 +2,13 @@
 /* Two kernels for few tokens: dispatch of plain rows (rows without scales), and a kernel that
  * only makes a plan.
  *
- *   tokens  [num_tokens, row_bytes]   rows at any address; a piece has V * 16 bytes per lane
+ *   tokens  [num_tokens, row_bytes]   rows, which need not be aligned; a piece has V * 16 bytes
+ *                                     per lane
  *   recv    [recv_rows, row_bytes]    the rows of all slots of the plan; padding is zeros
  *
- * lowlat/dispatch.cuh has the kernel of dispatch; PlainRows below says how it moves plain rows.
- * lowlat_plan_kernel makes a plan in the same way as that kernel, but moves no rows. A CTA has
- * one control warp, its last warp; the others are workers:
+ * lowlat/dispatch.cuh has the kernel of dispatch; PlainRows below defines how it moves plain
+ * rows. lowlat_plan_kernel makes a plan in the same way as that kernel, but moves no rows. A
+ * CTA has one control warp, its last warp; the others are workers:
  *
  *   control warps   send the expert ids, announce the operation, write the plan's header and
  *                   slabs, end the operation
@@ -15,9 +16,9 @@
 #include "cuda/lowlat/dispatch.cuh"
 #include "cuda/plan/store_records.cuh"
 
-/* Backend hosts: sends a token's row to the ranks of `peers` (bit mask) that are on other
- * hosts, in one put per rank. Each warp calls it after it has stored one piece of the row. The
- * warp that has stored the last missing piece posts the puts. */
+/* Only in backend `hosts`: sends a token's row to those ranks of `peers` (bit mask) that are on
+ * other hosts, with one put per rank. Each warp calls it after it has stored one piece of the
+ * row. The warp that stores the last piece posts the puts. */
 __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token,
                                               uint32_t peers)
 {
@@ -30,14 +31,16 @@ __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token
     }
 }
 
-/* How lowlat_dispatch_kernel() moves plain rows. WHOLE: rows are aligned, and a row consists of
- * whole pieces. PackedRows (lowlat/dispatch_packed.cu) has the same functions:
+/* The functions with which lowlat_dispatch_kernel() moves plain rows. WHOLE: rows are aligned,
+ * and a row consists of whole pieces. PackedRows (lowlat/dispatch_packed.cu) has the same
+ * functions for packed rows:
  *   shape_of            returns the shape of the rows that are sent
- *   describe_rows       fills in the members of PackedMove
+ *   describe_rows       sets the members of PackedMove
  *   own_pieces          returns the number of pieces of a row of this rank
  *   load_piece          loads a piece of a token of this rank
  *   send_to_peers       stores the piece to the staging of `peers`
- *   receive_from_peer   waits for a piece of a peer's token; q has what was loaded before
+ *   receive_from_peer   waits for a piece of a peer's token; on entry, q has the words that had
+ *                       already arrived, and poison for the others
  *   fill_slots_of       stores a piece to the token's slots (each lane passes one slot)
  *   pad_slot            writes zeros to a piece of a slot
  *   clear_rows          writes zeros to all slots from `first` on */
@@ -116,9 +119,9 @@ extern "C" cudaError_t p2p_launch_lowlat_dispatch(const p2p_dispatch_job *job, i
     return launch_lowlat(exact ? whole : ragged, *job, num_sms, stream);
 }
 
-/* Writes the plan from the tables in shared memory to the caller's memory: control warps write
- * header and slabs, workers write the records. Called by all warps of the CTAs that have made
- * the plan. */
+/* Copies the plan from the tables in shared memory to the caller's memory. Control warps write
+ * the header and the slabs, workers write the records. Called by all warps of the CTAs that
+ * have made the plan. */
 static __device__ void store_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                          const OpState &op, const CtaRange &planning_ctas)
 {
@@ -134,8 +137,9 @@ static __device__ void store_lowlat_plan(LowlatPlan &tables, const p2p_plan_job 
     }
 }
 
-/* Writes the records of a mixed plan (lowlat/plan.cuh): copies the records that the ranks send
- * to the plan. Called by all warps of the CTAs that have made the plan. */
+/* Writes the records of a mixed plan. (A plan is mixed if another rank has too many tokens for
+ * the planner of lowlat/plan.cuh.) Receives the records that the ranks send, and copies them to
+ * the plan. Called by all warps of the CTAs that have made the plan. */
 static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables,
                                                         const p2p_plan_job &job,
                                                         const OpState &op,
@@ -149,9 +153,9 @@ static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables
                    });
 }
 
-/* The kernel of the operation "plan" for few tokens. Every CTA makes the plan, with one
- * exception: if the grid has several CTAs, the last one only announces and ends the operation
- * and, in backend hosts, polls the net inbox. */
+/* The kernel of the operation "plan" for few tokens. Every CTA computes the whole plan, except
+ * the last CTA if there are several. The last CTA only announces and ends the operation and, in
+ * backend `hosts`, polls the net inbox. */
 __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     lowlat_plan_kernel(const __grid_constant__ p2p_plan_job job)
 {

@@ -6,30 +6,33 @@
  *   weights [num_tokens, top_k] of this rank     -> slot_weights of those slots
  *
  * A CTA has one control warp, its last warp; the others are workers. A unit of work is one
- * piece of a token's row. Rows (template parameter) says how pieces are moved: PlainRows
+ * piece of a token's row. The template argument Rows defines how pieces are moved: PlainRows
  * (lowlat/dispatch.cu) or PackedRows (lowlat/dispatch_packed.cu).
  *
  * Workers first send pieces of this rank's tokens to the peers that need them. Then they
- * receive pieces into the slots: first those of this rank's own tokens, then those of the
- * peers' tokens. One warp receives both the weights and the record of a token (together its
- * "words"). To balance the work, the first pieces go to the first workers, and the first words
- * to the last workers.
+ * receive pieces and store them to slots: first pieces of this rank's own tokens, then of the
+ * peers' tokens. In addition, one warp receives the weights and the record of each token
+ * (together the "words" of the token). To balance the work, the first pieces go to the first
+ * workers, and the first words to the last workers.
  *
  *   worker 0   send piece 0 | receive piece 0 of own tokens | of peers' tokens
  *   worker 1   send piece 1 | receive piece 1 of own tokens | of peers' tokens
  *   ...                     | (WITH_PLAN: every CTA computes the plan in between)
  *   control    send ids, weights | announce the operation | wait for announcements | end it
  *
- * No send waits for anything, and each row goes directly to its destination, so no two ranks
- * wait for each other in a circle. Each word of a row, weight or id is its own flag, so it
- * needs no memory order. Only the announcement needs a memory order: a system fence comes
+ * A warp that sends waits for nothing, and each row goes directly to its destination. So ranks
+ * cannot wait for each other in a circle. Each word of a row, weight or id is its own flag, so
+ * it needs no memory order. Only the announcement needs a memory order: a system fence comes
  * before it. So a peer that reads the announcement also sees the words that this rank's earlier
  * operations have set back to poison (the mark of a word that has not arrived).
  *
- * A *mixed plan* is a plan that the kernel makes with the general planner (plan/planner.cuh),
- * because another rank has too many tokens for the planner of lowlat/plan.cuh. If this rank has
- * many tokens, some of its last CTAs only send (num_send_only_ctas_of). With WITH_PLAN and more
- * than one CTA, the last CTA does not receive, because it announces the operation. */
+ * The planner of lowlat/plan.cuh supports only few tokens per rank. If another rank has more
+ * tokens, this kernel makes a *mixed plan*: it uses the general planner (plan/planner.cuh)
+ * instead.
+ *
+ * If this rank has many tokens, some of its last CTAs only send (num_send_only_ctas_of). With
+ * WITH_PLAN and more than one CTA, the last CTA does not receive, because it announces the
+ * operation. */
 #ifndef EPIC_LOWLAT_DISPATCH_CUH
 #define EPIC_LOWLAT_DISPATCH_CUH
 
@@ -38,7 +41,8 @@
 /* ---------------------------------------------------------- padding and the whole plan ---- */
 
 /* Writes zeros to this rank's padding slots (the slots at the end of a slab that have no
- * token), unless the caller does not need them. Called by all workers of receiving CTAs. */
+ * token). Does nothing if the caller does not need the zeros. Called by all workers of
+ * receiving CTAs. */
 template <class Rows> __device__ __forceinline__ void pad_slabs(const LowlatMove &m)
 {
     const p2p_plan_job &plan = m.job.plan;
@@ -72,9 +76,10 @@ __device__ __forceinline__ const int32_t *fates_of(const PlanView &plan, const p
 
 /* ------------------------------------------------------------------------- mixed plans ---- */
 
-/* Only for mixed plans: waits for the record that `rank` sends for its token number `token`,
- * and sets `slot` to this lane's slot or -1. `keep`: also stores the record in the plan.
- * Returns false if the group of ranks has failed. */
+/* Waits for the record that `rank` sends for its token number `token`, and sets `slot` to this
+ * lane's slot or -1. `keep`: also stores the record in the plan. Only for mixed plans, which
+ * this kernel makes with the general planner (plan/planner.cuh). Returns false if the group of
+ * ranks has failed. */
 __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank, int32_t token,
                                                    bool keep, int32_t &slot)
 {
@@ -83,10 +88,10 @@ __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank
     return read_record(m, rank, token, 0, keep, word, slot, more);
 }
 
-/* Receives the weights and records of this worker's tokens, for a mixed plan (lowlat/plan.cuh);
- * receive_words() does this for other plans. In a mixed plan, slots come from the records that
- * the ranks send, not from the tables in shared memory (LowlatPlan). Returns false if the group
- * of ranks has failed. */
+/* Receives the weights and records of this worker's tokens. Only for mixed plans, which this
+ * kernel makes with the general planner. In a mixed plan, slots come from the records that the
+ * ranks send, not from the tables in shared memory (LowlatPlan). receive_words() is the
+ * function for other plans. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
 {
     for (int u = first_words(m); u < num_words(m); u += m.receivers.num_workers()) {
@@ -103,10 +108,10 @@ __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
     return true;
 }
 
-/* Receives this worker's pieces into their slots, for a mixed plan (lowlat/plan.cuh);
- * receive_all() does this for other plans. In a mixed plan, slots come from the records that
- * the ranks send, not from the tables in shared memory. Returns false if the group of ranks has
- * failed. */
+/* Receives this worker's pieces and stores them to their slots. Only for mixed plans, which
+ * this kernel makes with the general planner. In a mixed plan, slots come from the records that
+ * the ranks send, not from the tables in shared memory. receive_all() is the function for other
+ * plans. Returns false if the group of ranks has failed. */
 template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const LowlatMove &m)
 {
     for (int u = m.receivers.worker_index(); u < num_units<Rows>(m);
@@ -127,10 +132,11 @@ template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const L
     return true;
 }
 
-/* Makes a mixed plan (lowlat/plan.cuh), and then receives all rows and weights, because another
- * rank has too many tokens for this kernel's own planner. Called by all threads of the
- * receiving CTAs. The function is not inlined, so m is passed by value: a reference would force
- * the compiler to keep m in memory on all paths of the kernel. */
+/* Makes the plan with the general planner (a mixed plan, lowlat/plan.cuh), and then receives
+ * all rows and weights. Used if another rank has too many tokens for the planner of the
+ * low-latency kernels. Called by all threads of the receiving CTAs. The function is not
+ * inlined, so m is passed by value: a reference would force the compiler to keep m in memory on
+ * all paths of the kernel. */
 template <class Rows>
 static __device__ __noinline__ void receive_mixed(const LowlatMove m, OpState &op,
                                                   LowlatPlan &tables, uint8_t *memory)
@@ -156,9 +162,10 @@ static __device__ __noinline__ void receive_mixed(const LowlatMove m, OpState &o
         Rows::clear_rows(m, 0, threadIdx.x, LOWLAT_BLOCK);
 }
 
-/* Makes the plan in the tables of this CTA. Sets m.is_mixed if the caller must make a mixed
- * plan instead, and m.discards if received rows must not be stored. Called by all threads of
- * the receiving CTAs. Returns false if the group of ranks has failed. */
+/* Computes the plan in the tables of this CTA. Sets m.is_mixed if another rank has too many
+ * tokens for the tables; then the caller must make a mixed plan instead. Sets m.discards if
+ * received rows must not be stored. Called by all threads of the receiving CTAs. Returns false
+ * if the group of ranks has failed. */
 static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
 {
     const p2p_plan_job &job = m.job.plan;
@@ -192,8 +199,8 @@ struct LowlatShared {
     bool has_all_rows;
 };
 
-/* The words that a warp loads from global memory first when the kernel starts. A control warp
- * loads `start`, the state of the group of ranks. The warp that checks the plan loads `header`,
+/* The words that a warp loads first when the kernel starts. A control warp loads `start`, the
+ * state of the group of ranks. Without WITH_PLAN, the last worker of each CTA loads `header`,
  * the plan's header. */
 template <bool WITH_PLAN> struct Opening {
     StartState start;
@@ -206,8 +213,8 @@ template <bool WITH_PLAN> struct Opening {
         if (HOSTS && is_announcer(WITH_PLAN)) fence_system();
         if (reads_header()) load_header(header, job.plan.plan, job.plan_bytes);
     }
-    /* Returns whether this warp reads and checks the plan's header. If the kernel reads a plan,
-     * the last worker of each CTA does so. */
+    /* Returns whether this warp loads and checks the plan's header. If the kernel reads a plan,
+     * the last worker of each CTA does so. If it makes the plan, no warp does. */
     static __device__ __forceinline__ bool reads_header()
     {
         return !WITH_PLAN && threadIdx.x / WARP == LOWLAT_WORKERS - 1;
@@ -228,18 +235,18 @@ __device__ __forceinline__ bool is_receiving_worker(const LowlatMove &m)
     return m.receivers.contains_this_cta() && !is_control_warp();
 }
 
-/* Returns whether this warp may still have to send data after phase 2 of the kernel (see
- * lowlat_dispatch_kernel() below): end_header() may report a wrong value in the caller's ids to
- * all ranks. Such a warp calls count_posted_warp() after phase 3, all other warps after phase
- * 2. */
+/* Returns whether this warp may still send data after phase 2 of the kernel (see
+ * lowlat_dispatch_kernel() below). This is true for control warps that make a plan, because
+ * end_header() may report a wrong value in the caller's ids to all ranks. Such a warp calls
+ * count_posted_warp() after phase 3, all other warps after phase 2. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool reports_data_errors(const LowlatMove &m)
 {
     return WITH_PLAN && m.receivers.contains_this_cta() && is_control_warp();
 }
 
-/* Returns the arguments of the units (LowlatMove), and decides which CTAs send and which
- * receive. */
+/* Returns the arguments that all functions of this kernel share (LowlatMove). Decides which
+ * CTAs send and which CTAs receive. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ LowlatMove describe_move(const p2p_dispatch_job &job,
                                                     LowlatShared &s)
@@ -263,8 +270,8 @@ __device__ __forceinline__ LowlatMove describe_move(const p2p_dispatch_job &job,
 
 /* Phase 1 of a control warp: sets op, the state of the operation. With WITH_PLAN, also sends
  * the warp's share of the expert ids, and this rank's sizes. Returns false if this rank must
- * not send: the group of ranks has failed, or the net has not read the outbox of an earlier
- * operation in time. */
+ * not send. This happens if the group of ranks has failed, for example because the net has not
+ * read the outbox of an earlier operation in time. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool open_operation(const LowlatMove &m, LowlatShared &s,
                                                const StartState &start, IdSender &ids,
@@ -283,9 +290,9 @@ __device__ __forceinline__ bool open_operation(const LowlatMove &m, LowlatShared
     return may_send;
 }
 
-/* Phase 1 of a worker: loads the first piece that it will receive, if the piece belongs to a
- * token of this rank. Such a piece is in the caller's memory, so nothing has to arrive
- * first. */
+/* Phase 1 of a worker: loads the first piece that it will store to slots, if the piece belongs
+ * to a token of this rank. Such a piece is in the caller's memory, so the worker need not wait
+ * for it. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void load_own_piece(const LowlatMove &m, FirstUnits &first)
 {
@@ -380,8 +387,9 @@ __device__ __forceinline__ bool make_new_plan(LowlatMove &m, LowlatShared &s)
     return ok;
 }
 
-/* Phase 4: receives rows and weights into their slots, writes zeros to slots without a row, and
- * ends the operation. is_valid: the plan is valid. `ok`: the group of ranks has not failed. */
+/* Phase 4: receives rows and weights, stores them to their slots, writes zeros to slots without
+ * a row, and ends the operation. is_valid: the plan is valid. `ok`: the group of ranks has not
+ * failed. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void receive_rows(const LowlatMove &m, LowlatShared &s,
                                              const StartState &start, FirstUnits &first,
@@ -410,8 +418,8 @@ __device__ __forceinline__ void receive_rows(const LowlatMove &m, LowlatShared &
     Rows::clear_rows(m, 0, threadIdx.x, LOWLAT_BLOCK);
 }
 
-/* Phase 4 with a mixed plan (lowlat/plan.cuh): ends the operation, makes the plan and receives
- * all rows. */
+/* Phase 4 if the kernel must make a mixed plan (lowlat/plan.cuh): ends the operation, makes the
+ * plan with the general planner, and receives all rows. */
 template <class Rows>
 __device__ __forceinline__ void receive_mixed_and_end(const LowlatMove &m, LowlatShared &s,
                                                       const StartState &start)
@@ -421,17 +429,18 @@ __device__ __forceinline__ void receive_mixed_and_end(const LowlatMove &m, Lowla
     end_lowlat(s.op);
 }
 
-/* The kernel. Rows says how pieces are moved (PlainRows lists its functions). With WITH_PLAN
- * the kernel also makes the plan; without it, the kernel reads a plan.
+/* The kernel. The template argument Rows defines how pieces are moved (PlainRows lists its
+ * functions). With WITH_PLAN the kernel also makes the plan; without it, the kernel reads a
+ * plan.
  *
- *   1. announce  Control warps set op and send ids. Workers load their first pieces. Without
- *                WITH_PLAN, one worker checks the plan's header. After the first barrier of
- *                the CTA, one warp of the grid announces the operation.
- *   2. send      Workers send all their pieces. Control warps send weights.
- *   3. plan      WITH_PLAN: receiving CTAs make the plan.
- *   4. receive   Workers receive words, then pieces, and zero the padding. The control warp of
- *                the last CTA ends the operation. If nothing may be stored, or a rank has too
- *                few rows, the CTAs zero the whole receive buffer. */
+ *   1. Announce. Control warps set op (the state of the operation) and send ids. Workers load
+ *      their first pieces. Without WITH_PLAN, one worker checks the plan's header. After the
+ *      first barrier of the CTA, one warp of the grid announces the operation.
+ *   2. Send. Workers send all their pieces. Control warps send weights.
+ *   3. Plan. With WITH_PLAN, receiving CTAs make the plan.
+ *   4. Receive. Workers receive words (weights and records), then pieces, and zero the padding.
+ *      The control warp of the last CTA ends the operation. If nothing may be stored, or a rank
+ *      has too few rows, the CTAs zero the whole receive buffer. */
 template <class Rows, bool WITH_PLAN>
 __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     lowlat_dispatch_kernel(const __grid_constant__ p2p_dispatch_job job)
@@ -465,9 +474,8 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
 }
 
 /* Returns how many CTAs only send. If a rank has many tokens, its stores to peers delay
- * everything else on the same SM, above all the ids that are sent after the rows
- * (docs/lab/cuda.md). Therefore a rank with many tokens uses separate CTAs to send and to
- * receive. */
+ * everything else on the same SM, for example ids that a warp of the SM still has to send.
+ * Therefore a rank with many tokens uses separate CTAs to send and to receive. */
 static int32_t num_send_only_ctas_of(const p2p_dispatch_job *job, int num_sms)
 {
     const int many = job->plan.is_lowlat ? num_sms * 10 / 64 : num_sms * 15 / 64;

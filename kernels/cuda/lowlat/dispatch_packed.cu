@@ -9,9 +9,10 @@
  * lowlat/dispatch.cuh describes which warp does what. */
 #include "cuda/lowlat/dispatch.cuh"
 
-/* How lowlat_dispatch_kernel() moves packed rows. PlainRows (lowlat/dispatch.cu) describes the
- * functions. OwnPiece makes a piece of a packed row from this rank's rows: JoinedPiece copies
- * it from the caller's rows and scales, QuantizedPiece quantizes the row. */
+/* The functions with which lowlat_dispatch_kernel() moves packed rows. PlainRows
+ * (lowlat/dispatch.cu) explains each function. The template argument OwnPiece makes a piece of
+ * a packed row from this rank's rows: JoinedPiece copies it from the caller's rows and scales,
+ * QuantizedPiece quantizes the caller's row. */
 template <class OwnPiece> struct PackedRows {
     static constexpr bool EXACT = false;
 
@@ -51,8 +52,8 @@ template <class OwnPiece> struct PackedRows {
                                                          int32_t token, int piece, int32_t slot,
                                                          const uint4 (&q)[V])
     {
-        /* A peer's piece has arrived as a piece of a packed row. Only a piece of this rank's
-         * token must still be made from the caller's row. */
+        /* A peer's piece is already a piece of a packed row. A piece of this rank's own token
+         * must still be made from the caller's row. */
         if (!own) {
             for_each_slot(m, slot, [&](int32_t to) { store_packed(m, to, piece, q); });
             return;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The units of work of dispatch for few tokens. lowlat/dispatch.cuh has the kernel that calls
- * them.
+/* The parts of the work of dispatch for few tokens. lowlat/dispatch.cuh has the kernel that
+ * calls them.
  *
  *   PieceSender     workers        send pieces of this rank's tokens to the peers' staging
  *   WeightSender    control warps  send the weights of this rank's tokens
@@ -8,7 +8,7 @@
  *   receive_words   workers        receive weights and, with a new plan, store records
  *
  * A piece is 2 KB of a token's row. A CTA has one control warp, its last warp; the others are
- * workers. A worker loads what it needs for its next unit before it waits for the current one.
+ * workers. A worker loads what it needs for its next piece before it waits for the current one.
  *
  * In staging, a word of a piece or a weight is poison (the mark of a word that has not arrived)
  * until its sender has stored it. The receiving warp polls the word until it is not poison, and
@@ -24,8 +24,9 @@
 #include "cuda/dispatch/packed.cuh"
 #include "cuda/lowlat/plan.cuh"
 
-/* Arguments of all units of the kernel. If has_new_plan is true, the kernel makes the plan and
- * finds slots in the plan's tables. Otherwise it reads slots from a plan in memory. */
+/* Arguments that all functions of this kernel share. If has_new_plan is true, the kernel makes
+ * the plan and finds slots in the plan's tables. Otherwise it reads slots from a plan in
+ * memory. */
 struct LowlatMove : PackedMove {
     const LowlatPlan *tables; /* if the kernel makes the plan: its tables, in shared memory */
     /* if the kernel makes the plan: the plan's result, an epic_result */
@@ -47,8 +48,8 @@ struct LowlatMove : PackedMove {
     }
 };
 
-/* A unit that a warp is receiving: one piece of a token of `rank`. The warp loads what it can
- * before it waits for the piece. */
+/* One piece of a token of `rank` that a warp is receiving. The warp loads all that is available
+ * before it waits for the rest. */
 struct PendingPiece {
     int32_t token, piece;
     int rank;
@@ -58,7 +59,8 @@ struct PendingPiece {
     uint4 q[V];
 };
 
-/* The "words" of a token of `rank` that a warp is receiving: its weights and its record. */
+/* The weights and the record of a token of `rank` that a warp is receiving. In this file they
+ * are called the "words" of the token. */
 struct PendingWords {
     int32_t token;
     int rank;
@@ -76,7 +78,7 @@ struct PendingWords {
 
 /* Loads where choice k of this rank's token goes: the caller's expert id if the kernel makes
  * the plan, else the rank from the plan's table rank_of. Called before the plan's header has
- * been checked, so the caller must not use the result if the plan turns out to be invalid. */
+ * been checked. If the plan turns out to be invalid, the caller must not use the result. */
 __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32_t token, int k)
 {
     const p2p_dispatch_job &job = m.job;
@@ -90,8 +92,8 @@ __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32
 
 /* Sends one worker's share of the pieces of this rank's tokens. Piece number `piece` of a token
  * is unit number token * own_pieces + piece. No warp may send before the CTA's first barrier,
- * because the control warp prepares the operation until then. The sender uses this time to load
- * its first piece and to find the peers that need it. */
+ * because the control warp must first set up the operation. Before the barrier, the sender
+ * loads its first piece and finds the peers that need it. */
 template <class Rows> struct PieceSender {
     const LowlatMove &m;
     int unit, end;
@@ -101,7 +103,7 @@ template <class Rows> struct PieceSender {
     uint4 q[V];
 
     /* Starts to load this worker's first piece, and this lane's choice of the piece's token.
-     * find_peers() computes from the choices where the piece goes. */
+     * From the choices, find_peers() later computes which peers need the piece. */
     __device__ __forceinline__ explicit PieceSender(const LowlatMove &move)
         : m(move), unit(move.senders.worker_index()),
           end(m.job.num_tokens * Rows::own_pieces(move))
@@ -160,7 +162,7 @@ struct WeightSender {
     uint64_t word;
     uint32_t weight;
 
-    /* Makes a sender that has no tokens until read_ahead() is called. */
+    /* Creates a sender without tokens. read_ahead() gives it tokens. */
     __device__ __forceinline__ explicit WeightSender(const LowlatMove &move)
         : m(move), first_token(move.job.num_tokens)
     {
@@ -186,12 +188,12 @@ struct WeightSender {
     {
         return first_token + (lane_id() >> choice_bits);
     }
-    /* Returns k of this lane's choice of that token. */
+    /* Returns which choice k of the token lane_token() this lane handles. */
     __device__ __forceinline__ int lane_choice() const
     {
         return lane_id() & ((1 << choice_bits) - 1);
     }
-    /* Returns whether this lane has a choice, of a token that exists. */
+    /* Returns whether this lane has a weight to send: its token and its choice k exist. */
     __device__ __forceinline__ bool has_choice() const
     {
         return first_token < m.job.num_tokens && lane_token() < m.job.num_tokens &&
@@ -205,7 +207,7 @@ struct WeightSender {
         weight = __float_as_uint(__ldg(weights + lane_choice()));
     }
     /* Sends the weights of the current tokens to all peers. A peer gets only the weights of the
-     * choices that go to it, next to each other and in ascending k. */
+     * choices that go to it. They are stored without gaps, in ascending k. */
     __device__ __forceinline__ void send_current() const
     {
         const p2p_self &self = m.job.plan.self;
@@ -219,8 +221,10 @@ struct WeightSender {
             /* In backend hosts all lanes must call post_put_weights(), which contains a barrier
              * of the warp. */
             if (!HOSTS && !goes) continue;
-            /* A heap has a part for each source. This is the number of this rank's part in the
-             * peer's heap. */
+            /* The number of this rank in the peer's count: each rank counts the other ranks
+             * upwards, beginning with its next higher rank, which has number 0 (modulo
+             * num_ranks). The peer's heap has a part for the weights of each rank, in this
+             * order. */
             const int source = self.num_ranks - 1 - distance;
             uint32_t *floats = floats_base(self, m.op, self.heap[rank], source) +
                                (int64_t)lane_token() * float_stride(top_k);
@@ -230,10 +234,10 @@ struct WeightSender {
             post_put_weights(rank, floats, __popc(sent_choices));
         }
     }
-    /* Backend hosts: posts the put that sends the weights of each lane's token to `rank`.
-     * `count`: number of weights that the token has for `rank`. A put copies words of 8 bytes,
-     * so if `count` is odd, a poison word follows. Called by all lanes of the warp; the lane of
-     * the token's first choice posts. */
+    /* Only in backend `hosts`: posts one put per token, which sends the token's weights to
+     * `rank`. `count`: number of weights that this lane's token has for `rank`. A put copies
+     * words of 8 bytes, so if `count` is odd, a poison word follows. Called by all lanes of the
+     * warp; the lane of the token's first choice posts the put. */
     __device__ __forceinline__ void post_put_weights(int rank, uint32_t *floats,
                                                      int count) const
     {
@@ -259,9 +263,9 @@ struct WeightSender {
 
 /* --------------------------------------------------------------------------- receiving ---- */
 
-/* Sets rank, token and piece of receiving unit number u. First come the units of this rank's
- * own tokens. Then come the units of the peers' tokens: token 0 of each peer, token 1 of each
- * peer, and so on. */
+/* Sets p.rank, p.token and p.piece for receiving unit number u. The first units are pieces of
+ * this rank's own tokens. Then come pieces of the peers' tokens: of token 0 of each peer, token
+ * 1 of each peer, and so on. */
 template <class Rows>
 __device__ __forceinline__ void locate_unit(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -285,16 +289,17 @@ template <class Rows> __device__ __forceinline__ int num_units(const LowlatMove 
     return m.job.num_tokens * Rows::own_pieces(m) + m.most_tokens * peers * m.shape.pieces;
 }
 
-/* Returns the number of `rank` among this rank's sources: 0 for the next higher rank. */
+/* Returns the number of `rank` in this rank's count of the other ranks: the next higher rank
+ * has number 0, and the numbers go on upwards (modulo num_ranks). */
 __device__ __forceinline__ int source_number_of(const LowlatMove &m, int rank)
 {
     const p2p_self &self = m.job.plan.self;
     return wrap_rank(rank + self.num_ranks - self.rank - 1, self.num_ranks);
 }
 
-/* Loads this lane's word of the record of a token of `rank` from the plan in memory. Called
- * before the plan's header has been checked, so the caller must not use the result if the plan
- * turns out to be invalid. */
+/* Loads this lane's word of the record of a token of `rank` (its slots on this rank) from the
+ * plan in memory. Called before the plan's header has been checked. If the plan turns out to be
+ * invalid, the caller must not use the result. */
 __device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int rank,
                                                       int32_t token)
 {
@@ -305,10 +310,10 @@ __device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int r
                            lane_id());
 }
 
-/* Loads a piece of a peer's token from staging before the warp waits for it; words that have
+/* Loads a piece of a peer's token from staging, before the warp waits for it. Words that have
  * not arrived are poison. If this rank itself has no token with this number, sets the vectors
- * to poison without a load. Mostly all ranks have equally many tokens, so the peer probably has
- * no such token either. */
+ * to poison without a load. In most steps all ranks have equally many tokens, so the peer
+ * probably has no such token either. */
 template <class Rows>
 __device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p)
 {
@@ -323,8 +328,8 @@ __device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p
     }
 }
 
-/* Sets p to the piece of receiving unit u, and loads the piece: a piece of this rank's token
- * from the caller's rows, other pieces from staging. Does nothing if there is no unit u. */
+/* Sets p to the piece of receiving unit u, and loads the piece: from the caller's rows if the
+ * token is this rank's own, else from staging. Does nothing if there is no unit u. */
 template <class Rows>
 __device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -336,8 +341,8 @@ __device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, Pendin
         load_staged<Rows>(m, p);
 }
 
-/* Loads this lane's word of the record of receiving unit u, if the kernel reads a plan and the
- * unit exists. */
+/* Loads this lane's word of the record of the token of receiving unit u. Does nothing if the
+ * kernel makes the plan, or if there is no unit u. */
 template <class Rows>
 __device__ __forceinline__ void load_unit_record(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -345,8 +350,9 @@ __device__ __forceinline__ void load_unit_record(const LowlatMove &m, int u, Pen
         p.record_word = peek_record(m, p.rank, p.token, 0);
 }
 
-/* Loads the words (weights and record) of token number u. All ranks' tokens are numbered in one
- * sequence: first this rank's tokens, then the peers' tokens. */
+/* Loads the words (weights and record) of token number u. In this numbering, this rank's tokens
+ * come first, then the tokens of the peers: token 0 of each peer, token 1 of each peer, and so
+ * on. */
 __device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWords &w)
 {
     const p2p_self &self = m.job.plan.self;
@@ -367,18 +373,18 @@ __device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWo
         w.own_slot = __ldg(m.fates + at);
 }
 
-/* Stores a weight to slot_weights[slot], if the lane has a slot and received rows are not
- * discarded. */
+/* Stores a weight to slot_weights[slot]. Does nothing if the lane has no slot, or if received
+ * data must be discarded because of an error. */
 __device__ __forceinline__ void store_weight(const LowlatMove &m, int32_t slot, uint32_t word)
 {
     if (slot >= 0 && slot < m.job.recv_rows && !m.discards)
         m.job.slot_weights[slot] = __uint_as_float(word);
 }
 
-/* Waits for the weights of a token and stores them to slot_weights of the token's slots on this
- * rank. For a peer's token, stores poison back to staging. `slot`: this lane's slot, or -1.
- * `n`: number of this slot among the token's slots on this rank, which is also the number of
- * its weight in staging. Returns false if the group of ranks has failed. */
+/* Waits for the weights of a token, and stores them to slot_weights of the token's slots on
+ * this rank. For a peer's token, stores poison back to the heap. `slot`: this lane's slot, or
+ * -1. `n`: number of this slot among the token's slots on this rank. The slot's weight is the
+ * n-th weight that the peer has sent. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const PendingWords &w,
                                                 int32_t slot, int n)
 {
@@ -401,8 +407,8 @@ __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const Pendi
 }
 
 /* Returns this lane's slot of a token of `rank`, or -1. If the kernel makes the plan, the slot
- * comes from the tables, and lane k returns the slot of choice k. Otherwise the slot is `word`,
- * the lane's word of the token's record. */
+ * comes from the plan's tables, and lane k returns the slot of choice k. Otherwise the slot is
+ * `word`, the lane's word of the token's record. */
 __device__ __forceinline__ int32_t find_slot(const LowlatMove &m, int rank, int32_t token,
                                              uint64_t word)
 {

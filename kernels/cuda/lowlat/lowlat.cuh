@@ -1,25 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Low-latency kernels, for few tokens: the functions that all of them share.
  *
- * These kernels send rows in the same way as the other kernels (net/staging.cuh), so one rank
- * can run a low-latency kernel while a peer runs another kernel of the operation. Only the
- * begin and the end of an operation differ. A CTA has LOWLAT_WORKERS workers, which are warps
- * that move rows, and one control warp, its last warp. An operation is announced to a rank by
- * stamped words: words that contain the epoch, the number of the operation. These words have
- * the sender's sizes (tokens, capacity, rows) and its signature. "Last CTA" is the CTA with the
- * highest blockIdx. Work that is done once per CTA or once per operation:
+ * These kernels send rows in the same way as the general kernels (net/staging.cuh). So one rank
+ * can run a low-latency kernel for an operation while a peer with more tokens runs the general
+ * kernel. Only the begin and the end of an operation differ. A CTA has LOWLAT_WORKERS workers,
+ * which are warps that move rows, and one control warp, its last warp. To announce an
+ * operation, a rank stores stamped words (words that contain the epoch, the number of the
+ * operation) to every rank: its sizes (tokens, capacity, rows) and its signature. "Last CTA" is
+ * the CTA with the highest blockIdx. Work that is done once per CTA or once per operation:
  *
  *   every CTA   control warp   counts that the CTA has started
- *   last CTA    worker 0       system fence, then announces the operation to every rank. The
- *                              fence makes visible the poison that earlier operations stored
+ *   last CTA    worker 0       executes a system fence, then announces the operation to every
+ *                              rank. Because of the fence, a peer that sees the announcement
+ *                              also sees the poison that earlier operations have stored back
  *   last CTA    control warp   waits for the peers' announcements and for all CTAs to start,
  *                              then counts the operation as done
  *
- * The announcement is the only word that needs a memory order. Each word of a row, weight or id
- * is its own flag. The reader polls a word of a row or weight until it is not poison (the mark
- * of a word that has not arrived). It polls a word of ids until the word has the stamp of this
- * epoch. Every warp sends all that it has to send before it waits, so no two warps wait for
- * each other in a circle. */
+ * Only the announcement needs a memory order. Each word of a row, weight or id is its own flag.
+ * The reader polls a word of a row or weight until the word is not poison (the mark of a word
+ * that has not arrived). It polls a word of ids until the word has the stamp of this epoch.
+ * Every warp sends everything before it waits for anything, so warps cannot wait for each other
+ * in a circle. */
 #ifndef EPIC_LOWLAT_CUH
 #define EPIC_LOWLAT_CUH
 
@@ -39,9 +40,10 @@ __device__ __forceinline__ bool is_control_warp()
     return threadIdx.x >= LOWLAT_WORKERS * WARP;
 }
 
-/* The CTAs [first, first + ctas), which do one kind of work. The units of this work are divided
- * among the workers of these CTAs: worker number u % num_workers() does unit u. Workers with
- * consecutive numbers are in different CTAs, so that few units are spread over many SMs. */
+/* The CTAs [first, first + ctas), which share some work. This work consists of numbered units.
+ * The CTAs have num_workers() workers together, and worker number u % num_workers() does unit
+ * u. Workers with consecutive numbers are in different CTAs, so that a small number of units is
+ * spread over many SMs. */
 struct CtaRange {
     int first, ctas;
 
@@ -79,9 +81,9 @@ struct CtaRange {
     }
 };
 
-/* Prefetches the kernel's parameters: each warp loads one line of 64 bytes. Without it, the
- * first use of each line would wait for memory. The kernel calls this function first, so that
- * all lines are loaded at the same time. */
+/* Prefetches the kernel's parameters: each warp loads one line of 64 bytes. The kernel calls
+ * this function first, so that all lines are loaded at the same time. Otherwise the first use
+ * of each line would wait for memory. */
 template <class Job> __device__ __forceinline__ void prefetch_params(const Job &job)
 {
     const int at = (int)(threadIdx.x / WARP) * 16;
@@ -90,7 +92,7 @@ template <class Job> __device__ __forceinline__ void prefetch_params(const Job &
     keep_in_registers(word);
 }
 
-/* Returns how many bits the numbers 0 to n - 1 need. */
+/* Returns how many bits are needed to represent the numbers 0 to n - 1. */
 __device__ __forceinline__ int bits_of(int n)
 {
     return 32 - __clz(n - 1);
@@ -101,21 +103,21 @@ struct StartState {
     uint32_t epoch; /* epoch (number) of the last operation that has ended on this rank */
     /* lane 0: 1 if another operation of this rank is running (mark_running()) */
     uint32_t overlaps;
-    /* P2P_BROKEN() if the group of ranks has failed, else 0. In backend hosts, this word shows
-     * only failures that a kernel of this rank has already seen. A new failure is in the net
-     * inbox, where waits find it. */
+    /* P2P_BROKEN() if the group of ranks has failed, else 0. In backend `hosts`, this is a
+     * copy, which shows only failures that a kernel of this rank has already seen. A later
+     * failure is found by polls of the original in the net inbox. */
     uint64_t broken;
-    /* Backend hosts. epochs: how many epochs of this rank have ended. freed: for how many of
-     * these epochs the net has read all puts. The rank may write again to the outbox memory
-     * that the freed epochs used. */
+    /* Only in backend `hosts`. epochs: how many epochs of this rank have ended. freed: for how
+     * many of these epochs the net has read the data of all puts. The rank may write again to
+     * the outbox memory of these `freed` epochs. */
     uint64_t epochs, freed;
-    /* Backend hosts, only in the last CTA: the word `broken` of the net inbox, which
-     * finish_lowlat() checks. */
+    /* Only in backend `hosts` and in the last CTA: the word `broken` in the net inbox, which is
+     * the original of `broken`. finish_lowlat() checks it. */
     uint64_t net_broken;
 };
 
-/* Reads the words of StartState. Called by all warps at the start of a kernel; only the control
- * warp reads, workers get zeros. */
+/* Reads the words of StartState. Called by all warps at the start of a kernel. Only the control
+ * warp reads the words; the other warps get zeros. */
 __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
 {
     StartState start = {};
@@ -131,9 +133,10 @@ __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
     return start;
 }
 
-/* Backend hosts: waits until this rank may write to its outbox, because the net has read all
- * puts of the epoch that last used it. In backend p2p there is no outbox, and the function
- * returns true. Called by the control warp. Returns false if the group of ranks has failed. */
+/* Only in backend `hosts`: waits until this rank may write to its outbox. This is the case when
+ * the net has read the data of all puts of the epoch that last used this half of the outbox. In
+ * backend p2p there is no outbox, and the function returns true. Called by the control warp.
+ * Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const StartState &start)
 {
     if (!HOSTS) return true;
@@ -141,11 +144,11 @@ __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const Start
     return __all_sync(ALL_LANES, known || lane_id() || wait_outbox_free(op)) != 0;
 }
 
-/* Sends this rank's sizes, which are words of its announcement, to every rank: `tokens`,
- * `capacity` (slots of the receive buffer; 0: no limit) and `rows` (rows of the receive
- * buffer). Called by all warps; only the control warp of the last CTA sends. In backend hosts
- * it does nothing: announce_start() stores all words of the announcement, so that one put sends
- * them. */
+/* Sends to every rank the sizes that are part of this rank's announcement: `tokens`, `capacity`
+ * (slots of the receive buffer; 0: no limit) and `rows` (rows of the receive buffer). Called by
+ * all warps; only the control warp of the last CTA sends. Does nothing in backend `hosts`.
+ * There announce_start() stores all words of the announcement, so that one put sends them
+ * together. */
 __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpState &op,
                                                int32_t tokens, int32_t capacity, int32_t rows)
 {
@@ -156,18 +159,20 @@ __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpSta
     store_relaxed(to + P2P_ANNOUNCED_ROWS, stamp_word(op, (uint32_t)rows));
 }
 
-/* Returns whether this warp announces the operation. Mostly worker 0 of the last CTA does. In
- * backend hosts, if the kernel makes a plan (`plans`), the control warp of the last CTA does,
- * because the plan waits for the announcement. The announcing warp must issue a system fence
- * before announce_start(). A fence takes long, so the kernel issues it when it starts. */
+/* Returns whether this warp announces the operation. This is worker 0 of the last CTA, with one
+ * exception. In backend `hosts`, if the kernel makes a plan (`plans`), it is the control warp
+ * of the last CTA, because the plan waits for the announcement. The announcing warp must
+ * execute a system fence before announce_start(). A fence takes long, so the kernel executes it
+ * when it starts. */
 __device__ __forceinline__ bool is_announcer(bool plans)
 {
     return is_last_cta() && (HOSTS && plans ? is_control_warp() : threadIdx.x < WARP);
 }
 
-/* Sends the operation's signature to every rank. This word completes the announcement. Called
- * by the announcing warp, after its system fence: a peer that reads the signature must also see
- * the poison that this rank's earlier operations have stored back. */
+/* Sends the operation's signature to every rank. This is the last word of the announcement.
+ * Called by the announcing warp, after its system fence. Without the fence, a peer could read
+ * the signature but not yet see the poison that this rank's earlier operations have stored
+ * back. */
 __device__ __forceinline__ void announce_start(const p2p_self &self, const OpState &op)
 {
     if (lane_id() >= self.num_ranks) return;
@@ -177,8 +182,9 @@ __device__ __forceinline__ void announce_start(const p2p_self &self, const OpSta
     post_put(op, lane_id(), to, P2P_ANNOUNCE_WORDS * 8);
 }
 
-/* Sets the fields of op, the state of the operation, except the signature and the staging
- * addresses. Called by the control warp. */
+/* Sets the fields of op, the state of the operation, except the signature and the addresses in
+ * staging. `tokens`, `capacity`, `rows`: the sizes that this rank announces. Called by the
+ * control warp. */
 __device__ __forceinline__ void open_lowlat(OpState &op, const p2p_self &self,
                                             const StartState &start, int32_t tokens,
                                             int32_t capacity, int32_t rows)
@@ -230,9 +236,9 @@ __device__ __forceinline__ bool wait_sizes(const p2p_self &self, const OpState &
     return ok;
 }
 
-/* Counts this CTA as started, which means that it has read the epoch. (Backend hosts counts
- * posted warps instead, in count_posted_warp().) Also reports a failure if another operation of
- * this rank runs at the same time. Called by all threads after the first barrier; one thread of
+/* Counts this CTA as started, which means that it has read the epoch. (In backend `hosts`,
+ * count_posted_warp() counts warps instead.) Also reports a failure if another operation of
+ * this rank runs at the same time. Called by all threads after the first barrier. One thread of
  * the control warp does the work, because the workers have rows to send. */
 __device__ __forceinline__ void count_started_cta(const p2p_self &self, const OpState &op)
 {
@@ -241,8 +247,9 @@ __device__ __forceinline__ void count_started_cta(const p2p_self &self, const Op
     report_overlap(op);
 }
 
-/* Backend hosts: counts this warp as done with its puts. finish_lowlat() waits for this count,
- * not for the count of started CTAs. Called by every warp after its last put. */
+/* Only in backend `hosts`: counts this warp as one that has posted all its puts.
+ * finish_lowlat() waits until all warps are counted. Called by every warp after its last
+ * put. */
 __device__ __forceinline__ void count_posted_warp(const p2p_self &self)
 {
     if (!HOSTS || lane_id() != 0) return;
@@ -250,11 +257,15 @@ __device__ __forceinline__ void count_posted_warp(const p2p_self &self)
     atomicAdd(&control_of(self)->done, 1u);
 }
 
-/* Ends the operation. Waits until all peers have announced it, and until all CTAs have started;
- * a CTA that starts later would read the new epoch. Then advances the epoch. In backend hosts,
- * waits until all warps have posted their puts, not only until all CTAs have started. Then
- * posts the end of the epoch. are_copied: poll_inbox() has copied the peers' announcements to
- * the heap. Called by the control warp of the last CTA. */
+/* Ends the operation by advancing the epoch. Called by the control warp of the last CTA. Before
+ * the epoch advances, the function does this:
+ *
+ *   p2p    waits until all peers have announced the operation, and until all CTAs of this rank
+ *          have started; otherwise a CTA that starts late would read the new epoch
+ *   hosts  waits until all warps of this rank have posted their puts, tells the proxy that the
+ *          epoch has no more puts, and waits until all peers have announced the operation
+ *
+ * are_copied: poll_inbox() has copied the peers' announcements to the heap. */
 __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
                                               const StartState &start, bool are_copied)
 {
@@ -263,8 +274,8 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
         return __all_sync(ALL_LANES, load_relaxed(&control->done) ==
                                          gridDim.x * (HOSTS ? blockDim.x / WARP : 1)) != 0;
     };
-    /* The group of ranks had failed before this kernel started. All rows may have arrived, but
-     * the operation must not count as done. */
+    /* The group of ranks had already failed when this kernel started. The operation must not
+     * count as done, even if all rows have arrived. */
     if (HOSTS && start.net_broken) {
         op.aborted_wait = WAIT_ABORTED(-1, P2P_PHASE_ARRIVE);
         return;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Makes the plan for few tokens. Every rank sends the expert ids of all its choices to every
  * other rank. Then each CTA computes the whole plan by itself, in shared memory
- * (lowlat/plan_tables.cuh).
+ * (lowlat/plan_tables.cuh). All ranks compute with the same ids, so they all get the same plan.
  *
  *   writer                  stores                               reader that waits
  *   control warps           ids of this rank's tokens, to        workers of every CTA
@@ -12,9 +12,8 @@
  * the epoch (the number of the operation), and a reader accepts it only in this epoch. So each
  * word is its own flag, and no fence is needed.
  *
- * So the ranks exchange words only once. The general planner (plan/planner.cuh) needs two
- * exchanges: first of counts, then of slots. All ranks compute with the same ids, so they all
- * get the same plan.
+ * The ranks wait for each other only once: for the ids. The general planner (plan/planner.cuh)
+ * must wait twice: first for counts, then for slots.
  *
  * A rank uses this planner if it has at most max_lowlat_tokens tokens. A rank with more tokens
  * uses plan/planner.cuh, which waits for counts from all ranks. If there is such a rank, the
@@ -30,8 +29,8 @@
 
 #include "cuda/lowlat/plan_tables.cuh"
 
-/* An expert id as loaded from the caller's array. encode_id() encodes it later, because any
- * computation with the id would wait for the load. */
+/* An expert id as loaded from the caller's array. encode_id() encodes it later, because a
+ * computation at once would wait until the load has finished. */
 struct RawId {
     uint32_t low, high; /* high: upper half of an int64 id; unused for an int32 id */
 };
@@ -52,8 +51,8 @@ __device__ __forceinline__ RawId raw_id(const p2p_plan_job &job, int32_t token, 
     return id;
 }
 
-/* Returns an id in 16 bits: the expert, LOWLAT_NO_ID for a negative id, or LOWLAT_INVALID_ID
- * for one that is too large. */
+/* Returns an expert id encoded in 16 bits: the id itself, LOWLAT_NO_ID if it is negative, or
+ * LOWLAT_INVALID_ID if it is too large. */
 __device__ __forceinline__ uint32_t encode_id(const p2p_plan_job &job, RawId id)
 {
     const int32_t sign = (int32_t)(job.has_int64_ids ? id.high : id.low);
@@ -82,16 +81,16 @@ __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpS
 }
 
 /* Sends the expert ids of this rank's tokens to all peers. Each control warp sends the ids of
- * some tokens, several tokens at a time; each lane has one word (two ids) of one of these
+ * some tokens, several tokens at a time. Each lane has one word (two ids) of one of these
  * tokens. The constructor starts to load the first ids when the kernel starts. make_words()
- * encodes them. send_ids() sends them, after op is set. */
+ * encodes the ids. send_ids() sends them, when op (the state of the operation) has been set. */
 struct IdSender {
     const p2p_plan_job &job;
-    /* token_words: words per token. word_bits: bits that the number of a word within its token
-     * needs. */
+    /* token_words: number of words per token. word_bits: number of bits needed for the number
+     * of a word within its token. */
     const int token_words, word_bits;
     int32_t token; /* the token whose word this lane sends next */
-    /* how many tokens this lane advances after each word */
+    /* after each word, the lane continues with the token this many tokens later */
     const int32_t token_step;
     RawId low, high;
     /* this lane's word: two encoded ids */
@@ -166,9 +165,9 @@ struct IdSender {
     }
 };
 
-/* Enters choice k of a token of `rank` in the tables. e: its encoded id. If the id is invalid,
- * records the choice in bad_choice. Returns true if another choice of the token has the same
- * expert. */
+/* Enters choice k of a token of `rank` in the tables. e: encoded expert id. If the id is
+ * invalid, stores the number of the choice in bad_choice, unless an earlier one is there.
+ * Returns true if another choice of the token has the same expert. */
 __device__ __forceinline__ bool mark_choice(LowlatPlan &tables, int rank, int32_t token, int k,
                                             uint32_t e)
 {
@@ -184,7 +183,7 @@ __device__ __forceinline__ bool mark_choice(LowlatPlan &tables, int rank, int32_
 }
 
 /* Enters four choices of a token of `rank` in the tables: choices 4 * id_lane to 4 * id_lane +
- * 3. ids[0] has the encoded ids of the first two of them, ids[1] those of the other two. */
+ * 3. `ids` has their encoded expert ids: ids[0] the first two, ids[1] the other two. */
 __device__ __forceinline__ void mark_lane_choices(LowlatPlan &tables, int rank, int32_t token,
                                                   int id_lane, const uint32_t (&ids)[2])
 {
@@ -198,10 +197,10 @@ __device__ __forceinline__ void mark_lane_choices(LowlatPlan &tables, int rank, 
     if (has_repeats) tables.has_repeats = true;
 }
 
-/* Waits for the ids of all ranks and enters them in the tables. A lane handles four ids of a
- * token at a time. All tokens of a lane are from the same rank. Called by the workers of the
- * CTA. The last warps get the first tokens, because the first warps still have rows to send.
- * Returns false if the group of ranks has failed. */
+/* Waits for the expert ids of all ranks, and enters them in the tables. A lane handles four ids
+ * of a token at a time. All tokens of a lane are from the same rank. Called by the workers of
+ * the CTA. The last warps get the first tokens, because the first warps may still be sending
+ * rows. Returns false if the group of ranks has failed. */
 static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
                                   const OpState &op)
 {
@@ -240,8 +239,8 @@ static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
                 const uint64_t tokens = num_tokens < 0 ? load_relaxed(announced) : 0;
                 if (num_tokens < 0 && is_stamped(op, tokens))
                     num_tokens = (int32_t)(uint32_t)tokens;
-                /* A rank with more than max_tokens tokens sends no ids, so there is nothing to
-                 * wait for. */
+                /* A rank with more than max_tokens tokens sends no ids, so do not wait for
+                 * them. */
                 if (num_tokens > tables.max_tokens) num_tokens = 0;
                 ids[0] = (uint32_t)a;
                 ids[1] = (uint32_t)b;
@@ -257,8 +256,8 @@ static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
     return true;
 }
 
-/* Waits for the sizes that all ranks announce, and enters them in the tables. Called by the
- * control warp. Returns false if the group of ranks has failed. */
+/* Waits for the sizes (tokens, capacity, rows) that all ranks announce, and enters them in the
+ * tables. Called by the control warp. Returns false if the group of ranks has failed. */
 static __device__ bool gather_sizes(LowlatPlan &tables, const p2p_self &self, const OpState &op)
 {
     int32_t tokens, capacity, rows;
@@ -330,10 +329,10 @@ __device__ __forceinline__ int32_t needed_here(const LowlatPlan &tables,
            tables.slots_before(job, job.self.rank);
 }
 
-/* Returns a verdict: whether the plan can be used. A plan is invalid if an id is invalid, or if
- * a rank needs more slots than its capacity. `moves`: the operation also moves rows, so the
- * function also checks that each rank's receive buffer has a row per slot. All ranks get the
- * same verdict. Called by one warp. */
+/* Returns whether the plan can be used. A plan is invalid if an expert id is invalid, or if a
+ * rank needs more slots than its capacity. `moves`: the operation also moves rows, so the
+ * function also checks that each rank's receive buffer has a row per slot. The result is the
+ * same on all ranks. Called by one warp. */
 static __device__ PlanVerdict judge_plan(const LowlatPlan &tables, const p2p_plan_job &job,
                                          bool moves)
 {
@@ -354,8 +353,8 @@ static __device__ PlanVerdict judge_plan(const LowlatPlan &tables, const p2p_pla
 
 /* Finds duplicates, which are an error in layers with EPIC_DISTINCT. A choice is a duplicate if
  * an earlier choice of its token has the same expert. Sets bad_choice of each rank to the
- * rank's first duplicate. atomicMin makes the result independent of the order of threads.
- * Called by all threads of the CTA. */
+ * rank's first duplicate. The function uses atomicMin, so the result does not depend on the
+ * order of threads. Called by all threads of the CTA. */
 static __device__ __noinline__ void find_duplicates(LowlatPlan &tables, int ranks)
 {
     const int each = tables.id_lanes * LOWLAT_LANE_IDS;
@@ -369,10 +368,10 @@ static __device__ __noinline__ void find_duplicates(LowlatPlan &tables, int rank
         }
 }
 
-/* In backend hosts, words from other hosts arrive in the net inbox. It may be in host memory,
- * where the polls of many warps are served one after the other. So only a few warps, the *inbox
- * pollers*, poll it. They copy the words that have arrived to the same offsets of the heap,
- * where all other warps wait for them.
+/* In backend `hosts`, words from other hosts arrive in the net inbox. The inbox may be in host
+ * memory, where the polls of many warps are served one after the other. So only a few warps,
+ * the *inbox pollers*, poll the inbox. They copy the words that have arrived to the same
+ * offsets of the heap. All other warps wait for the words in the heap.
  *
  * copy_announcements() copies the announcements of ranks on other hosts. Called by one warp.
  * Returns false if the group of ranks has failed. */
@@ -395,10 +394,10 @@ static __device__ bool copy_announcements(const p2p_self &self, const OpState &o
     });
 }
 
-/* Copies the expert ids that ranks on other hosts have sent from the net inbox to the heap. A
- * lane copies two words at a time. It does not wait for words of tokens after the last token
- * that the rank has announced. The words are divided among `warps` warps; this one is number
- * `warp`. Returns false if the group of ranks has failed. */
+/* Copies expert ids, which ranks on other hosts send, from the net inbox to the heap, as they
+ * arrive. A lane copies two words at a time. It waits only for words of tokens that exist,
+ * according to the rank's announcement. The words are divided among `warps` warps; this one is
+ * number `warp`. Returns false if the group of ranks has failed. */
 static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int warp, int warps)
 {
     const p2p_self &self = job.self;
@@ -434,11 +433,11 @@ static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int 
     return true;
 }
 
-/* Backend hosts: polls the net inbox and copies the announcements and ids that arrive to the
- * heap. Called by all threads of the last CTA, which receives no rows. If the grid has only one
- * CTA, only its control warp polls, because the workers have rows to move. In p2p there is
- * nothing to copy, because peers store into the heap itself. Returns false if the group of
- * ranks has failed. */
+/* Only in backend `hosts`: polls the net inbox, and copies the announcements and ids that
+ * arrive to the heap. Called by all threads of the last CTA, which receives no rows. If the
+ * grid has only one CTA, only its control warp polls, because the workers have rows to move. In
+ * p2p there is nothing to copy, because peers store into the heap itself. Returns false if the
+ * group of ranks has failed. */
 static __device__ bool poll_inbox(const p2p_plan_job &job, const OpState &op)
 {
     if (!HOSTS) return true;
@@ -455,9 +454,9 @@ enum LowlatPlanState {
     LOWLAT_PLAN_MIXED
 };
 
-/* Makes the plan in the tables of this CTA: waits for the ids and sizes of all ranks, and
- * computes the tables. Called by all threads of the CTA. Returns which kind of plan it has
- * made, if any. */
+/* Computes the plan in the tables of this CTA: waits for the ids and sizes of all ranks, then
+ * fills in the tables. Called by all threads of the CTA. Returns whether the tables contain the
+ * plan (see LowlatPlanState). */
 static __device__ LowlatPlanState make_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                                    const OpState &op)
 {
@@ -472,10 +471,11 @@ static __device__ LowlatPlanState make_lowlat_plan(LowlatPlan &tables, const p2p
     return LOWLAT_PLAN_MADE;
 }
 
-/* Makes a mixed plan, because another rank has more tokens than fit in the tables. That rank
- * uses plan/planner.cuh, so this rank must use it, too: the first job.planners CTAs run
- * make_plan(). Called by all threads of every CTA that has called make_lowlat_plan(). Returns
- * false if the group of ranks has failed. */
+/* Makes the plan with the general planner (plan/planner.cuh), because another rank has more
+ * tokens than fit in the tables. (Such a plan is called mixed.) That rank uses the general
+ * planner, so this rank must use it, too. The first job.planners CTAs run make_plan(). Called
+ * by all threads of every CTA that has called make_lowlat_plan(). Returns false if the group of
+ * ranks has failed. */
 static __device__ __noinline__ bool make_mixed_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                                     const OpState &op, uint8_t *memory)
 {
@@ -521,9 +521,9 @@ static __device__ void end_header(LowlatPlan &tables, const p2p_plan_job &job,
         report_overflow(tables.p, job, op);
 }
 
-/* Writes the first slot and the padding of each of this rank's slabs to the plan, and the
- * numbers of rows and tokens of each local expert to the caller's arrays. Called by one control
- * warp of the grid. */
+/* Writes to the plan: the first slot and the padding of each of this rank's slabs. Writes to
+ * the caller's arrays: the number of tokens and of rows of each local expert. Called by one
+ * control warp of the grid. */
 static __device__ void write_slabs(const LowlatPlan &tables, const p2p_plan_job &job,
                                    uint32_t result)
 {
@@ -544,9 +544,10 @@ static __device__ void write_slabs(const LowlatPlan &tables, const p2p_plan_job 
     }
 }
 
-/* Writes the header and the tables of slabs of the plan. Called by all control warps. The
- * control warp of the first planning CTA writes the header, and that of the second one writes
- * the slabs. If there is only one planning CTA, its control warp writes both. */
+/* Writes the header and the tables of slabs of the plan. Called by all control warps, but only
+ * one or two of them write. The control warp of the first planning CTA writes the header, and
+ * that of the second one writes the slabs. If there is only one planning CTA, its control warp
+ * writes both. */
 static __device__ void write_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                          const OpState &op, const CtaRange &planning_ctas,
                                          uint32_t result)

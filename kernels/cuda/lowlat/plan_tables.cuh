@@ -10,10 +10,10 @@
  *   group_slab_start  for each expert: first slot of its slab. Slots are numbered over all
  *                     ranks: the first slot of rank 1 follows the last slot of rank 0
  *
- * The slot of a choice, numbered over all ranks, is group_slab_start + earlier_choices + the
- * number of mask bits below the token's bit. A mask has one bit per token, so it cannot express
- * that a token chooses an expert twice. If any token does so, the slots are computed by
- * counting ids one by one, which is slow. */
+ * The slot of a choice, numbered over all ranks, is the sum of three numbers: group_slab_start,
+ * earlier_choices, and how many bits of the mask below the token's bit are 1. A mask has one
+ * bit per token, so it cannot express that a token chooses an expert twice. If any token does
+ * so, the slots are computed by comparing all ids one by one, which is slow. */
 #ifndef EPIC_LOWLAT_PLAN_TABLES_CUH
 #define EPIC_LOWLAT_PLAN_TABLES_CUH
 
@@ -24,14 +24,13 @@
 #define LOWLAT_NO_ID 0xffffu
 #define LOWLAT_INVALID_ID 0xfffeu /* encoded id of a choice whose id is too large */
 #define LOWLAT_LANE_IDS 4         /* how many ids of one token a lane handles at a time */
-/* Upper bound of lowlat_plan_bytes(), in bytes. There are at most 8192 ids (P2P_LOWLAT_CHOICES)
- * of at most 4096 tokens. An id has 2 bytes. Each token's number of ids is rounded up to a
- * multiple of four, which at most doubles the number of ids. So the number is multiplied by 2
- * twice. */
+/* Upper bound of lowlat_plan_bytes(). There are at most P2P_LOWLAT_CHOICES ids, with 2 bytes
+ * each. Each token's number of ids is rounded up to a multiple of four. This at most doubles
+ * the number of ids, if top_k is at least 2 or all ranks together have at most 4096 tokens. */
 #define LOWLAT_PLAN_MAX_BYTES \
     (P2P_LOWLAT_MASKS * 6 + LOWLAT_WORKERS * WARP * 8 + P2P_LOWLAT_CHOICES * 2 * 2 + 16)
 
-struct PlanVerdict { /* Whether a plan can be used. The verdict is equal on all ranks. */
+struct PlanVerdict { /* Whether a plan can be used. Equal on all ranks. */
     uint32_t result;
     /* true: the plan is valid, but the receive buffer of a rank has fewer rows than the rank
      * has slots */
@@ -41,8 +40,8 @@ struct PlanVerdict { /* Whether a plan can be used. The verdict is equal on all 
 /* The tables of a plan (see above). The struct is in static shared memory; the arrays behind
  * its pointers are in dynamic shared memory. */
 struct LowlatPlan {
-    /* The planner's state, of which only these members are used: load, group_slab_start,
-     * capacity, demand, needed_slots, bad_ranks and header. */
+    /* The state of the general planner. Here only these members are used: load,
+     * group_slab_start, capacity, demand, needed_slots, bad_ranks and header. */
     Planner p;
     /* [token blocks of all ranks][num_experts]: one bit for each of the block's 32 tokens, 1 if
      * the token chose the expert */
@@ -67,7 +66,7 @@ struct LowlatPlan {
     /* num_experts, top_k: as in the layer. id_lanes: how many lanes handle the ids of one
      * token, LOWLAT_LANE_IDS ids each. */
     int32_t num_experts, top_k, id_lanes;
-    /* true: some token chose an expert twice, so masks do not give the slots */
+    /* true: some token chose an expert twice, so slots cannot be computed from the masks */
     bool has_repeats;
     /* true: a rank has more than max_tokens tokens, so the tables cannot be used */
     bool has_large_rank;
@@ -90,9 +89,9 @@ struct LowlatPlan {
                    __popc(mask[index] & ((1u << token % WARP) - 1));
         return begin + count_before(rank, token * id_lanes * LOWLAT_LANE_IDS + k, (uint16_t)e);
     }
-    /* Returns how many choices of `expert` the ranks below `rank` have, plus how many are among
-     * the first `choices` ids of `rank`. Compares ids one by one, which is slow. Used only if
-     * some token chose an expert twice. */
+    /* Returns how many choices of `expert` come before one choice of `rank`: all choices of the
+     * ranks below `rank`, and the first `choices` ids of `rank`. Compares ids one by one, which
+     * is slow. Used only if some token chose an expert twice. */
     __device__ __noinline__ int count_before(int rank, int choices, uint16_t expert) const
     {
         int count = 0;

@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The units of work of combine for few tokens, for aligned rows whose partial sums are added in
  * the order of ranks. A partial sum is the sum of weight * row over a token's slots on one
- * rank. A unit is one piece of a token's row; a piece has one 16-byte vector per lane:
+ * rank. A unit of work is one piece of a token's row. A piece has one 16-byte vector per lane.
+ * There are two units:
  *
  *   send_sum      for a token of a peer: adds the token's rows on this rank, and stores this
  *                 partial sum to the peer's staging
  *   receive_sum   for a token of this rank: adds the token's rows on this rank, polls the
  *                 peers' partial sums, adds all in the order of ranks, stores the sum to out
  *
- * A warp loads up to eight rows of a unit together, so that the loads overlap. It loads the
- * rows of its first unit before the plan's header has been checked. The results are
- * bit-identical to those of combine/plain.cuh. EXACT (template argument): every lane of every
- * piece is inside the row. */
+ * A warp loads up to eight rows of a unit together, so that the loads overlap. The results are
+ * bit-identical to those of combine/plain.cuh. Template argument EXACT: a row consists of whole
+ * pieces, so every lane's vector is inside the row. */
 #ifndef EPIC_LOWLAT_SUM_CUH
 #define EPIC_LOWLAT_SUM_CUH
 
@@ -20,8 +20,8 @@
 
 #define LOWLAT_LOADED_ROWS 8 /* largest number of rows of a token that a warp loads together */
 
-/* The rows of a unit that the warp has loaded, up to LOWLAT_LOADED_ROWS at a time: this lane's
- * vector of each row. */
+/* The rows of a unit that the warp has loaded: this lane's vector of each row. A warp loads up
+ * to LOWLAT_LOADED_ROWS rows at a time. */
 struct SlotRows {
     uint4 q[LOWLAT_LOADED_ROWS];
     float weight; /* weight of this lane's slot (lane n has the token's slot number n) */
@@ -74,8 +74,8 @@ __device__ __forceinline__ void add_loaded(const SlotRows &rows, float (&acc)[1]
     }
 }
 
-/* Returns whether the lanes with a slot are the lowest lanes, as in every valid record. If the
- * plan has not been checked yet, its records may contain anything. */
+/* Returns whether the unit's slots are in the lowest lanes, as in every valid plan. If the plan
+ * has not been checked yet, it may contain anything. */
 __device__ __forceinline__ bool has_slots_in_low_lanes(const Unit &u)
 {
     const uint32_t lanes = __ballot_sync(ALL_LANES, u.slot >= 0);
@@ -117,8 +117,9 @@ __device__ __forceinline__ uint4 sum_loaded(const CombineState &c, SlotRows &row
 }
 
 /* Adds this rank's rows for one piece of a peer's token, and stores this partial sum to the
- * peer's staging. With the first piece, also sends the slot_floats of the token's slots, if the
- * job has slot_floats (one float per slot). The caller has loaded `rows`. */
+ * peer's staging. With the first piece, also sends one float per slot of the token, if the job
+ * has slot_floats (in dispatch_backward, the gradient of the slot's weight). The caller has
+ * loaded `rows`. */
 template <class ROW, bool EXACT>
 __device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, const Unit &u)
 {
@@ -129,9 +130,9 @@ __device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, 
     if (in_row<EXACT>(c, u))
         store_relaxed(staged_row(c.op.outbox[rank], u.token, c.shape.vectors) + vector_of(u),
                       node);
-    /* Each rank numbers the other ranks (rank_of_role()). `source` is the number that the peer
-     * gives to this rank. The peer's heap has a part for each source, and this rank's floats go
-     * to the part with this number. */
+    /* The number of this rank in the peer's count: each rank counts the other ranks upwards,
+     * beginning with its next higher rank, which has number 0 (modulo num_ranks). The peer's
+     * heap has a part for floats of each rank, in this order. */
     const int source = self.num_ranks - 2 - u.role;
     if (u.piece == 0 && c.job.slot_floats)
         send_floats(c, rank, u.token, floats_base(self, c.op, self.heap[rank], source));
@@ -146,9 +147,10 @@ template <class ROW> __device__ __forceinline__ void add_to(float (&total)[ROW::
     for (int e = 0; e < ROW::N; e++) total[e] += x[e];
 }
 
-/* Adds the partial sums of `ranks` (bit mask) to total, in the order of ranks. `own`: this
- * rank's partial sum. The peers' partial sums arrive in staging: the warp polls AT_ONCE of them
- * together, and then stores poison back. Returns false if the group of ranks has failed. */
+/* Adds the partial sums of all ranks in the bit mask `ranks` to total, in the order of ranks.
+ * `own`: this rank's partial sum. The peers' partial sums arrive in staging: the warp polls
+ * AT_ONCE of them together, reads them, and stores poison back. Returns false if the group of
+ * ranks has failed. */
 template <class ROW, bool EXACT, int AT_ONCE>
 __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u,
                                             uint32_t ranks, uint4 own, float (&total)[ROW::N])
@@ -190,9 +192,9 @@ __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u
 }
 
 /* Adds the partial sums of all ranks for one piece of a token of this rank, and stores the sum
- * to the output. With the first piece, also receives the token's choice_floats (for each
- * choice, the float that the expert's rank has for the slot of the choice), if the caller wants
- * them. The caller has loaded `rows`. Returns false if the group of ranks has failed. */
+ * to the output. With the first piece, also receives one float per choice (in
+ * dispatch_backward, the gradient of the choice's weight), if the caller wants choice_floats.
+ * The caller has loaded `rows`. Returns false if the group of ranks has failed. */
 template <class ROW, bool EXACT, int AT_ONCE>
 __device__ __forceinline__ bool receive_sum(const CombineState &c, SlotRows &rows,
                                             const Unit &u)
