@@ -8,12 +8,12 @@
  *   recv    [recv_rows, row_bytes]      recv_scales  [recv_rows, scale_bytes]
  *   (*) not used if the kernel quantizes rows: it computes the scales itself
  *
- *   planner CTAs             first make the plan, then join the others
+ *   planner CTAs             first make the plan, then move units like the others
  *   job.warps warps per CTA  move units; a unit is one packed row of one token
  *   other warps              idle
  *
- * Step i of the list of units, where lag is the number of tokens by which receiving stays
- * behind sending:
+ * Step i of the list has these units. job.lag is the number of tokens that are sent before the
+ * first one of a peer is received.
  *
  *   own unit    sends this rank's token i to every peer that needs it, and stores it to its
  *               slots on this rank. So the row is read, or quantized, once.
@@ -24,10 +24,10 @@
  * the lanes that write a buffer call fence_bulk() before the copy engine reads it. A buffer is
  * written again only after wait_bulk_read().
  *
- * No two ranks wait for each other in a circle: a receiving warp waits for a row that its peer
- * sends `lag` steps earlier, and each CTA takes its units in order. While the planner CTAs make
- * the plan, each warp of the other CTAs sends its first token. Then it waits for the record of
- * that token, which has the token's slots on this rank.
+ * Ranks cannot wait for each other in a circle: a receiving warp waits for a row that its peer
+ * sends `lag` steps earlier, and each CTA processes its units in order. While the planner CTAs
+ * make the plan, each warp of the other CTAs sends its first token. Then it waits for the
+ * record of that token, which has the token's slots on this rank.
  *
  * While a warp moves a unit, the row of its next unit is being copied to another buffer. */
 #include "cuda/dispatch/bulk.cuh"
@@ -38,8 +38,8 @@ struct Unit {
     /* step: position in the list of units. role 0: this rank's own token; role n: a token of
      * the n-th peer. */
     int step, role;
-    /* this lane's choice of the token, and this lane's word of the token's record; take_unit()
-     * loads both before the unit is moved */
+    /* This lane's choice of the token, and this lane's word of the token's record (its slots on
+     * this rank). take_unit() loads both before the unit is moved. */
     uint64_t choice_word, record_word;
 
     /* Returns true if the unit's token is this rank's own. */
@@ -49,26 +49,26 @@ struct Unit {
     }
 };
 
-/* Returns the token of a unit. Tokens of peers are received `lag` steps after this rank's own
- * token with the same number is sent. */
+/* Returns the number of the token of a unit. A peer's token is received `lag` steps after this
+ * rank's own token with the same number is sent. */
 __device__ __forceinline__ int32_t token_of(const PackedMove &m, const Unit &unit)
 {
     return m.round_begin + unit.step - (unit.is_own() ? 0 : m.job.lag);
 }
 
-/* Returns true if the unit has a token in the running round, which ends before token `end`.
- * Units before the first and after the last token have none. */
+/* Returns true if the unit's token exists in the running round, which ends before token `end`.
+ * Near the begin and the end of the list, units may have no token. */
 __device__ __forceinline__ bool has_token(const PackedMove &m, const Unit &unit, int32_t end)
 {
     const int32_t token = token_of(m, unit);
     return token >= m.round_begin && token < (unit.is_own() ? min(end, m.job.num_tokens) : end);
 }
 
-/* Takes the next unit for this warp, and loads the words that the unit needs first. Units
- * differ in work, so the warps of a CTA take them one by one from a common counter, *num_taken.
- * The list is cut into groups of gridDim.x units, and each CTA gets one unit of each group. Its
- * position in the group changes from group to group, so that no CTA always gets the same kind
- * of units. Called by a whole warp. */
+/* Gets the next unit for this warp, and loads the words that the unit needs first. Units differ
+ * in work, so the warps of a CTA get them one by one from a common counter, *num_taken. The
+ * list is divided into blocks of gridDim.x units, and each CTA gets one unit of each block. Its
+ * position changes from block to block. Otherwise a CTA could get units for the same peer each
+ * time. Called by a whole warp. */
 template <bool FLAT>
 __device__ __forceinline__ Unit take_unit(const PackedMove &m, int *num_taken, int32_t end)
 {
@@ -86,8 +86,9 @@ __device__ __forceinline__ Unit take_unit(const PackedMove &m, int *num_taken, i
     return unit;
 }
 
-/* Returns true if the word `record`, which take_unit() has loaded, already shows that the token
- * has no row on this rank. If the word has not arrived yet, returns false. */
+/* Returns true if it is already known that the token has no row on this rank. `record`: the
+ * word of the token's record that take_unit() has loaded. If the word has not arrived yet,
+ * returns false. */
 template <bool FLAT>
 __device__ __forceinline__ bool is_absent(const PackedMove &m, uint64_t record)
 {
@@ -144,9 +145,9 @@ __device__ __forceinline__ void fill_all_slots(const PackedMove &m, const int32_
     if (m.top_k > WARP) bulk_to_slots(m, slot[1], buffer);
 }
 
-/* Makes the packed row of this rank's token ready in `buffer`: quantizes it, or scans the copy
- * that is there. Returns true if the row has special words (see send_special()). Called by a
- * whole warp. */
+/* Prepares the packed row of this rank's token in `buffer`: quantizes the caller's row into it,
+ * or checks the copy that is already there. Returns true if the row has words that must be
+ * replaced before it is sent (see send_special()). Called by a whole warp. */
 template <class OwnPiece>
 __device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t token,
                                                uint32_t buffer)
@@ -222,15 +223,16 @@ __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t toke
     return receive_weights<FLAT>(m, rank, source, token, slot, extras, weight);
 }
 
-struct RoundProgress { /* A warp's state in the running round. */
+struct RoundProgress { /* The state of a warp in the running round. */
     int32_t end;       /* the first token after the running round */
     bool has_counts;   /* true: the numbers of tokens of all ranks are known */
     /* log2 of the number of slabs, or a negative value (see find_padding_slabs()) */
     int slab_bits;
 };
 
-/* At the first call, waits for the numbers of tokens of all ranks. Until then a warp moves only
- * this rank's own tokens. Returns false if the group of ranks has failed. */
+/* At the first call, waits until all ranks have announced how many tokens they have. Before
+ * this call, a warp moves only this rank's own tokens. Returns false if the group of ranks has
+ * failed. */
 __device__ __forceinline__ bool read_counts_once(PackedMove &m, RoundProgress &p)
 {
     if (!p.has_counts && !read_token_counts(m)) return false;
@@ -239,9 +241,9 @@ __device__ __forceinline__ bool read_counts_once(PackedMove &m, RoundProgress &p
     return true;
 }
 
-/* Writes zeros to some padding slots after a unit of this rank's own tokens, so that padding
- * needs no pass of its own. Called by a whole warp. Returns false if the group of ranks has
- * failed. */
+/* Called after a unit of this rank's own token: writes zeros to some padding slots, so that
+ * padding needs no separate pass. Called by a whole warp. Returns false if the group of ranks
+ * has failed. */
 __device__ __forceinline__ bool pad_with_token(PackedMove &m, int32_t token, RoundProgress &p,
                                                const BulkBuffers &buffers)
 {
@@ -299,8 +301,8 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, BulkBuff
 }
 
 /* Moves the rows in rounds. A round has as many tokens of each rank as fit in the staging. A
- * kernel that makes the plan has one round. *num_taken: how many units the warps of this CTA
- * have taken in the running round. Returns false if the group of ranks has failed. */
+ * kernel that makes the plan has one round. *num_taken: how many units of the running round the
+ * warps of this CTA have begun. Returns false if the group of ranks has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const uint8_t *memory,
                                             int *num_taken)
@@ -324,8 +326,9 @@ __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const ui
     }
 }
 
-/* Writes zeros to all padding slots, unless the units of this rank's tokens have done it
- * (pads_with_tokens()). Called by all CTAs. Returns false if the group of ranks has failed. */
+/* Writes zeros to all padding slots. Does nothing if the warps that moved this rank's own
+ * tokens have already done it (pads_with_tokens()). Called by all CTAs. Returns false if the
+ * group of ranks has failed. */
 __device__ __forceinline__ bool pad_all(PackedMove &m, const uint8_t *memory)
 {
     const BulkBuffers buffers(m, memory, 0);
@@ -342,7 +345,7 @@ __device__ __forceinline__ bool pad_all(PackedMove &m, const uint8_t *memory)
     return true;
 }
 
-/* The kernel. OwnPiece says how this rank's rows become packed rows: JoinedPiece copies rows
+/* The kernel. OwnPiece defines how this rank's rows become packed rows: JoinedPiece copies rows
  * and scales, QuantizedPiece quantizes rows. WITH_PLAN: the kernel also makes the plan. FLAT:
  * the layout of the receive buffer is flat. */
 template <class OwnPiece, bool WITH_PLAN, bool FLAT>
@@ -368,8 +371,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     DispatchMove move = {
         {job, op, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
     move.has_new_plan = WITH_PLAN;
-    /* Until read_counts_once() has read how many tokens each rank has, only this rank's own
-     * number is used. */
+    /* tokens_of: in lane q, the number of tokens of rank q. Until read_counts_once() has read
+     * these numbers, only the lane of this rank is used. */
     move.tokens_of = job.num_tokens;
     if (!WITH_PLAN)
         move.tokens_of = lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
@@ -411,9 +414,9 @@ extern "C" int p2p_can_dispatch_bulk(const p2p_dispatch_job *job)
            (!job->quantize || job->type != EPIC_F32);
 }
 
-/* Sets how many warps per CTA move rows, how many buffers each has (two to four), and how far
- * receiving stays behind sending (lag). Quantizing needs more warps and a longer lag. The
- * values are measured: docs/lab/cuda.md. */
+/* Sets how many warps per CTA move rows, how many buffers each warp has (two to four), and the
+ * lag: how many tokens are sent before the first one is received. Quantizing needs more warps
+ * and a longer lag. The values are measured: docs/lab/cuda.md. */
 static void deal_packed(p2p_dispatch_job &job, int num_sms)
 {
     const int buffers = (int)count_buffers(job), tokens = job.num_tokens;

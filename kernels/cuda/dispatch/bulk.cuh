@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Code that moves whole packed rows (a row and its scales, dispatch/packed.cuh) through shared
  * memory. A warp has 2 to 4 *buffers* in shared memory, each for one packed row. All lanes of
- * the warp copy a row to a buffer, or quantize it and store the result there. The row leaves by
- * bulk stores (cp.async.bulk): one lane starts them, and the copy engine of the SM performs
- * them.
+ * the warp copy a row to a buffer, or quantize it and store the result there. Then one lane
+ * starts bulk stores (cp.async.bulk), with which the copy engine of the SM stores the buffer to
+ * its destinations.
  *
  *   tokens, staging -> copies of all lanes -\
  *   tokens -> registers, quantized ----------+-> buffer -> bulk stores -> peers, slots
@@ -55,8 +55,8 @@ struct BulkBuffers {
         return first_address + (uint32_t)buffer * buffer_bytes;
     }
     /* Waits until bulk stores have read the next buffer, so that the warp may write it again.
-     * It lets the num_buffers - 2 latest groups of bulk stores continue, so each unit must end
-     * exactly one group. Called by a whole warp. */
+     * The latest num_buffers - 2 groups of bulk stores may still be running; each unit of work
+     * must end exactly one group. Called by a whole warp. */
     __device__ __forceinline__ void wait_free() const
     {
         if (lane_id() == 0) {
@@ -123,16 +123,16 @@ __device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32
         copy_again(buffer + v * 16, staged + v);
 }
 
-/* Quantizes a row of this rank's token and stores the packed row to a buffer. Returns true in a
- * lane that has made a word of scales that equals poison, and so must be sent as another word.
- * Called by a whole warp. */
+/* Quantizes a row of this rank's token, and stores the packed row to a buffer. Returns true in
+ * a lane that has made a word of scales that equals poison. Such a word must be replaced before
+ * the row is sent. Called by a whole warp. */
 __device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token,
                                              uint32_t buffer)
 {
     const uint32_t row_end = (uint32_t)m.row_vectors * 16;
     const uint32_t end = (uint32_t)m.shape.vectors * 16;
     bool special = false;
-    /* Load two pieces ahead, because a load takes longer than quantizing a piece. */
+    /* Load two pieces ahead, because to load a piece takes longer than to quantize it. */
     uint4 next[V], after[V];
     QuantizedPiece::load_raw(m, token, 0, next);
     QuantizedPiece::load_raw(m, token, 1, after);
@@ -178,15 +178,15 @@ __device__ __forceinline__ void change_piece(const PackedMove &m, uint32_t buffe
             store_shared(buffer + (vector + v * WARP) * 16, q[v]);
 }
 
-struct ScanResult { /* result of scan_packed() for this lane's vectors */
+struct ScanResult { /* result of scan_packed(), for this lane's vectors */
     bool missing, special;
 };
 
-/* Scans a packed row in its buffer. `missing`: a word is poison, so it has not arrived.
- * `special`: a word may need to be restored after it has arrived. In a row that the sender has
- * not quantized, this is a word that equals poison or its stand-in (the sign bits of 16-bit
- * numbers are ignored). In a row that the sender has quantized (QUANTIZED), it is a word of
- * scales that equals E8M0_STAND_IN. */
+/* Checks a packed row in its buffer. `missing`: a word is poison, so it has not arrived.
+ * `special`: a word may have been replaced by the sender, because it equaled poison. In a row
+ * that the sender has not quantized, this is any word that equals poison or its stand-in (sign
+ * bits are ignored). In a row that the sender has quantized (QUANTIZED), it is a word of scales
+ * that equals E8M0_STAND_IN. */
 template <bool QUANTIZED>
 __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t buffer)
 {
@@ -204,8 +204,9 @@ __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t 
     return found;
 }
 
-/* Waits for the missing words of a packed row of rank `rank`, and stores them to its buffer.
- * Called by a whole warp. Returns false if the group of ranks has failed. */
+/* Waits for those words of a packed row of rank `rank` that had not arrived when the row was
+ * copied to its buffer. Stores them to the buffer. Called by a whole warp. Returns false if the
+ * group of ranks has failed. */
 __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32_t token,
                                             uint32_t buffer)
 {
@@ -220,9 +221,9 @@ __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32
     return ok;
 }
 
-/* Restores the special words of a packed row that has arrived in its buffer: words that the
- * sender had to replace because they equal poison. Called by a whole warp. Returns false if the
- * group of ranks has failed. */
+/* Restores the special words of a packed row in its buffer: words that the sender had to
+ * replace because they equal poison. Called by a whole warp after the whole row has arrived.
+ * Returns false if the group of ranks has failed. */
 template <bool QUANTIZED>
 __device__ __forceinline__ bool restore_special_words(const PackedMove &m, int rank, int source,
                                                       int32_t token, uint32_t buffer)
@@ -263,8 +264,8 @@ __device__ __forceinline__ void bulk_to_peers(const PackedMove &m, int32_t token
 }
 
 /* Returns true if a row of scales is so short that the lanes of a warp store it to its slots,
- * each lane 16 bytes. A bulk store of so few bytes would cost the copy engine as much as one of
- * a kilobyte. */
+ * 16 bytes per lane. A bulk store of so few bytes would take the copy engine as long as a bulk
+ * store of a kilobyte. */
 __device__ __forceinline__ bool scales_by_lanes(const PackedMove &m)
 {
     return m.job.scale_bytes <= WARP * 16;
@@ -329,11 +330,12 @@ __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int3
     });
 }
 
-/* Sends a packed row that has special words: words that equal poison and would look as if they
- * had not arrived or, if the row was not quantized, words that equal the stand-in of poison.
- * Waits until bulk stores have read the buffer, replaces poison in the buffer by its stand-in,
- * and sends the row. If the row was not quantized, also sends escape words, which say which
- * stand-ins were poison. Called by a whole warp. */
+/* Sends a packed row that has special words. These are words that equal poison, which the
+ * receiver would take for missing words. If the row was not quantized, they are also words that
+ * equal the stand-in of poison. The function waits until bulk stores have read the buffer,
+ * replaces poison in the buffer by its stand-in, and sends the row. If the row was not
+ * quantized, it also sends escape words, which say which stand-ins were poison. Called by a
+ * whole warp. */
 template <bool QUANTIZED>
 __device__ __forceinline__ void send_special(const PackedMove &m, int32_t token, uint32_t peers,
                                              uint32_t buffer)

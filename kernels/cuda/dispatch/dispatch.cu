@@ -6,20 +6,22 @@
  *   recv    [recv_rows, row_bytes]    output: one slot per choice of an expert of this rank,
  *                                     and padding slots, which become zeros
  *
- * A row goes once to each peer that owns one of its experts. The sender stores it to the peer's
- * staging. The peer stores it from there to all slots that the row has on the peer. Staging
- * contains poison (0xffffffff) in all words that have not arrived.
+ * A row is sent once to each peer that owns one of its experts. The sender stores the row to
+ * the peer's staging. The peer copies it from staging to all slots that the row has on the
+ * peer. Staging contains poison (0xffffffff) in all words that have not arrived.
  *
- *   planner CTAs       first make the plan, then join the others
+ *   planner CTAs       first make the plan, then move units like the others
  *   other CTAs         first send the first `head` tokens, while the plan is made
- *   all warps          then move units, which they get in turn (common/rows.cuh)
+ *   all warps          then move units; each warp gets every W-th unit of a list, if there are
+ *                      W warps (common/rows.cuh)
  *
- * A unit is the work of a warp at a time: a span of pieces (2 KB each) of one row, in one role:
- * send or receive. job.lag is the number of tokens by which receiving stays behind sending.
- * Step i of the list of units has these roles:
+ * A unit is the work of a warp at a time: to send or to receive a span (some pieces of 2 KB) of
+ * one row. job.lag is the number of tokens that are sent before the first one is received. Step
+ * i of the list has these units:
  *
- *   send     token i to every peer that needs it; needs only the token's own choices
- *   receive  token i - lag of each source; this rank's own tokens are the last source, and
+ *   send     token i, to every peer that needs it. To send a token, a warp needs only the
+ *            token's choices, not the plan
+ *   receive  token i - lag of each source. The last source is this rank itself, whose tokens
  *            are read from `tokens`
  *
  *     a unit that sends token i             a unit that receives token t of source q
@@ -33,27 +35,29 @@
  * order. A receiving warp first reads the token's slots, from the plan or from the record that
  * the token's rank sends. Then it polls the row.
  *
- * No two ranks wait for each other in a circle. A warp waits for token t only after its own
- * sends of all tokens up to t. So every warp of every rank has already sent its part of the
- * lowest token for which any warp waits. This holds even if ranks have different lags. If this
- * kernel makes the plan, receiving starts `head` tokens behind sending and then catches up.
+ * Ranks cannot wait for each other in a circle. A warp waits for token t only after its own
+ * sends of all tokens up to t. Let t be the lowest token number for which any warp of any rank
+ * waits. Then every warp has already sent its share of token t. This holds even if ranks have
+ * different lags. If this kernel makes the plan, receiving starts `head` tokens behind sending
+ * and then catches up.
  *
- * A warp copies pieces into a ring of buffers in shared memory before it uses them. It may copy
- * a staged piece that has not arrived. Then the copy contains poison, and the warp polls the
- * piece in staging. */
+ * A warp copies pieces into a ring buffer in shared memory some units before it uses them. So a
+ * piece in staging may be copied before it has arrived. Then the copy contains poison, and the
+ * warp polls the piece in staging. */
 #include "cuda/dispatch/flat.cuh"
 #include "cuda/dispatch/launcher.cuh"
 #include "cuda/dispatch/relay.cuh"
 
-/* Copies the pieces of a warp's units from memory into the ring some pieces ahead of their use,
- * and returns them in the same order. EXACT: rows consist of whole pieces. */
+/* Copies the pieces of a warp's units from memory into the warp's ring buffer in shared memory,
+ * some pieces before the warp uses them. Returns the pieces in the same order. EXACT: rows
+ * consist of whole pieces. */
 template <bool EXACT> struct PieceFeed {
     typedef PieceRing<V, EXACT> Pieces;
     const DispatchMove &m;
     Pieces ring;
     UnitWalk walk; /* the unit whose pieces are copied now */
-    /* address of this lane's part of the next piece to copy; NULL: this unit's pieces are not
-     * copied */
+    /* Address of this lane's first vector of the next piece to copy. NULL: this unit's pieces
+     * are not copied. */
     const uint8_t *from;
     int32_t vector;      /* first vector of the next piece to copy */
     int32_t pieces_left; /* how many pieces of the unit have not been copied */
@@ -66,8 +70,8 @@ template <bool EXACT> struct PieceFeed {
         open_unit();
     }
     /* Prepares to copy the pieces of the unit at `walk`. Pieces in host memory, and pieces that
-     * this rank forwards, are not copied ahead. Each of them still takes one buffer of the
-     * ring, which stays empty, so that buffers keep the order of the pieces. */
+     * this rank only forwards to other ranks, are not copied. Each of them still uses one
+     * buffer of the ring, which stays empty. So the buffers keep the order of the pieces. */
     __device__ __forceinline__ void open_unit()
     {
         const p2p_self &self = m.job.plan.self;
@@ -106,8 +110,8 @@ template <bool EXACT> struct PieceFeed {
         copy_next();
         ring.read_piece(q, its_vector, m.shape);
     }
-    /* Drops the next `pieces` pieces of the ring, because their unit does not need them. After
-     * that, the ring's next piece belongs to the next unit. */
+    /* Discards the next `pieces` pieces of the ring, because their unit does not need them.
+     * After the call, the next piece in the ring belongs to the next unit. */
     __device__ __forceinline__ void skip_pieces(int pieces)
     {
         for (; pieces; pieces--) {
@@ -150,10 +154,10 @@ __device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk 
                        peers);
 }
 
-/* Stores a piece to the slots in the later halves of a token's record; the caller has stored it
- * to the slots of the first half. A half has 32 choices, one per lane, so only tokens with more
- * choices have later halves. With piece 0, also receives the weights of these slots. Returns
- * false if the group of ranks has failed. */
+/* Only for tokens with more than 32 choices: stores a piece to the token's slots after the
+ * first 32 (one per lane). The caller has already stored it to the first 32 slots. With piece
+ * 0, also receives the weights of the later slots. Returns false if the group of ranks has
+ * failed. */
 template <bool EXACT>
 __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank, int source,
                                                 int32_t token, int piece, const uint4 (&q)[V])
@@ -172,8 +176,9 @@ __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank,
 }
 
 /* Receives the pieces of a unit for one token, and stores them to the token's slots on this
- * rank. `word`: from peek_record() or peek_row(). `copied`: the pieces come through the ring.
- * Returns false if the group of ranks has failed. */
+ * rank. `word`: this lane's word of the token's record, from peek_record() or, if FLAT,
+ * peek_row(). `copied`: the pieces are in the warp's ring in shared memory. Returns false if
+ * the group of ranks has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t token,
                                               const UnitWalk &walk, uint64_t word, bool copied,
@@ -213,9 +218,9 @@ __device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t tok
     return !with_weights || receive_weight(m, rank, source, token, 0, slot, weight);
 }
 
-/* Forwards a piece of a row that rank `from` of another host has sent here, to the ranks of
- * this host in `wants` (bit mask). Returns false if the group of ranks has failed. noinline,
- * because inlining it would make the main loop spill registers. */
+/* Forwards a piece of a row that rank `from` of another host has sent to this rank. The
+ * receivers are the ranks of this host in `wants` (bit mask). Not inlined, because inlining
+ * would make the main loop spill registers. Returns false if the group of ranks has failed. */
 template <bool EXACT>
 static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from, int32_t token,
                                                  int piece, uint32_t wants)
@@ -228,9 +233,9 @@ static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from
                                    });
 }
 
-/* Sends the first `head` tokens while the planner CTAs make the plan. Called by all CTAs;
- * planner CTAs return at once. noinline, because inlining it would make the main loop spill
- * registers. */
+/* Sends the first m.head tokens of this rank while the planner CTAs make the plan. Called by
+ * all CTAs; planner CTAs return at once. Not inlined, because inlining would make the main loop
+ * spill registers. */
 template <bool EXACT> static __device__ __noinline__ void send_head(const DispatchMove m)
 {
     const int planners = m.job.plan.planners;
@@ -249,8 +254,8 @@ template <bool EXACT> static __device__ __noinline__ void send_head(const Dispat
     }
 }
 
-/* Like send_head(), but for backend hosts. Here a warp sends a whole span at a time, not one
- * piece, because each put has a fixed cost. */
+/* Like send_head(), but for backend `hosts`. A warp sends a whole span (several pieces of a
+ * row) at a time, not one piece, because each put has a fixed cost. */
 template <bool EXACT> static __device__ __noinline__ void send_head_spans(const DispatchMove m)
 {
     const int planners = m.job.plan.planners, spans = m.stride.spans;
@@ -276,10 +281,10 @@ template <bool EXACT> static __device__ __noinline__ void send_head_spans(const 
     }
 }
 
-/* Receives the tokens of a step from one source: one token, or two if receiving catches up with
- * sending (received_before()). If the source is this rank itself, also writes zeros to some
- * padding slots. slab_bits: log2 of the number of slabs, rounded up; negative: writes no
- * padding. Returns false if the group of ranks has failed. */
+/* Receives the tokens of one unit from one source: one token, or two if receiving catches up
+ * with sending (received_before()). If the source is this rank itself, also writes zeros to
+ * some padding slots. slab_bits: log2 of the number of slabs, rounded up; if negative, writes
+ * no padding. Returns false if the group of ranks has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,
@@ -356,9 +361,9 @@ __device__ __forceinline__ bool move_tokens(DispatchMove &m, int32_t end, const 
     }
 }
 
-/* Writes zeros to all padding slots, unless the units that receive this rank's tokens have done
- * it (pads_with_tokens()). Called by all CTAs. Returns false if the group of ranks has
- * failed. */
+/* Writes zeros to all padding slots. Does nothing if the warps that received this rank's own
+ * tokens have already done it (pads_with_tokens()). Called by all CTAs. Returns false if the
+ * group of ranks has failed. */
 template <bool EXACT> __device__ __forceinline__ bool pad_all(DispatchMove &m)
 {
     if (m.plan.header.alignment <= 1) return true;
@@ -373,9 +378,9 @@ template <bool EXACT> __device__ __forceinline__ bool pad_all(DispatchMove &m)
     return true;
 }
 
-/* Writes zeros to all outputs if the plan is invalid, or if the receive buffer of a rank has
+/* Writes zeros to all outputs if the plan is invalid, or if the receive buffer of any rank has
  * too few rows. In these cases, the rows that the kernel has moved must not be used. Called by
- * the last CTA to finish. */
+ * the CTA that finishes last. */
 template <bool FLAT> __device__ __forceinline__ void clear_outputs(const DispatchMove &m)
 {
     if (m.plan.is_valid && header_of(m)->result == EPIC_OK &&
@@ -422,12 +427,12 @@ __device__ __forceinline__ bool move_rounds(DispatchMove &m, OpState &op, const 
     }
 }
 
-/* Kinds of rows: rows at any address; rows aligned to 16 bytes; aligned rows that consist of
- * whole pieces. */
+/* Values of the template argument ROWS: rows at any address; rows aligned to 16 bytes; aligned
+ * rows that consist of whole pieces. */
 enum { ROWS_ANY, ROWS_ALIGNED, ROWS_WHOLE };
 
-/* The kernel. There is one instance for each kind of rows (ROWS), with and without making the
- * plan (WITH_PLAN), and for each layout of the receive buffer (FLAT). A more general kernel
+/* The kernel. There is one instance for each value of ROWS (see above), with and without making
+ * the plan (WITH_PLAN), and for each layout of the receive buffer (FLAT). A more general kernel
  * would need more registers than a thread has. */
 template <int ROWS, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)

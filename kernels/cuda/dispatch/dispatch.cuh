@@ -1,29 +1,33 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions that all dispatch kernels use: they read choices, records and weights, send a
- * piece, store it to slots, and determine the order of tokens. Shared by dispatch.cu,
- * packed.cu, bulk.cu.
+/* Functions that all dispatch kernels use. They read choices, records and weights, send a
+ * piece, store it to slots, and determine the order of tokens. Used by dispatch.cu, packed.cu,
+ * bulk.cu and the low-latency kernels.
  *
- * Words: a choice is one of a token's top_k ids. A record has the slots that a token has on
- * this rank. A *half* is 32 choices or 32 words of a record, one per lane; tokens with more
- * than 32 choices have two. A piece is 2 KB of a row, and a unit is what a warp does at a time:
- * sending, forwarding or receiving some pieces of one row. The *role* of a unit says which of
- * these it does, and for which peer. Forwarding passes on a row that came from another host.
- * Poison (0xffffffff) is the mark of a word that has not arrived. A word of a row that equals
- * poison is replaced before it is sent. The sender then also sends *escape words*, which say
- * which words of a piece it has replaced. Parameters named `source` number the ranks from which
- * this rank receives: source 0 is the next higher rank, and source num_ranks - 1 is this rank
- * itself. The heap has a part for each source. */
+ *   choice      one of a token's top_k expert ids
+ *   record      the slots that a token has on this rank
+ *   half        32 choices or 32 words of a record, one per lane; tokens with more than 32
+ *               choices have two halves
+ *   piece       2 KB of a row
+ *   unit        the work of a warp at a time: to send, forward or receive some pieces of one
+ *               row
+ *   role        number that says what a unit does, and for which peer
+ *   forward     to send a row that came from another host to ranks of this host
+ *   poison      0xffffffff, the mark of a word that has not arrived. A word of a row that
+ *               equals poison is replaced before it is sent
+ *   escape word word that tells the receiver which words of a piece the sender has replaced
+ *   source      number of a rank from which this rank receives: 0 is the next higher rank,
+ *               num_ranks - 1 is this rank itself. The heap has a part for each source */
 #ifndef EPIC_DISPATCH_CUH
 #define EPIC_DISPATCH_CUH
 
 #include "cuda/dispatch/moving.cuh"
 #include "cuda/plan/planner.cuh"
 
-/* 16-byte vectors per lane and piece. Equal on all ranks, because sender and receiver must
- * agree which piece an escape word belongs to. */
+/* 16-byte vectors per lane and piece. All dispatch kernels use the same number. Otherwise
+ * sender and receiver would disagree to which piece an escape word belongs. */
 static constexpr int V = 4;
 
-/* Arguments of every unit of a dispatch kernel. */
+/* Arguments that all functions of a dispatch kernel share. */
 struct DispatchMove : RowMove<p2p_dispatch_job> {
     int32_t head;      /* tokens [0, head) are sent while the plan is made */
     int32_t tokens_of; /* in lane q: number of tokens of rank q */
@@ -32,12 +36,12 @@ struct DispatchMove : RowMove<p2p_dispatch_job> {
     int32_t most_tokens;
     /* true: this kernel also makes the plan; false: it reads a plan */
     bool has_new_plan;
-    /* number of roles that forward rows */
+    /* number of roles whose units forward rows of other hosts */
     __extension__ int32_t num_forward_roles[HOSTS];
 };
 
-/* Returns the number, counted from 1, of the source from which a unit receives. rank_of_role()
- * returns the rank of a source. The number is 0 or less if the unit sends or forwards. */
+/* Returns the number of the source from which a unit receives, counted from 1 (see
+ * rank_of_role()). Returns 0 or less if the unit sends or forwards. */
 __device__ __forceinline__ int source_role(const DispatchMove &m, const UnitWalk &walk)
 {
     return HOSTS ? walk.role - *m.num_forward_roles : walk.role;
@@ -49,8 +53,8 @@ __device__ __forceinline__ bool is_forward_role(const DispatchMove &m, const Uni
     return HOSTS && walk.role > 0 && source_role(m, walk) <= 0;
 }
 
-/* Returns where choice k of this rank's token goes: the rank if the kernel reads a plan, or the
- * expert if it makes the plan. All bits are 1 if there is no choice k. */
+/* Returns where choice k of this rank's token goes: a rank if the kernel reads a plan, or an
+ * expert id if the kernel makes the plan. All bits are 1 if there is no choice k. */
 __device__ __forceinline__ uint64_t read_choice(const DispatchMove &m, int32_t token, int k)
 {
     const p2p_plan_job &plan = m.job.plan;
@@ -124,8 +128,8 @@ __device__ __forceinline__ uint32_t choose_peers(const DispatchMove &m, int32_t 
         if (!(first | second)) continue;
         peers |= 1u << rank;
         if (!with_weights) continue;
-        /* A heap has a part for each source. This is the number of this rank's part in the
-         * peer's heap. */
+        /* The number of this rank among the peer's sources. The peer's heap has a part for each
+         * source. */
         const int source = self.num_ranks - 1 - distance;
         uint32_t *to = floats_base(self, m.op, self.heap[rank], source) +
                        (int64_t)token * float_stride(m.top_k);
@@ -137,8 +141,8 @@ __device__ __forceinline__ uint32_t choose_peers(const DispatchMove &m, int32_t 
 }
 
 /* Stores a piece of a token's row to the staging of `peers` (bit mask). If the piece contains
- * poison or its stand-in, also sends escape words, from which the receiver restores the poison.
- * After that, the caller posts the put of the row for peers on other hosts (post_put_pieces()).
+ * poison or its stand-in, also sends escape words, with which the receiver restores the poison.
+ * For peers on other hosts, the caller must then post the put of the row (post_put_pieces()).
  * Called by a whole warp. */
 template <bool EXACT>
 __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t token, int piece,
@@ -161,9 +165,9 @@ __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t tok
     }
 }
 
-/* Loads this lane's word of a record (the slots on this rank of a token of `rank`) without
- * waiting. If the kernel makes the plan, the word may not have arrived yet. `half`: 0 for
- * choices 0 to 31, 1 for later ones. */
+/* Loads this lane's word of a record without waiting. The record has the slots on this rank of
+ * a token of `rank`. If the kernel makes the plan, the word may not have arrived yet. `half`: 0
+ * for the first 32 words of the record, 1 for the next 32. */
 __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank, int32_t token,
                                                 int half)
 {
@@ -179,10 +183,11 @@ __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank,
     return word;
 }
 
-/* Waits for a half (32 words) of a record, and sets `slot` to this lane's slot on this rank or
- * -1. `word`: this lane's word, from peek_record(). `more` becomes true if the record may
- * continue in another half. `keep`: also copies the slots into the plan that this kernel makes.
- * Called by a whole warp. Returns false if the group of ranks has failed. */
+/* Waits for 32 words of a record (the slots on this rank of a token of `rank`), and sets `slot`
+ * to this lane's slot, or to -1. `half`: 0 for the first 32 words, 1 for the next 32. `word`:
+ * this lane's word, from peek_record(). `more` becomes true if the record may have slots after
+ * these 32. `keep`: also copies the slots into the plan that this kernel makes. Called by a
+ * whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int32_t token,
                                             int half, bool keep, uint64_t word, int32_t &slot,
                                             bool &more)
@@ -201,8 +206,8 @@ __device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int
     return true;
 }
 
-/* Fills the rest of a token's record in the plan with -1. `half`: the last half of the record
- * that has slots. */
+/* Writes -1 to the unused words at the end of a token's record in the plan. `half`: 0 if only
+ * the first 32 words of the record have slots, 1 if later words have slots. */
 __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int32_t token,
                                            int half)
 {
@@ -211,8 +216,9 @@ __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int3
         ((int32_t *)m.plan.records)[at + k] = -1;
 }
 
-/* A rank sends this rank the weights of those choices of its token that go here, one after the
- * other. Returns the address where the rank of `source` stores weight number n. */
+/* A peer stores to this rank's heap the weights of those of its token's choices that go to this
+ * rank, without gaps. Returns the address of weight number n. `source`: number of the peer
+ * among this rank's sources. */
 __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int source,
                                                     int32_t token, int n)
 {
@@ -221,9 +227,10 @@ __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int s
            (int64_t)token * float_stride(m.top_k) + n;
 }
 
-/* Loads the weight of this lane's slot without waiting. If the token belongs to a peer, and the
- * weight has not arrived yet, the result is poison. For this rank's own token, the weight comes
- * from the caller's array. */
+/* Loads the weight of this lane's slot without waiting. For a peer's token, the weight is in
+ * the heap, or poison if it has not arrived yet. For this rank's own token, the weight comes
+ * from the caller's array. `half`: 0 if this lane's slot is among the token's first 32 slots
+ * here, else 1. */
 __device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank, int source,
                                                 int32_t token, int half, int32_t slot)
 {
@@ -241,8 +248,9 @@ __device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank,
 }
 
 /* Writes the weight of this lane's slot to slot_weights. If the token is a peer's, first waits
- * for the weight to arrive, and stores poison back. `word`: from peek_weight(). Called by a
- * whole warp. Returns false if the group of ranks has failed. */
+ * for the weight to arrive, and then stores poison back to the heap, which marks the word as
+ * empty. `word`: from peek_weight(). Called by a whole warp. Returns false if the group of
+ * ranks has failed. */
 __device__ __forceinline__ bool receive_weight(const DispatchMove &m, int rank, int source,
                                                int32_t token, int half, int32_t slot,
                                                uint32_t word)
@@ -282,11 +290,11 @@ __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector
     }
 }
 
-/* Reads a piece of a row of rank `rank` into q. If `rank` is a peer, waits for the piece in
- * staging, and stores poison back. If it is this rank itself, reads the piece from the caller's
- * rows. `copied`: the warp has copied the piece to its ring before, and q has this copy. Words
- * that had not arrived are poison in q. Called by a whole warp. Returns false if the group of
- * ranks has failed. */
+/* Reads a piece of a row of `rank` into q. If `rank` is a peer, waits for the piece in staging,
+ * and then stores poison back, which marks the staging as empty. If it is this rank itself,
+ * reads the piece from the caller's rows. `copied`: q already has the piece as the warp copied
+ * it some time ago; words that had not arrived are poison in q. Called by a whole warp. Returns
+ * false if the group of ranks has failed. */
 template <bool EXACT>
 __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int rank, int source,
                                                   int32_t token, int piece, bool copied,
@@ -340,8 +348,9 @@ __device__ __forceinline__ const volatile device_plan_header *header_of(const Di
     return (const volatile device_plan_header *)m.job.plan.plan;
 }
 
-/* Values of slab_bits below 0. NOT_KNOWN: the warp has not yet decided whether to write padding
- * together with tokens. NOT_WITH_TOKENS: padding is written at the end, by pad_all(). */
+/* Negative values of the variables slab_bits. NOT_KNOWN: the warp has not yet decided whether
+ * to write padding together with tokens. NOT_WITH_TOKENS: padding is written at the end, by
+ * pad_all(). */
 #define NOT_KNOWN (-1)
 #define NOT_WITH_TOKENS (-2)
 
@@ -369,9 +378,9 @@ __device__ __forceinline__ bool read_token_counts(DispatchMove &m)
 }
 
 /* Returns how many tokens of each source are received before step `step` of the list of units.
- * Step i sends token i. Receiving begins `head` tokens behind sending. Then receiving catches
- * up: in one of 2^catch_up steps it receives two tokens, until it is only `lag` tokens
- * behind. */
+ * Step i sends token i. The first token is received after max(m.head, lag) tokens have been
+ * sent. Then receiving catches up: in one of 2^catch_up steps it receives two tokens, until it
+ * is only `lag` tokens behind. */
 __device__ __forceinline__ int32_t received_before(const DispatchMove &m, int32_t step)
 {
     const int32_t behind = max(step - max(m.head, m.job.lag), 0);
@@ -385,8 +394,8 @@ __device__ __forceinline__ int32_t token_of(const DispatchMove &m, const UnitWal
 }
 
 /* Loads the word that a unit needs first, while the warp still works on its previous unit. If
- * the unit sends, this is the lane's choice. If it receives, this is the lane's word of a
- * record, from peek(rank, token). */
+ * the unit sends, this is the lane's choice. If it receives, this is the lane's word of the
+ * token's record, from peek(rank, token). */
 template <class Peek>
 __device__ __forceinline__ uint64_t read_ahead(const DispatchMove &m, const UnitWalk &walk,
                                                Peek peek)
@@ -429,7 +438,8 @@ template <bool WITH_PLAN, bool FLAT>
 __device__ __forceinline__ bool make_own_plan(Planner &planner, const p2p_dispatch_job &job,
                                               OpState &op, uint8_t *memory)
 {
-    /* Layers with replicas or dropping are planned by plan_kernel, before this kernel runs. */
+    /* For layers with replicas or dropping, plan_kernel makes the plan before this kernel
+     * runs. */
     constexpr int KIND = FLAT ? PLAN_FLAT : 0;
     if (!WITH_PLAN || (int)blockIdx.x >= job.plan.planners) return true;
     return __syncthreads_and(make_plan<KIND>(planner, job.plan, op, memory)) != 0;

@@ -1,19 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Dispatch with a FLAT plan (a plan for the flat layout): a token has one row on each rank that
  * owns one of its experts, even if several of its choices go there. Each row has *extras*: the
- * local experts of the token on this rank, and their weights. The warp that receives the first
- * piece of a row also receives its extras, and stores them to two arrays:
+ * token's local experts on this rank, and the weights of these choices. The warp that receives
+ * the first piece of a row also receives the row's extras, and stores them to two arrays:
  *
  *   recv_expert   [recv_rows, top_k]  local experts of the token, then -1
- *   slot_weights  [recv_rows, top_k]  their weights, then 0 */
+ *   slot_weights  [recv_rows, top_k]  weights of these choices, then 0 */
 #ifndef EPIC_DISPATCH_FLAT_CUH
 #define EPIC_DISPATCH_FLAT_CUH
 
 #include "cuda/dispatch/dispatch.cuh"
 
-/* Loads the word with the number of the row that a token of `rank` has on this rank, without
- * waiting. If the kernel makes the plan, the word may not have arrived yet. All lanes get the
- * same word. */
+/* Loads the number of the row that a token of `rank` has on this rank, without waiting. If the
+ * kernel makes the plan, the word may not have arrived yet. All lanes get the same word. */
 __device__ __forceinline__ uint64_t peek_row(const DispatchMove &m, int rank, int32_t token)
 {
     const p2p_self &self = m.job.plan.self;
@@ -31,11 +30,11 @@ __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32
         ((int32_t *)entries)[at + k] = k ? -1 : first;
 }
 
-/* Does for FLAT plans what read_record() does for other plans: waits for the row number of a
- * token of `rank`. `word`: from peek_row(). `more` becomes false, because a row number has one
- * word. The row is the token's only slot on this rank. So lane 0 gets the row number in `slot`,
- * and all other lanes get -1. `keep`: also copies the row number into the plan that this kernel
- * makes. Called by a whole warp. Returns false if the group of ranks has failed. */
+/* Like read_record(), but for FLAT plans: waits for the number of the row that a token of
+ * `rank` has on this rank. `word`: from peek_row(). The row is the token's only slot on this
+ * rank, so lane 0 gets the row number in `slot`, and all other lanes get -1. `more` becomes
+ * false. `keep`: also copies the row number into the plan that this kernel makes. Called by a
+ * whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_t token,
                                          bool keep, uint64_t word, int32_t &slot, bool &more)
 {
@@ -60,15 +59,16 @@ __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_
     return ok;
 }
 
-/* The extras of a choice, which a warp loads before the token's row has arrived. Lane n has the
- * n-th choice of the token that goes to this rank. */
+/* The local expert and the weight of one choice of a token, loaded before the token's row has
+ * arrived. In lane n: the token's n-th choice whose expert is on this rank. */
 struct FlatExtras {
     uint64_t expert; /* local expert of the choice, as a word of a record (peek_record()) */
     uint32_t weight; /* weight of the choice; poison if it has not arrived yet */
 };
 
-/* Loads a half (32 choices) of a token's extras without waiting for words that have not
- * arrived. */
+/* Loads the extras (local experts and weights) of 32 choices of a token, without waiting for
+ * words that have not arrived. `half`: 0 for the first 32 choices that go to this rank, 1 for
+ * the next 32. */
 __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int rank, int source,
                                                   int32_t token, int half)
 {
@@ -86,9 +86,10 @@ __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int ran
 }
 
 /* Waits for the local expert of this lane's choice, and sets `expert` to it, or to -1 if the
- * token has no such choice here. `word`: from peek_record(). `more` becomes true if the next
- * half may have choices, too. If the kernel makes the plan, also copies the experts into it.
- * Called by a whole warp. Returns false if the group of ranks has failed. */
+ * token has no such choice on this rank. `word`: from peek_record(). `half`: 0 for the first 32
+ * choices that go to this rank, 1 for the next 32. `more` becomes true if there may be choices
+ * after these 32. If the kernel makes the plan, also copies the experts into the plan. Called
+ * by a whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, int32_t token,
                                                int half, uint64_t word, int32_t &expert,
                                                bool &more)
@@ -109,10 +110,11 @@ __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* Waits for the weight of this lane's choice, and stores poison back to where it arrived.
- * `there`: true if this lane has a choice. `word`: on entry, what peek_extras() has loaded; on
- * return, the weight. For this rank's own token, the weight comes from the caller's array.
- * Called by a whole warp. Returns false if the group of ranks has failed. */
+/* Waits for the weight of this lane's choice. If the weight came from a peer, stores poison
+ * back to the heap, which marks the word as empty. If the token is this rank's own, the weight
+ * comes from the caller's array. `there`: true if this lane has a choice. `word`: on entry,
+ * what peek_extras() has loaded; on return, the weight. Called by a whole warp. Returns false
+ * if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int rank,
                                                       int source, int32_t token, int half,
                                                       bool there, uint32_t &word)
@@ -134,9 +136,9 @@ __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int
     return ok;
 }
 
-/* Receives the extras of a token and stores them for row `row`. `extras`: from peek_extras()
- * for the first half. Called by a whole warp. Returns false if the group of ranks has
- * failed. */
+/* Receives the extras (local experts and weights) of a token, and stores them for row number
+ * `row` of the receive buffer. `extras`: from peek_extras() for the first 32 choices. Called by
+ * a whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_extras(const DispatchMove &m, int rank, int source,
                                                int32_t token, int32_t row, FlatExtras extras)
 {
@@ -160,8 +162,8 @@ __device__ __forceinline__ bool receive_extras(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* Clears the extras of all rows from `first` on: local experts become -1, weights become 0.
- * Each of `threads` threads calls it with its own number `thread`. */
+/* Clears the extras of all rows from `first` to the end: local experts become -1, weights
+ * become 0. Each of `threads` threads calls it with its own number `thread`. */
 __device__ __forceinline__ void clear_extras(const DispatchMove &m, int64_t first,
                                              int64_t thread, int64_t threads)
 {

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Host functions that load and launch the kernels of dispatch.cu and packed.cu. */
+/* Host functions that load and launch the kernels of dispatch.cu and packed.cu and load those
+ * of bulk.cu. */
 #ifndef EPIC_DISPATCH_LAUNCHER_CUH
 #define EPIC_DISPATCH_LAUNCHER_CUH
 
@@ -10,9 +11,8 @@
 
 typedef void (*Kernel)(p2p_dispatch_job);
 
-/* Returns the bytes of dynamic shared memory of a CTA. First the planner uses this memory. Then
- * each warp uses a part of it as its ring of buffers for pieces. `planning`: bytes that the
- * planner needs. */
+/* Returns the bytes of dynamic shared memory of a CTA. First the planner uses this memory,
+ * `planning` bytes. Then each warp uses a part of it as its ring buffer for pieces. */
 static inline int memory_bytes(int planning)
 {
     const int rings = BLOCK / WARP * PieceRing<V, true>::BYTES;
@@ -31,9 +31,9 @@ static cudaError_t load_kernels(const Kernel (&kernels)[COUNT], int most_bytes)
     return cudaSuccess;
 }
 
-/* Returns a copy of the job in which lag, span, units, head and catch_up are set. These fields
- * determine how units are divided among warps, and how many tokens receiving stays behind
- * sending. `bytes`: bytes that are sent per token. */
+/* Returns a copy of the job with the fields lag, span, units, head and catch_up set. They
+ * determine how units are divided among warps, and how many tokens are sent before the first
+ * one is received. `bytes`: bytes that are sent per token. */
 static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_t bytes,
                                              int num_sms)
 {
@@ -46,14 +46,14 @@ static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_
     copy.row_bytes = job.row_bytes;
     copy.top_k = job.top_k;
     if (!job.plan.planners && copy.lag > 2 * (16 + 8 * copy.span))
-        /* The plan exists, so a receiving warp never waits for a record. A shorter lag leaves
-         * less work at the end, when all rows have been sent. */
+        /* The kernel reads a plan, so a receiving warp never waits for a record, and a shorter
+         * lag suffices. It leaves less work at the end, when all rows have been sent. */
         copy.lag /= 2;
     copy.lag = lag_for_net(job.plan.self, copy.lag, job.num_tokens);
-    /* Choose how fast receiving catches up with sending (the values are measured:
-     * docs/lab/cuda.md). The `head` tokens are those that are sent while the plan is made. Rows
-     * of several spans take longer to send, so their head is shorter. The head has at least
-     * `lag` tokens, because receiving stays `lag` tokens behind in any case. */
+    /* Choose how fast receiving catches up with sending (measured: docs/lab/cuda.md). copy.head
+     * is the number of tokens that are sent while the plan is made. Rows of several spans take
+     * longer to send, so fewer of them are sent. copy.head is at least copy.lag, because
+     * receiving stays `lag` tokens behind in any case. */
     const bool sooner = num_sms > 56 && num_sms < 96 && !job.flat;
     copy.catch_up = spans > 1 ? 4 : sooner ? 1 : 2;
     if (copy.catch_up == 4 && copy.head > job.num_tokens / 20) copy.head = job.num_tokens / 20;

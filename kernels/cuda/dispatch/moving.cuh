@@ -1,17 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Code that dispatch and combine_backward share. Both move rows of tokens to slots: dispatch
- * moves the tokens' rows, combine_backward moves the gradients of combine's sums. A unit is the
- * work of a warp at a time: a span of pieces of one row, in one role (send, forward or
- * receive). This file has the arguments of units, the pieces of a unit, and the padding slots
- * to which units write zeros. */
+ * moves the tokens' rows, combine_backward moves the gradients of combine's outputs. A unit is
+ * the work of a warp at a time: to send, forward or receive a span (some pieces) of one row.
+ * This file has the arguments that all functions share, the pieces of a unit, and functions
+ * that write zeros to padding slots. */
 #ifndef EPIC_MOVING_CUH
 #define EPIC_MOVING_CUH
 
 #include "cuda/net/relay.cuh"
 #include "cuda/plan/view.cuh"
 
-/* Arguments of every unit of the running round. The functions below get them as the argument
- * `m`. `policy` is the L2 cache policy for rows that are stored once. */
+/* Arguments that the functions of dispatch and combine_backward share, for the running round.
+ * The functions below get them as `m`. `policy` is the L2 cache policy for rows that are stored
+ * once. */
 template <class Job> struct RowMove {
     const Job &job;
     const OpState &op;
@@ -25,10 +26,10 @@ template <class Job> struct RowMove {
 
 #define NO_PADDING 0 /* value of header.alignment if padding slots need no zeros */
 
-/* Returns how many roles (kinds of units) an operation has, without those that forward rows.
- * The roles in order: role 0 sends; roles 1 to F forward rows that came from other hosts; role
- * F + n receives from source n. F is num_forward_roles(), which is 0 without relays. Source
- * num_ranks is this rank itself. */
+/* The role of a unit says what the unit does. In order: role 0 sends; roles 1 to F forward rows
+ * that came from other hosts; role F + n receives from source n. Source num_ranks is this rank
+ * itself. F is num_forward_roles(), which is 0 without relays. Returns the number of roles
+ * without the F roles that forward. */
 __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
 {
     return self.num_ranks + 1;
@@ -36,10 +37,10 @@ __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
 
 #define MAX_ROW_PUT_PIECES 32 /* rows of at most this many pieces (64 KB) are put as a whole */
 
-/* Like deal_units(), but chooses units of a whole row if there are ranks on other hosts and
- * enough tokens. Each unit becomes an entry of the proxy ring, and the proxy thread needs time
- * for each entry. Longer units do not slow down the operation, because the net is slower than
- * the warps. */
+/* Like deal_units(), which decides how units are divided among warps. But if there are ranks on
+ * other hosts and enough tokens, each unit is a whole row. Each unit becomes an entry of the
+ * proxy ring, and the proxy thread needs time for each entry. Longer units do not slow down the
+ * operation, because the net is slower than the warps. */
 template <class Job>
 static inline void deal_units_for_net(const p2p_self &self, Job &job, int num_sms, int block,
                                       int roles, int vectors)
@@ -55,8 +56,8 @@ static inline void deal_units_for_net(const p2p_self &self, Job &job, int num_sm
     if (whole) job.span = (int32_t)pieces;
 }
 
-/* Returns the rank of source number `role`: 1 is the next higher rank, num_ranks is this rank
- * itself. */
+/* Returns the rank of source number `role`. Sources are numbered upwards from this rank: 1 is
+ * the next higher rank, num_ranks is this rank itself (modulo num_ranks). */
 __device__ __forceinline__ int rank_of_role(const p2p_self &self, int role)
 {
     return wrap_rank(self.rank + role, self.num_ranks);
@@ -74,10 +75,10 @@ template <class M> __device__ __forceinline__ int pieces_of(const M &m, const Un
     return min(m.job.span, m.shape.pieces - first_piece(m, walk));
 }
 
-/* Backend hosts: posts the put of pieces [first, first + count) of a row, which this warp has
- * stored to the outbox for `peers` (bit mask); peers on this host need no put. All pieces share
- * one ring entry, because each entry costs a fence and time of the proxy thread. `index`:
- * number of the token within the round. Called by a whole warp. */
+/* Only in backend `hosts`: posts a put of pieces [first, first + count) of a row to each of
+ * `peers` (bit mask) that is on another host. This warp has stored the pieces to the outbox.
+ * One put sends all pieces, because each entry of the proxy ring costs a fence and time of the
+ * proxy thread. `index`: number of the token within the round. Called by a whole warp. */
 template <int V, class M>
 __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m, int32_t index,
                                                 int first, int count, uint32_t peers)
@@ -91,16 +92,16 @@ __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m
     }
 }
 
-/* Returns true if there are enough units that receive this rank's own tokens, so that each of
- * them also writes zeros to some padding slots: at least one unit per warp, and two per slab.
- * If not, a separate pass writes the padding. */
+/* Returns true if padding is written together with tokens: each unit that receives a token of
+ * this rank also writes zeros to some padding slots. This needs at least one such unit per
+ * warp, and two per expert of the layer. If false, a separate pass writes the padding. */
 __device__ __forceinline__ bool pads_with_tokens(const PlanView &plan, const Stride &stride,
                                                  int most_tokens)
 {
     return most_tokens * stride.spans >= max(stride.units, 2 * (int)plan.header.num_experts);
 }
 
-/* Switches the zeroing of padding slots off if the caller does not need it (leave_padding).
+/* Disables the zeroing of padding slots if the caller does not need the zeros (leave_padding).
  * Called by all threads, before begin_operation(). */
 template <class Job>
 __device__ __forceinline__ void choose_padding(PlanView &plan, const Job &job)
@@ -108,18 +109,18 @@ __device__ __forceinline__ void choose_padding(PlanView &plan, const Job &job)
     if (threadIdx.x == 0 && job.leave_padding) plan.header.alignment = NO_PADDING;
 }
 
-/* Returns the padding slots of a slab. It limits their number to the alignment, because a
- * damaged plan could contain any number. */
+/* Returns the padding slots of a slab, at most `alignment` of them. A damaged plan could
+ * contain any number. */
 __device__ __forceinline__ device_padding padding_of(const PlanView &plan, int slab)
 {
     return {__ldcg(&plan.padding[slab].first),
             min(__ldcg(&plan.padding[slab].count), (int32_t)plan.header.alignment)};
 }
 
-/* Calls write(slot) for the padding slots that belong to span number `span` of this rank's
- * `spans` spans (tokens times spans per row). Span s writes padding of slab s mod 2^slab_bits,
- * and all spans with the same slab divide the padding slots of this slab among them. There are
- * no divisions, because a division would wait for earlier stores. */
+/* Calls write(slot) for some padding slots: those that unit number `span` must write. `spans`:
+ * number of such units (tokens of this rank times spans per row). Unit s writes padding of slab
+ * s mod 2^slab_bits. All units with the same slab share the padding slots of this slab. The
+ * function uses no divisions, because a division would wait for earlier stores. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int slab_bits,
                                                       int span, int spans, Write write)
@@ -134,15 +135,15 @@ __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int 
     for (int32_t i = share; i < padding.count; i += sharers) write(padding.first + i);
 }
 
-/* Divides the padding slots of this rank's `owned` slabs among `warps` warps by pieces, and
- * calls write(slot, piece) for the share of warp number `warp`. `pieces`: number of pieces per
- * row. padding_in(slab): returns the padding slots of a slab. Called by a whole warp. */
+/* Divides the padding of this rank's `owned` slabs, piece by piece, among `warps` warps. Calls
+ * write(slot, piece) for the share of warp number `warp`. `pieces`: number of pieces per row.
+ * padding_in(slab): returns the padding slots of a slab. Called by a whole warp. */
 template <class PaddingIn, class Write>
 __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int owned, int pieces,
                                                     int warp, int warps, Write write)
 {
-    /* how many pieces of padding, from the current slab on, come before this warp's next
-     * piece */
+    /* number of the next piece that this warp writes; pieces are counted from the first padding
+     * slot of the current slab */
     int next = warp;
     for (int base = 0; base < owned; base += WARP) {
         const int slab = base + lane_id();
@@ -159,8 +160,8 @@ __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int ow
     }
 }
 
-/* Like for_each_padding_of(), but the plan has a table of the padding slots, and this function
- * reads it. */
+/* Like for_each_padding_of(), but reads the padding slots of each slab from a table in the
+ * plan. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_piece(const PlanView &plan, int owned,
                                                        int pieces, int warp, int warps,

@@ -1,23 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch of packed rows (a row and its scales, dispatch/packed.cuh), which move by pieces.
- * The caller passes the scales, or this kernel makes them by quantizing the rows. The kernel
+/* dispatch of packed rows (a row and its scales, dispatch/packed.cuh), piece by piece. The
+ * caller passes the scales, or this kernel computes them when it quantizes the rows. The kernel
  * reads a plan, or makes the plan first.
  *
  *   tokens  [num_tokens, token_bytes]   scales       [num_tokens, scale_bytes] (*)
  *   recv    [recv_rows, row_bytes]      recv_scales  [recv_rows, scale_bytes]
  *   (*) not used if the kernel quantizes rows: it computes the scales itself
  *
- * The work of CTAs and warps, the list of units and the waits are those of
- * dispatch/dispatch.cu. Units that send, and those that receive this rank's own tokens, move
- * pieces of the caller's rows. Units that receive from peers move pieces of packed rows. Memory
- * order: each word of a packed row is its own flag. */
+ * dispatch/dispatch.cu describes the work of CTAs and warps, the list of units and the waits.
+ * Units that send, and units that receive this rank's own tokens, move pieces of the caller's
+ * rows. Units that receive from peers move pieces of packed rows. Memory order: each word of a
+ * packed row is its own flag. */
 #include "cuda/dispatch/launcher.cuh"
 #include "cuda/dispatch/packed_slots.cuh"
 #include "cuda/dispatch/relay.cuh"
 
-/* The pieces of a unit; there may be none. is_own: they are pieces of the caller's rows, not of
- * packed rows. If the kernel quantizes, the two kinds of rows have different numbers of
- * pieces. */
+/* The pieces of a unit: number of the first one, and how many (0 or less: none). is_own: these
+ * are pieces of the caller's rows, not of packed rows. If the kernel quantizes, a packed row
+ * has a different number of pieces than the caller's row. */
 struct Pieces {
     int first, count;
     bool is_own;
@@ -32,15 +32,16 @@ struct Pieces {
     }
 };
 
-/* Copies the pieces of a warp's units into the ring some pieces ahead of their use, and returns
- * them in the same order. A unit without pieces takes one buffer of the ring. */
+/* Copies the pieces of a warp's units from memory into the warp's ring buffer in shared memory,
+ * some pieces before the warp uses them. Returns the pieces in the same order. A unit without
+ * pieces uses one buffer of the ring, which stays empty. */
 template <class OwnPiece> struct PieceFeed {
     typedef PieceRing<V, false> RowPieces;
     const PackedMove &m;
     RowPieces ring;
     UnitWalk walk; /* the unit whose pieces are copied now */
-    /* row of that unit, in staging or in the caller's memory; NULL: its pieces are not
-     * copied */
+    /* Row of that unit, in staging or in the caller's memory. NULL: its pieces are not
+     * copied. */
     const uint8_t *row;
     /* Address of the caller's scales of that token, minus 16 * row_end. So vector number v of
      * the packed row is at scales + 16 * v if v is row_end or more. */
@@ -60,7 +61,7 @@ template <class OwnPiece> struct PieceFeed {
         open_unit();
     }
     /* Prepares to copy the pieces of the unit at `walk`. Pieces in host memory, and pieces that
-     * this rank forwards, are not copied. */
+     * this rank only forwards to other ranks, are not copied. */
     __device__ __forceinline__ void open_unit()
     {
         const p2p_dispatch_job &job = m.job;
@@ -112,8 +113,8 @@ template <class OwnPiece> struct PieceFeed {
         copy_next();
         ring.read_piece(q, piece * V * WARP, shape);
     }
-    /* Drops the next `pieces` pieces of the ring, because their unit does not need them. After
-     * that, the ring's next piece belongs to the next unit. */
+    /* Discards the next `pieces` pieces of the ring, because their unit does not need them.
+     * After the call, the next piece in the ring belongs to the next unit. */
     __device__ __forceinline__ void skip_pieces(int pieces)
     {
         for (; pieces > 0; pieces--) {
@@ -199,9 +200,8 @@ __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &w
 }
 
 /* Receives the pieces of a unit for one token, and stores them to the token's slots on this
- * rank. slot[0]: this lane's slot among choices 0 to 31. slot[1]: this lane's slot among later
- * choices. `copied`: the pieces come through the ring. Returns false if the group of ranks has
- * failed. */
+ * rank. slot[0]: in lane n, the n-th slot. slot[1]: slot number 32 + n. `copied`: the pieces
+ * are in the warp's ring in shared memory. Returns false if the group of ranks has failed. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
                                             const UnitWalk &walk, const int32_t (&slot)[2],
@@ -232,9 +232,10 @@ __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
     return true;
 }
 
-/* Receives a unit for one token: finds the token's slots, moves the pieces there and, with the
- * first span, receives the weights. `word`: from peek_record() or peek_row(). `copied`: the
- * pieces come through the ring. Returns false if the group of ranks has failed. */
+/* Receives a unit for one token: finds the token's slots, and stores the pieces there. With the
+ * first span, also receives the weights. `word`: this lane's word of the token's record, from
+ * peek_record() or, if FLAT, peek_row(). `copied`: the pieces are in the warp's ring in shared
+ * memory. Returns false if the group of ranks has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_token(const PackedMove &m, int32_t token,
                                               const UnitWalk &walk, uint64_t word, bool copied,
@@ -265,10 +266,10 @@ __device__ __forceinline__ bool receive_token(const PackedMove &m, int32_t token
     return receive_weight(m, rank, source, token, 1, slot[1], weight);
 }
 
-/* Forwards a piece of a row that rank `from` of another host has sent here, to the ranks of
- * this host in `wants` (bit mask). Quantized pieces contain no poison, so they have no escape
- * words. Returns false if the group of ranks has failed. noinline, because inlining it would
- * make the main loop spill registers. */
+/* Forwards a piece of a row that rank `from` of another host has sent to this rank. The
+ * receivers are the ranks of this host in `wants` (bit mask). Quantized pieces contain no
+ * poison, so they have no escape words. Not inlined, because inlining would make the main loop
+ * spill registers. Returns false if the group of ranks has failed. */
 template <class OwnPiece>
 static __device__ __noinline__ bool forward_packed(const PackedMove &m, int from, int32_t token,
                                                    int piece, uint32_t wants)
@@ -281,9 +282,9 @@ static __device__ __noinline__ bool forward_packed(const PackedMove &m, int from
                                    });
 }
 
-/* Sends the first `head` tokens while the planner CTAs make the plan. Called by all CTAs;
- * planner CTAs return at once. noinline, because inlining it would make the main loop spill
- * registers. */
+/* Sends the first m.head tokens of this rank while the planner CTAs make the plan. Called by
+ * all CTAs; planner CTAs return at once. Not inlined, because inlining would make the main loop
+ * spill registers. */
 template <class OwnPiece, bool FAST>
 static __device__ __noinline__ void send_head(const PackedMove m)
 {
@@ -303,10 +304,10 @@ static __device__ __noinline__ void send_head(const PackedMove m)
     }
 }
 
-/* Receives the tokens of a step from one source: one token, or two if receiving catches up with
- * sending (received_before()). If the source is this rank itself, also writes zeros to some
- * padding slots. slab_bits: log2 of the number of slabs, rounded up; negative: writes no
- * padding. Returns false if the group of ranks has failed. */
+/* Receives the tokens of one unit from one source: one token, or two if receiving catches up
+ * with sending (received_before()). If the source is this rank itself, also writes zeros to
+ * some padding slots. slab_bits: log2 of the number of slabs, rounded up; if negative, writes
+ * no padding. Returns false if the group of ranks has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,
@@ -399,9 +400,9 @@ __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const ui
     }
 }
 
-/* Writes zeros to all padding slots, unless the units that receive this rank's tokens have done
- * it (pads_with_tokens()). Called by all CTAs. Returns false if the group of ranks has
- * failed. */
+/* Writes zeros to all padding slots. Does nothing if the warps that received this rank's own
+ * tokens have already done it (pads_with_tokens()). Called by all CTAs. Returns false if the
+ * group of ranks has failed. */
 __device__ __forceinline__ bool pad_all(PackedMove &m)
 {
     if (m.plan.header.alignment <= 1) return true;
@@ -415,7 +416,7 @@ __device__ __forceinline__ bool pad_all(PackedMove &m)
     return true;
 }
 
-/* The kernel. OwnPiece says how this rank's rows become packed rows: JoinedPiece copies rows
+/* The kernel. OwnPiece defines how this rank's rows become packed rows: JoinedPiece copies rows
  * and scales, QuantizedPiece quantizes rows. FAST: rows are aligned to 16 bytes and, if the
  * kernel quantizes them, have elements of 16 bits. Only FAST kernels copy pieces through the
  * ring. WITH_PLAN: the kernel also makes the plan. FLAT: the layout of the receive buffer is

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Packed rows: a row and its scales (for example, an fp8 row), which are sent together as one
- * sequence of 16-byte vectors. So scales need no unit of work and no message of their own.
+/* Packed rows: a row and its scales (for example, of an fp8 row), which are sent together as
+ * one sequence of 16-byte vectors. So scales need no unit of work and no message of their own.
  *
  *   row_vectors          scale_vectors
  *   [ row            | ] [ scales    | ]     the last vector of each is filled up with zeros
  *   [ piece 0   ][ piece 1   ][ 2      ]     pieces of V * 32 vectors, across the boundary
  *
- * A rank sends two kinds of pieces:
+ * A rank sends one of two types of pieces:
  *
  *   JoinedPiece     is copied from two arrays of the caller, tokens and scales
  *   QuantizedPiece  is quantized from the caller's tokens when it is sent; 1024 elements, which
@@ -28,10 +28,12 @@
 /* A quantized piece of 1024 elements. Each lane has 32 of them, in two runs of 16. */
 typedef Quantized<2, 16> Sixteens;
 
-/* Arguments of every unit. The inherited member `shape` describes packed rows (row and scales).
- * Only shape.row_bytes and shape.aligned describe rows of recv, without scales. */
+/* Arguments that all functions for packed rows share. The inherited member `shape` describes
+ * packed rows (row and scales). Exceptions are shape.row_bytes and shape.aligned, which
+ * describe rows of the receive buffer, without scales. */
 struct PackedMove : DispatchMove {
-    RowShape own_shape; /* sizes of the caller's rows, and how many pieces such a row becomes */
+    /* sizes of the caller's rows; own_shape.pieces: how many pieces are made of such a row */
+    RowShape own_shape;
     /* how many vectors of a packed row belong to the row; the later ones are scales */
     int32_t row_vectors;
     int32_t own_span; /* pieces per span of the caller's rows */
@@ -109,8 +111,8 @@ __device__ __forceinline__ void store_vector(const PackedMove &m, int32_t slot, 
         store_part(to, i, in_row ? job.row_bytes : job.scale_bytes, q);
 }
 
-/* Stores a piece of a packed row to a slot. Most pieces have only vectors of the row; they take
- * the fast path. Called by a whole warp. */
+/* Stores a piece of a packed row to a slot. If the piece has only vectors of the row, no
+ * scales, uses a faster way. Called by a whole warp. */
 __device__ __forceinline__ void store_packed(const PackedMove &m, int32_t slot, int piece,
                                              const uint4 (&q)[V])
 {
@@ -153,8 +155,8 @@ __device__ __forceinline__ uint32_t slots_here(const PackedMove &m, int32_t slot
     return __ballot_sync(ALL_LANES, slot >= 0 && slot < m.job.recv_rows);
 }
 
-/* Calls write(slot) for each lane's slot, one after the other; all lanes take part in each
- * call. `slot`: this lane's slot, or -1. Called by a whole warp. */
+/* Calls write(slot) for the slots of all lanes, one slot after the other. All lanes take part
+ * in each call. `slot`: this lane's slot, or -1. Called by a whole warp. */
 template <class Write>
 __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot, Write write)
 {
@@ -173,8 +175,8 @@ __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot,
 /* ----------------------------------------------------------------------------- staging ---- */
 
 /* Returns the address, in `heap`, of the escape words of a piece of a packed row. Escape words
- * say which words of the piece the sender has replaced. Their place depends on the token's
- * number in the round. */
+ * say which words of the piece the sender has replaced. `source`: number of the sender among
+ * the sources of the heap's owner. */
 __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *heap, int source,
                                                 int32_t token, int piece)
 {
@@ -182,8 +184,8 @@ __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *he
            ((int64_t)(token - m.round_begin) * m.shape.pieces + piece) * WARP;
 }
 
-/* Restores the words of scales that are all NaN in the piece that begins with `vector`:
- * replaces each E8M0_STAND_IN by E8M0_NANS. */
+/* Restores words of scales in the piece that begins with vector number `vector`. If all four
+ * scales of a word were NaN, the sender has sent E8M0_STAND_IN; replaces it by E8M0_NANS. */
 __device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector, uint4 (&q)[V])
 {
 #pragma unroll
@@ -196,10 +198,10 @@ __device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector
     }
 }
 
-/* Waits for a piece of a peer's packed row in staging, reads it into q, restores replaced
- * words, and stores poison back. `copied`: the warp has copied the piece to its ring before,
- * and q has this copy. Words that had not arrived are poison in q. Called by a whole warp.
- * Returns false if the group of ranks has failed. */
+/* Waits for a piece of a peer's packed row in staging, reads it into q, restores the words that
+ * the sender has replaced, and stores poison back to the staging. `copied`: q already has the
+ * piece as the warp copied it some time ago; words that had not arrived are poison in q. Called
+ * by a whole warp. Returns false if the group of ranks has failed. */
 template <bool QUANTIZED>
 __device__ __forceinline__ bool receive_packed_piece(const PackedMove &m, int rank, int source,
                                                      int32_t token, int piece, bool copied,
@@ -218,8 +220,9 @@ __device__ __forceinline__ bool receive_packed_piece(const PackedMove &m, int ra
     return true;
 }
 
-/* Calls write(rank, distance, row) for each of `peers` (bit mask). `row`: where the token's
- * packed row goes in the peer's staging. `distance`: rank minus this rank, modulo num_ranks. */
+/* Calls write(rank, distance, row) for each of `peers` (bit mask). `row`: address of the
+ * token's packed row in the staging of this peer. `distance`: rank minus this rank, modulo
+ * num_ranks. */
 template <class Write>
 __device__ __forceinline__ void for_each_peer(const PackedMove &m, int32_t token,
                                               uint32_t peers, Write write)
@@ -234,9 +237,9 @@ __device__ __forceinline__ void for_each_peer(const PackedMove &m, int32_t token
     }
 }
 
-/* Backend hosts: counts the pieces of a token's row that warps have stored for `rank` at
- * `staged`, and after the last of `pieces` pieces posts the put of the whole row. Called by a
- * whole warp after it has stored a piece. Does nothing in p2p. */
+/* Only in backend `hosts`: counts the pieces of a token's row that warps have stored for `rank`
+ * at `staged`. The call for the last of the `pieces` pieces posts the put of the whole row.
+ * Called by a whole warp after it has stored a piece. Does nothing in p2p. */
 __device__ __forceinline__ void post_put_packed(const PackedMove &m, int rank, int32_t token,
                                                 int pieces, const uint4 *staged)
 {
@@ -271,7 +274,7 @@ struct JoinedPiece {
     {
         make_raw(m, raw);
     }
-    /* Like make_piece(), but without the arguments that only unaligned quantized rows need. */
+    /* Like make_piece(), but does not need the token and the piece number. */
     __device__ __forceinline__ void make_raw(const PackedMove &, const uint4 (&raw)[V])
     {
 #pragma unroll
@@ -297,8 +300,9 @@ struct JoinedPiece {
             return load_again((in_row ? row : scales) + (int64_t)i * 16);
         return load_part(in_row ? row : scales, i, in_row ? job.row_bytes : job.scale_bytes);
     }
-    /* Loads the scales of a piece that came through the ring, if they are not aligned. The ring
-     * copies only aligned vectors, so it has left them out. */
+    /* Loads the scales of a piece that the warp has copied through its ring buffer, if the
+     * scales are not aligned to 16 bytes. The ring copies only aligned vectors, so these scales
+     * are missing. */
     __device__ __forceinline__ void complete_scales(const PackedMove &m, int32_t token,
                                                     int piece)
     {
@@ -308,9 +312,9 @@ struct JoinedPiece {
             if (first_vector(piece) + v * WARP >= m.row_vectors)
                 q[v] = vector_of(m, token, first_vector(piece) + v * WARP);
     }
-    /* Stores the piece to the staging of `peers` (bit mask). If it contains poison or its
-     * stand-in, also sends escape words, from which the receiver restores the poison. Called by
-     * a whole warp. */
+    /* Stores the piece to the staging of `peers` (bit mask). If the piece contains poison or
+     * its stand-in, also sends escape words, with which the receiver restores the poison.
+     * Called by a whole warp. */
     __device__ __forceinline__ void send_to_peers(const PackedMove &m, int32_t token, int piece,
                                                   uint32_t peers)
     {
@@ -405,8 +409,8 @@ struct QuantizedPiece {
             F16::unpack_floats(high, x + 8);
         }
     }
-    /* Quantizes this lane's vectors of 16-bit elements. It handles one run after the other,
-     * because 32 floats at once would not fit in the registers. */
+    /* Quantizes this lane's vectors of 16-bit elements, first one run of 16 elements and then
+     * the other. To handle 32 floats at once would need too many registers. */
     __device__ __forceinline__ void make_raw(const PackedMove &m, const uint4 (&raw)[V])
     {
         const uint32_t how = m.job.quantize;
@@ -450,8 +454,8 @@ struct QuantizedPiece {
         return make_uint4(e.q[v][0], e.q[v][1], e.q[v][2], e.q[v][3]);
     }
     /* Stores the piece to the staging of `peers` (bit mask). Words of e4m3 numbers and of
-     * float32 scales are never poison. A word of e8m0 scales that are all NaN equals poison, so
-     * its stand-in is sent. Called by a whole warp. */
+     * float32 scales never equal poison. A word of four e8m0 scales that are all NaN equals
+     * poison, so E8M0_STAND_IN is sent instead. Called by a whole warp. */
     __device__ __forceinline__ void send_to_peers(const PackedMove &m, int32_t token, int piece,
                                                   uint32_t peers) const
     {

@@ -8,10 +8,10 @@
 #include "cuda/dispatch/packed.cuh"
 
 /* Waits for the record of a token of `rank`, which has the token's slots on this rank, and sets
- * this lane's slots: slot[0] for choices 0 to 31, slot[1] for later ones, -1 for none. FLAT:
- * slot[0] of lane 0 is the token's row. `word`: from peek_record() or peek_row(). `keep`: also
- * copies the record into the plan that this kernel makes. Called by a whole warp. Returns false
- * if the group of ranks has failed. */
+ * this lane's slots. In lane n, slot[0] is the n-th slot, slot[1] is slot number 32 + n; -1 if
+ * there is no such slot. With layout FLAT, slot[0] of lane 0 is the token's row. `word`: from
+ * peek_record() or peek_row(). `keep`: also copies the record into the plan that this kernel
+ * makes. Called by a whole warp. Returns false if the group of ranks has failed. */
 template <bool FLAT>
 __device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_t token,
                                            bool keep, uint64_t word, int32_t (&slot)[2])
@@ -30,9 +30,9 @@ __device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_
     return true;
 }
 
-/* Writes zeros to the receive buffer from row `first` on: rows, scales and weights. FLAT: also
- * writes -1 to the local experts. Each of `threads` threads calls it with its own number
- * `thread`. */
+/* Writes zeros to the receive buffer from row `first` on: rows, scales and weights. With layout
+ * FLAT, also writes -1 to the local experts (recv_expert). Each of `threads` threads calls it
+ * with its own number `thread`. */
 template <bool FLAT>
 __device__ __forceinline__ void clear_rows(const PackedMove &m, int64_t first, int64_t thread,
                                            int64_t threads)
@@ -54,9 +54,9 @@ template <bool FLAT> __device__ __forceinline__ bool clear_tail(const PackedMove
     return true;
 }
 
-/* Writes zeros to all outputs if the plan is invalid, or if the receive buffer of a rank has
+/* Writes zeros to all outputs if the plan is invalid, or if the receive buffer of any rank has
  * too few rows. In these cases, the rows that the kernel has moved must not be used. Called by
- * the last CTA to finish. */
+ * the CTA that finishes last. */
 template <bool FLAT> __device__ __forceinline__ void clear_all(const PackedMove &m)
 {
     if (m.plan.is_valid && header_of(m)->result == EPIC_OK &&

@@ -1,40 +1,42 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch with relays (backend hosts, several ranks per host). A row crosses the net once for
- * each other host. The sender sends it to its *mate* on that host, the rank that has the same
- * index there as the sender has on its own host. The mate forwards the row to the ranks of its
- * host that need it (net/relay.cuh).
+/* dispatch with relays, for backend `hosts` with several ranks per host. A row crosses the net
+ * once for each other host. The sender sends the row to its *mate* on that host: the rank that
+ * has the same index there as the sender has on its own host. The mate forwards the row to the
+ * ranks of its host that need it (net/relay.cuh).
  *
- * The units of step i have these roles, in this order. Forwarding and receiving stay `lag`
- * tokens behind sending.
+ * Step i of the list of units has these units, in this order. `lag` tokens are sent before the
+ * first one is forwarded and received.
  *
  *   send     token i: to ranks of this host, and to mates on other hosts
- *   forward  token i - lag of each mate: net inbox -> staging of ranks of this host
+ *   forward  token i - lag of each mate: from the net inbox to the staging of ranks of this
+ *            host
  *   receive  token i - lag of each source
  *
- * No two ranks wait for each other in a circle. A forward waits for a send of an earlier step.
- * A receive waits for a forward of an earlier step, or of the same step but earlier in the
- * list. */
+ * Ranks cannot wait for each other in a circle. A warp that forwards waits for a row that was
+ * sent in an earlier step. A warp that receives waits for a row that was forwarded earlier in
+ * the list. */
 #ifndef EPIC_DISPATCH_RELAY_CUH
 #define EPIC_DISPATCH_RELAY_CUH
 
 #include "cuda/dispatch/dispatch.cuh"
 #include "cuda/net/relay.cuh"
 
-/* Returns a bit mask of the ranks to which this rank itself sends its token. These are `peers`,
- * but with the ranks of each other host replaced by this rank's mate there. `first`: the unit
- * has the token's first piece, so it also sends each mate the word *wants*, a bit mask of the
- * ranks of the mate's host that need the row (bit i: the i-th rank of that host). */
+/* Returns a bit mask of the ranks to which this rank itself sends a token, so that the token
+ * reaches all `peers` (a bit mask). The ranks of each other host are replaced by one: this
+ * rank's mate there. `first`: the unit has the token's first piece, so it also sends the word
+ * *wants* to each mate. This word is a bit mask of the ranks of the mate's host that need the
+ * row (bit i: the i-th rank of that host). */
 __device__ __forceinline__ uint32_t choose_routes(const DispatchMove &m, int32_t token,
                                                   bool first, uint32_t peers)
 {
     return choose_routes(m.job.plan.self, m.op, token, first, peers);
 }
 
-/* Forwards the pieces of a unit: one or two tokens that come from one mate. hand(from, token,
- * piece, wants) forwards one piece to the ranks of this host in `wants`. `copied`: true if
- * `feed` has one buffer in its ring for each piece of every unit. Forwarding does not use the
- * ring, so this function skips the buffers of the unit's pieces. Returns false if the group of
- * ranks has failed. */
+/* Forwards the pieces of a unit: pieces of one or two tokens that come from one mate.
+ * hand(from, token, piece, wants) forwards one piece to the ranks of this host in `wants`.
+ * `copied`: true if the ring buffer of `feed` has one buffer for each piece of every unit.
+ * Forwarding does not use these buffers, so the function discards them. Returns false if the
+ * group of ranks has failed. */
 template <class PieceFeed, class Hand>
 __device__ __forceinline__ bool forward_unit(const DispatchMove &m, const UnitWalk &walk,
                                              PieceFeed &feed, bool copied, Hand hand)
