@@ -1,22 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Activations and their derivatives. pass_template.h includes this file. The numbers of the
- * gate and of the up projection alternate if the layer is interleaved. So the functions read n
- * numbers that are `step` elements apart. `step` is 2 if the layer is interleaved, else 1.
+/* Activations and their derivatives. pass_template.h includes this file. In a row of the first
+ * product, the numbers of the gate and of the up projection alternate if experts.interleaved is
+ * set. So the functions read n numbers that are `step` elements apart. `step` is 2 if
+ * experts.interleaved is set, else 1.
  *
  * - SiLU: x s(x), with s the sigmoid.
  * - GELU: x Phi(x), with Phi the normal distribution function. Its tanh form is x/2 (1 +
  *   tanh(sqrt(2/pi) (x + 0.044715 x^3))). Source: arXiv 1606.08415.
  * - ReLU^2: max(x, 0)^2. Source: arXiv 2109.08668.
- * - Clamped SwiGLU (gpt-oss): x s(alpha x) (up + 1). x is at most experts.limit, and up is
- *   between -limit and limit.
- * - Clamped SiLU: x s(x) up, with the limits of clamped SwiGLU. */
+ * - Clamped SwiGLU (gpt-oss): x s(alpha x) (up + 1). Before that, x is limited to at most
+ *   experts.limit, and up to -limit to limit.
+ * - Clamped SiLU: x s(x) up, with x and up limited in the same way as for clamped SwiGLU. */
 
 #define SQRT_HALF ((REAL)0.70710678118654752440)
 #define SQRT_2_OVER_PI ((REAL)0.79788456080286535588)
 #define INV_SQRT_2_PI ((REAL)0.39894228040143267794)
 #define TANH_CUBIC ((REAL)0.044715)
 
-/* Returns the sigmoid of x, 1 / (1 + e^-x). Computes e^-|x|, which cannot overflow. */
+/* Returns the sigmoid of x, 1 / (1 + e^-x). Computes it from e^-|x|, which cannot overflow. */
 static inline REAL sigmoid_of(REAL x)
 {
     const REAL e = OF(exp)(x > 0 ? -x : x, 0);
@@ -37,8 +38,8 @@ static inline REAL gelu_tanh(REAL x)
     return sizeof x == sizeof(float) ? (REAL)tanhf((float)inner) : (REAL)tanh(inner);
 }
 
-/* Sets out[i] to the activation of in[i * step], for i below n. The numbers are those of the
- * gate; up_factor() handles the up projection. */
+/* Sets out[i] to the activation of in[i * step], for i below n. The numbers in `in` are those
+ * of the gate. up_factor() handles the up projection. */
 static void apply_activation(REAL *out, const REAL *in, int64_t n, int step,
                              const epic_experts *ex)
 {
@@ -69,8 +70,8 @@ static void apply_activation(REAL *out, const REAL *in, int64_t n, int step,
     }
 }
 
-/* Returns the derivative of the swish x s(alpha x), with s the sigmoid. The argument ax is
- * alpha x, and the result is s(ax) (1 + ax (1 - s(ax))). */
+/* Returns the derivative of x s(alpha x), with s the sigmoid. `ax` is alpha x. The derivative
+ * is s(ax) (1 + ax (1 - s(ax))). */
 static inline REAL swish_slope(REAL ax)
 {
     return sigmoid_of(ax) * (1 + ax * sigmoid_of(-ax));
@@ -113,7 +114,7 @@ static void make_slopes(REAL *out, const REAL *in, int64_t n, int step, const ep
 }
 
 /* Returns the factor by which an activation is multiplied. u is the number of the up projection
- * that belongs to this activation. */
+ * at the same column. */
 static inline REAL up_factor(REAL u, const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;

@@ -3,10 +3,12 @@
  *
  * Symbols in the formulas: `a` [slots, inner] are the activations, `w` [slots] the slots'
  * weights, and `d_z` is the gradient of any array z. The forward pass is y = (w a) W_down + w
- * b_down. Here w is 1, unless experts.weighting is EPIC_WEIGHT_EARLY. The gradients follow by
- * the chain rule:
- * - d_W_down = (w a)^T d_y, d_b_down = sum of w d_y over the rows, d_a = d_y W_down^T.
- * - d_w = dot(d_a, a) + dot(d_y, b_down) for each slot, so the result y need not be saved.
+ * b_down. In this formula w is 1, unless experts.weighting is EPIC_WEIGHT_EARLY. The gradients
+ * follow by the chain rule:
+ * - d_W_down = (w a)^T d_y, and d_b_down is the sum of w d_y over the rows. Below, d_a stands
+ *   for d_y W_down^T, which is the gradient of the product w a.
+ * - d_w = dot(d_a, a) + dot(d_y, b_down) for each slot. This formula does not contain y, so y
+ *   need not be saved.
  * - d_gate_up = w d_a times the derivative of the activation.
  * - d_W_gate_up = x^T d_gate_up, d_b_gate_up = sum of d_gate_up over the rows.
  * - d_x = d_gate_up W_gate_up^T.
@@ -47,8 +49,8 @@ static void activate_row_backward(const experts_job *job, REAL *d_gate_up, const
 }
 
 /* Returns the gradient of a slot's weight with EPIC_WEIGHT_EARLY: dot(d, a) + dot(d_y, b_down).
- * d is the gradient of the slot's activations before the weight. `row` counts from the first
- * slot of the slab. */
+ * d is the gradient of the slot's activations after they were multiplied by the weight. `row`
+ * is the number of the slot in its slab. */
 static double early_gradient(const experts_job *job, const REAL *gate_up, const REAL *d,
                              const void *d_y, int64_t row, const REAL *b_down)
 {
@@ -59,9 +61,10 @@ static double early_gradient(const experts_job *job, const REAL *gate_up, const 
                   : sum;
 }
 
-/* Computes job->d_gate_up from d [slots, inner], the gradient of the activations (with
- * EPIC_WEIGHT_EARLY, after they were multiplied by the slots' weights). With EPIC_WEIGHT_EARLY,
- * also computes the gradients of the slots' weights. Padding rows become 0. */
+/* Computes job->d_gate_up from d [slots, inner], the gradient of the activations. With
+ * EPIC_WEIGHT_EARLY, d is the gradient of the activations after they were multiplied by the
+ * slots' weights, and the function also computes the gradients of these weights. Sets the rows
+ * of padding to 0. */
 static void activations_backward(const experts_job *job, const slab *slab, REAL *d,
                                  const void *d_y)
 {
@@ -83,8 +86,9 @@ static void activations_backward(const experts_job *job, const slab *slab, REAL 
     clear_padding(job, slab, job->d_gate_up, job->width);
 }
 
-/* Computes the gradients of the slots' weights with EPIC_WEIGHT_INPUT. Then multiplies each row
- * of d by its slot's weight, in place. */
+/* For EPIC_WEIGHT_INPUT. `d` is the gradient of w x. Computes the gradients of the slots'
+ * weights. Then multiplies each row of d by its slot's weight, which makes it the gradient of
+ * x. */
 static void inputs_backward(const experts_job *job, const slab *slab, REAL *d)
 {
     REAL *x = job->line;
@@ -122,8 +126,8 @@ void OF(experts_backward)(const experts_job *job, const slab *slab)
     const void *d_y = slab_rows(job, slab, job->d_y);
     REAL *d = job->activations;
 
-    /* Set all weight gradients to 0. The functions below overwrite those of slots with tokens,
-     * so padding slots keep 0. */
+    /* Sets the gradients of all slots' weights to 0. The functions below overwrite those of
+     * slots with tokens, so padding slots keep 0. */
     for (int64_t r = 0; job->d_slot_weights != NULL && r < slab->rows; r++)
         store_weight_gradient(job, slab->first + r, 0);
     bias_gradient(job, slab, job->d_b_down, d_y, hidden, true);

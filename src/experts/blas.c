@@ -17,8 +17,8 @@
 /* Constants of CBLAS, the C interface of BLAS: CblasRowMajor, CblasNoTrans, CblasTrans. */
 enum { ROW_MAJOR = 101, NOT_TRANSPOSED = 111, TRANSPOSED = 112 };
 
-/* Function types of cblas_sgemm and cblas_dgemm. Builds of OpenBLAS use either 32-bit (int) or
- * 64-bit (wide) integers for sizes. */
+/* Function types of cblas_sgemm and cblas_dgemm. Some builds of OpenBLAS have 32-bit integers
+ * for sizes (int), others 64-bit integers (wide). */
 #define GEMM(name, integer, real)                                                         \
     typedef void name(int order, int op_a, int op_b, integer m, integer n, integer k,     \
                       real alpha, const real *a, integer lda, const real *b, integer ldb, \
@@ -30,8 +30,8 @@ GEMM(dgemm_wide, int64_t, double);
 
 /* Functions of the OpenBLAS that was loaded. If none was found, `loaded` is false. */
 typedef struct blas {
-    /* A build with 32-bit integers sets the first two functions. A build with 64-bit integers
-     * sets the next two. The others stay NULL. */
+    /* If the build has 32-bit integers, the first two functions are set. If it has 64-bit
+     * integers, the next two are set. The other two are NULL. */
     sgemm_int *sgemm;
     dgemm_int *dgemm;
     sgemm_wide *wide_sgemm;
@@ -79,8 +79,8 @@ static void make_name(blas *b, void *library, const naming *n, const char *confi
              core ? " " : "", core ? core() : "");
 }
 
-/* Reads the addresses of all functions of struct blas from `library`. Returns false if one is
- * missing. A build has 64-bit integers if its function names have a suffix, or if its
+/* Reads the addresses of all functions of struct blas from `library`. Returns false if one of
+ * them is missing. A build has 64-bit integers if its function names have a suffix, or if its
  * configuration string contains USE64BITINT. */
 static bool read_functions(blas *b, void *library, const naming *n)
 {
@@ -98,8 +98,9 @@ static bool read_functions(blas *b, void *library, const naming *n)
     return b->loaded;
 }
 
-/* Loads a library. If it is an OpenBLAS, sets the_blas; otherwise returns false. An OpenBLAS is
- * never unloaded, because its threads and tables live until the process ends. */
+/* Loads a library. If it is an OpenBLAS, sets the_blas and returns true. Otherwise unloads it
+ * and returns false. An OpenBLAS is never unloaded, because its threads and tables live until
+ * the process ends. */
 static bool try_library(const char *path, int flags)
 {
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | flags);
@@ -238,8 +239,8 @@ static float number_at(const void *matrix, int64_t index)
     return x;
 }
 
-/* Multiplies bfloat16 matrices by plain loops, which is slow. Runs only if oneDNN refuses the
- * product, for example when it has no memory. */
+/* Multiplies bfloat16 matrices by plain loops, which is slow. Runs only if oneDNN reports an
+ * error, for example if memory is short. */
 static void multiply_bf16_plain(const gemm *g)
 {
     for (int64_t i = 0; i < g->m; i++)

@@ -7,8 +7,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* One matrix product: C [m, n] = op(A) op(B). If `add` is set, it adds to C instead: C += op(A)
- * op(B).
+/* One matrix product: C [m, n] = op(A) op(B). If `add` is set: C += op(A) op(B).
  *
  * op(A) is [m, k]. Without transpose_a it is A itself. With transpose_a, A is stored as [k, m],
  * and op(A) is its transpose. op(B) is [k, n], and transpose_b has the same meaning for B. The
@@ -39,22 +38,23 @@ bool gemm_has_bf16(void);
 void gemm_bf16(const gemm *g);
 
 /* Multiply without OpenBLAS. The bits of an element of C depend only on its row of op(A), its
- * column of op(B) and k. Terms that are 0 at the end of a sum do not change the bits. The
- * float32 form uses host_kernels.product, and the float64 form plain loops. */
+ * column of op(B) and k. If the last terms of the sum over k are 0, the bits are the same as
+ * without these terms. The float32 function uses host_kernels.product, the float64 function
+ * plain loops. */
 void gemm_invariant_f32(const gemm *g);
 void gemm_invariant_f64(const gemm *g);
 
-/* Multiply by plain loops, even if OpenBLAS is loaded, so that tests can compare both. At most
- * one of A and B may be transposed. */
+/* Multiply by plain loops, even if OpenBLAS is loaded, so that tests can compare the results.
+ * At most one of A and B may be transposed. */
 void gemm_plain_f32(const gemm *g);
 void gemm_plain_f64(const gemm *g);
 
 /* Between experts_blas_enter() and experts_blas_leave(), OpenBLAS and oneDNN use one thread per
- * product. The reason is that the bits of a product depend on the number of threads.
+ * product. Otherwise the bits of a product would depend on the number of threads.
  *
- * OpenBLAS has one setting for the whole process: the first thread that enters sets it, and the
- * last thread that leaves restores it. oneDNN has one setting per thread. Any thread may call
- * these functions, and pairs may be nested. */
+ * OpenBLAS has one number of threads for the whole process: the first thread that enters sets
+ * it to 1, and the last thread that leaves restores it. oneDNN has one for each thread. Any
+ * thread may call these functions, and pairs of calls may be nested. */
 void experts_blas_enter(void);
 void experts_blas_leave(void);
 

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* State of one call of the experts: the checked options and arguments, and the workspace.
  *
- * A "slab" is the consecutive slots of one local expert. Each expert is an MLP of two matrix
- * products:
+ * A slab is the slots of one local expert, which are contiguous. Each expert is an MLP of two
+ * matrix products:
  * - First product: gate_up [slots, width] = x W_gate_up + b_gate_up.
  * - Activation: a [slots, inner] = activation(gate) * up. Without a gate, a =
  *   activation(gate_up).
  * - Second product: y [slots, hidden] = a W_down + b_down.
  *
- * width is 2 * inner with a gate, and inner without one. On the host, backward and forward
- * convert weights to the type of the sums, float32 or float64, one tile at a time. A "tile" is
- * some columns or rows of a weight matrix. */
+ * width is 2 * inner with a gate, and inner without one. On the host, forward and backward
+ * convert weight matrices to float32 or float64, the type of the sums, one tile at a time. A
+ * tile is a range of columns or rows of a weight matrix. */
 #ifndef EPIC_EXPERTS_CONFIG_H
 #define EPIC_EXPERTS_CONFIG_H
 
@@ -30,19 +30,19 @@ typedef struct experts_job {
     bool is_e4m3;         /* weights are E4M3; in forward, x is E4M3 too */
     bool has_f64_weights; /* slot_weights are float64 */
     bool accumulate;      /* EPIC_ACCUMULATE: add to the gradients */
-    bool is_recompute;    /* EPIC_RECOMPUTE: forward computes only `saved` */
-    bool is_invariant;    /* EPIC_INVARIANT: products do not depend on the number of rows */
-    /* Rows and weights are BF16, and oneDNN multiplies them without a conversion. Results that
-     * are the input of a later product, such as activations, are then rounded to BF16. */
+    bool is_recompute; /* EPIC_RECOMPUTE: forward computes only `saved`, which backward reads */
+    bool is_invariant; /* EPIC_INVARIANT: products do not depend on the number of rows */
+    /* true: rows and weights are BF16, and oneDNN multiplies them without a conversion. Results
+     * that are inputs of a later product, such as activations, are then rounded to BF16. */
     bool is_bf16;
     bool is_device;     /* arrays are in device memory, which the host must not read */
     uint32_t grad_type; /* epic_type of the gradients of weights and biases; 0: float32 */
 
-    /* The arguments of the caller. local: num_local_experts. Biases and expert_tokens may be
-     * NULL. */
+    /* The arguments of the caller. In the shapes, `local` is num_local_experts. Biases and
+     * expert_tokens may be NULL. */
     const void *x;                /* [slots, hidden] */
-    const int32_t *expert_rows;   /* [local]: slots of each expert, with padding */
-    const int32_t *expert_tokens; /* [local]: slots of each expert that carry a token */
+    const int32_t *expert_rows;   /* [local]: number of slots of each expert, with padding */
+    const int32_t *expert_tokens; /* [local]: number of slots of each expert, without padding */
     const void *slot_weights;     /* [slots], or NULL with EPIC_WEIGHT_LATE */
     const void *w_gate_up;        /* [local, hidden, width] */
     const void *w_down;           /* [local, inner, hidden] */
@@ -56,15 +56,16 @@ typedef struct experts_job {
     void *d_x, *d_w_gate_up, *d_w_down, *d_b_gate_up, *d_b_down;
     void *d_slot_weights;
 
-    /* The workspace. The slabs are computed one after the other, and each uses the same memory
-     * from its start. */
-    void *rows;         /* [slots, hidden]: converted or weighted rows; empty if products
-                           read the caller's rows */
+    /* The workspace. The slabs are computed one after the other, and all of them use the same
+     * memory. */
+    /* [slots, hidden]: rows after conversion, or after multiplication by weights; empty if the
+     * products read the caller's rows */
+    void *rows;
     void *activations;  /* [slots, inner] */
     void *d_gate_up;    /* backward: [slots, width] */
     void *weights_tile; /* one tile of a weight matrix, converted to float32 */
-    /* Scratch memory of two parts. The first, [2 * max(hidden, inner)], is for results of one
-     * row. The second is for one converted row of an operand. */
+    /* Scratch memory in two parts. The first part, [2 * max(hidden, inner)], is for results of
+     * one row. The second part is for one converted row of an input of a product. */
     void *line;
     /* [max(width, hidden)]: a bias of the current expert, converted to the type of the sums */
     void *bias;
@@ -93,24 +94,24 @@ static inline bool experts_is_clamped(const epic_experts *ex)
     return ex->activation == EPIC_CLAMPED_SWIGLU || ex->activation == EPIC_CLAMPED_SILU;
 }
 
-/* Return true if matrix products can read the caller's rows or weights without a conversion,
- * because their type is float32 or float64. */
+/* Return true if matrix products can read the caller's rows (first function) or weights (second
+ * function) without a conversion, because their type is the type of the sums. */
 bool experts_has_ready_rows(const experts_job *job);
 bool experts_has_ready_weights(const experts_job *job);
 
-/* Returns how many of the n columns (or rows) of a weight matrix one tile has. Each column (or
- * row) has k numbers. The result depends only on k and n, because the bits of a product can
- * depend on the size of its tiles. */
+/* Returns the size of a tile: how many of the n columns (or rows) of a weight matrix are
+ * multiplied at a time. Each column (or row) has k numbers. The result depends only on k and n,
+ * because the bits of a product can depend on the size of its tiles. */
 int64_t experts_tile_size(int64_t k, int64_t n);
 
-/* Writes to *out the bytes of `saved` and of both workspaces for num_slots slots. on_device
- * chooses between a CUDA device and the host. Errors: EPIC_EINVAL; EPIC_ENOTSUP for E4M3
- * weights on the host and for F64 rows on a device. */
+/* Writes to *out the sizes of `saved` and of the workspaces of forward and backward for
+ * num_slots slots, in bytes. on_device selects a CUDA device or the host. Errors: EPIC_EINVAL;
+ * EPIC_ENOTSUP for E4M3 weights on the host and for F64 rows on a device. */
 epic_result experts_memory(const epic_experts *experts, size_t experts_size, int64_t num_slots,
                            bool on_device, epic_experts_memory_info *out);
 
-/* Return the bytes of `saved`, and of the workspace of forward or backward, for num_slots
- * slots. job->is_device chooses between a device and the host. */
+/* Return the size of `saved`, or of the workspace of forward or backward, for num_slots slots,
+ * in bytes. job->is_device selects a device or the host. */
 int64_t experts_saved_bytes(const experts_job *job, int64_t num_slots);
 int64_t experts_workspace_bytes(const experts_job *job, int64_t num_slots, bool backward);
 /* Sets the workspace pointers of *job to parts of `workspace`. For host contexts only. */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* oneDNN's product of bfloat16 matrices. The library is loaded at first use. Only blas.c uses
- * this header; other files include blas.h. */
+/* Matrix products of bfloat16 matrices with oneDNN. The library is loaded at first use. Only
+ * blas.c uses this header. Other files include blas.h. */
 #ifndef EPIC_EXPERTS_ONEDNN_H
 #define EPIC_EXPERTS_ONEDNN_H
 
@@ -20,11 +20,12 @@ const char *onednn_name(void);
 bool onednn_load_file(const char *file);
 
 /* Multiplies bfloat16 matrices A and B. C is a float32 matrix. Returns false and leaves C
- * unchanged if oneDNN refuses, for example without memory. Requires onednn_is_ready(). */
+ * unchanged if oneDNN reports an error, for example if memory is short. Call it only if
+ * onednn_is_ready() returns true. */
 bool onednn_multiply(const gemm *g);
 
-/* Limit the products of the calling thread to one OpenMP thread, from onednn_enter() to
- * onednn_leave(). Pairs may be nested. */
+/* Between onednn_enter() and onednn_leave(), the products of the calling thread use one OpenMP
+ * thread. Pairs of calls may be nested. */
 void onednn_enter(void);
 void onednn_leave(void);
 

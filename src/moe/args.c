@@ -25,8 +25,8 @@ typedef struct call_args {
     bool backward;
 } call_args;
 
-/* Checks that `rows` has as many rows as x, and that they are as wide. An argument {NULL, 0,
- * 0}, which has no rows, may have any width. */
+/* Checks that `rows` has as many rows as x, of the same size in bytes. If the caller passed
+ * {NULL, 0, 0}, the row size is not checked. */
 static epic_result check_rows(const moe_job *j, const char *name, epic_const_rows rows)
 {
     const bool is_empty = !rows.data && !rows.num_rows && !rows.row_bytes;
@@ -45,7 +45,8 @@ static epic_result check_rows(const moe_job *j, const char *name, epic_const_row
     return EPIC_OK;
 }
 
-/* Checks that `saved` or the workspace is aligned and has at least `needed` bytes. */
+/* Checks that a buffer, `saved` or the workspace, is aligned and has at least `needed`
+ * bytes. */
 static epic_result check_memory(const char *name, const void *memory, int64_t bytes,
                                 int64_t needed)
 {
@@ -59,14 +60,15 @@ static epic_result check_memory(const char *name, const void *memory, int64_t by
     return EPIC_OK;
 }
 
-/* Returns an error if a weight is NULL although the layer needs it (`wanted`). */
+/* Returns EPIC_EINVAL if a weight is NULL although the layer needs it (`wanted` is true). */
 static epic_result check_weight(const char *name, const void *weight, bool wanted)
 {
     if (weight || !wanted) return EPIC_OK;
     return epic_fail(EPIC_EINVAL, "weights.%s is NULL: the layer needs it", name);
 }
 
-/* Checks that scales are passed if, and only if, the weights are E4M3. */
+/* Checks that the caller passed scales if the weights are E4M3 (`scaled` is true), and none
+ * otherwise. */
 static epic_result check_scales(const char *name, const float *scales, bool scaled)
 {
     if (!scales == !scaled) return EPIC_OK;
@@ -79,8 +81,8 @@ static epic_result check_scales(const char *name, const float *scales, bool scal
 }
 
 /* Sets j->is_e4m3_backward: if the caller of backward passed scales, the weights are E4M3 in
- * backward too. In that case returns an error for EPIC_RECOMPUTE, which needs rows and weights
- * of row_type. */
+ * backward too. With such weights, returns EPIC_EINVAL if EPIC_RECOMPUTE is set, because the
+ * experts' forward would then be repeated with rows and weights of row_type. */
 static epic_result read_e4m3_backward(moe_job *j)
 {
     j->is_e4m3_backward = j->is_e4m3 && j->weights.w_gate_up_scales;
@@ -118,9 +120,9 @@ static epic_result check_sequences(const moe_job *j)
         (long long)j->unit, (long long)j->tokens);
 }
 
-/* Records in j->options which weights the caller passed. With EPIC_CHECK_WEIGHTS on the host,
- * also records a hash of each weight that all ranks hold. During dispatch the ranks compare
- * these records. */
+/* Stores in j->options which weights the caller passed. With EPIC_CHECK_WEIGHTS on the host,
+ * also stores a checksum of each weight of which all ranks have a copy. The ranks compare these
+ * data in the next collective operation. */
 static void record_weights(moe_job *j)
 {
     const epic_moe_weights *w = &j->weights;
@@ -167,8 +169,9 @@ static epic_result check_device_support(const moe_job *j)
     return EPIC_OK;
 }
 
-/* Checks that arrays are aligned with EPIC_INVARIANT on a device. Tensor cores need addresses
- * that 16 divides, and other addresses would use other kernels. */
+/* With EPIC_INVARIANT on a device, checks that the address of each array is a multiple of 16
+ * bytes. Tensor cores need such addresses. With other addresses, other kernels would run and
+ * compute other bits. */
 static epic_result check_alignment(const moe_job *j, const void *y, const char *y_name)
 {
     const epic_moe_weights *w = &j->weights;
@@ -206,8 +209,8 @@ static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *cal
                          "x.num_rows is %lld: it must be 0 to config.max_tokens %lld",
                          (long long)c->x.num_rows, (long long)ctx->config.max_tokens);
     TRY(moe_read_config(j, &ctx->config, c->moe, sizeof *c->moe, c->x.num_rows));
-    /* layer_choose_order() replaces EPIC_BY_HOSTS by another order. That does not change the
-     * number of blocks, which moe_read_config() has set to 1. */
+    /* layer_choose_order() may replace EPIC_BY_HOSTS by EPIC_TREE. moe_read_config() has
+     * already set the number of blocks to 1, which stays correct. */
     layer_choose_order(&j->layer, ctx->num_ranks, context_relays(ctx, c->rank_of_expert));
     TRY(check_rows(j, "x", c->x));
     TRY(check_rows(j, c->y_name, c->y));
@@ -234,9 +237,9 @@ static epic_result check_loss_type(const moe_job *j, uint32_t type)
                      type);
 }
 
-/* Checks that no rank owns more than num_local_experts experts, which is the size of
- * expert_rows. Does not check that the entries of rank_of_expert are ranks: epic_plan does, and
- * all ranks return its error. */
+/* Checks that no rank owns more than num_local_experts experts, because expert_rows has only
+ * this many elements. Does not check that the entries of rank_of_expert are valid ranks.
+ * epic_plan checks them, and all ranks return its error. */
 static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expert)
 {
     const uint32_t experts = j->layer.num_experts, ranks = (uint32_t)j->ctx->num_ranks;
@@ -256,8 +259,8 @@ static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expe
                      (long long)most);
 }
 
-/* Called on CUDA contexts, which do not support epic_moe_plan. Returns EPIC_ENOTSUP for
- * epic_moe_plan (`planning`), and for a call that uses its plan (EPIC_PLANNED). */
+/* For CUDA contexts, which do not support epic_moe_plan: returns EPIC_ENOTSUP for epic_moe_plan
+ * (`planning`), and for a forward that uses its plan (EPIC_PLANNED). */
 static epic_result check_device_planned(const epic_moe_args *a, bool planning)
 {
     if (planning || a->flags & EPIC_PLANNED)
@@ -268,7 +271,8 @@ static epic_result check_device_planned(const epic_moe_args *a, bool planning)
     return EPIC_OK;
 }
 
-/* Checks that forced ids are not combined with a table, and that forced weights have ids. */
+/* Checks that the caller passed not both forced ids and a table, and no forced weights without
+ * forced ids. */
 static epic_result check_forced(const epic_moe_args *a)
 {
     if (a->topk_weights_in && !a->topk_idx_in)

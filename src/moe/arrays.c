@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Checks the addresses of all arrays of a call of the layer: their alignment, and that no
- * output overlaps another array. This happens before the first operation, when no peer waits
- * for this rank yet. */
+ * output overlaps another array. The check is made before the first operation, when no peer
+ * waits for this rank yet. */
 #include "base/arrays.h"
 #include "moe/args.h"
 #include "rules/convert.h"
@@ -23,14 +23,15 @@ static void add_array(array_list *p, const char *name, const void *data, int64_t
     p->list[p->num++] = (call_array){name, data, count * unit, (size_t)unit, out};
 }
 
-/* Returns the bytes of a weight. weight_type 0 stands for row_type. */
+/* Returns the size of one element of a weight matrix in bytes. weight_type 0 stands for
+ * row_type. */
 static int64_t weight_bytes(const epic_experts *experts)
 {
     return convert_bytes(experts->weight_type ? experts->weight_type : experts->row_type);
 }
 
-/* Returns the columns of the first product: gate and up projection, or one of them if
- * ungated. */
+/* Returns the number of columns of the experts' first product: the gate and up projections, or
+ * only one of them if ungated. */
 static int64_t gate_up_width(const epic_experts *experts)
 {
     return (int64_t)experts->inner * (experts->ungated ? 1 : 2);
@@ -85,7 +86,7 @@ static void add_rows(array_list *p, const moe_job *j, const char *name, const vo
     add_array(p, name, data, j->tokens * j->hidden, element, out);
 }
 
-/* Adds `saved` and the workspace. Forward writes `saved`; backward only reads it. */
+/* Adds `saved` and the workspace. Forward writes `saved`. Backward only reads it. */
 static void add_buffers(array_list *p, const moe_job *j, const void *saved,
                         const void *workspace, bool forward)
 {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Lays out the two buffers of a layer: `saved`, which forward writes and backward reads, and
  * `workspace`. Offsets and sizes depend only on the configuration and the number of tokens. So
- * the same code computes the sizes for epic_moe_memory and the addresses for forward and
- * backward. */
+ * the functions of this file compute both the sizes for epic_moe_memory and the addresses for
+ * forward and backward. */
 #include "moe/moe.h"
 #include "plan/plan.h"
 #include "rules/experts_layout.h"
@@ -13,8 +13,8 @@ static int64_t larger_of(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
-/* Reserves `bytes`, rounded up to a multiple of 64, at the offset *used of `base`. Returns
- * their address, or NULL if `base` is NULL. */
+/* Reserves `bytes` bytes, rounded up to a multiple of 64, at offset *used of `base`, and adds
+ * them to *used. Returns their address, or NULL if `base` is NULL. */
 static void *place_buffer(unsigned char *base, int64_t *used, int64_t bytes)
 {
     void *at = base ? base + *used : NULL;
@@ -24,9 +24,9 @@ static void *place_buffer(unsigned char *base, int64_t *used, int64_t bytes)
 
 /* Lays out `saved`.
  *
- * The buffers that epic_moe_plan fills come first, and their offsets do not depend on the
+ * The buffers that epic_moe_plan writes come first, and their offsets do not depend on the
  * capacity. After epic_moe_plan has counted the slots, the caller sets the capacity and
- * enlarges `saved`. These buffers then keep their places and contents.
+ * enlarges `saved`. The first buffers then still have the same offsets and contents.
  *
  * On devices expert_rows and expert_tokens have room for all experts. The reason is that the
  * placement table is in device memory, where the host cannot read how many experts a rank
@@ -58,8 +58,8 @@ static void layout_saved(moe_job *j, unsigned char *base)
     j->saved_bytes = used;
 }
 
-/* Adds to the workspace the buffers that EPIC_RECOMPUTE or EPIC_DISPATCH_AGAIN removes from
- * `saved`. In forward also adds the scales of E4M3 rows. */
+/* Adds to the workspace the buffers that are not in `saved` because of EPIC_RECOMPUTE or
+ * EPIC_DISPATCH_AGAIN. In forward also adds the scales of E4M3 rows. */
 static void layout_unsaved(moe_job *j, unsigned char *base, int64_t *used, bool backward)
 {
     const bool scaled = j->is_e4m3 && !backward;

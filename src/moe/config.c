@@ -17,8 +17,8 @@
     (EPIC_SUM_DENSE | EPIC_RECOMPUTE | EPIC_DISPATCH_AGAIN | EPIC_LOSS_BY_CALLER | \
      EPIC_INVARIANT)
 
-/* Reads EPIC_INVARIANT, and returns an error for options with which the bits of a token could
- * still depend on other tokens or on the number of ranks. */
+/* Sets j->is_invariant (EPIC_INVARIANT). If it is set, returns EPIC_EINVAL for options with
+ * which the results of a token could depend on other tokens or on the number of ranks. */
 static epic_result read_invariant(moe_job *j)
 {
     if (j->experts.flags || (j->has_shared && j->shared.flags))
@@ -49,7 +49,7 @@ static epic_result read_invariant(moe_job *j)
     return EPIC_OK;
 }
 
-/* Copies the caller's structs into *j. Does not compare the structs with each other. */
+/* Copies the caller's structs into *j and checks each one, but not yet whether they match. */
 static epic_result read_configs(moe_job *j, const epic_config *config, const epic_moe *moe,
                                 size_t size)
 {
@@ -93,8 +93,8 @@ static epic_result check_e4m3(const moe_job *j)
     return EPIC_OK;
 }
 
-/* Checks that layer, router, experts and shared expert have the same shapes and types, and that
- * rows fit in the buffers of the context. */
+/* Checks that the shapes and types of layer, router, experts and shared expert match, and that
+ * a row is not larger than max_row_bytes of the context. */
 static epic_result check_shapes(const moe_job *j, const epic_config *config)
 {
     const epic_layer *layer = &j->layer;
@@ -202,8 +202,8 @@ static int64_t num_levels(int64_t blocks)
     return levels;
 }
 
-/* Computes the memory that the experts, or the shared expert, need. `name` is the option's
- * name; an error begins with it. */
+/* Computes the memory that the experts, or the shared expert, need. `name` is the name of the
+ * option, with which an error sentence begins. */
 static epic_result measure_experts(const char *name, const epic_experts *experts, int64_t slots,
                                    bool on_device, epic_experts_memory_info *out)
 {
@@ -215,8 +215,8 @@ static epic_result measure_experts(const char *name, const epic_experts *experts
 }
 
 /* Computes the memory that the experts of an E4M3 layer need. Forward multiplies by E4M3
- * weights. Backward multiplies by weights of row_type or by E4M3 weights, whichever the caller
- * passes, so its workspace must have room for both. */
+ * weights. Backward multiplies by E4M3 weights or by weights of row_type, depending on what the
+ * caller will pass. So the workspace of backward must suffice for both. */
 static epic_result measure_e4m3_experts(moe_job *j)
 {
     epic_experts_memory_info scaled_info;
@@ -266,7 +266,8 @@ epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_mo
     j->blocks = j->layer.sum_order == EPIC_TREE ? j->layer.leaves / config->num_ranks : 1;
     j->tokens = tokens;
     TRY(check_options(j));
-    /* j->options already contains the caller's coefficients, so the ranks still compare them */
+    /* j->options already contains the caller's coefficients, so the ranks compare them even if
+     * they are set to 0 here */
     if (j->moe.flags & EPIC_LOSS_BY_CALLER) j->moe.balance_coeff = j->moe.z_coeff = 0;
     j->unit = j->moe.balance_coeff != 0 && j->moe.sequence_tokens ? j->moe.sequence_tokens : 1;
     j->block = ceil_div(ceil_div(tokens, j->unit), j->blocks) * j->unit;

@@ -5,7 +5,7 @@
  * table of functions).
  *
  * Rows of other types are converted to REAL. The matrix products of the gate convert GATE_TILE
- * columns of all rows at a time; the other functions convert one row at a time. */
+ * columns of all rows at a time. The other functions convert one row at a time. */
 #include <math.h>
 #include <string.h>
 
@@ -48,9 +48,9 @@ static void *out_row_at(const dense_block *b, const epic_rows *rows, int64_t tok
     return (char *)rows->data + token * b->job->row_bytes;
 }
 
-/* Returns columns [first, first + count) of x as REAL numbers. Stores in *stride the number of
- * elements from one row to the next. Rows of another type are first converted into
- * work.tile. */
+/* Returns the address of columns [first, first + count) of x as REAL numbers. Sets *stride to
+ * the number of elements from one row to the next. If the rows have another type, first
+ * converts these columns into work.tile. */
 static const REAL *columns_of(const dense_block *b, int64_t first, int64_t count,
                               int64_t *stride)
 {
@@ -83,7 +83,7 @@ static int64_t smaller_of(int64_t a, int64_t b)
 }
 
 /* dense_ops.gate_forward: logits = x W_gate + b_gate. Multiplies GATE_TILE columns of x at a
- * time, and adds these products. */
+ * time by the matching rows of W_gate, and adds up these products. */
 static void gate_forward(const dense_block *b, void *logits)
 {
     const moe_job *j = b->job;
@@ -142,7 +142,7 @@ static void add_local_experts(const dense_block *b, const epic_rows *out, const 
 }
 
 /* dense_ops.shared_gate_forward: weights[t] = sigmoid(z), with z = dot(row of token t, gate)
- * summed in float64. Computes e^-|z|, which cannot overflow. */
+ * summed in float64. Computes the sigmoid from e^-|z|, which cannot overflow. */
 static void shared_gate_forward(const dense_block *b, void *weights)
 {
     const moe_job *j = b->job;
@@ -219,7 +219,7 @@ static void gate_gradient(const dense_block *b, const REAL *d_logits, REAL *dens
 }
 
 /* dense_ops.gate_backward. One matrix product computes d_logits W_gate^T for all rows of d_x.
- * Then the other parts of d_x are added row by row. */
+ * Then the other terms of d_x are added row by row. */
 static void gate_backward(const dense_block *b, const void *d_logits,
                           const epic_const_rows *d_out, const void *d_shared,
                           const epic_rows *d_x, void *dense)

@@ -1,27 +1,28 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The layer on a device: forward (device_forward.c), backward (device_backward.c) and their
- * common parts (device.c). Every function enqueues work on the stream of the call and returns
- * without waiting. The host never reads data that the kernels compute. */
+ * common parts (device.c). Every function launches kernels on the stream of the call and
+ * returns without waiting. The host never reads data that the kernels compute. A collective
+ * function must be called on all ranks. */
 #ifndef EPIC_MOE_DEVICE_H
 #define EPIC_MOE_DEVICE_H
 
 #include "api/api.h"
 #include "moe/stages.h"
 
-/* Returns the arguments of the gate's kernels for one block, without the arrays for gradients.
- * `logits` [block, columns] is an output of forward. In backward it is the gradient of the
- * logits. */
+/* Returns the arguments of the gate's kernels for one block of tokens, without the arrays for
+ * gradients. `logits` [block, columns] is an output in forward. In backward it is an input: the
+ * gradient of the logits. */
 epic_gate_args moe_device_gate_args(const moe_job *j, const dense_block *block, void *logits);
 
-/* Returns the arguments of the kernels for zero-experts and for the gate of the shared
- * expert. */
+/* Returns the arguments of two sets of kernels for one block: those for zero-experts, and those
+ * for the gate of the shared expert. */
 layer_tokens moe_device_token_args(const moe_job *j, const dense_block *block);
 
 /* Computes the gate of the shared expert, sigmoid(x w_shared_gate), for one block. Does nothing
  * if the shared expert has no gate. */
 epic_result moe_device_shared_gate(moe_job *j, const dense_block *block);
 /* Computes the gate and the output of the shared expert for block b, and writes the output to
- * work.shared_y. With flags EPIC_RECOMPUTE it computes only the data that backward reads. */
+ * work.shared_y. If flags is EPIC_RECOMPUTE, computes only the data that backward reads. */
 epic_result moe_device_shared(moe_job *j, const dense_block *block, int64_t b, uint32_t flags);
 
 /* Runs the gate and the router on all tokens: writes logits, topk_idx and weights to
@@ -32,24 +33,25 @@ epic_result moe_device_route(moe_job *j, const epic_moe_args *a);
 epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a);
 /* Adds the outputs of the zero-experts and of the shared expert to the combined rows `out`. */
 epic_result moe_device_add_local_experts(moe_job *j, const epic_rows *out);
-/* Runs the second half of backward, after the gradient rows have returned to their tokens: the
- * gradients of the router, the losses, the shared expert and the gate. Sums the gradients of
- * the gate and the shared expert over blocks and ranks. */
+/* Runs the second half of backward, after the gradient rows have returned to their tokens.
+ * Computes the gradients of the router, the losses, the shared expert and the gate. Sums the
+ * gradients of the gate and the shared expert over the blocks and, with EPIC_SUM_DENSE, over
+ * the ranks. */
 epic_result moe_device_dense_backward(moe_job *j, const epic_moe_backward_args *a,
                                       const epic_moe_gradients *g);
 
-/* Runs epic_moe_forward. The arguments have been checked. Collective. */
+/* Implements epic_moe_forward. The arguments have been checked. Collective. */
 epic_result moe_device_forward(moe_job *j, const epic_moe_args *a);
-/* Runs epic_moe_backward. The arguments have been checked. Collective. */
+/* Implements epic_moe_backward. The arguments have been checked. Collective. */
 epic_result moe_device_backward(moe_job *j, const epic_moe_backward_args *a,
                                 const epic_moe_gradients *g);
 
-/* Returns the arguments of a loss of one block, without its output and its gradients. */
+/* Returns the arguments of a loss for one block, without its output and its gradients. */
 epic_loss_args moe_device_loss_args(const moe_job *j, const dense_block *block, double coeff);
 
-/* Returns the factor of the balance loss (formula: router/losses.c), not yet divided by the
- * number of tokens of all ranks. Only the plan in device memory contains that number, so a
- * kernel does this division. */
+/* Returns the factor of the balance loss (formula: router/losses.c), but without the division
+ * by the number of tokens of all ranks. Only the plan in device memory contains that number, so
+ * a kernel divides by it. */
 double moe_device_balance_factor(const moe_job *j);
 
 #endif

@@ -1,25 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Runs epic_moe_backward on a device. The stages are those of host_backward.c, and each
+/* Runs epic_moe_backward on a device. The stages are those of host_backward.c. Each stage
  * launches kernels on the caller's stream. */
 #include "base/error.h"
 #include "experts/config.h"
 #include "moe/device.h"
 
-/* Device addresses to which kernels write the gradients of the gate and the shared expert. If
- * an address is NULL, that gradient is not computed. `flags` is 0 or EPIC_ACCUMULATE. */
+/* Device addresses to which kernels write the gradients of the gate and the shared expert. A
+ * gradient whose address is NULL is not computed. `flags` is 0 or EPIC_ACCUMULATE. */
 typedef struct dense_targets {
     float *w_gate, *b_gate, *scale, *gate_up, *down, *b_gate_up, *b_down, *w_shared_gate;
     uint32_t flags;
 } dense_targets;
 
-/* Returns true if the gradients of the gate and the shared expert are first summed over blocks
- * or ranks, in work.dense. Otherwise kernels write them directly to the caller's arrays. */
+/* Returns true if the gradients of the gate and the shared expert are first written to
+ * work.dense, because they are then summed over blocks or ranks. Otherwise kernels write them
+ * directly to the caller's arrays. */
 static bool is_dense_staged(const moe_job *j)
 {
     return j->dense_levels > 0;
 }
 
-/* Returns the caller's arrays as targets. */
+/* Returns the addresses of the caller's arrays. */
 static dense_targets caller_targets(const epic_moe_gradients *g, uint32_t flags)
 {
     return (dense_targets){g->w_gate,         g->b_gate,        g->scale_of_expert,
@@ -27,8 +28,8 @@ static dense_targets caller_targets(const epic_moe_gradients *g, uint32_t flags)
                            g->shared_b_down,  g->w_shared_gate, flags};
 }
 
-/* Zeroes the gradients in `dense` that no kernel writes. The sum over the ranks reads the whole
- * row, so every element must be a number. */
+/* Sets those gradients in `dense` to zero that no kernel writes. Otherwise the sum over the
+ * ranks would read uninitialized memory. */
 static epic_result zero_missing_gradients(moe_job *j, float *dense)
 {
     const dense_offsets p = moe_dense_offsets(j);
@@ -40,7 +41,7 @@ static epic_result zero_missing_gradients(moe_job *j, float *dense)
                       p.end - p.w_shared_gate, EPIC_F32, true);
 }
 
-/* Returns targets in `dense`, which is one row of work.dense. */
+/* Returns addresses in `dense`, which is one row of work.dense. */
 static dense_targets staged_targets(const moe_job *j, float *dense)
 {
     const dense_offsets p = moe_dense_offsets(j);
@@ -79,10 +80,10 @@ static epic_result losses_backward(moe_job *j, const dense_block *block)
     return z.coeff != 0 ? CONTEXT_OP(j->ctx, z_loss_backward, &z, z.coeff) : EPIC_OK;
 }
 
-/* Called instead of router_backward() for a block with forced weights. The logits have no
- * influence on forced weights. So the function writes zeros to work.d_logits and to the
- * gradient of scale_of_expert. If the caller wants the gradients of the weights, copies them to
- * the caller's array. */
+/* Called instead of router_backward() if the weights were forced. Forced weights do not depend
+ * on the logits. So the function writes zeros to work.d_logits and to the gradient of
+ * scale_of_expert. If the caller wants the gradients of the weights, copies them to the
+ * caller's array. */
 static epic_result forced_weights_backward(moe_job *j, const epic_moe_backward_args *a,
                                            const dense_block *block, const layer_tokens *tokens,
                                            const dense_targets *to)
@@ -104,9 +105,9 @@ static epic_result forced_weights_backward(moe_job *j, const epic_moe_backward_a
 
 /* Computes work.d_logits of one block from the gradients of its weights.
  *
- * With EPIC_ACCUMULATE, epic_router_backward would also add to d_logits, which must be
- * overwritten. So if the caller accumulates, the gradient of scale_of_expert is first computed
- * in work.d_scale and then added. */
+ * work.d_logits must be overwritten. But with EPIC_ACCUMULATE, epic_router_backward would add
+ * to it. So the function never sets this flag. If the caller accumulates, it first computes the
+ * gradient of scale_of_expert in work.d_scale, and then adds it. */
 static epic_result router_backward(moe_job *j, const dense_block *block,
                                    const layer_tokens *tokens, const dense_targets *to)
 {
@@ -136,8 +137,8 @@ static epic_result router_backward(moe_job *j, const dense_block *block,
     return EPIC_OK;
 }
 
-/* Runs the shared expert's backward on one block. Writes its part of d_x to `d_x`, unless d_x
- * is NULL. */
+/* Runs the backward of the shared expert on one block. Unless d_x is NULL, writes the part of
+ * the gradient of x that comes from the shared expert to d_x. */
 static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_block *block,
                                           const layer_tokens *tokens, void *d_x,
                                           const dense_targets *to)
@@ -178,9 +179,9 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_blo
                       (to->flags & EPIC_ACCUMULATE) != 0, j->work.gate);
 }
 
-/* Adds two parts of d_x to work.shared_y: those of the zero-experts and of the shared expert's
- * gate. If the layer has a shared expert, work.shared_y already holds that expert's part of
- * d_x. */
+/* Adds two parts of d_x to work.shared_y: those that come from the zero-experts and from the
+ * shared expert's gate. If the layer has a shared expert, work.shared_y already contains the
+ * part that comes from that expert. */
 static epic_result add_local_d_x(moe_job *j, const layer_tokens *tokens)
 {
     const layer_rows sum = {j->work.shared_y, j->has_shared ? j->work.shared_y : NULL, NULL};
@@ -188,8 +189,9 @@ static epic_result add_local_d_x(moe_job *j, const layer_tokens *tokens)
     return CONTEXT_OP(j->ctx, add_local_rows, j->call.stream, tokens, &sum);
 }
 
-/* Computes the gradients of the gate's weights. Completes d_x of the block: adds the gate's
- * part and work.shared_y to the part that dispatch backward has written to d_x. */
+/* Computes the gradients of the gate's weights. Also completes d_x of the block: adds the part
+ * that comes from the gate, and work.shared_y. d_x already contains the part that dispatch
+ * backward has written. */
 static epic_result gate_backward(moe_job *j, const dense_block *block, const epic_rows *d_x,
                                  const dense_targets *to)
 {
@@ -224,9 +226,9 @@ static epic_result block_backward(moe_job *j, const epic_moe_backward_args *a, i
     return gate_backward(j, &block, &d_x, to);
 }
 
-/* Computes the gradients of the gate and the shared expert for `count` blocks, from block
- * `first` on, and adds them in a binary tree. The sum becomes row `level` of work.dense.
- * Overwrites the rows after row `level`. */
+/* Computes the gradients of the gate and the shared expert for `count` blocks of tokens, from
+ * block `first` on, and adds them in a binary tree. Writes the sum to row `level` of
+ * work.dense. The rows after row `level` are scratch memory. */
 static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a, int64_t first,
                                    int64_t count, int64_t level)
 {

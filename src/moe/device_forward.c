@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Runs epic_moe_forward on a device. The stages are those of host_forward.c, and each launches
- * kernels on the caller's stream. The host never reads their results. The kernels of the plan
- * find invalid data on every rank, and epic_check returns the error. */
+/* Runs epic_moe_forward on a device. The stages are those of host_forward.c. Each stage
+ * launches kernels on the caller's stream, and the host never reads their results. If the data
+ * of a rank is invalid, the kernels of the plan find it on every rank, and epic_check returns
+ * the error. */
 #include "base/error.h"
 #include "moe/device.h"
 #include "rules/experts_layout.h"
@@ -14,8 +15,8 @@ static epic_result copy_words(moe_job *j, void *to, const void *from, int64_t co
     return CONTEXT_OP(j->ctx, add_array, j->call.stream, to, from, count, EPIC_F32, true);
 }
 
-/* Runs the gate and the router once for all blocks. The logits of a token depend only on that
- * token, so the blocks need not be separate. */
+/* Runs the gate and the router on all tokens at once. The blocks need not be separate here,
+ * because the logits of a token depend only on that token. */
 epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
 {
     dense_block all = moe_get_block(j, 0);
@@ -49,8 +50,9 @@ epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
     return CONTEXT_OP(j->ctx, mask_zero_experts, j->call.stream, &tokens, j->work.plan_idx);
 }
 
-/* Zeroes the counts of all num_local_experts experts. The plan writes counts only for as many
- * experts as the rank with the most experts has, which may be fewer. */
+/* Sets the counts of all num_local_experts experts to zero. The plan writes fewer counts if no
+ * rank owns num_local_experts experts: it writes as many as the rank with the most experts
+ * has. */
 static epic_result zero_counts(moe_job *j)
 {
     const int32_t *end = j->saved.expert_tokens + j->experts.num_local_experts;
@@ -58,7 +60,8 @@ static epic_result zero_counts(moe_job *j)
                       end - j->saved.expert_rows, EPIC_F32, true);
 }
 
-/* Changes the arguments of dispatch for E4M3 layers: it then sends E4M3 rows with scales. */
+/* If the layer is E4M3, changes the arguments of dispatch so that it sends E4M3 rows with
+ * scales. */
 static void quantize_dispatch(const moe_job *j, epic_dispatch_args *dispatch)
 {
     if (!j->is_e4m3) return;
@@ -69,9 +72,9 @@ static void quantize_dispatch(const moe_job *j, epic_dispatch_args *dispatch)
         (epic_rows){j->work.recv_scales, j->capacity, experts_blocks(j->hidden) * 4};
 }
 
-/* If the plan might not write all counts, zeroes them first. The operation check_plan_fits
- * checks on the device that no rank owns more than num_local_experts experts. On the host
- * check_placement() does that. */
+/* If the plan might not write all counts, first sets them to zero. If the caller passed
+ * rank_of_expert, the kernel check_plan_fits checks that no rank owns more than
+ * num_local_experts experts. In other cases check_placement() has checked that on the host. */
 epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a)
 {
     epic_dispatch_args dispatch = {.call = j->call,

@@ -1,26 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The layer on the host: forward and epic_moe_plan (host_forward.c), and backward
- * (host_backward.c). The calling thread computes. moe.c checks the arguments before it calls
- * these functions. */
+ * (host_backward.c). The calling thread computes everything. moe.c checks the arguments before
+ * it calls these functions. A collective function must be called on all ranks. */
 #ifndef EPIC_MOE_HOST_H
 #define EPIC_MOE_HOST_H
 
 #include "moe/stages.h"
 
-/* Runs epic_moe_forward. Collective. */
+/* Implements epic_moe_forward. Collective. */
 epic_result moe_host_forward(moe_job *j, const epic_moe_args *a);
-/* Runs epic_moe_plan. *slots receives the number of slots of this rank. Collective. */
+/* Implements epic_moe_plan. Sets *slots to the number of slots of this rank. Collective. */
 epic_result moe_host_plan(moe_job *j, const epic_moe_args *a, int64_t *slots);
-/* Runs epic_moe_backward. Collective. */
+/* Implements epic_moe_backward. Collective. */
 epic_result moe_host_backward(moe_job *j, const epic_moe_backward_args *a,
                               const epic_moe_gradients *g);
 
 /* Computes the gate and the output of the shared expert for block b, and writes the output to
- * work.shared_y. With flags EPIC_RECOMPUTE it computes only the data that backward reads.
- * Local. */
+ * work.shared_y. If flags is EPIC_RECOMPUTE, computes only the data that backward reads.
+ * Communicates with no other rank. */
 epic_result moe_host_shared_expert(moe_job *j, int64_t b, uint32_t flags);
 
-/* Zeroes the rows of all tokens of this rank. */
+/* Sets the rows of all tokens of this rank to zero. */
 void moe_zero_rows(const moe_job *j, const epic_rows *rows);
 
 #endif

@@ -12,7 +12,8 @@
 #include "base/error.h"
 #include "moe/host.h"
 
-/* The caller's arguments, and an error in `saved` that all ranks must return. */
+/* The caller's arguments, and an error that was found in `saved` and that all ranks must
+ * return. */
 typedef struct backward_call {
     const epic_moe_backward_args *args;
     epic_moe_gradients gradients;
@@ -20,8 +21,8 @@ typedef struct backward_call {
 } backward_call;
 
 /* Computes work.d_logits of one block from the gradients of its weights and its losses. Adds
- * the block's gradient of scale_of_expert to `dense`. If the weights were forced, only the
- * losses have gradients here. */
+ * the block's gradient of scale_of_expert to `dense`. Forced weights do not depend on the
+ * logits, so with is_forced only the losses contribute. */
 static epic_result router_backward(moe_job *j, const dense_block *block, const void *d_weights,
                                    void *dense, bool is_forced)
 {
@@ -47,8 +48,8 @@ static epic_result router_backward(moe_job *j, const dense_block *block, const v
     return moe_losses_backward(j, block);
 }
 
-/* Runs the shared expert's backward on one block. Writes its part of d_x to `d_x`, unless d_x
- * is NULL. */
+/* Runs the backward of the shared expert on one block. Unless d_x is NULL, writes the part of
+ * the gradient of x that comes from the shared expert to d_x. */
 static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_block *block,
                                           const epic_const_rows *d_out, void *d_x, void *dense)
 {
@@ -106,9 +107,9 @@ static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
     return EPIC_OK;
 }
 
-/* Computes the gradients of the gate and the shared expert for `count` blocks, from block
- * `first` on, and adds them in a binary tree. The sum becomes row `level` of work.dense.
- * Overwrites the rows after row `level`. */
+/* Computes the gradients of the gate and the shared expert for `count` blocks of tokens, from
+ * block `first` on, and adds them in a binary tree. Writes the sum to row `level` of
+ * work.dense. The rows after row `level` are scratch memory. */
 static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t first,
                                    int64_t count, int64_t level)
 {
@@ -121,8 +122,8 @@ static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t f
     return EPIC_OK;
 }
 
-/* Copies elements [begin, end) of the summed gradients in work.dense to an array of the caller.
- * With EPIC_ACCUMULATE adds them instead. Does nothing if `to` is NULL. */
+/* Copies elements [begin, end) of the summed gradients in work.dense to `to`, an array of the
+ * caller. With EPIC_ACCUMULATE, adds them instead. Does nothing if `to` is NULL. */
 static void store_gradient(const moe_job *j, const backward_call *c, void *to, int64_t begin,
                            int64_t end)
 {
@@ -157,8 +158,9 @@ static void store_d_weights(const moe_job *j, const backward_call *c)
         memcpy(to, j->work.d_weights, (size_t)(j->tokens * j->top_k * j->real_bytes));
 }
 
-/* Zeroes all gradients after an error that every rank returns. With EPIC_ACCUMULATE the weight
- * gradients keep their values, and only d_x and the gradients of forced weights become zero. */
+/* Sets all gradients to zero, after an error that every rank returns. With EPIC_ACCUMULATE the
+ * weight gradients keep their values, and only d_x and the gradients of forced weights become
+ * zero. */
 static void zero_gradients(const moe_job *j, const backward_call *c)
 {
     const epic_moe_gradients *g = &c->gradients;
@@ -203,7 +205,8 @@ static epic_result run_backward(moe_job *j, backward_call *c)
     return EPIC_OK;
 }
 
-/* Returns *number, a float32 or float64 as `type` says, or `none` if the pointer is NULL. */
+/* Returns *number, or `none` if the pointer is NULL. `type` says whether the number is a
+ * float32 or a float64. */
 static double read_number_or(const void *number, uint32_t type, double none)
 {
     if (!number) return none;

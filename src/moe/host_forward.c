@@ -8,10 +8,10 @@
  * 4. The outputs of the shared expert and the zero-experts are added.
  * 5. The losses are computed.
  *
- * If a call of stage 1 fails, only this rank returns the error. It has sent nothing. Invalid
- * expert ids or token ids are not such an error: every rank returns their error from the
- * plan. From stage 2 on peers wait for this rank, so an error on this rank alone aborts the
- * context. */
+ * If stage 1 fails, this rank has sent nothing yet, and only this rank returns the error.
+ * Invalid expert ids or token ids are no failure of stage 1: the plan reports them, and every
+ * rank returns the error. From stage 2 on, peers wait for this rank. So an error that only this
+ * rank has aborts the context. */
 #include <string.h>
 
 #include "api/api.h"
@@ -20,8 +20,9 @@
 #include "plan/plan.h"
 #include "router/config.h"
 
-/* Copies the routing in `saved` to the caller's arrays, if the caller wants it. is_valid is
- * false if the data of a token was invalid. All ids then become -1, and all weights 0. */
+/* Copies the expert ids and weights of the choices from `saved` to the caller's arrays, if the
+ * caller wants them. If is_valid is false (invalid data), writes -1 to all ids and 0 to all
+ * weights instead. */
 static void copy_routing(const moe_job *j, const epic_moe_args *a, bool is_valid)
 {
     const size_t choices = (size_t)(j->tokens * j->top_k);
@@ -35,9 +36,9 @@ static void copy_routing(const moe_job *j, const epic_moe_args *a, bool is_valid
     if (a->topk_weights_out && !is_valid) memset(a->topk_weights_out, 0, weights_bytes);
 }
 
-/* Runs the gate and the router. A router may choose experts by token id, from a table. If a
- * token id, the table or a forced id is invalid, chooses no expert and stores the error in
- * *fault. Every rank then returns this error from the plan. */
+/* Runs the gate and the router. If a token id, an entry of the caller's table of experts or a
+ * forced id is invalid, chooses no expert and stores the error in *fault. Every rank then
+ * returns this error from the plan. */
 static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
     for (int64_t b = 0; b < j->blocks; b++) {
@@ -72,7 +73,7 @@ static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *
     if (a->topk_weights_in && j->tokens)
         memcpy(j->saved.weights, a->topk_weights_in,
                (size_t)(j->tokens * j->top_k * j->real_bytes));
-    /* rows are not dispatched to zero-experts */
+    /* zero-experts become -1, so that the plan does not dispatch rows to them */
     for (int64_t i = 0; i < j->tokens * j->top_k; i++)
         j->work.plan_idx[i] =
             j->saved.topk_idx[i] < (int32_t)j->router.num_experts ? j->saved.topk_idx[i] : -1;
@@ -197,8 +198,8 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
                       moe_dense_ops(j)->sum_in_tree(z, j->blocks)};
     if (j->moe.flags & EPIC_SUM_DENSE) {
         float sums[2] = {(float)both[0],
-                         /* the conversion is exact, because both losses are float32 in this
-                          * case */
+                         /* the conversion is exact, because with EPIC_SUM_DENSE both losses are
+                          * float32 numbers */
                          (float)both[1]};
         const epic_allreduce_sum_args sum = {
             .call = j->call, .data = sums, .count = 2, .order = j->layer.sum_order};
@@ -210,9 +211,9 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
     return EPIC_OK;
 }
 
-/* Routes the tokens. With EPIC_PLANNED, epic_moe_plan has stored the routing in `saved`, and
- * this function only checks the stored routing. If it is damaged, this rank alone returns an
- * error, since no peer waits yet. */
+/* Chooses the experts and weights of all tokens. With EPIC_PLANNED, epic_moe_plan has already
+ * stored them in `saved`, and this function only checks them. If they are damaged, only this
+ * rank returns an error, which is safe because no peer waits for it yet. */
 static epic_result prepare_routes(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
     if (!(a->flags & EPIC_PLANNED)) return route_tokens(j, a, fault);

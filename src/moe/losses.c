@@ -34,8 +34,8 @@ epic_result moe_losses_forward(const moe_job *j, const dense_block *block, void 
     return z_args.coeff != 0 ? epic_z_loss_forward(NULL, &z_args) : EPIC_OK;
 }
 
-/* Each loss's coefficient is multiplied by the gradient that the caller passed for that
- * loss. */
+/* Multiplies the coefficient of each loss by the gradient of that loss, which the caller
+ * passed. */
 epic_result moe_losses_backward(const moe_job *j, const dense_block *block)
 {
     const epic_balance_loss_backward_args balance = {.router = &j->router,

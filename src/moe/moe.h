@@ -1,22 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* One call of the MoE layer: its checked arguments, its sizes and the addresses of its buffers.
  *
- * The layer computes in blocks of tokens. With EPIC_TREE the group has `leaves` blocks, and
- * each rank has an equal number of them. With other orders, all tokens of a rank are one block.
- * Each sum over tokens, such as a loss or a gradient of a replicated weight, is computed per
- * block. Then the sums of the blocks are added in a binary tree: first on each rank, then over
- * the ranks by epic_allreduce_sum. The tree depends only on `leaves`.
+ * The layer computes in *blocks* of tokens. With EPIC_TREE the group has layer.leaves blocks,
+ * and each rank has an equal number of them. With other sum orders, all tokens of a rank are
+ * one block. Some results are sums over tokens, such as a loss or the gradient of a weight that
+ * every rank has. Such a sum is first computed for each block. Then the sums of the blocks are
+ * added in a binary tree: on each rank, and after that over the ranks by epic_allreduce_sum.
+ * The tree depends only on `leaves`.
  *
- * A rank with T tokens and B blocks begins block b at token floor(b * T / B). So blocks differ
- * by at most one token, and some are empty if T < B. If all ranks have equally many tokens, N
- * together, block b of all `leaves` blocks begins at token floor(b * N / leaves) of the group.
- * This does not depend on the number of ranks, so the sums have the same bits. If the balance
- * loss is computed per sequence, whole sequences take the place of tokens.
+ * A rank with T tokens and B blocks begins block b at token floor(b * T / B). So the sizes of
+ * the blocks differ by at most one token, and some blocks are empty if T < B. If all ranks have
+ * equally many tokens, N together, block b of all `leaves` blocks begins at token floor(b * N /
+ * leaves) of the group. That does not depend on the number of ranks, so the sums have the same
+ * bits with any number of ranks. If the balance loss is computed per sequence, blocks consist
+ * of whole sequences.
  *
- * These files use two terms. A "real" is a float64 if the rows are F64, otherwise a float32.
- * The "dense part" consists of the weights of which every rank holds a copy: the gate, its
- * bias, scale_of_expert and the shared expert. Names in shapes, such as [block, columns],
- * are fields of moe_job. */
+ * These files use two terms. A "real" is a float64 if the rows are float64, otherwise a
+ * float32. The "dense part" is the weights of which every rank has a copy: the gate, its bias,
+ * scale_of_expert and the shared expert. Names in shapes, such as [block, columns], are fields
+ * of moe_job. */
 #ifndef EPIC_MOE_H
 #define EPIC_MOE_H
 
@@ -25,7 +27,7 @@
 #include "context/context.h"
 #include "exchange/layer_options.h"
 
-#define GATE_TILE 512 /* columns of x that gate_forward() converts at a time */
+#define GATE_TILE 512 /* number of columns of x that gate_forward() converts at a time */
 
 /* Buffers inside `saved`, which forward writes and backward reads. */
 typedef struct moe_saved {
@@ -33,56 +35,58 @@ typedef struct moe_saved {
     void *logits;      /* [tokens, columns] real */
     int32_t *topk_idx; /* [tokens, top_k]: expert ids, also of zero-experts */
     void *weights;     /* [tokens, top_k] real */
-    /* [capacity, hidden]: the received rows. With EPIC_DISPATCH_AGAIN this buffer is in the
-     * workspace, and forward of an E4M3 layer stores E4M3 rows in it. */
+    /* [capacity, hidden]: the received rows. With EPIC_DISPATCH_AGAIN this buffer is a part of
+     * the workspace. Forward of a layer with E4M3 weights then stores E4M3 rows in it. */
     void *recv;
     void *slot_weights; /* [capacity] real */
-    float *slot_k;      /* float64 layers: [capacity], k of the slot's choice */
-    /* expert_rows and expert_tokens [num_local_experts]: slots of each local expert, with
-     * padding and without. load [num_experts] and logical_load [num_logical]: the group's
-     * choices of each expert and of each logical expert. */
+    float *slot_k;      /* float64 layers: [capacity], the index k of the slot's choice */
+    /* expert_rows and expert_tokens [num_local_experts]: number of slots of each local expert,
+     * with and without padding. load [num_experts] and logical_load [num_logical]: number of
+     * the group's choices of each expert and of each logical expert. */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load;
     int64_t *total_tokens; /* tokens of all ranks; -1 if forward failed */
-    /* Data that epic_experts_forward saves, for the experts and for each block of the shared
-     * expert. With EPIC_RECOMPUTE both are in the workspace, and `shared` has room for one
-     * block. */
+    /* Data that epic_experts_forward saves: `experts` for the experts, `shared` for each block
+     * of the shared expert. With EPIC_RECOMPUTE both are parts of the workspace, and `shared`
+     * has room for only one block. */
     void *experts, *shared;
 } moe_saved;
 
-/* Buffers inside `workspace`. Their contents are valid during one call only. */
+/* Buffers inside `workspace`. Their contents are lost when the call returns. */
 typedef struct moe_work {
-    /* workspaces of the calls for the experts, the shared expert and the router */
+    /* workspaces for the calls of the experts, of the shared expert and of the router */
     void *experts, *shared, *router;
     /* E4M3 forward: [capacity, experts_blocks(hidden)], the scales of the rows in the slots */
     float *recv_scales;
-    /* Forward: [tokens, top_k], topk_idx with -1 instead of zero-experts. On devices only if
-     * the layer has zero-experts. */
+    /* Forward: [tokens, top_k], a copy of topk_idx in which zero-experts are replaced by -1.
+     * Exists on devices only if the layer has zero-experts. */
     int32_t *plan_idx;
     void *tile; /* host: [block, GATE_TILE] real, converted columns of x */
-    /* host: scratch memory for rows of reals, [2, hidden], in backward [block + 1, hidden] */
+    /* host: scratch memory for rows of reals: forward [2, hidden], backward [block + 1,
+     * hidden] */
     void *rows;
-    /* [block, hidden]. Forward: output of the shared expert. Backward: this expert's part of
-     * d_x. Devices add the parts of the zero-experts and of the shared expert's gate to it. */
+    /* [block, hidden]. Forward: output of the shared expert. Backward: the part of d_x that
+     * comes from the shared expert. On devices also the parts that come from the zero-experts
+     * and from the shared expert's gate. */
     void *shared_y;
     void *shared_weights; /* [block] real: the shared expert's gate, sigmoid(x w_shared_gate) */
     void *d_shared_weights; /* backward: [block] real */
     void *losses;           /* [2, blocks] real: balance loss and z-loss of each block */
     float *choice_k;        /* float64 forward: [tokens, top_k], the number k of each choice */
-    /* float64 forward: [capacity, top_k], for each slot all weights of its token */
+    /* float64 forward: [capacity, top_k], all weights of the token of each slot */
     double *recv_weights;
     void *y; /* forward: [capacity, hidden], output of the experts */
-    /* Backward: [capacity, hidden], gradient of y. Later stages reuse the memory: first for the
-     * rows with the gradients of the weights (f64_weights.c), then for d_x, if the caller does
-     * not want d_x. */
+    /* Backward: [capacity, hidden], gradient of y. Later stages reuse the memory: first for
+     * rows that contain the gradients of the weights (f64_weights.c). Then for d_x, if the
+     * caller does not want d_x. */
     void *d_y;
     void *d_recv;         /* backward: [capacity, hidden], gradient of recv */
     void *d_slot_weights; /* backward: [capacity] real */
     void *d_weights;      /* backward: [tokens, top_k] real */
     void *d_logits;       /* backward: [block, columns] real */
     /* Backward: [dense_levels, dense_count] real, gradients of the gate and the shared expert.
-     * They are added over the blocks in a binary tree, with one row for each level of the tree.
-     * On devices the array exists only if gradients of several blocks or ranks (EPIC_SUM_DENSE)
-     * must be added. */
+     * They are added over the blocks in a binary tree, with one row of this array for each
+     * level of the tree. On devices the array exists only if there are several blocks, or with
+     * EPIC_SUM_DENSE. */
     unsigned char *dense;
     float *d_scale; /* backward on devices: [columns], gradient of scale_of_expert */
     void *gate;     /* devices: workspace of the gate's kernels */
@@ -98,24 +102,28 @@ typedef struct moe_job {
     epic_experts experts, shared; /* shared: the shared expert, if has_shared is true */
     bool has_shared;
     epic_moe_weights weights;
-    /* hashes of the layer's options and weights, which the op header sends so that the peers
-     * can compare them with their own */
+    /* hashes of the layer's options and weights. Op headers contain them, so that the ranks can
+     * compare them. */
     layer_options options;
 
     bool is_device;    /* arrays are in device memory, which the host must not read */
     bool is_f64;       /* real is float64 */
     bool is_invariant; /* EPIC_INVARIANT: products do not depend on the number of tokens */
-    /* Rows and weights of the experts are E4M3 in forward. Then experts.weight_type is the type
-     * of the biases and, unless is_e4m3_backward is true, of the weights in backward. */
+    /* true: rows and weights of the experts are E4M3 in forward. Then experts.weight_type is
+     * the type of the biases. It is also the type of the weights in backward, unless
+     * is_e4m3_backward is true. */
     bool is_e4m3;
     bool is_e4m3_backward; /* weights of the experts are E4M3 in backward too */
     int64_t real_bytes;
     uint32_t real_type; /* EPIC_F32 or EPIC_F64 */
     int64_t row_bytes;
-    int64_t tokens, hidden, capacity, top_k; /* tokens: of this rank; capacity: its slots */
-    int64_t columns;       /* number of experts and zero-experts: the width of the logits */
-    int64_t blocks, block; /* number of blocks, and tokens of the largest block */
-    /* blocks begin at multiples of this many tokens: 1, or the length of a sequence */
+    /* tokens and capacity: number of tokens and of slots of this rank */
+    int64_t tokens, hidden, capacity, top_k;
+    int64_t columns; /* number of experts and zero-experts: the width of the logits */
+    /* number of blocks of this rank, and number of tokens of the largest block */
+    int64_t blocks, block;
+    /* number of tokens of which the size of each block is a multiple: 1, or the length of a
+     * sequence */
     int64_t unit;
     int64_t plan_bytes;
     epic_experts_memory_info experts_memory;
@@ -123,10 +131,12 @@ typedef struct moe_job {
     int64_t router_bytes;
     /* number of reals in the gradients of the gate and the shared expert */
     int64_t dense_count;
-    int64_t dense_levels; /* levels of the binary tree in which the gradients of the blocks are
-                             added; 0: work.dense is not needed */
-    /* host backward: the caller's gradients of the balance loss and of the z-loss. d_loss, the
-     * gradient of the sum of both losses, is included in d_balance and in d_z. */
+    /* number of levels of the binary tree in which the gradients of the blocks are added; 0:
+     * work.dense is not needed */
+    int64_t dense_levels;
+    /* host backward: the gradients of the balance loss and of the z-loss, each the sum of two
+     * gradients that the caller passed: that of this loss and d_loss, that of both losses
+     * together */
     double d_balance, d_z;
     uint32_t grad_type; /* backward: epic_type of the experts' weight gradients */
     moe_saved saved;
@@ -135,14 +145,14 @@ typedef struct moe_job {
     epic_const_rows x;
 } moe_job;
 
-/* Reads and checks `moe`, and computes all sizes for `tokens` tokens of this rank. The caller
- * sets j->is_device before. Returns EPIC_OK, EPIC_EINVAL or EPIC_ENOTSUP. */
+/* Reads and checks `moe`, and computes all sizes for `tokens` tokens on this rank. The caller
+ * has set j->is_device. Returns EPIC_OK, EPIC_EINVAL or EPIC_ENOTSUP. */
 epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_moe *moe,
                             size_t size, int64_t tokens);
 
 /* Sets the pointers in j->saved and j->work to buffers in the memory at `saved` and
- * `workspace`. Sets j->saved_bytes and j->work_bytes. With NULL addresses it only computes
- * these sizes. */
+ * `workspace`. Also sets j->saved_bytes and j->work_bytes. If the addresses are NULL, only
+ * computes these sizes. */
 void moe_layout_buffers(moe_job *j, const void *saved, void *workspace, bool backward);
 
 /* Returns the address of element `index` of an array of reals. */
@@ -151,15 +161,15 @@ static inline void *moe_real_at(const moe_job *j, const void *base, int64_t inde
     return (char *)(uintptr_t)base + index * j->real_bytes;
 }
 
-/* Returns the first token of block `block`. For block j->blocks it returns the end of the last
- * block. */
+/* Returns the number of the first token of block `block`. If `block` is j->blocks, returns the
+ * number of tokens. */
 static inline int64_t moe_block_begin(const moe_job *j, int64_t block)
 {
     return block * (j->tokens / j->unit) / j->blocks * j->unit;
 }
 
 /* Return the rows of block `block` in an array with one row per token of this rank. The first
- * form is for inputs (x, d_out), the second for outputs (out, d_x). */
+ * function is for inputs (x, d_out), the second for outputs (out, d_x). */
 static inline epic_const_rows moe_block_rows(const moe_job *j, const epic_const_rows *rows,
                                              int64_t block)
 {
@@ -176,9 +186,9 @@ static inline epic_rows moe_block_out_rows(const moe_job *j, const epic_rows *ro
                        moe_block_begin(j, block + 1) - first, j->row_bytes};
 }
 
-/* Offsets, in reals, of the gradients of the gate and the shared expert in one buffer. Biases
- * that a layer does not have get offsets too, so that all ranks sum the same number of
- * reals. */
+/* Offsets of the gradients of the gate and the shared expert in one buffer, in reals. Biases
+ * that the layer does not have get offsets too, so that the buffers of all ranks have the same
+ * size. */
 typedef struct dense_offsets {
     int64_t w_gate, b_gate, scale, gate_up, down, b_gate_up, b_down, w_shared_gate, end;
 } dense_offsets;
@@ -191,7 +201,7 @@ dense_offsets moe_dense_offsets(const moe_job *j);
 typedef struct dense_block {
     const moe_job *job;
     epic_const_rows x;
-    int64_t first, tokens;   /* its first token, and its number of tokens, which may be 0 */
+    int64_t first, tokens;   /* its first token, and its number of tokens (0: empty block) */
     const void *logits;      /* [tokens, columns] real; gate_forward() writes them */
     const int32_t *topk_idx; /* [tokens, top_k] */
     const void *weights;     /* [tokens, top_k] real */
@@ -200,24 +210,25 @@ typedef struct dense_block {
 /* Returns block number b, from 0 to j->blocks - 1. */
 dense_block moe_get_block(const moe_job *j, int64_t b);
 
-/* Functions that compute on the host, for one block of tokens, what every rank computes for its
- * own tokens: the gate, the zero-experts and the shared expert's gate. dense_f32.c and
- * dense_f64.c each define a table. */
+/* Functions that compute on the host the parts of the layer that every rank computes for its
+ * own tokens: the gate, the zero-experts and the shared expert's gate. Each call handles one
+ * block of tokens. dense_f32.c and dense_f64.c each define a table. */
 typedef struct dense_ops {
     /* Computes the logits [tokens, columns] of the block: x W_gate + b_gate. */
     void (*gate_forward)(const dense_block *b, void *logits);
-    /* Adds to `out` the outputs that are not dispatched: weight * x for each zero-expert that a
-     * token has chosen, and the token's row of shared_y, unless shared_y is NULL. */
+    /* Adds to `out` the outputs of experts whose rows are not dispatched: weight * x for each
+     * zero-expert that a token has chosen, and, unless shared_y is NULL, the token's row of
+     * shared_y. */
     void (*add_local_experts)(const dense_block *b, const epic_rows *out, const void *shared_y);
-    /* Writes the factor of the shared expert's output: weights [block] = sigmoid(x
+    /* Writes the factors of the shared expert's output: weights [block] = sigmoid(x
      * w_shared_gate). */
     void (*shared_gate_forward)(const dense_block *b, void *weights);
-    /* Writes the gradients of the weights of zero-experts: dot(d_out, x). Other elements of
-     * d_weights keep their values. */
+    /* Writes to d_weights the gradients of the weights of zero-experts: dot(d_out, x). Other
+     * elements of d_weights keep their values. */
     void (*zero_expert_d_weights)(const dense_block *b, const epic_const_rows *d_out,
                                   void *d_weights);
     /* Writes to `dense` the gradients of the gate, its bias and the shared expert's gate. If
-     * d_x is not NULL, adds four terms to it:
+     * d_x is not NULL, adds four terms to d_x:
      * - d_logits W_gate^T.
      * - weight * d_out for each zero-expert.
      * - The gradient of x through the shared expert's gate.

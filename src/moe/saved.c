@@ -5,9 +5,9 @@
 #include "moe/stages.h"
 #include "plan/plan.h"
 
-/* Compares the saved counts of rows and tokens with the plan in `saved`. If one differs, stores
- * the first difference in *fault and returns true. Local experts that the plan does not have
- * must have counts 0. */
+/* Compares expert_rows and expert_tokens in `saved` with the plan in `saved`. If a count
+ * differs, stores the first difference in *fault and returns true. Local experts that the plan
+ * does not have must have counts of 0. */
 static bool find_bad_count(const moe_job *j, const plan_view *plan, data_fault *fault)
 {
     const int64_t planned = plan->header->num_local;
@@ -25,8 +25,8 @@ static bool find_bad_count(const moe_job *j, const plan_view *plan, data_fault *
     return false;
 }
 
-/* Searches for a saved choice that is not an id of the router. If there is one, stores the
- * first in *fault and returns true. Negative ids are valid and mean no expert. */
+/* Searches topk_idx in `saved` for an expert id that is out of range. If there is one, stores
+ * the first in *fault and returns true. Negative ids are valid and mean no expert. */
 static bool find_bad_choice(const moe_job *j, data_fault *fault)
 {
     for (int64_t i = 0; i < j->tokens * j->top_k; i++) {

@@ -28,8 +28,9 @@ epic_plan_args moe_make_plan_args(const moe_job *j, const epic_moe_args *a,
                             .demand = a->demand};
 }
 
-/* Calls epic_experts_forward for all slots. If `flags` is 0, it computes work.y. If `flags` is
- * EPIC_RECOMPUTE, it computes only the data that backward reads, with weights of row_type. */
+/* Calls epic_experts_forward for all slots. If `flags` is 0, this computes work.y. If `flags`
+ * is EPIC_RECOMPUTE, this computes only the data that backward reads, with weights of
+ * row_type. */
 static epic_result call_experts(moe_job *j, uint32_t flags)
 {
     const bool scaled = j->is_e4m3 && !flags;
@@ -85,10 +86,10 @@ epic_result moe_combine(moe_job *j, const epic_rows *out)
     return epic_combine(j->ctx, &how);
 }
 
-/* Sends d_out without weights, even if combine multiplied by weights in forward. With weights,
- * epic_combine_backward would compute their gradients from the outputs of the experts, which
- * forward does not save. moe_experts_backward() computes these gradients from the
- * activations. */
+/* Sends d_out without weights, even if combine multiplied by weights in forward.
+ * epic_combine_backward could compute the gradients of the weights too, but it needs the
+ * outputs of the experts, which forward does not save. moe_experts_backward() computes these
+ * gradients from the activations instead. */
 epic_result moe_combine_backward(moe_job *j, const epic_const_rows *d_out, data_fault *fault)
 {
     const epic_rows slots = {j->work.d_y, j->capacity, j->row_bytes};
@@ -149,8 +150,8 @@ epic_result moe_experts_backward(moe_job *j, const epic_moe_gradients *g, uint32
     return epic_experts_backward(moe_local_context(j), &how);
 }
 
-/* A rank that does not want d_x takes part too, because its peers wait for it. The rank writes
- * the unwanted rows to work.d_y, which no later stage reads. */
+/* A rank that does not want d_x takes part too, because its peers wait for its rows. It writes
+ * its own unwanted rows of d_x to work.d_y, which no later stage reads. */
 epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x)
 {
     const epic_rows spare = {j->work.d_y, j->tokens, j->row_bytes};
@@ -164,7 +165,7 @@ epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x)
         .d_slot_weights = j->is_f64 ? NULL : j->work.d_slot_weights,
         .d_weights = j->is_f64 ? NULL : j->work.d_weights,
         .type = j->experts.row_type};
-    /* first, because epic_dispatch_backward may overwrite work.d_y */
+    /* must come first, because epic_dispatch_backward may overwrite work.d_y */
     if (j->is_f64) TRY(moe_combine_weight_gradients(j));
     return epic_dispatch_backward(j->ctx, &how);
 }

@@ -1,17 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Stages of the layer that several files use: forward and backward, or the host and the device.
  * A function handles all tokens of this rank, unless it has a parameter for a block. A
- * collective function returns the same error on every rank. */
+ * collective function must be called on all ranks and returns the same error on every rank. A
+ * local function communicates with no other rank. */
 #ifndef EPIC_MOE_STAGES_H
 #define EPIC_MOE_STAGES_H
 
 #include "exchange/op_header.h"
 #include "moe/moe.h"
 
-/* Checks on the host that `saved` still holds the data that forward wrote, and stores the first
- * damage in *fault. The caller passes *fault to the next collective operation, so that every
- * rank returns the error. That operation also checks the plan inside `saved`. This function
- * itself returns EPIC_EINVAL only if x has another number of tokens than in forward. */
+/* Checks on the host that `saved` still contains the data that forward wrote. If it does not,
+ * stores the first error in *fault and returns EPIC_OK. The caller passes *fault to the next
+ * collective operation, so that every rank returns the error. That operation also checks the
+ * plan inside `saved`. Returns EPIC_EINVAL only if x has another number of tokens than in
+ * forward. */
 epic_result moe_check_saved(const moe_job *j, data_fault *fault);
 
 /* Returns the memory in which the shared expert saves its data of block b. With EPIC_RECOMPUTE
@@ -28,13 +30,14 @@ static inline bool moe_is_weighted_late(const moe_job *j)
     return j->experts.weighting == EPIC_WEIGHT_LATE;
 }
 
-/* Returns the arguments of epic_plan for the expert ids topk_idx [tokens, top_k]. The plan and
- * its counts are written to j->saved. */
+/* Returns the arguments of epic_plan for the expert ids topk_idx [tokens, top_k]. With these
+ * arguments epic_plan writes the plan and its counts to j->saved. */
 epic_plan_args moe_make_plan_args(const moe_job *j, const epic_moe_args *a,
                                   const int32_t *topk_idx);
 
 /* Returns the number of choices of each expert, for the balance loss. In a layer with replicas
- * these are the logical experts, as the router numbers them. */
+ * the array has one element for each logical expert, because the router chooses logical
+ * experts. */
 static inline const int32_t *moe_router_load(const moe_job *j)
 {
     return j->layer.num_logical ? j->saved.logical_load : j->saved.load;
@@ -43,29 +46,30 @@ static inline const int32_t *moe_router_load(const moe_job *j)
 /* Weights of float64 layers (f64_weights.c).
  *
  * Dispatch sends one float32 with each choice, usually its weight. A float64 weight does not
- * fit into it. So a float64 layer sends k instead: the index of the choice among the token's
- * top_k. All top_k float64 weights of the token travel as the scales of the token's row. Each
- * slot then selects weight number k. For the gradients, each slot makes a row of top_k numbers:
- * its gradient at position k, and zeros. Combine adds these rows for each token.
+ * fit into a float32. So a float64 layer sends k instead, the index of the choice among the
+ * token's top_k. It sends all top_k float64 weights of the token as the scales of the token's
+ * row. Each slot then selects weight number k. For the gradients, each slot makes a row of
+ * top_k numbers: its gradient at position k, and zeros elsewhere. Combine adds these rows for
+ * each token.
  *
- * moe_attach_f64_weights() adds the arrays for k and for the weights to the arguments of
+ * moe_attach_f64_weights() sets the arrays for k and for the weights in *how, the arguments of
  * dispatch. */
 void moe_attach_f64_weights(moe_job *j, epic_dispatch_args *how);
-/* After dispatch: writes the weight of each slot to saved.slot_weights. */
+/* Writes the weight of each slot to saved.slot_weights. Called after dispatch. */
 void moe_select_slot_weights(moe_job *j);
-/* Sends work.d_slot_weights to the ranks of the tokens, and writes them to work.d_weights.
- * Collective. */
+/* Sends the gradients in work.d_slot_weights to the home ranks of the tokens, which write them
+ * to work.d_weights. Collective. */
 epic_result moe_combine_weight_gradients(moe_job *j);
 
-/* Computes the losses of one block on the host, as reals in *balance and *z. A loss whose
- * coefficient is 0 is not computed. */
+/* Computes the losses of one block on the host, and writes them as reals to *balance and *z.
+ * Does not compute a loss whose coefficient is 0. */
 epic_result moe_losses_forward(const moe_job *j, const dense_block *block, void *balance,
                                void *z);
 /* Adds the gradients of both losses of one block to j->work.d_logits, on the host. */
 epic_result moe_losses_backward(const moe_job *j, const dense_block *block);
 
-/* Returns the context to pass to local calls such as epic_experts_forward: NULL means the
- * host. */
+/* Returns the context to pass to local calls such as epic_experts_forward. NULL means that the
+ * host computes. */
 static inline epic_context *moe_local_context(const moe_job *j)
 {
     return j->is_device ? j->ctx : NULL;
@@ -77,9 +81,9 @@ epic_result moe_run_experts(moe_job *j);
 /* Returns the rows in work.y to their tokens, and writes the sums to `out` [tokens, hidden].
  * Collective. */
 epic_result moe_combine(moe_job *j, const epic_rows *out);
-/* Sends each token's row of d_out to the token's slots, whose ranks write it to work.d_y.
- * *fault is an error that this rank found in its data; all ranks return it. fault may be NULL.
- * Collective. */
+/* Sends each token's row of d_out to the token's slots. The ranks with these slots write the
+ * row to work.d_y. *fault is an error that this rank found in its data; all ranks return it.
+ * fault may be NULL. Collective. */
 epic_result moe_combine_backward(moe_job *j, const epic_const_rows *d_out, data_fault *fault);
 /* With EPIC_DISPATCH_AGAIN, dispatches x again, because forward did not save the received rows.
  * Collective. */
@@ -98,8 +102,9 @@ epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x);
 /* With EPIC_SUM_DENSE, sums work.dense over the ranks. Collective. */
 epic_result moe_sum_dense(moe_job *j);
 
-/* Called after an error on this rank alone, while its peers already wait for it. Aborts the
- * context, so that the peers return an error with the same sentence. Returns `result`. */
+/* Called after an error that only this rank has, while its peers already wait for this rank.
+ * Aborts the context, so that the peers return an error with the same sentence. Returns
+ * `result`. */
 epic_result moe_abort_call(moe_job *j, epic_result result);
 
 #endif
