@@ -4,13 +4,13 @@
  * A new connection is a joiner. Rank 0 checks the joiner's hello and, if there is a secret, its
  * proof. If both are valid, rank 0 admits the joiner, and the joiner's rank has joined. One
  * poll loop serves all joiners. Each joiner has its own time limit, so a silent connection
- * delays no other.
+ * does not delay other connections.
  *
  * If a connection sends bytes that EPIC would not send, rank 0 refuses only that connection,
  * and the bootstrap continues. With a secret, bytes before a valid proof have no other effect.
- * If a rank has another number of ranks or another version, the bootstrap fails on every rank.
- * After such a failure rank 0 accepts connections for LINGER_MS more, so that late ranks also
- * receive the error. */
+ * If a joiner has another number of ranks or another protocol version than rank 0, the
+ * bootstrap fails on every rank. After such a failure rank 0 still accepts connections for
+ * LINGER_MS, so that late ranks also receive the error. */
 #include <errno.h>
 #include <poll.h>
 #include <stdarg.h>
@@ -48,7 +48,7 @@ typedef struct joiner {
 typedef struct acceptor {
     const epic_tcp *tcp;
     const epic_secret *secret;
-    time_limit *limit; /* of the whole bootstrap; a failure shortens it to LINGER_MS */
+    time_limit *limit; /* limit of the whole bootstrap; a failure shortens it to LINGER_MS */
 
     int listeners[TCP_MAX_ENDPOINTS];
     int num_listeners;
@@ -121,9 +121,9 @@ static bool has_reconnected(acceptor *a, int32_t rank)
     return true;
 }
 
-/* Fails the bootstrap with the sentence of the last epic_fail(), and sends it to the ranks that
- * have joined. Rank 0 continues to accept ranks until num_to_notify ranks are notified, or
- * LINGER_MS has passed. */
+/* Fails the bootstrap with `result` and the sentence of the last epic_fail(). Sends this
+ * failure to the ranks that have joined. Rank 0 continues to accept ranks until num_to_notify
+ * ranks are notified, or LINGER_MS has passed. */
 static void fail_all_ranks(acceptor *a, epic_result result, int num_to_notify)
 {
     a->failed = result;
@@ -137,9 +137,9 @@ static void fail_all_ranks(acceptor *a, epic_result result, int num_to_notify)
     }
 }
 
-/* Describes the refused connections, for the error about missing ranks. It first names a rank
- * that two processes claimed, because that is the most probable reason why another rank is
- * missing. */
+/* Writes a text about the refused connections to `note`, for the error about missing ranks. The
+ * text begins with a rank that two processes claimed, because that is the most probable reason
+ * why another rank is missing. */
 static void describe_refused(const acceptor *a, char *note, size_t size)
 {
     int used = 0;
@@ -243,8 +243,8 @@ static void handle_proved_joiner(acceptor *a, joiner *j)
     }
 }
 
-/* Sends rank 0's hello in answer to the joiner's, and checks the joiner's. Returns false if the
- * joiner is refused or the hello cannot be sent. */
+/* Answers the joiner's hello with rank 0's hello, then checks the joiner's hello. Returns false
+ * if the joiner is refused or the answer cannot be sent. */
 static bool answer_hello(acceptor *a, joiner *j)
 {
     char sentence[FRAME_SENTENCE + 1];
@@ -393,7 +393,7 @@ static nfds_t fill_polls(acceptor *a)
     for (int32_t r = 1; r < a->tcp->num_ranks; r++)
         if (a->links[r].socket >= 0)
             a->polls[n++] = (struct pollfd){.fd = a->links[r].socket, .events = POLLIN};
-    return n; /* only open sockets: poll() limits the number of entries */
+    return n; /* counts only open sockets, because poll() limits the number of its entries */
 }
 
 /* Polls for at most `ms` milliseconds, and serves all connections that are ready. */

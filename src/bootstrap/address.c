@@ -2,8 +2,9 @@
 /* Finds the socket addresses of a TCP bootstrap, and listens on them.
  *
  * Without a secret a bootstrap uses only loopback addresses, because anyone on the network
- * could connect to other ones. If tcp.address is an address of this host that is not loopback,
- * loopback replaces it. If it is the address of another host, opening fails at once. */
+ * could connect to another address. If tcp.address is another address of this host, the
+ * bootstrap uses loopback instead. If tcp.address is the address of another host, opening the
+ * bootstrap fails at once. */
 #include <errno.h>
 #include <netinet/in.h>
 #include <stdio.h>
@@ -207,8 +208,8 @@ epic_result epic_tcp_listen(int listeners[TCP_MAX_ENDPOINTS], int *num_listeners
         if (listener >= 0) {
             listeners[(*num_listeners)++] = listener;
         } else if (!is_not_here(errno)) {
-            /* do not go on with the other addresses, because some peers may try only this
-             * one */
+            /* listen on all endpoints or on none, because some peers may try only the address
+             * that has failed here */
             wrong = errno;
             while (*num_listeners > 0) close(listeners[--*num_listeners]);
             break;

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A rank other than 0 in a TCP bootstrap: connects to rank 0.
  *
- * The rank tries again and again until rank 0 listens and admits it. On each connection it
- * sends its hello and its proof. It then receives the entry frame, which admits it, and the
- * begin frame, which rank 0 sends when all ranks have joined (bootstrap/frames.h).
+ * The rank tries again and again until rank 0 listens and admits the rank. On each connection
+ * the rank sends its hello and its proof. Then it receives two frames (bootstrap/frames.h). The
+ * entry frame admits the rank. The begin frame follows when all ranks have joined.
  *
  * A rank with a secret trusts an answer only if the answer proves that rank 0 has the secret.
- * After any other answer it tries again, so a foreign listener cannot end the bootstrap. */
+ * After any other answer the rank tries again, so another program that listens at the address
+ * cannot end the bootstrap. */
 #include <errno.h>
 #include <poll.h>
 #include <stdio.h>
@@ -32,7 +33,7 @@ typedef struct connector {
     char why[256];     /* why the attempt that got furthest failed */
 } connector;
 
-/* Connects a socket to an endpoint, and waits for that until the limit passes. Returns 0 or an
+/* Connects a socket to an endpoint. Waits at most until the limit passes. Returns 0 or an
  * errno. */
 static int connect_socket(int s, const epic_endpoint *endpoint, time_limit *limit)
 {
@@ -48,9 +49,10 @@ static int connect_socket(int s, const epic_endpoint *endpoint, time_limit *limi
     return wrong;
 }
 
-/* Stores why an attempt failed in which the other end sent bytes. If the time limit ended this
- * attempt, keeps the reason of an earlier such attempt, which has more detail. Returns
- * EPIC_ETIMEOUT, which means: try again. */
+/* Called after a failed attempt in which the other end sent bytes. Stores the reason `why` of
+ * the failure. If the time limit ended this attempt, keeps the reason of an earlier such
+ * attempt instead, because that reason has more detail. Returns EPIC_ETIMEOUT, which means: try
+ * again. */
 static epic_result retry_after_answer(connector *c, const char *why)
 {
     if (!c->has_answered || time_limit_look(c->limit) > 0)
@@ -59,9 +61,9 @@ static epic_result retry_after_answer(connector *c, const char *why)
     return EPIC_ETIMEOUT;
 }
 
-/* Stores why an attempt failed in which the connection was accepted, but no bytes arrived.
- * Keeps the reason of an earlier attempt that got further. Returns EPIC_ETIMEOUT, which means:
- * try again. */
+/* Called after a failed attempt in which the connection was accepted, but no bytes arrived.
+ * Stores the reason `why` of the failure, unless an earlier attempt got further. Returns
+ * EPIC_ETIMEOUT, which means: try again. */
 static epic_result retry_after_silence(connector *c, const char *why)
 {
     const bool knows_more =
@@ -71,16 +73,17 @@ static epic_result retry_after_silence(connector *c, const char *why)
     return EPIC_ETIMEOUT;
 }
 
-/* Stores why an attempt failed that found no listener. Keeps the reason of an earlier attempt
- * that got further. Returns EPIC_ETIMEOUT, which means: try again. */
+/* Called after a failed attempt that found no listener. Stores the errno `wrong` as the reason
+ * of the failure, unless an earlier attempt got further. Returns EPIC_ETIMEOUT, which means:
+ * try again. */
 static epic_result retry_unreached(connector *c, int wrong)
 {
     if (!c->was_reached) snprintf(c->why, sizeof c->why, "%s", strerror(wrong));
     return EPIC_ETIMEOUT;
 }
 
-/* Ends the bootstrap with an error that would occur again in every attempt. With a secret it
- * tries again instead, because the answer may not be from rank 0. */
+/* Ends the bootstrap with an error that would occur again in every attempt. If there is a
+ * secret, lets the caller try again instead, because the answer may not be from rank 0. */
 static epic_result fail_or_retry(connector *c, epic_result result)
 {
     if (c->secret->text != NULL) return retry_after_answer(c, epic_sentence());
@@ -124,8 +127,9 @@ static epic_result send_proof(connector *c, epic_link *link, const epic_hello *t
     return EPIC_OK;
 }
 
-/* Stores why an attempt failed that received a frame without a valid tag. The frame may be a
- * refusal. Its sentence then goes into the error text, but has no other effect. */
+/* Called after a failed attempt that received a frame without a valid tag. Stores the reason of
+ * the failure. If the frame is a refusal, its sentence becomes a part of the error text, but
+ * has no other effect. */
 static epic_result retry_unproved(connector *c, int s, const epic_frame *frame,
                                   time_limit *limit)
 {

@@ -2,9 +2,10 @@
 /* Creates a bootstrap from the environment variables that torchrun, mpirun, srun and other
  * launchers set.
  *
- * Every launcher has its own variables for the rank and the number of ranks. A claim is what
- * the variables of one launcher say about this process: read_claim() reads it. choose_claim()
- * selects the launcher to follow, and find_endpoint() finds the address and port of rank 0. */
+ * Every launcher has its own variables for the rank and the number of ranks. A *claim* is the
+ * rank and the number of ranks that one launcher has set for this process. read_claim() reads a
+ * claim, choose_claim() selects the launcher to follow, and find_endpoint() finds the address
+ * and port of rank 0. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -93,7 +94,7 @@ static bool is_slurm_task(void)
            getenv("SLURM_STEP_NUM_TASKS") != NULL || (rank != NULL && strcmp(rank, "0") != 0);
 }
 
-/* Reads and checks the variables of launcher `l`. out->by stays NULL if it has set none. */
+/* Reads and checks the variables of launcher `l`. out->by stays NULL if none of them is set. */
 static epic_result read_claim(claim *out, const launcher *l)
 {
     const char *size_name = size_name_of(l);
@@ -155,8 +156,8 @@ static epic_result refuse_unknown(const claim *c)
                      c->by->rank, (long long)c->rank);
 }
 
-/* Chooses the first launcher that has set the number of ranks, and checks it against all
- * others. out->by is NULL if no launcher has set anything. */
+/* Chooses the first launcher that has set the number of ranks, and checks that no other
+ * launcher's variables contradict it. out->by is NULL if no launcher has set anything. */
 static epic_result choose_claim(claim *out, const claim *claims)
 {
     const claim *first = NULL;
@@ -188,11 +189,11 @@ static epic_result check_is_set(const claim *c, const char *name)
 
 /* Returns the port of the bootstrap for a given MASTER_PORT. The result is equal on all ranks.
  *
- * It is MASTER_PORT itself, except under torchrun with TORCHELASTIC_USE_AGENT_STORE "True".
- * Then the store of torchrun's agent already listens on MASTER_PORT, so another port is
- * computed from it. That port is below 30000, because systems do not use those ports for
- * outgoing connections. FACTOR and ENV_NUM_PORTS have no common divisor, so neighboring
- * MASTER_PORTs lead to different, distant ports. */
+ * The result is MASTER_PORT itself, except under torchrun with TORCHELASTIC_USE_AGENT_STORE
+ * "True". Then the store of torchrun's agent already listens on MASTER_PORT, so another port is
+ * computed from MASTER_PORT. The computed port is below 30000, because systems do not use those
+ * ports for outgoing connections. FACTOR and ENV_NUM_PORTS have no common divisor, so
+ * neighboring MASTER_PORTs lead to different, distant ports. */
 static int64_t derive_port(int64_t master_port)
 {
     enum { FACTOR = 7919 };
@@ -242,7 +243,8 @@ static epic_result follow_claim(epic_tcp *tcp, char host[ENV_HOST], const claim 
 /* ------------------------------------------------------------------------- no launcher ---- */
 
 /* Returns an error if this process runs in a batch script or a salloc shell of a job with
- * several tasks. There srun did not start it, so it would silently form a group of one rank. */
+ * several tasks. There srun did not start the process. Without this error the process would
+ * silently form a group of one rank. */
 static epic_result check_batch(void)
 {
     int64_t num_tasks = 1;

@@ -11,13 +11,13 @@
  *   frame and its bytes            ->
  *                                  <-    frame and the bytes of all ranks
  *
- * If a connection ends after its entry frame, the bootstrap fails. In place of each of its
- * frames rank 0 may send a failure: a frame whose result is not EPIC_OK, and a sentence.
- * Nothing follows a failure.
+ * If a connection ends after its entry frame, the bootstrap fails. Instead of any of these
+ * frames rank 0 may send a failure. A failure is a frame whose result is not EPIC_OK, followed
+ * by an error sentence. After a failure rank 0 sends no more frames on the connection.
  *
  * With a secret every frame has a tag (link.h). The tag of the entry frame proves that rank 0
- * has the secret. Numbers are in the byte order of the sender. A host of the other order does
- * not recognize the magic number. */
+ * has the secret. Numbers are in the byte order of the sender. A host with the opposite byte
+ * order does not recognize the magic number and refuses the connection. */
 #ifndef EPIC_BOOTSTRAP_FRAMES_H
 #define EPIC_BOOTSTRAP_FRAMES_H
 
@@ -55,7 +55,7 @@ typedef struct epic_frame {
     uint64_t length;   /* bytes after this header */
     uint32_t left_ms;  /* milliseconds until the sender gives up */
     uint32_t zero;
-    /* SHA-256 of the bytes after this header; without a secret a checksum of them */
+    /* SHA-256 of the bytes after this header, or without a secret their checksum */
     uint8_t digest[FRAME_TAG];
     uint8_t tag[FRAME_TAG]; /* HMAC of the fields above; zeros without a secret */
 } epic_frame;
@@ -77,8 +77,9 @@ bool epic_frame_make_hello(epic_hello *out, int32_t rank, int32_t num_ranks, boo
 uint64_t epic_frame_checksum(const void *bytes, size_t length);
 
 /* Send or receive as many bytes as the socket allows without waiting. *done is the number of
- * bytes moved so far, including the bytes of the frame itself in epic_frame_send(). The caller
- * calls again while the result is FRAME_MORE. */
+ * bytes moved so far; in epic_frame_send() it includes the bytes of the frame itself. The
+ * caller sets *done to 0 before the first call, and calls again while the result is
+ * FRAME_MORE. */
 epic_frame_state epic_frame_send(int socket, const epic_frame *frame, const void *bytes,
                                  size_t *done);
 epic_frame_state epic_frame_receive(int socket, void *to, size_t bytes, size_t *done);

@@ -3,12 +3,12 @@
  *
  * With a secret, both ends compute a key that is valid only for this connection: an HMAC with
  * the secret over both hellos. Each hello has a new nonce. The key is never sent. The tag of a
- * frame is an HMAC with that key. It covers the sender's side, the number of the frame in this
- * direction, and the frame itself, which contains the SHA-256 of its bytes.
+ * frame is an HMAC with that key. The tag covers the sender's side, the number of the frame in
+ * this direction, and the frame itself, which contains the SHA-256 of its bytes.
  *
  * An attacker between the two ends can only close the connection. If the attacker changes,
- * removes, repeats, reorders or returns a frame, its tag is not the expected one. No field of a
- * frame is used before its tag is checked.
+ * removes, repeats or reorders frames, or sends a frame back to its sender, a tag is not the
+ * one that the receiver expects. No field of a frame is used before its tag is checked.
  *
  * Without a secret a checksum detects damage, but an attacker can change frames. */
 #ifndef EPIC_LINK_H
@@ -32,9 +32,9 @@ typedef struct epic_message {
     size_t done; /* bytes sent, of the frame and the bytes after it */
 } epic_message;
 
-/* Computes the key of the link if there is a secret.  From then on frames have tags.
- * `listening` is the hello of rank 0, `connecting` that of the other end.  Returns false if
- * libcrypto fails. */
+/* Computes the key of the link if there is a secret. From then on frames have tags. `listening`
+ * is the hello of rank 0, and `connecting` is the hello of the connecting rank. Returns false
+ * if libcrypto fails. */
 bool epic_link_secure(epic_link *link, const epic_secret *secret, bool listener,
                       const epic_hello *listening, const epic_hello *connecting);
 
@@ -75,8 +75,9 @@ void epic_link_send_failure(epic_link *link, epic_result result, const char *sen
 epic_result epic_link_receive_failure(const epic_link *link, const epic_frame *frame,
                                       time_limit *limit);
 
-/* Receives the sentence of a failure frame without a valid tag. If it does not arrive, the
- * sentence is "". The caller may only print it, because an attacker may have written it. */
+/* Receives the sentence of a failure frame without a valid tag. If no sentence arrives,
+ * `sentence` becomes "". The caller may only print the sentence, because an attacker may have
+ * written it. */
 void epic_link_receive_unproved(int socket, const epic_frame *frame,
                                 char sentence[FRAME_SENTENCE + 1], time_limit *limit);
 

@@ -24,15 +24,15 @@ typedef struct epic_secret {
     int (*compare)(const void *a, const void *b, size_t bytes); /* 0: equal; constant time */
 } epic_secret;
 
-/* The purpose of an HMAC with the secret. It is a part of the data, so that an HMAC for one
- * purpose is not valid for another. */
+/* The purpose of an HMAC with the secret. The data of the HMAC contains the purpose, so that an
+ * HMAC for one purpose is not valid for another. */
 typedef enum epic_role {
     ROLE_CONNECTOR, /* the connecting rank proves that it has the secret */
     ROLE_SESSION    /* the key of the frames of one connection, never sent */
 } epic_role;
 
-/* Loads libcrypto for the secret `text`.  If `text` is NULL, there is no secret, and nothing is
- * loaded. epic_secret_close() unloads it.  Errors: EPIC_EINVAL (the secret is empty),
+/* Loads libcrypto for the secret `text`. If `text` is NULL, there is no secret, and nothing is
+ * loaded. epic_secret_close() unloads libcrypto. Errors: EPIC_EINVAL (the secret is empty),
  * EPIC_ENOTSUP (no libcrypto). */
 epic_result epic_secret_open(epic_secret *out, const char *text);
 void epic_secret_close(epic_secret *secret);

@@ -16,14 +16,16 @@
 #include "bootstrap/tcp.h"
 
 #define SEND_MS 1000 /* time for rank 0 to send a failure to all ranks */
-/* time that rank 0 gives the ranks to read the failure, before it closes */
+/* after a failure rank 0 waits this long before it closes its sockets, so that the other ranks
+ * can read the failure */
 #define DRAIN_MS 500
 
 /* A link, and the state of the current gather on it. */
 typedef struct connection {
     epic_link link;
-    /* Rank 0: true if all bytes of this gather have arrived from the peer, and later, while
-     * rank 0 sends the answers, if the answer is sent. Other ranks: always false. */
+    /* Used by rank 0; always false on other ranks. While rank 0 receives: all bytes of this
+     * gather have arrived from the peer. While rank 0 sends the answers: the peer's answer is
+     * sent. */
     bool is_ready;
     epic_frame frame;
     size_t head;          /* bytes received of `frame` */
@@ -39,7 +41,7 @@ typedef struct tcp_bootstrap {
     /* EPIC_OK, or the error of an earlier gather, which every later gather returns */
     epic_result broken;
     char sentence[512];
-    /* libcrypto, which the links use; after open its text is NULL, because each link has a
+    /* libcrypto, which the links use; after open secret.text is NULL, because each link has a
      * key */
     epic_secret secret;
     int32_t num_connections;
@@ -53,7 +55,7 @@ static unsigned long long gather_number(const tcp_bootstrap *b)
 }
 
 /* Polls for the events `events` on connections that are not ready, and for the events `idle` on
- * ready ones. Returns false if the limit has passed and no connection has an event. */
+ * ready connections. Returns false if the limit has passed and no connection has an event. */
 static bool poll_connections(tcp_bootstrap *b, short events, short idle, time_limit *limit)
 {
     const int32_t first =
@@ -131,8 +133,8 @@ static epic_result receive_part(tcp_bootstrap *b, int32_t rank, char *to, size_t
 {
     connection *c = &b->connections[rank];
     /* A ready connection has an event only when its peer closes it. If this rank's limit has
-     * passed, the peer has probably left because of another rank that is late. So the error
-     * names the late ranks. */
+     * passed, the peer has probably left because another rank is late. So the error names the
+     * late ranks and not the peer. */
     if (c->is_ready)
         return time_limit_left_ms(limit) == 0 ? fail_late(b, "join") : fail_lost(b, rank);
     if (c->head < sizeof c->frame) {
@@ -153,8 +155,8 @@ static epic_result receive_part(tcp_bootstrap *b, int32_t rank, char *to, size_t
     return EPIC_OK;
 }
 
-/* Receives the bytes of all ranks into `all`, in the order in which they arrive. It also
- * notices a rank that closes its connection while another rank is late. */
+/* Receives the bytes of all ranks into `all` [num_ranks, bytes]. Receives from the ranks in
+ * parallel. If a rank closes its connection while another rank is late, returns an error. */
 static epic_result collect_parts(tcp_bootstrap *b, char *all, size_t bytes, time_limit *limit)
 {
     int32_t num_ready = 0;
@@ -248,9 +250,9 @@ static epic_result fail_without_zero(const tcp_bootstrap *b)
                      gather_number(b), b->rank);
 }
 
-/* Sends this rank's bytes and at the same time receives the frame of the answer. Both must
- * happen at the same time: rank 0 may send a failure before it has received all bytes of this
- * rank, and this rank must receive that failure even if it cannot send. */
+/* Sends this rank's bytes and at the same time receives the frame of the answer. Rank 0 may
+ * send a failure before it has received all bytes of this rank. If this rank first sent all its
+ * bytes, it could wait for room in the socket and never read that failure. */
 static epic_result exchange_heads(tcp_bootstrap *b, epic_message *message, time_limit *limit)
 {
     connection *c = &b->connections[0];

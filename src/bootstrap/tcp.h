@@ -2,8 +2,8 @@
 /* The steps that open a TCP bootstrap: rank 0 listens and accepts, the other ranks connect.
  * Afterwards rank 0 has a link to every other rank, and every other rank has a link to rank 0.
  *
- * In all functions `tcp` is checked and has every default filled in, and `limit` is the time
- * limit of the whole bootstrap. */
+ * In all functions `tcp` has been checked and its defaults are filled in, and `limit` is the
+ * time limit of the whole bootstrap. */
 #ifndef EPIC_TCP_H
 #define EPIC_TCP_H
 
@@ -51,8 +51,8 @@ epic_result epic_tcp_accept(epic_link *links, const epic_tcp *tcp, const epic_se
 epic_result epic_tcp_connect(epic_link *out, const epic_tcp *tcp, const epic_secret *secret,
                              time_limit *limit);
 
-/* Called on rank 0. A peer gives up in left_ms milliseconds. Shortens rank 0's time limit, so
- * that the answer or error of rank 0 reaches the peer before that. */
+/* Called on rank 0 for a peer that gives up in left_ms milliseconds. Shortens rank 0's time
+ * limit, so that the answer or error of rank 0 reaches the peer before the peer gives up. */
 void epic_tcp_answer_earlier(time_limit *limit, uint32_t left_ms);
 
 /* Fails with EPIC_EDEVICE because this rank cannot open a socket; `wrong` is the errno. */

@@ -56,8 +56,8 @@ static epic_result fail_again(const hub *h)
 }
 
 /* Marks the hub as broken because ranks have closed their bootstrap, and wakes all ranks. Does
- * not change this thread's epic_error(): the thread may have closed after a failure, and not
- * have read that error yet. */
+ * not change the error sentence of this thread, because the thread may have closed its
+ * bootstrap after a failure whose sentence it has not read yet. */
 static void break_gone(hub *h)
 {
     char names[256];
@@ -114,8 +114,8 @@ static epic_result fail_late(hub *h)
                                   h->num_twice > 0 ? ", and another rank joined twice" : ""));
 }
 
-/* Returns an error to the second of two threads that use the same rank's bootstrap.  The gather
- * continues with the first one. */
+/* Returns an error to the second of two threads that use the bootstrap of one rank. The gather
+ * continues with the first thread. */
 static epic_result fail_twice(hub *h, const member *m)
 {
     h->num_twice++;

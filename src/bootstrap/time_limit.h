@@ -2,8 +2,9 @@
 /* The time limit of a wait in a bootstrap.
  *
  * A limit counts only the time in which this process ran, because it is a deadline
- * (base/deadline.h).  A deadline detects that the process was stopped only if it is checked
- * before each sleep, and if sleeps are short.  So every loop that waits has this form:
+ * (base/deadline.h). A deadline detects that the process was suspended, for example by SIGSTOP,
+ * only if the deadline is checked before each sleep, and if sleeps are short. So every loop
+ * that waits has this form:
  *
  *     int ms = time_limit_look(limit);   longest next sleep; 0: the limit has passed
  *     poll(..., ms);
@@ -32,8 +33,8 @@ static inline time_limit time_limit_begin(uint64_t ms, time_limit *outer)
 }
 
 /* Checks the limit before a sleep.  Returns how many milliseconds the sleep may take, at most
- * TIME_LIMIT_LOOK_MS, or 0 if the limit has passed.  If this process was stopped since the last
- * check, the limit starts anew. */
+ * TIME_LIMIT_LOOK_MS, or 0 if the limit has passed. If this process was suspended since the
+ * last check, the limit restarts with its full timeout (base/deadline.h). */
 static inline int time_limit_look(time_limit *limit)
 {
     uint64_t ns = TIME_LIMIT_LOOK_MS * 1000000ull;
@@ -45,8 +46,8 @@ static inline int time_limit_look(time_limit *limit)
     return (int)((ns + 999999) / 1000000);
 }
 
-/* Returns the milliseconds that are left, rounded up; 0 if the limit has passed.  Unlike
- * time_limit_look(), does not detect a stop of this process. */
+/* Returns the milliseconds that are left, rounded up; 0 if the limit has passed. Unlike
+ * time_limit_look(), does not detect that this process was suspended. */
 static inline uint32_t time_limit_left_ms(const time_limit *limit)
 {
     uint64_t ns = UINT32_MAX * 1000000ull;
@@ -58,8 +59,9 @@ static inline uint32_t time_limit_left_ms(const time_limit *limit)
     return (uint32_t)((ns + 999999) / 1000000);
 }
 
-/* Makes the limit end in `ms` milliseconds, unless it ends earlier anyway. Also shortens the
- * timeout with which the limit may start anew after a stop of the process. */
+/* Makes the limit end in `ms` milliseconds, unless it ends earlier anyway. If the process is
+ * suspended later, for example by SIGSTOP, the limit restarts with its full timeout. So this
+ * function also shortens that timeout. */
 static inline void time_limit_shorten(time_limit *limit, uint32_t ms)
 {
     deadline *own = &limit->own;
