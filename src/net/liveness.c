@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The thread that watches the liveness connections (liveness.h). Ten times a second it sends
- * one byte, a beat, on each connection. TCP on the peer's host acknowledges the bytes. From
- * these acknowledgements the thread decides whether the peer is dead. Each other host has one
- * peer of this rank, so peers are numbered by host. */
+/* The thread that watches the liveness connections (liveness.h). Ten times a second the thread
+ * sends one byte, a beat, on each connection. TCP on the peer's host acknowledges the bytes.
+ * From these acknowledgements the thread decides whether the peer is dead. This rank has one
+ * peer on each other host, so peers are numbered by host. */
 #include <errno.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
@@ -60,9 +60,9 @@ static void read_beats(net_liveness *l, int host)
  * The peer is dead if two conditions have been true for longer than silence_ms: at least one
  * byte is not acknowledged, and no acknowledgement has arrived.
  *
- * While this process or its machine is stopped, this process receives no acknowledgements. That
- * time must not count as silence of the peer. So if run_thread() runs later than planned, it
- * adds the delay to acked_ms. */
+ * While this process or its machine is suspended, this process receives no acknowledgements.
+ * That time must not count as silence of the peer. So if run_thread() runs later than planned,
+ * it adds the delay to acked_ms. */
 static void check_and_beat(net_liveness *l, int host, int64_t now)
 {
     struct tcp_info info;
@@ -84,7 +84,7 @@ static void check_and_beat(net_liveness *l, int host, int64_t now)
 }
 
 /* The main function of the thread. Sleeps until bytes arrive or the next beat is due, then
- * reads the bytes or sends the beats. Ends when stop_event is written. */
+ * reads the bytes or sends the beats. Ends when stop_thread() writes to stop_event. */
 static void *run_thread(void *self)
 {
     net_liveness *l = self;

@@ -1,16 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Liveness connections show a rank that a peer's process or host is gone. A network library
- * such as UCX may never notice this, so these TCP connections exist next to it.
+ * such as UCX may never notice the loss of a peer, so a rank uses these TCP connections in
+ * addition to the library.
  *
  * Hosts are numbered from 0. A group has the same number of ranks on every host. The position
  * of a rank on its host is its rail. The peers of a rank are the ranks with the same rail on
  * all other hosts. Each rank has one liveness connection to each of its peers. Backend hosts
  * counts every rank as a host of its own, so all other ranks are peers there.
  *
- * Each end sends one byte ten times a second. It reads from the operating system (TCP_INFO)
- * whether the peer's host has acknowledged the bytes. A host acknowledges bytes even while the
- * peer's process is stopped or busy, so such a process is never reported as dead. The end of a
- * process, or a host that cannot be reached, is reported within about one second.
+ * Each end sends one byte ten times a second. Each end also reads from the operating system
+ * (TCP_INFO) whether the peer's host has acknowledged the bytes. A host acknowledges bytes even
+ * while the peer's process is suspended or busy, so such a process is never reported as dead.
+ * The end of a process, or a host that cannot be reached, is reported within about one second.
  *
  * A forked child inherits the sockets and must call net_liveness_forget(). Until the child does
  * so, the connections stay open, and peers cannot see the end of the parent. */
@@ -60,7 +61,7 @@ typedef enum net_peer_state { NET_PEER_ALIVE, NET_PEER_CLOSED, NET_PEER_DEAD } n
  * thread may call this function. */
 net_peer_state net_liveness_state(const net_liveness *liveness, int host);
 
-/* Stops the thread, sends a last byte, the close byte, to every peer, and frees everything. On
+/* Ends the thread, sends a last byte, the close byte, to every peer, and frees everything. On
  * the peers, net_liveness_state() of this rank becomes NET_PEER_CLOSED. Accepts NULL. */
 void net_liveness_close(net_liveness *liveness);
 

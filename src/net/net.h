@@ -36,8 +36,8 @@
 /* The net of one rank. Each engine defines the struct. */
 typedef struct net net;
 
-/* How an engine sends puts, if it has a choice. The environment variable EPIC_NET_RDMA sets
- * it. */
+/* How an engine sends puts, if it supports several ways. The environment variable EPIC_NET_RDMA
+ * selects the value. */
 typedef enum net_rdma {
     /* RDMA writes if the network keeps words of 8 bytes whole, otherwise messages */
     NET_RDMA_IF_WHOLE,
@@ -54,7 +54,7 @@ typedef struct net_setup {
      * network devices, move the bytes. */
     int32_t threads;
     bool on_gpu;          /* true: inbox and outbox are GPU memory; false: host memory */
-    void *inbox;          /* this address, the outbox and both sizes are multiples of 8 bytes */
+    void *inbox;          /* inbox, outbox and their sizes are multiples of 8 bytes */
     uint64_t inbox_bytes; /* equal on all ranks */
     /* Puts to the first `urgent_bytes` bytes of an inbox are small, and peers wait for them
      * first. An engine may send them before other puts. */

@@ -23,8 +23,8 @@
 ucs_status_t ucx_create_context(ucp_context_h *out, const char **segment, bool no_emulation);
 
 /* Returns true if UCX supports GPU memory and has a network whose devices may read and write
- * it. Without such a network UCX prints errors when GPU memory is registered. ucx_can_reach()
- * checks whether the GPU memory of a certain peer can be reached. */
+ * GPU memory. Without such a network UCX prints errors when GPU memory is registered.
+ * ucx_can_reach() checks whether the GPU memory of a certain peer can be reached. */
 bool ucx_can_reach_gpus(ucp_context_h context);
 
 /* Returns true if the context has a network whose devices move the bytes (RDMA). */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* One stripe (striped.h) of the engine ucx: a net over the library UCX. UCX chooses the
- * networks. It calls a network that it uses for a peer a lane.
+ * networks. In UCX a *lane* is a network that is used for a peer.
  *
  * If every lane to a peer is RDMA, puts are remote writes, because RDMA keeps words of 8 bytes
  * whole. Over other networks, such as TCP, puts are active messages of UCX. A thread of the
@@ -45,7 +45,7 @@ typedef struct peer {
     uint64_t token, inbox; /* the peer's token and the address of its inbox, from its handle */
     bool gone;
     /* posted: number of calls of put() and put_word() for this peer. finished: the first
-     * `finished` of them have completed. */
+     * `finished` of these calls have completed. */
     uint64_t posted, finished;
     send_op ops[MAX_IN_FLIGHT];
 } peer;
