@@ -7,8 +7,8 @@
 
 #include "base/error.h"
 
-/* An array argument of a call.  The checks use only its address and size, never its contents,
- * so it may be in device memory. */
+/* An array argument of a call. The checks use only the array's address and size, never its
+ * contents, so the array may be in device memory. */
 typedef struct call_array {
     const char *name;
     const void *data; /* NULL: not given */

@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A deadline that counts only the time in which this process ran.
  *
- * A process can be stopped as a whole: Ctrl-Z, `scontrol suspend`, a frozen container, a paused
- * virtual machine.  The monotonic clock does not stop with it.  Suppose that all ranks were
- * stopped together.  The first rank that checks its deadline afterwards would find the deadline
- * passed, and would report a silent peer.  To prevent this, a waiting rank checks its deadline
- * again and again.  Before each sleep it stores when the next check is due (expected_ns).  If
- * that check comes much later, this process was stopped.  The deadline then starts anew, so
- * that peers have the whole timeout to show that they run again.
+ * A whole process can be suspended: by Ctrl-Z (SIGSTOP), `scontrol suspend`, a frozen
+ * container, or a paused virtual machine. The monotonic clock continues meanwhile. Suppose that
+ * all ranks were suspended together. The first rank that checks its deadline afterwards would
+ * find the deadline passed, and would report a silent peer. To prevent this, a waiting rank
+ * checks its deadline again and again. Before each sleep it stores when the next check is due
+ * (expected_ns). If that check comes much later, this process was suspended. The deadline then
+ * restarts with its full timeout, so that peers have this time to show that they run again.
  *
- * A deadline must also end on a machine that is always overloaded.  So it starts anew only in
- * the first DEADLINE_RESTART_LIMIT timeouts of running time.  Later stops only move its end by
- * their own length.
+ * A deadline must also end on a machine that is always overloaded. So the deadline restarts
+ * only in the first DEADLINE_RESTART_LIMIT timeouts of running time. A later suspension only
+ * moves the end of the deadline by the length of the suspension.
  *
  * A deadline belongs to one thread; the functions take no locks. */
 #ifndef EPIC_DEADLINE_H
@@ -22,7 +22,7 @@
 
 #include "base/clock.h"
 
-/* a deadline starts anew only until a wait has run for this many timeouts */
+/* a deadline restarts only until the wait has run for this many timeouts */
 #define DEADLINE_RESTART_LIMIT 4
 /* a check later than this cannot be due to the scheduler alone */
 #define DEADLINE_SLACK_NS 100000000ull
@@ -44,15 +44,15 @@ static inline void deadline_start(deadline *d, uint64_t timeout_ns, uint64_t now
                     .expected_ns = now};
 }
 
-/* Makes the next deadline_look() start the deadline anew. The caller has seen progress: data
- * has moved. */
+/* Makes the next deadline_look() restart the deadline with its full timeout. A caller does this
+ * after progress, for example after data has moved. */
 static inline void deadline_renew(deadline *d)
 {
     d->start_ns = 0;
 }
 
-/* Returns for how long this process was stopped: by how much the check at `now` is later than
- * expected_ns. Returns 0 for a delay that is usual on a busy machine. */
+/* Returns for how many nanoseconds this process was suspended: by how much the check at `now`
+ * is later than expected_ns. Returns 0 for a delay that is usual on a busy machine. */
 static inline uint64_t deadline_stopped_ns(const deadline *d, uint64_t now)
 {
     const uint64_t quarter = d->timeout_ns / 4;
@@ -60,8 +60,9 @@ static inline uint64_t deadline_stopped_ns(const deadline *d, uint64_t now)
     return now > d->expected_ns + slack ? now - d->expected_ns : 0;
 }
 
-/* Checks the deadline at `now`, a time of clock_ns().  Returns true if it has passed.  If this
- * process was stopped since the last check, the deadline starts anew. */
+/* Checks the deadline at `now`, a time of clock_ns(). Returns true if the deadline has passed.
+ * If this process was suspended since the last check, restarts the deadline with its full
+ * timeout. */
 static inline bool deadline_look(deadline *d, uint64_t now)
 {
     if (!d->start_ns) {

@@ -8,8 +8,8 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Mixes the bits of a word, so that every input bit changes about half of the output bits.  It
- * is the finalizer of MurmurHash3.  Different words have different results. */
+/* Mixes the bits of a word, so that every input bit changes about half of the output bits.
+ * Different words have different results. The function is the finalizer of MurmurHash3. */
 static inline uint64_t hash_mix(uint64_t x)
 {
     x ^= x >> 33;
@@ -26,8 +26,8 @@ static inline uint64_t hash_join(uint64_t hash, uint64_t x)
     return hash_mix(hash ^ (x + 0x9e3779b97f4a7c15ull));
 }
 
-/* Hashes n bytes. It hashes four words at a time, independently of each other, so that only the
- * speed of memory limits it. */
+/* Returns a hash of n bytes. Hashes four words at a time, independently of each other, so that
+ * only the speed of memory limits the speed of the hash. */
 static inline uint64_t hash_bytes(const void *bytes, size_t n)
 {
     const unsigned char *p = bytes;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions about processes: detect the end of other processes, count forks of this one, and
- * check its limit on the size of files. */
+/* Functions about processes: they detect the end of other processes, count forks of this
+ * process, and check the limit of this process on the size of files. */
 #ifndef EPIC_PROCESS_H
 #define EPIC_PROCESS_H
 

@@ -42,10 +42,10 @@ void recorder_trace(epic_recorder *recorder, epic_trace *trace);
 /* Frees the copy of a recorder in a forked child.  The recorder of the parent stays open. */
 void recorder_forget(epic_recorder *recorder);
 
-/* Begins a record and returns its id, which recorder_phase() and recorder_end() take.
- * `operation` is an epic_operation, `sequence` its sequence number, and `bytes` the size that
- * epic-info shows. If all records are in flight, the operation is not recorded, and the two
- * functions ignore the returned id. */
+/* Begins a record and returns its id, the argument `record` of recorder_phase() and
+ * recorder_end(). `operation` is an epic_operation, `sequence` its sequence number, and `bytes`
+ * the size that epic-info shows. If all records are in flight, the operation is not recorded.
+ * Then recorder_phase() and recorder_end() ignore the returned id. */
 uint64_t recorder_begin(epic_recorder *recorder, uint32_t operation, uint64_t tag,
                         uint64_t sequence, uint64_t bytes);
 
@@ -127,9 +127,10 @@ _Static_assert(offsetof(recorder_page, records) == 384, "recorder_page has holes
 const recorder_page *recorder_map(int fd);
 void recorder_unmap(const recorder_page *page);
 
-/* Copies record i as one write left it, never a mixture of two writes. `sentence` may be NULL;
- * it becomes "" unless the operation failed. Returns false if the record was never used, or if
- * every try found it changing. */
+/* Copies record i to *out, and the error sentence of a failed operation to `sentence`. The copy
+ * is never a mixture of two writes. `sentence` may be NULL. It becomes "" unless the operation
+ * failed. Returns false if the record was never used, or if a writer changed the record during
+ * every attempt. */
 bool recorder_read(const recorder_page *page, int i, recorder_entry *out,
                    char sentence[RECORDER_SENTENCE]);
 

@@ -5,7 +5,7 @@
  *
  * Each record is written to the file immediately. So the trace of a killed rank is complete up
  * to its last record. Nothing is allocated after open. If a write fails, the trace ends there,
- * and the context continues without it. */
+ * and the context continues without a trace. */
 #ifndef EPIC_TRACE_H
 #define EPIC_TRACE_H
 
@@ -64,9 +64,9 @@ _Static_assert(sizeof(trace_record) == 64, "trace_record has holes");
 
 typedef struct epic_trace epic_trace; /* every function below accepts NULL and does nothing */
 
-/* Creates the file NAME-GROUPID-RANK.epictrace in `folder`, and the folder if its parent
- * exists.  In NAME all characters except letters, digits and ".-_" become "_".  Errors:
- * EPIC_EINVAL (the file cannot be written), EPIC_ENOMEM. */
+/* Creates the file NAME-GROUPID-RANK.epictrace in `folder`. If the folder does not exist, first
+ * creates the folder, but not its parents. In NAME all characters except letters, digits and
+ * ".-_" become "_". Errors: EPIC_EINVAL (the file cannot be written), EPIC_ENOMEM. */
 epic_result trace_open(epic_trace **out, const char *folder, const trace_header *header);
 /* Closes the file.  Returns false if a write has failed. */
 bool trace_close(epic_trace *trace);

@@ -2,18 +2,19 @@
 /* The layout of a plan in CUDA memory: sizes and offsets, for host code and for kernels.
  *
  * The plan is a header, followed by arrays of int32. Their offsets depend only on the sizes of
- * the group and of the layer:
+ * the group and of the layer. P is num_experts rounded up to a power of two. `slab_begin`,
+ * `padding` and `expert_of` use only the elements of this rank's local experts. The lists in
+ * `records` and `locals` have top_k elements, and unused elements at their end are -1.
  *
  *   slab_begin [num_experts]                    first slot of each local expert's slab
- *   padding    [2^device_slab_bits()]           a device_padding, two int32, for each slab
+ *   padding    [P]                              first padding slot and number of padding slots
+ *                                               of each local expert's slab (device_padding)
  *   rank_of    [max_tokens, top_k]              rank of the choice's expert; -1: no expert
  *   fate       [max_tokens, top_k]              slot on that rank, or an EPIC_FATE value
  *   records    [num_ranks, max_tokens, top_k]   for each token of each rank: its slots on this
- *                                               rank by ascending k, then -1. FLAT: its row on
- *                                               this rank, then -1
+ *                                               rank by ascending k. FLAT: its only slot
  *   locals     [num_ranks, max_tokens, top_k]   FLAT only, for each token of each rank: its
- *                                               local experts on this rank by ascending k,
- *                                               then -1
+ *                                               local experts on this rank by ascending k
  *   logical    [num_experts]                    replicas only: logical expert of each expert
  *   expert_of  [num_experts]                    replicas only: id of each local expert */
 #ifndef EPIC_DEVICE_LAYOUT_H

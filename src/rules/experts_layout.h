@@ -26,13 +26,13 @@ typedef struct slab_range {
     int32_t row, tokens;
 } slab_range;
 
-/* Where the arrays lie in the workspace. Each member before `bytes` is the offset of one array,
- * in bytes. The comment at the member describes the array. */
+/* The layout of the workspace. Each member before `bytes` is the offset of one array, in bytes,
+ * and the comment at the member describes this array. */
 typedef struct experts_layout {
     int64_t num_tiles; /* one int32: the number of tiles */
     int64_t tiles;     /* slab_tile [most_tiles]: list of all tiles */
     int64_t slabs;     /* slab_range [num_local_experts]: list of all slabs */
-    /* [num_slots, inner] of row_type; in forward with E4M3 weights: of E4M3 */
+    /* [num_slots, inner]; E4M3 numbers in forward with E4M3 weights, otherwise row_type */
     int64_t activations;
     /* E4M3 weights only: float32 [num_slots, number of blocks in a row], the scales of the
      * quantized rows */

@@ -38,9 +38,9 @@ RULE bool router_on_logits(const epic_router *r, bool has_bias)
  * experts here, and the router keeps the best groups for each token. on_logits is the result of
  * router_on_logits().
  *
- * With EPIC_OTHERS_OUT they are always excluded. With EPIC_OTHERS_ZERO their score counts as 0.
- * If all scores of the kept experts are above 0, the kept experts come first, so the others are
- * never chosen. The scores are above 0 if on_logits is true and the score is not
+ * With EPIC_OTHERS_OUT, experts outside the kept groups are always excluded. With
+ * EPIC_OTHERS_ZERO, they get the score 0, so they are never chosen if all experts in the kept
+ * groups have a score above 0. All scores are above 0 if on_logits is true and the score is not
  * EPIC_SCORE_LOGITS. */
 RULE bool router_others_out(const epic_router *r, bool on_logits)
 {
