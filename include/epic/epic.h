@@ -62,8 +62,8 @@
  *
  * Errors have three classes.
  *   (a) Arguments that the host can check (EPIC_EINVAL, EPIC_ENOTSUP).  The call has done
- *       nothing and may be repeated.  The other ranks wait for it; a rank that cannot repeat it
- *       should call epic_abort.
+ *       nothing and may be repeated.  Meanwhile the other ranks wait for this rank's call.  A
+ *       rank that cannot repeat the call should call epic_abort.
  *   (b) Data (EPIC_EINVAL for expert ids and damaged plans, EPIC_EOVERFLOW; EPIC_ENOMEM and
  *       EPIC_ENOTSUP for memory that cannot be a window).  All ranks complete the operation
  *       with the same result, outputs are zero, and the group stays usable.  On a CUDA context
@@ -156,38 +156,39 @@ typedef enum epic_flag {
     EPIC_ZERO_TAIL = 1,
     /* Add the gradients to the contents of the arrays, instead of overwriting them. */
     EPIC_ACCUMULATE = 2,
-    /* Layer: add up the losses, and the gradients of the gate and the shared expert, over the
-     * ranks.  Without this flag each rank gets the sums over its own tokens only. */
+    /* epic_moe.flags: add up the losses, and the gradients of the gate and the shared expert,
+     * over the ranks.  Without this flag each rank gets the sums over its own tokens only. */
     EPIC_SUM_DENSE = 4,
-    /* Layer of a plan: the expert ids of a token are distinct.  A token then takes at most
+    /* epic_layer.flags: the expert ids of a token are distinct.  A token then uses at most
      * min(top_k, local experts) slots of a rank, so capacity bounds are smaller and layers need
      * less memory.  epic_plan checks the ids: a duplicate is a class (b) error. */
     EPIC_DISTINCT = 8,
     /* epic_moe_forward: use the plan that epic_moe_plan has made. */
     EPIC_PLANNED = 16,
-    /* Do not write padding slots.  Use it if the experts skip padding slots, by expert_tokens.
-     * May differ between ranks. */
+    /* Do not write padding slots.  Use this flag if the experts skip padding slots, with the
+     * help of expert_tokens.  May differ between ranks. */
     EPIC_LEAVE_PADDING = 32,
-    /* Layer: `saved` does not hold the outputs of the first product of the experts and of the
-     * shared expert.  Backward computes them again.  epic_experts_forward: compute only these
-     * outputs. */
+    /* epic_moe.flags: `saved` does not hold the outputs of the first product of the experts and
+     * of the shared expert.  Backward computes these outputs again.  epic_experts_forward:
+     * compute only the outputs of the first product. */
     EPIC_RECOMPUTE = 64,
-    /* Layer, equal on all ranks: `saved` does not hold the received rows.  Backward sends them
-     * again, in one more operation. */
+    /* epic_moe.flags, equal on all ranks: `saved` does not hold the received rows.  Backward
+     * sends the rows again, in one more operation. */
     EPIC_DISPATCH_AGAIN = 128,
-    /* Layer, equal on all ranks: the caller computes the losses.  The layer still compares
-     * balance_coeff and z_coeff between the ranks, but computes as if both were 0. */
+    /* epic_moe.flags, equal on all ranks: the caller computes the losses.  The layer still
+     * compares balance_coeff and z_coeff between the ranks, but computes as if both were 0. */
     EPIC_LOSS_BY_CALLER = 256,
     /* epic_moe_backward: forward had topk_weights_in. */
     EPIC_FORCED_WEIGHTS = 512,
-    /* Layer, equal on all ranks: the bits of a token do not depend on other tokens or on the
-     * layout of the group (epic_moe_forward).  epic_experts: the bits of a row of y and d_x
-     * depend only on its row of x, its weight and the weights of its expert. */
+    /* epic_moe.flags, equal on all ranks: the bits of a token's results do not depend on other
+     * tokens or on the layout of the group (epic_moe_forward).  epic_experts.flags: the bits of
+     * a row of y and d_x depend only on its row of x, its weight and the weights of its
+     * expert. */
     EPIC_INVARIANT = 1024
 } epic_flag;
 
 /* A contiguous matrix of rows of bytes that a call may write.  {NULL, 0, 0} is a matrix without
- * rows; the call takes its row_bytes from the other matrices. */
+ * rows.  For such a matrix the call uses the row_bytes of its other matrices. */
 typedef struct epic_rows {
     void *data;
     int64_t num_rows;
@@ -215,8 +216,8 @@ static inline epic_const_rows epic_rows_as_const(epic_rows rows)
 typedef struct epic_call {
     epic_stream stream;
     uint64_t tag;        /* equal for the calls of all ranks that form one operation */
-    uint32_t timeout_ms; /* deadline of every wait of this call; 0: that of the context */
-    uint32_t max_sms;    /* CUDA: largest number of SMs to use; 0: that of the context */
+    uint32_t timeout_ms; /* deadline of every wait of this call; 0: the context's deadline */
+    uint32_t max_sms;    /* CUDA: largest number of SMs to use; 0: the context's number */
 } epic_call;
 
 /* ------------------------------------------------------------------------ dispatcher ----
@@ -279,8 +280,8 @@ static inline epic_result epic_dispatcher_open(epic_dispatcher **out,
 
 /* Sends each of the tokens [num_tokens, hidden] to the experts in its row of topk_idx
  * [num_tokens, top_k].  A negative id stands for no expert.  The dispatcher copies the weights
- * [num_tokens, top_k] for combine; NULL on all ranks means 1.  The arrays of *out are valid
- * until the next dispatch.
+ * [num_tokens, top_k] for combine.  If `weights` is NULL on all ranks, every weight is 1.  The
+ * arrays of *out are valid until the next dispatch.
  * Errors:  those of epic_plan.
  * Threads: collective, one thread at a time.
  * CUDA:    enqueued on config.stream; the arrays are on the device. */
@@ -332,7 +333,8 @@ EPIC_API void epic_dispatcher_close(epic_dispatcher *dispatcher);
  * epic_bootstrap_tcp and others make one (chapter "advanced"). */
 typedef struct epic_bootstrap epic_bootstrap;
 
-/* Value of epic_config.staging_bytes: the least that the backend accepts. */
+/* Value of epic_config.staging_bytes: use the smallest staging memory that the backend
+ * accepts. */
 #define EPIC_LEAST_STAGING (-1)
 
 /* Configuration of a group.  All fields are equal on all ranks. */
@@ -342,7 +344,7 @@ typedef struct epic_config {
     int64_t staging_bytes;  /* largest staging memory of this rank in bytes; 0: enough for
                                full speed; EPIC_LEAST_STAGING: the least that works, for
                                contexts whose outputs lie in windows */
-    uint32_t num_ranks;     /* number of ranks; 0: that of the bootstrap.  Required by the
+    uint32_t num_ranks;     /* number of ranks; 0: the bootstrap's number.  Required by the
                                calls that compute sizes */
     uint32_t timeout_ms;    /* deadline of every wait, in milliseconds; 0: 300000 */
     uint32_t max_in_flight; /* largest number of operations at the same time, up to 64; 0: 64 */
@@ -509,12 +511,12 @@ typedef enum epic_priority {
  * logical_of_expert maps each expert to the logical expert that it is a replica of.  Each
  * logical expert has at least one replica.
  *
- * The choices of a logical expert go to its replicas in turn.  Choices are numbered in the
- * order (source rank, token, k), and replicas in the order of their ids.  With r replicas,
- * choice number n goes to replica number n % r.  So the loads of the replicas differ by at most
- * one, and balancing needs no communication.  With expert_capacity C, replica i keeps
- * (C + r - 1 - i) / r choices.  With EPIC_BY_TOKEN, the replicas do not change which choices a
- * logical expert drops. */
+ * The choices of a logical expert go to its replicas in turn.  The choices of the logical
+ * expert are numbered in the order (source rank, token, k), and its replicas in the order of
+ * their ids.  With r replicas, choice number n goes to replica number n % r.  So the loads of
+ * the replicas differ by at most one, and balancing needs no communication.  With
+ * expert_capacity C, replica i keeps (C + r - 1 - i) / r choices.  With EPIC_BY_TOKEN, the
+ * replicas do not change which choices a logical expert drops. */
 typedef struct epic_layer {
     uint32_t num_experts;     /* 1 to 65536 */
     uint32_t num_logical;     /* number of logical experts, and expert ids are below it.  0:
@@ -558,8 +560,8 @@ typedef struct epic_layer_info {
 static inline epic_result epic_layer_sizes(epic_context *ctx, const epic_layer *layer,
                                            epic_layer_info *out);
 
-/* Value of a capacity: the plan has no limit.  After epic_plan, read `demand` and allocate this
- * many slots. */
+/* Value of epic_plan_args.capacity: the plan has no limit.  After epic_plan, read `demand` and
+ * allocate this many slots. */
 #define EPIC_CAPACITY_EXACT 0
 
 /* Arguments of epic_plan. */
@@ -603,8 +605,8 @@ typedef struct epic_plan_args {
  * Errors in the data are class (b): an expert id that is not below num_experts (with replicas:
  * num_logical), and an invalid rank_of_expert or logical_of_expert.  Different tables on
  * different ranks are EPIC_EMISMATCH.  Demand above the capacity is EPIC_EOVERFLOW on every
- * rank, unless the layer drops.  A plan_bytes that is too small is class (a) here.  In calls
- * that read the plan it is class (b), like any damage of the plan.
+ * rank, unless the layer drops.  A plan_bytes that is too small is a class (a) error in
+ * epic_plan.  In calls that read the plan it is class (b), like any damage of the plan.
  * Errors:  (a) EPIC_EINVAL, EPIC_ENOTSUP; (b) EPIC_EINVAL, EPIC_EOVERFLOW; (c).
  * Threads: collective.
  * CUDA:    all arrays and the plan are on the device. */
@@ -629,10 +631,10 @@ typedef struct epic_dispatch_args {
                                with the tokens; or none */
     epic_rows recv_scales;  /* out [slots, scale_bytes] */
     const float *weights;   /* [num_tokens, top_k], or NULL */
-    float *slot_weights;    /* out [slots], 0 on padding.  FLAT: [rows, top_k] by ascending
-                               k, then 0 */
-    int32_t *recv_expert;   /* out, FLAT only: [rows, top_k] local experts by ascending k,
-                               then -1 */
+    float *slot_weights;    /* out [slots], 0 on padding.  FLAT: [rows, top_k], the weights of
+                               a token's choices on this rank by ascending k, then 0 */
+    int32_t *recv_expert;   /* out, FLAT only: [rows, top_k], the local experts of a token by
+                               ascending k, then -1 */
     uint32_t type;          /* epic_type of tokens; may be EPIC_BYTES without quantize */
     uint32_t quantize;      /* an epic_quantize.  Tokens must then be F32, BF16 or F16.  recv
                                gets e4m3 rows and recv_scales their scales; `scales` must be
@@ -748,9 +750,10 @@ typedef struct epic_combine_backward_args {
  * The dot product is computed in float32 (F64: float64), in blocks of 1024 elements:
  *   - Accumulator i of 256 adds the elements i, i + 256, i + 512 and i + 768 of a block, with
  *     fused multiply-add after the first product.
- *   - In each aligned group of 8 accumulators, those at distance 4, then 2, then 1 are added.
- *   - The 32 groups are added at the distances 16, 8, 4, 2 and 1, and the blocks in ascending
- *     order.
+ *   - Each aligned group of 8 accumulators becomes one number.  For the distances d = 4, 2 and
+ *     1, accumulator i + d of the group is added to accumulator i, for all i below d.
+ *   - The numbers of the 32 groups are added in the same way, with the distances 16, 8, 4, 2
+ *     and 1.  Then the sums of the blocks are added in ascending order.
  * Errors:  those of epic_combine.
  * Threads: collective.
  * CUDA:    as epic_combine. */
@@ -805,15 +808,17 @@ static inline epic_result epic_sum_replicas(epic_context *ctx,
 /* --------------------------------------------------------------------------- windows ----
  *
  * A *window* is memory of this rank into which the other ranks of the context store rows
- * directly.  Without a window a row first arrives in staging memory, and its receiver copies it.
- * A call finds windows by address: an output that lies completely in a window of the context is
- * stored directly where that is possible.  Results have the same bits as without windows.
- * Each output counts separately, and the ranks may differ.
+ * directly.  Without a window a row first arrives in staging memory, and its receiver copies
+ * it.  A call finds windows by address: an output that lies completely in a window of the
+ * context is stored directly where that is possible.  Results have the same bits as without
+ * windows.  One output of a call may be in a window and another not, and this may differ
+ * between ranks.  These outputs can be stored directly:
  *
  *   - epic_dispatch, epic_plan_dispatch: recv, recv_scales and slot_weights, for tokens with
  *     exactly one slot on a rank; with EPIC_FLAT recv and recv_scales of all tokens
  *   - epic_combine: out, for tokens whose top_k choices all have slots on one rank
- *   - epic_dispatch_backward: d_tokens and d_weights, for the same tokens
+ *   - epic_dispatch_backward: d_tokens and d_weights, for tokens whose top_k choices all have
+ *     slots on one rank
  *   - epic_combine_backward: d_rows, like recv, if the call has no slot_weights, no
  *     d_slot_weights and no quantize
  *
@@ -854,8 +859,9 @@ typedef struct epic_window_info {
 static inline epic_result epic_window_alloc(epic_context *ctx, const epic_window_args *args,
                                             epic_window_info *out);
 
-/* Makes memory of the caller a window on every rank.  It must stay valid until epic_close has
- * returned.  On backend shm other processes must be able to map it, so it needs an fd.
+/* Makes memory of the caller a window on every rank.  The memory must stay valid until
+ * epic_close has returned.  On backend shm other processes must be able to map the memory, so
+ * the caller passes its fd.
  *
  * If the memory of a rank cannot be a window, all ranks return its error, which names the rank.
  * Errors:  those of epic_window_alloc.
@@ -902,10 +908,10 @@ typedef enum epic_weight_rule {
     EPIC_WEIGHT_OF_SCORE = 0,       /* their scores, without the bias */
     EPIC_WEIGHT_SOFTMAX_CHOSEN = 1, /* softmax over the top_k chosen logits */
     EPIC_WEIGHT_SIGMOID_CHOSEN = 2, /* sigmoid of the chosen logits */
-    EPIC_WEIGHT_SPARSEMIXER = 3     /* for choice k: softmax over some logits z.  These are the
-                                       logits that no choice before k has, and that are close
-                                       to their largest one, m: (m - z) / max(|z|, m) <= 2 *
-                                       jitter */
+    EPIC_WEIGHT_SPARSEMIXER = 3     /* for choice k: softmax over the logits z of the experts
+                                       that earlier choices of the token have not chosen, and
+                                       whose z is close to the largest such logit m:
+                                       (m - z) / max(|z|, m) <= 2 * jitter */
 } epic_weight_rule;
 
 /* How the weights of a token are normalized. */
@@ -979,13 +985,14 @@ typedef struct epic_router_args {
  * (F64 logits: float64).  Of equal values the lower id is chosen first, and a NaN is chosen
  * last.
  *
- * If only scores decide (no bias, no sum over a group), the choice is made by the logits.  They
- * have the same order as the scores and do not underflow.  If the chosen scores add up to 0,
- * the weights are 0, not NaN.  EPIC_WEIGHT_SPARSEMIXER is the inference rule of Phi-3.5-MoE,
- * without random numbers.
+ * If only scores decide (no bias, no sum over a group), the choice is made by the logits,
+ * because logits have the same order as the scores and do not underflow.  If the chosen scores
+ * add up to 0, the weights are 0, not NaN.  EPIC_WEIGHT_SPARSEMIXER is the inference rule of
+ * Phi-3.5-MoE, without random numbers.
  *
- * With topk_idx_in, topk_idx is a copy of it, and the weights are those of these experts.  Ids
- * that this call chose before, for the same logits, get the same bits again.
+ * With topk_idx_in, the call copies topk_idx_in to topk_idx and computes the weights of these
+ * experts.  If an earlier call chose the same ids from the same logits, the weights have the
+ * same bits.
  * Errors:  (a) EPIC_EINVAL; EPIC_ENOTSUP on CUDA contexts.
  * Threads: local.
  * CUDA:    on call.stream; EPIC_WEIGHT_SPARSEMIXER is EPIC_ENOTSUP. */
@@ -1206,9 +1213,9 @@ typedef struct epic_gemm_args {
 } epic_gemm_args;
 
 /* A matrix product of the caller that replaces the library's.  multiply() enqueues its work on
- * call.stream and does not wait.  It must not add rows of a slab that carry no token to a sum.
- * If it writes such rows of `out`, it must write zeros.  If multiply() returns an error, the
- * calling function returns it. */
+ * call.stream and does not wait.  It must not add padding rows of a slab to a sum.  If it
+ * writes padding rows of `out`, it must write zeros.  If multiply() returns an error, the
+ * calling function returns this error. */
 typedef struct epic_gemm {
     epic_result (*multiply)(void *self, const epic_gemm_args *args);
     void *self;
@@ -1374,9 +1381,9 @@ typedef struct epic_experts_backward_args {
 static inline epic_result epic_experts_backward(epic_context *ctx,
                                                 const epic_experts_backward_args *args);
 
-/* A Mixture-of-Experts layer: router, plan, dispatch, experts and combine.  `hidden` is that of
- * the experts, and E is the router's num_experts + zero_experts.  A whole program is in
- * docs/guide/c.md, "The whole layer".  Its calls are:
+/* A Mixture-of-Experts layer: router, plan, dispatch, experts and combine.  In the shapes
+ * below, `hidden` is experts->hidden, and E is the router's num_experts + zero_experts.  A
+ * whole program is in docs/guide/c.md, "The whole layer".  Its calls are:
  *
  *     epic_open(&ctx, NULL, &config);
  *     epic_layer_sizes(ctx, &layer, &info);           moe.capacity = info.capacity
@@ -1458,7 +1465,7 @@ typedef struct epic_moe_args {
     const epic_moe_weights *weights;
     epic_const_rows x;     /* [num_tokens, hidden] of the experts' row_type */
     epic_rows out;         /* out, shape and type of x; must not be x */
-    const void *token_ids; /* like epic_router_args, also the next two */
+    const void *token_ids; /* token_ids, table, table_rows: as in epic_router_args */
     const int32_t *table;
     int64_t table_rows;
     const int32_t *rank_of_expert;    /* [num_experts]; NULL: contiguous blocks */
@@ -1504,28 +1511,29 @@ typedef struct epic_moe_args {
  *   - With topk_weights_in, the weights are used as they are, without scale_of_expert.  Then
  *     the router and scale_of_expert have no gradients, except those of the losses.
  *   - The losses use the scores of all experts, and the load that the forced ids cause.
- *   - With EPIC_PLANNED, epic_moe_forward does not read them, because epic_moe_plan has read
- *     them.
+ *   - With EPIC_PLANNED, epic_moe_forward does not read topk_idx_in and topk_weights_in,
+ *     because epic_moe_plan has read them.
  *
- * If the caller sets sum_order to EPIC_TREE, and all ranks have equally many tokens, outputs and
- * gradients have the same bits for every number of ranks.  With EPIC_SUM_DENSE this is also true
- * for the losses and for the gradients of the gate and the shared expert.  These are summed in
- * blocks of tokens, and the blocks are added in the tree.  The T tokens of a rank form
- * B = leaves / num_ranks blocks, some of which may be empty.  Block b begins at token
+ * If the caller sets sum_order to EPIC_TREE, and all ranks have equally many tokens, outputs
+ * and gradients have the same bits for every number of ranks.  With EPIC_SUM_DENSE this is also
+ * true for the losses and for the gradients of the gate and the shared expert.  These are
+ * summed in blocks of tokens, and the blocks are added in the tree.  The T tokens of a rank
+ * form B = leaves / num_ranks blocks, some of which may be empty.  Block b begins at token
  * floor(b * T / B).  If the balance loss is computed per sequence, whole sequences take the
  * place of tokens.  None of this applies if EPIC_BY_HOSTS selects the tree.
  *
  * EPIC_INVARIANT:
  *   - The rows of a token in `out` and d_x depend only on its rows of x and d_out, its choices
  *     and their weights, the parameters and `leaves`.  They do not depend on other tokens, on
- *     the numbers of tokens, ranks, hosts and SMs, on the capacity or on the alignment.  But the
- *     gradients of losses, which are a part of d_x, depend on all tokens.
+ *     the numbers of tokens, ranks, hosts and SMs, on the capacity or on the alignment.  But
+ *     the gradients of losses, which are a part of d_x, depend on all tokens.
  *   - Gradients of parameters have the bits that EPIC_TREE promises.
  *   - The layer must have EPIC_TREE, `leaves` and EPIC_OVERFLOW_ERROR, and no gemm.
  *   - Host contexts multiply with EPIC's own kernels.  The bits then depend neither on OpenBLAS
  *     nor on the processor, and BF16 rows do not use oneDNN.
- *   - On CUDA contexts x, d_out, d_x and weights must begin at multiples of 16 bytes.  Their
- *     bits differ from those of host contexts, and may differ between kinds of GPUs.
+ *   - On CUDA contexts x, d_out, d_x and weights must begin at multiples of 16 bytes.  Results
+ *     of CUDA contexts have other bits than results of host contexts, and may have other bits
+ *     on another model of GPU.
  *
  * experts->weight_type E4M3, on CUDA contexts only:
  *   - Dispatch quantizes the rows (1x128) when it sends them.
@@ -1600,11 +1608,11 @@ typedef struct epic_moe_backward_args {
     int64_t saved_bytes;
     void *workspace;
     int64_t workspace_bytes;
-    const void *d_loss;         /* [1], equal on all ranks, like the next two; NULL: 1 */
-    const void *d_balance_loss; /* [1]; NULL: 0 */
-    const void *d_z_loss;       /* [1]; NULL: 0 */
+    const void *d_loss;         /* [1]; equal on all ranks; NULL: 1 */
+    const void *d_balance_loss; /* [1]; equal on all ranks; NULL: 0 */
+    const void *d_z_loss;       /* [1]; equal on all ranks; NULL: 0 */
     uint32_t flags;             /* EPIC_ACCUMULATE, for `gradients`; EPIC_FORCED_WEIGHTS */
-    uint32_t loss_type;         /* epic_type of d_loss and the next two, like in forward */
+    uint32_t loss_type;         /* epic_type of the gradients of the losses, as in forward */
     uint32_t grad_type;         /* epic_type of the gradients of w_gate_up, w_down and their
                                    biases: 0: F32 (F64 rows: F64).  On a CUDA context also
                                    experts->row_type */
@@ -1614,7 +1622,8 @@ typedef struct epic_moe_backward_args {
                                    not wanted */
 } epic_moe_backward_args;
 
-/* Computes the gradients of epic_moe_forward: of `out`, plus those of its three losses.
+/* Computes the gradients of epic_moe_forward: the gradients of `out` plus the gradients of the
+ * three losses.
  * Errors:  those of epic_combine_backward and epic_dispatch_backward; (b) EPIC_EINVAL if
  *          `saved` is damaged.
  * Threads: collective.
@@ -1640,9 +1649,9 @@ struct epic_bootstrap {
 /* Arguments of epic_bootstrap_tcp. */
 typedef struct epic_tcp {
     const char *address; /* address of rank 0's host; NULL: 127.0.0.1 */
-    const char *secret;  /* NULL: none.  Both sides prove by HMAC-SHA-256 that they know it.
-                            It is never sent, and it authenticates all messages of the
-                            bootstrap */
+    const char *secret;  /* NULL: none.  Both sides prove by HMAC-SHA-256 that they know the
+                            secret.  The secret is never sent, and it authenticates all
+                            messages of the bootstrap */
     int32_t rank;
     int32_t num_ranks;
     uint32_t port;       /* 1 to 65535 */
@@ -1656,9 +1665,10 @@ typedef struct epic_tcp {
  * process that does not know the secret cannot take the place of a rank.  It can make the
  * bootstrap fail only by cutting connections or by occupying the port.
  *
- * Without a secret, rank 0 listens on loopback, because nothing else keeps strangers out.  So
- * all ranks must be processes of one host.  A rank of another host gets an error at once that
- * asks for a secret.  Connections of strangers are refused, and the bootstrap continues.
+ * Without a secret, rank 0 listens only on loopback, so that programs on other hosts cannot
+ * connect.  So all ranks must be processes of one host.  A rank of another host immediately
+ * returns an error that asks for a secret.  Connections of programs that are not ranks are
+ * refused, and the bootstrap continues.
  * docs/guide/security.md describes what a secret protects.
  * Errors:  EPIC_EINVAL, EPIC_ETIMEOUT (names the ranks that are missing), EPIC_EPEER,
  *          EPIC_EDEVICE, EPIC_ENOTSUP (a secret without libcrypto).  epic_error(NULL) returns
@@ -1670,13 +1680,14 @@ static inline epic_result epic_bootstrap_tcp(epic_bootstrap *out, const epic_tcp
 /* Makes a bootstrap over TCP from the environment variables of the launcher, or a group of one
  * rank if none of them is set.
  *
- * The variables must give rank 0's host and a port: MASTER_ADDR and MASTER_PORT.  Without
- * MASTER_ADDR, launchers of MPI ranks use this host, and tasks of srun find both by themselves.
+ * MASTER_ADDR and MASTER_PORT must name rank 0's host and a port.  If an MPI launcher started
+ * the ranks and MASTER_ADDR is not set, the call uses this host.  Tasks of srun need neither
+ * variable, because Slurm's own variables contain hosts and ports.
  *
- * If a variable shows that there are several ranks, the result is never a group of one.  It is
- * EPIC_EINVAL if the number of ranks is unknown or if two launchers contradict each other.  It
- * is also EPIC_EINVAL in a batch script or shell of Slurm with several tasks but without srun.
- * RANK=0 WORLD_SIZE=1 asks for a group of one rank.
+ * If a variable shows that there are several ranks, the call never makes a group of one rank.
+ * It returns EPIC_EINVAL if the number of ranks is unknown or if two launchers contradict each
+ * other.  It also returns EPIC_EINVAL in a batch script or shell of Slurm with several tasks
+ * but without srun.  RANK=0 WORLD_SIZE=1 requests a group of one rank.
  * Errors:  those of epic_bootstrap_tcp.
  * Threads: collective.
  * CUDA:    no difference. */
@@ -1698,7 +1709,7 @@ EPIC_API epic_result epic_bootstrap_mpi(epic_bootstrap *out, const void *comm,
                                         uint32_t timeout_ms);
 
 /* Fills out[0 .. num_ranks) with bootstraps for num_ranks threads of this process.  timeout_ms
- * 0: 300000.  Each of them must be closed.
+ * is the deadline of every gather; 0: 300000.  Each bootstrap must be closed.
  * Errors:  EPIC_EINVAL, EPIC_ENOMEM.
  * Threads: local.
  * CUDA:    no difference. */
@@ -1712,7 +1723,7 @@ EPIC_API epic_result epic_bootstrap_threads(epic_bootstrap *out, int32_t num_ran
 EPIC_API void epic_bootstrap_close(epic_bootstrap *bootstrap);
 
 /* Writes to *bytes the size of a plan for config.num_ranks, config.max_tokens and the layer, or
- * 0 if the call fails.  For an open context epic_layer_sizes returns it.
+ * 0 if the call fails.  For an open context, epic_layer_sizes returns this size.
  * Errors:  (a) EPIC_EINVAL.
  * Threads: local.
  * CUDA:    the same size. */
@@ -1762,7 +1773,8 @@ typedef struct epic_plan_info {
     int64_t num_tokens; /* number of tokens of this rank */
     int64_t num_slots;  /* number of slots in use on this rank, with padding */
     int64_t capacity;   /* the capacity that was passed to epic_plan */
-    int64_t num_kept;   /* choices of this rank's tokens by fate.  The four numbers add up to
+    int64_t num_kept;   /* num_kept, num_none, num_expert_full and num_rank_full: number of
+                           choices of this rank's tokens with this fate.  Together they are
                            num_tokens * top_k */
     int64_t num_none;
     int64_t num_expert_full;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads the file that epic-place writes.  It records which rank owns each expert.  With
+/* Reads the file that epic-place writes.  The file records which rank owns each expert.  With
  * replicas, it also records of which logical expert each expert is a replica.
  *
  *     epic_placement place;
@@ -52,8 +52,8 @@ static inline void epic_placement_free(epic_placement *place)
     memset(place, 0, sizeof *place);
 }
 
-/* The next four functions are helpers of epic_placement_read(), not for programs.  This one
- * reads one word.  Returns 1 if it is `wanted`, otherwise 0. */
+/* Reads one word.  Returns 1 if the word is `wanted`, otherwise 0.  This function and the next
+ * three are helpers of epic_placement_read(), not for programs. */
 static inline int epic_placement_word(FILE *file, const char *wanted)
 {
     char word[32];
@@ -67,8 +67,8 @@ static inline int epic_placement_ends(FILE *file)
     return fscanf(file, " %c", &more) == EOF;
 }
 
-/* Reads `word`, then a number from `least` to `most`, which it writes to *out.  Returns 1 if the
- * file continues like this, otherwise 0. */
+/* Reads `word`, then a number from `least` to `most`, which it writes to *out.  Returns 1 if
+ * the file continues like this, otherwise 0. */
 static inline int epic_placement_number(FILE *file, const char *word, long least, long most,
                                         uint32_t *out)
 {
