@@ -4,17 +4,18 @@
  *
  *   data  [local experts, count] float32, input and output
  *
- *   1. send     add the same four floats of this rank's replicas of an expert; store the sum to
- *               the staging of every peer
+ *   1. send     for each vector (four floats) of a logical expert: add this rank's replicas,
+ *               store the sum to the staging of every peer
  *   2. receive  poll this rank's staging for the sums of every peer
  *   3. add      add the sums of all ranks, store the result to every replica on this rank
  *
- * The vectors (four floats) of all logical experts with two or more replicas form one list,
- * ordered by logical expert. All ranks have equal lists. A rank without a replica of an expert
- * sends zeros. A round processes as many vectors of the list as fit into the staging. In a
- * round all warps of all CTAs do the same work: thread t of the grid's N threads has vectors t,
- * t + N, ... Each word in staging is its own flag (poison until it arrives), as in sum.cu. A
- * warp sends all its vectors of the round before it polls for the first one. */
+ * The vectors of all logical experts with two or more replicas form one list, ordered by
+ * logical expert. The list is equal on all ranks. If a rank has no replica of an expert, it
+ * sends zeros for the vectors of this expert. A round processes as many vectors of the list as
+ * fit into the staging. In a round all warps of all CTAs do the same work: thread t of the
+ * grid's N threads has vectors t, t + N, ... Each word in staging is its own flag (poison until
+ * it arrives), as in sum.cu. A warp sends all its vectors of the round before it polls for the
+ * first one. */
 #include "cuda/allreduce/sum.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/plan/view.cuh"
@@ -34,8 +35,8 @@ struct Replicas {
         /* num_replicas[l]: number of replicas of logical expert l, on all ranks. Needed only
          * while read_replicas() builds the tables. */
         int32_t num_replicas[P2P_REPLICATED_EXPERTS + 1];
-        /* first[n]: index in `local` of this rank's first replica of replicated expert n. Its
-         * replicas end before index first[n + 1]. */
+        /* first[n]: index in `local` of this rank's first replica of replicated expert n. The
+         * replicas of expert n end before index first[n + 1]. */
         int32_t first[P2P_REPLICATED_EXPERTS + 1];
     };
     /* nth[l]: number n of logical expert l among the replicated ones, or SINGLE_REPLICA */
@@ -89,8 +90,9 @@ static __device__ void number_replicated(Replicas &r, int num_logical)
     if (lane_id() == 0) r.num_replicated = num_replicated;
 }
 
-/* Builds all tables of `r` from the plan. Checks the ids in the plan before it uses them,
- * because the caller may have changed the plan's memory. Called by all threads of a CTA. */
+/* Builds all tables of `r` from the plan. `bytes`: the plan. Checks the ids in the plan before
+ * it uses them as indices, because the caller may have changed the plan's memory. Called by all
+ * threads of a CTA. */
 static __device__ void read_replicas(Replicas &r, const PlanView &plan, const p2p_self &self,
                                      const uint8_t *bytes)
 {
@@ -145,9 +147,10 @@ __device__ __forceinline__ float *floats_of_expert(const p2p_sum_replicas_job &j
     return job.data + local * job.count;
 }
 
-/* Adds to x the four floats `part` of those replicas on this rank that belong to leaf number
- * `leaf`. n is the index in r.local of the first replica that is not added yet. The call
- * advances n past the replicas that it adds. */
+/* Adds to x the four floats `part` of this rank's replicas that belong to leaf number `leaf`
+ * (of all its replicas if sums are not added in a tree). n: index in r.local of the first
+ * replica that has not been added yet. The function advances n past the replicas that it has
+ * added. */
 __device__ __forceinline__ void add_leaf(const Replicas &r, const p2p_sum_replicas_job &job,
                                          const Quad &part, int leaf, int &n, float (&x)[4])
 {
@@ -161,7 +164,7 @@ __device__ __forceinline__ void add_leaf(const Replicas &r, const p2p_sum_replic
 }
 
 /* Returns the sum of the four floats `part` over this rank's replicas, added in the order of
- * the leaves. Returns zeros if this rank has no replica. */
+ * the leaves. Returns zeros if this rank has no replica of the expert. */
 static __device__ uint4 add_here(const Replicas &r, const p2p_sum_replicas_job &job,
                                  const Quad &part)
 {
@@ -215,10 +218,10 @@ static __device__ bool sum_vectors(const Replicas &r, const OpState &op,
     return true;
 }
 
-/* Checks that `data` of every rank has enough rows: at least num_local, the largest number of
- * experts of a rank. Each rank has announced its number of rows. CTA 0 reports the first rank
- * that has fewer. Returns true if all ranks have enough. Sets ok to false if the group is
- * broken. Called by all threads of all CTAs. */
+/* Returns true if `data` has enough rows on every rank: at least num_local, the largest number
+ * of experts of a rank. Each rank has announced its number of rows. If a rank has too few, CTA
+ * 0 reports the first such rank to the host. Sets ok to false if the group is broken, otherwise
+ * to true. Called by all threads of all CTAs. */
 static __device__ bool check_local_rows(const OpState &op, const p2p_sum_replicas_job &job,
                                         int32_t num_local, bool &ok)
 {

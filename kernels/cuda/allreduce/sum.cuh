@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Device functions that send, receive and add one vector (four floats) of every rank. sum.cu
- * and replicas.cu use them. Vectors of peers arrive in staging (net/staging.cuh), whose words
- * are poison (0xffffffff) until then. */
+/* Device functions with which each thread sends a vector (four floats) to all ranks, receives
+ * the vectors of all ranks, and adds them. sum.cu and replicas.cu use these functions. Vectors
+ * of peers arrive in staging (net/staging.cuh). Until a vector arrives, its words in staging
+ * are poison (0xffffffff). */
 #ifndef EPIC_SUM_CUH
 #define EPIC_SUM_CUH
 
@@ -24,8 +25,8 @@ __device__ __forceinline__ uint4 load_floats(const float *data, int64_t i, int64
     return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
-/* Stores x to elements [i, i + 4) of an array of `count` floats. Leaves out elements past its
- * end. */
+/* Stores x to elements [i, i + 4) of an array of `count` floats. Does not store elements past
+ * the end of the array. */
 __device__ __forceinline__ void store_floats(float *data, int64_t i, int64_t count,
                                              const float *x)
 {
@@ -52,15 +53,16 @@ __device__ __forceinline__ void copy_floats(const float (&from)[4], float (&to)[
     for (int e = 0; e < 4; e++) to[e] = from[e];
 }
 
-/* Adds numbered vectors ("leaves") in a fixed binary tree. The caller passes them one by one,
- * in ascending order. The member `left` works like a binary counter: left[level] is a sum of
- * 2^level leaves that waits for its right sibling in the tree. */
+/* Adds vectors ("leaves"), which are numbered from 0, in a fixed binary tree. The caller passes
+ * the leaves one by one, in ascending order. left[level] is the sum of 2^level leaves: a left
+ * child in the tree, to which the right child will be added later. The levels in use are the
+ * bits of the number of leaves that have been passed, as in a binary counter. */
 template <int LEVELS> struct Tree {
     float left[LEVELS][4];
 
-    /* Adds leaf number `leaf`, whose value is x. Goes up the tree from level 0. If the node is
-     * a right child, adds left[level] to x and continues one level higher. If it is a left
-     * child, stores x to left[level] and stops. Overwrites x. */
+    /* Adds leaf number `leaf`, whose value is x. Goes up the tree from level 0. If the node
+     * that x belongs to is a right child, adds left[level] to x and continues one level higher.
+     * If the node is a left child, stores x to left[level] and ends. Overwrites x. */
     __device__ __forceinline__ void push_leaf(int leaf, float (&x)[4])
     {
         bool rises = true;
@@ -118,9 +120,9 @@ struct RankSum { /* What one thread needs to add one vector over all ranks. */
     }
 };
 
-/* Backend hosts: posts the puts of all vectors that this warp has stored for ranks on other
- * hosts. `vectors`: number of vectors of the whole grid. Does nothing in p2p. Called by a whole
- * warp after its last send_floats(). */
+/* Backend `hosts`: requests the puts that copy the vectors which this warp has stored for ranks
+ * on other hosts. `vectors`: number of vectors of the whole grid. Does nothing in p2p. Called
+ * by a whole warp after its last send_floats(). */
 static __device__ void post_put_vectors(const OpState &op, int64_t vectors)
 {
     const p2p_self &self = *op.self;
@@ -132,9 +134,10 @@ static __device__ void post_put_vectors(const OpState &op, int64_t vectors)
         }
 }
 
-/* Waits until this thread's vectors of all ranks have arrived, and reads the vector of rank r
- * into q[r]. Then marks their staging as empty again (poison). Called by a whole warp. Returns
- * false if the group is broken. */
+/* Waits until the vectors that all ranks have sent for this thread have arrived, and reads the
+ * vector of rank r into q[r]. Then writes poison back to their staging, so that a later
+ * operation can wait for new words there. Called by a whole warp. Returns false if the group is
+ * broken. */
 __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_UNROLLED_RANKS])
 {
     const p2p_self &self = s.self;
@@ -157,9 +160,9 @@ __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_
     return ok;
 }
 
-/* Waits until the vector of rank `rank` has arrived, and reads it into x. Then marks its
- * staging as empty again (poison). Called by a whole warp. Returns false if the group is
- * broken. */
+/* Waits until the vector of rank `rank` has arrived, and reads it into x. Then writes poison
+ * back to the vector's staging, so that a later operation can wait for new words there. Called
+ * by a whole warp. Returns false if the group is broken. */
 __device__ __forceinline__ bool receive_rank(const RankSum &s, int rank, float (&x)[4])
 {
     const bool own = rank == s.self.rank;
@@ -223,9 +226,10 @@ static __device__ __forceinline__ bool add_ranks_unrolled(const RankSum &s, floa
     return true;
 }
 
-/* Waits until the vector of every rank has arrived, and sets x to their sum. s.order selects
- * ascending ranks or the tree. MANY: the group has more than MAX_UNROLLED_RANKS ranks. Called
- * by a whole warp. Returns false if the group is broken. */
+/* Waits until the vector of every rank has arrived, and sets x to the sum of these vectors.
+ * s.order selects the order of the sum: ascending ranks, or a binary tree. MANY: the group has
+ * more than MAX_UNROLLED_RANKS ranks. Called by a whole warp. Returns false if the group is
+ * broken. */
 template <bool MANY> __device__ __forceinline__ bool add_ranks(const RankSum &s, float (&x)[4])
 {
     return MANY ? add_ranks_looped(s, x) : add_ranks_unrolled(s, x);

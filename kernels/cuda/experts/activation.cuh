@@ -6,8 +6,8 @@
  *   gated expert     activation = act(gate) * up_factor(up)
  *   ungated expert   activation = act(gate), the up factor is 1
  *
- * Each function returns both the value and the derivative. Where a caller uses only the value,
- * the compiler removes the computation of the derivative. */
+ * Each function returns both the value and the derivative. If a caller uses only the value, the
+ * compiler removes the computation of the derivative. */
 #ifndef EPIC_ACTIVATION_CUH
 #define EPIC_ACTIVATION_CUH
 
@@ -85,9 +85,10 @@ __device__ __forceinline__ Activated compute_activation(float x, const epic_expe
     }
 }
 
-/* Returns the factor that multiplies the activation of the gate, and its derivative, at the up
- * value u. EPIC_CLAMPED_SWIGLU clamps u and adds 1 to it. EPIC_CLAMPED_SILU only clamps u. The
- * factor is 1 for experts without a gate. */
+/* Returns, for the up value u, the factor by which the activation of the gate is multiplied,
+ * and the derivative of this factor. For experts without a gate the factor is 1.
+ * EPIC_CLAMPED_SWIGLU clamps u and adds 1. EPIC_CLAMPED_SILU only clamps u. For all other
+ * activations the factor is u. */
 __device__ __forceinline__ Activated compute_up_factor(float u, const epic_experts &ex)
 {
     const bool clamped =

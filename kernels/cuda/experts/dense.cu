@@ -15,8 +15,8 @@
 
 #define THREADS 256
 
-/* Computes to += from or, if job.replace is 1, to = from. If `from` is NULL, it is an array of
- * zeros. Each thread handles one number at a time. */
+/* Computes to += from or, if job.replace is 1, to = from. If `from` is NULL, zeros are used in
+ * its place. Each thread handles one number at a time. */
 static __global__ void __launch_bounds__(THREADS)
     rows_kernel(const __grid_constant__ p2p_rows_job job)
 {

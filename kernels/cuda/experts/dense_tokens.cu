@@ -9,7 +9,7 @@
  *   zero_weights_kernel   gradient of the zero-experts' weights  one warp per token
  *   finish_kernel         sum of the parts of an output row      one warp per token
  *
- * All memory is local, so no kernel waits for a peer. */
+ * The kernels access only memory of this rank, so none of them waits for a peer. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/dense_tokens.h"
@@ -32,16 +32,16 @@ static __device__ __forceinline__ int64_t first_token()
     return (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
 }
 
-/* Returns the step from a token of this warp to its next token, which is the number of warps in
- * the grid. */
+/* Returns the distance from one token of this warp to the warp's next token, which is the
+ * number of warps in the grid. */
 static __device__ __forceinline__ int64_t token_step()
 {
     return (int64_t)gridDim.x * WARPS;
 }
 
-/* Returns true if element `choice` of topk_idx is the id of a zero-expert: num_experts to
- * num_columns - 1. The caller may force ids; the plan reports a forced id that is num_columns
- * or more as an error. */
+/* Returns true if element `choice` of topk_idx is the id of a zero-expert, that is, an id from
+ * num_experts to num_columns - 1. Ids that the caller forces may be larger. This function
+ * returns false for them, and the plan reports them as an error. */
 static __device__ __forceinline__ bool is_zero_expert(const layer_tokens &t, int64_t choice)
 {
     return t.topk_idx[choice] >= t.num_experts && t.topk_idx[choice] < t.num_columns;

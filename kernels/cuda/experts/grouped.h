@@ -47,8 +47,8 @@ typedef struct p2p_slabs {
 /* Arguments of a matrix product over slabs. `pass` selects one of the three products that
  * epic_gemm_pass defines. Comments call them FORWARD (y), INPUT (the gradient of x) and WEIGHT
  * (the gradient of the weights). FORWARD and INPUT products read matrix b with the shape
- * [experts, k, n]. Only FORWARD products of e4m3 matrices read [experts, n, k]. The reason is
- * that the tensor cores read e4m3 only if the summed dimension (k) is contiguous. WEIGHT
+ * [experts, k, n]. There is one exception: FORWARD products of e4m3 matrices read [experts, n,
+ * k], because the tensor cores read e4m3 only if the summed dimension (k) is contiguous. WEIGHT
  * products do not support e4m3. */
 typedef struct p2p_gemm {
     p2p_slabs slabs;
@@ -80,13 +80,14 @@ typedef struct p2p_gemm {
     /* only in WEIGHT and INPUT: 1: add the result to out; 0: overwrite out */
     int32_t accumulate;
     int32_t sms; /* largest number of CTAs to launch */
-    /* Number of rows of tiles that the kernel computes together, one column of tiles after the
-     * other, so that it reuses matrix b in the L2 cache. Kernels with clusters count pairs of
-     * rows. 0: the launcher chooses the number. */
+    /* Number of rows of tiles in a group. The kernel computes all tiles of a group, one column
+     * of tiles after the other, before the next group. So it reuses the same columns of matrix
+     * b from the L2 cache. Kernels with clusters of two CTAs count pairs of rows of tiles. 0:
+     * the launcher chooses the number. */
     int32_t group;
     int32_t no_clusters; /* 1: run without clusters of two CTAs; only tests set this */
-    /* If above 1: each sum is divided into this many slices, which different CTAs compute.
-     * Allowed only for products with one slab that fills all slots. */
+    /* If above 1: each sum along the summed dimension is divided into this many slices, which
+     * different CTAs compute. Allowed only for products with one slab that fills all slots. */
     int32_t slices;
     /* only with slices: memory for the sum of each slice, [slices, rows of out, columns of
      * out] */
@@ -120,8 +121,8 @@ typedef struct p2p_activation_job {
     const void *b_down;
     float *d_slot_weights; /* backward: output [slots]; NULL: not computed */
     int32_t aligned;       /* 1: all rows start and end at multiples of 16 bytes */
-    /* backward, only with EPIC_WEIGHT_INPUT: 1: multiply each row of d_gate_up by the slot's
-     * weight */
+    /* backward, only with EPIC_WEIGHT_INPUT: 1: the kernel multiplies each row of d_gate_up by
+     * the weight of the slot */
     int32_t weigh_d;
     int32_t sms;
     int32_t pad;
@@ -195,10 +196,11 @@ typedef struct p2p_incoming_job {
     float *to;
 } p2p_incoming_job;
 
-/* Arguments of p2p_launch_split() and p2p_launch_fold() (experts/grouped_pieces.cu), which make
- * it possible to multiply float32 matrices on bf16 tensor cores. p2p_launch_split() writes each
- * float32 number as three bf16 pieces, whose sum is the number. A matrix product of the pieces
- * computes GATE_PIECES sums for each result, and p2p_launch_fold() adds these sums. */
+/* Arguments of p2p_launch_split() and p2p_launch_fold() (experts/grouped_pieces.cu). With these
+ * two functions, float32 matrices can be multiplied on bf16 tensor cores. p2p_launch_split()
+ * splits each float32 number into three bf16 numbers, its pieces, whose sum is the float32
+ * number. (They have nothing to do with the 2 KB pieces of rows.) A matrix product of the
+ * pieces computes GATE_PIECES sums for each result, and p2p_launch_fold() adds these sums. */
 typedef struct p2p_pieces_job {
     /* Input. p2p_launch_split(): the numbers, float32 [rows, columns]. p2p_launch_fold(): the
      * sums of the product, float32 [rows, GATE_PIECES, columns]. */
@@ -225,8 +227,8 @@ cudaError_t p2p_launch_split(const p2p_pieces_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_fold(const p2p_pieces_job *job, cudaStream_t stream);
 cudaError_t p2p_load_pieces(void);
 
-/* Adds the n numbers of each row of values [2, n] in a binary tree, and writes the two sums to
- * values[0] and values[1]. n must be a power of two. */
+/* Adds the n numbers of each of the two rows of values [2, n] in a binary tree. Writes the two
+ * sums to values[0] and values[1]. n must be a power of two. */
 cudaError_t p2p_launch_trees(float *values, int64_t n, cudaStream_t stream);
 cudaError_t p2p_launch_rows(const p2p_rows_job *job, int sms, cudaStream_t stream);
 cudaError_t p2p_launch_losses(const p2p_losses_job *job, cudaStream_t stream);
@@ -243,8 +245,8 @@ cudaError_t p2p_launch_slabs(const p2p_slabs *slabs, cudaStream_t stream);
 cudaError_t p2p_launch_gemm(const p2p_gemm *job, cudaStream_t stream);
 /* Returns the arguments of an INPUT product that computes the same sums as the e4m3 product
  * `scaled`. Launchers call it because the kernels are compiled for e4m3 only with the pass
- * INPUT. A FORWARD product of e4m3 reads matrix b like an INPUT product, so only k and n are
- * exchanged. */
+ * INPUT. If `scaled` is a FORWARD product, the function sets the pass to INPUT and swaps k and
+ * n. That is enough, because a FORWARD product of e4m3 reads matrix b like an INPUT product. */
 p2p_gemm p2p_as_input(p2p_gemm scaled);
 cudaError_t p2p_launch_plain_gemm(const p2p_gemm *job, cudaStream_t stream);
 cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *job, cudaStream_t stream);

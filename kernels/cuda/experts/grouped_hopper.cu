@@ -104,8 +104,8 @@ static Job job_of(const p2p_gemm *g)
     return job;
 }
 
-/* Returns the number of CTAs to launch: a multiple of the cluster size `pair`, at most g->sms,
- * and at most one per tile that the product can have. */
+/* Returns the number of CTAs to launch: at most g->sms, at most one for each tile that the
+ * product can have, and a multiple of `pair`, the number of CTAs in a cluster (1 or 2). */
 static int ctas_of(const p2p_gemm *g, const Job &job, int pair)
 {
     const int64_t down = g->pass == EPIC_GEMM_WEIGHT
@@ -167,9 +167,9 @@ static cudaError_t launch_typed(const p2p_gemm *g, cudaStream_t stream)
     return launch_hopper<T, T, EPIC_GEMM_WEIGHT, CTAS>(g, stream);
 }
 
-/* Chooses and launches the kernel instance for a product. INPUT products of bf16 that also add
- * g->addend or the old values of out use the instance without clusters, because only that
- * instance contains the addition. */
+/* Chooses and launches the kernel instance for a product. If an INPUT product of bf16 also adds
+ * g->addend or the old values of out, the function uses the instance without clusters, because
+ * only this instance contains the addition. */
 extern "C" cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *g, cudaStream_t stream)
 {
     if (g->row_type == EPIC_E4M3)
@@ -218,9 +218,9 @@ extern "C" const char *p2p_gemm_is_slow(const p2p_gemm *g)
     return g->k % 8 || g->n % 8 ? "8 does not divide k and n" : NULL;
 }
 
-/* Loads one instance of the kernel and raises its limit of dynamic shared memory. Sets *good to
- * false if the instance was compiled without a body for this GPU; its static shared memory then
- * has 0 bytes. */
+/* Loads one instance of the kernel and raises its limit of dynamic shared memory. If the
+ * instance was compiled without a body for this GPU, sets *good to false. Such an instance has
+ * 0 bytes of static shared memory. */
 template <class T, class Out, int PASS, int CTAS> static cudaError_t load_hopper(bool *good)
 {
     cudaFuncAttributes attributes;

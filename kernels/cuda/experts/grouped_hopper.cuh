@@ -59,9 +59,9 @@ static __device__ __forceinline__ void release_stage(const SharedLayout &at, int
 }
 
 /* Sets lines `first` to 63 of both matrices in a stage to zero. Called only in the pass WEIGHT,
- * where each line has one slot, and these slots do not belong to the slab. Each of the two
- * consumer warpgroups does this for half of the columns. `stage`: shared-memory address of the
- * stage. */
+ * where each line has one slot. The slots of these lines do not hold tokens of the slab, so
+ * they must add nothing to the sums. Each of the two consumer warpgroups (`half` is 0 or 1)
+ * sets half of the columns to zero. `stage`: shared-memory address of the stage. */
 static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int half,
                                                   int thread)
 {
@@ -77,9 +77,9 @@ static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int
     named_barrier_sync(BARRIER_BOTH, CONSUMERS);
 }
 
-/* Computes this warpgroup's 64 rows of a tile from 16-bit numbers. Issues the wgmma of each
- * stage before it waits for those of the previous stage, so that the tensor cores stay busy.
- * After this wait it releases the previous stage. */
+/* Computes this warpgroup's 64 rows of a tile from 16-bit numbers. The function issues the
+ * wgmma of each stage before it waits for the wgmma of the previous stage, so that the tensor
+ * cores stay busy. After this wait it releases the previous stage. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void multiply_tile(float (&d)[128], const Tile &w,
                                                      const SharedLayout &at, Stage &s, int half,
@@ -183,10 +183,10 @@ static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job,
     }
 }
 
-/* Adds rows of the array `from` to the results in registers. So each sum is rounded only once.
- * `row`: the thread's first row in `from`. The thread also has row + 8. `num_rows`: number of
- * rows of `from` that may be read, counted from `row`. Not used for float32 results, which
- * add_box() adds in memory. */
+/* Adds rows of the array `from` to the results in registers. A result is rounded only after
+ * this addition, so it is rounded only once. Each thread adds numbers of two rows of `from`:
+ * `row` and row + 8. `num_rows`: number of rows of `from` that may be read, counted from `row`.
+ * This function is not used for float32 results, which add_box() adds in memory. */
 template <class Out>
 static __device__ __forceinline__ void add_rows(float (&d)[128], const void *from,
                                                 const Job &job, const Tile &w, int64_t row,
@@ -207,9 +207,9 @@ static __device__ __forceinline__ void add_rows(float (&d)[128], const void *fro
     }
 }
 
-/* Adds to the results what must be added before they are rounded: the rows of job.addend, if it
- * is set, and the old values of out, if job.accumulate is set. In the pass WEIGHT, the caller
- * has checked job.accumulate. */
+/* Adds to the results, before they are rounded, the rows of job.addend, if it is set, and the
+ * old values of out, if job.accumulate is set. In the pass WEIGHT the function always adds the
+ * old values of out, so callers check job.accumulate before. */
 template <class Out, int PASS>
 static __device__ __forceinline__ void add_existing(float (&d)[128], const Job &job,
                                                     const Tile &w, int half, const Lane &lane)
@@ -330,21 +330,24 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
 
 /* ------------------------------------------------------------------------- scaled e4m3 ---- */
 
-/* The scales that one thread needs for an e4m3 tile: those of its two rows of matrix a (low,
- * high), and those of matrix b for the left and right 128 columns of the tile. Each block of
- * 128 numbers along the summed dimension has its own scales. The four lanes that hold the same
- * two rows share the loads: lane i of them loads the scales of blocks i, i + 4, ... A lane
- * starts each load four blocks before the scale is used. */
+/* The scales that one thread needs for an e4m3 tile. A thread has results in two rows of the
+ * tile. In this struct, `low` stands for the first of these rows, and `high` for the other one,
+ * which is 8 rows below. In arrays, index 0 stands for the left 128 columns of the tile, and
+ * index 1 for the right 128 columns. Each block of 128 numbers along the summed dimension has
+ * its own scales. The four lanes that have results in the same two rows share the loads: lane i
+ * of the four loads the scales of blocks i, i + 4, ... A lane starts each load four blocks
+ * before the scale is used. */
 struct Scales {
-    /* low, high: addresses of the scales of two rows of matrix a, NULL for a row without a
-     * token; b: address of the scales of matrix b, left columns */
+    /* low, high: addresses of the scales of the thread's two rows of matrix a; NULL for a row
+     * without a token. b: address of the scales of matrix b for the left 128 columns. */
     const float *low, *high, *b;
-    /* steps: number of blocks of 128 products per sum; right: distance in b from the scales of
-     * the left columns to those of the right columns */
+    /* steps: number of blocks of 128 numbers along the summed dimension. right: distance, in
+     * floats, from the scales of the left columns to those of the right columns in b. */
     int steps, right;
     float next_low, next_high, next_b[2];
-    /* products of a scale of matrix a and a scale of matrix b, for the left [0] and the right
-     * [1] columns; use_next_blocks() makes them from next_low, next_high and next_b */
+    /* products of a scale of matrix a and a scale of matrix b, for the blocks in use.
+     * use_next_blocks() computes them from next_low, next_high and next_b, the scales that were
+     * loaded early. */
     float now_low[2], now_high[2];
 
     __device__ __forceinline__ Scales(const Job &job, const Tile &w, const Lane &lane, int half)
@@ -370,10 +373,11 @@ struct Scales {
         next_b[0] = __ldg(b + step);
         next_b[1] = __ldg(b + right + step);
     }
-    /* Called before every fourth block, when the scales of four blocks have been loaded, one
-     * block per lane. Multiplies this lane's scales of matrix a by those of matrix b; the
-     * consumer uses the products for these four blocks. Then starts to load the scales of the
-     * next four blocks. Of these, this lane loads block number `step`. */
+    /* Called before every fourth block. The four lanes have then loaded the scales of the next
+     * four blocks, one block per lane. The function multiplies this lane's scales of matrix a
+     * by those of matrix b. The warpgroup uses the products for these four blocks. Then the
+     * function starts to load the scales of the four blocks after them, of which this lane
+     * loads block number `step`. */
     __device__ __forceinline__ void use_next_blocks(int step)
     {
 #pragma unroll
@@ -386,10 +390,10 @@ struct Scales {
 };
 
 /* Computes this warpgroup's 64 rows of a tile from e4m3 numbers. The tensor cores keep fewer
- * bits of a sum than float32. So they add only the 128 products of one block. Then this thread
- * multiplies the block's sum by its scale and adds it to d in float32. These additions take a
- * quarter of the clocks of the products. They overlap with the copies, but not with the
- * products of this warpgroup. */
+ * bits of a sum than float32 has. So they add only the 128 products of one block. Then each
+ * thread multiplies its sums of the block by the block's scale, and adds them to d in float32.
+ * These additions take a quarter as many clock cycles as the products. They run at the same
+ * time as the copies, but not at the same time as the products of this warpgroup. */
 template <int CTAS>
 static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const Job &job,
                                                           const Tile &w, const SharedLayout &at,

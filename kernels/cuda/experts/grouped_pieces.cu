@@ -1,13 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Products of float32 matrices on tensor cores that multiply bf16. split_kernel writes a
- * float32 number x as three bf16 pieces, which together have all 24 significant bits of x: high
- * = bf16(x), middle = bf16(x - high), low = bf16(x - high - middle).
+/* Products of float32 matrices on tensor cores that multiply bf16. split_kernel splits a
+ * float32 number x into three bf16 numbers, its pieces, which together have all 24 significant
+ * bits of x: high = bf16(x), middle = bf16(x - high), low = bf16(x - high - middle). (These
+ * pieces have nothing to do with the 2 KB pieces of rows.)
  *
- * If only one of the two matrices is float32, its pieces become separate columns. One product
- * then computes three sums for each result, and fold_kernel adds them. If both matrices are
- * float32, the pieces of both are stored one after the other along the k dimension. One product
- * with a longer k dimension then adds the GATE_PAIRS products of pieces that are large enough
- * to matter.
+ * If only one of the two matrices is float32, the high, middle and low pieces of a row become
+ * separate columns. One matrix product then computes three sums for each result, and
+ * fold_kernel adds the three. If both matrices are float32, the pieces of both are stored one
+ * after the other along the k dimension, which becomes GATE_PAIRS times as long. One matrix
+ * product then adds the products of GATE_PAIRS pairs of pieces. The other pairs are too small
+ * to change the result.
  *
  *   split_kernel  from [rows, columns]    -> to  [rows, places, columns]  one thread per number
  *   fold_kernel   sums [rows, 3, columns] -> out [rows, columns]          one thread per number
@@ -19,8 +21,8 @@
 
 #define THREADS 256
 
-/* Splits each number into its three pieces, and stores job.places of them. job.order selects
- * the piece for each position. */
+/* Splits each number into its three pieces (high, middle, low), and stores job.places of them.
+ * job.order selects which piece is stored at each position. */
 static __global__ void __launch_bounds__(THREADS)
     split_kernel(const __grid_constant__ p2p_pieces_job job)
 {

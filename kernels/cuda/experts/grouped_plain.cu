@@ -7,11 +7,12 @@
  *     INPUT    out [slots, k] = a [slots, n] b[e]^T
  *     WEIGHT   out[e] [k, n]  = a [slots, k]^T b [slots, n]   over the tokens of slab e
  *
- * A CTA computes tiles of BM x BN numbers of out. Each of its 128 threads computes 8 x 8 of
- * them, as four blocks of 4 x 4. The *summed dimension* is K of a GEMM: k in FORWARD, n in
- * INPUT, the tokens of the slab in WEIGHT. A CTA advances along it by BK numbers per step. In
- * each step, the threads read this step's tiles of matrices a and b from shared memory as
- * float32, and load those of the next step into registers.
+ * A CTA computes tiles of BM x BN numbers of out. Each of its 128 threads computes 8 x 8
+ * numbers of a tile, as four blocks of 4 x 4. The *summed dimension* is K of a GEMM: k in
+ * FORWARD, n in INPUT, the tokens of the slab in WEIGHT. A CTA advances along the summed
+ * dimension by BK numbers per step. In each step, the threads read this step's tiles of
+ * matrices a and b from shared memory as float32, and load those of the next step into
+ * registers.
  *
  * The kernel does not read rows without a token. If a row without a token is inside a slab, the
  * kernel writes zeros to the same row of out. An e4m3 matrix has one scale per 1 x 128 numbers
@@ -44,12 +45,12 @@ struct TileSlice {
     int64_t row;
     int64_t first;  /* WEIGHT: the tile's first row in out[expert]; else 0 */
     int64_t column; /* the tile's first column in out */
-    /* expert: local expert of the tile; depth: number of products of each sum, over all slices;
-     * columns: number of columns of out */
+    /* expert: local expert of the tile. depth: size of the summed dimension, which is the
+     * number of terms of each sum of all slices together. columns: number of columns of out. */
     int64_t expert, depth, columns;
-    int64_t begin, end; /* the slice has products begin to end - 1 of each sum */
-    /* rows: number of rows of the tile that are stored; tokens: number of them that are
-     * computed, because they hold a token */
+    int64_t begin, end; /* the slice has terms begin to end - 1 of each sum */
+    /* rows: number of rows of the tile that are stored. tokens: number of these rows that hold
+     * a token; only they are computed. */
     int rows, tokens;
 };
 
@@ -165,8 +166,9 @@ static __device__ __forceinline__ void store_numbers_at(void *p, uint32_t type, 
         *(uint2 *)to = make_uint2(F16::pack_pair(x[0], x[1]), F16::pack_pair(x[2], x[3]));
 }
 
-/* Writes four numbers to a matrix [BK][PITCH] in shared memory. TRANSPOSED: to elements
- * [s][line] to [s + 3][line]. Otherwise to elements [s][line] to [s][line + 3]. */
+/* Writes four numbers to a matrix [BK][PITCH] in shared memory. TRANSPOSED: into a column,
+ * elements [s][line] to [s + 3][line]. Otherwise into a row, elements [s][line] to [s][line +
+ * 3]. */
 template <bool TRANSPOSED, int PITCH>
 static __device__ __forceinline__ void put_four_shared(float *to, int s, int line, float4 x)
 {
@@ -180,7 +182,8 @@ static __device__ __forceinline__ void put_four_shared(float *to, int s, int lin
     }
 }
 
-/* Returns the number of blocks of 128 numbers, rounded up; each block has one scale. */
+/* Returns the number of blocks of 128 numbers into which `numbers` numbers are divided, rounded
+ * up. Each block has one scale. */
 static __device__ __forceinline__ int64_t num_blocks(int64_t numbers)
 {
     return (numbers + 127) / 128;
@@ -271,18 +274,18 @@ template <int PASS, bool SCALED> struct StepTiles {
     }
 };
 
-/* A thread has 8 rows and 8 columns of the tile. Returns the position of row i (or column i) of
- * the thread in the tile. The threads of the CTA form a grid over the tile, and `first` is the
- * row (column) of the thread in this grid. `half`: half of the number of rows (columns) of the
- * tile. Rows 0 to 3 of a thread are adjacent, and so are rows 4 to 7. Row 4 is `half` rows
- * below row 0. */
+/* A thread computes 8 rows of the tile: two blocks of four adjacent rows, which are `half` rows
+ * apart. Returns the index in the tile of the thread's row i. `first`: row of the thread in the
+ * grid that the CTA's threads form over the tile. `half`: half of the number of rows of the
+ * tile. For columns, the function is called with the column of the thread in that grid, and
+ * half of the number of columns. */
 static __device__ __forceinline__ int thread_line(int first, int i, int half)
 {
     return first * 4 + i % 4 + (i < 4 ? 0 : half);
 }
 
 /* Reads a thread's eight numbers of one row of shared memory, at the positions that
- * thread_line() returns. `from`: address of the first one. */
+ * thread_line() returns. `from`: address of the first number. `half`: see thread_line(). */
 static __device__ __forceinline__ void load_eight(const float *from, int half, float (&x)[EACH])
 {
     const float4 low = *(const float4 *)from, high = *(const float4 *)(from + half);
@@ -291,8 +294,9 @@ static __device__ __forceinline__ void load_eight(const float *from, int half, f
 }
 
 /* Stores four results x to row m of the tile, from column `column` of out on. If the row has no
- * token, stores zeros. Otherwise first adds the bias and the numbers of g.addend, if they are
- * set. With g.accumulate, also adds the old values of out. */
+ * token, the results are zeros. Otherwise the function first adds the bias and the numbers of
+ * g.addend, if they are set. With g.accumulate, it adds the old values of out to the results of
+ * every row. */
 template <int PASS, bool SCALED>
 static __device__ __forceinline__ void store_four(const p2p_gemm &g, const TileSlice &p, int m,
                                                   int64_t column, float *x)
@@ -418,7 +422,8 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 /* Returns the number of CTAs to launch. The host does not know how many rows the slabs have, so
- * it takes the largest possible number of tile slices, but at most four CTAs per SM. */
+ * it launches one CTA for each tile slice that the product can have, but at most four CTAs per
+ * SM. */
 static int ctas_of(const p2p_gemm *g)
 {
     const int64_t columns = g->pass == EPIC_GEMM_INPUT ? g->k : g->n;

@@ -80,14 +80,14 @@ struct Job {
     /* FORWARD, INPUT: number of stages that a tile needs. Each stage adds BK (e4m3: 128)
      * products to every sum of the tile. */
     int steps;
-    /* Number of rows of tiles that the kernel computes together, one column of tiles after the
-     * other, so that it reuses matrix b in the L2 cache. With clusters: number of pairs of
-     * rows. */
+    /* Number of rows of tiles in a group; with clusters: number of pairs of rows of tiles. The
+     * kernel computes all tiles of a group, one column of tiles after the other, before the
+     * next group. So it reuses the same columns of matrix b from the L2 cache. */
     int group;
     int accumulate;
 };
 
-/* One tile of out, which find_tile() describes. */
+/* One tile of the result matrix `out`. find_tile() fills in this struct. */
 struct Tile {
     /* the tile's first row in matrices a and out; WEIGHT: its first row in out[expert] */
     int row;
@@ -99,22 +99,22 @@ struct Tile {
      * of the slab */
     int tokens;
     int rows; /* FORWARD, INPUT: number of rows of the tile that are stored, with padding */
-    /* false: the tile is not stored, for one of two reasons. Either the other CTA of the
-     * cluster computes it, and this CTA only takes part because that CTA needs its copies and
-     * arrivals. Or the kernel adds to out (job.accumulate), and the slab has no token whose
-     * products it could add. */
+    /* false: this CTA does not store the tile, for one of two reasons. Either the other CTA of
+     * the cluster stores the same tile, and this CTA only takes part because the other CTA
+     * needs its copies and its arrivals at barriers. Or the kernel adds the results to out
+     * (job.accumulate), and the slab has no token, so nothing has to be added. */
     bool store;
-    /* true: both CTAs of the cluster need the same part of b, so each copies half of it to
-     * both */
+    /* true: both CTAs of the cluster need the same part of matrix b, so each CTA copies one
+     * half of this part to both CTAs */
     bool share;
 };
 
 /* Sets w to tile number t. With clusters, t is the number of a pair of tiles, and w becomes the
  * tile of CTA `rank` of the cluster. `num_tiles`: number of rows of tiles; not used in WEIGHT
- * products. Returns false if t is past the last tile. The tiles are in an order that keeps
- * matrix b in the L2 cache: groups of job.group rows of tiles (with clusters: pairs of rows)
- * come one after the other. Within a group, one column of tiles comes after the other. In
- * WEIGHT products, all tiles of one expert come before those of the next expert. */
+ * products. Returns false if t is past the last tile. Tiles are numbered group by group, and
+ * within a group column by column. A group is job.group rows of tiles (with clusters: pairs of
+ * rows). This order keeps the part of matrix b that is in use in the L2 cache. In WEIGHT
+ * products, all tiles of one expert come before those of the next expert. */
 template <int PASS, int CTAS>
 static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int num_tiles, int t,
                                                  int rank)
@@ -162,9 +162,9 @@ static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int nu
     return true;
 }
 
-/* A position in the ring of stages: the index of a stage, and the parity of the phase for which
- * a thread waits at the stage's barriers. The parity changes each time the ring starts again at
- * stage 0. */
+/* A position of a thread in the ring of stages. index: number of the stage. parity: parity (0
+ * or 1) of the barrier phase for which the thread waits at the barriers of this stage. It
+ * changes each time the thread comes back to stage 0. */
 struct Stage {
     int index, parity;
 
@@ -230,8 +230,8 @@ static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uin
 }
 
 /* Main loop of the producer thread. For each tile of the CTA, copies the parts of matrices a
- * and b that the tile needs to the ring, one stage after the other. Before each stage it waits
- * until the consumers have released it. */
+ * and b that the tile needs into the ring, one stage after the other. Before it fills a stage,
+ * it waits until the consumers have released the stage. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void run_producer(const Maps &maps, const Job &job,
                                                     const SharedLayout &at, int rank)

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks on the device that a plan fits its layer: every rank owns at most job.num_local
- * experts. The host cannot check this when it enqueues the call, because the answer depends on
- * rank_of_expert, which only the device knows.
+/* Checks on the device that a plan fits its layer: no rank owns more than job.num_local
+ * experts. The host cannot check this when it enqueues the call, because the result depends on
+ * the table rank_of_expert, which is in device memory.
  *
- * All ranks get the same answer, because num_local in the plan's header, the largest number of
+ * All ranks get the same result, because num_local in the plan's header, the largest number of
  * experts that one rank owns, is equal on all ranks. If the plan does not fit, the kernel marks
  * it as failed and sets the number of rows of each local expert to 0. Later operations with
  * this plan then move no rows, and epic_check() returns the error. One thread does the work. It
@@ -12,8 +12,8 @@
 #include "cuda/common/wait.cuh"
 #include "cuda/experts/dense_tokens.h"
 
-/* Returns false if the plan fits the layer. Otherwise returns true, and writes to `notice` what
- * is wrong, in the form that the host's error message needs. */
+/* Returns true if the plan does not fit the layer. In this case writes to `notice` what is
+ * wrong: the fault, and the numbers for the host's error message. `h`: header of the plan. */
 static __device__ bool find_fault(const p2p_fits_job &job, const device_plan_header &h,
                                   p2p_notice &notice)
 {

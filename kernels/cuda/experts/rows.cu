@@ -3,8 +3,8 @@
  * gradients of the biases.
  *
  *     gate_up      [slots, width]  result of the first product, before input weight and bias
- *     activations  [slots, inner]  forward: output. Backward: on entry their gradient, on
- *                                  return the activations, for the next weight gradient
+ *     activations  [slots, inner]  forward: output. Backward: on entry the gradient of the
+ *                                  activations, on return the activations themselves
  *     d_gate_up    [slots, width]  backward: output
  *
  *   activation_kernel            gate_up -> activations
@@ -15,10 +15,10 @@
  *   scale_kernel                 rows * weight, or rows + weight * bias
  *
  * A warp works on one row. In bias_kernel, a CTA works on 64 columns of one expert. The kernels
- * neither read nor write rows without a token, because the products do not read them. Only
- * d_slot_weights gets zeros for these rows. Memory bandwidth should limit these kernels, not
- * arithmetic. So the activations that most models use are compiled separately, without a branch
- * for each element. */
+ * neither read nor write rows without a token, because the matrix products do not read such
+ * rows. Only d_slot_weights gets zeros for them. Memory bandwidth should limit the speed of
+ * these kernels, not arithmetic. So the activations that most models use are compiled
+ * separately, without a branch for each element. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/common/quantize.cuh"
@@ -46,9 +46,9 @@ struct Slot {
     float input, early;
 };
 
-/* Calls f(slot, expert) for each slot that holds a token, and padding(slot) for each padding
- * slot of a slab. Divides the slots among the warps of the grid. All lanes of a warp make each
- * call. */
+/* Divides the slots among the warps of the grid. Each warp calls f(slot, expert) for each of
+ * its slots that holds a token, and padding(slot) for each of its padding slots. All lanes of
+ * the warp make these calls together. */
 template <class F, class P>
 static __device__ __forceinline__ void each_slot(const p2p_slabs &s, F f, P padding)
 {
@@ -80,8 +80,10 @@ template <int V> struct Pair {
     float gate[V], up[V];
 };
 
-/* Loads columns [i, i + V) of gate and up from row `slot` of `from`. A row has the gate columns
- * and then the up columns or, with job.experts.interleaved, one of each in turn. */
+/* Loads columns [i, i + V) of gate and up from row `slot` of `from`. A row has all gate columns
+ * and then all up columns or, with job.experts.interleaved, gate and up columns in turn. For
+ * experts without a gate, a row has only one set of columns, which the function returns as
+ * `gate`. */
 template <class T, int V, int KIND>
 static __device__ __forceinline__ Pair<V> load_pair(const p2p_activation_job &job,
                                                     const void *from, int64_t slot, int64_t i)
@@ -183,8 +185,8 @@ static __device__ __forceinline__ Pair<V> apply_weight_and_bias(const p2p_activa
 }
 
 /* Forward: computes the activations of all slots. A warp has few loads in flight, because the
- * compiler cannot move loads before stores that may change what they read. So the launch bounds
- * require many warps per SM. */
+ * compiler cannot move a load before a store that may write the same memory. So the launch
+ * bounds require several CTAs per SM. */
 template <class T, int V, int KIND>
 static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 4)
     activation_kernel(const __grid_constant__ p2p_activation_job job)
@@ -222,9 +224,9 @@ static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
     return bits;
 }
 
-/* Quantizes 32 * N numbers of a row of n columns, from column `base` on, and stores them and
- * their scales. Each lane passes N numbers: adjacent if V > 1, else 32 columns apart. Called by
- * a whole warp. */
+/* Quantizes 32 * N numbers of a row of n columns, from column `base` on. Stores the e4m3
+ * numbers to the row `to`, and their scales to the row `scales`. Each lane passes N numbers in
+ * x: adjacent columns if V > 1, else columns 32 apart. Called by a whole warp. */
 template <int V, int N>
 static __device__ __forceinline__ void store_quantized(float (&x)[N], uint8_t *to,
                                                        float *scales, int64_t base, int64_t n)
@@ -374,8 +376,8 @@ static __device__ float down_bias_dot(const p2p_activation_job &job, const Slot 
     return dot;
 }
 
-/* Backward: computes activations and d_gate_up of all slots and, if job.d_slot_weights is set,
- * the gradients of the weights, which are 0 for padding. */
+/* Backward: computes the activations and d_gate_up of all slots. If job.d_slot_weights is set,
+ * also computes the gradients of the slots' weights, which are 0 for padding slots. */
 template <class T, int V, int KIND>
 static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 3)
     activation_backward_kernel(const __grid_constant__ p2p_activation_job job)
@@ -398,11 +400,12 @@ static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 3
 
 /* --------------------------------------------------------------------- bias and scale ---- */
 
-/* number of rows that a warp loads before it adds them, so that the loads overlap */
+/* number of rows that a warp loads before it adds the first one, so that the loads overlap */
 #define BIAS_AHEAD 8
 
-/* Adds rows number warp, warp + WARPS, ... of a slab, each times its weight, to sum. A lane
- * handles two columns: `column` and column + 32. */
+/* Adds rows `warp`, warp + WARPS, warp + 2 WARPS, ... of a slab, each multiplied by its weight,
+ * to sum. `warp`: number of this warp in the CTA. Each lane adds two columns: `column` to
+ * sum[0] and column + 32 to sum[1]. */
 template <class T>
 static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const slab_range &slab,
                                                 int64_t column, int warp, float (&sum)[2])

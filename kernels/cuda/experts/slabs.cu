@@ -10,8 +10,8 @@
  *
  * The kernel runs as one CTA. Each thread works on one expert, and a prefix sum over the
  * threads gives the expert's first row and first tile. The caller's counts can be wrong. So the
- * kernel cuts off rows past num_slots, so that no later kernel accesses memory outside of the
- * buffers. */
+ * kernel ignores rows past num_slots. Otherwise a later kernel could access memory outside of
+ * the buffers. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/experts/grouped.h"
@@ -45,8 +45,8 @@ static __device__ int64_t count_at(const int32_t *counts, int e, int64_t most)
     return count < 0 ? 0 : count < most ? count : most;
 }
 
-/* The kernel: computes slabs and tiles, for THREADS experts at a time. first_row and first_tile
- * are the first row and the first tile of the experts of the current loop pass. */
+/* The kernel: computes slabs and tiles. Each pass of the loop handles THREADS experts, one per
+ * thread. first_row and first_tile: where the first of these experts begins. */
 static __global__ void __launch_bounds__(THREADS)
     slabs_kernel(const __grid_constant__ p2p_slabs s)
 {

@@ -5,11 +5,11 @@
  *   out  d_logits           [num_tokens, columns]    router_backward_kernel, one warp per token
  *   out  d_scale_of_expert  [columns]                router_scale_kernel, one CTA per expert
  *
- * The kernels do not read the weights that router forward has written. They compute them again
- * from the logits. They load all logits of a token only if the weights come from a softmax over
- * all experts (needs_full_softmax()). Otherwise they load only the logits of the chosen
- * experts. Lane l handles choices l and l + 32 of a token, with index j = 0 and 1 (struct
- * Chosen). */
+ * The kernels do not read the weights that router forward has written, but compute the weights
+ * again from the logits. They load all logits of a token only if the weights come from a
+ * softmax over all experts (needs_full_softmax()). Otherwise they load only the logits of the
+ * chosen experts. Lane l handles choices l and l + 32 of a token, with index j = 0 and 1
+ * (struct Chosen). */
 #include "cuda/common/launch.cuh"
 #include "cuda/router/router.cuh"
 
@@ -161,9 +161,10 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 /* a CTA has at most this many warps, among which the tokens are divided */
 #define SCALE_WARPS 8
 
-/* Returns what choice number `place` (token * top_k + k) adds to the gradient of its expert's
- * scale: the gradient of the choice's weight, times the weight without this scale. All lanes
- * get the result. `s`: this warp's row in shared memory. */
+/* Returns what choice number `place` (token * top_k + k) adds to the gradient of the scale of
+ * its expert (scale_of_expert): the gradient of the choice's weight, multiplied by the weight
+ * before the scale is applied. All lanes get the result. `s`: this warp's row in shared
+ * memory. */
 __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job, float *s,
                                              int64_t place)
 {
@@ -186,9 +187,9 @@ __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job,
 }
 
 /* The kernel that computes d_scale_of_expert. A CTA works on one expert, and each of its warps
- * on a part of the tokens. The warps compute the weights of this expert's choices again. This
- * is cheap, because these are only a small part of all choices. Thread 0 adds the sums of the
- * warps in a fixed order. */
+ * on a part of the tokens. The warps search the choices of this expert and compute their
+ * weights again, which is cheap, because only a small part of all choices has this expert.
+ * Thread 0 adds the sums of the warps in a fixed order. */
 __global__ void __launch_bounds__(SCALE_WARPS *WARP)
     router_scale_kernel(const __grid_constant__ p2p_router_backward_job job)
 {

@@ -94,8 +94,9 @@ template <int V> struct Owned {
 };
 
 /* The keys of one lane that owns any number of ids, [first, first + count). The keys stay in
- * shared memory, unsorted. top() and drop() visit them from the largest key to the smallest,
- * equal keys in ascending order of ids. */
+ * shared memory, unsorted. The struct has one current key, which top() returns: the largest key
+ * that has not been dropped, `best`, of the id first + position. drop() goes on to the next
+ * smaller key. Equal keys come in ascending order of ids. */
 template <> struct Owned<0> {
     int first, count, position;
     uint32_t best;
@@ -111,8 +112,8 @@ template <> struct Owned<0> {
     {
         return first + position;
     }
-    /* Sets `best` and `position` to the next key after key `last` at last_position, in the
-     * order that the comment on this struct defines. */
+    /* Makes the key after `last` the current key: the largest one that is smaller than `last`,
+     * or equal to it at a position after last_position. */
     __device__ void find(uint32_t last, int last_position)
     {
         best = KEY_NONE;
@@ -132,8 +133,8 @@ template <> struct Owned<0> {
         position = 0;
         find(0xffffffffu, -1);
     }
-    /* Sets the keys of all ids of this lane to `value` in `to`, and starts again at the largest
-     * key. */
+    /* Sets the keys of all ids of this lane to `value` in `to`. Then makes the key of the first
+     * id the current key. */
     __device__ void fill(uint32_t *to, uint32_t value)
     {
         for (int v = 0; v < count; v++) to[padded_index(first + v)] = value;
@@ -146,8 +147,9 @@ template <> struct Owned<0> {
     }
 };
 
-/* Which lane owns which expert ids. If there are at most 32 groups of experts, 1 << lane_bits
- * lanes share one group. If there are more, each lane has groups_per_lane whole groups. */
+/* Which lane of a warp owns which expert ids. If the router has at most 32 groups of experts,
+ * the ids of a group are divided among 1 << lane_bits lanes. If the router has more groups,
+ * each lane owns all ids of groups_per_lane groups. */
 struct Deal {
     int groups;          /* number of groups of experts; 1 if the router has no groups */
     int ids_per_group;   /* number of ids in a group */
@@ -204,9 +206,10 @@ __device__ __forceinline__ int best_lane(uint32_t top)
     return __ffs(__ballot_sync(ALL_LANES, top == largest)) - 1;
 }
 
-/* Returns the score of this lane's group of experts: the sum of the group's m largest selection
- * values, added from the largest to the smallest. `own` is a copy, because the function removes
- * keys from it. Called by all lanes. */
+/* Returns the score of this lane's group of experts: the sum of the m largest selection values
+ * (score or logit plus bias) in the group, added from the largest to the smallest. `own`: the
+ * keys of this lane, passed as a copy because the function removes keys from it. Called by all
+ * lanes. */
 template <int V>
 __device__ __forceinline__ float score_group(const Deal &d, Owned<V> own, int m)
 {
@@ -271,10 +274,11 @@ __device__ __noinline__ void keep_many_groups(const epic_router &r, const Deal &
             keys[padded_index(g * d.ids_per_group + i)] = others;
 }
 
-/* Reads the keys of this lane's ids into `own`. If the router has groups, also selects the
- * groups with the largest scores. Then the keys of ids in other groups become KEY_NONE or, if
- * the router counts them as 0 (router_others_out()), KEY_ZERO. on_logits: the keys come from
- * logits, not from scores. */
+/* Reads the keys of this lane's ids into `own`. If the router has groups of experts, also
+ * selects the groups with the largest scores. The keys of ids in the other groups then become
+ * KEY_NONE, so that these ids cannot be chosen. If router_others_out() returns false, they
+ * become KEY_ZERO instead: such an id can be chosen as if its selection value were 0.
+ * on_logits: the keys come from logits, not from scores. */
 template <int V>
 __device__ __forceinline__ void read_own_keys(const epic_router &r, const Deal &d,
                                               Owned<V> &own, uint32_t *keys,
@@ -335,7 +339,8 @@ __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const
     const int last_lane = __shfl_up_sync(ALL_LANES, lane, 1);
     const bool begins = key != last_key || lane != last_lane || lane_id() == 0;
     const uint32_t upto = __ballot_sync(ALL_LANES, begins) & ((2u << lane_id()) - 1);
-    /* number of this token's earlier choices with the same key and the same owner */
+    /* number of this token's earlier choices that have the same key and the same owner as this
+     * lane's choice */
     int before = lane_id() - (31 - __clz((int)upto));
     const int first = __shfl_sync(ALL_LANES, own.first, lane);
     const int count = __shfl_sync(ALL_LANES, own.count, lane);

@@ -7,8 +7,9 @@
  *   out  scores    [num_tokens, columns], if the caller wants them
  *
  * One warp works on one token; no warp waits for another one. The token's logits, scores and
- * keys (by which experts are compared, choose.cuh) are in shared memory. The weight of a choice
- * is the choice's part divided by the token's divisor (struct Shares):
+ * keys are in shared memory. A key is a number by which experts are compared (choose.cuh). The
+ * weight of a choice is the part of this choice divided by the divisor of the token (struct
+ * Shares):
  *
  *   logits -> scores -> keys -> choices (choose.cuh) -> parts, divisor -> weights */
 #include "cuda/common/launch.cuh"
@@ -16,9 +17,9 @@
 
 #define MOST_WARPS 4
 
-/* Returns the experts that the caller's table gives a token: those in row token_ids[token] of
- * the table. An expert id that is too large becomes -1. If the table does not have this row,
- * all ids are -1. */
+/* Returns the experts of a token from the caller's table: those in row token_ids[token]. An
+ * expert id that is too large becomes -1. If the table does not have this row, all ids are
+ * -1. */
 template <int J>
 __device__ __forceinline__ Chosen<J> read_table_row(const p2p_router_job &job, int64_t token)
 {
@@ -88,7 +89,8 @@ __device__ __forceinline__ void make_keys(const p2p_router_job &job, uint32_t *k
 }
 
 /* Computes the weights of a token's choices, and writes ids and weights to the output. `from`
- * [columns]: scores or logits, from which compute_shares() computes the weights. */
+ * [columns]: the token's scores if the router's weight_rule is EPIC_WEIGHT_OF_SCORE, else its
+ * logits. */
 template <int J>
 __device__ __forceinline__ void write_weights(const p2p_router_job &job, const Chosen<J> &c,
                                               const float *from, int64_t token)
@@ -160,9 +162,10 @@ static cudaError_t launch_width(const p2p_router_job *job, const Deal &deal,
                          *job, deal);
 }
 
-/* Chooses the kernel instance with the smallest V that is at least the number of columns per
- * lane and the number of ids per lane. Uses V = 0 if no V suffices, or for more than 32 groups
- * or choices. */
+/* Launches router_kernel with the smallest V (4, 8 or 16) that is at least the number of
+ * columns per lane and the number of ids per lane. If no V suffices, or the router has more
+ * than 32 groups of experts or top_k is above 32, launches the instance with V = 0, which
+ * supports any number of columns. */
 extern "C" cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream)
 {
     const Deal d = deal_of(job->rows.router, job->rows.columns);

@@ -8,9 +8,9 @@
  *   bias_update_kernel      load [num_experts] -> bias [num_experts]            one CTA
  *
  * In loss_kernel, one warp works on one *run*: a number of consecutive tokens (rules/rule.h).
- * The runs depend only on the number of tokens, so the order in which losses are added does not
- * depend on the GPU. For the balance loss by sequences, each CTA counts the choices in all
- * sequences that its runs overlap. */
+ * How tokens are divided into runs depends only on the number of tokens. So the order in which
+ * losses are added does not depend on the GPU. For the balance loss by sequences, each CTA
+ * counts the choices in every sequence that has tokens in one of its runs. */
 #include "cuda/common/launch.cuh"
 #include "cuda/router/router.cuh"
 #include "rules/device_layout.h"
@@ -41,9 +41,9 @@ __device__ __forceinline__ float compute_probabilities(const p2p_router_rows &ro
 
 /* FORWARD: returns what one token adds to the balance loss: the sum over the experts of
  * probability * load. BACKWARD: writes the gradient of the token's logits. `load`
- * [num_experts]: number of choices of each expert. `factor`: gradient of the loss times
- * factor_of(). p [columns]: shared memory of the warp; on return p contains the
- * probabilities. */
+ * [num_experts]: number of choices of each expert. `factor` (BACKWARD only): gradient of the
+ * loss, multiplied by factor_of(). p [columns]: shared memory of the warp; on return it
+ * contains the probabilities. */
 template <Pass PASS>
 __device__ __forceinline__ double balance_term(const p2p_loss_job &job, const int32_t *load,
                                                float *p, double factor, int64_t token)
@@ -102,7 +102,7 @@ __device__ __forceinline__ void count_sequence(const p2p_loss_job &job, int32_t 
     __syncthreads();
 }
 
-/* A range of tokens: [begin, end). */
+/* The tokens [begin, end). This Span has nothing to do with the spans of rows. */
 struct Span {
     int64_t begin, end;
 };
@@ -215,9 +215,9 @@ extern "C" cudaError_t p2p_launch_loss_backward(const p2p_loss_job *job, cudaStr
 
 /* ----------------------------------------------------------------------------- bias ---- */
 
-/* The kernel that computes bias += rate * sign(mean load - load). Instead of this sign, it
- * computes the sign of the integer (total load - num_experts * load), which has no rounding
- * error. The grid has one CTA. */
+/* The kernel that computes bias += rate * sign(mean load - load). To avoid rounding errors, it
+ * computes this sign as the sign of the integer (total load - num_experts * load). The grid has
+ * one CTA. */
 __global__ void __launch_bounds__(ADDERS)
     bias_update_kernel(float *bias, const int32_t *load, int64_t num_experts, float rate)
 {

@@ -58,8 +58,8 @@ __host__ __device__ __forceinline__ int row_words(int columns)
     return (columns + WARP - 1) / WARP * (WARP + 1);
 }
 
-/* Returns the number of words of shared memory for a row: of V columns per lane or, if V is 0,
- * of `columns` columns. */
+/* Returns the number of words of shared memory for a row: for V columns per lane or, if V is 0,
+ * for `columns` columns. */
 template <int V> __host__ __device__ __forceinline__ int row_words_of(int columns)
 {
     return V > 0 ? V * (WARP + 1) : row_words(columns);
@@ -82,8 +82,9 @@ template <int V, class F> __device__ __forceinline__ void each_column(int first,
 }
 
 /* Calls f(i) for each of this lane's columns i below `end`. If V is not 0, also calls f(i) for
- * this lane's columns from `end` to 32 * V - 1, which saves a comparison per column. Shared
- * memory has words for these columns, too, so f may access them. */
+ * this lane's columns from `end` to 32 * V - 1, which do not exist in the row. This saves a
+ * comparison per column. f may access these columns, because shared memory has words for
+ * them. */
 template <int V, class F> __device__ __forceinline__ void each_place(int end, F f)
 {
     if (V > 0) {
@@ -193,8 +194,8 @@ __device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t ty
 
 /* --------------------------------------------------------------------------- scores ---- */
 
-/* Returns the largest `mine` of the warp's lanes, and ignores NaNs. `first`: first value of the
- * row. If `first` is NaN, returns NaN, as the host does. */
+/* Returns the largest `mine` of the warp's lanes, and ignores NaNs. There is one exception: if
+ * `first`, the first value of the row, is NaN, returns NaN, as the host does. */
 __device__ __forceinline__ float largest_of(float mine, float first)
 {
 #pragma unroll
@@ -255,8 +256,8 @@ __device__ __forceinline__ void make_scores(float *s, const float *z, uint32_t s
 
 /* -------------------------------------------------------------------------- weights ---- */
 
-/* The k chosen experts of a token. Lane l has choice l (index j = 0) and, if J is 2, also
- * choice l + 32 (j = 1). */
+/* The k chosen experts of a token, distributed over the lanes of a warp. Lane l has choice l
+ * (index j = 0) and, if J is 2, also choice l + 32 (j = 1). */
 template <int J> struct Chosen {
     int k;
     int id[J]; /* id[j]: expert of choice lane + 32 j; negative: no expert */
@@ -311,10 +312,10 @@ __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J]
         if (low | high) p[j] /= sum;
 }
 
-/* The numbers from which the kernels compute the weights of a token's choices. Each choice has
- * a part, and the token has one divisor. The weight of a choice is its part divided by the
- * divisor, times the router's scales. `is_divisor_variable` is true if the divisor depends on
- * the parts. Then backward also needs the gradient of the divisor. */
+/* The numbers from which the kernels compute the weights of a token's choices. parts[j] is the
+ * part of choice lane + 32 j. The token has one divisor. The weight of a choice is its part
+ * divided by the divisor, times the router's scales. `is_divisor_variable` is true if the
+ * divisor depends on the parts. Then backward also needs the gradient of the divisor. */
 template <int J> struct Shares {
     float parts[J];
     float divisor;

@@ -38,9 +38,9 @@ typedef struct p2p_router_job {
     const float *bias;
     /* [columns]: factor of each expert's weights; NULL: all are 1 */
     const float *scale_of_expert;
-    /* [num_tokens]. If not NULL, the experts of token t are those in row token_ids[t] of
-     * `table` [table_rows, top_k]. If both token_ids and topk_idx_in are NULL, the kernel
-     * chooses the experts by their scores. */
+    /* [num_tokens]. If not NULL, the router does not choose experts by scores: the experts of
+     * token t are those in row token_ids[t] of `table` [table_rows, top_k]. If both token_ids
+     * and topk_idx_in are NULL, the kernel chooses the experts by their scores. */
     const void *token_ids;
     const int32_t *table;
     int64_t table_rows;
@@ -51,8 +51,8 @@ typedef struct p2p_router_job {
     float *weights;
     float *scores;
     int32_t has_int64_ids; /* 1: token_ids are int64; 0: int32 */
-    /* 1: the kernel compares logits instead of scores, because the order of experts is the same
-     * for both */
+    /* 1: the kernel compares experts by their logits instead of their scores, because the host
+     * has found that both give the same order */
     int32_t on_logits;
 } p2p_router_job;
 
@@ -79,14 +79,15 @@ typedef struct p2p_loss_job {
     const int32_t *topk_idx;
     int64_t sequence_tokens;
     double factor;
-    /* If not NULL, the kernel divides `factor` by the number of tokens of all ranks, which it
-     * reads from this plan. */
+    /* If not NULL, a plan. The kernel reads the number of tokens of all ranks from it, and
+     * divides `factor` by this number. */
     const void *plan;
-    /* how many times the kernel divides by the number of tokens: 1 or 2 */
+    /* how many times the kernel divides `factor` by the number of tokens: 1 or 2 */
     int32_t num_divisions;
     int32_t pad;
     const float *d_loss; /* backward: [1], gradient of the loss; NULL: 1 */
-    /* [LOSS_RUNS]: workspace for the sum of each run (equally many consecutive tokens) */
+    /* [LOSS_RUNS]: workspace: the sum of the losses of each run. A run is a number of
+     * consecutive tokens. */
     double *runs;
     void *loss;
     void *d_logits;
