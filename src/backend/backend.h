@@ -32,8 +32,8 @@ typedef struct epic_peer {
     uint64_t process[2]; /* two ranks with equal values are in the same process */
     int64_t pid;
     int64_t uid;
-    /* inode of the network namespace; two ranks can connect by an abstract UNIX address if it
-     * is equal */
+    /* inode of the network namespace; two ranks of a host can connect by an abstract UNIX
+     * address if their inodes are equal */
     int64_t network_ns;
     /* Identifies the copy of libepic that the rank uses. Ranks of one process with equal
      * numbers share the library's global tables. The number is random, because an address would
@@ -100,9 +100,9 @@ typedef struct epic_backend {
     const struct epic_transport *transport; /* set by a host backend */
     const struct epic_ops *ops;             /* set by a device backend */
 
-    /* Returns the last error sentence of the calling thread. A backend in a plugin sets it,
-     * because the plugin has its own copy of epic_fail. NULL: the backend uses the epic_fail of
-     * libepic.so. */
+    /* Returns the last error sentence of the calling thread. A backend in a plugin sets this
+     * member, because the plugin has its own copy of epic_fail. NULL: the backend uses the
+     * epic_fail of libepic.so. */
     const char *(*sentence)(void);
 
     /* Creates a bootstrap for epic_bootstrap_mpi(). `native` is config.native, a pointer to an

@@ -65,7 +65,7 @@ typedef struct epic_flow {
 /* The last known status of a peer. When a wait has passed its deadline, the core compares the
  * status of all peers to find the culprits. */
 typedef struct epic_peer_status {
-    /* the peer has announced the exchange (tag, sequence), or a later one of that tag */
+    /* the peer has announced the exchange (tag, sequence), or a later exchange with this tag */
     bool has_announced;
     bool is_gone;    /* the peer's process ended, or it closed its context */
     bool has_closed; /* the peer closed its context */

@@ -24,7 +24,7 @@
 
 /* a deadline restarts only until the wait has run for this many timeouts */
 #define DEADLINE_RESTART_LIMIT 4
-/* a check later than this cannot be due to the scheduler alone */
+/* if a check is later than this, the scheduler alone cannot be the reason */
 #define DEADLINE_SLACK_NS 100000000ull
 
 typedef struct deadline {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Stores the error sentence of each thread; the last failure overwrites it. */
+/* Stores the error sentence of each thread. A new failure of the thread overwrites it. */
 #include "base/error.h"
 
 #include <errno.h>

@@ -149,8 +149,9 @@ static void load_words(void *to, const _Atomic uint64_t *from, size_t num_words)
     }
 }
 
-/* Writes a record and, if the operation failed, its sentence. The seqlock is odd during the
- * writes and even afterwards. Only the thread that claimed the record may call this. */
+/* Writes a record and, if the operation failed, its sentence. The seqlock is an odd number
+ * during the writes, and an even number after them. Only the thread that claimed the record may
+ * call this function. */
 static void publish_entry(recorder_page *page, size_t i, const recorder_entry *entry,
                           const char *sentence)
 {

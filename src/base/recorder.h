@@ -77,7 +77,7 @@ typedef struct recorder_entry {
     int64_t end_ns;
     uint32_t operation; /* an epic_operation */
     uint32_t state;     /* a recorder_state */
-    uint32_t result;    /* an epic_result, once done */
+    uint32_t result;    /* an epic_result, valid after the operation has ended */
     int32_t waits_for;  /* first rank that the operation waits for, or -1 */
 } recorder_entry;
 

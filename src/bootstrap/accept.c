@@ -27,7 +27,7 @@
 #define SEND_MS 1000    /* time to send a short message */
 /* how long rank 0 waits for a free descriptor before the bootstrap fails */
 #define FULL_MS 1000
-#define FULL_NAP_MS 10 /* length of one sleep while it waits for a descriptor */
+#define FULL_NAP_MS 10 /* length of one sleep while rank 0 waits for a descriptor */
 #define MAX_JOINERS 1024
 /* rank 0 serves at most one joiner per rank and this many more at the same time */
 #define SPARE_JOINERS 64
@@ -373,7 +373,7 @@ static void accept_joiners(acceptor *a, int listener)
 static void fail_lost_rank(acceptor *a, int32_t rank)
 {
     /* A rank that has joined sends nothing before it receives the begin frame. So an event on
-     * its socket means that the rank closed it. */
+     * its socket means that the rank has closed the connection. */
     epic_link_close(&a->links[rank]);
     fail_all_ranks(a,
                    epic_fail(EPIC_EPEER,

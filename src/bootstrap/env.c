@@ -36,7 +36,7 @@ static const launcher launchers[] = {
     {"JSM_NAMESPACE_RANK", {"JSM_NAMESPACE_SIZE"}, LAUNCHER},
     {"FLUX_TASK_RANK", {"FLUX_JOB_SIZE"}, LAUNCHER},
     {"SLURM_PROCID", {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}, SLURM},
-    {"PMIX_RANK", {NULL}, LAUNCHER}, /* prterun; srun --mpi=pmix, next to Slurm's own */
+    {"PMIX_RANK", {NULL}, LAUNCHER}, /* prterun; srun --mpi=pmix sets it next to SLURM_PROCID */
     {"PALS_RANKID", {NULL}, LAUNCHER},
     {"ALPS_APP_PE", {NULL}, LAUNCHER},
     {"JOB_COMPLETION_INDEX", {NULL}, HINT}, /* Kubernetes */
@@ -280,7 +280,7 @@ epic_result epic_bootstrap_env(epic_bootstrap *out)
     char host[ENV_HOST];
     if (out == NULL)
         return epic_fail(EPIC_EINVAL, "out is NULL: pass an epic_bootstrap to fill in");
-    *out = (epic_bootstrap){0}; /* a failed bootstrap can be closed too */
+    *out = (epic_bootstrap){0}; /* so that epic_bootstrap_close() accepts *out after an error */
     for (size_t i = 0; i < NUM_LAUNCHERS; i++) TRY(read_claim(&claims[i], &launchers[i]));
     TRY(choose_claim(&followed, claims));
     TRY(followed.by != NULL ? follow_claim(&tcp, host, &followed) : check_alone());

@@ -3,7 +3,7 @@
  *
  * getaddrinfo() has no time limit and takes many seconds if a name server is down.  So a
  * separate thread calls it.  If the limit passes first, the caller marks the query as
- * abandoned, and the thread frees it when getaddrinfo() returns. */
+ * abandoned, and the thread frees the query when getaddrinfo() returns. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -98,7 +98,7 @@ static void stay_loaded(void)
 }
 
 /* Waits until the query is done. Returns false if the limit passes first. In this case the
- * thread of the query frees it, and the caller must not use it any more. */
+ * thread of the query frees the query, and the caller must not use the query any more. */
 static bool wait_for_query(query *q, time_limit *limit)
 {
     pthread_mutex_lock(&q->mutex);

@@ -23,9 +23,9 @@
 /* A link, and the state of the current gather on it. */
 typedef struct connection {
     epic_link link;
-    /* Used by rank 0; always false on other ranks. While rank 0 receives: all bytes of this
-     * gather have arrived from the peer. While rank 0 sends the answers: the peer's answer is
-     * sent. */
+    /* Only rank 0 sets this member. While rank 0 receives, true means that all bytes of this
+     * gather have arrived from the peer. While rank 0 sends the answers, true means that the
+     * peer's answer is sent. */
     bool is_ready;
     epic_frame frame;
     size_t head;          /* bytes received of `frame` */
@@ -407,7 +407,7 @@ epic_result epic_bootstrap_tcp_v1(epic_bootstrap *out, const epic_tcp *theirs, s
     epic_tcp tcp;
     if (out == NULL)
         return epic_fail(EPIC_EINVAL, "out is NULL: pass an epic_bootstrap to fill in");
-    *out = (epic_bootstrap){0}; /* a failed bootstrap can be closed too */
+    *out = (epic_bootstrap){0}; /* so that epic_bootstrap_close() accepts *out after an error */
     TRY(READ_SIZED(&tcp, theirs, size, "epic_tcp"));
     TRY(check_tcp(&tcp));
     if (tcp.address == NULL) tcp.address = "127.0.0.1";

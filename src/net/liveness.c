@@ -78,8 +78,8 @@ static void check_and_beat(net_liveness *l, int host, int64_t now)
     }
     const ssize_t sent = send(l->sockets[host], &(char){BEAT_BYTE}, 1, MSG_NOSIGNAL);
     if (sent < 0 && errno != EAGAIN && errno != EINTR)
-        /* Sending failed. If the peer has closed the connection regularly, its close byte has
-         * arrived. */
+        /* Sending failed. If the peer has closed the connection regularly, read_beats() finds
+         * its close byte. Otherwise read_beats() sets the state NET_PEER_DEAD. */
         read_beats(l, host);
 }
 

@@ -4,9 +4,9 @@
  *
  * These products have few columns and long sums. Small products divide each sum into slices, so
  * that there is work for the whole GPU, and need memory for partial sums. Large products use
- * tensor cores (experts/grouped_pieces.cu). They represent each float32 factor as a sum of
- * three bf16 numbers, its pieces, and need memory for the pieces. The core computes the size of
- * the workspace with this file, and the device backend divides the workspace.
+ * tensor cores (experts/grouped_pieces.cu). They represent each float32 number as the sum of
+ * three bf16 numbers, its *pieces*, and need memory for the pieces. The core computes the size
+ * of the workspace with this file, and the device backend divides the workspace.
  *
  * In the functions below, `tokens` is the number of this rank's tokens. `block` is the largest
  * number of tokens that the layer computes at a time (moe/moe.h). */
@@ -77,8 +77,9 @@ static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
 }
 
 /* Offsets in bytes of the arrays for a product on tensor cores. The arrays follow the list of
- * tiles. `pieces` is the float32 factor as bf16 [depth, GATE_PIECES, columns]. `sums` is
- * float32 [lines, GATE_PIECES, columns], the result for each piece. */
+ * tiles. `pieces` contains the pieces of the float32 factor: bf16 [depth, GATE_PIECES,
+ * columns]. `sums` contains the product with each piece: float32 [lines, GATE_PIECES,
+ * columns]. */
 typedef struct gate_pieces {
     int64_t pieces, sums, end;
 } gate_pieces;
@@ -96,9 +97,10 @@ static inline gate_pieces gate_pieces_of(int64_t tokens, int64_t lines, int64_t 
 }
 
 /* Offsets in bytes of the arrays for the gradient of x on tensor cores. Both factors of this
- * product, d_logits and the gate's weights, are float32. As pieces, d_logits is bf16 [tokens,
- * GATE_PAIRS, columns], and `weights` is bf16 [hidden, GATE_PAIRS, columns]. The result is
- * added to d_x, so it needs no memory here. */
+ * product, the gradient of the logits and the gate's weights, are float32. `d_logits` contains
+ * the pieces of the first factor: bf16 [tokens, GATE_PAIRS, columns]. `weights` contains the
+ * pieces of the second: bf16 [hidden, GATE_PAIRS, columns]. The result is added to d_x, so it
+ * needs no memory here. */
 typedef struct gate_pairs {
     int64_t d_logits, weights, end;
 } gate_pairs;

@@ -23,10 +23,10 @@ typedef struct layer_tokens {
     float *d_shared_weights;    /* backward: [num_tokens] */
 } layer_tokens;
 
-/* The rows [num_tokens, hidden] of row_type of the kernel that adds up a layer's output. In
- * forward the kernel computes to = a + b + the outputs of the zero-experts. In backward it
- * computes to = a + b + the gradients of x through the zero-experts and through the shared
- * expert's gate. `to` may be the same array as `a`. */
+/* Arguments of the kernel that adds up a layer's output. `to`, `a` and `b` are [num_tokens,
+ * hidden] of row_type. In forward the kernel computes to = a + b + the outputs of the
+ * zero-experts. In backward it computes to = a + b + the gradients of x through the
+ * zero-experts and through the shared expert's gate. `to` may be the same array as `a`. */
 typedef struct layer_rows {
     void *to;
     const void *a, *b; /* NULL counts as 0 */

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions of one number from which scores are computed, for host code and CUDA kernels.
+/* Functions such as exp() from which scores are computed, for host code and CUDA kernels.
  *
  * The float32 functions use only additions, products and quotients, in a fixed order and
  * without contraction to fused operations. So every compiler and every device computes the same

@@ -10,8 +10,9 @@
 
 #define MAX_THREADS 7         /* largest value of EPIC_NET_THREADS */
 #define DEFAULT_MAX_THREADS 6 /* largest default of EPIC_NET_THREADS */
-/* If the default would be less than this number, it becomes 0. So the default is never 1: one
- * thread could only do the proxy thread's work in its place, at the same speed. */
+/* If the computed default of EPIC_NET_THREADS is less than this number, the default is 0. So
+ * the default is never 1, because one thread would only do the work of the proxy thread in its
+ * place, at the same speed. */
 #define DEFAULT_MIN_THREADS 2
 /* by default a rank starts one net thread per this many of its cores (docs/lab/hosts.md) */
 #define CORES_PER_THREAD 2

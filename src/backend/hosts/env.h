@@ -13,7 +13,7 @@ typedef enum hosts_memory {
     HOSTS_MEMORY_HOST
 } hosts_memory;
 
-/* The values of all variables. */
+/* The values of all environment variables of the backend hosts. */
 typedef struct hosts_env {
     const net_engine *engine;
     hosts_memory memory;
@@ -28,8 +28,9 @@ typedef struct hosts_env {
     int32_t threads;
 } hosts_env;
 
-/* Reads all variables and loads the engine. Errors: EPIC_EINVAL: a variable has an invalid
- * value, and the error sentence names it; EPIC_ENOTSUP: the engine cannot be loaded. */
+/* Reads all environment variables and loads the network engine. Errors: EPIC_EINVAL if a
+ * variable has an invalid value (the error sentence names the variable); EPIC_ENOTSUP if the
+ * engine cannot be loaded. */
 epic_result hosts_read_env(hosts_env *out);
 
 /* Returns how many threads the net of a rank may start in addition to the proxy thread. `ranks`

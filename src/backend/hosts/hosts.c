@@ -40,13 +40,14 @@ typedef struct hosts_part {
     net_liveness *liveness;
     hosts_proxy *proxy;
     bool on_gpu; /* true: inbox and outbox are in GPU memory; false: in host memory */
-    /* written by the ranks of this host; followed by partial sums that only this rank uses */
+    /* The memory into which the ranks of this host write rows. After the heap, the same
+     * allocation contains partial sums, which only this rank uses. */
     uint8_t *heap;
     uint8_t *inbox;         /* has the layout of a heap; the net writes it */
     uint8_t *outbox;        /* has the layout of a heap; the net reads it */
     uint8_t *outbox_on_gpu; /* the address of the outbox that kernels use */
     p2p_ring host_ring;     /* the proxy ring, at the addresses that the CPU uses */
-    char net_text[256];     /* text of net_engine.describe() after connecting */
+    char net_text[256];     /* the text that net_engine.describe() wrote after connecting */
 } hosts_part;
 
 _Static_assert(NET_MAX_HOSTS == DEVICE_MAX_RANKS, "each rank may be a host of its own");
@@ -85,8 +86,8 @@ static epic_result alloc_gpu(uint8_t **out, int64_t bytes)
     return p2p_cuda(cudaMalloc((void **)out, (size_t)bytes), "memory of the device");
 }
 
-/* Allocates an inbox or outbox. *out is its address for the net, *seen its address for
- * kernels. */
+/* Allocates an inbox or outbox. Sets *out to the address that the net uses, and *seen to the
+ * address that kernels use. */
 static epic_result alloc_for_net(uint8_t **out, uint8_t **seen, bool on_gpu, int64_t bytes)
 {
     TRY(on_gpu ? alloc_gpu(out, bytes) : alloc_host(out, bytes));
@@ -95,8 +96,8 @@ static epic_result alloc_for_net(uint8_t **out, uint8_t **seen, bool on_gpu, int
     return EPIC_OK;
 }
 
-/* Returns the bytes of the partial sums, which only this rank reads. They are stored after the
- * heap. */
+/* Returns the bytes of the partial sums, which are stored after the heap. Only this rank reads
+ * them. */
 static int64_t parts_bytes(const p2p_heap *at, int64_t num_ranks)
 {
     return num_ranks * at->part_words * 4;
@@ -219,7 +220,8 @@ static epic_result move_to_host(epic_group *g, hosts_part *h, peer_info *mine)
     return open_boxes(g, h, mine, false);
 }
 
-/* Sets the error of a rank that cannot use GPU memory although EPIC_NET_MEMORY is gpu. */
+/* Returns `result`, and adds to the error sentence that EPIC_NET_MEMORY=gpu is the reason why
+ * this rank fails and does not use host memory instead. */
 static epic_result fail_on_gpu(epic_result result)
 {
     char why[160];

@@ -24,8 +24,8 @@
 #include "base/error.h"
 #include "base/thread.h"
 
-/* Number of epochs in the array `ends`. Kernels wait, so that there are never more than two
- * epochs with puts in flight. */
+/* Number of epochs in the array `ends`. The array cannot become too small, because kernels wait
+ * so that at most two epochs have puts in flight. */
 #define MAX_OPEN_EPOCHS 4
 /* the thread reads at most this many ring entries before it posts puts */
 #define MAX_ENTRIES 256
@@ -44,7 +44,7 @@
 #define URGENT_QUIET_US 5
 /* how many cache lines ahead of the current ring entry the thread prefetches */
 #define PREFETCH_LINES 4
-/* the thread sleeps first after this many calls of proxy_progress() without progress */
+/* the thread begins to sleep after this many calls of proxy_progress() without progress */
 #define IDLE_ROUNDS 64
 /* if the thread may use at least SPARE_CORES cores, it polls this long before its first
  * sleep */
@@ -52,7 +52,7 @@
 #define SPARE_CORES 8
 #define FIRST_NAP_US 20    /* length of the first sleep; each later one is twice as long */
 #define MAX_NAP_BUSY_US 50 /* longest sleep while an operation runs */
-/* longest sleep while no operation runs; hosts_proxy_wake() ends it */
+/* longest sleep while no operation runs; hosts_proxy_wake() ends such a sleep early */
 #define MAX_NAP_IDLE_US 20000
 #define MESSAGE_TIMEOUT_MS 2000
 
@@ -148,7 +148,7 @@ static void read_piece(hosts_proxy *p, int host, uint64_t entry)
 {
     const uint64_t word = P2P_ENTRY_WORD(entry);
     put_batcher_add(p->batcher, host, word, P2P_ENTRY_WORDS(entry));
-    /* atomic: hosts_proxy_counts() reads it in another thread */
+    /* atomic, because hosts_proxy_counts() reads `pieces` in another thread */
     __atomic_store_n(&p->pieces, p->pieces + 1, __ATOMIC_RELAXED);
     p->has_read_urgent |= put_batcher_is_urgent(p->batcher, word);
 }
@@ -239,7 +239,7 @@ static int post_batches(hosts_proxy *p)
         }
         if (put_batcher_is_urgent(p->batcher, next.word)) record_urgent(p, next.host);
         put_batcher_mark_posted(p->batcher);
-        /* atomic: hosts_proxy_counts() reads it in another thread */
+        /* atomic, because hosts_proxy_counts() reads these counters in another thread */
         __atomic_store_n(&p->bytes, p->bytes + next.words * 8, __ATOMIC_RELAXED);
         __atomic_store_n(&p->puts, p->puts + 1, __ATOMIC_RELAXED);
         posted++;
@@ -276,8 +276,9 @@ static void send_state_word(hosts_proxy *p, state_word *m, int host, int64_t at,
     m->posted = ++p->posted[host];
 }
 
-/* Returns the word that describes the group's failure, or 0 if there is none. Returns 0 also if
- * another rank reported the failure, because only the reporting rank sends it. */
+/* Returns the word that describes the group's failure, or 0 if the group has not failed. Also
+ * returns 0 if another rank reported the failure, because only the reporting rank sends this
+ * word. */
 static uint64_t broken_word(const hosts_proxy *p)
 {
     const p2p_status *s = p->setup.status;
@@ -301,7 +302,8 @@ static void send_state(hosts_proxy *p)
 }
 
 /* Advances the message to one host. After a request by hosts_proxy_send(), posts the message
- * when no other put to the host is in flight. Marks it as idle when its put is done. */
+ * when no other put to the host is in flight. Marks the message as idle when its put is
+ * done. */
 static void progress_message(hosts_proxy *p, int host)
 {
     message *m = &p->messages[host];
@@ -316,7 +318,7 @@ static void progress_message(hosts_proxy *p, int host)
 }
 
 /* Sets the bits of dead ranks in status->dead, which kernels read. A rank is dead if its
- * liveness connection is lost or the net has given it up. */
+ * liveness connection is lost, or if the network engine reports that the rank is gone. */
 static void mark_dead(const hosts_proxy *p)
 {
     const hosts_proxy_setup *s = &p->setup;
@@ -450,8 +452,8 @@ static void wait_for_message(message *m)
 
 void hosts_proxy_send(hosts_proxy *p, int host, uint64_t at, uint32_t bytes)
 {
-    /* each host has a message of its own, so a host that does not receive delays no message to
-     * other hosts */
+    /* Each host has a message of its own. So a host that does not receive does not delay
+     * messages to other hosts. */
     message *m = &p->messages[host];
     pthread_mutex_lock(&p->mutex);
     wait_for_message(m);

@@ -9,13 +9,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define MAX_OPEN 2048 /* number of batches, free ones included */
+#define MAX_OPEN 2048 /* number of batches, including the free ones */
 /* A batch is stale if this many pieces were added to other batches since its last piece. No
  * more pieces are expected for a stale batch, because kernels post rows nearly in order. They
  * are not exactly in order, because one warp may overtake another. So between two neighboring
  * rows a kernel posts at most about as many pieces as it has warps. */
 #define STALE_AFTER 512
-#define MAX_SPANS 256 /* most spans that a batch can hold */
+#define MAX_SPANS 256 /* largest number of spans in a batch */
 
 /* A range of words within a block: one piece, or several adjacent pieces. */
 typedef struct span {
@@ -252,9 +252,9 @@ static int first_allowed(const put_batcher *all, const list *from, put_batch_kin
     return i;
 }
 
-/* Chooses the next batch to post and makes it current. The lists are searched in this order:
- * urgent ready, urgent waiting, ready rows, waiting rows. Returns false if no batch may be
- * posted. */
+/* Chooses the next batch to post and stores its index in all->current. Prefers ready urgent
+ * batches, then waiting urgent batches, then ready batches of rows, then waiting batches of
+ * rows. Returns false if may() allows no batch. */
 static bool choose_batch(put_batcher *all, put_batch_may_go *may, const void *self)
 {
     int i = -1;

@@ -24,7 +24,7 @@
 #define ROLL_TAG 32767 /* tag of roll calls: the largest that every MPI allows */
 #define NAP_NS 100000
 
-/* The state behind an epic_bootstrap. */
+/* The state of a bootstrap, to which epic_bootstrap.self points. */
 typedef struct bootstrap {
     MPI_Comm comm;
     int rank, num_ranks;
@@ -238,7 +238,7 @@ static epic_result poll_round(gather_round *r, const bootstrap *m, int *left)
     if (code != MPI_SUCCESS && code != MPI_ERR_IN_STATUS)
         return runtime_fail(code, "MPI_Testsome");
     for (int i = 0; i < count; i++)
-        TRY(finish_request(r, m, i, code)); /* if count is MPI_UNDEFINED, it is negative */
+        TRY(finish_request(r, m, i, code)); /* not called for MPI_UNDEFINED, a negative count */
     *left -= count > 0 ? count : 0;
     return EPIC_OK;
 }
@@ -324,7 +324,8 @@ static void close_bootstrap(void *self)
 }
 
 /* Creates a bootstrap of the ranks of a communicator. `native` points to an MPI_Comm; NULL
- * means MPI_COMM_WORLD. Collective. EPIC_ETIMEOUT names the ranks that did not call it. */
+ * means MPI_COMM_WORLD. Collective. If some ranks do not call this function in time, returns
+ * EPIC_ETIMEOUT with a sentence that names these ranks. */
 epic_result mpi_bootstrap(epic_bootstrap *out, const void *native, uint32_t timeout_ms)
 {
     TRY(check_native(native));

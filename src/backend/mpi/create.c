@@ -16,8 +16,8 @@
 
 #define NAP_NS 50000
 
-/* Arguments and result of MPI_Comm_create_group. The caller of create_comm() shares this struct
- * with the thread that calls MPI_Comm_create_group. */
+/* Arguments and result of MPI_Comm_create_group. create_comm() shares this struct with the
+ * thread that calls MPI_Comm_create_group. */
 typedef struct creation {
     pthread_mutex_t mutex; /* guards done and is_abandoned */
     MPI_Comm parent, made;

@@ -142,7 +142,7 @@ typedef struct wait_state {
     bool is_waiting;
     uint32_t phase;
     int64_t last_ns; /* time at which wait() last returned */
-    /* time at which wait() last found a change for the slot, or of the exchange's beginning */
+    /* time at which wait() last found a change for the slot, or at which the exchange began */
     int64_t unchanged_since_ns;
     int64_t requested_ns; /* time at which this rank last sent status requests for the slot */
     uint64_t waits_for[RANK_WORDS];

@@ -13,7 +13,9 @@
 #define MIN_RING (2 * MIN_SEGMENT)
 #define MAX_RING (1 << 20)
 #define DEFAULT_STAGING (256ll << 20)
-#define MAX_HUGE_PAGES (32ll << 20) /* largest size of a slot's rings that gets huge pages */
+/* the rings of a slot get huge pages only if all of them together have at most this many
+ * bytes */
+#define MAX_HUGE_PAGES (32ll << 20)
 
 /* Divides the memory at `base` into consecutive parts. If `base` is NULL, only counts the
  * bytes, to compute the size of the memory. */

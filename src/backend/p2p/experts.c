@@ -24,7 +24,7 @@
 #include "base/error.h"
 #include "cuda/experts/grouped.h"
 
-typedef struct experts_call { /* arguments that both passes share */
+typedef struct experts_call { /* arguments that forward and backward have in common */
     epic_experts experts;
     epic_call how;
     p2p_slabs slabs;

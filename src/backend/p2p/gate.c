@@ -78,9 +78,10 @@ static p2p_gemm product_of_pieces(const p2p_gemm *product, const epic_gate_args 
  * its mantissa, piece 1 the middle bits and piece 2 the low bits.
  *
  * IN_ORDER is for a product in which only one factor is split. It lists each piece once.
- * PAIRS_LEFT and PAIRS_RIGHT are for a product in which both factors are split. It is the sum
- * of six products: piece PAIRS_LEFT[i] of the left factor times piece PAIRS_RIGHT[i] of the
- * right one, added in ascending i. The pairs are 0 x 2, 2 x 0, 1 x 1, 0 x 1, 1 x 0 and 0 x 0.
+ * PAIRS_LEFT and PAIRS_RIGHT are for a product in which both factors are split. Such a product
+ * is the sum of six products of pieces: piece PAIRS_LEFT[i] of the left factor times piece
+ * PAIRS_RIGHT[i] of the right factor, added in ascending i. The pairs are 0 x 2, 2 x 0, 1 x 1,
+ * 0 x 1, 1 x 0 and 0 x 0.
  * The products of all other pairs are smaller than the last bit of a float32. */
 enum { IN_ORDER = 0 | 1 << 2 | 2 << 4 };
 enum { PAIRS_LEFT = 0 | 2 << 2 | 1 << 4 | 0 << 6 | 1 << 8 | 0 << 10 };

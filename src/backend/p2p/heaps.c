@@ -148,8 +148,8 @@ static epic_result map_remote_heap(epic_group *g, int peer, cudaIpcMemHandle_t h
     return EPIC_OK;
 }
 
-/* Processes may share a GPU. The GPU then runs their kernels in turns, which is slow but
- * works. */
+/* Sets heap[peer] to the heap of a peer. The processes of both ranks may share a GPU. The GPU
+ * then runs their kernels in turns, which is slow but works. */
 epic_result p2p_heap_connect(epic_group *g, int peer, const cudaIpcMemHandle_t *handle)
 {
     if (peer == g->rank) return EPIC_OK;

@@ -160,8 +160,8 @@ static cudaError_t launch_all(const p2p_self *self, cudaStream_t stream)
 epic_result p2p_load(epic_group *g)
 {
     p2p_self self = g->self;
-    /* 1, so that the shared memory of kernels with an array of all tokens is small enough for a
-     * launch */
+    /* The shared memory of some kernels has an array of max_tokens elements. With the group's
+     * max_tokens it could be too large for a launch. */
     self.max_tokens = 1;
     TRY(load_code());
     return p2p_cuda(launch_all(&self, g->side), "loading the kernels");

@@ -279,8 +279,8 @@ static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t row = p2p_packed_bytes(job->row_bytes, job->scale_bytes);
     if (HOSTS && job->plan.layer.layout == EPIC_FLAT)
-        /* A kernel that makes the plan and also sends rows would not wait for every word that
-         * peers put into the inbox (net.cuh). */
+        /* In backend hosts, a kernel that makes a FLAT plan and also sends rows would not wait
+         * for every word that peers put into the inbox (net.cuh). */
         return false;
     return job->plan.layer.overflow == EPIC_OVERFLOW_ERROR && !job->plan.layer.num_logical &&
            g->config.max_tokens * row <= g->self.at.source_bytes;

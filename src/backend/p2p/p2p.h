@@ -10,7 +10,8 @@
 #include "cuda/common/cuda_kernels.h"
 
 #define P2P_DEFAULT_SMS 64 /* SMs of an operation if config.max_sms is 0 */
-/* the default of a context whose operations can have only few and small rows (budget.c) */
+/* default number of SMs if the operations of a context can have only few and small rows
+ * (budget.c) */
 #define P2P_SMALL_SMS 32
 #define P2P_SPARE_SMS 4 /* SMs of a shared GPU that its ranks leave free for other kernels */
 
@@ -37,7 +38,8 @@ typedef struct p2p_hooks {
  * point to. */
 struct epic_group {
     const p2p_hooks *hooks;
-    p2p_self self;      /* copied into every job; fill_self() completes the copy */
+    p2p_self self;      /* copied into the arguments of every kernel, and completed there by
+                           fill_self() */
     p2p_status *status; /* host memory that kernels write */
     epic_config config;
     epic_peer peers[DEVICE_MAX_RANKS];
@@ -46,7 +48,7 @@ struct epic_group {
     int device_sms; /* SMs of the whole GPU */
     int num_sms;    /* largest number of SMs of an operation (budget.c) */
     int ranks_here; /* ranks of the group on this GPU */
-    /* true: the heap of this rank is mapped from another process */
+    /* by rank; true: the rank's heap is mapped from another process */
     bool mapped[DEVICE_MAX_RANKS];
     p2p_watch *watch;
     /* counter that shows kernels that this process is running (beats.h) */
@@ -140,8 +142,8 @@ static inline bool p2p_is_dead(const epic_group *group, int peer)
     return __atomic_load_n(&group->status->dead, __ATOMIC_ACQUIRE) >> peer & 1;
 }
 
-/* Makes this rank's heap reachable for the other ranks of this host: adds it to the list of
- * this process, and writes its IPC handle for ranks of other processes. */
+/* Makes this rank's heap accessible to the other ranks of this host. Adds the heap to the list
+ * of this process, and writes its IPC handle to *handle for ranks of other processes. */
 epic_result p2p_heap_export(const epic_group *group, uint8_t *heap, cudaIpcMemHandle_t *handle);
 /* Sets heap[peer] to the heap of a peer. Errors: EPIC_ENOTSUP if it cannot be mapped. */
 epic_result p2p_heap_connect(epic_group *group, int peer, const cudaIpcMemHandle_t *handle);
@@ -160,7 +162,7 @@ uint8_t *p2p_heap_find(uint64_t group_id, int rank);
 epic_result p2p_check(epic_group *group, epic_failure_info *out);
 
 /* Returns EPIC_OK, or the result of the failure that a kernel has reported, and sets the error
- * sentence. Every operation calls it first. */
+ * sentence. Every operation calls this function first. */
 epic_result p2p_check_group(epic_group *group);
 
 /* Returns the oldest data error that no call has returned yet, and sets its error sentence.

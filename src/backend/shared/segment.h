@@ -106,8 +106,8 @@ typedef struct shared_layout {
     int64_t segment_bytes;
 } shared_layout;
 
-/* Computes the layout of a group with this config. Every rank computes the same one. Returns
- * EPIC_EINVAL if staging_bytes is too small; the error contains the smallest value. */
+/* Computes the layout of a group with this config. Every rank computes the same layout. Returns
+ * EPIC_EINVAL if staging_bytes is too small; the error sentence names the smallest value. */
 epic_result shared_layout_of(const epic_config *config, shared_layout *out);
 
 #endif

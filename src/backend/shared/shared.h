@@ -34,8 +34,8 @@ typedef struct ring_end {
     /* `base` of the next flow: number of entries of all flows, including the current one */
     int64_t next;
     /* The other side's counter, as this rank last loaded it. At the writer's end: number of
-     * entries that the reader has dropped. At the reader's end: number that the writer has
-     * sent. */
+     * entries that the reader has dropped. At the reader's end: number of entries that the
+     * writer has sent. */
     int64_t seen_count;
     char *ring; /* the memory of the ring */
 } ring_end;
