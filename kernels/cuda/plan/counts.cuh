@@ -8,11 +8,15 @@
  *   on lower ranks + in lower CTAs of this rank + in lower warps + earlier ones in this warp
  *
  * So no position depends on which rank, CTA or warp runs first. The last of the four counts is
- * called warp_position. With layout FLAT, a token has one row on each rank that owns one of its
- * experts, and the planner counts these rows, too. Then each choice also has a warp_row: how
- * many rows on the rank of its expert the warp had counted before this choice. If an earlier
- * choice of the same token goes to the same rank, warp_row is -1. Until the slot of a choice is
- * known, the plan's arrays `fate` and `rank_of` hold these counts:
+ * called warp_position.
+ *
+ * With layout FLAT, a token has one row on each rank that owns one of its experts, and the
+ * planner counts these rows, too. Then each choice also has a count called warp_row: how many
+ * rows on the rank of the choice's expert the warp had counted before this choice. If an
+ * earlier choice of the same token goes to the same rank, warp_row is -1.
+ *
+ * The counts of a choice are stored in the plan's arrays `fate` and `rank_of`, until the slot
+ * of the choice is known and replaces them:
  *
  *   layer                     fate[choice]     rank_of[choice]
  *   EXPERT_MAJOR              warp_position    not used yet
@@ -20,8 +24,8 @@
  *   FLAT, drops choices       warp_position    warp_row (count_kept_rows() sets it)
  *
  * A tally is a counter of a warp: it counts the choices of one expert or, with FLAT, the rows
- * of one rank. plan/planner_state.cuh says how tallies are numbered. The planner CTAs are the
- * CTAs that make the plan.
+ * of one rank. plan/planner_state.cuh explains how tallies are numbered. The planner CTAs are
+ * the CTAs that make the plan.
  *
  *   writer          stores                                       reader that waits
  *   each warp       its tallies, in shared memory                its CTA, at a barrier
@@ -37,10 +41,10 @@
 
 #include "cuda/plan/planner_state.cuh"
 
-/* Adds the choice of each lane to `tally`, this warp's tallies. Returns warp_position: how many
- * choices of the same expert the warp counted before this one, in lower lanes or earlier calls.
- * Sets same_id to the bit mask of the lanes with the same expert. Called by all lanes. A lane
- * without a choice passes expert -1. */
+/* Adds the choice of each lane to `tally`, this warp's counters. Returns how many choices of
+ * the same expert the warp counted before this one, in lower lanes or earlier calls
+ * (warp_position). Sets same_id to the bit mask of the lanes with the same expert. Called by
+ * all lanes. A lane without a choice passes expert -1. */
 __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert,
                                                uint32_t &same_id)
 {
@@ -60,12 +64,13 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
     return count_group(tally, expert, same_id);
 }
 
-/* Layout FLAT: counts the rows that a group of tokens needs on each rank, and returns warp_row
- * of this lane's choice. A token needs one row on each rank that owns one of its experts. So
- * only the token's first choice on a rank counts. `tally`: this warp's tallies of the ranks.
+/* Layout FLAT: counts the rows that some tokens need on each rank. A token needs one row on
+ * each rank that owns one of its experts, so only its first choice on a rank counts. Returns
+ * how many rows on the rank of this lane's choice the warp counted before (warp_row), or -1 if
+ * the choice is not the token's first one there. `tally`: this warp's counters of ranks.
  * `owner`: the rank of the expert of this lane's choice, or -1. A token with more than 32
- * choices needs two calls, for its halves 0 and 1. `seen` passes the ranks of half 0, a bit
- * mask, to the call for half 1. */
+ * choices needs two calls, with half = 0 and half = 1. `seen` is a bit mask of ranks that
+ * passes the ranks of the first call to the second. */
 __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &lanes,
                                               int32_t owner, int half, uint32_t &seen)
 {
@@ -79,8 +84,8 @@ __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &
 }
 
 /* Returns whether an earlier choice of the same token has the same id. `same_id`: bit mask of
- * the lanes that have this id in this call. `first_id`: if this call is for a token's second
- * half (choices from 32 on), the id that this lane had in the first half; else -1. */
+ * the lanes that have this id in this call. `first_id`: in the call for a token's choices from
+ * 32 on, the id that this lane had in the call for the first 32; else -1. */
 __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int32_t id,
                                                    uint32_t same_id, int32_t first_id)
 {
@@ -91,12 +96,13 @@ __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int3
     return id >= 0 && found;
 }
 
-/* If a warp has at most this many groups of tokens (TokenLanes), each lane keeps its choices in
- * registers. So it does not load them again when it computes their slots. */
+/* A warp counts its tokens in groups (TokenLanes). If it has at most this many groups, each
+ * lane keeps its choices in registers, and need not load them again when it computes their
+ * slots. */
 #define COUNTED_GROUPS 4
 
-/* The id and the warp_position of this lane's choice in each group of tokens of the warp, if
- * the warp has at most COUNTED_GROUPS groups of tokens (has_counted_all()). */
+/* For each group of tokens of the warp: the id of this lane's choice, and how many choices with
+ * this id the warp counted before (warp_position). Used only if has_counted_all() is true. */
 struct CountedChoices {
     int32_t id[COUNTED_GROUPS], warp_position[COUNTED_GROUPS];
 };
@@ -112,12 +118,13 @@ __device__ __forceinline__ bool has_counted_all(const TokenRange &range,
 /* Calls use() for the choices of this warp's tokens in order, one choice per lane at a time.
  * The ids for four calls are loaded together, so that the loads overlap.
  *
- *   read(choice)   returns the id of choice number `choice` of this rank
- *   use(choice, id, k, first_id, i)
- *                  handles a choice. All lanes call it. A lane without a choice passes choice =
- *                  id = -1. i: 0 to 3, number of the call among the four whose ids were loaded
- *                  together. first_id: in the call for a token's second half (choices from 32
- *                  on), what use() returned for the first half; else -1 */
+ *   read(choice)  returns the id of choice number `choice` of this rank
+ *   use(choice, id, k, first_id, i)  handles a choice; called by all lanes
+ *
+ * A lane without a choice passes choice = id = -1 to use(). i: 0 to 3, number of the call among
+ * the four whose ids were loaded together. first_id: if a token has more than 32 choices, the
+ * call for the later choices gets here what use() returned in the call for the first 32.
+ * Otherwise -1. */
 template <class Read, class Use>
 __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
                                                 const TokenLanes &lanes,
@@ -147,18 +154,18 @@ __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
     }
 }
 
-/* Checks the id of choice number `choice`. If it is too large, records the choice in
- * p.bad_choice, unless an earlier wrong choice is recorded there. Returns the id, or -1 if the
- * choice has no expert or a wrong id. */
+/* Checks the id of choice number `choice`. If the id is too large, stores the choice in
+ * p.bad_choice, unless an earlier wrong choice is there. Returns the id, or -1 if the id is
+ * negative (no expert) or too large. */
 __device__ __forceinline__ int32_t check_id(Planner &p, int64_t choice, int64_t id, int ids)
 {
     if (id >= ids) atomicMin(&p.bad_choice, (uint32_t)choice);
     return id < 0 || id >= ids ? -1 : (int32_t)id;
 }
 
-/* Returns the array in which resolve_replicas() stores the expert of each of this rank's
- * choices. The array is in the plan's memory, at the place where the records about this rank's
- * own tokens will be stored later. So it needs no memory of its own. */
+/* Returns the array in which resolve_replicas() stores the expert (replica) of each of this
+ * rank's choices. To save memory, the array uses a part of the plan: the place where the
+ * records about this rank's own tokens are stored later. */
 __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
 {
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
@@ -167,8 +174,8 @@ __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
            record_index(job.self, job.self.rank, 0, (int)job.layer.top_k);
 }
 
-/* Returns the id under which the planner counts choice number `choice`: its expert. There is
- * one exception: if the planner chooses replicas after counting, it counts under the logical
+/* Returns the id under which the planner counts choice number `choice`. This is its expert. In
+ * layers with replicas whose planner chooses the replica after counting, it is the logical
  * expert. */
 template <int KIND>
 __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t choice)
@@ -177,7 +184,7 @@ __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t c
     return read_id(job, choice);
 }
 
-/* Returns the number of different ids that planned_id() returns for valid choices: from 0 to
+/* Returns the upper bound of the ids that planned_id() returns for valid choices: they are 0 to
  * this number - 1. */
 template <int KIND> __device__ __forceinline__ int num_planned_ids(const p2p_plan_job &job)
 {
@@ -185,11 +192,10 @@ template <int KIND> __device__ __forceinline__ int num_planned_ids(const p2p_pla
                                                    : job.layer.num_experts);
 }
 
-/* Counts the choices of this warp's tokens and checks their ids. Stores the count of each
+/* Counts the choices of this warp's tokens, and checks their ids. Stores a count for each
  * choice (warp_position or warp_row) in `fate`, as the table at the top of this file shows.
- * There is one exception: if KIND is 0 and `counted` can hold all choices of the warp
- * (has_counted_all()), stores the counts only in `counted`. In all other cases callers must not
- * use `counted`. */
+ * There is one exception: if KIND is 0 and has_counted_all() is true, stores the counts only in
+ * `counted`, in registers. In all other cases callers must not use `counted`. */
 template <int KIND>
 static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                                      const TokenLanes &lanes, const TokenRange &range,
@@ -229,16 +235,18 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                     });
 }
 
-/* A word of `counts` has the sum of one tally over the sending rank. It also has the owner of
- * the tally, from the sender's table rank_of_expert, so that the receiver can compare this
- * table with its own. If the word of tally 0 has the flag RECORD_LAST, the sender's data is
- * wrong. If all words have it, the sender's table rank_of_expert is invalid. */
+/* A word of `counts` has the sum of one tally (counter) over all warps of the sending rank. It
+ * also has the owner of the tally, from the sender's table rank_of_expert, so that the receiver
+ * can compare this table with its own. If the word of tally 0 has the flag RECORD_LAST, the
+ * sender's data is wrong. If all words have it, the sender's table rank_of_expert is
+ * invalid. */
 #define COUNT_BITS P2P_COUNT_BITS
 #define COUNT_OF(word) ((uint32_t)(word) & ((1u << COUNT_BITS) - 1))
 #define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & 31)
 
-/* Returns the word of `counts` for tally i, with the tally's owner and with count 0. The caller
- * adds the count. If this rank's table rank_of_expert is invalid, the word is RECORD_LAST. */
+/* Returns the word that this rank sends for tally i, with the tally's owner and with count 0.
+ * The caller adds the count. If this rank's table rank_of_expert is invalid, the word is
+ * RECORD_LAST. */
 __device__ __forceinline__ uint32_t owner_word(const Planner &p, int i)
 {
     return p.bad_owner == NO_INDEX ? (uint32_t)p.owner[i] << COUNT_BITS : RECORD_LAST;
@@ -254,9 +262,9 @@ static __device__ __noinline__ void report_table_mismatch(const OpState &op, int
         op.signature);
 }
 
-/* Publishes the tallies of this CTA, summed over its warps, to the other planner CTAs of this
- * rank. In p.tally, replaces the tally of each warp by the sum over the lower warps. Called by
- * all threads of the CTA. */
+/* Publishes the tallies (counters) of this CTA, summed over its warps, to the other planner
+ * CTAs of this rank. In p.tally, replaces the tally of each warp by the sum over the lower
+ * warps. Called by all threads of the CTA. */
 template <int KIND>
 static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -294,11 +302,11 @@ __device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const OpS
            (epoch_parity(op) * DEVICE_MAX_RANKS + rank) * P2P_FAULT_WORDS;
 }
 
-/* Returns the wrong value at `index` of an array that the caller passed. `kind` (a p2p_fault)
- * says which array: P2P_FAULT_PLACEMENT means rank_of_expert, P2P_FAULT_REPLICA means
- * logical_of_expert, and P2P_FAULT_EXPERT means topk_idx. The function then replaces `kind` by
- * the exact fault, for example a duplicate id. If the fault is a logical expert without
- * replicas, `index` becomes the number of this logical expert. Called by one thread. */
+/* Returns the wrong value at `index` of an array that the caller passed. On entry, `kind` (a
+ * p2p_fault) says which array: P2P_FAULT_PLACEMENT means rank_of_expert, P2P_FAULT_REPLICA
+ * means logical_of_expert, and P2P_FAULT_EXPERT means topk_idx. On return, `kind` is the exact
+ * fault, for example a duplicate id. If the fault is a logical expert without replicas, `index`
+ * becomes the number of this logical expert. Called by one thread. */
 __device__ __forceinline__ int64_t read_wrong_value(const p2p_plan_job &job, uint32_t &kind,
                                                     uint32_t &index)
 {
@@ -316,9 +324,9 @@ __device__ __forceinline__ int64_t read_wrong_value(const p2p_plan_job &job, uin
     return id;
 }
 
-/* Sends the fault words to all ranks: kind, index and value of the first wrong value in the
- * arrays of this rank's caller. Then every rank can report the same error. Called by one
- * thread. */
+/* Sends to all ranks a description of the first wrong value in the arrays of this rank's
+ * caller: kind of the fault, index and value. Then every rank can report the same error. Called
+ * by one thread. */
 static __device__ __noinline__ void
 publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, uint32_t index)
 {
@@ -335,9 +343,9 @@ publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, u
 }
 
 /* Finds the first wrong value in this rank's data, and sends it to all ranks. If rank_of_expert
- * or logical_of_expert is wrong, this is the first wrong entry of that table. Else it is the
- * lowest of the wrong choices that the planner CTAs have published. Called by one thread of CTA
- * 0. Returns false if the group of ranks has failed. */
+ * or logical_of_expert is wrong, this is the first wrong entry of that table. Otherwise it is
+ * the lowest of the wrong choices that the planner CTAs of this rank have found. Called by one
+ * thread of CTA 0. Returns false if the group of ranks has failed. */
 static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_plan_job &job,
                                                   const OpState &op)
 {
@@ -362,8 +370,8 @@ static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_pl
     return true;
 }
 
-/* Copies the counts that ranks on other hosts have sent from the net inbox to the heap. Only
- * CTA 0 of backend hosts does this, because polls of the net inbox are slow. The other CTAs
+/* Only in backend `hosts`: copies the counts that ranks on other hosts have sent from the net
+ * inbox to the heap. Only CTA 0 polls the net inbox, because its polls are slow. The other CTAs
  * wait for the words in the heap. */
 __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts, int first,
                                              const uint64_t (&words)[RANKS_AT_ONCE])
@@ -374,9 +382,9 @@ __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts
             store_relaxed(counts + (first + i) * DEVICE_MAX_TALLIES, words[i]);
 }
 
-/* Waits until all planner CTAs of this rank have published tally e. Sets words[c] to the word
- * of CTA c, or to a word with count 0 if there is no CTA c. Returns false if the group of ranks
- * has failed. */
+/* Waits until all planner CTAs of this rank have published their tally (counter) number e. Sets
+ * words[c] to the word of CTA c, or to a word with count 0 if there is no CTA c. Returns false
+ * if the group of ranks has failed. */
 __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, const OpState &op,
                                                     int e, uint64_t (&words)[P2P_MAX_PLANNERS])
 {
@@ -393,10 +401,10 @@ __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, con
     });
 }
 
-/* Does steps 1 and 2 of exchange_counts() for tally e: adds the tallies of this rank's CTAs.
- * Sets p.before_cta[e] to the sum over the lower CTAs. CTA 0 also sends the sum over all CTAs
- * to every rank. `counts`: offset of this epoch's counts in a heap, in 8-byte words. Returns
- * false if the group of ranks has failed. */
+/* Steps 1 and 2 of exchange_counts() for tally (counter) number e: adds the tallies of this
+ * rank's planner CTAs. Sets p.before_cta[e] to the sum over the lower CTAs. CTA 0 also sends
+ * the sum over all CTAs to every rank. `counts`: offset of this epoch's counts in a heap, in
+ * 8-byte words. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &job,
                                               const OpState &op, int64_t counts, int e)
 {
@@ -423,11 +431,11 @@ __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &jo
     return ok;
 }
 
-/* Backend hosts: CTA 0 posts the puts that send this rank's counts to the ranks on other hosts,
- * after all its threads have stored their counts. `counts`: offset of this epoch's counts in a
- * heap, in 8-byte words. `tallies`: number of tallies. Called by all threads. `ok`: this thread
- * has found no failure. Returns false if any thread of CTA 0 has found that the group of ranks
- * has failed. */
+/* Only in backend `hosts`: CTA 0 posts the puts that send this rank's counts to the ranks on
+ * other hosts. It does so after all its threads have stored their counts. `counts`: offset of
+ * this epoch's counts in a heap, in 8-byte words. `tallies`: number of counters. `ok`: false if
+ * this thread has found a failure. Called by all threads. Returns false if any thread of CTA 0
+ * has found that the group of ranks has failed. */
 __device__ __forceinline__ bool post_put_counts(const p2p_self &self, const OpState &op,
                                                 int64_t counts, int tallies, bool ok)
 {
@@ -440,9 +448,9 @@ __device__ __forceinline__ bool post_put_counts(const p2p_self &self, const OpSt
     return ok;
 }
 
-/* Waits until RANKS_AT_ONCE ranks, from rank `first` on, have published their count of one
- * tally. `from`: address of rank 0's count in this rank's heap. Sets words[i] to the word of
- * rank first + i, or to a word with count 0 if there is no such rank. Returns false if the
+/* Waits until RANKS_AT_ONCE ranks, from rank `first` on, have sent their count of one tally
+ * (counter). `from`: address of rank 0's count in this rank's heap. Sets words[i] to the word
+ * of rank first + i, or to a word with count 0 if there is no such rank. Returns false if the
  * group of ranks has failed. */
 __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64_t *from,
                                                  int first, uint64_t (&words)[RANKS_AT_ONCE])
@@ -465,15 +473,15 @@ __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64
     });
 }
 
-/* Does step 3 of exchange_counts() for tally e: waits for the counts of all ranks, and adds
- * them to p.load and p.before_cta. `counts`: offset of this epoch's counts in a heap, in 8-byte
- * words. Returns false if the group of ranks has failed. */
+/* Step 3 of exchange_counts() for tally (counter) number e: waits for the counts of all ranks,
+ * and adds them to p.load and p.before_cta. `counts`: offset of this epoch's counts in a heap,
+ * in 8-byte words. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self,
                                                 const OpState &op, int64_t counts, int e)
 {
     const uint64_t *from = (const uint64_t *)op.heap + counts + e;
-    /* load, low: sums of the counts of all ranks and of the lower ranks. bad, others: bit masks
-     * of ranks. bad: ranks whose data is wrong. others: ranks whose table rank_of_expert
+    /* load: sum of the counts of all ranks. low: sum over the lower ranks. bad: bit mask of the
+     * ranks whose data is wrong. others: bit mask of the ranks whose table rank_of_expert
      * differs from this rank's. */
     uint32_t load = 0, low = 0, bad = 0, others = 0;
     bool ok = true;
@@ -503,16 +511,16 @@ __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self
     return ok;
 }
 
-/* Exchanges the tallies with all ranks. Called by all threads of the planner CTAs. A thread
- * handles one tally at a time:
+/* Exchanges the tallies (counters of choices and rows) with all ranks. Called by all threads of
+ * the planner CTAs. A thread handles one tally at a time:
  *
  *   1. waits for the tallies of all planner CTAs of this rank and adds them
  *   2. in CTA 0: stores the sum in the heap of every rank
  *   3. waits for the sums of all ranks, checks that the tally has the same owner on all ranks,
  *      and sets p.before_cta and p.load
  *
- * Returns false if the group of ranks has failed. If this function were inlined, the compiler
- * would spill registers in the loop that moves rows. */
+ * Returns false if the group of ranks has failed. Not inlined, because inlining would make the
+ * loop that moves rows spill registers. */
 template <int KIND>
 static __device__ __noinline__ bool exchange_counts(Planner &p, const p2p_plan_job &job,
                                                     const OpState &op)

@@ -1,29 +1,30 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Decides a plan from the counts of all ranks: which choices are kept, where the slab of each
  * expert begins, and whether the plan is valid. plan/planner.cuh calls these functions after
- * the counts have arrived. A choice is one of a token's top_k ids. A slab is the range of slots
- * of one expert.
+ * the counts have arrived. A choice is one of a token's top_k expert ids. A slab is the range
+ * of slots of one expert.
  *
  *   decide_plan          computes loads, kept choices and slabs
  *   wait_faults          waits until all ranks with wrong data have sent a description of it
  *   report_...           store the error of an invalid plan for the host
  *   write_plan_outputs   stores the header, the tables and the caller's outputs
  *
- * The result is equal on all ranks, because all ranks compute with equal counts. So they need
- * no other exchange. */
+ * All ranks compute with the same counts, so they get the same result without further
+ * communication. */
 #ifndef EPIC_PLAN_DECIDE_CUH
 #define EPIC_PLAN_DECIDE_CUH
 
 #include "cuda/plan/flat_place.cuh"
 #include "cuda/plan/resolve.cuh"
 
-/* A range of expert ids that contains all experts of one rank, and perhaps other experts. */
+/* A range of expert ids that contains all experts of one rank, and possibly experts of other
+ * ranks. */
 struct ExpertRange {
     int begin, count;
 };
 
-/* Returns a range of ids in which all experts of `rank` are: the rank's block of experts or, if
- * the caller passed rank_of_expert, all experts. */
+/* Returns a range of expert ids that contains all experts of `rank`: the rank's block of
+ * experts or, if the caller passed rank_of_expert, all ids. */
 __device__ __forceinline__ ExpertRange experts_of_rank(const p2p_plan_job &job, int rank)
 {
     return job.rank_of_expert ? ExpertRange{0, (int)job.layer.num_experts}
@@ -59,9 +60,9 @@ __device__ __forceinline__ int32_t num_kept_of(const Planner &p, const p2p_plan_
     return KIND & PLAN_RARE ? num_kept(p, job, expert) : p.load[expert];
 }
 
-/* Returns how many slots `rank` needs if each of its experts keeps at most `most` choices.
- * `capped`: if true, each expert also keeps at most expert_capacity choices. Called by one
- * warp. */
+/* Returns how many slots `rank` needs if each of its experts keeps at most `most` choices and
+ * drops the others. `capped`: if true, each expert also keeps at most expert_capacity choices.
+ * Called by one warp. */
 template <int KIND>
 static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int rank,
                                       int32_t most, bool capped)
@@ -85,8 +86,8 @@ static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int r
     return (int64_t)total;
 }
 
-/* Returns the keep limit of `rank`: the largest c for which `capacity` slots suffice if each of
- * its experts keeps at most c choices. It finds c by bisection. Called by one warp. */
+/* Returns the keep limit of `rank`: the largest number c for which `capacity` slots suffice if
+ * each of its experts keeps at most c choices. Finds c by bisection. Called by one warp. */
 static __device__ int32_t find_keep_limit(Planner &p, const p2p_plan_job &job, int rank,
                                           int64_t capacity)
 {
@@ -169,8 +170,8 @@ static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int r
     return slots;
 }
 
-/* Fills in the fields of the plan's header that do not depend on the counts of choices. Called
- * by one thread, while the counts are on their way. */
+/* Sets the fields of the plan's header that do not depend on the counts of choices. Called by
+ * one thread, before the counts of all ranks have arrived. */
 static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     device_plan_header &h = p.header;
@@ -210,9 +211,9 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const Op
         }
 }
 
-/* Returns true if no rank can need more than 2^31 - 1 slots, whatever experts the tokens
- * choose. Then place_slabs() can add numbers of slots in 32 bits, and decide_plan() need not
- * call count_slots() first. */
+/* Returns true if no rank can need more than 2^31 - 1 slots, no matter which experts the tokens
+ * choose. Then place_slabs() can use 32-bit sums, and decide_plan() need not call count_slots()
+ * first. */
 __device__ __forceinline__ bool slots_fit_int32(const p2p_plan_job &job)
 {
     const int64_t choices = (int64_t)job.self.num_ranks * job.self.max_tokens * job.layer.top_k;
@@ -237,8 +238,8 @@ static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const
 }
 
 /* Decides how many choices each expert keeps, where the slabs are, and the plan's result
- * (header.result). All planner CTAs of all ranks come to equal results, because they have equal
- * counts. Called by all threads. Returns false if the group of ranks has failed. */
+ * (header.result). All planner CTAs of all ranks get the same results, because they have the
+ * same counts. Called by all threads. Returns false if the group of ranks has failed. */
 template <int KIND>
 static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -285,10 +286,10 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
     return ok;
 }
 
-/* Waits for the fault words of all ranks with wrong data. Only backend hosts needs this. There,
- * the words arrive through the net, and the kernel must not end before them: a late word would
- * overwrite a word of a later epoch. Called by one thread of CTA 0. Returns false if the group
- * of ranks has failed. */
+/* Waits until each rank with wrong data has sent the description of its first wrong value
+ * (fault words). Only backend `hosts` needs this, where these words arrive through the net. If
+ * the kernel ended before, a late word could overwrite a word of a later epoch. Called by one
+ * thread of CTA 0. Returns false if the group of ranks has failed. */
 static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self &self,
                                                 const OpState &op)
 {
@@ -302,9 +303,9 @@ static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self
     return true;
 }
 
-/* Reports wrong data to the host process of this rank. The report has the first wrong value of
- * the lowest rank whose data is wrong. That rank has sent this value to all ranks in its fault
- * words, so all host processes report the same error. Called by one thread of CTA 0. */
+/* Reports wrong data to the host process of this rank: the first wrong value of the lowest rank
+ * whose data is wrong. That rank has sent this value to all ranks, so all host processes report
+ * the same error. Called by one thread of CTA 0. */
 static __device__ __noinline__ void report_fault(const Planner &p, const p2p_plan_job &job,
                                                  const OpState &op)
 {

@@ -1,21 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Layout FLAT: a token has one row on each rank that owns at least one of its experts. Kernels
  * that move rows treat this row as the token's only slot on that rank. Two more arrays of the
- * receive buffer hold, for each row, the token's local experts on that rank and their weights.
+ * receive buffer contain, for each row, the token's local experts on that rank and the weights
+ * of these choices.
  *
- * While the plan is made, each rank stores two things for each of its tokens in the heap of
- * every rank. Both are stamped words, which are valid only in this epoch:
+ * While the plan is made, each rank sends two things to every rank, for each of its tokens.
+ * They consist of stamped words, which are valid only in this epoch:
  *
  *   row word  the number of the token's row on that rank
- *   record    up to top_k words: the token's local experts on that rank. With EXPERT_MAJOR, a
- *             record has the token's slots there instead */
+ *   record    up to top_k words: the token's local experts on that rank. (With layout
+ *             EXPERT_MAJOR, a record has the token's slots there.) */
 #ifndef EPIC_FLAT_CUH
 #define EPIC_FLAT_CUH
 
 #include "cuda/plan/view.cuh"
 
-/* Returns the address, in `heap`, of the row word of a token. `source`: number of the token's
- * rank among the sources of the rank that owns the heap (source_number()). */
+/* Returns the address, in `heap`, of the word that contains the row number of a token.
+ * `source`: number of the token's rank among the sources of the rank that owns the heap
+ * (source_number()). */
 __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, const OpState &op,
                                                       uint8_t *heap, int source, int64_t token)
 {
@@ -23,8 +25,8 @@ __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, cons
            ((int64_t)epoch_parity(op) * self.num_ranks + source) * self.max_tokens + token;
 }
 
-/* Returns the address, on this rank, of the row word of a token of rank `source`. The word has
- * the token's row on this rank. */
+/* Returns the address, on this rank, of the word into which rank `source` stores the row number
+ * that its token has on this rank. */
 __device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const OpState &op,
                                                    int source, int64_t token)
 {
@@ -32,8 +34,8 @@ __device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const O
                             source_number(self, self.rank, source), token);
 }
 
-/* Returns whether the value of a row word is a row number, not RECORD_ABSENT or RECORD_DISCARD
- * (plan/view.cuh). */
+/* Returns whether the value of a word that should contain a row number is a row number, and not
+ * RECORD_ABSENT or RECORD_DISCARD (plan/view.cuh). */
 __device__ __forceinline__ bool is_valid_row(uint32_t value)
 {
     return value < RECORD_DISCARD;

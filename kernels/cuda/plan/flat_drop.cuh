@@ -1,18 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Decides which choices are dropped if a rank has too few slots. All experts of a rank get the
- * same *keep limit*, the number of choices that each of them may keep. It is the largest number
+ * same *keep limit*: the number of choices that each of them may keep. It is the largest number
  * for which the rank's slots suffice.
  *
  *   EXPERT_MAJOR   the slots that a rank needs depend only on the loads of its experts. Every
- *                  rank knows all loads, so it computes all limits by itself
- *                  (find_keep_limit)
+ *                  rank knows all loads, so it computes all limits by itself (find_keep_limit)
  *   FLAT           a rank needs one row for each token of which its experts keep a choice. The
- *                  loads do not show how many such tokens there are. So each rank tries a limit,
- *                  counts the rows that its own tokens need with it, and exchanges the counts.
- *                  The ranks repeat this as a bisection (find_flat_keep_limits)
+ *                  loads do not show how many such tokens there are. So each rank tries a
+ *                  limit, counts the rows that its own tokens need with this limit, and
+ *                  exchanges the counts with all ranks. The ranks repeat this as a bisection
+ *                  (find_flat_keep_limits)
  *
  * With FLAT only one CTA per rank makes the plan, so that it sees all choices of the rank in
- * order. The ranks exchange the counts in stamped words. Each exchange has words of its own, so
+ * order. The ranks exchange the counts in stamped words. Each repetition uses other words, so
  * no rank overwrites a word that another rank has not read. */
 #ifndef EPIC_FLAT_DROP_CUH
 #define EPIC_FLAT_DROP_CUH
@@ -35,8 +35,9 @@ __device__ __forceinline__ int32_t num_kept(const Planner &p, const p2p_plan_job
                min(p.keep_limit[p.owner[expert]], expert_quota(p, job, expert)));
 }
 
-/* Returns 0 if the expert keeps choice k of a token. Else returns the EPIC_FATE_* value with
- * the reason why it drops the choice. `warp_position`: see keep_position_of(). */
+/* Returns 0 if the expert keeps choice k of a token. Otherwise returns the reason why the
+ * expert drops the choice (EPIC_FATE_*). `warp_position`: how many choices the warp had counted
+ * in the same counter before this one. */
 __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int expert, int k, int32_t warp_position)
 {
@@ -47,10 +48,10 @@ __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_pl
                                                     : EPIC_FATE_RANK_FULL;
 }
 
-/* Counts the rows that this warp's tokens need on each rank if the experts keep only
+/* Counts the rows that this warp's tokens need on each rank if each expert keeps only
  * p.keep_limit choices. `warp_positions` and `warp_rows` have an element for each choice of
- * this rank, [num_tokens, top_k]. The function reads the results of count_group() from
- * warp_positions, and stores the results of count_rows() in warp_rows. */
+ * this rank, [num_tokens, top_k]. Reads the results of count_group() from warp_positions, and
+ * stores the results of count_rows() in warp_rows. */
 static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
                                        const int32_t *warp_positions, int32_t *warp_rows)
 {
@@ -78,8 +79,8 @@ static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
         }
 }
 
-/* Returns the address, in `heap`, of the words that `rank` sends in exchange number `search`:
- * for each rank, the rows that the tokens of `rank` need there. */
+/* Returns the address, in `heap`, of the words that `rank` sends in repetition number `search`
+ * of the bisection: for each rank, the number of rows that the tokens of `rank` need there. */
 __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank, int search)
 {
@@ -91,8 +92,8 @@ __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const Op
 /* Counts the rows that this rank's tokens need on each rank with the limits p.keep_limit, and
  * exchanges the counts with all ranks. Sets p.needed_rows (rows on each rank for the tokens of
  * all ranks) and p.rows_before_cta (rows on each rank for the tokens of lower ranks). `search`:
- * number of this exchange. Called by all threads of the CTA; thread d handles the rows of rank
- * d. Returns false if the group of ranks has failed. */
+ * number of this repetition of the bisection. Called by all threads of the CTA; thread d
+ * handles the rows of rank d. Returns false if the group of ranks has failed. */
 static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, const OpState &op,
                                          int search)
 {
@@ -135,11 +136,11 @@ static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, co
     return __syncthreads_and(ok) != 0;
 }
 
-/* Finds, by bisection, the largest p.keep_limit of each rank with which its rows fit its
- * capacity. All ranks bisect together, because each step needs the counts of all ranks. The
- * last step counts with the final limits, so that p.needed_rows and p.rows_before_cta are right
- * for the plan. Called by all threads of the CTA; thread d handles the limit of rank d. Returns
- * false if the group of ranks has failed. */
+/* For each rank, finds by bisection the largest p.keep_limit with which the rank's rows do not
+ * exceed its capacity. All ranks bisect together, because each step needs the counts of all
+ * ranks. The last step counts with the final limits, so that p.needed_rows and
+ * p.rows_before_cta belong to these limits. Called by all threads of the CTA; thread d handles
+ * the limit of rank d. Returns false if the group of ranks has failed. */
 static __device__ __noinline__ bool find_flat_keep_limits(Planner &p, const p2p_plan_job &job,
                                                           const OpState &op)
 {

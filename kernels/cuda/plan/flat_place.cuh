@@ -7,12 +7,12 @@
  *
  *   p.rows_before_cta[q]   for tokens of lower ranks, and of lower CTAs of this rank
  *   the warp's tally of q  for tokens of lower warps of this CTA
- *   warp_row               for earlier tokens of this warp; count_rows() has returned it for the
- *                          token's first choice on rank q
+ *   warp_row               for earlier tokens of this warp; count_rows() has returned it for
+ *                          the token's first choice on rank q
  *
- * The warp then stores two things in the heap of every rank, for each of its tokens: one word
- * with the row number, and one record with the token's local experts on that rank. The words
- * are stamped with the epoch, so a receiver sees from a word itself whether it has arrived. */
+ * The warp then sends two things to every rank, for each of its tokens: one word with the row
+ * number, and one record with the token's local experts on that rank. The words contain the
+ * epoch, so a receiver sees from a word itself whether it has arrived. */
 #ifndef EPIC_FLAT_PLACE_CUH
 #define EPIC_FLAT_PLACE_CUH
 
@@ -24,17 +24,19 @@ struct FlatChoice { /* A choice that this lane handles, and where it goes. */
     /* the rank of the choice's expert; -1: the choice has no expert or is dropped */
     int32_t owner;
     int32_t local; /* number of the expert among the experts of that rank */
-    /* The token's row on that rank. At first only the lane with the token's first choice on
-     * that rank has the row. The lanes with its other choices there have -1, until
-     * send_row_words() sets the row in all of them. */
+    /* The token's row on that rank. At first only one lane has the row: the lane with the
+     * token's first choice on that rank. The lanes with other choices of the token there have
+     * -1, until send_row_words() sets the row in all of them. */
     int32_t row;
     int32_t fate; /* if owner is -1: the reason, an EPIC_FATE_* value */
 };
 
-/* Returns where choice number `choice` goes. `in_fate` and `in_rank_of` are the elements of the
- * plan's arrays `fate` and `rank_of` for this choice. At this time the arrays hold counts
- * (table in plan/counts.cuh). If the layer drops no choices, in_fate is warp_row. If it drops
- * choices, in_fate is warp_position and in_rank_of is warp_row. */
+/* Returns where choice number `choice` goes. in_fate and in_rank_of: the values that the plan's
+ * arrays `fate` and `rank_of` have for this choice. Before the final values are stored, these
+ * arrays contain counts (table in plan/counts.cuh). If the layer drops no choices, in_fate is
+ * warp_row: how many rows on the choice's rank the warp counted before this choice. If it drops
+ * choices, in_fate is warp_position (how many choices of the same expert the warp counted
+ * before), and in_rank_of is warp_row. */
 template <int KIND>
 __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p_plan_job &job,
                                                      int64_t choice, int64_t id, int k,
@@ -56,11 +58,12 @@ __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p
     return s;
 }
 
-/* Sends the row numbers and records of a group of tokens to every rank. A lane has the choices
- * c[0] and c[1] of its token: one in each half of the token (TokenLanes). Also sets c[h].row in
- * all lanes of a token. `token`: this lane's token. `in`: true if that token exists. `bad`:
- * true if the plan is invalid; then the function sends RECORD_DISCARD as row number, and
- * receivers discard the rows. Called by one warp. */
+/* Sends to every rank the row numbers and records of as many tokens as fit in the lanes of a
+ * warp. `token`: this lane's token. `in`: true if this token exists. c[0], c[1]: where this
+ * lane's choices of the token go; c[1] is a choice from 32 on, if the token has that many. On
+ * return, c[0].row and c[1].row are set in all lanes of a token. `bad`: true if the plan is
+ * invalid. Then the function sends RECORD_DISCARD as row number, and receivers discard the
+ * rows. Called by one warp. */
 __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan_job &job,
                                                const TokenLanes &lanes, int32_t token, bool in,
                                                bool bad, FlatChoice (&c)[2])
@@ -109,8 +112,8 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
     }
 }
 
-/* Does for layout FLAT what place_choices() does for EXPERT_MAJOR: stores the fate and the rank
- * of each of this warp's choices in the plan, and sends row numbers and records. The fate of a
+/* Like place_choices(), but for layout FLAT: stores the fate and the rank of each of this
+ * warp's choices in the plan, and sends row numbers and records to all ranks. The fate of a
  * kept choice is its token's row. */
 template <int KIND>
 static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpState &op)
@@ -129,7 +132,8 @@ static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpS
         int64_t choice[4], id[4];
         int32_t in_fate[4], in_rank_of[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) { /* i / 2: one of two groups of tokens; i % 2: half */
+        /* i / 2: one of two groups of tokens; i % 2: 1 for choices from 32 on */
+        for (int i = 0; i < 4; i++) {
             const int token = t + i / 2 * lanes.group_tokens + lanes.token;
             const int k = lanes.k + i % 2 * WARP;
             const bool in =

@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* EPIC_BY_K: an expert that cannot keep all its choices first keeps those with k = 0, then
  * those with k = 1, and so on. The slots of the kept choices are still in the order of tokens.
- * So a choice has two positions:
+ * So each choice has two positions:
  *
- *   keep position   its index in the order (k, rank, token) among the choices of its expert. The
- *                   expert keeps the choices with the lowest keep positions
+ *   keep position   its index in the order (k, rank, token) among the choices of its expert.
+ *                   The expert keeps the choices with the lowest keep positions
  *   slot position   its index in the order (rank, token, k) among the kept choices of its
  *                   expert. It decides the slot
  *
- * To find keep positions, the ranks count the choices of each k separately: tally number k *
- * num_experts + e counts the choices of expert e with this k. The keep position of a choice is
- * lower_k_count plus its position among the expert's choices with the same k. This needs two
- * arrays:
+ * To find keep positions, the ranks count the choices of each k separately: tally (counter)
+ * number k * num_experts + e counts the choices of expert e with this k. The keep position of a
+ * choice is lower_k_count plus its position among the expert's choices with the same k. Two
+ * arrays are needed:
  *
  *   lower_k_count   [top_k][num_experts]      choices of the expert with lower k, on all ranks
  *   kept_before     [num_warps][num_experts]  slot position of the next kept choice that the
@@ -21,9 +21,9 @@
 
 #include "cuda/plan/replicas.cuh"
 
-/* Returns the bytes of dynamic shared memory that EPIC_BY_K needs for two arrays: kept_before,
- * and the load of each expert, summed over k. In memory these two arrays follow the tables of
- * the replicas. */
+/* Returns the bytes of dynamic shared memory that EPIC_BY_K needs in addition. They are for two
+ * arrays: kept_before, and the load of each expert, summed over k. In memory these arrays
+ * follow the tables of the replicas. */
 static inline int by_k_bytes(const p2p_plan_job *job)
 {
     const int warps = planner_warps(num_tallies(*job, job->layer.layout == EPIC_FLAT));
@@ -31,8 +31,8 @@ static inline int by_k_bytes(const p2p_plan_job *job)
 }
 
 /* Sets p.lower_k_count, and points p.load at the loads of the experts, summed over all k.
- * Before this call, p.load has a count per k and expert. The function replaces these counts by
- * lower_k_count, in the same memory. Called by all threads of the CTA, after
+ * Before this call, p.load has a count for each pair of k and expert. These counts are replaced
+ * by lower_k_count, in the same memory. Called by all threads of the CTA, after
  * exchange_counts(). */
 static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
 {
@@ -56,9 +56,10 @@ static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* Returns the keep position of choice k of a token. Without EPIC_BY_K it is the position in the
- * order (rank, token, k). `warp_position`: how many choices the warp had counted in the same
- * tally before this one. `tallies`: number of tallies per warp. */
+/* Returns the keep position of choice k of a token: the index of the choice among all choices
+ * of its expert. Their order is (k, rank, token) with EPIC_BY_K, else (rank, token, k).
+ * `warp_position`: how many choices the warp had counted in the same tally (counter) before
+ * this one. `tallies`: number of tallies per warp. */
 __device__ __forceinline__ int32_t keep_position_of(const Planner &p, const p2p_plan_job &job,
                                                     int tallies, int expert, int k,
                                                     int32_t warp_position)
@@ -69,10 +70,10 @@ __device__ __forceinline__ int32_t keep_position_of(const Planner &p, const p2p_
     return job.by_k ? p.lower_k_count[i] + nth : nth;
 }
 
-/* Sets p.kept_before for each warp and expert: how many choices the expert keeps of all tokens
- * before the warp's first token. For each k, it adds the kept ones among the choices of these
- * tokens. keep(expert): how many choices the expert keeps in all. Called by all threads of the
- * CTA. */
+/* Sets p.kept_before for each warp and expert: how many choices of the tokens before the warp's
+ * first token the expert keeps. It is a sum over k: for each k, how many of these tokens'
+ * choices are kept. keep(expert): how many choices the expert keeps in all. Called by all
+ * threads of the CTA. */
 template <class Keep>
 static __device__ void count_kept_before(Planner &p, const p2p_plan_job &job, Keep keep)
 {

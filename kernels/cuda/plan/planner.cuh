@@ -7,9 +7,9 @@
  *                                                                           |
  *          to all ranks <- records (slot of each choice) <- slots of own choices
  *
- * Words: a choice is one of a token's top_k ids. A record is what a rank sends to another rank
- * about one of its tokens: the token's slots there. If the token has no slot there, the record
- * has the value RECORD_ABSENT instead. A slab is the range of slots of one expert. A stamped
+ * A choice is one of a token's top_k expert ids. A record is what a rank sends to another rank
+ * about one of its tokens: the token's slots on that other rank. If the token has no slot
+ * there, the record is RECORD_ABSENT. A slab is the range of slots of one expert. A stamped
  * word contains the epoch (the number of the operation), and is valid only in this epoch.
  *
  * Kernels call make_plan(), with all threads of the first job.planners CTAs (the planner CTAs):
@@ -20,7 +20,8 @@
  *   planner CTA 0   header, tables and the caller's     other CTAs of this rank, if the kernel
  *                   outputs; then control.planned       also moves rows (release, acquire)
  *
- * All ranks compute with equal counts, so they agree on the plan without another exchange. */
+ * All ranks compute with the same counts, so they get the same plan without further
+ * communication. */
 #ifndef EPIC_PLANNER_CUH
 #define EPIC_PLANNER_CUH
 
@@ -28,17 +29,17 @@
 
 /* Where a choice of this lane goes. */
 struct PlacedChoice {
-    /* the rank to which the planner sends `slot` (a slot or RECORD_DISCARD); -1: it sends
-     * nothing */
+    /* the rank to which the planner sends `slot` (a slot, or RECORD_DISCARD if the plan is
+     * invalid); -1: it sends nothing */
     int32_t rank;
     uint32_t slot;
 };
 
-/* Returns the slot of choice k of a token on the rank of its expert. If the choice has no slot,
- * returns the reason (EPIC_FATE_*). Sets e to the choice's expert. If `id` is a logical expert,
- * e is the replica that gets the choice. `warp_position`: how many choices with this id the
- * warp counted before this one. id -1: the lane has no choice. Only for valid plans. Called by
- * all lanes. */
+/* Returns the slot of choice k of a token, on the rank of its expert. If the choice is dropped
+ * or has no expert, returns the reason (EPIC_FATE_*). Sets e to the expert. If `id` is a
+ * logical expert, e is the replica that gets the choice. id is -1 if the lane has no choice.
+ * `warp_position`: how many choices with this id the warp counted before this one. Only for
+ * valid plans. Called by all lanes. */
 template <int KIND>
 __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int64_t id, int k, int32_t warp_position,
@@ -68,9 +69,10 @@ __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_pl
                    : EPIC_FATE_RANK_FULL;
 }
 
-/* Stores slot (or fate) and rank of choice number `choice` in the plan, and returns where to
- * send the slot. `warp_position`: how many choices with this id the warp counted before this
- * one. Called by all lanes; a lane without a choice passes choice -1. */
+/* Stores in the plan the slot (or the reason why there is none) and the rank of choice number
+ * `choice`. Returns where to send the slot. `id`: the id under which the choice was counted.
+ * `warp_position`: how many choices with this id the warp counted before this one. Called by
+ * all lanes; a lane without a choice passes choice -1. */
 template <int KIND>
 __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p_plan_job &job,
                                                      int64_t choice, int64_t id, int k,
@@ -94,10 +96,11 @@ __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p
     return {owner, (uint32_t)slot_or_fate};
 }
 
-/* Sends the records of a group of tokens to every rank: the token's slots on that rank by
- * ascending k, one stamped word per slot. If none of a token's experts is on a rank, that rank
- * gets RECORD_ABSENT. `token`: this lane's token. `in`: true if that token exists. c[h]: where
- * this lane's choice in half h of the token goes. Called by one warp. */
+/* Sends to every rank the records of as many tokens as fit in the lanes of a warp. A record has
+ * the token's slots on that rank by ascending k, one stamped word per slot. If none of a
+ * token's experts is on the rank, the record is RECORD_ABSENT. `token`: this lane's token.
+ * `in`: true if this token exists. c[0], c[1]: where this lane's choices of the token go; c[1]
+ * is a choice from 32 on, if the token has that many. Called by one warp. */
 __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_job &job,
                                              const TokenLanes &lanes, int32_t token, bool in,
                                              const PlacedChoice (&c)[2])
@@ -133,8 +136,8 @@ __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_j
     }
 }
 
-/* Like place_choices(), for a warp whose choices are all in `counted`, that is, in registers.
- * So it does not load them from memory again. */
+/* Like place_choices(), but for a warp whose choices are all in registers (`counted`), so that
+ * it need not load them from memory again. */
 template <int KIND>
 static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const OpState &op,
                                      const TokenLanes &lanes, const TokenRange &range,
@@ -156,8 +159,9 @@ static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const 
 }
 
 /* Computes the slots of the choices of this warp's tokens, stores them in the plan, and sends
- * them to the ranks of the experts. The warp_position of each choice (plan/counts.cuh) is in
- * `counted` or, if that cannot hold all choices of the warp, in the plan's array `fate`. */
+ * them to the ranks of the experts. For each choice, the warp has already counted how many
+ * choices of the same expert come before it in this warp (warp_position, plan/counts.cuh). This
+ * count is in `counted` or, if has_counted_all() is false, in the plan's array `fate`. */
 template <int KIND>
 static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const OpState &op,
                                      const TokenLanes &lanes, const TokenRange &range,
@@ -174,7 +178,8 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
         int64_t choice[4], id[4];
         int32_t warp_position[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) { /* i / 2: one of two groups of tokens; i % 2: half */
+        /* i / 2: one of two groups of tokens; i % 2: 1 for choices from 32 on */
+        for (int i = 0; i < 4; i++) {
             const int token = t + i / 2 * lanes.group_tokens + lanes.token;
             const int k = lanes.k + i % 2 * WARP;
             const bool in =
@@ -200,9 +205,9 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
     }
 }
 
-/* Posts the puts that send this CTA's records to ranks on other hosts. With layout FLAT it
- * sends the row numbers, too. Only backend hosts calls it. One large put per rank and array is
- * faster than one per token. Called by all threads; thread q posts the puts for rank q. */
+/* Only in backend `hosts`: posts the puts that send this CTA's records to ranks on other hosts.
+ * With layout FLAT, also sends the row numbers. One large put per rank and array is faster than
+ * one put per token. Called by all threads; thread q posts the puts for rank q. */
 static __device__ __noinline__ void post_put_plan(const Planner &p, const p2p_plan_job &job,
                                                   const OpState &op, bool flat)
 {
@@ -267,8 +272,8 @@ static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const OpSt
         if (threadIdx.x == 0) {
             if (p.header.result == EPIC_EINVAL) report_fault(p, job, op);
             if (p.header.result == EPIC_EOVERFLOW) report_overflow(p, job, op);
-            /* In the operation "plan" no thread waits for control.planned: only kernels that
-             * also move rows do. */
+            /* No thread waits for control.planned in the operation "plan", only in kernels that
+             * also move rows. */
             if (job.self.operation == EPIC_OP_PLAN) return true;
             __threadfence();
             store_release(&control_of(op)->planned, op.epoch);

@@ -1,24 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The planner's state (struct Planner), and which warp and lane handles which choice.
  *
- * Words: a choice is one of a token's top_k expert ids. A tally is a counter of a warp. Tally e
- * counts the choices of expert e. With EPIC_BY_K, tally k * num_experts + e counts its choices
- * with this k. With FLAT, one more tally per rank follows, which counts the rows that the rank
- * needs. The planner CTAs are the first job.planners CTAs of a kernel. They make the plan
- * together.
+ * A choice is one of a token's top_k expert ids. A tally is a counter of a warp. Tally e counts
+ * the choices of expert e. With EPIC_BY_K, tally k * num_experts + e counts the choices of
+ * expert e with this k. With layout FLAT, one more tally per rank follows, which counts the
+ * rows that the tokens need on this rank. The planner CTAs are the first job.planners CTAs of a
+ * kernel. They make the plan together.
  *
  * This rank's tokens are divided among the planner CTAs, and the tokens of a CTA among its
  * warps. A warp handles several tokens at a time, one choice per lane:
  *
  *   num_tallies, tallies_of     how many tallies a warp has
  *   planner_warps               how many warps of a CTA count
- *   planner_bytes               how much shared memory their tallies need
+ *   planner_bytes               how much shared memory the arrays of Planner need
  *   TokenLanes                  which token and choice each lane handles
  *   split_tokens, TokenRange    which tokens each warp handles
  *   begin_planner               sets up the arrays, zeros the tallies, finds each expert's rank
  *
- * The planner is compiled separately for each KIND of layer, so that layers without replicas
- * and without dropping do not pay for these features. */
+ * The planner is compiled separately for each value of KIND (PLAN_FLAT, PLAN_RARE). So layers
+ * without replicas and without dropping do not pay for these features. */
 #ifndef EPIC_PLANNER_STATE_CUH
 #define EPIC_PLANNER_STATE_CUH
 
@@ -29,10 +29,10 @@
 /* How many ranks' counts a thread loads together, so that the loads overlap. */
 #define RANKS_AT_ONCE 8
 #define PLAN_MOST_WARPS 16 /* Largest number of warps per CTA that count choices. */
-/* Upper bound of the number of tallies of all warps of a CTA together. */
+/* Upper bound of the number of tallies (counters) of all warps of a CTA together. */
 #define PLAN_TALLY_WORDS 16384
 
-enum { /* Bits of the template argument KIND, which says what the layer needs. */
+enum { /* Bits of the template argument KIND: features that the layer uses. */
        /* the layer's layout is EPIC_FLAT */
        PLAN_FLAT = 1,
        PLAN_RARE = 2 /* the layer has replicas or drops choices */
@@ -42,20 +42,20 @@ enum { /* Bits of the template argument KIND, which says what the layer needs. *
  * pointers at arrays in dynamic shared memory. */
 struct Planner {
     device_plan_header header;
-    /* [num_tallies]: sum of each tally over all CTAs of lower ranks and the lower CTAs of this
-     * rank. So an element counts the choices (or rows) before those of this CTA.
-     * resolve_replicas() runs before choices are counted, and uses this memory for its counts
-     * of logical experts. */
+    /* [num_tallies]: for each tally, the sum over all CTAs of lower ranks and the lower CTAs of
+     * this rank. So an element counts the choices (or rows) of all tokens before those of this
+     * CTA. resolve_replicas() runs before choices are counted, and uses this memory for its
+     * counts of logical experts. */
     int32_t *before_cta;
-    /* [num_tallies]: sum of each tally over all CTAs of all ranks. With EPIC_BY_K,
-     * prepare_by_k() later points it to another array, [num_experts]: the choices of each
+    /* [num_tallies]: for each tally, the sum over all CTAs of all ranks. With EPIC_BY_K,
+     * prepare_by_k() later points `load` to another array, [num_experts]: the choices of each
      * expert, summed over k. */
     int32_t *load;
-    /* FLAT only, [num_ranks]: these point to the last elements of before_cta and of load, which
-     * belong to the tallies of ranks. rows_before_cta[q] counts the rows on rank q for the
-     * tokens before those of this CTA, and needed_rows[q] those for all tokens. */
+    /* FLAT only, [num_ranks]: they point to the last elements of before_cta and of load, which
+     * belong to the tallies of ranks. rows_before_cta[q]: rows on rank q for all tokens before
+     * those of this CTA. needed_rows[q]: rows on rank q for all tokens. */
     int32_t *rows_before_cta, *needed_rows;
-    union { /* [num_experts]: an array whose meaning depends on the planner and the layout */
+    union { /* [num_experts]: meaning depends on the planner and the layout */
         /* EXPERT_MAJOR: first slot of the expert's slab, on its rank */
         int32_t *slab_start;
         /* FLAT, which has no slabs: number of the expert among the experts of its rank */
@@ -68,9 +68,9 @@ struct Planner {
      * publish_tallies() then replaces each tally by the sum over the lower warps of this
      * CTA. */
     int32_t *tally;
-    /* [num_tallies]: a rank for each tally. For a tally of an expert it is the rank that owns
-     * the expert, so owner[e] is the owner of expert e. For the tally of a rank it is this
-     * rank. */
+    /* [num_tallies]: the rank to which each tally belongs. For the tally of an expert, this is
+     * the rank that owns the expert, so owner[e] is the owner of expert e. The tally of a rank
+     * belongs to this rank. */
     uint8_t *owner;
     uint8_t *rare_memory; /* memory after these arrays; only layers with PLAN_RARE use it */
     /* keep_limit[q]: the largest number of choices that each expert of rank q may keep, so that
@@ -126,8 +126,8 @@ __host__ __device__ inline int num_tallies(const p2p_plan_job &job, bool flat)
     return num_choice_tallies(job) + (flat ? job.self.num_ranks : 0);
 }
 
-/* Like num_choice_tallies(), but if KIND excludes EPIC_BY_K, the function does not test
- * job.by_k at run time. */
+/* Like num_choice_tallies(), but does not test job.by_k at run time if KIND excludes
+ * EPIC_BY_K. */
 template <int KIND> __device__ __forceinline__ int choice_tallies(const p2p_plan_job &job)
 {
     return KIND & PLAN_RARE ? num_choice_tallies(job) : (int)job.layer.num_experts;
@@ -147,8 +147,8 @@ __host__ __device__ inline int planner_warps(int tallies)
     return most < 3 ? 1
            : most > PLAN_MOST_WARPS
                ? PLAN_MOST_WARPS
-               /* never 2: with the numbers of tallies for which only two warps fit, all arrays
-                * of Planner together would need too much memory */
+               /* never 2: if two warps were used, the arrays of Planner would need too much
+                * shared memory */
                : most;
 }
 
@@ -159,9 +159,9 @@ __host__ __device__ inline int planner_bytes(int tallies)
     return tallies * 4 * (3 + planner_warps(tallies)) + (tallies + 15) / 16 * 16;
 }
 
-/* Returns the largest planner_bytes() of any layer. The host permits the kernels to use this
+/* Returns the largest result of planner_bytes() for any layer. The host allows the kernels this
  * many bytes of shared memory when it loads them. The function tries every number of tallies,
- * because planner_bytes() is not monotonic. */
+ * because with more tallies planner_bytes() may be smaller. */
 static inline int planner_most_bytes(void)
 {
     int most = 0;
@@ -179,14 +179,14 @@ static inline int planner_bytes_of(const p2p_plan_job &job)
 
 /* Assigns choices to the lanes of a warp. A warp handles a group of tokens at a time, with one
  * choice per lane. For example, with top_k = 8 it handles four tokens: lane 11 has choice 3 of
- * token 1. If a token has more than 32 choices, the warp handles this token alone, in two
- * steps. They are the token's *halves*: choices 0 to 31, then choices 32 and up. */
+ * token 1. If tokens have more than 32 choices, the warp handles one token at a time, in two
+ * steps: choices 0 to 31, then choices 32 and up. These are the token's *halves*. */
 struct TokenLanes {
-    /* group_tokens: number of tokens that a warp handles at a time. num_halves: 1, or 2 if a
-     * token has more than 32 choices. */
+    /* group_tokens: number of tokens that a warp handles at a time. num_halves: 1, or 2 if
+     * tokens have more than 32 choices. */
     int group_tokens, num_halves;
-    /* token: number of this lane's token, in [0, group_tokens). k: number of its choice within
-     * the half. */
+    /* token: number of this lane's token in the group, from 0. k: this lane's choice, without
+     * the 32 that must be added in the second half. */
     int token, k;
     /* false: this lane has no choice, because 32 is not a multiple of top_k */
     bool has_choice;
@@ -209,13 +209,13 @@ struct TokenLanes {
     }
 };
 
-/* Backend hosts only: completes the records that this warp has just stored for rank q.
+/* Only in backend `hosts`: completes the records that this warp has just stored for rank q.
  *
  * If tokens have at most 32 choices, one put of post_put_plan() later sends the records of the
  * whole CTA. This put contains all top_k words of each record, and the receiver waits for all
- * of them. A record uses only `count` words, so the lanes after these store RECORD_ABSENT. If
- * tokens have more than 32 choices, this function sends each record by a separate put, with
- * `count` words.
+ * of them. A record uses only `count` words, so the function sets the unused words to
+ * RECORD_ABSENT. If tokens have more than 32 choices, the function itself posts one put per
+ * record, with `count` words.
  *
  * `record`: address of the record of this lane's token. `in`: true if the token exists. Called
  * by one warp. */
@@ -230,7 +230,7 @@ __device__ __forceinline__ void fill_records(const OpState &op, const TokenLanes
         store_relaxed(record + lanes.k, stamp_word(op, RECORD_ABSENT));
 }
 
-/* Returns how many different ids topk_idx may contain: the number of logical experts if the
+/* Returns how many ids are valid in the caller's topk_idx: the number of logical experts if the
  * layer has replicas, else the number of experts. */
 __device__ __forceinline__ int num_ids(const p2p_plan_job &job)
 {
@@ -249,8 +249,8 @@ struct TokenRange { /* The tokens [begin, end) of this rank whose choices a warp
     int32_t begin, end;
 };
 
-/* Sets how many tokens each planner CTA and each of its `warps` counting warps handles. Called
- * by one thread. */
+/* Sets how many tokens each planner CTA handles, and how many each warp that counts choices
+ * handles. `warps`: number of such warps per CTA. Called by one thread. */
 __device__ __forceinline__ void split_tokens(Planner &p, const p2p_plan_job &job, int warps)
 {
     p.tokens_per_cta = (job.num_tokens + job.planners - 1) / job.planners;

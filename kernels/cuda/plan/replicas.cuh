@@ -4,8 +4,8 @@
  * choice number n, in the order of all ranks' tokens, goes to replica n % r.
  *
  * So the ranks count the choices of each logical expert. From n, the planner computes the
- * replica of a choice (n % r) and its position there (n / r). From the total, it computes the
- * count of each replica.
+ * replica of a choice (n % r) and the position of the choice among those of the replica (n /
+ * r). From the total of the logical expert, it computes the count of each replica.
  *
  * Tables of the planner, in shared memory:
  *
@@ -15,8 +15,8 @@
  *   replicas        [num_experts]      experts, ordered by logical expert
  *   logical_load    [num_logical]      choices of each logical expert, on all ranks
  *
- * Layout FLAT and EPIC_BY_K must know the replica of each choice before they count choices.
- * plan/resolve.cuh finds it for them. */
+ * With layout FLAT and with EPIC_BY_K, the planner must know the replica of each choice before
+ * it counts choices. For these layers, plan/resolve.cuh finds the replicas. */
 #ifndef EPIC_REPLICAS_CUH
 #define EPIC_REPLICAS_CUH
 
@@ -35,9 +35,9 @@ __device__ __forceinline__ int num_replicas_of(const Planner &p, int logical)
     return p.first_replica[logical + 1] - p.first_replica[logical];
 }
 
-/* Sets p.first_replica to the prefix sums of the numbers of replicas. The caller has stored
- * these numbers in p.logical_load, whose memory is free until choices are counted. Called by
- * one warp. */
+/* Sets p.first_replica to the prefix sums of the numbers of replicas per logical expert. The
+ * caller has stored these numbers in p.logical_load, which is not used otherwise until choices
+ * are counted. Called by one warp. */
 static __device__ void sum_replica_counts(Planner &p, int num_logical)
 {
     int before = 0;
@@ -55,8 +55,8 @@ static __device__ void sum_replica_counts(Planner &p, int num_logical)
 }
 
 /* Reads and checks the caller's table logical_of_expert, and fills in the tables above, except
- * logical_load. Until the choices are counted, the memory of logical_load holds the number of
- * replicas of each logical expert.
+ * logical_load. Until choices are counted, logical_load contains the number of replicas of each
+ * logical expert instead.
  *
  * If entries of the caller's table are invalid, the function stores the index of the first one
  * in p.bad_replica, and the planner uses 0 in place of each of them. Called by all threads of
@@ -99,17 +99,17 @@ static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* Returns the word with which ranks compare their tables logical_of_expert: a hash of the
- * table, or 0 if the table is invalid. In the heap this word follows the counts. */
+/* Returns a hash of this rank's table logical_of_expert, or 0 if the table is invalid. Ranks
+ * compare their tables by this word. In the heap it follows the counts. */
 __device__ __forceinline__ uint32_t table_hash_word(const Planner &p)
 {
     return p.bad_replica == NO_INDEX ? p.table_hash | 1 : 0;
 }
 
-/* Checks that all ranks have the same table logical_of_expert. CTA 0 sends this rank's hash to
- * all ranks. Each planner CTA compares the hashes of all ranks with the hash of this rank.
- * Called by one thread of each planner CTA. Returns false if the group of ranks has failed, or
- * fails now because two tables differ. */
+/* Checks that all ranks have the same table logical_of_expert. CTA 0 sends a hash of this
+ * rank's table to all ranks. Each planner CTA compares the hashes of all ranks with its own.
+ * Called by one thread of each planner CTA. Returns false if the group of ranks has failed. If
+ * two tables differ, makes the group fail. */
 static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
                                       const OpState &op)
 {
@@ -140,8 +140,8 @@ static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
     return true;
 }
 
-/* Replaces the counts of logical experts in p.load by the counts of their replicas. Called by
- * all threads of the CTA, after exchange_counts(). */
+/* Replaces the counts of logical experts in p.load by the counts of the experts (replicas).
+ * Called by all threads of the CTA, after exchange_counts(). */
 static __device__ void split_among_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
@@ -154,8 +154,9 @@ static __device__ void split_among_replicas(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* Returns how many choices expert_capacity allows an expert to keep. With replicas,
- * expert_capacity is the limit of the logical expert, and is divided among its replicas. */
+/* Returns how many choices an expert may keep because of expert_capacity; 2^31 - 1 if there is
+ * no such limit. With replicas, expert_capacity is the limit of the logical expert, and is
+ * divided among its replicas. */
 __device__ __forceinline__ int32_t expert_quota(const Planner &p, const p2p_plan_job &job,
                                                 int expert)
 {
@@ -168,7 +169,7 @@ __device__ __forceinline__ int32_t expert_quota(const Planner &p, const p2p_plan
 }
 
 /* Returns the replica that gets choice number `nth` of a logical expert, counted over all
- * ranks. Changes nth to the position of the choice among the choices of that replica. */
+ * ranks. On return, nth is the position of the choice among the choices of that replica. */
 __device__ __forceinline__ int choose_replica(const Planner &p, int logical, int32_t &nth)
 {
     const int replicas = num_replicas_of(p, logical), index = nth % replicas;

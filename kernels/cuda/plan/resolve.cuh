@@ -1,19 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Resolves replicas: finds the replica of each choice before the planner counts choices. The
- * caller's ids name logical experts, each of which has one or more copies (replicas).
+/* Finds the replica of each choice before the planner counts choices. The caller's ids name
+ * logical experts, each of which has one or more copies (replicas).
  *
- * Only two kinds of layers need this, because they must know the replica while they count:
- * layout FLAT counts rows together with choices, and EPIC_BY_K counts each k separately. Other
- * layers compute the replica after counting (plan/replicas.cuh). One CTA per rank works in
- * three steps:
+ * Only two types of layers need this, because the planner must know the replica while it
+ * counts: layout FLAT counts rows together with choices, and EPIC_BY_K counts each k
+ * separately. For other layers, the planner computes the replica after counting
+ * (plan/replicas.cuh). One CTA per rank works in three steps:
  *
  *   1. counts this rank's choices of each logical expert
- *   2. sends the counts to all ranks (`logical_counts`, stamped words) and waits for theirs
- *   3. writes the expert (replica) of each choice to resolved_experts(), where the planner
- *      reads it instead of the caller's id
+ *   2. sends the counts to all ranks (`logical_counts`, stamped words) and waits for the counts
+ *      of all ranks
+ *   3. writes the expert (replica) of each choice to the array resolved_experts(), where the
+ *      planner reads it instead of the caller's id
  *
- * After step 1 that array holds, for each choice, how many choices its warp had counted before
- * it for the same logical expert. Step 3 reads this number and overwrites it with the replica.
+ * Between steps 1 and 3 this array contains, for each choice, how many choices of the same
+ * logical expert its warp had counted before it.
  *
  * Only one CTA per rank does this, because the replica of a choice depends on the order of all
  * choices of the rank. */
@@ -32,9 +33,9 @@ __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const Op
 }
 
 /* Sends `own`, the number of this rank's choices of one logical expert, to all ranks, and waits
- * for the numbers of all ranks. Sets p.before_cta (sum of the lower ranks) and p.logical_load
- * (sum of all ranks) of this logical expert. Called by one thread. Returns false if the group
- * of ranks has failed. */
+ * for the numbers of all ranks. Sets p.before_cta[logical] to the sum over the lower ranks, and
+ * p.logical_load[logical] to the sum over all ranks. Called by one thread. Returns false if the
+ * group of ranks has failed. */
 static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const OpState &op,
                                        int logical, uint32_t own)
 {
@@ -61,9 +62,9 @@ static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const O
     return true;
 }
 
-/* Writes the expert (replica) of every choice of this rank to resolved_experts(), in the three
- * steps above. Called by all threads of the CTA, after read_replicas(). Returns false if the
- * group of ranks has failed. */
+/* Writes the expert (replica) of every choice of this rank to the array resolved_experts(). The
+ * head of this file lists the three steps. Called by all threads of the CTA, after
+ * read_replicas(). Returns false if the group of ranks has failed. */
 static __device__ __noinline__ bool resolve_replicas(Planner &p, const p2p_plan_job &job,
                                                      const OpState &op)
 {

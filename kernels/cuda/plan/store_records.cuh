@@ -1,17 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Copies the records that the ranks send about their tokens into the plan. A record has a
- * token's slots on this rank. With layout FLAT it has the token's local experts on this rank
- * instead, and the same functions copy it. The words of a record arrive in this rank's heap. A
- * word is valid if its stamp is the running epoch, so each word is its own flag and no other
- * memory order is needed. */
+ * token's slots on this rank. With layout FLAT, a record has the token's local experts on this
+ * rank instead; the functions below copy it in the same way. The words of a record arrive in
+ * this rank's heap. A word is valid if its stamp is the running epoch, so each word is its own
+ * flag and no other memory order is needed. */
 #ifndef EPIC_STORE_RECORDS_CUH
 #define EPIC_STORE_RECORDS_CUH
 
 #include "cuda/plan/planner.cuh"
 
-/* Waits for the records of a group of tokens of rank `source`, from first_token on, and copies
- * them to `records` in the plan. Each lane copies one word of one token. num_tokens: tokens of
- * rank `source` in all. Called by one warp. Returns false if the group of ranks has failed. */
+/* Waits for the records of some tokens of rank `source`, from first_token on, and copies them
+ * to `records` in the plan. Each lane copies one word of one token. num_tokens: number of
+ * tokens of rank `source` in all. Called by one warp, which handles as many tokens as fit in
+ * its lanes. Returns false if the group of ranks has failed. */
 static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
                                      int32_t *records, int source, int32_t first_token,
                                      int32_t num_tokens)
@@ -21,7 +22,7 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
     const int32_t token = first_token + lanes.token;
     const bool in = lanes.has_choice && token < num_tokens;
     const uint64_t *words = record_address(job.self, op, source, in ? token : 0, top_k);
-    /* true: the record has ended in its first half, so the second half has no words */
+    /* true: the record has ended in its first 32 words, so the lanes need not wait for more */
     bool has_ended = false;
     for (int half = 0; half < lanes.num_halves; half++) {
         const int k = lanes.k + half * WARP;
@@ -34,16 +35,17 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
             last_words =
                 __ballot_sync(ALL_LANES, has_arrived && ((uint32_t)word & RECORD_LAST)) &
                 lanes.token_lanes;
-            /* Backend hosts, top_k up to 32: the sender sends all top_k words of a record, also
-             * those after RECORD_LAST. This waits for all of them. If it did not, a late word
+            /* Backend `hosts`, top_k up to 32: the sender sends all top_k words of a record,
+             * also those after RECORD_LAST. So wait for all of them. Otherwise a late word
              * could overwrite a word of a later epoch. */
             const bool is_whole = lanes.num_halves == 1;
             if (HOSTS && !__all_sync(ALL_LANES, !is_whole || !reads || has_arrived))
                 return false;
-            /* p2p: only the words up to the one with RECORD_LAST are sent, so only they must
-             * have arrived. */
+            /* p2p: the sender sends only the words up to the one with RECORD_LAST, so wait only
+             * for these. */
             const bool needed = reads && !(last_words & lanes_below());
-            /* true: the word with RECORD_LAST is still missing, so the lanes go on waiting */
+            /* true: the word with RECORD_LAST has not arrived, so the lanes must go on
+             * waiting */
             const bool is_open = !last_words && lanes.num_halves == 1;
             return __all_sync(ALL_LANES, !needed || (has_arrived && !(reads && is_open))) != 0;
         });
@@ -61,9 +63,9 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
 
 /* Calls keep(source, first, tokens) for each group of tokens that this warp handles. A group
  * has as many tokens as fit in the lanes of a warp. source: rank of the tokens; first: first
- * token of the group; tokens: how many tokens rank `source` has in all. `warps` warps share the
- * groups, and this one is number `warp`. tokens_of: in lane q, the number of tokens of rank q.
- * Returns false as soon as keep() returns false. */
+ * token of the group; tokens: number of tokens that rank `source` has in all. The groups are
+ * divided among `warps` warps, and this one is number `warp`. tokens_of: in lane q, the number
+ * of tokens of rank q. Returns false as soon as keep() returns false. */
 template <class Keep>
 __device__ __forceinline__ bool for_each_group(const p2p_plan_job &job, int32_t tokens_of,
                                                int warp, int warps, Keep keep)

@@ -3,10 +3,11 @@
  *
  * PlanView has the checked header of a plan in device memory, and pointers to its arrays
  * (rules/device_layout.h). A record is what a rank sends to another rank about one of its
- * tokens: the token's slots on that other rank, by ascending k. With layout FLAT a record has
- * the token's local experts there instead (plan/flat.cuh). A record has at most top_k stamped
- * words, which are valid only in the running epoch. Its last word has the flag RECORD_LAST. The
- * planner of the token's rank stores the record, and a warp of the receiving rank polls it. */
+ * tokens: the token's slots on that other rank, by ascending k. With layout FLAT, a record has
+ * the token's local experts on that rank instead (plan/flat.cuh). A record has at most top_k
+ * stamped words, which are valid only in the running epoch. Its last word has the flag
+ * RECORD_LAST. The planner of the token's rank stores the record, and a warp of the receiving
+ * rank polls it. */
 #ifndef EPIC_PLAN_VIEW_CUH
 #define EPIC_PLAN_VIEW_CUH
 
@@ -17,8 +18,9 @@
 /* Word of a record: no choice of the token goes to the receiving rank. In backend hosts,
  * senders also fill unused words of a record with this value. */
 #define RECORD_ABSENT 0x7fffffffu
-/* Word of a record in place of a slot: a choice goes to the receiving rank, but the plan is
- * invalid. The receiver must still receive the row, and discards it. */
+/* Word of a record in place of a slot, if the plan is invalid: a choice goes to the receiving
+ * rank. The sender may already have sent the row, so the rank must still receive it. It
+ * discards the row. */
 #define RECORD_DISCARD 0x7ffffffeu
 
 /* Returns the bit mask of the lanes below this one. */
@@ -130,8 +132,9 @@ static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
     report_data_error(self, notice);
 }
 
-/* A call that passes no tokens, such as combine, uses this value as num_tokens of the functions
- * below. They then accept a plan with any number of tokens. */
+/* Value of num_tokens of the functions below for operations without tokens, such as the sum of
+ * gradients over replicas (allreduce/replicas.cu). A plan with any number of tokens is then
+ * accepted. */
 #define ANY_TOKENS (-1)
 
 /* Loads the header of the plan at `plan`: lane l gets words l, l + 32, and so on. If the plan's
@@ -194,11 +197,10 @@ static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t pl
     __syncthreads();
 }
 
-/* Returns false if the receive buffer of a rank has fewer rows than the rank has slots in the
- * plan. Waits for the numbers of rows that all ranks announce. This word can arrive later than
- * the other words of an announcement. `reports`: also reports the first such rank to the host.
- * If the group of ranks has failed, returns true, because the failure is reported elsewhere.
- * Can be called by any threads. */
+/* Returns false if the receive buffer of any rank has fewer rows than the rank has slots in the
+ * plan. For this, waits until all ranks have announced how many rows they have. `reports`: also
+ * reports the first such rank to the host. If the group of ranks has failed, returns true,
+ * because the failure is reported elsewhere. Can be called by any threads. */
 static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpState &op,
                                                const volatile device_plan_header *h,
                                                bool reports)
@@ -228,9 +230,9 @@ static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpSta
 
 /* ------------------------------------------------------------------- receiving records ---- */
 
-/* Returns the address, in this rank's heap or net inbox, of the record that rank `source` sends
- * about its token. A record has top_k words. `self` is an argument for speed: op.self would
- * have to be loaded from memory. */
+/* Returns the address of the record that rank `source` sends about its token, in this rank's
+ * heap or net inbox. A record has top_k words. `self` is *op.self, passed separately because a
+ * load of op.self would take time. */
 __device__ __forceinline__ const uint64_t *
 record_address(const p2p_self &self, const OpState &op, int source, int64_t token, int top_k)
 {
@@ -241,11 +243,12 @@ record_address(const p2p_self &self, const OpState &op, int source, int64_t toke
            token * top_k;
 }
 
-/* Waits for one half of a record: words [half * 32, half * 32 + 32), one per lane. `word`: this
- * lane's word as the caller has loaded it before, perhaps too early. Sets `slot` to this lane's
- * slot (FLAT: local expert), to RECORD_DISCARD, or to -1 if the record has no word for this
- * lane. Sets `more` to whether the record may continue in the next half. Called by one warp.
- * Returns false if the group of ranks has failed. */
+/* Waits for 32 words of a record (the slots on this rank of a token of `source`): words 32 *
+ * half to 32 * half + 31, one per lane. `word`: this lane's word as the caller has loaded it
+ * before; it may not have arrived then. Sets `slot` to this lane's slot (FLAT: local expert),
+ * to RECORD_DISCARD, or to -1 if the record has no word for this lane. Sets `more` to true if
+ * the record may have later words. Called by one warp. Returns false if the group of ranks has
+ * failed. */
 __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t *words,
                                                int top_k, int half, int source, uint64_t word,
                                                int32_t &slot, bool &more)
@@ -259,9 +262,9 @@ __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t
         const bool has_arrived = lane < count && is_stamped(op, word);
         const uint32_t arrived = __ballot_sync(ALL_LANES, has_arrived);
         last_words = __ballot_sync(ALL_LANES, has_arrived && ((uint32_t)word & RECORD_LAST));
-        /* Backend hosts: if top_k is at most 32, waits for all top_k words of the record, also
-         * for those after the word with RECORD_LAST. The sender has sent them all in this
-         * epoch, and a word that arrives later would overwrite a word of a later epoch. */
+        /* Backend `hosts`, top_k up to 32: wait for all top_k words of the record, also for
+         * those after the word with RECORD_LAST. The sender has sent them all in this epoch.
+         * Otherwise a late word could overwrite a word of a later epoch. */
         if (HOSTS && top_k <= WARP && __popc(arrived) < count) return false;
         const uint32_t needed = last_words      ? (2u << (__ffs(last_words) - 1)) - 1
                                 : count == WARP ? ALL_LANES
