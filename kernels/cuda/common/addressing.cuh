@@ -2,8 +2,8 @@
 /* OpState, the state of the running operation, and functions that return the addresses of words
  * and rows that ranks exchange.
  *
- * In backend hosts, some ranks are on other hosts (hosts.h). Every address that differs between
- * backends p2p and hosts is chosen in this file:
+ * In the backend `hosts`, some ranks are on other hosts (hosts.h). Every address that differs
+ * between the backends `p2p` and `hosts` is chosen in this file:
  *
  *   a peer on this host      stores into this rank's heap, over NVLink
  *   a peer on another host   stores into its own outbox; the net copies the words into this
@@ -21,8 +21,8 @@
 #define WARP 32
 #define ALL_LANES 0xffffffffu
 
-/* The part of OpState that only backend hosts has. A relay is a rank that forwards rows to
- * other ranks of its host (net/relay.cuh). */
+/* The part of OpState that only the backend `hosts` has. A relay is a rank that forwards rows
+ * to other ranks of its host (net/relay.cuh). */
 struct OpStateNet {
     /* start of the net inbox: memory into which the net copies words of other hosts */
     const uint8_t *host_inbox;
@@ -38,8 +38,8 @@ struct OpStateNet {
 struct OpState { /* State of the running operation. Each CTA has a copy in shared memory. */
     const p2p_self *self;
     uint8_t *heap; /* this rank's heap */
-    /* Device time in ns at which waits of this CTA expire. It moves later when any wait of this
-     * rank makes progress. */
+    /* Device time in ns at which waits of this CTA expire. If any wait of this rank ends with
+     * success, the time is moved to a later one. */
     mutable uint64_t deadline;
     uint32_t epoch, signature;
     /* the sizes that this rank announces to all ranks; rows: number of rows of the receive
@@ -58,7 +58,7 @@ struct OpState { /* State of the running operation. Each CTA has a copy in share
     /* outbox[q]: the memory into which this rank stores rows for rank q: q's staging or, if q
      * is on another host, this rank's own outbox */
     uint8_t *outbox[DEVICE_MAX_RANKS];
-    __extension__ OpStateNet net[HOSTS]; /* backend hosts only (hosts.h) */
+    __extension__ OpStateNet net[HOSTS]; /* backend `hosts` only (hosts.h) */
 };
 
 __device__ __forceinline__ int lane_id()
@@ -86,8 +86,8 @@ __device__ __forceinline__ uint32_t epoch_after(uint32_t epoch)
     return epoch == 0xffffffffu ? 2 : epoch + 1;
 }
 
-/* Returns 0 or 1: which half of an array the running epoch uses. This is for arrays whose shape
- * in heap.h begins with [2]. */
+/* Returns 0 or 1: which half of an array of the heap the running epoch uses, the half for even
+ * or for odd epochs. Used for arrays whose shape in heap.h begins with [2]. */
 __device__ __forceinline__ uint32_t epoch_parity(const OpState &op)
 {
     return op.epoch & 1;
@@ -153,17 +153,17 @@ __device__ __forceinline__ uint8_t *inbox_base(const OpState &op, int q)
 }
 
 /* Returns the base address of the memory into which rank q's status words (waits, broken, gone)
- * arrive. In backend hosts the net delivers all status words of other ranks, also of ranks on
- * this host. */
+ * arrive. In the backend `hosts` the net delivers all status words of other ranks, also of
+ * ranks on this host. */
 __device__ __forceinline__ uint8_t *status_base(const OpState &op, int q)
 {
     return HOSTS && q != op.self->rank ? net_inbox(*op.self) : op.heap;
 }
 
 /* Returns the distance, in 8-byte words, from this rank's heap to the memory in which the
- * calling CTA should poll rank q's words. In backend hosts, CTA 0 polls the net inbox if q is
- * on another host, and copies the words to the heap (cache_counts()). All other CTAs, and all
- * CTAs of p2p, poll the heap itself, so their distance is 0. */
+ * calling CTA should poll rank q's words. In the backend `hosts`, CTA 0 polls the net inbox if
+ * q is on another host, and copies the words to the heap (cache_counts()). All other CTAs, and
+ * all CTAs of p2p, poll the heap itself, so their distance is 0. */
 __device__ __forceinline__ int64_t inbox_word_offset(const OpState &op, int q)
 {
     return HOSTS && blockIdx.x == 0 ? (inbox_base(op, q) - op.heap) / 8 : 0;
@@ -239,7 +239,7 @@ __device__ __forceinline__ int source_number(const p2p_self &self, int to, int b
 }
 
 /* Largest number of choices per token for which the arrays of a heap have space. In p2p it is a
- * constant; in backend hosts it is set at open. */
+ * constant; in the backend `hosts` it is set at open. */
 #define HEAP_TOP_K(self) (HOSTS ? (self).net->max_top_k : DEVICE_MAX_TOP_K)
 
 /* Returns the distance, in 8-byte words, between two parts of the array `records` in rank q's
@@ -252,8 +252,8 @@ __device__ __forceinline__ int64_t record_word_offset(const p2p_self &self, int 
 }
 
 /* Returns the number of floats that the array `floats` of a heap has for each token. It is
- * top_k. Backend hosts rounds it up to an even number, because the net copies whole words of 8
- * bytes. */
+ * top_k. The backend `hosts` rounds it up to an even number, because the net copies whole words
+ * of 8 bytes. */
 __device__ __forceinline__ int float_stride(int top_k)
 {
     return HOSTS ? (top_k + 1) & ~1 : top_k;

@@ -155,7 +155,7 @@ typedef struct p2p_ring_words {
  * be enough for the number of all choices of one rank. */
 #define P2P_COUNT_BITS 26
 
-/* The part of p2p_self that only backend hosts has. */
+/* The part of p2p_self that only the backend `hosts` has. */
 typedef struct p2p_net {
     p2p_ring ring;
     /* memory into which the net copies words of other hosts; has the layout of a heap */
@@ -186,7 +186,7 @@ typedef struct p2p_self {
     /* Hashes of layers. The call accepts only plans that were made for a layer with one of
      * these hashes. If element 0 is 0, it accepts plans of any layer. */
     uint32_t layer_hashes[2];
-    __extension__ p2p_net net[HOSTS]; /* backend hosts only (hosts.h) */
+    __extension__ p2p_net net[HOSTS]; /* backend `hosts` only (hosts.h) */
 } p2p_self;
 
 /* Arguments of the operation plan, which computes the slot of every choice. */

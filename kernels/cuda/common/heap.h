@@ -50,7 +50,7 @@
  * the tables of the planner would not fit into the shared memory of a CTA. */
 #define P2P_REPLICATED_EXPERTS 2048
 
-/* Offsets of the arrays of a heap that only backend hosts has. */
+/* Offsets of the arrays of a heap that only the backend `hosts` has. */
 typedef struct p2p_net_arrays {
     /* For each token of each rank: which ranks of this host need the token's row. A relay, the
      * rank that forwards rows from other hosts, waits for these words (net/relay.cuh).
@@ -119,14 +119,15 @@ typedef struct p2p_heap {
     /* Layout FLAT: for each token of each rank, the index of its row on this rank.
      * Stamped [2][num_ranks][max_tokens]. */
     int64_t flat_rows;
-    __extension__ p2p_net_arrays net[HOSTS]; /* backend hosts only (hosts.h) */
+    __extension__ p2p_net_arrays net[HOSTS]; /* backend `hosts` only (hosts.h) */
     /* Low-latency plans: the expert ids of each token of each rank, two ids per word.
      * Stamped [2][num_ranks][p2p_lowlat_tokens(max_tokens)][LOWLAT_ID_WORDS]. */
     int64_t ids;
     /* The weights of choices, or their gradients.
      * Poison [2][num_ranks - 1][max_tokens * max_top_k]. */
     int64_t floats;
-    /* Escape words (net/staging.cuh).
+    /* Escape words. A bit in an escape word marks a word of a row that the sender has replaced,
+     * because it was a NaN with the value of poison (net/staging.cuh).
      * Zero [2][num_ranks - 1][escape_words]. */
     int64_t escapes;
     /* Dot products of blocks of 1024 elements of a row (combine/backward.cu).
@@ -161,8 +162,8 @@ enum { /* indices of the words that report a wrong value in a planner's input */
  * of that rank. */
 #define P2P_GONE(epoch) (1ull << 63 | (epoch))
 
-/* The part of the control memory that only backend hosts has. "The ring" is the one in host
- * memory (p2p_ring) in which kernels request puts from the proxy thread. */
+/* The part of the control memory that only the backend `hosts` has. "The ring" is the one in
+ * host memory (p2p_ring) in which kernels request puts from the proxy thread. */
 typedef struct p2p_net_control {
     uint64_t posted_entries; /* how many entries kernels have appended to the ring since open */
     /* The ring has space for all entries whose number is lower than this. */
@@ -229,7 +230,7 @@ typedef struct p2p_control {
     uint32_t num_postponed;
     /* time at which this rank last read p2p_status.awake, in units of 1024 ns */
     uint32_t awake_polled_at;
-    __extension__ p2p_net_control net[HOSTS]; /* backend hosts only (hosts.h) */
+    __extension__ p2p_net_control net[HOSTS]; /* backend `hosts` only (hosts.h) */
 } p2p_control;
 
 #define P2P_CONTROL_BYTES ((int64_t)(sizeof(p2p_control) + 127) / 128 * 128)
@@ -297,7 +298,7 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     }
     h.floats = h.escapes + device_round_up(2 * peers * h.escape_words * 4, 512);
     h.parts = h.floats + device_round_up(2 * peers * choices * 4, 512);
-    /* in backend hosts, the array `parts` is a separate allocation on the GPU */
+    /* in the backend `hosts`, the array `parts` is a separate allocation on the GPU */
     h.staging = h.parts + (HOSTS ? 0 : device_round_up(num_ranks * h.part_words * 4, 512));
     h.bytes = h.staging + 2 * peers * h.source_bytes;
     return h;

@@ -202,7 +202,7 @@ template <int V, bool EXACT> struct PieceRing {
     {
     }
     /* Starts to copy this lane's vectors of a piece into the next buffer. `from`: global
-     * address of the first of them. `vector`: index in the row of the piece's first vector.
+     * address of the first of these vectors. `vector`: index in the row of the piece's first vector.
      * `once`: true if no kernel reads the row again soon. */
     __device__ __forceinline__ void copy_piece(const uint8_t *from, int32_t vector,
                                                const RowShape &s, bool once, uint64_t policy)
@@ -367,7 +367,7 @@ struct Stride {
     }
 };
 
-/* step of a warp that has no units; it is after all steps of any list */
+/* UnitWalk.step of a warp that has no units: a number above all steps of any list */
 #define NO_STEP (1 << 30)
 
 /* The position of a warp in the list of units: the step, role and span of its current unit. */

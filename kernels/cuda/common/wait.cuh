@@ -19,8 +19,8 @@
 #include "cuda/common/addressing.cuh"
 #include "rules/invariant.h"
 
-/* A rank that does not know the culprit waits this long after the deadline. In this time a rank
- * that knows the culprit can report first. */
+/* If a rank does not know which rank is the culprit, it reports a timeout only after this
+ * further time. Meanwhile a rank that knows the culprit can report first. */
 #define REPORT_GRACE_NS 20000000ull
 /* shortest time between two reads of a word in host memory, in units of 1024 ns */
 #define POLL_PAUSE 50u
@@ -34,8 +34,8 @@
 /* Limits how often a slow word (in host memory or in the net inbox) is read. Returns true if
  * this thread may read the word now: at most one thread of the rank gets this permit in `pause`
  * units of 1024 ns. *asked is the time of the last permit, in the same unit. Reads of such a
- * word by many warps would be served one after the other. So one thread reads, and the others
- * use its copy. */
+ * word by many warps would be served one after the other. So one thread reads the word and
+ * stores a copy in control memory, and the others read the copy. */
 __device__ __forceinline__ bool poll_permit(uint32_t *asked, uint32_t pause)
 {
     const uint32_t time = (uint32_t)(timer_ns() >> 10), before = load_relaxed(asked);
@@ -97,8 +97,8 @@ static __device__ __noinline__ void report_data_error(const p2p_self &self,
     }
 }
 
-/* Backend hosts: passes `published`, the word `waits` of this rank, to the proxy thread, which
- * sends it to the peers. Does nothing in p2p. */
+/* Backend `hosts`: passes `published`, the word `waits` of this rank, to the proxy thread,
+ * which sends it to the peers. Does nothing in p2p. */
 __device__ __forceinline__ void publish_waits(const OpState &op, uint64_t published)
 {
     if (HOSTS) store_relaxed(&op.self->net->ring.words->waits, published);
@@ -270,8 +270,8 @@ static __device__ __noinline__ bool is_too_late(const OpState &op, int peer)
     return false;
 }
 
-/* Returns true if the group has failed. In backend hosts only one thread at a time reads the
- * net inbox, where polls are slow. The other threads read that thread's result in control
+/* Returns true if the group has failed. In the backend `hosts` only one thread at a time reads
+ * the net inbox, where polls are slow. The other threads read that thread's result in control
  * memory. `phase`: a p2p_phase. */
 __device__ __forceinline__ bool has_failed(const OpState &op, int phase)
 {
