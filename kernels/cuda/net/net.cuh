@@ -1,42 +1,44 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How kernels send data to ranks on other hosts (backend hosts). In backend p2p all ranks share
- * one host, so the functions that post puts or wait for the net do nothing there.
+/* How kernels send data to ranks on other hosts (backend `hosts`). In backend p2p all ranks are
+ * on one host, so the functions that post puts or wait for the net do nothing there.
  *
  * A kernel cannot store into the heap of a rank on another host. For such a rank q, heap[q]
  * points to this rank's own *outbox*, which has the layout of a heap. The kernel stores its
  * words there and calls post_put(), which appends an entry to a ring in host memory. The proxy
  * thread (src/backend/hosts/proxy.c) reads the entry and starts a *put*: the net copies the
- * words to the same offsets of rank q's *inbox*. Puts may arrive in any order.
+ * words to the same offsets of rank q's *inbox*. The words of different puts may arrive in any
+ * order.
  *
  *   kernel warp       stores words into the outbox (relaxed), then __syncwarp
- *   one lane          __threadfence_system, then stores the ring entry: a thread that
- *                     reads the entry also sees the words
+ *   one lane          __threadfence_system, then stores the ring entry. So a thread that reads
+ *                     the entry also sees the words
  *   proxy thread      polls the ring, reads the entry, starts the put
  *   peer's warp       polls its inbox: every word is its own flag
  *
- * All remote ranks share the one outbox. A word that every rank gets, such as an announcement,
- * is stored once and put several times. An array whose contents depend on the destination has
- * one part per destination, with index source_number().
+ * A rank has one outbox for all ranks on other hosts. A word that every rank gets, such as an
+ * announcement, is stored once and sent by several puts. An array whose contents depend on the
+ * destination has one part per destination, with index source_number().
  *
- * Kernels of backend hosts follow two rules that p2p does not need:
+ * Kernels of backend `hosts` follow two rules that p2p does not need:
  *
- *   1. In each epoch they wait for every word that peers put in this epoch. A word for which
- *      no kernel waited could arrive two epochs later and overwrite a newer word.
- *   2. The net copies whole words of 8 bytes. So a token's array of floats begins at an even
- *      index, and a put never overwrites a float of another token.
+ *   1. In each epoch they wait for every word that peers put in this epoch. Otherwise a late
+ *      word could arrive two epochs later and overwrite a newer word.
+ *   2. Each token's array of floats begins at an even index, because the net copies whole words
+ *      of 8 bytes. Otherwise a put could overwrite a float of another token.
  *
- * The outbox has two halves, for even and odd epochs. The net reads the words of a put from the
- * outbox some time after the kernel has posted the put. So a kernel may write a half only when
- * the net has read the words of all puts that were posted from this half two epochs ago. The
- * counter `freed` shows this. */
+ * The arrays in the outbox have two halves, for even and odd epochs. The net reads the words of
+ * a put from the outbox some time after the kernel has posted the put. So before a kernel
+ * writes to a half, the net must have read the words of all puts of two epochs ago, which used
+ * the same half. The counter `freed` says for how many epochs this is true. */
 #ifndef EPIC_NET_CUH
 #define EPIC_NET_CUH
 
 #include "cuda/common/wait.cuh"
 
-/* Returns the lag, the number of tokens by which receiving should stay behind sending: `lag`
- * or, if larger, the net's window (EPIC_NET_WINDOW), but at most num_tokens. A large window
- * keeps the net busy, and lets the proxy thread join puts of adjacent rows. */
+/* Returns the lag to use: how many tokens are sent before the first one is received. This is
+ * `lag` or, if larger, the net's window (EPIC_NET_WINDOW, in tokens), but the window counts at
+ * most as num_tokens. A large lag keeps the net busy, and lets the proxy thread send adjacent
+ * rows in one put. */
 static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num_tokens)
 {
     const int32_t window = net_window(self);
@@ -44,23 +46,23 @@ static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num
     return lag > ahead ? lag : ahead;
 }
 
-/* Returns true if the ring has space for entry number `index`, that is, if the proxy thread has
- * read the older entry in the same place. Called by one thread. */
+/* Returns true if the ring has space for entry number `index`: the proxy thread has read the
+ * older entry at the same place. Called by one thread. */
 __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t index)
 {
     p2p_net_control *control = control_of(op)->net;
     if (index < load_relaxed(&control->ring_room)) return true;
     if (!poll_permit(&control->room_polled_at, 1)) return false;
     const uint64_t room = load_relaxed(&op.self->net->ring.words->taken) + P2P_RING_ENTRIES;
-    /* Another thread may overwrite ring_room with an older value. That is harmless, because an
-     * older value is smaller, and a value that is too small only causes another check. */
+    /* Two threads may store different values, and the older one may be stored last. That is
+     * harmless: an older value is smaller, and only causes another check. */
     store_relaxed(&control->ring_room, room);
     return index < room;
 }
 
-/* Appends an entry to the ring, `entries`. Waits if the ring is full. `room`: a value of
- * control->ring_room that the caller has loaded before. If the group breaks during the wait,
- * does not append the entry. Called by one thread. */
+/* Appends an entry to the ring whose memory is `entries`. Waits if the ring is full. `room`: a
+ * value of control->ring_room that the caller has loaded before. If the group of ranks fails
+ * during the wait, does not append the entry. Called by one thread. */
 __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
                                             uint64_t *entries, uint64_t room)
 {
@@ -72,8 +74,8 @@ __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
     store_relaxed(entries + index % P2P_RING_ENTRIES, entry | P2P_ENTRY_LAP(index));
 }
 
-/* Appends an entry to the ring after a system fence, so that a thread which reads the entry
- * sees all stores that this thread has made or observed. Loads ring_room before the fence, so
+/* Appends an entry to the ring, after a system fence. So a thread which reads the entry sees
+ * all stores that this thread has made or observed. ring_room is loaded before the fence, so
  * that the load overlaps with the fence. Called by one thread. */
 static __device__ __noinline__ void post_entry(const OpState &op, uint64_t entry)
 {
@@ -83,9 +85,9 @@ static __device__ __noinline__ void post_entry(const OpState &op, uint64_t entry
     write_entry(op, entry, entries, room);
 }
 
-/* Sends to rank q the `bytes` bytes that this rank has stored at `from` in heap[q], a multiple
- * of 8. Does nothing if q is on this host, because heap[q] is then the memory of q. Called by
- * one thread. */
+/* Sends words to rank q: the `bytes` bytes (a multiple of 8) that this rank has stored at
+ * `from` in heap[q]. Does nothing if q is on this host, because heap[q] is then the memory of
+ * q. Called by one thread. */
 __device__ __forceinline__ void post_put(const OpState &op, int q, const void *from,
                                          uint32_t bytes)
 {
@@ -105,9 +107,9 @@ __device__ __forceinline__ void post_put_warp(const OpState &op, int q, const vo
     if (lane_id() == 0) post_put(op, q, from, bytes);
 }
 
-/* Counts the stored pieces of a token's row for rank q. The call for the last of the `pieces`
- * pieces posts one put for the whole row: `bytes` bytes at `whole`. Called by a whole warp
- * after it has stored one piece. `token`: index of the token. */
+/* Counts the stored pieces of a token's row for rank q. The call for the last piece posts one
+ * put for the whole row: `bytes` bytes at `whole`. `pieces`: number of pieces of the row.
+ * `token`: number of the token. Called by a whole warp after it has stored one piece. */
 __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, const OpState &op,
                                                        int q, int32_t token, int pieces,
                                                        const void *whole, uint32_t bytes)
@@ -117,17 +119,17 @@ __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, con
     if (lane_id() != 0) return;
     uint32_t *stored =
         (uint32_t *)(op.heap + self.at.net->stored_pieces) + q * self.max_tokens + token;
-    /* Orders this warp's stores before the count. The warp that counts last executes a system
-     * fence in post_put(). This fence also covers the stores of the other warps. */
+    /* Makes this warp's stores visible before its count. The warp that counts last executes a
+     * system fence in post_put(), which then covers the stores of all these warps. */
     __threadfence();
     if (atomicAdd(stored, 1u) + 1 != (uint32_t)pieces) return;
     store_relaxed(stored, 0u);
     post_put(op, q, whole, bytes);
 }
 
-/* Sends the first `count` floats at `floats`, which the warp has stored for a token, to rank q.
- * The net copies words of 8 bytes, so if count is odd, poison fills the second half of the last
- * word. Called by a whole warp. */
+/* Sends the first `count` floats at `floats` to rank q. The warp has stored them for one token.
+ * The net copies words of 8 bytes, so if count is odd, the function adds one word of poison.
+ * Called by a whole warp. */
 __device__ __forceinline__ void post_put_floats(const OpState &op, int q, uint32_t *floats,
                                                 int count)
 {
@@ -147,8 +149,8 @@ post_put_records(const OpState &op, int q, const uint64_t *record, bool has_reco
     if (has_record) post_put(op, q, record, (uint32_t)max(words, 1) * 8);
 }
 
-/* Appends an entry to the ring that marks the end of the epoch. No thread may post puts of this
- * epoch after this call. Called by one thread of the rank. */
+/* Appends an entry to the ring that tells the proxy thread that the epoch has no more puts. No
+ * thread may post puts of this epoch after this call. Called by one thread of the rank. */
 static __device__ __noinline__ void post_epoch_end(const OpState &op)
 {
     p2p_net_control *control = control_of(op)->net;
@@ -159,9 +161,9 @@ static __device__ __noinline__ void post_epoch_end(const OpState &op)
     store_relaxed(&control->ended_epochs, epochs + 1);
 }
 
-/* Waits until the next epoch may overwrite its half of the outbox. The last epoch but one used
- * this half. So the net must have read the words of all puts of that epoch. Called by one
- * thread. Returns false if the group is broken. */
+/* Waits until the next epoch may write to its half of the outbox. The epoch before the last one
+ * used the same half, so the net must have read the words of all puts of that epoch. Called by
+ * one thread. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
 {
     p2p_net_control *control = control_of(op)->net;
@@ -175,8 +177,9 @@ __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
     });
 }
 
-/* Copies the counter `freed` from host memory to control memory. Called near the end of an
- * operation, so that the next operation finds a recent value. Called by one warp. */
+/* Copies the counter `freed` (for how many epochs the net has read the words of all puts) from
+ * host memory to control memory. Called near the end of an operation, so that the next
+ * operation finds a recent value. Called by one warp. */
 __device__ __forceinline__ void refresh_freed(const OpState &op)
 {
     if (HOSTS && lane_id() == 0)
@@ -186,9 +189,9 @@ __device__ __forceinline__ void refresh_freed(const OpState &op)
 
 static __device__ void report_aborted_wait(const OpState &op);
 
-/* Waits until this CTA may store into the outbox in this epoch, that is, until the net reads no
- * words of an older epoch there. Called by all threads of a CTA before their first store for a
- * peer. Returns false if the group is broken. */
+/* Waits until this CTA may store into the outbox in this epoch: until the net has read all
+ * words of older epochs there. Called by all threads of a CTA before their first store for a
+ * peer. Returns false if the group of ranks has failed. */
 static __device__ __noinline__ bool wait_outbox(const OpState &op)
 {
     const bool ok = __syncthreads_and(threadIdx.x || wait_outbox_free(op)) != 0;
@@ -196,8 +199,9 @@ static __device__ __noinline__ bool wait_outbox(const OpState &op)
     return ok;
 }
 
-/* Marks the end of a round's puts in the ring, and waits until the next round may write the
- * outbox. Called by one warp of the grid. Returns false if the group is broken. */
+/* Tells the proxy thread that the round has no more puts, and waits until the next round may
+ * write to the outbox. Called by one warp of the grid. Returns false if the group of ranks has
+ * failed. */
 static __device__ bool end_round_puts(const OpState &op)
 {
     bool ok = true;
@@ -208,10 +212,11 @@ static __device__ bool end_round_puts(const OpState &op)
     return __all_sync(ALL_LANES, ok) != 0;
 }
 
-/* Returns word `which` (P2P_ANNOUNCED_*) of the announcement of rank `rank`, from a copy in
- * control memory. If the copy has an old stamp, a warp that gets a permit (poll_permit()) reads
- * the word in the inbox, at `from`, and updates the copy. If the word has not arrived yet, the
- * result has an old stamp. Called by a whole warp, with a different rank in each lane. */
+/* Returns word number `which` (P2P_ANNOUNCED_*) of the announcement of rank `rank`. Reads a
+ * copy in control memory, because polls of the inbox are slow. If the copy is from an older
+ * epoch, a warp that gets a permit (poll_permit()) reads the word in the inbox, at `from`, and
+ * updates the copy. If the word has not arrived yet, the result is a word of an older epoch.
+ * Called by a whole warp, with a different rank in each lane. */
 __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &op,
                                                              const uint64_t *from, int which,
                                                              int rank)
@@ -228,8 +233,8 @@ __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &op,
     return word;
 }
 
-/* Returns true if all words of an announcement have arrived. A kernel checks all words, even if
- * it uses only the first. Otherwise another word could arrive later and overwrite a newer one
+/* Returns true if all words of an announcement have arrived. A kernel must wait for all words,
+ * even if it uses only the first. Otherwise a late word could overwrite a word of a later epoch
  * (rule 1 at the top of this file). */
 __device__ __forceinline__ bool is_announcement_complete(const OpState &op,
                                                          const uint64_t *announcement)

@@ -7,32 +7,33 @@
  *   begin     all CTAs read the epoch and set op.epoch = n
  *   announce  The first warp of the last CTA stores the sizes, executes a system fence, and
  *             then stores {n, signature} to every rank. A peer that sees the signature also
- *             sees the poison and zeros that kernel n - 1 has stored back.
- *   work      data words are their own flags, so nothing else orders the ranks
- *   finish    One warp waits for {n, signature} of every rank. If the last work of the
- *             operation reads what peers announced, the warp then executes a system fence.
- *             The last CTA to finish stores the epoch.
+ *             sees the poison and the zeros that the operation of epoch n - 1 has stored back.
+ *   work      Every data word is its own flag, so ranks need no other synchronization.
+ *   finish    One warp waits for {n, signature} of every rank. If the last part of the
+ *             operation reads what peers announced, the warp then executes a system fence. The
+ *             CTA that finishes last stores the epoch.
  *
- * Arrays with two halves (index n & 1) suffice for this reason: a rank ends epoch n only after
- * all peers have announced n. A peer announces n only after it has ended n - 1. So when this
- * rank is in epoch n + 1, no rank still uses the half of epoch n - 1, and this rank may write
- * it again. */
+ * Many arrays have two halves, for even and odd epochs. Two are enough for this reason: a rank
+ * ends epoch n only after all peers have announced n. A peer announces n only after it has
+ * ended n - 1. So when this rank is in epoch n + 1, no rank still uses the half of epoch n - 1,
+ * and this rank may write to this half again. */
 #ifndef EPIC_OPERATION_CUH
 #define EPIC_OPERATION_CUH
 
 #include "cuda/net/net.cuh"
 
-/* Marks in control memory that an operation runs. Returns 1 if another operation of this rank
- * still runs, which means that the caller used two streams without ordering them. One thread of
- * each CTA calls the function before it reads the epoch. Only CTA 0 marks and checks, because a
- * later CTA may start only after the other operation has ended. */
+/* Sets a mark in control memory: an operation of this rank is running. Returns 1 if the mark
+ * was already set, which means that the caller uses two streams without ordering them. One
+ * thread of each CTA calls the function before it reads the epoch. Only CTA 0 sets and checks
+ * the mark; the others get 0. A CTA that starts late could not detect the other operation,
+ * which may have ended by then. */
 __device__ __forceinline__ uint32_t mark_running(const p2p_self &self)
 {
     return blockIdx.x == 0 ? atomicOr(&control_of(self)->running, 1u) : 0;
 }
 
-/* Reports a failure of the group if mark_running() has found another running operation. Called
- * by one thread of each CTA. */
+/* Reports a failure of the group of ranks if another operation of this rank was already running
+ * when this one began (mark_running()). Called by one thread of each CTA. */
 __device__ __forceinline__ void report_overlap(const OpState &op)
 {
     const p2p_self &self = *op.self;
@@ -49,12 +50,13 @@ __device__ __forceinline__ void complete_operation(p2p_control *control, const O
 {
     control->done = 0;
     store_relaxed(&control->epoch, op.epoch);
-    /* Stored last: an operation whose mark_running() reads 0 here must also read the new
-     * epoch. */
+    /* Stored last: if mark_running() of the next operation reads 0 here, that operation must
+     * also read the new epoch. */
     store_relaxed(&control->running, 0u);
 }
 
-/* Stores the sizes of this rank (tokens, capacity, rows) to the announcement at `to`. */
+/* Stores the sizes of this rank (tokens, capacity, rows) as words of the announcement at
+ * `to`. */
 __device__ __forceinline__ void store_announced_sizes(const OpState &op, uint64_t *to)
 {
     store_relaxed(to + P2P_ANNOUNCED_TOKENS, stamp_word(op, (uint32_t)op.tokens));
@@ -69,22 +71,23 @@ static __device__ void announce_operation(const p2p_self &self, const OpState &o
     if (lane_id() >= self.num_ranks) return;
     uint64_t *to = announcement_words(self, op, self.heap[lane_id()], self.rank);
     store_announced_sizes(op, to);
-    /* The fence makes everything that earlier operations have stored back (poison, zeros)
-     * visible to peers before the signature. */
+    /* Without the fence, a peer could read the signature but not yet see the poison and the
+     * zeros that earlier operations of this rank have stored back. */
     __threadfence_system();
     store_relaxed(to + P2P_ANNOUNCED_SIGNATURE, stamp_word(op, op.signature));
     post_put(op, lane_id(), to, P2P_ANNOUNCE_WORDS * 8);
 }
 
-/* Sets op.net->host_box[q] and op.net->relay[q], which backend hosts needs to find rank q's
- * rows. `offset`: offset, in a heap or in the net inbox, at which rows of rank q arrive. */
+/* Only in backend `hosts`: sets op.net->host_box[q] (where rows of rank q arrive in the net
+ * inbox) and op.net->relay[q] (the rank from which they come). `offset`: offset, in a heap or
+ * in the net inbox, at which rows of rank q arrive. */
 __device__ __forceinline__ void find_net_boxes(const p2p_self &self, OpState &op, int q,
                                                int64_t offset)
 {
     op.net->host_box[q] = net_inbox(self) + offset;
     op.net->relay[q] = (uint8_t)q;
     if (row_inbox_base(self, q) == inbox_base(self, q)) return;
-    /* with relays: the rank of this host that forwards rank q's rows */
+    /* with relays: the rank of this host that forwards the rows of rank q to this rank */
     const int relay = self.rank - self.rank % ranks_per_host(self) + q % ranks_per_host(self);
     if (relay != self.rank) op.net->relay[q] = (uint8_t)relay;
 }
@@ -104,9 +107,9 @@ __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, in
                        self.at.staging + (first + source_index) * self.at.source_bytes);
 }
 
-/* Returns the word `broken` at the start of a kernel: not 0 if the group has already failed. In
- * backend hosts this is the copy in control memory; read_net_broken() reads the original, which
- * the net writes. */
+/* Returns the word `broken`: 0, unless the group of ranks has already failed. Called at the
+ * start of a kernel. In backend `hosts` this is the copy in control memory. read_net_broken()
+ * reads the original, which the net writes. */
 __device__ __forceinline__ uint64_t read_broken(const p2p_self &self)
 {
     return load_relaxed(HOSTS ? &control_of(self)->net->broken
@@ -119,17 +122,18 @@ __device__ __forceinline__ uint64_t read_net_broken(const p2p_self &self)
     return load_relaxed((const uint64_t *)(net_inbox(self) + self.at.broken));
 }
 
-/* Begins an operation: sets all fields of `op`, and the last CTA announces the operation to all
+/* Begins an operation: sets all fields of `op`. The last CTA announces the operation to all
  * ranks. Called by all threads of all CTAs. `mark`: a value that must be equal on all ranks,
  * such as the id of a plan; it becomes part of the signature. `tokens`, `capacity`, `rows`: the
- * sizes to announce (OpState). Returns false if the group is broken, or if this launch only
- * loads the kernel (EPIC_OP_NONE). */
+ * sizes to announce (OpState). Returns false if the group of ranks has failed, or if this
+ * launch only loads the kernel (EPIC_OP_NONE). */
 static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32_t mark,
                                        int32_t tokens, int32_t capacity, int32_t rows)
 {
     if (self.operation == EPIC_OP_NONE) return false;
     uint64_t broken = read_broken(self);
-    /* One thread of the grid reads `broken` in the net inbox, where polls are slow. */
+    /* Only one thread of the grid reads `broken` in the net inbox, because reads there are
+     * slow. */
     if (HOSTS && !broken && blockIdx.x == 0 && threadIdx.x == 0) broken = read_net_broken(self);
     if (threadIdx.x == 0) {
         op.tokens = tokens;
@@ -153,20 +157,20 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
     if (threadIdx.x < self.num_ranks) find_boxes(self, op, threadIdx.x);
     __syncthreads();
     if (HOSTS && !wait_outbox(op)) return false;
-    /* The first warp of the last CTA announces, because no other warp waits for this warp, and
-     * its CTA makes no plan. */
+    /* The first warp of the last CTA announces the operation: no other warp waits for this
+     * warp, and its CTA makes no plan. */
     if (is_last_cta() && threadIdx.x < WARP) announce_operation(self, op);
     if (threadIdx.x == 0) report_overlap(op);
     return true;
 }
 
 /* Waits until every rank has announced this operation. If a rank has announced another
- * signature, the wait fails, because the waiting warp compares signatures from time to time
- * (find_failure()). This function has no fence: later stores of this kernel may become visible
- * before the warp has read the announcements. `are_copied`: true if a low-latency kernel has
+ * operation (another signature), the wait fails, because waits compare signatures from time to
+ * time (find_failure()). This function has no fence: later stores of this kernel may become
+ * visible before the announcements were read. `are_copied`: true if a low-latency kernel has
  * copied the peers' announcements to this rank's heap, where this function then reads them.
- * Called by one warp; lane q reads the announcement of rank q. Returns false if the group is
- * broken. */
+ * Called by one warp; lane q reads the announcement of rank q. Returns false if the group of
+ * ranks has failed. */
 __device__ __forceinline__ bool
 wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_copied = false)
 {
@@ -176,8 +180,9 @@ wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_co
         announcement_words(self, op, are_copied ? op.heap : inbox_base(self, q), q);
     return wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {
         uint64_t announced = load_relaxed(from + P2P_ANNOUNCED_SIGNATURE);
-        /* A peer cannot be two operations ahead of this rank. So a word in this half of the
-         * array is from this epoch or an older one. */
+        /* The next epoch that uses this half of the array is two operations later. A peer
+         * cannot be that far ahead of this rank, so a word here is from this epoch or an older
+         * one. */
         INVARIANT(announced == 0 || (int32_t)((uint32_t)(announced >> 32) - op.epoch) <= 0);
         if (HOSTS && is_rank && !is_announcement_complete(op, from)) announced = 0;
         return __all_sync(ALL_LANES, !is_rank || announced == stamp_word(op, op.signature)) !=
@@ -185,9 +190,9 @@ wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_co
     });
 }
 
-/* Like wait_announcements_unfenced(), but followed by a system fence, so that later loads and
- * stores happen after the announcements were read. One fence at the end costs less than an
- * acquire load in each poll. */
+/* Like wait_announcements_unfenced(), but followed by a system fence. So later loads and stores
+ * happen after the announcements were read. One fence at the end costs less than an acquire
+ * load in each poll. */
 __device__ __forceinline__ bool wait_announcements(const p2p_self &self, const OpState &op)
 {
     const bool ok = wait_announcements_unfenced(self, op);
@@ -195,8 +200,8 @@ __device__ __forceinline__ bool wait_announcements(const p2p_self &self, const O
     return ok;
 }
 
-/* Like wait_announcements(self, op), but reads op.self. For kernels that do not keep p2p_self
- * in registers. */
+/* Like wait_announcements(self, op), but with *op.self as `self`. For kernels that do not keep
+ * p2p_self in registers. */
 static __device__ bool wait_announcements(const OpState &op)
 {
     return wait_announcements(*op.self, op);
@@ -220,17 +225,17 @@ __device__ __forceinline__ bool read_announcement(const p2p_self &self, const Op
     return ok;
 }
 
-/* Like read_announcement(self, ...), but reads op.self. For kernels that do not keep p2p_self
- * in registers. */
+/* Like read_announcement(self, ...), but with *op.self as `self`. For kernels that do not keep
+ * p2p_self in registers. */
 static __device__ bool read_announcement(const OpState &op, int which, int32_t &value)
 {
     return read_announcement(*op.self, op, which, value);
 }
 
-/* Ends an operation. Called by all threads of all CTAs. CTA `waiting_cta` waits until all ranks
- * have announced the operation. Returns true in the CTA that finishes last, which may do final
- * work after that. `read`: true if this final work reads what peers have announced, so that a
- * fence is needed after the wait. */
+/* Ends an operation. Called by all threads of all CTAs. CTA number `waiting_cta` waits until
+ * all ranks have announced the operation. Returns true in the CTA that finishes last. This CTA
+ * may then do final work, for example report errors. `read`: true if the final work reads what
+ * peers have announced. Then a fence follows the wait. */
 __device__ __forceinline__ bool finish_operation(const p2p_self &self, OpState &op,
                                                  int waiting_cta, bool read)
 {
@@ -252,14 +257,14 @@ __device__ __forceinline__ bool finish_operation(const p2p_self &self, OpState &
     return op.last != 0;
 }
 
-/* Like finish_operation(self, ...), with the choice of most kernels: CTA 0 waits until all
+/* Like finish_operation(self, ...), with the arguments of most kernels: CTA 0 waits until all
  * ranks have announced, and the CTA that finishes last may read their announcements. */
 static __device__ bool finish_operation(OpState &op)
 {
     return finish_operation(*op.self, op, 0, true);
 }
 
-/* Begins the next round: advances the epoch, announces it to all ranks, and sets
+/* Begins the next round: advances the epoch, and announces it to all ranks. Then sets
  * control->round, for which the other CTAs of this rank wait. Called by one warp. */
 static __device__ void begin_round(OpState &op)
 {
@@ -273,10 +278,10 @@ static __device__ void begin_round(OpState &op)
     }
 }
 
-/* Ends a round and begins the next one. Each round is a separate epoch. An operation has
- * several rounds if its rows do not all fit into the staging at once. Called by all threads of
- * all CTAs. The last CTA that calls it ends the round and begins the next one, and the others
- * wait for that CTA. Returns false if the group is broken. */
+/* Ends a round and begins the next one. An operation has several rounds if its rows do not all
+ * fit into the staging at once. Each round has its own epoch. Called by all threads of all
+ * CTAs. The CTA that calls it last ends the round and begins the next one; the others wait for
+ * this CTA. Returns false if the group of ranks has failed. */
 static __device__ bool next_round(OpState &op)
 {
     __syncthreads();

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Relays (backend hosts, several ranks per host): a row crosses the net once per destination
- * host, not once per destination rank. Partial sums take the opposite way.
+/* Relays, for backend `hosts` with several ranks per host: a row crosses the net once per
+ * destination host, not once per destination rank. Partial sums go the opposite way.
  *
- * Host h has ranks h * L to h * L + L - 1, where L is ranks_per_host(). The *mate* of a rank on
- * another host is the rank there with the same index in its host.
+ * Host number h has ranks h * L to h * L + L - 1, where L is ranks_per_host(). The *mate* of a
+ * rank on another host is the rank there with the same index in its host.
  *
  *   dispatch   rank j of host h' --net--> its mate, rank j of host h
  *              --NVLink--> ranks of host h that need the row
@@ -13,15 +13,15 @@
  * Only rows and partial sums go through relays. Weights, records and other words go directly to
  * their destination.
  *
- * The staging of a receiver has one part per source rank. A row that a relay forwards goes into
- * the part of the row's home rank, as if the home rank had stored the row itself. A partial sum
- * that a rank stores for a relay goes into the part of that rank's mate on the destination
- * host.
+ * The staging of a receiver has one part per source rank. A relay stores a row that it forwards
+ * to the part of the row's home rank, as if the home rank itself had stored the row. A rank
+ * that sends a partial sum to a relay stores it to the part of the rank's own mate on the
+ * destination host.
  *
  * For each token a rank also sends a stamped word, *wants*, to the relay. The relay waits for
- * this word before it waits for the row. In dispatch, its value is a bit mask of the ranks of
- * the destination host that need the row. In combine, it is 1 if the rank has a partial sum for
- * the token, else 0. */
+ * this word before it waits for the row. In dispatch, the value of *wants* is a bit mask of the
+ * ranks of the destination host that need the row. In combine, it is 1 if the rank has a
+ * partial sum for the token, else 0. */
 #ifndef EPIC_RELAY_CUH
 #define EPIC_RELAY_CUH
 
@@ -32,15 +32,15 @@ __device__ __forceinline__ int num_hosts(const p2p_self &self)
     return self.num_ranks / ranks_per_host(self);
 }
 
-/* Returns the mate of rank `like` on the host of rank `on`: the rank of that host whose index
- * in its host is the index of `like` in its own host. */
+/* Returns the mate of rank `like` on the host of rank `on`: the rank of that host that has the
+ * same index within its host as `like` has. */
 __device__ __forceinline__ int mate_of(const p2p_self &self, int like, int on)
 {
     return on - on % ranks_per_host(self) + like % ranks_per_host(self);
 }
 
 /* Returns the address of the staging for rows of rank `by` in the heap (or inbox) of rank `to`,
- * in the half of the running epoch. `heap`: base address of that heap. */
+ * in the half that the running epoch uses. `heap`: base address of that heap. */
 __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by)
 {
@@ -49,8 +49,8 @@ __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpSt
 }
 
 /* Returns the address, in the heap of rank `to`, of the word *wants* that rank `by` sends for
- * one token. The word says which ranks need the row (dispatch), or whether a partial sum
- * follows (combine). `heap`: base address of the heap of rank `to`. */
+ * one token. The value of the word says which ranks need the row (dispatch), or whether a
+ * partial sum follows (combine). `heap`: base address of the heap of rank `to`. */
 __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by, int32_t token)
 {
@@ -60,8 +60,9 @@ __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpSt
            token;
 }
 
-/* Waits until rank `from` has stored its word *wants* at `at`, and reads the value into
- * `wants`. Called by one warp. Returns false if the group is broken. */
+/* Waits until rank `from` has stored its word *wants* at `at`, and reads its value into
+ * `wants`. The value says which ranks need a row, or whether a partial sum follows. Called by
+ * one warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at, int from,
                                            uint32_t &wants)
 {
@@ -74,8 +75,8 @@ __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at
     return ok;
 }
 
-/* Returns the bit mask `ranks`, in which all ranks of another host are replaced by one: this
- * rank's mate on that host. */
+/* Returns the bit mask `ranks`, but with all ranks of each other host replaced by one rank:
+ * this rank's mate on that host. */
 __device__ __forceinline__ uint32_t reduce_to_mates(const p2p_self &self, uint32_t ranks)
 {
     uint32_t mates = 0;
@@ -90,8 +91,8 @@ __device__ __forceinline__ uint32_t reduce_to_mates(const p2p_self &self, uint32
 }
 
 /* Sends the word *wants* for one token of this rank to this rank's mate on each other host. The
- * word says which ranks of that host need the token. `peers`: bit mask of all ranks that need
- * it. Called by one warp; lane h sends to host h. */
+ * value of the word says which ranks of that host need the token. `peers`: bit mask of all
+ * ranks that need it. Called by one warp; lane h sends to host h. */
 __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &op,
                                            int32_t token, uint32_t peers)
 {
@@ -106,8 +107,8 @@ __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &
 
 /* Returns a bit mask of the ranks to which this rank itself sends a token, so that the token
  * reaches all `peers` (a bit mask). With relays, one rank of each other host (this rank's mate)
- * receives the token for all peers there. `first`: this call is for the token's first piece.
- * Then, with relays, the function also reports the peers to the mates (send_wants()). */
+ * receives the token for all peers there. `first`: true if the call is for the token's first
+ * piece. Such a call also reports to the mates which peers need the token (send_wants()). */
 __device__ __forceinline__ uint32_t choose_routes(const p2p_self &self, const OpState &op,
                                                   int32_t token, bool first, uint32_t peers)
 {
@@ -116,12 +117,12 @@ __device__ __forceinline__ uint32_t choose_routes(const p2p_self &self, const Op
     return reduce_to_mates(self, peers);
 }
 
-/* Forwards a piece of a row that rank `from` of another host has put into this rank's inbox:
- * stores the piece to the staging of the ranks in `wants`, whose bit i stands for the i-th rank
- * of this host. `index`: index of the row's token in the round. `piece`: number of the piece in
- * the row. `vectors`: number of 16-byte vectors per row. escapes(heap, source) returns the
+/* Forwards a piece of a row that rank `from` of another host has put into this rank's inbox.
+ * Stores the piece to the staging of the ranks in `wants`, whose bit i stands for the i-th rank
+ * of this host. `index`: number of the token within the round. `piece`: number of the piece in
+ * the row. `vectors`: number of 16-byte vectors per row. escapes(heap, source): returns the
  * address of the piece's escape words (staging.cuh), or NULL if rows have none. Called by one
- * warp. Returns false if the group is broken. */
+ * warp. Returns false if the group of ranks has failed. */
 template <int V, bool EXACT, class Escapes>
 __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpState &op, int from,
                                               int32_t index, int piece, int32_t vectors,
@@ -147,8 +148,9 @@ __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpStat
     return true;
 }
 
-/* Returns true if the ranks of each host form one subtree of the sum tree. Then a relay may add
- * the partial sums of the ranks of its host first, without changing the order of additions. */
+/* Returns true if relays may add the partial sums of the ranks of their host. This needs sums
+ * in tree order, in which the ranks of each host form one subtree. Then adding them first does
+ * not change the order of additions. */
 __device__ __forceinline__ bool can_add_by_host(const p2p_self &self,
                                                 const device_plan_header &h)
 {

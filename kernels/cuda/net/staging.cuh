@@ -1,23 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Staging: the memory of a rank in which rows arrive from peers. All kernels that move rows use
+/* Staging: the memory of a rank in which rows from peers arrive. All kernels that move rows use
  * it.
  *
  *   staging [2 halves, by epoch] [source] [token of the round] [row]
  *
  *   sender     a warp stores a piece of a row (V vectors of 16 bytes per lane) to the
  *              receiver's staging, with relaxed stores in any order
- *   receiver   a warp polls the piece until none of its words is poison, uses the piece,
- *              and stores poison back before its rank announces the next epoch
+ *   receiver   a warp polls the piece until none of its words is poison, uses the piece, and
+ *              stores poison back, before its rank announces the next epoch
  *
- * Sources are the other ranks. Source 0 is the next higher rank; after the highest rank, the
- * numbers go on with rank 0. Every 4-byte word is its own flag: it is poison (0xffffffff) until
- * the sender's word arrives. So no fence is needed between the words of a row.
+ * The sources are the other ranks. Source 0 is the next higher rank, source 1 the rank after
+ * it, and so on (modulo num_ranks). Every 4-byte word is its own flag: it is poison
+ * (0xffffffff) until the sender's word arrives. So no fence is needed between the words of a
+ * row.
  *
- * The caller's rows may contain 0xffffffff. The sender replaces such a word by 0x7fff7fff, the
- * stand-in (both words are NaN in every float type). Each lane of the sending warp then also
- * sends an *escape* word, a mask with one bit per word that it has replaced. A receiver that
- * finds a word with 0x7fff in both halves, signs ignored, waits for the escape words of the
- * piece and restores the replaced words. */
+ * The caller's rows may contain the word 0xffffffff, too. The sender replaces such a word by
+ * 0x7fff7fff, the *stand-in*. (Both words are NaN in every float type.) Each lane of the
+ * sending warp then also sends an *escape word*: a mask with one bit for each word that it has
+ * replaced. If a receiver finds the stand-in in a piece (with any sign bits), it waits for the
+ * escape words of the piece, and restores the replaced words. */
 #ifndef EPIC_STAGING_CUH
 #define EPIC_STAGING_CUH
 
@@ -35,9 +36,9 @@ __device__ __forceinline__ uint4 *staged_row(uint8_t *box, int32_t token, int32_
     return (uint4 *)(box + (uint64_t)(uint32_t)token * ((uint32_t)vectors * 16u));
 }
 
-/* Returns the address, in a heap, of the escape words of a source rank. `source`: number of the
- * source rank (0 for the next higher rank after the owner of the heap). `heap`: base address of
- * that heap. */
+/* Returns the address, in a heap, of the escape words that a rank sends. (They say which words
+ * of a piece the sender has replaced.) `source`: number of the sending rank: 0 for the next
+ * higher rank after the owner of the heap. `heap`: base address of that heap. */
 __device__ __forceinline__ uint32_t *escapes_base(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int source)
 {
@@ -45,9 +46,9 @@ __device__ __forceinline__ uint32_t *escapes_base(const p2p_self &self, const Op
            ((int64_t)epoch_parity(op) * (self.num_ranks - 1) + source) * self.at.escape_words;
 }
 
-/* Returns the address, in a heap, of the floats (weights of choices, or their gradients) of a
- * source rank. `source`: number of the source rank (0 for the next higher rank after the owner
- * of the heap). `heap`: base address of that heap. */
+/* Returns the address, in a heap, of the floats (weights of choices, or their gradients) that a
+ * rank sends. `source`: number of the sending rank: 0 for the next higher rank after the owner
+ * of the heap. `heap`: base address of that heap. */
 __device__ __forceinline__ uint32_t *floats_base(const p2p_self &self, const OpState &op,
                                                  uint8_t *heap, int source)
 {
@@ -56,17 +57,18 @@ __device__ __forceinline__ uint32_t *floats_base(const p2p_self &self, const OpS
                HEAP_TOP_K(self);
 }
 
-/* Returns true if a word of the vector is poison or the stand-in, signs ignored. The sender and
- * the receiver both call it, and must decide equally whether a piece has escape words. It also
- * returns true for other NaNs with the same bits. This is harmless: their escape bits are 0. */
+/* Returns true if a word of the vector is poison or its stand-in (0x7fff7fff), with any sign
+ * bits. Sender and receiver call this function to decide whether a piece has escape words, and
+ * both get the same result. It is also true for other NaNs with these bits. That is harmless:
+ * their bits in the escape words are 0. */
 __device__ __forceinline__ bool needs_escape(uint4 q)
 {
     const uint32_t signs = 0x80008000u;
     return max(max(q.x | signs, q.y | signs), max(q.z | signs, q.w | signs)) == POISON;
 }
 
-/* If the word is poison, replaces it by the stand-in, and sets bit `bit` of the mask. Otherwise
- * changes nothing. */
+/* If the word is poison, replaces it by the stand-in (0x7fff7fff), and sets bit `bit` of the
+ * mask. Otherwise changes nothing. */
 __device__ __forceinline__ void hide_word(uint32_t &word, uint32_t &mask, int bit)
 {
     if (word == POISON) word = POISON_STAND_IN, mask |= 1u << bit;
@@ -78,10 +80,10 @@ __device__ __forceinline__ void unhide_word(uint32_t &word, uint32_t mask, int b
     if (mask >> bit & 1) word = POISON;
 }
 
-/* Replaces the poison words of a piece before the caller sends the piece, because the receiver
- * would take them for missing words. Returns this lane's escape word, which the caller must
- * send in addition to the piece, or 0 if the piece needs no escape words. Called by a whole
- * warp. */
+/* Replaces the words of a piece that equal poison. The caller sends the piece after that.
+ * Otherwise the receiver would take such words for words that have not arrived. Returns this
+ * lane's escape word, which the caller must send in addition to the piece, or 0 if the piece
+ * needs no escape words. Called by a whole warp. */
 template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
 {
     bool special = false;
@@ -99,9 +101,10 @@ template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
     return mask;
 }
 
-/* Restores the poison words of a received piece. If the piece has escape words, waits for them
- * first and then sets them back to 0. `escape`: address of the piece's escape words. Called by
- * a whole warp. Returns false if the group is broken. */
+/* Restores the words of a received piece that the sender has replaced, because they equal
+ * poison. If the piece has escape words (which say which words were replaced), first waits for
+ * them and sets them back to 0. `escape`: address of the piece's escape words. Called by a
+ * whole warp. Returns false if the group of ranks has failed. */
 template <int V>
 __device__ __forceinline__ bool unhide_poison(const OpState &op, int peer, uint4 (&q)[V],
                                               uint32_t *escape)
@@ -126,7 +129,7 @@ __device__ __forceinline__ bool unhide_poison(const OpState &op, int peer, uint4
     return ok;
 }
 
-/* Returns true if a word of the piece is still poison, which means that it has not fully
+/* Returns true if a word of the piece is poison, which means that the piece has not fully
  * arrived. Called by a whole warp. */
 template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V])
 {
@@ -137,13 +140,15 @@ template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V]
 }
 
 #ifndef POLL_WINDOW_BYTES
-/* A warp polls its piece at every spin (pass of its wait loop) if the piece is at most this
- * many bytes after the farthest piece that has arrived from the same rank. */
+/* A warp that waits for a piece in host memory polls it at every spin (pass of its wait loop)
+ * only if the piece is likely to arrive next. This is assumed if the piece is at most this many
+ * bytes after the farthest piece that has arrived from the same rank. */
 #define POLL_WINDOW_BYTES (512 << 10)
 #endif
-#define SPINS_PER_FAR_POLL 32u /* a warp polls any other piece once in this many spins */
-/* If all rows of a rank together have at most this many bytes, warps poll all pieces at every
- * spin. */
+/* a warp polls other pieces in host memory once in this many spins */
+#define SPINS_PER_FAR_POLL 32u
+/* If all rows of a rank together have at most this many bytes, warps poll all pieces in host
+ * memory at every spin. */
 #define MAX_POLLED_BYTES (POLL_WINDOW_BYTES / 8)
 
 /* Returns true if a piece may be the next piece that arrives from `peer`: it is at most
@@ -158,7 +163,7 @@ __device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, con
 }
 
 /* Records in control memory that a piece of rank `peer` has arrived. `last`: address of the
- * piece's last vector. Two warps may overwrite each other's value. This is harmless: the next
+ * piece's last vector. Two warps may overwrite each other's value. That is harmless: the next
  * arrival corrects the value. */
 __device__ __forceinline__ void record_arrival(const OpState &op, int peer, const uint4 *last)
 {
@@ -170,10 +175,10 @@ __device__ __forceinline__ void record_arrival(const OpState &op, int peer, cons
 }
 
 /* Waits for a piece that arrives in host memory, where polls are slow. Polls only the piece's
- * last vector, at `last`: when this vector has arrived, most of the piece has arrived. A
- * thousand warps may wait at a time. So only warps whose piece may arrive next
- * (may_arrive_next()) poll at every spin. The other warps poll rarely. Called by a whole warp.
- * Returns false if the group is broken. */
+ * last vector, at `last`: when it has arrived, most of the piece has arrived. A thousand warps
+ * may wait at the same time. So only a warp whose piece is likely to arrive next
+ * (may_arrive_next()) polls at every spin of its wait loop. The other warps poll rarely. Called
+ * by a whole warp. Returns false if the group of ranks has failed. */
 static __device__ __noinline__ bool wait_host_piece(const OpState &op, int peer,
                                                     const uint4 *last)
 {
@@ -189,25 +194,26 @@ static __device__ __noinline__ bool wait_host_piece(const OpState &op, int peer,
     return ok;
 }
 
-/* Returns true if all rows of this rank together are so few bytes that every waiting warp may
- * poll at every spin. Only low-latency kernels do this. */
+/* Returns true if all rows of this rank together are so few bytes that all waiting warps may
+ * poll host memory at every spin of their wait loop. Only low-latency kernels do this. */
 __device__ __forceinline__ bool can_poll_all(const OpState &op, int32_t vectors)
 {
     return LOW_LATENCY && op.tokens * vectors * 16 <= MAX_POLLED_BYTES;
 }
 
 /* Waits for the last vector of a piece, at `last`, if it is in host memory. Otherwise returns
- * true at once, and the caller polls the piece. Called by a whole warp. Returns false if the
- * group is broken. */
+ * true at once; the caller itself then polls the piece in device memory. Called by a whole
+ * warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool wait_piece(const OpState &op, int peer, const uint4 *last)
 {
     return !is_host_memory(op, last) || wait_host_piece(op, peer, last);
 }
 
-/* Waits until a piece of a staged row has arrived, and reads it into q. Called by a whole warp.
- * Returns false if the group is broken.
+/* Waits until a piece of a row has arrived in staging, and reads it into q. Called by a whole
+ * warp. Returns false if the group of ranks has failed.
  *
- *   first, vectors  the piece has vectors [first, first + V * 32) of the row's `vectors` vectors
+ *   first, vectors  the piece has vectors [first, first + V * 32) of the row's `vectors`
+ *                   vectors
  *   copied          q already has the piece, from the warp's ring in shared memory; words that
  *                   are poison there had not arrived, and are polled again in staging
  *
@@ -243,9 +249,9 @@ __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const
            });
 }
 
-/* Marks a staged piece as empty again after the caller has read it, by storing poison to it. So
- * the next epoch that uses this half of the staging (two epochs later) finds the piece
- * empty. */
+/* Stores poison to a piece in staging after the caller has read it, which marks the piece as
+ * empty. Two epochs later the same half of the staging is used again, and the receiver must
+ * find the piece empty then. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void poison_piece(uint4 *staged, int32_t first, int32_t vectors)
 {
