@@ -49,8 +49,8 @@
 
 typedef struct sized_type {
     const char *name;
-    size_t bytes; /* size in this library */
-    size_t first; /* size in release 0.1 */
+    size_t bytes; /* size of the struct in this library */
+    size_t first; /* size of the struct in release 0.1 */
 } sized_type;
 
 #define SIZED_NUMBER(type, last) SIZED_##type,

@@ -44,7 +44,7 @@ typedef struct trace_record {
     int64_t time_ns;
     union {
         struct {
-            int64_t num_tokens; /* ids are [num_tokens, top_k] */
+            int64_t num_tokens; /* the ids after this record are [num_tokens, top_k] */
             uint32_t top_k;
             uint32_t num_experts; /* every id is below this; with replicas: num_logical */
             uint32_t alignment;

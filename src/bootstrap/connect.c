@@ -19,7 +19,7 @@
 #define FIRST_PAUSE_MS 5
 #define LAST_PAUSE_MS 250
 #define CONNECT_MS 5000 /* time for one address, which may never answer */
-/* time for rank 0 to admit this rank; after it, the rank connects again */
+/* time for rank 0 to admit this rank; after this time, the rank connects again */
 #define HELLO_MS 20000
 
 /* State of a rank that connects.  Only the thread that opens the bootstrap uses it. */

@@ -21,7 +21,8 @@ typedef struct slab_tile {
     int32_t row, expert, tokens, rows;
 } slab_tile;
 
-/* The rows of a slab: the first one, and how many of them carry a token. */
+/* The rows of a slab. `row` is the first of them, and `tokens` is how many of them carry a
+ * token. */
 typedef struct slab_range {
     int32_t row, tokens;
 } slab_range;
@@ -39,8 +40,8 @@ typedef struct experts_layout {
     int64_t scales;
     int64_t quantized;   /* E4M3 weights, backward only: d_y in E4M3, later d_gate_up in E4M3 */
     int64_t d_gate_up;   /* backward: [num_slots, width] of row_type */
-    int64_t bytes;       /* size of the workspace */
-    int64_t saved_bytes; /* size of `saved`: [num_slots, width] of row_type */
+    int64_t bytes;       /* size of the workspace in bytes */
+    int64_t saved_bytes; /* size of `saved` in bytes: [num_slots, width] of row_type */
     int32_t most_tiles;  /* upper bound of the number of tiles */
 } experts_layout;
 

@@ -11,9 +11,9 @@
 
 #define MAX_OPEN 2048 /* number of batches, including the free ones */
 /* A batch is stale if this many pieces were added to other batches since its last piece. No
- * more pieces are expected for a stale batch, because kernels post rows nearly in order. They
- * are not exactly in order, because one warp may overtake another. So between two neighboring
- * rows a kernel posts at most about as many pieces as it has warps. */
+ * more pieces are expected for a stale batch, because kernels post rows nearly in order. One
+ * warp may overtake others, so a piece can come late. It comes late by about as many pieces as
+ * the kernel has warps, or fewer. */
 #define STALE_AFTER 512
 #define MAX_SPANS 256 /* largest number of spans in a batch */
 

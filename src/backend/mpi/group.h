@@ -221,7 +221,7 @@ struct epic_group {
     int64_t ring_bytes;
     _Atomic uint64_t bytes_sent;
 
-    void *memory; /* one mapping: tables, then rings */
+    void *memory; /* one mapping that contains first the tables, then the rings */
     size_t table_bytes, memory_bytes;
     epic_group *next; /* next in the list of groups that this rank has left */
 };

@@ -91,7 +91,7 @@ static void poll_slot(epic_group *group, op_slot *slot)
         control_fail(group, code, "MPI_Testsome");
         return;
     }
-    for (int i = 0; i < count; i++) { /* MPI_UNDEFINED is a negative count: no iteration */
+    for (int i = 0; i < count; i++) { /* count < 0: MPI_UNDEFINED, no active request */
         const int which = group->indices[i] % NUM_REQUESTS;
         if (which >= REQUEST_RECEIVE || (which >= REQUEST_SEND && slot->waits_for_room))
             slot->num_events++;
