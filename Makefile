@@ -10,6 +10,10 @@ CMAKE = tools/configure.sh $(2) -DCMAKE_BUILD_TYPE=$(1) $(3)
 BUILD = flock $(1) cmake --build $(1) -j $(JOBS)
 CTEST = tests/ctest.sh $(1)
 LEFT_OUT = sed -n 's/^-- \(left out: \)/\1/p' $(1)/configure.log
+# The share of the random cases and injected faults of ctest that `make test` runs. With sanitizers, which
+# make programs several times slower, the share is smaller. `make test-night` runs ten times all cases.
+CASES = env EPIC_TEST_SCALE=$${EPIC_TEST_SCALE:-0.4}
+CASES_SANITIZED = env EPIC_TEST_SCALE=$${EPIC_TEST_SCALE:-0.1}
 HOST_ONLY = -DEPIC_MPI=OFF -DEPIC_CUDA=OFF -DEPIC_EMULATOR=OFF
 # ThreadSanitizer of gcc 12 and 13 fails under the address randomization of newer Linux kernels.
 STILL = $$(setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
@@ -51,7 +55,7 @@ test-build:
 
 test-gcc-tests:
 	@echo "== tests of the release build"
-	@$(call CTEST,build) -LE night
+	@$(CASES) $(call CTEST,build) -LE night
 
 test-gcc: test-build test-gcc-tests
 
@@ -59,20 +63,20 @@ test-clang:
 	@echo "== clang"
 	@if command -v clang >/dev/null; then \
 	    { $(call CMAKE,Release,build/clang,-DCMAKE_C_COMPILER=clang $(HOST_ONLY)); } && \
-	    $(call BUILD,build/clang) --target tested && $(call CTEST,build/clang) -L unit -LE slow; \
+	    $(call BUILD,build/clang) --target tested && $(CASES) $(call CTEST,build/clang) -L unit -LE slow; \
 	else echo "left out: there is no clang"; fi
 
 test-asan:
 	@echo "== AddressSanitizer and UndefinedBehaviorSanitizer"
 	@$(call CMAKE,Debug,build/asan,-DEPIC_SANITIZE=address$(,)undefined $(HOST_ONLY))
 	@$(call BUILD,build/asan) --target tested
-	@$(call CTEST,build/asan) -LE slow
+	@$(CASES_SANITIZED) $(call CTEST,build/asan) -LE slow
 
 test-tsan:
 	@echo "== ThreadSanitizer"
 	@$(call CMAKE,Debug,build/tsan,-DEPIC_SANITIZE=thread $(HOST_ONLY))
 	@$(call BUILD,build/tsan) --target threaded
-	@$(STILL) $(call CTEST,build/tsan) -L threads -LE slow
+	@$(CASES_SANITIZED) $(STILL) $(call CTEST,build/tsan) -L threads -LE slow
 
 test-valgrind:
 	@echo "== valgrind"

@@ -311,7 +311,7 @@ int faults_main(const faults_way *how, int faults, int width)
     check_begin();
     told = share(sizeof *told, &told_fd);
     slack_ms = choose_slack(width);
-    const int count = (int)((double)faults * run_scale() + 0.5);
+    const int count = (int)run_scaled(faults);
     printf("seed %llu\n", (unsigned long long)run_seed());
     for (int i = 0, running = 0; i < count || running > 0;) {
         if (i < count && running < width) {

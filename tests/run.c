@@ -127,16 +127,27 @@ void run_alarm(unsigned seconds)
 #define SANITIZED
 #endif
 
-double run_scale(void)
+bool run_is_sanitized(void)
 {
 #ifdef SANITIZED
-    const double usual = 0.25;
+    return true;
 #else
-    const double usual = 1;
+    return false;
 #endif
+}
+
+double run_scale(void)
+{
+    const double usual = run_is_sanitized() ? 0.25 : 1;
     const char *text = getenv("EPIC_TEST_SCALE");
     const double scale = text ? atof(text) : usual;
     return scale > 0 ? scale : usual;
+}
+
+int64_t run_scaled(int64_t count)
+{
+    const int64_t scaled = (int64_t)((double)count * run_scale() + 0.5);
+    return scaled > 1 ? scaled : 1;
 }
 
 uint64_t run_seed(void)

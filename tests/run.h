@@ -39,9 +39,11 @@ pid_t run_fork(void);
  * machine. */
 void run_alarm(unsigned seconds);
 
-double run_scale(void);    /* EPIC_TEST_SCALE; default: 1, less with a sanitizer */
-uint64_t run_seed(void);   /* EPIC_TEST_SEED, or 1; 0: a new seed in every run */
-uint64_t run_now_ns(void); /* monotonic */
+bool run_is_sanitized(void);       /* true if a sanitizer checks this program */
+double run_scale(void);            /* EPIC_TEST_SCALE; default: 1, less with a sanitizer */
+int64_t run_scaled(int64_t count); /* count times run_scale(), but at least 1 */
+uint64_t run_seed(void);           /* EPIC_TEST_SEED, or 1; 0: a new seed in every run */
+uint64_t run_now_ns(void);         /* monotonic */
 void run_nap_us(long us);
 
 /* Random numbers that depend on the arguments only. */

@@ -245,7 +245,7 @@ int stops_main(const stops_way *how)
 {
     way = how;
     check_begin();
-    const int groups = (int)((double)how->groups * run_scale() + 0.5);
+    const int groups = (int)run_scaled(how->groups);
     printf("seed %llu\n", (unsigned long long)run_seed());
     for (int i = 0, running = 0; i < groups || running > 0;) {
         if (i < groups && running < how->width) {

@@ -24,12 +24,6 @@ typedef struct member {
     bool windows; /* arrays of calls lie in windows of the contexts */
 } member;
 
-static int64_t scaled(int64_t count)
-{
-    const int64_t n = (int64_t)((double)count * run_scale() + 0.5);
-    return n > 1 ? n : 1;
-}
-
 /* Returns the least staging that every backend accepts: for each ring two entries of 1,024
  * float64 with a trailer. */
 static int64_t least_staging(int num_ranks, int64_t max_in_flight)
@@ -280,7 +274,7 @@ static bool run_parts(const char *backend, const epic_bootstrap *bootstrap, void
                           .bootstrap = bootstrap,
                           .native = native,
                           .seed = run_mix(run_seed(), i),
-                          .cases = (int)scaled(parts[i].cases),
+                          .cases = (int)run_scaled(parts[i].cases),
                           .windows = windows};
         check_seed = m.seed;
         if (!parts[i].run(&m)) return false;

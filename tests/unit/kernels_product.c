@@ -86,7 +86,7 @@ int main(void)
     static const int64_t depths[] = {1, 2, 9, 16, 255, 256, 257, 40, 513, 64, 100};
     failures = share(sizeof *failures);
     source s = source_of(1);
-    for (uint32_t turn = 0; turn < cases(120); turn++) {
+    for (uint32_t turn = 0; turn < (uint32_t)run_scaled(120); turn++) {
         host_product p = {.m = rows[turn % 11],
                           .n = columns[below(&s, 11)],
                           .k = depths[below(&s, 11)],

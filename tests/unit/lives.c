@@ -132,7 +132,7 @@ int main(void)
     enum { WARM = 60 };
     check_begin();
     run_alarm(600);
-    const int lives = (int)(120 * run_scale()) + WARM;
+    const int lives = (int)run_scaled(120) + WARM;
     int files = 0, tasks = 0;
     long kb = 0;
     for (int life = 0; life < lives; life++) {

@@ -82,13 +82,14 @@ int main(int argc, char **argv)
 {
     if (argc > 1) {
         as_processes = !strcmp(argv[1], "processes");
-        const int failed = run_all(cases(as_processes ? 10 : 100));
+        const int failed = run_all((uint32_t)run_scaled(as_processes ? 10 : 100));
         printf("%s, %s: %s\n", argv[1], epic_blas_name(), failed ? "bits differ" : "same bits");
         return failed;
     }
     int failed = 0;
     const char *const cores[] = {NULL, "HASWELL"};
-    const int num_cores = PATIENCE > 1 ? 1 : 2; /* sanitizers do not instrument the BLAS */
+    const int num_cores =
+        run_is_sanitized() ? 1 : 2; /* sanitizers do not instrument the BLAS */
     for (int i = 0; i < num_cores; i++) {
         failed += start("/proc/self/exe", "threads", cores[i]);
         failed += start("/proc/self/exe", "processes", cores[i]);

@@ -68,8 +68,9 @@ static void test_large(uint32_t type, uint32_t hidden, uint32_t inner, int64_t m
 int main(void)
 {
     failures = share(sizeof *failures);
-    for (uint32_t seed = 0; seed < cases(24); seed++) test_selections(seed, 1, LEAVES);
-    for (uint32_t seed = 0; seed < cases(8); seed++) test_gradients(seed);
+    for (uint32_t seed = 0; seed < (uint32_t)run_scaled(24); seed++)
+        test_selections(seed, 1, LEAVES);
+    for (uint32_t seed = 0; seed < (uint32_t)run_scaled(8); seed++) test_gradients(seed);
     test_large(EPIC_F32, 256, 512, 160);
     test_large(EPIC_BF16, 256, 192, 160);
     test_large(EPIC_F16, 64, 48, 4096);

@@ -14,6 +14,7 @@
 
 #include "epic/epic.h"
 #include "rules/convert.h"
+#include "run.h"
 
 #define MOST_RANKS 8
 #define BEFORE 1.0 /* value of gradients before EPIC_ACCUMULATE adds to them */
@@ -35,25 +36,6 @@ static inline void *share(size_t bytes)
         mmap(NULL, bytes + 1, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) abort();
     return memory;
-}
-
-#if defined(__has_feature)
-#define HAS_FEATURE(name) __has_feature(name)
-#else
-#define HAS_FEATURE(name) 0
-#endif
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || \
-    HAS_FEATURE(address_sanitizer) || HAS_FEATURE(thread_sanitizer)
-#define PATIENCE 10
-#else
-#define PATIENCE 1
-#endif
-
-/* Returns how many of `count` random cases to run: fewer under a sanitizer, more on request. */
-static inline uint32_t cases(uint32_t count)
-{
-    const char *text = getenv("EPIC_TEST_SCALE");
-    return count / PATIENCE * (text && atoi(text) > 1 ? (uint32_t)atoi(text) : 1);
 }
 
 /* ------------------------------------------------------------------------------ random ---- */

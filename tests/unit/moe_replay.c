@@ -166,7 +166,7 @@ static void test_invalid(bool is_planned)
 int main(void)
 {
     failures = share(sizeof *failures);
-    for (uint32_t seed = 0; seed < cases(16); seed++) test_replay(seed);
+    for (uint32_t seed = 0; seed < (uint32_t)run_scaled(16); seed++) test_replay(seed);
     for (uint32_t seed = 0; seed < 4; seed++) test_mixed(seed);
     for (int is_planned = 0; is_planned < 2; is_planned++) test_invalid(is_planned);
     return atomic_load(failures) ? 1 : 0;

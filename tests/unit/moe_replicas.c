@@ -128,7 +128,7 @@ static void test(uint32_t seed, int num_ranks, uint32_t type)
 int main(void)
 {
     failures = share(sizeof *failures);
-    for (uint32_t seed = 0; seed < cases(60); seed++)
+    for (uint32_t seed = 0; seed < (uint32_t)run_scaled(60); seed++)
         test(seed, 1 + (int)(seed % 4), seed % 2 ? EPIC_F32 : EPIC_F64);
     return atomic_load(failures) ? 1 : 0;
 }

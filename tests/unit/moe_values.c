@@ -233,7 +233,7 @@ static void test_less_saved(uint32_t seed, uint32_t type)
 int main(void)
 {
     failures = share(sizeof *failures);
-    test_random(cases(400));
+    test_random((uint32_t)run_scaled(400));
     for (int biased = 0; biased < 2; biased++) {
         test_late_early(biased, EPIC_F64);
         test_late_early(biased, EPIC_F32);

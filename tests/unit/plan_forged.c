@@ -169,7 +169,7 @@ static void forge(forged *f, run_random *random)
 static void random_damage(epic_context *ctx)
 {
     long used = 0;
-    const int count = (int)(6000 * run_scale());
+    const int count = (int)run_scaled(6000);
     for (int i = 0; i < count; i++) {
         run_random random = {check_seed = run_mix(run_seed(), (uint64_t)i)};
         const bool tree = run_chance(&random, 50);

@@ -287,7 +287,7 @@ int main(void)
     expect("threads", nothing, "1 of the 2 ranks are in this process");
     expect("shm", other_address, "not an address that EPIC made");
     test_self();
-    test_deceived("threads", (int64_t)(400 * run_scale()) + 20);
-    test_deceived("shm", (int64_t)(200 * run_scale()) + 20);
+    test_deceived("threads", run_scaled(400) + 20);
+    test_deceived("shm", run_scaled(200) + 20);
     return check_end();
 }
