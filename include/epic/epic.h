@@ -985,8 +985,8 @@ typedef struct epic_router_args {
  * (F64 logits: float64).  Of equal values the lower id is chosen first, and a NaN is chosen
  * last.
  *
- * If only scores decide (no bias, no sum over a group), the choice is made by the logits,
- * because logits have the same order as the scores and do not underflow.  If the chosen scores
+ * If only scores decide (no bias, no sum over a group), the choice is made by the logits.
+ * Logits have the same order as the scores, and do not underflow.  If the chosen scores
  * add up to 0, the weights are 0, not NaN.  EPIC_WEIGHT_SPARSEMIXER is the inference rule of
  * Phi-3.5-MoE, without random numbers.
  *

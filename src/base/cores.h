@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The CPU cores that a rank may run on.  A launcher may bind each rank to different cores, so
- * the number of cores per rank is known only from the core sets of all ranks of a host. */
+/* The CPU cores that a rank may run on. A launcher may bind each rank to different cores. So
+ * one rank needs the core sets of all ranks of its host to find out how many cores they
+ * share. */
 #ifndef EPIC_CORES_H
 #define EPIC_CORES_H
 

@@ -5,8 +5,8 @@
  * A record has one writer at a time: the thread that has set in_flight. The writer makes the
  * seqlock odd, stores each word of the record with release order, and makes the seqlock even
  * with release order. A reader loads the seqlock, then each word with acquire order, then the
- * seqlock again. If any word is from a newer write, the second load of the seqlock also finds a
- * newer value, because the writer stored the odd seqlock before that word. Then the two loads
+ * seqlock again. The writer stores the odd seqlock before any new word. So if the reader has
+ * loaded a new word, its second load of the seqlock also finds a new value. Then the two loads
  * of the seqlock differ, and the reader tries again. */
 #include "base/recorder.h"
 

@@ -40,9 +40,9 @@ static inline int p2p_beats_ms(const p2p_beats *b)
 }
 
 /* Increments the counter `beats` if the next beat is due. Exactly one thread calls this
- * function, about every p2p_beats_ms() milliseconds. A call that is late by more than a quarter
- * of the time limit (at least 30 ms, at most 100 ms) shows that the process was suspended. Such
- * a call also increments `stops`. One release store publishes `stops` and `beats` in one
+ * function, about every p2p_beats_ms() milliseconds. If a call is late by more than a quarter
+ * of the time limit, the process was suspended, and the call also increments `stops`. (This
+ * quarter is limited to 30 to 100 ms.) One release store publishes `stops` and `beats` in one
  * word. */
 static inline void p2p_beat(p2p_beats *b, p2p_status *status)
 {

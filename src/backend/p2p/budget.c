@@ -71,9 +71,9 @@ static int default_sms(const epic_group *g)
     return few ? P2P_SMALL_SMS : P2P_DEFAULT_SMS;
 }
 
-/* Reserves the same number of SMs for each rank that shares this rank's GPU, so that the
- * kernels of all these ranks can run at the same time. Each rank computes the number from
- * `gpus`, the data of all ranks, so all get the same result. */
+/* Reserves SMs of this rank's GPU. Every rank that shares the GPU gets the same number of SMs,
+ * so that the kernels of all these ranks can run at the same time. Each rank computes the
+ * number from `gpus`, the data of all ranks, so all get the same result. */
 epic_result p2p_budget_share(epic_group *g, const p2p_gpu *gpus)
 {
     const p2p_gpu *mine = &gpus[g->rank];

@@ -124,8 +124,8 @@ static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *piec
 /* Launches a product of pass EPIC_GEMM_FORWARD or EPIC_GEMM_WEIGHT. Uses bfloat16 pieces if
  * they are faster. `lines` is the number of rows of the result, and `depth` is the number of
  * terms of each sum. One of the two is gate->block (the tokens of a block), the other is
- * hidden. The choice between float32 and pieces depends on these sizes and not on the number of
- * ranks, so the result has the same bits for every number of ranks. With is_invariant, a
+ * hidden. The choice between float32 and pieces depends on these sizes, but not on the number
+ * of ranks. So the result has the same bits for every number of ranks. With is_invariant, a
  * forward product uses pieces for any number of tokens. */
 static epic_result multiply_long(p2p_gemm *product, const epic_gate_args *gate, int64_t lines,
                                  int64_t depth)

@@ -66,8 +66,8 @@ void shared_shape(epic_group *g, int index, const epic_flow *flow)
 }
 
 /* Returns whether the ring has room for entry `index` of this flow, according to
- * end->seen_count. The first entry of a flow must wait until the reader has dropped all entries
- * of the previous flow, because the entries of the two flows may have different sizes. */
+ * end->seen_count. Entries of different flows may have different sizes. So the first entry of a
+ * flow must wait until the reader has dropped all entries of the previous flow. */
 static bool has_room(const shared_exchange *x, const ring_end *end, int64_t index)
 {
     return end->seen_count >= end->base && end->base + index - end->seen_count < x->depth;
