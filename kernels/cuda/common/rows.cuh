@@ -202,8 +202,8 @@ template <int V, bool EXACT> struct PieceRing {
     {
     }
     /* Starts to copy this lane's vectors of a piece into the next buffer. `from`: global
-     * address of the first of these vectors. `vector`: index in the row of the piece's first vector.
-     * `once`: true if no kernel reads the row again soon. */
+     * address of the first of these vectors. `vector`: index in the row of the piece's first
+     * vector. `once`: true if no kernel reads the row again soon. */
     __device__ __forceinline__ void copy_piece(const uint8_t *from, int32_t vector,
                                                const RowShape &s, bool once, uint64_t policy)
     {
