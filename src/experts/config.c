@@ -9,10 +9,11 @@
 
 #define MAX_EXPERTS 65536
 #define MAX_ROW_NUMBERS (1 << 24) /* largest hidden and inner */
-/* Largest number of elements in the weights of all local experts. It is small enough that their
- * bytes fit in an int64_t. */
+/* Largest number of elements in one weight array of all local experts. The size of such an
+ * array in bytes then fits into an int64_t. */
 #define MAX_WEIGHT_NUMBERS (1ll << 56)
-/* Size of a weight tile: 4 MiB of float32. A tile fits in a core's cache, and has many rows. */
+/* Size of a tile in elements: 4 MiB of float32. A tile of this size fits into a core's cache
+ * and still has many columns or rows. */
 #define TILE_NUMBERS (1 << 20)
 
 static epic_result check_range(const char *name, uint32_t value, uint32_t first, uint32_t last)
@@ -66,9 +67,9 @@ static epic_result check_activation(const epic_experts *ex)
     return EPIC_OK;
 }
 
-/* Reads and checks the options of the experts. Fills in defaults: weight_type becomes row_type,
- * limit becomes 7 (10 for clamped SiLU), and alpha becomes 1.702, as in gpt-oss. For clamped
- * SiLU alpha is always 1. */
+/* Reads and checks the options of the experts, and fills in defaults. The default of
+ * weight_type is row_type. That of limit is 7, or 10 for clamped SiLU. That of alpha is 1.702,
+ * as in gpt-oss. For clamped SiLU alpha is always 1. */
 epic_result experts_read_config(experts_job *job, const epic_experts *theirs, size_t size)
 {
     epic_experts *ex = &job->experts;
@@ -137,14 +138,14 @@ static int64_t tile_numbers(const experts_job *job)
     return experts_has_ready_weights(job) ? 0 : larger_of(forward, backward);
 }
 
-/* Rounds up to a multiple of 16 numbers, so that each part of the workspace begins on a cache
- * line. */
+/* Rounds up to a multiple of 16 numbers (64 bytes of float32), so that each part of the
+ * workspace begins on a cache line. */
 static int64_t pad_numbers(int64_t numbers)
 {
     return (numbers + 15) / 16 * 16;
 }
 
-/* Returns the bytes of a number in the workspace. */
+/* Returns the size of one number in the workspace in bytes. */
 static int64_t number_bytes(const experts_job *job)
 {
     return job->is_f64 ? 8 : 4;
@@ -156,9 +157,9 @@ int64_t experts_saved_bytes(const experts_job *job, int64_t num_slots)
     return num_slots * job->width * number_bytes(job);
 }
 
-/* Sets the workspace pointers of *job to parts of the memory at `at`. If `at` is NULL, the
- * pointers keep their values. Returns the size of all parts, as a number of float32 (float64
- * for F64 rows). */
+/* Divides the memory at `at` into the parts of the workspace, and sets the workspace pointers
+ * of *job to them. If `at` is NULL, the pointers keep their values. Returns the size of all
+ * parts as a number of float32 elements, or of float64 elements for F64 rows. */
 static int64_t layout_pieces(experts_job *job, int64_t num_slots, bool backward, char *at)
 {
     const bool copied =

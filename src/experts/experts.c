@@ -59,15 +59,15 @@ epic_result epic_experts_memory_v1(epic_context *ctx, const epic_config *config,
 
 /* ------------------------------------------------------------------------------ checks ---- */
 
-/* Returns the number of slots of a local expert that carry a token. Without expert_tokens, all
- * of its slots do. */
+/* Returns the number of slots of a local expert without padding. If the caller passed no
+ * expert_tokens, no slot is padding. */
 static int64_t tokens_of(const experts_job *job, uint32_t expert)
 {
     return job->expert_tokens ? job->expert_tokens[expert] : job->expert_rows[expert];
 }
 
-/* Checks the row and token counts of each expert, and the sum of the rows. Skips counts in
- * device memory, which the host cannot read. */
+/* Checks expert_rows and expert_tokens of each local expert, and the sum of expert_rows. Skips
+ * the check on a device, because the host cannot read counts in device memory. */
 static epic_result check_counts(const experts_job *job, int64_t num_slots)
 {
     int64_t sum = 0;
@@ -75,7 +75,7 @@ static epic_result check_counts(const experts_job *job, int64_t num_slots)
         return epic_fail(
             EPIC_EINVAL,
             "expert_rows is NULL: it must point to the counts that epic_plan returns");
-    /* the host cannot read the counts; kernels ignore rows that exceed num_slots */
+    /* the kernels ignore rows that exceed num_slots */
     if (job->is_device) return EPIC_OK;
     for (uint32_t e = 0; e < job->experts.num_local_experts; e++) {
         const int64_t rows = job->expert_rows[e];
@@ -94,7 +94,8 @@ static epic_result check_counts(const experts_job *job, int64_t num_slots)
     return EPIC_OK;
 }
 
-/* Checks that the caller passed slot weights exactly if the experts multiply by them. */
+/* Checks that the caller passed slot weights if the experts multiply by them, and none
+ * otherwise. */
 static epic_result check_weighting(const experts_job *job, int64_t num_slots)
 {
     const bool late = job->experts.weighting == EPIC_WEIGHT_LATE;
@@ -113,7 +114,7 @@ static epic_result check_weighting(const experts_job *job, int64_t num_slots)
     return EPIC_OK;
 }
 
-/* Checks that a memory block of the caller (`saved` or the workspace) has the needed bytes. */
+/* Checks that a buffer of the caller, `saved` or the workspace, has the needed size. */
 static epic_result check_memory(const char *name, const void *memory, int64_t bytes,
                                 int64_t needed)
 {
@@ -124,7 +125,7 @@ static epic_result check_memory(const char *name, const void *memory, int64_t by
     return EPIC_OK;
 }
 
-/* An array of scales: required for E4M3 weights, and refused for other types. */
+/* An array of scales. It must be set for E4M3 weights, and NULL for other types. */
 typedef struct named_scales {
     const char *name;
     const float *scales;
@@ -145,8 +146,8 @@ static epic_result check_scales(const experts_job *job, const named_scales *all,
     return EPIC_OK;
 }
 
-/* Returns EPIC_ENOTSUP if the call cannot multiply E4M3 weights. Host contexts and products by
- * the caller's experts.gemm do not support them. */
+/* Returns EPIC_ENOTSUP if the call cannot multiply E4M3 weights: on host contexts, and if the
+ * caller passed a function experts.gemm for the products. */
 static epic_result check_e4m3(const experts_job *job, const char *call)
 {
     if (!job->is_e4m3) return EPIC_OK;
@@ -206,17 +207,17 @@ epic_result experts_read_grad_type(uint32_t *type, uint32_t row_type, bool devic
 
 /* Sizes of the arrays of forward and backward. */
 typedef struct shapes {
-    /* Numbers of elements of arrays. `local` is the number of local experts, `slots` the number
-     * of slots. */
+    /* Numbers of elements of arrays. `local` is the number of local experts, and `slots` the
+     * number of slots. */
     int64_t local, slots, rows, gate_up, down, biases_up, biases_down;
     int64_t x_scales, gate_up_scales, down_scales; /* E4M3 only */
-    /* Bytes of one element. */
+    /* Sizes of one element in bytes. */
     size_t x, row, weight, bias, gradient, slot_weight;
 } shapes;
 
-/* Returns the number of elements of each array for num_slots slots, and the bytes of one
- * element. With E4M3 weights, the elements of x have 1 byte in forward. In backward they have
- * row_type. */
+/* Returns the number of elements of each array for num_slots slots, and the sizes of their
+ * elements in bytes. With E4M3 weights, x has E4M3 elements in forward, and elements of
+ * row_type in backward. */
 static shapes shapes_of(const experts_job *job, int64_t num_slots, bool backward)
 {
     const int64_t local = job->experts.num_local_experts;
@@ -284,7 +285,7 @@ static epic_result check_backward_arrays(const experts_job *job,
     return CHECK_ARRAYS(arrays);
 }
 
-/* ------------------------------------------------------------------------------- passes ---- */
+/* ------------------------------------------------------------------------------ passes ---- */
 
 /* Checks the context, if there is one, and sets job->is_device. */
 static epic_result read_context(experts_job *job, epic_context *ctx)
@@ -415,8 +416,8 @@ static epic_result prepare_backward(experts_job *job, const epic_experts_backwar
     return EPIC_OK;
 }
 
-/* Zeroes the weight and bias gradients of an expert that has no slots. No pass runs for it, so
- * nothing else writes them. */
+/* Sets the weight and bias gradients of an expert without slots to zero. Backward does not run
+ * for such an expert, so no other code writes its gradients. */
 static void zero_gradients(const experts_job *job, int64_t expert)
 {
     const struct {

@@ -24,8 +24,8 @@ typedef int multiply_bf16(char op_a, char op_b, int64_t m, int64_t n, int64_t k,
 typedef struct version {
     int major, minor, patch;
     const char *hash;
-    unsigned runtime; /* the library that runs its threads: SEQUENTIAL, OPENMP or another
-                         value */
+    /* library that runs the threads of oneDNN: SEQUENTIAL (none), OPENMP or another value */
+    unsigned runtime;
 } version;
 
 /* Values of version.runtime (DNNL_RUNTIME_SEQ, DNNL_RUNTIME_OMP). */
@@ -42,8 +42,9 @@ typedef struct onednn {
 
 static onednn the_onednn;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-/* State of onednn_enter() for this thread: how often it has entered and not left yet, and
- * OpenMP's number of threads before it first entered. */
+/* State of onednn_enter() for this thread. depth: number of calls of onednn_enter() without
+ * their onednn_leave(). threads_before: OpenMP's number of threads before the first of these
+ * calls. */
 static _Thread_local int depth, threads_before;
 
 /* Stores the address of the named function in the function pointer at `function`. Returns false
@@ -56,9 +57,9 @@ static bool find_symbol(void *library, const char *name, void *function)
     return address != NULL;
 }
 
-/* Reads the functions of a library. Returns false if one is missing. Also refuses a library
- * with a thread runtime other than OpenMP: it cannot be limited to one thread, and the bits of
- * a product depend on the number of threads. */
+/* Reads the functions of a library. Returns false if one is missing. Also returns false if the
+ * library runs its threads with something other than OpenMP: then EPIC cannot limit a product
+ * to one thread, and its bits would depend on the number of threads. */
 static bool read_functions(onednn *o, void *library)
 {
     const version *(*get_version)(void) = NULL;
@@ -73,8 +74,8 @@ static bool read_functions(onednn *o, void *library)
            find_symbol(library, "dnnl_gemm_bf16bf16f32", &o->multiply);
 }
 
-/* Loads the library and reads its functions. A library that is used is never unloaded, because
- * its threads and tables live until the process ends. */
+/* Loads the library and reads its functions. A library that can be used is never unloaded,
+ * because its threads and tables live until the process ends. */
 bool onednn_load_file(const char *file)
 {
     onednn o = {0};

@@ -1,13 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Forward and backward of the experts on one slab. pass_f32.c and pass_f64.c include this file,
- * with REAL defined as float and double. OF(name) appends the suffix of the type to a name that
+ * with REAL defined as float or double. OF(name) appends the suffix _f32 or _f64 to a name that
  * other files use.
  *
- * Each matrix product is one call over all rows of the slab, with its padding, or one call per
- * tile of converted weights. So the bits of a row depend only on the rows of its slab.
+ * Each matrix product is one call over all rows of the slab, including its padding. If weights
+ * are converted, it is one such call for each tile of weights. So the bits of a row do not
+ * depend on other slabs.
  *
- * The caller passes padding rows of x and d_y as zeros. Steps that would make padding rows of
- * an operand nonzero, such as adding a bias, zero them again. */
+ * The caller passes zeros in the rows of padding of x and d_y. If a step would write other
+ * numbers to rows of padding, for example by adding a bias, these rows are set to zero again
+ * before the next product reads them. */
 #include <math.h>
 #include <string.h>
 
@@ -16,7 +18,7 @@
 #include "rules/convert.h"
 #include "rules/scalar.h"
 
-/* each of these files uses functions of the files above it, so their order matters */
+/* each of these files uses functions of the files before it, so their order matters */
 #include "experts/activation_template.h"
 
 #include "experts/product_template.h"

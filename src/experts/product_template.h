@@ -7,8 +7,8 @@
  *
  * Weights of other types are converted to REAL in the workspace, one tile at a time
  * (experts_tile_size). Each element of a product is a sum of k terms. A tile contains the
- * weights for all k terms of some elements. So no sum is split, which would change the order of
- * additions. */
+ * weights for all k terms of some elements. So no sum is split between tiles: that would change
+ * the order of the additions. */
 
 /* Converts n elements of `type` to REAL. If REAL is double, the type is EPIC_F64 and the
  * elements are only copied. */
@@ -57,16 +57,17 @@ static void store_weight_gradient(const experts_job *job, int64_t slot, double g
         ((float *)job->d_slot_weights)[slot] = (float)gradient;
 }
 
-/* Returns the memory in which the caller computes a row of an operand. With job->is_bf16 it is
- * scratch memory in job->line, and store_operand_row() later converts the row to BF16.
- * Otherwise it is the operand's row itself. */
+/* Returns the memory in which the caller of this function computes a row of an operand. With
+ * job->is_bf16 this is scratch memory in job->line, and store_operand_row() later converts the
+ * row to BF16. Otherwise it is the row in the operand itself. */
 static REAL *operand_row(const experts_job *job, void *operand, int64_t row, int64_t n)
 {
     const int64_t most = job->hidden > job->inner ? job->hidden : job->inner;
     return job->is_bf16 ? (REAL *)job->line + 2 * most : (REAL *)operand + row * n;
 }
 
-/* Stores a row that was computed in operand_row(). Does nothing unless job->is_bf16. */
+/* Writes the row that was computed in the memory of operand_row() to the operand, as BF16. Does
+ * nothing unless job->is_bf16, because the row is then already in the operand. */
 static void store_operand_row(const experts_job *job, void *operand, int64_t row, int64_t n)
 {
     if (job->is_bf16)
@@ -74,8 +75,8 @@ static void store_operand_row(const experts_job *job, void *operand, int64_t row
                     n);
 }
 
-/* Returns a row of an operand as REAL. With job->is_bf16 the result lies in scratch memory, and
- * is valid until the next call of this function or of operand_row(). */
+/* Returns a row of an operand as REAL. With job->is_bf16 the result is in scratch memory. It is
+ * valid until the next call of this function or of operand_row(). */
 static const REAL *read_operand_row(const experts_job *job, const void *operand, int64_t row,
                                     int64_t n)
 {
@@ -85,7 +86,7 @@ static const REAL *read_operand_row(const experts_job *job, const void *operand,
     return out;
 }
 
-/* Zeroes the padding rows of an operand: the rows of the slab after its tokens. */
+/* Sets the rows of padding of an operand to zero: the rows of the slab after its tokens. */
 static void clear_padding(const experts_job *job, const slab *slab, void *operand, int64_t n)
 {
     const size_t bytes = (size_t)n * (job->is_bf16 ? sizeof(uint16_t) : sizeof(REAL));
@@ -111,8 +112,8 @@ static REAL slot_weight(const experts_job *job, uint32_t weighting, int64_t slot
     return job->experts.weighting == weighting ? slot_weight_at(job, slot) : 1;
 }
 
-/* Returns the slab's rows of x or d_y as an operand. Rows of a type that products cannot read
- * are converted into job->rows. */
+/* Returns the slab's rows of x or d_y as an operand of a product. If products cannot read their
+ * type, converts them into job->rows. */
 static const void *slab_rows(const experts_job *job, const slab *slab, const void *rows)
 {
     const void *first = row_at(job, rows, slab->first);
@@ -121,8 +122,8 @@ static const void *slab_rows(const experts_job *job, const slab *slab, const voi
     return job->rows;
 }
 
-/* Returns the left operand of the first product: the slab's rows of x. With EPIC_WEIGHT_INPUT
- * each row is multiplied by its slot's weight, and padding rows are 0. */
+/* Returns the left operand of the first product: the slab's rows of x. With EPIC_WEIGHT_INPUT,
+ * each row is multiplied by the weight of its slot, and the rows of padding are 0. */
 static const void *make_inputs(const experts_job *job, const slab *slab)
 {
     if (job->experts.weighting != EPIC_WEIGHT_INPUT) return slab_rows(job, slab, job->x);
@@ -209,9 +210,9 @@ static void multiply_weights_transposed(const experts_job *job, const slab *slab
     }
 }
 
-/* Computes the gradient of the expert's weights [m, n]: a^T d, with a [rows, m] and d [rows,
- * n]. Adds it to d_weights if job->accumulate is true, else overwrites d_weights. Does nothing
- * if d_weights is NULL. */
+/* Computes the gradient of a weight matrix [m, n] of the slab's expert: a^T d, with a [rows, m]
+ * and d [rows, n]. Adds it to d_weights if job->accumulate is true, else overwrites d_weights.
+ * Does nothing if d_weights is NULL. */
 static void weight_gradient(const experts_job *job, const slab *slab, void *d_weights,
                             const void *a, int64_t m, const void *d, int64_t n)
 {
@@ -230,10 +231,10 @@ static void weight_gradient(const experts_job *job, const slab *slab, void *d_we
     multiply_matrices(job, &g);
 }
 
-/* Computes the gradient of the expert's bias [n]: the sum of the rows of d without padding, in
- * ascending order. If `weighted` is true and the layer has EPIC_WEIGHT_EARLY, multiplies each
- * row by its slot's weight. Adds the gradient to d_biases if job->accumulate is true, else
- * overwrites d_biases. Does nothing if d_biases is NULL. */
+/* Computes the gradient of a bias [n] of the slab's expert: the sum of the rows of d without
+ * padding, in ascending order. If `weighted` is true and the layer has EPIC_WEIGHT_EARLY,
+ * multiplies each row by the weight of its slot. Adds the gradient to d_biases if
+ * job->accumulate is true, else overwrites d_biases. Does nothing if d_biases is NULL. */
 static void bias_gradient(const experts_job *job, const slab *slab, void *d_biases,
                           const void *d, int64_t n, bool weighted)
 {
