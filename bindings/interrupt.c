@@ -3,8 +3,8 @@
  * main thread waits inside XLA or an operator.
  *
  * The signal handler writes a byte to a pipe that a thread of epic.endings reads. Then it calls
- * the handler that was installed before. A handler that the program installs later replaces
- * both. */
+ * the handler that was installed before it. If the program later installs a handler of its own,
+ * neither of these two handlers runs any more. */
 #include <errno.h>
 #include <signal.h>
 #include <stdbool.h>
@@ -14,14 +14,15 @@
 
 static struct sigaction former; /* the handler that was installed before */
 static int pipe_end = -1;       /* write end of the pipe */
-static pid_t owner; /* process that installed the handler; a forked child must not write to
-                       the pipe */
+/* process that installed the handler; a forked child must not write to its parent's pipe */
+static pid_t owner;
 
 /* The signal handler. */
 static void on_interrupt(int number, siginfo_t *info, void *context)
 {
     const int error = errno;
-    /* A full pipe is no error: the reader is already notified. */
+    /* If the pipe is full, the write fails. This is no error, because the reader has bytes to
+     * read. */
     if (getpid() == owner && write(pipe_end, "", 1) < 0) errno = error;
     errno = error;
     if (former.sa_flags & SA_SIGINFO)
@@ -30,7 +31,7 @@ static void on_interrupt(int number, siginfo_t *info, void *context)
         former.sa_handler(number);
 }
 
-/* Returns true if the action calls a function. */
+/* Returns true if the action calls a function, and false for SIG_DFL and SIG_IGN. */
 static bool is_handled(const struct sigaction *action)
 {
     return (action->sa_flags & SA_SIGINFO) ||
@@ -52,8 +53,8 @@ EPIC_API int epic_watch_interrupts(int fd)
     return sigaction(SIGINT, &ours, NULL) != 0;
 }
 
-/* Sets *flag to 1. Python's main thread runs it as a pending call (Py_AddPendingCall), so *flag
- * shows whether that thread still executes Python code. */
+/* Sets *flag to 1. It is registered as a pending call of Python (Py_AddPendingCall), which only
+ * the main thread runs. So *flag shows if the main thread still executes Python code. */
 EPIC_API int epic_main_is_alive(void *flag)
 {
     *(int *)flag = 1;

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The expert MLP as custom calls of XLA: forward and backward. They are local calls, which wait
- * for no other rank. */
+/* The expert MLP as custom calls of XLA: forward and backward. They are local calls, which do
+ * not wait for other ranks. */
 #include <string.h>
 
 #include "local.h"
 #include "options.h"
 
-/* Zeroes the rows after the last slab. The core does not write them, and XLA does not
- * initialize the memory of a result. On a GPU the host cannot read the counts, so
- * epic/jax/experts.py zeroes these rows instead. */
+/* Sets the rows after the last slab to zero. The core does not write these rows, and XLA does
+ * not initialize the memory of a result. On a GPU the host cannot read the counts, so
+ * epic/jax/experts.py zeroes the rows instead. */
 static void zero_tail(const ffi_reader *reader, ffi_array slots, ffi_array expert_rows)
 {
     if (reader->on_device || slots.data == NULL || slots.rows == 0) return;
@@ -21,8 +21,8 @@ static void zero_tail(const ffi_reader *reader, ffi_array slots, ffi_array exper
            (size_t)((slots.rows - occupied) * row_bytes));
 }
 
-/* The options and arrays that forward and backward have in common. They are the first
- * arguments, in this order. The scales belong to e4m3 weights. */
+/* The options and arrays that forward and backward have in common. The arrays are the first
+ * arguments of both calls, in this order. The scales are those of e4m3 weights. */
 typedef struct experts_inputs {
     epic_experts experts;
     uint32_t rows_set, weights_set; /* FFI_SET bits: accepted types of rows, and of weights */
@@ -44,9 +44,9 @@ static void read_weight_scales(ffi_reader *reader, experts_inputs *in)
         ffi_multiply_sizes(in->local, of_hidden, ffi_num_blocks(in->inner)));
 }
 
-/* Reads the options and arrays of experts_inputs, and checks their types and sizes. With e4m3
- * weights the rows of forward are e4m3, too. The biases then have the row type that the options
- * name. */
+/* Reads the options and arrays of experts_inputs, and checks their types and sizes. If the
+ * weights are e4m3, the rows of forward are e4m3 too, and the biases have the row type of the
+ * options. */
 static experts_inputs read_inputs(ffi_reader *reader, bool backward)
 {
     experts_inputs in = {.experts = options_read_experts(reader, "experts_")};
@@ -115,9 +115,9 @@ static ffi_error *experts_forward(ffi_frame *frame, bool on_device)
 
 LOCAL_EXPORTS(experts, experts_forward(frame, on_device))
 
-/* Reads the results of backward: the gradients and the workspace. If the layer keeps its
- * weights in e4m3, they have no gradients. Then the gradients of the biases have the type of
- * the rows. */
+/* Reads the results of backward: the gradients and the workspace. If the layer has only e4m3
+ * weights, they have no gradients. Then the gradients of the biases have the type of the
+ * rows. */
 static void read_gradients(ffi_reader *reader, const experts_inputs *in,
                            epic_experts_backward_args *args)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads XLA's call frames. This library does not link with XLA: it calls every function of XLA
- * through the table frame->api. It uses only names that are equal in jax 0.10 to 0.12, so one
- * library works with all these versions. */
+/* Reads the call frames of XLA. This library does not link with XLA: it calls every function of
+ * XLA through the table frame->api. It uses only names that are the same in jax 0.10 to 0.12,
+ * so one library works with all these versions. */
 #include "ffi.h"
 
 #include <stdarg.h>
@@ -11,9 +11,9 @@
 #include "../dtypes.h"
 #include "translate.h"
 
-/* API version that the handlers report. XLA refuses a handler whose minor version is newer than
- * its own. So this is not the version of the header, but the oldest version that has everything
- * the handlers use (futures and the device ordinal). */
+/* API version that the handlers report. XLA refuses a handler that reports a newer minor
+ * version than XLA's own. So this is not the version of the header. It is the oldest version
+ * that has everything that the handlers use (futures and the device ordinal). */
 enum { USED_MAJOR = 0, USED_MINOR = 3 };
 _Static_assert(XLA_FFI_API_MAJOR == 0 && XLA_FFI_API_MINOR >= USED_MINOR, "header too old");
 
@@ -31,7 +31,7 @@ bool ffi_is_query(ffi_frame *frame, XLA_FFI_Handler_Traits traits)
 
 /* ---------------------------------------------------------------------------- errors ---- */
 
-/* Returns the error code of XLA that is nearest to the result. */
+/* Returns the XLA error code that is closest in meaning to `result`. */
 static XLA_FFI_Error_Code xla_code_of(epic_result result)
 {
     switch (result) {
@@ -256,8 +256,8 @@ epic_rows ffi_rows_of(ffi_array array)
 
 /* ------------------------------------------------------------------------ attributes ---- */
 
-/* Returns the value of the attribute `name`, or NULL if there is no such attribute or it has
- * another type. The names in XLA's frame do not end with a zero byte. */
+/* Returns the value of the attribute `name`. Returns NULL if the frame has no such attribute,
+ * or if it has another type. The names in XLA's frame do not end with a zero byte. */
 static const void *find_attribute(const ffi_reader *reader, const char *name,
                                   XLA_FFI_AttrType type)
 {

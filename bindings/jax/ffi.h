@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads XLA's call frames: arrays, attributes and errors.
+/* Reads the call frames of XLA: arrays and attributes. Creates XLA errors.
  *
- * XLA passes one frame to a handler. It contains all arguments, results and attributes of the
- * call. An ffi_reader reads the arrays in their order, and the attributes by name. It stores
- * its first error and returns zeros after it. So a handler can read everything first, and then
- * check reader.error once. */
+ * XLA passes one frame to a handler. The frame contains all arguments, results and attributes
+ * of the call. An ffi_reader reads the arrays in their order, and the attributes by name. After
+ * its first error it only returns zeros. So a handler can read everything first, and then check
+ * reader.error once. */
 #ifndef EPIC_JAX_FFI_H
 #define EPIC_JAX_FFI_H
 
@@ -18,7 +18,8 @@
 #define FFI_EXPORT __attribute__((visibility("default")))
 
 /* Types of arrays in addition to epic_type. */
-#define FFI_U8 30u    /* bytes: plans, memory, 8-bit rows, and one byte for an absent array */
+/* bytes: plans, memory, 8-bit rows, and the one byte that stands for an absent array */
+#define FFI_U8 30u
 #define FFI_OTHER 31u /* a type that no handler accepts */
 
 /* Sets of types that a handler accepts for an array. */
@@ -37,7 +38,7 @@ static inline uint32_t ffi_set_of(uint32_t type)
     return type < FFI_OTHER ? FFI_SET(type) : 0;
 }
 
-/* value of ffi_requirement.count that allows any number of elements */
+/* value of ffi_requirement.count: any number of elements is allowed */
 #define FFI_ANY_COUNT (-1)
 
 typedef XLA_FFI_CallFrame ffi_frame;
@@ -46,9 +47,10 @@ typedef XLA_FFI_Error ffi_error; /* NULL means success; XLA frees any other valu
 /* State of reading one frame. */
 typedef struct ffi_reader {
     const ffi_frame *frame;
-    bool on_device;   /* the arrays are on a GPU, so the host cannot read their elements */
+    bool on_device; /* true: the arrays are on a GPU, so the host cannot read their elements */
     ffi_error *error; /* the first error */
-    int64_t num_args, num_results; /* how many arrays have been read */
+    /* number of arguments and of results that were read so far */
+    int64_t num_args, num_results;
 } ffi_reader;
 
 /* An array of the frame. `rows` is the product of all its dimensions except the last. */
@@ -61,8 +63,8 @@ typedef struct ffi_array {
     uint32_t type; /* an epic_type, or FFI_U8 */
 } ffi_array;
 
-/* XLA calls a handler once to query its API version and traits. Returns true if this call is
- * such a query, after it has written the answer. The handler must then return at once. */
+/* XLA calls a handler once to query its API version and traits. If this call is such a query,
+ * writes the answer and returns true. The handler must then return at once. */
 bool ffi_is_query(ffi_frame *frame, XLA_FFI_Handler_Traits traits);
 
 /* Create an XLA error with the code of `result`. Its text ends with the name of the result,
@@ -72,8 +74,8 @@ ffi_error *ffi_fail(const ffi_frame *frame, epic_result result, const char *form
     __attribute__((format(printf, 3, 4)));
 ffi_error *ffi_error_new(const XLA_FFI_Api *api, epic_result result, const char *text);
 
-/* Returns the last error of the core in this thread as an XLA error, or NULL if result is
- * EPIC_OK. `what` is the name of the function in epic.jax. */
+/* If `result` is an error, returns the core's last error in this thread as an XLA error. If it
+ * is EPIC_OK, returns NULL. `what` is the name of the function in epic.jax. */
 ffi_error *ffi_error_of_core(const ffi_frame *frame, const char *what, epic_result result);
 
 /* Returns a reader that is at the beginning of the frame. */
@@ -82,20 +84,24 @@ ffi_reader ffi_reader_of(const ffi_frame *frame, bool on_device);
 /* Returns the product of three sizes, each at least 0. Returns INT64_MAX if it overflows. */
 int64_t ffi_multiply_sizes(int64_t a, int64_t b, int64_t c);
 
-/* Returns how many blocks of 128 elements there are; the last one may be shorter. */
+/* Returns the number of blocks of 128 elements in `length` elements. The last block may be
+ * shorter. */
 static inline int64_t ffi_num_blocks(int64_t length)
 {
     return (length + 127) / 128;
 }
 
 /* Requirements on an array. ffi_read_array() checks them for every array of every handler. So
- * no handler reads or writes past an array, or takes its elements for another type. */
+ * no handler accesses memory after the end of an array, or reads elements as another type than
+ * theirs. */
 typedef struct ffi_requirement {
     const char *name;
     uint32_t types; /* a set of FFI_SET bits */
     int64_t count;  /* required number of elements, or FFI_ANY_COUNT */
     bool result;    /* true for a result, false for an argument */
-    bool optional;  /* true: the array may be absent, and one byte (FFI_U8) then replaces it */
+    /* true: the array may be absent; then the frame has an array of one byte (FFI_U8) in its
+     * place */
+    bool optional;
 } ffi_requirement;
 
 /* Returns the next argument or result of the frame. If it does not meet the requirements,
@@ -106,25 +112,28 @@ ffi_array ffi_read_array(ffi_reader *reader, const ffi_requirement *need);
  * it is wrong. */
 void ffi_check_count(ffi_reader *reader, const char *name, ffi_array array, int64_t count);
 
-/* Short forms of ffi_read_array(). With _or_none the array may be absent. */
+/* Short forms of ffi_read_array(). In the functions whose name ends in _or_none, the array is
+ * optional. */
 ffi_array ffi_read_arg(ffi_reader *reader, const char *name, uint32_t types, int64_t count);
 ffi_array ffi_read_arg_or_none(ffi_reader *reader, const char *name, uint32_t types,
                                int64_t count);
 ffi_array ffi_read_result(ffi_reader *reader, const char *name, uint32_t types, int64_t count);
 ffi_array ffi_read_result_or_none(ffi_reader *reader, const char *name, uint32_t types,
                                   int64_t count);
-/* Returns the int32 of an array with one element, or 0 if the array is on a GPU. */
+/* Reads the next argument, an array of one int32, and returns this number. Returns 0 if the
+ * array is on a GPU. */
 int32_t ffi_read_arg_int(ffi_reader *reader, const char *name);
 
-/* Read an attribute by its name. ffi_read_uint() checks that the number fits. ffi_read_text()
- * writes at most `size` bytes, with the final zero byte. */
+/* Return the value of the attribute with this name. ffi_read_uint() sets an error if the number
+ * is not a uint32. ffi_read_text() writes at most `size` bytes to `out`, including the final
+ * zero byte. */
 int64_t ffi_read_int(ffi_reader *reader, const char *name);
 uint32_t ffi_read_uint(ffi_reader *reader, const char *name);
 double ffi_read_float(ffi_reader *reader, const char *name);
 void ffi_read_text(ffi_reader *reader, const char *name, char *out, size_t size);
 
-/* Return the number of the device that runs the call, as XLA numbers it, and the CUDA stream of
- * the call. */
+/* ffi_get_ordinal() returns the number of the device that runs the call, as XLA numbers it.
+ * ffi_get_stream() returns the CUDA stream of the call. */
 int32_t ffi_get_ordinal(ffi_reader *reader);
 epic_stream ffi_get_stream(ffi_reader *reader);
 

@@ -37,12 +37,12 @@ static void read_channel(ffi_reader *reader, handler_call *call)
     call->channel = (handler_channel)channel | CALLERS_CHANNEL;
 }
 
-/* Returns the tag by which the ranks match this operation.
+/* Returns the tag of this operation. The ranks match their calls by their tags.
  *
- * On the CPU the tag is equal on all ranks, and differs between any two calls of a program. The
- * exception are calls inside an inner jit that is called twice. On GPUs the host cannot read
- * channel and site, so the tag contains only the role. There the order of calls in the streams
- * matches them. */
+ * On the CPU the tag is equal on all ranks, and any two calls of a program have different tags.
+ * There is one exception: calls inside an inner jit that is called twice have the same tags. On
+ * GPUs the host cannot read channel and site, so the tag contains only the role. On GPUs the
+ * ranks match their calls by their order in the streams. */
 static uint64_t make_tag(const handler_call *call)
 {
     return (uint64_t)call->channel << 40 | (uint64_t)call->site << 8 | call->operation->role;
@@ -58,8 +58,9 @@ void handler_write_channel(const handler_call *call, void *plan, size_t plan_byt
 
 /* ---------------------------------------------------------------------------- arrays ---- */
 
-/* Handles the tail, the bytes that follow the core's plan. Subtracts it from the size of the
- * plan. For a finished plan on the host, also reads the channel from the tail. */
+/* Handles the bytes that follow the core's plan (HANDLER_PLAN_TAIL). Subtracts their number
+ * from plan->count. If an earlier call has made the plan and the plan is on the host, also
+ * reads the channel from these bytes. */
 static void read_plan_tail(ffi_reader *reader, handler_call *call, const handler_array *field,
                            ffi_array *plan)
 {
@@ -109,8 +110,8 @@ static int64_t expected_count(const handler_call *call, const handler_array *fie
                               sizes[field->dims[2]]);
 }
 
-/* Reads an array and checks its number of elements. Sets the sizes that the array defines, and
- * stores the values that its table entry asks for. */
+/* Reads an array and checks its number of elements. Sets those of call->sizes that the array
+ * defines, and stores the values for which its table entry has an offset. */
 static void read_array(ffi_reader *reader, handler_call *call, const handler_array *field)
 {
     const ffi_requirement need = {field->name, accepted_types(call, field), FFI_ANY_COUNT,
@@ -146,14 +147,14 @@ static void read_field(ffi_reader *reader, handler_call *call, const handler_arr
         read_array(reader, call, field);
 }
 
-/* Returns the epic_call inside the arguments of the core's function. */
+/* Returns the epic_call in the arguments of the core's function. */
 static epic_call *core_call_of(handler_call *call)
 {
     return (epic_call *)(void *)((char *)call + call->operation->call_offset);
 }
 
-/* Allocates the call struct and reads the frame into it. Returns NULL on an error, which is
- * then in the reader. */
+/* Allocates the call struct and reads the frame into it. If that fails, returns NULL, and
+ * reader->error is the error. */
 static handler_call *read_call(ffi_reader *reader, const handler_operation *operation)
 {
     handler_call *call = calloc(1, operation->bytes);
@@ -171,8 +172,8 @@ static handler_call *read_call(ffi_reader *reader, const handler_operation *oper
     for (int i = 0; i < operation->num_arrays; i++)
         read_field(reader, call, &operation->arrays[i]);
     ffi_read_result(reader, "done", FFI_SET_U8,
-                    /* no code writes this result; it exists so that XLA can wait for the
-                     * call */
+                    /* no code writes this result. It exists so that XLA can wait for the
+                     * call. */
                     1);
     if (operation->check != NULL && reader->error == NULL) operation->check(reader, call);
     call->use.tag = make_tag(call);
@@ -185,7 +186,7 @@ static handler_call *read_call(ffi_reader *reader, const handler_operation *oper
 
 /* ----------------------------------------------------------------------------- members ---- */
 
-/* A member of a group: its position that the program expects (wanted), and its position in the
+/* A member of a group: the position that the program expects (wanted), and the position in the
  * open group (has). */
 typedef struct member_claim {
     char name[MEMBER_NAME_BYTES];
@@ -249,8 +250,9 @@ static ffi_error *refusal_error(const ffi_frame *frame, const handler_call *call
                     what, (unsigned long long)call->use.tag, claim->device.ordinal);
 }
 
-/* Enters the member of the call's device in the group that the attribute `group` names. The
- * group must have the devices that the program expects, and the device the rank. */
+/* Begins the call on the member of its device in the group that the attribute `group` names.
+ * The group must have the devices that the program expects, and the device must have the
+ * expected rank. */
 static void enter_member(ffi_reader *reader, handler_call *call)
 {
     member_claim claim = {.device = {reader->on_device, ffi_get_ordinal(reader)},
@@ -268,9 +270,9 @@ static ffi_error *run_operation(handler_call *call)
 {
     const epic_result result = call->operation->run(call);
     if (result == EPIC_OK) return NULL;
-    /* Two calls may have the same tag (an inner jit that is called twice). Even if they do not
-     * run at the same time, ranks can match one of them with the other, which ends in this
-     * error. */
+    /* Two calls may have the same tag: those of an inner jit that is called twice. Even if they
+     * do not run at the same time, one rank may match the first call with another rank's second
+     * call. That ends in this error. */
     const char *hint =
         result == EPIC_EMISMATCH
             ? ".  Calls of an inner jit that is called twice share a number: give their plans "
@@ -346,9 +348,9 @@ ffi_error *handler_run_on_host(ffi_frame *frame, const handler_operation *operat
 
 /* --------------------------------------------------------------------------- the GPU ---- */
 
-/* Enqueues the operation on XLA's stream. Errors in the data are not reported by this handler,
- * but later by epic_check(). If the handler failed, XLA would skip the rest of the program on
- * this rank, and the other ranks would wait for it. */
+/* Launches the operation on XLA's stream. Errors in the data are not reported by this handler,
+ * but later by epic_check(). If this handler returned an error on one rank, XLA would skip the
+ * rest of the program on that rank, and the other ranks would wait for it. */
 ffi_error *handler_run_on_gpu(ffi_frame *frame, const handler_operation *operation,
                               bool in_graphs)
 {

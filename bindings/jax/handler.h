@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Handlers of collective operations, from XLA's call to its end.
+/* Handlers of collective operations. A handler is a function that XLA calls for a custom call.
  *
  * Each operation is described by a handler_operation. It lists the arrays of a call, the field
  * of the core's arguments that each array fills, and the function of the core to run. On the
@@ -13,7 +13,8 @@
 #include "members.h"
 #include "pool.h"
 
-/* Kind of an operation. It is in the low bits of the operation's tag. */
+/* Which collective operation a call runs. The low 8 bits of the operation's tag contain this
+ * number. */
 typedef enum handler_role {
     ROLE_PLAN = 0,
     ROLE_DISPATCH = 1,
@@ -26,15 +27,16 @@ typedef enum handler_role {
     ROLE_SUM_REPLICAS = 8
 } handler_role;
 
-/* Number that identifies the calls of one plan: the caller's channel if it passed one,
- * otherwise the number of the call site. */
+/* Number that the calls with one plan have in common: the caller's channel if the caller passed
+ * one, otherwise the number of the call site. */
 typedef uint32_t handler_channel;
 
-/* Names of the sizes of a call. The table entry of an array lists its dimensions by these
- * names. The handler refuses an array whose number of elements is not their product. */
+/* Names for the dimensions of the arrays of a call. The table entry of an array lists the
+ * array's dimensions by these names. If the number of elements of an array is not the product
+ * of its dimensions, the handler returns an error. */
 typedef enum handler_dim {
     DIM_ONE,
-    DIM_ANY, /* this array may have any number of bytes; the core checks it */
+    DIM_ANY, /* the array may have any number of bytes; the core checks it */
     DIM_TOKENS,
     DIM_TOP_K,
     DIM_SLOTS,
@@ -43,25 +45,27 @@ typedef enum handler_dim {
     DIM_SLOT_COLUMNS, /* number of weights of a slot: 1, or top_k with layout FLAT */
     DIM_EXPERTS,
     DIM_LOGICAL,
-    DIM_LOCAL,   /* number of experts of this rank */
-    DIM_COUNTED, /* elements of expert_rows: DIM_LOCAL, or DIM_EXPERTS with rank_of_expert */
+    DIM_LOCAL, /* number of experts of this rank */
+    /* number of elements of expert_rows: DIM_LOCAL, or DIM_EXPERTS with rank_of_expert */
+    DIM_COUNTED,
     DIM_COLUMNS, /* number of columns of the logits */
     DIM_WIDTH,
     DIM_INNER,
     DIM_SHARED_WIDTH,
     DIM_SHARED_INNER,
-    DIM_GATE_UP_SCALES, /* scales of an expert's e4m3 weight w_gate_up */
-    DIM_DOWN_SCALES,    /* scales of an expert's e4m3 weight w_down */
+    DIM_GATE_UP_SCALES, /* number of scales of an expert's w_gate_up if it is e4m3 */
+    DIM_DOWN_SCALES,    /* number of scales of an expert's w_down if it is e4m3 */
     DIM_TABLE_ROWS,
     NUM_DIMS
 } handler_dim;
 
 enum { HANDLER_DIMS = 3 }; /* largest number of dimensions in a table entry */
 
-/* One call of an operation. Each operation has a larger struct that begins with this one.
+/* One call of an operation. Each operation has a larger struct of its own that begins with this
+ * one.
  *
- * XLA keeps the arrays valid until the future completes, but not the frame. So this struct has
- * copies of everything that is used after the handler has returned. */
+ * XLA keeps the arrays valid until the future completes. But the frame is valid only until the
+ * handler returns. So this struct contains copies of everything that is used later. */
 typedef struct handler_call {
     pool_task task;
     member_use use;
@@ -75,49 +79,51 @@ typedef struct handler_call {
     uint32_t bias_type;      /* type that HANDLER_BIAS_TYPE stands for */
     uint32_t shared_type;    /* type that HANDLER_SHARED_TYPE stands for */
     int64_t sizes[NUM_DIMS]; /* indexed by handler_dim */
-    int32_t rank;            /* this device's rank in the mesh of the program; -1: unknown */
+    int32_t rank; /* this device's rank in the device mesh of the program; -1: unknown */
     bool on_device;
 } handler_call;
 
-/* Kind of an entry in the table of an operation. */
+/* What an entry in the table of an operation stands for. */
 typedef enum handler_kind {
-    HANDLER_ARRAY,    /* one array */
-    HANDLER_PLAN,     /* a finished plan: its bytes, and its channel in the tail */
+    HANDLER_ARRAY, /* one array */
+    /* a plan that an earlier call made, followed by its channel (HANDLER_PLAN_TAIL) */
+    HANDLER_PLAN,
     HANDLER_NEW_PLAN, /* memory for the plan that this call makes */
     /* two arrays of one int32: the number of the call site, and this device's rank */
     HANDLER_SITE,
     HANDLER_CHANNEL /* one int32: the caller's channel, or -1 for none */
 } handler_kind;
 
-/* Values of handler_array.types that stand for a type of this call. */
+/* Values of handler_array.types for types that differ from call to call. */
 enum {
-    /* row type of the call: that of the array with HANDLER_SETS_TYPE, or from the options */
+    /* row type of the call: the type of the array with HANDLER_SETS_TYPE, or the row type in
+     * the options */
     HANDLER_ROW_TYPE = 1u << 25,
     HANDLER_WIDE_TYPE = 1u << 26,   /* EPIC_F64 if the rows are EPIC_F64, else EPIC_F32 */
     HANDLER_WEIGHT_TYPE = 1u << 27, /* the type of the experts' weights */
     HANDLER_BIAS_TYPE = 1u << 28,   /* the type of the experts' biases */
     HANDLER_SHARED_TYPE = 1u << 29  /* the type of the shared expert's weights and biases */
 };
-/* Flags of an array: it is a result (otherwise an argument); it may be absent; its type becomes
- * call->row_type. */
+/* Flags of an array. HANDLER_RESULT: it is a result, otherwise an argument. HANDLER_OPTIONAL:
+ * it may be absent. HANDLER_SETS_TYPE: its type becomes call->row_type. */
 enum { HANDLER_ARG, HANDLER_RESULT = 1, HANDLER_OPTIONAL = 2, HANDLER_SETS_TYPE = 4 };
 
-/* An entry in the table of an operation. The last five fields are offsets into the call struct,
- * at which the handler stores a value. If an offset is 0, the handler does not store that
- * value. */
+/* An entry in the table of an operation. The last five fields are offsets in the call struct,
+ * at which the handler stores a value of the array. If an offset is 0, that value is not
+ * stored. */
 typedef struct handler_array {
     handler_kind kind;
     uint32_t flags;
     const char *name;
     uint32_t types;             /* a set of FFI_SET bits, or a HANDLER_*_TYPE */
-    uint8_t dims[HANDLER_DIMS]; /* its number of elements is the product of these sizes */
-    uint8_t sets_rows;          /* the size that is set to its number of rows; 0: none */
-    uint8_t sets_columns;       /* the size that is set to its number of columns; 0: none */
-    size_t data;                /* where to store its address (void *) */
-    size_t rows;                /* where to store its rows (epic_rows) */
-    size_t element;             /* where to store its type (uint32_t) */
-    size_t num_rows;            /* where to store its number of rows (int64_t) */
-    size_t count;               /* where to store its number of elements (int64_t or size_t) */
+    uint8_t dims[HANDLER_DIMS]; /* dimensions: the number of elements must be their product */
+    uint8_t sets_rows;          /* which of call->sizes is set to the number of rows; 0: none */
+    uint8_t sets_columns; /* which of call->sizes is set to the number of columns; 0: none */
+    size_t data;          /* where to store its address (void *) */
+    size_t rows;          /* where to store its rows (epic_rows) */
+    size_t element;       /* where to store its type (uint32_t) */
+    size_t num_rows;      /* where to store its number of rows (int64_t) */
+    size_t count;         /* where to store its number of elements (int64_t or size_t) */
 } handler_array;
 
 /* clang-format off */
@@ -128,7 +134,7 @@ typedef struct handler_array {
 /* clang-format on */
 #define HANDLER_LENGTH(arrays) ((int)(sizeof(arrays) / sizeof *(arrays)))
 
-/* An operation, one for each target of a custom call. */
+/* An operation. Each operation is the target of one custom call. */
 typedef struct handler_operation {
     const char *what; /* name in errors, such as "dispatch" */
     handler_role role;
@@ -144,16 +150,17 @@ typedef struct handler_operation {
     epic_result (*run)(handler_call *call);
 } handler_operation;
 
-enum { HANDLER_PLAN_TAIL = 16 }; /* bytes after the core's plan: the channel, then zeros */
+/* number of bytes that follow the core's plan: the channel, then zeros */
+enum { HANDLER_PLAN_TAIL = 16 };
 
-/* Run one call of an operation: on the host, or on a GPU. in_graphs is true if XLA may put the
- * call into a command buffer (a CUDA graph). Return NULL, or an error. */
+/* Run one call of an operation, on the host or on a GPU. in_graphs is true if XLA may record
+ * the call in a command buffer (a CUDA graph). Return NULL, or an error. */
 ffi_error *handler_run_on_host(ffi_frame *frame, const handler_operation *operation);
 ffi_error *handler_run_on_gpu(ffi_frame *frame, const handler_operation *operation,
                               bool in_graphs);
 
-/* Defines the exported handlers of an operation: for the CPU, for CUDA with command buffers,
- * and for CUDA without them. */
+/* Defines the three exported handlers of an operation: for the CPU, for CUDA with command
+ * buffers, and for CUDA without command buffers. */
 #define HANDLER_EXPORTS(name)                                        \
     FFI_EXPORT ffi_error *epic_jax_##name(ffi_frame *frame)          \
     {                                                                \
@@ -168,8 +175,8 @@ ffi_error *handler_run_on_gpu(ffi_frame *frame, const handler_operation *operati
         return handler_run_on_gpu(frame, &name##_operation, false);  \
     }
 
-/* Writes the channel into the tail of a plan, from which later calls with this plan read it.
- * Does nothing on a GPU. */
+/* Writes the channel behind the bytes of a plan (HANDLER_PLAN_TAIL). Later calls with this plan
+ * read the channel there. Does nothing on a GPU. */
 void handler_write_channel(const handler_call *call, void *plan, size_t plan_bytes);
 
 #endif

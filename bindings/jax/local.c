@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Local calls. On a GPU they borrow the context of any group that is open on it. */
+/* Local calls. On a GPU they use the context of any group that is open on that GPU. */
 #include "local.h"
 
-/* Borrows a context of the GPU and reads XLA's stream. Does nothing on the CPU. */
+/* Finds a context of the GPU and reads XLA's stream. Does nothing on the CPU. */
 static void find_context(ffi_reader *reader, local_call *local)
 {
     if (!reader->on_device) return;
@@ -39,10 +39,11 @@ bool local_is_query(ffi_frame *frame, bool on_device)
 }
 
 /* A handler that does nothing. It prevents XLA from removing another call whose result is not
- * used: this call takes that result as an argument, and has a side effect. */
+ * used. For this purpose the result becomes an argument of a call of this handler. That call
+ * has a side effect, so XLA keeps it. */
 static ffi_error *keep_call(ffi_frame *frame, bool on_device)
 {
-    /* if XLA's call is a query of the handler's traits, answers it */
+    /* if XLA queries the traits of the handler, answers the query */
     (void)local_is_query(frame, on_device);
     return NULL;
 }

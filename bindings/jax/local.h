@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Local calls: router, losses and experts. They wait for no other rank. On the CPU they run on
- * XLA's thread, and on a GPU on XLA's stream. */
+/* Local calls: the router, the losses and the experts. They do not wait for other ranks. On the
+ * CPU they run on XLA's thread, and on a GPU on XLA's stream. */
 #ifndef EPIC_JAX_LOCAL_H
 #define EPIC_JAX_LOCAL_H
 
@@ -13,15 +13,15 @@ typedef struct local_call {
     epic_stream stream;
 } local_call;
 
-/* Returns true if this call only asks for the traits of the handler (ffi_is_query()). */
+/* Returns true if XLA only queries the traits of the handler (ffi_is_query()). */
 bool local_is_query(ffi_frame *frame, bool on_device);
 
-/* Begins a local call and returns its reader. The reader has an error if no group is open on
- * the GPU. */
+/* Begins a local call and returns its reader. On a GPU, the reader has an error if no group is
+ * open on this GPU. */
 ffi_reader local_begin(const ffi_frame *frame, bool on_device, local_call *local);
 
-/* Ends a local call. Returns the error of the reader, else the error of the core's `result`,
- * else NULL. */
+/* Ends a local call. Returns the error of the reader if there is one, otherwise the error for
+ * the core's `result`, or NULL if `result` is EPIC_OK. */
 ffi_error *local_end(ffi_reader *reader, local_call *local, const char *what,
                      epic_result result);
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The members of this process: a list that is protected by one mutex. Only
- * epic_jax_member_remove() waits while it holds the mutex. It waits on a condition variable,
- * which releases the mutex meanwhile. */
+/* The members of this process, in a list that one mutex protects. Only epic_jax_member_remove()
+ * waits for another thread while it holds the mutex. It waits on a condition variable, which
+ * releases the mutex during the wait. */
 #include "members.h"
 
 #include <pthread.h>
@@ -16,7 +16,8 @@ struct member {
     member_device device;
     member_position position;
     epic_context *ctx;
-    bool is_closed;   /* true: the group was closed; the record remains to report that */
+    /* true: the group was closed; the struct stays in the list so that calls can report that */
+    bool is_closed;
     member_use *uses; /* operations in flight */
     struct member *next;
 };
@@ -52,7 +53,7 @@ static bool is_busy(const member *found, uint64_t tag)
 }
 
 /* Aborts the operation on the peers, because this rank will not run it. Otherwise the peers
- * would wait until their deadline. */
+ * would wait for this rank until their deadline. */
 static void notify_peers(epic_context *ctx, uint64_t tag, member_status answer)
 {
     if (answer == MEMBER_TAG_BUSY)
@@ -67,8 +68,8 @@ static void notify_peers(epic_context *ctx, uint64_t tag, member_status answer)
                    "mesh that the group was opened with");
 }
 
-/* Checks whether an operation may begin on the member: devices and rank must be as the program
- * expects, and the tag must be free. */
+/* Checks if an operation may begin on the member: devices and rank must be those that the
+ * program expects, and no operation with the same tag may be in flight. */
 static member_status check_entry(const member *found, const member_use *use,
                                  const member_position *position)
 {
@@ -123,7 +124,7 @@ void member_leave(member_use *use)
     pthread_mutex_unlock(&mutex);
 }
 
-/* Frees the record of a closed member. Called when the group is opened again on this device. */
+/* Frees the struct of a closed member. Called when the group is opened again on this device. */
 static void forget_closed(const char *name, member_device device)
 {
     for (member **at = &members; *at != NULL; at = &(*at)->next) {

@@ -3,8 +3,8 @@
  *
  * A compiled program contains only the name of its group. The handlers look up the member in
  * every call. So a group may be closed and opened again without compiling the program again.
- * When a member is closed, its record remains. A program that still uses the closed group then
- * gets an error which names the group. */
+ * When a member is closed, its struct stays in the list, so that a program that still uses the
+ * closed group gets an error that names the group. */
 #ifndef EPIC_JAX_MEMBERS_H
 #define EPIC_JAX_MEMBERS_H
 
@@ -20,7 +20,7 @@ typedef struct member member;
 /* A device, as XLA numbers it. */
 typedef struct member_device {
     bool is_gpu;
-    int32_t ordinal; /* number of the device in its platform */
+    int32_t ordinal; /* number of the device among the CPU or the GPU devices of the process */
 } member_device;
 
 /* An operation in flight on a member: from member_enter() or member_borrow() to
@@ -38,33 +38,34 @@ typedef enum member_status {
     MEMBER_NONE,          /* no group of this name was ever open on the device */
     MEMBER_CLOSED,        /* the group of this name was open on the device, and is closed now */
     MEMBER_OTHER_DEVICES, /* the group was opened with other devices than the program's */
-    /* the device's rank in the program's mesh is not its rank in the group */
+    /* the device's rank in the program's mesh differs from its rank in the group */
     MEMBER_OTHER_RANK,
     MEMBER_TAG_BUSY /* an operation with this tag is in flight on the member (host
                              only) */
 } member_status;
 
-/* Position of a member in its group. `devices` is a text that describes the group's devices,
- * made by epic/jax/meshes.py. `rank` is the device's rank in the group; -1: unknown. */
+/* Position of a member in its group. `devices` is a text that lists the group's devices, made
+ * by epic/jax/meshes.py. `rank` is the device's rank in the group; -1: unknown. */
 typedef struct member_position {
     char devices[MEMBER_DEVICES_BYTES];
     int32_t rank;
 } member_position;
 
-/* Begins an operation with the tag use->tag, on the member of this device in the group `name`.
- * The caller sets *position to the position that the program expects. It receives the position
- * of the member there.
+/* Begins an operation with the tag use->tag on the member of this device in the group `name`.
+ * Before the call, *position is the position that the program expects. Afterwards it is the
+ * actual position of the member.
  *
  * MEMBER_OTHER_DEVICES is returned on all ranks, because they run the same program.
- * MEMBER_OTHER_RANK and MEMBER_TAG_BUSY may be returned on some ranks only. Then this call also
- * aborts the operation on the peers (epic_abort). */
+ * MEMBER_OTHER_RANK and MEMBER_TAG_BUSY may be returned on some ranks only. In these two cases
+ * the function also aborts the operation on the peers (epic_abort), which would otherwise wait
+ * for this rank. */
 member_status member_enter(member_use *use, const char *name, member_device device,
                            member_position *position);
 
 /* Ends an operation. */
 void member_leave(member_use *use);
 
-/* Begins local work on any member of the device. Returns MEMBER_OK or MEMBER_NONE. */
+/* Begins a local call on any member of the device. Returns MEMBER_OK or MEMBER_NONE. */
 member_status member_borrow(member_use *use, member_device device);
 
 /* Adds a member; epic/jax/groups.py calls it. Returns 0 on success, 1 if the group already has

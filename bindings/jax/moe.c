@@ -55,7 +55,8 @@ typedef struct moe_call {
      .dims = {DIM_TOKENS, DIM_HIDDEN}, .rows = AT(member)}
 /* clang-format on */
 
-/* Returns the columns of w_gate_up: gate and up projection, or one of them if ungated. */
+/* Returns the number of columns of w_gate_up: the gate and up projections, or only one of them
+ * if ungated. */
 static int64_t experts_width(const epic_experts *experts)
 {
     return experts->ungated ? experts->inner : 2 * (int64_t)experts->inner;
@@ -161,11 +162,10 @@ static void read_backward(ffi_reader *reader, handler_call *base)
         base->weight_set |= ffi_set_of(call->options.experts.row_type);
 }
 
-/* Sets EPIC_FORCED_WEIGHTS if the gradient of forced weights is a result. Then checks the weights
- * of an e4m3 layer. Either both w_gate_up and w_down are e4m3 with scales,
- * or both have the type of the rows, from which e4m3 weights were made. If the layer keeps its
- * weights in e4m3, they have no gradients. Then the gradients of the biases have the type of
- * the rows. */
+/* If the gradient of forced weights is a result, sets EPIC_FORCED_WEIGHTS. Checks the weights
+ * of an e4m3 layer: w_gate_up and w_down must both be e4m3 with scales, or both have the row
+ * type and no scales. If the layer has only e4m3 weights, they have no gradients. Then the
+ * gradients of the biases have the type of the rows. */
 static void check_backward(ffi_reader *reader, handler_call *base)
 {
     moe_call *call = (moe_call *)base;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads the option structs of the core from attributes. Each field has an attribute with its
- * name. */
+/* Reads the option structs of the core from attributes. The attribute for a field has the name
+ * of the field, sometimes after a prefix. */
 #include "options.h"
 
 #include <stdio.h>
@@ -40,8 +40,8 @@ epic_router options_read_router(ffi_reader *reader)
                          .scale = ffi_read_float(reader, "scale")};
 }
 
-/* Reads the attribute with the name `prefix` + `name` as an integer. read_prefixed_float() does
- * the same for a float. */
+/* Returns the integer attribute with the name `prefix` + `name`. read_prefixed_float() returns
+ * a float attribute. */
 static uint32_t read_prefixed_uint(ffi_reader *reader, const char *prefix, const char *name)
 {
     char whole[64];

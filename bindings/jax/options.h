@@ -5,13 +5,13 @@
 
 #include "ffi.h"
 
-/* Read the options of a layer, and of its router. All functions of this header store an error
- * in the reader. */
+/* Return the options of a layer, and of its router. If an attribute is missing or invalid, the
+ * functions of this header store an error in the reader. */
 epic_layer options_read_layer(ffi_reader *reader);
 epic_router options_read_router(ffi_reader *reader);
 
-/* Reads the options of the experts or of the shared expert. The names of their attributes begin
- * with `prefix`, "experts_" or "shared_". */
+/* Returns the options of the experts or of the shared expert. The names of their attributes
+ * begin with `prefix`, which is "experts_" or "shared_". */
 epic_experts options_read_experts(ffi_reader *reader, const char *prefix);
 
 /* Options of a whole layer. The field `moe` points to the other fields, so the struct must not

@@ -3,8 +3,9 @@
  *
  * When an operation is complete, its thread completes the operation's future. XLA may then run
  * the rest of the program on that same thread, and the program may wait in another collective.
- * So a queued task must not wait until a running task ends. For this reason there are always at
- * least as many idle threads as queued tasks. A thread that was idle for IDLE_SECONDS ends. */
+ * So a queued task must never wait for a thread that runs another task: that thread may itself
+ * wait for the queued task. For this reason there are always at least as many idle threads as
+ * queued tasks. A thread that was idle for IDLE_SECONDS ends. */
 #include "pool.h"
 
 #include <errno.h>
@@ -15,10 +16,11 @@ enum { IDLE_SECONDS = 30, STACK_BYTES = 8 << 20 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t task_ready = PTHREAD_COND_INITIALIZER;
-static pool_task *first_task;      /* queued tasks, in any order */
-static int num_tasks, num_waiting; /* tasks in the queue; idle threads that wait for one */
+static pool_task *first_task; /* queued tasks, in any order */
+/* number of tasks in the queue, and of idle threads that wait for a task */
+static int num_tasks, num_waiting;
 
-/* Returns the time IDLE_SECONDS from now. */
+/* Returns the time at which a thread that is idle from now on ends. */
 static struct timespec idle_deadline(void)
 {
     struct timespec end;
@@ -69,7 +71,7 @@ static bool start_thread(pool_task *task)
 bool pool_run(pool_task *task)
 {
     pthread_mutex_lock(&mutex);
-    const bool waits = num_waiting > num_tasks; /* an idle thread is left for this task */
+    const bool waits = num_waiting > num_tasks; /* true: an idle thread is free for this task */
     if (waits) {
         task->next = first_task;
         first_task = task;

@@ -5,14 +5,14 @@
 
 #include <stdbool.h>
 
-/* A task. The struct of the caller begins with it. */
+/* A task. The caller's own struct for a task begins with this one. */
 typedef struct pool_task {
     void (*run)(struct pool_task *task);
     struct pool_task *next; /* next in the queue of pool.c */
 } pool_task;
 
-/* Runs task->run on a thread of its own, which is an idle thread or a new one. Returns false if
- * the system cannot create a thread; the task does not run then. */
+/* Runs task->run on a thread that no other task uses: an idle thread or a new one. If the
+ * system cannot create a thread, returns false, and the task does not run. */
 bool pool_run(pool_task *task);
 
 #endif

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Router and losses as custom calls of XLA. They are local calls, which wait for no other
- * rank. */
+/* The router and the losses as custom calls of XLA. They are local calls, which do not wait for
+ * other ranks. */
 #include "local.h"
 #include "options.h"
 
-/* Reads the logits [num_tokens, E], with E the router's experts and zero-experts. */
+/* Reads the logits [num_tokens, E]. E is the number of the router's experts and zero-experts
+ * together. */
 static ffi_array read_logits(ffi_reader *reader, const epic_router *router)
 {
     const int64_t columns = (int64_t)router->num_experts + router->zero_experts;
@@ -103,7 +104,7 @@ typedef struct loss_inputs {
     double coeff;
 } loss_inputs;
 
-/* The next four functions call a loss function of the core with these arguments. */
+/* The next four functions each call a loss function of the core with the arguments in *in. */
 static epic_result call_balance_loss(const loss_inputs *in)
 {
     const epic_balance_loss_args args = {.call = in->call,

@@ -3,16 +3,19 @@
  *
  * Each table lists the arrays in the order in which epic/jax/steps.py, dispatching.py and
  * replicas.py pass them. Dispatch always uses EPIC_ZERO_TAIL, which zeroes the slots after the
- * last slab, because XLA does not initialize the memory of a result. */
+ * last slab. Otherwise their contents would be undefined, because XLA does not initialize the
+ * memory of a result. */
 #include "handler.h"
 #include "options.h"
 
-/* One call of any operation in this file. Each operation uses the arguments of one or two
- * functions of the core. */
+/* One call of any operation in this file. Each operation uses only the arguments of the one or
+ * two core functions that it calls. */
 typedef struct step_call {
     handler_call call;
     epic_layer layer;
-    moe_options moe_options; /* options of a composed layer, which ranks compare */
+    /* options of a whole layer that the program composes of single operations; the ranks
+     * compare them */
+    moe_options moe_options;
     epic_plan_args plan;
     epic_dispatch_args dispatch;
     epic_combine_args combine;
@@ -21,7 +24,7 @@ typedef struct step_call {
     epic_allreduce_sum_args sum;
     epic_sum_replicas_args sum_replicas;
     int64_t sum_input_count; /* number of elements of sum_input */
-    const float *sum_input;  /* input of a sum; its result must be the same array */
+    const float *sum_input;  /* input of a sum; must be the same array as the result */
 } step_call;
 
 /* clang-format off */
@@ -30,7 +33,7 @@ typedef struct step_call {
     HANDLER_ROWS(flags, name, types, AT(member), __VA_ARGS__)
 #define DATA(flags, name, types, member, ...) \
     HANDLER_DATA(flags, name, types, AT(member), __VA_ARGS__)
-/* An array of rows from which the call gets its hidden size and row type. */
+/* An array of rows whose width and type become the hidden size and the row type of the call. */
 #define LEADING_ROWS(text, accepted, size, member, element_member) \
     {.flags = HANDLER_SETS_TYPE, .name = text, .types = accepted, .sets_columns = DIM_HIDDEN, \
      .dims = {size, DIM_HIDDEN}, .rows = AT(member), .element = element_member}
@@ -69,9 +72,9 @@ typedef struct step_call {
 /* Largest number of ranks that check_plan() can count. */
 enum { MOST_RANKS = 1024 };
 
-/* Checks a placement table on the host: no rank may have more than num_local_experts experts,
- * because the program has no memory for more. If an entry is not a rank, the core reports
- * that. */
+/* Checks rank_of_expert on the host: no rank may own more than num_local_experts experts,
+ * because the program has no memory for more. Does not check that each entry is a valid rank.
+ * The core does. */
 static void check_plan(ffi_reader *reader, handler_call *base)
 {
     const step_call *call = (step_call *)base;
@@ -109,7 +112,8 @@ static void read_plan(ffi_reader *reader, handler_call *base)
         ffi_read_int(reader, "num_local_experts");
 }
 
-/* Runs plan. Writes the tail first, so that even a plan that failed has a tail. */
+/* Runs plan. Writes the channel behind the plan first, so that even a plan that failed has
+ * one. */
 static epic_result run_plan(handler_call *base)
 {
     step_call *call = (step_call *)base;
@@ -135,8 +139,8 @@ OPERATION(plan, "plan", ROLE_PLAN, plan, read_plan, check_plan)
     DATA(HANDLER_RESULT, "recv_expert", FFI_SET_I32, dispatch.recv_expert, DIM_SLOTS, DIM_TOP_K)
 /* clang-format on */
 
-/* Reads the layer of the plan and the sizes that follow from it, for a call that uses the
- * plan. */
+/* For a call that uses an existing plan: reads the layer of the plan, and sets the sizes that
+ * depend on it. */
 static const epic_layer *read_plan_sizes(ffi_reader *reader, step_call *call)
 {
     int64_t *sizes = call->call.sizes;
@@ -165,8 +169,8 @@ static const handler_array dispatch_arrays[] = {PLAN(dispatch), DISPATCH_INPUTS,
                                                 DISPATCH_RECV, SLOT_WEIGHTS};
 OPERATION(dispatch, "dispatch", ROLE_DISPATCH, dispatch, read_dispatch, NULL)
 
-/* The results of FLAT dispatch have one row per token and rank, and the local experts of each
- * row. */
+/* The results of a dispatch with layout FLAT: one row for each token that has experts on this
+ * rank, and the local experts of each row. */
 static const handler_array dispatch_flat_arrays[] = {
     PLAN(dispatch), DISPATCH_INPUTS, SITE, DISPATCH_RECV, SLOT_WEIGHTS, RECV_EXPERT};
 #define run_dispatch_flat run_dispatch
@@ -178,7 +182,7 @@ static void read_dispatch_quantized(ffi_reader *reader, handler_call *base)
     ((step_call *)base)->dispatch.quantize = ffi_read_uint(reader, "quantize");
 }
 
-/* Checks that rows of scales have one scale for each block of 128 or 32 columns. */
+/* Checks that a row of recv_scales has one scale for each block of 128 or 32 columns. */
 static void check_quantized(ffi_reader *reader, handler_call *base)
 {
     const step_call *call = (step_call *)base;
@@ -191,8 +195,8 @@ static void check_quantized(ffi_reader *reader, handler_call *base)
             (long long)call->dispatch.recv_scales.row_bytes, (long long)(scales * bytes));
 }
 
-/* Sends rows of a float type as e4m3, with float32 scales (1x128) or scales of one byte
- * (1x32). */
+/* Arrays of a dispatch that quantizes: it sends rows of a float type as e4m3, with float32
+ * scales (1x128) or scales of one byte (1x32). */
 /* clang-format off */
 #define QUANTIZED_ARRAYS \
     PLAN(dispatch), \
@@ -215,7 +219,8 @@ static const handler_array dispatch_flat_quantized_arrays[] = {QUANTIZED_ARRAYS,
 OPERATION(dispatch_flat_quantized, "dispatch_flat_quantized", ROLE_DISPATCH, dispatch,
           read_dispatch_quantized, check_quantized)
 
-/* Sends 8-bit rows with scales that the caller has computed. XLA passes both as bytes. */
+/* Arrays of a dispatch of 8-bit rows with scales that the caller has computed. XLA passes both
+ * as bytes. */
 /* clang-format off */
 #define SCALED_ARRAYS \
     PLAN(dispatch), \
@@ -328,7 +333,7 @@ OPERATION(combine_backward, "combine (backward)", ROLE_COMBINE_BACKWARD, combine
 /* ------------------------------------------------------------------------------- sum ---- */
 
 /* Checks that x and the result are the same array, because the core adds in place. epic/jax
- * sets `input_output_aliases` for this. */
+ * makes them the same array with `input_output_aliases`. */
 static void check_in_place(ffi_reader *reader, const step_call *call, const void *to,
                            int64_t count)
 {
@@ -371,7 +376,7 @@ static const handler_array allreduce_sum_arrays[] = {X,
                                                       .count = AT(sum.count)}};
 OPERATION(allreduce_sum, "sum", ROLE_SUM, sum, read_sum, check_sum)
 
-/* Reads nothing: for operations without attributes. */
+/* The function `read` of operations that have no attributes: does nothing. */
 static void read_nothing(ffi_reader *reader, handler_call *base)
 {
     (void)reader;

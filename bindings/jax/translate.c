@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Replaces names of the C interface in error sentences of the core by names of the Python
- * interface. epic/words.py has the table of names. */
+/* Replaces C names in the core's error sentences by the names of the Python interface.
+ * epic/words.py has the table of names. */
 #include "translate.h"
 
 #include <ctype.h>
@@ -33,8 +33,9 @@ static bool is_in_name(char c)
     return isalnum((unsigned char)c) || c == '_';
 }
 
-/* Returns true if the text begins with the name. An ordinary name must end there. If the name
- * is a prefix (it ends with '.' or '_'), the text must continue with more of a name. */
+/* Returns true if the text begins with the name. If the name ends with '.' or '_', it is a
+ * prefix, and a character of a name must follow it. Otherwise no such character may follow
+ * it. */
 static bool begins_with(const char *text, const char *name, size_t length)
 {
     if (strncmp(text, name, length) != 0) return false;
@@ -43,8 +44,8 @@ static bool begins_with(const char *text, const char *name, size_t length)
     return is_in_name(text[length]) == is_prefix;
 }
 
-/* Translates "layer.flags 0, rank 1 <verb> 8" to the Python argument `distinct`. Returns the
- * number of bytes that it replaces, or 0 if the text is something else. */
+/* Replaces "layer.flags 0, rank 1 <verb> 8" by a sentence with the Python argument `distinct`.
+ * Returns the number of bytes that it replaces, or 0 if the text is something else. */
 static int translate_flags(const char *at, char *out, size_t size)
 {
     unsigned mine, other;

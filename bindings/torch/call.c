@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads arguments from torch's stack, checks them and makes results. call.h has the
- * contracts. */
+/* Reads arguments from torch's stack, checks them and makes results. call.h describes each
+ * function. */
 #include "call.h"
 
 #include <inttypes.h>
@@ -17,7 +17,8 @@ static char no_elements[64];
 
 torch_call call_begin(const char *op, torch_value *stack, uint64_t num_results)
 {
-    torch_call call; /* the arrays in it stay uninitialized here; they are filled later */
+    /* the arrays in it stay uninitialized, because they are large and later code fills them */
+    torch_call call;
     call.op = op;
     call.stack = stack;
     call.has_out = num_results == 0;
@@ -58,8 +59,9 @@ void call_check_result(torch_call *call, epic_result result)
     if (result != EPIC_OK) call_fail(call, result, "%s", epic_error(NULL));
 }
 
-/* Throws the error of the call. Copies its text to this function's stack frame first, because
- * the call's memory ends while the stack is unwound. */
+/* Throws the error of the call. First copies the text of the error to the stack frame of this
+ * function. The call itself is in the kernel's stack frame, which ends while the exception
+ * passes through it. */
 static _Noreturn void throw_copy(const torch_call *call)
 {
     char text[sizeof call->error];
@@ -160,7 +162,7 @@ static bool is_one_of(uint32_t type, uint32_t wanted)
     }
 }
 
-/* Returns the tensor of a stack value. call_end() deletes it. */
+/* Returns the tensor of a stack value, and adds it to those that call_end() deletes. */
 static torch_tensor own_tensor(torch_call *call, torch_value value)
 {
     return call->owned[call->num_owned++] = (torch_tensor)(uintptr_t)value;
@@ -172,8 +174,8 @@ static torch_tensor next_tensor(torch_call *call)
     return own_tensor(call, call->stack[call->next++]);
 }
 
-/* Returns the next argument, whose schema type is Tensor?, or NULL. torch passes it in a heap
- * cell, which this frees. */
+/* Returns the next argument, whose type in the schema is Tensor?. Returns NULL if it is absent.
+ * torch passes the tensor in a cell on the heap, which this function frees. */
 static torch_tensor next_tensor_or_none(torch_call *call)
 {
     torch_value *cell = (torch_value *)(uintptr_t)call_int(call);
@@ -230,14 +232,15 @@ static void measure_array(call_array *array, int64_t dim, const int64_t *sizes)
     array->bytes = array->count * dtype_bytes(array->type);
 }
 
-/* Records the memory of a tensor for check_overlap(). */
+/* Adds the memory of a tensor to call->spans, for check_overlap(). */
 static void note_span(torch_call *call, const char *name, call_array array)
 {
     const uintptr_t begin = (uintptr_t)array.data;
     call->spans[call->num_spans++] = (call_span){name, begin, begin + (size_t)array.bytes};
 }
 
-/* Makes an empty contiguous tensor on the device of the call. *out is NULL if that fails. */
+/* Creates an uninitialized contiguous tensor on the device of the call. If that fails, *out is
+ * NULL. */
 static call_array make_empty(torch_call *call, uint32_t type, int64_t dim, const int64_t *sizes,
                              torch_tensor *out)
 {
@@ -264,7 +267,7 @@ static call_array make_empty(torch_call *call, uint32_t type, int64_t dim, const
     return array;
 }
 
-/* Makes a tensor for this call only. call_end() deletes it. */
+/* Creates a tensor for this call only, which call_end() deletes. */
 static call_array make_temporary(torch_call *call, uint32_t type, int64_t dim,
                                  const int64_t *sizes)
 {
@@ -285,7 +288,8 @@ static call_array copy_argument(torch_call *call, const char *name, torch_tensor
     return copy;
 }
 
-/* Reads shape, type and address of a tensor. The sizes are borrowed from the tensor. */
+/* Reads shape, type and address of a tensor. out->sizes points to memory of the tensor. Returns
+ * false on an error. */
 static bool read_properties(torch_call *call, const char *name, torch_tensor tensor,
                             call_array *out, bool *contiguous)
 {
@@ -302,8 +306,9 @@ static bool read_properties(torch_call *call, const char *name, torch_tensor ten
     return true;
 }
 
-/* Reads a tensor and checks device, type and number of dimensions. Copies it if it is not
- * contiguous or must be converted. A tensor that is written is never copied. */
+/* Reads a tensor and checks its device, type and number of dimensions. If it is not contiguous
+ * or must be converted, returns a copy. A tensor that the kernel writes (`written`) is never
+ * copied. */
 static call_array read_array(torch_call *call, const char *name, torch_tensor tensor,
                              uint32_t type, int64_t dim, bool written)
 {
@@ -390,9 +395,9 @@ double call_float(torch_call *call)
 
 /* ----------------------------------------------------------------------------- where ---- */
 
-/* Makes the device of the tensors current, and reads its stream for the kernels of the core.
- * Creating a guard, which changes the current device, is slow. So this first checks whether the
- * device is current already, which it usually is. */
+/* Makes the device of the tensors current, and reads its stream for the kernels of the core. A
+ * guard changes the current device, but creating one is slow. So the function first checks if
+ * the device is already current, which it usually is. */
 static void enter_device(torch_call *call, epic_call *out)
 {
     const int32_t wanted = call->device.device_index;
@@ -418,15 +423,15 @@ static void check_entered(torch_call *call, bool entered)
                   device_name(call->use.device, there, sizeof there));
 }
 
-/* Enters the group with this number. */
+/* Begins a use of the group with this number. */
 static void enter_group(torch_call *call, int64_t number)
 {
     if (!call->failed) check_entered(call, group_enter(&call->use, number));
 }
 
-/* Reads the number of a group or of a layer. Its high bits hold the largest number of SMs,
- * which Python adds for calls with max_sms= (epic/torch/plans.py). So no operator needs another
- * argument for it. */
+/* Reads the number of a group or of a layer. Its high bits contain the largest number of SMs,
+ * which Python adds for calls with max_sms= (epic/torch/plans.py). So no operator needs a
+ * separate argument for the number of SMs. */
 static int64_t read_number(torch_call *call, epic_call *out)
 {
     const int64_t value = call_int(call);
@@ -475,8 +480,8 @@ epic_call call_enter_local(torch_call *call)
     return out;
 }
 
-/* Decides by the backend, not by the device of the tensors, because an emulated GPU in tests
- * has host memory. */
+/* Decides by the backend. The device of the tensors would be wrong in tests, where an emulated
+ * GPU has host memory. */
 bool call_on_gpu(const torch_call *call)
 {
     const char *name = call->use.ctx != NULL ? epic_backend_name(call->use.ctx) : "";
@@ -485,7 +490,7 @@ bool call_on_gpu(const torch_call *call)
 
 /* --------------------------------------------------------------------------- results ---- */
 
-/* Makes a new tensor that is a result. */
+/* Creates the tensor of a result. */
 static call_array new_result(torch_call *call, uint32_t type, int64_t dim, const int64_t *sizes)
 {
     torch_tensor made = NULL;
@@ -506,8 +511,8 @@ static void check_overlap(torch_call *call, const char *name)
                       name, call->spans[i].name);
 }
 
-/* Returns the next result, for which the caller may have passed a tensor. Checks that tensor.
- * Returns temporary memory if the caller passed None. */
+/* Returns the next result of an operator NAME_out: the tensor that the caller passed for it,
+ * after checking that tensor. If the caller passed None, returns temporary memory. */
 static call_array written_result(torch_call *call, const char *name, uint32_t type, int64_t dim,
                                  const int64_t *sizes)
 {
@@ -532,7 +537,7 @@ static call_array written_result(torch_call *call, const char *name, uint32_t ty
     return array;
 }
 
-/* Returns the next result: a new tensor, or that of the caller if the operator is NAME_out. */
+/* Returns the next result: a new tensor, or the caller's tensor if the operator is NAME_out. */
 static call_array next_result(torch_call *call, const char *name, uint32_t type, int64_t dim,
                               const int64_t *sizes)
 {

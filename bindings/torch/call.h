@@ -1,22 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* One call of an operator: reads its arguments in order, makes its results and reports errors.
  *
- * torch calls a kernel, the C function of an operator, with a stack of 64-bit values. They are
- * the arguments in the order of the schema:
+ * A *kernel* in this folder is the C function of an operator, for CPU and GPU tensors. torch
+ * passes it a stack of 64-bit values, the arguments in the order of the schema:
  *     Tensor         a handle that the kernel must delete
  *     Tensor?        0, or a heap cell with such a handle; the kernel must delete both
  *     int, SymInt    an int64_t
  *     float          the bits of a double
  * The results overwrite the stack from its start, and torch then owns their handles.
  *
- * Each operator NAME also has a form NAME_out. It has the arguments of NAME, and then one
- * Tensor? for each result, into which the kernel writes. 0 means that the caller does not want
- * that result. Both forms use the same kernel: call_result() returns a new tensor or the
- * caller's.
+ * For each operator NAME there is also an operator NAME_out. It has the arguments of NAME, and
+ * then one Tensor? for each result, into which the kernel writes. 0 means that the caller does
+ * not want that result. NAME and NAME_out use the same kernel: call_result() returns a new
+ * tensor for NAME, and the caller's tensor for NAME_out.
  *
- * A call stores its first error, and the functions below return harmless values after it. So a
- * kernel reads all of its arguments, calls the core unless call.failed is set, and ends with
- * call_end(). This function deletes the tensors that the call owns, and throws the error. */
+ * A torch_call stores its first error. After an error, the functions below return values that
+ * do no harm. So a kernel reads all of its arguments, calls the core unless call.failed is set,
+ * and ends with call_end(). call_end() deletes the tensors that the call owns, and throws the
+ * error. */
 #ifndef EPIC_TORCH_CALL_H
 #define EPIC_TORCH_CALL_H
 
@@ -28,7 +29,7 @@
 enum { CALL_TENSORS = 36, CALL_DIMS = 8 };
 
 /* Types of arguments in addition to epic_type. Some stand for a set of types. */
-#define CALL_U8 100u      /* bytes of plans and memory */
+#define CALL_U8 100u      /* bytes: plans, `saved` and workspaces */
 #define CALL_ROWS 101u    /* F32, BF16, F16 or F64: all types that the core can add */
 #define CALL_FLOAT 102u   /* F32 or F64 */
 #define CALL_INDEX 103u   /* I32 or I64 */
@@ -41,7 +42,8 @@ typedef struct call_text {
     char text[80];
 } call_text;
 
-/* The memory of an argument or result. Results must not share memory with other spans. */
+/* The memory of an argument or result. The memory of a result must not overlap that of another
+ * array of the call. */
 typedef struct call_span {
     const char *name;
     uintptr_t begin, end;
@@ -59,27 +61,30 @@ typedef struct torch_call {
     torch_tensor made[CALL_TENSORS];      /* new results */
     call_span spans[CALL_TENSORS];
     group_device device; /* device of the first tensor; all tensors must be on it */
-    group_use use;       /* the group that the call uses, after a call_enter function */
-    void *guard;         /* CUDA: guard that makes the device current for this thread */
+    group_use use;       /* the group that the call uses; set by the call_enter functions */
+    /* CUDA: guard object that makes the device current for this thread; NULL: none was
+     * needed */
+    void *guard;
     bool failed;
     char error[1024]; /* text of the first error */
 } torch_call;
 
 /* A tensor argument or result. */
 typedef struct call_array {
-    void *data;   /* NULL only if the argument is absent */
-    int64_t rows; /* product of all dimensions except the last; with one dimension, its
-                     length */
+    void *data; /* NULL only if the argument is absent */
+    /* product of all dimensions except the last; if there is one dimension: its size */
+    int64_t rows;
     int64_t columns;
     int64_t count;
     int64_t bytes;
     uint32_t type; /* an epic_type, or CALL_U8 */
     int64_t dim;
-    const int64_t *sizes; /* [dim], borrowed from the tensor and valid until call_end() */
+    const int64_t *sizes; /* [dim], memory of the tensor, valid until call_end() */
 } call_array;
 
-/* Begins a call of the operator `op`. num_results is the number that torch passed to the
- * kernel. If it is 0, the kernel writes its results into arguments, or returns nothing. */
+/* Begins a call of the operator `op`. num_results is the number of results that torch passed to
+ * the kernel. It is 0 if the kernel writes its results into arguments (NAME_out), or has
+ * none. */
 torch_call call_begin(const char *op, torch_value *stack, uint64_t num_results);
 /* Stores an error, unless the call already has one. */
 void call_fail(torch_call *call, epic_result result, const char *format, ...)
@@ -88,17 +93,17 @@ void call_fail(torch_call *call, epic_result result, const char *format, ...)
 /* Returns a shape as text, such as "[3, 4]". */
 call_text call_shape(int64_t dim, const int64_t *sizes);
 
-/* Return the next argument.
- * type: an epic_type, or one of CALL_*.
- * dim: the number of dimensions. If it is 2, the tensor may have more. All dimensions except
+/* Return the next argument. type: an epic_type, or one of CALL_*. dim: the number of
+ * dimensions. If it is 2, the tensor may have more. All dimensions except
  *     the last then count as rows.
- * A tensor that is not contiguous is copied; gradients often are not. A tensor that is written
- * must be contiguous and have exactly dim dimensions. */
+ * If a tensor is not contiguous, as gradients often are, the functions return a contiguous
+ * copy. A tensor that the kernel writes (call_arg_written) must be contiguous and have exactly
+ * dim dimensions. */
 call_array call_arg(torch_call *call, const char *name, uint32_t type, int64_t dim);
 call_array call_arg_or_none(torch_call *call, const char *name, uint32_t type, int64_t dim);
 call_array call_arg_written(torch_call *call, const char *name, uint32_t type, int64_t dim);
-/* Check the type and the number of elements of an array, unless it is absent. The core cannot
- * check them, because its arguments contain only addresses. */
+/* Check the type or the number of elements of an array, unless it is absent. The core cannot
+ * check them, because its arguments contain only the addresses of arrays. */
 void call_check_type(torch_call *call, const char *name, call_array array, uint32_t type);
 void call_check_count(torch_call *call, const char *name, call_array array, int64_t count);
 /* Skips the argument order_token. Tracers use this tensor to keep the calls of a context in
@@ -110,20 +115,23 @@ uint32_t call_uint(torch_call *call, const char *name);
 double call_float(torch_call *call);
 
 /* Numbers of groups and layers are below 2^CALL_SMS_SHIFT. In an argument `int group` or `int
- * layer`, the bits above may hold the largest number of SMs of the call; 0 means the
- * group's. */
+ * layer`, the higher bits contain the largest number of SMs that the call may use. 0 stands for
+ * the number of the group. */
 enum { CALL_SMS_SHIFT = 48 };
 
-/* Reads the next two arguments, `int group, int tag`, and enters the group, whose context is
- * then in call->use. Returns the epic_call for the core, with stream and tag. */
+/* Reads the next two arguments, `int group, int tag`, and begins a use of the group
+ * (group_enter()). The context of the group is then in call->use. Returns the epic_call for the
+ * core, with stream and tag. */
 epic_call call_enter(torch_call *call);
 /* Like call_enter(), but reads only `int group`. call_tag() then reads the tag. */
 epic_call call_enter_group(torch_call *call);
-/* Reads `int layer`, enters the group of that layer and copies the layer to *layer. */
+/* Reads `int layer`, begins a use of the group of that layer, and copies the layer to
+ * *layer. */
 epic_call call_enter_layer(torch_call *call, group_layer *layer);
 uint64_t call_tag(torch_call *call);
-/* Reads `int group` of a local operator and enters the group. The number may be 0 if the
- * tensors are in host memory, because then the core needs no context. */
+/* Reads `int group` of an operator that involves no other rank, and begins a use of the group.
+ * The number may be 0 if the tensors are in host memory, because then the core needs no
+ * context. */
 epic_call call_enter_local(torch_call *call);
 
 /* Returns true if the core computes on a GPU. Call it after a call_enter function. */
@@ -132,20 +140,21 @@ bool call_on_gpu(const torch_call *call);
 /* Returns the next result, with shape [rows, columns], or [rows] if columns is -1. */
 call_array call_result(torch_call *call, const char *name, uint32_t type, int64_t rows,
                        int64_t columns);
-/* Returns the next result, with the shape of `like`. If `like` is absent, so is the result. */
+/* Returns the next result, with the shape of `like`. If `like` is absent, the result is absent
+ * too. */
 call_array call_result_like(torch_call *call, const char *name, uint32_t type, call_array like);
 /* Returns the next result, an array of `bytes` bytes. */
 call_array call_memory(torch_call *call, const char *name, int64_t bytes);
-/* Makes the next result a tensor without elements, because this call does not compute that
- * result. */
+/* Makes the next result a tensor without elements. Used for a result that this call does not
+ * compute. */
 void call_no_result(torch_call *call, const char *name);
 /* Returns memory that call_end() frees. */
 call_array call_workspace(torch_call *call, int64_t bytes);
 
-/* Stores the error of the core, if `result` is an error. */
+/* If `result` is an error, stores the error of the core in the call. */
 void call_check_result(torch_call *call, epic_result result);
-/* Ends the call: leaves the group and deletes the tensors that the call owns. Then it puts the
- * results on the stack, or throws the error. */
+/* Ends the call: ends the use of the group, and deletes the tensors that the call owns. Then
+ * puts the results on the stack, or throws the error. */
 void call_end(torch_call *call);
 
 /* Return an array as rows for the core. An absent array has no rows. */

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The operators of the expert MLP. They involve no other rank, so tracers need not keep them in
- * order. */
+/* The operators of the expert MLP. They involve no other rank, so tracers such as torch.compile
+ * need not keep them in order. */
 #include <string.h>
 
 #include "ops.h"
 #include "options.h"
 
-/* Zeroes the slots after the last slab, which the core does not write. On GPUs the host cannot
- * read the counts. There these slots may have any contents, because dispatch and combine never
- * read them. */
+/* Sets the slots after the last slab to zero, because the core does not write them. On GPUs the
+ * host cannot read the counts. There these slots may have any contents, because dispatch and
+ * combine never read them. */
 static void zero_tail(const torch_call *call, call_array slots, call_array expert_rows)
 {
     if (call->failed || slots.data == NULL || slots.rows == 0 || call_on_gpu(call)) return;
@@ -125,8 +125,8 @@ static void op_experts(torch_value *stack, uint64_t num_arguments, uint64_t num_
     call_end(&call);
 }
 
-/* Makes the results of backward. grad_type 0 stands for float32, or float64 for float64
- * rows. */
+/* Creates the results of backward. grad_type 0 stands for float32, or float64 if the rows are
+ * float64. */
 static void gradient_results(torch_call *call, const experts_inputs *in, uint32_t grad_type,
                              epic_experts_backward_args *args)
 {

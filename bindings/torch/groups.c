@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The groups of this process: a linked list that is protected by one mutex. The mutex is never
- * held during a call of the core. */
+/* The groups of this process, in a linked list that one mutex protects. No call of the core is
+ * made while the mutex is locked. */
 #include "groups.h"
 
 #include <pthread.h>
@@ -15,13 +15,14 @@ struct group {
     epic_context *ctx;
     group_device device;
     int num_uses;    /* number of calls in flight */
-    bool is_closing; /* no further call may enter */
+    bool is_closing; /* true: no further call may use the group */
     int num_layers;
     group_layer *layers;
     group *next;
 };
 
-/* The low bits of a layer's number are its index. The others are the number of its group. */
+/* The low bits of a layer's number are its index in the group. The high bits are the number of
+ * the group. */
 enum { LAYER_BITS = 16 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -29,8 +30,8 @@ static pthread_cond_t group_left = PTHREAD_COND_INITIALIZER;
 static group *groups;
 static int64_t last_number;
 
-/* Returns the link of the list that points to the group. The link holds NULL if there is no
- * such group. */
+/* Returns the address of the pointer in the list that points to the group. This pointer is NULL
+ * if there is no such group. */
 static group **find_group(int64_t number)
 {
     group **at = &groups;
@@ -69,7 +70,8 @@ bool group_enter_layer(group_use *use, int64_t number, group_layer *layer)
     return there;
 }
 
-/* Appends a layer to the layers of a group. Returns its number, or 0 on failure. */
+/* Appends a layer to the layers of a group. Returns the number of the layer, or 0 on
+ * failure. */
 static int64_t add_layer(group *to, const group_layer *layer)
 {
     if (to->num_layers == 1 << LAYER_BITS) return 0;

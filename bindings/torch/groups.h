@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The contexts of this process. Operators take the number of a group instead of a pointer. So a
- * call on a closed group returns an error and does not have undefined behavior. */
+/* The contexts of this process. Operators have the number of a group as argument, not a
+ * pointer. So a call on a closed group returns an error. With a pointer its behavior would be
+ * undefined. */
 #ifndef EPIC_TORCH_GROUPS_H
 #define EPIC_TORCH_GROUPS_H
 
@@ -24,36 +25,38 @@ typedef struct group_use {
     group_device device;
 } group_use;
 
-/* Enters the group with this number. It cannot be removed until group_leave(). Returns false if
- * no such group is open. Any thread may call the functions of this header. */
+/* Begins a use of the group with this number, and fills in *use. The group cannot be removed
+ * until group_leave() ends the use. Returns false if no such group is open. Any thread may call
+ * the functions of this header. */
 bool group_enter(group_use *use, int64_t number);
 void group_leave(group_use *use);
 
 /* A layer that a group stores for its plans. */
 typedef struct group_layer {
     epic_layer layer;
-    int64_t capacity;   /* number of slots per rank that suffices for any routing */
-    int64_t plan_bytes; /* bytes of a plan, without the counts after it; a multiple of 16 */
+    int64_t capacity; /* number of slots per rank that suffices for any choice of experts */
+    /* size of a plan in bytes, without the counts that follow it; a multiple of 16 */
+    int64_t plan_bytes;
 } group_layer;
 
-/* Stores a layer in a group. Returns the number of the layer, which is valid until the group
- * closes and also identifies the group. Returns 0 without memory, with too many layers, or if
- * there is no such group. */
+/* Stores a layer in a group. Returns the number of the layer, which also identifies the group
+ * and is valid until the group closes. Returns 0 if memory is short, if the group has too many
+ * layers, or if there is no such group. */
 int64_t group_add_layer(int64_t group, const group_layer *layer);
-/* Enters the group of a layer and copies the layer to *layer. Returns false if the group is not
- * open. */
+/* Begins a use of the group of a layer, and copies the layer to *layer. Returns false if the
+ * group is not open. */
 bool group_enter_layer(group_use *use, int64_t number, group_layer *layer);
 
-/* For Python: registers a context. Returns its number, which is at least 1 and is never used
- * again. Returns 0 without memory. */
+/* For Python: registers a context as a group. Returns the number of the group, which is at
+ * least 1 and is never used again. Returns 0 if memory is short. */
 int64_t epic_torch_group_add(epic_context *ctx, int32_t device_type, int32_t device_index);
 
 /* For Python: removes the group with this number, waits until its calls in flight have ended,
  * and returns its context. */
 epic_context *epic_torch_group_remove(int64_t number);
 
-/* For Python: makes further calls fail, and waits at most `ms` milliseconds until the calls in
- * flight have ended. Returns how many are still in flight. */
+/* For Python: makes further calls on the group fail. Waits at most `ms` milliseconds until the
+ * calls in flight have ended. Returns the number of calls that are still in flight. */
 int32_t epic_torch_group_drain(int64_t number, int32_t ms);
 
 #endif

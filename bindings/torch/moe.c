@@ -3,8 +3,8 @@
 #include "ops.h"
 #include "options.h"
 
-/* The inputs that forward and backward have in common. The schemas below list them: WEIGHTS
- * first, then NUMBERS. */
+/* The inputs that forward and backward have in common. The schemas at the end of this file list
+ * them: WEIGHTS first, then NUMBERS. */
 typedef struct moe_job {
     epic_layer layer;
     epic_router router;
@@ -19,7 +19,7 @@ typedef struct moe_job {
     bool has_forced_weights; /* backward: forward had topk_weights_in */
 } moe_job;
 
-/* Bits among the flags in layer_leaves, in addition to those of epic_moe. They have no arguments of
+/* Two more flags among those of epic_moe in layer_leaves (options.h). They are no arguments of
  * their own, because torch allows at most 64 arguments. */
 enum { FORCED_WEIGHTS = 1 << 29, WITH_ROUTING = 1 << 30 };
 
@@ -58,8 +58,8 @@ static void read_weights(torch_call *call, moe_job *job)
                                       .w_down_scales = job->w_down_scales.data};
 }
 
-/* Checks the weights of one MLP. `arrays` holds w_gate_up, w_down, b_gate_up and b_down, and
- * `names` their names in errors. */
+/* Checks the weights of one MLP. `arrays` contains w_gate_up, w_down, b_gate_up and b_down, and
+ * `names` contains their names in errors. */
 static void check_mlp(torch_call *call, const epic_experts *experts, const call_array arrays[4],
                       const char *const names[4], uint32_t bias_type)
 {
@@ -86,7 +86,7 @@ static void check_scales(torch_call *call, const moe_job *job)
 }
 
 /* Checks the numbers of elements of x and the weights. The core cannot check them, because its
- * arguments do not contain them. */
+ * arguments contain only the addresses of arrays. */
 static void check_weights(torch_call *call, const moe_job *job)
 {
     static const char *const names[] = {"w_gate_up", "w_down", "b_gate_up", "b_down"};

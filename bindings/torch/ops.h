@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The tables of operators. Each file with operators has one, and register.c registers all of
- * them. */
+/* The tables of operators. Each file that implements operators has one table. register.c
+ * registers the operators of all tables. */
 #ifndef EPIC_TORCH_OPS_H
 #define EPIC_TORCH_OPS_H
 

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Unpacks option structs from the numbers that operators take. options.h lists the bits. */
+/* Reads option structs from the integers into which they are packed. options.h lists the
+ * bits. */
 #include "options.h"
 
 #define READ_INT(prefix, name) out.name = call_uint(call, #name);
@@ -57,7 +58,7 @@ epic_router read_router(torch_call *call)
     return out;
 }
 
-/* Reads the number `kind` of an MLP, and the two floats after it, limit and alpha. */
+/* Reads the integer `kind` of an MLP, and the two floats after it: limit and alpha. */
 static void read_kind(torch_call *call, epic_experts *out, mlp_types *types)
 {
     const uint64_t kind = (uint64_t)call_int(call);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads the option structs of the core from the arguments of an operator. A field is one
- * argument, named by a prefix and the field's name, or several small fields share one
- * number. */
+/* Reads the option structs of the core from the arguments of an operator. A field is an
+ * argument of its own, whose name is a prefix and the name of the field. Or several small
+ * fields are packed into one integer argument. */
 #ifndef EPIC_TORCH_OPTIONS_H
 #define EPIC_TORCH_OPTIONS_H
 
@@ -26,9 +26,9 @@
 #define EXPERTS_SCHEMA ", int experts_sizes" MLP_SCHEMA("experts")
 #define SHARED_SCHEMA MLP_SCHEMA("shared")
 
-/* Read options from the next arguments of a call. Small fields share a number, from the lowest
- * bits on. The reason is that torch needs host time for each argument, and allows at most 64 of
- * them. The numbers, with the bits of each field:
+/* Read options from the next arguments of a call. Small fields are packed into one integer,
+ * from the lowest bits on, because torch needs host time for each argument and allows at most
+ * 64 of them. The integers, with the number of bits of each field:
  *     layer_rules     num_experts, num_logical (17 each), top_k, flags (8), sum_order,
  *                     partial_type (3), overflow, priority, layout (2)
  *     layer_slabs     alignment (32), expert_capacity (32)
@@ -37,18 +37,20 @@
  *     .._kind         inner (32), activation (8), ungated, interleaved, weighting, weight_type,
  *                     grad_type, row_type (4 each) */
 epic_layer read_layer(torch_call *call);
-/* Like read_layer(), for the operators of the whole layer. Bits 32 to 62 of layer_leaves are the
- * flags of epic_moe, and are returned in *flags. */
+/* Like read_layer(), for the operators of the whole layer (moe.c). Also sets *flags to the
+ * flags of epic_moe, which are bits 32 to 62 of layer_leaves. */
 epic_layer read_layer_with_flags(torch_call *call, uint32_t *flags);
 
-/* For Python: stores a layer in a group (groups.h). The first three numbers contain the layer.
- * Returns the number of the layer, or 0 on failure. */
+/* For Python: stores a layer in a group (groups.h). rules, slabs and leaves contain the layer,
+ * packed in the same way as the arguments of read_layer(). Returns the number of the layer, or
+ * 0 on failure. */
 int64_t epic_torch_layer_add(int64_t group, int64_t rules, int64_t slabs, int64_t leaves,
                              int64_t capacity, int64_t plan_bytes);
 epic_router read_router(torch_call *call);
 
-/* The options of a whole layer. Python passes them to the plan of a composed layer, so that the
- * ranks compare them. The field `moe` points to the other fields. */
+/* The options of a whole layer. If a program composes the layer of single operators, Python
+ * passes these options to the operator of the plan, so that the ranks compare them. The field
+ * `moe` points to the other fields. */
 #define COMPARED_SCHEMA                                              \
     ", float balance_coeff, float z_coeff, SymInt sequence_tokens, " \
     "int flags" ROUTER_SCHEMA EXPERTS_SCHEMA SHARED_SCHEMA
@@ -61,13 +63,16 @@ void read_compared(torch_call *call, compared_options *out, const epic_layer *la
 
 /* Types of the tensors of an MLP. */
 typedef struct mlp_types {
-    uint32_t row, weight; /* in: types of the tensors, for a `kind` that does not contain
-                             them */
-    uint32_t grad;        /* out: epic_type of the gradients of the weights; 0: default */
+    /* set by the caller: types of the tensors, used if the integer `kind` does not contain
+     * them */
+    uint32_t row, weight;
+    /* set by the function: epic_type of the gradients of the weights; 0: default */
+    uint32_t grad;
 } mlp_types;
 
-/* Read the options of the experts, or of the shared expert, from the next arguments of a call.
- * *types supplies types that the arguments do not contain, and receives the gradient type. */
+/* Read the options of the experts (first function) or of the shared expert (second function)
+ * from the next arguments of a call. *types contains types that the arguments may leave out.
+ * The functions set types->grad. */
 epic_experts read_experts(torch_call *call, mlp_types *types);
 /* Returns a struct with inner 0 if the layer has no shared expert. */
 epic_experts read_shared(torch_call *call, epic_experts experts, uint32_t weight_type);

@@ -10,9 +10,10 @@ enum { SCHEMA_BYTES = 4096, NAME_BYTES = 64 };
 static const char arrow[] = ") -> (Tensor ";
 
 /* Makes the schema of NAME_out from that of NAME. "NAME(ARGUMENTS) -> (Tensor RESULT, ...)"
- * becomes "NAME_out(ARGUMENTS, Tensor(b!)? RESULT=None, ...) -> ()". The letter a is the alias
- * annotation of order_token, so results begin with b. Returns false if the operator has no
- * results or is an overload (NAME.OVERLOAD). */
+ * becomes "NAME_out(ARGUMENTS, Tensor(b!)? RESULT=None, ...) -> ()". The letters in parentheses
+ * are torch's alias annotations. order_token has the letter a, so the letters of the results
+ * begin with b. Returns false if the operator has no results or is an overload
+ * (NAME.OVERLOAD). */
 static bool out_schema(const torch_op *op, char out[SCHEMA_BYTES])
 {
     const char *results = strstr(op->schema, arrow);
@@ -40,8 +41,8 @@ static bool register_op(void *library, void *cpu, void *cuda, const torch_op *op
            !torch.library_impl(cuda, op->name, op->kernel);
 }
 
-/* Registers all operators of a table, with their _out forms. Returns NULL, or the schema that
- * torch refused. */
+/* Registers all operators of a table, and their operators NAME_out. Returns NULL, or the schema
+ * that torch refused. */
 static const char *register_all(void *library, void *cpu, void *cuda, torch_ops all)
 {
     for (int i = 0; i < all.count; i++) {
@@ -56,9 +57,9 @@ static const char *register_all(void *library, void *cpu, void *cuda, torch_ops 
     return NULL;
 }
 
-/* For Python: registers all operators. Must be called once. Returns NULL, or the name of a
- * function that torch does not have, or a schema that torch refused. The libraries are never
- * deleted, because that would remove the operators. */
+/* For Python: registers all operators. Must be called once. Returns NULL on success. Otherwise
+ * returns the name of a function that torch does not have, or a schema that torch refused.
+ * Never deletes the library objects, because deleting them would remove the operators. */
 TORCH_EXPORT const char *epic_torch_register(void)
 {
     static void *library, *cpu, *cuda;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The operators of router and losses. They involve no other rank, so tracers need not keep them
- * in order. On GPUs they need a group, whose context they use. */
+/* The operators of the router and of the losses. They involve no other rank, so tracers such as
+ * torch.compile need not keep them in order. On GPUs they need a group, whose context they
+ * use. */
 #include "ops.h"
 #include "options.h"
 
@@ -105,8 +106,8 @@ static void op_route_backward(torch_value *stack, uint64_t num_arguments, uint64
 
 /* ---------------------------------------------------------------------------- losses ---- */
 
-/* The inputs of the four loss operators. `out` is the loss, or in backward the gradient of the
- * logits. */
+/* The inputs of the four loss operators. `out` is the result: the loss, or in backward the
+ * gradient of the logits. */
 typedef struct loss_job {
     torch_call call;
     epic_call where;

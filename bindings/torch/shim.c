@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Finds PyTorch's functions with dlsym(). Python loads libtorch with local scope, so
- * dlsym(RTLD_DEFAULT) cannot find its functions. With the handle that dlopen(RTLD_NOLOAD)
- * returns, dlsym() finds them. */
+ * dlsym(RTLD_DEFAULT) cannot find its functions. dlsym() finds them with the handle that
+ * dlopen(RTLD_NOLOAD) returns. */
 #include "shim.h"
 
 #include <dlfcn.h>
@@ -9,16 +9,15 @@
 
 torch_functions torch;
 
-/* Acquire and release Python's lock (GIL). NULL if this version of torch does not take the lock
- * when it deletes tensors. */
+/* Acquire and release Python's lock (GIL). NULL if this version of torch does not lock it when
+ * it deletes tensors. */
 static int (*lock_python)(void);
 static void (*unlock_python)(int);
 static const uint64_t torch_2_10 = 0x020a000000000000; /* torch.abi_version() of torch 2.10 */
 
-/* Deletes tensors while it holds Python's lock. Since version 2.10 torch takes the lock for
- * each tensor that only Python still owns, such as the caller's arguments. Each of these locks
- * could have to wait for other threads, so this function takes the lock once for all
- * tensors. */
+/* Deletes tensors while it holds Python's lock. Since version 2.10, torch locks it for each
+ * tensor that only Python still owns, such as the caller's arguments. Each time it might have
+ * to wait for other threads. So this function locks it once for all tensors. */
 void torch_delete_tensors(torch_tensor *tensors, int count)
 {
     const bool locks = lock_python != NULL && count > 1;
@@ -37,7 +36,8 @@ static bool find_symbol(void *library, const char *name, void *out)
     return found != NULL;
 }
 
-/* Finds the functions of Python's lock, if this version of torch takes the lock. */
+/* Finds the functions for Python's lock, if this version of torch locks it when it deletes
+ * tensors. */
 static void find_python(void)
 {
     if (torch.abi_version() < torch_2_10) return;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The C functions of PyTorch that this library uses. Every version since 2.9 exports them. They
- * are found at run time in the libraries that the process has loaded. So one libepic_torch.so
- * works with all versions, and building it needs no part of PyTorch. */
+/* The C functions of PyTorch that this library uses. Every version since 2.9 exports them.
+ * libepic_torch.so looks them up at run time in the libraries that the process has loaded. So
+ * one libepic_torch.so works with all these versions, and building it needs no part of
+ * PyTorch. */
 #ifndef EPIC_TORCH_SHIM_H
 #define EPIC_TORCH_SHIM_H
 
@@ -17,8 +18,9 @@ typedef void torch_kernel(torch_value *stack, uint64_t num_arguments, uint64_t n
 
 enum { TORCH_CPU = 0, TORCH_CUDA = 1 }; /* torch's numbers of device types */
 
-/* Each function returns 0 on success. Exceptions are dtype_*(), which return the number of a
- * dtype, and abi_version(). */
+/* The functions of torch, with the types of their results and arguments. Each returns 0 on
+ * success, with two exceptions: dtype_*() return the number of a dtype, and abi_version()
+ * returns a version. */
 #define TORCH_FUNCTIONS(F)                                                                     \
     F(int32_t, library_init_fragment, const char *, const char *, uint32_t, void **)           \
     F(int32_t, library_init_impl, const char *, const char *, const char *, uint32_t, void **) \
@@ -65,15 +67,15 @@ extern torch_functions torch;
 /* Finds all functions. Returns NULL, or the name of the first function that is missing. */
 const char *torch_find_functions(void);
 
-/* Throws std::runtime_error with a copy of the text. torch turns it into Python's RuntimeError.
- * The stack is unwound through the C functions that called this, so they are compiled with
- * -fexceptions. */
+/* Throws std::runtime_error with a copy of the text, which torch converts to Python's
+ * RuntimeError. The exception passes through C functions of this library, so they are compiled
+ * with -fexceptions. */
 _Noreturn void torch_throw(const char *text);
 
 /* Deletes `count` handles of tensors. */
 void torch_delete_tensors(torch_tensor *tensors, int count);
 
-/* Frees the heap cell of an optional argument, which torch allocated with operator new. */
+/* Frees the heap memory of an optional argument, which torch allocated with operator new. */
 void torch_cell_delete(void *cell);
 
 #endif

@@ -13,9 +13,10 @@
 typedef struct plan_job {
     group_layer stored; /* the layer that the group stores */
     epic_plan_args args;
-    int64_t top_k, table_length, logical_length; /* lengths of topk_idx rows and of the two
-                                                    tables */
-    compared_options compared;                   /* options of a composed layer */
+    /* top_k: number of columns of topk_idx; the others: lengths of the two tables */
+    int64_t top_k, table_length, logical_length;
+    /* options of a whole layer that the program composes of single operators */
+    compared_options compared;
 } plan_job;
 
 /* Reads topk_idx, the expert ids of all choices. */
@@ -30,7 +31,7 @@ static call_array read_choices(torch_call *call, plan_job *job)
 }
 
 /* Reads the layer, the capacity, the tag and the placement tables. A negative capacity stands
- * for the number of slots that always suffices. */
+ * for the capacity that always suffices. */
 static void read_layout(torch_call *call, plan_job *job)
 {
     job->args.call = call_enter_layer(call, &job->stored);
@@ -47,7 +48,7 @@ static void read_layout(torch_call *call, plan_job *job)
 }
 
 /* Checks the lengths of the arrays. The core cannot check them, because its arguments contain
- * only addresses. */
+ * only the addresses of arrays. */
 static void check_lengths(torch_call *call, const plan_job *job)
 {
     if (call->failed) return;
@@ -65,10 +66,10 @@ static void check_lengths(torch_call *call, const plan_job *job)
                   (long long)job->logical_length, (long long)experts);
 }
 
-/* Makes the result of plan: one tensor with the plan and, after it, its counts. One tensor is
- * used because each tensor costs host time on a GPU. The counts are expert_rows, expert_tokens,
- * load, demand and logical_load. With a placement table, expert_rows and expert_tokens have
- * room for all experts of the layer. */
+/* Creates the result of plan: one tensor that contains the plan and, after it, its counts. With
+ * several tensors the call would need more host time. The counts are expert_rows,
+ * expert_tokens, load, demand and logical_load. With a placement table, expert_rows and
+ * expert_tokens have room for all experts of the layer. */
 static void plan_results(torch_call *call, plan_job *job)
 {
     check_lengths(call, job);
@@ -91,16 +92,16 @@ static void plan_results(torch_call *call, plan_job *job)
     if (logical != 0) job->args.logical_load = counts + 2 * local + experts + 1;
 }
 
-/* Reads the options of the whole layer. In the overloads "compared" they follow all other
- * arguments. */
+/* Reads the options of the whole layer. They follow all other arguments in the overloads
+ * plan.compared and plan_dispatch.compared. */
 static void read_layer_options(torch_call *call, plan_job *job)
 {
     read_compared(call, &job->compared, &job->stored.layer);
     job->args.moe = &job->compared.moe;
 }
 
-/* Runs an operator that makes a plan. is_compared is true for the overload whose last arguments
- * are the layer's options. */
+/* Runs the operator epic::plan. is_compared is true for the overload plan.compared, whose last
+ * arguments are the options of the whole layer. */
 static void make_plan(torch_value *stack, uint64_t num_results, bool is_compared)
 {
     torch_call call = call_begin("plan", stack, num_results);
@@ -128,8 +129,8 @@ static void op_plan_compared(torch_value *stack, uint64_t num_arguments, uint64_
 
 /* -------------------------------------------------------------------------- dispatch ---- */
 
-/* Reads the number of the plan's layer and the tag. Enters the group and copies the layer to
- * *layer. */
+/* Reads the number of the plan's layer and the tag. Begins a use of the group, and copies the
+ * layer to *layer. */
 static epic_call enter_layer(torch_call *call, epic_layer *layer)
 {
     group_layer stored = {0};
@@ -157,7 +158,8 @@ static void read_weights(torch_call *call, call_array tokens, epic_dispatch_args
                   (long long)weights.rows, (long long)tokens.rows);
 }
 
-/* Reads tokens and weights of an operator that accepts only row types that the core can add. */
+/* Reads the tokens and weights of an operator that accepts only rows of types that the core can
+ * add. */
 static call_array read_tokens(torch_call *call, epic_dispatch_args *args)
 {
     const call_array tokens = call_arg(call, "tokens", CALL_ROWS, 2);
@@ -166,7 +168,7 @@ static call_array read_tokens(torch_call *call, epic_dispatch_args *args)
     return tokens;
 }
 
-/* Makes the result slot_weights, without elements if there are no weights. */
+/* Creates the result slot_weights. It has no elements if the call has no weights. */
 static void slot_weights_result(torch_call *call, epic_dispatch_args *args)
 {
     if (args->weights != NULL)
@@ -176,7 +178,7 @@ static void slot_weights_result(torch_call *call, epic_dispatch_args *args)
         call_no_result(call, "slot_weights");
 }
 
-/* Makes the results recv and slot_weights. */
+/* Creates the results recv and slot_weights. */
 static void dispatch_results(torch_call *call, call_array tokens, int64_t capacity,
                              epic_dispatch_args *args)
 {
@@ -202,8 +204,8 @@ static void op_dispatch(torch_value *stack, uint64_t num_arguments, uint64_t num
     call_end(&call);
 }
 
-/* Reads tokens and weights of plan_dispatch. Checks that they have the leading dimensions of
- * topk_idx. */
+/* Reads the tokens and weights of plan_dispatch. Checks that all their dimensions except the
+ * last are those of topk_idx. */
 static call_array read_chosen(torch_call *call, call_array chosen, epic_dispatch_args *args)
 {
     const call_array tokens = call_arg(call, "tokens", CALL_ROWS, 2);
@@ -240,8 +242,8 @@ static call_array read_chosen(torch_call *call, call_array chosen, epic_dispatch
     return tokens;
 }
 
-/* Runs the operator epic::plan_dispatch. is_compared is true for the overload whose last
- * arguments are the layer's options. */
+/* Runs the operator epic::plan_dispatch. is_compared is true for the overload
+ * plan_dispatch.compared, whose last arguments are the options of the whole layer. */
 static void make_plan_dispatch(torch_value *stack, uint64_t num_results, bool is_compared)
 {
     torch_call call = call_begin("plan_dispatch", stack, num_results);
@@ -297,7 +299,7 @@ static void op_dispatch_flat(torch_value *stack, uint64_t num_arguments, uint64_
     call_end(&call);
 }
 
-/* Makes the results of quantized rows: e4m3 rows, and a scale for each block of 128 or 32
+/* Creates the results for quantized rows: e4m3 rows, and a scale for each block of 128 or 32
  * columns. */
 static void quantized_results(torch_call *call, const char *name, uint32_t quantize,
                               int64_t slots, int64_t columns, epic_rows *rows,
@@ -446,7 +448,7 @@ static void read_gradient(torch_call *call, gradient_job *job)
     job->columns = d_out.columns;
 }
 
-/* Makes the result d_slot_weights, without elements if there are no rows. */
+/* Creates the result d_slot_weights. It has no elements if the call has no rows. */
 static void d_slot_weights_result(torch_call *call, gradient_job *job)
 {
     if (job->args.rows.data != NULL)
@@ -529,7 +531,8 @@ static void op_sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_
 /* --------------------------------------------------------------------------- schemas ---- */
 
 /* torch needs host time for each argument of an operator, even if the caller leaves it out. So
- * the group stores the options of a layer, and operators take the number of the layer. */
+ * the group stores the options of a layer, and operators have the number of the layer as
+ * argument. */
 #define GROUP_ARGS ", int group, int tag=0"
 #define PLANNED_BY ", int layer, int tag=0" /* the layer of the plan */
 #define FLAGS ", int flags=1"
@@ -541,8 +544,8 @@ static void op_sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_
 #define CHOSEN "(Tensor(a!) order_token, Tensor topk_idx"
 #define SENT CHOSEN ", Tensor tokens, Tensor? weights"
 
-/* The overload "compared", for composed layers. Its last arguments are the options of the whole
- * layer, which the ranks compare. */
+/* The overload "compared", for programs that compose a layer of single operators. Its last
+ * arguments are the options of the whole layer, which the ranks compare. */
 #define WHOLE_LAYOUT                          \
     ", int layer, SymInt capacity, int tag, " \
     "Tensor? rank_of_expert, Tensor? logical_of_expert"
