@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic-place: proposes from a trace which rank owns which experts, and which experts have
+/* epic-place: reads a trace and proposes which rank owns which experts, and which experts have
  * replicas. */
 #include <errno.h>
 #include <inttypes.h>
@@ -87,7 +87,7 @@ static int32_t *make_loads(const trace *t)
     return load;
 }
 
-/* Checks the options together with the trace, and makes the problem to solve. */
+/* Checks that the options match the trace, and returns the problem to solve. */
 static place_problem make_problem(const trace *t, const options *o, const int32_t *load)
 {
     const int32_t experts = (int32_t)t->num_experts;
@@ -116,7 +116,9 @@ static place_problem make_problem(const trace *t, const options *o, const int32_
 
 /* ------------------------------------------------------------------------------ hosts ---- */
 
-/* Returns the ranks of each token as bits. Replicas of an expert take its choices in turn. */
+/* Returns for each token a bit mask of the ranks to which it is sent. The choices of an expert
+ * go to its replicas in rotation. Sets *num to the number of tokens. The caller frees the
+ * result. */
 static uint64_t *tokens_seen(const trace *t, const place_problem *p, const int32_t *at,
                              int64_t *num)
 {
@@ -166,7 +168,8 @@ static void write_list(FILE *out, const char *word, const int32_t *list, int32_t
     fprintf(out, "\n");
 }
 
-/* Writes the placement. Without replicas the experts keep their ids. */
+/* Writes the placement to a file. Without replicas the ids of the experts are the same as
+ * before. */
 static void write_file(const place_problem *p, const int32_t *at, const char *path)
 {
     const int32_t places = p->ranks * p->slots;
@@ -213,7 +216,8 @@ int main(int argc, char **argv)
     place_greedy(&p, at);
     print_cost(&p, "greedy", place_cost(&p, at));
     place_search(&p, at, o.seed);
-    if (o.hosts > 1) arrange_hosts(&t, &p, &o, at); /* changes which choices replicas take */
+    /* also changes which choices go to which replica */
+    if (o.hosts > 1) arrange_hosts(&t, &p, &o, at);
     print_cost(&p, "proposed", place_cost(&p, at));
     if (o.out) write_file(&p, at, o.out);
     free(at), free(load);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic-trace: shows, draws, replays and converts what EPIC_TRACE recorded. */
+/* epic-trace: shows, draws, replays and converts the traces that EPIC_TRACE records. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,7 +9,7 @@
 #include "npy.h"
 #include "trace_draw.h"
 
-#define MAX_REPLAYED 256 /* ranks are threads */
+#define MAX_REPLAYED 256 /* largest number of ranks of a replay, which are threads */
 
 static const char help[] =
     "usage: epic-trace show TRACE                    a summary of its contents\n"
@@ -53,7 +53,8 @@ typedef struct options {
     bool prometheus;
 } options;
 
-/* Returns 0, or the exit status for a wrong option. */
+/* Reads the options of the command line. Returns 0, or the exit status if an option is
+ * wrong. */
 static int read_options(options *o, int argc, char **argv)
 {
     for (int i = 1; i < argc; i++) {
@@ -87,7 +88,7 @@ static int read_options(options *o, int argc, char **argv)
 
 /* ------------------------------------------------------------------------------ show ---- */
 
-/* Prints a summary: sizes, and the busiest and the least busy expert. */
+/* Prints a summary of the trace: its sizes, and its busiest and least busy experts. */
 static void show_trace(const trace *t)
 {
     int64_t tokens = 0, choices = 0, none = 0;
@@ -136,7 +137,8 @@ static void show_trace(const trace *t)
 
 /* ------------------------------------------------------------------ export and import ---- */
 
-/* Writes ids [steps, tokens, k], filled up with -1 where a step has fewer tokens or choices. */
+/* Writes the ids as an array [steps, tokens, k]. Elements for which a step has no token or no
+ * choice are -1. */
 static void export_npy(const trace *t, const char *path)
 {
     int64_t tokens = 0, k = 1;
@@ -158,7 +160,8 @@ static void export_npy(const trace *t, const char *path)
     free(values);
 }
 
-/* Writes trace files as if this many ranks had planned, each with its part of the tokens. */
+/* Writes the trace files that `ranks` ranks would have recorded, each with its part of the
+ * tokens. */
 static void import_npy(const trace *t, const char *folder, int32_t ranks)
 {
     for (int32_t r = 0; r < ranks; r++) {

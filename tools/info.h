@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The two reports of epic-info, and helpers that print text of unknown origin. */
+/* The two reports of epic-info, and functions that print text from other processes safely. */
 #ifndef EPIC_INFO_H
 #define EPIC_INFO_H
 
@@ -9,14 +9,15 @@
 /* Prints what this build and this machine can do. Returns the exit status. */
 int info_machine(void);
 
-/* Forms of the report on a group: text, JSON, or the last operations of all ranks on one
- * clock for Perfetto and chrome://tracing. */
+/* Formats of the report on a group: text, JSON, or the last operations of all ranks as a trace
+ * for Perfetto and chrome://tracing. */
 typedef enum info_form { INFO_TEXT, INFO_JSON, INFO_CHROME } info_form;
 /* Prints what the ranks of a group on this host are doing. Returns 1 if no rank was found,
  * else 0. */
 int info_group(const char *group, info_form form);
 
-/* Returns a thread number for a tag. Perfetto's thread numbers have 32 bits. */
+/* Returns a thread number for a tag, because a trace shows each tag as a thread. Perfetto's
+ * thread numbers have 32 bits. */
 static inline uint64_t info_thread(uint64_t tag)
 {
     return tag % 1000003;
@@ -25,13 +26,13 @@ static inline uint64_t info_thread(uint64_t tag)
 /* Returns the name of an epic_operation, for example "dispatch". */
 const char *info_operation(uint32_t number);
 
-/* Prints text with each unprintable byte as \xNN. The text comes from other processes. */
+/* Prints text from another process. Prints each unprintable byte as \xNN. */
 void info_text(FILE *to, const char *text);
 
-/* Prints text as a JSON string with its quotes. */
+/* Prints text as a JSON string, including the quotes. */
 void info_json(FILE *to, const char *text);
 
-/* Prints text as the value of a Prometheus label with its quotes. Prometheus does not
+/* Prints text as the value of a Prometheus label, including the quotes. Prometheus does not
  * support \u. */
 void info_label(FILE *to, const char *text);
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Prints what the ranks of a running group are doing. It reads their flight recorders, so
- * ranks need not respond. */
+/* Prints what the ranks of a running group are doing. Reads their flight recorders in memory,
+ * so the output also includes ranks that hang. */
 #include <inttypes.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -11,9 +11,9 @@
 #include "info.h"
 #include "recordings.h"
 
-#define NUM_FINISHED 5 /* finished operations that are shown of each rank */
+#define NUM_FINISHED 5 /* number of finished operations to show for each rank */
 
-/* An operation, copied out of a recorder. */
+/* An operation, copied from a flight recorder. */
 typedef struct operation {
     recorder_entry entry;
     char sentence[RECORDER_SENTENCE];
@@ -27,9 +27,9 @@ static const char *state_name(uint32_t state)
     return state < sizeof names / sizeof *names ? names[state] : "unknown";
 }
 
-/* Returns the nanoseconds between two times of a recording. Returns 0 if `to` is before
- * `from`, for example after the clock was set back, or if a damaged recording has times
- * whose difference exceeds an int64_t. */
+/* Returns the time from `from` to `to` in nanoseconds. Returns 0 if `to` is before `from`, for
+ * example because the clock was set back. Also returns 0 if the difference does not fit into an
+ * int64_t, as the recorder may be damaged. */
 static int64_t elapsed_ns(int64_t from, int64_t to)
 {
     int64_t ns;
@@ -55,7 +55,8 @@ static int64_t now_ns(void)
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* Sorts operations in flight first, oldest first, then finished ones, latest first. */
+/* Comparison for qsort(): operations in flight first, the oldest before the others. Then
+ * finished operations, the latest before the others. */
 static int compare_interest(const void *a, const void *b)
 {
     const recorder_entry *p = &((const operation *)a)->entry;
@@ -66,8 +67,8 @@ static int compare_interest(const void *a, const void *b)
     return (p->number < q->number) - (p->number > q->number);
 }
 
-/* Reads the operations to show of a rank. Returns how many; the first *num_in_flight are in
- * flight. */
+/* Reads the operations of a rank that are to be shown, and returns their number. The first
+ * *num_in_flight of them are in flight. */
 static int read_operations(const recorder_page *page, operation out[RECORDER_RECORDS],
                            int *num_in_flight)
 {
@@ -104,7 +105,8 @@ static void print_operation(const operation *o, int64_t now)
     }
 }
 
-/* Do kernels perform the operations of this backend? Such groups record none. */
+/* Returns true if kernels perform the operations of the rank's backend. The flight recorder of
+ * such a rank contains no operations. */
 static bool is_on_gpu(const recorder_page *page)
 {
     return !strcmp(page->backend, "p2p") || !strcmp(page->backend, "hosts");
@@ -131,7 +133,7 @@ static void print_rank(const recording *s, const operation *list, int num)
                                   : "  no operation yet\n");
 }
 
-/* Prints the ranks of the group that have no recorder on this host. */
+/* Prints the ranks of the group that have no flight recorder on this host. */
 static void print_missing(const recording *list, int num)
 {
     const int num_ranks = list[0].page->num_ranks;
@@ -218,7 +220,9 @@ static void print_chrome_operation(const recording *s, const recorder_entry *e, 
         printf("\"waits_for\": %d}}", e->waits_for);
 }
 
-/* Ranks of a host share a clock. Time 0 is when the first rank opened. */
+/* Prints the operations of all ranks in the format of chrome://tracing. Time 0 is the time at
+ * which the first rank opened its context. The ranks are on one host, so their times come from
+ * one clock. */
 static void print_chrome_found(const recordings *found, const char *group)
 {
     const int64_t now = now_ns();
@@ -263,7 +267,8 @@ static void print_json_found(const recordings *found, const char *group)
     }
 }
 
-/* Returns the end of the group that begins at `first`. The list is sorted by group. */
+/* Returns the index after the last rank of the group that begins at index `first`. The list is
+ * sorted by group. */
 static int end_of_group(const recordings *found, int first)
 {
     int end = first;
@@ -273,7 +278,7 @@ static int end_of_group(const recordings *found, int first)
     return end;
 }
 
-/* Prints each group of this name. Several jobs may use the same name. */
+/* Prints each group with this name. Several jobs may have groups with the same name. */
 static void print_found(const recordings *found, const char *group)
 {
     for (int first = 0, end; first < found->num; first = end) {

@@ -32,7 +32,8 @@ static void print_backends(void)
     printf("\n");
 }
 
-/* Stores the folder of this program with a slash at the end, or "" if it is unknown. */
+/* Writes the folder of this program to `out`, with a slash at the end, or "" if it is
+ * unknown. */
 static void find_own_folder(char *out, size_t size)
 {
     const ssize_t length = readlink("/proc/self/exe", out, size - 1);
@@ -50,7 +51,7 @@ static void describe_backend(const void *symbol)
     printf("              %s\n", text);
 }
 
-/* Prints why a net cannot be used here, if so. */
+/* If a net cannot be used on this machine, prints the reason. */
 static void describe_net(const void *symbol)
 {
     const net_engine *engine = symbol;
@@ -58,8 +59,9 @@ static void describe_net(const void *symbol)
     if (engine && !engine->is_available(why)) printf("              %s\n", why);
 }
 
-/* Loads a plugin from the folder of libepic.so, as built or installed, or else where the
- * system's loader finds it, and prints what it reports. */
+/* Loads a plugin, and prints what it reports about this machine. Searches the folder of
+ * libepic.so (in a build or an installation) first. If the plugin is not there, searches where
+ * the system's loader searches. */
 static void print_plugin(const char *label, const char *library, const char *symbol,
                          void (*describe)(const void *symbol))
 {
@@ -85,7 +87,8 @@ static void print_plugin(const char *label, const char *library, const char *sym
     printf("%s not built: no %s\n", label, library);
 }
 
-/* Prints the environment variables that the backend "hosts" reads, and their values here. */
+/* Prints the environment variables that the backend "hosts" reads, with their values in this
+ * process. */
 static void print_variables(void)
 {
     static const char *const variables[][2] = {

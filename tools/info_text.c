@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Prints text that other processes wrote. Names and sentences are read from the memory of
- * any process of this user, so control characters must not reach the terminal. */
+/* Prints text that other processes wrote. The text may be from the memory of any process of
+ * this user, so control characters in it must not reach the terminal. */
 #include <stdbool.h>
 
 #include "base/text.h"
 #include "info.h"
 
-/* Prints text. `before` stands before the two hexadecimal digits of an unprintable byte. */
+/* Prints text. Prints an unprintable byte as `before` and two hexadecimal digits. */
 static void print_escaped(FILE *to, const char *text, bool quoted, const char *before)
 {
     if (quoted) fputc('"', to);

@@ -15,7 +15,8 @@
 #define MAX_HEADER_BYTES 4096
 #define MAX_VALUES (INT64_C(1) << 40)
 
-/* Returns the text after 'key': in the header's dictionary. */
+/* Returns the text that follows the key and its colon in the header, which is a Python
+ * dictionary. */
 static const char *value_of(const char *path, const char *header, const char *key)
 {
     const char *at = strstr(header, key);
@@ -25,7 +26,7 @@ static const char *value_of(const char *path, const char *header, const char *ke
     return at + 1 + strspn(at + 1, " ");
 }
 
-/* Reads the shape, at most 4 dimensions, none of them 0. */
+/* Reads the shape: at most 4 dimensions, each above 0. */
 static void read_shape(npy *out, const char *path, const char *header)
 {
     const char *at = value_of(path, header, "'shape'");
@@ -52,12 +53,13 @@ static int64_t read_value(const unsigned char *bytes, size_t size, bool is_signe
     uint64_t word = 0;
     memcpy(&word, bytes, size);
     if (is_signed && size < 8 && word >> (8 * size - 1)) word |= UINT64_MAX << (8 * size);
-    /* a larger value is too large for an id, too */
+    /* INT64_MAX is too large for an id, so callers reject it like the original value */
     if (!is_signed && word > INT64_MAX) return INT64_MAX;
     return (int64_t)word;
 }
 
-/* Checks that the file has as many values as its shape, before memory for them is allocated. */
+/* Checks that the file contains as many values as its shape says. Called before memory for the
+ * values is allocated, because a damaged shape may be huge. */
 static void check_length(const npy *a, const char *path, FILE *in, size_t size)
 {
     struct stat file;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads and writes arrays of integers in NumPy's .npy format. Both functions end the program
- * if they fail. */
+/* Reads and writes arrays of integers in NumPy's .npy format. If a function fails, it prints an
+ * error and ends the program. */
 #ifndef EPIC_NPY_H
 #define EPIC_NPY_H
 

@@ -7,11 +7,13 @@
 
 #include "tool.h"
 
-#define MAX_SAMPLED_STEPS 48    /* steps that the search uses */
-#define NUM_STARTS 6            /* starts of the search */
-#define MAX_FAILED_PROPOSALS 24 /* consecutive failures per place that end a climb */
-#define MAX_POLISHED_PLACES 48  /* largest number of places for polish_placement() */
-#define MAX_TOKENS 8192         /* tokens that exchanges of ranks use */
+#define MAX_SAMPLED_STEPS 48 /* largest number of steps that the search uses */
+#define NUM_STARTS 6         /* number of placements from which the search starts */
+/* climb_hill() ends after this many failures in a row, times the number of places */
+#define MAX_FAILED_PROPOSALS 24
+#define MAX_POLISHED_PLACES 48 /* largest number of places for polish_placement() */
+/* largest number of tokens that place_hosts() uses to compare placements */
+#define MAX_TOKENS 8192
 
 static int32_t num_places(const place_problem *p)
 {
@@ -20,20 +22,22 @@ static int32_t num_places(const place_problem *p)
 
 /* -------------------------------------------------------------------------------- cost ---- */
 
-/* Counts the places of each expert into count [logical]. */
+/* Counts the places (replicas) of each expert, and writes the counts to count [logical]. */
 static void count_places(const place_problem *p, const int32_t *at, int32_t *count)
 {
     memset(count, 0, (size_t)p->logical * sizeof *count);
     for (int32_t i = 0; i < num_places(p); i++) count[at[i]]++;
 }
 
-/* Returns the choices of replica n of r: every r-th choice, beginning with choice n. */
+/* Returns the number of choices that go to replica n of an expert with r replicas: choice n, n
+ * + r, n + 2 r and so on. */
 static int64_t part_of(int64_t choices, int32_t n, int32_t r)
 {
     return (choices + r - 1 - n) / r;
 }
 
-/* Returns the choices of the busiest rank in one step. turn: scratch space [logical]. */
+/* Returns the number of choices of the busiest rank in one step. turn [logical] is scratch
+ * memory. */
 static int64_t busiest_rank(const place_problem *p, const int32_t *at, const int32_t *count,
                             const int32_t *load, int32_t *turn)
 {
@@ -116,8 +120,9 @@ static int compare_pieces(const void *a, const void *b)
     return (x->expert > y->expert) - (x->expert < y->expert);
 }
 
-/* Makes the list of all replicas, busiest first. Each further replica goes to the expert
- * whose replicas have the largest load. */
+/* Makes the list of all replicas to place, those with the largest loads first. Each expert has
+ * one replica. Each spare place becomes one more replica of the expert whose replicas have the
+ * largest load at that time. */
 static void make_pieces(const place_problem *p, piece *out)
 {
     double *load = tool_alloc((size_t)p->logical * sizeof *load);
@@ -136,8 +141,8 @@ static void make_pieces(const place_problem *p, piece *out)
     free(load), free(count);
 }
 
-/* Does the rank have the expert already? Two replicas on one rank share no load, so greedy
- * avoids them while another rank has room. */
+/* Returns true if the expert already has a replica on the rank. Two replicas on one rank do not
+ * spread the load. So place_greedy() avoids them as long as another rank has room. */
 static bool has_expert(const place_problem *p, const int32_t *at, int32_t rank, int32_t filled,
                        int32_t expert)
 {
@@ -187,8 +192,8 @@ static place_problem sample_steps(const place_problem *p, int32_t *load)
     return out;
 }
 
-/* Loads of the ranks during the search. A replica counts as an equal part of its expert's
- * load. */
+/* Loads of the ranks during the search. Each replica counts as an equal part of its expert's
+ * load. The true parts may differ by one choice. */
 typedef struct sums {
     const place_problem *p;
     int32_t *at, *count;
@@ -248,8 +253,8 @@ static void exchange_places(sums *s, int32_t i, int32_t j)
     s->at[j] = keep;
 }
 
-/* Makes place i a replica of another expert if that costs no more. Returns true if it costs
- * less. */
+/* Makes place i a replica of another expert, unless this increases the cost. Returns true if it
+ * reduces the cost. */
 static bool try_replica(sums *s, int32_t i, int32_t expert)
 {
     const int32_t before = s->at[i];
@@ -262,8 +267,9 @@ static bool try_replica(sums *s, int32_t i, int32_t expert)
     return false;
 }
 
-/* Proposes a random change and keeps it if it costs no more, since changes of equal cost
- * lead to better ones. Returns true if it costs less. */
+/* Tries a random change, and keeps it unless it increases the cost. Changes that do not change
+ * the cost are kept because they may make later improvements possible. Returns true if the
+ * change reduces the cost. */
 static bool try_proposal(sums *s, uint64_t *state)
 {
     const place_problem *p = s->p;
@@ -281,7 +287,7 @@ static bool try_proposal(sums *s, uint64_t *state)
     return better;
 }
 
-/* Tries random changes until many in a row have brought no improvement. */
+/* Tries random changes until many changes in a row have not reduced the cost. */
 static void climb_hill(const place_problem *p, int32_t *at, uint64_t *state)
 {
     sums s = {.p = p, .at = at};
@@ -293,8 +299,9 @@ static void climb_hill(const place_problem *p, int32_t *at, uint64_t *state)
     free(s.count), free(s.load);
 }
 
-/* Tries all single changes by their true cost until none is better. `sums` does not see that
- * replicas of one expert differ by a choice. */
+/* Improves a placement: tries all single changes, and keeps those that reduce the cost, until
+ * no change reduces it. Uses place_cost(), which is exact. `sums` does not count that the
+ * replicas of one expert may differ by one choice. */
 static void polish_placement(const place_problem *p, int32_t *at)
 {
     int32_t *count = tool_alloc((size_t)p->logical * sizeof *count);
@@ -320,7 +327,7 @@ static void polish_placement(const place_problem *p, int32_t *at)
     free(count);
 }
 
-/* Makes a random start for the search. */
+/* Exchanges places at random, to make a start for the search. */
 static void shuffle_places(const place_problem *p, int32_t *at, uint64_t *state)
 {
     for (int32_t i = num_places(p) - 1; i > 0; i--) {
@@ -351,7 +358,9 @@ void place_search(const place_problem *p, int32_t *at, uint64_t seed)
     }
     void (*const simple[])(const place_problem *, int32_t *) = {place_greedy,
                                                                 place_round_robin};
-    for (int i = 0; i < 2; i++) { /* the sample of steps may not be typical */
+    /* the search used only a sample of the steps, so a simple placement may be better over all
+     * steps */
+    for (int i = 0; i < 2; i++) {
         simple[i](p, next);
         const int64_t cost = place_cost(p, next);
         if (cost >= best) continue;

@@ -7,48 +7,56 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* ranks * slots places for `logical` experts. Each expert has one or more places. */
+/* The problem: `logical` experts are to be placed in ranks * slots places, `slots` on each
+ * rank. Each expert gets one or more places (replicas). */
 typedef struct place_problem {
     int32_t ranks, slots;
     int32_t logical;
     int64_t num_steps;
-    const int32_t *load; /* [num_steps, logical] choices of each expert */
+    /* [num_steps, logical] number of choices of each expert in each step */
+    const int32_t *load;
 } place_problem;
 
-/* Returns the cost of a placement: the choices of the busiest rank, summed over the steps.
- * at [ranks * slots]: the logical expert of each place; place p is on rank p / slots.
- * Choices of an expert go to its replicas in turn, as epic_plan assigns them. */
+/* Returns the cost of a placement: the number of choices of the busiest rank, summed over the
+ * steps. at [ranks * slots]: the logical expert in each place. Place p is on rank p / slots.
+ * The choices of an expert go to its replicas in rotation, as epic_plan assigns them. */
 int64_t place_cost(const place_problem *p, const int32_t *at);
 
-/* Returns the choices of all ranks in all steps. */
+/* Returns the number of choices of all ranks in all steps. */
 int64_t place_total(const place_problem *p);
 
-/* Returns a lower bound of the cost: in each step the mean over ranks, or the part of the
- * busiest expert's rank if that is larger. That rank has at least the expert's load divided
- * by its replicas, or without replicas the least busy experts next to it. */
+/* Returns a lower bound of the cost. In each step no placement is better than the larger of two
+ * numbers, and the bound is their sum over the steps:
+ * - The mean number of choices per rank.
+ * - The smallest possible load of the rank that has the busiest expert. With replicas it is the
+ *   expert's load divided by its largest possible number of replicas. Without replicas it is
+ *   the expert's load plus those of the least busy experts, which fill the other places of its
+ *   rank. */
 int64_t place_bound(const place_problem *p);
 
-/* Puts expert e on rank e modulo ranks, and replicas likewise. */
+/* Places expert e on rank e modulo `ranks`, and replicas in the same way. */
 void place_round_robin(const place_problem *p, int32_t *at);
 
-/* Gives replicas to the busiest experts, one after the other. Then places the busiest first,
- * each on the rank with the smallest load so far. Uses loads summed over the steps. */
+/* First assigns the spare places as replicas, each to the expert that is busiest at that time.
+ * Then places the busiest experts first, each on the rank with the smallest load so far. Uses
+ * loads summed over the steps. */
 void place_greedy(const place_problem *p, int32_t *at);
 
-/* Improves placements by local search: exchanges two places, or gives a replica to another
- * expert, if that does not cost more. Starts from greedy, round robin and random placements,
- * and returns the best. Never costs more than the two functions above. */
+/* Improves placements by local search: exchanges two places, or changes a replica to another
+ * expert, if that does not increase the cost. Starts from greedy, round-robin and random
+ * placements, and returns the best result. Its cost is never higher than that of the two
+ * functions above. */
 void place_search(const place_problem *p, int32_t *at, uint64_t seed);
 
-/* Exchanges whole ranks so that fewer rows are sent between hosts. That keeps the balance,
- * except that replicas take other choices. Host h has ranks h * ranks / hosts and following.
- * seen [num]: the ranks that each token goes to, as bits (at most 64 ranks); they are
- * renumbered too. */
+/* Renumbers the ranks so that fewer rows are sent between hosts. The load of each rank stays
+ * almost the same; only the choices that go to replicas may change. Host h has the ranks from h
+ * * ranks / hosts on. seen [num]: for each token a bit mask of the ranks to which it is sent
+ * (at most 64 ranks). The bits are renumbered too. */
 void place_hosts(const place_problem *p, int32_t *at, int32_t hosts, uint64_t *seen,
                  int64_t num);
 
-/* Returns the number of rows sent between hosts: for each token, the hosts it goes to minus
- * 1. */
+/* Returns the number of rows that are sent between hosts: the sum over the tokens of (number of
+ * hosts to which the token is sent - 1). */
 int64_t place_crossings(int32_t ranks, int32_t hosts, const uint64_t *seen, int64_t num);
 
 #endif

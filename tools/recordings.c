@@ -17,8 +17,8 @@ static bool is_number(const char *text)
     return *text && strspn(text, "0123456789") == strlen(text);
 }
 
-/* Was this file found already through another descriptor? If so, and if this process made
- * the recorder, records it as the holder. */
+/* Returns true if this file was already found through another descriptor. In that case, if
+ * process `holder` created the recorder, stores it as the holder. */
 static bool is_known(recordings *all, const struct stat *file, int holder)
 {
     for (int i = 0; i < all->num; i++) {
@@ -30,7 +30,8 @@ static bool is_known(recordings *all, const struct stat *file, int holder)
     return false;
 }
 
-/* Adds the recorder behind a descriptor, unless it is closed or known. */
+/* Adds the flight recorder that a descriptor of process `holder` refers to, unless the recorder
+ * is closed or already in the list. */
 static void add_file(recordings *all, const char *path, int holder)
 {
     struct stat file;
@@ -47,7 +48,7 @@ static void add_file(recordings *all, const char *path, int holder)
     close(fd);
 }
 
-/* Adds the recorders among the descriptors of a process. */
+/* Adds the flight recorders that a process has open. */
 static void add_process(recordings *all, const char *pid)
 {
     char folder[64], path[512], link[512];

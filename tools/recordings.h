@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds flight recorders of this user's processes on this host: files in memory, which
- * /proc/PID/fd lists. */
+/* Finds the flight recorders of this user's processes on this host. A flight recorder is a file
+ * in memory, which /proc/PID/fd lists. */
 #ifndef EPIC_RECORDINGS_H
 #define EPIC_RECORDINGS_H
 
@@ -10,8 +10,8 @@
 
 #define MAX_RECORDINGS 1024
 
-/* A recorder that was found. A forked child holds its parent's recorder too, so the file
- * identifies it, not the process. */
+/* A flight recorder that was found. A forked child has its parent's recorder open too. So the
+ * device and inode of the file identify a recorder, and the process does not. */
 typedef struct recording {
     const recorder_page *page;
     dev_t device;
@@ -24,8 +24,8 @@ typedef struct recordings {
     int num;
 } recordings;
 
-/* Finds the recorders of all groups, sorted by group and rank. *out must be zeroed. Its
- * pages stay mapped until the program ends. */
+/* Finds the flight recorders of all groups, sorted by group and rank. *out must be zero before
+ * the call. The pages in *out stay mapped until the program ends. */
 void recordings_find(recordings *out);
 
 #endif

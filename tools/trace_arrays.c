@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Makes traces from .npy files. The values are ids of experts, one row per token, or with
- * --loads counts: how often each expert was chosen, one row per layer or step. */
+/* Makes traces from .npy files. The values of a file are ids of experts, with one row for each
+ * token. With --loads they are counts: how often each expert was chosen, with one row for each
+ * layer or step. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,7 +10,7 @@
 #include "npy.h"
 #include "trace_read.h"
 
-#define FEW_EXPERTS 1024 /* more experts than a layer of published models has */
+#define FEW_EXPERTS 1024 /* more experts than a layer of any published model has */
 
 /* ---------------------------------------------------------- ids, or a table of loads? ---- */
 
@@ -19,7 +20,8 @@ static int compare_values(const void *a, const void *b)
     return (p > q) - (p < q);
 }
 
-/* Returns a value that occurs twice in a row of k values (1 to MAX_TOP_K), or -1. */
+/* Returns a value of at least 0 that occurs twice in a row of k values (1 to MAX_TOP_K), or -1
+ * if there is none. */
 static int64_t find_repeated(const int64_t *row, int64_t k)
 {
     int64_t sorted[MAX_TOP_K];
@@ -30,11 +32,12 @@ static int64_t find_repeated(const int64_t *row, int64_t k)
     return -1;
 }
 
-/* Guesses whether an array is a table of loads rather than ids. A router chooses an expert
- * once for a token, few experts for many tokens, and most experts of a layer in some row.
- * Tables of loads have repeated values, as many columns as experts, and counts that grow
- * with the number of tokens. Returns true and writes the reason to `why` if it looks like a
- * table of loads. */
+/* Guesses if an array contains loads (counts of choices) and not ids of experts. If it looks
+ * like loads, returns true and writes the reason to `why`.
+ *
+ * In an array of ids, no row contains an expert twice, a row is short compared with the number
+ * of rows, and most experts occur in some row. In a table of loads, values repeat, there are as
+ * many columns as experts, and the counts grow with the number of tokens. */
 static bool looks_like_loads(const npy *a, bool experts_given, char *why, size_t size)
 {
     const int64_t k = a->shape[a->dims - 1], tokens = a->dims > 1 ? a->shape[a->dims - 2] : 1;
@@ -80,7 +83,8 @@ static uint32_t count_experts(const npy *a, const char *path, const trace_choice
     return experts ? (uint32_t)experts : 1;
 }
 
-/* Makes steps from ids [tokens, k], [steps, tokens, k] or [steps, ranks, tokens, k]. */
+/* Makes steps from an array of ids: [tokens, k], [steps, tokens, k] or [steps, ranks, tokens,
+ * k]. */
 static void make_ids(trace *out, const npy *a, const char *path, const trace_choice *choice)
 {
     if (a->dims < 2 || a->shape[a->dims - 1] > MAX_TOP_K)
@@ -114,7 +118,8 @@ static void make_ids(trace *out, const npy *a, const char *path, const trace_cho
 
 /* ----------------------------------------------------------------------------- loads ---- */
 
-/* Makes a step from each row of [experts], [layers, experts] or [steps, layers, experts]. */
+/* Makes a step from each row of a table of loads: [experts], [layers, experts] or [steps,
+ * layers, experts]. */
 static void make_loads(trace *out, const npy *a, const char *path, const trace_choice *choice)
 {
     const int64_t experts = a->shape[a->dims - 1];

@@ -9,13 +9,16 @@
 
 enum { LEFT = 90, TOP = 40, WIDTH = 720, MAX_ROWS = 256, MAX_CELLS = 24000 };
 
-/* Shares of the picture's cells. */
+/* The cells of the picture, each with a share of the load. */
 typedef struct grid {
     int rows, columns;
-    double *share; /* [rows, columns], load divided by an even share */
+    /* [rows, columns] load of the cell's experts, divided by the load that they would have if
+     * it were even */
+    double *share;
 } grid;
 
-/* Computes the shares. Joins steps and experts if there are more than the picture has cells. */
+/* Computes the shares. If there are more steps or experts than the picture has columns or rows,
+ * a cell stands for several of them. */
 static grid make_grid(const trace *t)
 {
     grid g = {(int)t->num_experts, (int)t->num_steps, NULL};
@@ -40,7 +43,8 @@ static grid make_grid(const trace *t)
     return g;
 }
 
-/* Returns the color of a share: white for 0, dark blue for twice an even share or more. */
+/* Returns the color of a share: white for 0, dark blue for a share of 2 (twice the even load)
+ * or more. */
 static void color_of(double share, unsigned char rgb[3])
 {
     const double f = share > 2 ? 1 : share / 2;
@@ -153,7 +157,8 @@ static void draw_png(const grid *g, const char *path)
     const int wide = g->columns < WIDTH ? (WIDTH + g->columns - 1) / g->columns : 1;
     const int high = g->rows <= 64 ? 8 : 3;
     const int width = g->columns * wide, height = g->rows * high;
-    const size_t line = (size_t)width * 3 + 1; /* byte 0 of each line is the filter: none */
+    /* the first byte of each line selects the filter; 0: none */
+    const size_t line = (size_t)width * 3 + 1;
     unsigned char *pixels = tool_alloc(line * (size_t)height);
     for (int y = 0; y < height; y++)
         for (int x = 0; x < width; x++)

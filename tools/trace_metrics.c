@@ -11,8 +11,8 @@
 
 /* ---------------------------------------------------------------------------- Chrome ---- */
 
-/* Times are microseconds since the first operation of any rank. Ranks of one host share a
- * clock. */
+/* The times in the file are microseconds since the first operation of any rank. The ranks must
+ * be on one host, so that their times come from one clock. */
 void trace_chrome(const trace *t, const char *path)
 {
     FILE *out = fopen(path, "w");
@@ -43,8 +43,8 @@ void trace_chrome(const trace *t, const char *path)
 
 /* ----------------------------------------------------------------------------- loads ---- */
 
-/* Returns the load of the busiest rank divided by the mean, with experts on ranks in
- * contiguous blocks. */
+/* Returns the load of the busiest rank divided by the mean load, if each rank owns a contiguous
+ * block of experts. */
 static double imbalance_of(const int64_t *load, int64_t experts, int64_t ranks)
 {
     int64_t most = 0, all = 0;

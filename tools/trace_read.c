@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads a folder of trace files, one per rank, and joins the ranks' plans to steps. Checks
- * every size and number, because the files may be damaged or forged. */
+/* Reads a folder with one trace file for each rank, and joins the plans of all ranks to steps.
+ * Checks every size and number, because the files may be damaged or forged. */
 #include "trace_read.h"
 
 #include <dirent.h>
@@ -143,7 +143,8 @@ static void *grow_list(void *list, int64_t num, int64_t *room, size_t size)
     return larger;
 }
 
-/* Reads up to the first incomplete record: a rank may have been killed while it wrote. */
+/* Reads the records of a file up to the first incomplete record. Such a record is no error: the
+ * rank may have been killed while it wrote the record. */
 static void read_records(const trace_file *f, found_records *out)
 {
     size_t at = f->header.header_bytes;
@@ -203,8 +204,8 @@ static int32_t id_at(const rank_plan *p, int64_t i)
     return (int32_t)id;
 }
 
-/* Joins the parts of all ranks to a step. Returns false if a rank is missing or ranks
- * disagree. */
+/* Joins the plans of all ranks to a step. Returns false if the plan of a rank is missing, or if
+ * the plans have different numbers of experts or choices. */
 static bool join_parts(trace_step *out, const rank_plan *parts, int32_t num_ranks)
 {
     const trace_record *first = &parts[0].record;
@@ -320,7 +321,8 @@ static bool is_chosen(const trace_file *f, const char *group)
     return !group || !strcmp(group, f->header.name) || !strcmp(group, id);
 }
 
-/* Checks that the files belong to one group of one size, with one file per rank. */
+/* Adds a file to the group in *out. Checks that all files belong to one group with one number
+ * of ranks, and that each rank has only one file. seen[r]: rank r has a file. */
 static void add_to_group(trace *out, const trace_file *f, const char *path, bool *seen)
 {
     const trace_header *h = &f->header;

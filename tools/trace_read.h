@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A trace in memory, as epic-trace and epic-place read it: the choices of all ranks in each
- * plan, and the operations of each rank. Functions end the program with a sentence if they
- * cannot do their work. */
+ * plan, and the operations of each rank. If a function fails, it prints an error sentence and
+ * ends the program. */
 #ifndef EPIC_TRACE_READ_H
 #define EPIC_TRACE_READ_H
 
@@ -15,15 +15,16 @@
 #define MAX_TOP_K 64
 #define MAX_EXPERTS 65536
 
-/* The choices of all ranks in one plan, rank by rank, or one row of a table of loads. */
+/* One step of a trace: the choices of all ranks in one plan, in the order of ranks. Or one row
+ * of a table of loads. */
 typedef struct trace_step {
     uint64_t tag, sequence;
-    int64_t time_ns; /* when the first rank planned */
+    int64_t time_ns; /* time at which the first rank made the plan */
     uint32_t top_k, num_experts, alignment;
-    int64_t num_tokens; /* tokens of all ranks */
-    int64_t *tokens_of; /* [num_ranks] */
-    int32_t *ids;       /* [num_tokens, top_k]; -1: none; NULL with load */
-    int64_t *load;      /* [num_experts], from a table of loads; else NULL */
+    int64_t num_tokens; /* number of tokens of all ranks */
+    int64_t *tokens_of; /* [num_ranks] number of tokens of each rank */
+    int32_t *ids;  /* [num_tokens, top_k] expert ids; -1: no expert; NULL if `load` is set */
+    int64_t *load; /* [num_experts] loads, if the trace is a table of loads; else NULL */
 } trace_step;
 
 /* One operation of one rank. */
@@ -37,40 +38,44 @@ typedef struct trace {
     char name[64];
     uint64_t group_id;
     int32_t num_ranks;
-    uint32_t num_experts; /* largest number of any step */
+    uint32_t num_experts; /* largest number of experts of any step */
     int64_t num_steps, num_events;
-    bool has_loads;         /* steps are rows of loads, without tokens */
-    int64_t num_incomplete; /* plans that some rank did not record; they are not in `steps` */
-    trace_step *steps;      /* sorted by time */
-    trace_event *events;    /* sorted by time */
+    bool has_loads; /* true: steps are rows of a table of loads, without tokens */
+    /* number of plans that some rank did not record; they are not in `steps` */
+    int64_t num_incomplete;
+    trace_step *steps;   /* sorted by time */
+    trace_event *events; /* sorted by time */
 } trace;
 
-/* Which part of a trace the options select. Zeroed: all of it. */
+/* The part of a trace that the options select. If all fields are zero, the whole trace. */
 typedef struct trace_choice {
     const char *group; /* name of a group, or the 16 digits of its id; NULL: the only group */
     const char *
-        values; /* content of an .npy file: "--ids" or "--loads"; NULL: ids, if they do not look like loads */
+        /* what an .npy file contains: "--ids" or "--loads"; NULL: ids, unless they look like
+         * loads */
+        values;
     uint32_t num_experts; /* number of experts in an .npy file; 0: the largest id + 1 */
-    int64_t turn, of;     /* steps turn, turn + of, turn + 2 of, ...: one of `of` layers */
-    /* of the steps that `turn` selects, use first to first + num - 1; num 0: all */
+    /* steps number turn, turn + of, turn + 2 * of and so on: those of one of `of` layers */
+    int64_t turn, of;
+    /* of the steps that `turn` selects, use `num` steps from number `first` on; num 0: all */
     int64_t first, num;
 } trace_choice;
 
-/* Reads --group, --layer, --steps or --experts with its value. Returns false for any other
- * name. */
+/* Reads the option --group, --layer, --steps or --experts with its value. Returns false for any
+ * other name. */
 bool trace_read_option(trace_choice *choice, const char *name, const char *value);
 
-/* Reads --loads or --ids, which have no value. Returns false for any other name. */
+/* Reads the option --loads or --ids, which have no value. Returns false for any other name. */
 bool trace_read_flag(trace_choice *choice, const char *name);
 
-/* Loads a trace: a folder that EPIC_TRACE named, or an .npy file of ids or loads.
- * trace_load_npy() reads an .npy file only and ignores the options that select steps. */
+/* Load a trace: a folder that EPIC_TRACE named, or an .npy file of ids or loads.
+ * trace_load_npy() reads only an .npy file, and ignores the options that select steps. */
 void trace_load(trace *out, const char *path, const trace_choice *choice);
 void trace_load_npy(trace *out, const char *path, const trace_choice *choice);
 void trace_free(trace *t);
 
-/* Counts the choices of each expert in a step, into load [num_experts]. Returns the number
- * of choices that name no expert. */
+/* Counts the choices of each expert in a step, and writes the counts to load [num_experts].
+ * Returns the number of choices without an expert. */
 int64_t trace_count_load(const trace_step *s, int64_t *load);
 
 /* Ends the program if the trace is a table of loads, which `what` cannot use. */

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Replays a trace: its choices go through plan, dispatch and combine on any number of ranks,
- * which are threads. Tokens are dealt to ranks evenly, in their order. Experts return the
- * rows that they receive, so the correct result is known: the token times the sum of its
- * weights. */
+/* Replays a trace: runs plan, dispatch and combine with the choices of the trace, on any number
+ * of ranks, which are threads. Assigns the tokens to the ranks in their order, the same number
+ * to each rank. The experts return the rows that they receive. So the correct result is known:
+ * the row of the token times the sum of its weights. */
 #include <inttypes.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -12,7 +12,7 @@
 
 #include "trace_draw.h"
 
-#define WEIGHT 0.0625f /* weight of each choice; sums of up to 64 are exact */
+#define WEIGHT 0.0625f /* weight of each choice; sums of up to 64 such weights are exact */
 
 enum { PLAN, DISPATCH, COMBINE, NUM_TIMED };
 
@@ -21,9 +21,11 @@ typedef struct replay_state {
     const trace *t;
     const replay *how;
     uint32_t num_experts, num_logical;
-    int64_t *slots; /* [num_steps, ranks], slots in use */
-    int64_t *rows; /* [ranks, ranks], rows from a token's rank to an expert's rank, all steps */
-    double *seconds;            /* [num_steps, NUM_TIMED], of rank 0 */
+    int64_t *slots; /* [num_steps, ranks] number of slots in use */
+    /* [ranks, ranks] number of rows that are sent from a token's rank to an expert's rank in
+     * all steps */
+    int64_t *rows;
+    double *seconds;            /* [num_steps, NUM_TIMED] times of rank 0 */
     epic_bootstrap *bootstraps; /* [ranks] */
 } replay_state;
 
@@ -58,8 +60,8 @@ static float value_of(int64_t token, int64_t h)
     return (float)((token * 7 + h) % 29);
 }
 
-/* Returns the ids of a rank's tokens. With `balanced`, choice i of the step goes to expert i
- * modulo the number of experts. */
+/* Returns the expert ids of a rank's tokens. With the option `balanced`, choice number i of the
+ * step goes to expert i modulo the number of experts instead. */
 static int32_t *ids_of(const replay_state *s, const trace_step *step, int64_t first,
                        int64_t num)
 {
@@ -71,7 +73,8 @@ static int32_t *ids_of(const replay_state *s, const trace_step *step, int64_t fi
     return ids;
 }
 
-/* Counts the rows that are sent: one for each token and rank that it goes to. */
+/* Counts the rows that are sent: one for each pair of a token and a rank to which the token is
+ * sent. */
 static void count_rows(rank_state *self, int64_t num, int64_t top_k)
 {
     replay_state *s = self->s;
@@ -174,7 +177,7 @@ static void run_step(rank_state *self, int64_t index)
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
-/* Thread of one rank: opens a context and runs all steps. */
+/* Function of a rank's thread: opens a context and runs all steps. */
 static void *run_rank(void *argument)
 {
     rank_state *self = argument;
@@ -239,8 +242,10 @@ static double median_us(const replay_state *s, int what)
 
 /* Totals over all steps. */
 typedef struct summary {
-    int64_t total, busiest; /* slots; sum over steps of the busiest rank's slots */
-    double worst;           /* the largest imbalance of a step */
+    /* number of slots of all ranks and steps; number of slots of the busiest rank of each step,
+     * summed over the steps */
+    int64_t total, busiest;
+    double worst; /* the largest imbalance of a step */
 } summary;
 
 static summary make_summary(const replay_state *s)

@@ -3,7 +3,7 @@
  * slowest of them. */
 #include "sim.h"
 
-#define LAG_ROWS 128 /* rows in flight before the first is received */
+#define LAG_ROWS 128 /* number of rows in flight before the first row is received */
 
 static double larger_most(load out, load in)
 {
@@ -15,7 +15,7 @@ static double transfer_us(double rows, double row_bytes, double gb_s)
     return rows * row_bytes / gb_s / 1e3;
 }
 
-/* Raises c->rows_us to `time` if that is longer, and records the reason. */
+/* If `time` is longer than c->rows_us, sets c->rows_us to it, and c->limit to `name`. */
 static void raise_rows_us(cost *c, double time, const char *name)
 {
     if (time <= c->rows_us) return;
@@ -23,8 +23,9 @@ static void raise_rows_us(cost *c, double time, const char *name)
     c->limit = name;
 }
 
-/* The time of the rows is a fixed start, the time to fill the pipeline, and the longest of:
- * network, proxy thread, NVLink and memory. */
+/* The time of the rows has three terms: the fixed time of a launch, the time to fill the
+ * pipeline, and the longest of the times of network, proxy thread, NVLink and memory, which
+ * work at the same time. */
 cost compute_cost(const constants *k, const traffic *t, const shape *s, const routing *r,
                   bytes_of bytes)
 {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Draws time over ranks, both on logarithmic scales. */
+/* Draws times over numbers of ranks, on logarithmic scales. */
 #include <math.h>
 
 #include "sim.h"
@@ -38,7 +38,8 @@ static double x_of(const sheet *s, int i)
     return LEFT + WIDTH * (log2(s->shapes[i].ranks) - first) / span;
 }
 
-/* Returns the logarithm of a time. 0 is drawn as one nanosecond. */
+/* Returns the logarithm of a time in microseconds. A time below one nanosecond counts as one
+ * nanosecond. */
 static double power_of(double time)
 {
     return log2(time > 1e-3 ? time : 1e-3);

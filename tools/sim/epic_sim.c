@@ -60,8 +60,8 @@ static bool read_ranks(options *o, const char *text)
     }
 }
 
-/* Reads lines of ids. Every line must have as many as the first. Returns NULL for an invalid
- * file. */
+/* Reads lines of expert ids. All lines must have the same number of ids. Sets r->top_k to it.
+ * Returns NULL if the file is invalid. */
 static int32_t *read_trace(routing *r, FILE *file)
 {
     char *line = NULL;
@@ -169,7 +169,9 @@ static int check_and_run(options *o, const char *trace)
         return refuse_option("--trace", "cannot be combined with --skew or --groups");
     for (int i = 0; trace && i < o->num_shapes; i++)
         if (o->shapes[i].ranks > r->experts)
-            o->num_shapes = i; /* larger groups have ranks without an expert */
+            /* leaves out this and larger numbers of ranks, because some ranks would have no
+             * expert */
+            o->num_shapes = i;
     if (!o->num_shapes) return refuse_option("--trace", "--ranks must be at most --experts");
     if (r->groups && (r->experts % r->groups || r->limit < 1 || r->limit > r->groups ||
                       r->experts / r->groups * r->limit < r->top_k))

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Published and own measurements, next to the model's times. The model knows no instructions
- * and no switches, so it estimates what the best implementation can reach. EPIC has not been
- * measured between hosts. */
+/* Prints published measurements and those of EPIC next to the estimates of epic-sim. The
+ * estimates do not include the time of instructions and switches. So they show what the best
+ * implementation could reach. EPIC has not been measured between hosts. */
 #include "sim.h"
 
 /* One measurement. */
@@ -11,26 +11,27 @@ typedef struct run {
     int64_t tokens, experts;
     int top_k, groups, limit;
     double out_row, back_row; /* bytes per row */
-    double dispatch, combine; /* microseconds with the plan, or GB/s */
+    double dispatch, combine; /* microseconds, including the plan, or GB/s */
     bool is_us;
-    double nic; /* GB/s of its NIC; 0: the constant */
+    double nic; /* GB/s of the NIC in the measurement; 0: constants.nic */
 } run;
 
-#define FP8 7392 /* bytes of 7168 elements and their scales */
+#define FP8 7392 /* size of 7168 elements and their scales in bytes */
 #define BF16 14336
 
 static const run runs[] = {
     /* docs/lab/cuda.md, a rank alone, 132 SMs */
     {"EPIC p2p", "1x H200", 1, 8, 4096, 256, 8, 0, 0, BF16, BF16, 240, 139, true, 0},
     {"EPIC p2p", "1x H200", 1, 8, 4096, 128, 4, 0, 0, 5760, 5760, 70, 37, true, 0},
-    /* docs/lab/cuda.md, 132 SMs, and 64 of few tokens */
+    /* docs/lab/cuda.md, 132 SMs; with few tokens 64 SMs */
     {"EPIC p2p", "2x H200", 2, 8, 4096, 256, 8, 0, 0, BF16, BF16, 250, 183, true, 0},
     {"EPIC p2p", "2x H200", 2, 8, 4096, 128, 8, 0, 0, 8192, 8192, 149, 112, true, 0},
     {"EPIC p2p", "2x H200", 2, 8, 4096, 128, 4, 0, 0, 5760, 5760, 91, 78, true, 0},
     {"EPIC p2p", "2x H200", 2, 8, 4096, 128, 1, 0, 0, 10240, 10240, 88, 78, true, 0},
     {"EPIC p2p", "2x H200", 2, 8, 128, 256, 8, 0, 0, BF16, BF16, 22.0, 22.4, true, 0},
     {"EPIC p2p", "2x H200", 2, 8, 1, 256, 8, 0, 0, BF16, BF16, 13.2, 11.9, true, 0},
-    /* docs/lab/hosts.md: two hosts, the slowest of three states; copies of 16 rows reach 79 GB/s */
+    /* docs/lab/hosts.md: two ranks as hosts, the slowest of three states; copies of 16 rows
+     * reach 79 GB/s */
     {"EPIC hosts", "2 H200, CE", 2, 1, 4096, 256, 8, 0, 0, BF16, BF16, 1179, 1149, true, 79},
     /* from their READMEs and docs; the expert groups are those of their tests */
     {"DeepEP V1", "CX7 400G", 16, 8, 4096, 256, 8, 8, 4, FP8, BF16, 43, 43, false, 0},
@@ -47,8 +48,9 @@ static const run runs[] = {
     {"pplx", "EFA 400G", 64, 8, 128, 256, 8, 0, 0, FP8, BF16, 267, 391, true, 0},
 };
 
-/* Returns microseconds or GB/s, as the measurement was published. DeepEP's tests count one
- * row for each host that a token goes to, its own included. */
+/* Returns the estimate in the unit of the measurement, microseconds or GB/s. For GB/s, DeepEP's
+ * tests count one row for each pair of a token and a host to which it is sent, its own
+ * included. So this function counts in the same way. */
 static double shown_value(const run *p, const cost *c, const traffic *t, double row_bytes)
 {
     const double us = c->plan_us + c->rows_us;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic-sim: estimates how bytes and time of an exchange grow with the number of ranks.
- * traffic.c counts, choice by choice, the rows that every rank sends by the rules of
- * docs/internals/hosts.md. cost.c computes times from these counts and machine constants. */
+/* epic-sim: estimates how the bytes and times of plan, dispatch and combine grow with the
+ * number of ranks. traffic.c counts the rows that every rank sends: it follows each choice by
+ * the rules of docs/internals/hosts.md. cost.c computes times from these counts and constants
+ * of the machine. */
 #ifndef EPIC_SIM_H
 #define EPIC_SIM_H
 
@@ -15,36 +16,45 @@
 
 /* How tokens choose experts. */
 typedef struct routing {
-    int64_t experts; /* at least one per rank */
+    int64_t experts; /* number of experts, at least one for each rank */
     int top_k;
-    double skew;       /* expert number i of a random order has the weight 1 / i^skew */
-    int groups, limit; /* a token's experts are in `limit` of the `groups`; 0: no groups */
+    /* the experts have a random order; expert number i in it has the weight 1 / i^skew */
+    double skew;
+    /* the experts form `groups` groups, and those of a token are in `limit` of them; 0: no
+     * groups */
+    int groups, limit;
     const int32_t
-        *trace; /* [num_traced, top_k] ids; tokens use the rows in turn; NULL: random ids */
+        /* [num_traced, top_k] expert ids; token t uses row t % num_traced; NULL: random ids */
+        *trace;
     int64_t num_traced;
     uint64_t seed;
 } routing;
 
 /* Size of the group. */
 typedef struct shape {
-    int ranks, a_host; /* ranks in all, and on one host */
-    int64_t tokens;    /* tokens of each rank */
+    int ranks, a_host; /* number of ranks in the group, and on one host */
+    int64_t tokens;    /* number of tokens of each rank */
 } shape;
 
-/* Rows in one direction: of the rank that has the most, and the mean over ranks. */
+/* Numbers of rows in one direction: that of the rank with the most rows, and the mean over the
+ * ranks. */
 typedef struct load {
     double most, mean;
 } load;
 
-/* Rows that are sent and received. */
+/* Numbers of rows that are sent (out) and received (in) by a rank. */
 typedef struct traffic {
-    load net_out, net_in;         /* one row for each token and host */
-    load by_rank_out, by_rank_in; /* one row for each token and rank of another host */
-    load inside_out, inside_in;   /* over NVLink, including rows that relays forward */
-    load slots;                   /* rows that a rank's experts receive */
-    load puts;                    /* puts, each of up to 16 rows of consecutive tokens */
+    /* rows between hosts: one for each pair of a token and another host */
+    load net_out, net_in;
+    /* for comparison: one row for each pair of a token and a rank on another host */
+    load by_rank_out, by_rank_in;
+    load inside_out, inside_in; /* rows over NVLink, including those that relays forward */
+    load slots;                 /* rows that a rank's experts receive */
+    load puts;                  /* puts, each with up to 16 rows of consecutive tokens */
     double
-        hosts; /* sum over a rank's tokens of the hosts that each goes to, its own included; mean over ranks */
+        /* sum over the tokens of a rank: number of hosts to which the token is sent, its own
+         * included; mean over the ranks */
+        hosts;
 } traffic;
 
 /* Counts the rows. Returns false if there is no memory. */
@@ -56,30 +66,33 @@ typedef struct constants {
     double launch_us, net_us, put_us;
 } constants;
 
-/* Bytes of a row, and of the id and weight that are sent with it for each choice. */
+/* Size of a row in bytes, and size of the id and weight that are sent with it for each
+ * choice. */
 typedef struct bytes_of {
-    double row, extra; /* extra: for each choice */
+    double row, extra; /* `extra` bytes for each choice */
 } bytes_of;
 
 /* Estimated bytes and times of one operation. */
 typedef struct cost {
-    double net_mb;           /* MB of the rank that sends or receives most */
-    double plan_us, rows_us; /* the plan, then the rows */
+    double net_mb;           /* megabytes of the rank that sends or receives most */
+    double plan_us, rows_us; /* times of the plan and of the rows */
     double by_rank_us,
-        dense_us; /* rows_us with one row per rank, and with every row sent to every host */
-    const char *limit; /* what determines rows_us */
+        /* for comparison: rows_us if a row is sent to each rank instead of each host, and if
+         * every row is sent to every host */
+        dense_us;
+    const char *limit; /* name of the part of the machine that determines rows_us */
 } cost;
 
 /* Computes bytes and times from counts and constants. */
 cost compute_cost(const constants *c, const traffic *t, const shape *s, const routing *r,
                   bytes_of bytes);
 
-/* Draws times over the number of ranks as SVG. Returns false with errno if the file cannot
- * be written. */
+/* Draws the times over the number of ranks, as SVG. If the file cannot be written, returns
+ * false and sets errno. */
 bool draw_picture(const char *path, const shape *shapes, const cost *dispatch,
                   const cost *combine, int num);
 
-/* Prints published measurements next to what the constants give for the same shape. */
+/* Prints published measurements next to the estimates for the same sizes. */
 void print_published(const constants *c);
 
 #endif

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Counts rows. Every token of every rank chooses experts, and its row is sent once to each
- * host. */
+/* Counts the rows that are sent. Every token of every rank chooses experts, and its row is sent
+ * once to each host that has one of them. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,14 +9,16 @@
 
 #define MAX_PUT_ROWS 16 /* largest number of rows in one put */
 #define MAX_TRIES \
-    64 /* random draws before draw_free() draws among the permitted experts only */
+/* number of random draws, after which draw_free() draws only among the permitted experts */
+64
 
-/* Counts of one rank. */
-typedef struct counts {
+    /* Counts of one rank (struct traffic). */
+    typedef struct counts {
     int64_t net_out, net_in, by_rank_out, by_rank_in, inside_out, inside_in, slots, puts;
 } counts;
 
-/* Consecutive rows to one host or rank. */
+/* Rows of consecutive tokens that a rank sends to one host or rank: the last token, and the
+ * number of rows. */
 typedef struct run {
     int64_t last, length;
 } run;
@@ -28,8 +30,8 @@ typedef struct counting {
     double *below;  /* [experts], cumulative weights */
     int32_t *order; /* [experts], the experts in a random order */
     counts *of;     /* [ranks] */
-    run *runs;      /* [hosts] or [ranks], runs of the sending rank */
-    int64_t hosts;  /* hosts that tokens go to, summed */
+    run *runs;     /* [hosts] or [ranks] current run of the sending rank to each host or rank */
+    int64_t hosts; /* number of hosts to which a token is sent, summed over the tokens */
     uint64_t state;
 } counting;
 
@@ -46,7 +48,7 @@ static double next_fraction(counting *c)
     return (double)(next_random(c) >> 11) * 0x1p-53;
 }
 
-/* Shuffles the experts and sets their weights by their place in that order. */
+/* Shuffles the experts, and sets the weight of each expert by its position in the new order. */
 static void make_weights(counting *c)
 {
     const int64_t n = c->r->experts;
@@ -84,7 +86,7 @@ static bool list_has(const int32_t *list, int count, int32_t value)
     return false;
 }
 
-/* Draws the groups that a token may choose from. Returns how many. */
+/* Draws the groups from which a token may choose experts. Returns their number. */
 static int draw_groups(counting *c, int32_t *out)
 {
     int count = 0;
@@ -95,8 +97,8 @@ static int draw_groups(counting *c, int32_t *out)
     return count;
 }
 
-/* May a token with k ids choose this expert: is it new, and in one of the token's groups, if
- * there are any? */
+/* Returns true if a token that has already chosen the k experts `ids` may choose expert `id`:
+ * it must be new and, if the experts have groups, in one of the token's groups. */
 static bool is_free(const routing *r, int32_t id, const int32_t *ids, int k,
                     const int32_t *groups, int num_groups)
 {
@@ -105,9 +107,9 @@ static bool is_free(const routing *r, int32_t id, const int32_t *ids, int k,
            list_has(groups, num_groups, (int32_t)(id / (r->experts / r->groups)));
 }
 
-/* Draws among the experts that may be chosen, with the same probabilities as drawing until
- * one of them comes. It is used when that would take long: few are left, or those left have
- * small weights. */
+/* Draws one of the experts that the token may still choose. The probabilities are the same as
+ * if draw_expert() were called until it returns such an expert. That would take too long if few
+ * such experts are left, or if their weights are small. */
 static int32_t draw_free(counting *c, const int32_t *ids, int k, const int32_t *groups,
                          int num_groups)
 {
@@ -149,8 +151,8 @@ static void choose_experts(counting *c, int64_t token, int32_t *ids)
     }
 }
 
-/* Counts a put if the token's row does not continue the current one. A put has up to 16 rows
- * of consecutive tokens. */
+/* Adds a token's row to the current put from rank `from` to `to`, or counts a new put. A put
+ * has up to 16 rows of consecutive tokens. */
 static void extend_run(counting *c, int from, int to, int64_t token)
 {
     run *a = &c->runs[to];
@@ -160,7 +162,8 @@ static void extend_run(counting *c, int from, int to, int64_t token)
     a->last = token;
 }
 
-/* Counts rows to a host of another size than the sender's: one row to each rank. */
+/* Counts the rows of a token to a host with another number of ranks than the sender's host: one
+ * row to each rank there that has one of its experts. */
 static void reach_ranks(counting *c, int from, int host, const int32_t *ranks, int count,
                         int64_t token)
 {
@@ -174,8 +177,8 @@ static void reach_ranks(counting *c, int from, int host, const int32_t *ranks, i
     }
 }
 
-/* Counts the row of a token to a host: one row to a relay there, which forwards it to the
- * ranks. */
+/* Counts the row of a token to a host: one row to the relay, a rank of that host, which
+ * forwards it to the other ranks there. */
 static void reach_host(counting *c, int from, int host, const int32_t *ranks, int count,
                        int64_t token)
 {
