@@ -16,8 +16,8 @@
  * 5. After connect() no call blocks, allocates host memory of EPIC, or calls CUDA.
  *
  * Therefore a reader recognizes a new word by its content, in one of two ways. Some words hold
- * a value that is never sent (poison) until a new value arrives. In other words the new value
- * contains the number of the operation (a stamp). A sender needs no fence and no flag. Only one
+ * a value that is never sent (poison) until a new value arrives. All others contain the number
+ * of the operation (a stamp). A sender needs no fence and no flag. Only one
  * thread at a time may call functions of a net. Any thread may read words of the inbox. */
 #ifndef EPIC_NET_ENGINE_H
 #define EPIC_NET_ENGINE_H
