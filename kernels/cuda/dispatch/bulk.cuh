@@ -55,8 +55,9 @@ struct BulkBuffers {
         return first_address + (uint32_t)buffer * buffer_bytes;
     }
     /* Waits until bulk stores have read the next buffer, so that the warp may write it again.
-     * The latest num_buffers - 2 groups of bulk stores may still be running; each unit of work
-     * must end exactly one group. Called by a whole warp. */
+     * The latest num_buffers - 2 groups of bulk stores may still be running. So there must be
+     * one group per unit of work: the caller must call end_bulk() once for each unit. Called by
+     * a whole warp. */
     __device__ __forceinline__ void wait_free() const
     {
         if (lane_id() == 0) {

@@ -59,7 +59,7 @@ template <bool EXACT> struct PieceFeed {
     /* Address of this lane's first vector of the next piece to copy. NULL: this unit's pieces
      * are not copied. */
     const uint8_t *from;
-    int32_t vector;      /* first vector of the next piece to copy */
+    int32_t vector;      /* index in the row of the first vector of the next piece to copy */
     int32_t pieces_left; /* how many pieces of the unit have not been copied */
     int32_t round_end;   /* the first token after the running round */
 

@@ -37,8 +37,8 @@
 struct CombineUnits {
     const CombineState &c;
     const CtaRange all_ctas;
-    /* Number of this worker. It is computed with a shuffle, so that the compiler knows that it
-     * is equal in all lanes. */
+    /* Number of this worker. A shuffle computes it. This shows the compiler that the number is
+     * equal in all lanes. */
     const int worker;
 
     /* Divides the units among the workers of all CTAs. */

@@ -375,7 +375,7 @@ __device__ __forceinline__ void load_first_units(const LowlatMove &m, FirstUnits
 }
 
 /* Phase 3, only with WITH_PLAN: every receiving CTA makes the whole plan by itself, in shared
- * memory. In backend hosts, the last CTA polls the net inbox for the receiving CTAs. Returns
+ * memory. In backend `hosts`, the last CTA polls the net inbox for the receiving CTAs. Returns
  * false if the group of ranks has failed. */
 __device__ __forceinline__ bool make_new_plan(LowlatMove &m, LowlatShared &s)
 {

@@ -218,8 +218,8 @@ struct WeightSender {
             const int rank = wrap_rank(self.rank + distance, self.num_ranks);
             const bool goes = has_choice() && choice_goes_to(m, word, rank);
             const uint32_t sent_choices = __ballot_sync(ALL_LANES, goes) & token_lanes;
-            /* In backend hosts all lanes must call post_put_weights(), which contains a barrier
-             * of the warp. */
+            /* In backend `hosts` all lanes must call post_put_weights(), which contains a
+             * barrier of the warp. */
             if (!HOSTS && !goes) continue;
             /* The number of this rank in the peer's count: each rank counts the other ranks
              * upwards, beginning with its next higher rank, which has number 0 (modulo

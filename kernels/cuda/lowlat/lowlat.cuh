@@ -302,9 +302,9 @@ __device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpStat
            __all_sync(ALL_LANES, q >= num_ranks || h.slots_of[q] <= rows) != 0;
 }
 
-/* Called by `ctas` CTAs. Returns true only in the CTA that calls it last. This CTA may
- * overwrite what the other CTAs have stored. Called by all threads of the CTAs, after their
- * last store. */
+/* Returns true in the CTA that calls it last, false in the other CTAs. Called by all threads of
+ * `ctas` CTAs, after their last store. So the CTA with result true may overwrite what the other
+ * CTAs have stored. */
 static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
 {
     if (threadIdx.x == 0) {
@@ -316,9 +316,9 @@ static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
     return op.last != 0;
 }
 
-/* Called by all threads of all CTAs if the receive buffer of a rank has too few rows. Returns
- * true only in the CTA that calls it last. This CTA also reports to the host which rank has too
- * few rows. */
+/* Returns true in the CTA that calls it last, false in the other CTAs. Called by all threads of
+ * all CTAs if the receive buffer of a rank has too few rows. The last CTA also reports this
+ * rank to the host. */
 static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_header &h)
 {
     if (is_last_cta_to_end(op, (int)gridDim.x))
@@ -326,8 +326,8 @@ static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_he
     return op.last != 0;
 }
 
-/* Reports the cause if a wait of this CTA was given up. Called by all threads at the end of the
- * kernel. */
+/* If a thread of this CTA has given up a wait, reports the cause to the host. Called by all
+ * threads at the end of the kernel. */
 __device__ __forceinline__ void end_lowlat(OpState &op)
 {
     __syncthreads();

@@ -29,8 +29,8 @@
 
 #include "cuda/lowlat/plan_tables.cuh"
 
-/* An expert id as loaded from the caller's array. encode_id() encodes it later, because a
- * computation at once would wait until the load has finished. */
+/* An expert id as loaded from the caller's array. encode_id() encodes it later. To encode it at
+ * once would make the warp wait for the load. */
 struct RawId {
     uint32_t low, high; /* high: upper half of an int64 id; unused for an int32 id */
 };
@@ -68,8 +68,8 @@ __device__ __forceinline__ uint32_t pack_ids(const p2p_plan_job &job, RawId low,
 }
 
 /* Returns the address, in `heap`, of the words with the ids of a token of `rank`. In backend
- * hosts, the words of consecutive tokens are adjacent, so that one put sends the ids of several
- * tokens. */
+ * `hosts`, the words of consecutive tokens are adjacent, so that one put sends the ids of
+ * several tokens. */
 __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpState &op,
                                               uint8_t *heap, int rank, int32_t token)
 {
@@ -127,8 +127,8 @@ struct IdSender {
     {
         if (token < job.num_tokens) id_pair = pack_ids(job, low, high);
     }
-    /* Sends the ids of all tokens of this warp to all peers by puts (backend hosts). All lanes
-     * stay together in the loop, because one put sends the words of all lanes. */
+    /* Sends the ids of all tokens of this warp to all peers by puts (backend `hosts`). All
+     * lanes stay together in the loop, because one put sends the words of all lanes. */
     __device__ __forceinline__ void put_ids(const OpState &op)
     {
         const p2p_self &self = job.self;
@@ -484,7 +484,7 @@ static __device__ __noinline__ bool make_mixed_plan(LowlatPlan &tables, const p2
 }
 
 /* Fills in the fields of the plan's header that do not depend on the ids. Called by one control
- * warp of the grid, while the ids are on their way. */
+ * warp of the grid, before the ids of all ranks have arrived. */
 static __device__ void begin_header(LowlatPlan &tables, const p2p_plan_job &job,
                                     const OpState &op)
 {

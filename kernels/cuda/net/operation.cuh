@@ -116,7 +116,7 @@ __device__ __forceinline__ uint64_t read_broken(const p2p_self &self)
                               : (const uint64_t *)(self.heap[self.rank] + self.at.broken));
 }
 
-/* Returns the word `broken` in the net inbox (backend hosts only). */
+/* Returns the word `broken` in the net inbox (backend `hosts` only). */
 __device__ __forceinline__ uint64_t read_net_broken(const p2p_self &self)
 {
     return load_relaxed((const uint64_t *)(net_inbox(self) + self.at.broken));

@@ -184,8 +184,7 @@ __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t c
     return read_id(job, choice);
 }
 
-/* Returns the upper bound of the ids that planned_id() returns for valid choices: they are 0 to
- * this number - 1. */
+/* Returns n, if planned_id() returns 0 to n - 1 for valid choices. */
 template <int KIND> __device__ __forceinline__ int num_planned_ids(const p2p_plan_job &job)
 {
     return (int)(KIND & PLAN_RARE && !job.resolves ? (uint32_t)num_ids(job)
@@ -252,8 +251,8 @@ __device__ __forceinline__ uint32_t owner_word(const Planner &p, int i)
     return p.bad_owner == NO_INDEX ? (uint32_t)p.owner[i] << COUNT_BITS : RECORD_LAST;
 }
 
-/* Reports the failure EPIC_EMISMATCH, after which the group is broken. The cause is that the
- * table rank_of_expert or logical_of_expert of rank q differs from this rank's table. */
+/* Makes the group of ranks fail with EPIC_EMISMATCH. The cause is that the table rank_of_expert
+ * or logical_of_expert of rank q differs from this rank's table. */
 static __device__ __noinline__ void report_table_mismatch(const OpState &op, int q)
 {
     const p2p_self &self = *op.self;

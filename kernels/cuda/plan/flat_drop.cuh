@@ -4,7 +4,7 @@
  * for which the rank's slots suffice.
  *
  *   EXPERT_MAJOR   the slots that a rank needs depend only on the loads of its experts. Every
- *                  rank knows all loads, so it computes all limits by itself (find_keep_limit)
+ *                  rank has all loads, so it computes all limits by itself (find_keep_limit)
  *   FLAT           a rank needs one row for each token of which its experts keep a choice. The
  *                  loads do not show how many such tokens there are. So each rank tries a
  *                  limit, counts the rows that its own tokens need with this limit, and

@@ -185,8 +185,8 @@ struct TokenLanes {
     /* group_tokens: number of tokens that a warp handles at a time. num_halves: 1, or 2 if
      * tokens have more than 32 choices. */
     int group_tokens, num_halves;
-    /* token: number of this lane's token in the group, from 0. k: this lane's choice, without
-     * the 32 that must be added in the second half. */
+    /* token: number of this lane's token in the group, from 0. k: this lane's choice of that
+     * token; in the second half, the choice is 32 + k. */
     int token, k;
     /* false: this lane has no choice, because 32 is not a multiple of top_k */
     bool has_choice;

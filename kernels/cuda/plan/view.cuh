@@ -15,7 +15,7 @@
 
 /* Flag in the last word of a record. In a word of `counts`: the sender's data is wrong. */
 #define RECORD_LAST 0x80000000u
-/* Word of a record: no choice of the token goes to the receiving rank. In backend hosts,
+/* Word of a record: no choice of the token goes to the receiving rank. In backend `hosts`,
  * senders also fill unused words of a record with this value. */
 #define RECORD_ABSENT 0x7fffffffu
 /* Word of a record in place of a slot, if the plan is invalid: a choice goes to the receiving
