@@ -95,7 +95,7 @@ __device__ __forceinline__ uint32_t epoch_parity(const OpState &op)
 
 /* Many functions below have two versions: with a `self` argument and without. `self` is a
  * parameter of the kernel, so it is in constant memory, which is fast to read. The versions
- * without it read op.self, a slower load. */
+ * without `self` read op.self, which is a slower load. */
 
 /* Returns this rank's control memory, through which the CTAs of its kernels coordinate. */
 __device__ __forceinline__ p2p_control *control_of(const p2p_self &self)

@@ -4,9 +4,9 @@
  *
  * Slot, slab, FLAT and other words: docs/reference/glossary.md. A launcher enqueues one kernel
  * on the stream and returns. CUDA copies the job as the kernel's parameter. A rank runs one
- * operation at a time. The CTAs of a kernel wait for each other and for peers. So all of them
- * must be resident at once, one per SM. If ranks share a GPU, the CTAs of all these ranks must
- * be resident together. */
+ * operation at a time. The CTAs of a kernel wait for each other and for peers. So all CTAs must
+ * be resident at once, one per SM. If ranks share a GPU, the CTAs of all these ranks must be
+ * resident together. */
 #ifndef EPIC_CUDA_KERNELS_H
 #define EPIC_CUDA_KERNELS_H
 
@@ -207,8 +207,8 @@ typedef struct p2p_plan_job {
     int32_t capacity;      /* number of slots of the receive buffer; 0: no bound */
     int32_t block;         /* number of experts per rank if rank_of_expert is NULL */
     int32_t has_int64_ids; /* 1: topk_idx is int64; 0: int32 */
-    /* number of planner CTAs, the CTAs that make the plan; they are the first ones of the grid.
-     * 0: the plan already exists */
+    /* number of planner CTAs, the CTAs that make the plan. These are the first CTAs of the
+     * grid. 0: the plan already exists */
     int32_t planners;
     int32_t is_lowlat; /* 1: use the low-latency planner (lowlat/plan.cuh) */
     /* largest number of tokens per rank for which the low-latency planner is used */
@@ -318,8 +318,8 @@ typedef struct p2p_combine_job {
     /* only in dispatch_backward, else NULL: one float per slot, which is returned to the home
      * rank of the slot's token (gradients of the weights) */
     const float *slot_floats;
-    /* [num_tokens, top_k]: the kernel stores here, for each choice of this rank's tokens, the
-     * slot_float of its slot */
+    /* output [num_tokens, top_k]: for each choice of this rank's tokens, the slot_float of the
+     * slot of the choice */
     float *choice_floats;
     int64_t row_bytes;
     int32_t num_tokens, num_rows;

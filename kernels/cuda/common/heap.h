@@ -63,7 +63,7 @@ typedef struct p2p_net_arrays {
 } p2p_net_arrays;
 
 /* The layout of a heap: first the offset of each array in bytes, then sizes. The comment on an
- * offset explains the contents of the array. It ends with the kind of the array (own, stamped,
+ * offset explains the contents of the array, and ends with the kind of the array (own, stamped,
  * poison or zero, see the top of this file) and its shape. */
 typedef struct p2p_heap {
     /* The words that each rank announces when it begins an operation: its signature and sizes.
@@ -222,8 +222,8 @@ typedef struct p2p_control {
     uint64_t overdue;
     uint32_t due_beat; /* number of beats in p2p_status.awake when `due` was set */
     /* how many of the stops that p2p_status.awake counts this rank has handled. A stop is a
-     * time in which the process was suspended. The rank handles it by starting its time limit
-     * again. */
+     * time in which the process was suspended. The rank handles a stop by starting its time
+     * limit again. */
     uint32_t host_stops;
     /* how often the time limit was started again, because the process had been stopped, since a
      * wait of this rank last ended with success */

@@ -31,8 +31,8 @@ __device__ __forceinline__ void store_number(void *p, uint32_t type, int64_t i, 
 }
 
 /* Returns the value of an e4m3 byte. The function shifts its exponent and mantissa bits to
- * their positions in a float32. Because the exponent of float32 has another bias, the result is
- * 2^120 times too small, and a multiplication corrects it. */
+ * their positions in a float32. Because the exponent of float32 has another bias, the number is
+ * then 2^120 times too small. A multiplication corrects the number. */
 __device__ __forceinline__ float e4m3_value(uint8_t q)
 {
     const uint32_t size = q & 0x7fu;

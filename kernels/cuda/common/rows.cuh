@@ -154,9 +154,9 @@ __device__ __forceinline__ bool has_poison(uint4 q)
     return max(max(q.x, q.y), max(q.z, q.w)) == POISON;
 }
 
-/* Returns `word` or, if it equals poison, `nan`. Otherwise the receiver would assume that the
- * word has not arrived yet. Results of arithmetic are never poison, but a NaN in the caller's
- * data may be. */
+/* Returns `word` or, if it equals poison, `nan`. Senders apply this function to the caller's
+ * data, because a NaN in this data may equal poison. If poison were sent, the receiver would
+ * assume that the word has not arrived yet. Results of arithmetic are never poison. */
 __device__ __forceinline__ uint32_t replace_poison(uint32_t word, uint32_t nan)
 {
     return word == POISON ? nan : word;

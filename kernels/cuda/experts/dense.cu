@@ -8,7 +8,8 @@
  *   incoming_kernel   gradients of the two losses        one thread
  *
  * The kernels of experts/grouped_plain.cu and experts/grouped_hopper.cu compute the matrix
- * products of the dense part. For them all rows are one slab (the rows of one expert). */
+ * products of the dense part. In these products all rows form one slab, as if there were only
+ * one expert. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/grouped.h"

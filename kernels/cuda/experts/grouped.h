@@ -45,11 +45,11 @@ typedef struct p2p_slabs {
 } p2p_slabs;
 
 /* Arguments of a matrix product over slabs. `pass` selects one of the three products that
- * epic_gemm_pass defines. Comments call them FORWARD (y), INPUT (the gradient of x) and WEIGHT
- * (the gradient of the weights). FORWARD and INPUT products read matrix b with the shape
- * [experts, k, n]. There is one exception: FORWARD products of e4m3 matrices read [experts, n,
- * k], because the tensor cores read e4m3 only if the summed dimension (k) is contiguous. WEIGHT
- * products do not support e4m3. */
+ * epic_gemm_pass defines. Comments call these products FORWARD (y), INPUT (the gradient of x)
+ * and WEIGHT (the gradient of the weights). FORWARD and INPUT products read matrix b with the
+ * shape [experts, k, n]. There is one exception: FORWARD products of e4m3 matrices read
+ * [experts, n, k], because the tensor cores read e4m3 only if the summed dimension (k) is
+ * contiguous. WEIGHT products do not support e4m3. */
 typedef struct p2p_gemm {
     p2p_slabs slabs;
     const void *a; /* FORWARD: x [slots, k]; INPUT: d_y [slots, n]; WEIGHT: x [slots, k] */

@@ -51,8 +51,8 @@ __device__ __forceinline__ Chosen<J> read_forced_row(const p2p_router_job &job, 
     return c;
 }
 
-/* The router's bias for this lane's columns, or zeros if there is no bias. The kernel loads it
- * before the logits, so that both loads overlap. */
+/* The router's bias for this lane's columns, or zeros if there is no bias. The kernel loads the
+ * bias before it loads the logits, so that the two loads overlap. */
 template <int V> struct Bias {
     float x[V > 0 ? V : 1];
 
