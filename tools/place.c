@@ -99,7 +99,7 @@ int64_t place_bound(const place_problem *p)
     return bound;
 }
 
-/* ---------------------------------------------------------------------- round robin, greedy ---- */
+/* ---------------------------------------------------------------- round robin, greedy ---- */
 
 void place_round_robin(const place_problem *p, int32_t *at)
 {
@@ -172,7 +172,7 @@ void place_greedy(const place_problem *p, int32_t *at)
     free(pieces), free(sum), free(filled);
 }
 
-/* ------------------------------------------------------------------------------- search ---- */
+/* ------------------------------------------------------------------------------ search ---- */
 
 static uint64_t draw_random(uint64_t *state)
 {
@@ -370,7 +370,7 @@ void place_search(const place_problem *p, int32_t *at, uint64_t seed)
     free(load), free(next);
 }
 
-/* -------------------------------------------------------------------------------- hosts ---- */
+/* ------------------------------------------------------------------------------- hosts ---- */
 
 int64_t place_crossings(int32_t ranks, int32_t hosts, const uint64_t *seen, int64_t num)
 {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two functions of shim.h that need C++: torch reports errors by exceptions, and it allocates
-// the cells of optional arguments with operator new.
+// The two functions of shim.h that need C++: torch reports errors by C++ exceptions, and it
+// allocates the memory of optional arguments with operator new.
 #include <new>
 #include <stdexcept>
 
