@@ -78,9 +78,9 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     /* The unit whose pieces are being copied: its token, and the first vector of its piece, as
      * an index within the row. */
     int32_t token, vector;
-    int32_t slots = 0; /* for that unit: number of rows on this rank left to copy */
-    /* For that unit: bit mask of the peers' partial sums that are left to copy. Bit p stands
-     * for the rank at position p of the sum order. */
+    int32_t slots = 0; /* for the unit being copied: number of rows left to copy */
+    /* For the unit being copied: bit mask of the peers' partial sums that are left to copy. Bit
+     * p stands for the rank at position p of the sum order. */
     uint32_t positions = 0;
     /* Counts of the warp's units: it has begun `begun` units, has started to copy the pieces of
      * the first `copied` of them, and has finished the first `used`. */

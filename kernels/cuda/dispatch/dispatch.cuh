@@ -31,8 +31,8 @@ static constexpr int V = 4;
 struct DispatchMove : RowMove<p2p_dispatch_job> {
     int32_t head;      /* tokens [0, head) are sent while the plan is made */
     int32_t tokens_of; /* in lane q: number of tokens of rank q */
-    /* number of tokens of the rank that has most; an upper limit until the ranks have announced
-     * their numbers */
+    /* largest number of tokens of any rank; an upper limit until the ranks have announced their
+     * numbers */
     int32_t most_tokens;
     /* true: this kernel also makes the plan; false: it reads a plan */
     bool has_new_plan;
@@ -216,9 +216,9 @@ __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int3
         ((int32_t *)m.plan.records)[at + k] = -1;
 }
 
-/* A peer stores to this rank's heap the weights of those of its token's choices that go to this
- * rank, without gaps. Returns the address of weight number n. `source`: number of the peer
- * among this rank's sources. */
+/* Returns the address at which weight number n of a peer's token arrives on this rank. A peer
+ * sends only the weights of those choices that go to this rank, and stores them without gaps.
+ * `source`: number of the peer among this rank's sources. */
 __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int source,
                                                     int32_t token, int n)
 {

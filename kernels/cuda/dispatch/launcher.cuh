@@ -51,8 +51,8 @@ static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_
         copy.lag /= 2;
     copy.lag = lag_for_net(job.plan.self, copy.lag, job.num_tokens);
     /* Choose how fast receiving catches up with sending (measured: docs/lab/cuda.md). copy.head
-     * is the number of tokens that are sent while the plan is made. Rows of several spans take
-     * longer to send, so fewer of them are sent. copy.head is at least copy.lag, because
+     * is the number of tokens that are sent while the plan is made. If a row has several spans,
+     * it takes longer to send, so copy.head is smaller. copy.head is at least copy.lag, because
      * receiving stays `lag` tokens behind in any case. */
     const bool sooner = num_sms > 56 && num_sms < 96 && !job.flat;
     copy.catch_up = spans > 1 ? 4 : sooner ? 1 : 2;

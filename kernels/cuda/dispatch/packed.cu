@@ -43,8 +43,8 @@ template <class OwnPiece> struct PieceFeed {
     /* Row of that unit, in staging or in the caller's memory. NULL: its pieces are not
      * copied. */
     const uint8_t *row;
-    /* Address of the caller's scales of that token, minus 16 * row_end. So vector number v of
-     * the packed row is at scales + 16 * v if v is row_end or more. */
+    /* Address of the caller's scales of the unit's token, minus 16 * row_end. So vector number
+     * v of the packed row is at scales + 16 * v if v is row_end or more. */
     const uint8_t *scales;
     /* row_end: number of the first vector that comes from `scales`, not from `row`. copy_end:
      * only vectors with lower numbers are copied. */

@@ -4,8 +4,8 @@
  * has the same index there as the sender has on its own host. The mate forwards the row to the
  * ranks of its host that need it (net/relay.cuh).
  *
- * Step i of the list of units has these units, in this order. `lag` tokens are sent before the
- * first one is forwarded and received.
+ * Step i of the list has these units, in this order. `lag` tokens are sent before the first one
+ * is forwarded and received.
  *
  *   send     token i: to ranks of this host, and to mates on other hosts
  *   forward  token i - lag of each mate: from the net inbox to the staging of ranks of this

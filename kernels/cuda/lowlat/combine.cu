@@ -97,10 +97,10 @@ struct CombineUnits {
                                (int64_t)unit.token * job.top_k + lane_id());
         return unit;
     }
-    /* Calls do_unit(unit, is_loaded) for all units of this worker: units of own tokens if
-     * `own`, else of peers' tokens. The argument is_loaded says that the caller has already
-     * loaded the first unit, first_unit. do_unit() gets is_loaded = true only for that unit.
-     * Returns false as soon as do_unit() returns false. */
+    /* Calls do_unit(unit, is_first) for all units of this worker: units of own tokens if `own`,
+     * else of peers' tokens. `is_loaded`: the caller has already loaded the first unit and
+     * passes it as first_unit. is_first is true only for this loaded unit. Returns false as
+     * soon as do_unit() returns false. */
     template <class Do>
     __device__ __forceinline__ bool for_each_unit(bool own, Unit first_unit, bool is_loaded,
                                                   Do do_unit) const

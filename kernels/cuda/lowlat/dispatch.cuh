@@ -473,9 +473,9 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     receive_rows<Rows, WITH_PLAN>(m, s, opening.start, first, is_valid, ok);
 }
 
-/* Returns how many CTAs only send. If a rank has many tokens, its stores to peers delay
- * everything else on the same SM, for example ids that a warp of the SM still has to send.
- * Therefore a rank with many tokens uses separate CTAs to send and to receive. */
+/* Returns how many CTAs only send. If a rank has many tokens, its stores to peers delay all
+ * other memory accesses of the same SM. Therefore a rank with many tokens uses separate CTAs to
+ * send and to receive. */
 static int32_t num_send_only_ctas_of(const p2p_dispatch_job *job, int num_sms)
 {
     const int many = job->plan.is_lowlat ? num_sms * 10 / 64 : num_sms * 15 / 64;

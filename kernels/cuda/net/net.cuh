@@ -36,9 +36,9 @@
 #include "cuda/common/wait.cuh"
 
 /* Returns the lag to use: how many tokens are sent before the first one is received. This is
- * `lag` or, if larger, the net's window (EPIC_NET_WINDOW, in tokens), but the window counts at
- * most as num_tokens. A large lag keeps the net busy, and lets the proxy thread send adjacent
- * rows in one put. */
+ * the larger of `lag` and the net's window (EPIC_NET_WINDOW, in tokens). A window above
+ * num_tokens counts as num_tokens. A large lag keeps the net busy, and lets the proxy thread
+ * send adjacent rows in one put. */
 static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num_tokens)
 {
     const int32_t window = net_window(self);

@@ -69,8 +69,8 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
  * how many rows on the rank of this lane's choice the warp counted before (warp_row), or -1 if
  * the choice is not the token's first one there. `tally`: this warp's counters of ranks.
  * `owner`: the rank of the expert of this lane's choice, or -1. A token with more than 32
- * choices needs two calls, with half = 0 and half = 1. `seen` is a bit mask of ranks that
- * passes the ranks of the first call to the second. */
+ * choices needs two calls, with half = 0 and half = 1. `seen`: a bit mask by which the first
+ * call passes the ranks of its choices to the second. */
 __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &lanes,
                                               int32_t owner, int half, uint32_t &seen)
 {
@@ -369,9 +369,9 @@ static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_pl
     return true;
 }
 
-/* Only in backend `hosts`: copies the counts that ranks on other hosts have sent from the net
- * inbox to the heap. Only CTA 0 polls the net inbox, because its polls are slow. The other CTAs
- * wait for the words in the heap. */
+/* Only in backend `hosts`: copies counts from the net inbox to the heap. These are the counts
+ * of ranks on other hosts. Only CTA 0 polls the net inbox, because polls of it are slow. The
+ * other CTAs wait for the words in the heap. */
 __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts, int first,
                                              const uint64_t (&words)[RANKS_AT_ONCE])
 {

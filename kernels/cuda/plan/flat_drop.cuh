@@ -137,8 +137,8 @@ static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, co
 }
 
 /* For each rank, finds by bisection the largest p.keep_limit with which the rank's rows do not
- * exceed its capacity. All ranks bisect together, because each step needs the counts of all
- * ranks. The last step counts with the final limits, so that p.needed_rows and
+ * exceed its capacity. All ranks bisect together, because each repetition needs the counts of
+ * all ranks. The last repetition counts with the final limits, so that p.needed_rows and
  * p.rows_before_cta belong to these limits. Called by all threads of the CTA; thread d handles
  * the limit of rank d. Returns false if the group of ranks has failed. */
 static __device__ __noinline__ bool find_flat_keep_limits(Planner &p, const p2p_plan_job &job,

@@ -43,7 +43,7 @@ struct PlanView {
     const device_padding *padding;
     /* 2^slab_bits is the number of local experts, rounded up to a power of two */
     int32_t slab_bits;
-    int32_t most_tokens; /* number of tokens of the rank that has most */
+    int32_t most_tokens; /* largest number of tokens of any rank */
     /* 1: the plan is intact, was made by this rank, and fits the layer and the tokens of this
      * call */
     uint32_t is_valid;
