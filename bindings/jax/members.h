@@ -3,8 +3,8 @@
  *
  * A compiled program contains only the name of its group. The handlers look up the member in
  * every call. So a group may be closed and opened again without compiling the program again.
- * When a member is closed, its struct stays in the list, so that a program that still uses the
- * closed group gets an error that names the group. */
+ * When a member is closed, its struct stays in the list. So a program that still uses the
+ * closed group gets an error with the name of the group. */
 #ifndef EPIC_JAX_MEMBERS_H
 #define EPIC_JAX_MEMBERS_H
 

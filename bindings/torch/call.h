@@ -115,8 +115,8 @@ uint32_t call_uint(torch_call *call, const char *name);
 double call_float(torch_call *call);
 
 /* Numbers of groups and layers are below 2^CALL_SMS_SHIFT. In an argument `int group` or `int
- * layer`, the higher bits contain the largest number of SMs that the call may use. 0 stands for
- * the number of the group. */
+ * layer`, the higher bits contain the largest number of SMs that the call may use. If they are
+ * 0, the limit of the group applies. */
 enum { CALL_SMS_SHIFT = 48 };
 
 /* Reads the next two arguments, `int group, int tag`, and begins a use of the group

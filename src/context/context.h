@@ -64,9 +64,10 @@ int64_t context_bytes(const epic_config *config, bool host);
  * public call that communicates first calls this function. Any thread may call it. */
 epic_result context_check(epic_context *ctx);
 
-/* Returns true if combine can sum in two steps: the ranks of each host first add up their rows
- * for a token, and then send only this sum to the host of the token's home rank. This requires
- * that the ranks are GPUs of several hosts and that rank_of_expert is NULL, which means that
+/* Returns true if combine can sum in two steps. First the ranks of each host add up their rows
+ * for a token. Then they send only this sum to the host of the token's home rank.
+ *
+ * The ranks must be GPUs of several hosts, and rank_of_expert must be NULL, which means that
  * each rank owns a contiguous block of experts. If the result is true, the sum order
  * EPIC_BY_HOSTS stands for these two steps (layer_choose_order()). */
 bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert);

@@ -82,7 +82,7 @@ static bool collect_find_rows(collecting *g)
 }
 
 /* Releases all entries that were read, so that their senders can reuse the memory. dropped[r]
- * is the number of entries of rank r that were released so far; the function updates it. */
+ * is the number of entries of rank r that were released before. The function updates it. */
 static void collect_release_rows(collecting *g, int64_t *dropped)
 {
     exchange *x = g->x;

@@ -67,7 +67,8 @@ typedef struct exchange {
     deadline deadline; /* deadline of the current wait */
     uint64_t record;   /* this operation's record in the flight recorder */
     uint64_t rounding; /* rounding mode of the caller, which exchange_close() restores */
-    uint32_t phase;    /* how far this rank is (PHASE_*); peers can read it */
+    /* how far this rank is in the exchange (PHASE_* in exchange.c); peers can read it */
+    uint32_t phase;
     /* true: the last check found that a peer is gone, and no entry was sent or read since
      * then */
     bool is_peer_gone;
@@ -86,8 +87,8 @@ typedef struct exchange {
     int64_t *next_item_from; /* next item to read from each peer */
     ring_cost *ring_costs;   /* cost of the ring to each peer; kept between operations */
     const void **rows;       /* the `rows` argument of collect.read_rows */
-    window_target *targets;  /* [num_ranks, NUM_WINDOW_OUTPUTS]; exchange/windows.h */
-    bool has_targets;        /* true: this flow stores into windows */
+    window_target *targets; /* [num_ranks, NUM_WINDOW_OUTPUTS] outputs in windows (windows.h) */
+    bool has_targets;       /* true: this flow stores into windows */
     /* Number of bytes of the last entry that fill_entry() did not write into the ring, because
      * it stored them into windows, or no peer needs them. The flow sets the number to 0 before
      * each entry. */
@@ -126,7 +127,8 @@ epic_result exchange_close(exchange *x, epic_result result);
 
 /* Sleeps until entries may have arrived or rings may have room. A flow calls it when it can
  * neither send nor read an entry. If an awaited peer is gone or the deadline has passed, the
- * group fails: all calls of all ranks then return the error that this function returns. */
+ * group fails, and the function returns the error. All later calls of all ranks then return
+ * this error. */
 epic_result exchange_wait(exchange *x);
 
 /* Gives the next wait the full timeout again. A flow calls it after it has sent or read

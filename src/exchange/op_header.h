@@ -78,8 +78,7 @@ enum data_error {
     DATA_TOKEN_ID,
     /* An expert id in the router's table is out of range: row, k, id, number of valid ids. */
     DATA_TABLE,
-    /* An expert id that the caller forces is out of range: token, k, id, number of valid
-     * ids. */
+    /* A forced expert id (topk_idx_in) is out of range: token, k, id, number of valid ids. */
     DATA_FORCED,
     /* The layer's `saved` is from a forward that failed or never ran: no details. */
     DATA_SAVED,

@@ -58,8 +58,8 @@ static bool find_symbol(void *library, const char *name, void *function)
 }
 
 /* Reads the functions of a library. Returns false if one is missing. Also returns false if the
- * library runs its threads with something other than OpenMP: then EPIC cannot limit a product
- * to one thread, and its bits would depend on the number of threads. */
+ * library runs its threads with something other than OpenMP. EPIC could not limit the products
+ * of such a library to one thread, and their bits would depend on the number of threads. */
 static bool read_functions(onednn *o, void *library)
 {
     const version *(*get_version)(void) = NULL;

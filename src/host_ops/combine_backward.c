@@ -87,10 +87,10 @@ static void scatter_piece(const spreading *s, int from, int64_t token, const voi
 
 /* Stores one piece of a gradient row directly into d_rows of those peers that need the piece
  * and allow it. A peer allows it if its d_rows lies in a window and the token has only one slot
- * there. (A peer that multiplies rows by weights does not put d_rows into its op header.)
- * Copies with the function that write_scaled_row() uses, so that the bits are the same as
- * without windows, even those of a NaN. Returns true if some peer has to read the piece from
- * the ring. */
+ * there. A peer that multiplies the rows by weights never allows it: its op header contains no
+ * place of d_rows. Copies with the function that write_scaled_row() uses, so that the bits are
+ * the same as without windows, even those of a NaN. Returns true if some peer has to read the
+ * piece from the ring. */
 static bool store_for_peers(const spreading *s, int64_t token, int32_t piece)
 {
     const epic_type type = (epic_type)s->args->type;
@@ -170,7 +170,7 @@ static void list_output_arrays(const epic_combine_backward_args *a, slot_array o
     out[2] = (slot_array){a->d_slot_weights, sizeof(float), a->d_rows.num_rows};
 }
 
-/* Clears padding in the outputs, then runs the scatter flow of an open exchange. */
+/* Zeroes the padding in the outputs, then runs the scatter flow of an open exchange. */
 static epic_result combine_backward_transfer(spreading *s)
 {
     slot_array arrays[3];

@@ -80,10 +80,10 @@ static epic_result losses_backward(moe_job *j, const dense_block *block)
     return z.coeff != 0 ? CONTEXT_OP(j->ctx, z_loss_backward, &z, z.coeff) : EPIC_OK;
 }
 
-/* Called instead of router_backward() if the weights were forced. Forced weights do not depend
- * on the logits. So the function writes zeros to work.d_logits and to the gradient of
- * scale_of_expert. If the caller wants the gradients of the weights, copies them to the
- * caller's array. */
+/* Called instead of router_backward() if the caller forced the weights (topk_weights_in).
+ * Forced weights do not depend on the logits. So the function writes zeros to work.d_logits and
+ * to the gradient of scale_of_expert. If the caller wants the gradients of the weights, copies
+ * them to the caller's array. */
 static epic_result forced_weights_backward(moe_job *j, const epic_moe_backward_args *a,
                                            const dense_block *block, const layer_tokens *tokens,
                                            const dense_targets *to)

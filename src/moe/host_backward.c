@@ -150,7 +150,8 @@ static void store_dense_gradients(const moe_job *j, const backward_call *c)
     store_gradient(j, c, g->w_shared_gate, p.w_shared_gate, p.end);
 }
 
-/* Stores the gradients of forced weights in the caller's array, if the caller wants them. */
+/* If the caller wants the gradients of forced weights (topk_weights_in), copies them to the
+ * caller's array. */
 static void store_d_weights(const moe_job *j, const backward_call *c)
 {
     void *to = c->args->d_topk_weights_in;

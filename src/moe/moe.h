@@ -122,8 +122,7 @@ typedef struct moe_job {
     int64_t columns; /* number of experts and zero-experts: the width of the logits */
     /* number of blocks of this rank, and number of tokens of the largest block */
     int64_t blocks, block;
-    /* number of tokens of which the size of each block is a multiple: 1, or the length of a
-     * sequence */
+    /* each block begins at a multiple of this many tokens: 1, or the length of a sequence */
     int64_t unit;
     int64_t plan_bytes;
     epic_experts_memory_info experts_memory;
@@ -134,9 +133,9 @@ typedef struct moe_job {
     /* number of levels of the binary tree in which the gradients of the blocks are added; 0:
      * work.dense is not needed */
     int64_t dense_levels;
-    /* host backward: the gradients of the balance loss and of the z-loss, each the sum of two
-     * gradients that the caller passed: that of this loss and d_loss, that of both losses
-     * together */
+    /* host backward: gradients of the balance loss and of the z-loss. The caller passes one
+     * gradient for each loss, and d_loss for the sum of both losses. Each of these two fields
+     * is the sum of the loss's own gradient and d_loss. */
     double d_balance, d_z;
     uint32_t grad_type; /* backward: epic_type of the experts' weight gradients */
     moe_saved saved;
@@ -216,9 +215,9 @@ dense_block moe_get_block(const moe_job *j, int64_t b);
 typedef struct dense_ops {
     /* Computes the logits [tokens, columns] of the block: x W_gate + b_gate. */
     void (*gate_forward)(const dense_block *b, void *logits);
-    /* Adds to `out` the outputs of experts whose rows are not dispatched: weight * x for each
-     * zero-expert that a token has chosen, and, unless shared_y is NULL, the token's row of
-     * shared_y. */
+    /* Adds to `out` the outputs of experts whose rows are not dispatched. For each zero-expert
+     * that a token has chosen this is weight * x. Unless shared_y is NULL, also adds the
+     * token's row of shared_y. */
     void (*add_local_experts)(const dense_block *b, const epic_rows *out, const void *shared_y);
     /* Writes the factors of the shared expert's output: weights [block] = sigmoid(x
      * w_shared_gate). */

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Stages of the layer that several files use: forward and backward, or the host and the device.
  * A function handles all tokens of this rank, unless it has a parameter for a block. A
- * collective function must be called on all ranks and returns the same error on every rank. A
- * local function communicates with no other rank. */
+ * collective function must be called on all ranks and returns the same error on every rank.
+ * Other functions communicate with no other rank. */
 #ifndef EPIC_MOE_STAGES_H
 #define EPIC_MOE_STAGES_H
 
@@ -76,7 +76,7 @@ static inline epic_context *moe_local_context(const moe_job *j)
 }
 
 /* Runs the local experts on the received rows in saved.recv. Writes their outputs to work.y.
- * Local. */
+ * Communicates with no other rank. */
 epic_result moe_run_experts(moe_job *j);
 /* Returns the rows in work.y to their tokens, and writes the sums to `out` [tokens, hidden].
  * Collective. */
@@ -86,10 +86,10 @@ epic_result moe_combine(moe_job *j, const epic_rows *out);
  * fault may be NULL. Collective. */
 epic_result moe_combine_backward(moe_job *j, const epic_const_rows *d_out, data_fault *fault);
 /* With EPIC_DISPATCH_AGAIN, dispatches x again, because forward did not save the received rows.
- * Collective. */
+ * Otherwise does nothing. Collective. */
 epic_result moe_dispatch_again(moe_job *j);
 /* With EPIC_RECOMPUTE, computes the first product of the experts again, because forward did not
- * save it. Local. */
+ * save it. Otherwise does nothing. Communicates with no other rank. */
 epic_result moe_recompute_experts(moe_job *j);
 
 /* Runs the experts' backward. Reads work.d_y, and writes work.d_recv, work.d_slot_weights and
@@ -99,7 +99,7 @@ epic_result moe_experts_backward(moe_job *j, const epic_moe_gradients *g, uint32
  * Also returns the gradients of the slots' weights, to work.d_weights. Collective: a rank that
  * does not want d_x (d_x->data is NULL) calls it too. */
 epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x);
-/* With EPIC_SUM_DENSE, sums work.dense over the ranks. Collective. */
+/* With EPIC_SUM_DENSE, sums work.dense over the ranks. Otherwise does nothing. Collective. */
 epic_result moe_sum_dense(moe_job *j);
 
 /* Called after an error that only this rank has, while its peers already wait for this rank.

@@ -172,8 +172,8 @@ int64_t layer_find_misplaced(const epic_layer *layer, int32_t num_ranks,
 /* The first error in a table of replicas. Both fields are -1 if there is none. */
 typedef struct replicas_error {
     int64_t expert; /* expert whose entry is out of range; -1: no such expert */
-    /* the invalid entry, or, if `expert` is -1, a logical expert without a replica; -1: no
-     * error */
+    /* the invalid entry. If `expert` is -1: a logical expert without a replica, or -1 if there
+     * is no error. */
     int64_t logical;
 } replicas_error;
 

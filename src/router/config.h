@@ -30,7 +30,7 @@ typedef struct router_job {
     uint32_t weights_type;       /* epic_type of weights, scale_of_expert and scores */
     uint32_t grad_type;          /* epic_type of d_logits */
     bool accumulate;             /* EPIC_ACCUMULATE: add to the gradients */
-    /* true: choose experts by their logits, because the selection values have the same order */
+    /* true: choose experts by their logits, which have the same order as `values` */
     bool on_logits;
     /* [LOSS_RUNS]: partial sums of a loss, each over a range of tokens (rules/rule.h) */
     double *runs;

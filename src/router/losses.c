@@ -164,8 +164,9 @@ static const int32_t *count_choices(const loss_job *job, int64_t first)
     return r->order;
 }
 
-/* Sets *load to the load [num_experts] that counts for the tokens from `first` on. Returns the
- * number of tokens for which it counts: one sequence, or all tokens. */
+/* Sets *load to the numbers of choices of each expert [num_experts] for the tokens from `first`
+ * on: those of one sequence, or those of the whole group. Returns the number of tokens for
+ * which *load is valid. */
 static int64_t next_load(const loss_job *job, int64_t first, const int32_t **load)
 {
     const bool whole = job->args.sequence_tokens == 0;

@@ -11,7 +11,8 @@
 
 #define MAX_CHOSEN 64 /* largest top_k */
 
-/* The parts and the divisor of the weights of one token (formula at the head of this file). */
+/* The numbers from which the weights of one token are computed (formula at the head of this
+ * file). */
 typedef struct shares {
     REAL parts[MAX_CHOSEN];   /* 0 for a choice without an expert */
     REAL divisor;             /* if it is 0, every weight is 0 */
@@ -111,7 +112,8 @@ static void make_parts(const router_job *job, const int32_t *topk_idx, REAL *par
     }
 }
 
-/* Returns the parts and the divisor of a token. */
+/* Returns the parts and the divisor of the weights of one token (formula at the head of this
+ * file). */
 static shares make_shares(const router_job *job, const int32_t *topk_idx)
 {
     const epic_router *r = &job->router;
@@ -208,7 +210,8 @@ static void parts_backward(const router_job *job, const REAL *parts, const int32
     }
 }
 
-/* Computes the gradient of the logits in job->spare from the gradient of the weights. */
+/* Computes the gradient of the logits from d_weights, the gradient of the weights. Stores it in
+ * job->spare. */
 static void weigh_backward(const router_job *job, const int32_t *topk_idx,
                            const void *d_weights)
 {
