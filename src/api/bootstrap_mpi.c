@@ -33,7 +33,7 @@ epic_result epic_bootstrap_mpi(epic_bootstrap *out, const void *comm, uint32_t t
     const epic_backend *backend;
     if (out == NULL)
         return epic_fail(EPIC_EINVAL, "out is NULL: pass an epic_bootstrap to fill in");
-    *out = (epic_bootstrap){0}; /* a failed bootstrap can be closed too */
+    *out = (epic_bootstrap){0}; /* so that the caller may close *out even if this call fails */
     TRY(backend_find(&backend, "mpi"));
     bootstrap *m = calloc(1, sizeof *m);
     if (m == NULL) return epic_fail(EPIC_ENOMEM, "no memory for a bootstrap");

@@ -71,7 +71,7 @@ static const void *piece_of_row(const combining *c, int64_t row)
 static int32_t local_expert(const plan_view *v, int32_t slot)
 {
     int32_t low = 0, high = v->header->num_local - 1;
-    while (low < high) { /* the slab is one of low to high */
+    while (low < high) { /* the slab has a number from low to high */
         const int32_t middle = low + (high - low + 1) / 2;
         if (v->slab_begin[middle] <= slot)
             low = middle;
@@ -412,8 +412,8 @@ static void combine_clear_outputs(const combining *c)
     slot_array_clear(&weights);
 }
 
-/* Runs combine or dispatch_backward: exchanges op headers, moves the rows and ends the
- * operation. */
+/* Runs combine or dispatch_backward: sends and compares op headers, sends and receives the
+ * rows, and ends the operation. */
 static epic_result combine_run(epic_context *ctx, uint32_t operation, const epic_call *call,
                                plan_op *s, combining *c)
 {

@@ -59,7 +59,8 @@ static void add_leaf(const adding *a, int64_t leaf, float *out)
 }
 
 /* Adds the leaves [first, first + count) in a binary tree, and writes the sum to
- * a->levels[level]. count is a power of two. Overwrites the levels above `level`. */
+ * a->levels[level]. count is a power of two. May overwrite the rows of a->levels after row
+ * `level`. */
 static void add_leaves(adding *a, int64_t first, int64_t count, int level)
 {
     float *out = a->levels[level];

@@ -39,7 +39,8 @@ static void layout_saved(moe_job *j, unsigned char *base)
     const int64_t local = j->is_device ? larger_of(j->experts.num_local_experts, experts)
                                        : j->experts.num_local_experts;
     moe_saved *s = &j->saved;
-    s->plan = place_buffer(base, &used, j->plan_bytes); /* first buffer of epic_moe_plan */
+    /* the first buffer that epic_moe_plan writes */
+    s->plan = place_buffer(base, &used, j->plan_bytes);
     s->logits = place_buffer(base, &used, j->tokens * j->columns * j->real_bytes);
     s->topk_idx = place_buffer(base, &used, choices * 4);
     s->weights = place_buffer(base, &used, choices * j->real_bytes);
@@ -47,7 +48,8 @@ static void layout_saved(moe_job *j, unsigned char *base)
     s->expert_tokens = place_buffer(base, &used, local * 4);
     s->load = place_buffer(base, &used, (int64_t)j->layer.num_experts * 4);
     s->logical_load = place_buffer(base, &used, (int64_t)j->layer.num_logical * 4);
-    s->total_tokens = place_buffer(base, &used, 8); /* last buffer of epic_moe_plan */
+    /* the last buffer that epic_moe_plan writes */
+    s->total_tokens = place_buffer(base, &used, 8);
     const bool keeps = !(j->moe.flags & EPIC_RECOMPUTE);
     const bool keeps_rows = !(j->moe.flags & EPIC_DISPATCH_AGAIN);
     s->shared = place_buffer(base, &used, keeps ? j->blocks * j->shared_memory.saved_bytes : 0);

@@ -139,7 +139,7 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
 
 epic_result moe_device_forward(moe_job *j, const epic_moe_args *a)
 {
-    TRY(moe_device_route(j, a)); /* no peer waits for this rank yet */
+    TRY(moe_device_route(j, a)); /* an error is safe here: no peer waits for this rank yet */
     TRY(moe_device_plan_dispatch(j, a));
     epic_result result = moe_run_experts(j);
     if (result != EPIC_OK) return moe_abort_call(j, result);

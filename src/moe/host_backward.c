@@ -186,7 +186,7 @@ static void zero_gradients(const moe_job *j, const backward_call *c)
 }
 
 /* Runs all stages. If combine backward or the repeated dispatch fails, every rank returns the
- * error. A later error may occur on this rank alone, so it aborts the context. */
+ * error. A later error may occur on this rank alone. Then this rank aborts the context. */
 static epic_result run_backward(moe_job *j, backward_call *c)
 {
     epic_result result = moe_combine_backward(j, &c->args->d_out, &c->fault);

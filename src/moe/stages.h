@@ -96,8 +96,9 @@ epic_result moe_recompute_experts(moe_job *j);
  * the weight gradients in `g`. flags is 0 or EPIC_ACCUMULATE. */
 epic_result moe_experts_backward(moe_job *j, const epic_moe_gradients *g, uint32_t flags);
 /* Returns the rows in work.d_recv to their tokens and writes the sums to d_x [tokens, hidden].
- * Also returns the gradients of the slots' weights, to work.d_weights. Collective: a rank that
- * does not want d_x (d_x->data is NULL) calls it too. */
+ * Also sends the gradients of the slots' weights to the home ranks, which write them to
+ * work.d_weights. Collective: a rank that does not want d_x (d_x->data is NULL) calls it
+ * too. */
 epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x);
 /* With EPIC_SUM_DENSE, sums work.dense over the ranks. Otherwise does nothing. Collective. */
 epic_result moe_sum_dense(moe_job *j);

@@ -311,7 +311,7 @@ static void place_foreign_token(planner *p, int32_t *ids, uint32_t top_k, int32_
     }
 }
 
-/* Returns true if an EXPERT_MAJOR plan keeps every choice. */
+/* Returns true if the layout is EXPERT_MAJOR and the plan keeps every choice. */
 static bool is_nothing_dropped(const planner *p)
 {
     bool all = p->header->layer.layout == EPIC_EXPERT_MAJOR;
