@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A mode that finds the first NaN or infinity in the MoE layers of a model.
 
-In normal operation each layer only looks at its input, its output and their gradients, and the
-ranks exchange what they found.  When one of them is not finite, all ranks compute the layer once
-more, one choice of the tokens at a time, so that each row belongs to one expert.
+Each layer checks its input, its output and their gradients. All ranks then exchange their findings.
+If an output or a gradient of an input is not finite, all ranks compute the layer again, with one
+choice of each token at a time. Each row that a token gets back then comes from one expert, so the
+error can name this expert.
 """
 
 import contextlib
@@ -23,7 +24,8 @@ from epic.torch.moe import OF_EXPERTS, MoeWeights, logits_of, run_experts, run_s
 from epic.torch.router import route
 from epic.torch.sums import sum as sum_over_ranks
 
-# The values that are checked, in the order in which a layer computes, and the remedy for each.
+# The checked values, in the order in which forward and backward compute them. STAGES has the name
+# and the remedy of each for the error.
 INPUT, LOGITS, EXPERT, SHARED, OUTPUT, D_OUTPUT, D_EXPERT, D_INPUT = range(8)
 STAGES = (
     ("the input row", "look at the layers before this one"),
@@ -38,7 +40,15 @@ STAGES = (
 
 
 class Finding(NamedTuple):
-    """A row that is not finite. expert is -1 if the row belongs to no expert."""
+    """A row that is not finite.
+
+    Findings are ordered: the smallest one is computed first.
+
+    Attributes:
+        stage: The value that the row belongs to: INPUT to D_INPUT.
+        token: Number of the token on its rank.
+        expert: Expert that computed the row; -1 if it belongs to no expert.
+    """
 
     stage: int
     token: int
@@ -47,23 +57,27 @@ class Finding(NamedTuple):
 
 @contextlib.contextmanager
 def check_finite(model: nn.Module) -> Iterator[None]:
-    """Find the first row of a model's MoE layers that holds a NaN or an infinity.
+    """Find the first row of a model's MoE layers that contains a NaN or an infinity.
 
-    While the mode is active every forward and backward of an MoE layer checks its rows, and every
-    rank raises the same error. Every rank enters the mode at the same time. It adds a small sum
-    over the ranks to each layer and makes the host wait for the device, so use it for debugging
-    only, and not under torch.compile.
+    While the context is active, each forward and backward of an MoE layer checks its rows. If a
+    rank finds such a row, all ranks raise the same error.
+
+    All ranks must enter and leave the context at the same place of the program. Call the layers as
+    layer(x) or layer(x, token_mask). The check adds a small sum over the ranks to each layer, and
+    the host waits for the device. So use it for debugging only, and not under torch.compile.
 
     Args:
-        model: A model with MoE layers, or one layer; also after replace_moe.
+        model: A model with `MoE` layers, or a `MoE`; also a model whose blocks `replace_moe` has
+            replaced.
 
     Returns:
         A context manager.
 
     Raises:
-        EpicNonFiniteError: In forward or backward of a layer: names the layer, rank, token and
-            expert of the row. Of several rows the one that is computed first, then that of the
-            lowest rank and token.
+        EpicNonFiniteError: Forward or backward of a layer found a row. The error names its layer,
+            rank and token, and the expert that computed it. If there are several rows, it names the
+            one that is computed first. If these are several too, it names the lowest rank and
+            token.
 
     Example:
         >>> import torch, epic.torch
@@ -81,10 +95,12 @@ def check_finite(model: nn.Module) -> Iterator[None]:
         layers before this one
     """
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, MoE)]
-    before = [layer.__dict__.get("forward") for _, layer in layers]  # None: that of the class
+    # None: the instance has no forward of its own, so the class's is used.
+    before = [layer.__dict__.get("forward") for _, layer in layers]
     try:
         for name, layer in layers:
-            # Not hooks: inside forward the parameters are whole under fully_shard and under peft.
+            # A replaced forward, not a hook. Under fully_shard and peft the parameters have their
+            # complete values only inside of forward, and the check needs these values.
             layer.forward = checked(name, layer, layer.forward)  # type: ignore[method-assign]
         yield
     finally:
@@ -95,10 +111,17 @@ def check_finite(model: nn.Module) -> Iterator[None]:
 
 
 def checked(name: str, layer: MoE, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that checks the rows of each call."""
+    """Return a forward for a layer that calls `forward` and checks the rows of each call.
+
+    Args:
+        name: Name of the layer, for the error.
+        layer: The layer.
+        forward: The layer's own forward.
+    """
 
     def checked_forward(x: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        entry = x.view_as(x) if x.requires_grad else x  # its gradient is this layer's alone
+        # The gradient of a view comes from this layer only, even if other modules use x too.
+        entry = x.view_as(x) if x.requires_grad else x
         out, loss = forward(entry, token_mask)
         call = Call(name, layer, x, token_mask)
         with torch.no_grad():
@@ -113,7 +136,12 @@ def checked(name: str, layer: MoE, forward: Callable[..., Any]) -> Callable[...,
 
 
 def first_bad_row(rows: Tensor, mask: Tensor | None = None) -> int | None:
-    """Return the first row [..., n] that is not finite and that the mask keeps, or None."""
+    """Return the number of the first row that is not finite, or None.
+
+    Args:
+        rows: [..., n].
+        mask: bool [rows]; a row whose element is False is not checked. None: all rows are checked.
+    """
     bad = ~rows.detach().reshape(-1, rows.shape[-1]).isfinite().all(dim=1)
     if mask is not None:
         bad &= mask
@@ -122,7 +150,17 @@ def first_bad_row(rows: Tensor, mask: Tensor | None = None) -> int | None:
 
 
 class Call:
-    """One forward of a layer, with what its backward needs to name an expert."""
+    """One forward of a layer, and the data with which its backward finds the expert.
+
+    Collective: every rank of the group calls the methods named check_* and search_*, first_of_ranks
+    and run_choice.
+
+    Args:
+        name: Name of the layer, for the error.
+        layer: The layer.
+        x: The input [..., hidden] of the forward.
+        mask: The token mask [...] of the forward, or None.
+    """
 
     def __init__(self, name: str, layer: MoE, x: Tensor, mask: Tensor | None) -> None:
         self.name, self.layer = name, layer
@@ -133,7 +171,7 @@ class Call:
         self.weights = MoeWeights(*(None if w is None else w.detach() for w in layer.weights()))
 
     def check_forward(self, out: Tensor) -> None:
-        """Check input and output; collective."""
+        """Check the input and the output [..., hidden] of the layer."""
         came, went = first_bad_row(self.rows), first_bad_row(out, self.mask)
         found = []
         if came is not None:
@@ -146,14 +184,14 @@ class Call:
         self.raise_if_found(rank, worst)
 
     def check_d_output(self, d_output: Tensor) -> None:
-        """Check the gradient of the output; collective."""
+        """Check the gradient of the output, and keep it for search_experts."""
         self.d_output = d_output.detach().reshape(self.rows.shape)
         token = first_bad_row(self.d_output, self.mask)
         found = [] if token is None else [Finding(D_OUTPUT, token)]
         self.raise_if_found(*self.first_of_ranks(found))
 
     def check_d_input(self, d_input: Tensor) -> None:
-        """Check the gradient of the input; collective."""
+        """Check the gradient of the input."""
         token = first_bad_row(d_input, self.mask)
         found = [] if token is None else [Finding(D_INPUT, token)]
         rank, worst = self.first_of_ranks(found)
@@ -162,7 +200,14 @@ class Call:
         self.raise_if_found(rank, worst)
 
     def first_of_ranks(self, found: list[Finding]) -> tuple[int, Finding | None]:
-        """Return the rank and the finding that comes first, equal on all ranks; collective."""
+        """Return the first finding of all ranks and its rank; all ranks return the same.
+
+        Args:
+            found: Findings of this rank.
+
+        Returns:
+            The rank and its finding; (0, None) if no rank has a finding.
+        """
         group = self.layer.group
         table = torch.zeros(group.num_ranks, 4, device=group.device)
         if found:
@@ -180,14 +225,17 @@ class Call:
         return rank, Finding(stage, token, expert)
 
     def raise_if_found(self, rank: int, found: Finding | None) -> None:
-        """Raise the error of a finding."""
+        """Raise the error of a finding of a rank; do nothing if it is None."""
         if found is not None:
             what, remedy = STAGES[found.stage]
             expert = None if found.expert < 0 else found.expert
             raise EpicNonFiniteError(what, remedy, self.name, rank, found.token, expert)
 
     def search_forward(self) -> list[Finding]:
-        """Return what is not finite between the input and the output; collective."""
+        """Return the findings of this rank between input and output.
+
+        Checks the results of the experts, the logits and the result of the shared expert.
+        """
         found = self.search_experts(EXPERT)
         token = first_bad_row(logits_of(self.rows, self.weights), self.mask)
         if token is not None:
@@ -200,18 +248,18 @@ class Call:
         return found
 
     def search_experts(self, stage: int) -> list[Finding]:
-        """Return the rows that are not finite, each of one expert; collective.
+        """Return the rows of single experts that are not finite, at most one for each choice k.
 
         Args:
-            stage: EXPERT for the results of experts, D_EXPERT for the gradients of their inputs.
+            stage: EXPERT: check the results of experts. D_EXPERT: check the gradients of their
+                inputs.
         """
         layer = self.layer
         router = layer.options.router
         logits = logits_of(self.rows, self.weights)
         chosen, probabilities = route(router, logits, bias=self.weights.bias, group=layer.group)
-        chosen = torch.where(
-            chosen < router.num_experts, chosen, -1
-        )  # zero-experts compute nothing
+        # Zero-experts compute nothing, so leave out their ids, which follow those of the experts.
+        chosen = torch.where(chosen < router.num_experts, chosen, -1)
         if self.mask is not None:
             chosen = torch.where(self.mask[:, None], chosen, -1)
         found = []
@@ -224,8 +272,17 @@ class Call:
         return found
 
     def run_choice(self, chosen: Tensor, weight: Tensor, backward: bool) -> Tensor:
-        """Return the experts' rows [tokens, hidden] of one choice of each token, or with backward
-        the gradients that these experts return; collective."""
+        """Run the experts with one choice of each token.
+
+        Args:
+            chosen: [tokens, 1] int32: the expert of each token, or -1.
+            weight: [tokens, 1]: the weight of this choice.
+            backward: Whether to run backward too.
+
+        Returns:
+            The results of the experts [tokens, hidden]; with backward the gradients of their inputs
+            [tokens, hidden].
+        """
         layer, options = self.layer, self.layer.options
         own = ExpertWeights(*(getattr(self.weights, name) for name in OF_EXPERTS))
         wish = Layer(
