@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient clipping, loss scaling and label counts for models whose experts are spread over ranks.
 
-torch's own functions see one rank's parameters only.  With expert parallelism each rank holds
-other experts, so each rank would compute another norm, and the parameters that all ranks share
-would drift apart without an error.  The functions here give every rank the same result.
+torch's own functions see the parameters of one rank only. With expert parallelism each rank has
+different experts, so torch would compute a different norm on each rank. The parameters that all
+ranks share, such as the router, would then become different without an error. The functions of this
+module return the same result on every rank.
 """
 
 from collections.abc import Iterable
@@ -23,8 +24,11 @@ from epic.torch.sums import sum as sum_over_ranks
 class Sharing(NamedTuple):
     """How a parameter is divided among processes.
 
-    is_expert: each rank of the group has its own.  shards: pairs (mesh, dimension) over which
-    every process holds a part of the parameter.
+    Attributes:
+        is_expert: True if the parameter belongs to the experts of one rank of the group. False if
+            all ranks of the group have this parameter.
+        shards: Pairs (mesh, dimension of the mesh). Each process of this dimension has a different
+            part of the parameter. Empty: each process has the whole parameter.
     """
 
     is_expert: bool
@@ -41,34 +45,38 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Clip the gradients of a model to a total norm that is equal on all ranks.
+    """Clip the gradients of a model, in place, by a total norm that is equal on all ranks.
 
-    The total norm is that of the whole model: the gradients of the experts of all ranks, and once
-    the gradients of every parameter that all ranks share.  Call it on every rank, after backward
-    and after sum_gradients().  With a norm that is already at most max_norm the gradients stay
-    unchanged.
+    The total norm covers the gradients of all experts of all ranks. It counts the gradient of each
+    parameter that all ranks share once, not once for each rank. As in torch, every gradient is
+    multiplied by min(1, max_norm / (total norm + 1e-6)).
+
+    Collective: every rank of the group calls it, after backward and after sum_gradients().
 
     Args:
-        parameters: A model, or its parameters.  In a model the experts are those of its MoE
-            layers.  In a list they are the parameters with the attribute allreduce = False; pass
-            the model if it is under fully_shard, which makes parameters without the attribute.
-        max_norm: The largest total norm that is left unchanged.
+        parameters: A model, its parameters, or one parameter. In a model the parameters of experts
+            are those of its `MoE` layers, and the peft adapters on them. In a list they are the
+            parameters whose attribute allreduce is False. Pass the model, not a list, if it is
+            under fully_shard, because fully_shard makes parameters without this attribute.
+        max_norm: The largest total norm after clipping; 0 or more.
         group: The group of the layers.
-        norm_type: p of the p-norm; float("inf") for the largest absolute value.
-        mesh: A one-dimensional mesh of tensor parallelism, for parameters that are plain tensors.
-            Those with the attribute tensor_model_parallel = True are divided over it, and the
-            others are equal on its processes.  DTensors carry their own mesh.
-        error_if_nonfinite: Raise an error on all ranks if the total norm is NaN or infinite.  It
-            makes the host wait for the device.
-        foreach: As in torch.nn.utils.clip_grad_norm_.
+        norm_type: p of the p-norm, above 0; float("inf") for the largest absolute value.
+        mesh: A one-dimensional DeviceMesh of tensor parallelism, for parameters that are plain
+            tensors. Each of its processes has a different part of a parameter with the attribute
+            tensor_model_parallel = True. All other plain parameters are equal on its processes.
+            DTensors do not need this argument. None: no plain tensor is divided.
+        error_if_nonfinite: Whether a total norm that is NaN or infinite is an error on all ranks.
+            The host then waits for the device.
+        foreach: Whether to use torch's functions on lists of tensors, as in
+            torch.nn.utils.clip_grad_norm_. None: on GPUs only.
 
     Returns:
         The total norm before clipping, a float32 scalar on the group's device, with the same bits
         on every rank of the group.
 
     Raises:
-        EpicArgumentError: max_norm or norm_type is negative or NaN.
-        EpicError: The total norm is not finite, with error_if_nonfinite.
+        EpicArgumentError: max_norm is negative or NaN, or norm_type is not above 0.
+        EpicError: The total norm is NaN or infinite, and error_if_nonfinite is True.
 
     Example:
         >>> loss.backward()
@@ -99,7 +107,7 @@ def clip_grad_norm_(
 def list_parameters(
     parameters: nn.Module | Iterable[nn.Parameter] | nn.Parameter,
 ) -> tuple[list[nn.Parameter], set[int]]:
-    """Return the parameters, each once, and the identities of those that belong to one rank."""
+    """Return the parameters, each once, and the id() of each parameter of experts."""
     experts: set[int] = set()
     if isinstance(parameters, nn.Module):
         for module in parameters.modules():
@@ -116,10 +124,10 @@ def list_parameters(
 
 
 def sort_gradients(parameters: Any, mesh: Any) -> dict[Sharing, list[Tensor]]:
-    """Return this process's part of each gradient, by how the parameter is divided.
+    """Return this process's parts of the gradients, as one list for each kind of division.
 
-    A list may be empty: every rank has the same keys in the same order, whatever gradients it has,
-    because each key stands for collective calls.
+    total_norm makes collective calls for each key. So all ranks must have the same keys in the same
+    order. A rank that has no gradient for a key has an empty list.
     """
     found, experts = list_parameters(parameters)
     parts: dict[Sharing, list[Tensor]] = {}
@@ -136,13 +144,17 @@ def sort_gradients(parameters: Any, mesh: Any) -> dict[Sharing, list[Tensor]]:
             if tuple(gradient.placements) != tuple(placements):
                 parameter.grad = gradient = gradient.redistribute(placements=placements)
             gradient = gradient.to_local()
-        if gradient.numel():  # under fully_shard a process may have no element of a small parameter
+        # Under fully_shard a process may have no element of a small parameter.
+        if gradient.numel():
             gradients.append(gradient)
     return parts
 
 
 def shards_of(parameter: Any, mesh: Any) -> tuple[tuple[Any, int], ...]:
-    """Return the mesh dimensions over which a parameter is divided."""
+    """Return the mesh dimensions over which a parameter is divided, as in Sharing.shards.
+
+    mesh: as for clip_grad_norm_.
+    """
     if hasattr(parameter, "placements"):
         over = parameter.device_mesh
         return tuple((over, i) for i, p in enumerate(parameter.placements) if p.is_shard())
@@ -154,10 +166,18 @@ def shards_of(parameter: Any, mesh: Any) -> tuple[tuple[Any, int], ...]:
 def total_norm(
     parts: dict[Sharing, list[Tensor]], group: Group, p: float, foreach: bool | None
 ) -> Tensor:
-    """Return the norm of the whole model from the parts of all processes, [] float32.
+    """Return the norm of the whole model, [] float32, with the same bits on every rank.
 
-    Norms of parts are added as p-th powers in float64.  Each rank writes its two sums into a row of
-    its own, so that the sum over the ranks is exact; all ranks then add the rows in one order.
+    Each rank adds the p-th powers of the norms of its parts in float64, in two sums: one for the
+    experts, one for shared parameters. It writes the two sums into its own row of a table that is
+    otherwise zero. So the sum of the tables over the ranks is exact, and contains the rows of all
+    ranks. All ranks then add these rows in the same order.
+
+    Args:
+        parts: The result of sort_gradients.
+        group: The group of the layers.
+        p: The exponent of the norm; infinity: the largest absolute value.
+        foreach: As for clip_grad_norm_.
     """
     largest = p == float("inf")
     rows = torch.zeros(group.num_ranks, 2, dtype=torch.float64, device=group.device)
@@ -172,8 +192,8 @@ def total_norm(
         cell = rows[group.rank, 0 if sharing.is_expert else 1]
         cell.copy_(torch.maximum(cell, power) if largest else cell + power)
     rows = sum_over_ranks(group, rows)
-    # Gradients that all ranks share count with rank 0's values, so the result is equal on all ranks
-    # even if those gradients differ.
+    # All ranks use the sum of rank 0 for the shared parameters. So the result is equal on all ranks
+    # even if these gradients are not.
     experts, shared = rows[:, 0], rows[0, 1]
     if largest:
         return torch.maximum(experts.max(), shared).float()
@@ -181,15 +201,15 @@ def total_norm(
 
 
 def scale_gradients(gradients: list[Tensor], scale: Tensor, foreach: bool | None) -> None:
-    """Multiply gradients by a scalar tensor, in place."""
+    """Multiply gradients by the scalar tensor `scale`, in place."""
     by_place: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         by_place.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, _), some in by_place.items():
         factor = scale.to(device)
         if foreach or (foreach is None and device.type == "cuda"):
-            # One launch for all gradients instead of one for each. torch.nn.utils calls the same
-            # function.
+            # A private function of torch, which torch.nn.utils.clip_grad_norm_ also calls. It
+            # launches few kernels for all gradients, not one for each.
             torch._foreach_mul_(some, factor)
         else:
             for gradient in some:
@@ -199,14 +219,17 @@ def scale_gradients(gradients: list[Tensor], scale: Tensor, foreach: bool | None
 class GradScaler(torch.amp.GradScaler):
     """A torch.amp.GradScaler that skips a step on all ranks together.
 
-    torch's scaler skips the step of a rank whose gradients overflowed.  The gradients of experts
-    differ between ranks, so some ranks would skip a step that others make.  This one skips it on
-    every rank of the group if any rank found an overflow, and then lowers the scale on every rank.
+    torch's scaler skips a step of the optimizer if the gradients of this rank overflowed. The
+    gradients of experts differ between ranks, so some ranks would skip a step that others make.
+    This scaler skips the step on every rank of the group if any rank found an overflow. Then
+    update() lowers the scale on every rank.
+
+    Every rank calls unscale_() and step() in the same order.
 
     Args:
         group: The group of the layers.
-        device: As in torch.amp.GradScaler; default: that of the group.
-        **options: Arguments of torch.amp.GradScaler, such as init_scale.
+        device: Device type, as in torch.amp.GradScaler. None: that of the group.
+        **options: Other arguments of torch.amp.GradScaler, such as init_scale.
 
     Example:
         >>> scaler = epic.torch.GradScaler(group)
@@ -224,10 +247,15 @@ class GradScaler(torch.amp.GradScaler):
         self.group = group
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
-        """Unscale, and report an overflow of any rank.
+        """Divide the gradients by the scale, and return whether any rank found an overflow.
 
-        A private method of torch (2.9 to 2.15, tests/torch/test_gradients.py): unscale_() and
-        step() both look for overflows through it, and there is no public place for this.
+        This overrides a private method of torch, because torch has no public one for it. Both
+        unscale_() and step() find overflows through this method. tests/torch/test_gradients.py
+        checks it with torch 2.9 and 2.15.
+
+        Returns:
+            For each device a float32 tensor with one element: how many devices of all ranks found
+            an overflow.
         """
         found = super()._unscale_grads_(*args, **kwargs)
         some = torch.zeros(1, device=self.group.device)
@@ -236,22 +264,27 @@ class GradScaler(torch.amp.GradScaler):
         some = sum_over_ranks(self.group, some)
         for value in found.values():
             value.copy_(some.reshape(value.shape))
+        # A rank without gradients found nothing, but must skip the step with the others.
         return found or {self.group.device: some.reshape(())}
 
 
 def count_labels(
     labels: Tensor, group: Group, *, ignore_index: int = -100, process_group: Any = None
 ) -> Tensor:
-    """Count the labels of all ranks, by which each rank divides its sum of losses.
+    """Count the labels of all ranks.
 
-    Ranks may have different numbers of labels.  A mean over each rank's own labels would weigh
-    the labels of some ranks more than those of others.
+    Each rank divides the sum of its losses by this number. The losses of all ranks then add up to
+    the mean over all labels. If each rank divided by the number of its own labels, a label of a
+    rank with few labels would have more weight than one of a rank with many.
+
+    Collective: every rank of the group, and of process_group, calls it.
 
     Args:
-        labels: This rank's labels, of any integer dtype and shape.
+        labels: Labels of this rank, of any integer dtype and shape.
         group: The group of the layers.
-        ignore_index: The label of positions that have none, as in cross_entropy.
-        process_group: A ProcessGroup of data parallelism over other ranks, whose labels count too.
+        ignore_index: The label of positions that do not count, as in cross_entropy.
+        process_group: ProcessGroup of data parallelism: the counts of its ranks, each of another
+            group, are added too. None: there are no other groups.
 
     Returns:
         The number of labels, a float64 scalar on the group's device, equal on all ranks.

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks for parameters that belong to one rank: those of its experts.
+"""Checks for the parameters of experts, which differ between the ranks of a group.
 
-Data parallelism assumes that all parameters are equal on all ranks, but those of experts differ.
-A state_dict contains the experts of one rank, and records which ones.
+Data parallelism assumes that every parameter is equal on all ranks. That is false for parameters
+of experts. So this module refuses DistributedDataParallel and fully_shard over ranks that have
+different experts. A layer's state_dict contains the experts of one rank only. So it also contains
+the numbers of these experts, and loading it on another rank is an error.
 """
 
 import re
@@ -22,13 +24,17 @@ from epic.torch.moe import OF_EXPERTS
 EXTRA = "_extra_state"  # the key under which torch saves get_extra_state()
 
 
-# Names that torch.nn.utils makes of theirs: w_down_orig and w_down_mask (prune), w_down_g and
-# w_down_v (weight_norm), parametrizations.w_down.original.
+# Matches the names of experts' parameters, and names that torch.nn.utils derives from them:
+# w_down_orig and w_down_mask (prune), w_down_g and w_down_v (weight_norm), and
+# parametrizations.w_down.original.
 DERIVED = re.compile(rf"(parametrizations\.)?({'|'.join(OF_EXPERTS)})(_orig|_mask|_g|_v|\..*)?")
 
 
 def is_of_experts(name: str) -> bool:
-    """Returns whether a parameter or buffer of a layer belongs to this rank's own experts."""
+    """Return whether a parameter or buffer of a layer belongs to the experts of this rank.
+
+    name: its name in the layer, without the name of the layer.
+    """
     return DERIVED.fullmatch(name) is not None
 
 
@@ -36,11 +42,11 @@ def is_of_experts(name: str) -> bool:
 
 
 class HeldExperts(Tensor):
-    """[first, count, num_experts] int64: the experts that a state holds.
+    """The numbers of the experts in a state_dict: int64 [first, count, num_experts].
 
-    Everything that copies or saves it sees a plain tensor: torch.save, safetensors and
-    torch.distributed.checkpoint. Copying other numbers into it is an error, because
-    dcp.load(layer.state_dict()) would load another rank's experts that way.
+    torch.save, safetensors and torch.distributed.checkpoint save it as a plain tensor. Copying
+    other numbers into it is an error: in dcp.load(layer.state_dict()) they show that the checkpoint
+    has the experts of another rank.
     """
 
     @classmethod
@@ -59,20 +65,23 @@ class HeldExperts(Tensor):
 
 
 def held_experts(group: Group, num_experts: int) -> HeldExperts:
-    """Return the experts of this rank."""
+    """Return the numbers of this rank's experts, in contiguous blocks by rank."""
     count = num_experts // group.num_ranks
     held = torch.tensor([group.rank * count, count, num_experts], device="cpu")
     return held.as_subclass(HeldExperts)
 
 
 def format_experts(held: Tensor) -> str:
-    """Return the experts of a state as text for an error."""
+    """Return the experts that a HeldExperts stands for, as text for an error."""
     first, count, num_experts = held.tolist()
     return f"experts {first} to {first + count - 1} of {num_experts}"
 
 
 def check_held(own: Tensor, other: Tensor) -> None:
-    """Refuse a state with the experts of another rank; one on "meta" has no numbers."""
+    """Raise an error if `other`, of a state, is not equal to `own`, of this rank.
+
+    A tensor on "meta" has no values, so it passes.
+    """
     if not other.is_meta and other.tolist() != own.tolist():
         raise EpicArgumentError(
             f"the state contains {format_experts(other)}, and this rank has {format_experts(own)}: "
@@ -82,9 +91,15 @@ def check_held(own: Tensor, other: Tensor) -> None:
 
 
 def check_loaded(own: Tensor, state: dict[str, Any], prefix: str) -> None:
-    """Refuse another rank's state before load_state_dict writes anything.
+    """Raise an error if load_state_dict would load the experts of another rank.
 
-    The router and the shared expert are equal on all ranks, so that they may come from any.
+    Call it before anything is loaded. A state without parameters of experts passes, because router
+    and shared expert are equal on all ranks.
+
+    Args:
+        own: The HeldExperts of this rank.
+        state: The state_dict of a whole model.
+        prefix: Prefix of the layer's names in the state.
     """
     names = (key.removeprefix(prefix) for key in state if key.startswith(prefix))
     if prefix + EXTRA in state and any(map(is_of_experts, names)):
@@ -95,10 +110,10 @@ def check_loaded(own: Tensor, state: dict[str, Any], prefix: str) -> None:
 
 
 def mark_experts(layer: nn.Module, group: Group) -> None:
-    """Set `allreduce` = False on the parameters of experts.
+    """Set the attribute `allreduce` to False on the parameters of experts.
 
-    Megatron-Core and DeepSpeed read it, and add their gradients over ranks with the same experts
-    only.
+    Megatron-Core and DeepSpeed read this attribute. They add gradients of such parameters only over
+    ranks that have the same experts.
     """
     if group.num_ranks == 1:
         return
@@ -107,7 +122,11 @@ def mark_experts(layer: nn.Module, group: Group) -> None:
 
 
 def process_ranks(group: Group) -> set[int]:
-    """Return the group's ranks as torch.distributed numbers them; empty if not known."""
+    """Return the global ranks, in torch.distributed, of the group's ranks.
+
+    Returns an empty set if they are not known: the group was opened without a process group, and
+    its ranks are not those of torch.distributed.
+    """
     if group.process_ranks is not None:
         return set(group.process_ranks)
     is_world = (
@@ -117,14 +136,15 @@ def process_ranks(group: Group) -> set[int]:
     return set(range(group.num_ranks)) if is_world else set()
 
 
+# For each layer that passed check_ddp: a weak reference to the DistributedDataParallel around it.
 CHECKED: "weakref.WeakKeyDictionary[nn.Module, Any]" = weakref.WeakKeyDictionary()
 
 
 def check_ddp(layer: nn.Module, group: Group) -> None:
-    """Refuse DistributedDataParallel and replicate() over ranks that have different experts.
+    """Raise an error in DistributedDataParallel or replicate() over ranks with different experts.
 
-    It runs in a forward, because torch knows only there what wraps a module.  The name in torch is
-    private, so a test checks it in each supported version.
+    Call it in the forward of a layer, because only there torch knows which wrapper is active.
+    _active_ddp_module is a private name of torch, so a test checks it in each supported version.
     """
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is None or group.num_ranks == 1:
@@ -146,10 +166,14 @@ def check_ddp(layer: nn.Module, group: Group) -> None:
 
 
 def check_sharding(group: Group, parameters: Iterable[tuple[str, Any]]) -> None:
-    """Refuse parameters under fully_shard over ranks of the group.
+    """Raise an error if fully_shard has sharded one of the parameters over ranks of the group.
 
-    fully_shard assumes that the parameters of experts are equal on all its ranks.  It also adds the
-    gradients of all other parameters, which sum_gradients would add again.
+    fully_shard assumes that all its ranks have the same experts. It also adds the gradients of all
+    other parameters over its ranks, and sum_gradients would add them a second time.
+
+    Args:
+        group: The group of the layer.
+        parameters: Names and parameters, as named_parameters() returns them.
     """
     for name, parameter in parameters:
         mesh = getattr(parameter, "device_mesh", None)
@@ -171,14 +195,18 @@ def check_sharding(group: Group, parameters: Iterable[tuple[str, Any]]) -> None:
 
 
 def experts_in(layer: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of a layer's own experts, with their names."""
+    """Return the names and parameters of a layer's experts."""
     return [(name, p) for name, p in layer.named_parameters() if is_of_experts(name)]
 
 
 def adapters_of_experts(module: nn.Module) -> list[nn.Parameter]:
-    """Return the adapters in a wrapper of the peft package around a parameter of experts.
+    """Return the parameters of the adapters on one parameter of experts.
 
-    Like the experts they belong to one rank.
+    Like the experts, these adapters belong to one rank.
+
+    Args:
+        module: Any module. Only a ParamWrapper of the peft package on a parameter of experts has
+            such adapters; the result is empty for all others.
     """
     if getattr(module, "parameter_name", None) not in OF_EXPERTS:
         return []
