@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture-of-Experts blocks of the transformers package (release 5) as epic.torch.MoE."""
+"""Replaces Mixture-of-Experts blocks of the transformers package (release 5) by epic.torch.MoE."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -30,10 +30,16 @@ from epic.torch.state import adapters_of_experts, check_sharding, is_of_experts
 
 
 class Block(nn.Module):
-    """The module that replaces a block: a `MoE` with the calling convention of the original.
+    """The module that replaces a block: a `MoE` that is called like the original block.
 
-    moe is the layer, in the wrappers that peft's adapters had in the original. router is called
-    with the router logits when transformers records outputs.
+    Attributes:
+        kind: Name of the original block's class.
+        moe: The layer. If the original had adapters of peft, it is wrapped in the same adapters.
+        adapted: Names of the parameters of the layer that have adapters.
+        original: A tuple with a copy of the original block, whose tensors are on "meta". The tuple
+            hides the copy from torch, which would list its parameters as those of the model.
+        router: A router without parameters. It is called with the router logits, so that
+            transformers can record them.
     """
 
     def __init__(self, moe: MoE, original: nn.Module) -> None:
@@ -66,8 +72,9 @@ class Block(nn.Module):
     def record_logits(self, layer: Any, args: tuple[Any, ...], _: Any) -> None:
         """Pass the router logits to the hooks of transformers, if there are any.
 
-        A hook of the layer, because adapters are active inside of it.  transformers makes its own
-        hooks when output_router_logits, or another output, is asked for the first time.
+        It is a forward hook of the layer, because adapters are active only inside of the wrappers
+        around the layer. transformers adds its own hooks to the router when a caller first requests
+        output_router_logits or another recorded output.
         """
         if self.router._forward_hooks:
             rows = args[0].reshape(-1, args[0].shape[-1])
@@ -75,9 +82,10 @@ class Block(nn.Module):
 
 
 def make_recorder(block: nn.Module) -> nn.Module:
-    """Return a router of a block's class without parameters, which returns what it is called with.
+    """Return a copy of a block's router without parameters, whose forward returns its input twice.
 
-    transformers records the results of the modules of that class: the first value, or the second.
+    transformers records a result of each module of the router's class. For some classes this is the
+    first result, for others the second.
     """
     router = copy.deepcopy(router_of(block))
     for name, _ in list(router.named_parameters(recurse=False)):
@@ -96,7 +104,7 @@ def returns_twice(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def without_memory(block: nn.Module) -> nn.Module:
-    """Return a copy of a block without adapters, with all tensors on the device "meta"."""
+    """Return a copy of a block without its adapters, with all tensors on the device "meta"."""
     tensors: Iterator[Any] = (*block.parameters(), *block.buffers()).__iter__()
     empty = {
         id(t): nn.Parameter(t.detach().to("meta"), requires_grad=t.requires_grad)
@@ -113,11 +121,18 @@ def without_memory(block: nn.Module) -> nn.Module:
 
 
 def read_block(block: nn.Module) -> Found:
-    """Return options and weights of a block; refuse another layout before anything is made."""
+    """Return options and weights of a block, without copies where possible.
+
+    Raises:
+        EpicUnsupportedError: The class is not supported, the parameters have another layout or
+            names, or the experts are quantized.
+    """
     family = family_of(block)
     try:
         tensors = tensors_of(block, family)
-        with torch.enable_grad():  # a tensor made from a frozen parameter shows that it is frozen
+        # With gradients enabled, a tensor that is computed from a parameter requires a gradient if
+        # and only if the parameter does. make_layer freezes parameters by this.
+        with torch.enable_grad():
             found = {key: read_tensor(family, key, parts) for key, parts in tensors.items()}
         options = read_options(block, family, found)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -140,7 +155,7 @@ def read_block(block: nn.Module) -> Found:
 
 
 def check_block(block: nn.Module, group: Group) -> None:
-    """Refuse a block that is not known, or that the device of the group does not support."""
+    """Raise an error if a block, or its router on the group's device, is not supported."""
     options, _ = read_block(block)
     if group.on_gpu and options.router.weight_rule == "sparsemixer":
         raise EpicUnsupportedError(
@@ -150,7 +165,10 @@ def check_block(block: nn.Module, group: Group) -> None:
 
 
 def other_layout(block: nn.Module, why: str) -> EpicUnsupportedError:
-    """Return the error of a block whose class is known but whose parameters are not."""
+    """Return the error for a supported class whose parameters differ from those of transformers 5.
+
+    why: the difference, for the text.
+    """
     kind = type(block)
     return EpicUnsupportedError(
         f"{kind.__name__} of {kind.__module__} does not have the parameters of transformers 5 "
@@ -166,21 +184,26 @@ def from_block(
     tag: int = 0,
     invariant: bool = False,
 ) -> MoE:
-    """Return a layer with the weights of a transformers block, with this rank's experts.
+    """Make a layer from a block of transformers, with copies of its weights.
+
+    The layer has the experts of this rank only. The block does not change. To replace all blocks of
+    a model use `replace_moe`.
 
     Args:
-        block: A block of transformers 5, of a class in the table of docs/guide/frameworks.md.
+        block: A block of transformers 5. The guide "transformers, Megatron-Core and torchtitan"
+            lists the supported classes.
         group: The open group.
         grouped_mm: As for `MoE`.
         tag: As for `MoE`.
         invariant: As for `replace_moe`.
 
     Returns:
-        The layer. Frozen parameters stay frozen.
+        The layer, on the group's device. Frozen parameters stay frozen.
 
     Raises:
-        EpicUnsupportedError: The class is not known, its parameters have another layout, or they
-            have adapters.
+        EpicUnsupportedError: The class is not supported, its parameters have another layout or are
+            quantized, or it has adapters.
+        EpicArgumentError: num_ranks of the group does not divide the number of experts.
     """
     adapted = [module.parameter_name for module in block.modules() if wrappers_of(module)]
     if adapted:
@@ -200,15 +223,16 @@ def make_layer(
     fill: Callable[[str, Tensor], None] | None = None,
     invariant: bool = False,
 ) -> MoE:
-    """Return the layer of from_block, without the adapters that the block may have.
+    """Return the layer that from_block describes, without the adapters of the block.
 
     Args:
         block: The block.
         group: The open group.
         grouped_mm: As for `MoE`.
         tag: As for `MoE`.
-        fill: Called with the name and the tensor of each parameter of this rank's experts, which it
-            writes. The experts in the block are on "meta" then. None: they are copied.
+        fill: A function (name, tensor) that writes one parameter of this rank's experts into the
+            tensor. The experts in the block then need no values of their own. None: the experts are
+            copied from the block.
         invariant: As for `replace_moe`.
     """
     options, found = read_block(block)
@@ -238,7 +262,7 @@ def make_layer(
                 fill(key, kept)
             else:
                 kept.copy_(value_here)
-            if key != "bias":  # a buffer: the choice has no gradient
+            if key != "bias":  # the bias is a buffer, without a gradient
                 kept.requires_grad_(value.requires_grad)
         if layer.load is not None:
             layer.load.zero_()
@@ -246,7 +270,7 @@ def make_layer(
 
 
 def blocks_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Yield parent, name and block of each Mixture-of-Experts block, known or not."""
+    """Yield parent, name and block of each Mixture-of-Experts block, supported or not."""
     for parent in model.modules():
         for name, child in parent.named_children():
             if is_block(child):
@@ -254,8 +278,11 @@ def blocks_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
 
 
 def is_block(module: nn.Module) -> bool:
-    """Returns whether a module is, or looks like, a Mixture-of-Experts block: by its class, or by
-    its part "experts"."""
+    """Return whether a module is, or looks like, a Mixture-of-Experts block of transformers.
+
+    It looks like one if it has a child "experts", or if its class has such a name. Layers and
+    blocks of EPIC do not count.
+    """
     kind = type(module).__name__
     if isinstance(module, MoE | Block) or kind in FAMILIES:
         return kind in FAMILIES
@@ -264,7 +291,11 @@ def is_block(module: nn.Module) -> bool:
 
 
 def find_blocks(model: nn.Module, group: Group) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Return parent, name and block of each block; refuse a model that replace_moe refuses."""
+    """Return parent, name and block of each block of a model.
+
+    Raises:
+        EpicUnsupportedError: The model has no block, or one that is not supported.
+    """
     found = list(blocks_of(model))
     other = sorted({type(block).__name__ for *_, block in found} - FAMILIES.keys())
     if other or not found:
@@ -286,8 +317,8 @@ def replace_moe(
 ) -> int:
     """Replace all Mixture-of-Experts blocks of a loaded transformers model, in place.
 
-    Collective: every rank calls it with the same model, and keeps its own experts. A model that has
-    no block, or one that is not known, is left unchanged.
+    Every rank calls it with the same model. Afterwards the model of a rank has the experts of this
+    rank only. A model that has no block, or one that is not supported, stays unchanged.
 
     Args:
         model: The model.
@@ -300,7 +331,8 @@ def replace_moe(
         The number of blocks that were replaced.
 
     Raises:
-        EpicUnsupportedError: A block is not known, or the model has none.
+        EpicUnsupportedError: A block is not supported, or the model has no block.
+        EpicArgumentError: num_ranks of the group does not divide the number of experts.
 
     Example:
         model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
@@ -316,16 +348,18 @@ def replace_moe(
 
 
 def sum_gradients(model: nn.Module, group: Group) -> None:
-    """Add the gradients of all parameters that every rank has over the ranks of the group.
+    """Add the gradients of all shared parameters of a model over the ranks of the group.
 
-    Call it after backward, on every rank, for a model with `MoE` layers or replaced blocks. The
-    experts of a rank have complete gradients without it, and so have layers that add them in
-    backward (see MoE.sum_gradients). A parameter without a gradient on this rank counts as zeros.
-    Gradients are added in float32 (float64 for float64 parameters), those of layers with sum_order
-    "tree" in a tree.
+    Shared parameters are those that every rank has: all except those of experts and the adapters on
+    them. Parameters of experts have complete gradients after backward. Layers that add gradients
+    during backward are left out too (see MoE.sum_gradients).
+
+    Collective: every rank calls it, after backward. A parameter without a gradient on this rank
+    counts as zeros. Gradients are added in float32 (float64 for float64 parameters). The parameters
+    of layers with sum_order "tree" are added in a binary tree.
 
     Args:
-        model: The model.
+        model: A model with `MoE` layers, or with blocks that `replace_moe` has replaced.
         group: The group of its layers.
 
     Raises:

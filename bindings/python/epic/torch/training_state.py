@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of a training run for torch.distributed.checkpoint: model, optimizer and counters.
 
-A layer's own state_dict holds the experts of one rank, and an optimizer's state_dict numbers its
-parameters without saying whose experts they are.  Here everything that belongs to experts becomes a
-DTensor over the ranks of the group, so that a run can be resumed with another number of ranks.
+The state_dict of a layer contains the experts of one rank. The state_dict of an optimizer numbers
+its parameters, so it does not show which experts they belong to. TrainingState names the parameters
+and makes each tensor of experts a DTensor over the ranks of the group. So a run can be resumed with
+a different number of ranks.
 """
 
 from collections.abc import Iterator
@@ -21,19 +22,22 @@ from epic.torch.state import EXTRA, adapters_of_experts, is_of_experts
 class TrainingState:
     """A model and its optimizer as one stateful object of torch.distributed.checkpoint.
 
-    It holds references only.  dcp.save asks it for the state, and dcp.load writes into the
-    parameters and the optimizer.  The number of ranks of the group, and the number of replicas of
-    the other dimensions of the mesh, may differ between the two.
+    It has only references to the model and the optimizer, no copies. dcp.save calls its state_dict
+    method. dcp.load writes into the parameters and into the state of the optimizer. Between saving
+    and loading, the number of ranks of the group may change, and also the sizes of the other
+    dimensions of the mesh.
 
     Args:
-        model: A model with MoE layers, or one layer; also after replace_moe.
-        mesh: The mesh of the layers' group: one dimension, or for a model under fully_shard the
-            dimensions of that and then the group's, as mesh["dp", "ep"].
-        optimizer: Its optimizer, or None.  All of its parameters must belong to the model.
+        model: A model with `MoE` layers, or a `MoE`; also a model whose blocks `replace_moe` has
+            replaced.
+        mesh: DeviceMesh of the layers' group, with one dimension. For a model under fully_shard:
+            the dimensions of fully_shard, then the group's, for example mesh["dp", "ep"].
+        optimizer: The optimizer of the model. All its parameters must belong to the model. None:
+            the state contains no optimizer.
 
     Raises:
-        EpicArgumentError: The model has no MoE layer, or the optimizer a parameter that the model
-            does not have.
+        EpicArgumentError: The model has no MoE layer, or the optimizer has a parameter that the
+            model does not have.
         EpicUnsupportedError: Adapters on experts are sharded by fully_shard, or are not LoRA.
 
     Example:
@@ -64,9 +68,16 @@ class TrainingState:
                     )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, whose tensors share the memory of the model and the optimizer.
+        """Return the state as torch.distributed.checkpoint saves it.
 
-        Every rank calls it.
+        Collective: every rank calls it. The tensors of "model" and "optimizer" share the memory of
+        the model and the optimizer. If the optimizer has not stepped yet, this call makes its
+        state.
+
+        Returns:
+            A dict with "model" (tensors by name), "loads" (counts of choices by layer), and with an
+            optimizer "optimizer" (its fields by PARAMETER/FIELD) and "groups" (options of its
+            parameter groups).
         """
         experts = self.names_of_experts()
         model = {
@@ -88,11 +99,19 @@ class TrainingState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what dcp.load could not write in place: numbers and the options of the optimizer."""
+        """Copy what dcp.load could not write in place.
+
+        dcp.load has written the tensors of "model" and "optimizer" already. This method sets the
+        counts of choices, the numbers in the optimizer's state, and its options.
+
+        Args:
+            state: A state as state_dict returns it, with the values that were loaded.
+        """
         with torch.no_grad():
             for name, layer in self.layers():
                 if layer.load is not None:
-                    # Counts of all replicas: the first one keeps them, and update_bias adds them.
+                    # The state has the sum over all data-parallel replicas. Only the first replica
+                    # takes it, because update_bias(process_group) adds the counts of all replicas.
                     counts = state["loads"][name].to(layer.load.device)
                     layer.load.copy_(
                         counts if self.is_first_replica() else torch.zeros_like(counts)
@@ -107,13 +126,16 @@ class TrainingState:
             group.update(state["groups"][str(i)])
 
     def layers(self) -> Iterator[tuple[str, MoE]]:
-        """Yield the name and the layer of each MoE in the model."""
+        """Yield each MoE layer of the model, after its name."""
         for name, module in self.model.named_modules():
             if isinstance(module, MoE):
                 yield name, module
 
     def names_of_experts(self) -> dict[str, str]:
-        """Return the name within its layer of each parameter and buffer that belongs to experts."""
+        """Return the names of all parameters and buffers of experts.
+
+        The keys are names in the model, the values names in the layer.
+        """
         found = {}
         for prefix, layer in self.layers():
             for name in layer.state_dict():
@@ -122,7 +144,13 @@ class TrainingState:
         return found
 
     def place(self, name: str, value: Tensor, experts: dict[str, str]) -> Any:
-        """Return a tensor as a DTensor if it belongs to experts, otherwise as it is."""
+        """Return a tensor of the model as a DTensor if it belongs to experts, else unchanged.
+
+        Args:
+            name: The tensor's name in the model.
+            value: The tensor of this rank.
+            experts: The result of names_of_experts.
+        """
         from torch.distributed.tensor import DTensor
 
         if name in self.factors:
@@ -136,11 +164,11 @@ class TrainingState:
         )
 
     def place_factor(self, value: Tensor, columns: int) -> Any:
-        """Return a factor of an adapter on this rank's experts as a DTensor over all experts.
+        """Return a LoRA factor on this rank's experts as a DTensor over the experts of all ranks.
 
         Args:
-            value: The factor: [experts * r, n], or with columns [n, r * experts].
-            columns: 0, or the number of this rank's experts, which are the last dimension.
+            value: [local experts * r, n] if columns is 0, else [n, r * local experts].
+            columns: The number of local experts if they are the columns of the factor, else 0.
         """
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -154,7 +182,11 @@ class TrainingState:
         return DTensor.from_local(mine, self.mesh, placements, **more)
 
     def place_field(self, parameter: Tensor, value: Any, experts: dict[str, str]) -> Any:
-        """Return a field of the optimizer: one of the parameter's shape is placed as that."""
+        """Return a field of the optimizer's state for a parameter.
+
+        A tensor with the shape of the parameter is placed like the parameter. All other fields are
+        returned unchanged.
+        """
         if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
             return self.place(self.names[id(parameter)], value, experts)
         return value
@@ -168,12 +200,15 @@ class TrainingState:
                     yield parameter, field, value
 
     def is_first_replica(self) -> bool:
-        """Return whether this rank is in the first replica of the group."""
+        """Return whether this rank has coordinate 0 in all mesh dimensions except the group's."""
         coordinate = self.mesh.get_coordinate()
         return not any(coordinate[:-1])
 
     def sum_loads(self) -> dict[str, Tensor]:
-        """Return the counts of each layer since its last update_bias, added over the replicas."""
+        """Return the choices that each layer has counted since its last update_bias.
+
+        They are added over all mesh dimensions except the group's.
+        """
         loads = {}
         for name, layer in self.layers():
             if layer.load is not None:
@@ -184,9 +219,13 @@ class TrainingState:
 
 
 def find_factors(model: nn.Module, names: dict[int, str]) -> dict[str, int]:
-    """Return the factors of adapters on experts by name, with the value of columns for each.
+    """Return the `columns` argument of place_factor for each LoRA factor on experts, by name.
 
     peft stores lora_A as [experts * r, n] and lora_B as [n, r * experts].
+
+    Args:
+        model: The model.
+        names: The name of each parameter by its id().
     """
     found = {}
     for module in model.modules():
@@ -204,9 +243,11 @@ def find_factors(model: nn.Module, names: dict[int, str]) -> dict[str, int]:
 
 
 def fill_missing_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer make the state of all parameters, which it makes in its first step.
+    """Make the state of an optimizer that has not stepped yet, and set it to zero.
 
-    The step has zero gradients and a learning rate of 0, so it changes no parameter.
+    Optimizers make their state in the first step, but dcp.load needs tensors to write into. So this
+    function runs a step with zero gradients and learning rate 0, which changes no parameter. It
+    does nothing if the optimizer already has state.
     """
     every = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(p.requires_grad and not optimizer.state[p] for p in every):
