@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a model of the transformers package such that each rank reads only its own experts.
+"""Loads a model of the transformers package, of whose experts each rank reads only its own.
 
-transformers itself loads everything except the experts, into a model whose experts have no memory.
-Then each block becomes a layer, and the layer's experts are read from the files one at a time.  So
-a rank holds its own experts, all other parameters, and one expert on its way into the layer.
+transformers itself loads all parameters except those of experts, into a model whose experts take no
+memory. Then each block of experts becomes a layer of EPIC, which reads its experts from the files
+one at a time. So a rank has memory for its own experts, for all other parameters, and for one
+expert that it is reading.
 """
 
 import copy
@@ -29,24 +30,28 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
 }  # fmt: skip
-# Options of transformers that choose other files, other places or other types of the parameters.
+# Options of transformers that from_pretrained refuses. They choose other files, other devices or
+# other dtypes for the parameters.
 REFUSED = (
     "device_map", "distributed_config", "gguf_file", "ignore_mismatched_sizes", "max_memory",
     "offload_folder", "output_loading_info", "quantization_config", "state_dict", "subfolder",
     "tp_plan", "tp_size", "use_safetensors", "variant",
 )  # fmt: skip
 
-lock = threading.Lock()  # from_pretrained of transformers changes global state while it loads
+# Held while transformers makes or loads a model, because it changes global state meanwhile.
+lock = threading.Lock()
 
 
 # ---------------------------------------------------------------------- checkpoint ----
 
 
 class Checkpoint:
-    """The safetensors files of a folder.  It reads their headers when it is made.
+    """The safetensors files of a folder.
+
+    The constructor reads only the headers of the files.
 
     Args:
-        folder: A folder that save_pretrained has written.
+        folder: A folder as save_pretrained writes it.
 
     Attributes:
         file_of: The file of each tensor, by the tensor's name.
@@ -95,11 +100,11 @@ class Checkpoint:
         self.opened.clear()
 
     def tensor(self, name: str) -> Any:
-        """Return a tensor of which nothing is read before it is indexed."""
+        """Return a slice object of safetensors for a tensor. Indexing it reads that part."""
         return self.open(self.file_of[name]).get_slice(name)
 
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the first tensor of floating point."""
+        """Return the dtype of the first tensor of floating point; float32 if there is none."""
         kinds = (self.tensor(name).get_dtype() for name in self.file_of)
         return next((FLOATS[kind] for kind in kinds if kind in FLOATS), torch.float32)
 
@@ -108,13 +113,16 @@ class Checkpoint:
 
 
 class ExpertSource(NamedTuple):
-    """The tensors of a checkpoint that make up one parameter of a block's experts.
+    """The tensors of a checkpoint from which one parameter of a block's experts is made.
+
+    A checkpoint has either one tensor for all experts, or a tensor for each expert, which
+    transformers converts.
 
     Attributes:
         shape: The shape of the parameter in the model: [num_experts, ...].
-        names: By source pattern of the conversion, the tensors' names in the order of the experts;
-            or by None the name of the one tensor with all experts.
-        conversion: The conversion of transformers, or None for a tensor with all experts.
+        names: For each source pattern of the conversion, the names of the tensors in the order of
+            the experts. For one tensor with all experts: {None: [its name]}.
+        conversion: The WeightConverter of transformers; None for one tensor with all experts.
     """
 
     shape: torch.Size
@@ -125,18 +133,27 @@ class ExpertSource(NamedTuple):
 class Names:
     """The names that the tensors of a checkpoint have in a model.
 
+    Args:
+        model: The model, on "meta".
+        checkpoint: The checkpoint.
+        experts: The shape of each parameter of experts, by its name in the model.
+        key_mapping: The option key_mapping of transformers, or None.
+
     Attributes:
-        experts: The tensors of each parameter of experts, by the parameter's name.
-        others: The tensors of all other parameters and buffers, by their names in the files.
-        in_model: The name in the model of each tensor.
-        used: The conversions of transformers that a name required.
+        experts: The ExpertSource of each parameter of experts, by its name in the model.
+        others: The names in the files of all other tensors.
+        in_model: The name in the model of each tensor, by its name in the files.
+        used: The conversions of transformers that at least one name needed.
+
+    Raises:
+        EpicArgumentError: The checkpoint lacks an expert, or has one of another shape.
     """
 
     def __init__(
         self, model: Any, checkpoint: Checkpoint, experts: dict[str, torch.Size], key_mapping: Any
     ) -> None:
-        # These names of transformers are not in its documentation.  They contain the layouts of all
-        # released checkpoints, and the tests pin the version.
+        # transformers does not document these functions, but they know the layouts of all released
+        # checkpoints. The tests pin the version of transformers.
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import (
             WeightConverter,
@@ -177,7 +194,18 @@ def check_experts(
     names: dict[str | None, list[str]],
     of_pattern: dict[str, Any],
 ) -> ExpertSource:
-    """Return the tensors of a parameter of experts; refuse a checkpoint that lacks one of them."""
+    """Return the ExpertSource of a parameter of experts.
+
+    Args:
+        checkpoint: The checkpoint.
+        target: Name of the parameter in the model.
+        shape: Shape of the parameter in the model.
+        names: As ExpertSource.names.
+        of_pattern: The conversion of transformers for each source pattern.
+
+    Raises:
+        EpicArgumentError: The checkpoint lacks a tensor, has too many, or has one of another shape.
+    """
     if not names:
         raise EpicArgumentError(
             f"{checkpoint.folder} does not contain {target}: must contain it, because the model "
@@ -201,7 +229,15 @@ def check_experts(
 def check_each_expert(
     checkpoint: Checkpoint, target: str, count: int, pattern: str, names: list[str]
 ) -> None:
-    """Refuse a checkpoint that does not have one tensor for each expert."""
+    """Raise an error if a checkpoint does not have exactly one tensor for each expert.
+
+    Args:
+        checkpoint: The checkpoint.
+        target: Name of the parameter in the model, for the error.
+        count: Number of experts.
+        pattern: Source pattern of the conversion, for the error.
+        names: The tensors that match the pattern.
+    """
     if not names:
         raise EpicArgumentError(
             f"{checkpoint.folder} does not contain {pattern}: must contain it for {target}, "
@@ -224,7 +260,10 @@ def check_each_expert(
 
 
 def name_of_expert(name: str, expert: int) -> str:
-    """Return the name of the same tensor of another expert."""
+    """Return the name of a tensor with another number of the expert.
+
+    This number is the last part of the name that consists of digits.
+    """
     steps = name.split(".")
     last = max(i for i, step in enumerate(steps) if step.isdigit())
     return ".".join((*steps[:last], str(expert), *steps[last + 1 :]))
@@ -233,7 +272,19 @@ def name_of_expert(name: str, expert: int) -> str:
 def read_expert(
     checkpoint: Checkpoint, model: Any, target: str, source: ExpertSource, expert: int, dtype: Any
 ) -> Tensor:
-    """Return one expert's part of a parameter as the block stores it, without other experts."""
+    """Read one expert of a parameter from the files, and convert it to the layout of the block.
+
+    Args:
+        checkpoint: The checkpoint.
+        model: The model.
+        target: Name of the parameter in the model.
+        source: The tensors of the parameter.
+        expert: Number of the expert.
+        dtype: Dtype of the result.
+
+    Returns:
+        A tensor with the shape of the parameter, without its first dimension.
+    """
     if source.conversion is None:
         (name,) = source.names[None]
         return checkpoint.tensor(name)[expert : expert + 1].to(dtype)[0]
@@ -257,7 +308,13 @@ def read_expert(
 
 
 def make_skeleton(model_class: Any, folder: Path, options: dict[str, Any]) -> Any:
-    """Return the model of a folder on the device "meta", without memory."""
+    """Return the model that a folder describes, on the device "meta".
+
+    Args:
+        model_class: As for from_pretrained.
+        folder: The folder.
+        options: The options of from_pretrained; "config" is removed from them.
+    """
     import transformers
 
     config = options.pop("config", None)
@@ -269,13 +326,18 @@ def make_skeleton(model_class: Any, folder: Path, options: dict[str, Any]) -> An
             f"{folder} has a quantization_config in config.json: must not be quantized; dequantize "
             "the model with transformers and save it again"
         )
-    make = getattr(model_class, "from_config", model_class)  # that of the classes AutoModelFor...
+    # The classes AutoModelFor... have from_config; all others are called with the configuration.
+    make = getattr(model_class, "from_config", model_class)
     with lock, torch.device("meta"):
         return make(copy.deepcopy(config))
 
 
 def parameters_of_experts(model: nn.Module, group: Group) -> dict[str, torch.Size]:
-    """Return the shape of each parameter of experts by its name; refuse blocks as replace_moe."""
+    """Return the shape of each parameter of experts, by its name in the model.
+
+    Raises:
+        EpicUnsupportedError: replace_moe does not support the model.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     found = {}
     for *_, block in find_blocks(model, group):
@@ -287,14 +349,19 @@ def parameters_of_experts(model: nn.Module, group: Group) -> dict[str, torch.Siz
 
 
 def without_experts(kind: type, experts: dict[str, torch.Size]) -> type:
-    """Return a class of models that has the experts' parameters with no expert in them."""
+    """Return a subclass of a model class, whose parameters of experts have 0 experts.
+
+    Args:
+        kind: The class.
+        experts: The shape of each parameter of experts, by its name in the model.
+    """
 
     def make(self: Any, *args: Any, **more: Any) -> None:
         kind.__init__(self, *args, **more)  # type: ignore[misc]
         for name in experts:
             set_parameter(self, name, self.get_parameter(name)[:0].detach())
 
-    # transformers derives settings from the name and the module of a class.
+    # Keep name and module of the class, because transformers derives settings from them.
     same = {"__init__": make, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind,), same)
 
@@ -314,7 +381,23 @@ def load_others(
     strict: bool,
     options: dict[str, Any],
 ) -> Any:
-    """Return a model of a class in which everything is loaded except the experts."""
+    """Load a model with all parameters except those of experts.
+
+    Args:
+        kind: The class of the model.
+        config: Its configuration.
+        checkpoint: The checkpoint.
+        names: The names of its tensors.
+        dtype: Dtype of the parameters.
+        strict: As for from_pretrained.
+        options: Other options of the from_pretrained of transformers.
+
+    Returns:
+        The model, whose parameters of experts have 0 experts.
+
+    Raises:
+        EpicArgumentError: As for check_report.
+    """
     reduced: Any = without_experts(kind, {n: e.shape for n, e in names.experts.items()})
     state = {name: checkpoint.tensor(name) for name in names.others}
     for name, source in names.experts.items():
@@ -332,7 +415,18 @@ def load_others(
 def check_report(
     checkpoint: Checkpoint, names: Names, kind: str, strict: bool, report: dict[str, Any]
 ) -> None:
-    """Refuse a checkpoint whose tensors are not those of the model."""
+    """Raise an error if the tensors of a checkpoint do not fit the model.
+
+    Args:
+        checkpoint: The checkpoint.
+        names: The names of its tensors.
+        kind: Name of the model's class, for errors.
+        strict: Whether a tensor that is no parameter of the model is an error.
+        report: The loading report of transformers.
+
+    Raises:
+        EpicArgumentError: A parameter is missing, has another shape, or is unexpected.
+    """
     missing, mismatched, unexpected = (
         sorted(report[key]) for key in ("missing_keys", "mismatched_keys", "unexpected_keys")
     )
@@ -359,7 +453,11 @@ def check_report(
 
 
 def choose_dtype(requested: torch.dtype | str, config: Any, checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype of the parameters, as transformers chooses it."""
+    """Return the dtype of the parameters, as transformers chooses it.
+
+    requested: "auto", a dtype, or the name of one. "auto" stands for the dtype of the
+    configuration, or without one for that of the files.
+    """
     found = getattr(config, "dtype", None) if requested == "auto" else requested
     if isinstance(found, str):
         found = getattr(torch, found, None)
@@ -379,12 +477,23 @@ def fill_layers(
     invariant: bool,
     adapt: Callable[[Any], Any] | None,
 ) -> Any:
-    """Replace the blocks of a model without experts by layers, and read this rank's experts.
+    """Replace the blocks of a model by layers, and read the experts of this rank.
 
-    Returns the model, or what adapt returns for it.
+    Args:
+        model: The result of load_others.
+        group: As for from_pretrained.
+        checkpoint: The checkpoint.
+        names: The names of its tensors.
+        grouped_mm: As for from_pretrained.
+        invariant: As for from_pretrained.
+        adapt: As for from_pretrained.
+
+    Returns:
+        The model, or the result of adapt.
     """
     for name, source in names.experts.items():
-        # All elements share the memory of one.  On "meta" peft would make adapters there, too.
+        # adapt needs parameters of the full shape. All elements of this one share the memory of one
+        # number. It is not on "meta", because peft would then put its adapters on "meta" too.
         value = torch.zeros((), dtype=model.get_parameter(name).dtype, device=group.device)
         set_parameter(model, name, value.expand(source.shape))
     kinds = {name: model.get_parameter(name).dtype for name in names.experts}
@@ -412,7 +521,20 @@ def make_fill(
     prefix: str,
     block: nn.Module,
 ) -> Callable[[str, Tensor], None]:
-    """Return a function that reads a parameter of a layer [local experts, ...] from the files."""
+    """Return a function (name, tensor) that reads a parameter of this rank's experts.
+
+    Args:
+        model: The model.
+        group: The group.
+        checkpoint: The checkpoint.
+        names: The names of its tensors.
+        kinds: Dtype of each parameter of experts, by its name in the model.
+        prefix: Name of the block in the model.
+        block: The block.
+
+    Returns:
+        The argument fill of make_layer.
+    """
     family = family_of(block)
 
     def fill(key: str, kept: Tensor) -> None:
@@ -427,7 +549,10 @@ def make_fill(
 
 
 def set_generation_config(model: Any, folder: str | os.PathLike[str]) -> None:
-    """Read generation_config.json; without it the model keeps the settings of config.json."""
+    """Set the generation_config of a model from generation_config.json, if the folder has it.
+
+    Otherwise the model keeps the settings of config.json.
+    """
     from transformers import GenerationConfig
 
     with suppress(OSError):
@@ -435,7 +560,7 @@ def set_generation_config(model: Any, folder: str | os.PathLike[str]) -> None:
 
 
 def pronoun_of(names: list[str]) -> str:
-    """Return the pronoun for a number of names."""
+    """Return "them" for several names, else "it"."""
     return "them" if len(names) > 1 else "it"
 
 
@@ -454,9 +579,9 @@ def from_pretrained(
 ) -> Any:
     """Load a model of the transformers package, of whose experts each rank reads only its own.
 
-    The model is equal to one that transformers loads and that replace_moe then changes, bit for
-    bit, but no rank ever holds the experts of another rank.  Every rank calls it; the ranks do not
-    wait for each other.
+    The result has the same bits as a model that transformers loads and `replace_moe` then changes.
+    But here no rank reads the experts of another rank. Every rank calls this function. The ranks do
+    not wait for each other.
 
     Args:
         model_class: A class of transformers, such as AutoModelForCausalLM or Qwen3MoeForCausalLM.
@@ -465,25 +590,27 @@ def from_pretrained(
         group: The open group.
         grouped_mm: As for `MoE`.
         invariant: As for `replace_moe`.
-        dtype: Dtype of the parameters. "auto": that of config.json, else that of the files.
-        device: Where the parameters outside of the layers are stored. None: the group's device.
-            The layers are always on the group's device.
-        strict: Whether a tensor in the files that is no parameter of the model is an error. False:
-            it is left out, as transformers does.
-        adapt: Adds adapters of peft: called with the model of transformers before the experts are
-            read, returns the model to continue with. Each rank has the adapters of all experts
-            until it has read its own experts. None: no adapters.
+        dtype: A torch.dtype or its name: the dtype of the parameters. "auto": the dtype in
+            config.json, or without one that of the files.
+        device: Device of the parameters outside of the layers. None: the group's device. The layers
+            are always on the group's device.
+        strict: Whether it is an error if the files contain a tensor that is no parameter of the
+            model. If False, such a tensor is not loaded, as in transformers.
+        adapt: A function that adds adapters of peft. It is called with the model of transformers
+            before the experts are read, and returns the model with adapters. Until a rank has read
+            its experts, it has the adapters of all experts. None: no adapters.
         **options: Arguments of the from_pretrained of transformers, such as attn_implementation,
             key_mapping and config.
 
     Returns:
-        The model, in evaluation mode, as from_pretrained of transformers returns it; or what adapt
-        returned.
+        The model, in evaluation mode, as from_pretrained of transformers returns it. With adapt,
+        the result of adapt.
 
     Raises:
-        EpicUnsupportedError: A block is not known, the model has none, or it is quantized.
-        EpicArgumentError: The folder lacks a parameter of the model, or contains another one or one
-            of another shape. The text names the parameter and the file.
+        EpicUnsupportedError: A block is not supported, the model has no block, or it is quantized.
+        EpicArgumentError: The folder lacks a parameter of the model, or contains a parameter that
+            the model does not have or whose shape differs. The text names the parameter and the
+            file. Or an option is one that this function cannot pass to transformers.
 
     Example:
         group = epic.torch.Group(max_tokens=4096, max_row_bytes=2 * 2048)
@@ -506,8 +633,8 @@ def from_pretrained(
     model.to(group.device if device is None else device)
     checkpoint.close()
     model.config.name_or_path = model.name_or_path = os.fspath(folder)
-    # save_pretrained of transformers writes the layout that was read.  The name is private: without
-    # it a saved folder has the layout of the class.
+    # A private attribute of transformers. With it, its save_pretrained writes the layout that was
+    # read. Without it, save_pretrained would write the layout of the class.
     model._weight_conversions = names.used
     if model.can_generate():
         set_generation_config(model, folder)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert parallelism of Megatron-Core by EPIC: a manager under MoEFlexTokenDispatcher.
+"""EPIC as a token dispatcher of Megatron-Core.
 
-use_epic(model, max_tokens=...) replaces the dispatchers of a model that is built. Written against
+use_epic(model, max_tokens=...) replaces the token dispatchers of a model after it was built. The
+new dispatcher is a MoEFlexTokenDispatcher whose dispatch manager calls EPIC. It is tested with
 megatron-core 0.19.2.
 """
 
@@ -26,9 +27,16 @@ from epic.torch.groups import Group, shared_group
 
 
 def chosen_experts(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Return experts and weights [tokens, top_k] of a map and probabilities [tokens, experts].
+    """Convert the routing of Megatron-Core to ids and weights of top_k experts.
 
-    The largest comes first. A token with fewer experts has -1 and weight 0 in the remaining places.
+    Args:
+        routing_map: bool [tokens, experts]: whether a token uses an expert.
+        probs: Weights [tokens, experts], in any dtype of floating point.
+        top_k: Largest number of experts of a token.
+
+    Returns:
+        Ids and weights [tokens, top_k]; the largest weight comes first. A token with fewer experts
+        has id -1 and weight 0 in the remaining columns.
     """
     live = torch.where(routing_map, probs.detach(), -1)
     best, experts = live.topk(top_k, dim=-1)
@@ -38,10 +46,16 @@ def chosen_experts(routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[Tens
 
 
 class EpicManager(_DispatchManager):
-    """The dispatch manager of one layer.
+    """The dispatch manager of one layer, which sends and returns the rows with EPIC.
 
-    Experts have the flexible dispatcher's numbers: those of each rank of the group in turn, also
-    over the ranks of tensor parallelism.
+    Experts are numbered as in the flexible dispatcher. The group contains the ranks of tensor and
+    of expert parallelism. Each of its ranks owns a contiguous block of numbers. So with tensor
+    parallelism one expert of the model has several numbers, one for each rank with a part of it.
+
+    Args:
+        group: The group.
+        layer: EPIC's options, in these numbers of experts.
+        config: The TransformerConfig of Megatron-Core.
     """
 
     def __init__(self, group: Group, layer: Layer, config: Any) -> None:
@@ -53,16 +67,22 @@ class EpicManager(_DispatchManager):
         self.plan: steps.Plan | None = None
 
     def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
-        """Keep the choice; both arguments are [tokens, ranks, experts of a rank]."""
+        """Store the choices of the tokens for dispatch.
+
+        Args:
+            routing_map: bool [tokens, ranks, experts of a rank].
+            probs: Weights [tokens, ranks, experts of a rank].
+        """
         shape = (routing_map.shape[0], self.layer.num_experts)
         self.token_indices, self.token_probs = chosen_experts(
             routing_map.reshape(shape), probs.reshape(shape), self.layer.top_k
         )
 
     def dispatch(self, hidden_states: Tensor, *_: bool, **__: bool) -> Tensor:
-        """Return the rows of this rank's experts, slab by slab.
+        """Send the tokens [tokens, hidden] and return the rows of this rank's experts.
 
-        The flags about streams have no effect: all work is ordered on the current stream.
+        The rows are sorted by expert. The flags of Megatron-Core about streams have no effect,
+        because EPIC does all work on the current stream.
         """
         assert self.token_indices is not None and self.token_probs is not None
         self.plan = steps.plan(self.group, self.layer, self.token_indices, capacity=steps.EXACT)
@@ -72,27 +92,38 @@ class EpicManager(_DispatchManager):
         return rows
 
     def combine(self, hidden_states: Tensor, *_: bool, **__: bool) -> Tensor:
-        """Return the tokens; the experts have multiplied their rows by the weights."""
+        """Return the rows to their tokens and sum them.
+
+        The experts of Megatron-Core have already multiplied the rows by the weights.
+        """
         assert self.plan is not None
         plan, self.plan = self.plan, None
         return steps.combine(plan, hidden_states)
 
     def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> Any:
-        """Return the rows as dispatch ordered them."""
+        """Return the rows unchanged, because dispatch has sorted them, and their weights."""
         return hidden_states, self.dispatched_probs
 
     def get_restored_hidden_states_by_experts(self, hidden_states: Tensor) -> Tensor:
-        """Return the rows as combine takes them."""
+        """Return the rows unchanged, because combine takes them in this order."""
         return hidden_states
 
     def get_number_of_tokens_per_expert(self) -> Tensor:
-        """Return the rows of each slab with padding, int64 on the CPU."""
+        """Return the number of rows of each local expert, with padding, as int64 on the CPU."""
         assert self.plan is not None
         return self.plan.expert_rows.to("cpu", torch.int64)
 
 
 class EpicTokenDispatcher(MoEFlexTokenDispatcher):
-    """The flexible dispatcher of Megatron-Core with EPIC under it."""
+    """The flexible dispatcher of Megatron-Core, with EpicManager as its dispatch manager.
+
+    Args:
+        num_local_experts: As for MoEFlexTokenDispatcher.
+        local_expert_indices: As for MoEFlexTokenDispatcher.
+        config: The TransformerConfig.
+        pg_collection: As for MoEFlexTokenDispatcher.
+        group: The EPIC group over the ranks of tensor and expert parallelism.
+    """
 
     def __init__(
         self,
@@ -116,7 +147,7 @@ class EpicTokenDispatcher(MoEFlexTokenDispatcher):
 
 
 def check_config(config: Any) -> None:
-    """Refuse settings of Megatron-Core that EPIC's dispatcher does not support."""
+    """Raise an error for settings of Megatron-Core that EPIC's dispatcher does not support."""
     for name in ("moe_pad_expert_input_to_capacity", "moe_shared_expert_overlap"):
         if getattr(config, name):
             raise EpicUnsupportedError(
@@ -125,7 +156,7 @@ def check_config(config: Any) -> None:
 
 
 def layers_of(model: nn.Module | Iterable[nn.Module]) -> list[Any]:
-    """Return the Mixture-of-Experts layers of a model, or of its chunks."""
+    """Return the Mixture-of-Experts layers of a model, or of a list of its chunks."""
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     found = [module for chunk in chunks for module in chunk.modules()]
     return [module for module in found if isinstance(module, BaseMoELayer)]
@@ -134,22 +165,29 @@ def layers_of(model: nn.Module | Iterable[nn.Module]) -> list[Any]:
 def use_epic(
     model: nn.Module | Iterable[nn.Module], *, max_tokens: int, **options: Any
 ) -> Group | None:
-    """Give every Mixture-of-Experts layer of a Megatron-Core model EPIC's dispatcher.
+    """Replace the token dispatcher of each Mixture-of-Experts layer of a Megatron-Core model.
 
-    Collective over the ranks of tensor and expert parallelism. Build the model with the dispatcher
-    "alltoall" or "allgather", because "flex" needs DeepEP.
+    Collective: all ranks of tensor and expert parallelism call it. Build the model with the
+    dispatcher "alltoall" or "allgather", because "flex" needs DeepEP.
 
     Args:
-        model: The model, or its chunks.
-        max_tokens: Largest number of tokens that a rank sends at once: sequence length / (tensor *
-            context parallel size) * micro-batch size.
+        model: The model, or a list of its chunks.
+        max_tokens: Largest number of tokens that a rank passes to one dispatch: sequence length /
+            (tensor parallel size * context parallel size) * micro-batch size.
         **options: Other arguments of `Group`.
 
     Returns:
-        The group that the layers share, or None if the model has no such layer.
+        The group that the layers share; None if the model has no Mixture-of-Experts layer.
 
     Raises:
         EpicUnsupportedError: The configuration has a setting that EPIC does not support.
+        EpicArgumentError: The layers share a group that was opened with other options.
+        EpicError: A rank did not open the group in time, or with other sizes.
+
+    Example:
+        from epic.torch.megatron import use_epic
+
+        use_epic(model, max_tokens=seq_length // (tp * cp) * micro_batch_size)
     """
     group = None
     for layer in layers_of(model):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns a model with replaced blocks back into a model of the transformers package, and saves it.
 
-replace_moe leaves each rank with its own experts.  Here the experts of all ranks are gathered, one
-rank's part at a time, and written into a block of the original class, under the original names.
+After replace_moe the model of a rank has the experts of this rank only. This module gathers the
+experts of all ranks, one rank's experts at a time. It writes them into a block of the original
+class, under the original names.
 """
 
 import copy
@@ -33,10 +34,21 @@ def replaced_blocks(model: nn.Module) -> Iterator[tuple[nn.Module, str, Block]]:
 
 
 def gather_experts(group: Group, own: Tensor, keep: bool, device: Any) -> Tensor | None:
-    """Return the experts of all ranks [num_experts, ...] on a device, with the bits of each rank.
+    """Return one parameter of the experts of all ranks, with unchanged bits.
 
-    A rank that does not keep them takes part and returns None.  One rank's experts travel at a
-    time: 16 bits of them as an integer in a float32, which a sum with zeros does not change.
+    Collective. It makes one sum over the ranks for each rank, to which all other ranks add zeros. A
+    float32 of the sum contains 16 bits of the parameter as an integer. Adding zeros does not change
+    it.
+
+    Args:
+        group: The group.
+        own: The parameter of this rank's experts [local experts, ...], in a dtype of at least 16
+            bits.
+        keep: Whether this rank needs the result.
+        device: Where the result is stored.
+
+    Returns:
+        [num_experts, ...] in the dtype of own; None if keep is False.
     """
     local = own.detach().contiguous()
     whole = None
@@ -55,10 +67,19 @@ def gather_experts(group: Group, own: Tensor, keep: bool, device: Any) -> Tensor
 def original_block(
     block: Block, group: Group, keep: bool, device: Any, adapters_only: bool = False
 ) -> nn.Module | None:
-    """Return the block of transformers with the weights and adapters that all ranks have now.
+    """Return a block of transformers with the current weights and adapters of all ranks.
 
-    A rank that does not keep it takes part and returns None.  With adapters_only the weights below
-    the adapters are left on the device "meta".
+    Collective: every rank of the group calls it.
+
+    Args:
+        block: The block that replace_moe made.
+        group: The group of its layer.
+        keep: Whether this rank needs the result.
+        device: Where the weights are stored. None: the device of the group.
+        adapters_only: Whether to gather only the adapters. All other weights then stay on "meta".
+
+    Returns:
+        The block; None if keep is False.
     """
     layer: MoE = unwrapped(block.moe)
     place = device or group.device
@@ -85,7 +106,13 @@ def original_block(
 
 
 def check_restorable(model: nn.Module, group: Group) -> None:
-    """Refuse a model without replaced blocks, or with blocks that are sharded further."""
+    """Raise an error if restore_moe cannot restore a model.
+
+    Raises:
+        EpicUnsupportedError: The model has no replaced block, fully_shard has sharded one, or one
+            has an adapter that was added after replace_moe.
+        EpicArgumentError: fully_shard shards another parameter over ranks of the group.
+    """
     blocks = list(replaced_blocks(model))
     if not blocks:
         raise EpicUnsupportedError(
@@ -108,23 +135,25 @@ def check_restorable(model: nn.Module, group: Group) -> None:
 
 
 def restore_moe(model: nn.Module, group: Group, *, device: Any = None) -> int:
-    """Replace the layers that replace_moe made by blocks of the transformers package.
+    """Replace the layers that replace_moe made by blocks of the transformers package, in place.
 
-    The blocks get the current weights of the ranks, with the same bits.  Every rank calls it and
-    afterwards has the whole model.  To write a checkpoint use save_pretrained, which needs
-    the whole model on one rank only.
+    The blocks get the current weights of all ranks, with the same bits. Collective: every rank of
+    the group calls it, and afterwards has the experts of all ranks. To write a checkpoint use
+    `save_pretrained`, which stores the experts of all ranks on one rank only.
 
     Args:
-        model: A model that replace_moe has changed.
+        model: A model that `replace_moe` has changed.
         group: The group of its layers.
-        device: Where the experts of all ranks are stored; default: the device of the group.
+        device: Where the restored blocks are stored. None: the device of the group.
 
     Returns:
-        The number of blocks.
+        The number of blocks that were restored.
 
     Raises:
-        EpicUnsupportedError: The model has no replaced block, or fully_shard has sharded one.
-
+        EpicUnsupportedError: The model has no replaced block, fully_shard has sharded one, or one
+            has an adapter that was added after `replace_moe`.
+        EpicArgumentError: fully_shard shards another parameter over ranks of the group.
+        EpicError: A rank failed, was late, or made a different call.
     """
     check_restorable(model, group)
     found = list(replaced_blocks(model))
@@ -136,24 +165,31 @@ def restore_moe(model: nn.Module, group: Group, *, device: Any = None) -> int:
 def save_pretrained(
     model: Any, folder: str | os.PathLike[str], group: Group, **options: Any
 ) -> None:
-    """Save a model that replace_moe has changed as transformers would save the original.
+    """Save a model that replace_moe has changed, as transformers would save the original model.
 
-    The folder can be loaded by from_pretrained without EPIC, and by any number of ranks with it.
-    Rank 0 of the group writes; it stores the experts of all ranks in CPU memory meanwhile.  The
-    model itself does not change, so training can continue.  Every rank calls it and returns when
-    the folder is complete.  Of several groups with equal models, as in data parallelism, only that
-    of process 0 of torch.distributed writes, and the others do not wait for it.  Of a model of peft
-    the adapters are saved, as its own save_pretrained does.
+    transformers can load the folder without EPIC, and `from_pretrained` of EPIC can load it with
+    any number of ranks. The model does not change, so training can continue. For a model of peft
+    only the adapters are saved, as in peft's own save_pretrained.
+
+    Collective: every rank of the group calls it, and returns when the folder is complete. Rank 0 of
+    the group writes the folder. While it writes, its CPU memory contains the experts of all ranks.
+
+    With data parallelism several groups have equal models. Then only the group that contains
+    process 0 of torch.distributed as its rank 0 writes. The other groups do not wait for it.
 
     Args:
-        model: A model that replace_moe has changed.
-        folder: The folder to write, on a disk of rank 0.
-        group: The group of its layers.
+        model: A model that `replace_moe` has changed.
+        folder: The folder, on a disk that rank 0 can write to.
+        group: The group of the model's layers.
         **options: Arguments of the model's own save_pretrained, such as max_shard_size.
 
     Raises:
-        EpicUnsupportedError: The model has no replaced block, or fully_shard has sharded one.
-        OSError: Rank 0 could not write.  Rank 0 itself raises the error that it met.
+        EpicUnsupportedError: The model has no replaced block, fully_shard has sharded one, or one
+            has an adapter that was added after `replace_moe`.
+        EpicArgumentError: fully_shard shards another parameter over ranks of the group.
+        EpicError: A rank failed, was late, or made a different call.
+        OSError: Rank 0 could not write the folder. All other ranks raise this error. Rank 0 raises
+            the error that it got.
 
     Example:
         epic.torch.replace_moe(model, group)
@@ -174,7 +210,7 @@ def save_pretrained(
             for (parent, name, _), made in zip(found, blocks, strict=True):
                 setattr(parent, name, made)
             model.save_pretrained(folder, **options)
-        except Exception as error:  # raised below, because the other ranks wait for this one
+        except Exception as error:  # raised after the sum below, in which the other ranks wait
             failure = error
         finally:
             for parent, name, block in found:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights and rows in e4m3 with float32 scales, as the core's products on GPUs take them.
+"""Weights and rows in e4m3 with float32 scales, for the products of EPIC's experts on GPUs.
 
-A weight has a scale for each 128 x 128 numbers, a row one for each 128.
+A weight has one scale for each block of 128 x 128 numbers. A row has one scale for each 128
+numbers. The value of a number is the e4m3 number times its scale.
 """
 
 from typing import TypeVar
@@ -13,19 +14,27 @@ from epic.errors import EpicArgumentError
 from epic.torch.arguments import check_floats
 
 BLOCK = 128
-LARGEST = 448.0
+LARGEST = 448.0  # largest number in e4m3
 E4M3 = torch.float8_e4m3fn
 
 Weights = TypeVar("Weights", bound=tuple)  # type: ignore[type-arg]  # ExpertWeights or MoeWeights
 
 
 def blocks_of(length: int) -> int:
-    """Return the number of blocks of 128; the last one may be shorter."""
+    """Return the number of blocks of 128 that `length` numbers have; the last may be shorter."""
     return -(-length // BLOCK)
 
 
 def expand_scales(scales: Tensor, *shape: int) -> Tensor:
-    """Return a scale for each element; shape: lengths of the last dimensions."""
+    """Return scales of blocks as one scale for each number.
+
+    Args:
+        scales: [..., blocks] or [..., blocks, blocks].
+        *shape: Length of each dimension that is divided into blocks, the last dimension last.
+
+    Returns:
+        [..., *shape].
+    """
     for i, length in enumerate(shape):
         dim = i - len(shape)
         scales = scales.repeat_interleave(BLOCK, dim=dim).narrow(dim, 0, length)
@@ -33,12 +42,19 @@ def expand_scales(scales: Tensor, *shape: int) -> Tensor:
 
 
 def scale_for(largest: Tensor) -> Tensor:
-    """Return the scale that maps the largest magnitude to e4m3's largest number."""
+    """Return the scale of blocks by their largest magnitudes, which it maps to 448; 1 for zeros."""
     return torch.where(largest == 0, 1.0, largest / LARGEST)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round rows [slots, hidden] to e4m3, as dispatch with "1x128" does; return both parts."""
+    """Round rows to e4m3, as dispatch does with quantize="1x128".
+
+    Args:
+        x: [slots, hidden], any dtype of floating point.
+
+    Returns:
+        Rows [slots, hidden] float8_e4m3fn, and scales [slots, blocks of hidden] float32.
+    """
     columns = x.shape[1]
     wide = torch.nn.functional.pad(x.float(), (0, blocks_of(columns) * BLOCK - columns))
     scales = scale_for(wide.unflatten(1, (-1, BLOCK)).abs().amax(-1))
@@ -46,9 +62,14 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_weight(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Round [experts, n, m] to e4m3 and transpose it.
+    """Round a weight of experts to e4m3 and transpose it.
 
-    Returns the weight [experts, m, n] and scales [experts, blocks of m, blocks of n].
+    Args:
+        w: [experts, n, m], any dtype of floating point.
+
+    Returns:
+        The weight [experts, m, n] float8_e4m3fn, and scales [experts, blocks of m, blocks of n]
+        float32.
     """
     turned = w.detach().mT.float()
     rows, columns = turned.shape[1:]
@@ -60,25 +81,27 @@ def quantize_weight(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def transpose_scaled(w: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Return an e4m3 weight [experts, m, n] and its scales as [experts, n, m]."""
+    """Transpose the last two dimensions of an e4m3 weight [experts, m, n] and of its scales."""
     octets = w.view(torch.uint8).mT.contiguous()
     return octets.view(E4M3), scales.mT.contiguous()
 
 
 def scaled(weights: Weights) -> Weights:
-    """Return weights whose expert matrices are rounded to e4m3, for experts that are not trained.
+    """Round the matrices of experts to e4m3 with scales, for experts that are not trained.
 
-    They take half the memory of 16-bit weights, and no call has to round them. The matrices have no
-    gradient; rows and biases have.
+    The rounded matrices take half the memory of 16-bit weights, and later calls do not round them
+    again. They have no gradient; rows and biases have one.
 
     Args:
-        weights: ExpertWeights or MoeWeights in float32, bfloat16 or float16.
+        weights: ExpertWeights or MoeWeights, whose w_gate_up and w_down are float32, bfloat16,
+            float16 or float64.
 
     Returns:
-        The same type, with w_gate_up and w_down transposed in float8_e4m3fn, and their scales.
+        Weights of the type that was passed. w_gate_up and w_down are transposed and in
+        float8_e4m3fn. w_gate_up_scales and w_down_scales are set. All other fields are unchanged.
 
     Raises:
-        EpicArgumentError: The weights are scaled already, or have another dtype.
+        EpicArgumentError: w_gate_up is float8_e4m3fn already, or a matrix has another dtype.
     """
     named = weights._asdict()  # type: ignore[attr-defined]
     if named["w_gate_up"].dtype == E4M3:

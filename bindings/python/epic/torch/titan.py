@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert parallelism of torchtitan by EPIC: a token dispatcher, and the override that selects it.
+"""EPIC as a token dispatcher of torchtitan, and the override that selects it.
 
---override.imports 'epic.torch.titan.epic={"hidden_dim": 2048, "num_max_tokens_per_rank": 4096}'
-Written against torchtitan 0.3.0.
+The option of torchtitan is
+
+    --override.imports 'epic.torch.titan.epic={"hidden_dim": 2048, "num_max_tokens_per_rank": 4096}'
+
+It is tested with torchtitan 0.3.0.
 """
 
 from dataclasses import dataclass
@@ -17,21 +20,26 @@ from epic.options import Layer
 from epic.torch import steps
 from epic.torch.groups import Group, shared_group
 
-WIDEST = 4  # bytes of an element of a row
+WIDEST = 4  # bytes of the widest element of a row, a float32
 
 
 class Routed(NamedTuple):
-    """The results of dispatch that combine needs."""
+    """The results of dispatch that combine needs.
+
+    Attributes:
+        plan: The plan.
+        slot_weights: Weight of each slot [capacity].
+    """
 
     plan: steps.Plan
     slot_weights: Tensor
 
 
 class EpicTokenDispatcher(BaseEPTokenDispatcher):
-    """Send rows to the experts of the expert-parallel mesh and back.
+    """A dispatcher that sends the rows of tokens to their experts and back with EPIC.
 
-    Without such a mesh it works as torchtitan's local dispatcher. Scores multiply the experts'
-    output, as in torchtitan.
+    Without a mesh of expert parallelism it works like torchtitan's local dispatcher. As in
+    torchtitan, the scores multiply the output of the experts.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -39,12 +47,14 @@ class EpicTokenDispatcher(BaseEPTokenDispatcher):
         """Settings of the dispatcher.
 
         Attributes:
-            hidden_dim: Width of the model.
+            hidden_dim: Hidden size of the model.
             num_max_tokens_per_rank: Largest number of tokens of a rank.
-            capacity: Slots of a rank. 0: as many as arrive, for which the host waits. None: as many
-                as can ever be needed, without a wait.
-            pad_multiple: The rows of an expert are padded to a multiple of it.
-            quantize: "1x128" or "1x32": rows travel in e4m3.
+            capacity: Number of slots of a rank. 0: as many as arrive; the host waits for this
+                number. None: as many as can ever be needed; the host does not wait.
+            pad_multiple: The rows of each expert are padded to a multiple of this number. None: no
+                padding.
+            quantize: "1x128" or "1x32": rows are sent in e4m3, with one scale for each 128 or 32
+                columns. None: rows are sent unchanged.
         """
 
         hidden_dim: int | None = None
@@ -60,7 +70,10 @@ class EpicTokenDispatcher(BaseEPTokenDispatcher):
         self.group: Group | None = None
 
     def init_buffer(self) -> None:
-        """Open the group, which the layers of a model share."""
+        """Open the group that the layers of a model share, or get it if it is open.
+
+        Collective over the expert-parallel mesh. Without such a mesh it does nothing.
+        """
         if self.ep_mesh is None:
             return
         config = self.config
@@ -86,7 +99,19 @@ class EpicTokenDispatcher(BaseEPTokenDispatcher):
         topk_expert_ids_TK: Tensor,  # noqa: N803
         num_local_tokens_per_expert_E: Tensor,  # noqa: N803
     ) -> tuple[Tensor, Tensor, Any]:
-        """Return the rows of this rank's experts, rows per slab, and what combine needs."""
+        """Send the tokens to the ranks of their experts.
+
+        Args:
+            x_TD: Tokens [tokens, hidden].
+            topk_scores_TK: Weights [tokens, top_k].
+            topk_expert_ids_TK: Chosen experts [tokens, top_k].
+            num_local_tokens_per_expert_E: Choices of each expert on this rank [experts]; used only
+                without a mesh of expert parallelism.
+
+        Returns:
+            The rows of this rank's experts [slots, hidden], the number of rows of each local
+            expert, and a Routed for combine.
+        """
         if self.group is None:
             choice = (x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
             return LocalTokenDispatcher.dispatch(self, *choice)
@@ -96,7 +121,16 @@ class EpicTokenDispatcher(BaseEPTokenDispatcher):
         return rows, plan.expert_rows, Routed(plan, weights)
 
     def combine(self, routed_output_RD: Tensor, metadata: Any, x_TD: Tensor) -> Tensor:  # noqa: N803
-        """Return the tokens, each the weighted sum of its experts' output."""
+        """Return the rows to their tokens, and sum them with the scores as weights.
+
+        Args:
+            routed_output_RD: Output of the experts [slots, hidden].
+            metadata: The third result of dispatch.
+            x_TD: Tokens [tokens, hidden]; used only without a mesh of expert parallelism.
+
+        Returns:
+            The tokens [tokens, hidden].
+        """
         if self.group is None:
             return LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
         return steps.combine(metadata.plan, routed_output_RD, metadata.slot_weights)
@@ -104,10 +138,12 @@ class EpicTokenDispatcher(BaseEPTokenDispatcher):
 
 @override(target=LocalTokenDispatcher.Config, description="Expert parallelism by EPIC.")
 def epic(config: LocalTokenDispatcher.Config, **wishes: Any) -> EpicTokenDispatcher.Config:
-    """Replace any token dispatcher of a torchtitan model by EPIC's.
+    """Replace the configuration of a token dispatcher of torchtitan by one of EPIC's dispatcher.
+
+    torchtitan calls this function for each dispatcher if --override.imports names it.
 
     Args:
-        config: The configuration of the replaced dispatcher.
+        config: The configuration that is replaced.
         **wishes: Fields of EpicTokenDispatcher.Config.
 
     Returns:

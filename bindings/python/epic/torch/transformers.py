@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert parallelism of transformers by EPIC: an implementation for its registry of them.
+"""EPIC as an implementation of the expert parallelism of the transformers package.
 
-transformers shards the experts, loads each rank's own, and calls the implementation in each layer.
-Written against transformers 5.23.0.
+transformers shards the experts, loads the experts of each rank, and calls the registered
+implementation in each layer. It is tested with transformers 5.23.0.
 """
 
 from functools import partial
@@ -17,22 +17,23 @@ from epic.options import Layer
 from epic.torch import steps
 from epic.torch.groups import shared_group
 
-WIDEST = 4  # bytes of an element of a row
+WIDEST = 4  # bytes of the widest element of a row, a float32
 
 
 class EpicEP(EPImplementation):
-    """Send the tokens of a layer to the ranks of their experts and back.
+    """An object that sends the tokens of one layer to the ranks of their experts and back.
 
-    transformers makes one for each layer. The layers share a group, which the first forward opens.
+    transformers makes one object for each layer. All layers share a group, which the first forward
+    opens.
 
     Args:
-        experts: The experts of a layer.
-        ep_mesh: The mesh of the ranks that share the experts.
-        tp_mesh: The mesh of the ranks that have the same tokens: must be of size 1.
+        experts: The module with this rank's experts of a layer.
+        ep_mesh: DeviceMesh of the ranks that share the experts.
+        tp_mesh: DeviceMesh of the ranks that have the same tokens. Its size must be 1.
         max_tokens: Largest number of tokens of a rank.
 
     Raises:
-        EpicUnsupportedError: Several ranks have the same tokens.
+        EpicUnsupportedError: The size of tp_mesh is above 1.
     """
 
     def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any, *, max_tokens: int) -> None:
@@ -45,12 +46,17 @@ class EpicEP(EPImplementation):
         self.max_tokens = max_tokens
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts.
+        """Run the experts of all ranks on the tokens of this rank.
+
+        Collective: every rank of ep_mesh calls it.
 
         Args:
-            hidden_states: The tokens of this rank [tokens, hidden].
-            top_k_index: The chosen experts [tokens, top_k].
-            top_k_weights: Their weights [tokens, top_k].
+            hidden_states: Tokens of this rank [tokens, hidden].
+            top_k_index: Chosen experts [tokens, top_k].
+            top_k_weights: Weights of the chosen experts [tokens, top_k].
+
+        Returns:
+            The weighted sum of the results of each token's experts [tokens, hidden].
         """
         group = shared_group(
             self.ep_mesh.get_group(),
@@ -65,8 +71,18 @@ class EpicEP(EPImplementation):
         return steps.combine(plan, self.run_experts(rows, plan.expert_rows), weights)
 
     def run_experts(self, rows: Tensor, expert_rows: Tensor) -> Tensor:
-        """Return the output of this rank's experts, not weighted; expert_rows: rows of each."""
-        if not len(rows):  # the experts take part in forward and backward, for FSDP
+        """Run this rank's experts, without weights.
+
+        Args:
+            rows: [slots, hidden], sorted by expert.
+            expert_rows: Number of rows of each local expert.
+
+        Returns:
+            The results of the experts [slots, hidden].
+        """
+        # Without rows, run an expert on one row of zeros and drop its result. FSDP needs the
+        # experts to take part in forward and backward on every rank.
+        if not len(rows):
             rows = rows.sum(0, keepdim=True)
             ids = expert_rows.new_zeros((1, 1), dtype=torch.int64)
             return self.experts_forward(rows, ids, torch.ones_like(rows[:, :1]))[:0]
@@ -76,13 +92,17 @@ class EpicEP(EPImplementation):
 
 
 def register(max_tokens: int, name: str = "epic") -> None:
-    """Add EPIC to the implementations that DistributedConfig(ep_implementation=...) can name.
+    """Register EPIC as an implementation for DistributedConfig(ep_implementation=...).
+
+    Call it in each process before transformers makes the model.
 
     Args:
-        max_tokens: Largest number of tokens of a rank: batch size times sequence length.
-        name: The name of the implementation.
+        max_tokens: Largest number of tokens of a rank: batch size * sequence length.
+        name: Name of the implementation.
 
     Example:
+        import epic.torch.transformers
+
         epic.torch.transformers.register(max_tokens=4096)
         config = DistributedConfig(fsdp_size=4, ep_size=4, ep_implementation="epic")
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
