@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA adapters of the peft package on the parameters of replaced blocks.
 
-For target_parameters peft wraps the module that owns a parameter in a ParamWrapper, one for each
-parameter, nested.  A wrapper holds the two factors of each expert in one matrix each.  Here a
-wrapper of a block of transformers becomes one of `MoE`, in which each rank keeps the factors of its
-own experts, and back.  The factors only change their order and their roles, never their bits.  This
-module imports nothing of peft.
+If a LoraConfig names target_parameters, peft wraps the module that owns a parameter in a
+ParamWrapper. A module with several such parameters gets several wrappers, one around the other. A
+wrapper stores the factors of all experts in two matrices, lora_A and lora_B.
+
+This module turns wrappers of a transformers block into wrappers of `MoE`, in which each rank has
+the factors of its own experts, and back. If a parameter is stored transposed, the two factors
+change places and are transposed. Their bits never change. This module imports nothing of peft.
 """
 
 import copy
@@ -20,12 +22,17 @@ from epic.torch.groups import Group
 from epic.torch.moe import OF_EXPERTS
 from epic.torch.state import adapters_of_experts
 
+# Names of the parameters of MoE that can have adapters.
 ADAPTABLE = tuple(key for key in MATRICES if not key.startswith("shared_"))
-Factors = dict[str, tuple[Tensor, Tensor]]  # by adapter: left, right
+# The two factors of each adapter by its name: left [experts, rows, r], right [experts, r, columns].
+Factors = dict[str, tuple[Tensor, Tensor]]
 
 
 def wrapper_at(block: nn.Module, path: str) -> Any:
-    """Return the wrapper of the parameter with a path in a block, or None."""
+    """Return the wrapper of a parameter of a block, or None.
+
+    path: path of the parameter in the block, such as "experts.down_proj".
+    """
     *steps, name = path.split(".")
     owner: Any = block
     for step in steps:
@@ -34,30 +41,32 @@ def wrapper_at(block: nn.Module, path: str) -> Any:
 
 
 def adapters_of(block: nn.Module, family: Family) -> dict[str, Any]:
-    """Return the wrappers of a block by the name that `MoE` has for the parameter."""
+    """Return the wrappers in a block, each by the name of its parameter in `MoE`."""
     found = {key: wrapper_at(block, family.names[key]) for key in ADAPTABLE}
     return {key: wrapper for key, wrapper in found.items() if wrapper is not None}
 
 
 def is_swapped(wrapper: Any) -> bool:
-    """Return whether peft takes a parameter of experts as [experts, out, in].
+    """Return whether peft treats a parameter of experts as [experts, out, in].
 
-    The name is private to peft, and the tests pin its version.  The shapes of square matrices do
-    not show it.
+    _did_swap_in_out_features is a private name of peft, and the tests pin the version of peft. The
+    shape of the parameter is not enough, because a matrix may be square.
     """
     return bool(getattr(wrapper, "_did_swap_in_out_features", False))
 
 
 def read_factors(wrapper: Any, turn: bool, change: Callable[[Tensor], Tensor]) -> Factors:
-    """Return left [experts, rows, r] and right [experts, r, columns] of each adapter.
+    """Return the two factors of each adapter of a wrapper.
 
-    Their product times the scaling is what the adapter adds to the parameter [experts, rows,
-    columns].
+    An adapter adds left @ right times its scaling to the parameter [experts, rows, columns].
 
     Args:
         wrapper: The wrapper.
-        turn: Whether to return those of the parameter with rows and columns exchanged.
-        change: Called for each factor first.
+        turn: Whether to return the factors of the transposed parameter [experts, columns, rows].
+        change: A function that is applied to each factor first. It selects or gathers experts.
+
+    Returns:
+        (left [experts, rows, r], right [experts, r, columns]) by the name of the adapter.
     """
     found = {}
     for adapter in wrapper.lora_A:
@@ -72,16 +81,16 @@ def read_factors(wrapper: Any, turn: bool, change: Callable[[Tensor], Tensor]) -
 
 
 def copy_wrapper(wrapper: Any, target: nn.Module, name: str, factors: Factors) -> Any:
-    """Return a copy of a wrapper that wraps a parameter of another module, with other factors.
+    """Return a copy of a wrapper for a parameter of another module, with other factors.
 
-    The copy has the adapters, scalings and modes of the wrapper, and the same parameters require a
-    gradient.
+    The copy has the adapters, scalings and modes of the wrapper. A factor of the copy requires a
+    gradient if that of the wrapper does.
 
     Args:
         wrapper: The wrapper.
-        target: The other module, or a wrapper of it.
-        name: The parameter in it.
-        factors: As read_factors returns them for that parameter.
+        target: The other module, possibly in wrappers already.
+        name: Name of the parameter in the other module.
+        factors: The factors for this parameter, as read_factors returns them.
     """
     made = copy.deepcopy(wrapper, {id(wrapper.base_layer): target})
     made.parameter_name = name
@@ -105,7 +114,14 @@ def copy_wrapper(wrapper: Any, target: nn.Module, name: str, factors: Factors) -
 
 
 def adapt_layer(layer: nn.Module, block: nn.Module, family: Family, group: Group) -> nn.Module:
-    """Return a layer with wrappers that have a block's adapters, each of this rank's experts."""
+    """Return a layer in wrappers with the adapters of a block, for this rank's experts only.
+
+    Args:
+        layer: The `MoE`.
+        block: The block, whose adapters have the factors of all experts.
+        family: The family of the block.
+        group: The group of the layer.
+    """
 
     def own(key: str, value: Tensor) -> Tensor:
         count = len(value) // group.num_ranks
@@ -117,7 +133,8 @@ def adapt_layer(layer: nn.Module, block: nn.Module, family: Family, group: Group
         layer = copy_wrapper(wrapper, layer, key, factors)
         if group.num_ranks > 1:
             for parameter in adapters_of_experts(layer):
-                parameter.allreduce = False  # type: ignore[attr-defined]  # as of the experts
+                # As on the experts themselves, see mark_experts.
+                parameter.allreduce = False  # type: ignore[attr-defined]
     return layer
 
 
@@ -127,13 +144,16 @@ def adapt_block(
     family: Family,
     gather: Callable[[str, Tensor], Tensor],
 ) -> None:
-    """Wrap the modules of a block as a layer is wrapped, with the adapters of all experts.
+    """Wrap the modules of a block in the adapters of a layer, with the factors of all experts.
+
+    Collective, because gather is.
 
     Args:
-        block: The block; None on a rank that only takes part in gather.
+        block: The block, which is changed in place. None: this rank only calls gather.
         layer: The layer in its wrappers.
         family: The family of the block.
-        gather: Returns the factor of all experts from the key and this rank's factor; collective.
+        gather: A collective function (key, factor) that returns the factor of all experts from that
+            of this rank's experts. key is the name of the parameter in `MoE`.
     """
     for wrapper in wrappers_of(layer):
         key = wrapper.parameter_name

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families of Mixture-of-Experts blocks of the transformers package (release 5), as a table.
 
-An entry says which options of EPIC compute what the block computes, and which parameters of the
-block are those of `MoE`.  The same entry serves to read a block and to write one.  This module
-imports nothing of transformers: it recognizes blocks by the names of their classes.
+An entry contains the options with which `MoE` computes the results of a block, and the names of the
+parameters in the block. It is used to read a block and to write one. This module imports nothing of
+transformers: it recognizes a block by the name of its class.
 """
 
 from collections.abc import Callable
@@ -16,25 +16,28 @@ from epic.errors import EpicUnsupportedError
 from epic.options import Experts, Moe
 from epic.torch.module import OF_EXPERTS
 
-Weights = dict[str, Tensor]
-Found = tuple[Moe, Weights]
+Weights = dict[str, Tensor]  # parameters by their names in MoE
+Found = tuple[Moe, Weights]  # options and parameters of a block
 
+# Names in MoE of matrices, which blocks may store transposed, and of vectors.
 MATRICES = ("w_gate", "w_gate_up", "w_down", "shared_gate_up", "shared_down")
 VECTORS = ("bias", "w_shared_gate")
-OPTIONAL = ("shared_experts", "expert_bias")  # parts that a configuration can leave out
+# Children of blocks that are None if the configuration of the model leaves them out.
+OPTIONAL = ("shared_experts", "expert_bias")
 
 
 class Family(NamedTuple):
-    """How a class of blocks computes and stores what `MoE` computes and stores.
+    """How one class of blocks corresponds to `MoE`.
 
     Attributes:
-        options: Returns fields of `Moe.of` for a block: those of its router, and what else differs
-            from a gated MLP with SiLU.
+        options: A function that returns arguments of `Moe.of` for a block: those of its router, and
+            those of experts that are not a gated MLP with SiLU.
         names: For each parameter of `MoE`, the path of the parameter in the block. Two paths,
-            separated by a space: EPIC stores the two in one parameter.
-        transposed: Whether the experts are stored as [E, out, in]; else as [E, in, out].
-        gives_pair: Whether the block returns a second value, which its model does not use.
-        samples: Whether the router draws experts at random in training.
+            separated by a space, are two parameters that `MoE` stores as one.
+        transposed: Whether the block stores matrices of experts as [E, out, in]. If False it stores
+            them as [E, in, out], like `MoE`.
+        gives_pair: Whether the block returns two values. Its model does not use the second one.
+        samples: Whether the router draws experts at random in training mode.
     """
 
     options: Callable[[Any], dict[str, Any]]
@@ -48,12 +51,19 @@ class Family(NamedTuple):
 
 
 def router_of(block: Any) -> Any:
-    """Return the module that chooses the experts."""
+    """Return the router of a block, without adapters."""
     return unwrapped(block.gate if hasattr(block, "gate") else block.router)
 
 
+# Each function NAME_options(block) returns arguments of Moe.of for the router that its docstring
+# describes.
+
+
 def softmax_options(block: Any) -> dict[str, Any]:
-    """Softmax over all experts; `norm_topk_prob` decides whether chosen scores are normalized."""
+    """Softmax over all experts. `norm_topk_prob` decides whether weights are divided by their sum.
+
+    A router without this attribute divides them.
+    """
     normalizes = getattr(router_of(block), "norm_topk_prob", True)
     return {"normalize": "sum" if normalizes else "none"}
 
@@ -64,7 +74,7 @@ def softmax_of_chosen_options(_: Any) -> dict[str, Any]:
 
 
 def deepseek_v2_options(block: Any) -> dict[str, Any]:
-    """Softmax, not normalized, with or without groups, whose best expert counts."""
+    """Softmax over all experts, not normalized. A group has the score of its best expert."""
     gate = router_of(block)
     groups = {"greedy": 0, "group_limited_greedy": gate.num_group}[gate.topk_method]
     return {
@@ -75,7 +85,7 @@ def deepseek_v2_options(block: Any) -> dict[str, Any]:
 
 
 def deepseek_v3_options(block: Any) -> dict[str, Any]:
-    """Sigmoid and a bias for the choice, with or without groups, whose two best experts count."""
+    """Sigmoid, and a bias for the choice. A group has the sum of its two best scores."""
     gate = router_of(block)
     groups = gate.num_group if gate.num_group > 1 else 0
     return {
@@ -91,12 +101,12 @@ def deepseek_v3_options(block: Any) -> dict[str, Any]:
 
 
 def ernie_options(block: Any) -> dict[str, Any]:
-    """Softmax and a bias for the choice; the divisor has a lower limit."""
+    """Softmax, and a bias for the choice. Weights are divided by their sum, at least norm_min."""
     return {"normalize": "clamped", "norm_min": float(router_of(block).norm_min)}
 
 
 def lfm2_options(block: Any) -> dict[str, Any]:
-    """Sigmoid, with or without a bias for the choice."""
+    """Sigmoid, with a bias for the choice if the configuration has one."""
     gate = router_of(block)
     return {
         "score": "sigmoid",
@@ -107,7 +117,7 @@ def lfm2_options(block: Any) -> dict[str, Any]:
 
 
 def phimoe_options(block: Any) -> dict[str, Any]:
-    """SparseMixer, as in evaluation."""
+    """SparseMixer, as in evaluation mode."""
     return {
         "score": "logits",
         "weight_rule": "sparsemixer",
@@ -116,12 +126,13 @@ def phimoe_options(block: Any) -> dict[str, Any]:
 
 
 def llama4_options(_: Any) -> dict[str, Any]:
-    """The sigmoid of the chosen logits weighs the experts' input."""
+    """Sigmoid of the chosen logits, which multiplies the input of the experts."""
     return {"score": "logits", "weight_rule": "sigmoid_chosen", "weighting": "input"}
 
 
 def gpt_oss_options(block: Any) -> dict[str, Any]:
-    """Softmax over the chosen logits; interleaved gate and up, which are clamped."""
+    """Softmax over the chosen logits. The experts interleave the columns of gate and up, and clamp
+    the values of both."""
     return {
         "weight_rule": "softmax_chosen",
         "activation": "clamped_swiglu",
@@ -140,7 +151,7 @@ ROUTER = {"w_gate": "router.weight", **EXPERTS}
 
 
 def shared_names(mlp: str) -> dict[str, str]:
-    """Return the names of a gated MLP that every token passes."""
+    """Return Family.names of a shared expert, a gated MLP at the path `mlp`."""
     return {
         "shared_gate_up": f"{mlp}.gate_proj.weight {mlp}.up_proj.weight",
         "shared_down": f"{mlp}.down_proj.weight",
@@ -157,6 +168,7 @@ SIGMOID_AND_SHARED = Family(
     {**GATE, "bias": "gate.e_score_correction_bias", **shared_names("shared_experts")},
 )
 
+# The supported blocks by the names of their classes.
 FAMILIES: dict[str, Family] = {
     "DeepseekV2Moe": Family(deepseek_v2_options, {**GATE, **shared_names("shared_experts")}),
     "DeepseekV3MoE": SIGMOID_AND_SHARED,
@@ -206,7 +218,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(block: nn.Module) -> Family:
-    """Return the entry of a block's class."""
+    """Return the entry of a block's class; raise EpicUnsupportedError if there is none."""
     name = type(block).__name__
     if name not in FAMILIES:
         raise EpicUnsupportedError(f"{name} is not supported: must be one of {', '.join(FAMILIES)}")
@@ -214,7 +226,10 @@ def family_of(block: nn.Module) -> Family:
 
 
 def tensors_of(block: nn.Module, family: Family) -> dict[str, list[Tensor]]:
-    """Return the parameters and buffers of a block by the name that `MoE` has for them."""
+    """Return the parameters and buffers of a block by their names in `MoE`.
+
+    A value has one tensor for each path of Family.names.
+    """
     found = {}
     for key, paths in family.names.items():
         part = paths.split(".")[0]
@@ -225,7 +240,7 @@ def tensors_of(block: nn.Module, family: Family) -> dict[str, list[Tensor]]:
 
 
 def tensor_at(block: nn.Module, path: str) -> Tensor:
-    """Return a parameter or buffer of a block, without adapters."""
+    """Return the parameter or buffer at a path in a block, without adapters."""
     value: Any = block
     for step in path.split("."):
         value = unwrapped(getattr(value, step))
@@ -233,14 +248,14 @@ def tensor_at(block: nn.Module, path: str) -> Tensor:
 
 
 def unwrapped(module: Any) -> Any:
-    """Return what the wrappers of the peft package for single parameters wrap."""
+    """Return a module without the ParamWrappers of the peft package around it."""
     while type(module).__name__ == "ParamWrapper":
         module = module.base_layer
     return module
 
 
 def wrappers_of(module: Any) -> list[Any]:
-    """Return the wrappers of the peft package around a module, the innermost first."""
+    """Return the ParamWrappers of the peft package around a module, the innermost first."""
     found: list[Any] = []
     while type(module).__name__ == "ParamWrapper":
         found.insert(0, module)
@@ -249,12 +264,21 @@ def wrappers_of(module: Any) -> list[Any]:
 
 
 def is_transposed(family: Family, key: str) -> bool:
-    """Return whether the block stores a parameter as [out, in]; `MoE` stores [in, out]."""
+    """Return whether a block stores a parameter as [out, in], where `MoE` stores [in, out].
+
+    key: name of the parameter in `MoE`.
+    """
     return key in MATRICES and (family.transposed or key not in OF_EXPERTS)
 
 
 def read_tensor(family: Family, key: str, parts: list[Tensor]) -> Tensor:
-    """Return a parameter of `MoE` from its parts in a block, as a view where that is possible."""
+    """Return a parameter in the layout of `MoE`, as a view where that is possible.
+
+    Args:
+        family: The family of the block.
+        key: Name of the parameter in `MoE`.
+        parts: The tensors of the block that make up the parameter.
+    """
     whole = torch.cat(parts) if len(parts) > 1 else parts[0]
     if key in VECTORS:
         return whole.flatten()
@@ -263,7 +287,14 @@ def read_tensor(family: Family, key: str, parts: list[Tensor]) -> Tensor:
 
 
 def write_tensor(family: Family, key: str, parts: list[Tensor], value: Tensor) -> None:
-    """Copy a parameter of `MoE` into its parts in a block."""
+    """Copy a parameter of `MoE` into the tensors of a block; the reverse of read_tensor.
+
+    Args:
+        family: The family of the block.
+        key: Name of the parameter in `MoE`.
+        parts: The tensors of the block, which are written.
+        value: The parameter.
+    """
     whole = value[0] if key.startswith("shared_") else value
     whole = whole.mT if is_transposed(family, key) else whole
     pieces = whole.split([len(part) for part in parts]) if len(parts) > 1 else [whole]
@@ -272,14 +303,17 @@ def write_tensor(family: Family, key: str, parts: list[Tensor], value: Tensor) -
 
 
 def fill_block(block: nn.Module, weights: Weights) -> None:
-    """Write the parameters of a whole `MoE` into a block of transformers."""
+    """Copy the parameters of a layer with all experts into a block of transformers."""
     family = family_of(block)
     for key, parts in tensors_of(block, family).items():
         write_tensor(family, key, parts, weights[key])
 
 
 def read_options(block: nn.Module, family: Family, found: Weights) -> Moe:
-    """Return the options of a layer that computes what a block computes."""
+    """Return the options with which a layer computes the results of a block.
+
+    found: the block's parameters by their names in `MoE`.
+    """
     check_activation(block)
     num_experts, hidden, width = found["w_gate_up"].shape
     shared = None
@@ -296,7 +330,7 @@ def read_options(block: nn.Module, family: Family, found: Weights) -> Moe:
 
 
 def check_activation(block: Any) -> None:
-    """Check the activation of experts whose configuration chooses it."""
+    """Raise an error if the configuration of a model chose another activation than SiLU."""
     experts = unwrapped(block.experts)
     if not hasattr(experts, "act_fn"):  # a class with one activation
         return
