@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks and conversions of the arguments of plan, dispatch and combine.
 
-They run on every call, and their time is the caller's host time. A correct argument passes in one
-comparison; types and strides, which the operators check and copy themselves, are left to them.
+These functions run in every call, so they must need little host time. A correct argument passes
+with one comparison. Dtypes and strides are not checked here, because the operators check them, and
+copy tensors that are not contiguous.
 """
 
 import math
@@ -16,23 +17,25 @@ from torch.compiler import is_dynamo_compiling as is_traced  # torch.compile tre
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 
+# The dtypes that the core can add.
 ROW_TYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 
 
 def assume_constant_result(function: Any) -> Any:
     """Make torch.compile call a function while it traces, and treat the result as a constant.
 
-    As torch._dynamo.assume_constant_result does, whose import takes seconds.
+    torch._dynamo.assume_constant_result does the same, but importing torch._dynamo takes seconds.
+    So this function sets the private attribute that torch._dynamo reads.
     """
     function._dynamo_marked_constant = True
     return function
 
 
 def needs_gradient(x: Tensor, w: Tensor | None = None) -> bool:
-    """Return whether a gradient must be computed.
+    """Return whether a call must run as an autograd function, for rows x and weights w.
 
-    True also in forward mode, where the operators would lose the gradient: the functions then
-    report that there is none.
+    True also while forward-mode AD is active. EPIC has no forward-mode gradients. The autograd
+    functions then raise an error, but the operators would silently drop the gradient.
     """
     if forward_ad._current_level >= 0:
         return True
@@ -42,17 +45,18 @@ def needs_gradient(x: Tensor, w: Tensor | None = None) -> bool:
 class EpicFunction(torch.autograd.Function):
     """Base class of EPIC's autograd functions.
 
-    Their forward has no ctx, and setup_context saves: so they work under torch.func.grad and vjp.
+    Their forward has no argument ctx, and setup_context saves the tensors for backward. So they
+    work under torch.func.grad and torch.func.vjp.
     """
 
     @staticmethod
     def vmap(*_: Any) -> Any:
-        """Refuse torch.func.vmap: its batches may differ between ranks."""
+        """Raise an error, because the batches of torch.func.vmap may differ between ranks."""
         raise no_vmap()
 
 
 def no_vmap() -> EpicUnsupportedError:
-    """Return the error of every EPIC function that torch.func.vmap reaches."""
+    """Return the error for an EPIC function inside of torch.func.vmap."""
     return EpicUnsupportedError(
         "torch.func.vmap over EPIC's functions is not supported: pass the batch as more tokens, or "
         "use a loop; torch.func.jacrev needs no vmap with chunk_size=1"
@@ -60,15 +64,19 @@ def no_vmap() -> EpicUnsupportedError:
 
 
 def make_apply(function: Any) -> Callable[..., Any]:
-    """Return function.apply of an EpicFunction, or a faster callable that does the same.
+    """Return a callable with the results of function.apply, which takes less host time.
 
-    Tracers and functorch's transforms need a forward without ctx and a setup_context.  Torch runs
-    such a function through inspect.signature() at each call, which takes 49 us of host time more
-    than a forward with ctx (torch 2.9.1 and 2.15, see docs/lab/torch.md).  All other calls
-    therefore take a copy of the function with the older signature."""
+    torch.compile and the transforms of torch.func need a forward without ctx, and a setup_context.
+    But torch calls inspect.signature() for each call of such a function. This takes 49 us more host
+    time than a forward with ctx (torch 2.9.1 and 2.15, see docs/lab/torch.md). So all other calls
+    use a class whose forward has ctx.
+
+    Args:
+        function: A subclass of EpicFunction.
+    """
 
     class Plain(torch.autograd.Function):
-        """The same function with a ctx in forward."""
+        """An autograd function like `function`, whose forward has an argument ctx."""
 
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
@@ -80,8 +88,8 @@ def make_apply(function: Any) -> Callable[..., Any]:
         backward = function.backward
 
     Plain.__name__ = function.__name__
-    # The apply of Function's base class, in C++.  Torch 2.9.1 has a Python function around it that
-    # takes 5.3 us per call.  Torch 2.15 has no such function, so this line saves no time there.
+    # The C++ method apply of Function's base class. Function.apply of torch 2.9.1 is a Python
+    # function around it, which takes 5.3 us per call. In torch 2.15 this line saves no time.
     short = super(torch.autograd.Function, Plain).apply
     is_transformed = torch._C._are_functorch_transforms_active
 
@@ -89,14 +97,18 @@ def make_apply(function: Any) -> Callable[..., Any]:
         if not is_traced():
             return function.apply(*inputs) if is_transformed() else short(*inputs)
         wants = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-        # Without a gradient, tracers of torch 2.9 pass a ctx to a forward that has *inputs.
+        # If no gradient is needed, torch.compile of torch 2.9 would pass a ctx to a forward that
+        # has an argument *inputs. So call forward directly.
         return function.apply(*inputs) if wants and is_grad_enabled() else function.forward(*inputs)
 
     return apply
 
 
 class SavedOnce:
-    """A context whose saved tensors are unpacked once, as checkpointing requires."""
+    """A ctx that reads saved_tensors of another ctx only once.
+
+    Activation checkpointing raises an error if saved tensors are unpacked twice.
+    """
 
     def __init__(self, ctx: Any) -> None:
         self.ctx, self.saved_tensors = ctx, ctx.saved_tensors
@@ -106,11 +118,15 @@ class SavedOnce:
 
 
 class Refusal(EpicFunction):
-    """Gradients as they are, and an error when they are differentiated."""
+    """The identity function of gradients, whose backward raises an error."""
 
     @staticmethod
     def forward(num_gradients: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Copy the gradients, which come first; the tensors that they depend on follow."""
+        """Return copies of the first num_gradients tensors.
+
+        tensors: the gradients, then all tensors that they were computed from. With the latter as
+        inputs, autograd calls backward also if only they require a gradient.
+        """
         return tuple(None if x is None else x.clone() for x in tensors[:num_gradients])
 
     @staticmethod
@@ -119,7 +135,7 @@ class Refusal(EpicFunction):
 
     @staticmethod
     def backward(*_: Any) -> Any:
-        """Raise: only a second derivative reaches this."""
+        """Raise an error, because only a second derivative calls this method."""
         raise EpicUnsupportedError(
             "a second derivative is not supported: EPIC's functions have only first derivatives"
         )
@@ -129,10 +145,11 @@ refusal_apply = make_apply(Refusal)
 
 
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a backward that cannot be differentiated.
+    """Decorate a backward so that differentiating its results raises an error.
 
-    torch's once_differentiable looks at the incoming gradients only, and returns zeros if the
-    result depends on saved tensors.
+    torch.autograd.function.once_differentiable is not enough. It considers only the incoming
+    gradients. If the results depend on saved tensors, a second derivative would be zero without an
+    error.
     """
 
     def run(ctx: Any, *gradients: Any) -> Any:
@@ -146,21 +163,24 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-# Attributes of a saved tensor that activation offloading reads: that of TransformerEngine (also in
-# Megatron-Core), Megatron-Core's own, and that of its release 0.16.
+# Attributes of a saved tensor with which activation offloading leaves it on the GPU. In this order:
+# of TransformerEngine (Megatron-Core reads it too), of Megatron-Core, and of Megatron-Core 0.16.
 NO_OFFLOAD: dict[str, bool] = {
     "_TE_do_not_offload": True, "_do_not_offload": True, "offloading_activation": False,
 }  # fmt: skip
 
 
 def mark_no_offload(x: Tensor) -> None:
-    """Mark a tensor that activation offloading must leave in place: it is small or stays."""
+    """Mark a tensor that activation offloading must leave on the GPU.
+
+    Use it for tensors that are small, or that stay in memory anyway.
+    """
     if not is_traced():
         x.__dict__.update(NO_OFFLOAD)
 
 
 def check_floats(name: str, x: Tensor) -> None:
-    """Check that the core can add the dtype of a tensor."""
+    """Raise an error if the core cannot add the dtype of a tensor. name: its name in the error."""
     if x.dtype not in ROW_TYPES:
         raise EpicArgumentError(
             f"{name} is {x.dtype}: must be float32, bfloat16, float16 or float64"
@@ -168,14 +188,17 @@ def check_floats(name: str, x: Tensor) -> None:
 
 
 def flatten_rows(name: str, x: Tensor) -> Tensor:
-    """Return [..., n] as [rows, n]."""
+    """Return x [..., n] as [rows, n]. name: the name of x in the error."""
     if x.dim() < 2:
         raise EpicArgumentError(f"{name} has the shape {list(x.shape)}: must be [..., hidden]")
     return x.reshape(-1, x.shape[-1]) if x.dim() > 2 else x
 
 
 def as_rows(name: str, x: Tensor, count: int) -> Tensor:
-    """Return [..., hidden] as [count, hidden]."""
+    """Return x [..., hidden] as [count, hidden]; raise an error if it has another number of rows.
+
+    name: the name of x in the error.
+    """
     shape = x.shape
     if len(shape) == 2 and shape[0] == count:
         return x
@@ -191,10 +214,14 @@ def as_rows(name: str, x: Tensor, count: int) -> Tensor:
 def as_weights(
     name: str, x: Tensor | None, shape: tuple[int, ...], tokens: Tensor | None = None
 ) -> Tensor | None:
-    """Return x as float32 of that shape; None for None.
+    """Return weights as float32 in a given shape; None for None.
 
-    tokens: the rows that x belongs to, as the caller passed them. If both have several leading
-    dimensions, these must be equal.
+    Args:
+        name: The name of x in errors.
+        x: The weights, with as many elements as `shape` and its last dimension.
+        shape: Shape of the result.
+        tokens: The tokens [..., hidden] of the weights, as the caller passed them. If both tensors
+            have several leading dimensions, these must be equal.
     """
     if x is None or (x.shape == shape and x.dtype == torch.float32):
         return x
@@ -210,7 +237,13 @@ def as_weights(
 
 
 def as_flat(name: str, x: Tensor, leading: Any) -> Tensor:
-    """Return x as [num_tokens]; it has the leading dimensions of the rows, or one."""
+    """Return x as [num_tokens].
+
+    Args:
+        name: The name of x in the error.
+        x: One value for each token, of the shape `leading` or [num_tokens].
+        leading: The leading dimensions of the tokens, as the caller passed them.
+    """
     if x.shape != leading and x.shape != (math.prod(leading),):
         raise EpicArgumentError(
             f"{name} has the shape {list(x.shape)}: must be {list(leading)}, with one value for "
@@ -220,7 +253,7 @@ def as_flat(name: str, x: Tensor, leading: Any) -> Tensor:
 
 
 def count_of(shape: Any, top_k: int) -> int:
-    """Return the number of tokens of topk_idx [..., top_k]."""
+    """Return the number of tokens in a topk_idx of the given shape [..., top_k]."""
     if len(shape) < 2 or shape[-1] != top_k:
         raise EpicArgumentError(
             f"topk_idx has the shape {list(shape)}: must be [..., {top_k}], as top_k is {top_k}"
@@ -229,7 +262,11 @@ def count_of(shape: Any, top_k: int) -> int:
 
 
 def as_int32(name: str, x: Tensor) -> Tensor:
-    """Return integers as int32; those that do not fit stay invalid."""
+    """Return integers as contiguous int32. name: the name of x in the error.
+
+    Ids that int32 cannot represent become its largest or smallest number, so that they do not turn
+    into valid ids.
+    """
     if x.dtype == torch.int32:
         return x.contiguous()
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:

@@ -10,12 +10,13 @@ from epic.torch.arguments import as_rows, as_weights, needs_gradient
 from epic.torch.ops import write_out
 from epic.torch.plans import Plan
 
+# The dtypes of rows that are sent as bytes.
 NARROW = (
     torch.float8_e4m3fn, torch.uint8, torch.int8, torch.float8_e5m2, torch.float8_e4m3fnuz,
     torch.float8_e5m2fnuz,
 )  # fmt: skip
 
-Carried = tuple[Tensor, Tensor | None, Tensor | None]
+Carried = tuple[Tensor, Tensor | None, Tensor | None]  # rows, scales, weights of slots
 
 
 def as_bytes(x: Tensor) -> Tensor:
@@ -24,7 +25,13 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def out_bytes(name: str, out: Tensor | None, x: Tensor | None) -> Tensor | None:
-    """Return the bytes of an output tensor, which has the dtype of what is sent."""
+    """Return an output tensor as bytes; None for None.
+
+    Args:
+        name: The name of the output in the error.
+        out: The output, or None.
+        x: What is sent. The output must have its dtype. None: nothing is sent.
+    """
     if out is None or x is None:
         return out
     if out.dtype != x.dtype or not out.is_contiguous():
@@ -40,7 +47,19 @@ def dispatch_bytes(
     zero_tail: bool = True,
     out: Carried | None = None,
 ) -> Carried:
-    """Send rows of an 8-bit dtype, their scales (or None) and weights to their slots."""
+    """Send rows of an 8-bit dtype, their scales and their weights to their slots.
+
+    Args:
+        plan: The plan.
+        tokens: [..., hidden] in one of the dtypes in NARROW.
+        scales: [..., n] of any dtype, or None.
+        weights: [..., top_k], or None.
+        zero_tail: As for `dispatch`.
+        out: Tensors (recv, scales, slot_weights) to write and return, or None.
+
+    Returns:
+        Rows [capacity, hidden], scales [capacity, n] or None, and weights [capacity] or None.
+    """
     if tokens.dtype not in NARROW:
         raise EpicArgumentError(f"tokens is {tokens.dtype}: must have an 8-bit type with scales")
     if needs_gradient(tokens, weights):
@@ -65,7 +84,7 @@ def dispatch_bytes(
 
 
 def check_scales(rows: Tensor, scales: Tensor, block: str) -> int:
-    """Check that scales fit the rows; return the columns of a block."""
+    """Return the number of columns of a block, 128 or 32, after checking that scales fit rows."""
     size = 32 if check_choice("block", block, BLOCKS) == "1x32" else 128
     kinds = (torch.uint8, torch.float8_e8m0fnu) if size == 32 else (torch.float32,)
     shape = (rows.shape[0], -(-rows.shape[1] // size))
@@ -79,16 +98,16 @@ def check_scales(rows: Tensor, scales: Tensor, block: str) -> int:
 
 
 def dequantize(rows: Tensor, scales: Tensor, dtype: torch.dtype, block: str = "1x128") -> Tensor:
-    """Return the numbers that quantized rows stand for: rows * scales.
+    """Multiply quantized rows by their scales.
 
     Args:
         rows: [slots, hidden] float8_e4m3fn, as `dispatch_quantized` returns them.
         scales: [slots, blocks]: float32 with block "1x128"; uint8 or float8_e8m0fnu with "1x32".
         dtype: Dtype of the result.
-        block: "1x128" or "1x32".
+        block: "1x128" or "1x32", with which the rows were quantized.
 
     Returns:
-        [slots, hidden] of that dtype.
+        The rows [slots, hidden] in that dtype.
 
     Raises:
         EpicArgumentError: The scales do not fit the rows.
@@ -100,21 +119,24 @@ def dequantize(rows: Tensor, scales: Tensor, dtype: torch.dtype, block: str = "1
         scales = torch.where(octets == 255, torch.nan, powers)
     wide = scales.repeat_interleave(size, dim=1)[:, : rows.shape[1]]
     found = rows.to(torch.float32) * wide
-    # Compiled by torch 2.11, a Function whose result came of a `to` that changed nothing has
-    # zeros for its gradient.
+    # A `to` that changes nothing returns its input. In torch 2.11 a compiled autograd function that
+    # returns such a result has gradients of zero. So do not call it then.
     return found if dtype == torch.float32 else found.to(dtype)
 
 
 def swizzle_scales(scales: Tensor) -> Tensor:
     """Return MXFP8 scales in the layout that the tensor cores of sm_100 read.
 
-    This is torch's SWIZZLE_32_4_4, for torch.nn.functional.scaled_grouped_mm. Each slab needs rows
-    of its own in it: use Layer(alignment=128). Rows and columns are padded with zeros to multiples
-    of 128 and 4. In each tile of 128 rows and 4 columns, row r and column c are byte
-    16 (r % 32) + 4 (r / 32) + c (NVIDIA, cuBLAS: 1D block scaling factors layout).
+    torch calls this layout SWIZZLE_32_4_4. torch.nn.functional.scaled_grouped_mm reads it. A tile
+    of the layout must not contain rows of two experts, so use Layer(alignment=128).
+
+    Rows are padded with zeros to a multiple of 128, columns to a multiple of 4. In each tile of 128
+    rows and 4 columns, the scale of row r and column c is byte 16 * (r % 32) + 4 * (r // 32) + c
+    (NVIDIA, cuBLAS documentation: 1D block scaling factors layout).
 
     Args:
-        scales: [rows, n] of a dtype of one byte, from block "1x32".
+        scales: [rows, n] of a dtype of one byte, as `dispatch_quantized` returns them with block
+            "1x32".
 
     Returns:
         [rows padded to 128, n padded to 4] float8_e8m0fnu.
