@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.ops.epic: the operators of libepic_torch.so, their shapes for tracing, and their errors.
+"""The operators torch.ops.epic of libepic_torch.so, their shapes for tracing, and their errors.
 
-The raw operators have no gradients and check little. Call the functions of epic.torch.
+The operators have no gradients, and check few of their arguments. Call the functions of epic.torch
+instead.
 """
 
 import ctypes
@@ -23,7 +24,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def load_library() -> ctypes.CDLL:
-    """Load the library and register its operators with torch."""
+    """Load libepic_torch.so, register its operators with torch, and return it.
+
+    Raises:
+        ImportError: The library is not found, or this version of torch lacks a function that it
+            needs.
+    """
     _native.core()
     library = ctypes.CDLL(str(_native.find("libepic_torch.so")))
     library.epic_torch_register.restype = ctypes.c_char_p
@@ -45,19 +51,19 @@ def load_library() -> ctypes.CDLL:
 
 
 LIBRARY = load_library()
-# Kept alive, because its registrations end with it.
+# The registrations of shape functions. torch removes them if this object is deleted.
 FAKES = torch.library.Library("epic", "FRAGMENT")
 
 
 def return_nothing(*_: Any, **__: Any) -> None:
-    """Return nothing: the shape function of operators that write into the caller's tensors."""
+    """Do nothing: the shape function of operators that write into tensors of the caller."""
 
 
 def on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a shape function so that it refuses tensors on several devices.
+    """Wrap a shape function so that it raises an error for tensors on several devices.
 
-    If one tensor is on "meta", torch only asks for shapes, and results would be memory that no
-    operator wrote.
+    If one argument is on "meta", torch calls only the shape function, not the operator. The results
+    would then be uninitialized memory on the device of the other tensors.
     """
 
     def run(*args: Any, **options: Any) -> Any:
@@ -67,21 +73,21 @@ def on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
             raise EpicArgumentError(f"tensors are on {names}: must be on one device")
         return function(*args, **options)
 
-    has_order_token = (
-        "order_token" in inspect.signature(function).parameters
-    )  # the first argument is the group's order token, if there is one
+    # The order token of a group, if there is one, is the first argument. It is not checked.
+    has_order_token = "order_token" in inspect.signature(function).parameters
     return run
 
 
 def refuse_vmap(*_: Any, **__: Any) -> Any:
-    """Refuse the tensors of torch.func.vmap."""
+    """Raise the error for operators inside of torch.func.vmap."""
     raise no_vmap()
 
 
 def register_shapes(function: Function) -> Function:
-    """Register NAME_fake as the shape function of epic::NAME (all overloads) and epic::NAME_out.
+    """Register a shape function NAME_fake for the operators epic::NAME and epic::NAME_out.
 
-    All of them refuse torch.func.vmap.
+    It is used for all overloads of epic::NAME. epic::NAME_out has no results, so it gets
+    return_nothing. All these operators raise an error inside of torch.func.vmap.
     """
     name = function.__name__.removesuffix("_fake")
     for overload in getattr(torch.ops.epic, name).overloads():
@@ -94,15 +100,16 @@ def register_shapes(function: Function) -> Function:
     return function
 
 
-# A private function of torch that calls an operator with a stack of arguments.  It saves 1.2 to
-# 1.6 us of host time per call of plan, dispatch and combine: torch.ops.epic.NAME.default runs
-# Python before it does the same (torch 2.9.1 and 2.15, see docs/lab/torch.md).  BOXED ignores
-# __torch_function__, so traced calls and arguments with an override take the public way.
+# A private function of torch that calls an operator with a stack of arguments. It saves 1.2 to
+# 1.6 us of host time per call of plan, dispatch and combine, because torch.ops.epic.NAME.default
+# runs Python code before it calls the operator (torch 2.9.1 and 2.15, see docs/lab/torch.md). BOXED
+# ignores __torch_function__. So traced calls, and calls with tensors that override it, use the
+# public torch.ops.epic.NAME.default.
 BOXED = getattr(torch._C, "_dispatch_call_boxed", None)
 
 
 def boxed_call(operator: Any) -> Any:
-    """Return a faster callable for an operator, or the operator if torch has no BOXED."""
+    """Return the fastest callable that this version of torch has for an operator."""
     if BOXED is None or not isinstance(operator, torch._ops.OpOverload):
         return getattr(operator, "_op", operator)
     schema = operator._schema
@@ -115,16 +122,17 @@ def boxed_call(operator: Any) -> Any:
 
 
 def as_epic_error(error: RuntimeError) -> RuntimeError:
-    """Return an error that an operator raised as an EpicError, and any other error as it is.
+    """Convert a RuntimeError with the text of an EPIC error to an EpicError.
 
-    Compiled functions raise RuntimeError with EPIC's text; the functions of epic.torch call this
-    themselves.
+    Functions that torch.compile has compiled raise a RuntimeError for an EPIC error. The functions
+    of epic.torch, if they are not compiled, already raise an EpicError.
 
     Args:
         error: An error that a compiled function raised.
 
     Returns:
-        An EpicError or EpicArgumentError with the same text, or the error itself.
+        An EpicError or EpicArgumentError with the names of Python's arguments in its text. If the
+        error is no EPIC error, or is an EpicError already, the error itself.
     """
     text = str(error).split("\n")[0]
     code, _, sentence = text.partition(": ")
@@ -137,14 +145,15 @@ def as_epic_error(error: RuntimeError) -> RuntimeError:
 
 
 def to_epic_error(error: RuntimeError) -> RuntimeError:
-    """Return the error as an EpicError, or as it is in a traced function."""
+    """Return an error as as_epic_error does; inside of torch.compile return it unchanged."""
     return error if torch.compiler.is_compiling() else as_epic_error(error)
 
 
 def translate_errors(function: Function) -> Function:
-    """Decorate a function so that errors of operators are raised as EpicError.
+    """Decorate a function so that it raises errors of operators as EpicError.
 
-    Functions on the hot path catch errors themselves, since a wrapper costs host time.
+    The functions that are called most often catch these errors themselves, because a wrapper takes
+    host time.
     """
 
     @functools.wraps(function)
@@ -159,29 +168,32 @@ def translate_errors(function: Function) -> Function:
 
 # ---------------------------------------------------------------------------- shapes ----
 
+# The functions NAME_fake return results of the operator NAME with the correct shape, dtype and
+# device, but without values. torch calls them while it traces.
+
 
 def new_ints(like: Tensor, *shape: Any) -> Tensor:
-    """Return an int32 result."""
+    """Return an int32 tensor of a shape, on the device of `like`."""
     return like.new_empty(shape, dtype=torch.int32)
 
 
 def new_floats(like: Tensor, *shape: Any) -> Tensor:
-    """Return a float32 result."""
+    """Return a float32 tensor of a shape, on the device of `like`."""
     return like.new_empty(shape, dtype=torch.float32)
 
 
 def new_bytes(like: Tensor, size: Any) -> Tensor:
-    """Return a result of bytes."""
+    """Return a uint8 tensor of `size` elements, on the device of `like`."""
     return like.new_empty((size,), dtype=torch.uint8)
 
 
 def wide_dtype(like: Tensor) -> torch.dtype:
-    """Return the dtype of router and losses for rows of a dtype."""
+    """Return the dtype of router and losses: float64 if that of `like` is, else float32."""
     return torch.float64 if like.dtype == torch.float64 else torch.float32
 
 
 def like_or_none(x: Tensor | None, dtype: torch.dtype, of: Tensor) -> Tensor:
-    """Return a gradient, or the empty result that stands for an absent one."""
+    """Return a gradient for x; an empty tensor on the device of `of` if x is None."""
     return new_floats(of, 0) if x is None else x.new_empty(x.shape, dtype=dtype)
 
 
@@ -191,7 +203,8 @@ def argument_names(name: str, overload: str = "default") -> list[str]:
     return [argument.name for argument in schema.arguments]
 
 
-# Fields that share one number, with their bits from the lowest (see bindings/torch/options.h).
+# Arguments of operators that contain several fields: for each argument its fields, from the lowest
+# bits on, with their numbers of bits. bindings/torch/options.h has the same table.
 Words = dict[str, dict[str, int]]
 LAYER: Words = {
     "layer_rules": {
@@ -206,11 +219,23 @@ KIND = {
     "inner": 32, "activation": 8, "ungated": 4, "interleaved": 4, "weighting": 4, "weight_type": 4,
     "grad_type": 4, "row_type": 4,
 }  # fmt: skip
+# The dtypes by their numbers in C (epic_type).
 DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn)
 
 
 def pack_fields(words: Words, values: dict[str, int]) -> dict[str, int]:
-    """Return values as the operators take them: several in one number."""
+    """Pack fields into the numbers that operators take.
+
+    Args:
+        words: The arguments, with their fields and bits.
+        values: The value of each field.
+
+    Returns:
+        The value of each argument, a signed integer of 64 bits.
+
+    Raises:
+        EpicArgumentError: A value needs more bits than its field has.
+    """
     found = {}
     for argument, parts in words.items():
         word, first = 0, 0
@@ -224,19 +249,28 @@ def pack_fields(words: Words, values: dict[str, int]) -> dict[str, int]:
 
 
 def pack_layer(layer: dict[str, int]) -> tuple[int, ...]:
-    """Return a layer's fields as the three numbers of the operators."""
+    """Return the fields of a layer as the three arguments layer_rules, _slabs and _leaves."""
     return tuple(pack_fields(LAYER, layer).values())
 
 
 def mlp_numbers(prefix: str, values: dict[str, Any], **types: int) -> dict[str, Any]:
-    """Return the arguments of an MLP; types: dtypes that the tensors do not determine."""
+    """Return the arguments of operators for an MLP, by their names.
+
+    Args:
+        prefix: "experts" or "shared", with which the names begin.
+        values: The numbers of epic.Experts.
+        **types: Numbers of dtypes that the tensors of the call do not determine; all others are 0.
+    """
     values = values | {"row_type": 0, "weight_type": 0, "grad_type": 0} | types
     found = pack_fields({f"{prefix}_sizes": SIZES, f"{prefix}_kind": KIND}, values)
     return found | {f"{prefix}_{name}": values[name] for name in ("limit", "alpha")}
 
 
 def type_in(kind: int, name: str) -> torch.dtype | None:
-    """Return one of the dtypes that a kind contains; None if it contains none."""
+    """Return a dtype in an argument experts_kind or shared_kind; None if the field is 0.
+
+    name: "weight_type", "grad_type" or "row_type".
+    """
     first = 0
     for field, bits in KIND.items():
         if field == name:
@@ -245,15 +279,15 @@ def type_in(kind: int, name: str) -> torch.dtype | None:
     raise KeyError(name)
 
 
-# The layers of all open groups, by number: capacity, bytes of a plan, and the numbers of local
-# experts, experts and logical experts.
-# A closed group has no layers here. So a compiled function is traced again, and its call fails.
+# The layers of all open groups, by their numbers. A value is the capacity, the bytes of a plan, and
+# how many local experts, experts and logical experts the layer has. close() of a group removes its
+# layers. A shape function then finds NO_LAYER, and the operator raises the error.
 NO_LAYER = (0, 0, 0, 0, 0)
 KEPT_LAYERS: dict[int, tuple[int, int, int, int, int]] = {}
 
 
 def size_of_plan(layer: int, rank_of_expert: Tensor | None) -> int:
-    """Return the bytes of a plan of that layer, with the counts that follow it."""
+    """Return the bytes of a plan of the layer with this number, with the counts that follow it."""
     _, plan_bytes, local, experts, logical = KEPT_LAYERS.get(layer, NO_LAYER)
     room = local if rank_of_expert is None else experts
     return plan_bytes + 4 * (2 * room + experts + 1 + logical)
@@ -270,7 +304,7 @@ def plan_fake(
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    """Return the plan, followed by expert_rows, expert_tokens, load, demand, logical_load."""
+    """Return the bytes of plan, expert_rows, expert_tokens, load, demand and logical_load."""
     return new_bytes(topk_idx, size_of_plan(layer, rank_of_expert))
 
 
@@ -284,7 +318,7 @@ def dispatch_fake(
     *_: Any,
     **__: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The received rows and their weights."""
+    """Return the received rows and their weights."""
     slots = 0 if weights is None else capacity
     return tokens.new_empty((capacity, tokens.shape[-1])), new_floats(tokens, slots)
 
@@ -302,7 +336,7 @@ def plan_dispatch_fake(
     *_: Any,
     **__: Any,
 ) -> tuple[Tensor, ...]:
-    """Return the results of plan, then those of dispatch."""
+    """Return the result of plan_fake, then those of dispatch_fake."""
     planned = new_bytes(topk_idx, size_of_plan(layer, rank_of_expert))
     slots = KEPT_LAYERS.get(layer, NO_LAYER)[0] if capacity < 0 else capacity
     return planned, *dispatch_fake(order_token, planned, tokens, weights, slots)
@@ -318,13 +352,13 @@ def dispatch_flat_fake(
     top_k: Any,
     *_: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, their weights and their experts."""
+    """Return the received rows, the weights of their choices, and their experts."""
     slots = new_floats(tokens, 0) if weights is None else new_floats(tokens, capacity, top_k)
     return tokens.new_empty((capacity, tokens.shape[1])), slots, new_ints(tokens, capacity, top_k)
 
 
 def quantized(like: Tensor, slots: Any, quantize: int) -> tuple[Tensor, Tensor]:
-    """Rows and scales."""
+    """Return e4m3 rows and their scales; quantize is 1 for "1x128", 2 for "1x32"."""
     block, kind = (128, torch.float32) if quantize == 1 else (32, torch.uint8)
     hidden = like.shape[1]
     rows = like.new_empty((slots, hidden), dtype=torch.float8_e4m3fn)
@@ -341,7 +375,7 @@ def dispatch_quantized_fake(
     quantize: int,
     *_: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, scales and weights."""
+    """Return the received rows, their scales and their weights."""
     slots = new_floats(tokens, 0 if weights is None else capacity)
     return *quantized(tokens, capacity, quantize), slots
 
@@ -356,7 +390,7 @@ def dispatch_bytes_fake(
     capacity: Any,
     *_: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows and second rows of bytes, and weights."""
+    """Return the received rows and scales as bytes, and the weights."""
     recv = tokens.new_empty((capacity, tokens.shape[1]))
     beside = (
         new_floats(tokens, 0) if scales is None else scales.new_empty((capacity, scales.shape[1]))
@@ -374,7 +408,7 @@ def dispatch_backward_fake(
     top_k: Any,
     *_: int,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of tokens and weights."""
+    """Return the gradients of tokens and weights."""
     d_tokens = d_recv.new_empty((num_tokens, d_recv.shape[1]))
     none = d_slot_weights is None
     return d_tokens, new_floats(d_recv, 0) if none else new_floats(d_recv, num_tokens, top_k)
@@ -389,7 +423,7 @@ def combine_fake(
     num_tokens: Any,
     *_: int,
 ) -> Tensor:
-    """The tokens."""
+    """Return the sums for the tokens."""
     return rows.new_empty((num_tokens, rows.shape[1]))
 
 
@@ -403,7 +437,7 @@ def combine_backward_fake(
     capacity: Any,
     *_: int,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of rows and of their weights."""
+    """Return the gradients of the rows and of their weights."""
     d_rows = d_out.new_empty((capacity, d_out.shape[1]))
     return d_rows, new_floats(d_out, 0 if rows is None else capacity)
 
@@ -419,19 +453,19 @@ def combine_backward_quantized_fake(
     quantize: int,
     *_: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of rows, with their scales, and of their weights."""
+    """Return the gradients of the rows, their scales, and the gradients of the weights."""
     slots = new_floats(d_out, 0 if rows is None else capacity)
     return *quantized(d_out, capacity, quantize), slots
 
 
 @register_shapes
 def sum__fake(order_token: Tensor, *_: Any) -> None:
-    """Nothing."""
+    """Return nothing, because the operator works in place."""
 
 
 @register_shapes
 def sum_replicas__fake(order_token: Tensor, *_: Any) -> None:
-    """Nothing."""
+    """Return nothing, because the operator works in place."""
 
 
 # ------------------------------------------------------------------- router and losses ----
@@ -449,52 +483,53 @@ def route_fake(
     top_k: int,
     *_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The choice and its weights."""
+    """Return the ids of the chosen experts, and their weights."""
     shape = (logits.shape[0], top_k)
     return new_ints(logits, *shape), logits.new_empty(shape, dtype=wide_dtype(logits))
 
 
 @register_shapes
 def route_backward_fake(logits: Tensor, *_: Any) -> Tensor:
-    """The logits' gradient."""
+    """Return the gradient of the logits."""
     return torch.empty_like(logits)
 
 
 @register_shapes
 def balance_loss_fake(logits: Tensor, *_: Any) -> Tensor:
-    """A number."""
+    """Return the loss, [1]."""
     return logits.new_empty((1,), dtype=wide_dtype(logits))
 
 
 @register_shapes
 def balance_loss_backward_fake(logits: Tensor, *_: Any) -> Tensor:
-    """The logits' gradient."""
+    """Return the gradient of the logits."""
     return torch.empty_like(logits)
 
 
 @register_shapes
 def z_loss_fake(logits: Tensor, *_: Any) -> Tensor:
-    """A number."""
+    """Return the loss, [1]."""
     return logits.new_empty((1,), dtype=wide_dtype(logits))
 
 
 @register_shapes
 def z_loss_backward_fake(logits: Tensor, *_: Any) -> Tensor:
-    """The logits' gradient."""
+    """Return the gradient of the logits."""
     return torch.empty_like(logits)
 
 
 @register_shapes
 def bias_update__fake(bias: Tensor, *_: Any) -> None:
-    """Nothing."""
+    """Return nothing, because the operator works in place."""
 
 
 def count_load(load: Tensor, counts: Tensor) -> None:
-    """Add a forward's counts to those of a layer, once.
+    """Add the counts of one forward to the load of a layer, unless the forward is recomputed.
 
-    Checkpointing runs the forward again inside of a backward. The number of the running graph shows
-    that; torch has no public name for it. This is an operator, so that compiled functions look when
-    they run.
+    Activation checkpointing runs a forward again inside of backward, and its counts must not be
+    added twice. A private function of torch shows whether a backward is running; torch has no
+    public one. count_load is an operator, so that a compiled function checks this when it runs, not
+    when it is traced.
     """
     if torch._C._current_graph_task_id() == -1:
         load.add_(counts)
@@ -506,7 +541,7 @@ FAKES.impl("count_load_", count_load, "CompositeExplicitAutograd")
 
 @register_shapes
 def count_load__fake(load: Tensor, counts: Tensor) -> None:
-    """Nothing."""
+    """Return nothing, because the operator works in place."""
 
 
 # ------------------------------------------------------------------- experts and layer ----
@@ -531,7 +566,7 @@ def experts_fake(
     kind: int,
     *_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The rows, and what is saved for backward."""
+    """Return the rows after the MLP, and the bytes that the core saves for backward."""
     return torch.empty_like(x, dtype=type_in(kind, "row_type")), new_bytes(x, saved_bytes)
 
 
@@ -554,7 +589,7 @@ def experts_backward_fake(
     kind: int,
     *_: Any,
 ) -> tuple[Tensor, ...]:
-    """Gradients of x, slot_weights and the weights."""
+    """Return the gradients of x, of slot_weights and of the four weights."""
     weights = (w_gate_up, w_down, b_gate_up, b_down)
     slots = like_or_none(slot_weights, torch.float32, x)
     dtype = type_in(kind, "grad_type") or wide_dtype(x)
@@ -562,23 +597,25 @@ def experts_backward_fake(
 
 
 def operator_numbers(name: str, values: dict[str, Any]) -> tuple[Any, ...]:
-    """Return those values that an operator has arguments for, in their order."""
+    """Return the values of an operator's arguments in their order; ignore all other values."""
     return tuple(values[argument] for argument in argument_names(name) if argument in values)
 
 
-# Positions among the arguments of the operator moe after order_token and x.
+# Positions of arguments of the operator moe. order_token and x, which come first, do not count.
 NUM_EXPERTS, TOP_K, LEAVES, LOGICAL, SAVED_BYTES = (
     argument_names("moe").index(name) - 2
     for name in (
         "router_num_experts", "router_top_k", "layer_leaves", "logical_of_expert", "saved_bytes",
     )
 )  # fmt: skip
-# Bits of layer_leaves in the operators of the whole layer: epic_moe.flags begin at the first, and
-# the others are those of bindings/torch/moe.c.
+# Bits of the argument layer_leaves of the operators moe and moe_backward: the lowest bit of
+# epic_moe.flags, and two bits that bindings/torch/moe.c defines.
 FIRST_FLAG, FORCED_WEIGHTS, WITH_ROUTING = 1 << 32, 1 << 61, 1 << 62
-# Weights of the operator moe: w_gate to w_shared_gate; the third, the bias, has no gradient.
+# The number of weights of the operator moe, from w_gate to w_shared_gate. The third one, bias, has
+# no gradient.
 MOE_WEIGHTS = 12
-OF_EXPERTS = range(3, 7)  # the positions of w_gate_up to b_down among these weights
+OF_EXPERTS = range(3, 7)  # positions of w_gate_up to b_down among these weights
+# Positions of arguments of the operator moe_backward, without order_token and x.
 KIND_OF_EXPERTS = argument_names("moe_backward").index("experts_kind") - 2
 TOP_K_IN_BACKWARD = argument_names("moe_backward").index("router_top_k") - 2
 LEAVES_IN_BACKWARD = argument_names("moe_backward").index("layer_leaves") - 2
@@ -586,7 +623,7 @@ LEAVES_IN_BACKWARD = argument_names("moe_backward").index("layer_leaves") - 2
 
 @register_shapes
 def moe_fake(order_token: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """The tokens, the loss, load, demand, logical_load, the routing, and what is saved."""
+    """Return out, loss, load, demand, logical_load, ids, weights, and the bytes for backward."""
     logical, num_ids = rest[LOGICAL], rest[NUM_EXPERTS]
     loads = (num_ids, 0) if logical is None else (logical.shape[0], num_ids)
     loss = x.new_empty((1,), dtype=wide_dtype(x))
@@ -600,7 +637,7 @@ def moe_fake(order_token: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 @register_shapes
 def moe_backward_fake(order_token: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Gradients of x, of the weights but the bias, and of forced weights."""
+    """Return the gradients of x, of all weights except bias, and of forced weights."""
     of_experts = type_in(rest[KIND_OF_EXPERTS], "grad_type") or wide_dtype(x)
     kinds = [of_experts if i in OF_EXPERTS else wide_dtype(x) for i in range(MOE_WEIGHTS)]
     found = [like_or_none(rest[i], kinds[i], x) for i in range(MOE_WEIGHTS) if i != 2]
@@ -610,11 +647,11 @@ def moe_backward_fake(order_token: Tensor, x: Tensor, *rest: Any) -> tuple[Tenso
     return torch.empty_like(x), *found, forced
 
 
-# -------------------------------------------------------------------- into tensors given ----
+# -------------------------------------------------------------------------------- out= ----
 
 
 def refuse_gradient(*tensors: Any) -> None:
-    """Refuse gradients for calls that write into tensors of the caller."""
+    """Raise an error for a call with out= if one of its tensors requires a gradient."""
     if torch.is_grad_enabled():
         for x in tensors:
             if isinstance(x, Tensor) and x.requires_grad:
@@ -625,9 +662,9 @@ def refuse_gradient(*tensors: Any) -> None:
 
 
 def note_write(*tensors: Tensor | None) -> None:
-    """Mark tensors as written, so that autograd finds saved tensors that changed.
+    """Mark tensors as written, so that autograd notices if a saved tensor has changed.
 
-    Operators of libraries must do it themselves.
+    torch does not do this for the operators of other libraries.
     """
     if not torch.compiler.is_compiling():
         for x in tensors:
@@ -636,9 +673,18 @@ def note_write(*tensors: Tensor | None) -> None:
 
 
 def write_out(operator: Any, args: tuple[Any, ...], *outs: Tensor | None) -> None:
-    """Call an operator that writes into tensors of the caller; None: not wanted."""
+    """Call an operator NAME_out, without a gradient.
+
+    Args:
+        operator: The operator.
+        args: Its arguments before the outputs.
+        *outs: Tensors of the caller that it writes. None: the caller does not need this result.
+
+    Raises:
+        EpicArgumentError: A tensor requires a gradient, or an output is on another device.
+    """
     refuse_gradient(*outs, *args)
-    for x in outs:  # with tensors on "meta" torch would only compute shapes
+    for x in outs:  # with an output on "meta", torch would only call the shape function
         if x is not None and x.device != args[0].device:
             raise EpicArgumentError(f"out is on {x.device}: must be on {args[0].device}")
     operator(*args, *outs)
@@ -646,7 +692,10 @@ def write_out(operator: Any, args: tuple[Any, ...], *outs: Tensor | None) -> Non
 
 
 def parts_of(out: Any, names: str) -> Any:
-    """Return out= after checking that it has as many parts as the function returns."""
+    """Return out= after checking that it is a tuple with one part for each result.
+
+    names: the names of the results, separated by ", ".
+    """
     count = len(names.split(", "))
     if not isinstance(out, tuple) or len(out) != count:
         is_ = f"{type(out).__name__}"
@@ -655,7 +704,11 @@ def parts_of(out: Any, names: str) -> Any:
 
 
 def copy_into(out: Tensor, x: Tensor) -> None:
-    """Copy x into out for operators that work in place; out may be x."""
+    """Copy x into out, on which an operator then works in place; out may be x.
+
+    Raises:
+        EpicArgumentError: A tensor requires a gradient, or out does not fit x.
+    """
     refuse_gradient(x, out)
     if out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
         raise EpicArgumentError(
