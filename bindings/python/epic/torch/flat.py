@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dispatch for the layout "flat": sends a token once to each rank that has experts for it."""
+"""dispatch_flat: sends a token once to each rank that has one of its experts (layout "flat")."""
 
 from typing import Any
 
@@ -24,14 +24,14 @@ ops = torch.ops.epic
 def dispatch_flat_args(
     plan: Plan, data: Tensor, tokens: Tensor, weights: Tensor | None
 ) -> tuple[Any, ...]:
-    """Return the arguments of the operator."""
+    """Return the arguments of the operator epic::dispatch_flat."""
     spec = plan.spec
     place = (spec.layer, spec.tag, ZERO_TAIL)
     return (spec.group.order_token, data, tokens, weights, plan.capacity, spec.top_k, *place)
 
 
 def dispatch_flat_op(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Call the operator; inputs: those of dispatch_flat_args."""
+    """Call the operator without a gradient; inputs: the arguments of dispatch_flat_args."""
     return ops.dispatch_flat.default(*dispatch_flat_args(*inputs))
 
 
@@ -47,7 +47,7 @@ class DispatchFlat(EpicFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], out: tuple[Tensor, ...]) -> None:
-        """Save the plan only."""
+        """Save the plan, which is all that backward needs."""
         plan, data, tokens, _ = inputs
         save_plan(ctx, plan.spec, data, tokens)
         ctx.mark_non_differentiable(out[2])
@@ -72,25 +72,40 @@ def dispatch_flat(
     max_sms: int | None = None,
     out: tuple[Tensor, Tensor | None, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Send each token once to each rank that has experts for it, with layout "flat".
+    """Send each token once to each rank that has one of its experts, for layout "flat".
 
-    Run the local experts of each row yourself, and pass their weighted sum to `combine`: one
-    finished partial sum for each row.
+    Your program then runs, for each received row, all its experts on this rank. It passes the
+    weighted sum of their results to `combine`, as one row.
+
+    Collective: every rank of the group calls it.
 
     Args:
         plan: A plan of a layer with layout="flat".
-        tokens: [..., hidden] in float32, bfloat16, float16 or float64.
+        tokens: [..., hidden] in float32, bfloat16, float16 or float64, as many as the plan has.
         weights: Weight of each choice [..., top_k], or None.
         max_sms: As for `dispatch`.
-        out: (recv, slot_weights, recv_expert) that are written and returned, without a gradient.
+        out: Tensors (recv, slot_weights, recv_expert) into which the function writes. It returns
+            them, without a gradient.
 
     Returns:
-        The rows [capacity, hidden], their weights [capacity, top_k] float32 or None, and the local
-        experts of each row [capacity, top_k] int32, followed by -1.
+        The received rows [capacity, hidden]; the weights of their choices [capacity, top_k]
+        float32, or None without weights; and the numbers of their local experts [capacity, top_k]
+        int32. A row with fewer than top_k local experts has -1 after them.
 
     Raises:
         EpicArgumentError: The layout is not "flat", or a shape, dtype or device is wrong.
         EpicError: A rank failed, was late, or made a different call.
+
+    Example:
+        >>> import torch, epic.torch
+        >>> layer = epic.torch.Layer(num_experts=4, top_k=2, layout="flat")
+        >>> ids = torch.tensor([[0, 3]], dtype=torch.int32)
+        >>> with epic.torch.Group(num_ranks=1, max_tokens=1, max_row_bytes=32) as group:
+        ...     plan = epic.torch.plan(group, layer, ids)
+        ...     rows, _, experts = epic.torch.dispatch_flat(plan, torch.ones(1, 8))
+        ...     out = epic.torch.combine(plan, rows)  # one row for both experts
+        >>> experts[0].tolist(), out[0, 0].item()
+        ([0, 3], 1.0)
     """
     plan = limit_plan(plan, max_sms)
     spec = plan.spec

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan as a Python object, and the request from which one is made."""
+"""The plan as a Python object, and the checked arguments from which a plan is made."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -12,16 +12,25 @@ from epic.options import Layer
 from epic.torch.arguments import as_int32, count_of, is_traced
 from epic.torch.groups import Group
 
-EXACT = 0  # as capacity: as many slots as rows arrive
-MAX_SPECS = 1024  # that a group keeps
-SMS_SHIFT = 48  # numbers of groups and layers are below 2^48; call.h has it, too
-MOST_SMS = (1 << 15) - 1
+EXACT = 0  # a value of capacity: as many slots as rows arrive
+MAX_SPECS = 1024  # largest number of PlanSpecs that a group stores
+# Numbers of groups and layers are below 2^SMS_SHIFT. The bits above hold the limit of SMs of a call
+# (CALL_SMS_SHIFT in bindings/torch/call.h).
+SMS_SHIFT = 48
+MOST_SMS = (1 << 15) - 1  # largest value of max_sms
 
 
 def limit_number(number: int, max_sms: int) -> int:
-    """Return the number of a group or layer for calls of at most this many SMs; 0: the group's.
+    """Put a limit of SMs into the high bits of the number of a group or layer.
 
-    The operators find the limit in the high bits of the number. Number 0, no group, stays 0.
+    The operators read the limit from these bits.
+
+    Args:
+        number: Number of a group or layer; 0, which stands for no group, stays 0.
+        max_sms: Largest number of SMs of a call; 0: that of the group.
+
+    Raises:
+        EpicArgumentError: max_sms is out of range.
     """
     if not isinstance(max_sms, int) or not 0 <= max_sms <= MOST_SMS:
         raise EpicArgumentError(f"max_sms is {max_sms!r}: must be an integer from 0 to {MOST_SMS}")
@@ -31,9 +40,10 @@ def limit_number(number: int, max_sms: int) -> int:
 
 @dataclass(slots=True)
 class PlanSpec:
-    """Where the calls of a plan go: group, tag, the facts of its layer and its number.
+    """The group, the tag and the sizes of a layer that the calls on a plan use.
 
-    Its fields are read a dozen times per call; those of a tuple take twice as long.
+    A call reads these fields about a dozen times. Reading a field of this class takes half the time
+    of reading one of a NamedTuple.
     """
 
     group: Group
@@ -45,17 +55,17 @@ class PlanSpec:
     plan_bytes: int  # size of the plan without the counts
     capacity: int  # slots of a rank that always suffice
     num_local: int
-    room: int  # length of expert_rows and of expert_tokens in the counts
+    room: int  # elements of expert_rows, and of expert_tokens, in the counts: at least num_local
     layer: int  # number with which the library finds the layer and its group
     compared: tuple[Any, ...] = ()  # options of a whole layer that must be equal on all ranks
 
 
 def make_spec(group: Group, layer: Layer, tag: int) -> PlanSpec:
-    """Return the spec of a layer's calls. The group keeps it; tracers see it made each time."""
+    """Make the PlanSpec of a layer's calls. The group stores it, except inside of torch.compile."""
     size, bound, local, _, number, owner = group.facts(layer.key)
-    # torch.compile treats the facts as constants, also the layer's number. But it guards every
-    # branch of Python. So this branch makes it trace again for another group, or if the group was
-    # closed. The statement inside changes nothing.
+    # torch.compile treats the facts as constants, also the layer's number. But it guards each
+    # branch of Python code. So with this branch it traces again for another group, or if the group
+    # was closed. The statement in the branch changes nothing.
     if group.number != owner:
         size += 0
     spec = PlanSpec(
@@ -79,15 +89,16 @@ def make_spec(group: Group, layer: Layer, tag: int) -> PlanSpec:
 
 
 class Plan(NamedTuple):
-    """Where every choice goes, as `plan` and `plan_dispatch` return it.
+    """The plan of one step: where every choice goes. `plan` and `plan_dispatch` return it.
 
-    The counts are views of `bytes`: clone those that you write into. In compiled functions they are
-    copies.
+    The counts (expert_rows, expert_tokens, load, demand and logical_load) are views of `bytes`. So
+    clone a count before you write into it. In compiled functions the counts are copies.
 
     Attributes:
-        bytes: [n] uint8, which dispatch, combine and their gradients read, followed by the counts.
+        bytes: [n] uint8: the plan, which dispatch, combine and their gradients read, and the counts
+            after it.
         num_tokens: Number of tokens of this rank.
-        capacity: Slots of this rank.
+        capacity: Number of slots of this rank.
         spec: Group, layer and tag.
     """
 
@@ -97,17 +108,18 @@ class Plan(NamedTuple):
     spec: PlanSpec
 
     def counts(self, begin: int, count: int) -> Tensor:
-        """Return some of the int32 numbers that follow the plan."""
+        """Return `count` of the int32 numbers that follow the plan, from number `begin` on."""
         begin = self.spec.plan_bytes + 4 * begin
         found = self.bytes[begin : begin + 4 * count].view(torch.int32)
-        # A compiled function may return a view of its input in another dtype. Torch then makes the
-        # view again from its offset, but interprets the offset as bytes. So return a copy.
+        # If a compiled function returns a view of its input in another dtype, torch makes the view
+        # again after the call. But it takes the offset of the view for a number of bytes, so the
+        # new view is wrong. A copy avoids this.
         return found.clone() if is_traced() else found
 
     def counted(self, name: str) -> Tensor:
-        """Return the counts of that name.
+        """Return the count with this name.
 
-        Compiled functions of torch 2.9 accept methods of a plan, but no properties.
+        Use it in code that torch.compile traces, because torch 2.9 cannot trace the properties.
         """
         room, experts = self.spec.room, self.spec.num_experts
         if name == "expert_rows":
@@ -122,56 +134,66 @@ class Plan(NamedTuple):
 
     @property
     def expert_rows(self) -> Tensor:
-        """[local experts] int32: number of rows of each expert, with padding."""
+        """Number of rows of each local expert with padding: [local experts] int32."""
         return self.counted("expert_rows")
 
     @property
     def expert_tokens(self) -> Tensor:
-        """[local experts] int32: number of rows of each expert, without padding."""
+        """Number of rows of each local expert without padding: [local experts] int32."""
         return self.counted("expert_tokens")
 
     @property
     def load(self) -> Tensor:
-        """[num_experts] int32: choices of each expert in the group, before drops."""
+        """Choices of each expert over the whole group, before drops: [num_experts] int32."""
         return self.counted("load")
 
     @property
     def demand(self) -> Tensor:
-        """[1] int32: number of slots that all choices of this rank's experts would need."""
+        """Number of slots that all choices of this rank's experts would need: [1] int32."""
         return self.counted("demand")
 
     @property
     def logical_load(self) -> Tensor | None:
-        """[num_logical] int32: load of the logical experts; None without replicas."""
+        """Load of each logical expert: [num_logical] int32; None without replicas."""
         return self.counted("logical_load") if self.spec.num_logical else None
 
     @property
     def load_of_ids(self) -> Tensor:
-        """The load by the ids of topk_idx: logical experts if there are replicas."""
+        """The load by the ids in topk_idx: logical_load with replicas, else load."""
         logical = self.logical_load
         return self.load if logical is None else logical
 
 
 def limit_spec(spec: PlanSpec, max_sms: int | None) -> PlanSpec:
-    """Return the spec for calls of at most this many SMs; None: as it is."""
+    """Return a spec for calls that use at most max_sms SMs; None: the spec unchanged."""
     if max_sms is None:
         return spec
     return replace(spec, layer=limit_number(spec.layer, max_sms))
 
 
 def limit_plan(plan: Plan, max_sms: int | None) -> Plan:
-    """Return the plan for calls of at most this many SMs; None: as it is."""
+    """Return a plan for calls that use at most max_sms SMs; None: the plan unchanged."""
     return plan if max_sms is None else plan._replace(spec=limit_spec(plan.spec, max_sms))
 
 
 def wrong_layout(spec: PlanSpec, other: str) -> EpicArgumentError:
-    """Return the error of a dispatch that does not fit the layer's layout."""
+    """Return the error for a function that does not support the layer's layout.
+
+    other: the function to use instead.
+    """
     is_, needed = ("flat", "expert_major") if spec.flat else ("expert_major", "flat")
     return EpicArgumentError(f"layout is {is_!r}: must be {needed!r}, or use {other}")
 
 
 def table_of(layer: Layer, table: Any, like: Tensor, name: str = "rank_of_expert") -> Any:
-    """Return a table of one number per expert as an int32 tensor; None for None."""
+    """Return a table with one number for each expert as int32 [num_experts]; None for None.
+
+    Args:
+        layer: The layer.
+        table: The table, anything that torch.as_tensor accepts, or None.
+        like: A tensor on the device of the result.
+        name: The name of the table in errors.
+    """
     if table is None:
         return None
     found = as_int32(name, torch.as_tensor(table, device=like.device))
@@ -183,7 +205,14 @@ def table_of(layer: Layer, table: Any, like: Tensor, name: str = "rank_of_expert
 
 
 def tables_of(layer: Layer, ranks: Any, logical: Any, like: Tensor) -> tuple[Any, Any]:
-    """Return rank_of_expert and logical_of_expert as tensors, checked."""
+    """Return rank_of_expert and logical_of_expert as int32 tensors, after checking them.
+
+    Args:
+        layer: The layer.
+        ranks: rank_of_expert, or None.
+        logical: logical_of_expert, or None.
+        like: A tensor on the device of the results.
+    """
     if bool(layer.num_logical) != (logical is not None):
         raise EpicArgumentError(
             f"logical_of_expert is {'None' if logical is None else 'given'} and num_logical is "
@@ -194,9 +223,16 @@ def tables_of(layer: Layer, ranks: Any, logical: Any, like: Tensor) -> tuple[Any
 
 
 def check_local(spec: PlanSpec, ranks: Any, local: int, room: int) -> None:
-    """Check num_local_experts against the largest number of experts of a rank.
+    """Raise an error if num_local_experts is too small or too large.
 
-    The host does not read a table on a GPU, so that only the range is checked there.
+    It must be at least the largest number of experts of a rank. If the table is on a GPU, only the
+    range is checked, because reading the table would make the host wait.
+
+    Args:
+        spec: The spec.
+        ranks: rank_of_expert, or None.
+        local: num_local_experts.
+        room: Largest valid value.
     """
     least = room if ranks is None else 1
     if ranks is not None and not is_traced() and getattr(ranks, "is_cpu", True):
@@ -210,7 +246,7 @@ def check_local(spec: PlanSpec, ranks: Any, local: int, room: int) -> None:
         )
 
 
-# A spec, num_tokens, capacity, and (rank_of_expert, logical_of_expert).
+# The checked arguments of a plan: spec, num_tokens, capacity, (rank_of_expert, logical_of_expert).
 PlanRequest = tuple[PlanSpec, int, int, tuple[Any, Any]]
 
 
@@ -223,9 +259,16 @@ def resolve_request(
     tag: int,
     compared: tuple[Any, ...] = (),
 ) -> PlanRequest:
-    """Return the request of a plan: its spec, num_tokens, capacity and tables.
+    """Check the arguments of a plan and return them as a PlanRequest.
 
-    placed: rank_of_expert, logical_of_expert and num_local_experts; compared: as in PlanSpec.
+    Args:
+        group: As for `plan`.
+        layer: As for `plan`.
+        topk_idx: As for `plan`.
+        capacity: As for `plan`.
+        placed: rank_of_expert, logical_of_expert and num_local_experts, as for `plan`.
+        tag: As for `plan`.
+        compared: As for `plan`.
     """
     spec = None if is_traced() else group.specs.get((layer.key, tag))
     if spec is None:
@@ -241,7 +284,8 @@ def resolve_request(
     if ranks is None and logical is None and local is None and not spec.num_logical:
         return spec, num_tokens, slots, (None, None)
     tables = tables_of(layer, ranks, logical, topk_idx)
-    if ranks is not None:  # the core may write counts for more experts than num_local_experts
+    # With a table, the core may write counts for more experts than num_local_experts.
+    if ranks is not None:
         if capacity is None or local is None:
             raise EpicArgumentError(
                 f"capacity is {capacity} and num_local_experts is {local} with rank_of_expert: "
