@@ -36,12 +36,13 @@ from epic.torch.plans import (
 )
 
 ops = torch.ops.epic
+# Each operator twice: for traced calls, and as a faster callable for all others (boxed_call).
 PLAN, PLAN_NOW = ops.plan.default, boxed_call(ops.plan.default)
 DISPATCH, DISPATCH_NOW = ops.dispatch.default, boxed_call(ops.dispatch.default)
 PLAN_DISPATCH, PLAN_DISPATCH_NOW = ops.plan_dispatch.default, boxed_call(ops.plan_dispatch.default)
 COMBINE, COMBINE_NOW = ops.combine.default, boxed_call(ops.combine.default)
 
-ZERO_TAIL = 1
+ZERO_TAIL = 1  # the default of the operators' argument zero_tail
 
 # ------------------------------------------------------------------------------ plan ----
 
@@ -72,26 +73,26 @@ def plan(
         capacity: Number of slots of this rank, that is, of rows of its receive buffer. None: as
             many as can ever be needed. EXACT: as many as arrive; the host waits once for this
             number.
-        rank_of_expert: Integers [num_experts]: the rank that owns each expert; needs capacity and
-            num_local_experts. None: contiguous blocks of experts.
-        logical_of_expert: Integers [num_experts], with layer.num_logical: the logical expert that
-            each expert is a replica of. topk_idx then names logical experts, and the replicas of an
-            expert take turns.
+        rank_of_expert: Integers [num_experts]: the rank that owns each expert. It needs capacity
+            and num_local_experts. None: rank r owns the r-th contiguous block of experts.
+        logical_of_expert: Integers [num_experts], with layer.num_logical: the logical expert of
+            which each expert is a replica. topk_idx then contains ids of logical experts, and the
+            replicas of a logical expert take turns.
         num_local_experts: Largest number of experts of a rank, with rank_of_expert.
         tag: Calls with equal tags run in the same order on every rank. Threads of one process use
             different tags.
         max_sms: On GPUs the largest number of SMs of this call and of all calls on the plan. None,
             0 or a larger number: the group's.
-        compared: Options of a whole layer that must be equal on all ranks; `moe` passes them.
-        out: A plan of the same layer and sizes, whose bytes are overwritten.
+        compared: Only `moe` passes it: options of a whole layer, which the ranks compare.
+        out: A plan of a layer and sizes equal to these, whose bytes the function overwrites.
 
     Returns:
-        A Plan. Its properties expert_rows, expert_tokens, load and demand are views of it.
+        A `Plan`. Its properties expert_rows, expert_tokens, load and demand are views of its bytes.
 
     Raises:
         EpicArgumentError: A shape or value is wrong.
-        EpicError: A rank failed, was late, or made a different call; or more rows arrive than
-            capacity with overflow="error".
+        EpicError: A rank failed, was late, or made a different call. Or overflow is "error" and
+            more rows arrive than capacity. On GPUs `Group.check` raises this second error.
 
     Example:
         See `Group`.
@@ -119,8 +120,8 @@ def plan(
 def wait_capacity(plan: Plan, layer: Layer) -> int:
     """Return the number of slots that the plan fills; the host waits for it.
 
-    plan.demand also counts dropped choices. So with overflow="drop" the function adds up
-    plan.expert_rows instead.
+    This is plan.demand. But with overflow="drop" plan.demand also counts dropped choices, so there
+    it is the sum of plan.expert_rows.
     """
     dropping = layer.overflow == "drop" and not plan.spec.flat
     return int((plan.expert_rows.sum() if dropping else plan.demand).item())
@@ -138,7 +139,7 @@ def bytes_of(out: Any) -> Tensor:
 def plan_into(
     spec: PlanSpec, chosen: Tensor, slots: int, tables: tuple[Any, Any], out: Plan
 ) -> Tensor:
-    """Make a plan with out=."""
+    """Make a plan in the bytes of `out`, and return these bytes."""
     data = bytes_of(out)
     args = (spec.group.order_token, chosen, spec.layer, slots, spec.tag, *tables)
     write_out(ops.plan_out.default, args, data)
@@ -149,9 +150,10 @@ def plan_into(
 
 
 def save_plan(ctx: Any, spec: PlanSpec, data: Tensor, tokens: Tensor) -> None:
-    """Save in the context what token_gradients needs.
+    """Save in ctx what token_gradients needs.
 
-    Sizes come from the inputs, because tracers see no other sizes in a backward.
+    The number of tokens is read from an input, because torch.compile can use only sizes of inputs
+    in a backward.
     """
     ctx.spec, ctx.num_tokens = spec, tokens.shape[0]
     mark_no_offload(data)
@@ -159,7 +161,7 @@ def save_plan(ctx: Any, spec: PlanSpec, data: Tensor, tokens: Tensor) -> None:
 
 
 def token_gradients(ctx: Any, d_recv: Tensor, d_slots: Tensor) -> tuple[Any, Any]:
-    """Send the gradients of received rows and weights to their tokens, and sum them there."""
+    """Return the gradients of tokens and weights, from those of received rows and their weights."""
     (data,) = ctx.saved_tensors
     spec, weighs = ctx.spec, ctx.needs_input_grad[3]
     d_tokens, d_weights = ops.dispatch_backward.default(
@@ -182,12 +184,12 @@ class Dispatch(EpicFunction):
     def forward(
         plan: Plan, data: Tensor, tokens: Tensor, weights: Tensor | None, zero_tail: bool
     ) -> tuple[Tensor, Tensor]:
-        """Call the operator; data is the plan's bytes, which tracers must see as an input."""
+        """Call the operator. data: the bytes of the plan, which torch.compile needs as an input."""
         return dispatch_op(plan, data, tokens, weights, zero_tail)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
-        """Save the plan only."""
+        """Save the plan, which is all that backward needs."""
         plan, data, tokens, *_ = inputs
         save_plan(ctx, plan.spec, data, tokens)
 
@@ -237,19 +239,26 @@ dispatch_out_apply = make_apply(DispatchOut)
 
 
 def can_write(out: Any, x: Tensor, w: Tensor | None) -> bool:
-    """Return whether a call with out= computes gradients. If not, write_out() accepts or refuses.
+    """Return whether a call with out= can and must compute gradients.
 
-    Gradients need eager calls, and tensors of the caller that have no gradient themselves."""
+    That is possible outside of torch.compile and torch.func, if no tensor of `out` requires a
+    gradient. If it returns False, write_out() writes without a gradient, or raises an error.
+
+    Args:
+        out: The tensors of the caller.
+        x: The tokens.
+        w: The weights, or None.
+    """
     is_eager = not is_traced() and not torch._C._are_functorch_transforms_active()
     has_own = any(isinstance(part, Tensor) and part.requires_grad for part in out)
     return is_eager and not has_own and needs_gradient(x, w)
 
 
 def alias(x: Any) -> Any:
-    """Return a tensor with the same memory for autograd, so that `x` stays without a gradient.
+    """Return another tensor with the memory of x, so that x itself gets no gradient.
 
-    `x` and the result share one counter of writes, so that autograd notices if a saved result was
-    overwritten.
+    Both tensors share one counter of writes. So autograd notices if the memory of a saved tensor
+    was overwritten. An x that is no tensor is returned unchanged.
     """
     return x.detach() if isinstance(x, Tensor) else x
 
@@ -278,24 +287,25 @@ def dispatch(
 ) -> tuple[Tensor, Tensor | None]:
     """Send each token to its experts: [..., hidden] -> [capacity, hidden].
 
-    The rows of one expert form a slab: consecutive slots, padded to layer.alignment. The slabs of
-    the local experts follow each other; plan.expert_rows has their lengths.
+    Collective: every rank of the group calls it. The rows of one expert form a slab: consecutive
+    slots, padded to a multiple of layer.alignment. The slabs of the local experts follow each
+    other; plan.expert_rows contains their lengths.
 
     Args:
         plan: The plan.
         tokens: [..., hidden] in float32, bfloat16, float16 or float64, as many as the plan has.
             Tokens of an 8-bit dtype are sent as they are, without a gradient.
         weights: Weight of each choice [..., top_k], or None.
-        quantize: "1x128" or "1x32": rows travel in e4m3 with a scale for each block of that many
-            columns and arrive rounded. The gradient ignores the rounding. None: rows are sent
-            unchanged.
+        quantize: "1x128" or "1x32": rows are rounded to e4m3 with a scale for each block of 128 or
+            32 columns, and sent in this form. The result has the dtype of tokens. The gradient is
+            that of rows that are not rounded. None: rows are sent unchanged.
         zero_tail: Whether dispatch sets the slots after the last slab to zero. It always sets
             padding inside of a slab to zero.
         max_sms: On GPUs the largest number of SMs of this call and its gradient. None: as `plan`.
         out: Tensors (recv, slot_weights) into which dispatch writes, for example windows
-            (`window`). It returns these tensors. If an argument requires a gradient, it returns
-            other tensors with the same memory. Then backward raises an error if a later call has
-            overwritten this memory.
+            (`window`). It returns these tensors. If tokens or weights require a gradient, it
+            returns other tensors with this memory. Backward then raises an error if a later call
+            has overwritten a tensor that it needs.
 
     Returns:
         The received rows [capacity, hidden], and the weight of each slot [capacity] float32, or
@@ -344,7 +354,7 @@ def dispatch_into(
     recv: Tensor,
     slots: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run dispatch with out=."""
+    """Run dispatch into the tensors recv and slots, without a gradient, and return both."""
     check_pair(weights, slots)
     spec = plan.spec
     place = (spec.layer, spec.tag, int(zero_tail))
@@ -361,7 +371,7 @@ def dispatch_narrow(
     zero_tail: bool,
     out: tuple[Tensor, Tensor | None] | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run dispatch for tokens of an 8-bit dtype."""
+    """Run dispatch for tokens of an 8-bit dtype, which are sent without scales."""
     if quantize is not None:
         raise EpicArgumentError(
             f"quantize is {quantize!r}: must be None, because tokens are already {tokens.dtype}"
@@ -376,7 +386,7 @@ def dispatch_narrow(
 
 
 def check_pair(weights: Tensor | None, slots: Tensor | None) -> None:
-    """Check that out= has slot_weights if and only if there are weights."""
+    """Raise an error unless both weights and the slot_weights of out= are given, or neither."""
     if (weights is None) != (slots is None):
         raise EpicArgumentError(
             f"weights is {'None' if weights is None else 'given'} and slot_weights of out= is "
@@ -388,7 +398,10 @@ def check_pair(weights: Tensor | None, slots: Tensor | None) -> None:
 
 
 def as_block(name: str, block: str, what: str, rows: Tensor) -> str:
-    """Return the block format, after checking that the rows can be rounded to e4m3."""
+    """Return the block format after checking it, and that the rows can be rounded to e4m3.
+
+    name: the argument that contains the block format; what: the argument that contains the rows.
+    """
     if rows.dtype == torch.float64:
         raise EpicUnsupportedError(
             f"{what} is torch.float64: must be float32, bfloat16 or float16 with {name}"
@@ -407,22 +420,25 @@ def dispatch_quantized(
     max_sms: int | None = None,
     out: tuple[Tensor, Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Send tokens in e4m3 and return rows and scales, without a gradient.
+    """Send tokens in e4m3, and return the received rows and their scales, without a gradient.
+
+    Collective: every rank of the group calls it.
 
     Args:
         plan: The plan.
-        tokens: [..., hidden] in float32, bfloat16 or float16; or with scales in an 8-bit dtype.
+        tokens: [..., hidden] in float32, bfloat16 or float16. With scales: in an 8-bit dtype.
         weights: Weight of each choice [..., top_k], or None.
-        block: "1x128": one float32 scale for 128 columns. "1x32": one power of two as an e8m0 byte
-            for 32 columns (MXFP8).
-        scales: Scales [..., n] of tokens that are already quantized, of any dtype and n. They are
-            sent with the tokens unchanged, and block is ignored.
+        block: "1x128": one float32 scale for 128 columns. "1x32": one power of two for 32 columns,
+            as an e8m0 byte (MXFP8).
+        scales: Scales [..., n] of tokens that are already quantized, with any dtype and n. Tokens
+            and scales are sent unchanged, and block is ignored. None: tokens are quantized.
         max_sms: As for `dispatch`.
         out: Tensors (recv, scales, slot_weights) into which the function writes. It returns them.
 
     Returns:
-        Rows [capacity, hidden] in float8_e4m3fn (with scales: in the tokens' dtype), scales
-        [capacity, blocks], and the weights of the slots [capacity] float32 or None.
+        Rows [capacity, hidden] in float8_e4m3fn, scales [capacity, blocks], and the weight of each
+        slot [capacity] float32, or None without weights. If scales are passed, rows and scales have
+        the dtypes that were passed, and scales the shape [capacity, n].
 
     Raises:
         EpicArgumentError: A shape, dtype or device is wrong.
@@ -455,7 +471,7 @@ def with_scales(
     weights: Tensor | None,
     out: tuple[Tensor, Tensor, Tensor | None] | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Run dispatch_quantized for rows that are already quantized."""
+    """Run dispatch_quantized for tokens that are already quantized and have scales."""
     if out is not None:
         out = parts_of(out, "recv, scales, slot_weights")
         check_pair(weights, out[2])
@@ -477,12 +493,12 @@ def quantized_args(
 
 @translate_errors
 def dispatch_quantized_op(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Call the operator; inputs: those of quantized_args."""
+    """Call the operator without a gradient; inputs: the arguments of quantized_args."""
     return ops.dispatch_quantized.default(*quantized_args(*inputs))
 
 
 class DispatchRounded(EpicFunction):
-    """dispatch that sends rows in e4m3; its gradient is that of dispatch."""
+    """The function dispatch with quantize=. It has the gradient of Dispatch, without rounding."""
 
     @staticmethod
     def forward(
@@ -502,7 +518,7 @@ dispatch_rounded_apply = make_apply(DispatchRounded)
 def dispatch_rounded(
     plan: Plan, rows: Tensor, weights: Tensor | None, block: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Run dispatch with quantize=."""
+    """Run dispatch with quantize=block."""
     recv, slots = dispatch_rounded_apply(plan, plan.bytes, rows, weights, block)
     return recv, None if weights is None else slots
 
@@ -533,7 +549,7 @@ def plan_dispatch_into(
     weights: Tensor | None,
     zero_tail: bool,
 ) -> tuple[Tensor, ...]:
-    """Run plan_dispatch with out=."""
+    """Run plan_dispatch with out=, without a gradient; return plan bytes, recv and slot_weights."""
     plan, recv, slot = parts_of(out, "plan, recv, slot_weights")
     found = (bytes_of(plan), recv, slot)
     check_pair(weights, slot)
@@ -609,7 +625,7 @@ class PlanDispatch(EpicFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], out: tuple[Tensor, ...]) -> None:
-        """Save the plan, which is the first result."""
+        """Save the bytes of the plan, which are the first result."""
         save_plan(ctx, inputs[0][0], out[0], inputs[2])
         ctx.mark_non_differentiable(out[0])
 
@@ -625,7 +641,7 @@ plan_dispatch_apply = make_apply(PlanDispatch)
 
 
 def as_tokens(tokens: Tensor, topk_idx: Tensor, num_tokens: int) -> Tensor:
-    """Check tokens against topk_idx and return them as rows, where autograd can see it."""
+    """Check the shape of tokens against topk_idx, and return tokens as [num_tokens, hidden]."""
     if tokens.dim() > 2 and topk_idx.dim() > 2 and tokens.shape[:-1] != topk_idx.shape[:-1]:
         dims = list(topk_idx.shape[:-1])
         raise EpicArgumentError(
@@ -654,6 +670,8 @@ def plan_dispatch(
 ) -> tuple[Plan, Tensor, Tensor | None]:
     """Make a plan and dispatch with it, in one call that is faster than two calls.
 
+    Collective: every rank of the group calls it.
+
     Args:
         group: As for `plan`.
         layer: As for `plan`.
@@ -668,7 +686,8 @@ def plan_dispatch(
         tag: As for `plan`.
         max_sms: As for `plan`.
         compared: As for `plan`.
-        out: A plan and tensors (plan, recv, slot_weights) to write, as for `dispatch`.
+        out: (plan, recv, slot_weights), a `Plan` and tensors into which the function writes, as for
+            `dispatch`.
 
     Returns:
         The plan, the received rows [capacity, hidden], and the weight of each slot [capacity]
@@ -742,12 +761,12 @@ class Combine(EpicFunction):
     def forward(
         plan: Plan, data: Tensor, rows: Tensor, slots: Tensor | None, _block: str | None
     ) -> Tensor:
-        """Call the operator; _block is the format of the rows' gradients, or None."""
+        """Call the operator. _block: the format in which backward sends gradients, or None."""
         return combine_op(plan, data, rows, slots)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
-        """Save the rows only if the weights' gradient needs them."""
+        """Save the plan and the weights, and the rows only if the weights need a gradient."""
         plan, data, rows, slots, ctx.block = inputs
         ctx.spec, ctx.capacity = plan.spec, rows.shape[0]
         mark_no_offload(data)
@@ -757,7 +776,7 @@ class Combine(EpicFunction):
     @first_order_only
     @translate_errors
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        """Send the gradients to the slots, scaled by their weights."""
+        """Return the gradients of the rows and of slot_weights."""
         data, rows, slots = ctx.saved_tensors
         spec, block = ctx.spec, ctx.block
         inputs = (spec.group.order_token_backward, data, d_out, rows, slots, ctx.capacity)
@@ -784,19 +803,20 @@ def combine(
 ) -> Tensor:
     """Return rows to their tokens and sum them: [capacity, hidden] -> [num_tokens, hidden].
 
-    out[t] = sum over k of slot_weights[slot(t, k)] * rows[slot(t, k)], in the order that the layer
-    defines (sum_order), so that the bits do not depend on timing. With layout "flat" each row is a
-    finished partial sum, and slot_weights is None.
+    Collective: every rank of the group calls it. out[t] is the sum over k of slot_weights[slot(t,
+    k)] * rows[slot(t, k)]. The layer's sum_order defines the order of the sum, so its bits do not
+    depend on timing. With layout "flat" each row is already the weighted sum of one rank for a
+    token, and slot_weights is None.
 
     Args:
         plan: The plan that dispatched the rows.
         rows: [capacity, hidden] in float32, bfloat16, float16 or float64.
-        slot_weights: [capacity], as dispatch returned them; None: all 1.
-        quantize_gradient: "1x128" or "1x32": backward sends the rows' gradients in e4m3, rounded.
-            None: unchanged.
+        slot_weights: [capacity], as dispatch returned them. None: all weights are 1.
+        quantize_gradient: "1x128" or "1x32": backward sends the gradients rounded to e4m3, with a
+            scale for each block of 128 or 32 columns. None: gradients are sent unchanged.
         max_sms: On GPUs the largest number of SMs of this call and its gradient. None: as `plan`.
-        out: Tensor [num_tokens, hidden] into which combine writes. It returns this tensor, which
-            has no gradient.
+        out: Tensor [num_tokens, hidden] into which combine writes. It returns this tensor, without
+            a gradient.
 
     Returns:
         The tokens [num_tokens, hidden] in the rows' dtype. A token without a choice is zero.
@@ -821,7 +841,7 @@ def combine(
 
 
 def combine_into(plan: Plan, rows: Tensor, slots: Tensor | None, out: Tensor) -> Tensor:
-    """Run combine with out=."""
+    """Run combine into the tensor `out`, without a gradient, and return it."""
     data, num_tokens, _, spec = plan
     args = (spec.group.order_token, data, rows, slots, num_tokens, spec.layer, spec.tag)
     write_out(ops.combine_out.default, args, out)
@@ -832,10 +852,10 @@ def combine_into(plan: Plan, rows: Tensor, slots: Tensor | None, out: Tensor) ->
 
 
 def save_plans(_context: Any, op: Any, *_: Any, **__: Any) -> Any:
-    """Keep plans and compute all else again: a policy for selective activation checkpointing.
+    """Save plans and recompute everything else: a policy for selective activation checkpointing.
 
-    Pass this function to torch.utils.checkpoint.create_selective_checkpoint_contexts. Backward then
-    does not make plans again, which would need communication.
+    Pass this function to torch.utils.checkpoint.create_selective_checkpoint_contexts. Without it,
+    backward makes each plan again, which needs communication.
 
     Args:
         op: The operator, which torch passes.
@@ -849,10 +869,11 @@ def save_plans(_context: Any, op: Any, *_: Any, **__: Any) -> Any:
 
 
 def save_exchange(_context: Any, op: Any, *_: Any, **__: Any) -> Any:
-    """Keep all results of EPIC's operators: a policy for selective activation checkpointing.
+    """Save the results of all EPIC operators: a policy for selective activation checkpointing.
 
-    Pass this function to torch.utils.checkpoint.create_selective_checkpoint_contexts. Use it in
-    place of `save_plans` if a checkpoint is inside one of several compiled functions.
+    Pass this function to torch.utils.checkpoint.create_selective_checkpoint_contexts. Use it
+    instead of `save_plans` if a program has several compiled functions and a checkpoint is inside
+    of one of them.
 
     Args:
         op: The operator, which torch passes.
