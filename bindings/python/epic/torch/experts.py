@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped expert MLP: local to each rank, differentiable in rows and parameters."""
+"""The MLP of this rank's experts, with gradients of rows and parameters.
+
+No function of this module communicates with other ranks.
+"""
 
 import functools
 from collections.abc import Callable
@@ -72,17 +75,21 @@ TYPE_NAMES = {
 
 
 def dtype_name(x: Tensor) -> str:
-    """Return the dtype of a tensor by its name in the options."""
+    """Return the name of a tensor's dtype in the options."""
     return TYPE_NAMES[x.dtype]
 
 
 def type_of_weights(options: Experts, w: Tensor) -> str:
-    """Return the dtype of the weights in the products."""
+    """Return the name of the dtype that the weights w have in the products."""
     return "e4m3" if options.weight_type == "e4m3" else dtype_name(w)
 
 
 def with_types(options: Experts, local: int, row_type: str, weight_type: str) -> Experts:
-    """Return the options with the number of experts and the dtypes of the tensors filled in."""
+    """Fill in the number of experts and the dtypes of the tensors in the options.
+
+    Raises:
+        EpicArgumentError: The options contain another number or dtype.
+    """
     if options.num_local_experts not in (0, local):
         raise EpicArgumentError(
             f"num_local_experts is {options.num_local_experts}: must be {local}, the number of "
@@ -101,9 +108,19 @@ def with_types(options: Experts, local: int, row_type: str, weight_type: str) ->
 def compute_facts(
     options: str, local: int, row_type: str, weight_type: str, kept_type: str, on_gpu: bool
 ) -> tuple[Any, ...]:
-    """Return operator arguments for forward and backward, and bytes saved for 0 slots and per slot.
+    """Compute what experts() needs to call the operators.
 
-    kept_type: dtype of the weights in memory; weight_type: their dtype in the products.
+    Args:
+        options: Key of the options in options_by_key.
+        local: Number of local experts.
+        row_type: Dtype of the rows.
+        weight_type: Dtype of the weights in the products.
+        kept_type: Dtype of the weights in memory.
+        on_gpu: Whether the core computes on a GPU.
+
+    Returns:
+        The last arguments of the operators experts and experts_backward, and the bytes that forward
+        saves for backward: a fixed part, and a part for each slot.
     """
     whole = with_types(options_by_key[options], local, row_type, weight_type)
     if on_gpu and row_type == "float64":
@@ -126,7 +143,10 @@ def compute_facts(
 
 @assume_constant_result
 def experts_facts(*key: Any) -> tuple[Any, ...]:
-    """Return compute_facts as a constant; tracers would look into a cache."""
+    """Return compute_facts(*key), which torch.compile treats as a constant.
+
+    It is a separate function, because torch.compile would trace into one with functools.cache.
+    """
     return compute_facts(*key)
 
 
@@ -136,10 +156,13 @@ def check_weights(
     names: tuple[str, ...] = ExpertWeights._fields,
     local: int | None = None,
 ) -> None:
-    """Check the shapes of the weights, and that they have one dtype.
+    """Raise an error if the weights have wrong shapes, or different dtypes.
 
-    names: names of the first four in errors; local: number of experts if the weights do not
-    determine it.
+    Args:
+        options: The options.
+        weights: The weights.
+        names: Names of the first four weights in errors.
+        local: Number of experts that the weights must have. None: the weights determine it.
     """
     hidden, inner, width = options.hidden, options.inner, options.width
     local = weights.w_gate_up.shape[0] if local is None else local
@@ -161,7 +184,7 @@ def check_weights(
 
 
 def check_scales(dtype: torch.dtype, weights: Any) -> None:
-    """Check that there are scales if and only if the weights are e4m3."""
+    """Raise an error unless weights in e4m3 have scales and all others have none."""
     for name in ("w_gate_up_scales", "w_down_scales"):
         if (getattr(weights, name) is not None) != (dtype == E4M3):
             raise EpicArgumentError(
@@ -174,7 +197,10 @@ def check_scales(dtype: torch.dtype, weights: Any) -> None:
 def operator_inputs(
     x: Tensor, weight_type: str, weights: tuple[Tensor | None, ...]
 ) -> tuple[Tensor, tuple[Any, ...]]:
-    """Return the rows, and the weights with all scales, as the operator takes them."""
+    """Return the rows and the other tensors of the operator experts: weights and scales.
+
+    With weight_type "e4m3" it rounds rows and weights.
+    """
     if weight_type != "e4m3":
         return x, (*weights, None)
     rows, scales = quantize_rows(x)
@@ -182,7 +208,7 @@ def operator_inputs(
 
 
 def round_weights(x: Tensor, weights: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Return the weights rounded to e4m3, and their biases in the rows' dtype."""
+    """Return weights and scales with matrices rounded to e4m3, and biases in the dtype of x."""
     up, down, *biases, up_scales, down_scales = weights
     assert up is not None and down is not None
     if up_scales is None:
@@ -195,7 +221,11 @@ def round_weights(x: Tensor, weights: tuple[Tensor | None, ...]) -> tuple[Tensor
 def weights_for_backward(
     x: Tensor, weight_type: str, weights: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Return the weights that backward takes: e4m3 ones are transposed back."""
+    """Return the weights for backward.
+
+    Weights that are stored in e4m3 are transposed back. If the products of forward used rounded
+    copies, backward uses the weights themselves, in the dtype of x.
+    """
     up, down, *biases, up_scales, down_scales = weights
     if weight_type != "e4m3":
         return weights
@@ -225,14 +255,26 @@ class RunExperts(EpicFunction):
         slots: Tensor | None,
         *weights: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Call the operator: it returns the rows, and what the core saves for backward."""
+        """Call the operator, which returns the rows, and the bytes that the core saves.
+
+        Args:
+            size: Number of bytes to save for backward.
+            group: Number of the group, or 0.
+            weight_type: Dtype of the weights in the products.
+            numbers: The last arguments of the operators experts and experts_backward.
+            x: Rows [slots, hidden].
+            expert_rows: As for `experts`.
+            expert_tokens: As for `experts`.
+            slots: slot_weights, as for `experts`.
+            *weights: The fields of ExpertWeights.
+        """
         rows, given = operator_inputs(x, weight_type, weights)
         counts = (expert_rows, expert_tokens, slots)
         return ops.experts.default(rows, *counts, *given, size, group, *numbers[0])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], out: tuple[Tensor, Tensor]) -> None:
-        """Save the inputs and the second result."""
+        """Save the input tensors and the second result, the saved bytes of the core."""
         _, group, ctx.weight_type, numbers, *tensors = inputs
         ctx.numbers = (group, *numbers[1])
         mark_no_offload(tensors[1])  # expert_rows, expert_tokens
@@ -244,7 +286,7 @@ class RunExperts(EpicFunction):
     @first_order_only
     @translate_errors
     def backward(ctx: Any, d_y: Tensor, *_: Any) -> tuple[Any, ...]:
-        """Return gradients in the weights' dtype; weights in e4m3 have none."""
+        """Return the gradients, in the dtypes of the inputs. Weights in e4m3 have none."""
         *inputs, saved = ctx.saved_tensors
         weights = weights_for_backward(inputs[0], ctx.weight_type, tuple(inputs[4:]))
         more = (saved, d_y.contiguous(), *ctx.numbers)
@@ -272,27 +314,28 @@ def experts(
 ) -> Tensor:
     """Run the expert MLP on the slabs of a plan: rows [slots, hidden] -> [slots, hidden].
 
-    Local: no other rank takes part. Only occupied slots are computed. On CPUs the slots after the
-    last slab are zeros in the result.  On GPUs these slots and their gradients may hold any values,
-    which dispatch and combine do not read.
+    No other rank takes part in this call. Only slots with a token are computed. In the result, the
+    slots after the last slab are zero on CPUs. On GPUs these slots, and their gradients, may have
+    any values; dispatch and combine do not read them.
 
     Args:
         options: Sizes, activation and weighting.
         rows: [slots, hidden], as dispatch returned them.
-        expert_rows: [local experts] int32, from the plan.
-        expert_tokens: [local experts] int32, from the plan.
+        expert_rows: [local experts] int32, from the plan: rows of each expert with padding.
+        expert_tokens: [local experts] int32, from the plan: rows of each expert without padding.
         weights: Parameters of the local experts.
         slot_weights: [slots] float32 with weighting "early" or "input"; None with "late".
-        group: On GPUs a group on that GPU. On CPUs None is enough.
-        max_sms: On GPUs the largest number of SMs of this call and its gradient; 0: all.
-        out: Tensor shaped as rows that is written and returned, without a gradient.
+        group: For rows on a GPU, a group on that GPU. For rows on the CPU None is enough.
+        max_sms: On GPUs the largest number of SMs of this call and its gradient; 0: the group's.
+        out: Tensor with the shape of rows, into which the function writes. It returns this tensor,
+            without a gradient.
 
     Returns:
-        The rows after the MLP, in their dtype.
+        The results of the experts [slots, hidden], in the dtype of rows.
 
     Raises:
         EpicArgumentError: A shape, dtype or device is wrong.
-        EpicUnsupportedError: The combination is correct but not supported on this device.
+        EpicUnsupportedError: The arguments are correct, but not supported on this device.
 
     Example:
         >>> import torch, epic.torch
@@ -332,11 +375,11 @@ def experts(
     return run_experts_apply(size, number, kind, (forward, backward), rows, *counts, *arrays)[0]
 
 
-# --------------------------------------------------------------- with any product ----
+# --------------------------------------------------- with a grouped product of the caller ----
 
 
 def activate(options: Experts, z: Tensor) -> Tensor:
-    """Apply the experts' activation to [rows, width]."""
+    """Apply the activation of the experts: z [rows, width] -> [rows, inner]."""
     plain: dict[str, Callable[[Tensor], Tensor]] = {
         "silu": F.silu,
         "gelu": F.gelu,
@@ -357,9 +400,15 @@ def activate(options: Experts, z: Tensor) -> Tensor:
 
 
 def bias_of_rows(bias: Tensor, slab: Any) -> Tensor:
-    """Return the bias of each row's expert.
+    """Return the bias of each row's expert, [slots, n].
 
-    Rows after the last slab get a bias of zeros, so that NaN in them reaches no bias gradient.
+    Rows after the last slab get zeros that belong to no expert. So a NaN in these rows does not
+    reach the gradient of a bias.
+
+    Args:
+        bias: [local experts, n].
+        slab: [slots]: the local expert of each row. Rows after the last slab have the number of
+            local experts.
     """
     return torch.cat([bias, torch.zeros_like(bias[:1])])[slab]
 
@@ -372,9 +421,20 @@ def mlp(
     w: ExpertWeights,
     slot_weights: Tensor | None = None,
 ) -> Tensor:
-    """Run the experts with the caller's grouped product.
+    """Run the experts with a grouped product of the caller.
 
-    Rows after the last slab may hold any values afterwards; combine does not read them.
+    In the result, rows after the last slab may have any values. combine does not read them.
+
+    Args:
+        options: Sizes, activation and weighting.
+        grouped_mm: The product, as for `MoE`.
+        x: Rows [slots, hidden].
+        expert_rows: [local experts] int32, from the plan.
+        w: The weights.
+        slot_weights: [slots] float32 with weighting "early" or "input"; None with "late".
+
+    Returns:
+        The results of the experts [slots, hidden], in the dtype of x.
     """
     ends = expert_rows.cumsum(0, dtype=torch.int32)
     slab = None
@@ -399,19 +459,22 @@ def mlp(
 
 
 def slab_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """Multiply the slabs by one matmul per expert: a plain grouped_mm that runs everywhere.
+    """Multiply the rows of each expert by its weight, with one matmul for each expert.
+
+    It is a simple grouped_mm for `MoE` and `moe`, which runs on every device. On GPUs the host
+    waits for `ends`.
 
     Args:
         x: Rows [slots, n].
-        w: Weights [local experts, n, m].
-        ends: End of each expert's rows, [local experts] int32. The host waits for them.
+        w: Weights [local experts, n, m], of the dtype of x.
+        ends: [local experts] int32: expert e has the rows ends[e - 1] to ends[e].
 
     Returns:
         The products [slots, m]; rows after the last slab are zero.
     """
     out = x.new_zeros((x.shape[0], w.shape[2]))
     begin = 0
-    for expert, end in enumerate(map(int, ends.cpu())):  # torch.func has no tolist()
+    for expert, end in enumerate(map(int, ends.cpu())):  # torch.func does not support tolist()
         out[begin:end] = x[begin:end] @ w[expert]
         begin = end
     return out

@@ -33,9 +33,9 @@ class MoE(nn.Module):
     """A Mixture-of-Experts layer whose experts are spread over the ranks of a group.
 
     `layer(x)` takes x [..., hidden] and returns (out, loss). out has the shape and dtype of x. loss
-    is a float32 scalar: this rank's part of balance loss and z-loss, 0 without coefficients. Add it
-    to your loss. out and loss have gradients. All ranks must call their layers in the same order. A
-    rank without tokens passes x with 0 rows.
+    is a scalar, float32 (float64 with float64 rows): this rank's part of balance loss and z-loss.
+    It is 0 if options has no coefficients. Add it to your loss. out and loss have gradients. All
+    ranks must call their layers in the same order. A rank without tokens passes x with 0 rows.
 
     The parameters have the names and shapes of `MoeWeights`. Those of the experts (w_gate_up,
     w_down and their biases) are this rank's own num_experts / num_ranks experts. All others are
@@ -96,7 +96,7 @@ class MoE(nn.Module):
     bias: Tensor | None
     load: Tensor | None
     logical_of_expert: Tensor | None
-    # record_routing and replay_routing set these two while they are active.
+    # record_routing sets `recorded`, and replay_routing sets `replayed`, while they are active.
     recorded: list[Routing] | None = None
     replayed: Any = None
 
@@ -132,8 +132,9 @@ class MoE(nn.Module):
             )
         self.group, self.options, self.tag = group, options, tag
         self.grouped_mm, self.bias_rate = grouped_mm, bias_rate
-        # Each rank would round gradients of 16 bits before sum_gradients() adds them, so their bits
-        # would depend on the number of ranks.
+        # 16-bit gradients are added during backward, before they are rounded. sum_gradients() would
+        # add gradients that each rank has rounded, so their bits would depend on the number of
+        # ranks.
         narrow = dtype in (torch.bfloat16, torch.float16)
         self.sums_in_backward = narrow and options.layer.sum_order == "tree"
         self.num_local_experts = options.layer.num_experts // group.num_ranks
@@ -151,7 +152,8 @@ class MoE(nn.Module):
         )
         self.register_buffer("bias", bias)
         load = torch.zeros(options.layer.num_ids, dtype=torch.int32, device=device)
-        # Not a buffer, because DDP would replace it by that of rank 0 before each forward.
+        # load is not a buffer. DistributedDataParallel would overwrite a buffer with that of rank 0
+        # before each forward.
         self.load = None if bias_rate is None else load
         self.replicas = logical_of_expert
         whose = tables_of(options.layer, None, logical_of_expert, load)[1]
@@ -181,11 +183,12 @@ class MoE(nn.Module):
         }
 
     def reset_parameters(self, seed: int = 0) -> None:
-        """Set the parameters to random first values and the biases to 0.
+        """Initialize the parameters: weights with random numbers, biases with 0.
 
-        Values are normal with standard deviation 1 / sqrt(inputs). Those of an expert depend on its
-        id and the seed alone, not on the number of ranks. After device="meta" call `to_empty`, then
-        this, also under fully_shard.
+        The numbers are normal with standard deviation 1 / sqrt(number of inputs). Those of an
+        expert depend only on the expert's id and the seed, not on the number of ranks. The
+        constructor calls this method, except on device "meta". There call `to_empty`, then this
+        method, also for a layer under fully_shard.
 
         Args:
             seed: Seed of the random numbers; equal on all ranks.
@@ -209,7 +212,13 @@ class MoE(nn.Module):
                 self.logical_of_expert.copy_(torch.as_tensor(self.replicas))
 
     def draw(self, out: Tensor, name: str, seed: int) -> None:
-        """Set the first values of a parameter that is not sharded over other ranks."""
+        """Initialize a tensor with the random numbers of a parameter.
+
+        Args:
+            out: The tensor, with the shape that the parameter has on this rank of the group.
+            name: Name of the parameter.
+            seed: Seed of the random numbers.
+        """
         first = self.group.rank * self.num_local_experts
         logical = self.replicas or range(self.options.layer.num_experts)
         if name not in OF_EXPERTS:
@@ -219,9 +228,10 @@ class MoE(nn.Module):
             fill_normal(expert, name, seed, 1 + logical[first + i])
 
     def _apply(self, fn: Any, recurse: bool = True) -> "MoE":
-        """Move the module, but keep the bias in float32.
+        """Move or convert the module, but keep the bias in float32.
 
-        In a dtype of fewer bits, adding bias_rate might not change the bias.
+        In a dtype with fewer bits, adding bias_rate might not change the bias. This overrides a
+        private method of torch, which `to`, `cuda` and similar methods call.
         """
         before, load = self.bias, self.load
         super()._apply(fn, recurse)
@@ -237,23 +247,23 @@ class MoE(nn.Module):
         mark_experts(self, self.group)  # unpickled parameters have lost the attribute
 
     def get_extra_state(self) -> Tensor:
-        """Return [first, count, num_experts]: the experts that the state holds.
+        """Return [first, count, num_experts]: the numbers of the experts in the state_dict.
 
-        Torch saves it in the state_dict under the key "_extra_state".
+        torch saves the result in the state_dict under the key "_extra_state".
         """
         check_sharding(self.group, experts_in(self))
         held = held_experts(self.group, self.options.layer.num_experts)
         return held.to("meta") if self.w_gate.is_meta else held
 
     def set_extra_state(self, state: Any) -> None:
-        """Do nothing: _load_from_state_dict compared the experts before it loaded anything."""
+        """Do nothing, because _load_from_state_dict has compared the experts already."""
 
     def _load_from_state_dict(
         self, state: Any, prefix: str, metadata: Any, strict: bool, missing: Any, *more: Any
     ) -> None:
-        """Load a state, but refuse the experts of another rank.
+        """Load a state, or raise an error if it has the experts of another rank.
 
-        A state that contains all experts need not have the entry "_extra_state".
+        In a group of one rank the state need not have the entry "_extra_state".
         """
         check_sharding(self.group, experts_in(self))
         own = held_experts(self.group, self.options.layer.num_experts)
@@ -264,11 +274,8 @@ class MoE(nn.Module):
         mark_experts(self, self.group)  # assign=True makes new parameters
 
     def weights(self) -> MoeWeights:
-        """Return the parameters as `moe` takes them.
-
-        The method reads them as attributes if torch.nn.utils (parametrize, prune) computes them
-        from other parameters.
-        """
+        """Return the parameters as `MoeWeights`, for `moe`."""
+        # torch.nn.utils.parametrize and prune replace a parameter by a computed attribute.
         own = self._parameters
         given = {name: own[name] if name in own else getattr(self, name) for name in self.names}
         return MoeWeights(bias=self.bias, **given)
@@ -317,9 +324,9 @@ class MoE(nn.Module):
             tag=self.tag,
         )
         if self.training and self.load is not None:
-            # Not found.load_of_ids, because torch 2.9 cannot compile properties of a tuple.
+            # The value of found.load_of_ids; torch 2.9 cannot compile properties of a NamedTuple.
             counts = found.load if found.logical_load is None else found.logical_load
-            # After load_state_dict(assign=True) or fully_shard.
+            # load_state_dict(assign=True) and fully_shard move parameters, but not self.load.
             if self.load.device != counts.device:
                 self.load = move_load(self.load, counts.device)
             torch.ops.epic.count_load_.default(self.load, counts)
@@ -347,23 +354,28 @@ class MoE(nn.Module):
 
     @assume_constant_result
     def check_ddp(self) -> None:
-        """Raise an error in DistributedDataParallel over ranks of the group. Tracers call it."""
+        """Raise an error in DistributedDataParallel over ranks of the group.
+
+        torch.compile calls it while it traces.
+        """
         check_ddp(self, self.group)
 
     def sum_gradients(self) -> None:
         """Add the gradients of the shared parameters over the ranks of the group.
 
-        Call it after backward, on every rank, before the optimizer steps. It adds the gradients of
-        the router and the shared expert, which all ranks have. Those of the experts are complete
-        without it. A parameter without a gradient on this rank counts as zeros.
+        Collective: every rank calls it, after backward and before the optimizer steps. Shared
+        parameters are those of the router and of the shared expert, which all ranks have. The
+        gradients of the experts are complete without it. A parameter without a gradient on this
+        rank counts as zeros.
 
-        With the layer's sum_order "tree" the gradients have the same bits for every number of
-        ranks. A layer of dtype bfloat16 or float16 with that order adds them during backward,
-        before it rounds them; this call does nothing then.
+        With the layer's sum_order "tree" the gradients have the same bits for every number of ranks
+        that divides `leaves`, if all ranks have equally many tokens. A layer of dtype bfloat16 or
+        float16 with this order adds the gradients during backward, before it rounds them. For such
+        a layer this method does nothing.
 
         Raises:
-            EpicArgumentError: fully_shard shards a shared parameter over ranks of the group, so
-                that it has added the gradients.
+            EpicArgumentError: fully_shard shards a shared parameter over ranks of the group, so it
+                has added the gradients already.
         """
         check_sharding(self.group, self.named_parameters())
         if self.sums_in_backward:
@@ -383,10 +395,16 @@ class MoE(nn.Module):
 
 
 def add_gradients(group: Group, parameter: Tensor, tag: int = 0, tree: bool = False) -> None:
-    """Add the gradient of a parameter over the ranks of the group, in place.
+    """Add the gradient of a parameter over the ranks of the group, in place. Collective.
 
-    A rank without a gradient adds zeros, since other ranks may have one. A parameter that
-    fully_shard shards over another axis of the mesh has the same part on all ranks of the group.
+    A rank without a gradient adds zeros, because other ranks may have one. If fully_shard shards
+    the parameter over another mesh dimension, all ranks of the group have the same part of it.
+
+    Args:
+        group: The group.
+        parameter: The parameter.
+        tag: Tag of the sum.
+        tree: Whether to add the ranks in a binary tree.
     """
     with torch.no_grad():
         if parameter.grad is None:
@@ -410,9 +428,15 @@ def default_device(group: Group) -> torch.device:
 
 
 def fill_normal(out: Tensor, name: str, seed: int, part: int) -> None:
-    """Fill a tensor with random numbers that depend on name, seed and part only.
+    """Fill a tensor with random numbers that depend only on its shape, name, seed and part.
 
-    The CPU makes the numbers, so that they are equal on all devices.
+    The CPU makes the numbers, so they are equal on all devices.
+
+    Args:
+        out: The tensor.
+        name: Name of the parameter.
+        seed: Seed of the layer.
+        part: 0, or 1 + the id of the expert.
     """
     number = sum((i + 1) * ord(letter) for i, letter in enumerate(name))
     generator = torch.Generator("cpu").manual_seed((seed * 1_000_003 + number) * 65_537 + part)
@@ -422,7 +446,10 @@ def fill_normal(out: Tensor, name: str, seed: int, part: int) -> None:
 
 
 def local_part(whole: Tensor, like: Any) -> Tensor:
-    """Return this rank's part of a whole tensor under a DTensor's placements; nothing is sent."""
+    """Return this rank's part of a tensor that all ranks have, without communication.
+
+    like: a DTensor with the mesh and the placements.
+    """
     from torch.distributed.tensor import distribute_tensor
 
     place = (like.device_mesh, like.placements)
@@ -432,9 +459,9 @@ def local_part(whole: Tensor, like: Any) -> Tensor:
 def sharded_state(layer: MoE, mesh: Any) -> dict[str, Any]:
     """Return the state of a layer as DTensors, for torch.distributed.checkpoint.
 
-    The DTensors share the memory of the layer. Experts are sharded over the mesh of the group, and
-    all else is replicated on its ranks. So a checkpoint that one number of ranks has saved can be
-    loaded by another number of ranks.
+    The DTensors share the memory of the layer. The parameters of experts are sharded over the ranks
+    of the group, and all other tensors are replicated on them. So a different number of ranks can
+    load the checkpoint.
 
     Args:
         layer: The layer.
@@ -466,9 +493,19 @@ def sharded_state(layer: MoE, mesh: Any) -> dict[str, Any]:
 def local_and_placements(
     name: str, value: Tensor, mesh: Any
 ) -> tuple[Tensor, list[Any], torch.Size]:
-    """Return this rank's memory of a value, its placements in the mesh, and the shape of the whole.
+    """Return what DTensor.from_local needs for a tensor of a layer.
 
-    The last dimension of the mesh is the group's.
+    Args:
+        name: Name of the tensor in the layer.
+        value: The tensor of this rank, possibly a DTensor of fully_shard.
+        mesh: DeviceMesh whose last dimension is the group's.
+
+    Returns:
+        The local tensor of this rank, its placements in the mesh, and the shape over all ranks.
+
+    Raises:
+        EpicArgumentError: The mesh does not fit the sharding of the tensor.
+        EpicUnsupportedError: fully_shard splits the experts of a rank unevenly.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
