@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole layer as one function with gradients: router, plan, dispatch, experts, combine.
 
-Forward and backward are one operator each, which runs the core's own layer. With `grouped_mm=`, a
-token mask or rows that are sent quantized, the layer calls the single functions instead.
+Forward is one operator, and backward is another one. Both run the layer of the C core. With
+`grouped_mm=`, a token mask, or rows that are sent quantized, the layer is *composed*: it calls the
+functions route, plan, dispatch, experts and combine one after the other.
 """
 
 from dataclasses import replace
@@ -66,7 +67,7 @@ NO_EXPERTS = Experts(hidden=1, inner=1)  # used if the layer has no shared exper
 
 
 class MoeWeights(NamedTuple):
-    """Parameters of a layer on one rank: those of its own experts, and all others completely.
+    """Parameters of a layer on one rank: those of this rank's experts, and all shared parameters.
 
     width is 2 * inner: the columns of gate, then those of up; with options.interleaved they
     alternate. With options.ungated width is inner. E is the number of columns of the router,
@@ -113,8 +114,8 @@ class MoeOut(NamedTuple):
         out: The tokens, shaped as x.
         loss: Scalar, float32 (float64 with float64 rows): this rank's part of balance loss +
             z-loss.
-        load: [num_experts] int32: number of choices of each expert in the whole group, before any
-            choice is dropped.
+        load: [num_experts] int32: number of choices of each expert over the whole group, before
+            any choice is dropped.
         demand: [1] int32: number of slots that all choices of this rank's experts would need.
         logical_load: With replicas [num_logical] int32: the load by logical expert. Else None.
         routing: With return_routing the `Routing` that the layer used. Its weights have no
@@ -130,11 +131,11 @@ class MoeOut(NamedTuple):
 
     @property
     def load_of_ids(self) -> Tensor:
-        """The load of the experts that the router chooses: with replicas, logical experts."""
+        """The load of the ids that the router chooses: logical_load with replicas, else load."""
         return self.load if self.logical_load is None else self.logical_load
 
 
-# The order of the operators' tensors.
+# The weights in the order of the arguments of the operator moe.
 ORDER = (
     "w_gate b_gate bias w_gate_up w_down b_gate_up b_down shared_gate_up shared_down "
     "shared_b_gate_up shared_b_down w_shared_gate w_gate_up_scales w_down_scales"
@@ -145,7 +146,7 @@ SCALES = ("w_gate_up_scales", "w_down_scales")
 
 
 class Facts(NamedTuple):
-    """The sizes and operator arguments of a layer on a group, for tensors of given dtypes."""
+    """The sizes and operator arguments of a layer on a group, for certain dtypes of its tensors."""
 
     saved_bytes: int
     forward_bytes: int
@@ -153,17 +154,17 @@ class Facts(NamedTuple):
     plan_bytes: int  # size of the plan, which is the first part of the saved bytes
     replicas: int  # number of experts of a layer with replicas; else 0
     weight_type: str  # dtype of the weights in the products of the experts
-    forward: tuple[Any, ...]  # numeric arguments of the operator
-    backward: tuple[Any, ...]
-    recorded: tuple[Any, ...]  # those of forward, to return the routing
-    replayed: tuple[Any, ...]  # those of backward after forced weights
-    max_sms: int = 0  # of each operation; 0: the group's
+    forward: tuple[Any, ...]  # the last arguments of the operator moe, all numbers
+    backward: tuple[Any, ...]  # the last arguments of the operator moe_backward
+    recorded: tuple[Any, ...]  # used instead of forward if moe returns the routing
+    replayed: tuple[Any, ...]  # used instead of backward if the weights were forced
+    max_sms: int = 0  # largest number of SMs of each operation; 0: the group's
 
 
 def numbers_of(options: Moe, **types: int) -> tuple[Any, ...]:
-    """Return the last arguments of the operator moe for completed options.
+    """Return the last arguments of the operator moe, for options with dtypes and a capacity.
 
-    types: dtypes of the experts' weights, as mlp_numbers takes them.
+    types: dtypes of the experts, as for mlp_numbers.
     """
     return operator_numbers("moe", values_of(options, **types))
 
@@ -178,7 +179,7 @@ def values_of(options: Moe, **types: int) -> dict[str, Any]:
         "z_coeff": float(options.z_coeff),
         "sequence_tokens": options.sequence_tokens,
         "capacity": options.capacity,
-        "flags": flags,  # of the plan of a composed layer
+        "flags": flags,  # an argument of the operator plan.compared only
         **layer,
         "layer_leaves": layer["layer_leaves"] + flags * FIRST_FLAG,
         **options.router.numbers("router_"),
@@ -188,7 +189,10 @@ def values_of(options: Moe, **types: int) -> dict[str, Any]:
 
 
 def moe_with_types(given: Moe, local: int, row_type: str, weight_type: str, kept_type: str) -> Moe:
-    """Return the options with the dtypes of the tensors filled in."""
+    """Fill in the number of local experts and the dtypes of the tensors in the options.
+
+    kept_type: dtype of the weights in memory; weight_type: their dtype in the products.
+    """
     shared_type = row_type if kept_type == "e4m3" else kept_type
     return replace(
         given,
@@ -200,9 +204,11 @@ def moe_with_types(given: Moe, local: int, row_type: str, weight_type: str, kept
 def compared_of(
     _: Group, options: str, local: int, row_type: str, weight_type: str, kept_type: str
 ) -> tuple[Any, ...]:
-    """Return the options of a composed layer as arguments of its plan.
+    """Return the options of a composed layer as arguments of the operator plan.compared.
 
-    The ranks compare them when they make the plan.  options: the key of an epic.Moe."""
+    The ranks compare these options when they make the plan. The arguments are those of facts_of.
+    Group.remember passes the group, which is not used here.
+    """
     whole = moe_with_types(options_by_key[options], local, row_type, weight_type, kept_type)
     experts, shared = whole.experts.numbers(), whole.shared.numbers() if whole.shared else {}
     values = values_of(whole, row_type=experts["row_type"], weight_type=experts["weight_type"])
@@ -222,11 +228,17 @@ def facts_of(
     kept_type: str,
     distinct: bool,
 ) -> tuple[Any, ...]:
-    """Return the Facts of the options with that key.
+    """Return the Facts of a layer as a tuple.
 
-    kept_type: dtype of the weights in memory; weight_type: their dtype in the products. distinct:
-    whether no token names an expert twice. That holds for a router, not for a caller's table or
-    forced ids.
+    Args:
+        group: The group.
+        options: Key of an epic.Moe in options_by_key.
+        local: Number of local experts.
+        row_type: Dtype of the rows.
+        weight_type: Dtype of the weights in the products.
+        kept_type: Dtype of the weights in memory.
+        distinct: Whether the ids of each token are known to be different. That is true for the
+            choices of a router, but not for a table or forced ids of the caller.
     """
     given = options_by_key[options]
     if distinct:
@@ -238,7 +250,8 @@ def facts_of(
     bytes_ = [int(sizes.saved_bytes), int(sizes.forward_bytes), int(sizes.backward_bytes)]
     replicas = given.layer.num_experts if given.layer.num_logical else 0
     bytes_ += [group.plan_bytes(given.layer), replicas]
-    # The operator returns gradients of experts in the dtype of the weights, unless they are summed.
+    # On GPUs the operator returns gradients of experts in the dtype of the rows. But gradients of
+    # replicas are summed first, so the operator returns them in float32.
     narrow = group.on_gpu and kept_type in (row_type, "e4m3") and not replicas
     types = whole.experts.numbers()
     back = {"grad_type": types["row_type"] if narrow else 0}
@@ -250,14 +263,17 @@ def facts_of(
 
 
 def set_bit(numbers: tuple[Any, ...], bit: int) -> tuple[Any, ...]:
-    """Return the result of numbers_of with a bit of layer_leaves set."""
+    """Return a result of numbers_of in which a bit of the argument layer_leaves is set."""
     names = argument_names("moe")
     at = len(numbers) + names.index("layer_leaves") - len(names)
     return (*numbers[:at], numbers[at] | bit, *numbers[at + 1 :])
 
 
 def check_moe(options: Moe, x: Tensor, weights: MoeWeights) -> None:
-    """Check what the operators cannot see from the lengths of the tensors."""
+    """Raise an error for arguments of moe that the operators cannot check.
+
+    The operators compare numbers of elements, not shapes.
+    """
     check_floats("x", x)
     hidden = options.experts.hidden
     if x.shape[-1] != hidden:
@@ -287,8 +303,8 @@ def check_moe(options: Moe, x: Tensor, weights: MoeWeights) -> None:
 # ------------------------------------------------------------- the core's own layer ----
 
 
-# Ids that replace the router's choice: token_ids, table and the forced ids [num_tokens, top_k];
-# all None: the router chooses.
+# Ids that replace the choices of the router: token_ids, table, and forced ids [num_tokens, top_k].
+# If all are None, the router chooses.
 Chosen = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -302,7 +318,10 @@ def forward_args(
     x: Tensor,
     *weights: Tensor | None,
 ) -> tuple[Any, ...]:
-    """Return the arguments of the operator moe."""
+    """Return the arguments of the operator moe.
+
+    tables: rank_of_expert and logical_of_expert. weights: the weights in ORDER.
+    """
     number = limit_number(group.number, facts.max_sms)
     numbers = (facts.saved_bytes, facts.forward_bytes, number, tag, *facts.forward)
     if facts.weight_type == "e4m3":
@@ -311,18 +330,19 @@ def forward_args(
     return (group.order_token, x, *weights, *given, *numbers)
 
 
+# The tensors of experts are ORDER[FIRST:PAST], and their scales the last two.
 FIRST, PAST = ORDER.index("w_gate_up"), ORDER.index("b_down") + 1
 
 
 def experts_in(weights: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Return the experts' tensors among the weights, with their scales."""
+    """Return the tensors of experts among weights in ORDER, with their scales."""
     return (*weights[FIRST:PAST], *weights[-2:])
 
 
 def with_experts(
     weights: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Return the weights with other experts' tensors."""
+    """Return weights in ORDER, with `given` in place of the tensors of experts and their scales."""
     return (*weights[:FIRST], *given[:-2], *weights[PAST:-2], *given[-2:])
 
 
@@ -341,13 +361,17 @@ class Layer(EpicFunction):
         x: Tensor,
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """Call the operator.  _sum_order: of of_all_ranks in backward; None: no sum there."""
+        """Call the operator.
+
+        _sum_order: the order in which backward adds the gradients of shared parameters over the
+        ranks: 0 by rank, 1 in a tree. None: backward does not add them.
+        """
         args = forward_args(group, tag, facts, chosen, tables, forced_weights, x, *weights)
         return ops.moe.default(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], out: tuple[Tensor, ...]) -> None:
-        """Save x, the weights and what the core saves for backward, which is the last result."""
+        """Save x, the weights, and the last result: the bytes that the core needs in backward."""
         ctx.group, ctx.tag, ctx.facts, ctx.sum_order, _, _, forced_weights, x, *weights = inputs
         if (bias := weights[ORDER.index("bias")]) is not None:
             mark_no_offload(bias)
@@ -361,7 +385,7 @@ class Layer(EpicFunction):
     @first_order_only
     @translate_errors
     def backward(ctx: Any, d_out: Tensor, d_loss: Tensor, *_: Any) -> tuple[Any, ...]:
-        """Return the gradients; those of weights have the dtype of the weights."""
+        """Return the gradients; those of weights have the dtypes of the weights."""
         x, *weights, saved = ctx.saved_tensors
         group, facts = ctx.group, ctx.facts
         number = limit_number(group.number, facts.max_sms)
@@ -375,7 +399,7 @@ class Layer(EpicFunction):
             rest = sum_over_replicas(ctx, saved, rest)
         if ctx.sum_order is not None:
             rest = sum_over_ranks(ctx, rest)
-        # The bias has no gradient.
+        # The operator returns no gradient for the bias, so put None in its place.
         pairs = zip(weights[:-2], (*rest[:2], None, *rest[2:]), strict=True)
         none = [w is None or d is None or w.dtype == E4M3 for w, d in pairs]
         pairs = zip(weights[:-2], (*rest[:2], None, *rest[2:]), strict=True)
@@ -388,9 +412,16 @@ layer_apply = make_apply(Layer)
 
 
 def sum_over_replicas(ctx: Any, saved: Tensor, gradients: list[Tensor]) -> list[Tensor]:
-    """Return gradients in which those of experts are added over replicas.
+    """Add the gradients of experts over the replicas of each logical expert. Collective.
 
-    gradients: those of w_gate and b_gate come first; an absent one has shape [0].
+    Args:
+        ctx: The ctx of Layer.
+        saved: The bytes that the core saved; they begin with the plan.
+        gradients: The gradients of all weights except bias. That of an absent weight has the shape
+            [0].
+
+    Returns:
+        The gradients; only those of experts are changed.
     """
     group, plan = ctx.group, saved[: ctx.facts.plan_bytes]
     first, end = 2, 2 + len(OF_EXPERTS)
@@ -402,9 +433,16 @@ def sum_over_replicas(ctx: Any, saved: Tensor, gradients: list[Tensor]) -> list[
 
 
 def sum_over_ranks(ctx: Any, gradients: list[Tensor]) -> list[Tensor]:
-    """Return gradients in which those of shared parameters are added over the ranks.
+    """Add the gradients of shared parameters over the ranks. Collective.
 
-    They are added before they are rounded to the weights' dtype. Those of experts stay as they are.
+    Call it before the gradients are rounded to the dtype of the weights.
+
+    Args:
+        ctx: The ctx of Layer.
+        gradients: The gradients of all weights except bias.
+
+    Returns:
+        The gradients; those of experts are unchanged.
     """
     first, end = 2, 2 + len(OF_EXPERTS)
     shared = [*gradients[:first], *gradients[end:]]
@@ -416,7 +454,7 @@ def sum_over_ranks(ctx: Any, gradients: list[Tensor]) -> list[Tensor]:
 
 
 def with_summed_gradients(weights: MoeWeights, group: Group, order: int, tag: int) -> MoeWeights:
-    """Return weights whose shared parameters get gradients that backward adds over the ranks."""
+    """Return weights for which backward adds the gradients of shared parameters over the ranks."""
     change = {
         name: sums.sum_gradient_apply(group, order, tag, w)
         for name, w in weights._asdict().items()
@@ -426,7 +464,10 @@ def with_summed_gradients(weights: MoeWeights, group: Group, order: int, tag: in
 
 
 def logits_of(x: Tensor, weights: MoeWeights) -> Tensor:
-    """Return the router's logits, in float32 (float64 for float64 rows) also under autocast."""
+    """Compute the router's logits [num_tokens, E] in float32 (float64 for float64 rows).
+
+    autocast does not change this dtype.
+    """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     with torch.autocast(x.device.type, enabled=False):
         logits = x.to(wide) @ weights.w_gate.to(wide)
@@ -441,7 +482,16 @@ def run_experts(
     weights: ExpertWeights,
     slots: Tensor | None,
 ) -> Tensor:
-    """Run the experts with the caller's product if there is one, else with the core's."""
+    """Run the experts on the rows of a plan.
+
+    Args:
+        options: An epic.Experts.
+        grouped_mm: A grouped product of the caller. None: EPIC's product.
+        x: Rows [slots, hidden].
+        plan: The plan.
+        weights: The weights of the experts.
+        slots: slot_weights, as for `experts`.
+    """
     if grouped_mm is not None:
         check_weights(options, weights)
         return mlp(options, grouped_mm, x, plan.counted("expert_rows"), weights, slots)
@@ -451,7 +501,7 @@ def run_experts(
 
 
 def run_shared_expert(options: Moe, x: Tensor, weights: MoeWeights) -> Tensor:
-    """Run the shared expert on every token, multiplied by its gate if it has one."""
+    """Run the shared expert on x [num_tokens, hidden], and multiply the result by its gate."""
     assert options.shared is not None and weights.shared_gate_up is not None
     assert weights.shared_down is not None
     own = ExpertWeights(*(getattr(weights, name) for name in OF_SHARED))
@@ -469,7 +519,7 @@ def run_shared_expert(options: Moe, x: Tensor, weights: MoeWeights) -> Tensor:
 
 
 def probabilities(router: Router, logits: Tensor) -> Tensor:
-    """Return P of the balance loss: the scores of all columns, divided by their sum."""
+    """Return P of the balance loss: the scores of all E columns, divided by their sum."""
     if router.score in ("softmax", "logits"):
         return logits.softmax(-1)
     scores = torch.sigmoid(logits)
@@ -487,7 +537,17 @@ def compute_losses(
     mask: Any,
     tag: int,
 ) -> Tensor:
-    """Return this rank's part of the losses, over the tokens that the mask keeps on all ranks."""
+    """Return this rank's part of balance loss and z-loss in a composed layer. Collective.
+
+    Args:
+        group: The group.
+        options: The options.
+        logits: [num_tokens, E].
+        load: Choices of each expert over the group, by the ids of the router.
+        chosen: Ids [num_tokens, top_k].
+        mask: bool [num_tokens]: only tokens with True count. None: all count.
+        tag: Tag of the sum over the ranks.
+    """
     loss = logits.new_zeros(())
     if not options.balance_coeff and not options.z_coeff:
         return loss
@@ -525,9 +585,17 @@ def choose(
     given: Chosen,
     forced_weights: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ids and weights: those of the router, or those that the caller gave.
+    """Return ids and weights [num_tokens, top_k]: those of the router, or those of the caller.
 
-    A forced id that is too large is returned unchanged, and the plan then reports it on every rank.
+    A forced id that is too large is returned unchanged, so that the plan reports it on every rank.
+
+    Args:
+        group: The group.
+        options: The options.
+        logits: [num_tokens, E].
+        bias: The bias for the choice, or None.
+        given: Ids that replace the choices of the router.
+        forced_weights: Weights of the forced ids. None: the router computes them.
     """
     token_ids, table, forced = given
     if forced is not None and forced_weights is not None:
@@ -558,14 +626,19 @@ def run_composed(
     tag: int,
     max_sms: int = 0,
 ) -> MoeOut:
-    """Run the layer as a composition of the single functions."""
+    """Run a composed layer: call its functions one after the other. Collective.
+
+    The arguments are those of `moe`, after their checks. given: ids that replace the choices of the
+    router. tables: rank_of_expert and logical_of_expert.
+    """
     # Padding may contain any values, also NaN.
     x = x if mask is None else torch.where(mask[:, None], x, 0)
     logits = logits_of(x, weights)
     chosen, w = choose(group, options, logits, weights.bias, given, forced_weights)
     if mask is not None:
         chosen = torch.where(mask[:, None], chosen, -1)
-    # Rows of identity experts are not sent. The plan reports forced ids that are too large.
+    # Rows of identity experts are not sent, so their ids become -1 here. Ids that are too large
+    # stay unchanged, so that the plan reports them.
     zero = (chosen >= options.layer.num_ids) & (chosen < logits.shape[1])
     sent = torch.where(zero, -1, chosen) if options.router.zero_experts else chosen
     local = weights.w_gate_up.shape[0]
@@ -607,7 +680,7 @@ def run_composed(
 
 
 def as_mask(options: Moe, token_mask: Tensor, x: Tensor) -> Tensor:
-    """Check the token mask and return it as [num_tokens]."""
+    """Return the token mask as [num_tokens], after checking it."""
     if options.sequence_tokens:
         raise EpicUnsupportedError(
             "token_mask is given with sequence_tokens: not supported, because the loss of a "
@@ -626,9 +699,9 @@ def as_mask(options: Moe, token_mask: Tensor, x: Tensor) -> Tensor:
 
 
 def with_wide_router(x: Tensor, weights: MoeWeights) -> MoeWeights:
-    """Return the weights with those of the router in float32, or in float64 for float64 rows.
+    """Return weights whose tensors of the router are float32, or float64 for float64 rows.
 
-    model.to(dtype) or mixed precision may have changed their dtype.
+    model.to(dtype) or mixed precision may have given them another dtype.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     change = {}
@@ -679,18 +752,18 @@ def moe(
             blocks. Needs options.capacity.
         logical_of_expert: Integers [num_experts], with options.layer.num_logical: the logical
             expert that each expert is a replica of.
-        token_mask: bool [...]: tokens that are False have no expert, a result of zeros and no part
-            in the losses.
+        token_mask: bool [...]. A token whose element is False (padding) has no expert, a result of
+            zeros and no part in the losses. None: all tokens count.
         forced: A `Routing`, (ids, weights) or ids alone: the experts of each token, which replace
-            the router's choice, as another run recorded them. ids are integers [..., top_k],
-            negative for no expert. If weights is None, the router computes the weights from its
-            scores, and has gradients as always. Otherwise weights [..., top_k] are used as they
-            are. They have a gradient, and the router has only that of the losses. The losses use
-            the router's scores and the load of the forced ids. All ranks pass it, or none.
+            the router's choice, for example as another run recorded them. ids are integers [...,
+            top_k], negative for no expert. If weights is None, the router computes the weights from
+            its scores, and gets its usual gradients. Otherwise the layer uses weights [..., top_k]
+            unchanged. They get a gradient, and the router gets only that of the losses. The losses
+            use the router's scores and the load of the forced ids. All ranks pass it, or none.
         return_routing: Whether the result has a `Routing`: the ids and weights that the layer used.
         sum_gradients: Whether backward adds the gradients of the shared parameters over the ranks,
-            in the layer's sum_order, before it rounds them to the weights' dtype. If False they
-            are this rank's part.
+            in the layer's sum_order, before it rounds them to the dtype of the weights. If False
+            each rank gets only its own part of these gradients.
         tag: Calls with equal tags run in the same order on every rank.
         max_sms: On GPUs the largest number of SMs of each operation of the layer, forward and
             backward; 0: the group's.
@@ -702,7 +775,8 @@ def moe(
 
     Raises:
         EpicArgumentError: A shape, dtype or device is wrong, or options do not fit together.
-        EpicUnsupportedError: The combination is correct but not supported; the text names another.
+        EpicUnsupportedError: The arguments are correct, but not supported together. The text names
+            an alternative.
         EpicError: A rank failed, was late, or made a different call.
 
     Example:
@@ -778,7 +852,7 @@ def moe(
 
 
 def as_routing(found: Routing, x: Tensor) -> Routing:
-    """Return a routing [num_tokens, top_k] with the leading dimensions of x."""
+    """Return a routing [num_tokens, top_k] as [..., top_k], with the leading dimensions of x."""
     ids, weights = found
     shape = (*x.shape[:-1], ids.shape[1])
     assert weights is not None
@@ -786,16 +860,17 @@ def as_routing(found: Routing, x: Tensor) -> Routing:
 
 
 def reshape_owned(x: Tensor, shape: Any) -> Tensor:
-    """Return a tensor that only the caller has in another shape, not as a view for autograd.
+    """Return x in another shape. For autograd the result is not a view.
 
-    Code that writes in place into a view that a module returned loses the hooks of fully_shard, and
-    the gradients are wrong.
+    If a module returned a view and a caller wrote into it in place, autograd would drop the hooks
+    of fully_shard, and gradients would be wrong. Pass only a tensor to which no other code has a
+    reference.
     """
     return x if x.shape == shape else torch.ops.aten._unsafe_view.default(x, shape)
 
 
 def moe_into(args: tuple[Any, ...], x: Tensor, facts: Facts, out: MoeOut) -> MoeOut:
-    """Run moe with out=. It keeps nothing for backward."""
+    """Run moe with out=, which saves nothing for backward."""
     given = MoeOut(*parts_of(out, ", ".join(MoeOut._fields)))
     if given.out is not None and given.out.shape != x.shape:
         raise EpicArgumentError(
