@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Router and losses, which each rank computes alone, with gradients of the logits."""
+"""Router and losses, with gradients of the logits.
+
+Each rank computes them for its own tokens. No function of this module communicates with other
+ranks.
+"""
 
 import functools
 import math
@@ -28,21 +32,27 @@ ops = torch.ops.epic
 
 @functools.cache
 def cached_numbers(router: str) -> tuple[Any, ...]:
-    """Return the operator arguments of the router with that key, cached."""
+    """Return the operator arguments of the router with this key in options_by_key."""
     return tuple(options_by_key[router].numbers().values())
 
 
 @assume_constant_result
 def numbers_of(router: str) -> tuple[Any, ...]:
-    """Return the operator arguments of the router with that key.
+    """Return cached_numbers(router), which torch.compile treats as a constant.
 
-    It has no cache decorator, because tracers would look inside; cached_numbers() has the cache.
+    It is a separate function, because torch.compile would trace into one with functools.cache.
     """
     return cached_numbers(router)
 
 
 def number_of(group: Group | None, x: Tensor, name: str = "logits") -> int:
-    """Return the number of the group, which only GPUs need."""
+    """Return the number of the group for operators that need a group only on GPUs; 0 on CPUs.
+
+    Args:
+        group: The group, or None.
+        x: A tensor of the call.
+        name: The name of x in the error.
+    """
     if x.device.type == "cpu" and not (group is not None and group.on_gpu):
         return 0
     if group is None:
@@ -67,7 +77,7 @@ def as_logits(router: Router, logits: Tensor) -> Tensor:
 def route_op(
     logits: Tensor, extras: tuple[Tensor | None, ...], group: int, numbers: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Call the operator; extras: bias, token_ids, table, forced ids."""
+    """Call the operator without a gradient; extras: bias, token_ids, table and forced ids."""
     return ops.route.default(logits, *extras, group, *numbers)
 
 
@@ -83,7 +93,7 @@ class Route(EpicFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], out: tuple[Tensor, Tensor]) -> None:
-        """Save the choice, so that backward does not repeat it."""
+        """Save the logits and the chosen ids, so that backward does not choose again."""
         logits, _, ctx.group, ctx.numbers = inputs
         ctx.save_for_backward(logits, out[0])
         ctx.mark_non_differentiable(out[0])
@@ -92,7 +102,7 @@ class Route(EpicFunction):
     @first_order_only
     @translate_errors
     def backward(ctx: Any, _: Any, d_weights: Tensor) -> tuple[Any, ...]:
-        """Return the gradient of the logits through the weights of choices."""
+        """Return the gradient of the logits from that of the weights; ids have no gradient."""
         logits, chosen = ctx.saved_tensors
         d_logits = ops.route_backward.default(
             logits, chosen, d_weights.contiguous(), ctx.group, *ctx.numbers
@@ -104,9 +114,12 @@ route_apply = make_apply(Route)
 
 
 def as_forced_ids(router: Router, ids: Tensor, rows: Tensor) -> Tensor:
-    """Check forced ids and return them as [num_tokens, top_k] int32.
+    """Return forced ids as [num_tokens, top_k] int32, after checking them.
 
-    rows: The logits or tokens [..., n] that the ids belong to.
+    Args:
+        router: The router.
+        ids: Integers [..., top_k] or [num_tokens, top_k].
+        rows: The logits or tokens [..., n] of the ids.
     """
     count = math.prod(rows.shape[:-1])
     if ids.shape not in ((*rows.shape[:-1], router.top_k), (count, router.top_k)):
@@ -135,23 +148,24 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Choose experts and weights for each token: logits [..., E] -> [num_tokens, top_k].
 
-    Local: no other rank takes part. E is num_experts + zero_experts.
+    No other rank takes part in this call. E is num_experts + zero_experts.
 
     Args:
         router: How experts are chosen and weighted.
         logits: [..., E] in float32, bfloat16, float16 or float64.
-        bias: [E] float32, added to the scores only to choose experts; it has no gradient.
-        token_ids: Integers [...], with table: the id of each token.
-        table: Integers [rows, top_k]: experts by token id, which replace the choice.
-        forced: Integers [..., top_k]: the experts of each token, which replace the choice; negative
-            for no expert. Not with token_ids.
-        group: On GPUs a group on that GPU. On CPUs None is enough.
+        bias: [E] float32, added to the scores only to choose experts. It has no gradient.
+        token_ids: Integers [...], only with table: the row of the table for each token.
+        table: Integers [rows, top_k]: the experts for each token id, which replace the router's
+            choice.
+        forced: Integers [..., top_k]: the experts of each token, which replace the router's choice;
+            negative for no expert. Not together with token_ids.
+        group: For logits on a GPU, a group on that GPU. For logits on the CPU None is enough.
         out: Tensors (topk_idx, weights) into which the function writes. It returns them, without
             a gradient.
 
     Returns:
-        topk_idx [num_tokens, top_k] int32, best first, and weights [num_tokens, top_k] float32
-        (float64 with float64 logits).
+        The ids topk_idx [num_tokens, top_k] int32, best first, and their weights [num_tokens,
+        top_k] float32 (float64 with float64 logits).
 
     Raises:
         EpicArgumentError: A shape, dtype or device is wrong.
@@ -204,7 +218,16 @@ class BalanceLoss(EpicFunction):
         sequence_tokens: int,
         rest: tuple[Any, ...],
     ) -> Tensor:
-        """Call the operator; rest contains coeff, the group and the router's numbers."""
+        """Call the operator.
+
+        Args:
+            logits: [num_tokens, E].
+            load: As for `balance_loss`.
+            chosen: topk_idx, as for `balance_loss`.
+            total_tokens: As for `balance_loss`.
+            sequence_tokens: As for `balance_loss`.
+            rest: coeff, the number of the group and the numbers of the router.
+        """
         return ops.balance_loss.default(logits, load, chosen, total_tokens, sequence_tokens, *rest)
 
     @staticmethod
@@ -231,7 +254,7 @@ class ZLoss(EpicFunction):
 
     @staticmethod
     def forward(logits: Tensor, total_tokens: int, rest: tuple[Any, ...]) -> Tensor:
-        """Call the operator; rest: as in BalanceLoss."""
+        """Call the operator. rest: coeff, the number of the group and the numbers of the router."""
         return ops.z_loss.default(logits, total_tokens, *rest)
 
     @staticmethod
@@ -256,7 +279,16 @@ z_loss_apply = make_apply(ZLoss)
 
 
 def scale_gradient(operator: Any, ctx: Any, d_loss: Tensor, *sizes: int) -> Tensor:
-    """Call a backward operator; a d_loss in float64 multiplies its result here."""
+    """Call the backward operator of a loss, and return the gradient of the logits.
+
+    The operator takes d_loss only in float32. A float64 d_loss is multiplied in this function.
+
+    Args:
+        operator: The operator.
+        ctx: The ctx of the autograd function.
+        d_loss: Gradient of the loss, [1].
+        *sizes: Arguments of the operator after d_loss.
+    """
     saved = ctx.saved_tensors
     if d_loss.dtype == torch.float64:
         return operator(*saved, None, *sizes, *ctx.rest) * d_loss
@@ -278,20 +310,23 @@ def balance_loss(
 ) -> Tensor:
     """Return this rank's part of the balance loss; the parts of all ranks add up to the loss.
 
-    loss = num_experts * coeff / (top_k * T^2) * sum over experts of load * sum over tokens of P,
-    where T is total_tokens and P are the scores divided by their sum.
+    loss = num_experts * coeff / (top_k * T^2) * sum over experts of load * sum over tokens of P.
+    T is total_tokens. P is the score of the expert, divided by the sum of the token's scores.
+
+    No other rank takes part in this call.
 
     Args:
         router: The router of the logits.
-        logits: [..., E].
+        logits: [..., E] in float32, bfloat16, float16 or float64.
         coeff: Factor of the loss.
         total_tokens: Number of tokens of all ranks.
-        load: [num_experts] int32: number of choices of each expert, the load of a plan.
-        topk_idx: [num_tokens, top_k] int32, with sequence_tokens, instead of load.
-        sequence_tokens: Length of a sequence: the loss of each sequence is computed and averaged.
-            0: all tokens together.
-        group: On GPUs a group on that GPU. On CPUs None is enough.
-        out: Scalar tensor that is written and returned, without a gradient.
+        load: [num_experts] int32: number of choices of each expert over the group, as a plan
+            returns it. Not used with sequence_tokens.
+        topk_idx: [num_tokens, top_k] int32: the chosen experts. Used only with sequence_tokens.
+        sequence_tokens: Length of a sequence. The result is then the mean of the losses of all
+            sequences. 0: one loss for all tokens.
+        group: For logits on a GPU, a group on that GPU. For logits on the CPU None is enough.
+        out: Scalar tensor into which the function writes. It returns it, without a gradient.
 
     Returns:
         A float32 scalar (float64 with float64 logits).
@@ -311,7 +346,7 @@ def balance_loss(
 
 
 def loss_into(operator: Any, args: tuple[Any, ...], out: Tensor) -> Tensor:
-    """Compute a loss with out=."""
+    """Compute a loss into the scalar tensor `out`, and return it."""
     if out.shape != ():
         raise EpicArgumentError(f"out has the shape {list(out.shape)}: must be []")
     write_out(operator, args, out.view(1))
@@ -330,13 +365,15 @@ def z_loss(
 ) -> Tensor:
     """Return this rank's part of the z-loss: coeff / T * sum over tokens of logsumexp(logits)^2.
 
+    No other rank takes part in this call.
+
     Args:
         router: The router of the logits.
-        logits: [..., E].
+        logits: [..., E] in float32, bfloat16, float16 or float64.
         coeff: Factor of the loss.
         total_tokens: T, the number of tokens of all ranks.
-        group: On GPUs a group on that GPU. On CPUs None is enough.
-        out: Scalar tensor that is written and returned, without a gradient.
+        group: For logits on a GPU, a group on that GPU. For logits on the CPU None is enough.
+        out: Scalar tensor into which the function writes. It returns it, without a gradient.
 
     Returns:
         A float32 scalar (float64 with float64 logits). The parts of all ranks add up to the loss.
@@ -355,11 +392,13 @@ def z_loss(
 def bias_update(bias: Tensor, load: Tensor, rate: float, group: Group | None = None) -> None:
     """Move the bias towards an even load, in place: bias += rate * sign(mean(load) - load).
 
+    No other rank takes part in this call. If all ranks pass equal tensors, their biases stay equal.
+
     Args:
         bias: [num_experts] float32.
-        load: [num_experts] int32: choices of each expert since the last update.
+        load: [num_experts] int32: choices of each expert over the group since the last update.
         rate: By how much an element of the bias changes, for example 0.001.
-        group: On GPUs a group on that GPU. On CPUs None is enough.
+        group: For a bias on a GPU, a group on that GPU. For a bias on the CPU None is enough.
     """
     with torch.no_grad():
         ops.bias_update_.default(bias, load, float(rate), number_of(group, bias))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routing of a layer: which experts its tokens used, or must use."""
+"""The type Routing: the experts that the tokens of a layer used, or must use."""
 
 from typing import NamedTuple, TypeAlias
 
@@ -30,7 +30,16 @@ Given: TypeAlias = Routing | tuple[Tensor, Tensor | None] | Tensor
 
 
 def as_forced(options: Moe, forced: Given, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Check forced ids; return them as [num_tokens, top_k] int32, with their weights or None."""
+    """Return forced ids and weights as [num_tokens, top_k], after checking them.
+
+    Args:
+        options: The options of the layer.
+        forced: The routing, as for `moe`.
+        x: The tokens [..., hidden].
+
+    Returns:
+        Ids int32, and weights float32 (float64 with float64 tokens), or None without weights.
+    """
     ids, weights = (forced, None) if isinstance(forced, Tensor) else forced
     whole = as_forced_ids(options.router, ids, x)
     if weights is None:

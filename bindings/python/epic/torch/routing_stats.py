@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The content of a finished plan, on the host."""
+"""read_plan: returns the content of a finished plan on the host."""
 
 import torch
 from torch import Tensor
@@ -13,13 +13,13 @@ from epic.torch.plans import Plan
 def read_plan(plan: Plan) -> routing_stats.RoutingStats:
     """Return where each choice of this rank went, or why it was dropped.
 
-    The host waits for the plan.
+    No other rank takes part in this call. The host waits until the plan is finished.
 
     Args:
         plan: A plan of this rank.
 
     Returns:
-        RoutingStats, whose tables are tensors on the CPU.
+        A `RoutingStats`, whose tables are tensors on the CPU.
 
     Raises:
         EpicError: The plan is not finished or was overwritten.
