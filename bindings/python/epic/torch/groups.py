@@ -33,11 +33,11 @@ from epic.torch.arguments import assume_constant_result
 from epic.torch.ops import KEPT_LAYERS, LIBRARY, pack_layer
 
 DEFAULT_TIMEOUT_MS = 300_000
-LAST_CALLS_MS = 2000  # time for calls of other threads when the process ends
-LAST_RETURN_S = 0.5  # time for threads to return from the calls that were then aborted
+LAST_CALLS_MS = 2000  # when the process ends, time for other threads to complete their calls
+LAST_RETURN_S = 0.5  # after that, time for threads to return from the calls that were aborted
 CPU, CUDA = 0, 1  # numbers of device types in torch
 
-assume_constant_result(intern_options)  # so that compiled functions may make options
+assume_constant_result(intern_options)  # so that compiled functions can make options
 
 open_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()
 lock = threading.Lock()
@@ -47,7 +47,7 @@ lock = threading.Lock()
 
 
 class TorchStore:
-    """A store of torch.distributed with the operations that epic.store needs."""
+    """A store of torch.distributed with the operations of epic.store.Store."""
 
     def __init__(self, store: Any) -> None:
         self.store = store
@@ -75,7 +75,14 @@ class TorchStore:
 
 
 class StoreExchange(store.StoreExchange):
-    """The exchange of one rank over a store of torch.distributed."""
+    """The exchange of one rank over a store of torch.distributed.
+
+    Args:
+        torch_store: The store.
+        prefix: Prefix of the keys; equal on all ranks of a group, and different between groups.
+        num_ranks: Number of ranks.
+        timeout_ms: Time limit of each round in ms.
+    """
 
     def __init__(self, torch_store: Any, prefix: str, num_ranks: int, timeout_ms: int) -> None:
         super().__init__(TorchStore(torch_store), prefix, num_ranks, timeout_ms)
@@ -89,7 +96,7 @@ def threads(num_ranks: int, timeout_ms: int = 0) -> list[Bootstrap]:
         timeout_ms: Time limit of the bootstrap in ms. 0: 300,000.
 
     Returns:
-        One bootstrap for each rank: each thread passes its own as Group(bootstrap=).
+        One bootstrap for each rank. Each thread passes another one as Group(bootstrap=).
 
     Example:
         >>> from threading import Thread
@@ -107,17 +114,21 @@ def threads(num_ranks: int, timeout_ms: int = 0) -> list[Bootstrap]:
 
 
 def bootstrap_of_processes(process_group: Any, timeout_ms: int) -> tuple[Bootstrap, int, int]:
-    """Return a bootstrap over the process group's own store, the rank, and the number of ranks."""
+    """Return a bootstrap over the store of a process group, the rank, and the number of ranks."""
     rank, num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
     ranks = "-".join(map(str, dist.get_process_group_ranks(process_group)))
-    # Not by name, because torch may give the name of a destroyed process group to other ranks.
+    # The key contains the ranks, not the name of the process group, because torch may give the name
+    # of a destroyed process group to a process group of other ranks.
     name = ranks if num_ranks <= 16 else hashlib.sha256(ranks.encode()).hexdigest()[:16]
     exchange = StoreExchange(process_group.get_group_store(), f"epic/{name}", num_ranks, timeout_ms)
     return bootstrapping.by_exchange(exchange, rank, num_ranks), rank, num_ranks
 
 
 def bootstrap_of_environment(timeout_ms: int) -> tuple[Bootstrap, int, int]:
-    """Return a bootstrap over torchrun's store, as its environment variables describe it."""
+    """Return a bootstrap over torchrun's store, the rank, and the number of ranks.
+
+    torchrun describes its store in environment variables.
+    """
     wait = timedelta(milliseconds=timeout_ms)
     served, rank, num_ranks = next(dist.rendezvous("env://", timeout=wait))
     exchange = StoreExchange(served, "epic", num_ranks, timeout_ms)
@@ -127,7 +138,10 @@ def bootstrap_of_environment(timeout_ms: int) -> tuple[Bootstrap, int, int]:
 def choose_bootstrap(
     process_group: Any, bootstrap: Any, rank: int, num_ranks: int | None, timeout_ms: int
 ) -> tuple[Bootstrap, int, int]:
-    """Return the bootstrap of this process, its rank, and the number of ranks."""
+    """Return the bootstrap of this process, its rank, and the number of ranks.
+
+    The arguments are those of `Group`, with process_group in place of ranks.
+    """
     if isinstance(bootstrap, Bootstrap):
         mine, count = bootstrap.struct.rank, bootstrap.struct.num_ranks
         if (rank or mine) != mine or (num_ranks or count) != count:
@@ -166,7 +180,10 @@ def choose_bootstrap(
 
 
 def process_group_of(mesh: Any, dim: Any) -> Any:
-    """Return the process group of a DeviceMesh's dimension; return a process group unchanged."""
+    """Return the process group of a DeviceMesh's dimension; return a process group unchanged.
+
+    mesh: a DeviceMesh, a ProcessGroup or None. dim: a dimension of the mesh, or None.
+    """
     if mesh is dist.GroupMember.NON_GROUP_MEMBER:
         raise EpicArgumentError("process_group does not contain this process: pass one that does")
     if hasattr(mesh, "get_group"):
@@ -177,7 +194,10 @@ def process_group_of(mesh: Any, dim: Any) -> Any:
 
 
 def choose_device(requested: Any, mesh: Any, process_group: Any) -> torch.device:
-    """Return the requested device, else that of the mesh or of the process group's backend."""
+    """Return the requested device, else that of the mesh or of the process group's backend.
+
+    Without all of them the result is the CPU. "cuda" without an index is the current GPU.
+    """
     kind = getattr(mesh, "device_type", None)
     if requested is None and kind is None and process_group is not None:
         kind = "cuda" if "nccl" in str(dist.get_backend(process_group)) else "cpu"
@@ -190,7 +210,7 @@ def choose_device(requested: Any, mesh: Any, process_group: Any) -> torch.device
 
 
 def choose_backend(device: torch.device, requested: str | None) -> str | None:
-    """Return the backend for tensors on a device."""
+    """Return the backend for tensors on a device, as backend_for does."""
     return backend_for(device.type == "cuda", requested)
 
 
@@ -206,12 +226,12 @@ def open_on(device: torch.device, bootstrap: Bootstrap, config: Any) -> int:
 class Facts(NamedTuple):
     """The sizes and operator arguments that a layer on a group needs."""
 
-    plan_bytes: int
-    capacity: int
-    num_local_experts: int
-    words: tuple[int, ...]
-    number: int  # the number of the layer in the library; 0: the library does not have it
-    owner: int  # the number that the group had when these facts were computed
+    plan_bytes: int  # size of a plan without the counts
+    capacity: int  # slots of a rank that always suffice
+    num_local_experts: int  # largest number of experts of a rank, without rank_of_expert
+    words: tuple[int, ...]  # the three numbers of pack_layer
+    number: int  # number of the layer in the library; 0: the library does not have it
+    owner: int  # number that the group had when these facts were computed
 
 
 class Group:
@@ -223,25 +243,26 @@ class Group:
     Args:
         ranks: A torch.distributed ProcessGroup, or a DeviceMesh (with `dim` if it has several
             dimensions). None: all processes of torch.distributed if it is initialized, else those
-            that torchrun's environment variables describe, else this process alone.
+            that torchrun's environment variables describe, else only this process.
         dim: Dimension of the DeviceMesh, by name or number.
         max_tokens: Largest number of tokens that a rank passes to one call; equal on all ranks.
         max_row_bytes: Bytes of the widest row: hidden * bytes per element.
         device: torch.device or its name. None: the device of the mesh, the current GPU for a
             process group of backend nccl, else the CPU.
-        bootstrap: How ranks find each other without torch.distributed: `Tcp(...)`, a function
-            (rank, bytes) -> list of every rank's bytes (both with rank= and num_ranks=), or one
-            element of `threads(n)`.
-        rank: This process's rank; only with bootstrap=.
+        bootstrap: How ranks find each other without torch.distributed. Either `Tcp(...)`, or a
+            function (rank, bytes) that returns a list with the bytes of every rank; both need rank=
+            and num_ranks=. Or one element of `threads(n)`.
+        rank: Rank of this process; only with bootstrap=.
         num_ranks: Number of ranks; only with bootstrap=. Without bootstrap=, num_ranks=1 makes a
-            group of this process alone.
+            group of this process only.
         name: Name of the group in error texts.
         backend: On GPUs "p2p" (one host), "hosts" (several), or "gpu", which selects "p2p" if all
             ranks are on one host and else "hosts". On CPUs "self", "threads", "shm" or "mpi". None:
             the environment variable EPIC_BACKEND if it fits the device, else EPIC chooses.
         timeout_ms: Time limit of every wait for another rank, in ms. 0: 300,000.
-        staging_bytes: Bytes of staging memory, into which peers write rows, of a CPU backend. 0:
-            EPIC chooses. -1: the least that works, if most rows are stored into windows (`window`).
+        staging_bytes: On CPUs the bytes of staging memory, into which peers write rows. 0: EPIC
+            chooses. -1: the smallest size that works; use it if most rows are stored into windows
+            (`window`).
         max_in_flight: Largest number of calls, with different tags, that run at the same time. 0:
             EPIC chooses.
         max_sms: Largest number of SMs that a call uses on a GPU. 0: EPIC chooses.
@@ -312,13 +333,14 @@ class Group:
         )
         config.name, config.backend = names
         self.context = self.opened(bootstrap, config)
-        # Each operation writes to one of these tensors, so that tracers keep their order.  Compiled
-        # functions save what their backward writes to, so that a forward needs another tensor.
+        # Each schema of an operator declares that it writes to one of these tensors. So
+        # torch.compile keeps the order of the operators. A compiled forward saves the tensor that
+        # its backward writes to, so forward and backward use different tensors.
         self.order_token, self.order_token_backward = (
             torch.zeros(1, dtype=torch.int32, device=self.device) for _ in range(2)
         )
-        self.windows: list[torch.Tensor] = []  # memory of windows, which must live until the end
-        self.kept: dict[Any, Any] = {}
+        self.windows: list[torch.Tensor] = []  # keeps the memory of windows until close()
+        self.kept: dict[Any, Any] = {}  # results of facts() and remember()
         self.layers: list[int] = []  # numbers of the layers that the library has for this group
         index = self.device.index or 0
         kind = CUDA if self.device.type == "cuda" else CPU
@@ -327,7 +349,7 @@ class Group:
             open_groups.add(self)
 
     def opened(self, bootstrap: Bootstrap, config: Any) -> int:
-        """Open the context, in a thread, so that Ctrl-C works while it waits."""
+        """Open the context in a thread, so that Ctrl-C can end the wait for other ranks."""
         bootstrap.take()
         endings.begin("epic.torch", LIBRARY, abort_all, close_all)
         opener = bootstrapping.Opener(partial(open_on, self.device, bootstrap, config))
@@ -369,19 +391,22 @@ class Group:
     def net(self) -> str:
         """The network between hosts, for example "ucx 1.13.1, host memory, tcp/eth0 by messages".
 
-        It is "" for all backends except "hosts".
+        All backends except "hosts" have no network; there it is "".
         """
         self.must_be_open()
         return _native.core().epic_net_name(self.context).decode()
 
     def must_be_open(self) -> None:
-        """Raise EpicError after close()."""
+        """Raise EpicError if the group was closed."""
         if self.number == 0:
             raise EpicError("EPIC_ECLOSED", f"group {self.name!r} was closed: open a new one")
 
     @assume_constant_result
     def facts(self, layer: str) -> tuple[Any, ...]:
-        """Return the Facts of the layer with this key; they are computed once."""
+        """Return the Facts of a layer as a tuple; compute them only in the first call.
+
+        layer: key of the Layer in options_by_key.
+        """
         found = self.kept.get(layer)
         if found is None:
             config, options = self.config(), options_by_key[layer]
@@ -404,10 +429,11 @@ class Group:
 
     @assume_constant_result
     def remember(self, compute: Callable[..., tuple[Any, ...]], *key: Any) -> tuple[Any, ...]:
-        """Return compute(group, *key); it is computed once for a group and key.
+        """Return compute(group, *key); call compute only once for each key.
 
-        torch.compile treats the result as a constant.  It calls a method with a Group as `self`,
-        but does not accept a Group as an argument."""
+        torch.compile treats the result as a constant. This is a method, because torch.compile
+        accepts a Group as `self` of a method, but not as an argument of a function.
+        """
         entry = (compute, *key)
         found = self.kept.get(entry)
         if found is None:
@@ -415,18 +441,24 @@ class Group:
         return found
 
     def plan_bytes(self, layer: Layer) -> int:
-        """Return the bytes of a plan of a layer, without its counts.
+        """Return the size of a plan of a layer in bytes, without the counts after it.
 
         Args:
             layer: The layer.
+
+        Returns:
+            The number of bytes, a multiple of 16.
         """
         return Facts(*self.facts(layer.key)).plan_bytes
 
     def capacity_bound(self, layer: Layer) -> int:
-        """Return the smallest capacity that can never overflow, in slots of a rank.
+        """Return the smallest capacity that suffices for any routing.
 
         Args:
             layer: The layer.
+
+        Returns:
+            The number of slots of a rank.
         """
         return Facts(*self.facts(layer.key)).capacity
 
@@ -443,19 +475,20 @@ class Group:
         _native.check(_native.core().epic_check(self.context), self.context)
 
     def abort(self, why: str, tag: int = 0) -> None:
-        """Report to the other ranks that this rank makes no more calls.
+        """Report to the other ranks that this rank makes no more calls with a tag.
 
-        Their calls fail with EPIC_EPEER, at once instead of after the time limit.
+        Calls of the other ranks with this tag then fail with EPIC_EPEER at once. Without this
+        report they would wait until their time limit.
 
         Args:
-            why: Reason, which appears in the other ranks' error texts.
-            tag: Tag of the calls that end.
+            why: The reason, which appears in the error texts of the other ranks.
+            tag: Tag of the calls.
         """
         self.must_be_open()
         _native.core().epic_abort(self.context, tag, why.encode())
 
     def close(self) -> None:
-        """Wait for calls in flight, then release the context. Calling it again does nothing."""
+        """Wait for calls in flight, then close the group. Calling it again does nothing."""
         with lock:
             number, self.number = self.number, 0
             open_groups.discard(self)
@@ -495,7 +528,8 @@ class Group:
         return f"Group({self.name!r}, rank {self.rank} of {self.num_ranks}, {self.device}{state})"
 
 
-# The key is the process group, because torch may give the name of a destroyed one to other ranks.
+# The groups of shared_group with their options. The key is the process group, not its name, because
+# torch may give the name of a destroyed process group to a process group of other ranks.
 shared_groups: "weakref.WeakKeyDictionary[Any, tuple[Group, dict[str, Any]]]" = (
     weakref.WeakKeyDictionary()
 )
@@ -506,8 +540,8 @@ def shared_group(
 ) -> Group:
     """Return the group that the layers of a model share.
 
-    The first call for the ranks of a process group opens a group. Later calls return this group, or
-    open another one if it was closed or is too small. Every rank must make the call.
+    The first call for a process group opens a group. Later calls return this group, or open another
+    one if it was closed or is too small. Every rank must make the same calls.
 
     Args:
         process_group: ProcessGroup or DeviceMesh of the ranks.
@@ -548,10 +582,10 @@ def abort_all(why: str) -> None:
 def close_all() -> None:
     """Close the groups that this process left open, when it ends.
 
-    A thread of this process may be in a call that waits for a peer. The peer may also be ending,
-    and wait for a call of this process with another tag. So calls are aborted after LAST_CALLS_MS.
-    Their threads then get LAST_RETURN_S to return to Python, because a thread that is in C++ when
-    the interpreter ends aborts the process.
+    A thread of this process may be in a call that waits for a peer. The peer may be ending too, and
+    wait for a call of this process with another tag. So this function aborts calls after
+    LAST_CALLS_MS. Their threads then have LAST_RETURN_S to return to Python. A thread that is still
+    in C++ code when the interpreter ends would abort the process.
     """
     num_ended = 0
     for group in list(open_groups):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""check_invariance: whether the bits of a token depend on its batch or its rank."""
+"""check_invariance: checks whether the bits of a token depend on its batch or its rank."""
 
 from dataclasses import replace
 from typing import Any
@@ -38,11 +38,16 @@ def bits_of(x: Tensor) -> np.ndarray:
 
 
 class Probe:
-    """Runs the stages of a layer on tokens of the pool."""
+    """A function that runs the stages of a layer on tokens of a pool (see epic.invariance).
+
+    Args:
+        layer: The layer.
+        most: Largest number of tokens in a batch.
+    """
 
     def __init__(self, layer: MoE, most: int) -> None:
         self.layer, self.group = layer, layer.group
-        # Gradients of losses depend on all tokens.
+        # No losses, because their gradients depend on all tokens.
         self.options = replace(layer.options, balance_coeff=0.0, z_coeff=0.0, sequence_tokens=0)
         held = layer.w_gate_up.dtype
         self.dtype = held if held.itemsize > 1 else torch.bfloat16
@@ -53,7 +58,10 @@ class Probe:
         )
 
     def run(self, x: Tensor, options: Any = None, **more: Any) -> Any:
-        """Run the layer with other options or weights."""
+        """Run the layer on x, with its own options and weights or with others.
+
+        **more: other arguments of `moe`, among them weights.
+        """
         weights = more.pop("weights", None) or self.layer.weights()
         return moe(
             self.group,
@@ -67,7 +75,11 @@ class Probe:
         )
 
     def logits(self, x: Tensor) -> list[np.ndarray]:
-        """Return logits: the weights of forced ids, if the score is the logit itself."""
+        """Return the bits of logits, as arrays [num_tokens, top_k] for groups of columns.
+
+        The layer does not return its logits. But with the score "logits", the weights of forced ids
+        are the logits of these ids.
+        """
         own = self.options.router
         router = Router(own.num_experts, own.top_k, score="logits", zero_experts=own.zero_experts)
         found = []
@@ -79,7 +91,7 @@ class Probe:
         return found
 
     def travel(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Send rows to an expert and back."""
+        """Return the rows x after they were sent to the experts in ids and back."""
         replicas = self.layer.logical_of_expert
         plan = steps.plan(
             self.group, self.options.layer, ids, logical_of_expert=replicas, tag=self.layer.tag
@@ -87,7 +99,10 @@ class Probe:
         return steps.combine(plan, steps.dispatch(plan, x)[0])
 
     def one_expert(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Return the results of one expert for each token, with weight 1."""
+        """Return the result of one expert for each token, with weight 1.
+
+        ids: [num_tokens, top_k], where only the first column has experts.
+        """
         weights: MoeWeights = self.layer.weights()._replace(**dict.fromkeys(SHARED))
         ones = torch.ones(ids.shape, device=x.device)
         ones = ones.double() if x.dtype == torch.float64 else ones
@@ -95,7 +110,7 @@ class Probe:
         return self.run(x, options, weights=weights, forced=(ids, ones)).out
 
     def __call__(self, tokens: np.ndarray) -> Rows:
-        """Return the bits of all stages for a batch."""
+        """Return the bits of all stages for a batch; tokens: numbers of tokens in the pool."""
         at = torch.from_numpy(tokens).to(self.group.device)
         x = self.pool[at].requires_grad_()
         found = self.run(x, return_routing=True)
@@ -115,12 +130,15 @@ class Probe:
             }
 
     def add(self, numbers: list[int]) -> list[int]:
-        """Add counts over the ranks."""
+        """Return counts, added over the ranks. Collective."""
         values = torch.tensor(numbers, dtype=torch.float32, device=self.group.device)
         return [int(v) for v in sum_over_ranks(self.group, values, tag=self.layer.tag)]
 
     def share(self, rows: Rows) -> Rows:
-        """Return the rows of rank 0, added to zeros of all other ranks."""
+        """Return the rows of rank 0 on all ranks. Collective.
+
+        It is a sum over the ranks, to which all other ranks add zeros.
+        """
         found = {}
         for stage, values in rows.items():
             own = values if self.group.rank == 0 else np.zeros_like(values)
@@ -133,10 +151,11 @@ class Probe:
 def check_invariance(model: nn.Module, group: Group | None = None) -> InvarianceReport:
     """Check whether the bits of a token depend on its batch or its rank.
 
-    Runs each MoE layer on random batches of 1, 2, 7, 32, 100, 1000, 4096 and max_tokens tokens of
-    each rank, if the group allows so many. The batches contain the same 64 tokens, in other numbers
-    and order. Compares the bits of every stage of each token. A layer with
-    `Moe.of(..., invariant=True)` has no differences. Parameters and their gradients do not change.
+    Runs each MoE layer on batches of 1, 2, 7, 32, 100, 1000, 4096 and max_tokens tokens on each
+    rank, except those larger than max_tokens. All batches draw their tokens at random from the same
+    64 tokens. The check compares the bits of each token in every stage of the layer. A layer with
+    `Moe.of(..., invariant=True)` has no differences. The check does not change parameters or their
+    gradients.
 
     Collective: every rank calls it.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recording the routing of a model's layers, and replaying it in another run."""
+"""Records which experts the layers of a model use, and makes another run use the same experts."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +13,13 @@ from epic.torch.routing import Given, Routing
 
 
 class Replay:
-    """The routings that a layer replays: one for each call in turn, or one for all calls."""
+    """The routings that a layer replays.
+
+    Args:
+        name: Name of the layer, for errors.
+        given: A list with one routing for each call, or one routing for all calls.
+        weights: Whether the layer also uses the recorded weights.
+    """
 
     def __init__(self, name: str, given: Given | list[Given], weights: bool) -> None:
         self.name, self.given, self.weights, self.calls = name, given, weights, 0
@@ -39,7 +45,7 @@ class Replay:
 
 
 def layers_of(model: nn.Module) -> dict[str, MoE]:
-    """Return the MoE layers of a model by their names."""
+    """Return the MoE layers of a model by their names; raise an error if there are none."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, MoE)}
     if not layers:
         raise EpicArgumentError(
@@ -51,7 +57,7 @@ def layers_of(model: nn.Module) -> dict[str, MoE]:
 
 @contextmanager
 def set_on_layers(name: str, values: Mapping[MoE, Any]) -> Iterator[None]:
-    """Set an attribute of each layer inside the context."""
+    """Set the attribute `name` of each layer to its value while the context is active."""
     before = {layer: getattr(layer, name) for layer in values}
     try:
         for layer, value in values.items():
@@ -71,9 +77,9 @@ def record_routing(model: nn.Module) -> Iterator[dict[str, list[Routing]]]:
             replaced.
 
     Returns:
-        A context manager of a dict. Its keys are the names of the layers in the model. Each value
-        is a list with one `Routing` for each call of the layer. The ids have the leading dimensions
-        of the layer's input, and stay on its device.
+        A context manager. Its `as` target is a dict, whose keys are the names of the layers in the
+        model. Each value is a list with one `Routing` for each call of the layer. The ids have the
+        leading dimensions of the layer's input, and are on its device.
 
     Raises:
         EpicArgumentError: The model has no MoE layer.
@@ -109,15 +115,16 @@ def replay_routing(
 ) -> Iterator[None]:
     """Make each layer use the experts of a record while the context is active.
 
-    The number of ranks may differ from that of the record. Each rank passes the ids of its own
-    tokens. Every rank of the group replays, or none.
+    The record may come from a run with a different number of ranks. Each rank passes the ids of its
+    own tokens. Either all ranks of a group replay, or none.
 
     Args:
         model: A model with `MoE` layers, or a `MoE`.
         record: A dict like that of `record_routing`: the routings of each layer by its name. A
             value is a list with one entry for each call of the layer, or one entry for all calls.
             An entry is a `Routing`, (ids, weights) or ids alone. Activation checkpointing calls a
-            layer again during backward, so pass one entry and call backward inside the context.
+            layer again during backward. So with checkpointing pass one entry for all calls, and
+            call backward inside the context.
         weights: Whether the layers also use the recorded weights. Then their routers have no
             gradients, except those of the losses. If False the routers compute the weights of the
             recorded experts.

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas of experts: their gradients are added, so that equal weights stay equal."""
+"""Sums over the replicas of an expert.
+
+If the gradients of all replicas are added, weights that are equal at the start stay equal.
+"""
 
 from typing import Any
 
@@ -23,7 +26,15 @@ ops = torch.ops.epic
 
 
 def add_replicas(order_token: Tensor, data: Tensor, x: Tensor, group: Group, tag: int) -> Tensor:
-    """Call the operator sum_replicas_ on checked tensors."""
+    """Return x [local experts, ...] in float32, with rows added over replicas. Collective.
+
+    Args:
+        order_token: The order token of the group for this call.
+        data: The bytes of a plan.
+        x: The rows.
+        group: The group.
+        tag: Tag of the sum.
+    """
     out = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     rows = out.view(out.shape[0], -1)
     ops.sum_replicas_.default(order_token, data, rows, group.number, tag)
@@ -40,7 +51,7 @@ class SumReplicas(EpicFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
-        """Save the plan only."""
+        """Save the plan, which is all that backward needs."""
         ctx.spec, data, _ = inputs
         mark_no_offload(data)
         ctx.save_for_backward(data)
@@ -49,7 +60,7 @@ class SumReplicas(EpicFunction):
     @first_order_only
     @translate_errors
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        """Add the gradients: the numbers of each replica are in the sum of all replicas."""
+        """Add the gradients over replicas, because each replica's x is part of every sum."""
         (data,) = ctx.saved_tensors
         group, tag = ctx.spec.group, ctx.spec.tag
         whole = add_replicas(group.order_token_backward, data, gradient, group, tag)
@@ -75,7 +86,10 @@ tied_apply = make_apply(Tied)
 
 
 def check_local_rows(plan: Plan, name: str, x: Tensor) -> None:
-    """Check that x has one row for each expert of this rank."""
+    """Raise an error if x does not have one row for each expert of this rank.
+
+    name: the name of x in the error.
+    """
     local = plan.spec.num_local
     if x.dim() < 1 or x.shape[0] != local:
         raise EpicArgumentError(
@@ -86,7 +100,7 @@ def check_local_rows(plan: Plan, name: str, x: Tensor) -> None:
 
 
 def check_type(name: str, x: Tensor) -> None:
-    """Check that the core can add this dtype."""
+    """Raise an error if the core cannot add the dtype of x over replicas."""
     check_floats(name, x)
     if x.dtype == torch.float64:
         raise EpicUnsupportedError(
@@ -97,17 +111,19 @@ def check_type(name: str, x: Tensor) -> None:
 
 @translate_errors
 def sum_replicas(plan: Plan, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Add the rows of replicas of one logical expert; each replica gets the sum.
+    """Add the rows of all replicas of each logical expert; each replica gets the sum.
 
-    Use it for gradients that were computed without `sum_replica_grads`, or over many steps.
+    Collective: every rank of the group calls it. Use it for gradients that were computed without
+    `sum_replica_grads`, for example to add them once after several backward passes.
 
     Args:
         plan: A plan of a layer with num_logical.
-        x: [local experts, ...] float32.
-        out: Tensor shaped as x, or x itself, that is written and returned, without a gradient.
+        x: [local experts, ...] float32: one row for each expert of this rank.
+        out: Tensor with the shape of x, or x itself, into which the function writes. It returns
+            this tensor, without a gradient.
 
     Returns:
-        The sums, shaped as x; x itself without replicas.
+        The sums, with the shape of x. For a layer without replicas x itself.
 
     Raises:
         EpicArgumentError: x has a wrong shape or dtype.
@@ -133,23 +149,25 @@ def sum_replicas(plan: Plan, x: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 @translate_errors
 def sum_replica_grads(plan: Plan, weight: Tensor | None) -> Tensor | None:
-    """Return a weight whose gradient is the sum over the replicas of its expert.
+    """Return a weight for which backward adds the gradient over the replicas of each expert.
 
-    `moe` does this by itself. Use it for experts of your own.
+    The sum in backward is collective. `moe` calls this function itself. Call it if your program has
+    its own experts.
 
     Args:
         plan: A plan of a layer with num_logical.
-        weight: [local experts, ...], or None.
+        weight: [local experts, ...] in float32, bfloat16 or float16, or None.
 
     Returns:
-        The weight, unchanged; None for None.
+        A tensor equal to the weight, to use in its place. None for None.
 
     Raises:
         EpicArgumentError: The weight has a wrong shape or dtype.
+        EpicUnsupportedError: The weight is float64.
     """
     if weight is None or not plan.spec.num_logical:
         return weight
     check_local_rows(plan, "weight", weight)
     found = tied_apply(plan.spec, plan.bytes, weight)
-    mark_no_offload(found)  # like the parameter itself
+    mark_no_offload(found)  # it has the memory of the parameter, which stays on the GPU
     return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums over the ranks of a group, in a defined order, with gradients."""
+"""Sums over the ranks of a group, in a fixed order, with gradients."""
 
 import functools
 from typing import Any
@@ -26,7 +26,18 @@ ops = torch.ops.epic
 def sum_op(
     group: Group, order_token: Tensor, x: Tensor, order: int, tag: int, max_sms: int = 0
 ) -> Tensor:
-    """Call the operator, which adds float32 in place; x: [n] in float32 or float64."""
+    """Return the sum of x over the ranks.
+
+    The operator adds only float32. A float64 x is sent as float32 numbers and added here.
+
+    Args:
+        group: The group.
+        order_token: The order token of the group for this call.
+        x: [n] in float32 or float64.
+        order: 0: in the order of ranks. 1: in a binary tree.
+        tag: Tag of the sum.
+        max_sms: As for `sum`.
+    """
     out = with_zeros_of_others(group, x) if x.dtype == torch.float64 else x.clone()
     ops.sum_.default(order_token, out, order, limit_number(group.number, max_sms), tag)
     return add_in_order(group, out, order) if x.dtype == torch.float64 else out
@@ -41,10 +52,10 @@ def refuse_vmap(x: Tensor) -> None:
 
 
 def with_zeros_of_others(group: Group, x: Tensor) -> Tensor:
-    """Return float64 numbers [n] as float32 [ranks * 4 n], zero in the parts of other ranks.
+    """Return float64 numbers [n] as float32 [num_ranks * 4 * n], to gather them with a sum.
 
-    The sum over the ranks then has the numbers of each rank, exactly: float32 holds each 16 of
-    their bits as an integer.
+    Each float32 contains 16 bits of a number as an integer. The parts of all other ranks are zero.
+    So the sum over the ranks is exact, and contains the numbers of every rank.
     """
     if not is_traced():
         refuse_vmap(x)
@@ -54,7 +65,16 @@ def with_zeros_of_others(group: Group, x: Tensor) -> Tensor:
 
 
 def add_in_order(group: Group, parts: Tensor, order: int) -> Tensor:
-    """Add every rank's float64 numbers, which each rank has now, in the requested order."""
+    """Add the float64 numbers of all ranks in an order.
+
+    Args:
+        group: The group.
+        parts: The sum of the results of with_zeros_of_others over the ranks.
+        order: As for sum_op.
+
+    Returns:
+        The sums [n] float64.
+    """
     rows = list(parts.to(torch.int16).view(torch.float64).view(group.num_ranks, -1))
     while order and len(rows) > 1:
         rows = [rows[i] + rows[i + 1] for i in range(0, len(rows), 2)]
@@ -71,14 +91,14 @@ class Sum(EpicFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
-        """Save no tensor."""
+        """Store the numbers that backward needs; it needs no tensor."""
         ctx.group, _, *ctx.place = inputs
 
     @staticmethod
     @first_order_only
     @translate_errors
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        """Add the gradients over the ranks: each rank's x is in every rank's sum."""
+        """Add the gradients over the ranks, because each rank's x is part of every rank's sum."""
         whole = sum_op(ctx.group, ctx.group.order_token_backward, gradient.contiguous(), *ctx.place)
         return None, whole, None, None, None
 
@@ -98,18 +118,21 @@ def sum(
 ) -> Tensor:
     """Add a tensor over the ranks, with the same bits on every rank.
 
+    Collective: every rank of the group calls it.
+
     Args:
         group: The open group.
-        x: float32 or float64, of equal shape on all ranks. float64 takes 4 * num_ranks times the
-            memory and time of float32.
-        tree: Whether ranks are added in a binary tree: the bits are then equal for every number of
-            ranks that is a power of two. If False they are added in rank order.
+        x: float32 or float64, with the same shape and dtype on all ranks. float64 takes 4 *
+            num_ranks times the memory and time of float32.
+        tree: Whether ranks are added in a binary tree. num_ranks must then be a power of two. If
+            False they are added in the order of ranks.
         tag: Calls with equal tags run in the same order on every rank.
         max_sms: On GPUs the largest number of SMs of this call and its gradient; 0: the group's.
-        out: Tensor shaped as x, or x itself, that is written and returned, without a gradient.
+        out: Tensor with the shape and dtype of x, or x itself, into which the function writes. It
+            returns this tensor, without a gradient.
 
     Returns:
-        The sum, shaped as x.
+        The sum, with the shape and dtype of x.
 
     Raises:
         EpicArgumentError: x or out has a wrong dtype or shape.
@@ -144,7 +167,7 @@ class SumGradient(EpicFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
-        """Save no tensor."""
+        """Store the numbers that backward needs; it needs no tensor."""
         ctx.group, ctx.order, ctx.tag, _ = inputs
 
     @staticmethod
@@ -160,7 +183,18 @@ sum_gradient_apply = make_apply(SumGradient)
 
 
 def sum_gradients_now(group: Group, order: int, tag: int, parts: list[Tensor]) -> list[Tensor]:
-    """Add gradients over the ranks in one sum; each keeps its shape and dtype."""
+    """Add gradients over the ranks in one sum. Collective.
+
+    Args:
+        group: The group.
+        order: As for sum_op.
+        tag: Tag of the sum.
+        parts: The gradients. They are added in float64 if the first one is float64, else in
+            float32.
+
+    Returns:
+        The sums, each with the shape and dtype of its gradient.
+    """
     wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
     flat = torch.cat([part.reshape(-1).to(wide) for part in parts])
     whole = sum_op(group, group.order_token_backward, flat, order, tag).split(

@@ -22,24 +22,25 @@ MOST_BYTES = (1 << 48) - 1  # largest size of a window in C
 def window(shape: int | Sequence[int], dtype: torch.dtype, group: Group) -> Tensor:
     """Return a new tensor of zeros into which the other ranks store rows directly.
 
-    Pass this tensor, or a part of it, as out= of `plan_dispatch`, `dispatch` or `combine`. Without
-    a window each row passes through staging memory, and its receiver copies it. EPIC finds windows
-    by the addresses of outputs, and results have the same bits. In dispatch a row is stored
-    directly if its token has exactly one slot on the receiving rank. With layout "flat" this holds
-    for every token. In combine a row is stored directly if all choices of its token are on one
-    rank.
+    Pass this tensor, or a part of it, as out= of `plan_dispatch`, `dispatch` or `combine`. EPIC
+    recognizes a window by the address of the output. Without a window a sender stores each row in
+    staging memory, and the receiver copies it from there. The results have the same bits.
 
-    The memory lives until the group closes, also if no tensor refers to it any more. So make a
-    window once, not in each step. A group has at most 256.
+    In dispatch a row is stored directly if its token has exactly one slot on the receiving rank.
+    With layout "flat" this is true for every token. In combine a row is stored directly if all
+    choices of its token are on one rank.
+
+    The group keeps the memory until it closes, even if the program deletes the tensor. So make a
+    window once, not in each step. A group has at most 256 windows.
 
     Args:
-        shape: The shape; it may differ between ranks, and may have no elements.
-        dtype: The dtype; it may differ between ranks.
-        group: The group. All ranks of it call this function in the same order. Groups on GPUs have
-            no windows. With backend "mpi" a window is an ordinary tensor.
+        shape: Shape of the tensor, possibly with a dimension of 0. It may differ between ranks.
+        dtype: Dtype of the tensor. It may differ between ranks.
+        group: The group. All its ranks call this function in the same order. Groups on GPUs have no
+            windows. With backend "mpi" a window is an ordinary tensor.
 
     Returns:
-        The tensor, on the CPU.
+        The tensor of zeros, on the CPU.
 
     Raises:
         EpicArgumentError: An argument is invalid.
@@ -83,9 +84,10 @@ def window(shape: int | Sequence[int], dtype: torch.dtype, group: Group) -> Tens
 
 
 def map_new_file(group: Group, count: int) -> tuple[IO[bytes], mmap.mmap]:
-    """Return an anonymous file of `count` bytes, whose descriptor is not 0, and its mapping.
+    """Return an anonymous file of `count` bytes and its mapping in this process.
 
-    If this fails, reports the error to the other ranks, which wait in epic_window_register.
+    The descriptor of the file is at least 3, because 0 stands for no file. If the file cannot be
+    made, the function reports the error to the other ranks, which wait in epic_window_register.
     """
     try:
         first = os.memfd_create("epic-window", os.MFD_CLOEXEC)
@@ -100,6 +102,6 @@ def map_new_file(group: Group, count: int) -> tuple[IO[bytes], mmap.mmap]:
 
 
 def register(group: Group, args: ctypes.Structure, found: ctypes.Structure) -> None:
-    """Call epic_window_register."""
+    """Call epic_window_register, and raise its error if it fails. Collective."""
     code = _native.core().epic_window_register_v1(group.context, *_native.sized(args, found))
     _native.check(code, group.context)
