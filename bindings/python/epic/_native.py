@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C core by ctypes: structs that Python fills, and calls that raise EpicError."""
+"""The C core through ctypes: mirrors of its structs, and calls that raise EpicError."""
 
 import ctypes
 import functools
@@ -27,13 +27,15 @@ from epic.words import to_python
 GATHER = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_void_p, c_int64)
 CLOSE = ctypes.CFUNCTYPE(None, c_void_p)
 
+# The names of epic_result, in the order of their numbers in C.
 RESULTS = (
     "EPIC_OK EPIC_EINVAL EPIC_ENOMEM EPIC_ENOTSUP EPIC_ETIMEOUT EPIC_EDEVICE EPIC_EOVERFLOW "
     "EPIC_EMISMATCH EPIC_EPEER EPIC_ECLOSED"
 ).split()
 EINVAL = RESULTS.index("EPIC_EINVAL")
-EPIC_F32 = 1
-DISPATCH_AGAIN = 128  # the flag EPIC_DISPATCH_AGAIN, with which e4m3 rows are not saved
+EPIC_F32 = 1  # a value of epic_type
+# The flag EPIC_DISPATCH_AGAIN: backward dispatches the rows again, so forward does not save them.
+DISPATCH_AGAIN = 128
 INVARIANT = 1024  # the flag EPIC_INVARIANT
 
 
@@ -115,7 +117,7 @@ WindowInfo = struct(
     ("bytes", c_int64),
     *uints("is_direct reserved"),
 )
-PLACES = (b"self", b"p2p")  # for size queries: a backend for CPUs and one for GPUs
+PLACES = (b"self", b"p2p")  # a backend for CPUs and one for GPUs, for size queries
 MemoryInfo = struct(
     "MemoryInfo",
     *((name, c_int64) for name in "saved_bytes forward_bytes backward_bytes".split()),
@@ -143,6 +145,7 @@ MoeStruct = struct(
 
 KINDS = {"Layer": Layer, "Router": Router, "Experts": Experts}
 
+# The type of the result and of the arguments of each function of the core.
 PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "epic_bootstrap_tcp_v1": (c_int32, [c_void_p, c_void_p, c_size_t]),
     "epic_bootstrap_env": (c_int32, [c_void_p]),
@@ -175,14 +178,17 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
 
 
 def find(file: str, kind: str = "lib") -> Path:
-    """Find a library, or with kind "bin" a program.
+    """Return the path of a library, or with kind "bin" of a program.
 
-    It is searched in this order:
+    The function searches these folders, in this order:
 
-    1. the folders in EPIC_LIBRARY_PATH; a program in the folder `bin` next to each of them,
-    2. the folders of this package: an editable install has one with the sources and one with the
-       files that were built,
-    3. the folder `build` of the checkout.
+    1. the folders in EPIC_LIBRARY_PATH; for a program, the folder `bin` next to each of them,
+    2. the folder `lib` or `bin` of this package. An editable install has two package folders, one
+       with the sources and one with the files that were built,
+    3. the folder `build/lib` or `build/bin` of the checkout.
+
+    Raises:
+        ImportError: The file is in none of these folders.
     """
     here = Path(__file__).resolve().parent
     given = [Path(f) for f in os.environ.get("EPIC_LIBRARY_PATH", "").split(":") if f]
@@ -199,7 +205,7 @@ def find(file: str, kind: str = "lib") -> Path:
 
 @functools.cache
 def core() -> ctypes.CDLL:
-    """Return libepic.so, loaded once."""
+    """Return libepic.so; the first call loads it."""
     library = ctypes.CDLL(str(find("libepic.so")), mode=ctypes.RTLD_GLOBAL)
     for name, (result, arguments) in PROTOTYPES.items():
         function = getattr(library, name)
@@ -224,7 +230,10 @@ def warn_without_blas() -> None:
 
 
 def failure(code: int, context: int | None = None) -> EpicError:
-    """Return this thread's last failure as an exception."""
+    """Return the last error of this thread as an exception.
+
+    code: the result of the call that failed. context: the context of the call, or None.
+    """
     sentence = to_python(core().epic_error(context).decode(errors="replace"))
     if code == EINVAL:
         return EpicArgumentError(sentence)
@@ -233,7 +242,7 @@ def failure(code: int, context: int | None = None) -> EpicError:
 
 
 def check(code: int, context: int | None = None) -> None:
-    """Raise the core's error if a call failed."""
+    """Raise the error of the core if `code`, the result of a call, is not EPIC_OK."""
     if code != 0:
         raise failure(code, context)
 
@@ -246,7 +255,7 @@ class Options(Protocol):
 
 
 def filled(kind: type[ctypes.Structure], options: Options) -> ctypes.Structure:
-    """Return the core's struct of the options; rows are float32 if the options leave it open."""
+    """Return the struct of the core for options. If row_type is None, it becomes float32."""
     numbers = options.numbers()
     if kind is Experts:
         numbers["row_type"] = numbers["row_type"] or EPIC_F32
@@ -254,9 +263,11 @@ def filled(kind: type[ctypes.Structure], options: Options) -> ctypes.Structure:
 
 
 def size(name: str, *parts: ctypes.Structure | Options) -> int:
-    """Return the number of bytes that a function of the core computes.
+    """Return the number that a size query of the core computes, such as epic_plan_bytes_v1.
 
-    name: the function. parts: its arguments, as structs or as options, which are converted.
+    Args:
+        name: Name of the function.
+        *parts: Its arguments. Options are converted to structs.
     """
     structs = [
         p if isinstance(p, ctypes.Structure) else filled(KINDS[type(p).__name__], p) for p in parts
@@ -267,7 +278,7 @@ def size(name: str, *parts: ctypes.Structure | Options) -> int:
 
 
 def experts_memory(options: Options, slots: int, on_gpu: bool) -> Any:
-    """Return the MemoryInfo of the experts' MLP, on GPUs or on CPUs."""
+    """Return the MemoryInfo of the experts' MLP for a number of slots, on GPUs or on CPUs."""
     sizes = MemoryInfo()
     config = Config(max_tokens=1, max_row_bytes=1, backend=PLACES[on_gpu])
     wanted = filled(Experts, options)
@@ -276,15 +287,17 @@ def experts_memory(options: Options, slots: int, on_gpu: bool) -> Any:
 
 
 def moe_flags(options: Any) -> int:
-    """Return the flags of the epic_moe of an epic.Moe."""
+    """Return epic_moe.flags for an epic.Moe."""
     again = DISPATCH_AGAIN if options.experts.weight_type == "e4m3" else 0
     return again | (INVARIANT if options.invariant else 0)
 
 
 def moe_struct(options: Any) -> tuple[Any, list[Any]]:
-    """Return the epic_moe of an epic.Moe, and the structs that it points to.
+    """Return the struct epic_moe for an epic.Moe, and the structs that it points to.
 
-    The capacity of the options must be a number."""
+    The capacity of the options must be a number, not None. The caller must keep a reference to the
+    second result while it uses the first one.
+    """
     kinds = {"layer": Layer, "router": Router, "experts": Experts, "shared": Experts}
     parts = {
         name: filled(kind, getattr(options, name))
@@ -299,7 +312,10 @@ def moe_struct(options: Any) -> tuple[Any, list[Any]]:
 
 
 def moe_memory(config: ctypes.Structure, options: Any, on_gpu: bool) -> Any:
-    """Return the MemoryInfo of the whole layer for a group's config, on GPUs or on CPUs."""
+    """Return the MemoryInfo of a whole layer, on GPUs or on CPUs.
+
+    config: the sizes of the group. The function sets its field backend.
+    """
     wanted, kept = moe_struct(options)
     sizes = MemoryInfo()
     config.backend = PLACES[on_gpu]
@@ -309,5 +325,5 @@ def moe_memory(config: ctypes.Structure, options: Any, on_gpu: bool) -> Any:
 
 
 def sized(*values: ctypes.Structure) -> list[Any]:
-    """Return the arguments of a call of the core: a pointer and a size for each struct."""
+    """Return the arguments of a call of the core: for each struct its address and its size."""
     return [part for value in values for part in (ctypes.byref(value), ctypes.sizeof(value))]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of a group find each other, and the call of epic_open that follows.
+"""Bootstraps, with which the ranks of a group find each other, and the opening of a context.
 
-An exchange is a function (rank, mine: bytes) -> list of every rank's bytes, in rank order.
+An *exchange* is a function (rank, mine: bytes) that returns a list with the bytes of every rank, in
+the order of ranks.
 """
 
 import contextlib
@@ -24,13 +25,14 @@ LEAST_ADDRESS = 4096  # a smaller number cannot be the address of an MPI_Comm
 
 @dataclass(frozen=True)
 class Tcp:
-    """A bootstrap over TCP: rank 0 listens, the others connect.
+    """A bootstrap over TCP: rank 0 listens, and the other ranks connect.
 
     Attributes:
-        address: IP address or name of rank 0.
-        port: 1 to 65535. Several groups use consecutive ports.
-        secret: Text that is equal on all ranks and protects the bootstrap. None: rank 0 listens on
-            the loopback interface only.
+        address: IP address or host name of rank 0.
+        port: Port of rank 0, 1 to 65535. If epic.jax.open opens several groups along a mesh axis,
+            group number i uses port + i.
+        secret: A text, equal on all ranks, with which the ranks prove that they belong together.
+            None: rank 0 listens on the loopback interface only.
     """
 
     address: str = "127.0.0.1"
@@ -46,19 +48,24 @@ class Tcp:
 
 
 class Bootstrap:
-    """The bootstrap of one rank, and the objects that must live as long as it."""
+    """The bootstrap of one rank.
+
+    Args:
+        struct: The epic_bootstrap.
+        *kept: Objects that must live as long as the bootstrap.
+    """
 
     def __init__(self, struct: ctypes.Structure, *kept: Any) -> None:
         self.struct = struct
         self.kept = kept
         self.error: Exception | None = None
-        # Ends the bootstrap early; another thread calls it.
+        # A function that another thread calls to end the wait of the bootstrap early.
         self.leave: Callable[[], None] = lambda: None
         self.lock = threading.Lock()
         self.is_taken = False
 
     def take(self) -> None:
-        """Refuse a second use: a bootstrap is for one rank and one opening."""
+        """Raise an error if the bootstrap was used before; it is for one rank and one opening."""
         with self.lock:
             if self.is_taken:
                 raise EpicArgumentError(
@@ -74,7 +81,7 @@ class Bootstrap:
 
 
 def check_bootstrap(bootstrap: Any) -> None:
-    """Check the bootstrap that a caller passed."""
+    """Raise an error if a caller passed an invalid bootstrap."""
     if not isinstance(bootstrap, Tcp | Bootstrap) and not callable(bootstrap):
         raise EpicArgumentError(
             f"bootstrap is {bootstrap!r}: must be a Tcp(address, port, secret), or a function "
@@ -90,7 +97,10 @@ def by_threads(num_ranks: int, timeout_ms: int) -> list[Bootstrap]:
 
 
 def by_tcp(tcp: Tcp, group: int, rank: int, num_ranks: int, timeout_ms: int) -> Bootstrap:
-    """Bootstrap over TCP; wait until all ranks have connected."""
+    """Return a bootstrap over TCP; wait until all ranks have connected.
+
+    group: number of the group among those that open together. It is added to the port.
+    """
     struct = _native.Bootstrap()
     secret = tcp.secret.encode() if tcp.secret else None
     wanted = _native.Tcp(
@@ -103,7 +113,11 @@ def by_tcp(tcp: Tcp, group: int, rank: int, num_ranks: int, timeout_ms: int) -> 
 
 
 def address_of(native: Any) -> int | None:
-    """Return the address of the caller's MPI_Comm, which must stay alive; None: MPI_COMM_WORLD."""
+    """Return the address of an MPI_Comm of the caller; None for MPI_COMM_WORLD.
+
+    native: "world", a communicator of mpi4py, or the address of an MPI_Comm. The caller must keep
+    the communicator alive.
+    """
     if native == WORLD:
         return None
     if isinstance(native, int) and native >= LEAST_ADDRESS:
@@ -118,9 +132,9 @@ def address_of(native: Any) -> int | None:
 
 
 def by_mpi(comm: int | None, timeout_ms: int) -> Bootstrap:
-    """Bootstrap over an MPI communicator; wait until all its ranks make this call.
+    """Return a bootstrap over an MPI communicator; wait until all its ranks make this call.
 
-    comm: its address; None: MPI_COMM_WORLD, and MPI is initialized if it is not yet.
+    comm: address of the communicator. None: MPI_COMM_WORLD; the call initializes MPI if necessary.
     """
     struct = _native.Bootstrap()
     _native.check(_native.core().epic_bootstrap_mpi(ctypes.addressof(struct), comm, timeout_ms))
@@ -128,7 +142,10 @@ def by_mpi(comm: int | None, timeout_ms: int) -> Bootstrap:
 
 
 def by_exchange(exchange: Exchange, rank: int, num_ranks: int) -> Bootstrap:
-    """Bootstrap through a function of the caller; open raises the errors that it raises."""
+    """Return a bootstrap that uses an exchange of the caller.
+
+    If the exchange raises an error, open_context raises this error.
+    """
     struct = _native.Bootstrap(rank=rank, num_ranks=num_ranks)
     bootstrap = Bootstrap(struct)
 
@@ -148,10 +165,7 @@ def by_exchange(exchange: Exchange, rank: int, num_ranks: int) -> Bootstrap:
 
 
 def joined(parts: list[bytes], num_ranks: int, size: int) -> bytes:
-    """Return the bytes of all ranks, which an exchange returned, as one string of bytes.
-
-    Each rank must have sent `size` bytes.
-    """
+    """Return the result of an exchange, with `size` bytes of each rank, as one bytes object."""
     try:
         lengths, data = [len(part) for part in parts], b"".join(parts)
     except TypeError:
@@ -171,7 +185,10 @@ def joined(parts: list[bytes], num_ranks: int, size: int) -> bytes:
 
 
 def open_context(bootstrap: Bootstrap, config: ctypes.Structure) -> int:
-    """Open the context of this rank; wait until its peers open theirs. Closes the bootstrap."""
+    """Open the context of this rank and return its address; wait until its peers open theirs.
+
+    It closes the bootstrap in any case.
+    """
     context = ctypes.c_void_p()
     try:
         code = _native.core().epic_open_v1(
@@ -189,7 +206,11 @@ def open_context(bootstrap: Bootstrap, config: ctypes.Structure) -> int:
 class Opener:
     """A daemon thread that opens a context, so that an interrupt can end the wait for it.
 
-    A context that is opened after an interrupt is closed again.
+    If the caller left because of an interrupt, the thread closes the context that it opens.
+
+    Args:
+        open_one: Opens and returns the context.
+        close_one: Closes a context. None: epic_close.
     """
 
     def __init__(
@@ -203,7 +224,7 @@ class Opener:
         self.thread.start()
 
     def run(self, open_one: Callable[[], Any]) -> None:
-        """Run in the thread."""
+        """Open the context; the thread runs this method."""
         try:
             self.context = open_one()
         except BaseException as error:
@@ -237,9 +258,10 @@ def wait_for(openers: Iterable[Opener]) -> None:
 
 
 def end(contexts: Iterable[int]) -> None:
-    """Close contexts, each in a thread, because they may wait for each other.
+    """Close contexts, each in its own thread, because closing them may wait for each other.
 
-    At exit, where Python 3.12 starts no threads, closes one after the other.
+    While the interpreter exits, Python 3.12 starts no threads. Then the contexts are closed one
+    after the other.
     """
     close = _native.core().epic_close
     threads = []

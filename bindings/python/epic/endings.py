@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the other ranks learn at once that this process ends or is interrupted.
+"""Reports to the other ranks at once that this process ends or is interrupted.
 
-At exit JAX waits for the other processes, which would wait for this one until their time limit, so
-the groups are closed first. A main thread that waits inside of XLA or of an operator gets no
-KeyboardInterrupt, so a watcher thread aborts the calls that it waits for.
+At exit JAX waits for the other processes. These might wait for this process, until their time
+limit. So an exit handler closes the groups first.
+
+A main thread that waits inside of XLA or of an operator gets no KeyboardInterrupt. So a watcher
+thread aborts the calls for which the main thread waits.
 """
 
 import atexit
@@ -17,20 +19,23 @@ import time
 from collections.abc import Callable
 
 GRACE = 0.25  # seconds in which the main thread may handle an interrupt itself
-STEP = 0.01
+STEP = 0.01  # seconds between two looks at the main thread
 
 Abort = Callable[[str], None]
 
 
 def why(error: BaseException) -> str:
-    """Return the sentence that the peers get when this process ends with an error."""
+    """Return the text that the other ranks get if this process ends with an error."""
     text = str(error).splitlines()
     kind = type(error).__name__
     return f"its process ends with {kind}: {text[0]}" if text else f"its process ends with {kind}"
 
 
 def main_is_alive(library: ctypes.CDLL) -> bool:
-    """Return whether the main thread runs Python, or does so within GRACE."""
+    """Return whether the main thread runs Python code now, or within GRACE seconds.
+
+    It adds a pending call, which only a main thread that runs Python code makes.
+    """
     flag = ctypes.c_int()
     call = ctypes.cast(library.epic_main_is_alive, ctypes.c_void_p)
     kept.append(flag)  # Python may make the pending call after GRACE, so keep its argument
@@ -42,13 +47,18 @@ def main_is_alive(library: ctypes.CDLL) -> bool:
     return bool(flag.value)
 
 
-kept: list[ctypes.c_int] = []
+kept: list[ctypes.c_int] = []  # arguments of pending calls
 
 
 def watch(library: ctypes.CDLL, pipe: int, abort: Abort) -> None:
-    """Abort the groups at an interrupt that the main thread cannot take.
+    """Abort the groups if the main thread cannot handle an interrupt. A thread runs this function.
 
-    A program that handles SIGINT in its own way is left alone.
+    If the program has its own handler for SIGINT, the function does nothing.
+
+    Args:
+        library: The library of the binding.
+        pipe: Read end of a pipe, from which each interrupt can be read as one byte.
+        abort: Aborts the groups for a reason.
     """
     while os.read(pipe, 1):
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -71,7 +81,10 @@ def start_watch(library: ctypes.CDLL, abort: Abort) -> None:
 def at_exit(owner: int, abort: Abort, close: Callable[[], None]) -> None:
     """Abort the groups if an exception ends the process. Otherwise close them.
 
-    Closing waits until the calls in flight have ended.
+    Args:
+        owner: Id of the process that opened the groups.
+        abort: Aborts the groups for a reason.
+        close: Closes the groups, after the calls in flight have ended.
     """
     if os.getpid() != owner:
         return  # a forked child: the groups belong to its parent
@@ -83,14 +96,21 @@ def at_exit(owner: int, abort: Abort, close: Callable[[], None]) -> None:
         close()
 
 
-begun: set[str] = set()
+begun: set[str] = set()  # frameworks with an exit handler
 lock = threading.Lock()
 
 
 def begin(framework: str, library: ctypes.CDLL, abort: Abort, close: Callable[[], None]) -> None:
-    """Register the exit handler of a framework, once, when its first group opens.
+    """Register the exit handler of a framework, and start its watcher thread.
 
-    Python runs the handler that was registered last first.
+    Call it before each group opens; only the first call has an effect. Python runs exit handlers in
+    reverse order of their registration.
+
+    Args:
+        framework: "epic.torch" or "epic.jax".
+        library: The library of the binding.
+        abort: Aborts the groups of the framework for a reason.
+        close: Closes the groups of the framework.
     """
     with lock:
         if framework in begun:

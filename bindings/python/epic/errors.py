@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions of EPIC: EpicError and its subclasses.
+"""The exceptions of EPIC: EpicError and its subclasses.
 
-While a compiled JAX program runs, XLA makes the exception, a JaxRuntimeError with the same text.
-error_code() finds the code in both kinds.
+If an error occurs while a compiled JAX program runs, XLA raises it, as a JaxRuntimeError that
+contains EPIC's text. error_code() finds the code in both kinds of exceptions.
 """
 
 import re
@@ -32,7 +32,10 @@ class EpicArgumentError(EpicError, ValueError):
 
 
 class EpicUnsupportedError(EpicError, NotImplementedError):
-    """A correct combination that is not supported; the text names an alternative."""
+    """The arguments are correct, but their combination is not supported.
+
+    The text names an alternative.
+    """
 
     def __init__(self, sentence: str) -> None:
         RuntimeError.__init__(self, sentence)
@@ -40,13 +43,13 @@ class EpicUnsupportedError(EpicError, NotImplementedError):
 
 
 class EpicNonFiniteError(EpicError, FloatingPointError):
-    """A row of a layer holds a NaN or an infinity, as epic.torch.check_finite found.
+    """A row of a layer contains a NaN or an infinity; epic.torch.check_finite raises it.
 
     Attributes:
         layer: Name of the layer in the model.
-        rank: Rank of the group whose token it is.
+        rank: Rank that passed the token of the row to the layer.
         token: Number of the token on that rank.
-        expert: The expert that computed the row; None if it belongs to no expert.
+        expert: Expert that computed the row; None if the row belongs to no expert.
     """
 
     def __init__(
@@ -59,11 +62,14 @@ class EpicNonFiniteError(EpicError, FloatingPointError):
 
 
 def error_code(error: BaseException | None) -> str | None:
-    """Return the code of EPIC's error in an exception, for example "EPIC_EPEER", or None.
+    """Return the code of the EPIC error that caused an exception, or None.
 
-    error: any exception.  EPIC raises it, or XLA, which puts the sentence of EPIC into its own
-    exception, or a program that used a result of a failed call.  The causes of the exception are
-    searched too.
+    Args:
+        error: Any exception: one of EPIC, one of XLA that contains EPIC's text, or one that was
+            raised while such an exception was handled.
+
+    Returns:
+        The code, for example "EPIC_EPEER"; None if no EPIC error is the cause.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program epic-info of the wheel: what this build and machine can do, or what a group is doing.
+"""Starts epic-info, which prints the features of this build and machine, or the state of a group.
 
 See `epic-info --help`, or `python -m epic.info --help`.
 """
@@ -11,7 +11,7 @@ from epic import _native
 
 
 def main() -> None:
-    """Replace this process by the program."""
+    """Replace this process by epic-info, with the arguments of this process."""
     program = str(_native.find("epic-info", "bin"))
     os.execv(program, ["epic-info", *sys.argv[1:]])
 

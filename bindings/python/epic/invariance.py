@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparing the bits of a layer's stages between batches, for check_invariance of PyTorch and JAX.
+"""Compares the bits of a layer's stages between batches, for check_invariance of PyTorch and JAX.
 
-A *probe* runs the layer on a batch of tokens and returns, for each stage, one row of numbers for
-each token.  Tokens are drawn from a pool.  The rows of a token must be equal in every batch.
+A *probe* is a function that runs the layer on a batch of tokens. For each stage it returns one row
+of numbers for each token. The tokens of all batches are drawn from one *pool*. The rows of a token
+must be equal in every batch.
 """
 
 import hashlib
@@ -11,21 +12,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# In the order of the data. Bits that differ in one stage usually differ in all later ones.
+# The stages in the order in which a layer computes them. If bits differ in one stage, they usually
+# differ in all later stages too.
 STAGES = ("gate", "router", "dispatch", "product", "combine", "gradient")
-POOL = 64  # number of different tokens
-MOST_GROUPS = 8  # about how many groups of top_k logits are read
+POOL = 64  # number of tokens in the pool
+MOST_GROUPS = 8  # approximate number of groups of top_k logits that a probe reads
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Bits that differ between batches.
+    """A difference between the bits of one layer in two batches.
 
     Attributes:
         layer: Name of the layer in the model; "" for a single layer.
-        stage: First stage with other bits. "gate": logits. "router": chosen ids and weights.
-            "dispatch": rows that travel to an expert and back. "product": the result of one expert.
-            "combine": the output of the layer. "gradient": the gradient of the tokens.
+        stage: First stage whose bits differ. "gate": logits. "router": chosen ids and weights.
+            "dispatch": rows that were sent to an expert and back. "product": result of one expert.
+            "combine": output of the layer. "gradient": gradient of the tokens.
         num_tokens: Number of tokens in the batch of each rank.
         tokens: Number of tokens whose bits differ, on all ranks together.
     """
@@ -42,10 +44,10 @@ class InvarianceReport:
 
     Attributes:
         layers: Names of the layers that were checked.
-        batches: Numbers of tokens of each rank in the batches.
-        differences: For each layer and batch with other bits the first stage where they differ.
-        fingerprint: Hash of the rows of all stages. Equal fingerprints of groups of different
-            sizes mean equal bits, if the options and parameters are equal.
+        batches: Number of tokens of each rank in each batch.
+        differences: For each layer and batch whose bits differ, the first stage where they differ.
+        fingerprint: Hash of the rows of all stages. If groups of different sizes have equal options
+            and parameters, equal fingerprints show that their bits are equal.
     """
 
     layers: tuple[str, ...]
@@ -55,7 +57,7 @@ class InvarianceReport:
 
     @property
     def is_invariant(self) -> bool:
-        """Whether all bits were equal."""
+        """Whether the bits were equal in all batches."""
         return not self.differences
 
     @property
@@ -86,7 +88,16 @@ def draw_pool(num_tokens: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def draw_tokens(num_tokens: int, pool: int, turn: int, rank: int) -> np.ndarray:
-    """Return random numbers of tokens in the pool. Batch 0 begins with all of them, in order."""
+    """Return the tokens of a batch, as random numbers of tokens in the pool.
+
+    Batch 0 begins with all tokens of the pool, in order, and is the reference.
+
+    Args:
+        num_tokens: Number of tokens in the batch.
+        pool: Number of tokens in the pool.
+        turn: Number of the batch.
+        rank: Rank, which draws other tokens than other ranks.
+    """
     drawn = np.random.default_rng((turn, num_tokens, rank)).integers(0, pool, num_tokens)
     if turn == 0:
         drawn[:pool] = np.arange(pool)
@@ -94,7 +105,7 @@ def draw_tokens(num_tokens: int, pool: int, turn: int, rank: int) -> np.ndarray:
 
 
 def column_groups(columns: int, top_k: int) -> list[np.ndarray]:
-    """Return lists of top_k logits to read, spread over all columns; -1: none."""
+    """Return groups of top_k columns of logits, spread over all columns; -1 fills the last one."""
     starts = range(0, columns, top_k)
     step = max(1, len(starts) // MOST_GROUPS)
     whole = np.arange(columns + top_k)
@@ -103,7 +114,13 @@ def column_groups(columns: int, top_k: int) -> list[np.ndarray]:
 
 
 def count_differences(rows: Rows, tokens: np.ndarray, references: Rows) -> list[int]:
-    """Return for each stage how many tokens have other bits than the reference."""
+    """Return for each stage how many tokens do not have the bits of the reference.
+
+    Args:
+        rows: The rows of a batch by stage.
+        tokens: The tokens of the batch, as numbers in the pool.
+        references: The rows of all tokens of the pool by stage.
+    """
     counts = []
     for stage in STAGES:
         values = rows.get(stage)
@@ -133,13 +150,15 @@ def compare_batches(
     """Run the batches of one layer and compare them.
 
     Args:
-        layer: name of the layer.
-        sizes: numbers of tokens of the batches.
-        probe: runs the layer on tokens of the pool.
-        share: returns the rows of rank 0 on all ranks.
-        add: adds counts over the ranks.
-        rank: this rank, which draws other tokens than other ranks.
+        layer: Name of the layer.
+        sizes: Number of tokens of each batch; the largest comes first.
+        probe: Runs the layer on tokens of the pool.
+        share: Returns the rows of rank 0 on all ranks.
+        add: Adds counts over the ranks.
+        rank: This rank.
 
+    Returns:
+        The differences, and the rows of the pool's tokens by stage.
     """
     pool = min(POOL, sizes[0])
     differences, references = [], {}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of a layer, its router and its experts: the core's option structs.
+"""The options of a layer, its router and its experts, which become option structs of the core.
 
-Options are hashable and equal by content, so that they can be static arguments of jitted functions.
-Words stand for the core's enumerators.
+Options are hashable, and equal if their fields are equal. So they can be static arguments of jitted
+functions. Enumerators of the core are words here, for example "softmax" for EPIC_SCORE_SOFTMAX.
 """
 
 import contextlib
@@ -38,9 +38,17 @@ def check_choice(field: str, value: Any, words: Iterable[str]) -> str:
 
 
 def backend_for(on_gpus: bool, requested: str | None) -> str | None:
-    """Return the requested backend, else that of EPIC_BACKEND if it fits the memory.
+    """Return the name of the backend for a group; None: the core chooses.
 
-    If neither names one, GPUs use "gpu" and the core chooses on CPUs (None).
+    EPIC_BACKEND counts only if no backend is requested, and if it fits the device. Without both, a
+    group on GPUs uses "gpu".
+
+    Args:
+        on_gpus: Whether the group is on GPUs.
+        requested: The backend that the caller requested, or None.
+
+    Raises:
+        EpicArgumentError: The backend does not fit the device.
     """
     backend = requested or os.environ.get("EPIC_BACKEND") or None
     if on_gpus:
@@ -60,7 +68,7 @@ def backend_for(on_gpus: bool, requested: str | None) -> str | None:
 
 
 def check_int(field: str, value: Any, least: int = 0, most: int = UINT32_MAX) -> int:
-    """Return the value as an int after checking its range."""
+    """Return the value as an int after checking that it is an integer from `least` to `most`."""
     index = None
     if isinstance(value, SupportsIndex) and (field in FLAGS or not isinstance(value, bool)):
         with contextlib.suppress(TypeError):  # raised by arrays and by traced values
@@ -83,7 +91,7 @@ def check_float(field: str, value: Any) -> float:
 
 
 def encode_text(field: str, value: Any) -> bytes:
-    """Return the text as the core takes it: a C string in UTF-8."""
+    """Return a text in UTF-8, after checking that it can be a C string."""
     if not isinstance(value, str):
         raise EpicArgumentError(f"{field} is {value!r}: must be a str")
     if "\0" in value:  # C would end the text there
@@ -106,22 +114,25 @@ def to_core_number(field: str, value: Any) -> int | float:
     return check_float(field, value) if field in REALS else check_int(field, value)
 
 
-options_by_key: dict[str, Any] = {}
+options_by_key: dict[str, Any] = {}  # all options that were made, by their keys
 
 
 def key_field() -> Any:
-    """Return the field with the name by which options_by_key has a value.
+    """Return the dataclass field `key`, a string that identifies options in options_by_key.
 
-    Tracers treat strings as constants, but not numbers.
+    torch.compile treats strings as constants, but not numbers.
     """
     return field(init=False, repr=False, compare=False, default="")
 
 
 def intern_options(kind: str, *values: Any) -> str:
-    """Check options, register them in options_by_key and return their key.
+    """Check options, store them in options_by_key and return their key.
 
-    Their parts are passed as keys. It is a separate function, so that tracers can treat its result
-    as a constant.
+    It is a separate function, so that torch.compile can treat its result as a constant.
+
+    Args:
+        kind: Name of the class of the options.
+        *values: The fields. A field that is an options object is passed as its key.
     """
     made: Any = object.__new__(KINDS[kind])
     for name, value in zip(field_names(KINDS[kind]), values, strict=True):
@@ -134,13 +145,10 @@ def intern_options(kind: str, *values: Any) -> str:
 
 
 class Keyed:
-    """The base of frozen dataclasses with a key: a string that stands for their values.
-
-    Tracers treat strings as constants.
-    """
+    """The base class of options: frozen dataclasses with a key (see key_field)."""
 
     key: str
-    NAMES: tuple[str, ...] = ()  # names of its fields; tracers need them as a constant
+    NAMES: tuple[str, ...] = ()  # names of the fields; torch.compile needs them as a constant
 
     def __post_init__(self) -> None:
         found = [getattr(self, name) for name in self.NAMES]
@@ -161,12 +169,12 @@ def field_names(kind: Any) -> list[str]:
 
 
 class Options(Keyed):
-    """Options whose fields are numbers of the core; they are checked when they are made."""
+    """Options whose fields are numbers in the core. The constructor checks them."""
 
     def check(self) -> None:
-        """Check the fields by themselves, then by the core's rules."""
+        """Check each field, then the rules of the core for all fields together."""
         self.numbers()
-        # Without the core's library, the first call checks them.
+        # If the library of the core is not found, the first call that uses the options checks them.
         with contextlib.suppress(ImportError):
             self.check_with_core()
 
@@ -187,13 +195,13 @@ DISTINCT = 8  # the value of the flag EPIC_DISTINCT
 
 @dataclass(frozen=True)
 class Layer(Options):
-    """Where choices may go and how rows are summed. Equal on all ranks.
+    """Options of experts, capacity and sums of a layer; equal on all ranks.
 
     Attributes:
         num_experts: Number of experts of the whole group, 1 to 65536; each replica counts.
-        top_k: Choices of a token, 1 to 64.
-        alignment: The length of each expert's slab is a multiple of it, in rows. Use 128 for
-            grouped products of GPUs that need it.
+        top_k: Number of choices of a token, 1 to 64.
+        alignment: The number of rows of each expert's slab is a multiple of this number. Use 128
+            for grouped products on GPUs that need it.
         overflow: "error": choices without a slot are an error on every rank. "drop": they are
             dropped by a rule that all ranks share.
         expert_capacity: With overflow "drop": largest number of choices of an expert over the
@@ -202,18 +210,20 @@ class Layer(Options):
             and k. "by_k": all first choices first (GShard, NLLB).
         sum_order: Order in which the rows of a token are summed. "by_rank": ascending ranks.
             "tree": a binary tree over `leaves`; the bits are then equal for every number of ranks
-            that divides leaves. "by_hosts": a tree if that sends fewer rows between hosts (GPUs of
-            several hosts, a power of two of ranks, no rank_of_expert), else by rank.
-        leaves: A power of two that divides num_experts and that num_ranks divides; 0: num_ranks.
-        partial_type: Dtype in which partial sums travel. None: the rows' dtype. "float32": sums of
-            16-bit rows are rounded once, at the end.
+            that divides leaves. "by_hosts": "tree" if that sends fewer rows between hosts (GPUs on
+            several hosts, num_ranks a power of two, no rank_of_expert), else "by_rank".
+        leaves: Number of leaves of the tree: a power of two that divides num_experts and that
+            num_ranks divides. 0: num_ranks.
+        partial_type: Dtype in which partial sums are sent. None: the dtype of the rows. "float32":
+            sums of 16-bit rows are rounded only once, at the end.
         layout: Layout of received rows. "expert_major": one row for each choice, slab by slab.
             "flat": one row for each token and rank, for `dispatch_flat`.
-        num_logical: Number of logical experts if experts are replicas (EPLB): ids are below it, and
-            logical_of_expert names the logical expert of each replica; 0: no replicas.
-        distinct: Promise that the ids of a token differ, which is checked. A token then has at most
-            min(top_k, local experts) slots on a rank, which saves memory. `moe` sets it for the
-            router's choices.
+        num_logical: Number of logical experts if experts are replicas (EPLB). Ids of choices are
+            then below this number, and logical_of_expert contains the logical expert of each
+            replica. 0: no replicas.
+        distinct: Whether you promise that the ids of each token are different. EPIC checks this. A
+            token then has at most min(top_k, local experts) slots on a rank, which saves memory.
+            `moe` sets it if the router chooses.
 
     Raises:
         EpicArgumentError: A field is invalid, or fields do not fit together.
@@ -235,11 +245,11 @@ class Layer(Options):
 
     @property
     def num_ids(self) -> int:
-        """Number of experts that ids name: the logical ones if there are replicas."""
+        """Number of experts that can be chosen: num_logical with replicas, else num_experts."""
         return self.num_logical or self.num_experts
 
     def numbers(self, prefix: str = "") -> dict[str, Any]:
-        """Return the fields as numbers; `distinct` is one of the core's flags."""
+        """Return the fields as the core's numbers, with the flag of `distinct` as "flags"."""
         if self.distinct not in (False, True):
             raise EpicArgumentError(f"distinct is {self.distinct!r}: must be True or False")
         found = super().numbers(prefix)
@@ -253,33 +263,35 @@ class Layer(Options):
 
 @dataclass(frozen=True)
 class Router(Options):
-    """How experts are chosen and weighted.
+    """Options of the router, which chooses experts and computes their weights.
 
-    Logits have E = num_experts + zero_experts columns. All is computed in float32 (float64 for
-    float64 logits). Between equal values the lower id wins.
+    Logits have E = num_experts + zero_experts columns. The router computes in float32 (float64 for
+    float64 logits). Of equal scores it prefers that of the lower id.
 
     Attributes:
-        num_experts: Number of experts that can be chosen, 1 to 65536; with replicas logical ones.
-        top_k: Choices of a token, 1 to 64, best first.
+        num_experts: Number of experts that can be chosen, 1 to 65536. With replicas these are
+            logical experts.
+        top_k: Number of choices of a token, 1 to 64.
         score: Score of a logit: "softmax", "sigmoid", "sqrtsoftplus" (sqrt(log(1 + e^z))), or
             "logits" (the logit itself).
         zero_experts: Number of identity experts, with ids from num_experts up. They return the
             token, multiplied by its weight.
-        num_groups: Number of equal blocks of experts, of which a token may use only some
-            (DeepSeek's node limit). It divides E; 0: no groups.
+        num_groups: Number of equal blocks of experts, of which a token may use only topk_groups
+            (DeepSeek's node limit). It must divide E. 0: no groups.
         topk_groups: Number of groups that a token may use.
         group_score: Score of a group: "max" of its experts' scores, or "sum" of the group_best
             largest.
-        group_best: Scores that "sum" adds; 0: top_k / topk_groups (DeepSeek-V3: 2).
-        group_others: Experts of the other groups: "out" (never chosen) or "zero" (score 0).
+        group_best: Number of scores that "sum" adds; 0: top_k / topk_groups (DeepSeek-V3: 2).
+        group_others: What happens to experts of all other groups: "out": they are never chosen.
+            "zero": their score becomes 0.
         weight_rule: Weights of the chosen experts: "of_score" (their scores without the bias),
             "softmax_chosen", "sigmoid_chosen" (of their logits) or "sparsemixer" (Phi-3.5-MoE).
-        normalize: What the weights of a token are divided by: "none", their "sum" + eps, or
-            "clamped": the larger of their sum and norm_min.
-        eps: For normalize "sum".
-        norm_min: For normalize "clamped".
-        jitter: For weight_rule "sparsemixer", 0 to below 1.
-        scale: Factor of the weights (DeepSeek-V3: 2.5); 0: 1.
+        normalize: By what the weights of a token are divided. "none": they are not divided. "sum":
+            their sum + eps. "clamped": the larger of their sum and norm_min.
+        eps: Used only with normalize "sum".
+        norm_min: Used only with normalize "clamped".
+        jitter: Used only with weight_rule "sparsemixer"; at least 0 and below 1.
+        scale: Factor of the weights (DeepSeek-V3: 2.5); 0 stands for 1.
 
     Raises:
         EpicArgumentError: A field is invalid, or fields do not fit together.
@@ -303,7 +315,7 @@ class Router(Options):
     key: str = key_field()
 
     def numbers(self, prefix: str = "") -> dict[str, Any]:
-        """Return the fields as numbers; check rules that the core does not have."""
+        """Return the fields as the core's numbers, after checking rules that the core lacks."""
         found = super().numbers(prefix)
         if self.topk_groups > 1 and self.num_groups < 2:
             raise EpicArgumentError(
@@ -338,12 +350,13 @@ class Router(Options):
 
 @dataclass(frozen=True)
 class Experts(Options):
-    """The experts' MLP: y = (act(x W_gate) * (x W_up)) W_down, plus biases.
+    """Options of the experts' MLP: y = (act(x W_gate) * (x W_up)) W_down, plus biases.
 
     Attributes:
-        num_local_experts: Largest number of experts of a rank; 0: derived from group or weights.
-        hidden: Columns of a row, 1 or more.
-        inner: Columns between the two products, 1 or more.
+        num_local_experts: Largest number of experts of a rank. 0: EPIC derives it from the group or
+            the weights.
+        hidden: Number of columns of a row, 1 or more.
+        inner: Number of columns between the two products, 1 or more.
         activation: act: "silu", "gelu" (with erf), "gelu_tanh", "relu2" (max(x, 0)^2); with a gate
             also "clamped_swiglu" (gpt-oss) and "clamped_silu" (DeepSeek-V4).
         ungated: Whether there is no gate: y = act(x W) W_down, where W has inner columns.
@@ -351,11 +364,12 @@ class Experts(Options):
             all columns of gate come first.
         weighting: Where the weight of a choice is multiplied in. "late": when rows are summed.
             "early": on the activation and the down bias. "input": on the expert's input.
-        row_type: "float32", "bfloat16", "float16", "float64", or None: the arrays' own dtype.
-        weight_type: Like row_type. "e4m3" (GPUs): weights are rounded to e4m3 in each call, and
-            gradients pass straight through.
-        limit: For "clamped_swiglu" (0: 7) and "clamped_silu" (0: 10).
-        alpha: For "clamped_swiglu"; 0: 1.702.
+        row_type: Dtype of the rows: "float32", "bfloat16", "float16" or "float64". None: that of
+            the arrays of a call.
+        weight_type: Dtype of the weights, like row_type. Or "e4m3", only on GPUs: each call rounds
+            the weights to e4m3, and gradients are those of weights that are not rounded.
+        limit: Limit of "clamped_swiglu" (0 stands for 7) and of "clamped_silu" (0 stands for 10).
+        alpha: Factor of "clamped_swiglu"; 0 stands for 1.702.
 
     Raises:
         EpicArgumentError: A field is invalid, or fields do not fit together.
@@ -376,7 +390,7 @@ class Experts(Options):
 
     @property
     def width(self) -> int:
-        """Columns of the first weight: gate and up, or one of them."""
+        """Number of columns of w_gate_up: 2 * inner, or inner without a gate."""
         return self.inner if self.ungated else 2 * self.inner
 
     def check_with_core(self) -> None:
@@ -386,7 +400,7 @@ class Experts(Options):
         if self.num_local_experts:
             _native.experts_memory(self, 0, self.weight_type == "e4m3")
         else:
-            replace(self, num_local_experts=1)  # the core checks the options as those of one expert
+            replace(self, num_local_experts=1)  # its constructor checks the options for one expert
 
 
 PARTS: dict[str, Any] = {"layer": Layer, "router": Router, "experts": Experts}
@@ -399,26 +413,27 @@ class Moe(Keyed):
     `Moe.of` makes one from the fields of all parts.
 
     Attributes:
-        layer: Where choices go. Its top_k and num_experts (with replicas num_logical) equal those
-            of the router.
-        router: How experts are chosen.
-        experts: The experts' MLP.
-        shared: An MLP that every token passes, added to the others; None: none.
+        layer: Options of experts, capacity and sums. Its top_k and num_experts (with replicas
+            num_logical) must equal those of the router.
+        router: Options of the router.
+        experts: Options of the experts' MLP.
+        shared: Options of a shared expert, an MLP for every token, whose result is added to that of
+            the experts. None: no shared expert.
         balance_coeff: Factor of the balance loss: num_experts / (top_k * T^2) * sum over experts of
-            load * sum over tokens of P, where P are the scores divided by their sum and T is the
-            number of tokens; 0: no loss.
+            load * sum over tokens of P. T is the number of tokens. P is the score of the expert,
+            divided by the sum of the token's scores. 0: no loss.
         z_coeff: Factor of the z-loss, the mean over tokens of logsumexp(logits)^2; 0: no loss.
-        sequence_tokens: Length of a sequence: the balance loss of each sequence is averaged; 0: all
-            tokens together.
-        capacity: Slots of a rank for received rows; None: as many as can ever be needed.
+        sequence_tokens: Length of a sequence. The balance loss is then the mean of the losses of
+            all sequences. 0: one loss for all tokens.
+        capacity: Number of slots of a rank for received rows; None: as many as can ever be needed.
         invariant: Whether the bits of a token depend only on its own row, its choices and the
-            parameters: not on other tokens, their number, the ranks, the capacity or the alignment
-            (guide "Reproducibility"). Gradients of losses depend on all tokens. Needs sum_order
-            "tree" with `leaves`, which is then the largest number of ranks, and overflow "error".
-            `Moe.of` sets sum_order and leaves: the largest power of two up to 8 that divides
-            num_experts.
-        quantize: "1x128" (a float32 scale for 128 columns) or "1x32" (an e8m0 scale for 32): rows
-            travel to the experts in e4m3. None: as they are.
+            parameters. They do not depend on other tokens or their number, on the number of ranks,
+            on the capacity or on the alignment (see the guide "Reproducibility"). Only gradients of
+            losses depend on all tokens. It needs overflow "error", and sum_order "tree" with
+            `leaves`, which is then the largest number of ranks. `Moe.of` sets sum_order to "tree",
+            and leaves to the largest power of two up to 8 that divides num_experts.
+        quantize: "1x128" or "1x32": rows are sent to the experts in e4m3, with a float32 scale for
+            128 columns or an e8m0 scale for 32 columns. None: rows are sent unchanged.
 
     Raises:
         EpicArgumentError: A field is invalid, or the parts do not fit together.
@@ -438,10 +453,11 @@ class Moe(Keyed):
 
     @classmethod
     def of(cls, **fields: Any) -> "Moe":
-        """Make the options of a layer from the fields of all parts, each named once.
+        """Make the options of a layer from the fields of all its parts.
 
         Args:
-            **fields: Fields of Layer, Router, Experts and Moe, by name.
+            **fields: Fields of `Layer`, `Router`, `Experts` and `Moe`, by name. A field that
+                several parts have, such as num_experts, is passed once.
 
         Returns:
             The options.
@@ -502,11 +518,12 @@ class Moe(Keyed):
         self.check_parts()
 
     def as_invariant(self) -> "Moe":
-        """Return the options with invariant=True, and the sum_order and leaves that it needs.
+        """Return the options with invariant=True, and with the sum_order and leaves that it needs.
 
         Returns:
-            The options. A layer that has sum_order "tree" and leaves keeps them. Otherwise leaves
-            is the largest power of two up to 8 that divides num_experts.
+            The options. If sum_order is "tree" and leaves is above 0, both stay unchanged.
+            Otherwise sum_order becomes "tree", and leaves the largest power of two up to 8 that
+            divides num_experts.
 
         Raises:
             EpicArgumentError: Another option cannot be combined with invariant=True.
@@ -518,7 +535,7 @@ class Moe(Keyed):
         return replace(self, layer=layer, invariant=True)
 
     def check_invariant(self) -> None:
-        """Refuse options with which the bits of a token can depend on other tokens or on ranks."""
+        """Raise an error for options that are not possible with invariant=True."""
         layer = self.layer
         if layer.sum_order != "tree" or not layer.leaves:
             raise EpicArgumentError(
@@ -537,7 +554,7 @@ class Moe(Keyed):
             )
 
     def check_parts(self) -> None:
-        """Check the numbers that several parts contain."""
+        """Check the fields that several parts contain, and rules between the parts."""
         ids = "num_logical" if self.layer.num_logical else "num_experts"
         for name, other in ((ids, "num_experts"), ("top_k", "top_k")):
             a, b = getattr(self.layer, name), getattr(self.router, other)
@@ -568,8 +585,12 @@ class Moe(Keyed):
 
 
 def check_invariant_call(given: dict[str, Any]) -> None:
-    """Refuse arguments with which a layer with invariant=True would be composed of functions that
-    do not promise its bits. given: their values by name."""
+    """Raise an error if a call of a layer with invariant=True has certain arguments.
+
+    With these arguments the layer would be composed of functions that do not promise its bits.
+
+    given: the values of these arguments by name.
+    """
     for name, value in given.items():
         if value is not None:
             raise EpicArgumentError(
