@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The content of a finished plan: where each choice went, and why others were dropped."""
+"""The content of a finished plan: the slot of each choice, or the reason why it has none."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,29 +7,31 @@ from typing import Any
 
 from epic import _native
 
-NO_EXPERT, EXPERT_FULL, RANK_FULL = -1, -2, -3
+NO_EXPERT, EXPERT_FULL, RANK_FULL = -1, -2, -3  # the negative values of RoutingStats.fate
 
 
 @dataclass(frozen=True)
 class RoutingStats:
-    """One rank's plan. kept + none + expert_full + rank_full are its num_tokens * top_k choices.
+    """The fate of all choices of one rank's tokens in one plan.
+
+    kept + none + expert_full + rank_full is the number of choices, num_tokens * top_k.
 
     Attributes:
         id: Number of the plan.
-        num_tokens: Tokens of this rank.
-        num_slots: Slots that this rank fills.
-        capacity: Slots of this rank.
-        kept: Choices that have a slot.
-        none: Choices with a negative id.
-        expert_full: Choices that were dropped because their expert had reached
+        num_tokens: Number of tokens of this rank.
+        num_slots: Number of slots of this rank that are filled.
+        capacity: Number of slots of this rank.
+        kept: Number of choices that have a slot.
+        none: Number of choices with a negative id.
+        expert_full: Number of choices that were dropped because their expert had reached
             Layer.expert_capacity.
-        rank_full: Choices that were dropped because a rank had no slots left.
-        result: Name of the plan's result, "EPIC_OK" for example.
-        total_tokens: Tokens of all ranks.
-        fate: [num_tokens, top_k] int32: the slot on the rank that owns the expert, or NO_EXPERT
-            (-1), EXPERT_FULL (-2), RANK_FULL (-3).
-        rank: [num_tokens, top_k] int32: that rank, or -1 if there is none. On GPUs it is set also
-            for a choice that was dropped.
+        rank_full: Number of choices that were dropped because a rank had no free slot.
+        result: Name of the plan's result, for example "EPIC_OK".
+        total_tokens: Number of tokens of all ranks.
+        fate: [num_tokens, top_k] int32: the slot of each choice, on the rank that owns the expert.
+            Or NO_EXPERT (-1), EXPERT_FULL (-2) or RANK_FULL (-3).
+        rank: [num_tokens, top_k] int32: the rank of that slot; -1 for a choice without a slot. On
+            GPUs also a choice that was dropped has a rank.
     """
 
     id: int
@@ -47,9 +49,13 @@ class RoutingStats:
 
 
 def read(address: int, size: int, ints: Callable[[int, int], Any]) -> RoutingStats:
-    """Return the statistics of one plan, whose bytes are in host memory.
+    """Read the statistics of one plan, whose bytes are in host memory.
 
-    ints(offset, num_tokens) returns num_tokens rows of the table at an offset of the plan.
+    Args:
+        address: Address of the bytes.
+        size: Number of bytes.
+        ints: A function (offset, num_tokens) that returns the int32 table [num_tokens, top_k] at
+            this offset in the bytes.
     """
     info = _native.PlanInfo()
     _native.check(_native.core().epic_plan_read_v1(address, size, *_native.sized(info)))

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange of a group's opening over a key-value store that several attempts share.
+"""An exchange over a key-value store, with which the ranks of a group find each other.
 
-The store itself numbers the attempts to open, so that the ranks agree on the number even after one
-of them failed alone. The first rank that knows the outcome of an attempt writes it, once, under the
-attempt's key "verdict": GO when every rank has come, FAILED when a rank gave up. After a GO each
-further round of the exchange has keys of its own below the attempt. No rank reads a key of one
-attempt in another.
+A program may try several times to open a group, and all attempts share one store. The ranks read
+the number of the current attempt from the store. So they agree on it, even if the last attempt
+failed on only some of them.
+
+The first rank that knows the outcome of an attempt writes it under the attempt's key "verdict". The
+outcome is GO if every rank has joined, and FAILED if a rank gave up. It never changes. After a GO
+each further round of the exchange uses new keys of this attempt. So no rank reads keys of another
+attempt.
 """
 
 import threading
@@ -21,10 +24,10 @@ LONGEST_PAUSE = 0.05  # seconds between two polls of the store
 
 
 class Store(Protocol):
-    """The five operations that an exchange needs."""
+    """The five operations of a key-value store that an exchange needs."""
 
     def put(self, key: str, value: bytes) -> None:
-        """Set a key, also one that has a value."""
+        """Set a key, and replace its value if it has one."""
 
     def put_first(self, key: str, value: bytes) -> bytes:
         """Set a key unless it has a value; return the value that it has then."""
@@ -36,13 +39,17 @@ class Store(Protocol):
         """Return the value of a key that has one."""
 
     def remove(self, key: str) -> None:
-        """Delete a key if the store can."""
+        """Delete a key, if the store can delete keys."""
 
 
 class StoreExchange:
-    """The exchange of one rank for one group: a function (rank, bytes) -> every rank's bytes.
+    """The exchange of one rank of a group: a function (rank, bytes) that returns all ranks' bytes.
 
-    prefix: equal on the ranks of the group, and used by no others. timeout_ms: of every round.
+    Args:
+        store: The store.
+        prefix: Prefix of the keys; equal on all ranks of the group, and different between groups.
+        num_ranks: Number of ranks.
+        timeout_ms: Time limit of each round in ms.
     """
 
     def __init__(self, store: Store, prefix: str, num_ranks: int, timeout_ms: int) -> None:
@@ -55,7 +62,7 @@ class StoreExchange:
         self.token = uuid.uuid4().hex.encode()
 
     def __call__(self, rank: int, mine: bytes) -> list[bytes]:
-        """Run one round."""
+        """Run one round: send `mine` to all ranks, and return the bytes of every rank."""
         if self.round == 0:
             with Attempts(self.prefix, rank) as busy:
                 keys = self.join(rank, mine, busy)
@@ -70,9 +77,15 @@ class StoreExchange:
         return parts
 
     def join(self, rank: int, mine: bytes, busy: "Attempts") -> list[str]:
-        """Join attempts until one has a GO; return the keys of its first round.
+        """Join attempts until one has the verdict GO; return the keys of its first round.
 
-        If another rank gives an attempt up, this rank joins the next one, until its own time limit.
+        If another rank gives up an attempt, this rank joins the next one, until its own time limit
+        is over.
+
+        Args:
+            rank: This rank.
+            mine: The bytes of this rank for the first round.
+            busy: The attempts of this call.
         """
         end = self.deadline()
         late = set(range(self.num_ranks))  # ranks that have joined none of the attempts so far
@@ -89,7 +102,7 @@ class StoreExchange:
                 raise self.late(late)
 
     def take_place(self, rank: int) -> None:
-        """Refuse a second process of one rank, and report it to the others."""
+        """Raise an error if another process has this rank, and report that to the other ranks."""
         key = f"{self.prefix}/{self.attempt}/place/{rank}"
         if self.store.put_first(key, self.token) != self.token:
             self.store.put(f"{self.prefix}/{self.attempt}/twice", str(rank).encode())
@@ -100,20 +113,38 @@ class StoreExchange:
         self.own.append(key)
 
     def await_verdict(self, keys: list[str], end: float) -> bytes:
-        """Wait for all ranks, another rank's verdict, or the end; return the verdict."""
+        """Wait until all ranks have joined, or the attempt has a verdict, or the time is over.
+
+        Args:
+            keys: The keys of all ranks in the first round.
+            end: Time at which this rank gives up.
+
+        Returns:
+            The verdict, which this rank writes if no other rank has.
+        """
         verdict = self.verdict(self.attempt)
         if self.await_keys(keys, end, lambda: self.store.has(verdict)):
             return self.store.put_first(verdict, GO)
-        # Has no effect if another rank has already decided.
+        # This has no effect if another rank has written a verdict already.
         return self.store.put_first(verdict, FAILED)
 
     def await_keys(
         self, keys: list[str], end: float, is_void: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Wait until all keys have values; False: the time limit passed, leave(), or is_void().
+        """Wait until all keys have values.
 
-        It polls one key at a time, because the store serves all ranks. torch's own wait() holds the
-        store's lock and logs a warning at each timeout.
+        It polls one key at a time, because all ranks share the store. The method wait() of torch's
+        stores is not used, because it holds the lock of the store, and logs a warning at each
+        timeout.
+
+        Args:
+            keys: The keys.
+            end: Time at which this rank gives up.
+            is_void: Returns True if this rank must not wait any longer.
+
+        Returns:
+            True if all keys have values. False if the time is over, if another thread called
+            leave(), or if is_void() returned True.
         """
         begin, next_key = time.monotonic(), 0
         while True:
@@ -127,20 +158,20 @@ class StoreExchange:
             time.sleep(min(LONGEST_PAUSE, max(0.001, waited / 10)))
 
     def leave(self) -> None:
-        """Give up, from another thread: the attempt fails on all ranks."""
+        """Give up the current attempt, so that it fails on all ranks. Another thread calls this."""
         self.has_left.set()
         if self.attempt is not None:
             self.store.put_first(self.verdict(self.attempt), FAILED)
 
     def forget(self, keep: int = 0) -> None:
-        """Delete all but the last `keep` keys of this rank."""
+        """Delete all keys of this rank except the last `keep` ones."""
         while len(self.own) > keep:
             self.store.remove(self.own.pop(0))
 
     # -------------------------------------------------------------------------- keys ----
 
     def keys(self, part: str) -> list[str]:
-        """Return the keys of all ranks below a part of the prefix."""
+        """Return the keys PREFIX/PART/RANK of all ranks."""
         return [f"{self.prefix}/{part}/{rank}" for rank in range(self.num_ranks)]
 
     def verdict(self, attempt: int | None) -> str:
@@ -148,16 +179,19 @@ class StoreExchange:
         return f"{self.prefix}/{attempt}/verdict"
 
     def put(self, key: str, value: bytes) -> None:
-        """Set a key of this rank."""
+        """Set a key, and remember it as a key of this rank."""
         self.store.put(key, value)
         self.own.append(key)
 
     def is_decided(self, attempt: int) -> bool:
-        """Return whether an attempt has ended, in success or failure."""
+        """Return whether an attempt has a verdict."""
         return self.store.has(self.verdict(attempt))
 
     def first_open(self) -> int:
-        """Return the first attempt without a verdict; the store keeps where to look next."""
+        """Return the first attempt without a verdict.
+
+        The key "next" of the store contains a number of an attempt at which to begin the search.
+        """
         hint = f"{self.prefix}/next"
         begin = attempt = int(self.store.get(hint)) if self.store.has(hint) else 0
         while self.is_decided(attempt):
@@ -169,11 +203,11 @@ class StoreExchange:
     # ------------------------------------------------------------------------ waiting ----
 
     def deadline(self) -> float:
-        """Return the end of a round that begins now."""
+        """Return the time at which this rank gives up a round that begins now."""
         return time.monotonic() + self.timeout_ms / 1000
 
     def is_over(self, end: float) -> bool:
-        """Return whether this rank waits no longer."""
+        """Return whether this rank must stop waiting: the time is over, or leave() was called."""
         return self.has_left.is_set() or time.monotonic() >= end
 
     def missing(self, keys: list[str]) -> set[int]:
@@ -195,9 +229,10 @@ class StoreExchange:
 
 
 class Attempts:
-    """The attempts that this process takes part in.
+    """The attempts that one call of an exchange takes part in.
 
-    Two threads that open groups of the same ranks at the same time take different ones.
+    If two threads of a process open groups with equal prefix and rank at the same time, they must
+    take part in different attempts. So `of_process` contains the attempts of all threads.
     """
 
     of_process: ClassVar[set[tuple[str, int, int]]] = set()
@@ -208,7 +243,10 @@ class Attempts:
         self.mine: set[tuple[str, int, int]] = set()
 
     def choose(self, attempt: int, is_decided: Callable[[int], bool]) -> int:
-        """Return the first attempt from `attempt` on that is open and that no thread is in."""
+        """Take part in the first attempt, from `attempt` on, that is free, and return its number.
+
+        An attempt is free if it has no verdict, and no thread of this process takes part in it.
+        """
         with self.lock:
             while (self.prefix, self.rank, attempt) in self.busy or is_decided(attempt):
                 attempt += 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of epic-place and EPIC_TRACE: placements of experts, and which experts were chosen."""
+"""Reads placements that epic-place wrote, and traces that programs with EPIC_TRACE wrote."""
 
 import os
 import struct
@@ -19,10 +19,11 @@ class Placement(NamedTuple):
 
     Attributes:
         num_ranks: Number of ranks.
-        num_experts: Number of experts; replicas count.
+        num_experts: Number of experts; each replica counts.
         num_logical: Number of logical experts; 0: there are no replicas.
         rank_of_expert: [num_experts]: the rank that owns each expert.
-        logical_of_expert: [num_experts]: the logical expert that each is a replica of, or None.
+        logical_of_expert: [num_experts]: the logical expert of which each expert is a replica; None
+            without replicas.
     """
 
     num_ranks: int
@@ -48,7 +49,7 @@ def read_placement(path: str | os.PathLike[str]) -> Placement:
     at = 0
 
     def numbers(name: str, num: int, least: int, most: int) -> list[int]:
-        """Return the next `num` numbers, which follow their name."""
+        """Return the next `num` numbers of the file, after checking that `name` precedes them."""
         nonlocal at
         found = words[at : at + 1 + num]
         at += 1 + num
@@ -78,7 +79,7 @@ def read_placement(path: str | os.PathLike[str]) -> Placement:
 
 # ---------------------------------------------------------------------------- traces ----
 
-# docs/reference/trace-format.md describes both.
+# docs/reference/trace-format.md describes the header of a file, and the header of a record.
 HEADER = struct.Struct("<8sIIiiQq64s24x")
 RECORD = struct.Struct("<IIQQQqqIIII")
 MAGIC, VERSION, KIND_PLAN = b"EPICTRC\n", 1, 1
@@ -88,9 +89,10 @@ class TraceStep(NamedTuple):
     """The choices of all ranks in one plan, as `read_trace` returns them.
 
     Attributes:
-        topk_idx: [num_tokens, top_k] int32, the tokens of rank 0 first; -1: no expert.
-        tokens_of: The number of tokens of each rank.
-        num_experts: The number of experts.
+        topk_idx: [num_tokens, top_k] int32: the chosen experts of all ranks' tokens, in the order
+            of ranks; -1: no expert.
+        tokens_of: Number of tokens of each rank.
+        num_experts: Number of experts.
     """
 
     topk_idx: np.ndarray
@@ -104,7 +106,7 @@ class TraceStep(NamedTuple):
 
 
 class RankPlan(NamedTuple):
-    """One rank's part of a plan in a trace."""
+    """One rank's choices in a plan of a trace."""
 
     time_ns: int
     topk_idx: np.ndarray
@@ -112,7 +114,7 @@ class RankPlan(NamedTuple):
 
 
 class TraceFile(NamedTuple):
-    """One rank's file of a trace."""
+    """The file of one rank in a trace."""
 
     rank: int
     num_ranks: int
@@ -124,22 +126,22 @@ class TraceFile(NamedTuple):
 def read_trace(
     path: str | os.PathLike[str], *, num_layers: int = 1, group: str | None = None
 ) -> list[list[TraceStep]]:
-    """Read the expert ids of a trace, for each layer.
+    """Read the chosen experts of each layer from a trace.
 
-    A trace has what was sent: choices of zero-experts are -1 in it.
+    A trace contains only choices that were sent. So choices of zero-experts are -1 in it.
 
     Args:
-        path: The folder that EPIC_TRACE named.
-        num_layers: Number of layers that shared the group. Every num_layers-th plan belongs to the
-            same layer.
-        group: Name of the group, or the 16 digits of its id; None: the only group in the folder.
+        path: The folder of the trace, which the variable EPIC_TRACE contained.
+        num_layers: Number of layers that shared the group, and made their plans in turn. Layer i
+            then has the plans i, i + num_layers, i + 2 * num_layers and so on.
+        group: Name of the group, or the 16 digits of its id. None: the folder has only one group.
 
     Returns:
-        For each layer its plans in the order of time. Plans that some rank did not record are left
-        out.
+        For each layer a list of its plans, in the order of time. Plans that not all ranks recorded
+        are left out.
 
     Raises:
-        EpicArgumentError: The folder has no trace, or several groups, or a file is not a trace.
+        EpicArgumentError: The folder has no trace or several groups, or a file is not a trace.
 
     Example:
         layers = epic.read_trace("/tmp/run", num_layers=2)
@@ -167,7 +169,7 @@ def read_trace(
 
 
 def join_parts(path: str | os.PathLike[str], parts: list[RankPlan]) -> TraceStep:
-    """Return a plan of all ranks from that of each rank."""
+    """Return one plan from the parts of all ranks, in the order of ranks."""
     shapes = {(part.topk_idx.shape[1], part.num_experts) for part in parts}
     if len(shapes) != 1:
         raise EpicArgumentError(
@@ -179,7 +181,7 @@ def join_parts(path: str | os.PathLike[str], parts: list[RankPlan]) -> TraceStep
 
 
 def read_trace_file(file: Path) -> TraceFile:
-    """Return the plans of one rank's file. The last record may be incomplete."""
+    """Return the content of one rank's file. An incomplete last record is ignored."""
     data = file.read_bytes()
     if len(data) < HEADER.size or data[:8] != MAGIC:
         raise EpicArgumentError(f"{file} is not a trace: must be a file that EPIC_TRACE wrote")
@@ -191,7 +193,13 @@ def read_trace_file(file: Path) -> TraceFile:
 
 
 def plans_of(file: Path, data: bytes, at: int) -> Iterator[tuple[tuple[int, int], RankPlan]]:
-    """Yield the plans of a file, with tag and sequence number. at: where the records begin."""
+    """Yield ((tag, sequence number), plan) for each plan of a file.
+
+    Args:
+        file: The file, for errors.
+        data: Its content.
+        at: Offset of the first record.
+    """
     while at + RECORD.size <= len(data):
         kind, id_bytes, more, tag, sequence, time, *plan = RECORD.unpack_from(data, at)
         num_tokens, top_k, num_experts = plan[:3]

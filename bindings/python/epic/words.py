@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translation of the core's error texts: C names become Python arguments and values."""
+"""Translates error texts of the core: names in C become Python arguments and values."""
 
 import re
 
 from epic.choices import CHOICES, TYPES
 
-# The prefix of each field's enumerators in C. The Python word in capitals follows it.
+# The prefix of each field's enumerators in C. The word in Python, in capitals, follows the prefix.
 PREFIXES = {
     "layout": "EPIC_",
     "overflow": "EPIC_OVERFLOW_",
@@ -19,6 +19,7 @@ PREFIXES = {
     "activation": "EPIC_",
     "weighting": "EPIC_WEIGHT_",
 }
+# The name in Python of each dtype EPIC_NAME.
 OF_TYPES = dict(zip(("F32", "BF16", "F16", "F64"), TYPES, strict=True)) | {
     "E4M3": "float8_e4m3fn",
     "E8M0": "float8_e8m0fnu",
@@ -26,6 +27,7 @@ OF_TYPES = dict(zip(("F32", "BF16", "F16", "F64"), TYPES, strict=True)) | {
     "I64": "int64",
     "BYTES": "an 8-bit type",
 }
+# Other names and phrases, and their translation.
 PHRASES = {
     "epic_capacity_bound never overflows": "capacity=None always suffices",
     "(epic_capacity_bound)": "(capacity=None)",
@@ -57,7 +59,7 @@ PHRASES = {
 
 
 def make_words() -> dict[str, str]:
-    """Return all pairs; a name that ends with "." or "_" is a prefix of others."""
+    """Return the translation of each name. A name that ends with "." or "_" is a prefix."""
     enumerators = {
         PREFIXES[field] + word.upper(): repr(word)
         for field, words in CHOICES.items()
@@ -69,6 +71,7 @@ def make_words() -> dict[str, str]:
 
 
 WORDS = make_words()
+# Matches each name in WORDS as a whole word, and each prefix before a word.
 PATTERN = re.compile(
     r"(?<![\w./\"'])(?:"
     + "|".join(re.escape(name) + (r"(?=\w)" if name[-1] in "._" else r"(?!\w)") for name in WORDS)
@@ -82,13 +85,13 @@ ROWS = re.compile(r"\b(\w+)\.num_rows is (\d+)")
 
 
 def name_flag(found: re.Match[str]) -> str:
-    """Return a mismatch of layer.flags as the Python argument distinct on two ranks."""
+    """Translate a mismatch of layer.flags between two ranks to their argument `distinct`."""
     first, rank, verb, second = found.groups()
     return f"distinct={bool(int(first))}, rank {rank} {verb} distinct={bool(int(second))}"
 
 
 def to_python(sentence: str) -> str:
-    """Return an error text of the core with the names of Python's arguments and values."""
+    """Return an error text of the core with the names of arguments and values in Python."""
     sentence = FLAGS.sub(name_flag, sentence)
     sentence = BYTES.sub(r"rows of \1 have \2 bytes", sentence)
     sentence = PATTERN.sub(lambda found: WORDS[found[0]], sentence)

@@ -131,8 +131,10 @@ def llama4_options(_: Any) -> dict[str, Any]:
 
 
 def gpt_oss_options(block: Any) -> dict[str, Any]:
-    """Softmax over the chosen logits. The experts interleave the columns of gate and up, and clamp
-    the values of both."""
+    """Softmax over the chosen logits.
+
+    The experts interleave the columns of gate and up, and clamp the values of both.
+    """
     return {
         "weight_rule": "softmax_chosen",
         "activation": "clamped_swiglu",
