@@ -86,12 +86,13 @@ __all__ = [
 
 export_types.register_types()
 
-with contextlib.suppress(ImportError):  # the libraries are missing: the first call raises the error
+# If the libraries are missing, the first call raises the error.
+with contextlib.suppress(ImportError):
     _native.warn_without_blas()
 
 
 def __getattr__(name: str) -> ModuleType:
-    """epic.jax.linen and epic.jax.nnx need flax: they are imported when they are used."""
+    """Import epic.jax.linen or epic.jax.nnx at the first use, because they need flax."""
     if name in ("linen", "nnx"):
         return importlib.import_module(f"epic.jax.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

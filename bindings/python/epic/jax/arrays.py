@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of arguments while tracing.
+"""Checks of arguments while JAX traces a program.
 
-One rule for arrays and one for other objects; each error names the argument.  The handlers check
-the number of elements and the dtype of each array again when they run.
+check_array() checks arrays, and check_kind() all other objects. Each error names the argument. When
+the program runs, the handlers check the number of elements and the dtype of each array again.
 """
 
 from collections.abc import Sequence
@@ -18,24 +18,25 @@ FLOATS = ("float32", "bfloat16", "float16", "float64")  # dtypes that the core c
 MATRICES = (*FLOATS, "float8_e4m3fn")  # dtypes of the experts' weights
 INDICES = ("int32", "int64")
 INTEGERS = ("int32", "int64", "int8", "int16", "uint8", "uint16", "uint32", "uint64")
-ANY_ROWS = "..."  # as the first or last entry of a shape: one or more dimensions of any size
+ANY_ROWS = "..."  # the first or last entry of a shape: one or more dimensions of any size
 
-Dimension = int | str | tuple[str, int]  # a size, a name (any size), or both
+# One dimension of a shape: its size; a name, for any size; or a name and a size.
+Dimension = int | str | tuple[str, int]
 Shape = Sequence[Dimension]
 
 
 def show_dimension(dimension: Dimension) -> str:
-    """Return the dimension as text."""
+    """Return a dimension as text for an error."""
     return " ".join(map(str, dimension)) if isinstance(dimension, tuple) else str(dimension)
 
 
 def show_shape(shape: Shape) -> str:
-    """Return the shape as text: [num_tokens, top_k 2]."""
+    """Return a shape as text for an error, such as [num_tokens, top_k 2]."""
     return "[" + ", ".join(map(show_dimension, shape)) + "]"
 
 
 def has_shape(found: tuple[int, ...], wanted: Shape) -> bool:
-    """Return whether an array has the wanted shape."""
+    """Return whether the shape `found` of an array fits the shape `wanted`."""
     if wanted and wanted[0] == ANY_ROWS:
         if len(found) < len(wanted):
             return False
@@ -52,7 +53,7 @@ def has_shape(found: tuple[int, ...], wanted: Shape) -> bool:
 
 
 def show_needed(dtypes: Sequence[str], shape: Shape) -> str:
-    """Return dtypes and shape as text: float32[8] or int32[8]."""
+    """Return dtypes and shape as text for an error, such as float32[8] or int32[8]."""
     if not shape:
         return "one integer" if tuple(dtypes) == INTEGERS else f"one {' or '.join(dtypes)}"
     families = {FLOATS: "a float type ", INTEGERS: "integers "}
@@ -61,17 +62,17 @@ def show_needed(dtypes: Sequence[str], shape: Shape) -> str:
 
 
 def dtype_of(array: Any) -> Any:
-    """Return the dtype that JAX gives an array: float32 for numpy's float64 without x64."""
+    """Return the dtype that an array has in JAX: float32 for a float64 of numpy without x64."""
     return jax.dtypes.canonicalize_dtype(array.dtype, allow_extended_dtype=True)
 
 
 def check_array(name: str, value: Any, dtypes: Sequence[str], *shapes: Shape) -> Any:
     """Return the value after checking that it is an array of one of the dtypes and shapes.
 
-    Numbers and lists of numbers become an array.
+    A number or a list of numbers becomes an array.
 
     Raises:
-        EpicArgumentError: it is no array, or has another dtype or shape.
+        EpicArgumentError: the value is no array, or has another dtype or shape.
 
     """
     needed = " or ".join(show_needed(dtypes, shape) for shape in shapes)
@@ -83,7 +84,7 @@ def check_array(name: str, value: Any, dtypes: Sequence[str], *shapes: Shape) ->
         dtype = dtype_of(value)
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
         if isinstance(error, jax.errors.JAXTypeError):
-            raise  # JAX explains the use of a tracer outside of its function
+            raise  # the error of JAX explains that a tracer was used outside of its function
         raise EpicArgumentError(
             f"{name} is a {type(value).__name__}: must be an array, {needed}"
         ) from error
@@ -94,24 +95,27 @@ def check_array(name: str, value: Any, dtypes: Sequence[str], *shapes: Shape) ->
 
 
 def as_array(name: str, value: Any, dtypes: Sequence[str], *shapes: Shape) -> Any:
-    """Return check_array of the value as an array of JAX."""
+    """Return the value as an array of JAX, after check_array()."""
     return jnp.asarray(check_array(name, value, dtypes, *shapes))
 
 
 def as_array_or_none(name: str, value: Any, dtypes: Sequence[str], *shapes: Shape) -> Any:
-    """Return as_array of the value; None stays None."""
+    """Return the value as as_array() does; None for None."""
     return None if value is None else as_array(name, value, dtypes, *shapes)
 
 
 def check_kind(name: str, value: Any, *kinds: type) -> None:
-    """Refuse an object of another class, such as a dict in place of options."""
+    """Raise an error if the value has none of the classes, such as a dict in place of options."""
     if not isinstance(value, kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise EpicArgumentError(f"{name} is a {type(value).__name__}: must be a {wanted}")
 
 
 def as_axes(name: str, value: Any) -> tuple[str, ...]:
-    """Return a tuple of different mesh axes; refuse a single name."""
+    """Return mesh axes as a tuple, after checking that they are different names.
+
+    A single name is an error.
+    """
     if isinstance(value, str):
         raise EpicArgumentError(f"{name} is {value!r}: must be a tuple of axes, ({value!r},)")
     if not isinstance(value, tuple | list) or not all(isinstance(axis, str) for axis in value):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared parts of the Flax modules: parameters with their shapes, logical axes and initializers."""
+"""Shared code of the Flax modules: parameters with shapes, logical axes and initializers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ Names = tuple[str | None, ...]
 AxisNames = Mapping[str, Names]
 Rules = Sequence[tuple[str, Any]]
 
-# Variance 1 / fan-in, where the fan-in is that of one expert.
+# Variance 1 / fan-in, with the fan-in of one expert.
 KERNEL: Initializer = jax.nn.initializers.variance_scaling(
     1.0, "fan_in", "truncated_normal", in_axis=-2, out_axis=-1, batch_axis=(0,)
 )
@@ -34,7 +34,7 @@ ZEROS: Initializer = jax.nn.initializers.zeros
 
 
 def init_replicas(init: Initializer, logical_of_expert: tuple[int, ...] | None) -> Initializer:
-    """Return an initializer that gives equal values to experts that are replicas of each other."""
+    """Return an initializer that gives equal values to all replicas of a logical expert."""
     if logical_of_expert is None:
         return init
 
@@ -47,11 +47,11 @@ def init_replicas(init: Initializer, logical_of_expert: tuple[int, ...] | None) 
 
 @dataclass(frozen=True)
 class Parameter:
-    """An array of all experts.
+    """The description of one parameter of a layer with all experts.
 
     Attributes:
         shape: the shape.
-        names: a logical axis for each dimension.
+        names: the logical axis of each dimension; None: the dimension is not sharded.
         init: the initializer.
 
     """
@@ -93,7 +93,7 @@ AXIS_NAMES: dict[str, Names] = {
 
 
 def check_module(mesh: Any, group: Any, options: Any, biases: Any) -> None:
-    """Refuse objects of other classes, and a mesh that the group was not opened with."""
+    """Raise an error for arguments of wrong classes, or if the group has another mesh."""
     check_kind("mesh", mesh, Mesh)
     check_kind("group", group, Group)
     check_kind("options", options, Moe)
@@ -104,7 +104,7 @@ def check_module(mesh: Any, group: Any, options: Any, biases: Any) -> None:
 def logical_rules(
     group: Group, fsdp_axes: tuple[str, ...] = (), tensor_axis: str | None = None
 ) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
-    """Return the rules from logical axes to mesh axes with which the layer computes.
+    """Return the logical axis rules that fit the shardings in which the layer computes.
 
     Args:
         group: the group, whose axes shard "exp".
@@ -124,8 +124,14 @@ def logical_rules(
 def parameter_sharding(mesh: Mesh, names: Names, rules: Rules) -> NamedSharding:
     """Return the sharding of a parameter.
 
-    Like MaxText, uses for each name the first of the rules for this name.  Leaves out an axis that
-    already shards an earlier dimension, and an axis that the mesh does not have.
+    As in MaxText, the first rule for a logical axis counts. The result leaves out a mesh axis that
+    already shards an earlier dimension, and one that the mesh does not have.
+
+    Args:
+        mesh: the mesh.
+        names: the logical axis of each dimension.
+        rules: pairs of a logical axis and mesh axes.
+
     """
     known: dict[str, Any] = {axis: axis for axis in mesh.axis_names} | dict(reversed(rules))
     taken: set[str] = set()
@@ -144,14 +150,14 @@ def parameter_sharding(mesh: Mesh, names: Names, rules: Rules) -> NamedSharding:
 
 
 def constrain_sharding(value: Any, where: NamedSharding) -> Any:
-    """Return the value in that sharding, in and outside of jit, on mesh axes of either type."""
+    """Return the value in a sharding, in and outside of jit, with all types of mesh axes."""
     if getattr(where.mesh, "are_all_axes_explicit", False):
         return jax.sharding.reshard(value, where)
     return jax.lax.with_sharding_constraint(value, where)
 
 
 def axis_names_of(parameter: str, rank: int, given: AxisNames | None) -> Names:
-    """Return a parameter's logical axes: the caller's names, or MaxText's."""
+    """Return the logical axes of a parameter: those of the caller, else those of MaxText."""
     names = tuple((given or {}).get(parameter, AXIS_NAMES[parameter]))
     if len(names) != rank:
         raise EpicArgumentError(f"axis_names[{parameter!r}] is {names}: must have {rank} names")
@@ -159,7 +165,7 @@ def axis_names_of(parameter: str, rank: int, given: AxisNames | None) -> Names:
 
 
 def check_axis_names(given: AxisNames | None) -> None:
-    """Refuse names that no parameter has."""
+    """Raise an error if axis_names contains a name that no parameter has."""
     for name in given or {}:
         check_choice("axis_names", name, AXIS_NAMES)
 
@@ -172,9 +178,10 @@ def make_parameters(
     kernel_init: Initializer | None = None,
     logical_of_expert: tuple[int, ...] | None = None,
 ) -> dict[str, Parameter]:
-    """Return the parameters that the options ask for, by their names in MoeWeights.
+    """Return the parameters of a layer with these options, by their names in MoeWeights.
 
-    If the ranks do not divide the experts, all experts are on every rank.
+    If the number of ranks does not divide the number of experts, the parameters of experts are not
+    sharded over the ranks.
     """
     check_axis_names(axis_names)
     even = placement.is_even(group, options.layer)
@@ -225,19 +232,21 @@ class Block(Protocol):
 
 
 def logical_table(module: Block) -> Any:
-    """Return logical_of_expert as an array."""
+    """Return logical_of_expert of a module as an array; None for None."""
     table = module.logical_of_expert
     return None if table is None else np.array(table, np.int32)
 
 
 def apply_moe(module: Block, x: Any, weights: dict[str, Any], bias: Any, **tokens: Any) -> MoeOut:
-    """Run sharded.moe in the module's dtype, with the gate in float32 (float64 rows: float64).
+    """Run sharded.moe in the dtype of a module.
+
+    The router is float32, or float64 for float64 rows.
 
     Args:
         module: the module.
         x: [B, ..., hidden].
         weights: the arrays by their names in MoeWeights.
-        bias: [num_experts] or None: for the choice of experts; zero-experts have none.
+        bias: [num_experts] or None: the bias for the choice of experts. Zero-experts get 0.
         **tokens: token_ids, table, token_mask, forced and return_routing.
 
     """

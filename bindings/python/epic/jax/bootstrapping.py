@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's key-value store, over which the ranks of a group bootstrap."""
+"""JAX's distributed key-value store, over which the ranks of a group find each other."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ from typing import Any
 def distributed_store() -> Any:
     """Return the client of JAX's distributed key-value store; None without jax.distributed.
 
-    The name is private to JAX and used only here.  If a later JAX lacks it, pass a Tcp or an
-    exchange.
+    The name is private to JAX, and only this function uses it.  If a later JAX does not have it,
+    programs must pass a Tcp or an exchange as bootstrap=.
     """
     try:
         from jax._src import distributed

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Custom calls of the core, and the number that each call site has.
+"""Custom calls of the core, and the number of each call site.
 
-Ranks match their calls by a number that is unique in the program and equal on all ranks.  It comes
-from a primitive whose lowering uses interfaces that JAX does not document (as does
-mesh_checks.check_lowering).  If a later JAX does not have them, the number is 0, and independent
+A call site is a place in a program where a collective call is made. Its number is unique in the
+program and equal on all ranks, so that the ranks can match their calls. It comes from a primitive
+of this module. Its lowering uses interfaces that JAX does not document, like
+mesh_checks.check_lowering. If a later JAX does not have them, all numbers are 0, and independent
 plans of one program need `channel=`.
 """
 
@@ -29,7 +30,7 @@ ArraySpec = jax.ShapeDtypeStruct
 
 
 def make_site() -> Any:
-    """Return the primitive, or None if this JAX lacks what it needs."""
+    """Return the primitive, or None if this JAX does not have the interfaces that it needs."""
     try:
         from jax.extend.core import Primitive
         from jax.interpreters import batching, mlir
@@ -59,15 +60,15 @@ def make_site() -> Any:
 
 @functools.cache
 def site_primitive() -> Any:
-    """Return the primitive, made at the first use."""
+    """Return the primitive; the first call makes it."""
     return make_site()
 
 
 def site_and_rank(group: Group, *operands: Any) -> list[Any]:
     """Return the number of this call site and this device's rank, two int32 scalars.
 
-    The primitive has the operands of the call, so a call that is computed again (jax.checkpoint)
-    gets a number of its own.
+    The primitive gets the operands of the call.  So if jax.checkpoint computes a call again, the
+    second call gets another number.
     """
     primitive, rank = site_primitive(), mesh_checks.rank_in_mesh(group)
     if primitive is None:
@@ -96,16 +97,16 @@ def result_axes(group: Group | None, *operands: Any) -> frozenset[str]:
 
 
 def cast_varying(axes: frozenset[str], x: Any) -> Any:
-    """Return x as a value that differs along the axes.
+    """Mark x as a value that differs along the axes, as check_vma=True needs it.
 
-    Its gradient is then summed over the new axes.
+    JAX then sums the gradient of x over the new axes.
     """
     missing = tuple(sorted(axes - varying_axes(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def cast_all_varying(group: Group | None, *values: Any) -> list[Any]:
-    """Return all values as differing along the axes of any of them, or of the group.
+    """Mark all values as differing along the axes of any of them, or of the group.
 
     None stays None.
     """
@@ -130,15 +131,15 @@ def call_handler(
 
     Args:
         name: the target without "epic_".
-        results: the specs of the results; None: the handler does not write this one.
-        operands: the arrays; None: this one is absent.
-        group: the group of a collective call; None: a local call.
-        aliases: from operand to the result that uses its memory.
+        results: the specs of the results; None: the handler does not write this result.
+        operands: the arrays; None: the operand is absent.
+        group: the group of a collective call; None for a local call.
+        aliases: for the number of an operand, the number of the result that uses its memory.
         **attributes: the attributes of the call.
 
     Returns:
-        The results.  A collective call has one more: a byte that exists when the call has finished,
-        even if all other results are empty.
+        The results.  A collective call has one result more: one byte, which is available when the
+        call has finished, even if all other results are empty.
 
     """
     load_handlers()
@@ -180,19 +181,21 @@ last_calls: dict[str, list[tuple[Any, Any]]] = {}
 
 
 def has_own_programs(group: Group) -> bool:
-    """Return whether each rank has a program of its own, which may then differ from the others'."""
+    """Return whether the ranks run separate programs, which may differ: a group without a mesh."""
     return not group.axes and group.num_ranks > 1
 
 
 def previous_call(group: Group) -> list[Any]:
-    """Return what the next call of the group must wait for: the previous call.
+    """Return a list with a result of the group's previous call, or an empty list.
 
-    XLA starts calls that do not depend on each other in any order, and on a rank without tokens
-    nothing depends on the empty arrays.  On a mesh all ranks run one program, so the order is
-    equal.  Without a mesh, this dependency makes it the order of tracing.
+    The next call gets it as an operand, and so waits for the previous call.  XLA starts calls in
+    any order if they do not depend on each other, and on a rank without tokens no call depends on
+    the empty arrays.  On a mesh all ranks run one program, so the order is equal.  Without a mesh
+    this dependency makes the order of calls the order in which they were traced.
 
-    A result of one trace cannot be used in another.  So an inner jit or the body of a loop begins
-    without a previous call, and the next call after it waits for the last call before it.
+    A result of one trace cannot be used in another trace.  So the first call in an inner jit or in
+    the body of a loop does not wait.  The next call after the jit or the loop waits for the last
+    call before it.
     """
     if not has_own_programs(group):
         return []
@@ -201,28 +204,30 @@ def previous_call(group: Group) -> list[Any]:
 
 
 def record_call(group: Group, done: Any) -> None:
-    """Make the next call of the group in this trace wait for `done`, a result of this call.
+    """Store `done`, a result of this call, so that the next call in this trace waits for it.
 
-    Outside of a trace no call waits.  Calls are made one by one there, and an error of one call
-    must not reach the next.
+    Outside of a trace no call waits, because calls are made there one after the other.  An error of
+    one call must not become an error of the next call.
     """
     if not has_own_programs(group) or not isinstance(done, jax.core.Tracer):
         last_calls.pop(group.name, None)
         return
     now, calls = get_opaque_trace_state(), last_calls.get(group.name, [])
     outer = [state == now for state, _ in calls]
-    if True in outer:  # later entries belong to traces inside of this one, which have ended
+    if True in outer:  # remove later entries, of traces inside of this one that have ended
         calls = calls[: outer.index(True)]
     last_calls[group.name] = [*calls, (now, jax.lax.stop_gradient(done))][-MOST_TRACES:]
 
 
 def must_keep_call(group: Group, results: Sequence[ArraySpec]) -> bool:
-    """Return whether JAX and XLA must keep a collective call of which no result is used.
+    """Return whether JAX and XLA must not remove a collective call whose results are not used.
 
-    They drop such calls, and calls whose results are all empty.  On a mesh every rank runs the same
-    program, which drops a call on all ranks or on none.  Without a mesh the peers of a rank that
-    dropped a call would wait for it until their deadline.  Under jax.checkpoint JAX keeps the
-    results of these calls and does not repeat them.
+    They remove such calls, and calls whose results are all empty.  On a mesh all ranks run one
+    program, so a call is removed on all ranks or on none.  Without a mesh a call might be removed
+    on one rank only.  The other ranks would then wait for it until their time limit.
+
+    Under jax.checkpoint JAX keeps the results of the calls that must not be removed, and does not
+    repeat them.
     """
     is_empty = any(0 in result.shape for result in results)
     stays = has_own_programs(group) or (not group.axes and is_empty)
@@ -244,9 +249,9 @@ def keep_call(done: Any) -> None:
 def allow_side_effects() -> None:
     """Let JAX 0.10 and 0.11 trace calls with a side effect under custom gradients and checkpoint.
 
-    These versions know that the effect of jax.ffi is allowed in loops.  Later versions also know it
-    for these two transformations.  The names are private to JAX; if they are gone, the version is
-    later.
+    These versions allow the effect of jax.ffi in loops, but not in these two transformations.
+    Later versions allow it in both.  This function uses private names of JAX.  A JAX that does not
+    have them is a later version.
     """
     try:
         from jax._src import effects
@@ -258,10 +263,10 @@ def allow_side_effects() -> None:
 
 
 def map_in_sequence(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that under vmap calls `run` for one element after the other.
+    """Return a function that calls `run`, under vmap for one element after the other.
 
-    JAX's own rule for ffi_call does not know axes along which only the mapped operands differ
-    (spmd_axis_name).
+    The rule of JAX for ffi_call under vmap fails if only the mapped operands differ along a mesh
+    axis (spmd_axis_name).
     """
     call_one = jax.custom_batching.custom_vmap(run)
 
@@ -301,7 +306,7 @@ def first_order_only(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def no_gradient(x: Any) -> np.ndarray:
-    """Return the cotangent of integers."""
+    """Return the cotangent of an integer array, which JAX represents as float0."""
     return np.zeros(np.shape(x), jax.dtypes.float0)
 
 
@@ -313,11 +318,14 @@ def zero_gradient(x: Any) -> Any:
 def memory_specs(
     query: Callable[[bool], Any], platform: str | None
 ) -> tuple[ArraySpec, ArraySpec, ArraySpec]:
-    """Return the saved memory and the workspaces of forward and backward.
+    """Return the specs of the saved memory and of the workspaces of forward and backward.
 
-    query: returns the MemoryInfo for GPUs (True) or CPUs (False).
-    platform: None: not known yet.  The result is large enough for every platform that supports
-        the call."""
+    Args:
+        query: a function that returns the MemoryInfo, for GPUs if its argument is True.
+        platform: "cpu" or "gpu".  None: not known yet; the sizes then suffice for each platform
+            that supports the call.
+
+    """
     found = []
     for name, on_gpu in (("cpu", False), ("gpu", True)):
         try:

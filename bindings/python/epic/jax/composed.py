@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer composed from the single functions, around any grouped product."""
+"""The layer as a composition of route, plan, dispatch, experts and combine.
+
+It can use a grouped product of the caller.
+"""
 
 import math
 from collections.abc import Callable
@@ -25,8 +28,8 @@ from epic.options import Experts, Moe
 def gelu_erf(v: Any) -> Any:
     """Return v Phi(v), with erf.
 
-    JAX 0.12 cannot differentiate its own function in a shard_map that checks varying values.  The
-    derivative here avoids JAX's polynomial.
+    JAX 0.12 cannot differentiate jax.nn.gelu(approximate=False) in a shard_map with check_vma=True.
+    So this function has its own derivative.
     """
     return v * 0.5 * (1 + jax.lax.erf(v * math.sqrt(0.5)))
 
@@ -47,7 +50,7 @@ gelu_erf.defvjp(gelu_erf_forward, gelu_erf_backward)
 
 
 def apply_activation(options: Experts, z: Any) -> Any:
-    """Return the experts' nonlinearity of [rows, width]."""
+    """Apply the activation of the experts: z [rows, width] -> [rows, inner]."""
     plain: dict[str, Callable[[Any], Any]] = {
         "silu": jax.nn.silu,
         "gelu": gelu_erf,
@@ -77,15 +80,30 @@ def apply_experts(
     scale: Any,
     max_sms: int = 0,
 ) -> Any:
-    """Apply the experts to slabs of counts[0] rows, with the products of the caller or the core."""
+    """Run the experts on the slabs of a plan.
+
+    Args:
+        group: the group.
+        options: the experts' options.
+        gemm: a grouped product of the caller; None: the core's products.
+        x: [slots, hidden].
+        counts: expert_rows and expert_tokens of the plan.
+        w: the weights of this rank's experts.
+        scale: slot_weights [slots] with weighting "early" or "input"; else None.
+        max_sms: as for `experts`.
+
+    Returns:
+        [slots, hidden], with zeros past the last slab.
+
+    """
     sizes = counts[0]
     if gemm is None:
         how = ExpertsStatic(options, group.platform, False, max_sms)
         return apply_to_slabs(how, x, counts, w, scale)
     expert = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=x.shape[0])
     column = None if scale is None else scale[:, None].astype(x.dtype)
-    # A product leaves the rows past the last slab undefined, and so does its gradient.  They are
-    # set to zero before and after each product, so that they never reach a parameter.
+    # A product leaves the rows past the last slab undefined, and so does its gradient.  Set them to
+    # zero before and after each product, so that they do not reach the gradient of a parameter.
     x = x if options.weighting != "input" or column is None else x * column
     z = gemm(*cast_all_varying(None, zero_tail(x, sizes), w.w_gate_up.astype(x.dtype), sizes))
     if w.b_gate_up is not None:
@@ -102,7 +120,7 @@ def apply_experts(
 
 
 def dense_gemm(x: Any, w: Any, _: Any) -> Any:
-    """Return the product of a single expert that has all rows."""
+    """Multiply all rows by the weight of one expert: the grouped product of the shared expert."""
     return x @ w[0]
 
 
@@ -115,7 +133,21 @@ def plan_and_dispatch(
     placed: dict[str, Any],
     after: dict[str, Any],
 ) -> tuple[steps.Plan, Any, Any]:
-    """Make the plan and dispatch the rows, rounded to 8 bits with options.quantize."""
+    """Make the plan and dispatch the rows, which are rounded to e4m3 with options.quantize.
+
+    Args:
+        group: the group.
+        options: the options of the layer.
+        chosen: [num_tokens, top_k] int32.
+        x: [num_tokens, hidden].
+        w: [num_tokens, top_k]: the weights of the choices.
+        placed: rank_of_expert and logical_of_expert.
+        after: channel, after and max_sms, as for `plan`.
+
+    Returns:
+        The plan, the received rows, and the weights of the slots.
+
+    """
     more = {
         "capacity": options.capacity,
         **placed,
@@ -132,9 +164,9 @@ def plan_and_dispatch(
 def choose(
     options: Moe, logits: Any, bias: Any, *, forced: Any, forced_weights: Any, **ids: Any
 ) -> tuple[Any, Any]:
-    """Return ids and weights: those of the router, or those that the caller gave.
+    """Return ids and weights [num_tokens, top_k]: those of the router, or those of the caller.
 
-    A forced id that is too large is returned unchanged, and the plan then reports it on every rank.
+    A forced id that is too large is returned unchanged, so that the plan reports it on every rank.
     """
     if forced_weights is not None:
         return forced, forced_weights
@@ -152,7 +184,17 @@ def compose_layer(
     extras: dict[str, Any],
     after: dict[str, Any],
 ) -> tuple[Any, steps.Plan, Any, Any, Any]:
-    """Run the layer from the single functions.
+    """Run the layer as a composition of its functions.
+
+    Args:
+        group: the group.
+        options: the options of the layer.
+        gemm: a grouped product of the caller, or None.
+        x: [num_tokens, hidden].
+        weights: the weights of this device.
+        extras: the checked arguments token_ids, table, forced, forced_weights, token_mask,
+            rank_of_expert and logical_of_expert.
+        after: channel, after and max_sms, as for `plan`.
 
     Returns:
         out [num_tokens, hidden], the plan, the logits, the choices and their weights.
@@ -164,7 +206,8 @@ def compose_layer(
     chosen, w = choose(options, logits, weights.bias, **extras)
     if mask is not None:
         chosen = jnp.where(mask[:, None], chosen, -1)
-    # The rows of identity experts are not sent.  The plan reports forced ids that are too large.
+    # The rows of identity experts are not sent, so their ids become -1.  Forced ids that are too
+    # large stay unchanged, so that the plan reports them.
     zero = (chosen >= options.router.num_experts) & (chosen < logits.shape[1])
     plan, recv, slot = plan_and_dispatch(
         group, options, jnp.where(zero, -1, chosen), x, w, placed, after
@@ -192,7 +235,7 @@ def compose_layer(
 
 
 def router_logits(x: Any, weights: MoeWeights) -> Any:
-    """Return the router's logits in float32 (float64 rows: float64)."""
+    """Return the router's logits in float32 (float64 for float64 rows)."""
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     logits = jnp.matmul(x.astype(wide), weights.w_gate.astype(wide), precision="highest")
     return logits if weights.b_gate is None else logits + weights.b_gate.astype(wide)
@@ -201,7 +244,10 @@ def router_logits(x: Any, weights: MoeWeights) -> Any:
 def layer_losses(
     group: Group, options: Moe, logits: Any, load: Any, chosen: Any, axes: tuple[str, ...]
 ) -> Any:
-    """Return this device's part of the losses over the tokens of the group and of the axes."""
+    """Return this device's part of balance loss and z-loss.
+
+    The losses are those of all tokens of the group, and of all devices along `axes` (loss_axes).
+    """
     total = logits.shape[0] * group.num_ranks * math.prod(map(jax.lax.axis_size, axes))
     if axes and options.sequence_tokens:
         raise EpicArgumentError(
@@ -236,9 +282,9 @@ def masked_layer_losses(
     axes: tuple[str, ...],
     channel: Any,
 ) -> Any:
-    """Return layer_losses() of the tokens that the mask keeps.
+    """Return layer_losses() of the tokens whose element of the mask is True.
 
-    The number of these tokens is known at run time only.
+    The number of these tokens is known only when the program runs.
     """
     total = sums.sum(group, mask.sum(dtype=jnp.float32)[None], channel=channel)[0]
     if axes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selects the GPU of a thread, because the core opens a context on the current GPU."""
+"""Makes a GPU current in a thread, because the core opens a context on the current GPU."""
 
 import contextlib
 import ctypes
@@ -23,7 +23,7 @@ def check_cuda(code: int, what: str) -> None:
 
 @contextlib.contextmanager
 def use_gpu(ordinal: int) -> Iterator[None]:
-    """Make a GPU current in this thread, by its primary context, which XLA uses too."""
+    """Make a GPU current in this thread, with its primary context, which XLA also uses."""
     cuda, context, device = load_driver(), ctypes.c_void_p(), ctypes.c_int()
     check_cuda(cuda.cuDeviceGet(ctypes.byref(device), ordinal), f"GPU {ordinal}")
     check_cuda(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"GPU {ordinal}")

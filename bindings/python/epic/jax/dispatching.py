@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions that dispatch rows.
 
-They differ in three ways: a row is sent once for each choice or once for each rank; it is sent in
-its own dtype or in 8 bits; and the plan exists already or is made in the same call.
+They differ in three ways. A row is sent once for each choice, or once for each rank
+(dispatch_flat). It is sent in its own dtype, or in 8 bits (dispatch_quantized). The plan exists
+already, or the call makes it (plan_dispatch).
 """
 
 from collections.abc import Sequence
@@ -59,7 +60,7 @@ SCALES = ("float32", "bfloat16", "float16", "float64", *NARROW)
 
 
 def slot_results(spec: PlanSpec, weights: Any) -> list[ArraySpec | None]:
-    """Return the specs of the slots' weights, and in the flat layout of their local experts."""
+    """Return the specs of the slots' weights, and with layout "flat" of their local experts."""
     if spec.layer.layout != "flat":
         return [None if weights is None else ArraySpec((spec.capacity,), jnp.float32)]
     choices = (spec.capacity, spec.layer.top_k)
@@ -74,7 +75,11 @@ def dispatch_results(spec: PlanSpec, tokens: Any, weights: Any) -> list[ArraySpe
 
 
 def target_of(spec: PlanSpec, form: str) -> str:
-    """Return the handler of a dispatch: "", "quantized" or "scaled", for the plan's layout."""
+    """Return the name of the handler for a dispatch.
+
+    form: "": rows in their own dtype.  "quantized": rows that the handler rounds.  "scaled": rows
+    of the caller with scales.
+    """
     flat = "_flat" if spec.layer.layout == "flat" else ""
     return f"dispatch{flat}" + (f"_{form}" if form else "")
 
@@ -83,8 +88,8 @@ def target_of(spec: PlanSpec, form: str) -> str:
 def dispatch_rows(spec: PlanSpec, data: Any, tokens: Any, weights: Any) -> tuple[Any, ...]:
     """Run dispatch on checked arrays.
 
-    data is the plan's bytes and the ordering dependencies; the last result is the byte of a
-    finished call.
+    data contains the plan's bytes and the arrays to wait for.  The last result is the byte that is
+    available when the call has finished.
     """
     operands = [data[0], tokens, weights, *site_and_rank(spec.group, data[0], tokens), *data[1:]]
     results = dispatch_results(spec, tokens, weights)
@@ -92,12 +97,12 @@ def dispatch_rows(spec: PlanSpec, data: Any, tokens: Any, weights: Any) -> tuple
 
 
 def dispatch_forward(spec: PlanSpec, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
-    """Save the plan only."""
+    """Save the plan, which is all that backward needs."""
     return dispatch_rows.fun(spec, data, tokens, weights), data
 
 
 def return_gradients(spec: PlanSpec, data: Any, gradients: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Return the gradients of received rows and weights to their tokens, and sum them there."""
+    """Return the gradients of tokens and weights, from those of received rows and their weights."""
     d_recv, d_slot_weights = gradients[:2]
     d_tokens = ArraySpec((spec.num_tokens, d_recv.shape[1]), d_recv.dtype)
     d_weights = ArraySpec((spec.num_tokens, spec.layer.top_k), jnp.float32)
@@ -133,9 +138,9 @@ def dispatch(
         plan: a plan whose layout is "expert_major".
         tokens: [..., hidden] a float dtype or an 8-bit dtype; [...] as in topk_idx.
         weights: [..., top_k] any float dtype, or None: the weight of each choice.
-        quantize: "1x128" or "1x32": send rows as float8_e4m3fn with a scale for each block of so
-            many columns, and return rounded rows.  The gradient passes straight through.  None:
-            send rows in their own dtype.
+        quantize: "1x128" or "1x32": rows are rounded to float8_e4m3fn with a scale for each block
+            of 128 or 32 columns, and sent in this form.  The result has the dtype of tokens.  The
+            gradient is that of rows that are not rounded.  None: rows are sent in their own dtype.
         max_sms: on GPUs the largest number of SMs of this call and its gradient; None: that of
             the plan.
 
@@ -162,7 +167,7 @@ def dispatch(
 
 
 def check_layout(layer: Layer, layout: str, other: str) -> None:
-    """Refuse a plan of the other layout, and name the function for it."""
+    """Raise an error if the layer has another layout; `other` is the function for it."""
     if layer.layout != layout:
         raise EpicArgumentError(f"layout is {layer.layout!r}: must be {layout!r}, or use {other}")
 
@@ -170,7 +175,7 @@ def check_layout(layer: Layer, layout: str, other: str) -> None:
 def dispatch_inputs(
     plan: Plan, tokens: Any, weights: Any, dtypes: Sequence[str] = FLOATS
 ) -> list[Any]:
-    """Return the plan's operand, tokens of one of the dtypes and weights, checked."""
+    """Return the plan's operand, tokens and weights, after checking them."""
     spec = plan.spec
     rows = as_tokens("tokens", tokens, spec.token_dims, dtypes)
     spec.group.check_width("tokens", rows)
@@ -190,7 +195,7 @@ def dispatch_flat_rows(spec: PlanSpec, data: Any, tokens: Any, weights: Any) -> 
 
 
 def dispatch_flat_forward(spec: PlanSpec, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
-    """Save the plan only."""
+    """Save the plan, which is all that backward needs."""
     return dispatch_flat_rows.fun(spec, data, tokens, weights), data
 
 
@@ -213,11 +218,13 @@ def dispatch_flat(
     quantize: str | None = None,
     max_sms: int | None = None,
 ) -> tuple[Any, Any, Any]:
-    """Send each token once to each rank that has experts for it.
+    """Send each token once to each rank that has one of its experts.
 
     Collective; differentiable in tokens and weights.  Rows of an 8-bit dtype (float8, int8, uint8)
-    are sent unchanged and have no gradient.  For `combine(plan, rows)` each row must become the
-    weighted sum over its experts.
+    are sent unchanged and have no gradient.
+
+    Your program then runs, for each received row, all its experts on this device.  It passes the
+    weighted sum of their results to `combine`, as one row.
 
     Args:
         plan: a plan whose layout is "flat".
@@ -227,9 +234,9 @@ def dispatch_flat(
         max_sms: see `dispatch`.
 
     Returns:
-        Rows [capacity, hidden] in the dtype of tokens, their weights [capacity, top_k] float32
-        (None without weights), and the local experts of each row [capacity, top_k] int32, filled up
-        with -1.
+        Rows [capacity, hidden] in the dtype of tokens, the weights of their choices [capacity,
+        top_k] float32 (None without weights), and the numbers of their local experts [capacity,
+        top_k] int32.  A row with fewer than top_k local experts has -1 after them.
 
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
@@ -249,6 +256,7 @@ def dispatch_flat(
     return finish_call(plan, dispatch_flat_rows(plan.spec, *inputs))
 
 
+# For each block format its number in C, its columns and the dtype of its scales.
 BLOCKS = {"1x128": (1, 128, jnp.float32), "1x32": (2, 32, jnp.uint8)}
 
 
@@ -314,8 +322,8 @@ def dispatch_quantized(
         weights: [..., top_k] any float dtype, or None.
         block: "1x128": a float32 scale for each 128 columns; "1x32": a power of two as an e8m0 byte
             for each 32 columns.
-        scales: [..., n]: the tokens are quantized already, and are sent with these scales, whatever
-            `block` is.
+        scales: [..., n] scales of tokens that are already quantized.  Tokens and scales are sent
+            unchanged, and block is ignored.  None: the tokens are quantized.
         max_sms: see `dispatch`.
 
     Returns:
@@ -357,8 +365,8 @@ def dispatch_flat_quantized(
 
     Returns:
         Rows [capacity, hidden] float8_e4m3fn (with `scales`: dtype of tokens), scales [capacity,
-        blocks], weights [capacity, top_k] float32 (None without weights), and the local experts of
-        each row [capacity, top_k] int32, filled up with -1.
+        blocks], the weights of their choices [capacity, top_k] float32 (None without weights), and
+        the numbers of their local experts [capacity, top_k] int32, with -1 after them.
 
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
@@ -396,16 +404,16 @@ def quantize_and_dispatch(
 
 
 def dequantize(rows: Any, scales: Any, dtype: Any, block: str = "1x128") -> Any:
-    """Return the values of quantized rows.
+    """Multiply quantized rows by their scales.
 
     Args:
         rows: [slots, hidden], as `dispatch_quantized` returns them.
         scales: [slots, blocks]: float32 for "1x128", uint8 or float8_e8m0fnu for "1x32".
         dtype: the dtype of the result: float32, bfloat16, float16 or float64.
-        block: the block that the rows were quantized with.
+        block: "1x128" or "1x32", with which the rows were quantized.
 
     Returns:
-        [slots, hidden] dtype: each row times its scales.
+        The rows [slots, hidden] in that dtype.
 
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
@@ -428,7 +436,7 @@ def dequantize(rows: Any, scales: Any, dtype: Any, block: str = "1x128") -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def dispatch_rounded(spec: PlanSpec, block: str, data: Any, tokens: Any, weights: Any) -> Any:
-    """Run dispatch with rows that travel as float8_e4m3fn; the gradient is that of dispatch."""
+    """Run dispatch with quantize=.  It has the gradient of dispatch, without rounding."""
     rows, scales, *rest = quantize_and_dispatch(spec, block, data, tokens, weights)
     return dequantize(rows, scales, tokens.dtype, block), *rest
 
@@ -436,12 +444,12 @@ def dispatch_rounded(spec: PlanSpec, block: str, data: Any, tokens: Any, weights
 def dispatch_rounded_forward(
     spec: PlanSpec, block: str, data: Any, tokens: Any, weights: Any
 ) -> tuple[Any, Any]:
-    """Save the plan only."""
+    """Save the plan, which is all that backward needs."""
     return dispatch_rounded.fun(spec, block, data, tokens, weights), data
 
 
 def dispatch_rounded_backward(spec: PlanSpec, _: str, data: Any, gradients: Any) -> tuple[Any, ...]:
-    """Return the gradients straight through the rounding."""
+    """Return the gradients of rows that are not rounded."""
     return (no_gradients(data), *return_gradients(spec, data, gradients))
 
 
@@ -457,8 +465,8 @@ def plan_dispatch_rows(
 ) -> tuple[Any, ...]:
     """Run plan_dispatch on checked arrays.
 
-    ints are the choices, rank_of_expert, logical_of_expert, the channel and the ordering
-    dependencies.
+    ints contains the choices, rank_of_expert, logical_of_expert, the channel, and the arrays to
+    wait for.
     """
     chosen, owners, logical, number, *after = ints
     results = plan_results(spec, owners is not None, local) + dispatch_results(
@@ -520,7 +528,7 @@ def plan_dispatch(
 ) -> tuple[Plan, Any, Any]:
     """Make a plan and dispatch tokens with it, as one collective call.
 
-    It returns what `plan` and then `dispatch` would return, with one exchange less.
+    The results are those of `plan` and then `dispatch`, but one call is faster than two.
 
     Args:
         group: the group.

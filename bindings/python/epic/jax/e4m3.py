@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights and rows in e4m3 with float32 scales, as the core's products on GPUs take them.
+"""Weights and rows in e4m3 with float32 scales, for the products of EPIC's experts on GPUs.
 
-A weight has a scale for each 128 x 128 numbers, a row one for each 128.
+A weight has one scale for each block of 128 x 128 numbers.  A row has one scale for each 128
+numbers.  The value of a number is the e4m3 number times its scale.
 """
 
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from epic.jax.arrays import FLOATS, as_array, check_array, dtype_of
 from epic.options import Experts
 
 BLOCK = 128
-LARGEST = 448.0  # of e4m3
+LARGEST = 448.0  # largest number in e4m3
 E4M3 = "float8_e4m3fn"
 SCALES = ("w_gate_up_scales", "w_down_scales")
 
@@ -22,12 +23,21 @@ Weights = TypeVar("Weights", bound=tuple)  # type: ignore[type-arg]  # ExpertWei
 
 
 def num_blocks(length: int) -> int:
-    """Return the number of blocks of 128; the last one may be shorter."""
+    """Return the number of blocks of 128 that `length` numbers have; the last may be shorter."""
     return -(-length // BLOCK)
 
 
 def expand_scales(scales: Any, *shape: int) -> Any:
-    """Return a scale for each element; shape: lengths of the last dimensions."""
+    """Return scales of blocks as one scale for each number.
+
+    Args:
+        scales: [..., blocks] or [..., blocks, blocks].
+        *shape: the length of each dimension that is divided into blocks.
+
+    Returns:
+        [..., *shape].
+
+    """
     for i, length in enumerate(shape):
         axis = scales.ndim - len(shape) + i
         scales = jnp.repeat(scales, BLOCK, axis=axis)
@@ -36,19 +46,20 @@ def expand_scales(scales: Any, *shape: int) -> Any:
 
 
 def scale_for(largest: Any) -> Any:
-    """Return the scale that maps the largest magnitude to e4m3's largest number.
+    """Return the scale of blocks by their largest magnitudes, which it maps to 448; 1 for zeros.
 
-    Its last bit may differ from that of dispatch: XLA multiplies by the reciprocal of a constant.
+    The last bit may differ from that of a scale that dispatch computes, because XLA replaces the
+    division by a multiplication.
     """
     return jnp.where(largest == 0, 1.0, largest / LARGEST)
 
 
 def as_e4m3(x: Any) -> Any:
-    """Round float32 to e4m3, to nearest even; larger numbers become the largest number of e4m3.
+    """Round float32 to e4m3, to nearest even.  Larger numbers become the largest number of e4m3.
 
-    XLA converts by way of another type on some platforms, which rounds twice.  So the numbers are
-    rounded here to 3 bits of mantissa, those below 2^-6 to multiples of 2^-9, and then convert
-    exactly.
+    On some platforms XLA converts to another type first, which rounds twice.  So this function
+    rounds the numbers to 3 bits of mantissa, and those below 2^-6 to multiples of 2^-9.  XLA then
+    converts them exactly.
     """
     x = jnp.clip(x, -LARGEST, LARGEST)
     subnormal = jnp.round(x * 512) / 512
@@ -57,7 +68,10 @@ def as_e4m3(x: Any) -> Any:
 
 
 def quantize_rows(x: Any) -> tuple[Any, Any]:
-    """Round rows [slots, hidden] to e4m3 as "1x128" does; return rows and scales."""
+    """Round rows [slots, hidden] to e4m3, as dispatch does with quantize="1x128".
+
+    Returns the rows [slots, hidden], and scales [slots, blocks of hidden] float32.
+    """
     slots, columns = x.shape
     wide = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, num_blocks(columns) * BLOCK - columns)))
     largest = jnp.abs(wide).reshape(slots, num_blocks(columns), BLOCK).max(axis=-1)
@@ -80,25 +94,26 @@ def quantize_weight(w: Any) -> tuple[Any, Any]:
 
 
 def transpose_scaled(w: Any, scales: Any) -> tuple[Any, Any]:
-    """Return an e4m3 weight [experts, m, n] and its scales as [experts, n, m]."""
+    """Transpose the last two dimensions of an e4m3 weight [experts, m, n] and of its scales."""
     return jnp.swapaxes(w, 1, 2), jnp.swapaxes(scales, 1, 2)
 
 
 def scaled(weights: Weights) -> Weights:
-    """Return weights whose expert matrices are rounded to e4m3, for experts that are not trained.
+    """Round the matrices of experts to e4m3 with scales, for experts that are not trained.
 
-    They take half the memory of 16-bit weights, and no call has to round them.  The matrices have
-    no gradient (JAX gets zeros); rows and biases have.  Only groups of GPUs compute with them.
+    The rounded matrices take half the memory of 16-bit weights, and later calls do not round them
+    again.  Their gradients are zeros; rows and biases have gradients.  Only groups of GPUs compute
+    with such weights.
 
     Args:
         weights: ExpertWeights or MoeWeights in float32, bfloat16 or float16.
 
     Returns:
-        The same type, with w_gate_up [experts, width, hidden] and w_down [experts, hidden, inner]
-        transposed in float8_e4m3fn, and their scales.
+        Weights of the type that was passed.  w_gate_up [experts, width, hidden] and w_down
+        [experts, hidden, inner] are transposed and in float8_e4m3fn.  Their scales are set.
 
     Raises:
-        EpicArgumentError: the weights are scaled already, or have another dtype.
+        EpicArgumentError: a matrix is float8_e4m3fn already, or has another dtype.
 
     Example:
         >>> import jax.numpy as jnp
@@ -120,7 +135,7 @@ def scaled(weights: Weights) -> Weights:
 
 
 def is_scaled(weight: Any) -> bool:
-    """Return whether a weight is kept in e4m3."""
+    """Return whether a weight is stored in e4m3."""
     return getattr(getattr(weight, "dtype", None), "name", None) == E4M3
 
 
@@ -130,7 +145,10 @@ def uses_e4m3(options: Experts, weight: Any) -> bool:
 
 
 def check_e4m3(options: Experts, platform: str | None, rows: Any, weight: Any) -> None:
-    """Refuse e4m3 experts on CPUs, and with float64 rows.  platform: None: not known yet."""
+    """Raise an error for e4m3 experts on CPUs or with float64 rows.
+
+    platform: "cpu", "gpu", or None if it is not known yet.
+    """
     if not uses_e4m3(options, weight):
         return
     cause = "w_gate_up is float8_e4m3fn" if is_scaled(weight) else "weight_type is 'e4m3'"
@@ -146,9 +164,9 @@ def check_e4m3(options: Experts, platform: str | None, rows: Any, weight: Any) -
 
 
 def check_scales(weights: Any, local: int, sizes: tuple[int, int, int]) -> None:
-    """Check that there are scales if and only if the weights are e4m3.
+    """Raise an error unless weights in e4m3 have scales and all others have none.
 
-    sizes: hidden, width and inner of the experts.
+    local: the number of experts.  sizes: hidden, width and inner of the experts.
     """
     hidden, width, inner = map(num_blocks, sizes)
     shapes = {SCALES[0]: (width, hidden), SCALES[1]: (hidden, inner)}
@@ -165,7 +183,7 @@ def check_scales(weights: Any, local: int, sizes: tuple[int, int, int]) -> None:
 
 
 def round_weights(x: Any, weights: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the experts' weights rounded to e4m3, and their biases in the rows' dtype.
+    """Return weights and scales with matrices rounded to e4m3, and biases in the dtype of x.
 
     weights: in the order of ExpertWeights.
     """
@@ -178,9 +196,10 @@ def round_weights(x: Any, weights: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def weights_for_backward(x: Any, weights: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the weights that the backward call of e4m3 experts takes.
+    """Return the weights for the backward call of e4m3 experts.
 
-    e4m3 ones are transposed back; others have the rows' dtype.
+    Weights that are stored in e4m3 are transposed back.  Otherwise forward used rounded copies, and
+    backward uses the weights themselves, in the dtype of x.
     """
     up, down, *biases, up_scales, down_scales = weights
     wide = [None if b is None else b.astype(x.dtype) for b in biases]
@@ -194,7 +213,11 @@ def weights_for_backward(x: Any, weights: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def refuse_parts(weights: Any, argument: str) -> None:
-    """Refuse an axis that shards weights kept in e4m3, whose blocks must stay whole."""
+    """Raise an error for an axis that shards weights stored in e4m3.
+
+    A block of 128 x 128 numbers must not be divided.  argument: the name of the argument with the
+    axis.
+    """
     if weights.w_gate_up_scales is not None:
         raise EpicUnsupportedError(
             f"{argument} with w_gate_up in float8_e4m3fn: blocks of 128 x 128 must stay whole; "

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped expert MLP: local to each device, differentiable in rows and parameters."""
+"""The MLP of this device's experts, with gradients of rows and parameters.
+
+No function of this module communicates with other ranks.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -65,13 +68,13 @@ WEIGHTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")  # all arrays except sc
 
 @dataclass(frozen=True)
 class ExpertsStatic:
-    """Static facts of the experts' forward and backward call.
+    """The static arguments of the experts' forward and backward call.
 
     Attributes:
         options: the options, with dtypes and the number of experts filled in.
         platform: where the call will run, "cpu" or "gpu"; None: not known.
-        tail: whether slots past the last slab must be zeros.
-        max_sms: the largest number of SMs of each call; 0: all of the GPU.
+        tail: whether slots past the last slab must be zeros in the results.
+        max_sms: the largest number of SMs of each call; 0: all SMs.
 
     """
 
@@ -85,7 +88,7 @@ class ExpertsStatic:
         return {**self.options.numbers("experts_"), "max_sms": self.max_sms}
 
     def for_backward(self, x: Any, weight: Any) -> "ExpertsStatic":
-        """Return the facts of the backward call of e4m3 experts, which takes this weight."""
+        """Return the static arguments of the backward call of e4m3 experts with this weight."""
         kind = "e4m3" if e4m3.is_scaled(weight) else x.dtype.name
         return replace(self, options=replace(self.options, weight_type=kind))
 
@@ -94,9 +97,9 @@ class ExpertsStatic:
         return memory_specs(partial(_native.experts_memory, self.options, slots), self.platform)
 
     def finished(self, slots: Any, expert_rows: Any) -> Any:
-        """Return the slots with zeros in the tail.
+        """Return slots with zeros past the last slab, if `tail` is True.
 
-        On CPUs the handler has written them; on GPUs it has left the tail as it was.
+        On CPUs the handler writes these zeros.  On GPUs it does not write there.
         """
         if slots is None or not self.tail or self.platform == "cpu":
             return slots
@@ -116,15 +119,15 @@ def zero_tail(slots: Any, expert_rows: Any) -> Any:
 def check_weights(
     options: Experts, weights: ExpertWeights, rows: Any, prefix: str = "", like: Any = None
 ) -> None:
-    """Refuse weights whose shapes do not fit the options, or whose dtypes differ.
+    """Raise an error for weights whose shapes do not fit the options, or whose dtypes differ.
 
     Args:
         options: the experts' options.
         weights: the weights.
-        rows: float64 weights are allowed with float64 rows only.
-        prefix: "shared_" in the names of the shared expert's weights.
-        like: an array whose dtype the weights must have; None: they must agree with each other.
-            With weights in e4m3 biases may have any float dtype.
+        rows: the rows.  Weights and rows must both be float64, or neither.
+        prefix: "shared_" for the weights of the shared expert.
+        like: an array whose dtype the weights must have.  None: all weights must have one dtype.
+            With weights in e4m3, biases may have any float dtype.
 
     """
     local = ("experts", options.num_local_experts)
@@ -155,12 +158,12 @@ def check_weights(
 
 
 def as_expert_weights(weights: ExpertWeights) -> ExpertWeights:
-    """Return checked weights as arrays of JAX."""
+    """Return weights as arrays of JAX; they must have been checked."""
     return ExpertWeights(*(None if w is None else jnp.asarray(w) for w in weights))
 
 
 def fill_num_experts(options: Experts, weight: Any, name: str = "w_gate_up") -> Experts:
-    """Return the options with the number of experts of the weight, if they leave it open."""
+    """Return the options; if they have no number of experts, with that of the weight."""
     if options.num_local_experts:
         return options
     count = check_array(name, weight, MATRICES, ("experts", "hidden", "width")).shape[0]
@@ -170,7 +173,10 @@ def fill_num_experts(options: Experts, weight: Any, name: str = "w_gate_up") -> 
 
 
 def fill_dtypes(options: Experts, rows: Any, weight: Any) -> Experts:
-    """Return the options with the dtypes of the arrays; e4m3 if options or weight ask for it."""
+    """Return the options with the dtypes of rows and weight.
+
+    weight_type is "e4m3" if the options or the weight have e4m3.
+    """
     is_e4m3 = e4m3.uses_e4m3(options, weight)
     kind = "e4m3" if is_e4m3 else weight.dtype.name
     return replace(options, row_type=rows.dtype.name, weight_type=kind)
@@ -191,7 +197,7 @@ def gradient_dtype(platform: str | None, x: Any, weight: Any) -> Any:
 
 
 def gradient_spec(weight: Any, kind: Any) -> ArraySpec | None:
-    """Return the spec of a weight's gradient; None: it has none, as it is absent or in e4m3."""
+    """Return the spec of a weight's gradient; None for a weight that is absent or in e4m3."""
     has_none = weight is None or e4m3.is_scaled(weight)
     return None if has_none else ArraySpec(weight.shape, kind)
 
@@ -205,14 +211,23 @@ def gradient_of_weight(weight: Any, gradient: Any) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def run_experts(static: ExpertsStatic, counts: Any, x: Any, slot_weights: Any, weights: Any) -> Any:
-    """Run the experts on checked arrays; counts are expert_rows and expert_tokens."""
+    """Run the experts on checked arrays.
+
+    Args:
+        static: the static arguments.
+        counts: expert_rows and expert_tokens.
+        x: [slots, hidden].
+        slot_weights: [slots] float32, or None.
+        weights: the fields of ExpertWeights.
+
+    """
     return run_experts_forward(static, counts, x, slot_weights, weights)[0]
 
 
 def run_experts_forward(
     static: ExpertsStatic, counts: Any, x: Any, slot_weights: Any, weights: Any
 ) -> tuple[Any, Any]:
-    """Run the forward call; the core saves the outputs of the first product."""
+    """Run the forward call; save its inputs, and the memory that the core saves for backward."""
     saved, workspace, _ = static.memory(x.shape[0])
     rows, row_scales, given = x, None, weights
     if static.options.weight_type == "e4m3":
@@ -261,8 +276,8 @@ def experts(
 ) -> Any:
     """Apply the MLP of each expert to the rows of its slab.
 
-    Local: it waits for no other rank.  Differentiable in rows, weights and slot_weights.  Only
-    occupied slots are computed; the other rows of the result are zeros.
+    No other rank takes part in this call.  It is differentiable in rows, weights and slot_weights.
+    Only slots with a token are computed; all other rows of the result are zeros.
 
     Args:
         options: the experts' options; static.
@@ -272,9 +287,10 @@ def experts(
         weights: the weights of this device's experts.
         slot_weights: [slots] any float dtype: the weights of the choices, with weighting "early" or
             "input" only; with "late" pass them to `combine` instead.
-        group: the group, from which the function knows whether the call runs on CPUs or GPUs.
-            None: memory is reserved that suffices for both.  On a GPU some group must be open.
-        max_sms: on GPUs the largest number of SMs of this call and its gradient; 0: all.
+        group: the group, which shows whether the call runs on CPUs or GPUs.  None: the call
+            reserves memory that suffices for both.  On a GPU any group of that GPU must be open.
+        max_sms: on GPUs the largest number of SMs of this call and its gradient; 0: all SMs, even
+            if the group has a limit.
 
     Returns:
         [slots, hidden], dtype of rows.
@@ -299,7 +315,11 @@ def apply_to_slabs(
     weights: ExpertWeights,
     slot_weights: Any,
 ) -> Any:
-    """Check the arguments of experts() and run it; how: facts without dtypes."""
+    """Check the arguments of experts() and run it.
+
+    how: the static arguments, with the options of the caller.  counts: expert_rows and
+    expert_tokens.
+    """
     options, platform = how.options, how.platform
     rows = as_array("rows", rows, FLOATS, ("slots", ("hidden", options.hidden)))
     options = fill_num_experts(options, weights.w_gate_up)
@@ -331,7 +351,10 @@ def apply_to_slabs(
 
 
 def cast_for_gpu(dtype: Any, weight: Any) -> Any:
-    """Return a weight in the dtype that the tensor cores need: that of 16-bit rows, or e4m3."""
+    """Return a weight in the dtype that the tensor cores need, which is that of 16-bit rows.
+
+    Weights in e4m3, and weights for other rows, stay unchanged.
+    """
     if weight is None or e4m3.is_scaled(weight) or dtype not in (jnp.bfloat16, jnp.float16):
         return weight
     return weight.astype(dtype)

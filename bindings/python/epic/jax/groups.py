@@ -28,23 +28,23 @@ DEFAULT_TIMEOUT_MS = 300_000
 class Group:
     """A group of devices, as the calls of a program refer to it.
 
-    `epic.jax.open` returns it.  It is a static value, equal in all processes and hashable, so it
-    may be an argument of jitted functions.  When a program runs, the handlers find the context of a
-    device by the group's `name`.  A Group is a context manager that closes the group.
+    `epic.jax.open` returns it.  It is hashable, and equal in all processes, so it may be a static
+    argument of jitted functions.  When a program runs, the handlers find the context of a device by
+    the group's `name`.  A Group is a context manager that closes the group.
 
     Attributes:
         name: the name, at most 63 bytes.
         axes: the mesh axes along which a group extends; empty without a mesh.
         num_ranks: the number of ranks of one group.
-        max_tokens: the largest number of tokens that a device sends at once.
-        max_row_bytes: the largest size of a row.
+        max_tokens: the largest number of tokens that a device passes to one call.
+        max_row_bytes: the largest size of a row in bytes.
         platform: "cpu" or "gpu".
         command_buffers: whether XLA may put the calls into CUDA graphs.
         devices: the device ids of each group by rank; empty without a mesh.
         max_top_k: the largest top_k of the group's layers; 0: 64.
         mesh: the mesh; None without a mesh.
-        token_axes: how tokens of calls on global arrays are sharded, a tuple of axes or a
-            PartitionSpec; None: in their first dimension, over all axes.
+        token_axes: how the tokens of calls on global arrays are sharded: a tuple of axes or a
+            PartitionSpec.  None: only their first dimension is sharded, over all axes.
 
     """
 
@@ -73,7 +73,7 @@ class Group:
         return self.query("epic_plan_bytes_v1", layer)
 
     def capacity_bound(self, layer: Layer) -> int:
-        """Return the number of slots of a rank that always suffices."""
+        """Return the number of slots of a rank that suffices for any routing."""
         return self.query("epic_capacity_bound_v1", layer)
 
     def query(self, name: str, layer: Layer) -> int:
@@ -81,11 +81,11 @@ class Group:
         return _native.size(name, self.config(), layer)
 
     def local_experts(self, layer: Layer) -> int:
-        """Return the largest number of experts of a rank that owns a contiguous block."""
+        """Return the largest number of experts of a rank, without rank_of_expert."""
         return -(-layer.num_experts // self.num_ranks)
 
     def check_width(self, name: str, rows: Any) -> None:
-        """Refuse rows that are wider than max_row_bytes."""
+        """Raise an error for rows that are wider than max_row_bytes."""
         width = rows.shape[-1] * rows.dtype.itemsize
         if width > self.max_row_bytes:
             raise EpicArgumentError(
@@ -112,8 +112,8 @@ class Member:
 
     Attributes:
         is_gpu: whether the device is a GPU.
-        ordinal: the number of the device, as XLA's handlers count those of its platform.
-        index: which of the groups of this name.
+        ordinal: the number of the device with which XLA's handlers identify it.
+        index: the number of the group among the groups of this name.
         rank: the rank in that group.
 
     """
@@ -130,8 +130,8 @@ class OpenGroup:
 
     Attributes:
         group: the group.
-        contexts: the core's context of each member.
-        exchanges: the bootstraps over JAX's store, whose keys close() deletes.
+        contexts: the context of the core for each member.
+        exchanges: the exchanges over JAX's store, whose keys close() deletes.
 
     """
 
@@ -150,7 +150,7 @@ lock = threading.Lock()
 def member_of(device: Any, index: int, rank: int) -> Member:
     """Return the member of a device.
 
-    On CPUs handlers see the global id of a device, on GPUs the number that CUDA has for it.
+    On CPUs a handler gets the global id of a device, on GPUs the number that CUDA has for it.
     """
     if device.platform == "gpu":
         return Member(True, device.local_hardware_id, index, rank)
@@ -178,7 +178,16 @@ def choose_bootstrap(
     num_ranks: int,
     timeout_ms: int,
 ) -> tuple[Callable[[Member], Bootstrap], list[StoreExchange]]:
-    """Return a function from a member to its bootstrap, and the exchanges made for it."""
+    """Return a function that returns the bootstrap of a member, and the exchanges that it uses.
+
+    Args:
+        bootstrap: the bootstrap that the caller passed, or None.
+        group: the name of the group.
+        members: the members of this process.
+        num_ranks: the number of ranks of a group.
+        timeout_ms: the time limit of the bootstrap in ms.
+
+    """
     indices = {member.index for member in members}
     local = all(sum(s.index == i for s in members) == num_ranks for i in indices)
     if isinstance(bootstrap, Bootstrap):
@@ -211,10 +220,10 @@ def choose_bootstrap(
 def bootstrap_over_mpi(
     native: Any, has_mesh: bool, bootstrap: Any, timeout_ms: int
 ) -> Bootstrap | None:
-    """Return the bootstrap of an MPI communicator, if it defines the ranks of the group.
+    """Return the bootstrap of an MPI communicator, if the communicator defines the ranks.
 
-    With a mesh or another bootstrap MPI is only initialized, unless the program has done so: the
-    backend mpi makes its own communicators for the groups.
+    It does not define them with a mesh or with another bootstrap. Then the function returns None,
+    and only initializes MPI if native is "world". The backend mpi makes its own communicators.
     """
     alone = not has_mesh and bootstrap is None
     if native is None or (not alone and bootstrapping.address_of(native) is not None):
@@ -257,7 +266,7 @@ def members_without_mesh(
 
 
 def open_member(bootstrap_of: Callable[[Member], Bootstrap], config: Any, member: Member) -> int:
-    """Open the context of one member; block until its peers open theirs."""
+    """Open the context of one member; wait until its peers open theirs."""
     bootstrap = bootstrap_of(member)
     with cuda.use_gpu(member.ordinal) if member.is_gpu else contextlib.nullcontext():
         return bootstrapping.open_context(bootstrap, config)
@@ -267,10 +276,7 @@ def open_member(bootstrap_of: Callable[[Member], Bootstrap], config: Any, member
 
 
 def choose_backend(platform: str, requested: str | None) -> str | None:
-    """Return the name of the backend for devices of the platform; None: the core chooses.
-
-    On GPUs only p2p and hosts can access the arrays.
-    """
+    """Return the name of the backend for devices of a platform; None: the core chooses."""
     if platform not in ("cpu", "gpu"):
         raise EpicArgumentError(
             f"platform of the devices is {platform!r}: must be 'cpu', or 'gpu' with CUDA"
@@ -281,7 +287,7 @@ def choose_backend(platform: str, requested: str | None) -> str | None:
 def choose_sizes(
     mesh: Any, like: Any, token_axes: Any, max_tokens: int | None, max_row_bytes: int | None
 ) -> tuple[int, int]:
-    """Return max_tokens and max_row_bytes, as given or derived from the activations `like`."""
+    """Return max_tokens and max_row_bytes: those of the caller, else those of `like`."""
     if like is None:
         for name, value in (("max_tokens", max_tokens), ("max_row_bytes", max_row_bytes)):
             if value is None:
@@ -318,48 +324,48 @@ def open(
 ) -> Group:
     """Open the groups of a mesh.
 
-    All devices that share their other mesh coordinates form one group along `axis`: on a mesh (dp,
-    ep) with axis="ep" there are dp groups.  The call is collective over the processes of the mesh
-    and blocks until all of them make it.
+    Devices form one group along `axis` if all their other mesh coordinates are equal.  For example,
+    a mesh (dp, ep) with axis="ep" has dp groups.  All processes of the mesh must make this call,
+    and it waits until they do.
 
-    Without a mesh, each process has a program of its own: pass the `ranks` of this process's local
-    devices and `num_ranks`.
+    Without a mesh each process runs its own program.  Pass num_ranks, and the ranks of this
+    process's local devices.
 
     Args:
-        mesh: the mesh whose devices form the groups; None: see above.
+        mesh: the mesh whose devices form the groups; None: a group without a mesh.
         axis: the name of a mesh axis, or a tuple of names.
-        max_tokens: the largest number of tokens that one device sends at once.
+        max_tokens: the largest number of tokens that one device passes to one call.
         max_row_bytes: the size of the widest row in bytes, hidden * itemsize.
-        like: activations [B, ..., hidden] of all devices, or their `jax.ShapeDtypeStruct`;
-            max_tokens and max_row_bytes are derived from it.
-        token_axes: how tokens are sharded, as in `epic.jax.sharded.moe`: `like`, and global arrays
-            in calls outside of a shard_map.
+        like: activations [B, ..., hidden] of all devices, or their `jax.ShapeDtypeStruct`.
+            max_tokens and max_row_bytes are derived from it if they are not passed.
+        token_axes: how the tokens of `like`, and of global arrays in calls outside of a shard_map,
+            are sharded; see `epic.jax.sharded.moe`.
         name: the name by which compiled programs find the group, at most 63 bytes.  Groups that are
             open at the same time need different names.
-        ranks: without a mesh: the ranks of this process's local devices.
-        num_ranks: without a mesh: the number of ranks.
+        ranks: only without a mesh: the ranks of this process's local devices.
+        num_ranks: only without a mesh: the number of ranks.
         bootstrap: how processes find each other: `Tcp(...)`, or a function (rank, bytes) that
             returns the bytes of all ranks.  None: threads if all ranks are in this process, else
             JAX's key-value store.
-        native: in processes that mpirun started: "world", a communicator of mpi4py or the address
-            of an MPI_Comm.  The backend mpi sends over it.  Without a mesh and a bootstrap its
-            ranks are the group's, one for each process.
-        timeout_ms: the deadline of every wait in milliseconds; 0: 300 000.
-        staging_bytes: the largest staging memory of a rank; 0: as much as full speed needs.
+        native: in processes that mpirun started: "world", a communicator of mpi4py, or the address
+            of an MPI_Comm.  The backend mpi sends over this communicator.  Without a mesh and
+            without bootstrap=, its ranks are the ranks of the group, one for each process.
+        timeout_ms: the time limit of every wait for another rank in ms; 0: 300,000.
+        staging_bytes: the largest size of a rank's staging memory; 0: the size for full speed.
         backend: on GPUs "p2p" (one host), "hosts" (several), or "gpu" (p2p if all ranks are on one
             host, else hosts); None: the environment variable EPIC_BACKEND if it names a backend for
             GPUs, else "gpu".  On CPUs None: the core chooses.
-        max_sms: the largest number of SMs that a call uses; 0: the core's default.
-        max_top_k: the largest top_k of the group's layers; 0: 64.  With "hosts" less needs less
-            memory.
-        command_buffers: False keeps XLA from putting the calls into its CUDA graphs.
+        max_sms: the largest number of SMs that a call uses on a GPU; 0: the core chooses.
+        max_top_k: the largest top_k of the group's layers; 0: 64.  A smaller value saves memory
+            with backend "hosts".
+        command_buffers: whether XLA may put the calls into its CUDA graphs.
 
     Returns:
-        Group: a static value that names the group, equal in all processes.
+        Group: a static value that identifies the group, equal in all processes.
 
     Raises:
         EpicArgumentError: an argument is wrong.
-        EpicError: the group could not be opened; `code` has the reason, for example EPIC_ETIMEOUT
+        EpicError: the group could not be opened.  `code` is the reason, for example EPIC_ETIMEOUT
             if a process did not join.
 
     Example:
@@ -432,7 +438,7 @@ def open(
 def open_members(
     group: Group, members: list[Member], bootstrap: Tcp | Exchange | Bootstrap | None, config: Any
 ) -> None:
-    """Open all members of this process at once, and add them to the handlers' table."""
+    """Open all members of this process at the same time, and register them with the handlers."""
     if not members:
         return
     timeout_ms = config.timeout_ms or DEFAULT_TIMEOUT_MS
@@ -465,17 +471,15 @@ def open_members(
 
 
 def close(group: Group) -> None:
-    """Close the members of this process after their operations in flight.
+    """Close the group in this process, after its operations in flight.  Closing twice is allowed.
 
-    Closing twice is allowed.
+    You may open a group again under this name, and run programs that were compiled before.  On
+    GPUs with command buffers JAX then compiles all programs again, because XLA's graphs refer to
+    memory of the closed context.
 
-    The group may be opened again under its name, also for programs that were compiled before.  On
-    GPUs with command buffers all programs are compiled again, because XLA's graphs refer to memory
-    of the closed context.
-
-    Wait for the results of the last program first (`jax.block_until_ready`).  If one device no
-    longer finds its member while another waits in an XLA collective, XLA ends the process.  close()
-    itself waits for all arrays that are alive.
+    First wait for the results of the last program (`jax.block_until_ready`).  close() itself waits
+    only for arrays that are alive.  If a device no longer finds its context while another device
+    waits in a collective of XLA, XLA ends the process.
 
     Args:
         group: the group.
@@ -506,7 +510,13 @@ def close_all() -> None:
 
 
 def abort_groups(why: str, names: Sequence[str] | None = None) -> None:
-    """Notify the peers of these groups (None: of all) that this process will make no more calls."""
+    """Report to the peers that this process makes no more calls.
+
+    Args:
+        why: the reason, for the peers' error texts.
+        names: the names of the groups; None: all groups.
+
+    """
     with lock:
         for name in open_groups if names is None else names:
             for context in open_groups[name].contexts.values():
@@ -514,7 +524,7 @@ def abort_groups(why: str, names: Sequence[str] | None = None) -> None:
 
 
 def wait_for_live_arrays() -> None:
-    """Wait for the programs whose results are alive; ignore errors, which their owners get."""
+    """Wait for all arrays that are alive; ignore errors, which users of the arrays get."""
     for array in jax.live_arrays():
         with contextlib.suppress(Exception):
             array.block_until_ready()
@@ -523,14 +533,14 @@ def wait_for_live_arrays() -> None:
 def check(group: Group) -> None:
     """Raise the error that broke the group, if there is one.
 
-    On GPUs also raise an error in the data (such as an expert id out of range) of an operation that
-    has ended since the last check: once, on every rank.
+    On GPUs it also raises an error in the data, such as an expert id out of range, of an operation
+    that has finished since the last check.  It raises such an error once, on every rank.
 
     Args:
         group: the group.
 
     Raises:
-        EpicError: the error; `code` has its name.
+        EpicError: the error; `code` is its name.
 
     """
     check_kind("group", group, Group)
@@ -545,7 +555,7 @@ def check(group: Group) -> None:
 
 
 def contexts_of(group: Group) -> Iterator[int]:
-    """Yield the contexts of this process."""
+    """Yield the contexts of a group in this process; raise an error if it is not open."""
     state = open_groups.get(group.name)
     if state is None:
         raise EpicError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""libepic_jax.so: loads it and registers its handlers with XLA, once in a process."""
+"""Loads libepic_jax.so and registers its handlers with XLA, once in each process."""
 
 import ctypes
 import functools
@@ -10,6 +10,7 @@ import jax
 from epic import _native
 from epic.words import WORDS
 
+# The handlers of collective calls, and of calls in which no other rank takes part.
 COLLECTIVES = (
     "plan plan_dispatch dispatch dispatch_flat dispatch_quantized dispatch_flat_quantized "
     "dispatch_scaled dispatch_flat_scaled dispatch_backward combine combine_backward "
@@ -19,7 +20,7 @@ LOCAL = (
     "router router_backward balance_loss balance_loss_backward z_loss z_loss_backward "
     "experts experts_backward keep"
 ).split()
-NO_GRAPH = "_no_graph"  # suffix of handlers that XLA keeps out of its command buffers
+NO_GRAPH = "_no_graph"  # suffix of handlers that XLA does not put into command buffers
 TARGETS = tuple(
     f"epic_{name}" for name in [*COLLECTIVES, *LOCAL, *(name + NO_GRAPH for name in COLLECTIVES)]
 )
@@ -53,7 +54,8 @@ def load_handlers() -> ctypes.CDLL:
 
     for name in COLLECTIVES + LOCAL:
         register(name, f"epic_jax_{name}", "cpu")
-    for name in COLLECTIVES + LOCAL:  # JAX accepts these names also in processes without CUDA
+    # JAX accepts handlers for CUDA also in a process without CUDA.
+    for name in COLLECTIVES + LOCAL:
         register(name, f"epic_jax_cuda_{name}", "CUDA")
     for name in COLLECTIVES:
         register(name + NO_GRAPH, f"epic_jax_no_graph_{name}", "CUDA")

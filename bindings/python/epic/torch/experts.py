@@ -326,7 +326,8 @@ def experts(
         weights: Parameters of the local experts.
         slot_weights: [slots] float32 with weighting "early" or "input"; None with "late".
         group: For rows on a GPU, a group on that GPU. For rows on the CPU None is enough.
-        max_sms: On GPUs the largest number of SMs of this call and its gradient; 0: the group's.
+        max_sms: On GPUs the largest number of SMs of this call and its gradient; 0: all SMs, even
+            if the group has a limit.
         out: Tensor with the shape of rows, into which the function writes. It returns this tensor,
             without a gradient.
 
