@@ -17,11 +17,11 @@ from epic.jax.layer_args import MoeOut, MoeWeights, Routing
 from epic.options import Layer, field_names
 
 TUPLES = (MoeWeights, MoeOut, Routing, ExpertWeights)
-NUMBERS = ("token_dims", "capacity", "max_sms", "hidden_axis")  # of PlanSpec, as they are in JSON
+NUMBERS = ("token_dims", "capacity", "max_sms", "hidden_axis")  # fields of PlanSpec that JSON has
 
 
 def write_axes(axes: Any) -> Any:
-    """Return a PartitionSpec or a tuple of axes as lists, with its kind."""
+    """Return a PartitionSpec or a tuple of axes as values of JSON; None for None."""
     if axes is None:
         return None
     parts = [part if part is None or isinstance(part, str) else list(part) for part in axes]
@@ -29,7 +29,7 @@ def write_axes(axes: Any) -> Any:
 
 
 def read_axes(found: Any) -> Any:
-    """Return what write_axes() wrote."""
+    """Return the axes that write_axes() wrote."""
     if found is None:
         return None
     parts = [tuple(part) if isinstance(part, list) else part for part in found["parts"]]
@@ -47,7 +47,7 @@ def write_mesh(mesh: Mesh | None) -> Any:
 
 
 def read_mesh(found: Any, platform: str) -> Mesh | None:
-    """Return the mesh that write_mesh() wrote; None if its devices are not here."""
+    """Return the mesh that write_mesh() wrote; None if this process does not have its devices."""
     if found is None:
         return None
     here = {device.id: device for device in jax.devices(platform)}

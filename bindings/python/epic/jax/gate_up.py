@@ -14,18 +14,19 @@ from epic.jax.arrays import ANY_ROWS, FLOATS, as_array, check_kind
 from epic.jax.layer_args import MoeWeights
 from epic.options import check_choice
 
-GATE_BIASES = {"logits": "b_gate", "choice": "bias"}
+GATE_BIASES = {"logits": "b_gate", "choice": "bias"}  # the field of MoeWeights for each gate_bias
 
 
 def merge_gate_up(gate: Any, up: Any, *, interleaved: bool = False) -> Any:
-    """Return gate and up columns as one array, as `MoeWeights.w_gate_up` has them.
+    """Merge the columns of gate and up into one array, as in `MoeWeights.w_gate_up`.
 
-    It also merges biases.  Differentiable.
+    It also merges biases, for `MoeWeights.b_gate_up`.  It is differentiable.
 
     Args:
         gate: [..., inner] any float dtype.
         up: [..., inner], shape and dtype of gate.
-        interleaved: as in `Experts`: False: gate columns come first.  True: columns alternate.
+        interleaved: as in `Experts`.  False: all columns of gate come first.  True: the columns of
+            gate and up alternate.
 
     Returns:
         [..., 2 * inner].
@@ -49,7 +50,7 @@ def merge_gate_up(gate: Any, up: Any, *, interleaved: bool = False) -> Any:
 
 
 def split_gate_up(w_gate_up: Any, *, interleaved: bool = False) -> tuple[Any, Any]:
-    """Return the gate and the up columns of a weight or bias; the inverse of `merge_gate_up`.
+    """Return gate and up columns of a weight or bias separately; the inverse of `merge_gate_up`.
 
     Args:
         w_gate_up: [..., 2 * inner] any float dtype.
@@ -74,7 +75,7 @@ def split_gate_up(w_gate_up: Any, *, interleaved: bool = False) -> tuple[Any, An
 
 
 def merged(params: Mapping[str, Any], names: tuple[str, str], interleaved: bool) -> Any:
-    """Return two of the parameters merged; None if both are absent."""
+    """Return the merged parameters with these two names; None if both are absent."""
     found = [params.get(name) for name in names]
     if found[0] is None and found[1] is None:
         return None
@@ -85,7 +86,7 @@ def merged(params: Mapping[str, Any], names: tuple[str, str], interleaved: bool)
 
 
 def require(params: Mapping[str, Any], name: str) -> Any:
-    """Return a parameter after checking that it is there."""
+    """Return a parameter; raise an error if it is missing."""
     if name not in params:
         names = ", ".join(map(str, params))
         raise EpicArgumentError(f"params has no {name!r}: its names are {names}")
@@ -97,16 +98,16 @@ def from_maxtext(
 ) -> MoeWeights:
     """Return the parameters of a MaxText MoE block of one layer as MoeWeights.
 
-    Differentiable, so that parameters may keep MaxText's names while they are trained.
+    It is differentiable.  So a program can train the parameters under MaxText's names.
 
     Args:
         params: the block's parameters by name: "gate" with "kernel" [hidden, E] and "bias" [E] or
             none; "wi_0" and "wi_1" [experts, hidden, inner], "wo" [experts, inner, hidden]; and
-            "wi_0_bias", "wi_1_bias", "wo_bias" or none.  Of a block with a shared expert: these as
-            "MoeBlock_0", and "shared_experts" with "wi_0", "wi_1" and "wo", each with "kernel".
-        interleaved: the layout of the result: `Experts.interleaved` of the layer.
-        gate_bias: what "bias" of "gate" is: "logits": added to the logits (gpt-oss); "choice": for
-            the choice of experts only (DeepSeek).
+            "wi_0_bias", "wi_1_bias", "wo_bias" or none.  In a block with a shared expert these are
+            in "MoeBlock_0", and "shared_experts" has "wi_0", "wi_1" and "wo", each with "kernel".
+        interleaved: the value of `Experts.interleaved` of the layer.
+        gate_bias: the meaning of "bias" in "gate".  "logits": it is added to the logits (gpt-oss).
+            "choice": it is used only to choose experts (DeepSeek).
 
     Returns:
         MoeWeights: the weights.
@@ -144,7 +145,7 @@ def to_maxtext(
     Args:
         weights: the weights, gated, in float dtypes.
         interleaved: `Experts.interleaved` of the layer.
-        gate_bias: which bias becomes "bias" of "gate": "logits": b_gate; "choice": bias.
+        gate_bias: which field becomes "bias" in "gate".  "logits": b_gate.  "choice": bias.
 
     Returns:
         The parameters by name, as `from_maxtext` takes them; absent biases are left out.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products for `grouped_gemm=`: rows [slots, k] of slabs times [experts, k, n].
+"""Grouped products of JAX for `grouped_gemm=`, on GPUs.
 
-Without `grouped_gemm=` the layer uses the core's products.  These are JAX's products on GPUs;
-docs/lab/benchmarks.md has the figures.  They leave rows past the last slab undefined, and nothing
-in EPIC reads those rows.
+A grouped product multiplies the rows [slots, k] of each slab by the weight of its expert, [experts,
+k, n].  Without `grouped_gemm=` a layer uses the core's products.  docs/lab/benchmarks.md compares
+both.  The products of this module leave rows past the last slab undefined.  EPIC does not read
+these rows.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ ragged_dot: GroupedGemm = jax.lax.ragged_dot
 
 @cache
 def load_slab_kernels() -> Any:
-    """Return the module with the kernels for Hopper; None if this JAX lacks what they need."""
+    """Return epic.jax.slabs, the kernels for Hopper GPUs; None if this JAX cannot import it."""
     try:
         from epic.jax import slabs as module
     except ImportError:
@@ -40,7 +41,7 @@ def with_varying_axes(function: Any, *operands: Any) -> Any:
 
 @jax.custom_vjp
 def mosaic_gemm(x: Any, w: Any, sizes: Any) -> Any:
-    """Multiply with epic.jax.slabs; sizes are multiples of its tiles."""
+    """Multiply with the kernels of epic.jax.slabs; all sizes must be multiples of their TILE."""
     return with_varying_axes(load_slab_kernels().rows_by_weights, x, w, sizes)
 
 
@@ -64,7 +65,7 @@ mosaic_gemm.defvjp(mosaic_gemm_forward, mosaic_gemm_backward)
 
 
 def fits_kernels(alignment: int, x: Any, w: Any) -> bool:
-    """Return whether the kernels can multiply these, forward and backward."""
+    """Return whether the kernels for Hopper support a product of x and w, and its gradients."""
     if (
         load_slab_kernels() is None
         or x.dtype != w.dtype
@@ -86,7 +87,7 @@ def best(alignment: int) -> GroupedGemm:
     """Return the fastest grouped product for slabs that begin at multiples of the alignment.
 
     Args:
-        alignment: `Layer.alignment`; multiples of 128 allow the kernels for Hopper.
+        alignment: `Layer.alignment`.  The kernels for Hopper GPUs need a multiple of 128.
 
     Returns:
         A function for `grouped_gemm=`: (rows [slots, k], weights [experts, k, n], sizes [experts])

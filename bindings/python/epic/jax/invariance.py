@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""check_invariance: whether the bits of a token depend on its batch or its device."""
+"""check_invariance: checks whether the bits of a token depend on its batch or its device."""
 
 from dataclasses import replace
 from typing import Any
@@ -34,7 +34,7 @@ def bits_of(x: Any) -> np.ndarray:
 
 
 class Probe:
-    """Runs the stages of a layer on tokens of the pool."""
+    """A function that runs the stages of a layer on tokens of a pool (see epic.invariance)."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Probe:
         grouped_gemm: Any,
     ) -> None:
         self.mesh, self.group, self.weights, self.grouped_gemm = mesh, group, weights, grouped_gemm
-        # Gradients of losses depend on all tokens.
+        # No losses, because their gradients depend on all tokens.
         self.options = replace(options, balance_coeff=0.0, z_coeff=0.0, sequence_tokens=0)
         rows, gradients = draw_pool(most, options.experts.hidden)
         self.pool, self.gradients = jnp.asarray(rows, dtype), jnp.asarray(gradients, dtype)
@@ -73,26 +73,30 @@ class Probe:
         return out, routing, pull(ct)[0]
 
     def run_gate(self, x: Any, ids: Any, weights: Any) -> Any:
-        """Return logits: the weights of forced ids, if the score is the logit itself."""
+        """Return the logits of the columns in ids.
+
+        The layer does not return its logits.  But with the score "logits", the weights of forced
+        ids are the logits of these ids.
+        """
         own = self.options.router
         router = Router(own.num_experts, own.top_k, score="logits", zero_experts=own.zero_experts)
         options = replace(self.options, router=router)
         return self.run(options, x, weights, forced=ids, return_routing=True).routing.weights
 
     def run_travel(self, x: Any, ids: Any) -> Any:
-        """Send rows to an expert and back."""
+        """Return the rows x after they were sent to the experts in ids and back."""
         plan, rows, _ = sharded.plan_dispatch(self.mesh, self.group, self.options.layer, ids, x)
         return sharded.combine(self.mesh, plan, rows)
 
     def run_one_expert(self, x: Any, ids: Any, weights: Any) -> Any:
-        """Return the results of one expert for each token, with weight 1."""
+        """Return the result of one expert for each token, with weight 1."""
         options = replace(self.options, shared=None)
         plain = weights._replace(**dict.fromkeys(SHARED))
         ones = jnp.ones(ids.shape, self.weights.w_gate.dtype)
         return self.run(options, x, plain, forced=(ids, ones)).out
 
     def __call__(self, tokens: np.ndarray) -> Rows:
-        """Return the bits of all stages for a batch."""
+        """Return the bits of all stages for a batch; tokens: numbers of tokens in the pool."""
         x, ct, router = self.pool[tokens], self.gradients[tokens], self.options.router
         out, routing, d_x = self.layer(x, ct, self.weights)
         own = routing.topk_idx.at[:, 1:].set(-1)
@@ -121,13 +125,13 @@ def check_invariance(
 ) -> InvarianceReport:
     """Check whether the bits of a token depend on its batch or its device.
 
-    Runs the layer on random batches of 1, 2, 7, 32, 100, 1000, 4096 and max_tokens tokens of each
-    device, if the group allows so many.  The batches contain the same 64 tokens, in other numbers
-    and order.  Compares the bits of every stage of each token.  A layer with
+    Runs the layer on batches of 1, 2, 7, 32, 100, 1000, 4096 and max_tokens tokens on each device,
+    except those larger than max_tokens.  All batches draw their tokens at random from the same 64
+    tokens.  The check compares the bits of each token in every stage of the layer.  A layer with
     `Moe.of(..., invariant=True)` has no differences.  Call it outside of `jax.jit`.
 
     Args:
-        mesh: the mesh that the group was opened with; all its devices are of this process.
+        mesh: the mesh that the group was opened with.  All its devices must be of this process.
         group: the group.
         options: the layer, without replicas.
         weights: global arrays, as for `epic.jax.sharded.moe`.

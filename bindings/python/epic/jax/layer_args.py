@@ -23,22 +23,24 @@ from epic.options import Experts, Moe, Router
 
 
 class MoeWeights(NamedTuple):
-    """Weights of a layer, as one device holds them.
+    """Weights of a layer.
 
-    In `epic.jax.moe` the experts' arrays have the experts of this device; in `epic.jax.sharded.moe`
-    they have all experts.  E is the number of router columns, num_experts + zero_experts.  width is
-    2 * inner (gate columns, then up columns; `Experts.interleaved`: alternating), or inner for
-    ungated experts. All weights of experts and of the shared expert have one dtype: float32,
-    bfloat16, float16, or float64 with float64 rows.
+    In `epic.jax.moe` the arrays of experts have the experts of this device.  In
+    `epic.jax.sharded.moe` they have all experts.
+
+    E is the number of columns of the router, num_experts + zero_experts.  width is 2 * inner: the
+    columns of gate, then those of up; with `Experts.interleaved` they alternate.  For ungated
+    experts width is inner.  All weights of experts and of the shared expert have one dtype:
+    float32, bfloat16, float16, or float64 with float64 rows.
 
     Attributes:
-        w_gate: [hidden, E] any float dtype: the router's weight; converted to float32 (float64
-            rows: float64), in which the router computes.
+        w_gate: [hidden, E] any float dtype: the weight of the router, which converts it to float32
+            (float64 with float64 rows) and computes in this dtype.
         w_gate_up: [experts, hidden, width]: gate and up projections.
         w_down: [experts, inner, hidden]: down projections.
-        b_gate: [E] any float dtype or None: added to the logits.
-        bias: [E] float32 or None: added to the scores for the choice of experts only; it has no
-            gradient, `bias_update` changes it.
+        b_gate: [E] any float dtype, or None: added to the logits.
+        bias: [E] float32, or None: added to the scores only to choose experts.  It has no gradient;
+            `bias_update` changes it.
         b_gate_up: [experts, width] or None.
         b_down: [experts, hidden] or None.
         shared_gate_up: [1, hidden, shared width] or None: the shared expert of `Moe.shared`.
@@ -46,7 +48,7 @@ class MoeWeights(NamedTuple):
         shared_b_gate_up: [1, shared width] or None.
         shared_b_down: [1, hidden] or None.
         w_gate_up_scales: scales of weights in e4m3, as `scaled` makes them; else None.
-        w_down_scales: as w_gate_up_scales.
+        w_down_scales: scales of weights in e4m3, as `scaled` makes them; else None.
 
     """
 
@@ -85,11 +87,12 @@ class MoeOut(NamedTuple):
     Attributes:
         out: [..., hidden], shape and dtype of x.
         loss: [] float32: this device's part of the balance loss and z-loss.
-        load: [num_experts] int32: choices of each expert over the group, before any is dropped.
-        demand: [1] int32: slots that all choices of this rank's experts would take.
-        logical_load: [num_logical] int32: choices of each logical expert; None without replicas.
-        record: the plan of the layer, for `read_plan` outside of the program: what happened to each
-            choice.
+        load: [num_experts] int32: number of choices of each expert over the whole group, before any
+            choice is dropped.
+        demand: [1] int32: number of slots that all choices of this rank's experts would need.
+        logical_load: [num_logical] int32: load of each logical expert; None without replicas.
+        record: the plan of the layer.  Return it from the program and pass it to `read_plan`, which
+            shows the fate of each choice.
         routing: with return_routing the `Routing` that the layer used, without a gradient; else
             None.
 
@@ -105,11 +108,11 @@ class MoeOut(NamedTuple):
 
     @property
     def load_of_ids(self) -> Any:
-        """Load of the experts, or with replicas of the logical experts that the router chooses."""
+        """The load of the ids that the router chooses: logical_load with replicas, else load."""
         return self.load if self.logical_load is None else self.logical_load
 
 
-# Number of these arrays: token_ids, table, rank_of_expert, logical_of_expert, forced ids.
+# The number of arrays token_ids, table, rank_of_expert, logical_of_expert and forced ids.
 NUM_TABLES = 5
 
 # The order of the weights in the handlers' arguments.
@@ -131,9 +134,9 @@ def expert_weights_of(weights: MoeWeights, prefix: str = "") -> ExpertWeights:
 
 
 def as_forced(router: Router, forced: Any, x: Any) -> tuple[Any, Any]:
-    """Return forced ids [num_tokens, top_k] int32 and their weights or None, checked.
+    """Return forced ids [num_tokens, top_k] int32 and their weights or None, after checking them.
 
-    x: The tokens [..., hidden] that they belong to.
+    x: the tokens [..., hidden] that the ids belong to.
     """
     if forced is None:
         return None, None
@@ -147,9 +150,10 @@ def as_forced(router: Router, forced: Any, x: Any) -> tuple[Any, Any]:
 
 
 def promise_distinct(options: Moe, *given: Any) -> Moe:
-    """Return the options with distinct=True: a router chooses no expert twice.
+    """Return the options with distinct=True, because a router chooses no expert twice for a token.
 
-    A table and forced ids may, so with one of them in `given` the options stay as they are.
+    given: the table and the forced ids of the caller, or None.  They may contain an expert twice,
+    so with one of them the options stay unchanged.
     """
     if any(ids is not None for ids in given) or options.layer.distinct:
         return options
@@ -157,7 +161,7 @@ def promise_distinct(options: Moe, *given: Any) -> Moe:
 
 
 def complete_options(group: Group, options: Moe, x: Any, weights: MoeWeights) -> Moe:
-    """Return the options with the dtypes of the arrays and the capacity as a number."""
+    """Fill in the dtypes of the arrays, and the capacity as a number."""
     experts = fill_dtypes(options.experts, x, weights.w_gate_up)
     shared = options.shared and replace(
         options.shared, row_type=x.dtype.name, weight_type=weights.shared_gate_up.dtype.name
@@ -167,7 +171,7 @@ def complete_options(group: Group, options: Moe, x: Any, weights: MoeWeights) ->
 
 
 def check_parts(options: Moe, weights: MoeWeights) -> None:
-    """Refuse objects of other classes, and a shared expert in only one of options and weights."""
+    """Raise an error for arguments of wrong classes, or if only one of them has a shared expert."""
     check_kind("options", options, Moe)
     check_kind("weights", weights, MoeWeights)
     if (options.shared is None) != (weights.shared_gate_up is None):
@@ -181,7 +185,7 @@ def check_parts(options: Moe, weights: MoeWeights) -> None:
 
 
 def refuse_unused(name: str, value: Any, why: str) -> None:
-    """Refuse an argument that would not be used."""
+    """Raise an error for an argument that would not be used, if it is not None."""
     if value is not None:
         raise EpicArgumentError(f"{name} is given and {why}: must be None")
 
@@ -189,9 +193,9 @@ def refuse_unused(name: str, value: Any, why: str) -> None:
 def check_weights_of_layer(
     router: Router, experts: Experts, shared: Experts | None, x: Any, weights: MoeWeights
 ) -> None:
-    """Refuse weights of wrong shapes or dtypes.
+    """Raise an error for weights with wrong shapes or dtypes.
 
-    The router's weights may have any float dtype; the others must agree in one.
+    Weights of the router may have any float dtype.  All other weights must have one dtype.
     """
     columns = routing.columns_of(router)
     check_array("w_gate", weights.w_gate, FLOATS, (("hidden", experts.hidden), columns))
@@ -201,13 +205,17 @@ def check_weights_of_layer(
             check_array(name, vector, FLOATS, [columns])
     check_weights(experts, expert_weights_of(weights), x)
     if shared is not None:
-        is_free = e4m3.uses_e4m3(experts, weights.w_gate_up)  # the experts' type is no float type
+        # The shared expert has the dtype of the experts, unless these are e4m3.
+        is_free = e4m3.uses_e4m3(experts, weights.w_gate_up)
         like = weights.shared_gate_up if is_free else weights.w_gate_up
         check_weights(shared, expert_weights_of(weights, "shared_"), x, "shared_", like)
 
 
 def as_weights_of_layer(options: Moe, x: Any, weights: MoeWeights) -> MoeWeights:
-    """Return the weights as arrays, checked, the router's in the dtype in which it computes."""
+    """Return the weights as arrays, after checking them.
+
+    Those of the router get the dtype in which it computes.
+    """
     check_weights_of_layer(options.router, options.experts, options.shared, x, weights)
     found = {n: jnp.asarray(w) for n, w in weights._asdict().items() if w is not None}
     for name in {"w_gate", "b_gate"} & set(found):
@@ -216,9 +224,9 @@ def as_weights_of_layer(options: Moe, x: Any, weights: MoeWeights) -> MoeWeights
 
 
 def check_experts(group: Group, options: Moe, rank_of_expert: Any) -> None:
-    """Refuse weights of fewer experts than a rank owns.
+    """Raise an error for weights of too few or too many experts.
 
-    The core checks a traced rank_of_expert when the program runs.
+    If rank_of_expert is traced, only the core can check this, when the program runs.
     """
     local, layer = options.experts.num_local_experts, options.layer
     if isinstance(rank_of_expert, jax.core.Tracer):
@@ -232,7 +240,7 @@ def check_experts(group: Group, options: Moe, rank_of_expert: Any) -> None:
 
 
 def check_tokens(group: Group, options: Moe, num_tokens: int) -> None:
-    """Refuse a number of tokens that the group or the options do not allow."""
+    """Raise an error for a number of tokens that the group or the options do not allow."""
     if num_tokens > group.max_tokens:
         raise EpicArgumentError(
             f"x has {num_tokens} tokens: must be at most {group.max_tokens}, the max_tokens of "
@@ -245,11 +253,18 @@ def check_tokens(group: Group, options: Moe, num_tokens: int) -> None:
 def place_experts(
     group: Group, options: Moe, weights: MoeWeights, given: Any
 ) -> tuple[Moe, MoeWeights, Any]:
-    """Count the experts of this rank.
+    """Select the experts of this rank.
+
+    Args:
+        group: the group.
+        options: the options of the layer.
+        weights: the weights of this rank's experts; or of all experts, if the number of ranks does
+            not divide the number of experts.
+        given: rank_of_expert, or None.
 
     Returns:
-        The options with num_local_experts, the weights of this rank's experts (if those of all
-        came), and rank_of_expert for the core.
+        The options with num_local_experts, the weights of this rank's experts, and rank_of_expert
+        for the core.
 
     """
     layer = options.layer

@@ -37,8 +37,9 @@ class MoEBlock(nn.Module):
         group: the group.
         options: the options of the layer.
         biases: which biases the block has.
-        bias_rate: above 0: a bias for the choice of experts, "expert_bias" in the collection "moe",
-            follows the load by steps of this size whenever the collection is mutable.
+        bias_rate: the size of a step of the bias for the choice of experts, "expert_bias" in the
+            collection "moe".  Each call moves the bias towards an even load, if the collection is
+            mutable.  0: there is no such bias.
         dtype: the dtype in which rows are computed; None: that of x.
         param_dtype: the dtype of the parameters.
         token_axes: see `epic.jax.sharded.moe`.
@@ -47,8 +48,9 @@ class MoEBlock(nn.Module):
         loss_axes: see `epic.jax.moe`.
         grouped_gemm: see `epic.jax.moe`.
         kernel_init: the initializer of the experts' weights; None: variance 1 / fan-in.
-        axis_names: logical axes for some parameters, in place of MaxText's.
-        logical_of_expert: see `epic.jax.moe`; replicas begin with equal values and stay equal.
+        axis_names: logical axes of some parameters, which replace those of MaxText.
+        logical_of_expert: see `epic.jax.moe`.  Replicas have equal values at the beginning, and
+            their values stay equal.
 
     """
 
@@ -108,7 +110,8 @@ class MoEBlock(nn.Module):
         if self.bias_rate:
             shape = (self.options.layer.num_ids,)
             bias = self.variable("moe", "expert_bias", jnp.zeros, shape, jnp.float32)
-        if self.is_initializing():  # init() makes no call of EPIC, so the batch may have any size
+        # init() does not call EPIC, so its batch may have any size.
+        if self.is_initializing():
             return x if self.dtype is None else x.astype(self.dtype), jnp.zeros((), jnp.float32)
         records = self.is_mutable_collection("routing")
         if forced is None and not records and self.has_variable("routing", "topk_idx"):

@@ -21,7 +21,7 @@ __all__ = ["Biases", "ExpertBias", "MoEBlock", "Routed", "logical_rules"]
 
 
 class ExpertBias(nnx.Variable):
-    """A bias for the choice of experts.  It is no parameter: it follows the load."""
+    """A bias for the choice of experts.  It is no parameter; the load of the experts changes it."""
 
 
 class Routed(nnx.Variable):
@@ -49,9 +49,10 @@ class MoEBlock(nnx.Module):
         options: the options of the layer.
         rngs: the random numbers of the initializers.
         biases: which biases the block has.
-        bias_rate: above 0: an ExpertBias follows the load by steps of this size at every call while
-            `update_bias` is true and the module trains.  model.eval() sets `deterministic`, and
-            model.train() clears it.
+        bias_rate: the size of a step of the bias for the choice of experts, an ExpertBias.  Each
+            call moves the bias towards an even load, while `update_bias` is True and
+            `deterministic` is False.  model.eval() sets `deterministic`, and model.train() clears
+            it.  0: there is no such bias.
         dtype: the dtype in which rows are computed; None: that of x.
         param_dtype: the dtype of the parameters.
         token_axes: see `epic.jax.sharded.moe`.
@@ -60,8 +61,9 @@ class MoEBlock(nnx.Module):
         loss_axes: see `epic.jax.moe`.
         grouped_gemm: see `epic.jax.moe`.
         kernel_init: the initializer of the experts' weights; None: variance 1 / fan-in.
-        axis_names: logical axes for some parameters, in place of MaxText's.
-        logical_of_expert: see `epic.jax.moe`; replicas begin with equal values and stay equal.
+        axis_names: logical axes of some parameters, which replace those of MaxText.
+        logical_of_expert: see `epic.jax.moe`.  Replicas have equal values at the beginning, and
+            their values stay equal.
 
     """
 
@@ -102,7 +104,7 @@ class MoEBlock(nnx.Module):
         def made(kind: Any, value: Any, names: block.Names) -> Any:
             """Return a variable in its sharding.
 
-            nnx itself would refuse rules that name an axis twice.
+            nnx itself raises an error for rules that contain a mesh axis twice.
             """
             value = block.constrain_sharding(value, block.parameter_sharding(mesh, names, rules))
             with nnx.use_eager_sharding(False):
