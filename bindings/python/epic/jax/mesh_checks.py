@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the mesh of a program with the mesh that its group was opened with.
 
-A program finds a group by its name, and the rank of a device by its own mesh.  Rows that are sent
-to a rank of another mesh would be wrong without an error.  So the two meshes are compared while
-tracing and while lowering, and the handlers compare them again at each call.
+A program finds a group by its name, and the rank of a device in the program's mesh.  If the mesh of
+the group has other ranks, rows would go to wrong ranks without an error.  So the two meshes are
+compared while JAX traces and lowers a program, and the handlers compare them again in each call.
 """
 
 import math
@@ -16,11 +16,11 @@ from epic.errors import EpicArgumentError
 from epic.jax.groups import Group
 from epic.jax.meshes import device_ids, devices_by_rank, show_axes, show_devices
 
-UNKNOWN = -1
+UNKNOWN = -1  # a rank that the handlers do not compare
 
 
 def check_mesh(group: Group, mesh: Any) -> None:
-    """Refuse a mesh whose devices are not those of the group, rank by rank."""
+    """Raise an error if the device of a rank in the mesh is not that in the group."""
     if not group.devices or not isinstance(mesh, jax.sharding.Mesh):
         return
     platform = mesh.devices.flat[0].platform
@@ -45,9 +45,10 @@ def check_mesh(group: Group, mesh: Any) -> None:
 
 
 def check_lowering(group: Group, context: Any) -> None:
-    """Check the mesh of the shard_map that is being compiled.
+    """Check the mesh of the shard_map that JAX is lowering.
 
-    The mesh is a private attribute of JAX.  If it is missing, only the handlers compare meshes.
+    The mesh is in a private attribute of JAX.  If a later JAX does not have it, only the handlers
+    compare the meshes.
     """
     mesh = getattr(getattr(context, "axis_context", None), "mesh", None)
     if group.num_ranks > 1 or set(group.axes) <= set(getattr(mesh, "axis_names", ())):
@@ -55,7 +56,7 @@ def check_lowering(group: Group, context: Any) -> None:
 
 
 def size_of_bound_axes(group: Group) -> int | None:
-    """Return the number of devices along the group's axes here; None outside of a shard_map."""
+    """Return the number of devices along the group's axes; None outside of a shard_map."""
     try:
         return math.prod(map(jax.lax.axis_size, group.axes))
     except NameError:
@@ -63,9 +64,9 @@ def size_of_bound_axes(group: Group) -> int | None:
 
 
 def takes_global_arrays(group: Group) -> bool:
-    """Return whether a call here is outside of any shard_map, on a mesh of several devices.
+    """Return whether the arrays of a call on the group are global arrays.
 
-    Its arrays are then those of all devices.
+    They are if the call is outside of any shard_map, and the group's mesh has several devices.
     """
     if group.mesh is None or group.mesh.size == 1:
         return False
@@ -74,7 +75,10 @@ def takes_global_arrays(group: Group) -> bool:
 
 
 def rank_without_mesh(group: Group) -> Any:
-    """Return this device's index in a shard_map over as many devices as the group has ranks."""
+    """Return this device's index, if it is in a shard_map over as many devices as ranks.
+
+    Otherwise, and on GPUs, returns UNKNOWN.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     axes = tuple(a for a in mesh.axis_names if a in getattr(mesh, "manual_axes", ()))
     if group.platform == "gpu" or not axes or math.prod(mesh.shape[a] for a in axes) == 1:
@@ -86,8 +90,8 @@ def rank_without_mesh(group: Group) -> Any:
 def rank_in_mesh(group: Group) -> Any:
     """Return this device's rank in the mesh of the program, an int32 scalar.
 
-    The handlers compare it with the rank in the group.  It is UNKNOWN on GPUs, where they could not
-    read it without waiting.
+    The handlers compare it with the rank in the group.  On GPUs it is UNKNOWN, because a handler
+    would have to wait to read it.
     """
     if not group.axes:
         return rank_without_mesh(group)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The devices of a mesh as a group sees them: by group and rank, as numbers, and as text.
+"""Lists the devices of a mesh by group and rank, and describes them as numbers and as text.
 
-Nothing here needs a Group: groups.py builds groups from these functions, and mesh_checks.py
-compares groups with the meshes of programs.
+This module does not import groups.py, which uses it to make groups.
 """
 
 import hashlib
@@ -20,7 +19,7 @@ MOST_TEXT = 200  # largest number of bytes of a list of devices; the handlers st
 
 
 def check_axes_in_mesh(mesh: jax.sharding.Mesh, argument: str, axes: tuple[str, ...]) -> None:
-    """Refuse axes that the mesh does not have."""
+    """Raise an error for axes that the mesh does not have; argument: the name of the argument."""
     for axis in axes:
         if axis not in mesh.axis_names:
             names = ", ".join(map(str, mesh.axis_names))
@@ -30,9 +29,9 @@ def check_axes_in_mesh(mesh: jax.sharding.Mesh, argument: str, axes: tuple[str, 
 
 
 def devices_by_rank(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> tuple[list[list[Any]], int]:
-    """Return the devices of each group by rank, and the number of ranks.
+    """Return a list of the devices of each group, in the order of ranks, and the number of ranks.
 
-    A group is all devices that share the other coordinates.
+    Devices form a group if all their mesh coordinates are equal, except those along `axes`.
     """
     check_axes_in_mesh(mesh, "axis", axes)
     if len(set(axes)) < len(axes):
@@ -56,10 +55,13 @@ def as_token_axes(mesh: jax.sharding.Mesh | None, given: Any) -> Any:
 
 
 def token_sizes(mesh: jax.sharding.Mesh | None, like: Any, token_axes: Any) -> tuple[int, int]:
-    """Return the tokens of a device and the bytes of a row, from the activations of all devices.
+    """Return the number of tokens of a device and the bytes of a row, from activations.
 
-    The activations are [B, ..., hidden], sharded over token_axes as in sharded.moe; without a mesh
-    they are those of this device.
+    Args:
+        mesh: the mesh, or None.
+        like: activations [B, ..., hidden] of all devices.  Without a mesh those of this device.
+        token_axes: how they are sharded, as in sharded.moe.
+
     """
     if not hasattr(like, "shape") or not hasattr(like, "dtype"):
         raise EpicArgumentError(
@@ -84,21 +86,22 @@ def token_sizes(mesh: jax.sharding.Mesh | None, like: Any, token_axes: Any) -> t
 
 
 def device_ids(groups: list[list[Any]]) -> DeviceRows:
-    """Return the devices' ids, which are equal in every process."""
+    """Return the ids of the devices; a device has one id in all processes."""
     return tuple(tuple(device.id for device in group) for group in groups)
 
 
 def show_devices(row: tuple[int, ...]) -> str:
-    """Return the ids as text: [0 1 2 3], cut if there are many."""
+    """Return the ids as text for an error, such as [0 1 2 3]; at most 16 of them."""
     most = 16
     more = f" and {len(row) - most} more" if len(row) > most else ""
     return "[" + " ".join(map(str, row[:most])) + more + "]"
 
 
 def describe_devices(devices: DeviceRows, num_ranks: int) -> str:
-    """Return all devices of a group's name as text, which the handlers compare and show.
+    """Return the devices of all groups with one name as text.
 
-    If the text is long, a digest replaces the rest.
+    The handlers compare this text, and print it in errors.  If it is long, a digest replaces its
+    end.
     """
     if not devices:
         return f"{num_ranks} ranks without a mesh"
@@ -111,5 +114,5 @@ def describe_devices(devices: DeviceRows, num_ranks: int) -> str:
 
 
 def show_axes(axes: tuple[str, ...]) -> str:
-    """Return the axes of a group as part of a sentence."""
+    """Return the axes of a group as text for an error."""
     return "axis " + repr(axes[0]) if len(axes) == 1 else f"axes {axes}"

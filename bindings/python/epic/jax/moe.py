@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole layer as one function with one gradient.
 
-The layer is the router, the plan, dispatch, the experts and combine.  Normally it is one call of
-the core forward and one backward.  With a token mask, with rows that travel in 8 bits and with
-`grouped_gemm=` (products of the caller) composed.py builds it from the single functions.
+The layer is router, plan, dispatch, experts and combine.  Forward is one call of the core, and
+backward is another one.  With a token mask, with rows that are sent in e4m3, or with
+`grouped_gemm=`, the layer is *composed*: it calls the functions of these steps one after the other
+(composed.py).
 """
 
 from collections.abc import Sequence
@@ -72,7 +73,7 @@ from epic.options import Moe, check_invariant_call
 
 @dataclass(frozen=True)
 class LayerStatic:
-    """Static facts of a layer's forward and backward call.
+    """The static arguments of a layer's forward and backward call.
 
     Attributes:
         group: the group.
@@ -85,7 +86,7 @@ class LayerStatic:
 
     group: Group
     options: Moe
-    is_loss_by_caller: bool = False  # loss_axes: layer_losses() computes the losses
+    is_loss_by_caller: bool = False
     max_sms: int = 0
     with_routing: bool = False
 
@@ -108,12 +109,12 @@ def run_layer(
     """Run the layer on checked arrays, with a gradient.
 
     Args:
-        static: the static facts.
+        static: the static arguments.
         x: [num_tokens, hidden].
-        weights: arrays of this device.
+        weights: the weights of this device.
         forced_weights: [num_tokens, top_k] or None: the weights of the forced ids.
-        ints: token_ids, table, rank_of_expert, logical_of_expert, forced ids, channel, then
-            ordering dependencies.
+        ints: token_ids, table, rank_of_expert, logical_of_expert, forced ids, channel, then the
+            arrays to wait for.
 
     Returns:
         out, loss [1], load, demand, logical_load or None, record, then ids and weights, or None
@@ -126,7 +127,7 @@ def run_layer(
 def run_layer_forward(
     static: LayerStatic, x: Any, weights: MoeWeights, forced_weights: Any, ints: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-    """Run the forward call; keep x, weights and what the core saves for the gradient."""
+    """Run the forward call; save its inputs, and the memory that the core saves for backward."""
     saved, workspace, _ = layer_memory(static)
     num_experts, num_logical = static.options.layer.num_experts, static.options.layer.num_logical
     results: list[ArraySpec | None] = [spec_of(x), ArraySpec((1,), jnp.float32)]
@@ -149,15 +150,15 @@ def run_layer_forward(
 
 
 def replace_experts(weights: MoeWeights, given: Sequence[Any]) -> MoeWeights:
-    """Return the weights with other experts, in the order of ExpertWeights."""
+    """Return weights with `given`, in the order of ExpertWeights, in place of those of experts."""
     return weights._replace(**ExpertWeights(*given)._asdict())
 
 
 def make_record(static: LayerStatic, x: Any, saved: Any, channel: Any) -> steps.Record:
     """Return the plan of a layer for read_plan().
 
-    The core writes its plan at the beginning of the saved memory.  The tail after it holds the
-    channel, as in a plan of plan().
+    The core writes the plan at the beginning of the saved memory.  This function adds the channel
+    after it, as in the bytes of a Plan.
     """
     layer, capacity = static.options.layer, static.options.capacity or 0
     spec = steps.PlanSpec(static.group, layer, x.shape[:-1], capacity, max_sms=static.max_sms)
@@ -179,9 +180,9 @@ def sum_expert_gradients(record: steps.Record, found: dict[str, Any]) -> dict[st
 def gradient_dtypes(static: LayerStatic, x: Any, weights: MoeWeights) -> dict[str, Any]:
     """Return the dtype of each gradient that the core writes, by weight name.
 
-    Gradients are float32 (float64 with float64 rows).  On GPUs those of the experts have the rows'
-    dtype if the weights have it too, except with replicas, whose gradients are summed over ranks
-    first.
+    Gradients are float32 (float64 with float64 rows).  There is one exception: on GPUs the
+    gradients of experts have the dtype of the rows, if the weights have it too.  With replicas they
+    are float32, because they are summed over replicas first.
     """
     of_experts = wide_dtype(x)
     if not static.options.layer.num_logical:
@@ -192,7 +193,7 @@ def gradient_dtypes(static: LayerStatic, x: Any, weights: MoeWeights) -> dict[st
 def run_layer_backward(
     static: LayerStatic, kept: Any, gradients: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Run the backward call; return each weight's gradient in the dtype of the weight."""
+    """Run the backward call; return each gradient in the dtype of its weight."""
     x, weights, forced_weights, ints, saved = kept
     given = weights
     if static.options.experts.weight_type == "e4m3":
@@ -239,9 +240,9 @@ FSDP_DIMENSION = {
 
 
 def gather_weights(group: Group, x: Any, weights: MoeWeights, axes: tuple[str, ...]) -> MoeWeights:
-    """Return the weights with all of hidden, gathered over the FSDP axes.
+    """Return the weights with all columns of hidden, gathered over the FSDP axes.
 
-    The gradient of each weight is reduced and scattered over these axes.
+    Backward sums the gradient of each weight over these axes, and scatters the sum over them.
     """
     e4m3.refuse_parts(weights, "fsdp_axes")
     parts = MoeWeights(*cast_all_varying(group, *weights, x)[:-1])
@@ -267,7 +268,7 @@ def loss_axes_of(group: Group, axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def as_token_mask(options: Moe, mask: Any, x: Any) -> Any:
-    """Return the mask as [num_tokens], checked; None stays None."""
+    """Return the mask as [num_tokens], after checking it; None for None."""
     if mask is None:
         return None
     mask = as_array("token_mask", mask, ("bool",), x.shape[:-1])
@@ -282,7 +283,7 @@ def as_token_mask(options: Moe, mask: Any, x: Any) -> Any:
 def run_core_layer(
     static: LayerStatic, x: Any, weights: MoeWeights, forced_weights: Any, ints: list[Any]
 ) -> tuple[Any, ...]:
-    """Return the results of run_layer()."""
+    """Mark all arrays as differing along the same mesh axes, and call run_layer()."""
     arrays = cast_all_varying(static.group, x, *weights, forced_weights, *ints)
     count = 1 + len(weights)
     whole, rest = MoeWeights(*arrays[1:count]), tuple(arrays[count + 1 :])
@@ -290,7 +291,7 @@ def run_core_layer(
 
 
 def as_routing(chosen: Any, weights: Any, x: Any) -> Routing:
-    """Return ids and weights [num_tokens, top_k] with the leading dimensions of x."""
+    """Return ids and weights [num_tokens, top_k] as a Routing with the leading dimensions of x."""
     shape = (*x.shape[:-1], chosen.shape[1])
     return Routing(chosen.reshape(shape), weights.reshape(shape))
 
@@ -321,11 +322,11 @@ def moe(
     """Run a Mixture-of-Experts layer on this device's tokens, with its experts on all ranks.
 
     Inside of a `jax.shard_map` over the group's mesh, arrays are those of one device.  Outside of a
-    shard_map, for example in a plain `jax.jit`, they are global, and the call is that of
+    shard_map, for example in a plain `jax.jit`, they are global.  The call is then a call of
     `epic.jax.sharded.moe` on the group's mesh, with its arguments and results.
 
-    It is differentiable in x and in all weights except `bias` (first order, reverse mode).  All
-    ranks must call it with equal options, which the ranks compare.
+    Collective: all ranks must call it with equal options.  The ranks compare them.  It is
+    differentiable in x and in all weights except `bias` (first order, reverse mode).
 
     Args:
         group: the group, as `epic.jax.open` returned it.
@@ -336,30 +337,32 @@ def moe(
         token_ids: [...] integers, with `table`: the id of each token.
         table: [rows, top_k] integers: the experts of each token id.  They replace the router's
             choice; the weights of the choices still come from the router's logits.
-        token_mask: [...] bool: False for padding tokens.  They choose no expert, return zeros, and
-            count neither in the load nor in the losses.
+        token_mask: [...] bool.  A token whose element is False (padding) has no expert, a result of
+            zeros, and no part in the load and in the losses.  None: all tokens count.
         forced: a `Routing`, (ids, weights) or ids alone: the experts of each token, which replace
-            the router's choice, as another run recorded them.  ids are [..., top_k] integers,
-            negative for no expert.  If weights is None, the router computes the weights from its
-            scores, and has gradients as always.  Otherwise weights [..., top_k] are used as they
-            are.  They have a gradient, and the router has only that of the losses.  The losses use
-            the router's scores and the load of the forced ids.  All ranks pass it, or none.
+            the router's choice, for example as another run recorded them.  ids are [..., top_k]
+            integers, negative for no expert.  If weights is None, the router computes the weights
+            from its scores, and gets its usual gradients.  Otherwise the layer uses weights [...,
+            top_k] unchanged.  They get a gradient, and the router gets only that of the losses.
+            The losses use the router's scores and the load of the forced ids.  All ranks pass it,
+            or none.
         return_routing: whether the result has a `Routing`: the ids and weights that the layer used.
-        rank_of_expert: [num_experts] integers: the rank that owns each expert.  None: contiguous
-            blocks, as equal as the numbers allow.
-        logical_of_expert: [num_experts] integers, with `Layer.num_logical`: the logical expert that
-            each expert is a replica of.  The gradients of replicas are summed, so equal weights
+        rank_of_expert: [num_experts] integers: the rank that owns each expert.  None: each rank
+            owns a contiguous block, and the sizes of blocks differ by at most one.
+        logical_of_expert: [num_experts] integers, with `Layer.num_logical`: the logical expert of
+            which each expert is a replica.  The gradients of replicas are summed, so equal weights
             stay equal.
         grouped_gemm: a function like `jax.lax.ragged_dot`, called with rows [slots, k], weights
             [experts, k, n] and sizes [experts], that returns [slots, n].  None: the core's
             products.
-        fsdp_axes: mesh axes over which the weights are sharded in hidden; they are gathered here.
-        tensor_axis: a mesh axis over which the weights are sharded in inner.  Its devices have the
-            same tokens, and `options.experts.inner` is the whole inner dimension.
-        scatter_tokens: True: the devices of tensor_axis have different tokens, which are sharded
-            over it.  They are gathered for the layer, so `max_tokens` of the group must hold those
-            of the whole axis, and the output is reduced and scattered.
-        loss_axes: further mesh axes whose tokens the losses count, for example data axes.
+        fsdp_axes: mesh axes over which the weights are sharded in hidden.  The call gathers them.
+        tensor_axis: a mesh axis over which the weights are sharded in inner.  All its devices must
+            have the same tokens, unless scatter_tokens is True.  `options.experts.inner` is the
+            whole inner dimension.
+        scatter_tokens: whether the devices of tensor_axis have different tokens.  The call gathers
+            the tokens of the whole axis, so `max_tokens` of the group must be at least their
+            number.  It sums the output over the axis, and each device gets that of its own tokens.
+        loss_axes: other mesh axes whose tokens also count in the losses, for example data axes.
         channel: an int from 0 to 2^23 - 1 that differs between independent calls of one inner
             `jax.jit`; see "Independent calls on CPUs" in the JAX guide.
         after: an array or pytree that must be computed before this call starts.
@@ -439,7 +442,8 @@ def moe(
     e4m3.check_e4m3(options.experts, group.platform, x, weights.w_gate_up)
     weights = as_weights_of_layer(options, x, weights)
     if group.platform == "gpu":
-        # Weights of experts in e4m3 are rounded once, from the dtype in which they are kept.
+        # If experts use e4m3, their weights are not converted here, so that they are rounded only
+        # once.
         is_e4m3 = e4m3.uses_e4m3(options.experts, weights.w_gate_up)
         names = [n for n in MLP_WEIGHTS if not (is_e4m3 and n in placement.EXPERT_WEIGHTS)]
         cast = {name: cast_for_gpu(x.dtype, getattr(weights, name)) for name in names}
@@ -489,8 +493,8 @@ def moe(
         *steps.ordering_deps(after),
     ]
     ints += previous_call(group)
-    # The core computes losses over the tokens of the group.  With loss_axes layer_losses() computes
-    # them from the logits; the core still compares the coefficients between the ranks.
+    # The core computes the losses of the group's tokens.  With loss_axes layer_losses() computes
+    # them from the logits, and the core only compares the coefficients between the ranks.
     static = LayerStatic(group, options, bool(over), steps.check_sms(max_sms), return_routing)
     out, loss, *rest, chosen, w = run_core_layer(static, rows, weights, forced_weights, ints)
     record_call(group, rest[1])

@@ -13,7 +13,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def group_of_call(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Return the group of a call: the first argument, that of a plan, or group=."""
+    """Return the group of a call: its first argument, the group of its plan, or group=."""
     first = arguments[0] if arguments else options.get("group", options.get("plan"))
     if isinstance(first, Group):
         return first
@@ -21,10 +21,10 @@ def group_of_call(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
 
 
 def over_mesh(local: Function) -> Function:
-    """Decorate a function of one device so that it also takes global arrays.
+    """Decorate a function on the arrays of one device so that it also takes global arrays.
 
-    Outside of a shard_map, a call on a group of a mesh becomes the function of the same name in
-    epic.jax.sharded, which inserts a shard_map over that mesh.
+    Outside of a shard_map, for a group with a mesh, the decorated function calls the function with
+    its name in epic.jax.sharded.  This function inserts a shard_map over the mesh.
     """
 
     @functools.wraps(local)

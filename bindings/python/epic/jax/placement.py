@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default owners of experts: contiguous blocks.
+"""The default placement of experts: each rank owns a contiguous block of them.
 
-If the number of ranks does not divide the number of experts, the blocks differ by one.
+If the number of ranks does not divide the number of experts, some blocks have one expert more than
+others.
 """
 
 from typing import Any
@@ -37,9 +38,9 @@ def owner_table(group: Group, layer: Layer, given: Any) -> Any:
 
 
 def experts_of_ranks(group: Group, layer: Layer) -> np.ndarray:
-    """Return the expert of each row of each rank, [num_ranks, local experts] int32.
+    """Return the experts of each rank, [num_ranks, local experts] int32.
 
-    Rows without an expert have num_experts.
+    A rank with fewer experts than others has num_experts after them.
     """
     found = np.full((group.num_ranks, group.local_experts(layer)), layer.num_experts, np.int32)
     owner = default_owners(group, layer)
@@ -50,23 +51,23 @@ def experts_of_ranks(group: Group, layer: Layer) -> np.ndarray:
 
 
 def take_experts(weight: Any, experts: Any) -> Any:
-    """Return rows of a weight of all experts, with zeros where there is no expert."""
+    """Return rows of a weight of all experts; ids that are too large get rows of zeros."""
     return jnp.take(weight, experts, axis=0, mode="fill", fill_value=0)
 
 
 def pad_weights(group: Group, layer: Layer, weights: Any) -> Any:
-    """Return weights [num_experts, ...] with equally many rows for every rank."""
+    """Return the weights of all experts, padded so that every rank has equally many rows."""
     return replace_expert_weights(weights, experts_of_ranks(group, layer).reshape(-1))
 
 
 def take_own_weights(group: Group, layer: Layer, weights: Any) -> Any:
-    """Return this rank's rows of the weights of all experts; call it in a shard_map."""
+    """Return this rank's rows of the weights of all experts.  Call it inside of a shard_map."""
     mine = jnp.asarray(experts_of_ranks(group, layer))[jax.lax.axis_index(group.axes)]
     return replace_expert_weights(weights, mine)
 
 
 def replace_expert_weights(weights: Any, experts: Any) -> Any:
-    """Return MoeWeights with only these experts' rows."""
+    """Return MoeWeights with only the rows of these experts."""
     named = {name: getattr(weights, name) for name in BY_EXPERT}
     return weights._replace(
         **{name: None if w is None else take_experts(w, experts) for name, w in named.items()}

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas of experts: their gradients are summed, so weights that were equal stay equal."""
+"""Sums over the replicas of an expert.
+
+If the gradients of all replicas are summed, weights that are equal at the start stay equal.
+"""
 
 from functools import partial
 from typing import Any
@@ -31,12 +34,12 @@ def sum_over_replicas(spec: PlanSpec, data: Any, x: Any) -> Any:
 
 
 def sum_over_replicas_forward(spec: PlanSpec, data: Any, x: Any) -> tuple[Any, Any]:
-    """Save the plan only."""
+    """Save the plan, which is all that backward needs."""
     return sum_over_replicas.fun(spec, data, x), data
 
 
 def sum_over_replicas_backward(spec: PlanSpec, data: Any, gradient: Any) -> tuple[Any, Any]:
-    """Sum the gradients over replicas, as each replica's x is in every replica's sum."""
+    """Sum the gradients over replicas, because each replica's x is part of every sum."""
     return no_gradient(data), sum_over_replicas(spec, data, gradient)
 
 
@@ -45,12 +48,12 @@ sum_over_replicas.defvjp(sum_over_replicas_forward, sum_over_replicas_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def with_summed_gradient(_: PlanSpec, __: Any, x: Any) -> Any:
-    """Return x; its gradient is summed over replicas."""
+    """Return x.  Backward sums its gradient over replicas."""
     return x
 
 
 def with_summed_gradient_forward(_: PlanSpec, data: Any, x: Any) -> tuple[Any, Any]:
-    """Save the plan only."""
+    """Save the plan, which is all that backward needs."""
     return x, data
 
 
@@ -65,7 +68,7 @@ with_summed_gradient.defvjp(with_summed_gradient_forward, with_summed_gradient_b
 
 
 def as_rows_of_experts(name: str, plan: Plan, x: Any) -> Any:
-    """Return x as an array with a row for each expert of this rank, checked."""
+    """Return x as an array, after checking that it has a row for each expert of this rank."""
     check_plan(plan)
     local = ("local experts", plan.expert_rows.shape[0])
     x = as_array(name, x, FLOATS, [local], (local, ANY_ROWS))
@@ -80,8 +83,8 @@ def as_rows_of_experts(name: str, plan: Plan, x: Any) -> Any:
 def sum_replicas(plan: Plan, x: Any) -> Any:
     """Sum an array over the replicas of each logical expert; each replica gets the sum.
 
-    Use it for gradients that were made without `sum_replica_grads`, or that were accumulated over
-    many steps.  Collective; differentiable in x.
+    Collective; differentiable in x.  Use it for gradients that were computed without
+    `sum_replica_grads`, for example to add them once after several backward passes.
 
     Args:
         plan: a plan with replicas; without replicas x is returned unchanged.
@@ -103,16 +106,17 @@ def sum_replicas(plan: Plan, x: Any) -> Any:
 
 
 def sum_replica_grads(plan: Plan, weight: Any) -> Any:
-    """Return a weight unchanged, but sum its gradient over the replicas of each expert.
+    """Return a weight for which backward sums the gradient over the replicas of each expert.
 
-    Replicas that begin with equal weights then stay equal.  `epic.jax.moe` does this itself.
+    Replicas whose weights are equal at the start then stay equal.  The sum is collective.
+    `epic.jax.moe` calls this function itself.
 
     Args:
-        plan: the plan that the weight's rows were used with.
+        plan: the plan with which the experts are computed.
         weight: [local experts, ...] float32, bfloat16 or float16; None stays None.
 
     Returns:
-        The weight.
+        An array equal to the weight, to use in its place; None for None.
 
     Raises:
         EpicArgumentError: the weight has a wrong shape or dtype; raised while tracing.
