@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Router and losses: local to each device, differentiable in the logits."""
+"""Router and losses, with gradients of the logits.
+
+Each device computes them for its own tokens.  No function of this module communicates with other
+ranks.
+"""
 
 import math
 from functools import partial
@@ -26,12 +30,12 @@ from epic.options import INT64_MAX, Router, check_float, check_int
 
 
 def router_workspace(router: Router) -> ArraySpec:
-    """Return the spec of the core's workspace."""
+    """Return the spec of the workspace that the core needs for router and losses."""
     return ArraySpec((_native.size("epic_router_workspace_v1", router),), jnp.uint8)
 
 
 def as_logits(router: Router, logits: Any) -> Any:
-    """Return the logits as [num_tokens, E], checked."""
+    """Return the logits as [num_tokens, E], after checking them."""
     check_kind("router", router, Router)
     logits = as_array("logits", logits, FLOATS, (ANY_ROWS, columns_of(router)))
     return logits.reshape(-1, logits.shape[-1])
@@ -44,9 +48,10 @@ def columns_of(router: Router) -> tuple[str, int]:
 
 
 def as_ids(token_ids: Any, table: Any, top_k: int, dims: tuple[int, ...]) -> tuple[Any, Any]:
-    """Return token_ids as [num_tokens] and table as int32 [rows, top_k]; both or none are given.
+    """Return token_ids as [num_tokens] and table as int32 [rows, top_k], after checking them.
 
-    dims: the dimensions of the tokens, which token_ids has too, or all of them in one.
+    Both must be given, or neither.  dims: the dimensions of the tokens.  token_ids must have these
+    dimensions, or be [num_tokens].
     """
     if (token_ids is None) != (table is None):
         raise EpicArgumentError(
@@ -64,7 +69,7 @@ def as_ids(token_ids: Any, table: Any, top_k: int, dims: tuple[int, ...]) -> tup
 
 
 def refuse_both(token_ids: Any, forced: Any) -> None:
-    """Refuse forced ids in addition to a table."""
+    """Raise an error if both token_ids and forced ids are given."""
     if token_ids is not None and forced is not None:
         raise EpicArgumentError("forced is given and token_ids is given: pass one of them")
 
@@ -105,7 +110,7 @@ def choose_experts_forward(router: Router, logits: Any, extras: Any) -> tuple[An
 def choose_experts_backward(
     router: Router, saved: Any, gradients: tuple[Any, Any]
 ) -> tuple[Any, ...]:
-    """Return the gradient of the weights in the logits; the choice has none."""
+    """Return the gradient of the logits from that of the weights; ids have no gradient."""
     logits, chosen, extras = saved
     results = [spec_of(logits), router_workspace(router)]
     operands = [logits, chosen, gradients[1]]
@@ -129,21 +134,22 @@ def route(
 ) -> tuple[Any, Any]:
     """Choose top_k experts for each token.
 
-    Local; differentiable in the logits, through the weights.
+    No other rank takes part in this call.  It is differentiable in the logits, through the weights.
 
     Args:
         router: the router's options; static.
         logits: [..., E] float32, bfloat16, float16 or float64; E is num_experts + zero_experts.
-        bias: [E] any float dtype or None: added to the scores for the choice only; no gradient.
-        token_ids: [...] integers, with `table`.
-        table: [rows, top_k] integers: the experts of each token id, in place of a choice.
-        forced: [..., top_k] integers: the experts of each token, in place of a choice; negative:
-            no expert.  Not with token_ids.
-        group: the group; needed for global arrays, outside of a shard_map.
+        bias: [E] any float dtype, or None: added to the scores only to choose experts.  It has no
+            gradient.
+        token_ids: [...] integers, only with `table`: the row of the table for each token.
+        table: [rows, top_k] integers: the experts for each token id, which replace the choice.
+        forced: [..., top_k] integers: the experts of each token, which replace the choice;
+            negative for no expert.  Not together with token_ids.
+        group: the group.  It is needed only for global arrays, outside of a shard_map.
 
     Returns:
-        topk_idx [num_tokens, top_k] int32 and weights [num_tokens, top_k] float32 (float64 logits:
-        float64).  For global arrays they are [..., top_k].
+        topk_idx [num_tokens, top_k] int32, best first, and weights [num_tokens, top_k] float32
+        (float64 with float64 logits).  For global arrays they are [..., top_k].
 
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
@@ -177,7 +183,16 @@ def route(
 def run_loss(
     name: str, router: Router, numbers: tuple[Any, ...], logits: Any, ints: tuple[Any, Any]
 ) -> Any:
-    """Run a loss of this device's tokens on checked arrays; ints are load and topk_idx."""
+    """Run a loss of this device's tokens on checked arrays.
+
+    Args:
+        name: "balance_loss" or "z_loss".
+        router: the router's options.
+        numbers: pairs of name and value of the attributes of the loss.
+        logits: [num_tokens, E].
+        ints: load and topk_idx, or None.
+
+    """
     results = [ArraySpec((1,), jnp.float32), router_workspace(router)]
     attributes = {**router.numbers(), **dict(numbers)}
     return call_handler(name, results, [logits, *ints, None], **attributes)[0][0]
@@ -193,7 +208,7 @@ def run_loss_forward(
 def run_loss_backward(
     name: str, router: Router, numbers: tuple[Any, ...], saved: Any, gradient: Any
 ) -> tuple[Any, Any]:
-    """Return the gradient in the logits; the load has none."""
+    """Return the gradient of the logits; load and topk_idx have none."""
     logits, ints = saved
     operands = [logits, *ints, gradient.reshape(1)]
     results = [spec_of(logits), router_workspace(router)]
@@ -221,22 +236,25 @@ def balance_loss(
     topk_idx: Any = None,
     sequence_tokens: int = 0,
 ) -> Any:
-    """Return this device's part of the load balance loss.
+    """Return this device's part of the balance loss.
 
     The loss is num_experts * coeff / (top_k * T^2) * sum over experts of (load * sum over tokens of
-    P): P are the scores of a token divided by their sum, T is total_tokens.  Local; differentiable
-    in the logits.  Sum the parts of all devices with `jax.lax.psum`.
+    P).  T is total_tokens.  P is the score of the expert, divided by the sum of the token's scores.
+    Sum the parts of all devices with `jax.lax.psum`.
+
+    No other rank takes part in this call.  It is differentiable in the logits.
 
     Args:
         router: the router's options; static.
-        logits: [..., E] a float dtype: those of this device's tokens.
-        coeff: the coefficient.
+        logits: [..., E] a float dtype: the logits of this device's tokens.
+        coeff: the factor of the loss.
         total_tokens: the number of tokens of all devices.
-        load: [num_experts] int32 or int64, as `Plan.load` has it; with replicas
-            `Plan.logical_load`.
-        topk_idx: [num_tokens, top_k] int32 or int64, with `sequence_tokens`.
-        sequence_tokens: the length of a sequence: each sequence has a loss of its own, from
-            topk_idx. 0: one loss over all tokens, from load.
+        load: [num_experts] int32 or int64: `Plan.load`, or with replicas `Plan.logical_load`.  Not
+            used with sequence_tokens.
+        topk_idx: [num_tokens, top_k] int32 or int64: the chosen experts.  Used only with
+            sequence_tokens.
+        sequence_tokens: the length of a sequence.  The result is then the mean of the losses of all
+            sequences.  0: one loss for all tokens.
 
     Returns:
         [] float32.
@@ -264,7 +282,7 @@ def balance_loss(
 
 
 def check_sequences(num_tokens: int, sequence_tokens: int, name: str = "logits") -> None:
-    """Refuse tokens that are not whole sequences."""
+    """Raise an error if sequence_tokens does not divide the number of tokens."""
     if num_tokens % sequence_tokens:
         raise EpicArgumentError(
             f"sequence_tokens is {sequence_tokens}: must divide the {num_tokens} tokens of {name}"
@@ -274,13 +292,15 @@ def check_sequences(num_tokens: int, sequence_tokens: int, name: str = "logits")
 def z_loss(router: Router, logits: Any, *, coeff: float, total_tokens: int) -> Any:
     """Return this device's part of the router z-loss.
 
-    The loss is coeff / T * sum over tokens of logsumexp(logits)^2.  Local; differentiable in the
-    logits.  Sum the parts of all devices with `jax.lax.psum`.
+    The loss is coeff / T * sum over tokens of logsumexp(logits)^2.  Sum the parts of all devices
+    with `jax.lax.psum`.
+
+    No other rank takes part in this call.  It is differentiable in the logits.
 
     Args:
         router: the router's options; static.
-        logits: [..., E] a float dtype: those of this device's tokens.
-        coeff: the coefficient.
+        logits: [..., E] a float dtype: the logits of this device's tokens.
+        coeff: the factor of the loss.
         total_tokens: T, the number of tokens of all devices.
 
     Returns:
@@ -297,7 +317,7 @@ def z_loss(router: Router, logits: Any, *, coeff: float, total_tokens: int) -> A
 
 
 def probabilities(router: Router, logits: Any) -> Any:
-    """Return P of the balance loss: the scores of all columns divided by their sum."""
+    """Return P of the balance loss: the scores of all E columns, divided by their sum."""
     if router.score in ("softmax", "logits"):
         return jax.nn.softmax(logits)
     scores = jax.nn.sigmoid(logits)
@@ -309,17 +329,17 @@ def probabilities(router: Router, logits: Any) -> Any:
 def masked_losses(
     router: Router, logits: Any, load: Any, mask: Any, total: Any, coeffs: tuple[float, float]
 ) -> Any:
-    """Return balance loss plus z-loss over the tokens that the mask keeps.
+    """Return balance loss plus z-loss over the tokens whose element of the mask is True.
 
-    The core's losses count all tokens that they see, so this is computed with JAX.
+    The losses of the core have no mask, so this function computes the losses with JAX.
 
     Args:
         router: the router's options.
         logits: [num_tokens, E].
-        load: [num_experts]: choices of the tokens that are kept.
+        load: [num_experts]: the choices of these tokens, over the group.
         mask: [num_tokens] bool.
-        total: []: number of tokens that are kept, over all devices.
-        coeffs: the coefficients of balance loss and z-loss.
+        total: []: the number of these tokens, over all devices.
+        coeffs: the factors of balance loss and z-loss.
 
     """
     total = jnp.maximum(total, 1).astype(logits.dtype)
@@ -338,14 +358,14 @@ def masked_losses(
 
 
 def bias_update(bias: Any, load: Any, rate: float) -> Any:
-    """Return the bias after one step towards equal loads.
+    """Return the bias after one step towards an even load, without a gradient.
 
-    bias + rate * sign(mean load - load), without a gradient.  The sign is exact.
+    The result is bias + rate * sign(mean(load) - load).  The sign is computed without rounding.
 
     Args:
         bias: [num_experts] a float dtype.
         load: [num_experts] int32 or int64: `MoeOut.load_of_ids` or `Plan.load_of_ids`.
-        rate: the size of a step, for example 0.001; a number or a traced array.
+        rate: by how much an element of the bias changes, for example 0.001: a number or an array.
 
     Returns:
         [num_experts], dtype of bias.

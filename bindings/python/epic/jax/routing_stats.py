@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads finished plans on the host: where each choice went, and why others were dropped."""
+"""read_plan: returns the content of finished plans on the host."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ __all__ = ["EXPERT_FULL", "NO_EXPERT", "RANK_FULL", "RoutingStats", "read_plan",
 
 
 def read_record(data: np.ndarray, top_k: int) -> RoutingStats:
-    """Return the statistics of one plan's bytes."""
+    """Return the statistics of one plan; data: its bytes."""
 
     def ints(offset: int, rows: int) -> np.ndarray:
         return np.frombuffer(data, np.int32, rows * top_k, offset).reshape(rows, top_k)
@@ -25,15 +25,15 @@ def read_record(data: np.ndarray, top_k: int) -> RoutingStats:
 
 
 def read_plan(plan: Plan | Record) -> list[RoutingStats]:
-    """Return what happened to each choice of a plan.
+    """Return where each choice of a plan went, or why it was dropped.
 
-    Call it outside of compiled programs, with arrays that this process has.  It waits for them.
+    Call it outside of compiled programs.  It waits until the plan is finished.
 
     Args:
         plan: a plan, or `MoeOut.record`.
 
     Returns:
-        A RoutingStats for each device, in the order in which a shard_map stacked them.
+        A RoutingStats for each device, in the order in which a shard_map stacked their plans.
 
     Raises:
         EpicArgumentError: the plan's bytes are traced, or belong to other processes too.

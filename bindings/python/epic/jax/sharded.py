@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of epic.jax over global arrays, for a plain jit.
+"""The functions of epic.jax on global arrays, for a plain jax.jit.
 
-They insert the shard_map.  Tokens are sharded over `token_axes` (data axes and the group's axes),
-in their first dimension or in several.  Rows of a receive buffer are sharded in their first
-dimension, experts over the group's axes, hidden over `hidden_axis` if there is one.  Without a
-shard_map XLA would gather every array and run the call on all devices.  The functions of epic.jax
-call these if they are called outside of a shard_map.
+Each function inserts a shard_map around the function of epic.jax with its name.  Without a
+shard_map XLA would gather every array and make the call on all devices.  If a program calls a
+function of epic.jax outside of a shard_map, it calls the function of this module.
+
+Tokens are sharded over `token_axes` (data axes and the group's axes), in their first dimension or
+in several dimensions.  Rows of a receive buffer are sharded in their first dimension.  Experts are
+sharded over the group's axes.  With `hidden_axis`, hidden is sharded over that axis.
 """
 
 from dataclasses import replace
@@ -67,12 +69,12 @@ def weight_specs(
 ) -> MoeWeights:
     """Return the shardings in which `moe` needs its weights.
 
-    Experts are sharded over the group's axes if the ranks divide them, hidden over fsdp_axes and
-    inner over tensor_axis.  Router weights and other arrays without experts are on every device.
+    Experts are sharded over the group's axes, if the number of ranks divides their number.  hidden
+    is sharded over fsdp_axes, and inner over tensor_axis.  All other dimensions are not sharded.
 
     Args:
         group: the group.
-        weights: arrays, or anything else that has a shape, in a MoeWeights.
+        weights: a MoeWeights of arrays, or of other objects that have a shape.
         fsdp_axes: mesh axes for hidden.
         tensor_axis: a mesh axis for inner.
 
@@ -105,9 +107,9 @@ def weight_specs(
 
 
 def load_everywhere(group: Group, loads: Any, axes: Axes) -> Any:
-    """Return the load, summed over all groups.
+    """Return loads, summed over all groups.
 
-    All ranks of a group have the same load, so only the first one of each group is counted.
+    The load is equal on all ranks of a group, so the sum counts only the first rank of each group.
     """
     first = jnp.ones((), bool)
     for axis in group.axes:
@@ -116,7 +118,7 @@ def load_everywhere(group: Group, loads: Any, axes: Axes) -> Any:
 
 
 def check_inputs(options: Moe, x: Any, token_ids: Any, table: Any, token_mask: Any) -> None:
-    """Compare the arrays that come with the tokens with the tokens' dimensions."""
+    """Raise an error if token_ids or token_mask do not have the dimensions of the tokens."""
     dims = x.shape[:-1]
     if token_ids is not None:
         check_array("token_ids", token_ids, INTEGERS, dims)
@@ -128,9 +130,10 @@ def check_inputs(options: Moe, x: Any, token_ids: Any, table: Any, token_mask: A
 def check_weights(
     group: Group, options: Moe, x: Any, weights: MoeWeights, rank_of_expert: Any
 ) -> None:
-    """Refuse weights that are not those of all experts.
+    """Raise an error for weights that do not have all experts.
 
-    With rank_of_expert they must have equally many for each rank.
+    With rank_of_expert, the number of experts in the weights must be a multiple of the number of
+    ranks.
     """
     shape = ("experts", "hidden", "width")
     first = check_array("w_gate_up", weights.w_gate_up, MATRICES, shape)
@@ -169,10 +172,9 @@ def moe(
     loss_axes: Axes = (),
     **more: Any,
 ) -> MoeOut:
-    """Run a Mixture-of-Experts layer over global arrays.
+    """Run a Mixture-of-Experts layer on global arrays.
 
-    Call it in a plain `jax.jit` (or outside of one); it inserts the shard_map around
-    `epic.jax.moe`.
+    Call it in a plain `jax.jit`, or outside of one.  It inserts a shard_map around `epic.jax.moe`.
 
     Args:
         mesh: the mesh that the group was opened with.
@@ -180,9 +182,9 @@ def moe(
         options: the options of the layer; static.
         x: [B, ..., hidden] float32, bfloat16, float16 or float64: the tokens of all devices.
         weights: the weights of all experts; `weight_specs` returns their best sharding.
-        token_axes: a tuple of mesh axes over which B is sharded; or a PartitionSpec for B and
-            further dimensions, for example P(("data", "expert"), "context").  It must contain the
-            group's axes. None: the token_axes of `epic.jax.open`, else B over all axes.
+        token_axes: a tuple of mesh axes over which B is sharded.  Or a PartitionSpec for B and
+            other dimensions, for example P(("data", "expert"), "context").  It must contain the
+            group's axes.  None: the token_axes of `epic.jax.open`, or without them all axes for B.
         token_ids: [B, ...] integers; see `epic.jax.moe`.
         table: see `epic.jax.moe`.
         token_mask: [B, ...] bool; see `epic.jax.moe`.
@@ -191,15 +193,16 @@ def moe(
         rank_of_expert: see `epic.jax.moe`.
         logical_of_expert: see `epic.jax.moe`.
         fsdp_axes: see `epic.jax.moe`.
-        tensor_axis: see `epic.jax.moe`.  If token_axes contains it, the tokens are gathered over it
-            and the output is reduced and scattered, which moves half the bytes of a sum.
-        loss_axes: further mesh axes whose tokens the losses count.
-        **more: further arguments of `epic.jax.moe`: grouped_gemm, channel, after, max_sms.
+        tensor_axis: see `epic.jax.moe`.  If token_axes contains it, the call gathers the tokens
+            over this axis, and each device gets the output of its own tokens.  That sends half the
+            bytes of a sum over the axis.
+        loss_axes: other mesh axes whose tokens also count in the losses.
+        **more: other arguments of `epic.jax.moe`: grouped_gemm, channel, after, max_sms.
 
     Returns:
-        MoeOut: `loss` is one number, the mean over groups of each group's loss, or with loss_axes
-        the loss over all tokens of these axes.  `load` [num_experts] counts all groups.  `demand`
-        [devices] has a number for each device.
+        MoeOut: `loss` is one number: the mean of the losses of all groups.  With loss_axes it is
+        the loss of all tokens along these axes.  `load` [num_experts] is the sum over all groups.
+        `demand` [devices] has one number for each device.
 
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of epic.jax except the layer over global arrays, for a plain jit.
+"""The functions of epic.jax on global arrays, except moe, for a plain jax.jit.
 
-They insert the shard_map.  Without one XLA would gather every array and run the call on all
-devices.  Every part of their results is stacked over the devices.
+Each function inserts a shard_map around the function of epic.jax with its name.  Without a
+shard_map XLA would gather every array and make the call on all devices.  Each array of the results
+contains those of all devices, one after the other.
 """
 
 import math
@@ -27,7 +28,9 @@ from epic.jax.token_specs import (
 )
 from epic.options import Experts, Layer, Router
 
-MOST_DIMS = 64  # of tokens: the rows of a receive buffer do not show how many there are
+# A number of dimensions of tokens that is larger than any real one.  experts() uses it, because the
+# rows of a receive buffer do not show how many dimensions the tokens have.
+MOST_DIMS = 64
 
 # ----------------------------------------------------------------------- making a plan ----
 
@@ -39,7 +42,7 @@ def check_choices(options: Layer, topk_idx: Any, dims: Sequence[Any]) -> Any:
 
 
 def keep_token_axes(plan: steps.Plan, spec: P, hidden_axis: str | None) -> steps.Plan:
-    """Return the plan of all devices, which records how its tokens are sharded."""
+    """Return the plan with a spec that contains how its tokens are sharded."""
     return replace(plan, spec=replace(plan.spec, token_axes=spec, hidden_axis=hidden_axis))
 
 
@@ -55,9 +58,9 @@ def plan(
     token_axes: TokenAxes = None,
     **more: Any,
 ) -> steps.Plan:
-    """Make the plan of the experts that the tokens of all devices chose, over global arrays.
+    """Make the plan of the experts that the tokens of all devices chose, on global arrays.
 
-    See `epic.jax.plan`.  The plan is stacked over the devices.
+    See `epic.jax.plan`.  Each array of the plan contains those of all devices.
 
     Args:
         mesh: the mesh that the group was opened with.
@@ -68,7 +71,7 @@ def plan(
         logical_of_expert: see `epic.jax.plan`.
         num_local_experts: see `epic.jax.plan`.
         token_axes: see `moe`.
-        **more: further arguments of `epic.jax.plan`: capacity, channel, after, max_sms.
+        **more: other arguments of `epic.jax.plan`: capacity, channel, after, max_sms.
 
     Returns:
         The Plan of all devices.
@@ -108,9 +111,9 @@ def plan_dispatch(
     hidden_axis: str | None = None,
     **more: Any,
 ) -> tuple[steps.Plan, Any, Any]:
-    """Make a plan and dispatch tokens with it, over global arrays.
+    """Make a plan and dispatch tokens with it, on global arrays.
 
-    See `epic.jax.plan_dispatch`.  Every part of the results is stacked over the devices.
+    See `epic.jax.plan_dispatch`.  Each array of the results contains those of all devices.
 
     Args:
         mesh: the mesh that the group was opened with.
@@ -123,8 +126,9 @@ def plan_dispatch(
         logical_of_expert: see `epic.jax.plan`.
         num_local_experts: see `epic.jax.plan`.
         token_axes: see `moe`.
-        hidden_axis: a mesh axis over which hidden is sharded; its devices have the same tokens.
-        **more: further arguments of `epic.jax.plan_dispatch`: capacity, channel, after.
+        hidden_axis: a mesh axis over which hidden is sharded.  Each device of this axis has a part
+            of the columns of the tokens.
+        **more: other arguments of `epic.jax.plan_dispatch`: capacity, channel, after, max_sms.
 
     Returns:
         The Plan, rows and slot_weights of all devices.
@@ -180,17 +184,17 @@ def send(
     where: tuple[TokenAxes, str | None],
     **more: Any,
 ) -> Any:
-    """Run a dispatch of epic.jax over global arrays.
+    """Run a dispatch function of epic.jax on global arrays.
 
     Args:
         mesh: the mesh that the group was opened with.
-        function: the dispatch.
+        function: the function.
         plan: the plan of all devices.
         arrays: tokens, weights or None, scales or None.
-        num_rows: how many of its first results are rows, sharded in hidden like the tokens.
-        num_own: how many of its next results each device has of its own.
+        num_rows: the number of its first results that are rows, sharded in hidden like the tokens.
+        num_own: the number of its other results, which are not sharded in hidden.
         where: token_axes and hidden_axis; None: those of the plan.
-        **more: further arguments of the dispatch.
+        **more: other arguments of the function.
 
     """
     rows, choices, slots, own = specs_of_plan(mesh, plan, *where)
@@ -217,7 +221,7 @@ def dispatch(
     hidden_axis: str | None = None,
     **more: Any,
 ) -> tuple[Any, Any]:
-    """Send each token to the ranks of its experts, over global arrays.
+    """Send each token to the ranks of its experts, on global arrays.
 
     See `epic.jax.dispatch`.
 
@@ -228,7 +232,7 @@ def dispatch(
         weights: [B, ..., top_k] any float dtype, or None.
         token_axes: as passed to `plan`; None: that of the plan.
         hidden_axis: a mesh axis over which hidden is sharded; None: that of the plan.
-        **more: further arguments of `epic.jax.dispatch`: quantize, max_sms.
+        **more: other arguments of `epic.jax.dispatch`: quantize, max_sms.
 
     Returns:
         Rows and slot_weights of all devices.
@@ -252,7 +256,7 @@ def dispatch_flat(
     hidden_axis: str | None = None,
     **more: Any,
 ) -> tuple[Any, Any, Any]:
-    """Send each token once to each rank that has experts for it, over global arrays.
+    """Send each token once to each rank that has one of its experts, on global arrays.
 
     See `epic.jax.dispatch_flat`.
 
@@ -263,7 +267,7 @@ def dispatch_flat(
         weights: see `dispatch`.
         token_axes: see `dispatch`.
         hidden_axis: see `dispatch`.
-        **more: further arguments of `epic.jax.dispatch_flat`: quantize, max_sms.
+        **more: other arguments of `epic.jax.dispatch_flat`: quantize, max_sms.
 
     Returns:
         Rows, their weights and their local experts, of all devices.
@@ -289,7 +293,7 @@ def dispatch_quantized(
     hidden_axis: str | None = None,
     **more: Any,
 ) -> tuple[Any, Any, Any]:
-    """Send tokens as float8_e4m3fn rows with their scales, over global arrays.
+    """Send tokens as float8_e4m3fn rows with their scales, on global arrays.
 
     See `epic.jax.dispatch_quantized`.
 
@@ -302,7 +306,7 @@ def dispatch_quantized(
         scales: [B, ..., n] or None; see `epic.jax.dispatch_quantized`.
         token_axes: see `dispatch`.
         hidden_axis: see `dispatch`.
-        **more: further arguments of `epic.jax.dispatch_quantized`: max_sms.
+        **more: another argument of `epic.jax.dispatch_quantized`: max_sms.
 
     Returns:
         Rows, scales and slot_weights of all devices.
@@ -329,7 +333,7 @@ def dispatch_flat_quantized(
     hidden_axis: str | None = None,
     **more: Any,
 ) -> tuple[Any, Any, Any, Any]:
-    """Send tokens once to each rank as float8_e4m3fn rows with scales, over global arrays.
+    """Send tokens once to each rank as float8_e4m3fn rows with scales, on global arrays.
 
     See `epic.jax.dispatch_flat_quantized`.
 
@@ -342,7 +346,7 @@ def dispatch_flat_quantized(
         scales: see `dispatch_quantized`.
         token_axes: see `dispatch`.
         hidden_axis: see `dispatch`.
-        **more: further arguments of `epic.jax.dispatch_flat_quantized`: max_sms.
+        **more: another argument of `epic.jax.dispatch_flat_quantized`: max_sms.
 
     Returns:
         Rows, scales, weights and local experts of all devices.
@@ -367,7 +371,7 @@ def combine(
     hidden_axis: str | None = None,
     max_sms: int | None = None,
 ) -> Any:
-    """Return rows to their tokens and sum them there, over global arrays.
+    """Return rows to their tokens and sum them there, on global arrays.
 
     See `epic.jax.combine`.
 
@@ -381,7 +385,7 @@ def combine(
         max_sms: see `epic.jax.combine`.
 
     Returns:
-        [B, ..., hidden], sharded as the tokens were.
+        [B, ..., hidden], with the sharding of the tokens.
 
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
@@ -422,7 +426,7 @@ def experts(
     token_axes: TokenAxes = None,
     max_sms: int = 0,
 ) -> Any:
-    """Apply the MLP of each expert to the rows of its slab, over global arrays.
+    """Apply the MLP of each expert to the rows of its slab, on global arrays.
 
     See `epic.jax.experts`.
 
@@ -475,7 +479,7 @@ def route(
     group: Group,
     token_axes: TokenAxes = None,
 ) -> tuple[Any, Any]:
-    """Choose top_k experts for each token, over global arrays.
+    """Choose top_k experts for each token, on global arrays.
 
     See `epic.jax.route`.
 
