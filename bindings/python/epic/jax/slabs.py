@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products for Hopper, in Pallas.
+"""Grouped products for Hopper GPUs, in Pallas.
 
-Slabs begin at multiples of TILE rows, so each tile of rows belongs to one expert.  In a thread
-block one warpgroup loads, and two multiply 64 x 256 elements each.  The grid is persistent: one
-block for each SM.  Tiles past the last slab are not written.
+Slabs begin at multiples of TILE rows, so each tile of rows belongs to one expert.  A thread block
+has three warpgroups: one loads operands, and two multiply, each up to 64 x 256 elements of an
+output tile.  The grid is persistent, with one thread block for each SM.  Tiles past the last slab
+are not written.
 """
 
 from collections.abc import Callable
@@ -17,24 +18,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 TILE = 128  # rows of an output tile
-WIDTHS = (256, 128)  # columns of an output tile: the first that divides n
+WIDTHS = (256, 128)  # columns of an output tile: the first of these that divides n
 STEP = 64  # elements of the summed dimension in one pipeline stage
-STAGES = 4
-WARPGROUPS = 2  # warpgroups that multiply
-HALF = TILE // WARPGROUPS
-PART = 64  # columns of one store
+STAGES = 4  # number of pipeline stages
+WARPGROUPS = 2  # number of warpgroups that multiply
+HALF = TILE // WARPGROUPS  # rows of an output tile that one warpgroup computes
+PART = 64  # columns that a warpgroup stores at a time
 
 
-interpreter: dict[str, Any] = {}  # more arguments of plgpu.kernel; tests without a GPU set them
+# Other arguments of plgpu.kernel. Tests without a GPU set them to interpret the kernels.
+interpreter: dict[str, Any] = {}
 
 
 def transpose_ref(ref: Any) -> Any:
-    """Return the transposed reference; JAX 0.10 has no method for it."""
+    """Return a reference with exchanged dimensions. In JAX 0.10 this is a function of plgpu."""
     return ref.transpose((1, 0)) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, (1, 0))
 
 
 def width_of(columns: int) -> int:
-    """Return the width of the tiles for this many columns; 0: no width divides them."""
+    """Return the width of output tiles for a number of columns; 0 if no width divides it."""
     return next((width for width in WIDTHS if columns % width == 0), 0)
 
 
@@ -63,9 +65,18 @@ def multiply_tile(
     scratch: Any,
     pipe: dict[str, Any] | None,
 ) -> Any:
-    """Compute one output tile and store it to `out`.
+    """Compute one output tile and store it to `out`, or return the allocations for that.
 
-    With pipe=None return the allocations that it needs.
+    Args:
+        operands: the two operands in global memory.
+        width: the columns of the tile.
+        specs: the block of each operand in one pipeline stage.
+        steps: the number of pipeline steps.
+        body: multiplies the blocks of one step, and adds the product to the accumulator.
+        out: the tile in global memory.
+        scratch: shared memory for stores.
+        pipe: the shared memory of the pipeline.  None: return the allocations that it needs.
+
     """
 
     def store(evaluate: Any) -> None:
@@ -118,7 +129,7 @@ def launch_kernel(body: Any, out: Any, *operands: Any) -> Any:
 
 
 def with_shared_memory(body: Any, allocations: Any, dtype: Any) -> None:
-    """Run the body with shared memory that all tiles of a block reuse."""
+    """Run the body with shared memory that all tiles of a thread block reuse."""
     shape = (WARPGROUPS, 2, HALF, PART)
     pl.run_scoped(
         body,
@@ -130,13 +141,13 @@ def with_shared_memory(body: Any, allocations: Any, dtype: Any) -> None:
 
 
 def rows_by_weights(x: Any, w: Any, sizes: Any, transposed: bool = False) -> Any:
-    """Return x [rows, k] times w, slab by slab.
+    """Multiply the rows of each slab by the weight of its expert.
 
     Args:
         x: [rows, k].
         w: [experts, k, n], or with `transposed` [experts, n, k].
-        sizes: [experts]: rows of each slab, multiples of TILE.
-        transposed: multiply with the transposed w.
+        sizes: [experts]: number of rows of each slab, a multiple of TILE.
+        transposed: whether to multiply by the transposed weights.
 
     Returns:
         [rows, n].

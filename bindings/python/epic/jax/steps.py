@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""plan and combine with gradients, and what dispatching.py and sums.py share with them.
+"""plan and combine with gradients, and functions that dispatching.py and sums.py also use.
 
-The functions work on each device's own arrays inside of a shard_map over the group's axis, and
-anywhere in a group without a mesh or on a mesh of one device.  Outside of a shard_map over a larger
-mesh their arrays are those of all devices (over_mesh.py).
+Inside of a shard_map over the group's axes, arrays are those of one device.  So they are, anywhere,
+in a group without a mesh or with a mesh of one device.  Outside of a shard_map over a larger mesh,
+arrays are those of all devices (over_mesh.py).
 """
 
 import math
@@ -51,7 +51,7 @@ CALLERS_CHANNEL = 1 << 23  # bit of a channel that the caller chose; handler.c h
 PLAN_FIELDS = ("bytes", "expert_rows", "expert_tokens", "load", "demand", "logical_load")
 PLAN_PARTS = 6  # the first results of plan_dispatch, which form the plan
 LOSS_BY_CALLER = 256  # the value of the flag EPIC_LOSS_BY_CALLER
-MOST_SLOTS = (1 << 31) - 1  # slot numbers are int32
+MOST_SLOTS = (1 << 31) - 1  # largest capacity, because numbers of slots are int32
 
 
 @dataclass(frozen=True)
@@ -61,21 +61,22 @@ class PlanSpec:
     Attributes:
         group: the group.
         layer: the layer.
-        token_dims: the dimensions of topk_idx without the last.
+        token_dims: all dimensions of topk_idx except the last.
         capacity: the number of slots of this device.
-        moe: the options of a composed layer, which the ranks compare; None: a plan of its own.
+        moe: the options of a composed layer, which the ranks compare.  None: the plan does not
+            belong to a composed layer.
         max_sms: the largest number of SMs of each call on the plan; 0: the group's.
-        token_axes: how the tokens are sharded if the plan is that of all devices; None: it is that
-            of one device.
-        hidden_axis: the mesh axis over which hidden is sharded then; None: none.
+        token_axes: in a plan of all devices, how the tokens are sharded.  None: the plan is that of
+            one device.
+        hidden_axis: in a plan of all devices, the mesh axis over which hidden is sharded, or None.
 
     """
 
     group: Group
     layer: Layer
-    token_dims: tuple[int, ...]  # all dimensions of topk_idx except the last
+    token_dims: tuple[int, ...]
     capacity: int
-    moe: Moe | None = None  # options of a composed layer, which the ranks compare
+    moe: Moe | None = None
     max_sms: int = 0
     token_axes: jax.sharding.PartitionSpec | None = None
     hidden_axis: str | None = None
@@ -86,7 +87,7 @@ class PlanSpec:
         return math.prod(self.token_dims)
 
     def sizes(self) -> dict[str, Any]:
-        """Return the plan's layer, and the sizes that the handlers compare arrays with."""
+        """Return the attributes of calls on the plan: its layer, and the sizes of arrays."""
         numbers = {"num_tokens": self.num_tokens, "capacity": self.capacity}
         numbers["max_sms"] = self.max_sms
         return {**numbers, **self.layer.numbers()}
@@ -99,15 +100,16 @@ class PlanSpec:
 )
 @dataclass(frozen=True)
 class Plan:
-    """A plan: which slot each choice of an expert gets.  It is a pytree.
+    """The plan of one step: where every choice goes.  It is a pytree.
 
     Attributes:
         bytes: [n] uint8: the plan itself, which dispatch, combine and their gradients read.
-        expert_rows: [local experts] int32: rows of each expert's slab, with padding.
-        expert_tokens: [local experts] int32: rows of each slab that hold tokens.
-        load: [num_experts] int32: choices of each expert over the group, before any is dropped.
-        demand: [1] int32: slots that all choices of this rank's experts would take.
-        logical_load: [num_logical] int32: choices of each logical expert; None without replicas.
+        expert_rows: [local experts] int32: number of rows of each expert, with padding.
+        expert_tokens: [local experts] int32: number of rows of each expert, without padding.
+        load: [num_experts] int32: number of choices of each expert over the whole group, before any
+            choice is dropped.
+        demand: [1] int32: number of slots that all choices of this rank's experts would need.
+        logical_load: [num_logical] int32: load of each logical expert; None without replicas.
         spec: static facts: group, layer, shape of the tokens, capacity.
 
     """
@@ -122,14 +124,14 @@ class Plan:
 
     @property
     def load_of_ids(self) -> Array:
-        """Load of the ids in topk_idx: of experts, or with replicas of logical experts."""
+        """The load by the ids in topk_idx: logical_load with replicas, else load."""
         return self.load if self.logical_load is None else self.logical_load
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("bytes",), meta_fields=("spec",))
 @dataclass(frozen=True)
 class Record:
-    """The bytes of a plan that a layer made; read_plan() reads them."""
+    """The bytes of a layer's plan, for read_plan()."""
 
     bytes: Array
     spec: PlanSpec
@@ -143,9 +145,17 @@ def as_rows(x: Any) -> Any:
 def as_tokens(
     name: str, x: Any, dims: tuple[int, ...], dtypes: Sequence[str], last: Dimension = "hidden"
 ) -> Any:
-    """Return [..., n] as [num_tokens, n], in the order of the choices.
+    """Return x [..., n] as [num_tokens, n], after checking it.
 
-    If tokens and choices both have several dimensions of tokens, these must be equal.
+    If x and topk_idx both have several dimensions before the last, these must be equal.
+
+    Args:
+        name: the name of x in errors.
+        x: the array.
+        dims: all dimensions of topk_idx except the last.
+        dtypes: the dtypes that x may have.
+        last: the last dimension of x.
+
     """
     x = as_array(name, x, dtypes, (ANY_ROWS, last))
     count = math.prod(dims)
@@ -173,7 +183,7 @@ def as_slot_weights(x: Any, capacity: int) -> Any:
 
 
 def ordering_deps(after: Any) -> list[Any]:
-    """Return the arrays to wait for, without a gradient."""
+    """Return the arrays in the pytree `after`, for which a call waits, without gradients."""
     for x in jax.tree.leaves(after):
         if not hasattr(x, "dtype") or not hasattr(x, "shape"):
             raise EpicArgumentError(
@@ -183,14 +193,14 @@ def ordering_deps(after: Any) -> list[Any]:
 
 
 def check_plan(plan: Any) -> None:
-    """Refuse what is no plan, and a plan whose bytes are not those of one."""
+    """Raise an error for an object that is no plan, or a plan whose bytes have a wrong size."""
     check_kind("plan", plan, Plan)
     size = plan.spec.group.plan_bytes(plan.spec.layer) + PLAN_TAIL
     as_array("plan.bytes", plan.bytes, ("uint8",), [size])
 
 
 def check_group(group: Any, layer: Any, name: str = "layer") -> None:
-    """Refuse what is no group or no layer, and more choices than the group was opened for."""
+    """Raise an error for arguments of wrong classes, or if top_k exceeds the group's max_top_k."""
     check_kind("group", group, Group)
     check_kind(name, layer, Layer)
     if group.max_top_k and layer.top_k > group.max_top_k:
@@ -209,7 +219,7 @@ def check_sms(max_sms: Any) -> int:
 
 
 def limit_sms(plan: Plan, max_sms: int | None) -> Plan:
-    """Return the plan for calls of at most this many SMs; None keeps the limit of the plan."""
+    """Return a plan for calls that use at most max_sms SMs; None: the plan unchanged."""
     if max_sms is None:
         return plan
     return replace(plan, spec=replace(plan.spec, max_sms=check_sms(max_sms)))
@@ -223,7 +233,7 @@ def make_plan_spec(
     moe: Moe | None,
     max_sms: int,
 ) -> tuple[PlanSpec, Any]:
-    """Check the routing; return the choices as [num_tokens, top_k]."""
+    """Check the arguments of plan(); return the PlanSpec and topk_idx as [num_tokens, top_k]."""
     check_group(group, layer)
     if moe is not None:
         check_kind("moe", moe, Moe)
@@ -239,7 +249,7 @@ def make_plan_spec(
 
 
 def num_slots(group: Group, layer: Layer, capacity: Any) -> int:
-    """Return the capacity as a number that XLA can make an array of; None: what always suffices."""
+    """Return the capacity after checking it.  None stands for what suffices for any routing."""
     if capacity is None:
         capacity = group.capacity_bound(layer)
     return check_int("capacity", capacity, 1, MOST_SLOTS)
@@ -248,14 +258,24 @@ def num_slots(group: Group, layer: Layer, capacity: Any) -> int:
 def max_experts_per_rank(table: Any) -> int:
     """Return the largest number of experts of a rank in a table that is not traced.
 
-    The core reports entries that are no rank.
+    Negative entries do not count here; the core reports them as errors.
     """
     ranks = np.asarray(table)
     return int(np.bincount(ranks[ranks >= 0], minlength=1).max())
 
 
 def max_local_experts(group: Group, layer: Layer, rank_of_expert: Any, given: int | None) -> int:
-    """Return the largest number of experts of a rank.  The handler counts a traced table."""
+    """Return num_local_experts, the largest number of experts of a rank, after checking it.
+
+    If rank_of_expert is traced, only the handler can check it.
+
+    Args:
+        group: the group.
+        layer: the layer.
+        rank_of_expert: the table, or None.
+        given: num_local_experts of the caller.  None: it is derived.
+
+    """
     check_group(group, layer)
     check_table("rank_of_expert", layer, rank_of_expert)
     least, most = 1, layer.num_experts
@@ -277,12 +297,12 @@ def max_local_experts(group: Group, layer: Layer, rank_of_expert: Any, given: in
 
 
 def check_table(name: str, layer: Layer, table: Any) -> None:
-    """Refuse a table that does not have an integer for each expert."""
+    """Raise an error for a table that does not have one integer for each expert."""
     as_array_or_none(name, table, INTEGERS, [("num_experts", layer.num_experts)])
 
 
 def expert_tables(group: Group, layer: Layer, owners: Any, logical: Any) -> list[Any]:
-    """Return rank_of_expert and logical_of_expert for the core, checked.
+    """Return rank_of_expert and logical_of_expert for the core, after checking them.
 
     A table that the core does not need is None.
     """
@@ -298,9 +318,9 @@ def expert_tables(group: Group, layer: Layer, owners: Any, logical: Any) -> list
 
 
 def plan_results(spec: PlanSpec, has_table: bool, local: int) -> list[ArraySpec | None]:
-    """Return the results of a plan.
+    """Return the specs of a plan's results.
 
-    With a table the core may write counts of more experts than the caller expects.
+    With a table, the core may write counts for more experts than num_local_experts.
     """
     counts = ArraySpec((spec.layer.num_experts if has_table else local,), jnp.int32)
     size = spec.group.plan_bytes(spec.layer) + PLAN_TAIL
@@ -322,13 +342,14 @@ def plan_attributes(spec: PlanSpec, local: int) -> dict[str, Any]:
 
 
 def moe_attributes(options: Moe, is_loss_by_caller: bool = False) -> dict[str, Any]:
-    """Return the attributes that the handlers read a whole layer from.
+    """Return the attributes from which the handlers read the options of a whole layer.
 
-    num_experts is the layer's; without replicas it is the router's too.
+    num_experts is that of Layer.  Without replicas it is also that of Router.
 
     Args:
         options: the options, with dtypes and capacity filled in.
-        is_loss_by_caller: the ranks compare the loss coefficients, and the core computes no losses.
+        is_loss_by_caller: whether the core computes no losses, and only compares the coefficients
+            between the ranks.
 
     """
     shared = options.shared.numbers("shared_") if options.shared else {}
@@ -353,7 +374,10 @@ def make_plan(spec: PlanSpec, local: int, parts: Sequence[Any]) -> Plan:
 
 
 def as_channel(channel: Any) -> Any:
-    """Return the caller's channel as an int32 array; -1: none.  The handler checks a traced one."""
+    """Return the channel of the caller as an int32 array; -1 if there is none.
+
+    A traced channel is checked by the handler.
+    """
     if channel is None:
         return jnp.int32(-1)
     if not hasattr(channel, "dtype") or isinstance(channel, np.generic):
@@ -387,16 +411,16 @@ def plan(
         topk_idx: [..., top_k] int32 or int64: the chosen experts of each token; negative: no
             expert.
         capacity: the number of slots of this device; None: as many as can ever be needed.
-        rank_of_expert: [num_experts] integers: the rank that owns each expert.  None: contiguous
-            blocks, as equal as the numbers allow.
-        logical_of_expert: [num_experts] integers, with `Layer.num_logical`: the logical expert that
-            each expert is a replica of.
+        rank_of_expert: [num_experts] integers: the rank that owns each expert.  None: each rank
+            owns a contiguous block, and the sizes of blocks differ by at most one.
+        logical_of_expert: [num_experts] integers, with `Layer.num_logical`: the logical expert of
+            which each expert is a replica.
         num_local_experts: the largest number of experts of a rank; needed if rank_of_expert is
             traced.
-        channel: an int from 0 to 2^23 - 1 that no independent plan of the program has; see
+        channel: an int from 0 to 2^23 - 1 that no other independent plan of the program has; see
             "Independent calls on CPUs" in the JAX guide.
         after: an array or pytree that must be computed before this call starts.
-        moe: the options of a layer that is composed from these functions; the ranks compare them.
+        moe: only a composed layer passes it: its options, which the ranks compare.
         max_sms: on GPUs the largest number of SMs of this call and of all calls on the plan; 0: the
             group's.  A number above the group's counts as the group's.
 
@@ -439,9 +463,9 @@ def plan(
 
 
 def plan_operands(plan: Plan, *arrays: Any) -> list[Any]:
-    """Return the operands of a call: the plan's operand, then the arrays.
+    """Return the operands of a call on a plan: first a tuple for the plan, then the arrays.
 
-    The plan's operand is a tuple: the bytes of the plan, and the arrays to wait for.
+    The tuple contains the bytes of the plan, and the arrays to wait for.
     """
     after = previous_call(plan.spec.group)
     data, *spread = cast_all_varying(plan.spec.group, plan.bytes, *arrays, *after)
@@ -449,7 +473,7 @@ def plan_operands(plan: Plan, *arrays: Any) -> list[Any]:
 
 
 def finish_call(plan: Plan, results: Sequence[Any]) -> Any:
-    """Record the last result, for which the next call waits; return the others."""
+    """Record the last result, for which the next call waits, and return all other results."""
     record_call(plan.spec.group, results[-1])
     return tuple(results[:-1])
 
@@ -466,8 +490,8 @@ def no_gradients(ints: Any) -> Any:
 def combine_rows(spec: PlanSpec, data: Any, rows: Any, slot_weights: Any) -> tuple[Any, Any]:
     """Run combine on checked arrays.
 
-    data is the plan's bytes and the ordering dependencies; the last result is the byte of a
-    finished call.
+    data contains the plan's bytes and the arrays to wait for.  The last result is the byte that is
+    available when the call has finished.
     """
     results = [ArraySpec((spec.num_tokens, rows.shape[1]), rows.dtype)]
     operands = [data[0], rows, slot_weights, *site_and_rank(spec.group, data[0], rows), *data[1:]]
@@ -476,14 +500,14 @@ def combine_rows(spec: PlanSpec, data: Any, rows: Any, slot_weights: Any) -> tup
 
 
 def combine_forward(spec: PlanSpec, data: Any, rows: Any, slot_weights: Any) -> tuple[Any, Any]:
-    """Save the rows for the gradient of the weights, if there are weights."""
+    """Save the plan and the weights, and the rows only if there are weights."""
     out = combine_rows.fun(spec, data, rows, slot_weights)
     kept = None if slot_weights is None else rows
     return out, (data, kept, slot_weights, gradient_deps(spec.group, out[1]))
 
 
 def combine_backward(spec: PlanSpec, saved: tuple[Any, ...], gradients: Any) -> tuple[Any, ...]:
-    """Send the gradients to the slots, multiplied by the slots' weights."""
+    """Return the gradients of the rows and of slot_weights."""
     data, rows, slot_weights, after = saved
     d_out = gradients[0]
     d_rows = ArraySpec((spec.capacity, d_out.shape[1]), d_out.dtype)
@@ -503,10 +527,10 @@ def combine_backward(spec: PlanSpec, saved: tuple[Any, ...], gradients: Any) -> 
 
 
 def gradient_deps(group: Group, done: Any) -> list[Any]:
-    """Return what the gradient of a call waits for.
+    """Return the arrays for which the gradient of a call waits; done: the last result of the call.
 
-    That is the call itself, if ranks have programs of their own, which could order the two
-    differently.
+    If the ranks run separate programs, the gradient waits for the call itself.  Otherwise the order
+    of the two could differ between the programs.
     """
     return [done] if has_own_programs(group) else []
 
@@ -516,15 +540,16 @@ combine_rows.defvjp(combine_forward, combine_backward)
 
 @over_mesh
 def combine(plan: Plan, rows: Any, slot_weights: Any = None, *, max_sms: int | None = None) -> Any:
-    """Return the rows to their tokens and sum them there.
+    """Return rows to their tokens and sum them there.
 
-    out[t] = sum over k of slot_weights[slot(t, k)] * rows[slot(t, k)], in the order of
-    `Layer.sum_order`.  Collective; differentiable in rows and slot_weights.
+    Collective; differentiable in rows and slot_weights.  out[t] is the sum over k of
+    slot_weights[slot(t, k)] * rows[slot(t, k)], in the order of `Layer.sum_order`.  With layout
+    "flat" each row is already the weighted sum of one rank for a token, and slot_weights is None.
 
     Args:
         plan: the plan.
         rows: [capacity, hidden] float32, bfloat16, float16 or float64: a row for each slot.
-        slot_weights: [capacity] any float dtype, or None: no weights.
+        slot_weights: [capacity] any float dtype.  None: all weights are 1.
         max_sms: on GPUs the largest number of SMs of this call and its gradient; None: that of
             the plan.
 

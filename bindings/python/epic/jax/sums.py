@@ -23,7 +23,13 @@ from epic.jax.steps import as_channel, check_sms, gradient_deps, ordering_deps
 
 
 class SumStatic(NamedTuple):
-    """Static facts of a sum: the order in which ranks are added, and the largest number of SMs."""
+    """The static arguments of a sum.
+
+    Attributes:
+        order: 0: ranks are added in their order.  1: in a binary tree.
+        max_sms: the largest number of SMs of the call; 0: the group's.
+
+    """
 
     order: int
     max_sms: int
@@ -33,8 +39,8 @@ class SumStatic(NamedTuple):
 def sum_array(group: Group, how: SumStatic, x: Any, ints: tuple[Any, ...]) -> tuple[Any, Any]:
     """Run sum on a flat float32 array.
 
-    ints are the channel and the ordering dependencies; the last result is the byte of a finished
-    call.
+    ints contains the channel and the arrays to wait for.  The last result is the byte that is
+    available when the call has finished.
     """
     operands = [x, *site_and_rank(group, x), *ints]
     out, done = call_handler(
@@ -44,13 +50,13 @@ def sum_array(group: Group, how: SumStatic, x: Any, ints: tuple[Any, ...]) -> tu
 
 
 def sum_forward(group: Group, how: SumStatic, x: Any, ints: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Save the shapes of the integers only."""
+    """Save the integers, and the arrays for which backward must wait."""
     out = sum_array(group, how, x, ints)
     return out, (ints, gradient_deps(group, out[1]))
 
 
 def sum_backward(group: Group, how: SumStatic, saved: Any, gradients: Any) -> tuple[Any, ...]:
-    """Sum the gradients over the ranks, as each rank's x is in every rank's sum."""
+    """Sum the gradients over the ranks, because each rank's x is part of every rank's sum."""
     ints, after = saved
     d_x = sum_array(group, how, gradients[0], (ints[0], *after))[0]
     return d_x, jax.tree.map(zero_gradient, ints)
@@ -74,8 +80,9 @@ def sum(
 
     Args:
         group: the group.
-        x: [...] float32, the same shape on all ranks.
-        tree: False: add in the order of the ranks.  True: add in a binary tree.
+        x: [...] float32, with the same shape on all ranks.
+        tree: whether ranks are added in a binary tree.  The number of ranks must then be a power of
+            two.  If False they are added in the order of ranks.
         channel: see `plan`.
         after: see `plan`.
         max_sms: see `plan`.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts whose inner dimension is sharded over a mesh axis.
+"""Experts whose inner dimension is sharded over a mesh axis, tensor_axis.
 
-Every device of the axis has a part of each expert.  If all have the same tokens, one sum completes
-the output.  If the tokens are sharded over the axis, they are gathered first, and a reduce-scatter
-leaves each device the output of its own tokens.  It moves half the bytes of the sum.
+Each device of the axis has a part of each expert.  If all these devices have the same tokens, a sum
+over the axis completes the output.  If the tokens are sharded over the axis, they are gathered
+first.  A reduce-scatter then gives each device the output of its own tokens, and sends half the
+bytes of a sum.
 """
 
 from dataclasses import replace
@@ -28,7 +29,15 @@ DIMENSION = {
 
 
 def experts_of_part(name: str, experts: Experts, axis: str, parts: int) -> Experts:
-    """Return the options of one device's part of the experts, checked."""
+    """Return the options for one device's part of the experts, after checking them.
+
+    Args:
+        name: "experts" or "shared", for errors.
+        experts: the options of the whole experts.
+        axis: tensor_axis, for errors.
+        parts: the number of devices of the axis.
+
+    """
     if experts.inner % parts:
         raise EpicArgumentError(
             f"{name}.inner is {experts.inner}: must be a multiple of {parts}, the number of "
@@ -43,17 +52,17 @@ def experts_of_part(name: str, experts: Experts, axis: str, parts: int) -> Exper
 
 
 def check_tensor_axis(options: Any, axis: str, parts: int) -> None:
-    """Refuse experts that this many devices of the axis cannot share."""
+    """Raise an error for experts that cannot be divided among the devices of the axis."""
     experts_of_part("experts", options.experts, axis, parts)
     if options.shared is not None:
         experts_of_part("shared", options.shared, axis, parts)
 
 
 def take_part(options: Any, weights: Any, axis: str) -> tuple[Any, Any]:
-    """Return Moe and MoeWeights of one device of the axis.
+    """Return the Moe and the MoeWeights of one device of the axis.
 
-    inner is the device's part.  Only the first device keeps the down biases, which the sum over the
-    axis must count once.
+    inner of the options is that of the device's part.  All devices except the first get down biases
+    of 0, because the sum over the axis must contain these biases only once.
     """
     e4m3.refuse_parts(weights, "tensor_axis")
     parts, first = jax.lax.axis_size(axis), jax.lax.axis_index(axis) == 0
@@ -70,7 +79,7 @@ def take_part(options: Any, weights: Any, axis: str) -> tuple[Any, Any]:
 
 
 def gather_tokens(axis: str, *arrays: Any) -> list[Any]:
-    """Return arrays [..., ] of all devices of the axis, one after the other in the first dimension.
+    """Return arrays [n, ...] gathered over the devices of the axis, along the first dimension.
 
     None stays None.
     """
@@ -82,16 +91,22 @@ def gather_tokens(axis: str, *arrays: Any) -> list[Any]:
 
 
 def sum_parts(out: Any, axis: str, scatter: bool) -> Any:
-    """Return MoeOut after the sum of `out`.
+    """Return a MoeOut whose field `out` is summed over the axis.
 
-    The other fields are equal on the devices of the axis.  scatter: each device keeps its own
-    tokens, as gather_tokens() put them together.
+    All other fields are equal on all devices of the axis, or become equal.
+
+    Args:
+        out: the results of one device's part of the experts.
+        axis: tensor_axis.
+        scatter: whether each device gets only its own tokens, of those that gather_tokens()
+            gathered.
+
     """
 
     def equal_on_all(x: Any) -> Any:
         return None if x is None else jax.lax.pmax(jax.lax.stop_gradient(x), axis)
 
-    def of_the_first(x: Any) -> Any:  # the plans of the devices have different ids
+    def of_the_first(x: Any) -> Any:  # the plans of the devices differ in their ids
         first = jax.lax.axis_index(axis) == 0
         return jax.lax.psum(jnp.where(first, x.astype(jnp.int32), 0), axis).astype(x.dtype)
 

@@ -2,8 +2,8 @@
 """Partition specs of the arrays of sharded calls, and the shard_map around such a call.
 
 Tokens are sharded over `token_axes` (data axes and the group's axes), in their first dimension or
-in several.  Rows of a receive buffer are sharded in their first dimension, experts over the group's
-axes, hidden over `hidden_axis` if there is one.
+in several dimensions.  Rows of a receive buffer are sharded in their first dimension.  Experts are
+sharded over the group's axes.  With `hidden_axis`, hidden is sharded over that axis.
 """
 
 import math
@@ -31,7 +31,10 @@ def map_over_mesh(
 
 
 def check_axes(mesh: Mesh, taken: Axes, **given: Any) -> None:
-    """Refuse axes of arguments that the mesh does not have, or that are among `taken`."""
+    """Raise an error for axes that the mesh does not have, or that are in `taken`.
+
+    given: the axes of arguments by the argument's name.
+    """
     for name, axes in given.items():
         one = (axes,) if axes else ()  # an argument that names a single axis
         for axis in as_axes(name, axes or ()) if name.endswith("_axes") else as_axes(name, one):
@@ -44,7 +47,10 @@ def check_axes(mesh: Mesh, taken: Axes, **given: Any) -> None:
 
 
 def check_divisible(mesh: Mesh, name: str, x: Any, spec: P) -> None:
-    """Refuse an array that the devices of its axes cannot share equally."""
+    """Raise an error if a dimension of x cannot be divided equally among the devices of its axes.
+
+    name: the name of x in the error.
+    """
     for dimension, axes in enumerate(spec):
         count = math.prod(mesh.shape[a] for a in axes_of_spec(P(axes)))
         if x is not None and dimension < x.ndim and x.shape[dimension] % count:
@@ -55,7 +61,7 @@ def check_divisible(mesh: Mesh, name: str, x: Any, spec: P) -> None:
 
 
 def axes_of_spec(spec: P) -> Axes:
-    """Return the axes of all dimensions, one after the other."""
+    """Return the mesh axes of all dimensions of a spec as one tuple."""
     parts = [part for part in spec if part is not None]
     return tuple(a for part in parts for a in ((part,) if isinstance(part, str) else part))
 
@@ -63,10 +69,16 @@ def axes_of_spec(spec: P) -> Axes:
 def token_spec(
     mesh: Mesh, group: Group, given: TokenAxes, rank: int, hidden_axis: str | None = None
 ) -> tuple[P, Axes]:
-    """Return how all dimensions of x except the last are sharded, and the axes of this sharding.
+    """Return how all dimensions of an array except the last are sharded, and the axes of that.
 
-    By default they are sharded as token_axes of `epic.jax.open` defines, else the first dimension
-    over all axes of the mesh except hidden_axis.
+    Args:
+        mesh: the mesh.
+        group: the group.
+        given: token_axes.  None: the token_axes of `epic.jax.open`.  Without them the first
+            dimension is sharded over all axes of the mesh except hidden_axis.
+        rank: the number of dimensions of the array.
+        hidden_axis: the mesh axis over which hidden is sharded, or None.
+
     """
     check_kind("group", group, Group)
     check_kind("mesh", mesh, Mesh)
@@ -99,10 +111,14 @@ def token_spec(
 def rows_specs(
     mesh: Mesh, group: Group, given: TokenAxes, rank: int, hidden_axis: str | None
 ) -> tuple[P, P, P, P]:
-    """Return the shardings of the arrays of a plan's calls.
+    """Return the shardings of the arrays in calls on a plan.
 
-    They are for arrays [B, ..., hidden], [B, ..., top_k], [slots, hidden], and for arrays that each
-    device has of its own, such as plans and [slots].
+    The arguments are those of token_spec.
+
+    Returns:
+        The shardings of arrays [B, ..., hidden], [B, ..., top_k] and [slots, hidden].  The fourth
+        one is for arrays of which each device has a different one, such as plans and [slots].
+
     """
     spec, axes = token_spec(mesh, group, given, rank, hidden_axis)
     if hidden_axis in axes:
