@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the examples of another framework's layer have in common: a layer learns a function, its
-experts spread over processes; with --check the losses are compared with the framework's own."""
+"""Shared code of the examples that train one layer of another framework.
+
+The layer learns a function, with its experts spread over processes. With --check, an example
+compares the losses with those of the framework's own dispatcher.
+"""
 
 import argparse
 from collections.abc import Callable, Iterable
@@ -11,7 +14,10 @@ from torch import Tensor
 
 
 def start(about: str | None, other: str) -> argparse.Namespace:
-    """One of torchrun's processes begins: `steps` and `check` of its command line."""
+    """Start one of torchrun's processes, and return its arguments `steps` and `check`.
+
+    about: the docstring of the example. other: the framework's dispatcher, for the help text.
+    """
     parser = argparse.ArgumentParser(description=about.split("\n")[0] if about else None)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--check", action="store_true", help=f"compare with {other} dispatcher")
@@ -28,8 +34,16 @@ def train(
     shape: tuple[int, ...],
     steps: int,
 ) -> list[float]:
-    """The losses of all ranks together, each with tokens of its own.  The gate is the same on all
-    ranks: its gradients are added, as the framework's data parallelism does it."""
+    """Train a layer and return the loss of each step, added over the ranks.
+
+    Args:
+        layer: The layer.
+        parameters: Its parameters on this rank.
+        gate: The weight of the router, which is equal on all ranks. Its gradients are added over
+            the ranks, as data parallelism of the framework would do it.
+        shape: Shape of the tokens of a rank. Each rank has different tokens.
+        steps: Number of steps.
+    """
     optimizer = torch.optim.Adam(parameters, lr=1e-2)
     ranks, losses = dist.get_world_size(), []
     for step in range(steps):
@@ -47,8 +61,16 @@ def train(
 
 
 def end(losses: list[float], wanted: list[float] | None, tolerance: float) -> int:
-    """The process ends: 0 if the loss fell, and the losses are those that were wanted (None: any),
-    to within a relative tolerance."""
+    """Print the result, end the process, and return its exit status.
+
+    Args:
+        losses: The loss of each step.
+        wanted: The expected losses. None: they are not compared.
+        tolerance: Largest relative difference between losses and expected losses.
+
+    Returns:
+        0 if the loss fell and is within the tolerance, else 1.
+    """
     worst = max(abs(a - b) / b for a, b in zip(losses, wanted or losses, strict=True))
     right = worst < tolerance and losses[-1] < losses[0]
     if dist.get_rank() == 0:

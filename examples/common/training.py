@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What jax/train_text.py and torch/train_text.py have in common: the command line, processes, the
-check, text, first parameters, progress, and the picture.  Nothing of a framework is used here."""
+"""Shared code of jax/train_text.py and torch/train_text.py, which uses neither JAX nor PyTorch.
+
+It contains the command line, the launcher, the check, the text, the initial parameters, the
+progress bar and the picture.
+"""
 
 import argparse
 import math
@@ -17,13 +20,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 ENDINGS = {".md", ".txt", ".c", ".h", ".cu", ".py", ".sh"}
-TOLERANCE = 1e-4  # of a loss, against one process
+TOLERANCE = 1e-4  # largest relative difference of a loss from that of one process
 Params = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model and of a step."""
+    """The sizes of the model and of a batch."""
 
     batch: int = 16
     length: int = 64
@@ -36,16 +39,16 @@ class Sizes:
 
 
 def framework_of(program: str) -> str:
-    """By the folder that the program is in."""
+    """Return "jax" or "torch", the name of the folder that contains the program."""
     return Path(program).resolve().parent.name
 
 
 def arguments(program: str, about: str | None) -> argparse.Namespace:
-    """The command line."""
+    """Return the arguments of the command line."""
     picture = Path(f"build/train_text_{framework_of(program)}.png")
     parser = argparse.ArgumentParser(description=about.split("\n")[0] if about else None)
     parser.add_argument("text", nargs="*", type=Path, help="files or folders; none: this project")
-    parser.add_argument("--processes", type=int, default=4, help="that share the experts")
+    parser.add_argument("--processes", type=int, default=4, help="processes that share the experts")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")
     parser.add_argument("--picture", type=Path, default=picture)
@@ -61,8 +64,11 @@ def arguments(program: str, about: str | None) -> argparse.Namespace:
 
 
 def launch(program: str, words: list[str], processes: int) -> int:
-    """Starts the processes; 0 if all went well.  The end of one, or Ctrl-C, ends all."""
-    with socket.socket() as holder:  # so that the system gives the port to no connection
+    """Start the processes and return 0 if all of them succeed.
+
+    If one process fails, or with Ctrl-C, all processes are ended.
+    """
+    with socket.socket() as holder:  # keeps the system from using the port for a connection
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # lets a process listen too
         holder.bind(("127.0.0.1", 0))
         port = holder.getsockname()[1]
@@ -71,14 +77,14 @@ def launch(program: str, words: list[str], processes: int) -> int:
 
 
 def watch(command: list[str], processes: int) -> int:
-    """Runs the command once for each process, its last word the process' number."""
+    """Run the command once for each process, with the number of the process as last argument."""
     running = [subprocess.Popen([*command, str(i)]) for i in range(processes)]
     code = 0
     try:
         while None in (codes := [process.poll() for process in running]):
             code = next((c for c in codes if c), 0)
             if code:
-                time.sleep(3)  # the others say themselves who is missing
+                time.sleep(3)  # the other processes print which process is missing
                 break
             time.sleep(0.05)
     except KeyboardInterrupt:
@@ -92,10 +98,12 @@ def watch(command: list[str], processes: int) -> int:
 
 
 def check(program: str, words: list[str], processes: int) -> int:
-    """Trains with all processes, then with one; 1 if the losses differ.  In float64: the
-    dense gradients of several ranks are added in another order, and float32's rounding of that is
-    enough, sooner or later, to send a token that is between two experts to the other: the curves
-    part."""
+    """Train with all processes, then with one process, and return 1 if the losses differ.
+
+    It trains in float64. Several ranks add the gradients of shared parameters in another order than
+    one rank. In float32, after some steps, the difference in rounding would be enough to send a
+    token to another expert, if the scores of two experts are almost equal.
+    """
     curves = []
     for count in (processes, 1):
         file = ROOT / "build" / f"train_text_{framework_of(program)}_{count}.txt"
@@ -115,7 +123,7 @@ def check(program: str, words: list[str], processes: int) -> int:
 
 
 def read_text(paths: list[Path]) -> Any:
-    """All bytes of the files, in the order of their names."""
+    """Return the bytes of all files, in the order of their names."""
     import numpy as np
 
     roots = paths or [ROOT / name for name in ("README.md", "docs", "include", "src")]
@@ -127,7 +135,10 @@ def read_text(paths: list[Path]) -> Any:
 
 
 def batch_of(text: Any, sizes: Sizes, step: int, held_out: bool = False) -> Any:
-    """[batch, length + 1] bytes: a function of the step; the last tenth is held out."""
+    """Return a batch of bytes [batch, length + 1] for a step.
+
+    held_out: whether the batch is from the last tenth of the text, which is not used for training.
+    """
     import numpy as np
 
     border = len(text) * 9 // 10
@@ -142,7 +153,7 @@ def batch_of(text: Any, sizes: Sizes, step: int, held_out: bool = False) -> Any:
 
 
 def initial(sizes: Sizes) -> Params:
-    """Parameters, the same everywhere."""
+    """Return the initial parameters, which are equal in all processes."""
     import numpy as np
 
     rng = np.random.default_rng(0)
@@ -168,7 +179,7 @@ def initial(sizes: Sizes) -> Params:
 
 
 def bar(step: int, steps: int, loss: float, seconds: float) -> None:
-    """One line that moves on a terminal; elsewhere the first step's, then ten lines."""
+    """Print the progress: one line that changes on a terminal, else about ten lines."""
     if not sys.stdout.isatty() and step > 1 and step % max(steps // 10, 1):
         return
     full = 30 * step // steps
@@ -181,7 +192,15 @@ def bar(step: int, steps: int, loss: float, seconds: float) -> None:
 def report(
     args: argparse.Namespace, before: float, after: float, losses: list[float], loads: Any
 ) -> int:
-    """The end of process 0: what is printed and written.  1 if nothing was learnt."""
+    """Print and write the results in process 0, and return 1 if the model has learned nothing.
+
+    Args:
+        args: The arguments of the command line.
+        before: Bits for each byte of text that is not used for training, before the first step.
+        after: The same number after the last step.
+        losses: The loss of each step.
+        loads: [steps, layers, experts]: choices of each expert.
+    """
     if args.process == 0:
         print(f"held-out text: {before:.2f} bits a byte before, {after:.2f} after")
         if args.losses:
@@ -195,8 +214,11 @@ def report(
 
 
 def write_picture(path: Path, loads: Any) -> None:
-    """A PNG of loads [steps, layers, experts]: time to the right, experts of layer after layer
-    downwards; white is nothing, the even share is orange, three times as much is black."""
+    """Write a PNG with the loads [steps, layers, experts] of all experts.
+
+    A column is a step, and a row is an expert, layer below layer. A load of 0 is white, the mean
+    load is orange, and three times the mean is black.
+    """
     import numpy as np
 
     steps, layers, experts = loads.shape
@@ -229,10 +251,11 @@ def write_picture(path: Path, loads: Any) -> None:
 
 
 def main(program: str, about: str | None, run: Callable[[argparse.Namespace], int]) -> int:
-    """The launcher, or one of its processes, which calls run."""
+    """Run as the launcher, or as one of its processes, which calls `run`."""
     args = arguments(program, about)
     if args.steps < 1 or args.processes < 1 or Sizes.experts % args.processes:
-        print(f"--steps is 1 or more, --processes divides {Sizes.experts}", file=sys.stderr)
+        rule = f"--steps must be at least 1, and --processes must divide {Sizes.experts}"
+        print(rule, file=sys.stderr)
         return 2
     if args.port:
         return run(args)

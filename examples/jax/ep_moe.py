@@ -35,7 +35,7 @@ class Sizes:
 def arguments() -> argparse.Namespace:
     """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--devices", type=int, default=4, help="of all processes together")
+    parser.add_argument("--devices", type=int, default=4, help="devices of all processes together")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--ep", type=int, default=2, help="ranks that share the experts")
     parser.add_argument("--steps", type=int, default=5)

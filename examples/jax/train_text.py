@@ -2,8 +2,10 @@
 """A small Mixture-of-Experts transformer learns bytes of text, its experts spread over processes.
 
 python examples/jax/train_text.py                        4 processes, 200 steps, a progress bar
-python examples/jax/train_text.py --check                the same losses as one process, else exit 1
+python examples/jax/train_text.py --check                compare the losses with one process's
 python examples/jax/train_text.py --processes 2 book.txt --picture load.png
+
+With --check the exit status is 1 if the losses differ.
 """
 
 import argparse
@@ -84,7 +86,7 @@ def place(mesh: Any, value: Any, *axes: Any) -> Any:
 
 
 def place_params(mesh: Any, params: Params) -> Params:
-    """Return the shardings: experts over the group, everything else on every device."""
+    """Return the parameters as global arrays, with the experts sharded over the group."""
     import jax
 
     def one(path: Any, value: Any) -> Any:

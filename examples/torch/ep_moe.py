@@ -27,7 +27,7 @@ import epic.torch
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model."""
+    """Sizes of the model."""
 
     batch: int = 8
     length: int = 16
@@ -39,7 +39,7 @@ class Sizes:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--ep", type=int, default=2, help="ranks that share the experts")
@@ -54,7 +54,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Model(nn.Module):
-    """Layers, each added to its input."""
+    """Mixture-of-Experts layers with residual connections."""
 
     def __init__(self, sizes: Sizes, group: epic.torch.Group) -> None:
         super().__init__()
@@ -67,14 +67,14 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden]."""
+        """Return the output for x [..., hidden]."""
         for layer in self.layers:
             x = x + layer(x)[0]
         return x
 
 
 def plain(layers: list[dict[str, Tensor]], top_k: int, x: Tensor) -> Tensor:
-    """The same of all experts on one device, expert by expert."""
+    """Compute the output of the model with plain torch: all experts on one device, one by one."""
     for w in layers:
         scores, chosen = (x @ w["w_gate"]).softmax(-1).topk(top_k, dim=-1)
         out = torch.zeros_like(x)
@@ -90,15 +90,24 @@ def plain(layers: list[dict[str, Tensor]], top_k: int, x: Tensor) -> Tensor:
 
 
 def miss(a: Tensor, b: Tensor) -> float:
-    """Relative error."""
+    """Return the relative error of a against b."""
     return float((a.double() - b).abs().max() / b.abs().max())
 
 
 def error_of(
     sizes: Sizes, group: epic.torch.Group, model: Model, part: slice, got: list[Tensor]
 ) -> float:
-    """The largest of output, gradient of x, and gradients of this rank's experts; every process
-    computes the whole in float64."""
+    """Return the largest relative error of this process, against the whole model in float64.
+
+    It compares the output, the gradient of x, and the gradients of this rank's parameters.
+
+    Args:
+        sizes: The sizes.
+        group: The group.
+        model: The model of this process, after backward.
+        part: The samples of this process.
+        got: The output and the gradient of x.
+    """
     x, ct = batch(sizes)
     with epic.torch.Group(num_ranks=1, max_tokens=1, max_row_bytes=1) as alone:
         names = ("w_gate", "w_gate_up", "w_down")
@@ -124,14 +133,14 @@ def error_of(
 
 
 def batch(sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """x and the gradient of the output, of all processes."""
+    """Return x and the gradient of the output, for the samples of all processes."""
     generator = torch.Generator().manual_seed(1)
     x, ct = torch.randn(2, sizes.batch, sizes.length, sizes.hidden, generator=generator)
     return x, ct
 
 
 def run(args: argparse.Namespace) -> int:
-    """One process's part; 0 if it is right."""
+    """Run one process; return 0 if its results are correct."""
     rank, count = dist.get_rank(), dist.get_world_size()
     if args.device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -146,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
         forward = torch.compile(model, fullgraph=True) if args.compile else model
         rows = x[part].to(group.device).requires_grad_()
         d_out = ct[part].to(group.device)
-        forward(rows).backward(d_out)  # and compiles
+        forward(rows).backward(d_out)  # warm up; with --compile this compiles the model
         seconds = []
         for _ in range(args.steps):
             model.zero_grad()
@@ -178,12 +187,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def verdict(error: float) -> str:
-    """In a word."""
+    """Return "right" or "WRONG" for the largest relative error."""
     return "right" if error < 1e-5 else "WRONG"
 
 
 def start(rank: int, args: argparse.Namespace, port: int) -> None:
-    """One of the processes that this program starts itself."""
+    """Run one of the processes that this program starts itself."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     backend = "nccl" if args.device == "cuda" else "gloo"
@@ -194,12 +203,12 @@ def start(rank: int, args: argparse.Namespace, port: int) -> None:
 
 
 def main() -> Any:
-    """The launcher, or one of torchrun's processes."""
+    """Run as the launcher, or as one of torchrun's processes."""
     args = arguments()
     if "LOCAL_RANK" in os.environ:
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
         return run(args)
-    with socket.socket() as holder:  # so that the system gives the port to no connection
+    with socket.socket() as holder:  # keeps the system from using the port for a connection
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # lets a process listen too
         holder.bind(("127.0.0.1", 0))
         port = holder.getsockname()[1]

@@ -27,24 +27,26 @@ LENGTH = 12
 
 
 class WithEpic:
-    """What a Trainer does differently if each rank has its own experts.
+    """A mixin for Trainer, for models whose experts are spread over ranks.
 
-    Put it before Trainer, or a subclass, in the list of base classes, and set `group` and `mesh`
-    before the first step.  The methods with an underscore are those of transformers 5.23.0.
+    Put it before Trainer, or a subclass of it, in the list of base classes. Set `group` and `mesh`
+    before the first step. The methods with an underscore override private methods of transformers
+    5.23.0.
     """
 
     group: epic.torch.Group
     mesh: Any
 
     def create_accelerator_and_postprocess(self: Any) -> None:
-        """Keep the model as it is: DDP would treat the experts of all ranks as copies."""
+        """Keep Trainer from wrapping the model in DDP, which would treat all experts as copies."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.prepare_model = lambda model, *_, **__: model
 
     def _clip_grad_norm(self: Any, model: Any) -> Any:
         """Add the gradients over the ranks, then clip them by the norm of the whole model.
 
-        Trainer multiplies the loss by the number of processes, because DDP would average.
+        Trainer multiplies the loss by the number of processes, because DDP would average gradients.
+        Without DDP, this method divides the gradients by this number.
         """
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -72,7 +74,7 @@ class WithEpic:
             dcp.load(self.states(), checkpoint_id=Path(checkpoint) / "epic")
 
     def _load_from_checkpoint(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the state also contains the parameters."""
+        """Do nothing, because the state that is loaded also contains the parameters."""
 
 
 def make_data(vocabulary: int) -> list[dict[str, Any]]:

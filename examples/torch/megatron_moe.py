@@ -2,8 +2,9 @@
 """Megatron-Core's Mixture-of-Experts layer learns a function, its experts spread over processes.
 
 torchrun --nproc-per-node 4 examples/torch/megatron_moe.py           20 steps on the CPU
-torchrun --nproc-per-node 4 examples/torch/megatron_moe.py --check   the losses of Megatron's own
-                                                                     dispatcher, else exit 1
+torchrun --nproc-per-node 4 examples/torch/megatron_moe.py --check   compare the losses with those
+                                                                     of Megatron's own dispatcher
+With --check the exit status is 1 if the losses differ.
 """
 
 import sys
@@ -23,19 +24,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 import one_layer
 
 HIDDEN, LENGTH, BATCH = 32, 16, 4
-TOLERANCE = 1e-4  # of a loss
+TOLERANCE = 1e-4  # largest relative difference of a loss
 
 
 def without_gpu() -> None:
-    """Megatron-Core 0.19.2 asks where its GPU is before it uses a weight; and without Transformer
-    Engine its router looks for a name that is not there."""
+    """Let Megatron-Core 0.19.2 run without a GPU.
+
+    Before it uses a weight, it reads the number of the current GPU. Without Transformer Engine, its
+    router reads a name of moe_utils that does not exist.
+    """
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
 
 def make_layer() -> Any:
-    """As a model would have it; the same at every call."""
+    """Return a layer as a model of Megatron-Core has it, with equal parameters in every call."""
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,
@@ -59,7 +63,7 @@ def make_layer() -> Any:
 
 
 def train(steps: int, with_epic: bool) -> list[float]:
-    """The losses, with EPIC or with Megatron's own dispatcher."""
+    """Return the losses of a training with EPIC, or with Megatron's own dispatcher."""
     layer = make_layer()
     if with_epic:
         use_epic(layer, max_tokens=LENGTH * BATCH)
@@ -73,7 +77,7 @@ def train(steps: int, with_epic: bool) -> list[float]:
 
 
 def main() -> int:
-    """One of torchrun's processes."""
+    """Run one of torchrun's processes."""
     args = one_layer.start(__doc__, "Megatron's own")
     without_gpu()
     parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())

@@ -2,8 +2,9 @@
 """torchtitan's Mixture-of-Experts layer learns a function, its experts spread over processes.
 
 torchrun --nproc-per-node 4 examples/torch/titan_moe.py           20 steps on the CPU
-torchrun --nproc-per-node 4 examples/torch/titan_moe.py --check   the losses of torchtitan's own
-                                                                  all-to-all, else exit 1
+torchrun --nproc-per-node 4 examples/torch/titan_moe.py --check   compare the losses with those of
+                                                                  torchtitan's own all-to-all
+With --check the exit status is 1 if the losses differ.
 """
 
 import sys
@@ -27,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 import one_layer
 
 HIDDEN, INNER, LENGTH, BATCH, EXPERTS, TOP_K = 32, 48, 16, 4, 8, 2
-TOLERANCE = 0.02  # of a loss: torchtitan's products are in bfloat16
+# Largest relative difference of a loss. It is large, because torchtitan multiplies in bfloat16.
+TOLERANCE = 0.02
 OVERRIDE = (
     "epic.torch.titan.epic",
     {"hidden_dim": HIDDEN, "num_max_tokens_per_rank": LENGTH * BATCH},
@@ -35,9 +37,11 @@ OVERRIDE = (
 
 
 def make_layer(mesh: DeviceMesh, overrides: list[Any]) -> MoE:
-    """As torchtitan's trainer makes one: a configuration, overrides, build, the mesh.  The same
-    parameters at every call."""
-    local = EXPERTS // mesh.size()  # parallelize() would cut the experts, on GPUs
+    """Return a layer, made as in torchtitan's trainer, with equal parameters in every call.
+
+    The trainer makes a configuration, applies the overrides, builds the layer, and sets the mesh.
+    """
+    local = EXPERTS // mesh.size()  # on GPUs torchtitan's parallelize() would divide the experts
     config = make_moe_config(
         num_experts=EXPERTS,
         router=make_router_config(
@@ -74,7 +78,7 @@ def make_layer(mesh: DeviceMesh, overrides: list[Any]) -> MoE:
 
 
 def train(mesh: DeviceMesh, steps: int, overrides: list[Any]) -> list[float]:
-    """The losses, with the overrides or with torchtitan's own all-to-all."""
+    """Return the losses of a training with overrides; without any, with torchtitan's all-to-all."""
     layer = make_layer(mesh, overrides)
     return one_layer.train(
         layer, layer.parameters(), layer.router.gate.weight, (BATCH, LENGTH, HIDDEN), steps
@@ -82,7 +86,7 @@ def train(mesh: DeviceMesh, steps: int, overrides: list[Any]) -> list[float]:
 
 
 def main() -> int:
-    """One of torchrun's processes."""
+    """Run one of torchrun's processes."""
     args = one_layer.start(__doc__, "torchtitan's own")
     set_spmd_backend("default")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))

@@ -4,8 +4,8 @@
 torchrun --nproc-per-node 4 examples/torch/titan_trainer.py --folder build/titan --steps 10
 torchrun --nproc-per-node 4 examples/torch/titan_trainer.py --folder build/titan --steps 20 --ep 2
 
-The second command continues at step 10, with two ranks for the experts.  --own selects torchtitan's
-own all-to-all instead of EPIC.  Without GPUs it runs on the CPU.
+The second command continues at step 10, and spreads the experts over two ranks.  --own selects
+torchtitan's own all-to-all instead of EPIC.  Without GPUs the program runs on the CPU.
 """
 
 import argparse
@@ -54,7 +54,10 @@ class Sequences(BaseDataLoader):
         self.step, self.ranks, self.rank = 0, dp_world_size, dp_rank
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        """Yield the sequences of this rank. Those of all ranks do not depend on their number."""
+        """Yield the sequences of this rank.
+
+        The sequences of all ranks together do not depend on the number of ranks.
+        """
         while True:
             random = np.random.default_rng(self.step)
             self.step += 1
@@ -75,7 +78,7 @@ class Sequences(BaseDataLoader):
 
 
 class NoTokenizer(BaseTokenizer):
-    """The data are ids already."""
+    """A tokenizer that is never used, because the data are ids already."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -98,7 +101,7 @@ class NoTokenizer(BaseTokenizer):
 
 
 class Losses(MetricsProcessor):
-    """Prints loss and norm with all their digits."""
+    """A metrics processor that prints loss and norm with eight decimals."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):

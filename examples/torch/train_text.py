@@ -2,8 +2,10 @@
 """A small Mixture-of-Experts transformer learns bytes of text, its experts spread over processes.
 
 python examples/torch/train_text.py                      4 processes, 200 steps, a progress bar
-python examples/torch/train_text.py --check              the same losses as one process, else exit 1
+python examples/torch/train_text.py --check              compare the losses with one process's
 python examples/torch/train_text.py --processes 2 book.txt --picture load.png
+
+With --check the exit status is 1 if the losses differ.
 """
 
 import argparse
@@ -30,12 +32,12 @@ OF_EXPERTS = ("w_gate_up", "w_down")
 
 
 def norm(x: Tensor) -> Tensor:
-    """RMS norm without a scale."""
+    """Return the RMS norm without a scale."""
     return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + 1e-6)
 
 
 class Layer(nn.Module):
-    """Causal self-attention, then the experts, each added to its input."""
+    """Causal self-attention, then the experts, both with residual connections."""
 
     def __init__(self, sizes: Sizes, group: epic.torch.Group, first: dict[str, Any]) -> None:
         super().__init__()
@@ -51,7 +53,7 @@ class Layer(nn.Module):
             leaves=sizes.experts,
             balance_coeff=0.02,
         )
-        # A rate of 0: the bias stays 0, and the layer counts its experts' loads.
+        # With bias_rate=0 the layer counts the loads of its experts, and the bias stays 0.
         self.moe = epic.torch.MoE(group, options, dtype=self.qkv.dtype, bias_rate=0.0)
         local = self.moe.num_local_experts
         own = slice(group.rank * local, (group.rank + 1) * local)
@@ -60,7 +62,7 @@ class Layer(nn.Module):
                 getattr(self.moe, name).copy_(value[own] if name in OF_EXPERTS else value)
 
     def attention(self, x: Tensor) -> Tensor:
-        """Of x [batch, length, hidden]."""
+        """Return the attention of x [batch, length, hidden]."""
         batch, length, hidden = x.shape
         parts = (norm(x) @ self.qkv).reshape(batch, length, 3, self.heads, hidden // self.heads)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
@@ -68,14 +70,14 @@ class Layer(nn.Module):
         return found.transpose(1, 2).reshape(x.shape) @ self.out
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x, and this rank's part of the balance loss."""
+        """Return x, and this rank's part of the balance loss."""
         x = x + self.attention(x)
         out, loss = self.moe(norm(x))
         return x + out, loss
 
 
 class Model(nn.Module):
-    """Bytes in, logits of the next byte out."""
+    """A transformer that reads bytes and returns the logits of the next byte."""
 
     def __init__(self, sizes: Sizes, group: epic.torch.Group, dtype: torch.dtype) -> None:
         super().__init__()
@@ -92,8 +94,10 @@ class Model(nn.Module):
             self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, text: Tensor) -> tuple[Tensor, Tensor]:
-        """Of text [batch, length]: logits [batch, length, 256], this rank's part of the loss that
-        keeps experts evenly loaded."""
+        """Return logits [batch, length, 256] for text [batch, length], and the balance loss.
+
+        The balance loss is this rank's part.
+        """
         x = self.embed[text] + self.place
         extra = x.new_zeros(())
         for layer in self.layers:
@@ -106,14 +110,14 @@ class Model(nn.Module):
 
 
 def add_up(x: Tensor) -> Tensor:
-    """Over the processes, in place."""
+    """Add x over the processes, in place, and return it."""
     if dist.is_initialized():
         dist.all_reduce(x)
     return x
 
 
 def sum_gradients(model: Model) -> None:
-    """Of what every process has; those of the experts are complete."""
+    """Add the gradients of shared parameters over the processes; those of experts are complete."""
     shared = [p for name, p in model.named_parameters() if not name.endswith(OF_EXPERTS)]
     whole = add_up(torch.cat([p.grad.reshape(-1) for p in shared if p.grad is not None]))
     for parameter, part in zip(shared, whole.split([p.numel() for p in shared]), strict=True):
@@ -121,7 +125,7 @@ def sum_gradients(model: Model) -> None:
 
 
 def clip(model: Model) -> None:
-    """Scales the gradients of all processes' parameters together to a norm of 1 at most."""
+    """Scale the gradients so that the norm of the whole model, on all processes, is at most 1."""
     squares = torch.zeros(2, dtype=torch.float64)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
@@ -133,7 +137,10 @@ def clip(model: Model) -> None:
 
 
 def rate_at(step: int, steps: int) -> float:
-    """Of the highest: a line up, then a cosine down to a tenth."""
+    """Return the learning rate as a part of the highest one.
+
+    It rises along a line, then falls along a cosine to a tenth.
+    """
     up = max(steps // 20, 1)
     if step < up:
         return step / up
@@ -141,7 +148,7 @@ def rate_at(step: int, steps: int) -> float:
 
 
 class Trainer:
-    """One process's part of the training."""
+    """The part of one process in the training."""
 
     def __init__(self, args: argparse.Namespace, group: epic.torch.Group, sizes: Sizes) -> None:
         self.args, self.sizes = args, sizes
@@ -157,7 +164,7 @@ class Trainer:
         self.rates = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
 
     def losses_of(self, step: int, held_out: bool = False) -> tuple[Tensor, Tensor]:
-        """This process's part of the cross entropy and of the loss that keeps loads even."""
+        """Return this process's parts of the cross entropy and of the balance loss."""
         text = training.batch_of(self.text, self.sizes, step, held_out)
         each = len(text) // self.args.processes
         mine = torch.from_numpy(text).long().split(each)[self.args.process]
@@ -166,7 +173,7 @@ class Trainer:
         return entropy / self.args.processes, extra
 
     def step(self, number: int) -> float:
-        """The loss of one step."""
+        """Run one training step and return its loss over all processes."""
         self.optimizer.zero_grad()
         loss = sum(self.losses_of(number))
         loss.backward()
@@ -177,7 +184,7 @@ class Trainer:
         return float(add_up(loss.detach()))
 
     def loads(self) -> np.ndarray:
-        """[layers, experts] choices since the last call, of all processes."""
+        """Return the choices [layers, experts] of all processes since the last call."""
         found = [layer.moe.load.clone() for layer in self.model.layers]
         for layer in self.model.layers:
             layer.moe.load.zero_()
@@ -185,13 +192,13 @@ class Trainer:
 
     @torch.no_grad()
     def held_out(self) -> float:
-        """Bits a byte of text that is not trained on."""
+        """Return the cross entropy of text that is not used for training, in bits per byte."""
         parts = [self.losses_of(i, True)[0] for i in range(4)]
         self.loads()
         return float(add_up(torch.stack(parts).mean())) / math.log(2)
 
     def run(self) -> int:
-        """All steps; 1 if nothing was learnt."""
+        """Run all steps; return 1 if the model has learned nothing."""
         before, losses, loads = self.held_out(), [], []
         start = time.perf_counter()
         for i in range(self.args.steps):
@@ -204,7 +211,7 @@ class Trainer:
 
 
 def run(args: argparse.Namespace) -> int:
-    """One process's part."""
+    """Run one process."""
     torch.set_num_threads(1)
     if args.processes > 1:
         where = f"tcp://127.0.0.1:{args.port}"

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts four processes that all tests share, because importing torch takes longer than
-most tests."""
+"""Starts four processes that all tests share.
+
+Importing torch takes longer than most tests, so the processes import it only once.
+"""
 
 import sys
 from collections.abc import Iterator

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests epic.torch on CUDA contexts of the GPU emulator (tests/emulator), against host contexts.
 
-The emulator runs a GPU's threads on the CPU, and its GPU memory is host memory. Two threads are
-ranks, each with an emulated GPU. Torch has no stream here on which it could wait for an operator,
-and frees memory when the operator returns. So CUDA_LAUNCH_BLOCKING must be set. tests/torch/gpu
-tests streams, captures and torch's own CUDA. The last line that this program prints is "right".
+The emulator runs the threads of a GPU on the CPU, and its GPU memory is host memory. The ranks are
+two threads, each with an emulated GPU. Tensors are CPU tensors for torch. So torch frees their
+memory when an operator returns, without waiting for a stream. Operators must be complete by then,
+so CUDA_LAUNCH_BLOCKING must be set. tests/torch/gpu tests streams, captures and torch's own CUDA.
+The last line that this program prints is "right".
 """
 
 import ctypes

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests epic.torch on two hosts of two emulated GPUs each (see emulated.py), with the net "chaos".
 
-A layer is trained on these two hosts and on one host of four GPUs. Its sums use a tree, which is
-the default on several hosts, so the losses of both runs have the same bits. Ranks are threads. The
-last line that this program prints is "right".
+The program trains a layer on these two hosts, and on one host of four GPUs. The sums of the layer
+use a tree, which is the default on several hosts. So the losses of both runs must have the same
+bits. Ranks are threads. The last line that this program prints is "right".
 """
 
 import os

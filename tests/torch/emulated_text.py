@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs examples/torch/train_text.py on emulated GPUs: emulated_text.py BACKEND OPTIONS.
 
-Each process of the example has an emulated GPU (see emulated.py), and only the opening of the group
-is replaced. At the end each process writes the bits of its weights, because a float32 loss does not
-show small differences.
+Each process of the example has an emulated GPU (see emulated.py). The program replaces only the
+opening of the group. At the end each process writes the bits of its weights, because small
+differences of weights may not change a float32 loss.
 """
 
 import hashlib

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared functions of the tests: groups, random inputs, and a step with its expected results."""
+"""Functions that the tests share: they open groups, draw inputs, and check a step in float64."""
 
 from collections.abc import Callable
 from typing import Any

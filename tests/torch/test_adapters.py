@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters of peft on transformers models whose experts are spread over ranks.
+"""Tests LoRA adapters of peft on transformers models whose experts are spread over ranks.
 
 The ranks are processes, not threads, because peft changes parameters while a layer runs, and
 threads would share these changes.

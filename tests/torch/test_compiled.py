@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests torch.compile: functions whose steps could be reordered, several functions, and checkpoints
-around and inside of them."""
+"""Tests torch.compile.
+
+The compiled functions contain several steps, which must stay in order. Programs have one or several
+such functions, with activation checkpoints around them or inside of them.
+"""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that help() of every public name is complete: arguments, results, and examples
-that run."""
+"""Checks that help() of every public name describes all arguments and results.
+
+Also runs the examples in the docstrings.
+"""
 
 import doctest
 import inspect

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that every rank gets each error in time, with the sentence of the core."""
+"""Checks that every rank gets each error within the time limit, with the text of the core."""
 
 import os
 import re

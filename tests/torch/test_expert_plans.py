@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EPIC as an implementation of expert parallelism in the registry of transformers: the logits and
-gradients of transformers' own all-to-all, and the logits of a model that is not spread."""
+"""Tests EPIC as an implementation of the expert parallelism of transformers.
+
+Logits and gradients must be those of transformers' own all-to-all. Logits must also be those of a
+model whose experts are all on one rank.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests other forms of rows: flat rows (one per token and rank), and gradients sent in e4m3."""
+"""Tests flat rows (one row for each token and rank), and gradients that are sent in e4m3."""
 
 from typing import Any
 

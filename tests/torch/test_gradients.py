@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient clipping, loss scaling and label counts over ranks with different experts."""
+"""Tests gradient clipping, loss scaling and label counts over ranks with different experts."""
 
 import math
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the loads that a layer counts for its bias: each forward counts once, for its own group."""
+"""Tests that each forward is counted once in the loads of a layer, and only for its group."""
 
 from collections.abc import Callable
 from typing import Any

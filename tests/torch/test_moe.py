@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the whole layer: against float64, with the bits of the core, composed, compiled, and as a
-module."""
+"""Tests the whole layer against results in float64, and against the bits of the core.
+
+The tests run it as a function and as a module, composed and compiled.
+"""
 
 import copy
 import io

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests rows of 8 bits that the caller has quantized, and their scales, byte by byte
-against numpy."""
+"""Tests 8-bit rows that the caller has quantized, and their scales, byte by byte against numpy."""
 
 from typing import Any
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests out=: every function writes the bits of its usual result into the caller's tensors, and
-refuses tensors that do not fit."""
+"""Tests out=: every function writes its usual bits into the caller's tensors.
+
+Tensors that do not fit must raise an error.
+"""
 
 from collections.abc import Callable
 from typing import Any

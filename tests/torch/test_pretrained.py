@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests small random models of transformers: equal logits and gradients when their experts are
-spread over ranks."""
+"""Tests replace_moe with small random models of transformers.
+
+Logits and gradients must stay equal if the experts of a model are spread over ranks.
+"""
 
 import copy
 import os

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares a run of examples/torch/recipe.py with dense layers in float64: its losses for each
-number of ranks, each of which continues the run of the one before."""
+"""Compares the losses of examples/torch/recipe.py with those of dense layers in float64.
+
+The example runs with several numbers of ranks. Each run continues the run before."""
 
 import atexit
 import functools

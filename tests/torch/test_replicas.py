@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests replicas of experts: results and gradients are those of the logical experts. Also tests
-layers with distinct=True."""
+"""Tests that replicas of experts have the results and gradients of their logical experts.
+
+Also tests layers with distinct=True.
+"""
 
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recording and replaying the routing: values, gradients, bits, models, traces and errors."""
+"""Tests recording and replaying the routing of layers and models, and reading it from a trace."""
 
 import os
 import subprocess
@@ -40,13 +40,13 @@ ROUTERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def alone() -> Iterator[epic.torch.Group]:
-    """A group of one rank."""
+    """Open a group of one rank."""
     with epic.torch.Group(num_ranks=1, max_tokens=64, max_row_bytes=512) as group:
         yield group
 
 
 def options_of(router: str, **more: Any) -> epic.torch.Moe:
-    """A layer with zero-experts, a shared expert and both losses."""
+    """Return the options of a layer with zero-experts, a shared expert and both losses."""
     return epic.torch.Moe.of(
         num_experts=EXPERTS,
         top_k=TOP_K,
@@ -61,14 +61,14 @@ def options_of(router: str, **more: Any) -> epic.torch.Moe:
 
 
 def random_ids() -> Tensor:
-    """Any experts and zero-experts, also twice for a token, and choices without an expert."""
+    """Return ids of experts and zero-experts, some twice for a token, and some -1 (no expert)."""
     ids = np.random.default_rng(7).integers(-1, COLUMNS, (TOKENS, TOP_K))
     ids[0] = (2, 2, -1)
     return torch.from_numpy(ids)
 
 
 def true_weights(router: str, z: Tensor, ids: Tensor) -> Tensor:
-    """The weights of the forced ids [tokens, top_k], in plain torch."""
+    """Return the weights of the forced ids [tokens, top_k], computed with plain torch."""
     live, at = ids >= 0, ids.clamp(min=0)
     if router == "chosen":
         return torch.where(live, z.gather(1, at), -torch.inf).softmax(1).nan_to_num(0)
@@ -78,7 +78,7 @@ def true_weights(router: str, z: Tensor, ids: Tensor) -> Tensor:
 
 
 def true_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """A gated expert with silu."""
+    """Return the results of a gated expert with SiLU."""
     gate, value = (x @ up).chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * value) @ down
 
@@ -86,7 +86,7 @@ def true_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 def true_layer(
     router: str, x: Tensor, w: dict[str, Tensor], ids: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The layer in loops over tokens and choices, and its losses."""
+    """Return the results and losses of the layer, computed in loops over tokens and choices."""
     z = x @ w["w_gate"]
     chosen = true_weights(router, z, ids) if weights is None else weights
     rows = []
@@ -109,7 +109,7 @@ def true_layer(
 @pytest.mark.parametrize("with_weights", [False, True])
 @pytest.mark.parametrize("router", ROUTERS)
 def test_values(alone: epic.torch.Group, router: str, with_weights: bool, composed: bool) -> None:
-    """out, loss and all gradients against plain loops in float64."""
+    """Compare out, loss and all gradients with plain loops in float64."""
     ids, options = random_ids(), options_of(router)
     x = numbers(1, TOKENS, HIDDEN, dtype=torch.float64)
     w = {n: numbers(i, *SHAPES[i], dtype=torch.float64) for i, n in enumerate(NAMES)}
@@ -147,7 +147,7 @@ def test_values(alone: epic.torch.Group, router: str, with_weights: bool, compos
 
 
 def test_route(alone: epic.torch.Group) -> None:
-    """Forced ids of the router alone; ids that it chose get the same bits."""
+    """Check route() with forced ids: ids that the router chose get weights of the same bits."""
     router = options_of("sigmoid").router
     z = numbers(3, 2, 4, COLUMNS)
     ids, weights = epic.torch.route(router, z)
@@ -169,7 +169,7 @@ OF_RANKS = epic.torch.Moe.of(
 
 
 def on_ranks(count: int, function: Callable[[int, epic.torch.Group], Any]) -> list[Any]:
-    """function(rank, group) in a thread for each rank."""
+    """Run function(rank, group) in a thread for each rank."""
     bootstraps = epic.torch.threads(count)
 
     def run(rank: int) -> Any:
@@ -224,7 +224,7 @@ def step_on(ranks: int, record: Any, *, weights: bool = False, dtype: Any = torc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weights", [False, True])
 def test_record_on_one_rank_and_replay_on_more(weights: bool, dtype: Any) -> None:
-    """The tree order: the same bits on 1, 2 and 4 ranks."""
+    """Check that tree order gives the same bits on 1, 2 and 4 ranks."""
     out, d_x, grads, routing = step_on(1, None, dtype=dtype)
     before = None
     for ranks in (1, 2, 4):
@@ -241,7 +241,7 @@ def test_record_on_one_rank_and_replay_on_more(weights: bool, dtype: Any) -> Non
 
 
 def test_one_rank_has_no_tokens() -> None:
-    """It passes ids of shape [0, top_k]."""
+    """Check that a rank without tokens can pass ids of shape [0, top_k]."""
 
     def run(rank: int, group: epic.torch.Group) -> Any:
         options = epic.torch.Moe.of(num_experts=8, top_k=2, hidden=16, inner=4)
@@ -255,7 +255,7 @@ def test_one_rank_has_no_tokens() -> None:
 
 
 def test_an_invalid_id_is_reported_on_every_rank() -> None:
-    """Also by the composed layer; the group stays usable."""
+    """Check this for both forms of the layer, and that the group stays usable."""
 
     def run(rank: int, group: epic.torch.Group) -> list[str]:
         texts = []
@@ -279,7 +279,7 @@ def test_an_invalid_id_is_reported_on_every_rank() -> None:
 
 
 def test_errors(alone: epic.torch.Group) -> None:
-    """Shapes, dtypes, devices and combinations."""
+    """Check the errors for wrong shapes, dtypes, devices and combinations."""
     layer = epic.torch.MoE(alone, epic.torch.Moe.of(num_experts=8, top_k=2, hidden=16, inner=4))
     x, ids = numbers(1, 2, 3, 16), torch.zeros(2, 3, 2, dtype=torch.int32)
     weights = torch.ones(2, 3, 2)
@@ -331,7 +331,7 @@ def test_errors(alone: epic.torch.Group) -> None:
 
 
 def test_out_and_mask(alone: epic.torch.Group) -> None:
-    """out= has room for the routing, and a masked token has no expert."""
+    """Check that out= receives the routing, and that a masked token has no expert."""
     layer = epic.torch.MoE(alone, epic.torch.Moe.of(num_experts=8, top_k=2, hidden=16, inner=4))
     x = numbers(1, 2, 3, 16)
     out, _, routing = layer(x, return_routing=True)
@@ -353,7 +353,7 @@ def test_out_and_mask(alone: epic.torch.Group) -> None:
 
 @pytest.mark.parametrize("composed", [False, True])
 def test_compiled(alone: epic.torch.Group, composed: bool) -> None:
-    """One graph for recording and for replaying, with the same bits."""
+    """Check that recording and replaying compile to one graph each, with the same bits."""
     options = epic.torch.Moe.of(num_experts=8, top_k=2, hidden=16, inner=4, balance_coeff=0.1)
     layer = epic.torch.MoE(alone, options, grouped_mm=slab_mm if composed else None)
     x = numbers(1, 6, 16).requires_grad_()
@@ -376,7 +376,7 @@ def test_compiled(alone: epic.torch.Group, composed: bool) -> None:
 
 
 def test_checkpointing(alone: epic.torch.Group) -> None:
-    """A layer that runs again in backward uses the same ids."""
+    """Check that a layer that checkpointing runs again in backward uses the same ids."""
     options = epic.torch.Moe.of(num_experts=8, top_k=2, hidden=16, inner=4)
     layer = epic.torch.MoE(alone, options)
     x = numbers(1, 6, 16).requires_grad_()
@@ -400,7 +400,7 @@ def test_checkpointing(alone: epic.torch.Group) -> None:
 
 
 def test_a_model_of_transformers() -> None:
-    """A rollout on one rank is replayed on two, with other experts than the routers choose."""
+    """Replay a rollout of one rank on two ranks, whose routers would choose other experts."""
     transformers = pytest.importorskip("transformers")
     sizes = {
         "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 12,
@@ -474,7 +474,7 @@ with ThreadPoolExecutor(2) as pool:
 
 
 def test_traces(tmp_path: Path) -> None:
-    """read_trace gives the ids of each layer and step, as the layers returned them."""
+    """Check that read_trace returns the ids of each layer and step, as the layers returned them."""
     ids = tmp_path / "ids.pt"
     wishes = {**os.environ, "EPIC_TRACE": str(tmp_path)}
     subprocess.run([sys.executable, "-c", TRACED, str(ids)], env=wishes, check=True, timeout=200)

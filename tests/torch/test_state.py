@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests state that belongs to one rank: states record which experts they contain, and data
-parallelism over ranks with different experts is refused."""
+"""Tests the checks for state that belongs to one rank.
+
+A state_dict records which experts it contains. Data parallelism over ranks with different experts
+must raise an error.
+"""
 
 import copy
 import inspect

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests plan, dispatch, combine, plan_dispatch and sum on 4 processes, exactly or against
-float64."""
+"""Tests plan, dispatch, combine, plan_dispatch and sum on 4 processes.
+
+Expected results are exact, or are computed in float64.
+"""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests sums over the ranks, and sums of gradients of shared parameters, bit by bit."""
+"""Tests the bits of sums over the ranks, and of sums of gradients of shared parameters."""
 
 from typing import Any
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that rows after the last slab may have any values without changing any parameter's
-gradient."""
+"""Checks that values in rows after the last slab do not change the gradient of any parameter."""
 
 import itertools
 import math

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares torchtitan's routed experts with EPIC's dispatcher and with its own all-to-all, forward
-and backward, and tests the override that selects EPIC."""
+"""Compares torchtitan's routed experts with EPIC's dispatcher and with its own all-to-all.
+
+It compares forward and backward. Also tests the override that selects EPIC.
+"""
 
 import importlib
 from collections.abc import Callable

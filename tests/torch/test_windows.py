@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests windows: results in windows have the bits of usual results, with and without gradients."""
+"""Tests that results in windows have the bits of usual results, with and without gradients."""
 
 import errno
 import mmap
