@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An extension of griffe for the site: prints "name: meaning" lines of docstrings as a list.
+"""An extension of griffe for the site: turns "name: meaning" lines of docstrings into a list.
 
-mkdocstrings would otherwise join such lines to one paragraph. Sections of Google's style stay as
-they are.
+Without it, mkdocstrings would join such lines to one paragraph. Sections in Google style, such as
+Args, do not change.
 """
 
 import re
@@ -14,8 +14,10 @@ FIELD = re.compile(r"^([a-z_]\w*(?:, [a-z_]\w*)*)( \[[^\]]*\][^:]*)?: ")
 
 
 def as_list(text: str) -> str:
-    """Put "- " before each line that begins with a field's name, and indent its continuation
-    lines."""
+    """Return a docstring with "- " before each line that begins with "name: ".
+
+    Lines after such a line, up to an empty line, are indented.
+    """
     out: list[str] = []
     inside = False
     for line in text.splitlines():
@@ -37,6 +39,6 @@ class FieldLists(griffe.Extension):
     """Rewrites every docstring while griffe reads the sources."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Called by griffe for each object."""
+        """Rewrite the docstring of an object; griffe calls this for each object."""
         if obj.docstring:
             obj.docstring.value = as_list(obj.docstring.value)

@@ -64,7 +64,7 @@ class Sheet:
 
     def text(self, x: float, y: float, words: str, *, size: int = 13, anchor: str = "start",
              ink: str = "ink", weight: str = "normal") -> None:  # fmt: skip
-        """Words."""
+        """Draw a text."""
         self.lines.append(
             f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" '
             f'font-weight="{weight}" fill="{self.palette[ink]}">{words}</text>'

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the C reference as Markdown, from include/epic/epic.h: an index, then the chapters of the
-header, with each comment above its declaration.
+"""Writes the C reference as Markdown, from include/epic/epic.h.
+
+It contains an index, then the chapters of the header, with each comment above its declaration.
 
 usage: reference.py HEADER OUT      appends to OUT
 """
@@ -21,7 +22,7 @@ NAMES = (
 
 
 def chunks(header: str) -> list[str]:
-    """Return the parts that blank lines separate; comments and braces are kept whole."""
+    """Return the parts of the header between blank lines; comments and braces are not divided."""
     found: list[str] = []
     lines: list[str] = []
     comment = depth = 0

@@ -120,7 +120,7 @@ def test_adapters(world: Any, name: str, ep: int, tmp_path: Path) -> None:
 
 
 def make_run(ep: int, group: epic.torch.Group) -> tuple[Any, Any, epic.torch.TrainingState]:
-    """A model with adapters, the optimizer of the adapters, and their state."""
+    """Return a model with adapters, the optimizer of the adapters, and their state."""
     model = adapted("Qwen3Moe").double()
     epic.torch.replace_moe(model, group)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -129,7 +129,7 @@ def make_run(ep: int, group: epic.torch.Group) -> tuple[Any, Any, epic.torch.Tra
 
 
 def run_steps(model: Any, optimizer: Any, group: epic.torch.Group) -> list[float]:
-    """The losses of some steps: of all sequences, of which each rank of a group has its part."""
+    """Run some steps and return their losses, over the sequences of all ranks of a group."""
     losses = []
     for _ in range(3):
         ids = IDS.tensor_split(group.num_ranks)[group.rank]
@@ -164,7 +164,7 @@ def resume_run(rank: int, ep: int, folder: str) -> list[float]:
 
 
 def test_training_state(world: Any, tmp_path: Path) -> None:
-    """Adapters and their optimizer of four ranks continue on 4, 2 and 1 ranks."""
+    """Check that the adapters and the optimizer of four ranks continue on 4, 2 and 1 ranks."""
     wanted = world.run(save_run, str(tmp_path))[0]
     assert wanted[0] > wanted[-1]
     for ep in (4, 2, 1):

@@ -24,7 +24,7 @@ CASES = {"GptOss": "eager", "Mixtral": "grouped_mm", "Qwen3Moe": "grouped_mm", "
 
 
 def spread(folder: str, implementation: str, experts: str = "eager") -> Any:
-    """A model whose experts transformers spreads over four ranks."""
+    """Load a model, and let transformers spread its experts over four ranks."""
     config = transformers.distributed.DistributedConfig(
         fsdp_size=4, ep_size=4, ep_implementation=implementation
     )
@@ -33,7 +33,7 @@ def spread(folder: str, implementation: str, experts: str = "eager") -> Any:
 
 
 def gradients_of(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The logits, and this rank's part of each gradient."""
+    """Return the logits, and this rank's part of each gradient."""
     logits = model(ids, use_cache=False).logits
     logits.square().mean(dim=-1).sum().backward()
     parts = {}
@@ -44,7 +44,7 @@ def gradients_of(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str,
 
 
 def compare(rank: int, folder: str, experts: str) -> None:
-    """Both implementations; the whole model for the logits."""
+    """Compare both implementations, and the logits with those of the whole model on one rank."""
     plans.register(max_tokens=64)
     ids = IDS[2 * rank : 2 * rank + 2]
     wanted, parts = gradients_of(spread(folder, "all_to_all", experts), ids)
@@ -65,7 +65,10 @@ def compare(rank: int, folder: str, experts: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_model(world: Any, name: str, tmp_path: Path) -> None:
-    """On four ranks, each with its own tokens; in one model all tokens go to the first rank."""
+    """Run the comparison on four ranks, each with its own tokens.
+
+    In the model "idle" all tokens go to experts of the first rank.
+    """
     model = model_of("Qwen3Moe" if name == "idle" else name)
     if name == "idle":
         with torch.no_grad():
@@ -76,7 +79,7 @@ def test_the_same_model(world: Any, name: str, tmp_path: Path) -> None:
 
 
 def follow_guide(rank: int, folder: str) -> None:
-    """The lines of the guide; what is not supported."""
+    """Run the program of the guide, and check the error for tp_size above 1."""
     text = find_block(ROOT / "docs/guide/frameworks.md", "# expert parallelism of transformers")
     names: dict[str, Any] = {"epic": epic, "AutoModelForCausalLM": AUTO, "folder": folder}
     exec(text, names)
@@ -88,6 +91,6 @@ def follow_guide(rank: int, folder: str) -> None:
 
 
 def test_guide(world: Any, tmp_path: Path) -> None:
-    """In each process."""
+    """Follow the guide in each process."""
     model_of("Qwen3Moe").save_pretrained(tmp_path)
     world.run(follow_guide, str(tmp_path))

@@ -218,7 +218,7 @@ def test_arguments() -> None:
 
 
 def scale_steps(rank: int, fused: bool) -> Any:
-    """Two steps with a GradScaler: in the first the experts of one rank overflow."""
+    """Make two steps with a GradScaler; in the first one the experts of one rank overflow."""
     with group_of(4) as group:
         model = Model(group, torch.float32)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)

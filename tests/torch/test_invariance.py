@@ -19,7 +19,7 @@ SIZES: dict[str, Any] = {"max_tokens": 48, "max_row_bytes": 4 * HIDDEN}
 
 
 def options_of(**more: Any) -> epic.torch.Moe:
-    """A layer with a shared expert, a zero-expert and losses."""
+    """Return the options of a layer with a shared expert, a zero-expert and losses."""
     return epic.torch.Moe.of(
         num_experts=8, top_k=2, hidden=HIDDEN, inner=INNER, normalize="sum", zero_experts=1,
         shared=epic.torch.Experts(1, HIDDEN, INNER),
@@ -28,7 +28,7 @@ def options_of(**more: Any) -> epic.torch.Moe:
 
 
 def report_of(_: int, ep: int, dtype: torch.dtype) -> epic.torch.InvarianceReport:
-    """The report about a layer of a group of ep ranks."""
+    """Return the report about a layer, on a group of ep ranks."""
     with group_of(ep, **SIZES) as group:
         layer = epic.torch.MoE(group, options_of(), dtype=dtype, gate_bias=True, shared_gate=True)
         return epic.torch.check_invariance(layer, group)
@@ -36,7 +36,7 @@ def report_of(_: int, ep: int, dtype: torch.dtype) -> epic.torch.InvarianceRepor
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_groups(world: Any, dtype: torch.dtype) -> None:
-    """No bit differs between batches, ranks and groups of 1, 2 and 4 ranks."""
+    """Check that no bit differs between batches, ranks and groups of 1, 2 and 4 ranks."""
     reports = [report for ep in (1, 2, 4) for report in world.run(report_of, ep, dtype)]
     assert all(report.is_invariant for report in reports), reports
     assert {report.fingerprint for report in reports} == {reports[0].fingerprint}
@@ -45,7 +45,7 @@ def test_groups(world: Any, dtype: torch.dtype) -> None:
 
 
 def few_tokens(rank: int, ep: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Output and gradient of 0, 1 and 2 tokens of each group, of which ranks have 0 or more."""
+    """Return output and gradient of 0, 1, 2 and 24 tokens of a group; a rank may have no token."""
     found = []
     with group_of(ep, **SIZES) as group:
         layer = epic.torch.MoE(group, options_of(balance_coeff=0.0))
@@ -59,7 +59,10 @@ def few_tokens(rank: int, ep: int) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def test_few_tokens(world: Any) -> None:
-    """0 and 1 tokens with more leaves than tokens have the bits of 24 tokens on one rank."""
+    """Check that few tokens have the bits that they have among 24 tokens on one rank.
+
+    The layer has more leaves than tokens.
+    """
     whole = world.run(few_tokens, 1)[0][-1]
     for ep in (1, 2, 4):
         parts = world.run(few_tokens, ep)[:ep]
@@ -70,7 +73,7 @@ def test_few_tokens(world: Any) -> None:
 
 
 def dense_gradients(_: int, ep: int) -> dict[str, np.ndarray]:
-    """Gradients of shared parameters for the same 12 tokens, which 8 blocks cannot divide."""
+    """Return the gradients of shared parameters for 12 tokens, which 8 blocks do not divide."""
     with group_of(ep, **SIZES) as group:
         layer = epic.torch.MoE(group, options_of())
         out, loss = layer(numbers(1, 12, HIDDEN).chunk(ep)[group.rank])
@@ -81,7 +84,7 @@ def dense_gradients(_: int, ep: int) -> dict[str, np.ndarray]:
 
 
 def test_gradients(world: Any) -> None:
-    """The gradients of the router and the shared expert have equal bits on 1, 2 and 4 ranks."""
+    """Check that gradients of router and shared expert have equal bits on 1, 2 and 4 ranks."""
     whole = world.run(dense_gradients, 1)[0]
     for ep in (2, 4):
         for part in world.run(dense_gradients, ep):
@@ -89,7 +92,7 @@ def test_gradients(world: Any) -> None:
 
 
 def test_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product that depends on the number of tokens is the first stage with other bits."""
+    """Check that "product" is the first stage that differs if a product depends on the batch."""
 
     def product(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         return epic.torch.slab_mm(x, w, ends) + float(ends[-1])
@@ -110,7 +113,7 @@ def test_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_first_stage(stage: str) -> None:
-    """The report names the first stage with other bits, and the number of tokens."""
+    """Check that the report names the first stage that differs, and the number of tokens."""
 
     def probe(tokens: np.ndarray) -> dict[str, np.ndarray]:
         rows = {name: as_bytes(tokens.astype(np.float32)[:, None]) for name in STAGES}
@@ -134,13 +137,13 @@ def test_first_stage(stage: str) -> None:
     ],
 )
 def test_refused(change: dict[str, Any], words: str) -> None:
-    """Options that contradict invariant=True."""
+    """Check the errors for options that contradict invariant=True."""
     with pytest.raises(epic.torch.EpicArgumentError, match=words):
         options_of(**change)
 
 
 def test_refused_calls() -> None:
-    """Arguments with which the layer would be composed of other functions."""
+    """Check the errors for arguments with which the layer would be composed."""
     with epic.torch.Group(num_ranks=1, **SIZES) as group:
         layer = epic.torch.MoE(group, options_of(), grouped_mm=epic.torch.slab_mm)
         x = numbers(1, 4, HIDDEN)
@@ -154,7 +157,7 @@ def test_refused_calls() -> None:
 
 
 def other_ranks(rank: int) -> str:
-    """One rank has invariant=True, the other has the same layer without it."""
+    """Run a layer with invariant=True on one rank, and without it on the other."""
     with group_of(2, **SIZES) as group:
         wish = options_of(invariant=rank % 2 == 0, sum_order="tree", leaves=8)
         layer = epic.torch.MoE(group, wish)
@@ -164,16 +167,16 @@ def other_ranks(rank: int) -> str:
 
 
 def test_ranks_differ(world: Any) -> None:
-    """Every rank gets an error with both values."""
+    """Check that every rank gets an error that contains both values."""
     for text in world.run(other_ranks):
         assert "invariant is 1 on rank 0 and 0 on rank 1" in text
 
 
 def test_generate() -> None:
-    """A model generates alone and in a batch of 32; its MoE layers return the same bits.
+    """Check that MoE layers return the same bits for one sequence and for a batch of 32.
 
-    Attention of transformers may return other bits in another batch. So each layer also computes
-    the batch's rows one by one.
+    The attention of transformers may return other bits in another batch. So each layer also
+    computes the rows of the batch one by one.
     """
     transformers = pytest.importorskip("transformers", reason="there is no transformers package")
     config = transformers.Qwen2MoeConfig(

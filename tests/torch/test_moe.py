@@ -443,7 +443,7 @@ def checkpoint_roundtrip(rank: int, folder: str) -> None:
 
 
 def test_checkpoint_with_another_number_of_ranks(world: Any, tmp_path: Path) -> None:
-    """torch.distributed.checkpoint."""
+    """Save and load a layer with torch.distributed.checkpoint."""
     world.run(checkpoint_roundtrip, str(tmp_path))
 
 

@@ -142,7 +142,7 @@ def compiled(rank: int) -> None:
 
 
 def test_compiled(world: Any) -> None:
-    """fullgraph."""
+    """Check that out= works under torch.compile with fullgraph=True."""
     world.run(compiled)
 
 
