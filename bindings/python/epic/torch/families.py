@@ -2,8 +2,8 @@
 """Families of Mixture-of-Experts blocks of the transformers package (release 5), as a table.
 
 An entry contains the options with which `MoE` computes the results of a block, and the names of the
-parameters in the block. It is used to read a block and to write one. This module imports nothing of
-transformers: it recognizes a block by the name of its class.
+parameters in the block. It is used to read a block and to write one. A block is recognized by the
+name of its class, so this module imports nothing of transformers.
 """
 
 from collections.abc import Callable
