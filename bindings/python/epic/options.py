@@ -423,8 +423,8 @@ class Moe(Keyed):
             load * sum over tokens of P. T is the number of tokens. P is the score of the expert,
             divided by the sum of the token's scores. 0: no loss.
         z_coeff: Factor of the z-loss, the mean over tokens of logsumexp(logits)^2; 0: no loss.
-        sequence_tokens: Length of a sequence. The balance loss is then the mean of the losses of
-            all sequences. 0: one loss for all tokens.
+        sequence_tokens: Length of a sequence, which must not be divided between ranks. The balance
+            loss is then the mean of the losses of all sequences. 0: one loss for all tokens.
         capacity: Number of slots of a rank for received rows; None: as many as can ever be needed.
         invariant: Whether the bits of a token depend only on its own row, its choices and the
             parameters. They do not depend on other tokens or their number, on the number of ranks,

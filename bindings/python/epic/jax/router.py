@@ -254,7 +254,8 @@ def balance_loss(
         topk_idx: [num_tokens, top_k] int32 or int64: the chosen experts.  Used only with
             sequence_tokens.
         sequence_tokens: the length of a sequence.  The result is then the mean of the losses of all
-            sequences.  0: one loss for all tokens.
+            sequences, each with its own choices as load and its length as T.  A sequence must not
+            be divided between devices.  0: one loss for all tokens.
 
     Returns:
         [] float32.

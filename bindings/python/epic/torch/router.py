@@ -324,7 +324,8 @@ def balance_loss(
             returns it. Not used with sequence_tokens.
         topk_idx: [num_tokens, top_k] int32: the chosen experts. Used only with sequence_tokens.
         sequence_tokens: Length of a sequence. The result is then the mean of the losses of all
-            sequences. 0: one loss for all tokens.
+            sequences, each with its own choices as load and its length as T. A sequence must not
+            be divided between ranks. 0: one loss for all tokens.
         group: For logits on a GPU, a group on that GPU. For logits on the CPU None is enough.
         out: Scalar tensor into which the function writes. It returns it, without a gradient.
 
