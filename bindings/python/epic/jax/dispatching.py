@@ -234,9 +234,10 @@ def dispatch_flat(
         max_sms: see `dispatch`.
 
     Returns:
-        Rows [capacity, hidden] in the dtype of tokens, the weights of their choices [capacity,
-        top_k] float32 (None without weights), and the numbers of their local experts [capacity,
-        top_k] int32.  A row with fewer than top_k local experts has -1 after them.
+        Three arrays: the rows [capacity, hidden] in the dtype of tokens; the weights of their
+        choices [capacity, top_k] float32, or None without weights; the numbers of their local
+        experts [capacity, top_k] int32.  A row with fewer than top_k local experts has -1 after
+        them.
 
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
@@ -364,9 +365,10 @@ def dispatch_flat_quantized(
         max_sms: see `dispatch`.
 
     Returns:
-        Rows [capacity, hidden] float8_e4m3fn (with `scales`: dtype of tokens), scales [capacity,
-        blocks], the weights of their choices [capacity, top_k] float32 (None without weights), and
-        the numbers of their local experts [capacity, top_k] int32, with -1 after them.
+        Four arrays: the rows [capacity, hidden] float8_e4m3fn; their scales [capacity, blocks]; the
+        weights of their choices [capacity, top_k] float32, or None without weights; the numbers of
+        their local experts [capacity, top_k] int32, with -1 after them.  If `scales` are passed,
+        rows and scales have the dtypes that were passed.
 
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
