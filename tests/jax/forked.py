@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python processes for tests that start in milliseconds: copies of one that has imported much.
+"""Starts Python processes for tests in milliseconds, as copies of a process with all imports.
 
-The import of JAX or PyTorch takes more processor time than most programs of the tests.  A server
-imports it once and forks for each program, before any thread or device exists.  A copy runs the
-program as `python PROGRAM WORDS` would, with an environment of its own.  Variables that imports
-read, as JAX_*, are the server's.
+The import of JAX or PyTorch takes more processor time than most programs of the tests.  So a server
+process imports it once, and forks for each program, before any thread or device exists.  A copy
+runs the program like `python PROGRAM WORDS`, with its own environment.  But variables that imports
+read, such as JAX_*, have the values of the server's environment.
 """
 
 import atexit

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests ranks in separate processes, each with a program of its own. A rank without tokens, or one
-that uses no result, must still make its calls."""
+"""Tests ranks in separate processes, each of which runs its own program.
+
+A rank without tokens, or one that uses no result, must still make its calls.
+"""
 
 from pathlib import Path
 from typing import Any

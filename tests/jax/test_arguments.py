@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every wrong argument of a public function raises an EpicArgumentError that names it."""
+"""Checks that wrong arguments of public functions raise an EpicArgumentError that names them."""
 
 import inspect
 from collections.abc import Callable, Iterator

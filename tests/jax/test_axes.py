@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens that are sharded in several dimensions, and MaxText's logical axes of parameters."""
+"""Tests tokens that are sharded in several dimensions, and MaxText's logical axes of parameters."""
 
 import re
 from typing import Any

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stricter forms of cases in the test suites of other libraries: exact, or by relative error
-against float64, with random output gradients.
+"""Tests stricter forms of cases from the test suites of other libraries.
 
+Results must be exact, or have a small relative error against float64. Output gradients are random.
 Other such cases are in the file of their subject: round trips, slots, capacity and tensor-parallel
 hidden in test_steps.py, layers in test_moe.py and test_sharding.py, recomputation in test_order.py,
 processes in test_processes.py, misuse in test_errors.py.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The docstrings of epic.jax: their examples run, and they describe every argument."""
+"""Checks that the docstrings of epic.jax describe every argument, and that their examples run."""
 
 import doctest
 import inspect

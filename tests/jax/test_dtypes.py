@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests parameters of other dtypes: those of the router are converted, those of experts must
-agree."""
+"""Tests parameters with other dtypes than the rows.
+
+The layer converts those of the router. Those of experts must all have one dtype.
+"""
 
 from functools import partial
 from typing import Any

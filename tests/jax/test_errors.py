@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes and failures raise exceptions that name the remedy."""
+"""Checks that mistakes and failures raise exceptions that name the remedy."""
 
 import re
 from dataclasses import replace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests other forms of rows: flat rows (one per token and rank), and rows rounded to e4m3."""
+"""Tests flat rows (one row for each token and rank), and rows that are rounded to e4m3."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with invariant=True: bits of tokens in other batches and groups, and check_invariance."""
+"""Tests that tokens have equal bits in all batches and groups with invariant=True.
+
+Also tests check_invariance.
+"""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that a group on a mesh other than its own is refused.
+"""Tests that a program on another mesh than that of its group gets an error.
 
 Each kind of mix-up is tried with every call of a program. Without the checks the results would be
 wrong without an error.

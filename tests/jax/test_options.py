@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that options are checked when they are created, and that all exceptions have one base
-class."""
+"""Tests that constructors check options, and that all exceptions have one base class."""
 
 import inspect
 import re

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests products that leave rows past the last slab undefined, forward and backward. In no composed
-layer may these rows reach a parameter."""
+"""Tests products that leave rows past the last slab undefined, forward and backward.
+
+In a composed layer these rows must not change the gradient of any parameter.
+"""
 
 import math
 from dataclasses import replace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests replicas of experts: results and gradients are those of the logical experts."""
+"""Tests that replicas of experts have the results and gradients of their logical experts."""
 
 from dataclasses import replace
 from typing import Any

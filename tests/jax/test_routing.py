@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recording and replaying the routing: values, gradients, bits, flax modules and errors."""
+"""Tests recording and replaying the routing of layers and of Flax modules."""
 
 from typing import Any
 

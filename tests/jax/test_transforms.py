@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests vmap element by element, export, and refused second derivatives."""
+"""Tests vmap (one element after the other), export, and the error for second derivatives."""
 
 import re
 from collections.abc import Callable

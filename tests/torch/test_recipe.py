@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the losses of examples/torch/recipe.py with those of dense layers in float64.
 
-The example runs with several numbers of ranks. Each run continues the run before."""
+The example runs with several numbers of ranks. Each run continues the run before.
+"""
 
 import atexit
 import functools

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of the CPU tests that also run on GPUs: torch creates their tensors on the rank's GPU. They
-open groups of their own over torch.distributed. Then follow models, e4m3 experts, and a killed
-rank."""
+"""Cases of the CPU tests that also run on GPUs, and cases for models, e4m3 and a killed rank.
+
+torch creates the tensors of the CPU tests on the GPU of the rank. The tests open their own groups
+over torch.distributed.
+"""
 
 import os
 import tempfile
