@@ -75,9 +75,10 @@ def check_finite(model: nn.Module) -> Iterator[None]:
 
     Raises:
         EpicNonFiniteError: Forward or backward of a layer found a row. The error names its layer,
-            rank and token, and the expert that computed it. If there are several rows, it names the
-            one that is computed first. If these are several too, it names the lowest rank and
-            token.
+            rank and token, and the expert that computed it. If a layer has several such rows, it
+            names the one that is computed first: of a row of logits and the output, for example,
+            the row of logits. If several rows are computed in that step, it names the one of the
+            lowest rank, and on this rank the first token.
 
     Example:
         >>> import torch, epic.torch

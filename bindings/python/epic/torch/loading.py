@@ -608,9 +608,10 @@ def from_pretrained(
 
     Raises:
         EpicUnsupportedError: A block is not supported, the model has no block, or it is quantized.
-        EpicArgumentError: The folder lacks a parameter of the model, or contains a parameter that
-            the model does not have or whose shape differs. The text names the parameter and the
-            file. Or an option is one that this function cannot pass to transformers.
+        EpicArgumentError: The folder lacks a parameter of the model, or contains one that the model
+            does not have or whose shape differs. The text names the parameter and the file. Or
+            num_ranks does not divide the number of experts. Or this function does not support one
+            of the options.
 
     Example:
         group = epic.torch.Group(max_tokens=4096, max_row_bytes=2 * 2048)

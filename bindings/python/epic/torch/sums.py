@@ -135,7 +135,8 @@ def sum(
         The sum, with the shape and dtype of x.
 
     Raises:
-        EpicArgumentError: x or out has a wrong dtype or shape.
+        EpicArgumentError: x or out has a wrong dtype or shape, or tree is True and num_ranks is no
+            power of two.
         EpicError: A rank failed, was late, or made a different call.
     """
     if x.dtype not in (torch.float32, torch.float64):
