@@ -76,9 +76,8 @@ def check_finite(model: nn.Module) -> Iterator[None]:
     Raises:
         EpicNonFiniteError: Forward or backward of a layer found a row. The error names its layer,
             rank and token, and the expert that computed it. If a layer has several such rows, it
-            names the one that is computed first: of a row of logits and the output, for example,
-            the row of logits. If several rows are computed in that step, it names the one of the
-            lowest rank, and on this rank the first token.
+            names one in the value that is computed first, for example in the logits and not in the
+            output. In this value it names the row of the lowest rank, and of its first token.
 
     Example:
         >>> import torch, epic.torch
