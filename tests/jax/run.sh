@@ -6,7 +6,7 @@
 #   EPIC_JAX_PYTHONS  versions of Python; default: "3.13 3.11", or that of python3 if it is neither
 #   EPIC_JAX_QUICK=1  runs every test without the mark `night` with the first Python, and of its cases
 #                     as many as each value of each parameter needs to occur. With the other Pythons
-#                     it runs one case of each test that another JAX may break. XLA compiles the
+#                     it runs one case of each test of the files OF_JAX. XLA compiles the
 #                     tests without the optimizations of LLVM, which take most of the time, and the
 #                     examples with them.
 set -eu
@@ -75,7 +75,7 @@ suite() { # usage: suite ENVIRONMENT, then pytest arguments
     bin=$1
     shift
     "$bin/python" -c 'import sys, jax; print("-- jax", jax.__version__, "Python", sys.version.split()[0])' &&
-        "$bin/python" -m pytest -q tests/jax "$@"
+        "$bin/python" -m pytest -q "$@"
 }
 
 pythons=${EPIC_JAX_PYTHONS-}
@@ -102,13 +102,16 @@ check_missing
 [ -n "$first" ] || exit 0
 failed=
 
+# Files whose tests depend on what JAX itself does: transformations, meshes, sharding, exporting
+OF_JAX="axes errors export flax handlers imports meshes moe plain_jit sharding steps transforms"
+
 # The quick run has two halves at the same time, because one suite uses only one core.
 part() { # usage: part NUMBER (of the test files, see selection.py), then pytest arguments
     which=$1
     shift
     (
         export JAX_DISABLE_MOST_OPTIMIZATIONS=1
-        suite "build/venv-py$first/bin" --each-value --part "$which" "$@"
+        suite "build/venv-py$first/bin" tests/jax --each-value --part "$which" "$@"
     )
 }
 
@@ -117,7 +120,9 @@ beside() {
     export JAX_DISABLE_MOST_OPTIMIZATIONS=1
     part 3/3 "$@" || wrong=1
     for version in $others; do
-        suite "build/venv-py$version/bin" -m "not thorough and not night" --one-case "$@" || wrong=1
+        # shellcheck disable=SC2086
+        suite "build/venv-py$version/bin" $(for name in $OF_JAX; do echo "tests/jax/test_$name.py"; done) \
+            -m "not thorough and not night" --one-case "$@" || wrong=1
     done
     checks "build/venv-py$first/bin" || wrong=1
     return $wrong
@@ -135,7 +140,7 @@ if [ -n "${EPIC_JAX_QUICK-}" ]; then
 else
     checks "build/venv-py$first/bin"
     for version in $first $others; do
-        suite "build/venv-py$version/bin" "$@" || failed=1
+        suite "build/venv-py$version/bin" tests/jax "$@" || failed=1
         examples "build/venv-py$version/bin/python" || failed=1
     done
 fi

@@ -31,6 +31,8 @@ EXPERT_PLAN = find_block(
 )
 # Programs whose gradients are checked have tests of their own below; test_expert_plans.py has one.
 CHECKED = (LAYER, DATA_PARALLEL, TRANSFORMERS, EXPERT_PLAN)
+# numbers of ranks of the slowest tests; make test runs the largest only
+NIGHTLY_1_2 = [*(pytest.param(n, marks=pytest.mark.night) for n in (1, 2)), 4]
 ADAPTERS = {"megatron", "titan", "transformers"}  # modules that need packages of their own
 
 
@@ -125,7 +127,7 @@ def test_the_layer(tmp_path: Path, ranks: int) -> None:
     check_gradients(run_layer(tmp_path, LAYER, ranks, "group.close()"), ranks)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", NIGHTLY_1_2)
 def test_data_parallel(tmp_path: Path, ranks: int) -> None:
     """Check the gradients with DistributedDataParallel over the other mesh dimension."""
     states = run_layer(tmp_path, DATA_PARALLEL, ranks, "optimizer.step()")
@@ -146,7 +148,7 @@ torch.save({n: p.grad for n, p in model.named_parameters()}, f"{folder}/{dist.ge
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", NIGHTLY_1_2)
 def test_transformers(tmp_path: Path, ranks: int) -> None:
     """Run the program with a small model and different numbers of labels per rank. Compare its
     gradients with those of the model in one process, for the mean over all labels."""

@@ -32,19 +32,21 @@ def environment_of(folder: Path, plugins: tuple[str, ...], **more: str) -> dict[
     }
 
 
-def run(script: str, folder: Path, plugins: tuple[str, ...], **more: str) -> None:
+def run(script: str, folder: Path, plugins: tuple[str, ...], *words: str, **more: str) -> None:
     """Run the script; the last line of its output must be "right"."""
     environment = environment_of(folder, plugins, **more)
-    command = [sys.executable, str(Path(__file__).parent / script)]
+    command = [sys.executable, str(Path(__file__).parent / script), *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.stdout.splitlines()[-1:] == ["right"], done.stdout + done.stderr
 
 
-def test_on_a_gpu_of_threads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [["quick"], pytest.param([], marks=pytest.mark.night)])
+def test_on_a_gpu_of_threads(tmp_path: Path, words: list[str]) -> None:
     """Check two ranks of one host."""
-    run("emulated.py", tmp_path, ("libepic_cuda.so",), EMULATED_GPUS="2")
+    run("emulated.py", tmp_path, ("libepic_cuda.so",), *words, EMULATED_GPUS="2")
 
 
+@pytest.mark.night
 def test_on_two_hosts(tmp_path: Path) -> None:
     """Check two hosts of two ranks each."""
     plugins = ("libepic_cuda.so", "libepic_hosts.so", "libepic_chaos.so")

@@ -101,7 +101,14 @@ def resume_run(rank: int, ep: int, fsdp: bool, kind: str, folder: str) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [("adamw", "sync"), ("adamw", "async"), ("fused", "sync"), ("sgd", "sync"), ("plain", "sync")],
+    [
+        ("adamw", "async"),
+        ("fused", "sync"),
+        *(
+            pytest.param(kind, "sync", marks=pytest.mark.night)
+            for kind in ("adamw", "sgd", "plain")
+        ),
+    ],
 )
 def test_resume(world: World, kind: str, how: str, tmp_path: Path) -> None:
     """Check that a run of 4 ranks continues on 4, 2 and 1 ranks, and on 2 under fully_shard."""
@@ -112,7 +119,7 @@ def test_resume(world: World, kind: str, how: str, tmp_path: Path) -> None:
             assert again == pytest.approx(losses, rel=1e-10), (ep, fsdp)
 
 
-@pytest.mark.parametrize(("ep", "fsdp"), [(1, True), (2, True), (2, False)])
+@pytest.mark.parametrize(("ep", "fsdp"), [pytest.param(1, True, marks=pytest.mark.night), (2, True), (2, False)])
 def test_saved_in_another_form(world: World, ep: int, fsdp: bool, tmp_path: Path) -> None:
     """Check that 4 ranks load what fully_shard or fewer ranks saved."""
     folder = os.fspath(tmp_path / "saved")
