@@ -25,10 +25,10 @@
 #define LOWLAT_INVALID_ID 0xfffeu /* encoded id of a choice whose id is too large */
 #define LOWLAT_LANE_IDS 4         /* how many ids of one token a lane handles at a time */
 /* Upper bound of lowlat_plan_bytes(). There are at most P2P_LOWLAT_CHOICES ids, with 2 bytes
- * each. Each token's number of ids is rounded up to a multiple of four. This at most doubles
- * the number of ids, if top_k is at least 2 or all ranks together have at most 4096 tokens. */
+ * each. Each token's number of ids is rounded up to a multiple of LOWLAT_LANE_IDS, so with top_k
+ * = 1 the table has LOWLAT_LANE_IDS times as many ids. */
 #define LOWLAT_PLAN_MAX_BYTES \
-    (P2P_LOWLAT_MASKS * 6 + LOWLAT_WORKERS * WARP * 8 + P2P_LOWLAT_CHOICES * 2 * 2 + 16)
+    (P2P_LOWLAT_MASKS * 6 + LOWLAT_WORKERS * WARP * 8 + P2P_LOWLAT_CHOICES * 2 * LOWLAT_LANE_IDS + 16)
 
 struct PlanVerdict { /* Whether a plan can be used. Equal on all ranks. */
     uint32_t result;

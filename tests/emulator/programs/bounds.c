@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Tests that backend p2p refuses numbers beyond its limits with an error that contains the
- * limit: ranks at open, and experts in a plan. Only memory limits the number of tokens.
+ * limit: ranks at open, and experts in a plan. Only memory limits the number of tokens. Also
+ * tests the low-latency plan that needs the most shared memory.
  *
  *   emulated_bounds */
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/error.h"
@@ -39,6 +41,43 @@ static int run_rank(team_rank *me)
     return 0;
 }
 
+/* Makes the low-latency plan with the largest tables: one choice per token, the most tokens of
+ * all ranks together, and the most experts for this number of tokens. */
+enum { MOST_RANKS = 16, MOST_TOKENS = P2P_LOWLAT_CHOICES / MOST_RANKS };
+
+static int make_largest_plan(team_rank *me)
+{
+    const epic_layer layer = {.num_experts = P2P_LOWLAT_MASKS / (P2P_LOWLAT_CHOICES / 32),
+                              .top_k = 1};
+    const int64_t bytes = device_layer_bytes(MOST_RANKS, MOST_TOKENS, &layer);
+    void *ids, *plan;
+    if (!p2p_can_plan_lowlat(MOST_RANKS, MOST_TOKENS, &layer)) return 1;
+    CHECK_CUDA(cudaMalloc(&ids, MOST_TOKENS * sizeof(int32_t)));
+    CHECK_CUDA(cudaMalloc(&plan, (size_t)bytes));
+    CHECK_CUDA(cudaMemset(ids, 0, MOST_TOKENS * sizeof(int32_t)));
+    const epic_plan_args args = {.call.stream = me->stream,
+                                 .layer = &layer,
+                                 .plan = plan,
+                                 .plan_bytes = bytes,
+                                 .topk_idx = ids,
+                                 .num_tokens = MOST_TOKENS,
+                                 .capacity = P2P_LOWLAT_CHOICES};
+    const epic_result result = p2p_ops.plan(me->group, &args);
+    if (result != EPIC_OK) {
+        fprintf(stderr, "rank %d: the largest low-latency plan fails: %s\n", me->rank,
+                epic_error(NULL));
+        team_stop();
+    }
+    CHECK_CUDA(cudaStreamSynchronize(me->stream));
+    epic_failure_info failure;
+    const bool failed = p2p_ops.poll_failure(me->group, &failure) != EPIC_OK ||
+                        p2p_ops.next_data_error(me->group) != EPIC_OK;
+    team_barrier(me);
+    CHECK_CUDA(cudaFree(ids));
+    CHECK_CUDA(cudaFree(plan));
+    return failed;
+}
+
 int main(void)
 {
     const epic_bootstrap bootstrap = {.num_ranks = DEVICE_MAX_RANKS + 1};
@@ -53,6 +92,13 @@ int main(void)
                     .timeout_ms = 1000,
                     .work = run_rank};
     if (team_run(&t)) bad = true;
+    const team many = {.num_ranks = MOST_RANKS,
+                       .num_gpus = 1,
+                       .max_tokens = MOST_TOKENS,
+                       .max_row_bytes = 16,
+                       .timeout_ms = TEAM_LONG_MS,
+                       .work = make_largest_plan};
+    if (team_run(&many)) bad = true;
     printf("emulated_bounds: %s\n", bad ? "WRONG" : "good");
     return bad;
 }
