@@ -2,11 +2,11 @@
 /* train_text: a small language model whose experts are spread over ranks, trained on real text.
  *
  *     build/examples/train_text                       4 processes, this repository's own text
- *     build/examples/train_text --ranks 2 novel.txt   2, and a file
- *     build/examples/train_text --check               1 rank and 4: are the losses the same?
+ *     build/examples/train_text --ranks 2 novel.txt   2 processes, and the text of a file
+ *     build/examples/train_text --check               compares 4 ranks with 1 rank, bit by bit
  *     mpirun -n 4 build/examples/train_text           ranks that MPI starts
  *
- * Read on in model.h (what is computed), train.c (a step) and launch.c (how ranks start). */
+ * model.h describes the model, train.c has a training step, and launch.c starts the ranks. */
 #include <stdio.h>
 #include <stdlib.h>
 
