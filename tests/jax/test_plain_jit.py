@@ -226,6 +226,95 @@ def test_hidden_over_an_axis(opened: Any) -> None:
     assert out.sharding.is_equivalent_to(whole.sharding, 2)
 
 
+# -------------------------------------------------------------------- sums and losses ----
+
+
+def test_sum(mesh: Mesh, opened: Any) -> None:
+    """The sum has the rows of one device for each group, and its gradient is the float64 one."""
+    group = opened(mesh)
+    ranks = group.num_ranks
+    x, ct = numbers(1, 12, 5), numbers(2, 12 // ranks, 5)
+
+    def run(x: Any, ct: Any) -> Any:
+        out, pull = jax.vjp(lambda x: epic.jax.sum(group, x, tree=True), x)
+        return out, pull(ct)[0]
+
+    args = [*place(mesh, ALL, x), *place(mesh, P("dp"), ct)]
+    step = jax.jit(run)
+    out, d_x = step(*args)
+    parts = np.asarray(x, np.float64).reshape(4 // ranks, ranks, 3, 5)
+    wanted = np.repeat(np.asarray(ct).reshape(4 // ranks, 1, 3, 5), ranks, axis=1)
+    assert relative(out, parts.sum(1).reshape(-1, 5)) < 1e-6
+    assert relative(d_x, wanted.reshape(-1, 5)) < 1e-6
+    assert out.sharding.is_equivalent_to(args[1].sharding, 2)
+    assert d_x.sharding.is_equivalent_to(args[0].sharding, 2) and not moves(step, *args)
+
+
+def test_replicas(mesh: Mesh, opened: Any) -> None:
+    """sum_replicas and the gradient of sum_replica_grads are sums over the replicas."""
+    group, table = opened(mesh), np.array([0, 3, 1, 2, 3, 0, 1, 3])
+    layer = epic.jax.Layer(EXPERTS, TOP_K, num_logical=4)
+    ids = jnp.where(choices(3) >= 4, -1, choices(3))
+    w, ct = numbers(1, EXPERTS, 3), numbers(2, EXPERTS, 3)
+
+    def run(ids: Any, w: Any, ct: Any) -> Any:
+        plan = epic.jax.plan(group, layer, ids, logical_of_expert=table)
+        same, pull = jax.vjp(lambda w: epic.jax.sum_replica_grads(plan, w), w)
+        return epic.jax.sum_replicas(plan, ct), same, pull(ct)[0]
+
+    args = [*place(mesh, ALL, ids), *place(mesh, P("ep"), w, ct)]
+    step = jax.jit(run)
+    total, same, d_w = step(*args)
+    wide = np.asarray(ct, np.float64)
+    wanted = np.stack([wide[table == table[e]].sum(0) for e in range(EXPERTS)])
+    assert relative(total, wanted) < 1e-6 and relative(d_w, wanted) < 1e-6
+    assert np.array_equal(np.asarray(same), np.asarray(w))
+    for got in (total, same, d_w):
+        assert got.sharding.is_equivalent_to(args[1].sharding, 2)
+    assert not moves(step, *args)
+    text = str(step.lower(*args).compile().as_text())
+    assert not re.search(r" = \S+ all-reduce\(", text)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_losses(score: str, mesh: Mesh, opened: Any) -> None:
+    """The losses count the tokens of all devices, and match float64 with their gradients."""
+    group, router = opened(mesh), epic.jax.Router(EXPERTS, TOP_K, score=score)
+    z = numbers(1, 8, 3, EXPERTS)
+
+    def losses(z: Any) -> Any:
+        ids, _ = epic.jax.route(router, z, group=group)
+        load = epic.jax.plan(group, LAYER, ids).load
+        more: dict[str, Any] = {"coeff": 0.5, "group": group}
+        return (
+            epic.jax.balance_loss(router, z, load=load, **more),
+            epic.jax.z_loss(router, z, **more),
+            epic.jax.balance_loss(router, z, topk_idx=ids, sequence_tokens=3, **more),
+        )
+
+    def run(z: Any, ct: Any) -> Any:
+        out, pull = jax.vjp(losses, z)
+        return out, jax.vmap(lambda row: pull(tuple(row))[0], axis_size=3)(ct)
+
+    (args,), step = place(mesh, ALL, z), jax.jit(run)
+    found, gradients = step(args, jnp.eye(3))
+    wide = as_rows(np.asarray(z, np.float64))
+    ids = reference.route(score, False, wide, None, TOP_K).ids
+    load = reference.load_of(ids, EXPERTS)
+    rows = [slice(3 * i, 3 * i + 3) for i in range(8)]
+    each = [
+        reference.balance(score, wide[r], reference.load_of(ids[r], EXPERTS), TOP_K, 0.5)
+        for r in rows
+    ]
+    by_sequence = np.mean([v for v, _ in each]), np.concatenate([d for _, d in each]) / 8
+    wanted = [reference.balance(score, wide, load, TOP_K, 0.5), reference.z_loss(wide, 0.5)]
+    for got, d_z, (true, true_d) in zip(found, gradients, [*wanted, by_sequence], strict=True):
+        assert abs(got - true) < 2e-6 * true
+        assert relative(as_rows(d_z), true_d) < 5e-6
+    only = jax.jit(losses)
+    assert not moves(only, args)
+
+
 def test_what_cannot_be(opened: Any) -> None:
     """Arrays that cannot be divided over the devices, and wrong axes, are refused while tracing."""
     mesh = make_mesh(2)
@@ -257,6 +346,15 @@ def test_what_cannot_be(opened: Any) -> None:
             "logits has the shape",
         ),
         (lambda: epic.jax.plan(wrong, LAYER, ids), "group is a str"),
+        (lambda: epic.jax.sum(group, x[:6]), "x has the shape .6, 20.: .* a multiple of 4"),
+        (
+            lambda: epic.jax.z_loss(epic.jax.Router(8, 2), x[:6, :8], coeff=1.0, group=group),
+            "logits has the shape .6, 8.: .* a multiple of 4",
+        ),
+        (
+            lambda: epic.jax.z_loss(epic.jax.Router(8, 2), x[:, :8], coeff=1.0),
+            "total_tokens is None: must be the number of tokens",
+        ),
     ]
     for call, sentence in calls:
         with pytest.raises(epic.jax.EpicArgumentError, match=sentence):

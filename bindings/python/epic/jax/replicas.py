@@ -20,6 +20,7 @@ from epic.jax.call import (
     site_and_rank,
     spec_of,
 )
+from epic.jax.over_mesh import over_mesh
 from epic.jax.steps import Plan, PlanSpec, check_plan
 
 
@@ -72,14 +73,20 @@ def as_rows_of_experts(name: str, plan: Plan, x: Any) -> Any:
     check_plan(plan)
     local = ("local experts", plan.expert_rows.shape[0])
     x = as_array(name, x, FLOATS, [local], (local, ANY_ROWS))
+    refuse_float64(name, x)
+    return x
+
+
+def refuse_float64(name: str, x: Any) -> None:
+    """Refuse float64 arrays of experts with replicas."""
     if x.dtype == jnp.float64:
         raise EpicUnsupportedError(
             f"{name} is float64: not supported with replicas, because their gradients are added in "
             "float32; train without replicas, or in float32"
         )
-    return x
 
 
+@over_mesh
 def sum_replicas(plan: Plan, x: Any) -> Any:
     """Sum an array over the replicas of each logical expert; each replica gets the sum.
 
@@ -88,10 +95,11 @@ def sum_replicas(plan: Plan, x: Any) -> Any:
 
     Args:
         plan: a plan with replicas; without replicas x is returned unchanged.
-        x: [local experts, ...] float32.
+        x: [local experts, ...] float32.  For global arrays, outside of a shard_map, the experts
+            of all ranks of a group, equal in all groups.
 
     Returns:
-        [local experts, ...] float32.
+        [local experts, ...] float32, sharded as x.
 
     Raises:
         EpicArgumentError: x has a wrong shape or dtype; raised while tracing.
@@ -105,6 +113,7 @@ def sum_replicas(plan: Plan, x: Any) -> Any:
     return sum_over_replicas(plan.spec, *cast_all_varying(plan.spec.group, plan.bytes, x))
 
 
+@over_mesh
 def sum_replica_grads(plan: Plan, weight: Any) -> Any:
     """Return a weight for which backward sums the gradient over the replicas of each expert.
 
@@ -113,7 +122,8 @@ def sum_replica_grads(plan: Plan, weight: Any) -> Any:
 
     Args:
         plan: the plan with which the experts are computed.
-        weight: [local experts, ...] float32, bfloat16 or float16; None stays None.
+        weight: [local experts, ...] float32, bfloat16 or float16; None stays None.  For global
+            arrays, outside of a shard_map, the experts of all ranks of a group.
 
     Returns:
         An array equal to the weight, to use in its place; None for None.

@@ -226,21 +226,34 @@ def make_loss(name: str, router: Router, logits: Any, ints: tuple[Any, Any], **n
     return run_loss(name, router, tuple(sorted(numbers.items())), rows, tuple(rest))
 
 
+def as_total(total_tokens: int | None) -> int:
+    """Return total_tokens, checked."""
+    if total_tokens is None:
+        raise EpicArgumentError(
+            "total_tokens is None: must be the number of tokens of all devices; only global "
+            "arrays, outside of a shard_map and with group=, do not need it"
+        )
+    return check_int("total_tokens", total_tokens, most=INT64_MAX)
+
+
+@over_mesh
 def balance_loss(
     router: Router,
     logits: Any,
     *,
     coeff: float,
-    total_tokens: int,
+    total_tokens: int | None = None,
     load: Any = None,
     topk_idx: Any = None,
     sequence_tokens: int = 0,
+    group: Group | None = None,
 ) -> Any:
     """Return this device's part of the balance loss.
 
     The loss is num_experts * coeff / (top_k * T^2) * sum over experts of (load * sum over tokens of
     P).  T is total_tokens.  P is the score of the expert, divided by the sum of the token's scores.
-    Sum the parts of all devices with `jax.lax.psum`.
+    Sum the parts of all devices with `jax.lax.psum`.  For global arrays the result is the whole
+    loss.
 
     No other rank takes part in this call.  It is differentiable in the logits.
 
@@ -248,7 +261,8 @@ def balance_loss(
         router: the router's options; static.
         logits: [..., E] a float dtype: the logits of this device's tokens.
         coeff: the factor of the loss.
-        total_tokens: the number of tokens of all devices.
+        total_tokens: the number of tokens of all devices.  For global arrays None: as many as
+            logits has.
         load: [num_experts] int32 or int64: `Plan.load`, or with replicas `Plan.logical_load`.  Not
             used with sequence_tokens.
         topk_idx: [num_tokens, top_k] int32 or int64: the chosen experts.  Used only with
@@ -256,6 +270,7 @@ def balance_loss(
         sequence_tokens: the length of a sequence.  The result is then the mean of the losses of all
             sequences, each with its own choices as load and its length as T.  A sequence must not
             be divided between devices.  0: one loss for all tokens.
+        group: the group; needed for global arrays, outside of a shard_map.
 
     Returns:
         [] float32.
@@ -264,9 +279,10 @@ def balance_loss(
         EpicArgumentError: an argument is wrong; raised while tracing.
 
     """
+    if group is not None:
+        check_kind("group", group, Group)
     rows = as_logits(router, logits)
-    tokens = check_int("total_tokens", total_tokens, most=INT64_MAX)
-    numbers = {"coeff": check_float("coeff", coeff), "total_tokens": tokens}
+    numbers = {"coeff": check_float("coeff", coeff), "total_tokens": as_total(total_tokens)}
     each = check_int("sequence_tokens", sequence_tokens)
     ints: tuple[Any, Any]
     if each:
@@ -290,11 +306,19 @@ def check_sequences(num_tokens: int, sequence_tokens: int, name: str = "logits")
         )
 
 
-def z_loss(router: Router, logits: Any, *, coeff: float, total_tokens: int) -> Any:
+@over_mesh
+def z_loss(
+    router: Router,
+    logits: Any,
+    *,
+    coeff: float,
+    total_tokens: int | None = None,
+    group: Group | None = None,
+) -> Any:
     """Return this device's part of the router z-loss.
 
     The loss is coeff / T * sum over tokens of logsumexp(logits)^2.  Sum the parts of all devices
-    with `jax.lax.psum`.
+    with `jax.lax.psum`.  For global arrays the result is the whole loss.
 
     No other rank takes part in this call.  It is differentiable in the logits.
 
@@ -302,7 +326,9 @@ def z_loss(router: Router, logits: Any, *, coeff: float, total_tokens: int) -> A
         router: the router's options; static.
         logits: [..., E] a float dtype: the logits of this device's tokens.
         coeff: the factor of the loss.
-        total_tokens: T, the number of tokens of all devices.
+        total_tokens: T, the number of tokens of all devices.  For global arrays None: as many as
+            logits has.
+        group: the group; needed for global arrays, outside of a shard_map.
 
     Returns:
         [] float32.
@@ -311,9 +337,10 @@ def z_loss(router: Router, logits: Any, *, coeff: float, total_tokens: int) -> A
         EpicArgumentError: an argument is wrong; raised while tracing.
 
     """
+    if group is not None:
+        check_kind("group", group, Group)
     rows = as_logits(router, logits)
-    tokens = check_int("total_tokens", total_tokens, most=INT64_MAX)
-    numbers = {"coeff": check_float("coeff", coeff), "total_tokens": tokens}
+    numbers = {"coeff": check_float("coeff", coeff), "total_tokens": as_total(total_tokens)}
     return make_loss("z_loss", router, rows, (None, None), sequence_tokens=0, **numbers)
 
 

@@ -35,6 +35,7 @@ from epic.jax.sharded_steps import (
     plan_dispatch,
     route,
 )
+from epic.jax.sharded_sums import balance_loss, sum, sum_replica_grads, sum_replicas, z_loss
 from epic.jax.token_specs import (
     Axes,
     TokenAxes,
@@ -47,6 +48,7 @@ from epic.jax.token_specs import (
 from epic.options import Moe
 
 __all__ = [
+    "balance_loss",
     "combine",
     "dispatch",
     "dispatch_flat",
@@ -57,7 +59,11 @@ __all__ = [
     "plan",
     "plan_dispatch",
     "route",
+    "sum",
+    "sum_replica_grads",
+    "sum_replicas",
     "weight_specs",
+    "z_loss",
 ]
 
 

@@ -19,6 +19,7 @@ from epic.jax.call import (
     zero_gradient,
 )
 from epic.jax.groups import Group
+from epic.jax.over_mesh import over_mesh
 from epic.jax.steps import as_channel, check_sms, gradient_deps, ordering_deps
 
 
@@ -65,6 +66,7 @@ def sum_backward(group: Group, how: SumStatic, saved: Any, gradients: Any) -> tu
 sum_array.defvjp(sum_forward, sum_backward)
 
 
+@over_mesh
 def sum(
     group: Group,
     x: Any,
@@ -80,7 +82,8 @@ def sum(
 
     Args:
         group: the group.
-        x: [...] float32, with the same shape on all ranks.
+        x: [...] float32, with the same shape on all ranks.  For global arrays, outside of a
+            shard_map, the arrays of all devices, stacked along the first dimension.
         tree: whether ranks are added in a binary tree.  The number of ranks must then be a power of
             two.  If False they are added in the order of ranks.
         channel: see `plan`.
@@ -88,7 +91,8 @@ def sum(
         max_sms: see `plan`.
 
     Returns:
-        [...] float32: the sum.
+        [...] float32: the sum.  For global arrays the sums of all groups of the mesh, stacked
+        along the first dimension.
 
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.

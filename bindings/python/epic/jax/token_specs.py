@@ -24,10 +24,13 @@ TokenAxes = Axes | P | None
 
 
 def map_over_mesh(
-    mesh: Mesh, function: Callable[..., Any], ins: Any, outs: Any
+    mesh: Mesh, function: Callable[..., Any], ins: Any, outs: Any, *, check: bool = True
 ) -> Callable[..., Any]:
-    """Return the function in a shard_map over all axes of the mesh."""
-    return jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=outs)
+    """Return the function in a shard_map over all axes of the mesh.
+
+    check: whether JAX checks that results are equal on devices whose axes `outs` does not name.
+    """
+    return jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=check)
 
 
 def check_axes(mesh: Mesh, taken: Axes, **given: Any) -> None:
