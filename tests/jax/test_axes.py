@@ -255,6 +255,14 @@ def test_axes_that_cannot_be(opened: Any) -> None:
             epic.jax.sharded.moe(mesh, group, wish, x, weights, **more)
     with pytest.raises(epic.jax.EpicArgumentError, match="dimension 0 must be a multiple of"):
         epic.jax.sharded.moe(mesh, group, wish, x[:7], weights)
+
+    def local(x: Any, weights: Any) -> Any:
+        return epic.jax.moe(group, wish, x, weights, fsdp_axes=("dp", "ep")).out
+
+    specs = epic.jax.sharded.weight_specs(group, weights)
+    inner = jax.shard_map(local, mesh=mesh, in_specs=(P(("dp", "ep")), specs), out_specs=P("ep"))
+    with pytest.raises(epic.jax.EpicArgumentError, match="fsdp_axes is 'ep': must not be an axis"):
+        inner(x, weights)
     odd, ids, half = np.zeros((4, 3, hidden)), np.zeros((4, 3, 2), np.int32), np.zeros((4, 3, 2))
     layer = epic.jax.Layer(num_experts=4, top_k=2)
     places: tuple[tuple[dict[str, Any], str], ...] = (

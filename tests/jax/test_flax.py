@@ -143,6 +143,34 @@ def test_nnx(shape: tuple[int, ...], case: dict[str, Any], opened: Any) -> None:
     layers.compare((out, loss, d_x, d_w), layers.true_step(case, 4 // group.num_ranks))
 
 
+def test_gate_dtype(opened: Any) -> None:
+    """With gate_dtype the router's weights are rounded in each call, and have a gradient."""
+    grid = three_axes((2, 1, 2))
+    group, case = opened(grid), layers.CASES["softmax"]
+    more: dict[str, Any] = {"gate_dtype": jnp.bfloat16}
+    usual, variables = linen_block(grid, group, case)
+    rounding, _ = linen_block(grid, group, case, **more)
+    params = placed(variables["params"], layers.weights(case))
+    rounded = {**params, "w_gate": params["w_gate"].astype(jnp.bfloat16).astype(jnp.float32)}
+    x = jnp.asarray(layers.arrays()[0])
+
+    def run(module: Any, params: Any) -> Any:
+        return jax.grad(lambda p: (module.apply({"params": p}, x)[0] ** 2).sum())(params)
+
+    wanted, found = run(usual, rounded), run(rounding, params)
+    assert found["w_gate"].dtype == jnp.float32
+    for name, d in found.items():
+        most = 2**-8 if name == "w_gate" else 1e-6  # this gradient is rounded to bfloat16
+        assert np.abs(d - wanted[name]).max() <= most * np.abs(wanted[name]).max(), name
+    module = nnx_block(grid, group, case, **more)
+    for name, value in params.items():
+        getattr(module, name)[...] = value
+    outs = [usual.apply({"params": rounded}, x)[0], module(x)[0]]
+    assert np.array_equal(*outs) and not np.array_equal(
+        outs[0], usual.apply({"params": params}, x)[0]
+    )
+
+
 @pytest.mark.parametrize("test", [test_linen, pytest.param(test_nnx, marks=pytest.mark.night)])
 def test_experts_that_the_ranks_do_not_divide(
     test: Any, opened: Any, monkeypatch: pytest.MonkeyPatch

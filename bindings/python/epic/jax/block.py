@@ -223,6 +223,7 @@ class Block(Protocol):
     group: Group
     options: Moe
     dtype: Any
+    gate_dtype: Any
     token_axes: TokenAxes
     fsdp_axes: tuple[str, ...]
     tensor_axis: str | None
@@ -240,7 +241,7 @@ def logical_table(module: Block) -> Any:
 def apply_moe(module: Block, x: Any, weights: dict[str, Any], bias: Any, **tokens: Any) -> MoeOut:
     """Run sharded.moe in the dtype of a module.
 
-    The router is float32, or float64 for float64 rows.
+    The router's weights are rounded to gate_dtype.  None: float32, or float64 for float64 rows.
 
     Args:
         module: the module.
@@ -251,7 +252,7 @@ def apply_moe(module: Block, x: Any, weights: dict[str, Any], bias: Any, **token
 
     """
     x = x if module.dtype is None else x.astype(module.dtype)
-    wide = "float64" if x.dtype == "float64" else "float32"
+    wide = module.gate_dtype or ("float64" if x.dtype == "float64" else "float32")
     weights = weights | {n: weights[n].astype(wide) for n in ("w_gate", "b_gate") if n in weights}
     if bias is not None:
         weights["bias"] = jnp.pad(bias, (0, module.options.router.zero_experts))

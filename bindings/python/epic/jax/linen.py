@@ -42,6 +42,8 @@ class MoEBlock(nn.Module):
             mutable.  0: there is no such bias.
         dtype: the dtype in which rows are computed; None: that of x.
         param_dtype: the dtype of the parameters.
+        gate_dtype: the dtype to which the router's weights are rounded in each call, for example
+            that of the rows.  Products are added in float32.  None: float32.
         token_axes: see `epic.jax.sharded.moe`.
         fsdp_axes: see `epic.jax.moe`.
         tensor_axis: see `epic.jax.moe`.
@@ -61,6 +63,7 @@ class MoEBlock(nn.Module):
     bias_rate: float = 0.0
     dtype: Any = None
     param_dtype: Any = jnp.float32
+    gate_dtype: Any = None
     token_axes: TokenAxes = None
     fsdp_axes: tuple[str, ...] = ()
     tensor_axis: str | None = None

@@ -267,6 +267,17 @@ def loss_axes_of(group: Group, axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(axes)
 
 
+def fsdp_axes_of(group: Group, axes: Sequence[str]) -> tuple[str, ...]:
+    """Return fsdp_axes as a checked tuple, which must not contain an axis of the group."""
+    for axis in as_axes("fsdp_axes", axes):
+        if axis in group.axes:
+            raise EpicArgumentError(
+                f"fsdp_axes is {axis!r}: must not be an axis of the group, whose devices have "
+                "different experts"
+            )
+    return tuple(axes)
+
+
 def as_token_mask(options: Moe, mask: Any, x: Any) -> Any:
     """Return the mask as [num_tokens], after checking it; None for None."""
     if mask is None:
@@ -430,7 +441,7 @@ def moe(
         more |= {"max_sms": max_sms}
         found = moe(group, options, x, weights, **more)
         return tensor.sum_parts(found, tensor_axis, scatter_tokens)
-    fsdp, over = as_axes("fsdp_axes", fsdp_axes), loss_axes_of(group, loss_axes)
+    fsdp, over = fsdp_axes_of(group, fsdp_axes), loss_axes_of(group, loss_axes)
     steps.check_group(group, options.layer)
     if fsdp:
         weights = gather_weights(group, x, weights, fsdp)

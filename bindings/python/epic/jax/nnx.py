@@ -55,6 +55,8 @@ class MoEBlock(nnx.Module):
             it.  0: there is no such bias.
         dtype: the dtype in which rows are computed; None: that of x.
         param_dtype: the dtype of the parameters.
+        gate_dtype: the dtype to which the router's weights are rounded in each call, for example
+            that of the rows.  Products are added in float32.  None: float32.
         token_axes: see `epic.jax.sharded.moe`.
         fsdp_axes: see `epic.jax.moe`.
         tensor_axis: see `epic.jax.moe`.
@@ -78,6 +80,7 @@ class MoEBlock(nnx.Module):
         bias_rate: float = 0.0,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
+        gate_dtype: Any = None,
         token_axes: TokenAxes = None,
         fsdp_axes: tuple[str, ...] = (),
         tensor_axis: str | None = None,
@@ -91,7 +94,7 @@ class MoEBlock(nnx.Module):
         self.mesh, self.group, self.options = mesh, group, options
         self.bias_rate, self.update_bias, self.deterministic = bias_rate, True, False
         self.record_routing, self.replay_routing = False, False
-        self.dtype, self.token_axes = dtype, token_axes
+        self.dtype, self.gate_dtype, self.token_axes = dtype, gate_dtype, token_axes
         self.fsdp_axes, self.tensor_axis = fsdp_axes, tensor_axis
         self.loss_axes = loss_axes
         self.grouped_gemm = grouped_gemm
