@@ -23,7 +23,7 @@ REPLICAS = epic.jax.Layer(E, K, num_logical=4)
 FLAT = epic.jax.Layer(E, K, layout="flat")
 # functions that other files test, and:
 NO_ARRAYS = {"open", "close", "check", "read_plan", "error_code"}
-NO_ARRAYS |= {"check_invariance", "from_maxtext", "to_maxtext", "scaled"}
+NO_ARRAYS |= {"check_invariance", "from_maxtext", "to_maxtext", "scaled", "unscaled"}
 
 
 def real(*shape: int) -> np.ndarray:

@@ -139,6 +139,46 @@ def test_wrong_scales() -> None:
         epic.jax.scaled(mine._replace(w_gate_up=mine.w_gate_up.astype(jnp.int32)))
 
 
+def mx_weight(seed: int, *shape: int) -> tuple[Any, Any, np.ndarray]:
+    """Return e4m3 numbers, e8m0 scales for 32 columns as bytes, and the values in float64."""
+    rng = np.random.default_rng(seed)
+    octets = rng.integers(0, 127, shape, np.uint8) | (rng.integers(0, 2, shape, np.uint8) << 7)
+    q = octets.view(ml_dtypes.float8_e4m3fn)
+    scales = rng.integers(100, 140, (*shape[:-1], -(-shape[-1] // 32)), np.uint8)
+    wide = 2.0 ** (scales.astype(np.float64).repeat(32, axis=-1)[..., : shape[-1]] - 127)
+    return jnp.asarray(q), jnp.asarray(scales), q.astype(np.float64) * wide
+
+
+@pytest.mark.parametrize("kind", ["uint8", "float8_e8m0fnu"])
+def test_mxfp8(kind: str) -> None:
+    """MXFP8 weights become bfloat16 exactly, and e4m3 in blocks of 128 x 128."""
+    up, up_scales, up_values = mx_weight(1, 2, 2 * INNER, HIDDEN)
+    down, down_scales, down_values = mx_weight(2, 2, HIDDEN, INNER)
+    scales = [jnp.asarray(np.asarray(s).view(kind)) for s in (up_scales, down_scales)]
+    given = epic.jax.ExpertWeights(up, down, None, None, *scales)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        found = jax.jit(lambda w, d=dtype: epic.jax.unscaled(w, d))(given)
+        assert found.w_gate_up_scales is None and found.w_down_scales is None
+        for got, values in ((found.w_gate_up, up_values), (found.w_down, down_values)):
+            assert got.dtype == dtype
+            assert np.array_equal(np.asarray(got, np.float64), np.swapaxes(values, 1, 2))
+    kept = epic.jax.scaled(given)
+    for i in range(2):
+        check_rounded(up_values[i], kept.w_gate_up[i], kept.w_gate_up_scales[i], (128, 128))
+        check_rounded(down_values[i], kept.w_down[i], kept.w_down_scales[i], (128, 128))
+    back = epic.jax.unscaled(kept, jnp.float32)
+    values = values_of(kept.w_down, kept.w_down_scales)
+    assert np.array_equal(back.w_down, values.astype(np.float32))
+    rows = epic.jax.dequantize(up[0], scales[0][0], jnp.float32, "1x32")
+    assert np.array_equal(np.asarray(rows, np.float64), up_values[0])
+    options, counts = epic.jax.Experts(hidden=HIDDEN, inner=INNER), jnp.zeros(2, jnp.int32)
+    with pytest.raises(epic.jax.EpicUnsupportedError, match="MXFP8 weights are not supported"):
+        epic.jax.experts(options, jnp.ones((4, HIDDEN)), counts, counts, given)
+    wrong = given._replace(w_down_scales=scales[1][:, :, 1:])
+    with pytest.raises(epic.jax.EpicArgumentError, match="w_down_scales is"):
+        epic.jax.scaled(wrong)
+
+
 def test_shardings_of_scaled_weights(opened: Any) -> None:
     """Experts are sharded over the group's axes; axes that would cut blocks are refused."""
     mesh = make_mesh(2)

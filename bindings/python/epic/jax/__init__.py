@@ -18,7 +18,7 @@ from epic.jax.dispatching import (
     dispatch_quantized,
     plan_dispatch,
 )
-from epic.jax.e4m3 import scaled
+from epic.jax.e4m3 import scaled, unscaled
 from epic.jax.experts import ExpertWeights, experts
 from epic.jax.gate_up import from_maxtext, merge_gate_up, split_gate_up, to_maxtext
 from epic.jax.groups import Group, check, close, open
@@ -80,6 +80,7 @@ __all__ = [
     "sum_replica_grads",
     "sum_replicas",
     "to_maxtext",
+    "unscaled",
     "z_loss",
 ]
 

@@ -24,6 +24,7 @@ from epic.jax.call import (
     site_and_rank,
     zero_gradient,
 )
+from epic.jax.e4m3 import multiply_mx
 from epic.jax.groups import Group
 from epic.jax.over_mesh import over_mesh
 from epic.jax.steps import (
@@ -430,8 +431,7 @@ def dequantize(rows: Any, scales: Any, dtype: Any, block: str = "1x128") -> Any:
     shape = (slots, (f"{hidden} columns / {size} =", -(-hidden // size)))
     scales = as_array("scales", scales, scale_types, shape)
     if block == "1x32":
-        powers = jnp.exp2(scales.astype(jnp.float32) - 127)
-        scales = jnp.where(scales == 255, jnp.nan, powers)
+        return multiply_mx(rows, scales).astype(dtype)
     wide = jnp.repeat(scales, size, axis=1)[:, :hidden]
     return (rows.astype(jnp.float32) * wide).astype(dtype)
 

@@ -3,6 +3,7 @@
 
 A weight has one scale for each block of 128 x 128 numbers.  A row has one scale for each 128
 numbers.  The value of a number is the e4m3 number times its scale.
+Weights in MXFP8, with one power of two for each 32 numbers, are converted.
 """
 
 from typing import Any, TypeVar
@@ -18,6 +19,8 @@ BLOCK = 128
 LARGEST = 448.0  # largest number in e4m3
 E4M3 = "float8_e4m3fn"
 SCALES = ("w_gate_up_scales", "w_down_scales")
+MX_BLOCK = 32  # numbers that share a scale in MXFP8
+MX_SCALES = ("uint8", "float8_e8m0fnu")
 
 Weights = TypeVar("Weights", bound=tuple)  # type: ignore[type-arg]  # ExpertWeights or MoeWeights
 
@@ -98,6 +101,73 @@ def transpose_scaled(w: Any, scales: Any) -> tuple[Any, Any]:
     return jnp.swapaxes(w, 1, 2), jnp.swapaxes(scales, 1, 2)
 
 
+def weight_values(name: str, w: Any, scales: Any) -> Any:
+    """Return an e4m3 weight [experts, m, n] times its scales, in float32.
+
+    scales: float32 for blocks of 128 x 128, or e8m0 for 1 x 32 (MXFP8), for which the result is
+    exact.
+    """
+    experts, rows, columns = w.shape
+    whole = (("experts", experts), num_blocks(rows), num_blocks(columns))
+    thin = (("experts", experts), rows, -(-columns // MX_BLOCK))
+    if getattr(getattr(scales, "dtype", None), "name", None) not in MX_SCALES:
+        scales = as_array(f"{name}_scales", scales, ("float32",), whole)
+        return w.astype(jnp.float32) * expand_scales(scales, rows, columns)
+    octets = as_array(f"{name}_scales", scales, MX_SCALES, thin)
+    return multiply_mx(w, octets)
+
+
+def multiply_mx(x: Any, scales: Any) -> Any:
+    """Return [..., columns] in float32, each 32 columns times the power of two of an e8m0 scale.
+
+    Exact, as multiplication by a power of two is.
+    """
+    octets = scales
+    if octets.dtype != jnp.uint8:
+        octets = jax.lax.bitcast_convert_type(octets, jnp.uint8)
+    wide = jnp.repeat(octets.astype(jnp.int32), MX_BLOCK, axis=-1)[..., : x.shape[-1]]
+    found = jnp.ldexp(x.astype(jnp.float32), wide - 127)
+    return jnp.where(wide == 255, jnp.nan, found)
+
+
+def unscaled(weights: Weights, dtype: Any) -> Weights:
+    """Return weights in e4m3 as weights of a float type, which every group computes with.
+
+    In float32 and bfloat16 the result is exact for MXFP8 weights (e4m3 numbers with one power of
+    two for 32 of them), unless a number is too small for the type.
+
+    Args:
+        weights: ExpertWeights or MoeWeights with w_gate_up [experts, width, hidden] and w_down
+            [experts, hidden, inner] in float8_e4m3fn, and their scales: float32 as `scaled` makes
+            them, or uint8 or float8_e8m0fnu [experts, rows, columns / 32] (MXFP8).
+        dtype: the dtype of the result: float32, bfloat16 or float16.
+
+    Returns:
+        The same type, with w_gate_up [experts, hidden, width] and w_down [experts, inner, hidden]
+        in that dtype, without scales.
+
+    Raises:
+        EpicArgumentError: the weights are not e4m3, or the scales do not fit them.
+
+    """
+    named = weights._asdict()  # type: ignore[attr-defined]
+    if jnp.dtype(dtype).name not in FLOATS[:-1]:
+        kinds = " or ".join(FLOATS[:-1])
+        raise EpicArgumentError(f"dtype is {jnp.dtype(dtype)}: must be {kinds}")
+    change: dict[str, Any] = {}
+    for name in ("w_gate_up", "w_down"):
+        w = as_array(name, named[name], (E4M3,), ("experts", "rows", "columns"))
+        values = weight_values(name, w, named[name + "_scales"])
+        change[name] = jnp.swapaxes(values, 1, 2).astype(dtype)
+        change[name + "_scales"] = None
+    return weights._replace(**change)  # type: ignore[attr-defined,no-any-return]
+
+
+def has_mx_scales(named: dict[str, Any]) -> bool:
+    """Return whether the scales of weights, by name, are those of MXFP8."""
+    return any(getattr(getattr(named[n], "dtype", None), "name", None) in MX_SCALES for n in SCALES)
+
+
 def scaled(weights: Weights) -> Weights:
     """Round the matrices of experts to e4m3 with scales, for experts that are not trained.
 
@@ -106,7 +176,9 @@ def scaled(weights: Weights) -> Weights:
     with such weights.
 
     Args:
-        weights: ExpertWeights or MoeWeights in float32, bfloat16 or float16.
+        weights: ExpertWeights or MoeWeights in float32, bfloat16 or float16; or in MXFP8, as
+            `unscaled` describes it.  Products on Hopper take no MXFP8 weights, so these are rounded
+            a second time, to blocks of 128 x 128.
 
     Returns:
         Weights of the type that was passed.  w_gate_up [experts, width, hidden] and w_down
@@ -124,6 +196,8 @@ def scaled(weights: Weights) -> Weights:
         ('float8_e4m3fn', (2, 512, 256), (2, 4, 2))
 
     """
+    if has_mx_scales(weights._asdict()):  # type: ignore[attr-defined]
+        weights = unscaled(weights, jnp.float32)
     named = weights._asdict()  # type: ignore[attr-defined]
     change = {}
     for name in ("w_gate_up", "w_down"):
@@ -177,6 +251,12 @@ def check_scales(weights: Any, local: int, sizes: tuple[int, int, int]) -> None:
                 f"{name} is {'None' if needed else 'given'} and w_gate_up is "
                 f"{weights.w_gate_up.dtype}: must be given with float8_e4m3fn, and None with other "
                 "types; epic.jax.scaled(weights) makes both"
+            )
+        if needed and has_mx_scales(weights._asdict()):
+            raise EpicUnsupportedError(
+                f"{name} is {scales.dtype}: MXFP8 weights are not supported, because the products "
+                "of Hopper take one float32 scale for 128 x 128 numbers; convert them by "
+                "epic.jax.scaled(weights), or exactly by epic.jax.unscaled(weights, jnp.bfloat16)"
             )
         if needed:
             check_array(name, scales, ("float32",), (("experts", local), *shape))

@@ -24,7 +24,7 @@ from epic.torch.restore import restore_moe, save_pretrained
 from epic.torch.router import balance_loss, bias_update, route, z_loss
 from epic.torch.routing import Routing
 from epic.torch.routing_stats import read_plan
-from epic.torch.scaled import scaled
+from epic.torch.scaled import scaled, unscaled
 from epic.torch.steps import (
     EXACT,
     Plan,
@@ -102,6 +102,7 @@ __all__ = [
     "sum_replicas",
     "swizzle_scales",
     "threads",
+    "unscaled",
     "window",
     "z_loss",
 ]

@@ -34,7 +34,13 @@ from epic.torch.ops import (
 )
 from epic.torch.plans import limit_number
 from epic.torch.router import number_of
-from epic.torch.scaled import E4M3, quantize_rows, quantize_weight, transpose_scaled
+from epic.torch.scaled import (
+    E4M3,
+    has_mx_scales,
+    quantize_rows,
+    quantize_weight,
+    transpose_scaled,
+)
 
 ops = torch.ops.epic
 
@@ -192,6 +198,13 @@ def check_scales(dtype: torch.dtype, weights: Any) -> None:
                 f"weights are {dtype}: must be given with float8_e4m3fn, and None with other "
                 "types; epic.torch.scaled(weights) makes both"
             )
+    if dtype == E4M3 and has_mx_scales(weights):
+        raise EpicUnsupportedError(
+            f"w_gate_up_scales is {weights.w_gate_up_scales.dtype}: MXFP8 weights are not "
+            "supported, because the products of Hopper take one float32 scale for 128 x 128 "
+            "numbers; convert them by epic.torch.scaled(weights), or exactly by "
+            "epic.torch.unscaled(weights, torch.bfloat16)"
+        )
 
 
 def operator_inputs(

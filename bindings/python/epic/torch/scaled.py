@@ -3,9 +3,10 @@
 
 A weight has one scale for each block of 128 x 128 numbers. A row has one scale for each 128
 numbers. The value of a number is the e4m3 number times its scale.
+Weights in MXFP8, with one power of two for each 32 numbers, are converted.
 """
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from epic.torch.arguments import check_floats
 BLOCK = 128
 LARGEST = 448.0  # largest number in e4m3
 E4M3 = torch.float8_e4m3fn
+MX_BLOCK = 32  # numbers that share a scale in MXFP8
+MX_SCALES = (torch.uint8, torch.float8_e8m0fnu)
 
 Weights = TypeVar("Weights", bound=tuple)  # type: ignore[type-arg]  # ExpertWeights or MoeWeights
 
@@ -86,6 +89,80 @@ def transpose_scaled(w: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     return octets.view(E4M3), scales.mT.contiguous()
 
 
+def check_weight_scales(name: str, w: Tensor, scales: Any) -> None:
+    """Check that scales are those of 128 x 128 blocks or of MXFP8."""
+    experts, rows, columns = w.shape
+    whole = (experts, blocks_of(rows), blocks_of(columns))
+    thin = (experts, rows, -(-columns // MX_BLOCK))
+    is_ = repr(scales)
+    fits = False
+    if isinstance(scales, Tensor):
+        is_ = f"{scales.dtype} of shape {list(scales.shape)}"
+        fits = scales.shape == whole and scales.dtype == torch.float32
+        fits = fits or (scales.shape == thin and scales.dtype in MX_SCALES)
+    if not fits:
+        raise EpicArgumentError(
+            f"{name}_scales is {is_}: must be torch.float32 of shape {list(whole)}, or "
+            f"torch.uint8 or torch.float8_e8m0fnu of shape {list(thin)}"
+        )
+
+
+def weight_values(w: Tensor, scales: Tensor) -> Tensor:
+    """Return an e4m3 weight [experts, m, n] times its scales, in float32.
+
+    For MXFP8 scales the result is exact.
+    """
+    rows, columns = w.shape[1:]
+    if scales.dtype == torch.float32:
+        return w.float() * expand_scales(scales, rows, columns)
+    octets = scales.view(torch.uint8).repeat_interleave(MX_BLOCK, dim=2)[..., :columns].int()
+    found = torch.ldexp(w.float(), octets - 127)
+    return torch.where(octets == 255, torch.nan, found)
+
+
+def unscaled(weights: Weights, dtype: torch.dtype) -> Weights:
+    """Return weights in e4m3 as weights of a float type, which every group computes with.
+
+    In float32 and bfloat16 the result is exact for MXFP8 weights (e4m3 numbers with one power of
+    two for 32 of them), unless a number is too small for the type.
+
+    Args:
+        weights: ExpertWeights or MoeWeights with w_gate_up [experts, width, hidden] and w_down
+            [experts, hidden, inner] in float8_e4m3fn, and their scales: float32 as `scaled` makes
+            them, or uint8 or float8_e8m0fnu [experts, rows, columns / 32] (MXFP8).
+        dtype: torch.float32, bfloat16 or float16.
+
+    Returns:
+        The same type, with w_gate_up [experts, hidden, width] and w_down [experts, inner, hidden]
+        in that dtype, without scales.
+
+    Raises:
+        EpicArgumentError: The weights are not e4m3, or the scales do not fit them.
+    """
+    named = weights._asdict()  # type: ignore[attr-defined]
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise EpicArgumentError(f"dtype is {dtype}: must be float32, bfloat16 or float16")
+    change: dict[str, Any] = {}
+    for name in ("w_gate_up", "w_down"):
+        w = named[name]
+        if w.dtype != E4M3 or w.dim() != 3:
+            raise EpicArgumentError(
+                f"{name} is {w.dtype} of shape {list(w.shape)}: must be {E4M3} of shape "
+                "[experts, rows, columns]"
+            )
+        check_weight_scales(name, w, named[name + "_scales"])
+        values = weight_values(w.detach(), named[name + "_scales"])
+        change[name] = values.mT.to(dtype).contiguous()
+        change[name + "_scales"] = None
+    return weights._replace(**change)  # type: ignore[attr-defined,no-any-return]
+
+
+def has_mx_scales(weights: Any) -> bool:
+    """Return whether the scales of weights are those of MXFP8."""
+    scales = (weights.w_gate_up_scales, weights.w_down_scales)
+    return any(isinstance(x, Tensor) and x.dtype in MX_SCALES for x in scales)
+
+
 def scaled(weights: Weights) -> Weights:
     """Round the matrices of experts to e4m3 with scales, for experts that are not trained.
 
@@ -94,7 +171,8 @@ def scaled(weights: Weights) -> Weights:
 
     Args:
         weights: ExpertWeights or MoeWeights, whose w_gate_up and w_down are float32, bfloat16,
-            float16 or float64.
+            float16 or float64; or MXFP8, as `unscaled` describes it. Products on Hopper take no
+            MXFP8 weights, so these are rounded a second time, to blocks of 128 x 128.
 
     Returns:
         Weights of the type that was passed. w_gate_up and w_down are transposed and in
@@ -103,6 +181,8 @@ def scaled(weights: Weights) -> Weights:
     Raises:
         EpicArgumentError: w_gate_up is float8_e4m3fn already, or a matrix has another dtype.
     """
+    if has_mx_scales(weights):
+        weights = unscaled(weights, torch.float32)
     named = weights._asdict()  # type: ignore[attr-defined]
     if named["w_gate_up"].dtype == E4M3:
         raise EpicArgumentError("weights are torch.float8_e4m3fn: must not be scaled already")
