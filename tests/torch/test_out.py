@@ -146,6 +146,88 @@ def test_compiled(world: Any) -> None:
     world.run(compiled)
 
 
+def compiled_gradients(rank: int) -> None:
+    """Check that a compiled step with out= and gradients has usual bits, and fills the tensors."""
+    with group_of(4) as group:
+        x, w, ids, ct = Data(UNEVEN).mine(rank)
+
+        def step(x: Any, w: Any, ids: Any, *out: Any) -> Any:
+            if len(out) == 4:
+                plan, recv, slots = epic.torch.plan_dispatch(group, LAYER, ids, x, w, out=out[:3])
+            elif out:
+                plan = epic.torch.plan(group, LAYER, ids)
+                recv, slots = epic.torch.dispatch(plan, x, w, out=out[:2])
+            else:
+                plan, recv, slots = epic.torch.plan_dispatch(group, LAYER, ids, x, w)
+            last = out[-1] if out else None
+            return recv, slots, epic.torch.combine(plan, recv.sin(), slots, out=last)
+
+        recv, slots, home = step(x, w, ids)
+        wanted = [recv, slots, home, *torch.autograd.grad(home, (x, w), ct)]
+        with torch.no_grad():
+            plan = epic.torch.plan(group, LAYER, ids)
+        run = torch.compile(step, fullgraph=True, backend="aot_eager")
+        for out in ((plan, recv, slots, home), (recv, slots, home)):
+            given = tuple(blank(v if isinstance(v, Plan) else v.detach()) for v in out)
+            *found, last = run(x, w, ids, *given)
+            found = [*found, last, *torch.autograd.grad(last, (x, w), ct)]
+            assert same(found, wanted) and same(given[-3:], wanted[:3])
+            assert not any(v.requires_grad for v in given[-3:])
+        with pytest.raises(Exception, match="grad_out is given in a compiled function"):
+            torch.compile(
+                lambda y: epic.torch.combine(plan, y, grad_out=y.detach()), backend="aot_eager"
+            )(recv.detach().requires_grad_())
+    torch._dynamo.reset()
+
+
+def test_compiled_gradients(world: Any) -> None:
+    """Run it on all ranks."""
+    world.run(compiled_gradients)
+
+
+# ------------------------------------------------------------------ memory of gradients ----
+
+
+def given_gradients(rank: int) -> None:
+    """Check that backward of combine writes into grad_out, with usual bits."""
+    with group_of(4) as group:
+        x, w, ids, ct = Data(UNEVEN).mine(rank)
+        seen: list[torch.Tensor] = []
+        for block in (None, "1x128", "1x32"):
+            for weighted in (True, False):
+                results = []
+                for into in (False, True, True):
+                    plan, recv, slots = epic.torch.plan_dispatch(group, LAYER, ids, x, w)
+                    y = recv.sin()
+                    y.register_hook(seen.append)
+                    mine = torch.full_like(y, 99).detach() if into else None
+                    more: dict[str, Any] = {"quantize_gradient": block, "grad_out": mine}
+                    home = epic.torch.combine(plan, y, slots if weighted else None, **more)
+                    found = torch.autograd.grad(home, (x, w), ct, allow_unused=not weighted)
+                    results.append([home.detach(), seen[-1], *found[: 1 + weighted]])
+                    assert not into or seen[-1].data_ptr() == mine.data_ptr()
+                assert same(results[0], results[1]) and same(results[0], results[2])
+
+
+def test_given_gradients(world: Any) -> None:
+    """Run it on all ranks."""
+    world.run(given_gradients)
+
+
+def test_grad_out_refused() -> None:
+    """Check the errors of a grad_out that does not fit."""
+    with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
+        plan, recv, _ = epic.torch.plan_dispatch(group, LAYER, IDS, X, W)
+        rows = recv.requires_grad_()
+        for wrong, text in (
+            (torch.empty(3, HIDDEN), r"grad_out is torch.float32 of shape \[3, 20\] on cpu: must"),
+            (torch.empty_like(rows, dtype=torch.float64), "must be torch.float32 of shape"),
+            (torch.empty_like(rows).requires_grad_(), "grad_out requires a gradient"),
+        ):
+            with pytest.raises(EpicArgumentError, match=text):
+                epic.torch.combine(plan, rows, grad_out=wrong)
+
+
 # --------------------------------------------------------------------------- refused ----
 
 X, IDS = numbers(1, 4, HIDDEN), choices(2, 4)

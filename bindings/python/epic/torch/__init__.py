@@ -6,6 +6,7 @@ from epic.errors import EpicArgumentError, EpicError, EpicNonFiniteError, EpicUn
 from epic.invariance import Difference, InvarianceReport
 from epic.options import Experts, Layer, Moe, Router
 from epic.routing_stats import EXPERT_FULL, NO_EXPERT, RANK_FULL, RoutingStats
+from epic.torch.combining import combine
 from epic.torch.experts import ExpertWeights, experts, slab_mm
 from epic.torch.finite import check_finite
 from epic.torch.flat import dispatch_flat
@@ -28,7 +29,6 @@ from epic.torch.scaled import scaled, unscaled
 from epic.torch.steps import (
     EXACT,
     Plan,
-    combine,
     dispatch,
     dispatch_quantized,
     plan,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from epic.errors import EpicNonFiniteError
 from epic.options import Layer
-from epic.torch import steps
+from epic.torch import combining, steps
 from epic.torch.experts import ExpertWeights
 from epic.torch.module import MoE
 from epic.torch.moe import OF_EXPERTS, MoeWeights, logits_of, run_experts, run_shared_expert
@@ -297,7 +297,7 @@ class Call:
         plan, recv, slots = steps.plan_dispatch(layer.group, wish, chosen, x, weight, **more)
         experts = replace(options.experts, num_local_experts=0)
         y = run_experts(experts, layer.grouped_mm, recv, plan, own, None if late else slots)
-        out = steps.combine(plan, y)
+        out = combining.combine(plan, y)
         if not backward:
             return out
         d_out = self.d_output * weight.to(out.dtype) if late else self.d_output

@@ -21,7 +21,7 @@ from epic.invariance import (
     hash_rows,
 )
 from epic.options import Router
-from epic.torch import steps
+from epic.torch import combining, steps
 from epic.torch.groups import Group
 from epic.torch.module import MoE
 from epic.torch.moe import MoeWeights, moe
@@ -96,7 +96,7 @@ class Probe:
         plan = steps.plan(
             self.group, self.options.layer, ids, logical_of_expert=replicas, tag=self.layer.tag
         )
-        return steps.combine(plan, steps.dispatch(plan, x)[0])
+        return combining.combine(plan, steps.dispatch(plan, x)[0])
 
     def one_expert(self, x: Tensor, ids: Tensor) -> Tensor:
         """Return the result of one expert for each token, with weight 1.

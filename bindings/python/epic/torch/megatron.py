@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from epic.errors import EpicUnsupportedError
 from epic.options import Layer
-from epic.torch import steps
+from epic.torch import combining, steps
 from epic.torch.groups import Group, shared_group
 
 
@@ -98,7 +98,7 @@ class EpicManager(_DispatchManager):
         """
         assert self.plan is not None
         plan, self.plan = self.plan, None
-        return steps.combine(plan, hidden_states)
+        return combining.combine(plan, hidden_states)
 
     def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> Any:
         """Return the rows unchanged, because dispatch has sorted them, and their weights."""

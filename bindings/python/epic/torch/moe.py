@@ -16,7 +16,7 @@ from torch import Tensor
 from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Experts, Moe, Router, check_invariant_call, options_by_key
-from epic.torch import replicas, steps, sums
+from epic.torch import combining, replicas, steps, sums
 from epic.torch.arguments import (
     EpicFunction,
     as_flat,
@@ -659,7 +659,7 @@ def run_composed(
         *(getattr(weights, name) for name in SCALES),
     )
     y = run_experts(options.experts, grouped_mm, recv, plan, own, None if late else slots)
-    out = steps.combine(plan, y, slots if late else None)
+    out = combining.combine(plan, y, slots if late else None)
     if options.router.zero_experts:
         kept = torch.where(zero, w, 0).sum(dim=1, keepdim=True)
         out = (out + x * kept).to(x.dtype)

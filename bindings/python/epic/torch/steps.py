@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions plan, dispatch, combine and plan_dispatch on tensors, with gradients."""
+"""The functions plan, dispatch and plan_dispatch on tensors, with gradients."""
 
 from functools import partial
 from typing import Any
@@ -23,7 +23,14 @@ from epic.torch.arguments import (
 )
 from epic.torch.groups import Group
 from epic.torch.narrow import NARROW, dequantize, dispatch_bytes
-from epic.torch.ops import boxed_call, parts_of, to_epic_error, translate_errors, write_out
+from epic.torch.ops import (
+    boxed_call,
+    copy_into,
+    parts_of,
+    to_epic_error,
+    translate_errors,
+    write_out,
+)
 from epic.torch.plans import (
     EXACT,
     Plan,
@@ -40,7 +47,6 @@ ops = torch.ops.epic
 PLAN, PLAN_NOW = ops.plan.default, boxed_call(ops.plan.default)
 DISPATCH, DISPATCH_NOW = ops.dispatch.default, boxed_call(ops.dispatch.default)
 PLAN_DISPATCH, PLAN_DISPATCH_NOW = ops.plan_dispatch.default, boxed_call(ops.plan_dispatch.default)
-COMBINE, COMBINE_NOW = ops.combine.default, boxed_call(ops.combine.default)
 
 ZERO_TAIL = 1  # the default of the operators' argument zero_tail
 
@@ -263,6 +269,17 @@ def alias(x: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
 
 
+def copy_results(outs: Any, found: Any) -> Any:
+    """Copy results into tensors of the caller, and return the results.
+
+    For compiled functions with gradients, where a Function cannot write into its inputs.
+    """
+    for out, x in zip(outs, found, strict=True):
+        if x is not None:
+            copy_into(out.detach(), x.detach())
+    return found
+
+
 def dispatch_op(
     plan: Plan, data: Tensor, tokens: Tensor, weights: Tensor | None, zero_tail: bool
 ) -> tuple[Tensor, Tensor]:
@@ -305,7 +322,8 @@ def dispatch(
         out: Tensors (recv, slot_weights) into which dispatch writes, for example windows
             (`window`). It returns these tensors. If tokens or weights require a gradient, it
             returns other tensors with this memory. Backward then raises an error if a later call
-            has overwritten a tensor that it needs.
+            has overwritten a tensor that it needs. Compiled functions with gradients copy the
+            results into these tensors.
 
     Returns:
         The received rows [capacity, hidden], and the weight of each slot [capacity] float32, or
@@ -334,6 +352,10 @@ def dispatch(
             if can_write(parts, rows, weights):
                 given = (plan, plan.bytes, rows, weights, zero_tail, *map(alias, parts))
                 return dispatch_out_apply(*given)
+            if is_traced() and needs_gradient(rows, weights):
+                check_pair(weights, parts[1])
+                recv, slots = dispatch_apply(plan, plan.bytes, rows, weights, zero_tail)
+                return copy_results(parts, (recv, None if weights is None else slots))
             return dispatch_into(plan, rows, weights, zero_tail, *parts)
         if quantize is not None:
             return dispatch_rounded(
@@ -605,6 +627,11 @@ def plan_dispatch_written(
 ) -> tuple[Tensor, ...]:
     """Run plan_dispatch with out= and gradients."""
     plan, *parts = parts_of(out, "plan, recv, slot_weights")
+    if is_traced():
+        check_pair(weights, parts[1])
+        data, recv, slots = plan_dispatch_apply(request, chosen, rows, weights, zero_tail)
+        found = (data, recv, None if weights is None else slots)
+        return copy_results((bytes_of(plan), *parts), found)
     given = (request, chosen, rows, weights, zero_tail, plan, *map(alias, parts))
     return bytes_of(plan), *plan_dispatch_out_apply(*given)
 
@@ -722,7 +749,9 @@ def plan_dispatch(
             raise EpicArgumentError(
                 "capacity is EXACT: must be a number or None; or call plan, then dispatch"
             )
-        writes = isinstance(out, tuple) and can_write(out, tokens, weights)
+        writes = isinstance(out, tuple) and (
+            can_write(out, tokens, weights) or (is_traced() and needs_gradient(tokens, weights))
+        )
         if out is not None and not writes:
             found = plan_dispatch_into(out, request, topk_idx, tokens, weights, zero_tail)
         elif needs_gradient(tokens, weights):
@@ -737,115 +766,6 @@ def plan_dispatch(
     data, recv, slot = found
     made = Plan(data, num_tokens, slots, spec)
     return made, recv, None if weights is None else slot
-
-
-# --------------------------------------------------------------------------- combine ----
-
-
-def combine_op(
-    plan: Plan, data: Tensor, rows: Tensor, slots: Tensor | None, _: Any = None
-) -> Tensor:
-    """Call the operator without a gradient."""
-    num_tokens, spec = plan.num_tokens, plan.spec
-    is_seen = is_traced() or overridden(data, rows, slots)
-    call, order_token = COMBINE if is_seen else COMBINE_NOW, spec.group.order_token
-    if not spec.tag:
-        return call(order_token, data, rows, slots, num_tokens, spec.layer)
-    return call(order_token, data, rows, slots, num_tokens, spec.layer, spec.tag)
-
-
-class Combine(EpicFunction):
-    """The operator epic::combine with its gradient."""
-
-    @staticmethod
-    def forward(
-        plan: Plan, data: Tensor, rows: Tensor, slots: Tensor | None, _block: str | None
-    ) -> Tensor:
-        """Call the operator. _block: the format in which backward sends gradients, or None."""
-        return combine_op(plan, data, rows, slots)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
-        """Save the plan and the weights, and the rows only if the weights need a gradient."""
-        plan, data, rows, slots, ctx.block = inputs
-        ctx.spec, ctx.capacity = plan.spec, rows.shape[0]
-        mark_no_offload(data)
-        ctx.save_for_backward(data, rows if ctx.needs_input_grad[3] else None, slots)
-
-    @staticmethod
-    @first_order_only
-    @translate_errors
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        """Return the gradients of the rows and of slot_weights."""
-        data, rows, slots = ctx.saved_tensors
-        spec, block = ctx.spec, ctx.block
-        inputs = (spec.group.order_token_backward, data, d_out, rows, slots, ctx.capacity)
-        if block is None:
-            d_rows, d_slots = ops.combine_backward.default(*inputs, spec.layer, spec.tag)
-        else:
-            more = (1 + BLOCKS.index(block), spec.layer, spec.tag)
-            back = ops.combine_backward_quantized.default(*inputs, *more)
-            d_rows, d_slots = dequantize(back[0], back[1], d_out.dtype, block), back[2]
-        return None, None, d_rows, d_slots if rows is not None else None, None
-
-
-combine_apply = make_apply(Combine)
-
-
-def combine(
-    plan: Plan,
-    rows: Tensor,
-    slot_weights: Tensor | None = None,
-    *,
-    quantize_gradient: str | None = None,
-    max_sms: int | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return rows to their tokens and sum them: [capacity, hidden] -> [num_tokens, hidden].
-
-    Collective: every rank of the group calls it. out[t] is the sum over k of slot_weights[slot(t,
-    k)] * rows[slot(t, k)]. The layer's sum_order defines the order of the sum, so its bits do not
-    depend on timing. With layout "flat" each row is already the weighted sum of one rank for a
-    token, and slot_weights is None.
-
-    Args:
-        plan: The plan that dispatched the rows.
-        rows: [capacity, hidden] in float32, bfloat16, float16 or float64.
-        slot_weights: [capacity], as dispatch returned them. None: all weights are 1.
-        quantize_gradient: "1x128" or "1x32": backward sends the gradients rounded to e4m3, with a
-            scale for each block of 128 or 32 columns. None: gradients are sent unchanged.
-        max_sms: On GPUs the largest number of SMs of this call and its gradient. None: as `plan`.
-        out: Tensor [num_tokens, hidden] into which combine writes. It returns this tensor, without
-            a gradient.
-
-    Returns:
-        The tokens [num_tokens, hidden] in the rows' dtype. A token without a choice is zero.
-
-    Raises:
-        EpicArgumentError: A shape, dtype or device is wrong.
-        EpicError: A rank failed, was late, or made a different call.
-    """
-    try:
-        plan = limit_plan(plan, max_sms)
-        rows = as_rows("rows", rows, plan.capacity)
-        slots = as_weights("slot_weights", slot_weights, (plan.capacity,))
-        block = quantize_gradient
-        if block is not None:
-            block = as_block("quantize_gradient", block, "rows", rows)
-        if out is not None:
-            return combine_into(plan, rows, slots, out)
-        call = combine_apply if needs_gradient(rows, slots) else combine_op
-        return call(plan, plan.bytes, rows, slots, block)
-    except RuntimeError as error:
-        raise to_epic_error(error) from None
-
-
-def combine_into(plan: Plan, rows: Tensor, slots: Tensor | None, out: Tensor) -> Tensor:
-    """Run combine into the tensor `out`, without a gradient, and return it."""
-    data, num_tokens, _, spec = plan
-    args = (spec.group.order_token, data, rows, slots, num_tokens, spec.layer, spec.tag)
-    write_out(ops.combine_out.default, args, out)
-    return out
 
 
 # --------------------------------------------------------------------- checkpointing ----

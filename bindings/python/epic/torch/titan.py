@@ -17,7 +17,7 @@ from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, Loc
 
 from epic.errors import EpicArgumentError
 from epic.options import Layer
-from epic.torch import steps
+from epic.torch import combining, steps
 from epic.torch.groups import Group, shared_group
 
 WIDEST = 4  # bytes of the widest element of a row, a float32
@@ -133,7 +133,7 @@ class EpicTokenDispatcher(BaseEPTokenDispatcher):
         """
         if self.group is None:
             return LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
-        return steps.combine(metadata.plan, routed_output_RD, metadata.slot_weights)
+        return combining.combine(metadata.plan, routed_output_RD, metadata.slot_weights)
 
 
 @override(target=LocalTokenDispatcher.Config, description="Expert parallelism by EPIC.")

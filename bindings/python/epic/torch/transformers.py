@@ -14,7 +14,7 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 
 from epic.errors import EpicUnsupportedError
 from epic.options import Layer
-from epic.torch import steps
+from epic.torch import combining, steps
 from epic.torch.groups import shared_group
 
 WIDEST = 4  # bytes of the widest element of a row, a float32
@@ -68,7 +68,7 @@ class EpicEP(EPImplementation):
         plan = steps.plan(group, layer, top_k_index, capacity=steps.EXACT)
         rows, weights = steps.dispatch(plan, hidden_states, top_k_weights.float())
         assert weights is not None
-        return steps.combine(plan, self.run_experts(rows, plan.expert_rows), weights)
+        return combining.combine(plan, self.run_experts(rows, plan.expert_rows), weights)
 
     def run_experts(self, rows: Tensor, expert_rows: Tensor) -> Tensor:
         """Run this rank's experts, without weights.
