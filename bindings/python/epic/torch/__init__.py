@@ -11,6 +11,7 @@ from epic.torch.experts import ExpertWeights, experts, slab_mm
 from epic.torch.finite import check_finite
 from epic.torch.flat import dispatch_flat
 from epic.torch.gradients import GradScaler, clip_grad_norm_, count_labels
+from epic.torch.grouped import GroupedRows, dispatch_grouped
 from epic.torch.groups import Group, threads
 from epic.torch.invariance import check_invariance
 from epic.torch.loading import from_pretrained
@@ -54,6 +55,7 @@ __all__ = [
     "Experts",
     "GradScaler",
     "Group",
+    "GroupedRows",
     "InvarianceReport",
     "Layer",
     "MoE",
@@ -77,6 +79,7 @@ __all__ = [
     "dequantize",
     "dispatch",
     "dispatch_flat",
+    "dispatch_grouped",
     "dispatch_quantized",
     "experts",
     "from_block",
