@@ -180,15 +180,16 @@ def test_drop(opened: Any) -> None:
 
     def step(x: Any, ids: Any) -> Any:
         plan, recv, _ = epic.jax.plan_dispatch(group, layer, ids, x, capacity=8)
-        return epic.jax.combine(plan, recv), plan.load, plan.demand
+        return epic.jax.combine(plan, recv), plan.load, plan.demand, plan.has_overflow
 
-    (out, load, demand), pull = jax.vjp(lambda x: mapped(mesh, step, 2)(x, ids), x)
+    (out, load, demand, over), pull = jax.vjp(lambda x: mapped(mesh, step, 2)(x, ids), x)
     kept = np.zeros((4 * TOKENS, 1))
     kept[:2] = 1
-    zero = [np.zeros(v.shape, jax.dtypes.float0) for v in (load, demand)]
+    zero = [np.zeros(v.shape, jax.dtypes.float0) for v in (load, demand, over)]
     assert np.array_equal(out, x * kept)
     assert np.array_equal(pull((ct, *zero))[0], ct * kept)
     assert load[0] == 4 * TOKENS and demand.tolist() == [4 * TOKENS, 0, 0, 0]
+    assert over.tolist() == [True, False, False, False]
 
 
 @pytest.mark.parametrize("tree", [False, True])

@@ -295,6 +295,11 @@ def drop(rank: int) -> None:
         assert torch.equal(torch.autograd.grad(out, x, ct)[0], ct * kept)
         assert plan.load.tolist() == [4 * TOKENS] + [0] * 7
         assert int(plan.demand) == (4 * TOKENS if rank == 0 else 0)
+        assert plan.has_overflow.tolist() == [rank == 0]
+        usual = epic.torch.Layer(EXPERTS, 1, overflow="drop")
+        for capacity, over in ((4 * TOKENS, False), (4 * TOKENS - 1, rank == 0), (None, False)):
+            found = epic.torch.plan(group, usual, ids, capacity=capacity).has_overflow
+            assert found.dtype == torch.bool and found.tolist() == [over]
         stats = epic.torch.read_plan(plan)
         assert (stats.kept, stats.expert_full) == ((2, TOKENS - 2), (0, TOKENS))[rank > 0]
         assert stats.none == stats.rank_full == 0 and stats.num_tokens == TOKENS

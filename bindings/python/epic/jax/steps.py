@@ -123,6 +123,11 @@ class Plan:
     spec: PlanSpec
 
     @property
+    def has_overflow(self) -> Array:
+        """[1] bool: whether all choices of this rank's experts need more slots than it has."""
+        return self.demand > self.spec.capacity
+
+    @property
     def load_of_ids(self) -> Array:
         """The load by the ids in topk_idx: logical_load with replicas, else load."""
         return self.load if self.logical_load is None else self.logical_load

@@ -153,6 +153,16 @@ class Plan(NamedTuple):
         return self.counted("demand")
 
     @property
+    def has_overflow(self) -> Tensor:
+        """[1] bool: whether all choices of this rank's experts need more slots than it has.
+
+        On GPUs the host does not wait. With overflow="drop" such a plan has dropped choices. With
+        "error" the plan's calls return zeros, and group.check() raises the error. Choices that
+        expert_capacity drops count as choices, so with expert_capacity it is often true.
+        """
+        return self.counted("demand") > self.capacity
+
+    @property
     def logical_load(self) -> Tensor | None:
         """Load of each logical expert: [num_logical] int32; None without replicas."""
         return self.counted("logical_load") if self.spec.num_logical else None
