@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,6 +69,16 @@ def ways(rank: int) -> None:
                 right(other, rank)
 
 
+def without_store(rank: int) -> None:
+    """Open groups over a process group that torch.distributed did not make, twice."""
+    store = dist.PrefixStore("without_store", dist.distributed_c10d._get_default_store())
+    own = dist.ProcessGroupGloo(store, rank, 4, timedelta(seconds=60))
+    for _ in range(2):
+        with epic.torch.Group(own, **SIZES) as group:
+            assert (group.rank, group.num_ranks, group.device.type) == (rank, 4, "cpu")
+            right(group, rank)
+
+
 def reopened(rank: int) -> None:
     """Open and close a group twenty times over the same process group."""
     for _ in range(20):
@@ -115,7 +126,7 @@ def different_sizes(rank: int) -> None:
     told(lambda: epic.torch.Group(**wish), "EPIC_EMISMATCH", "max_tokens")
 
 
-WHAT = [ways, reopened, not_one_of_them, late, opens_after_failures, different_sizes]
+WHAT = [ways, without_store, reopened, not_one_of_them, late, opens_after_failures, different_sizes]
 
 
 @pytest.mark.parametrize("what", WHAT)

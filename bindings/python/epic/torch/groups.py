@@ -113,15 +113,37 @@ def threads(num_ranks: int, timeout_ms: int = 0) -> list[Bootstrap]:
     return bootstrapping.by_threads(num_ranks, timeout_ms or DEFAULT_TIMEOUT_MS)
 
 
-def bootstrap_of_processes(process_group: Any, timeout_ms: int) -> tuple[Bootstrap, int, int]:
-    """Return a bootstrap over the store of a process group, the rank, and the number of ranks."""
+def store_of(process_group: Any) -> Any:
+    """Return the store of a process group; None if torch.distributed did not make the group."""
+    try:
+        return process_group.get_group_store()
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def gather_bytes(process_group: Any, device: torch.device, _: int, mine: bytes) -> list[bytes]:
+    """Exchange bytes by the process group's own all-gather, on the device of the group."""
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+    parts = [torch.empty_like(sent) for _ in range(process_group.size())]
+    process_group.allgather([parts], [sent]).wait()
+    return [bytes(part.tolist()) for part in parts]
+
+
+def bootstrap_of_processes(
+    process_group: Any, timeout_ms: int, device: torch.device
+) -> tuple[Bootstrap, int, int]:
+    """Return a bootstrap over a process group, this process's rank, and the number of ranks."""
+    if store_of(process_group) is None:
+        rank, num_ranks = process_group.rank(), process_group.size()
+        exchange = partial(gather_bytes, process_group, device)
+        return bootstrapping.by_exchange(exchange, rank, num_ranks), rank, num_ranks
     rank, num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
     ranks = "-".join(map(str, dist.get_process_group_ranks(process_group)))
     # The key contains the ranks, not the name of the process group, because torch may give the name
     # of a destroyed process group to a process group of other ranks.
     name = ranks if num_ranks <= 16 else hashlib.sha256(ranks.encode()).hexdigest()[:16]
-    exchange = StoreExchange(process_group.get_group_store(), f"epic/{name}", num_ranks, timeout_ms)
-    return bootstrapping.by_exchange(exchange, rank, num_ranks), rank, num_ranks
+    over = StoreExchange(store_of(process_group), f"epic/{name}", num_ranks, timeout_ms)
+    return bootstrapping.by_exchange(over, rank, num_ranks), rank, num_ranks
 
 
 def bootstrap_of_environment(timeout_ms: int) -> tuple[Bootstrap, int, int]:
@@ -136,7 +158,12 @@ def bootstrap_of_environment(timeout_ms: int) -> tuple[Bootstrap, int, int]:
 
 
 def choose_bootstrap(
-    process_group: Any, bootstrap: Any, rank: int, num_ranks: int | None, timeout_ms: int
+    process_group: Any,
+    bootstrap: Any,
+    rank: int,
+    num_ranks: int | None,
+    timeout_ms: int,
+    device: torch.device,
 ) -> tuple[Bootstrap, int, int]:
     """Return the bootstrap of this process, its rank, and the number of ranks.
 
@@ -170,7 +197,7 @@ def choose_bootstrap(
             f"rank is {rank} without bootstrap=: pass bootstrap= and num_ranks=, or leave rank out"
         )
     if process_group is not None:
-        return bootstrap_of_processes(process_group, timeout_ms)
+        return bootstrap_of_processes(process_group, timeout_ms, device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return bootstrap_of_environment(timeout_ms)
     return Bootstrap(_native.Bootstrap(num_ranks=1)), 0, 1
@@ -200,7 +227,9 @@ def choose_device(requested: Any, mesh: Any, process_group: Any) -> torch.device
     """
     kind = getattr(mesh, "device_type", None)
     if requested is None and kind is None and process_group is not None:
-        kind = "cuda" if "nccl" in str(dist.get_backend(process_group)) else "cpu"
+        has_store = store_of(process_group) is not None
+        backend = dist.get_backend(process_group) if has_store else process_group.name()
+        kind = "cuda" if "nccl" in str(backend) else "cpu"
     device = torch.device(requested if requested is not None else kind or "cpu")
     if device.type not in ("cpu", "cuda"):
         raise EpicArgumentError(f"device is {str(device)!r}: must be cpu or cuda")
@@ -242,8 +271,10 @@ class Group:
 
     Args:
         ranks: A torch.distributed ProcessGroup, or a DeviceMesh (with `dim` if it has several
-            dimensions). None: all processes of torch.distributed if it is initialized, else those
-            that torchrun's environment variables describe, else only this process.
+            dimensions). A ProcessGroup without a store, such as a ProcessGroupNCCL that your
+            program made itself, exchanges by all-gathers while the group opens. None: all
+            processes of torch.distributed if it is initialized, else those that torchrun's
+            environment variables describe, else only this process.
         dim: Dimension of the DeviceMesh, by name or number.
         max_tokens: Largest number of tokens that a rank passes to one call; equal on all ranks.
         max_row_bytes: Bytes of the widest row: hidden * bytes per element.
@@ -314,14 +345,15 @@ class Group:
         if ranks is None and bootstrap is None and num_ranks is None and dist.is_initialized():
             process_group = dist.group.WORLD
         over_processes = process_group is not None and bootstrap is None and num_ranks is None
-        self.process_ranks = dist.get_process_group_ranks(process_group) if over_processes else None
+        has_store = over_processes and store_of(process_group) is not None
+        self.process_ranks = dist.get_process_group_ranks(process_group) if has_store else None
         self.device = choose_device(device, ranks, process_group)
         backend = choose_backend(self.device, backend)
         self.on_gpu = backend in ON_GPUS  # whether the core computes on the GPU
         wait = check_int("timeout_ms", timeout_ms) or DEFAULT_TIMEOUT_MS
         names = encode_text("name", name), encode_text("backend", backend) if backend else None
         bootstrap, self.rank, self.num_ranks = choose_bootstrap(
-            process_group, bootstrap, rank, num_ranks, wait
+            process_group, bootstrap, rank, num_ranks, wait, self.device
         )
         config = self.config()
         config.timeout_ms = timeout_ms
