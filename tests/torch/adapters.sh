@@ -37,7 +37,7 @@ handlers() { # libepic_jax.so, as tests/jax/run.sh makes it
 handlers >"$build/jax.log" 2>&1 || { cat "$build/jax.log"; exit 1; }
 failed=
 "$venv/bin/python" -m pytest -q tests/torch/test_megatron.py tests/torch/test_titan.py \
-    tests/torch/test_trainers.py tests/torch/test_jax_bits.py "$@" || failed=1
+    tests/torch/test_trainers.py tests/torch/test_jax_bits.py tests/torch/test_torchao.py "$@" || failed=1
 for example in megatron_moe titan_moe; do
     "$venv/bin/python" -m torch.distributed.run --standalone --nproc-per-node 4 \
         examples/torch/$example.py --check || failed=1

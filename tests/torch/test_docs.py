@@ -211,6 +211,15 @@ def test_the_steps() -> None:
         assert names["out"].shape == (6, 8) and names["out"][0, 0] > 0
         assert torch.equal(names["recv"].sum(), 2 * tokens.sum())
         assert names["total"].tolist() == [1, 1, 1]
+        names |= {"torch": torch, "w": torch.ones(4, 8, 5, requires_grad=True)}
+        names["tokens"] = tokens.clone().requires_grad_()
+        exec(find_block(GUIDE, "class Product"), names)
+        assert torch.equal(names["y"][: names["rows"].ends[-1]], torch.full((12, 5), 8.0))
+        (d_tokens,) = torch.autograd.grad(names["y"].sum(), names["tokens"])
+        assert torch.equal(d_tokens, torch.full((6, 8), 10.0))
+        exec(find_block(GUIDE, "any_overflow = "), names)
+        assert names["scale"].tolist() == [1.0]
+        names["tokens"] = tokens
         flat = dataclasses.replace(options.layer, layout="flat")
         names["plan"] = epic.torch.plan(group, flat, topk_idx)
         names["y"] = torch.zeros(names["plan"].capacity, 8)
