@@ -8,12 +8,11 @@
 #include "sim.h"
 
 #define MAX_PUT_ROWS 16 /* largest number of rows in one put */
-#define MAX_TRIES \
 /* number of random draws, after which draw_free() draws only among the permitted experts */
-64
+#define MAX_TRIES 64
 
-    /* Counts of one rank (struct traffic). */
-    typedef struct counts {
+/* Counts of one rank (struct traffic). */
+typedef struct counts {
     int64_t net_out, net_in, by_rank_out, by_rank_in, inside_out, inside_in, slots, puts;
 } counts;
 
