@@ -51,8 +51,8 @@ static void read_pair(const char *option, const char *text, char between, int64_
 
 static void read_layer(trace_choice *choice, const char *text)
 {
-    read_pair("--layer", text, '/', &choice->turn, &choice->of);
-    if (choice->turn >= choice->of)
+    read_pair("--layer", text, '/', &choice->layer_index, &choice->num_layers);
+    if (choice->layer_index >= choice->num_layers)
         tool_fail("--layer is \"%.80s\": the first number must be less than the second", text);
 }
 
@@ -296,7 +296,7 @@ static void select_steps(trace *t, const trace_choice *choice)
 {
     int64_t kept = 0, seen = 0;
     for (int64_t i = 0; i < t->num_steps; i++) {
-        bool wanted = !choice->of || i % choice->of == choice->turn;
+        bool wanted = !choice->num_layers || i % choice->num_layers == choice->layer_index;
         if (wanted) {
             wanted =
                 seen >= choice->first && (!choice->num || seen < choice->first + choice->num);

@@ -55,9 +55,10 @@ typedef struct trace_choice {
          * loads */
         values;
     uint32_t num_experts; /* number of experts in an .npy file; 0: the largest id + 1 */
-    /* steps number turn, turn + of, turn + 2 * of and so on: those of one of `of` layers */
-    int64_t turn, of;
-    /* of the steps that `turn` selects, use `num` steps from number `first` on; num 0: all */
+    /* steps number layer_index, layer_index + num_layers, layer_index + 2 * num_layers and so
+     * on: those of one layer */
+    int64_t layer_index, num_layers;
+    /* of the steps that `layer_index` selects, use `num` steps from number `first` on; num 0: all */
     int64_t first, num;
 } trace_choice;
 

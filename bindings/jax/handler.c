@@ -52,25 +52,25 @@ void handler_write_channel(const handler_call *call, void *plan, size_t plan_byt
 {
     if (call->on_device) return;
     char *tail = (char *)plan + plan_bytes;
-    memset(tail, 0, HANDLER_PLAN_TAIL);
+    memset(tail, 0, HANDLER_CHANNEL_BYTES);
     memcpy(tail, &call->channel, sizeof call->channel);
 }
 
 /* ---------------------------------------------------------------------------- arrays ---- */
 
-/* Handles the bytes that follow the core's plan (HANDLER_PLAN_TAIL). Subtracts their number
+/* Handles the bytes that follow the core's plan (HANDLER_CHANNEL_BYTES). Subtracts their number
  * from plan->count. If an earlier call has made the plan and the plan is on the host, also
  * reads the channel from these bytes. */
 static void read_plan_tail(ffi_reader *reader, handler_call *call, const handler_array *field,
                            ffi_array *plan)
 {
-    if (plan->count < HANDLER_PLAN_TAIL) {
+    if (plan->count < HANDLER_CHANNEL_BYTES) {
         reader->error = ffi_fail(reader->frame, EPIC_EINVAL,
                                  "plan has %lld bytes: must be the bytes of a plan",
                                  (long long)plan->count);
         return;
     }
-    plan->count -= HANDLER_PLAN_TAIL;
+    plan->count -= HANDLER_CHANNEL_BYTES;
     if (field->kind != HANDLER_PLAN || reader->on_device) return;
     memcpy(&call->channel, (const char *)plan->data + plan->count, sizeof call->channel);
     call->channel &= 2 * CALLERS_CHANNEL - 1;

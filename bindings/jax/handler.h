@@ -15,7 +15,7 @@
 
 /* Which collective operation a call runs. The low 8 bits of the operation's tag contain this
  * number. */
-typedef enum handler_role {
+typedef enum handler_operation_id {
     ROLE_PLAN = 0,
     ROLE_DISPATCH = 1,
     ROLE_COMBINE = 2,
@@ -25,7 +25,7 @@ typedef enum handler_role {
     ROLE_MOE = 6,
     ROLE_MOE_BACKWARD = 7,
     ROLE_SUM_REPLICAS = 8
-} handler_role;
+} handler_operation_id;
 
 /* Number that the calls with one plan have in common: the caller's channel if the caller passed
  * one, otherwise the number of the call site. */
@@ -86,7 +86,7 @@ typedef struct handler_call {
 /* What an entry in the table of an operation stands for. */
 typedef enum handler_kind {
     HANDLER_ARRAY, /* one array */
-    /* a plan that an earlier call made, followed by its channel (HANDLER_PLAN_TAIL) */
+    /* a plan that an earlier call made, followed by its channel (HANDLER_CHANNEL_BYTES) */
     HANDLER_PLAN,
     HANDLER_NEW_PLAN, /* memory for the plan that this call makes */
     /* two arrays of one int32: the number of the call site, and this device's rank */
@@ -137,7 +137,7 @@ typedef struct handler_array {
 /* An operation. Each operation is the target of one custom call. */
 typedef struct handler_operation {
     const char *what; /* name in errors, such as "dispatch" */
-    handler_role role;
+    handler_operation_id role;
     size_t bytes;       /* size of the operation's call struct */
     size_t call_offset; /* offset of the epic_call in that struct */
     const handler_array *arrays;
@@ -151,7 +151,7 @@ typedef struct handler_operation {
 } handler_operation;
 
 /* number of bytes that follow the core's plan: the channel, then zeros */
-enum { HANDLER_PLAN_TAIL = 16 };
+enum { HANDLER_CHANNEL_BYTES = 16 };
 
 /* Run one call of an operation, on the host or on a GPU. in_graphs is true if XLA may record
  * the call in a command buffer (a CUDA graph). Return NULL, or an error. */
@@ -175,7 +175,7 @@ ffi_error *handler_run_on_gpu(ffi_frame *frame, const handler_operation *operati
         return handler_run_on_gpu(frame, &name##_operation, false);  \
     }
 
-/* Writes the channel behind the bytes of a plan (HANDLER_PLAN_TAIL). Later calls with this plan
+/* Writes the channel behind the bytes of a plan (HANDLER_CHANNEL_BYTES). Later calls with this plan
  * read the channel there. Does nothing on a GPU. */
 void handler_write_channel(const handler_call *call, void *plan, size_t plan_bytes);
 

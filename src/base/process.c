@@ -28,7 +28,7 @@ bool process_ended(int fd, int64_t pid)
     return kill((pid_t)pid, 0) != 0 && errno == ESRCH;
 }
 
-bool process_may_grow(int64_t bytes)
+bool process_may_create_file(int64_t bytes)
 {
     struct rlimit limit;
     return getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY ||

@@ -18,7 +18,7 @@ bool process_ended(int fd, int64_t pid);
 
 /* Returns true if this process may create a file or memfd of `bytes` bytes.  Creating a larger
  * file would raise SIGXFSZ, which ends the process. */
-bool process_may_grow(int64_t bytes);
+bool process_may_create_file(int64_t bytes);
 
 /* Starts to count forks of this process.  Returns false if there is no memory for the handler.
  * Any thread may call it, any number of times. */

@@ -49,7 +49,7 @@ static int make_memfd(const char *group, int rank)
 {
     char name[160];
     snprintf(name, sizeof name, "epic:%.127s:%d", group, rank);
-    if (!process_may_grow(sizeof(recorder_page))) {
+    if (!process_may_create_file(sizeof(recorder_page))) {
         errno = EFBIG;
         return -1;
     }

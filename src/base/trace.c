@@ -31,7 +31,7 @@ struct epic_trace {
 static void flush_buffer(epic_trace *t)
 {
     size_t at = 0;
-    if (!t->has_failed && !process_may_grow(t->written + (int64_t)t->filled)) {
+    if (!t->has_failed && !process_may_create_file(t->written + (int64_t)t->filled)) {
         t->has_failed = true;
         errno = EFBIG;
     }

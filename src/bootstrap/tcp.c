@@ -242,7 +242,7 @@ static epic_result fail_silent(const tcp_bootstrap *b)
         gather_number(b), b->rank, b->timeout_ms);
 }
 
-static epic_result fail_without_zero(const tcp_bootstrap *b)
+static epic_result fail_rank_0_lost(const tcp_bootstrap *b)
 {
     return epic_fail(EPIC_EPEER,
                      "gather %llu: rank 0 closed its connection to rank %d: it died or "
@@ -263,15 +263,15 @@ static epic_result exchange_heads(tcp_bootstrap *b, epic_message *message, time_
         if (sending) sending = epic_link_send(&c->link, message) == FRAME_MORE;
         const epic_frame_state state =
             epic_frame_receive(c->link.socket, &c->frame, sizeof c->frame, &c->head);
-        if (state == FRAME_LOST) return fail_without_zero(b);
+        if (state == FRAME_LOST) return fail_rank_0_lost(b);
         if (state == FRAME_DONE) return EPIC_OK;
         const short events = (short)(sending ? POLLIN | POLLOUT : POLLIN);
         if (!poll_connections(b, events, 0, limit)) return fail_silent(b);
     }
 }
 
-static epic_result gather_elsewhere(tcp_bootstrap *b, const void *mine, char *all, size_t bytes,
-                                    time_limit *limit)
+static epic_result gather_at_other_rank(tcp_bootstrap *b, const void *mine, char *all,
+                                        size_t bytes, time_limit *limit)
 {
     const size_t total = (size_t)b->num_ranks * bytes;
     epic_link *link = &b->connections[0].link;
@@ -287,7 +287,7 @@ static epic_result gather_elsewhere(tcp_bootstrap *b, const void *mine, char *al
                          gather_number(b));
 
     const epic_frame_state state = epic_frame_receive_all(link->socket, all, total, limit);
-    if (state == FRAME_LOST) return fail_without_zero(b);
+    if (state == FRAME_LOST) return fail_rank_0_lost(b);
     if (state == FRAME_MORE) return fail_silent(b);
     if (!epic_link_check_bytes(link, frame, all))
         return epic_fail(EPIC_EPEER, "gather %llu: the answer of rank 0 arrived damaged",
@@ -306,7 +306,7 @@ static epic_result tcp_gather(void *self, const void *mine, void *all, int64_t b
     time_limit limit = time_limit_begin(b->timeout_ms, NULL);
     b->sequence++;
     const epic_result result = b->rank == 0 ? gather_at_zero(b, mine, all, bytes, &limit)
-                                            : gather_elsewhere(b, mine, all, bytes, &limit);
+                                            : gather_at_other_rank(b, mine, all, bytes, &limit);
     if (result == EPIC_OK) return EPIC_OK;
     b->broken = result;
     snprintf(b->sentence, sizeof b->sentence, "%s", epic_sentence());

@@ -30,7 +30,8 @@ struct hub {
     /* number of members that have not closed; the last one to close frees the hub */
     int32_t num_open;
     int32_t num_arrived;
-    int32_t num_twice; /* number of calls for a rank that already waits in this gather */
+    int32_t
+        num_duplicate_calls; /* number of calls for a rank that already waits in this gather */
     uint32_t timeout_ms;
     uint64_t finished; /* number of finished gathers */
     /* EPIC_OK, or the error of an earlier gather, which every later gather returns */
@@ -107,18 +108,19 @@ static epic_result fail_late(hub *h)
     for (int32_t r = 0; r < h->num_ranks; r++) missing[r] = !h->members[r].arrived;
     epic_bootstrap_list_ranks(names, sizeof names, missing, h->num_ranks);
     free(missing);
-    return break_hub(h, epic_fail(EPIC_ETIMEOUT,
-                                  "gather %llu: %s did not join this bootstrap of threads "
-                                  "within %u ms%s",
-                                  (unsigned long long)h->finished + 1, names, h->timeout_ms,
-                                  h->num_twice > 0 ? ", and another rank joined twice" : ""));
+    return break_hub(
+        h, epic_fail(EPIC_ETIMEOUT,
+                     "gather %llu: %s did not join this bootstrap of threads "
+                     "within %u ms%s",
+                     (unsigned long long)h->finished + 1, names, h->timeout_ms,
+                     h->num_duplicate_calls > 0 ? ", and another rank joined twice" : ""));
 }
 
 /* Returns an error to the second of two threads that use the bootstrap of one rank. The gather
  * continues with the first thread. */
-static epic_result fail_twice(hub *h, const member *m)
+static epic_result fail_duplicate_call(hub *h, const member *m)
 {
-    h->num_twice++;
+    h->num_duplicate_calls++;
     return epic_fail(
         EPIC_EINVAL,
         "gather %llu: another thread is rank %d of this bootstrap of threads: each "
@@ -162,7 +164,8 @@ static epic_result threads_gather(void *self, const void *mine, void *all, int64
     const member call = {h, m->rank, true, mine, all, (size_t)bytes};
     pthread_mutex_lock(&h->mutex);
     const bool is_twice = m->arrived && h->broken == EPIC_OK;
-    const epic_result result = is_twice ? fail_twice(h, m) : gather_locked(h, m, &call);
+    const epic_result result =
+        is_twice ? fail_duplicate_call(h, m) : gather_locked(h, m, &call);
     pthread_mutex_unlock(&h->mutex);
     return result;
 }

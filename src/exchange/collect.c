@@ -16,18 +16,18 @@
 #define BATCH_BYTES (256 * 1024)
 
 /* The state of one collect flow. */
-typedef struct collecting {
+typedef struct collect_state {
     exchange *x;
     const collect *c;
     int64_t item;  /* the next item of this rank to handle */
     int32_t piece; /* the next piece of that item */
     /* largest number of entries to send to one home before the next home has its turn */
     int64_t batch;
-} collecting;
+} collect_state;
 
 /* Sends entries to one home until the ring is full, one batch is sent, or no entry is left.
  * Returns true if it sent any. */
-static bool collect_send_to(collecting *g, int home)
+static bool collect_send_to(collect_state *g, int home)
 {
     exchange *x = g->x;
     const collect *c = g->c;
@@ -55,7 +55,7 @@ static bool collect_send_to(collecting *g, int home)
     return true;
 }
 
-static bool collect_send(collecting *g)
+static bool collect_send(collect_state *g)
 {
     bool moved = false;
     for (int i = 1; i < g->x->num_ranks; i++)
@@ -66,7 +66,7 @@ static bool collect_send(collecting *g)
 /* Sets x->rows[r] to the entry of each contributing rank r for the next piece of the next item.
  * Returns true if all these entries have arrived. Otherwise returns false, and adds each rank
  * whose entry is missing to the awaited ranks. */
-static bool collect_find_rows(collecting *g)
+static bool collect_find_rows(collect_state *g)
 {
     exchange *x = g->x;
     bool all = true;
@@ -83,7 +83,7 @@ static bool collect_find_rows(collecting *g)
 
 /* Releases all entries that were read, so that their senders can reuse the memory. dropped[r]
  * is the number of entries of rank r that were released before. The function updates it. */
-static void collect_release_rows(collecting *g, int64_t *dropped)
+static void collect_release_rows(collect_state *g, int64_t *dropped)
 {
     exchange *x = g->x;
     for (int r = 0; r < x->num_ranks; r++) {
@@ -95,7 +95,7 @@ static void collect_release_rows(collecting *g, int64_t *dropped)
 
 /* Handles this rank's items in ascending order. Ends after one batch, or at the first item that
  * lacks a row. Returns true if it handled any piece. */
-static bool collect_receive(collecting *g)
+static bool collect_receive(collect_state *g)
 {
     exchange *x = g->x;
     const collect *c = g->c;
@@ -113,7 +113,7 @@ static bool collect_receive(collecting *g)
 
 /* Returns true if this rank still has entries to send or items to handle. Sets the awaited
  * ranks to those to which this rank still has entries to send. */
-static bool collect_is_unfinished(collecting *g)
+static bool collect_is_unfinished(collect_state *g)
 {
     exchange *x = g->x;
     bool open = g->item < g->c->items[x->rank];
@@ -128,7 +128,7 @@ static bool collect_is_unfinished(collecting *g)
 
 /* Counts the entries that this rank sends to and receives from each rank, and begins the
  * flow. */
-static void collect_begin_flow(collecting *g)
+static void collect_begin_flow(collect_state *g)
 {
     exchange *x = g->x;
     const collect *c = g->c;
@@ -152,7 +152,7 @@ static void collect_begin_flow(collecting *g)
 
 epic_result collect_run(exchange *x, const collect *c)
 {
-    collecting g = {.x = x, .c = c};
+    collect_state g = {.x = x, .c = c};
     g.batch = BATCH_BYTES / (c->split.piece_bytes + c->trailer + 1) + 1;
     collect_begin_flow(&g);
     while (collect_is_unfinished(&g)) {

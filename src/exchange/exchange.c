@@ -54,10 +54,10 @@ static bool exchange_allocate(exchange *x, const epic_context *ctx)
     x->targets = calloc(n, NUM_WINDOW_OUTPUTS * sizeof *x->targets);
     x->sums = calloc(n, 64 * sizeof *x->sums);
     x->row = malloc(row_scratch_bytes(&ctx->config));
-    x->pieces = aligned_alloc(64, (size_t)(TREE_LEVELS + 1) * PIECE_MAX);
+    x->scratch_rows = aligned_alloc(64, (size_t)(TREE_LEVELS + 1) * PIECE_MAX);
     return x->headers && x->items && x->sends && x->receives && x->num_sent && x->num_read &&
            x->next_item_to && x->next_piece_to && x->next_item_from && x->ring_costs &&
-           x->rows && x->targets && x->sums && x->row && x->pieces;
+           x->rows && x->targets && x->sums && x->row && x->scratch_rows;
 }
 
 epic_result exchange_open_all(epic_context *ctx)
@@ -99,7 +99,7 @@ void exchange_close_all(epic_context *ctx)
                                x->targets,
                                x->sums,
                                x->row,
-                               x->pieces};
+                               x->scratch_rows};
         for (size_t p = 0; p < sizeof parts / sizeof *parts; p++) free(parts[p]);
     }
     free(ctx->exchanges);

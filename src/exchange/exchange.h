@@ -96,8 +96,8 @@ typedef struct exchange {
     /* [num_ranks, 64] Unfinished dot products of combine_backward. Row r is for the token of
      * rank r whose pieces are arriving: one dot product for each choice k. */
     double *sums;
-    unsigned char *row;    /* one quantized row, max_row_bytes + 64 bytes */
-    unsigned char *pieces; /* [TREE_LEVELS + 1, PIECE_MAX] scratch rows for partials */
+    unsigned char *row;          /* one quantized row, max_row_bytes + 64 bytes */
+    unsigned char *scratch_rows; /* [TREE_LEVELS + 1, PIECE_MAX] scratch rows for partials */
 } exchange;
 
 /* exchange_open_all() allocates one exchange for each op slot of a context. It returns

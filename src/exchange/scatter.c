@@ -16,7 +16,7 @@
 #define BATCH_BYTES (256 * 1024)
 
 /* The state of one scatter flow. */
-typedef struct scattering {
+typedef struct scatter_state {
     exchange *x;
     const scatter *s;
     int64_t entry_bytes;
@@ -24,9 +24,9 @@ typedef struct scattering {
     int64_t own_next; /* next item of this rank to pass to read_own_item() */
     /* largest number of entries to move through one ring before the next ring has its turn */
     int64_t batch;
-} scattering;
+} scatter_state;
 
-static bool is_wanted_by_any(const scattering *g, int64_t item)
+static bool is_wanted_by_any(const scatter_state *g, int64_t item)
 {
     for (int r = 0; r < g->x->num_ranks; r++)
         if (r != g->x->rank && g->s->is_sent(g->s->self, r, item)) return true;
@@ -35,7 +35,7 @@ static bool is_wanted_by_any(const scattering *g, int64_t item)
 
 /* Fills one entry with a piece of an item. Returns the number of bytes that it wrote into the
  * entry. */
-static int64_t scatter_fill_entry(scattering *g, int64_t item, int32_t piece, void *entry)
+static int64_t scatter_fill_entry(scatter_state *g, int64_t item, int32_t piece, void *entry)
 {
     g->x->left_out_bytes = 0;
     g->s->fill_entry(g->s->self, item, piece, entry);
@@ -45,7 +45,7 @@ static int64_t scatter_fill_entry(scattering *g, int64_t item, int32_t piece, vo
 /* Sends up to one batch of entries through the ring to EVERYONE. Returns true if it sent any.
  * Each item has an entry in this ring, even if no peer needs the item. So the reader knows that
  * a piece is entry number item * num_pieces + piece. */
-static bool scatter_send_to_all(scattering *g)
+static bool scatter_send_to_all(scatter_state *g)
 {
     exchange *x = g->x;
     const int32_t pieces = g->s->split.num_pieces;
@@ -68,7 +68,7 @@ static bool scatter_send_to_all(scattering *g)
 
 /* Sends up to one batch of entries through the ring to one peer. Returns true if it sent
  * any. */
-static bool scatter_send_to(scattering *g, int peer)
+static bool scatter_send_to(scatter_state *g, int peer)
 {
     exchange *x = g->x;
     const int64_t first = x->num_sent[peer];
@@ -95,7 +95,7 @@ static bool scatter_send_to(scattering *g, int peer)
     return true;
 }
 
-static bool scatter_send(scattering *g)
+static bool scatter_send(scatter_state *g)
 {
     if (g->shared) return scatter_send_to_all(g);
     bool moved = false;
@@ -106,7 +106,7 @@ static bool scatter_send(scattering *g)
 
 /* Reads up to one batch of entries from a peer's ring to EVERYONE. Skips the items that this
  * rank does not need. Returns true if it read or skipped any entry. */
-static bool scatter_receive_broadcast(scattering *g, int from)
+static bool scatter_receive_broadcast(scatter_state *g, int from)
 {
     exchange *x = g->x;
     const int32_t pieces = g->s->split.num_pieces;
@@ -130,7 +130,7 @@ static bool scatter_receive_broadcast(scattering *g, int from)
 
 /* Reads up to one batch of entries from the ring that leads from peer `from` to this rank.
  * Returns true if it read any. */
-static bool scatter_receive_from(scattering *g, int from)
+static bool scatter_receive_from(scatter_state *g, int from)
 {
     exchange *x = g->x;
     int64_t *item = &x->next_item_from[from];
@@ -150,7 +150,7 @@ static bool scatter_receive_from(scattering *g, int from)
     return true;
 }
 
-static bool scatter_receive(scattering *g)
+static bool scatter_receive(scatter_state *g)
 {
     exchange *x = g->x;
     bool moved = false;
@@ -163,7 +163,7 @@ static bool scatter_receive(scattering *g)
 
 /* Handles up to one batch of this rank's own items: passes those that this rank needs to
  * read_own_item(). Returns false if no own item was left to handle. */
-static bool scatter_read_own(scattering *g)
+static bool scatter_read_own(scatter_state *g)
 {
     const int64_t first = g->own_next, total = g->s->items[g->x->rank];
     const int64_t batch = g->batch / g->s->split.num_pieces + 1;
@@ -176,7 +176,7 @@ static bool scatter_read_own(scattering *g)
 /* Returns true if this rank still has entries to send, entries to read or own items to handle.
  * Sets the awaited ranks: the peers that still owe entries, and the peers to which this rank
  * has still to send. With a ring to EVERYONE the latter are all peers. */
-static bool scatter_is_unfinished(scattering *g)
+static bool scatter_is_unfinished(scatter_state *g)
 {
     exchange *x = g->x;
     memset(x->waits_for, 0, sizeof x->waits_for);
@@ -195,7 +195,7 @@ static bool scatter_is_unfinished(scattering *g)
 
 /* Counts the entries that this rank sends to and receives from each rank, and resets the
  * counters of the flow. */
-static void scatter_count_entries(scattering *g)
+static void scatter_count_entries(scatter_state *g)
 {
     exchange *x = g->x;
     const int64_t pieces = g->s->split.num_pieces;
@@ -217,7 +217,7 @@ static void scatter_count_entries(scattering *g)
     }
 }
 
-static void scatter_begin_flow(scattering *g)
+static void scatter_begin_flow(scatter_state *g)
 {
     exchange *x = g->x;
     scatter_count_entries(g);
@@ -231,7 +231,7 @@ static void scatter_begin_flow(scattering *g)
 epic_result scatter_run(exchange *x, const scatter *s)
 {
     const int64_t bytes = s->split.piece_bytes > 0 ? s->split.piece_bytes : 1;
-    scattering g = {.x = x, .s = s, .entry_bytes = bytes};
+    scatter_state g = {.x = x, .s = s, .entry_bytes = bytes};
     g.shared = x->transport->shares && x->num_ranks > 1;
     g.batch = BATCH_BYTES / bytes + 1;
     scatter_begin_flow(&g);

@@ -33,7 +33,7 @@ static void activate_row_backward(const experts_job *job, REAL *d_gate_up, const
     const int step = ex->interleaved ? 2 : 1;
     const int64_t n = job->inner;
     const int64_t second = ex->interleaved ? 1 : n;
-    REAL *value = job->line;
+    REAL *value = job->row_scratch;
     REAL *slope = value + n;
     make_slopes(slope, gate_up, n, step, ex);
     if (ex->ungated) {
@@ -54,8 +54,8 @@ static void activate_row_backward(const experts_job *job, REAL *d_gate_up, const
 static double early_gradient(const experts_job *job, const REAL *gate_up, const REAL *d,
                              const void *d_y, int64_t row, const REAL *b_down)
 {
-    activate_row(job, job->line, gate_up);
-    const double sum = dot_product(d, job->line, job->inner);
+    activate_row(job, job->row_scratch, gate_up);
+    const double sum = dot_product(d, job->row_scratch, job->inner);
     return b_down ? sum + dot_product(read_operand_row(job, d_y, row, job->hidden), b_down,
                                       job->hidden)
                   : sum;
@@ -91,7 +91,7 @@ static void activations_backward(const experts_job *job, const slab *slab, REAL 
  * x. */
 static void inputs_backward(const experts_job *job, const slab *slab, REAL *d)
 {
-    REAL *x = job->line;
+    REAL *x = job->row_scratch;
     for (int64_t r = 0; r < slab->tokens; r++) {
         const int64_t slot = slab->first + r;
         REAL *d_row = d + r * job->hidden;

@@ -172,7 +172,7 @@ static int64_t layout_pieces(experts_job *job, int64_t num_slots, bool backward,
         {&job->activations, num_slots * job->inner},
         {&job->d_gate_up, backward ? num_slots * job->width : 0},
         {&job->weights_tile, tile_numbers(job)},
-        {&job->line,
+        {&job->row_scratch,
          2 * larger_of(job->hidden, job->inner) + larger_of(job->hidden, job->width)},
         {&job->bias, larger_of(job->width, job->hidden)},
     };

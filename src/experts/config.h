@@ -66,7 +66,7 @@ typedef struct experts_job {
     void *weights_tile; /* one tile of a weight matrix, converted to float32 */
     /* Scratch memory in two parts. The first part, [2 * max(hidden, inner)], is for results of
      * one row. The second part is for one converted row of an input of a product. */
-    void *line;
+    void *row_scratch;
     /* [max(width, hidden)]: a bias of the current expert, converted to the type of the sums */
     void *bias;
 } experts_job;

@@ -58,12 +58,12 @@ static void store_weight_gradient(const experts_job *job, int64_t slot, double g
 }
 
 /* Returns the memory in which the caller of this function computes a row of an operand. With
- * job->is_bf16 this is scratch memory in job->line, and store_operand_row() later converts the
+ * job->is_bf16 this is scratch memory in job->row_scratch, and store_operand_row() later converts the
  * row to BF16. Otherwise it is the row in the operand itself. */
 static REAL *operand_row(const experts_job *job, void *operand, int64_t row, int64_t n)
 {
     const int64_t most = job->hidden > job->inner ? job->hidden : job->inner;
-    return job->is_bf16 ? (REAL *)job->line + 2 * most : (REAL *)operand + row * n;
+    return job->is_bf16 ? (REAL *)job->row_scratch + 2 * most : (REAL *)operand + row * n;
 }
 
 /* Writes the row that was computed in the memory of operand_row() to the operand, as BF16. Does

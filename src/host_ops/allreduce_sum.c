@@ -17,27 +17,27 @@
 #define BLOCK 2048 /* elements of a block */
 
 /* One call of epic_allreduce_sum. */
-typedef struct summing {
+typedef struct sum_call {
     const epic_allreduce_sum_args *args;
     const host_kernels *kernels;
     exchange *x;
-} summing;
+} sum_call;
 
 /* Returns the number of a block: the block that the flows send as item number `item` of rank
  * `owner`. Blocks are numbered in the order of the array. */
-static int64_t block_of(const summing *s, int owner, int64_t item)
+static int64_t block_of(const sum_call *s, int owner, int64_t item)
 {
     return item * s->x->num_ranks + owner;
 }
 
 /* Returns the address of a block in the caller's array. */
-static float *block_at(const summing *s, int64_t block)
+static float *block_at(const sum_call *s, int64_t block)
 {
     return s->args->data + block * BLOCK;
 }
 
 /* Returns the number of elements of a block. The last block may be shorter than BLOCK. */
-static size_t block_size(const summing *s, int64_t block)
+static size_t block_size(const sum_call *s, int64_t block)
 {
     const int64_t left = s->args->count - block * BLOCK;
     return (size_t)(left < BLOCK ? left : BLOCK);
@@ -45,7 +45,7 @@ static size_t block_size(const summing *s, int64_t block)
 
 /* Copies a block of this rank's array into a ring entry. The block is item number `item` of
  * rank `owner`. */
-static void sum_copy_block(summing *s, int owner, int64_t item, void *entry)
+static void sum_copy_block(sum_call *s, int owner, int64_t item, void *entry)
 {
     const int64_t block = block_of(s, owner, item);
     memcpy(entry, block_at(s, block), block_size(s, block) * sizeof(float));
@@ -61,22 +61,22 @@ static void sum_fill_part(void *self, int home, int64_t item, int32_t piece, voi
 
 /* Adds the rows of ranks [first, first + count) in a binary tree. Each row has n floats. count
  * is a power of two. Returns the address of the sum: the only row if count is 1, otherwise
- * scratch row number `level` of x->pieces. May overwrite the scratch rows from `level` on. */
-static const void *sum_join_ranks(const summing *s, const void *const *rows, int first,
+ * scratch row number `level` of x->scratch_rows. May overwrite the scratch rows from `level` on. */
+static const void *sum_join_ranks(const sum_call *s, const void *const *rows, int first,
                                   int count, int level, int64_t n)
 {
     if (count == 1) return rows[first];
     const void *const both[] = {
         sum_join_ranks(s, rows, first, count / 2, level, n),
         sum_join_ranks(s, rows, first + count / 2, count / 2, level + 1, n)};
-    void *out = s->x->pieces + (size_t)level * PIECE_MAX;
+    void *out = s->x->scratch_rows + (size_t)level * PIECE_MAX;
     s->kernels->add(out, EPIC_F32, both, 2, EPIC_F32, n);
     return out;
 }
 
 /* Adds rows[r] of all ranks r and writes the sum to `out`. The order of the additions is the
  * one that the caller of epic_allreduce_sum chose. `out` may be one of the rows. */
-static void sum_add_rows(const summing *s, float *out, const void *const *rows, int64_t n)
+static void sum_add_rows(const sum_call *s, float *out, const void *const *rows, int64_t n)
 {
     const int num_ranks = s->x->num_ranks;
     if (s->args->order == EPIC_TREE)
@@ -89,7 +89,7 @@ static void sum_add_rows(const summing *s, float *out, const void *const *rows, 
  * Stores the sum in the caller's array. */
 static void sum_add_block(void *self, int64_t item, int32_t piece, const void **rows)
 {
-    summing *s = self;
+    sum_call *s = self;
     (void)piece;
     const int64_t block = block_of(s, s->x->rank, item);
     float *out = block_at(s, block);
@@ -109,7 +109,7 @@ static bool is_always_sent(void *self, int rank, int64_t item)
 /* Scatter flow, fill_entry: sends the sum of one of this rank's blocks to all ranks. */
 static void sum_fill_result(void *self, int64_t item, int32_t piece, void *entry)
 {
-    summing *s = self;
+    sum_call *s = self;
     (void)piece;
     sum_copy_block(s, s->x->rank, item, entry);
 }
@@ -118,7 +118,7 @@ static void sum_fill_result(void *self, int64_t item, int32_t piece, void *entry
 static void sum_read_result(void *self, int from, int64_t item, int32_t piece,
                             const void *entry)
 {
-    summing *s = self;
+    sum_call *s = self;
     (void)piece;
     const int64_t block = block_of(s, from, item);
     memcpy(block_at(s, block), entry, block_size(s, block) * sizeof(float));
@@ -131,7 +131,7 @@ static void skip_own_block(void *self, int64_t item)
 }
 
 /* Sums a long array: runs the collect flow, then the scatter flow. */
-static epic_result sum_in_blocks(summing *s)
+static epic_result sum_in_blocks(sum_call *s)
 {
     exchange *x = s->x;
     const int64_t blocks = (s->args->count + BLOCK - 1) / BLOCK;
@@ -164,7 +164,7 @@ static bool is_short(const epic_allreduce_sum_args *args)
 }
 
 /* Sums a short array from the op headers of all ranks. */
-static void sum_from_headers(summing *s)
+static void sum_from_headers(sum_call *s)
 {
     exchange *x = s->x;
     for (int r = 0; r < x->num_ranks; r++) x->rows[r] = x->headers[r]->bytes;
@@ -174,7 +174,7 @@ static void sum_from_headers(summing *s)
 epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_args *args,
                                  const epic_op_header *about)
 {
-    summing s = {.args = args, .kernels = host_kernels_get()};
+    sum_call s = {.args = args, .kernels = host_kernels_get()};
     const size_t bytes = (size_t)args->count * sizeof(float);
     epic_op_header header = *about;
     header.common[COMMON_OPERATION] = EPIC_OP_SUM;

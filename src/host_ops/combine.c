@@ -17,7 +17,7 @@
 #include "host_ops/host_ops.h"
 
 /* One call of combine or dispatch_backward. */
-typedef struct combining {
+typedef struct combine_call {
     const host_kernels *kernels;
     exchange *x;
     plan_view plan;
@@ -35,10 +35,10 @@ typedef struct combining {
     bool has_windows; /* true: an output of this rank lies in a window */
     /* The current piece: its first element in the row, and its number of elements. */
     int64_t first, count;
-} combining;
+} combine_call;
 
 /* Makes `piece` the current piece: sets its first element and its number of elements. */
-static void combine_set_piece(combining *c, int32_t piece)
+static void combine_set_piece(combine_call *c, int32_t piece)
 {
     const int64_t size = (int64_t)epic_type_bytes(c->partial_type);
     c->first = piece_offset(&c->split, piece) / size;
@@ -46,9 +46,9 @@ static void combine_set_piece(combining *c, int32_t piece)
 }
 
 /* Returns scratch row number `level` of the exchange. */
-static void *scratch_row(const combining *c, int level)
+static void *scratch_row(const combine_call *c, int level)
 {
-    return c->x->pieces + (size_t)level * PIECE_MAX;
+    return c->x->scratch_rows + (size_t)level * PIECE_MAX;
 }
 
 /* ----------------------------------------------------------------------- expert side ---- */
@@ -61,7 +61,7 @@ typedef struct gathered { /* the slots of one token on this rank, in ascending o
 } gathered;
 
 /* Returns the address of the current piece in row number `row` of c->rows. */
-static const void *piece_of_row(const combining *c, int64_t row)
+static const void *piece_of_row(const combine_call *c, int64_t row)
 {
     return (const unsigned char *)c->rows.data + row * c->rows.row_bytes +
            c->first * (int64_t)epic_type_bytes(c->type);
@@ -92,7 +92,7 @@ static int32_t leaf_of(const plan_view *v, int32_t slot)
 
 /* Writes to *g this rank's slots for one token of rank `home`. In a FLAT layer *g contains the
  * token's only row on this rank, which the caller of combine has already summed. */
-static void gather_slots(const combining *c, int home, int64_t token, gathered *g)
+static void gather_slots(const combine_call *c, int home, int64_t token, gathered *g)
 {
     const plan_view *v = &c->plan;
     const int32_t *slots = plan_slots_of_token(v, home, token);
@@ -115,8 +115,8 @@ static void gather_slots(const combining *c, int home, int64_t token, gathered *
  * sum to `out`. First adds the rows of each leaf by ascending k. Then adds the sums of the
  * leaves in a binary tree. A leaf without slots adds nothing. Returns false and writes nothing
  * if no slot has one of these leaves. May overwrite the scratch rows from `level` on. */
-static bool reduce_subtree(const combining *c, const gathered *g, int32_t first, int32_t count,
-                           int level, void *out)
+static bool reduce_subtree(const combine_call *c, const gathered *g, int32_t first,
+                           int32_t count, int level, void *out)
 {
     gathered in = {.n = 0};
     for (int i = 0; i < g->n; i++) {
@@ -142,7 +142,7 @@ static bool reduce_subtree(const combining *c, const gathered *g, int32_t first,
 
 /* Writes to `out` the current piece of this rank's partial for one token, rounded to the
  * partial type. */
-static void make_partial(const combining *c, int home, int64_t token, void *out)
+static void make_partial(const combine_call *c, int home, int64_t token, void *out)
 {
     const epic_layer *layer = &c->plan.header->layer;
     gathered g;
@@ -160,7 +160,7 @@ static void make_partial(const combining *c, int home, int64_t token, void *out)
 /* Writes the trailer of one token. Element k is the gradient of the weight of choice k, or 0 if
  * this rank has no slot for that choice. In a FLAT layer a row of d_slot_weights has top_k
  * floats: first one for each choice on this rank, by ascending k, then unused ones. */
-static void write_trailer(const combining *c, int home, int64_t token, void *trailer)
+static void write_trailer(const combine_call *c, int home, int64_t token, void *trailer)
 {
     const plan_view *v = &c->plan;
     const uint32_t top_k = v->header->layer.top_k;
@@ -174,7 +174,7 @@ static void write_trailer(const combining *c, int home, int64_t token, void *tra
 
 /* Returns true if all top_k choices of a token have slots on this rank. Then no other rank has
  * a partial for the token. */
-static bool has_all_choices(const combining *c, int home, int64_t token)
+static bool has_all_choices(const combine_call *c, int home, int64_t token)
 {
     const int32_t *slots = plan_slots_of_token(&c->plan, home, token);
     for (uint32_t k = 0; k < c->plan.header->layer.top_k; k++)
@@ -184,7 +184,7 @@ static bool has_all_choices(const combining *c, int home, int64_t token)
 
 /* Stores the current piece of a token's only partial into the output of its home rank, which
  * lies in a window. Rounds the numbers as the home rank would. */
-static void store_in_out(combining *c, int home, int64_t token)
+static void store_in_out(combine_call *c, int home, int64_t token)
 {
     const int64_t size = (int64_t)epic_type_bytes(c->type);
     const void *partial = scratch_row(c, 0);
@@ -198,7 +198,7 @@ static void store_in_out(combining *c, int home, int64_t token)
 /* Stores the gradients of a token's weights into d_weights of its home rank, which lies in a
  * window. All choices of the token are on this rank, so its trailer is the complete row of
  * d_weights. */
-static void store_in_d_weights(const combining *c, int home, int64_t token)
+static void store_in_d_weights(const combine_call *c, int home, int64_t token)
 {
     unsigned char *to =
         window_address(c->x, home, WINDOW_WEIGHTS, token * c->trailer, c->trailer);
@@ -208,7 +208,7 @@ static void store_in_d_weights(const combining *c, int home, int64_t token)
 /* Stores the current piece of a token's only partial, and its trailer, into the outputs of the
  * home rank that lie in windows. Sets *partial or *trailer to false if the ring entry need not
  * contain it. */
-static void combine_store_directly(combining *c, int home, int64_t token, int32_t piece,
+static void combine_store_directly(combine_call *c, int home, int64_t token, int32_t piece,
                                    bool *partial, bool *trailer)
 {
     if (*partial && window_is_direct(c->x, home, WINDOW_ROWS)) {
@@ -229,7 +229,7 @@ static void combine_store_directly(combining *c, int home, int64_t token, int32_
  * piece. */
 static void combine_fill_entry(void *self, int home, int64_t token, int32_t piece, void *entry)
 {
-    combining *c = self;
+    combine_call *c = self;
     bool sends_partial = true, sends_trailer = c->trailer && piece == 0;
     combine_set_piece(c, piece);
     if (c->x->has_targets && has_all_choices(c, home, token))
@@ -249,7 +249,7 @@ static void combine_fill_entry(void *self, int home, int64_t token, int32_t piec
 
 /* Copies floats from the trailer of rank `from` to d_weights: those of the choices that have
  * slots on that rank. */
-static void read_trailer(const combining *c, int from, int64_t token, const void *trailer)
+static void read_trailer(const combine_call *c, int from, int64_t token, const void *trailer)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
     const int64_t first = token * top_k;
@@ -263,7 +263,7 @@ static void read_trailer(const combining *c, int from, int64_t token, const void
 /* If all choices of a token of this rank have slots on one and the same other rank, returns
  * that rank. Otherwise returns -1. The other rank knows such tokens too: has_all_choices()
  * returns true for them. */
-static int find_only_rank(const combining *c, int64_t token)
+static int find_only_rank(const combine_call *c, int64_t token)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
     const int64_t first = token * top_k;
@@ -275,7 +275,7 @@ static int find_only_rank(const combining *c, int64_t token)
 
 /* Writes the row of d_weights of one token from the trailers of all ranks. Choices without a
  * slot get 0. */
-static void read_trailers(const combining *c, int64_t token, const void **rows)
+static void read_trailers(const combine_call *c, int64_t token, const void **rows)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
     memset(c->d_weights + token * top_k, 0, top_k * sizeof *c->d_weights);
@@ -294,7 +294,7 @@ static void read_trailers(const combining *c, int64_t token, const void **rows)
 /* Adds the partials at[first] to at[first + count - 1] in a binary tree. NULL stands for no
  * partial. Returns the address of the sum: NULL if all are NULL, the only partial if there is
  * one, otherwise scratch row number `level`. May overwrite the scratch rows from `level` on. */
-static const void *join_subtrees(const combining *c, const void *const *at, int32_t first,
+static const void *join_subtrees(const combine_call *c, const void *const *at, int32_t first,
                                  int32_t count, int level)
 {
     if (count == 1) return at[first];
@@ -310,7 +310,7 @@ static const void *join_subtrees(const combining *c, const void *const *at, int3
 /* Writes to `out` the sum of the partials of all ranks, added in a binary tree. The partial of
  * rank r is leaf number plan.position_of[r] of the tree. rows[r] is the partial of rank r, or
  * NULL. */
-static void add_partials_as_tree(const combining *c, const void **rows, void *out)
+static void add_partials_as_tree(const combine_call *c, const void **rows, void *out)
 {
     const void *at[EPIC_MAX_RANKS];
     for (int p = 0; p < c->x->num_ranks; p++)
@@ -322,7 +322,7 @@ static void add_partials_as_tree(const combining *c, const void **rows, void *ou
 
 /* Writes to `out` the sum of the partials of all ranks, added by ascending rank. rows[r] is the
  * partial of rank r, or NULL. */
-static void add_partials_by_rank(const combining *c, const void **rows, void *out)
+static void add_partials_by_rank(const combine_call *c, const void **rows, void *out)
 {
     const void *list[EPIC_MAX_RANKS];
     int n = 0;
@@ -335,7 +335,7 @@ static void add_partials_by_rank(const combining *c, const void **rows, void *ou
  * all ranks, including this rank's own. */
 static void combine_read_rows(void *self, int64_t token, int32_t piece, const void **rows)
 {
-    combining *c = self;
+    combine_call *c = self;
     const int rank = c->x->rank;
     const bool direct = c->has_windows && find_only_rank(c, token) >= 0;
     combine_set_piece(c, piece);
@@ -362,20 +362,20 @@ static void combine_read_rows(void *self, int64_t token, int32_t piece, const vo
 /* Collect flow, is_sent: returns true if this rank has a slot of a token of rank `home`. */
 static bool combine_is_sent(void *self, int home, int64_t token)
 {
-    return plan_receives_token(&((combining *)self)->plan, home, token);
+    return plan_receives_token(&((combine_call *)self)->plan, home, token);
 }
 
 /* Collect flow, is_received: returns true if rank `from` has a slot of this rank's token. */
 static bool combine_is_received(void *self, int from, int64_t token)
 {
-    return plan_sends_token(&((combining *)self)->plan, from, token);
+    return plan_sends_token(&((combine_call *)self)->plan, from, token);
 }
 
 /* ------------------------------------------------------------------------ the whole ---- */
 
 /* Checks that the buffer of slot rows is large enough on every rank, then runs the collect flow
  * of an open exchange. */
-static epic_result combine_transfer(combining *c)
+static epic_result combine_transfer(combine_call *c)
 {
     const epic_layer *layer = &c->plan.header->layer;
     TRY(plan_op_check_slots(c->x, c->rows_name));
@@ -403,7 +403,7 @@ static epic_result combine_transfer(combining *c)
 }
 
 /* Zeroes all outputs of this rank, after an error in the data of any rank. */
-static void combine_clear_outputs(const combining *c)
+static void combine_clear_outputs(const combine_call *c)
 {
     const slot_array out = {c->out.data, c->out.row_bytes, c->out.num_rows};
     const slot_array weights = {c->d_weights, c->top_k * (int64_t)sizeof(float),
@@ -415,7 +415,7 @@ static void combine_clear_outputs(const combining *c)
 /* Runs combine or dispatch_backward: sends and compares op headers, sends and receives the
  * rows, and ends the operation. */
 static epic_result combine_run(epic_context *ctx, uint32_t operation, const epic_call *call,
-                               plan_op *s, combining *c)
+                               plan_op *s, combine_call *c)
 {
     s->op_header.common[COMMON_TYPE] = c->type;
     s->op_header.common[COMMON_ROW_BYTES] = c->out.row_bytes;
@@ -439,12 +439,12 @@ static epic_result combine_run(epic_context *ctx, uint32_t operation, const epic
 
 epic_result host_combine(epic_context *ctx, const epic_combine_args *args)
 {
-    combining c = {.kernels = host_kernels_get(),
-                   .type = (epic_type)args->type,
-                   .rows_name = "rows",
-                   .rows = args->rows,
-                   .out = args->out,
-                   .slot_weights = args->slot_weights};
+    combine_call c = {.kernels = host_kernels_get(),
+                      .type = (epic_type)args->type,
+                      .rows_name = "rows",
+                      .rows = args->rows,
+                      .out = args->out,
+                      .slot_weights = args->slot_weights};
     plan_op s;
     plan_op_begin(&s, ctx, EPIC_OP_COMBINE, args->plan, args->plan_bytes, NULL);
     TRY(plan_op_check_layer(&s, args->layer));
@@ -454,14 +454,14 @@ epic_result host_combine(epic_context *ctx, const epic_combine_args *args)
 
 epic_result host_dispatch_backward(epic_context *ctx, const epic_dispatch_backward_args *args)
 {
-    combining c = {.kernels = host_kernels_get(),
-                   .type = (epic_type)args->type,
-                   .rows_name = "d_recv",
-                   .rows = args->d_recv,
-                   .out = args->d_tokens,
-                   .top_k = args->layer->top_k,
-                   .d_slot_weights = args->d_slot_weights,
-                   .d_weights = args->d_weights};
+    combine_call c = {.kernels = host_kernels_get(),
+                      .type = (epic_type)args->type,
+                      .rows_name = "d_recv",
+                      .rows = args->d_recv,
+                      .out = args->d_tokens,
+                      .top_k = args->layer->top_k,
+                      .d_slot_weights = args->d_slot_weights,
+                      .d_weights = args->d_weights};
     plan_op s;
     plan_op_begin(&s, ctx, EPIC_OP_DISPATCH_BACKWARD, args->plan, args->plan_bytes, NULL);
     TRY(plan_op_check_layer(&s, args->layer));

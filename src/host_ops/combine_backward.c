@@ -15,24 +15,24 @@
 #include "host_ops/host_ops.h"
 
 /* One call of combine_backward. */
-typedef struct spreading {
+typedef struct combine_backward_call {
     const epic_combine_backward_args *args;
     const host_kernels *kernels;
     exchange *x;
     plan_view plan;
     row_split split; /* how a row of d_out is split into pieces */
-} spreading;
+} combine_backward_call;
 
 /* Returns the gradient row of one of this rank's own tokens. */
-static const unsigned char *row_of_own_token(const spreading *s, int64_t token)
+static const unsigned char *row_of_own_token(const combine_backward_call *s, int64_t token)
 {
     return (const unsigned char *)s->args->d_out.data + token * s->args->d_out.row_bytes;
 }
 
 /* Writes w * piece to n elements of d_rows[slot], from element `first` on. If the call asks for
  * quantized rows, quantizes the products, and also writes their scales. */
-static void write_scaled_row(const spreading *s, int64_t slot, float w, const void *piece,
-                             int64_t first, int64_t n)
+static void write_scaled_row(const combine_backward_call *s, int64_t slot, float w,
+                             const void *piece, int64_t first, int64_t n)
 {
     const epic_combine_backward_args *a = s->args;
     const epic_type type = (epic_type)a->type;
@@ -51,8 +51,8 @@ static void write_scaled_row(const spreading *s, int64_t slot, float w, const vo
 
 /* Adds the products of one piece to the dot product of a slot. *sum is the sum of the earlier
  * pieces. After the last piece, writes the sum to d_slot_weights. */
-static void add_dot(const spreading *s, int64_t slot, double *sum, const void *piece,
-                    int64_t first, int64_t n)
+static void add_dot(const combine_backward_call *s, int64_t slot, double *sum,
+                    const void *piece, int64_t first, int64_t n)
 {
     const epic_combine_backward_args *a = s->args;
     const epic_type type = (epic_type)a->type;
@@ -67,8 +67,8 @@ static void add_dot(const spreading *s, int64_t slot, double *sum, const void *p
  * to all slots of the token on this rank, and adds them to the slots' dot products. All pieces
  * of a token of rank `from` arrive before the next token of that rank. So x->sums needs only
  * one unfinished dot product for each source rank and k. */
-static void scatter_piece(const spreading *s, int from, int64_t token, const void *piece,
-                          int64_t first, int64_t n)
+static void scatter_piece(const combine_backward_call *s, int from, int64_t token,
+                          const void *piece, int64_t first, int64_t n)
 {
     const epic_combine_backward_args *a = s->args;
     if (plan_is_flat(&s->plan)) {
@@ -91,7 +91,7 @@ static void scatter_piece(const spreading *s, int from, int64_t token, const voi
  * place of d_rows. Copies with the function that write_scaled_row() uses, so that the bits are
  * the same as without windows, even those of a NaN. Returns true if some peer has to read the
  * piece from the ring. */
-static bool store_for_peers(const spreading *s, int64_t token, int32_t piece)
+static bool store_for_peers(const combine_backward_call *s, int64_t token, int32_t piece)
 {
     const epic_type type = (epic_type)s->args->type;
     const int64_t at = piece_offset(&s->split, piece), size = piece_size(&s->split, piece);
@@ -115,7 +115,7 @@ static bool store_for_peers(const spreading *s, int64_t token, int32_t piece)
  * store_for_peers() has stored the piece for all peers that need it. */
 static void combine_backward_fill_entry(void *self, int64_t token, int32_t piece, void *entry)
 {
-    spreading *s = self;
+    combine_backward_call *s = self;
     exchange *x = s->x;
     const unsigned char *from = row_of_own_token(s, token) + piece_offset(&s->split, piece);
     const size_t size = (size_t)piece_size(&s->split, piece);
@@ -131,7 +131,7 @@ static void combine_backward_fill_entry(void *self, int64_t token, int32_t piece
 static void combine_backward_read_entry(void *self, int from, int64_t token, int32_t piece,
                                         const void *entry)
 {
-    spreading *s = self;
+    combine_backward_call *s = self;
     const int64_t size = (int64_t)epic_type_bytes(s->args->type);
     if (window_is_direct(s->x, s->x->rank, WINDOW_ROWS) &&
         plan_has_only_slot(&s->plan, from, token))
@@ -144,7 +144,7 @@ static void combine_backward_read_entry(void *self, int from, int64_t token, int
  * this rank itself. */
 static void combine_backward_read_own(void *self, int64_t token)
 {
-    spreading *s = self;
+    combine_backward_call *s = self;
     const int64_t n = s->split.row_bytes / (int64_t)epic_type_bytes(s->args->type);
     scatter_piece(s, s->x->rank, token, row_of_own_token(s, token), 0, n);
 }
@@ -152,13 +152,13 @@ static void combine_backward_read_own(void *self, int64_t token)
 /* Scatter flow, is_sent: returns true if this rank's token has a slot on rank `peer`. */
 static bool combine_backward_is_sent(void *self, int peer, int64_t token)
 {
-    return plan_sends_token(&((spreading *)self)->plan, peer, token);
+    return plan_sends_token(&((combine_backward_call *)self)->plan, peer, token);
 }
 
 /* Scatter flow, is_received: returns true if a token of rank `from` has a slot on this rank. */
 static bool combine_backward_is_received(void *self, int from, int64_t token)
 {
-    return plan_receives_token(&((spreading *)self)->plan, from, token);
+    return plan_receives_token(&((combine_backward_call *)self)->plan, from, token);
 }
 
 /* Lists the outputs that have one row per slot. */
@@ -171,7 +171,7 @@ static void list_output_arrays(const epic_combine_backward_args *a, slot_array o
 }
 
 /* Zeroes the padding in the outputs, then runs the scatter flow of an open exchange. */
-static epic_result combine_backward_transfer(spreading *s)
+static epic_result combine_backward_transfer(combine_backward_call *s)
 {
     slot_array arrays[3];
     TRY(plan_op_check_slots(s->x, "d_rows"));
@@ -201,7 +201,7 @@ static int64_t min_int64(int64_t a, int64_t b)
 epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
                                   const op_header_extra *extra)
 {
-    spreading spread = {.args = args, .kernels = host_kernels_get()};
+    combine_backward_call spread = {.args = args, .kernels = host_kernels_get()};
     plan_op s;
     plan_op_begin(&s, ctx, EPIC_OP_COMBINE_BACKWARD, args->plan, args->plan_bytes, extra);
     TRY(plan_op_check_layer(&s, args->layer));

@@ -19,7 +19,7 @@
 #define CACHED_COPY_MAX (4 << 20)
 
 /* One call of dispatch. */
-typedef struct dispatching {
+typedef struct dispatch_call {
     const epic_dispatch_args *args;
     const host_kernels *kernels;
     copy_function *copy; /* copies rows and scales to slots: through the caches or past them */
@@ -29,7 +29,7 @@ typedef struct dispatching {
     /* offsets in the message, in bytes, at which the scales and the weights begin */
     int64_t scales_at, weights_at;
     int64_t token_in_row; /* token whose quantized row and scales are in x->row; -1: none */
-} dispatching;
+} dispatch_call;
 
 /* Returns row i of a matrix. */
 static const unsigned char *row_of(const epic_const_rows *rows, int64_t i)
@@ -46,7 +46,7 @@ static unsigned char *out_row_of(const epic_rows *rows, int64_t i)
 
 /* Quantizes the row of a token into x->row, followed by its scales. Does nothing if x->row
  * already holds this token. */
-static void quantize_token(dispatching *d, int64_t token)
+static void quantize_token(dispatch_call *d, int64_t token)
 {
     const epic_dispatch_args *a = d->args;
     const epic_type type = (epic_type)a->type;
@@ -60,21 +60,21 @@ static void quantize_token(dispatching *d, int64_t token)
 
 /* Return the address of one part of a token's message: of its row, its scales or its weights.
  * Row and scales are computed first if the call asks for quantized rows. */
-static const unsigned char *row_part(dispatching *d, int64_t token)
+static const unsigned char *row_part(dispatch_call *d, int64_t token)
 {
     if (!d->args->quantize) return row_of(&d->args->tokens, token);
     quantize_token(d, token);
     return d->x->row;
 }
 
-static const unsigned char *scales_part(dispatching *d, int64_t token)
+static const unsigned char *scales_part(dispatch_call *d, int64_t token)
 {
     if (!d->args->quantize) return row_of(&d->args->scales, token);
     quantize_token(d, token);
     return d->x->row + d->scales_at;
 }
 
-static const float *weights_part(const dispatching *d, int64_t token)
+static const float *weights_part(const dispatch_call *d, int64_t token)
 {
     return d->args->weights + token * d->plan.header->layer.top_k;
 }
@@ -107,7 +107,7 @@ static void copy_cached(void *to, const void *from, size_t n)
 
 /* Copies one piece of a token's message into `entry`, with the function `copy`. Leaves out the
  * parts that are not in the mask `wanted`. */
-static void fill_entry_with(dispatching *d, int64_t token, int32_t piece, void *entry,
+static void fill_entry_with(dispatch_call *d, int64_t token, int32_t piece, void *entry,
                             uint32_t wanted, copy_function *copy)
 {
     const int64_t begin = piece_offset(&d->split, piece), size = piece_size(&d->split, piece);
@@ -124,7 +124,7 @@ static void fill_entry_with(dispatching *d, int64_t token, int32_t piece, void *
  * current piece. The piece is bytes [begin, end) of the message. The part is bytes [low, high)
  * of the message, and is at `from` on this rank. In the peer's output the part begins at byte
  * `at`. */
-static void store_part(const dispatching *d, int peer, enum window_output which, int64_t at,
+static void store_part(const dispatch_call *d, int peer, enum window_output which, int64_t at,
                        int64_t begin, int64_t end, const void *from, int64_t low, int64_t high)
 {
     const int64_t first = low > begin ? low : begin, last = high < end ? high : end;
@@ -136,7 +136,7 @@ static void store_part(const dispatching *d, int peer, enum window_output which,
 /* Stores one piece of a token's message into those outputs of a peer that lie in windows.
  * `slot` is the token's only slot on the peer. Returns the mask of the other parts, which the
  * peer has to read from the ring. */
-static uint32_t store_in_windows(dispatching *d, int peer, int32_t slot, int64_t token,
+static uint32_t store_in_windows(dispatch_call *d, int peer, int32_t slot, int64_t token,
                                  int32_t piece)
 {
     const epic_dispatch_args *a = d->args;
@@ -166,7 +166,7 @@ static uint32_t store_in_windows(dispatching *d, int peer, int32_t slot, int64_t
 
 /* Stores one piece of a token's message into the windows of all peers that need it, where that
  * is possible. Returns the mask of the parts that some peer has to read from the ring. */
-static uint32_t store_for_peers(dispatching *d, int64_t token, int32_t piece)
+static uint32_t store_for_peers(dispatch_call *d, int64_t token, int32_t piece)
 {
     uint32_t staged = 0;
     for (int r = 0; r < d->x->num_ranks; r++) {
@@ -178,7 +178,7 @@ static uint32_t store_for_peers(dispatching *d, int64_t token, int32_t piece)
 }
 
 /* Returns how many bytes of a piece belong to parts that are not in the mask `wanted`. */
-static int64_t unwanted_bytes(const dispatching *d, int32_t piece, uint32_t wanted)
+static int64_t unwanted_bytes(const dispatch_call *d, int32_t piece, uint32_t wanted)
 {
     const int64_t begin = piece_offset(&d->split, piece);
     const int64_t end = begin + piece_size(&d->split, piece);
@@ -195,11 +195,11 @@ static int64_t unwanted_bytes(const dispatching *d, int32_t piece, uint32_t want
 /* Scatter flow, fill_entry: copies one piece of a token's message into a ring entry. Leaves out
  * the parts that it has stored into windows for all peers that need them. ring_choose_path()
  * decides whether the copy goes through the caches or past them, and whether it is timed.
- * Before a timed copy, the parts of the piece are first joined in x->pieces. So the measured
+ * Before a timed copy, the parts of the piece are first joined in x->scratch_rows. So the measured
  * time is that of one copy. */
 static void dispatch_fill_entry(void *self, int64_t token, int32_t piece, void *entry)
 {
-    dispatching *d = self;
+    dispatch_call *d = self;
     const int rank = d->x->rank;
     const int64_t size = piece_size(&d->split, piece);
     uint32_t wanted = ALL_PARTS;
@@ -209,7 +209,7 @@ static void dispatch_fill_entry(void *self, int64_t token, int32_t piece, void *
         if (d->x->left_out_bytes == size) return;
     }
     const ring_path path = ring_choose_path(d->x, rank, size);
-    void *to = path == RING_TIMED ? d->x->pieces : entry;
+    void *to = path == RING_TIMED ? d->x->scratch_rows : entry;
     fill_entry_with(d, token, piece, to, wanted,
                     path == RING_STREAMED ? d->kernels->copy : copy_cached);
     if (to != entry)
@@ -241,7 +241,7 @@ static part message_part_of(const unsigned char *piece, int64_t begin, int64_t e
 }
 
 /* Writes the bytes in *p of a row and of its scales to one slot. */
-static void write_row(const dispatching *d, int64_t slot, const parts *p)
+static void write_row(const dispatch_call *d, int64_t slot, const parts *p)
 {
     const epic_dispatch_args *a = d->args;
     if (p->row.size > 0)
@@ -254,7 +254,7 @@ static void write_row(const dispatching *d, int64_t slot, const parts *p)
 /* Writes the weight of choice k to slot_weights[index], or only those of its bytes that are in
  * *weights: a piece may end inside the weight. Does not use d->copy, because a weight is
  * small. */
-static void write_weight(const dispatching *d, int64_t index, uint32_t k, const part *weights)
+static void write_weight(const dispatch_call *d, int64_t index, uint32_t k, const part *weights)
 {
     const int64_t at = (int64_t)(k * sizeof(float)), end = weights->at + weights->size;
     float *to = d->args->slot_weights + index;
@@ -266,7 +266,7 @@ static void write_weight(const dispatching *d, int64_t index, uint32_t k, const 
 
 /* For a FLAT layer: writes the bytes in *p to the token's only row on this rank. Writes the
  * weights of the token's choices on this rank one after the other, by ascending k. */
-static void write_flat_row(const dispatching *d, int from, int64_t token, const parts *p)
+static void write_flat_row(const dispatch_call *d, int from, int64_t token, const parts *p)
 {
     const int64_t row = d->plan.row_of[d->plan.base_of[from] + token];
     const int32_t *experts = plan_slots_of_token(&d->plan, from, token);
@@ -278,7 +278,7 @@ static void write_flat_row(const dispatching *d, int from, int64_t token, const 
 }
 
 /* Writes the bytes in *p to all slots of a token of rank `from` on this rank. */
-static void write_token(const dispatching *d, int from, int64_t token, const parts *p)
+static void write_token(const dispatch_call *d, int from, int64_t token, const parts *p)
 {
     if (plan_is_flat(&d->plan)) {
         write_flat_row(d, from, token, p);
@@ -300,7 +300,7 @@ static void write_token(const dispatching *d, int from, int64_t token, const par
 
 /* Returns true if rank `from` stores output `which` of a token directly into this rank's
  * window. */
-static bool is_stored_directly(const dispatching *d, int from, int64_t token,
+static bool is_stored_directly(const dispatch_call *d, int from, int64_t token,
                                enum window_output which)
 {
     return window_is_direct(d->x, d->x->rank, which) &&
@@ -312,7 +312,7 @@ static bool is_stored_directly(const dispatching *d, int from, int64_t token,
 static void dispatch_read_entry(void *self, int from, int64_t token, int32_t piece,
                                 const void *entry)
 {
-    dispatching *d = self;
+    dispatch_call *d = self;
     const int64_t begin = piece_offset(&d->split, piece);
     const int64_t end = begin + piece_size(&d->split, piece);
     parts p = {message_part_of(entry, begin, end, 0, d->scales_at),
@@ -327,7 +327,7 @@ static void dispatch_read_entry(void *self, int from, int64_t token, int32_t pie
 /* Scatter flow, read_own_item: writes one of this rank's tokens to its slots on this rank. */
 static void dispatch_read_own(void *self, int64_t token)
 {
-    dispatching *d = self;
+    dispatch_call *d = self;
     const int64_t row = d->scales_at, scales = d->weights_at - row;
     const int64_t weights = d->split.row_bytes - d->weights_at;
     parts p = {0};
@@ -340,13 +340,13 @@ static void dispatch_read_own(void *self, int64_t token)
 /* Scatter flow, is_sent: returns true if this rank's token has a slot on rank `peer`. */
 static bool dispatch_is_sent(void *self, int peer, int64_t token)
 {
-    return plan_sends_token(&((dispatching *)self)->plan, peer, token);
+    return plan_sends_token(&((dispatch_call *)self)->plan, peer, token);
 }
 
 /* Scatter flow, is_received: returns true if a token of rank `from` has a slot on this rank. */
 static bool dispatch_is_received(void *self, int from, int64_t token)
 {
-    return plan_receives_token(&((dispatching *)self)->plan, from, token);
+    return plan_receives_token(&((dispatch_call *)self)->plan, from, token);
 }
 
 /* ------------------------------------------------------------------------ the whole ---- */
@@ -363,7 +363,7 @@ static void list_output_arrays(const epic_dispatch_args *a, uint32_t weights, sl
 
 /* For a FLAT layer: writes recv_expert. Each row lists the local experts of its token by
  * ascending k. The rest of the row is -1. */
-static void write_recv_expert(const dispatching *d)
+static void write_recv_expert(const dispatch_call *d)
 {
     const plan_header *h = d->plan.header;
     const uint32_t top_k = h->layer.top_k;
@@ -384,7 +384,7 @@ static void write_recv_expert(const dispatching *d)
 }
 
 /* Zeroes the padding in the outputs, then runs the scatter flow of an open exchange. */
-static epic_result dispatch_transfer(dispatching *d)
+static epic_result dispatch_transfer(dispatch_call *d)
 {
     const epic_dispatch_args *a = d->args;
     const bool flat = plan_is_flat(&d->plan);
@@ -478,7 +478,7 @@ static uint64_t dispatched_bytes(const epic_dispatch_args *args)
 
 /* Sends and receives the rows of a valid plan, in an open exchange. Writes a receive buffer
  * below CACHED_COPY_MAX bytes through the caches, and a larger one past them. */
-static epic_result dispatch_transfer_all(dispatching *d)
+static epic_result dispatch_transfer_all(dispatch_call *d)
 {
     const bool few = d->plan.header->num_slots * d->args->recv.row_bytes < CACHED_COPY_MAX;
     d->copy = few ? copy_cached : d->kernels->copy;
@@ -489,7 +489,7 @@ static epic_result dispatch_transfer_all(dispatching *d)
  * operation. */
 static epic_result dispatch_run(epic_context *ctx, const epic_dispatch_args *args, plan_op *s)
 {
-    dispatching d = {.args = args, .kernels = host_kernels_get()};
+    dispatch_call d = {.args = args, .kernels = host_kernels_get()};
     TRY(dispatch_check(s, args));
     op_header_set_rows(s->op_header.common, args);
     op_header_set_dispatch_windows(&s->op_header, ctx, args);
@@ -517,7 +517,7 @@ epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
  * least `capacity` rows, and a plan never has more slots than its capacity. */
 epic_result host_dispatch_continue(exchange *x, const epic_dispatch_args *args)
 {
-    dispatching d = {
+    dispatch_call d = {
         .args = args, .kernels = host_kernels_get(), .x = x, .plan = plan_view_of(args->plan)};
     exchange_reuse(x, EPIC_OP_DISPATCH, dispatched_bytes(args));
     return exchange_close(x, dispatch_transfer_all(&d));

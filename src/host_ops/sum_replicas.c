@@ -20,7 +20,7 @@
 #define MOST_LEVELS 18 /* a tree over MAX_EXPERTS leaves has 17 levels; one more is spare */
 
 /* One call of epic_sum_replicas. */
-typedef struct adding {
+typedef struct replica_sum {
     const epic_sum_replicas_args *args;
     const plan_view *plan;
     const host_kernels *kernels;
@@ -29,11 +29,11 @@ typedef struct adding {
     int64_t leaf_experts; /* number of experts in a leaf */
     int64_t at, n;        /* first element and number of elements of the current chunk */
     float levels[MOST_LEVELS][CHUNK]; /* partial sums, one row for each level of the tree */
-} adding;
+} replica_sum;
 
 /* Returns true if local expert number `local` is a replica of a->logical and belongs to leaf
  * `leaf`. If `leaf` is -1, any leaf counts. */
-static bool is_replica_on_leaf(const adding *a, int32_t local, int64_t leaf)
+static bool is_replica_on_leaf(const replica_sum *a, int32_t local, int64_t leaf)
 {
     const int32_t expert = a->plan->expert_of[local];
     if (expert < 0 || a->plan->logical_of[expert] != a->logical) return false;
@@ -41,14 +41,14 @@ static bool is_replica_on_leaf(const adding *a, int32_t local, int64_t leaf)
 }
 
 /* Returns the row of a local expert in the caller's data. */
-static float *numbers_of(const adding *a, int32_t local)
+static float *numbers_of(const replica_sum *a, int32_t local)
 {
     return (float *)a->args->data.data + local * a->count;
 }
 
 /* Writes to `out` [n] the sum of this rank's replicas in one leaf, for the current chunk.
  * Starts with 0 and adds the replicas in ascending order of experts. */
-static void add_leaf(const adding *a, int64_t leaf, float *out)
+static void add_leaf(const replica_sum *a, int64_t leaf, float *out)
 {
     memset(out, 0, (size_t)a->n * sizeof *out);
     for (int32_t l = 0; l < a->plan->header->num_local; l++) {
@@ -61,7 +61,7 @@ static void add_leaf(const adding *a, int64_t leaf, float *out)
 /* Adds the leaves [first, first + count) in a binary tree, and writes the sum to
  * a->levels[level]. count is a power of two. May overwrite the rows of a->levels after row
  * `level`. */
-static void add_leaves(adding *a, int64_t first, int64_t count, int level)
+static void add_leaves(replica_sum *a, int64_t first, int64_t count, int level)
 {
     float *out = a->levels[level];
     if (count == 1) {
@@ -76,7 +76,7 @@ static void add_leaves(adding *a, int64_t first, int64_t count, int level)
 
 /* Writes the sum of this rank's replicas to the workspace, chunk by chunk. If the sum order of
  * the layer is not EPIC_TREE, treats all experts of the rank as one leaf. */
-static void add_local_replicas(adding *a)
+static void add_local_replicas(replica_sum *a)
 {
     const plan_header *h = a->plan->header;
     const bool tree = h->layer.sum_order == EPIC_TREE;
@@ -91,7 +91,7 @@ static void add_local_replicas(adding *a)
 }
 
 /* Writes the sum of all ranks, now in the workspace, to each replica of this rank. */
-static void copy_sum_to_replicas(const adding *a)
+static void copy_sum_to_replicas(const replica_sum *a)
 {
     const size_t bytes = (size_t)a->args->data.row_bytes;
     for (int32_t l = 0; l < a->plan->header->num_local; l++)
@@ -125,7 +125,7 @@ epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *a
     const plan_header *h = s.plan.header;
     uint64_t several[MAX_EXPERTS / 64] = {0};
     mark_replicated(&s.plan, several);
-    adding a = {.args = args, .plan = &s.plan, .kernels = host_kernels_get()};
+    replica_sum a = {.args = args, .plan = &s.plan, .kernels = host_kernels_get()};
     a.count = args->data.row_bytes / (int64_t)sizeof(float);
     a.leaf_experts = h->layer.num_experts / (h->layer.leaves ? h->layer.leaves : 1);
     sum.data = args->workspace;

@@ -7,10 +7,10 @@
 
 /* Device addresses to which kernels write the gradients of the gate and the shared expert. A
  * gradient whose address is NULL is not computed. `flags` is 0 or EPIC_ACCUMULATE. */
-typedef struct dense_targets {
+typedef struct gradient_addresses {
     float *w_gate, *b_gate, *scale, *gate_up, *down, *b_gate_up, *b_down, *w_shared_gate;
     uint32_t flags;
-} dense_targets;
+} gradient_addresses;
 
 /* Returns true if the gradients of the gate and the shared expert are first written to
  * work.dense, because they are then summed over blocks or ranks. Otherwise kernels write them
@@ -21,11 +21,11 @@ static bool is_dense_staged(const moe_job *j)
 }
 
 /* Returns the addresses of the caller's arrays. */
-static dense_targets caller_targets(const epic_moe_gradients *g, uint32_t flags)
+static gradient_addresses caller_targets(const epic_moe_gradients *g, uint32_t flags)
 {
-    return (dense_targets){g->w_gate,         g->b_gate,        g->scale_of_expert,
-                           g->shared_gate_up, g->shared_down,   g->shared_b_gate_up,
-                           g->shared_b_down,  g->w_shared_gate, flags};
+    return (gradient_addresses){g->w_gate,         g->b_gate,        g->scale_of_expert,
+                                g->shared_gate_up, g->shared_down,   g->shared_b_gate_up,
+                                g->shared_b_down,  g->w_shared_gate, flags};
 }
 
 /* Sets those gradients in `dense` to zero that no kernel writes. Otherwise the sum over the
@@ -42,12 +42,12 @@ static epic_result zero_missing_gradients(moe_job *j, float *dense)
 }
 
 /* Returns addresses in `dense`, which is one row of work.dense. */
-static dense_targets staged_targets(const moe_job *j, float *dense)
+static gradient_addresses staged_targets(const moe_job *j, float *dense)
 {
     const dense_offsets p = moe_dense_offsets(j);
-    return (dense_targets){dense + p.w_gate,  dense + p.b_gate,        dense + p.scale,
-                           dense + p.gate_up, dense + p.down,          dense + p.b_gate_up,
-                           dense + p.b_down,  dense + p.w_shared_gate, 0};
+    return (gradient_addresses){dense + p.w_gate,  dense + p.b_gate,        dense + p.scale,
+                                dense + p.gate_up, dense + p.down,          dense + p.b_gate_up,
+                                dense + p.b_down,  dense + p.w_shared_gate, 0};
 }
 
 /* ---------------------------------------------------------------- one block of tokens ---- */
@@ -86,7 +86,7 @@ static epic_result losses_backward(moe_job *j, const dense_block *block)
  * them to the caller's array. */
 static epic_result forced_weights_backward(moe_job *j, const epic_moe_backward_args *a,
                                            const dense_block *block, const layer_tokens *tokens,
-                                           const dense_targets *to)
+                                           const gradient_addresses *to)
 {
     const int64_t choices = block->tokens * j->top_k;
     float *d_weights = a->d_topk_weights_in;
@@ -109,7 +109,7 @@ static epic_result forced_weights_backward(moe_job *j, const epic_moe_backward_a
  * to it. So the function never sets this flag. If the caller accumulates, it first computes the
  * gradient of scale_of_expert in work.d_scale, and then adds it. */
 static epic_result router_backward(moe_job *j, const dense_block *block,
-                                   const layer_tokens *tokens, const dense_targets *to)
+                                   const layer_tokens *tokens, const gradient_addresses *to)
 {
     const bool adds = to->scale && to->flags & EPIC_ACCUMULATE;
     const bool scaled = j->weights.scale_of_expert && to->scale;
@@ -141,7 +141,7 @@ static epic_result router_backward(moe_job *j, const dense_block *block,
  * the gradient of x that comes from the shared expert to d_x. */
 static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_block *block,
                                           const layer_tokens *tokens, void *d_x,
-                                          const dense_targets *to)
+                                          const gradient_addresses *to)
 {
     const bool gated = tokens->w_shared_gate != NULL;
     experts_job shared = {0};
@@ -193,7 +193,7 @@ static epic_result add_local_d_x(moe_job *j, const layer_tokens *tokens)
  * that comes from the gate, and work.shared_y. d_x already contains the part that dispatch
  * backward has written. */
 static epic_result gate_backward(moe_job *j, const dense_block *block, const epic_rows *d_x,
-                                 const dense_targets *to)
+                                 const gradient_addresses *to)
 {
     const bool more = j->has_shared || j->router.zero_experts;
     epic_gate_args gate = moe_device_gate_args(j, block, j->work.d_logits);
@@ -208,7 +208,7 @@ static epic_result gate_backward(moe_job *j, const dense_block *block, const epi
 /* Runs the stages of backward for block b. Writes the gradients of the gate and the shared
  * expert to the addresses in `to`. */
 static epic_result block_backward(moe_job *j, const epic_moe_backward_args *a, int64_t b,
-                                  const dense_targets *to)
+                                  const gradient_addresses *to)
 {
     const dense_block block = moe_get_block(j, b);
     const layer_tokens tokens = backward_token_args(j, a, &block);
@@ -234,7 +234,7 @@ static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a, 
 {
     float *here = moe_real_at(j, j->work.dense, level * j->dense_count);
     if (count == 1) {
-        const dense_targets to = staged_targets(j, here);
+        const gradient_addresses to = staged_targets(j, here);
         TRY(zero_missing_gradients(j, here));
         return block_backward(j, a, first, &to);
     }
@@ -276,7 +276,7 @@ epic_result moe_device_dense_backward(moe_job *j, const epic_moe_backward_args *
     if (j->moe.balance_coeff != 0 || j->moe.z_coeff != 0)
         TRY(CONTEXT_OP(j->ctx, read_d_losses, j->call.stream, j->work.losses, a));
     if (!is_dense_staged(j)) {
-        const dense_targets to = caller_targets(g, a->flags & EPIC_ACCUMULATE);
+        const gradient_addresses to = caller_targets(g, a->flags & EPIC_ACCUMULATE);
         return block_backward(j, a, 0, &to);
     }
     TRY(blocks_backward(j, a, 0, j->blocks, 0));

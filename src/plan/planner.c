@@ -74,7 +74,7 @@ static bool is_priority_by_k(const planner *p)
  * this one in the order of priority. The expert keeps choices at positions below min(limit[e],
  * rank_limit[rank of e]). Returns 0 if it keeps the choice, otherwise EXPERT_IS_FULL or
  * RANK_IS_FULL. */
-static int32_t judge_choice(const planner *p, int32_t e, int32_t position)
+static int32_t is_choice_kept(const planner *p, int32_t e, int32_t position)
 {
     if (position < min_int32(p->limit[e], p->rank_limit[p->owner[e]])) return 0;
     return position >= p->quota[e] ? EXPERT_IS_FULL : RANK_IS_FULL;
@@ -91,7 +91,7 @@ static void judge_choices_by_k(planner *p)
         for (int64_t i = k; i < choices; i += top_k) {
             if (p->ids[i] < 0) continue;
             const int32_t e = p->ids[i] & ID_BITS;
-            p->ids[i] = e | judge_choice(p, e, p->next[e]++);
+            p->ids[i] = e | is_choice_kept(p, e, p->next[e]++);
         }
 }
 
@@ -101,7 +101,7 @@ static void judge_choices_by_k(planner *p)
 static bool is_kept(planner *p, int32_t id)
 {
     const int32_t e = id & ID_BITS;
-    return is_priority_by_k(p) ? id == e : judge_choice(p, e, p->next[e]++) == 0;
+    return is_priority_by_k(p) ? id == e : is_choice_kept(p, e, p->next[e]++) == 0;
 }
 
 /* For a FLAT layer: counts in needed[] the rows that each rank needs. A token needs one row on
@@ -240,7 +240,7 @@ typedef struct choices {
 static int32_t fate_of(planner *p, int32_t e, int32_t id)
 {
     const bool by_k = is_priority_by_k(p);
-    const int32_t verdict = by_k ? id - e : judge_choice(p, e, p->next[e]);
+    const int32_t verdict = by_k ? id - e : is_choice_kept(p, e, p->next[e]);
     p->next[e] += !by_k;
     return verdict == EXPERT_IS_FULL ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
 }
@@ -323,13 +323,13 @@ static bool is_nothing_dropped(const planner *p)
 /* Returns the slot of the next choice of expert e, on the rank that owns e. Returns -1 if e is
  * negative. first_free [num_experts] is the first free slot of each expert's slab, and is
  * updated. */
-static int32_t take_slot(int32_t *first_free, int32_t e)
+static int32_t next_free_slot(int32_t *first_free, int32_t e)
 {
     return e < 0 ? -1 : first_free[e]++;
 }
 
 /* Returns `slot` if this rank owns expert e, else -1. */
-static int32_t slot_here(const planner *p, int32_t e, int32_t slot)
+static int32_t slot_if_local(const planner *p, int32_t e, int32_t slot)
 {
     return e >= 0 && p->owner[e] == p->header->rank ? slot : -1;
 }
@@ -340,7 +340,7 @@ static void place_all_kept_foreign(planner *p, int32_t *first_free, int64_t begi
 {
     for (int64_t i = begin; i < end; i++) {
         const int32_t e = p->ids[i];
-        p->ids[i] = slot_here(p, e, take_slot(first_free, e));
+        p->ids[i] = slot_if_local(p, e, next_free_slot(first_free, e));
     }
 }
 
@@ -355,10 +355,10 @@ static void place_all_kept(planner *p)
     memcpy(first_free, p->begin, h->layer.num_experts * sizeof *first_free);
     place_all_kept_foreign(p, first_free, 0, begin);
     for (int64_t i = 0; i < count; i++) {
-        const int32_t e = p->ids[begin + i], slot = take_slot(first_free, e);
+        const int32_t e = p->ids[begin + i], slot = next_free_slot(first_free, e);
         p->fate[i] = e < 0 ? EPIC_FATE_NONE : slot;
         p->rank_to[i] = e < 0 ? -1 : p->owner[e];
-        p->ids[begin + i] = slot_here(p, e, slot);
+        p->ids[begin + i] = slot_if_local(p, e, slot);
         h->num_none += e < 0;
     }
     h->num_kept = count - h->num_none;

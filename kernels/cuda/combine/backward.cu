@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(block_for<ROW>(QUANTIZE), 1)
     __shared__ Stride stride;
     const RowShape shape = row_shape<V>(job.row_bytes, job.aligned);
     if (threadIdx.x == 0)
-        stride.set_strides(job.units, num_roles(job.self) + num_forward_roles(job.self),
+        stride.set_strides(job.total_warps, num_roles(job.self) + num_forward_roles(job.self),
                            (shape.pieces + job.span - 1) / job.span);
     read_plan(plan, job.plan, job.plan_bytes, job.self, job.num_tokens);
     choose_padding(plan, job);
@@ -132,7 +132,7 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
      * If the lag is less than the number of tokens that all warps process at a time, warps
      * often wait for the slowest unit. The lag also has a minimum, because some warps are ahead
      * of others. Measured: docs/lab/cuda.md. */
-    const int at_a_time = copy.units / units_per_token(copy, roles, vectors);
+    const int at_a_time = copy.total_warps / units_per_token(copy, roles, vectors);
     const int lag = 32 + 16 * copy.span;
     copy.lag = at_a_time * 3 / 4;
     if (copy.lag < 100) copy.lag = at_a_time < 100 ? at_a_time : 100;

@@ -48,7 +48,7 @@ typedef enum p2p_fault {
     P2P_FAULT_LOCAL = 11,
     /* some rank owns more experts than num_local_experts of epic_experts; about:
      * num_local_experts, largest number of experts of a rank */
-    P2P_FAULT_ROOM = 12
+    P2P_FAULT_TOO_MANY_LOCAL = 12
 } p2p_fault;
 
 /* One error in the data of an operation, which a kernel reports to the host in host memory. The
@@ -273,11 +273,11 @@ typedef struct p2p_dispatch_job {
      * one of every 2^catch_up steps receives two tokens instead of one, to catch up
      * (dispatch/dispatch.cuh). Each step sends one token. The launcher sets this field. */
     int32_t catch_up;
-    /* The launcher sets lag, span and units (common/rows.cuh). A piece is 2 KB of a row in most
+    /* The launcher sets lag, span and total_warps (common/rows.cuh). A piece is 2 KB of a row in most
      * kernels. A unit is the work that a warp does at a time. */
-    int32_t lag;   /* number of tokens by which receiving stays behind sending */
-    int32_t span;  /* number of pieces of a row that a unit moves */
-    int32_t units; /* number of warps that move rows */
+    int32_t lag;         /* number of tokens by which receiving stays behind sending */
+    int32_t span;        /* number of pieces of a row that a unit moves */
+    int32_t total_warps; /* number of warps that move rows, of all CTAs */
     /* The next fields, except token_bytes, are only for packed rows (dispatch/packed.cuh): a
      * row and its scales are moved together. scale_bytes is 0 if rows have no scales. */
     /* [num_tokens, scale_bytes]; NULL if dispatch quantizes rows and computes the scales */
@@ -350,7 +350,7 @@ typedef struct p2p_combine_backward_job {
     int32_t aligned;
     int32_t zero_tail, leave_padding;
     /* these have the meaning of the same fields in p2p_dispatch_job */
-    int32_t top_k, lag, span, units;
+    int32_t top_k, lag, span, total_warps;
     /* The next fields are only for quantized d_rows. */
     uint8_t *d_rows_scales;
     /* scale_bytes: bytes of a row of d_rows_scales. quantized_bytes: bytes of a row of

@@ -348,22 +348,22 @@ struct F32 {
  *
  * The members `step`, `role` and `span` of a Stride are the distance from a unit of a warp to
  * the next unit of the same warp, W units later in the list. `roles` is the number of roles,
- * and `spans` the number of spans of a row. `units` is W, which is a number of warps. A Stride
+ * and `spans` the number of spans of a row. `total_warps` is W. A Stride
  * is in shared memory. */
 struct Stride {
-    int step, role, span, roles, spans, units;
+    int step, role, span, roles, spans, total_warps;
 
-    /* Sets all members. `num_units`: the number W of warps that take part, which are the first
+    /* Sets all members. `num_warps`: the number W of warps that take part, which are the first
      * W warps of the grid. `num_roles`: number of roles. `num_spans`: number of spans of a
      * row. */
-    __device__ void set_strides(int num_units, int num_roles, int num_spans)
+    __device__ void set_strides(int num_warps, int num_roles, int num_spans)
     {
-        units = num_units;
+        total_warps = num_warps;
         roles = num_roles;
         spans = num_spans;
-        span = units % spans;
-        role = units / spans % roles;
-        step = units / spans / roles;
+        span = total_warps % spans;
+        role = total_warps / spans % roles;
+        step = total_warps / spans / roles;
     }
 };
 
@@ -380,7 +380,7 @@ struct UnitWalk {
         const int first = (blockIdx.x * blockDim.x + threadIdx.x) / WARP;
         span = first % s.spans;
         role = first / s.spans % s.roles;
-        step = first < s.units ? first / s.spans / s.roles : NO_STEP;
+        step = first < s.total_warps ? first / s.spans / s.roles : NO_STEP;
     }
     /* Moves on to this warp's next unit. Uses only additions, because divisions are slow. */
     __device__ __forceinline__ void next_unit(const Stride &s)
@@ -419,7 +419,7 @@ template <class Job> static inline int units_per_token(const Job &job, int roles
  *              all warps are equally busy.
  *   job.lag    tokens by which receiving stays behind sending: about as many as all warps
  *              together process at a time, so that pieces have arrived when they are copied
- *   job.units  number of warps that take part. A token has `kinds` units, one for each pair
+ *   job.total_warps  number of warps that take part. A token has `kinds` units, one for each pair
  *              of role and span. The number of warps and `kinds` have no common divisor above
  *              1, so that each warp gets all pairs in turn. The role and span of a warp's
  *              next unit should also be far from those of its last unit. Otherwise a warp
@@ -443,16 +443,16 @@ static inline void deal_units(Job &job, int num_sms, int block, int roles, int v
     if (parts && job.span > 2) job.span = 2;
     const int kinds = units_per_token(job, roles, vectors);
     int best = 0;
-    job.units = warps;
-    for (int units = warps; units > 0 && units > warps - kinds; units--) {
-        const int ahead = units % kinds, back = kinds - ahead;
+    job.total_warps = warps;
+    for (int total = warps; total > 0 && total > warps - kinds; total--) {
+        const int ahead = total % kinds, back = kinds - ahead;
         int turn = ahead < back ? ahead : back;
         if (turn > (kinds * 3 + 9) / 10) turn = (kinds * 3 + 9) / 10;
-        if (turn <= best || common_divisor(units, kinds) != 1) continue;
+        if (turn <= best || common_divisor(total, kinds) != 1) continue;
         best = turn;
-        job.units = units;
+        job.total_warps = total;
     }
-    const int at_a_time = job.units / kinds, most = tokens / 8, lag = 16 + 8 * job.span;
+    const int at_a_time = job.total_warps / kinds, most = tokens / 8, lag = 16 + 8 * job.span;
     job.lag = at_a_time < most ? at_a_time : most;
     if (job.lag < 2 * lag) job.lag = lag;
     if (parts && job.span == 2 && job.lag > 2 * lag) job.lag = 2 * lag;

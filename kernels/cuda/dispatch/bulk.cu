@@ -360,7 +360,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     __shared__ int num_taken;
     const p2p_self &self = job.plan.self;
     const RowShape shape = packed_shape(job, true);
-    if (threadIdx.x == 0) stride.set_strides(job.units, self.num_ranks, 1);
+    if (threadIdx.x == 0) stride.set_strides(job.total_warps, self.num_ranks, 1);
     if (threadIdx.x == 0) num_taken = 0;
     open_plan<WITH_PLAN>(plan, job);
     if (!begin_operation(op, self, WITH_PLAN ? 0 : (uint32_t)plan.header.id, job.num_tokens,
@@ -426,8 +426,8 @@ static void deal_packed(p2p_dispatch_job &job, int num_sms)
     if (warps > BLOCK / WARP) warps = BLOCK / WARP;
     job.warps = warps;
     job.num_buffers = buffers / warps < 4 ? buffers / warps : 4;
-    job.units = num_sms * warps;
-    const int at_a_time = job.units / job.plan.self.num_ranks;
+    job.total_warps = num_sms * warps;
+    const int at_a_time = job.total_warps / job.plan.self.num_ranks;
     job.lag = job.plan.planners ? at_a_time : at_a_time / 2;
     if (job.quantize) job.lag = 2 * at_a_time < tokens / 4 ? 2 * at_a_time : tokens / 4;
     if (job.lag < 16) job.lag = 16;

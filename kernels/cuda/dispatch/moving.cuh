@@ -98,7 +98,8 @@ __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m
 __device__ __forceinline__ bool pads_with_tokens(const PlanView &plan, const Stride &stride,
                                                  int most_tokens)
 {
-    return most_tokens * stride.spans >= max(stride.units, 2 * (int)plan.header.num_experts);
+    return most_tokens * stride.spans >=
+           max(stride.total_warps, 2 * (int)plan.header.num_experts);
 }
 
 /* Disables the zeroing of padding slots if the caller does not need the zeros (leave_padding).

@@ -434,7 +434,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     const RowShape shape = packed_shape(job, FAST);
     const int spans = (shape.pieces + job.span - 1) / job.span;
     if (threadIdx.x == 0)
-        stride.set_strides(job.units, num_roles(self) + num_forward_roles(self), spans);
+        stride.set_strides(job.total_warps, num_roles(self) + num_forward_roles(self), spans);
     open_plan<WITH_PLAN>(plan, job);
     if (!begin_operation(op, self, WITH_PLAN ? 0 : (uint32_t)plan.header.id, job.num_tokens,
                          job.plan.capacity, job.recv_rows))

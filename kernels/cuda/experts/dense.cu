@@ -44,7 +44,7 @@ static __global__ void trees_kernel(float *values, int64_t n)
 
 /* Writes the two losses and their sum to the caller's addresses that are not NULL. Only thread
  * 0 works. */
-static __global__ void losses_kernel(const __grid_constant__ p2p_losses_job job)
+static __global__ void losses_kernel(const __grid_constant__ p2p_sum_losses_job job)
 {
     if (threadIdx.x != 0) return;
     const float first = job.first ? *job.first : 0, second = job.second ? *job.second : 0;
@@ -56,7 +56,7 @@ static __global__ void losses_kernel(const __grid_constant__ p2p_losses_job job)
 /* Writes the gradients of the balance loss and of the z-loss to job.to. Each is the sum of two
  * gradients that the caller passed: for the sum of both losses, and for this loss alone. Only
  * thread 0 works. */
-static __global__ void incoming_kernel(const __grid_constant__ p2p_incoming_job job)
+static __global__ void incoming_kernel(const __grid_constant__ p2p_loss_gradients_job job)
 {
     if (threadIdx.x != 0) return;
     const float all = job.all ? *job.all : 1;
@@ -77,12 +77,13 @@ extern "C" cudaError_t p2p_launch_trees(float *values, int64_t n, cudaStream_t s
     return launch_kernel(trees_kernel, 1, 32, 0, stream, values, n);
 }
 
-extern "C" cudaError_t p2p_launch_losses(const p2p_losses_job *job, cudaStream_t stream)
+extern "C" cudaError_t p2p_launch_losses(const p2p_sum_losses_job *job, cudaStream_t stream)
 {
     return launch_kernel(losses_kernel, 1, 32, 0, stream, *job);
 }
 
-extern "C" cudaError_t p2p_launch_incoming(const p2p_incoming_job *job, cudaStream_t stream)
+extern "C" cudaError_t p2p_launch_incoming(const p2p_loss_gradients_job *job,
+                                           cudaStream_t stream)
 {
     return launch_kernel(incoming_kernel, 1, 32, 0, stream, *job);
 }

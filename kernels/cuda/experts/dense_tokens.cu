@@ -200,7 +200,7 @@ extern "C" cudaError_t p2p_launch_zero_weights(const layer_tokens *t, int sms,
                          stream, *t);
 }
 
-static bool is_whole(const void *rows)
+static bool is_16_byte_aligned(const void *rows)
 {
     return (uintptr_t)rows % 16 == 0;
 }
@@ -210,8 +210,9 @@ static cudaError_t launch_finish(const layer_tokens *t, const layer_rows *rows, 
                                  cudaStream_t stream)
 {
     const int ctas = ctas_of(t->num_tokens, WARPS, sms);
-    const bool whole = t->hidden % T::N == 0 && is_whole(rows->to) && is_whole(rows->a) &&
-                       is_whole(rows->b) && is_whole(t->x) && is_whole(t->d_out);
+    const bool whole = t->hidden % T::N == 0 && is_16_byte_aligned(rows->to) &&
+                       is_16_byte_aligned(rows->a) && is_16_byte_aligned(rows->b) &&
+                       is_16_byte_aligned(t->x) && is_16_byte_aligned(t->d_out);
     return whole ? launch_kernel(finish_kernel<T, T::N>, ctas, THREADS, 0, stream, *t, *rows)
                  : launch_kernel(finish_kernel<T, 1>, ctas, THREADS, 0, stream, *t, *rows);
 }

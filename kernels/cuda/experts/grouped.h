@@ -183,18 +183,18 @@ typedef struct p2p_rows_job {
 /* Arguments of p2p_launch_losses(), which copies the balance loss (`first`) and the z-loss
  * (`second`) to to_first and to_second, and stores their sum to `sum`. Each pointer is to one
  * float. An input that is NULL counts as 0; an output that is NULL is not written. */
-typedef struct p2p_losses_job {
+typedef struct p2p_sum_losses_job {
     const float *first, *second;
     float *sum, *to_first, *to_second;
-} p2p_losses_job;
+} p2p_sum_losses_job;
 
 /* Arguments of p2p_launch_incoming(), which computes the gradients of the two losses of a
  * layer: to = {all + balance, all + z}. `all` is the caller's gradient of the sum of the
  * losses; `balance` and `z` are the caller's gradients of each loss alone. */
-typedef struct p2p_incoming_job {
+typedef struct p2p_loss_gradients_job {
     const float *all, *balance, *z; /* NULL counts as 1 for `all`, as 0 for `balance` and `z` */
     float *to;
-} p2p_incoming_job;
+} p2p_loss_gradients_job;
 
 /* Arguments of p2p_launch_split() and p2p_launch_fold() (experts/grouped_pieces.cu). With these
  * two functions, float32 matrices can be multiplied on bf16 tensor cores. p2p_launch_split()
@@ -231,8 +231,8 @@ cudaError_t p2p_load_pieces(void);
  * sums to values[0] and values[1]. n must be a power of two. */
 cudaError_t p2p_launch_trees(float *values, int64_t n, cudaStream_t stream);
 cudaError_t p2p_launch_rows(const p2p_rows_job *job, int sms, cudaStream_t stream);
-cudaError_t p2p_launch_losses(const p2p_losses_job *job, cudaStream_t stream);
-cudaError_t p2p_launch_incoming(const p2p_incoming_job *job, cudaStream_t stream);
+cudaError_t p2p_launch_losses(const p2p_sum_losses_job *job, cudaStream_t stream);
+cudaError_t p2p_launch_incoming(const p2p_loss_gradients_job *job, cudaStream_t stream);
 cudaError_t p2p_load_dense(void);
 
 /* Computes slabs->slabs and slabs->tiles from the caller's numbers of rows and tokens

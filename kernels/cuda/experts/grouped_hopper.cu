@@ -181,7 +181,7 @@ extern "C" cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *g, cudaStream_t st
 }
 
 /* Returns whether an address is a multiple of 16 bytes. */
-static bool is_whole(const void *p)
+static bool is_16_byte_aligned(const void *p)
 {
     return (uintptr_t)p % 16 == 0;
 }
@@ -201,8 +201,8 @@ extern "C" const char *p2p_gemm_is_slow(const p2p_gemm *g)
 {
     const bool weight = g->pass == EPIC_GEMM_WEIGHT;
     if (!encode) return "no tensor cores of sm_90a";
-    if (!is_whole(g->a) || !is_whole(g->b) || !is_whole(g->out) || (uintptr_t)g->bias % 4 ||
-        (uintptr_t)g->addend % 4)
+    if (!is_16_byte_aligned(g->a) || !is_16_byte_aligned(g->b) || !is_16_byte_aligned(g->out) ||
+        (uintptr_t)g->bias % 4 || (uintptr_t)g->addend % 4)
         return "an address that 16 does not divide";
     if (!g->slabs.num_slots) return "no slots";
     if (g->row_type == EPIC_E4M3) return why_e4m3_is_slow(g);

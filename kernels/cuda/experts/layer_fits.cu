@@ -18,7 +18,7 @@ static __device__ bool find_fault(const p2p_fits_job &job, const device_plan_hea
                                   p2p_notice &notice)
 {
     if (h.num_local <= job.num_local) return false;
-    notice.fault = P2P_FAULT_ROOM;
+    notice.fault = P2P_FAULT_TOO_MANY_LOCAL;
     notice.about[0] = job.num_local;
     notice.about[1] = h.num_local;
     return true;

@@ -125,7 +125,7 @@ extern "C" cudaError_t p2p_launch_lowlat_dispatch(const p2p_dispatch_job *job, i
 static __device__ void store_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                          const OpState &op, const CtaRange &planning_ctas)
 {
-    const uint32_t result = judge_plan(tables, job, false).result;
+    const uint32_t result = check_plan(tables, job, false).result;
     const int ranks = job.self.num_ranks;
     if (is_control_warp()) return write_lowlat_plan(tables, job, op, planning_ctas, result);
     for (int u = planning_ctas.worker_index(); u < ranks * tables.max_tokens;

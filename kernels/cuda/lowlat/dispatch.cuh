@@ -176,7 +176,7 @@ static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
     m.most_tokens = __reduce_max_sync(ALL_LANES, tables.tokens[lane_id()]);
     m.is_mixed = state == LOWLAT_PLAN_MIXED;
     if (m.is_mixed) return true;
-    const PlanVerdict verdict = judge_plan(tables, job, true);
+    const PlanCheck verdict = check_plan(tables, job, true);
     m.result = verdict.result;
     m.discards = verdict.result != EPIC_OK || verdict.short_of_rows;
     if (is_control_warp()) write_lowlat_plan(tables, job, m.op, m.receivers, m.result);

@@ -333,8 +333,8 @@ __device__ __forceinline__ int32_t needed_here(const LowlatPlan &tables,
  * rank needs more slots than its capacity. `moves`: the operation also moves rows, so the
  * function also checks that each rank's receive buffer has a row per slot. The result is the
  * same on all ranks. Called by one warp. */
-static __device__ PlanVerdict judge_plan(const LowlatPlan &tables, const p2p_plan_job &job,
-                                         bool moves)
+static __device__ PlanCheck check_plan(const LowlatPlan &tables, const p2p_plan_job &job,
+                                       bool moves)
 {
     const int q = lane_id();
     const bool is_rank = q < job.self.num_ranks;

@@ -27,10 +27,11 @@
 /* Upper bound of lowlat_plan_bytes(). There are at most P2P_LOWLAT_CHOICES ids, with 2 bytes
  * each. Each token's number of ids is rounded up to a multiple of LOWLAT_LANE_IDS, so with top_k
  * = 1 the table has LOWLAT_LANE_IDS times as many ids. */
-#define LOWLAT_PLAN_MAX_BYTES \
-    (P2P_LOWLAT_MASKS * 6 + LOWLAT_WORKERS * WARP * 8 + P2P_LOWLAT_CHOICES * 2 * LOWLAT_LANE_IDS + 16)
+#define LOWLAT_PLAN_MAX_BYTES                           \
+    (P2P_LOWLAT_MASKS * 6 + LOWLAT_WORKERS * WARP * 8 + \
+     P2P_LOWLAT_CHOICES * 2 * LOWLAT_LANE_IDS + 16)
 
-struct PlanVerdict { /* Whether a plan can be used. Equal on all ranks. */
+struct PlanCheck { /* Whether a plan can be used. Equal on all ranks. */
     uint32_t result;
     /* true: the plan is valid, but the receive buffer of a rank has fewer rows than the rank
      * has slots */

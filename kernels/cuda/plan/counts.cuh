@@ -99,12 +99,12 @@ __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int3
 /* A warp counts its tokens in groups (TokenLanes). If it has at most this many groups, each
  * lane keeps its choices in registers, and need not load them again when it computes their
  * slots. */
-#define COUNTED_GROUPS 4
+#define COUNTED_BATCHES 4
 
 /* For each group of tokens of the warp: the id of this lane's choice, and how many choices with
  * this id the warp counted before (warp_position). Used only if has_counted_all() is true. */
 struct CountedChoices {
-    int32_t id[COUNTED_GROUPS], warp_position[COUNTED_GROUPS];
+    int32_t id[COUNTED_BATCHES], warp_position[COUNTED_BATCHES];
 };
 
 /* Returns whether all choices of this warp fit in CountedChoices. */
@@ -112,7 +112,7 @@ __device__ __forceinline__ bool has_counted_all(const TokenRange &range,
                                                 const TokenLanes &lanes)
 {
     return lanes.num_halves == 1 &&
-           range.end - range.begin <= COUNTED_GROUPS * lanes.group_tokens;
+           range.end - range.begin <= COUNTED_BATCHES * lanes.tokens_at_once;
 }
 
 /* Calls use() for the choices of this warp's tokens in order, one choice per lane at a time.
@@ -133,12 +133,12 @@ __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
     const int top_k = job.layer.top_k, half = lanes.num_halves - 1;
     auto k_of = [&](int group) { return lanes.k + (group & half) * WARP; };
     auto choice_of_lane = [&](int group) -> int64_t {
-        const int token = range.begin + (group >> half) * lanes.group_tokens + lanes.token;
+        const int token = range.begin + (group >> half) * lanes.tokens_at_once + lanes.token;
         const int k = k_of(group);
         const bool in = lanes.has_choice && token < range.end && k < top_k;
         return in ? (int64_t)token * top_k + k : -1;
     };
-    for (int g = 0; range.begin + (g >> half) * lanes.group_tokens < range.end; g += 4) {
+    for (int g = 0; range.begin + (g >> half) * lanes.tokens_at_once < range.end; g += 4) {
         int64_t choice[4], id[4];
         int32_t first_id = -1;
 #pragma unroll

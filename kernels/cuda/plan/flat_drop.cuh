@@ -64,7 +64,7 @@ static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
     if ((int)threadIdx.x / WARP >= p.num_warps) return;
     if (lane_id() < job.self.num_ranks) tally[lane_id()] = 0;
     __syncwarp();
-    for (int t = range.begin; t < range.end; t += lanes.group_tokens)
+    for (int t = range.begin; t < range.end; t += lanes.tokens_at_once)
         for (int half = 0; half < lanes.num_halves; half++) {
             const int token = t + lanes.token, k = lanes.k + half * WARP;
             const bool in = lanes.has_choice && token < range.end && k < top_k;

@@ -128,13 +128,13 @@ static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpS
     const bool bad = p.header.result != EPIC_OK;
     const int32_t lost =
         p.header.result == EPIC_EOVERFLOW ? EPIC_FATE_RANK_FULL : EPIC_FATE_NONE;
-    for (int t = range.begin; t < range.end; t += 2 * lanes.group_tokens) {
+    for (int t = range.begin; t < range.end; t += 2 * lanes.tokens_at_once) {
         int64_t choice[4], id[4];
         int32_t in_fate[4], in_rank_of[4];
 #pragma unroll
         /* i / 2: one of two groups of tokens; i % 2: 1 for choices from 32 on */
         for (int i = 0; i < 4; i++) {
-            const int token = t + i / 2 * lanes.group_tokens + lanes.token;
+            const int token = t + i / 2 * lanes.tokens_at_once + lanes.token;
             const int k = lanes.k + i % 2 * WARP;
             const bool in =
                 lanes.has_choice && token < range.end && k < top_k && i % 2 < lanes.num_halves;
@@ -146,7 +146,7 @@ static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpS
         }
 #pragma unroll
         for (int g = 0; g < 2; g++) {
-            const int token = t + g * lanes.group_tokens + lanes.token;
+            const int token = t + g * lanes.tokens_at_once + lanes.token;
             FlatChoice c[2];
 #pragma unroll
             for (int h = 0; h < 2; h++) {

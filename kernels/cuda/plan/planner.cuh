@@ -145,11 +145,11 @@ static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const 
                                      int32_t *rank_of)
 {
 #pragma unroll
-    for (int i = 0; i < COUNTED_GROUPS; i++) {
-        const int token = range.begin + i * lanes.group_tokens + lanes.token;
+    for (int i = 0; i < COUNTED_BATCHES; i++) {
+        const int token = range.begin + i * lanes.tokens_at_once + lanes.token;
         const bool in = lanes.has_choice && token < range.end;
         const int64_t choice = in ? (int64_t)token * job.layer.top_k + lanes.k : -1;
-        if (range.begin + i * lanes.group_tokens >= range.end) break;
+        if (range.begin + i * lanes.tokens_at_once >= range.end) break;
         const PlacedChoice c[2] = {place_choice<KIND>(p, job, choice, in ? counted.id[i] : -1,
                                                       lanes.k, counted.warp_position[i], fate,
                                                       rank_of),
@@ -174,13 +174,13 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
     const int top_k = job.layer.top_k;
     if (KIND == 0 && has_counted_all(range, lanes))
         return place_counted<KIND>(p, job, op, lanes, range, counted, fate, rank_of);
-    for (int t = range.begin; t < range.end; t += 2 * lanes.group_tokens) {
+    for (int t = range.begin; t < range.end; t += 2 * lanes.tokens_at_once) {
         int64_t choice[4], id[4];
         int32_t warp_position[4];
 #pragma unroll
         /* i / 2: one of two groups of tokens; i % 2: 1 for choices from 32 on */
         for (int i = 0; i < 4; i++) {
-            const int token = t + i / 2 * lanes.group_tokens + lanes.token;
+            const int token = t + i / 2 * lanes.tokens_at_once + lanes.token;
             const int k = lanes.k + i % 2 * WARP;
             const bool in =
                 lanes.has_choice && token < range.end && k < top_k && i % 2 < lanes.num_halves;
@@ -199,7 +199,7 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
                     c[h] = place_choice<KIND>(p, job, choice[i], id[i], lanes.k + h * WARP,
                                               warp_position[i], fate, rank_of);
             }
-            const int token = t + g * lanes.group_tokens + lanes.token;
+            const int token = t + g * lanes.tokens_at_once + lanes.token;
             send_records(op, job, lanes, token, token < range.end, c);
         }
     }

@@ -182,9 +182,9 @@ static inline int planner_bytes_of(const p2p_plan_job &job)
  * token 1. If tokens have more than 32 choices, the warp handles one token at a time, in two
  * steps: choices 0 to 31, then choices 32 and up. These are the token's *halves*. */
 struct TokenLanes {
-    /* group_tokens: number of tokens that a warp handles at a time. num_halves: 1, or 2 if
+    /* tokens_at_once: number of tokens that a warp handles at a time. num_halves: 1, or 2 if
      * tokens have more than 32 choices. */
-    int group_tokens, num_halves;
+    int tokens_at_once, num_halves;
     /* token: number of this lane's token in the group, from 0. k: this lane's choice of that
      * token; in the second half, the choice is 32 + k. */
     int token, k;
@@ -200,11 +200,11 @@ struct TokenLanes {
         /* The reciprocal is approximate, but the quotients below are exact after truncation,
          * because all numbers are at most 32. */
         const float inverse = reciprocal_approx((float)top_k);
-        group_tokens = top_k <= WARP ? (int)((WARP + 0.5f) * inverse) : 1;
+        tokens_at_once = top_k <= WARP ? (int)((WARP + 0.5f) * inverse) : 1;
         num_halves = top_k <= WARP ? 1 : 2;
         token = top_k <= WARP ? (int)(((float)lane + 0.5f) * inverse) : 0;
         k = lane - token * top_k;
-        has_choice = token < group_tokens;
+        has_choice = token < tokens_at_once;
         token_lanes = top_k >= WARP ? ALL_LANES : ((1u << top_k) - 1) << (token * top_k % WARP);
     }
 };

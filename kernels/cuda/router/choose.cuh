@@ -3,7 +3,7 @@
  * plus bias). Of equal values, the lower id wins. NaN counts as less than any other value.
  *
  *   key    a selection value, mapped to an unsigned number in the same order; 0 equals -0
- *   Deal   which lane owns which ids: each lane has consecutive ids, in the order of lanes
+ *   IdOwnership   which lane owns which ids: each lane has consecutive ids, in the order of lanes
  *   Owned  the keys of a lane's ids: sorted in registers, or, if V is 0, in shared memory
  *
  * One warp works on one token. It repeats k times: find the largest key of all lanes, and the
@@ -150,7 +150,7 @@ template <> struct Owned<0> {
 /* Which lane of a warp owns which expert ids. If the router has at most 32 groups of experts,
  * the ids of a group are divided among 1 << lane_bits lanes. If the router has more groups,
  * each lane owns all ids of groups_per_lane groups. */
-struct Deal {
+struct IdOwnership {
     int groups;          /* number of groups of experts; 1 if the router has no groups */
     int ids_per_group;   /* number of ids in a group */
     int lane_bits;       /* base-2 logarithm of the number of lanes that share a group */
@@ -174,10 +174,10 @@ struct Deal {
     }
 };
 
-/* Returns the Deal (which lane owns which ids) of a router with `columns` ids. */
-static inline Deal deal_of(const epic_router &r, int columns)
+/* Returns the IdOwnership (which lane owns which ids) of a router with `columns` ids. */
+static inline IdOwnership id_ownership(const epic_router &r, int columns)
 {
-    Deal d = {r.num_groups ? (int)r.num_groups : 1, 0, 0, 1, 0};
+    IdOwnership d = {r.num_groups ? (int)r.num_groups : 1, 0, 0, 1, 0};
     d.ids_per_group = columns / d.groups;
     while (d.groups * (2 << d.lane_bits) <= WARP) d.lane_bits++;
     if (d.groups > WARP) d.groups_per_lane = (d.groups + WARP - 1) / WARP;
@@ -192,7 +192,7 @@ struct IdRange {
 };
 
 /* Returns the ids that this lane owns, for routers with at most 32 groups. */
-__device__ __forceinline__ IdRange own_ids(const Deal &d)
+__device__ __forceinline__ IdRange own_ids(const IdOwnership &d)
 {
     const int begin = d.lane_of_group() * d.ids_per_lane;
     const int count = d.group() < d.groups ? min(d.ids_per_lane, d.ids_per_group - begin) : 0;
@@ -211,7 +211,7 @@ __device__ __forceinline__ int best_lane(uint32_t top)
  * keys of this lane, passed as a copy because the function removes keys from it. Called by all
  * lanes. */
 template <int V>
-__device__ __forceinline__ float score_group(const Deal &d, Owned<V> own, int m)
+__device__ __forceinline__ float score_group(const IdOwnership &d, Owned<V> own, int m)
 {
     const uint32_t members = (d.lanes() == WARP ? ALL_LANES : (1u << d.lanes()) - 1)
                              << (d.group() << d.lane_bits);
@@ -229,7 +229,7 @@ __device__ __forceinline__ float score_group(const Deal &d, Owned<V> own, int m)
 
 /* Returns true if this lane's group is one of the topk_groups groups with the largest scores.
  * `score`: the score of this lane's group. Called by all lanes. */
-__device__ __forceinline__ bool keep_group(const Deal &d, float score, int topk_groups)
+__device__ __forceinline__ bool keep_group(const IdOwnership &d, float score, int topk_groups)
 {
     const bool leads = d.lane_of_group() == 0 && d.group() < d.groups;
     uint32_t key = leads ? key_of(score) : KEY_NONE;
@@ -246,7 +246,7 @@ __device__ __forceinline__ bool keep_group(const Deal &d, float score, int topk_
  * groups. Each lane computes the scores of its groups one by one, and writes their keys to
  * group_keys. m: how many selection values the score of a group adds (score_group()). The
  * function sets the keys of ids in all other groups to `others`. Called by a whole warp. */
-__device__ __noinline__ void keep_many_groups(const epic_router &r, const Deal &d,
+__device__ __noinline__ void keep_many_groups(const epic_router &r, const IdOwnership &d,
                                               uint32_t *keys, uint32_t *group_keys, int m,
                                               uint32_t others)
 {
@@ -280,7 +280,7 @@ __device__ __noinline__ void keep_many_groups(const epic_router &r, const Deal &
  * become KEY_ZERO instead: such an id can be chosen as if its selection value were 0.
  * on_logits: the keys come from logits, not from scores. */
 template <int V>
-__device__ __forceinline__ void read_own_keys(const epic_router &r, const Deal &d,
+__device__ __forceinline__ void read_own_keys(const epic_router &r, const IdOwnership &d,
                                               Owned<V> &own, uint32_t *keys,
                                               uint32_t *group_keys, bool on_logits)
 {
@@ -355,7 +355,7 @@ __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const
  * shared memory for one key per group, used only if there are more than 32 groups. on_logits:
  * see read_own_keys(). Called by a whole warp. */
 template <int V, int J>
-__device__ __forceinline__ Chosen<J> choose_experts(const epic_router &r, const Deal &d,
+__device__ __forceinline__ Chosen<J> choose_experts(const epic_router &r, const IdOwnership &d,
                                                     uint32_t *keys, uint32_t *group_keys,
                                                     bool on_logits)
 {

@@ -119,7 +119,8 @@ __device__ __forceinline__ void write_weights(const p2p_router_job &job, const C
  * number of columns per lane; 0: any number. */
 template <int V>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
-    router_kernel(const __grid_constant__ p2p_router_job job, const __grid_constant__ Deal deal)
+    router_kernel(const __grid_constant__ p2p_router_job job,
+                  const __grid_constant__ IdOwnership deal)
 {
     float *const memory = (float *)dynamic_shared();
     const epic_router &r = job.rows.router;
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 
 /* Launches router_kernel for rows of V columns per lane. V = 0: for any number of columns. */
 template <int V>
-static cudaError_t launch_width(const p2p_router_job *job, const Deal &deal,
+static cudaError_t launch_width(const p2p_router_job *job, const IdOwnership &deal,
                                 cudaStream_t stream)
 {
     const int columns = job->rows.columns, groups = (int)job->rows.router.num_groups;
@@ -168,7 +169,7 @@ static cudaError_t launch_width(const p2p_router_job *job, const Deal &deal,
  * supports any number of columns. */
 extern "C" cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream)
 {
-    const Deal d = deal_of(job->rows.router, job->rows.columns);
+    const IdOwnership d = id_ownership(job->rows.router, job->rows.columns);
     const bool any = d.groups_per_lane > 1 || job->rows.router.top_k > WARP;
     const int most = any ? 1 << 30 : max(d.ids_per_lane, (job->rows.columns + 31) / 32);
     if (job->rows.num_tokens == 0) return cudaSuccess;

@@ -26,7 +26,7 @@ typedef struct peer_info {
     p2p_gpu gpu;
     cudaIpcMemHandle_t handle; /* IPC handle of the heap, for ranks of this host */
     uint32_t relays;           /* EPIC_NET_RELAY of this rank */
-    uint32_t wanted;           /* EPIC_NET_MEMORY of this rank: a hosts_memory */
+    uint32_t requested_memory; /* EPIC_NET_MEMORY of this rank: a hosts_memory */
     uint32_t on_gpu;           /* 1: this rank's inbox and outbox are in GPU memory */
     char sentence[256];        /* why the rank failed, or why its boxes are not in GPU memory */
     _Alignas(8) unsigned char liveness[NET_LIVENESS_HANDLE_BYTES];
@@ -98,7 +98,7 @@ static epic_result alloc_for_net(uint8_t **out, uint8_t **seen, bool on_gpu, int
 
 /* Returns the bytes of the partial sums, which are stored after the heap. Only this rank reads
  * them. */
-static int64_t parts_bytes(const p2p_heap *at, int64_t num_ranks)
+static int64_t partial_sums_bytes(const p2p_heap *at, int64_t num_ranks)
 {
     return num_ranks * at->part_words * 4;
 }
@@ -108,7 +108,7 @@ static int64_t parts_bytes(const p2p_heap *at, int64_t num_ranks)
 static epic_result make_heap(epic_group *g, hosts_part *h, peer_info *mine)
 {
     p2p_heap *at = &g->self.at;
-    const int64_t parts = parts_bytes(at, g->num_ranks);
+    const int64_t parts = partial_sums_bytes(at, g->num_ranks);
     at->parts = p2p_heap_bytes(at);
     if (at->bytes / 8 >= (int64_t)P2P_EPOCH_ENDS)
         return epic_fail(
@@ -235,7 +235,7 @@ static epic_result fail_on_gpu(epic_result result)
  * all ranks together. */
 static epic_result open_own_boxes(epic_group *g, hosts_part *h, peer_info *mine)
 {
-    mine->wanted = h->env.memory;
+    mine->requested_memory = h->env.memory;
     if (h->env.memory == HOSTS_MEMORY_HOST) return open_boxes(g, h, mine, false);
     const epic_result result =
         h->env.engine->can_reach_gpu()
@@ -361,7 +361,7 @@ static int num_on_gpu(const peer_info *infos, int num_ranks)
 static int first_that_wants(const peer_info *infos, int num_ranks, hosts_memory memory)
 {
     for (int q = 0; q < num_ranks; q++)
-        if (infos[q].wanted == (uint32_t)memory) return q;
+        if (infos[q].requested_memory == (uint32_t)memory) return q;
     return -1;
 }
 
@@ -582,7 +582,8 @@ static void hosts_memory_info(const epic_config *config, epic_memory_info *out)
     out->host_bytes = (int64_t)(sizeof(epic_group) + sizeof(hosts_part)) + 4096 + in_host +
                       P2P_RING_ENTRIES * 8 + (int64_t)sizeof(p2p_ring_words);
     out->shared_bytes = 0;
-    out->device_bytes = p2p_heap_bytes(&at) + parts_bytes(&at, config->num_ranks) + on_gpu;
+    out->device_bytes =
+        p2p_heap_bytes(&at) + partial_sums_bytes(&at, config->num_ranks) + on_gpu;
     out->staging_bytes = p2p_staging_bytes(&at, config->num_ranks);
 }
 

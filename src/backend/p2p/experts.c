@@ -149,7 +149,7 @@ static epic_result launch_product(const experts_call *c, p2p_gemm g)
 
 /* Returns whether the address is a multiple of 16 bytes, so that kernels can load vectors of 16
  * bytes from it. */
-static bool is_whole(const void *p)
+static bool is_16_byte_aligned(const void *p)
 {
     return (uintptr_t)p % 16 == 0;
 }
@@ -164,7 +164,8 @@ static p2p_activation_job activation_of(const experts_call *c)
                                 .bias = c->b_gate_up,
                                 .slot_weights = c->slot_weights,
                                 .activations = activations_of(c),
-                                .aligned = c->inner % vector == 0 && is_whole(c->saved),
+                                .aligned =
+                                    c->inner % vector == 0 && is_16_byte_aligned(c->saved),
                                 .sms = c->sms};
 }
 

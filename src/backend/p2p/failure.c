@@ -123,7 +123,7 @@ static void write_notice(const epic_group *g, const p2p_notice *n, char *to, siz
     case P2P_FAULT_LOCAL:
         snprintf(to, size, SENTENCE_LOCAL, n->rank, a, b);
         return;
-    case P2P_FAULT_ROOM:
+    case P2P_FAULT_TOO_MANY_LOCAL:
         snprintf(to, size, SENTENCE_ROOM, a, b);
         return;
     case P2P_FAULT_TOKENS:

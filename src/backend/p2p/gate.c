@@ -127,8 +127,8 @@ static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *piec
  * hidden. The choice between float32 and pieces depends on these sizes, but not on the number
  * of ranks. So the result has the same bits for every number of ranks. With is_invariant, a
  * forward product uses pieces for any number of tokens. */
-static epic_result multiply_long(p2p_gemm *product, const epic_gate_args *gate, int64_t lines,
-                                 int64_t depth)
+static epic_result multiply_forward_or_weight(p2p_gemm *product, const epic_gate_args *gate,
+                                              int64_t lines, int64_t depth)
 {
     const p2p_gemm pieces = product_of_pieces(product, gate);
     const bool fixed = gate->is_invariant && product->pass == EPIC_GEMM_FORWARD;
@@ -164,7 +164,7 @@ static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs
 /* Launches a product of pass EPIC_GEMM_INPUT. Uses bfloat16 pieces if they are faster. The
  * choice depends on gate->block (the tokens of a block) and not on the number of ranks. With
  * is_invariant, uses pieces for any number of tokens. */
-static epic_result multiply_wide(const p2p_gemm *product, const epic_gate_args *gate)
+static epic_result multiply_input(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const gate_pairs at = gate_pairs_of(gate->tokens, gate->hidden, gate->columns);
     const bool large =
@@ -197,7 +197,7 @@ epic_result p2p_gate(epic_group *group, const epic_gate_args *gate)
     product.bias = gate->b_gate;
     if (gate->tokens == 0) return EPIC_OK;
     TRY(launch_gate_slab(group, gate));
-    return multiply_long(&product, gate, gate->block, gate->hidden);
+    return multiply_forward_or_weight(&product, gate, gate->block, gate->hidden);
 }
 
 /* Launches the gradient of the bias: d_b_gate [columns] = the sum of d_logits over all
@@ -228,8 +228,9 @@ epic_result p2p_gate_backward(epic_group *group, const epic_gate_args *gate)
     input.accumulate = 1;
     TRY(launch_gate_slab(group, gate));
     if (gate->d_b_gate) TRY(bias_gradient(gate));
-    if (gate->d_w_gate) TRY(multiply_long(&weight, gate, gate->hidden, gate->block));
-    return gate->d_x && gate->tokens ? multiply_wide(&input, gate) : EPIC_OK;
+    if (gate->d_w_gate)
+        TRY(multiply_forward_or_weight(&weight, gate, gate->hidden, gate->block));
+    return gate->d_x && gate->tokens ? multiply_input(&input, gate) : EPIC_OK;
 }
 
 epic_result p2p_add(epic_group *group, epic_stream stream, void *to, const void *from,
@@ -251,8 +252,8 @@ epic_result p2p_write_losses(epic_group *group, epic_stream stream, const float 
                              const epic_moe_args *args)
 {
     (void)group;
-    const p2p_losses_job job = {losses, losses ? losses + 1 : NULL, args->loss,
-                                args->balance_loss, args->z_loss};
+    const p2p_sum_losses_job job = {losses, losses ? losses + 1 : NULL, args->loss,
+                                    args->balance_loss, args->z_loss};
     if (!args->loss && !args->balance_loss && !args->z_loss) return EPIC_OK;
     return p2p_cuda(p2p_launch_losses(&job, (cudaStream_t)stream),
                     "launching the layer's losses");
@@ -262,7 +263,8 @@ epic_result p2p_take_losses(epic_group *group, epic_stream stream, float *d_loss
                             const epic_moe_backward_args *args)
 {
     (void)group;
-    const p2p_incoming_job job = {args->d_loss, args->d_balance_loss, args->d_z_loss, d_losses};
+    const p2p_loss_gradients_job job = {args->d_loss, args->d_balance_loss, args->d_z_loss,
+                                        d_losses};
     return p2p_cuda(p2p_launch_incoming(&job, (cudaStream_t)stream),
                     "launching the losses' gradients");
 }

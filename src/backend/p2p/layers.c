@@ -99,7 +99,7 @@ epic_result p2p_read_plan_layer(const epic_group *g, epic_layer *out, const epic
     return check_plan_bytes(g, out, plan_bytes);
 }
 
-bool p2p_has_rare_sums(const epic_group *g, const epic_layer *layer)
+bool p2p_needs_general_combine(const epic_group *g, const epic_layer *layer)
 {
     const bool tree = layer->sum_order == EPIC_TREE;
     return layer->partial_type || (tree && layer->leaves > (uint32_t)g->num_ranks) ||

@@ -47,6 +47,6 @@ bool p2p_keeps_by_k(const epic_layer *layer);
 /* Returns whether combine needs an option that the low-latency kernels do not support. These
  * options are several leaves per rank, a partial_type other than the default, and tree order
  * with more than 8 ranks. */
-bool p2p_has_rare_sums(const epic_group *group, const epic_layer *layer);
+bool p2p_needs_general_combine(const epic_group *group, const epic_layer *layer);
 
 #endif

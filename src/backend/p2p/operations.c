@@ -46,7 +46,7 @@ static cudaStream_t stream_of(const epic_call *call)
 }
 
 /* Limits a number of rows to MOST_ROWS, so that it fits into int32. */
-static int32_t rows_of(int64_t num_rows)
+static int32_t clamp_to_int32(int64_t num_rows)
 {
     return num_rows > MOST_ROWS ? MOST_ROWS : (int32_t)num_rows;
 }
@@ -199,8 +199,8 @@ static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
     job->top_k = (int32_t)job->plan.layer.top_k;
     job->token_bytes = args->tokens.row_bytes ? args->tokens.row_bytes : args->recv.row_bytes;
     job->row_bytes = args->quantize ? args->recv.row_bytes : job->token_bytes;
-    job->num_tokens = rows_of(args->tokens.num_rows);
-    job->recv_rows = rows_of(args->recv.num_rows);
+    job->num_tokens = clamp_to_int32(args->tokens.num_rows);
+    job->recv_rows = clamp_to_int32(args->recv.num_rows);
     job->aligned = is_aligned(args->tokens) && is_aligned(epic_rows_as_const(args->recv));
     job->bulk = g->bulk;
     job->zero_tail = (args->flags & EPIC_ZERO_TAIL) != 0;
@@ -371,8 +371,8 @@ static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
     job->rows = rows.data;
     job->out = out.data;
     job->row_bytes = rows.row_bytes ? rows.row_bytes : out.row_bytes;
-    job->num_tokens = rows_of(out.num_rows);
-    job->num_rows = rows_of(rows.num_rows);
+    job->num_tokens = clamp_to_int32(out.num_rows);
+    job->num_rows = clamp_to_int32(rows.num_rows);
     if (!job->num_rows) {
         job->rows = scratch_of(g);
         if (job->slot_weights) job->slot_weights = scratch_of(g);
@@ -385,7 +385,7 @@ static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
     fill_self(&job->self, g, call, operation, a);
     p2p_expect_layer(&job->self, layer);
     const bool is_lowlat =
-        !HOSTS && !p2p_has_rare_sums(g, layer) &&
+        !HOSTS && !p2p_needs_general_combine(g, layer) &&
         fits_lowlat(g, layer, job->num_tokens, P2P_LOWLAT_COMBINE_TOKENS, job->row_bytes);
     return p2p_cuda(is_lowlat ? p2p_launch_lowlat_combine(job, sms_of(g, call), stream_of(call))
                               : p2p_launch_combine(job, sms_of(g, call), stream_of(call)),
@@ -489,11 +489,11 @@ static epic_result p2p_combine_backward(epic_group *g, const epic_combine_backwa
     job.d_slot_weights = args->d_slot_weights;
     job.row_bytes = args->d_out.row_bytes ? args->d_out.row_bytes : args->d_rows.row_bytes;
     fill_quantized(&job, args);
-    job.num_tokens = rows_of(args->d_out.num_rows);
+    job.num_tokens = clamp_to_int32(args->d_out.num_rows);
     job.top_k = (int32_t)layer.top_k;
-    job.num_rows = rows_of(args->d_rows.num_rows);
+    job.num_rows = clamp_to_int32(args->d_rows.num_rows);
     if (args->d_slot_weights && args->rows.num_rows < job.num_rows)
-        job.num_rows = rows_of(args->rows.num_rows);
+        job.num_rows = clamp_to_int32(args->rows.num_rows);
     if (!job.num_rows) {
         job.d_rows = job.d_rows_scales = scratch_of(g);
         if (job.rows) job.rows = scratch_of(g);
@@ -557,7 +557,7 @@ static epic_result p2p_sum_replicas(epic_group *g, const epic_sum_replicas_args 
                                 .plan_bytes = args->plan_bytes,
                                 .data = args->data.data,
                                 .count = args->data.row_bytes / (int64_t)sizeof(float),
-                                .num_rows = rows_of(args->data.num_rows)};
+                                .num_rows = clamp_to_int32(args->data.num_rows)};
     fill_self(&job.self, g, &args->call, EPIC_OP_SUM, a);
     return p2p_cuda(
         p2p_launch_sum_replicas(&job, sms_of(g, &args->call), stream_of(&args->call)),
@@ -589,12 +589,12 @@ const epic_ops p2p_ops = {
     .experts_backward = p2p_experts_backward,
     .gate_forward = p2p_gate,
     .gate_backward = p2p_gate_backward,
-    .mask_zero_experts = p2p_sent_choices,
+    .mask_zero_experts = p2p_mask_zero_experts,
     .shared_gate_forward = p2p_shared_gate,
     .shared_gate_backward = p2p_shared_gate_backward,
     .zero_experts_backward = p2p_zero_weights,
     .add_local_rows = p2p_finish,
-    .check_plan_fits = p2p_fits,
+    .check_plan_fits = p2p_check_plan_fits,
     .add_array = p2p_add,
     .sum_trees = p2p_trees,
     .write_losses = p2p_write_losses,

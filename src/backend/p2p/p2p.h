@@ -203,8 +203,8 @@ epic_result p2p_add(epic_group *group, epic_stream stream, void *to, const void 
                     int64_t count, uint32_t type, bool replace);
 /* Copies topk_idx to `to`, with -1 in place of zero-experts, because no rows are sent to
  * zero-experts. */
-epic_result p2p_sent_choices(epic_group *group, epic_stream stream, const layer_tokens *tokens,
-                             int32_t *to);
+epic_result p2p_mask_zero_experts(epic_group *group, epic_stream stream,
+                                  const layer_tokens *tokens, int32_t *to);
 /* Computes layer_tokens.shared_weights: for each token a sigmoid, by which the shared expert's
  * output is multiplied. */
 epic_result p2p_shared_gate(epic_group *group, epic_stream stream, const layer_tokens *tokens);
@@ -221,7 +221,8 @@ epic_result p2p_finish(epic_group *group, epic_stream stream, const layer_tokens
                        const layer_rows *rows);
 /* Launches a kernel that checks that the plan has at most num_local local experts on each rank.
  * If one has more, the kernel reports a data error. */
-epic_result p2p_fits(epic_group *group, const epic_plan_args *args, uint32_t num_local);
+epic_result p2p_check_plan_fits(epic_group *group, const epic_plan_args *args,
+                                uint32_t num_local);
 /* Sums each of the two rows of values [2, n] in the order of a binary tree; n is a power of
  * two. Writes the two sums to values[0] and values[1]. */
 epic_result p2p_trees(epic_group *group, epic_stream stream, float *values, int64_t n);

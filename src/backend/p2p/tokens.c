@@ -13,8 +13,8 @@ static cudaStream_t stream_of(epic_stream stream)
     return (cudaStream_t)stream;
 }
 
-epic_result p2p_sent_choices(epic_group *group, epic_stream stream, const layer_tokens *tokens,
-                             int32_t *to)
+epic_result p2p_mask_zero_experts(epic_group *group, epic_stream stream,
+                                  const layer_tokens *tokens, int32_t *to)
 {
     return p2p_cuda(p2p_launch_sent(tokens, to, group->device_sms, stream_of(stream)),
                     "launching the layer's choices");
@@ -70,7 +70,8 @@ epic_result p2p_finish(epic_group *group, epic_stream stream, const layer_tokens
                     "launching the sums of the layer's rows");
 }
 
-epic_result p2p_fits(epic_group *group, const epic_plan_args *args, uint32_t num_local)
+epic_result p2p_check_plan_fits(epic_group *group, const epic_plan_args *args,
+                                uint32_t num_local)
 {
     const p2p_fits_job job = {.self = group->self,
                               .plan = args->plan,

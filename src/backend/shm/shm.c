@@ -75,7 +75,7 @@ static epic_result map_segment(const shared_layout *l, int memory, char **segmen
 static epic_result create_segment(const shared_layout *l, uint64_t group_id, int *memory,
                                   char **segment)
 {
-    if (!process_may_grow(l->segment_bytes)) {
+    if (!process_may_create_file(l->segment_bytes)) {
         errno = EFBIG;
         return fail_with_memory(l, "making shared memory");
     }

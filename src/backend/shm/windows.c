@@ -42,7 +42,7 @@ static epic_result fail_with_bytes(int64_t bytes)
 static epic_result create_memory(epic_window_memory *memory, int *fd)
 {
     errno = EFBIG;
-    if (!process_may_grow(memory->bytes)) return fail_with_bytes(memory->bytes);
+    if (!process_may_create_file(memory->bytes)) return fail_with_bytes(memory->bytes);
     *fd = memfd_create("epic-window", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (*fd < 0 || ftruncate(*fd, memory->bytes) != 0 || fcntl(*fd, F_ADD_SEALS, SEALS) != 0)
         return fail_with_bytes(memory->bytes);
