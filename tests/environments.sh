@@ -15,12 +15,15 @@ interpreter() { # usage: interpreter VERSION; prints the path of this Python, or
     done
 }
 
-# Installs packages into a virtual environment, with EPIC_PIP_TRIES tries because networks fail.  If all
-# tries fail, for example without a package index, it prints what is left out and returns 1.
+# Installs packages into a virtual environment. uv is several times faster than pip, but sees only
+# packages of the environment itself.  If uv fails, or WITHOUT_UV is set, pip installs them, with
+# EPIC_PIP_TRIES tries because networks fail.  If all tries fail, for example without a package index,
+# it prints what is left out and returns 1.
 # usage: install_packages ENVIRONMENT PIP-ARGUMENT...
 install_packages() {
     environment=$1
     shift
+    if install_with_uv "$@" >"$environment/pip.log" 2>&1; then return; fi
     for try in $(seq "${EPIC_PIP_TRIES:-3}"); do
         [ "$try" = 1 ] || sleep 10
         PIP_RETRIES=${PIP_RETRIES:-2} "$environment/bin/pip" install --quiet \
@@ -29,6 +32,17 @@ install_packages() {
     missing="$missing $*"
     echo "left out: pip cannot install $* ($(tail -n 1 "$environment/pip.log"))"
     return 1
+}
+
+# uv does not read pip's configuration, so this passes the certificates and the index on. The cache of
+# uv would only take space, because each environment needs other packages.
+install_with_uv() {
+    [ -z "${WITHOUT_UV-}" ] || return 1
+    "$environment/bin/pip" install --quiet --disable-pip-version-check uv==0.13.9 || return 1
+    cert=${SSL_CERT_FILE:-$("$environment/bin/pip" config get global.cert 2>/dev/null || :)}
+    index=${PIP_INDEX_URL:-$("$environment/bin/pip" config get global.index-url 2>/dev/null || :)}
+    env ${cert:+SSL_CERT_FILE="$cert"} ${index:+UV_DEFAULT_INDEX="$index"} "$environment/bin/uv" \
+        pip install --quiet --no-cache --python "$environment/bin/python" "$@"
 }
 
 # A user's machine may have no package index.  If the variable CI is set, that is an error.

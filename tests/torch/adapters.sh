@@ -23,7 +23,7 @@ venv=$build/venv-torch-adapters
 if ! cmp -s $wanted "$venv/pins"; then
     "$python" -m venv --clear "$venv"
     ls -d "$base"/lib/python*/site-packages >"$(ls -d "$venv"/lib/python*/site-packages)/base.pth"
-    install_packages "$venv" -r $wanted || { check_missing; exit 0; }
+    WITHOUT_UV=1 install_packages "$venv" -r $wanted || { check_missing; exit 0; }
     cp $wanted "$venv/pins"
 fi
 
