@@ -12,8 +12,8 @@
  *   job.warps warps per CTA  move units; a unit is one packed row of one token
  *   other warps              idle
  *
- * Step i of the list has these units. job.lag is the number of tokens that are sent before the
- * first one of a peer is received.
+ * The units form a list, which is divided into steps. Step i has these units. job.lag is the
+ * number of tokens that are sent before the first one of a peer is received.
  *
  *   own unit    sends this rank's token i to every peer that needs it, and stores it to its
  *               slots on this rank. So the row is read, or quantized, once.
@@ -415,8 +415,9 @@ extern "C" int p2p_can_dispatch_bulk(const p2p_dispatch_job *job)
 }
 
 /* Sets how many warps per CTA move rows, how many buffers each warp has (two to four), and the
- * lag: how many tokens are sent before the first one is received. Quantizing needs more warps
- * and a longer lag. The values are measured: docs/lab/cuda.md. */
+ * lag: how many tokens are sent before the first one is received. If the kernel quantizes rows,
+ * it gets more warps and usually a longer lag than if it copies them. The values are measured
+ * (docs/lab/cuda.md). */
 static void deal_packed(p2p_dispatch_job &job, int num_sms)
 {
     const int buffers = (int)count_buffers(job), tokens = job.num_tokens;

@@ -55,9 +55,9 @@ struct BulkBuffers {
         return first_address + (uint32_t)buffer * buffer_bytes;
     }
     /* Waits until bulk stores have read the next buffer, so that the warp may write it again.
-     * The latest num_buffers - 2 groups of bulk stores may still be running. So there must be
-     * one group per unit of work: the caller must call end_bulk() once for each unit. Called by
-     * a whole warp. */
+     * The latest num_buffers - 2 groups of bulk stores may still be running, because they read
+     * other buffers. This needs one group per unit of work, so the caller must call end_bulk()
+     * once for each unit. Called by a whole warp. */
     __device__ __forceinline__ void wait_free() const
     {
         if (lane_id() == 0) {
@@ -331,10 +331,10 @@ __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int3
     });
 }
 
-/* Sends a packed row that has special words. These are words that equal poison, which the
- * receiver would take for missing words. If the row was not quantized, they are also words that
- * equal the stand-in of poison. The function waits until bulk stores have read the buffer,
- * replaces poison in the buffer by its stand-in, and sends the row. If the row was not
+/* Sends a packed row that has special words. A word that equals poison is special, because the
+ * receiver would take it for a missing word. If the row was not quantized, a word that equals
+ * the stand-in of poison is special, too. The function waits until bulk stores have read the
+ * buffer, replaces poison in the buffer by its stand-in, and sends the row. If the row was not
  * quantized, it also sends escape words, which say which stand-ins were poison. Called by a
  * whole warp. */
 template <bool QUANTIZED>

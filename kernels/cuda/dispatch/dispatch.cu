@@ -16,8 +16,8 @@
  *                      W warps (common/rows.cuh)
  *
  * A unit is the work of a warp at a time: to send or to receive a span (some pieces of 2 KB) of
- * one row. job.lag is the number of tokens that are sent before the first one is received. Step
- * i of the list has these units:
+ * one row. The units form a list, which is divided into steps. job.lag is the number of tokens
+ * that are sent before the first one is received. Step i has these units:
  *
  *   send     token i, to every peer that needs it. To send a token, a warp needs only the
  *            token's choices, not the plan
@@ -177,8 +177,8 @@ __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank,
 
 /* Receives the pieces of a unit for one token, and stores them to the token's slots on this
  * rank. `word`: this lane's word of the token's record, from peek_record() or, if FLAT,
- * peek_row(). `copied`: the pieces are in the warp's ring in shared memory. Returns false if
- * the group of ranks has failed. */
+ * peek_row(). `copied`: true if the pieces are in the warp's ring in shared memory. Returns
+ * false if the group of ranks has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t token,
                                               const UnitWalk &walk, uint64_t word, bool copied,
@@ -283,8 +283,8 @@ template <bool EXACT> static __device__ __noinline__ void send_head_spans(const 
 
 /* Receives the tokens of one unit from one source: one token, or two if receiving catches up
  * with sending (received_before()). If the source is this rank itself, also writes zeros to
- * some padding slots. slab_bits: log2 of the number of slabs, rounded up; if negative, writes
- * no padding. Returns false if the group of ranks has failed. */
+ * some padding slots. slab_bits: log2 of the number of slabs, rounded up. If slab_bits is
+ * negative, writes no padding. Returns false if the group of ranks has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,
@@ -427,8 +427,9 @@ __device__ __forceinline__ bool move_rounds(DispatchMove &m, OpState &op, const 
     }
 }
 
-/* Values of the template argument ROWS: rows at any address; rows aligned to 16 bytes; aligned
- * rows that consist of whole pieces. */
+/* Values of the template argument ROWS. ROWS_ANY: rows begin at any address. ROWS_ALIGNED: rows
+ * are aligned to 16 bytes. ROWS_WHOLE: rows are aligned to 16 bytes and consist of whole pieces
+ * (2 KB). */
 enum { ROWS_ANY, ROWS_ALIGNED, ROWS_WHOLE };
 
 /* The kernel. There is one instance for each value of ROWS (see above), with and without making

@@ -40,8 +40,8 @@ struct DispatchMove : RowMove<p2p_dispatch_job> {
     __extension__ int32_t num_forward_roles[HOSTS];
 };
 
-/* Returns the number of the source from which a unit receives, counted from 1 (see
- * rank_of_role()). Returns 0 or less if the unit sends or forwards. */
+/* Returns 1 plus the number of the source from which a unit receives. This is the argument that
+ * rank_of_role() needs. Returns 0 or less if the unit sends or forwards. */
 __device__ __forceinline__ int source_role(const DispatchMove &m, const UnitWalk &walk)
 {
     return HOSTS ? walk.role - *m.num_forward_roles : walk.role;
@@ -106,9 +106,9 @@ __device__ __forceinline__ uint32_t read_weight(const DispatchMove &m, int32_t t
     return replace_poison(word, F32::NAN_WORD);
 }
 
-/* Returns a bit mask of the peers that need this rank's token. with_weights: also sends each of
- * these peers the weights of the token's choices that go there. `word`: this lane's choice,
- * from read_choice(). Called by a whole warp. */
+/* Returns a bit mask of the peers that need this rank's token. If with_weights is true, also
+ * sends each of these peers the weights of the token's choices that go there. `word`: this
+ * lane's choice, from read_choice(). Called by a whole warp. */
 __device__ __forceinline__ uint32_t choose_peers(const DispatchMove &m, int32_t token,
                                                  bool with_weights, uint64_t word)
 {
@@ -186,8 +186,8 @@ __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank,
 /* Waits for 32 words of a record (the slots on this rank of a token of `rank`), and sets `slot`
  * to this lane's slot, or to -1. `half`: 0 for the first 32 words, 1 for the next 32. `word`:
  * this lane's word, from peek_record(). `more` becomes true if the record may have slots after
- * these 32. `keep`: also copies the slots into the plan that this kernel makes. Called by a
- * whole warp. Returns false if the group of ranks has failed. */
+ * these 32. If `keep` is true, also copies the slots into the plan that this kernel makes.
+ * Called by a whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int32_t token,
                                             int half, bool keep, uint64_t word, int32_t &slot,
                                             bool &more)
@@ -292,9 +292,9 @@ __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector
 
 /* Reads a piece of a row of `rank` into q. If `rank` is a peer, waits for the piece in staging,
  * and then stores poison back, which marks the staging as empty. If it is this rank itself,
- * reads the piece from the caller's rows. `copied`: q already has the piece as the warp copied
- * it some time ago; words that had not arrived are poison in q. Called by a whole warp. Returns
- * false if the group of ranks has failed. */
+ * reads the piece from the caller's rows. If `copied` is true, q contains an earlier copy of
+ * the piece, in which words that had not arrived yet are poison. Called by a whole warp.
+ * Returns false if the group of ranks has failed. */
 template <bool EXACT>
 __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int rank, int source,
                                                   int32_t token, int piece, bool copied,

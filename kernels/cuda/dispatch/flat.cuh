@@ -33,8 +33,8 @@ __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32
 /* Like read_record(), but for FLAT plans: waits for the number of the row that a token of
  * `rank` has on this rank. `word`: from peek_row(). The row is the token's only slot on this
  * rank, so lane 0 gets the row number in `slot`, and all other lanes get -1. `more` becomes
- * false. `keep`: also copies the row number into the plan that this kernel makes. Called by a
- * whole warp. Returns false if the group of ranks has failed. */
+ * false. If `keep` is true, also copies the row number into the plan that this kernel makes.
+ * Called by a whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_t token,
                                          bool keep, uint64_t word, int32_t &slot, bool &more)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Host functions that load and launch the kernels of dispatch.cu and packed.cu and load those
- * of bulk.cu. */
+/* Host functions that load and launch the kernels of dispatch. dispatch.cu and packed.cu use
+ * all of them. bulk.cu uses only the function that loads kernels. */
 #ifndef EPIC_DISPATCH_LAUNCHER_CUH
 #define EPIC_DISPATCH_LAUNCHER_CUH
 
@@ -46,14 +46,15 @@ static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_
     copy.row_bytes = job.row_bytes;
     copy.top_k = job.top_k;
     if (!job.plan.planners && copy.lag > 2 * (16 + 8 * copy.span))
-        /* The kernel reads a plan, so a receiving warp never waits for a record, and a shorter
-         * lag suffices. It leaves less work at the end, when all rows have been sent. */
+        /* The kernel reads a plan, so a receiving warp never waits for a record, and half of
+         * the lag suffices. A shorter lag leaves fewer rows to receive after all rows have been
+         * sent. */
         copy.lag /= 2;
     copy.lag = lag_for_net(job.plan.self, copy.lag, job.num_tokens);
     /* Choose how fast receiving catches up with sending (measured: docs/lab/cuda.md). copy.head
      * is the number of tokens that are sent while the plan is made. If a row has several spans,
-     * it takes longer to send, so copy.head is smaller. copy.head is at least copy.lag, because
-     * receiving stays `lag` tokens behind in any case. */
+     * it takes longer to send, so copy.head is smaller. If copy.head is not 0, it is at least
+     * copy.lag, because receiving stays `lag` tokens behind in any case. */
     const bool sooner = num_sms > 56 && num_sms < 96 && !job.flat;
     copy.catch_up = spans > 1 ? 4 : sooner ? 1 : 2;
     if (copy.catch_up == 4 && copy.head > job.num_tokens / 20) copy.head = job.num_tokens / 20;

@@ -26,10 +26,11 @@ template <class Job> struct RowMove {
 
 #define NO_PADDING 0 /* value of header.alignment if padding slots need no zeros */
 
-/* The role of a unit says what the unit does. In order: role 0 sends; roles 1 to F forward rows
- * that came from other hosts; role F + n receives from source n. Source num_ranks is this rank
- * itself. F is num_forward_roles(), which is 0 without relays. Returns the number of roles
- * without the F roles that forward. */
+/* Returns the number of roles, without those that forward. The role of a unit says what the
+ * unit does. A unit with role 0 sends. Units with roles 1 to F forward rows that came from
+ * other hosts, where F is num_forward_roles() (0 without relays). A unit with role F + n
+ * receives from the rank that is n above this rank, modulo num_ranks. So with n = num_ranks it
+ * receives from this rank itself. */
 __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
 {
     return self.num_ranks + 1;
@@ -56,8 +57,8 @@ static inline void deal_units_for_net(const p2p_self &self, Job &job, int num_sm
     if (whole) job.span = (int32_t)pieces;
 }
 
-/* Returns the rank of source number `role`. Sources are numbered upwards from this rank: 1 is
- * the next higher rank, num_ranks is this rank itself (modulo num_ranks). */
+/* Returns the rank that is `role` above this rank, modulo num_ranks. So 1 gives the next higher
+ * rank, and num_ranks gives this rank itself. */
 __device__ __forceinline__ int rank_of_role(const p2p_self &self, int role)
 {
     return wrap_rank(self.rank + role, self.num_ranks);
@@ -93,8 +94,9 @@ __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m
 }
 
 /* Returns true if padding is written together with tokens: each unit that receives a token of
- * this rank also writes zeros to some padding slots. This needs at least one such unit per
- * warp, and two per expert of the layer. If false, a separate pass writes the padding. */
+ * this rank also writes zeros to some padding slots. The condition is that there are at least
+ * one such unit per warp, and two per expert of the layer. If the function returns false, a
+ * separate pass writes the padding. */
 __device__ __forceinline__ bool pads_with_tokens(const PlanView &plan, const Stride &stride,
                                                  int most_tokens)
 {
@@ -110,18 +112,19 @@ __device__ __forceinline__ void choose_padding(PlanView &plan, const Job &job)
     if (threadIdx.x == 0 && job.leave_padding) plan.header.alignment = NO_PADDING;
 }
 
-/* Returns the padding slots of a slab, at most `alignment` of them. A damaged plan could
- * contain any number. */
+/* Returns the padding slots of a slab. An intact plan has fewer than `alignment` of them per
+ * slab. A damaged plan could contain any number, so this function limits it to `alignment`. */
 __device__ __forceinline__ device_padding padding_of(const PlanView &plan, int slab)
 {
     return {__ldcg(&plan.padding[slab].first),
             min(__ldcg(&plan.padding[slab].count), (int32_t)plan.header.alignment)};
 }
 
-/* Calls write(slot) for some padding slots: those that unit number `span` must write. `spans`:
- * number of such units (tokens of this rank times spans per row). Unit s writes padding of slab
- * s mod 2^slab_bits. All units with the same slab share the padding slots of this slab. The
- * function uses no divisions, because a division would wait for earlier stores. */
+/* Calls write(slot) for the padding slots that one unit must write. The unit receives a span of
+ * one of this rank's own tokens. `spans`: number of units of this type (tokens times spans per
+ * row). `span`: number of this unit among them. Unit s writes padding of slab s mod
+ * 2^slab_bits. All units with the same slab share the padding slots of this slab. The function
+ * uses no divisions, because a division would wait for earlier stores. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int slab_bits,
                                                       int span, int spans, Write write)

@@ -200,8 +200,9 @@ __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &w
 }
 
 /* Receives the pieces of a unit for one token, and stores them to the token's slots on this
- * rank. slot[0]: in lane n, the n-th slot. slot[1]: slot number 32 + n. `copied`: the pieces
- * are in the warp's ring in shared memory. Returns false if the group of ranks has failed. */
+ * rank. In lane n, slot[0] is slot number n of the token, and slot[1] is slot number 32 + n.
+ * `copied`: true if the pieces are in the warp's ring in shared memory. Returns false if the
+ * group of ranks has failed. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
                                             const UnitWalk &walk, const int32_t (&slot)[2],
@@ -234,8 +235,8 @@ __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
 
 /* Receives a unit for one token: finds the token's slots, and stores the pieces there. With the
  * first span, also receives the weights. `word`: this lane's word of the token's record, from
- * peek_record() or, if FLAT, peek_row(). `copied`: the pieces are in the warp's ring in shared
- * memory. Returns false if the group of ranks has failed. */
+ * peek_record() or, if FLAT, peek_row(). `copied`: true if the pieces are in the warp's ring in
+ * shared memory. Returns false if the group of ranks has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_token(const PackedMove &m, int32_t token,
                                               const UnitWalk &walk, uint64_t word, bool copied,
@@ -306,8 +307,8 @@ static __device__ __noinline__ void send_head(const PackedMove m)
 
 /* Receives the tokens of one unit from one source: one token, or two if receiving catches up
  * with sending (received_before()). If the source is this rank itself, also writes zeros to
- * some padding slots. slab_bits: log2 of the number of slabs, rounded up; if negative, writes
- * no padding. Returns false if the group of ranks has failed. */
+ * some padding slots. slab_bits: log2 of the number of slabs, rounded up. If slab_bits is
+ * negative, writes no padding. Returns false if the group of ranks has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,

@@ -199,9 +199,9 @@ __device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector
 }
 
 /* Waits for a piece of a peer's packed row in staging, reads it into q, restores the words that
- * the sender has replaced, and stores poison back to the staging. `copied`: q already has the
- * piece as the warp copied it some time ago; words that had not arrived are poison in q. Called
- * by a whole warp. Returns false if the group of ranks has failed. */
+ * the sender has replaced, and stores poison back to the staging. If `copied` is true, q
+ * contains an earlier copy of the piece, in which words that had not arrived yet are poison.
+ * Called by a whole warp. Returns false if the group of ranks has failed. */
 template <bool QUANTIZED>
 __device__ __forceinline__ bool receive_packed_piece(const PackedMove &m, int rank, int source,
                                                      int32_t token, int piece, bool copied,

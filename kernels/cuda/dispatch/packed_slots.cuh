@@ -8,10 +8,11 @@
 #include "cuda/dispatch/packed.cuh"
 
 /* Waits for the record of a token of `rank`, which has the token's slots on this rank, and sets
- * this lane's slots. In lane n, slot[0] is the n-th slot, slot[1] is slot number 32 + n; -1 if
- * there is no such slot. With layout FLAT, slot[0] of lane 0 is the token's row. `word`: from
- * peek_record() or peek_row(). `keep`: also copies the record into the plan that this kernel
- * makes. Called by a whole warp. Returns false if the group of ranks has failed. */
+ * this lane's slots. In lane n, slot[0] becomes slot number n of the token, and slot[1] becomes
+ * slot number 32 + n. A slot that does not exist is -1. With layout FLAT, slot[0] of lane 0 is
+ * the token's row. `word`: from peek_record() or peek_row(). If `keep` is true, also copies the
+ * record into the plan that this kernel makes. Called by a whole warp. Returns false if the
+ * group of ranks has failed. */
 template <bool FLAT>
 __device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_t token,
                                            bool keep, uint64_t word, int32_t (&slot)[2])

@@ -4,8 +4,8 @@
  * has the same index there as the sender has on its own host. The mate forwards the row to the
  * ranks of its host that need it (net/relay.cuh).
  *
- * Step i of the list has these units, in this order. `lag` tokens are sent before the first one
- * is forwarded and received.
+ * Units of work form a list, which is divided into steps. Step i has these units, in this
+ * order. `lag` tokens are sent before the first one is forwarded and received.
  *
  *   send     token i: to ranks of this host, and to mates on other hosts
  *   forward  token i - lag of each mate: from the net inbox to the staging of ranks of this
@@ -23,9 +23,9 @@
 
 /* Returns a bit mask of the ranks to which this rank itself sends a token, so that the token
  * reaches all `peers` (a bit mask). The ranks of each other host are replaced by one: this
- * rank's mate there. `first`: the unit has the token's first piece, so it also sends the word
- * *wants* to each mate. This word is a bit mask of the ranks of the mate's host that need the
- * row (bit i: the i-th rank of that host). */
+ * rank's mate there. `first`: true if the unit has the token's first piece. Then the function
+ * also sends the word *wants* to each mate. This word is a bit mask of the ranks of the mate's
+ * host that need the row (bit i: the i-th rank of that host). */
 __device__ __forceinline__ uint32_t choose_routes(const DispatchMove &m, int32_t token,
                                                   bool first, uint32_t peers)
 {
