@@ -16,8 +16,8 @@
  *
  *   send     token i of this rank, to every peer that needs it
  *   receive  token i - lag of each source; this rank itself is the last source. A unit that
- *            receives a token of this rank also finishes dot products: those of token i - 2
- *            lag.
+ *            receives a token of this rank also finishes dot products: those of token
+ *            i - 2 * lag of every rank.
  *
  * A piece has 1024 elements and is one block of a dot product. The warp that has computed a
  * block stores it to `parts`, memory of this rank. Another warp later adds the blocks in order.

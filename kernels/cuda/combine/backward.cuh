@@ -29,8 +29,8 @@ __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank
            ((int64_t)token * m.top_k + n) * m.shape.pieces;
 }
 
-/* Returns from the plan the n-th slot on this rank of a token of `rank`. Returns -1 if there is
- * no such slot, or if the token's number is below m.round_begin. */
+/* Reads from the plan which slots on this rank a token of `rank` has, and returns the n-th one.
+ * Returns -1 if there is no such slot, or if the token's number is below m.round_begin. */
 __device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, int32_t token,
                                              int n)
 {
@@ -143,7 +143,7 @@ __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t tok
         float sum = 0.0f;
         for (int piece = 0; piece < m.shape.pieces; piece += 8) {
             /* Polls only the last of these eight words first. (Each word is the dot product of
-             * one block.) To poll all eight would take memory bandwidth from rows. */
+             * one block.) Polling all eight would take memory bandwidth that the rows need. */
             const int last = min(piece + 8, m.shape.pieces) - 1;
             uint32_t words[8], word = slot >= 0 ? POISON : 0;
             bool ok = wait_warp(m.op, -1, P2P_PHASE_GRID, [&] {
@@ -183,8 +183,8 @@ __device__ __forceinline__ QuantizedRows quantized_rows(const p2p_combine_backwa
 }
 
 /* Quantizes weight * x, and stores the result as piece number `number` of the row of a slot.
- * `largest`: this lane computes the scale of one block of elements, and `largest` has the bits
- * of the largest absolute value of x in this block (find_largest()). Called by a whole warp. */
+ * Each lane computes the scale of one block of elements. `largest`: bits of the largest
+ * absolute value of x in the block of this lane (find_largest()). Called by a whole warp. */
 template <class ROW, int V>
 __device__ __forceinline__ void
 store_scaled_quantized(const BackwardMove &m, int32_t slot, int number, float weight,
@@ -244,11 +244,11 @@ template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const Ba
             [&](int32_t slot, int piece) { pad_piece<V, false, QUANTIZE>(m, slot, piece); });
 }
 
-/* Extra work for a warp that has received span number `span` of this rank's own token. There
- * are two kinds. 1. Every such unit writes zeros to some of the padding slots. 2. One unit of
- * each token finishes the dot products (gradients of weights) of token number `token` - lag of
- * every rank. `end`: the round ends before this token. Returns false if the group of ranks has
- * failed. */
+/* Extra work of a unit that has received span number `span` of token number `token` of this
+ * rank. There are two kinds of work. 1. Every such unit writes zeros to some of the padding
+ * slots. 2. One such unit of each token finishes the dot products (gradients of weights) of an
+ * earlier token of every rank: the one with number `token` - lag. `end`: the round ends before
+ * the token with this number. Returns false if the group of ranks has failed. */
 template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, int32_t token,
                                               int32_t end)
@@ -271,8 +271,9 @@ __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, i
 }
 
 /* Returns what a unit does. 0: it sends a token of this rank. n > 0: it receives a token of
- * source n (rank_of_role()). -n: with relays, it forwards a row of a rank on another host, n
- * hosts further (modulo the number of hosts), to ranks of this host. */
+ * source n (rank_of_role()). -n (only with relays): it forwards a row that has come from
+ * another host to ranks of this host. The number of that host is this host's number plus n,
+ * modulo the number of hosts. */
 __device__ __forceinline__ int role_of(const BackwardMove &m, const UnitWalk &walk)
 {
     if (!HOSTS) return walk.role;
@@ -286,9 +287,10 @@ __device__ __forceinline__ bool is_forward_role(int role)
     return HOSTS && role < 0;
 }
 
-/* Loads the word that a unit needs first. Called one unit ahead, because the load takes long.
- * If the unit sends, the word is the rank of the lane's choice. If it receives, the word is the
- * token's n-th slot on this rank, where n is the lane's number. */
+/* Loads the word that a unit needs first. The warp calls it before it works on the preceding
+ * unit, because the load takes long. If the unit sends, the word is the rank of the lane's
+ * choice. If it receives, the word is the token's n-th slot on this rank, where n is the lane's
+ * number. */
 __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitWalk &walk)
 {
     const int32_t sent = m.round_begin + walk.step;
@@ -301,8 +303,8 @@ __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitW
 
 /* Returns a bit mask of the ranks to which this rank itself sends its token number `sent`, so
  * that the token reaches all `peers` (a bit mask). With relays, this rank sends the token to
- * one rank of each other host, its mate, which forwards it to the peers there. In p2p, returns
- * `peers`. */
+ * one rank of each other host, its mate there, which forwards it to the peers on that host. In
+ * p2p, returns `peers`. */
 __device__ __forceinline__ uint32_t choose_routes(const BackwardMove &m, const UnitWalk &walk,
                                                   int32_t sent, int32_t end, uint32_t peers)
 {

@@ -130,7 +130,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         return staged_row(m.op.inbox[rank_of_role(m.job.self, u.role)], u.token - m.round_begin,
                           m.shape.vectors);
     }
-    /* Makes the next begun unit the one whose pieces copy_next() copies. */
+    /* Selects the unit whose pieces copy_next() copies from now on: the oldest begun unit that
+     * has not been copied. */
     __device__ __forceinline__ void open_unit()
     {
         const Entry &entry = *(copying = &entries[copied++ % ENTRIES]);
@@ -168,7 +169,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     /* ---- using ---- */
 
     /* Starts the copy of one more piece, so that the ring stays full, and reads the oldest
-     * piece into q. fill: value of words past the end of the row. */
+     * piece into q. its_vector: index in the row of the piece's first vector. fill: value of
+     * words past the end of the row. */
     __device__ __forceinline__ void read_piece(int32_t its_vector, uint4 (&q)[V], uint32_t fill)
     {
         copy_next();
@@ -232,15 +234,15 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         }
         uint32_t largest = 0;
         if (QUANTIZE) largest = find_largest<V, ROW::N>(x, m.job.quantize);
-        __syncwarp(); /* makes the weights visible, which other lanes have copied */
+        __syncwarp(); /* makes the weights that other lanes copied visible */
         Slot next = u.slots[0];
 #pragma unroll 1
         for (int i = 0; i < count; i++) {
             const Slot current = next;
             uint4 y[V];
             if (dots) read_piece(its_vector, y, 0);
-            /* Reads the next slot before it stores this one, because a load after the stores
-             * would wait for them. */
+            /* Loads u.slots of the next slot before the stores for the current slot, because a
+             * load after these stores would wait for them. */
             next = u.slots[min(i + 1, WARP - 1)];
             if (QUANTIZE)
                 store_scaled_quantized<ROW, V>(m, current.number, piece, current.weight, x,

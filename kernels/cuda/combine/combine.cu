@@ -134,8 +134,8 @@ extern "C" cudaError_t p2p_load_combine(void)
  *
  * job.lag is returned instead if the computed lag is not longer than job.lag or is above 192.
  * It is also returned in two cases in which a longer lag does not help. Case 1: every warp gets
- * the same piece of a row each time. Case 2: the plan is FLAT, and from unit to unit a warp
- * moves on by less than half a row. Measured: docs/lab/cuda.md. */
+ * the same piece of a row each time. Case 2: the plan is FLAT, and the index of a warp's piece
+ * grows by less than half a row from one unit to its next. Measured: docs/lab/cuda.md. */
 static int lag_of(const p2p_combine_job &job, int num_sms)
 {
     const int pieces = (int)((job.row_bytes + STREAM_V * 512 - 1) / (STREAM_V * 512));

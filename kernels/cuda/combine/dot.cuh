@@ -9,17 +9,21 @@
 #include "cuda/common/rows.cuh"
 
 /* The eight accumulators of one lane for one block of 1024 elements. The CPU code has 256
- * accumulators per block, numbered from 0 to 255. To add in the same order, lane l has numbers
- * 8 l to 8 l + 7 with 16-bit elements. With float32, it has 4 l to 4 l + 3 and 128 + 4 l to 128
- * + 4 l + 3.
+ * accumulators per block, numbered from 0 to 255. The GPU adds in the same order, because lane
+ * number L of the warp has these eight of them:
+ *
+ *   16-bit elements   8 * L to 8 * L + 7
+ *   float32 elements  4 * L to 4 * L + 3, and 128 + 4 * L to 128 + 4 * L + 3
+ *
+ * Members:
  *
  *   V            number of 16-byte vectors per lane and block
  *   BLOCK        number of threads per CTA of combine_backward
  *   lane_sum()   adds a lane's accumulators or, with float32, those of two adjacent lanes
- *   add_lanes()  adds the results of lane_sum() over the lanes, those of the most distant lanes
- *                first
- *   LAST         smallest distance between lanes that add_lanes() adds; 2 if lane_sum() has
- *                already added adjacent lanes */
+ *   add_lanes()  adds the results of lane_sum() over the lanes: first those of lanes at
+ *                distance 16, then 8, and so on down to LAST
+ *   LAST         1; or 2 with float32, because lane_sum() has already added the lanes at
+ *                distance 1 */
 template <class ROW> struct Dot;
 
 template <class ROW> struct Dot16 {
@@ -59,8 +63,8 @@ template <> struct Dot<F32> {
 #pragma unroll
         for (int i = 0; i < 4; i++) a[i] = __fmaf_rn(x[i], y[i], a[i]);
     }
-    /* Returns the sum of this lane's four accumulators at `a` and those of the adjacent
-     * lane. */
+    /* Returns the sum of eight accumulators: the four at `a` of this lane, and the same four of
+     * the adjacent lane. */
     static __device__ __forceinline__ float sum_group(const float *a)
     {
         float s[4];
@@ -68,7 +72,7 @@ template <> struct Dot<F32> {
         for (int i = 0; i < 4; i++) s[i] = a[i] + __shfl_xor_sync(ALL_LANES, a[i], 1);
         return (s[0] + s[2]) + (s[1] + s[3]);
     }
-    /* Returns the sum of all accumulators of this lane and of the adjacent lane. */
+    /* Returns the sum of all 16 accumulators of two lanes: this one and the adjacent one. */
     __device__ __forceinline__ float lane_sum() const
     {
         return sum_group(acc) + sum_group(acc + 4);

@@ -108,9 +108,8 @@ static __device__ bool move_floats(const FlatFloats &f)
     const int warp = (int)(grid_thread() / WARP), warps = (int)(grid_threads() / WARP);
     for (int distance = 1; distance < self.num_ranks; distance++) {
         const int rank = wrap_rank(self.rank + distance, self.num_ranks);
-        /* the number of this rank in the peer's count: each rank counts the other ranks
-         * upwards, beginning with its next higher rank, which has number 0 (modulo
-         * num_ranks) */
+        /* the number that the peer gives to this rank: each rank numbers the other ranks
+         * upwards from its next higher rank, which gets number 0 (modulo num_ranks) */
         const int source = self.num_ranks - 1 - distance;
         for (int32_t t = warp; t < f.plan.header.tokens_of[rank]; t += warps)
             send_floats(f, rank, source, t);
@@ -129,9 +128,9 @@ static __device__ bool move_floats(const FlatFloats &f)
 }
 
 /* Returns true if the receive buffer of every rank has a row for each of the rank's slots,
- * according to the sizes that the ranks have announced. Reports no error if not, because the
- * operation that moved the rows has already reported it. Called by the CTA that finishes
- * last. */
+ * according to the sizes that the ranks have announced. If a buffer is too small, returns false
+ * but reports no error, because the operation that moved the rows has already reported it.
+ * Called by the CTA that finishes last. */
 static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
                                         const device_plan_header &h)
 {

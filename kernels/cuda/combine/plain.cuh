@@ -290,9 +290,9 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
         if (adds_by_host(c) && is_remote(self, rank))
             return relay_unit<ROW, PART>(c, u, rank, has_partial, node[0]);
     if (!has_partial) return true;
-    /* The number of this rank in the peer's count. Each rank counts the other ranks upwards,
-     * beginning with its next higher rank, which has number 0 (modulo num_ranks). In backend
-     * p2p, u.role is the number of the peer in this rank's count. */
+    /* The number that the peer gives to this rank. Each rank numbers the other ranks upwards
+     * from its next higher rank, which gets number 0 (modulo num_ranks). In backend p2p, u.role
+     * is the number that this rank gives to the peer. */
     const int source = c.job.self.num_ranks - 2 - u.role;
     uint8_t *heap = c.job.self.heap[rank];
     uint4 *staged =

@@ -61,9 +61,9 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     Pieces ring;
     /* positions in the two lists of units (combine.cu): the next units to begin */
     UnitWalk expert_walk, source_walk;
-    /* For the next expert unit and the next source unit: this lane's slot. For the next source
-     * unit also the rank of this lane's choice. They are loaded one unit ahead, because a load
-     * takes long. */
+    /* Words that were loaded early, because a load takes long. expert_slot: this lane's slot in
+     * the next expert unit. source_slot, source_rank: this lane's slot and the rank of this
+     * lane's choice in the next source unit. */
     int32_t expert_slot, source_slot, source_rank;
     /* This round has expert units for tokens below expert_end, and source units for tokens
      * below source_end. */
@@ -232,7 +232,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         do {
             read_piece(u, q);
             if (!count) break;
-            __syncwarp(); /* makes the weights visible, which other lanes have copied */
+            __syncwarp(); /* makes the weights that other lanes copied visible */
             const float weight = with_weights ? __uint_as_float(u.slots[i].word) : 1.0f;
 #pragma unroll
             for (int v = 0; v < V; v++) {
