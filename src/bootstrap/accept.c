@@ -208,9 +208,9 @@ static bool is_mismatch(acceptor *a, const epic_hello *theirs)
     return a->failed != EPIC_OK;
 }
 
-/* Admits a joiner: sends it the entry frame, and stores its link as the link of its rank. The
- * tag of the frame proves that rank 0 has the secret. If the frame cannot be sent, the joiner
- * is not admitted, and its rank connects again. */
+/* Admits a joiner: sends it the entry frame, and stores its link as the link of its rank. If
+ * there is a secret, the frame's authentication tag proves that rank 0 has it. If the frame
+ * cannot be sent, the joiner is not admitted, and its rank connects again. */
 static void admit_joiner(acceptor *a, joiner *j)
 {
     time_limit limit = time_limit_begin(SEND_MS, a->limit);

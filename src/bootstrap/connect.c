@@ -127,9 +127,9 @@ static epic_result send_proof(connector *c, epic_link *link, const epic_hello *t
     return EPIC_OK;
 }
 
-/* Called after a failed attempt that received a frame without a valid tag. Stores the reason of
- * the failure. If the frame is a refusal, its sentence becomes a part of the error text, but
- * has no other effect. */
+/* Called after a failed attempt that received a frame without a valid authentication tag.
+ * Stores the reason of the failure. If the frame is a refusal, its sentence becomes a part of
+ * the error text, but has no other effect. */
 static epic_result retry_unproved(connector *c, int s, const epic_frame *frame,
                                   time_limit *limit)
 {

@@ -121,9 +121,10 @@ static void describe_claim(char *out, size_t size, const claim *c)
                  (long long)c->num_ranks);
 }
 
-/* Returns true if the variables of two launchers contradict each other. One launcher may start
- * another one, so their ranks and numbers of ranks may differ without a contradiction. But it
- * is a contradiction if one launcher sets one rank and the other one started several ranks. */
+/* Returns true if the variables of two launchers contradict each other. `followed` is the claim
+ * of the launcher that the bootstrap would follow. One launcher may start another one, so their
+ * ranks and numbers of ranks may differ without a contradiction. But it is a contradiction if
+ * `followed` has 1 as the number of ranks and the other launcher has started several ranks. */
 static bool is_contradiction(const claim *followed, const claim *other)
 {
     const trust a = followed->by->trust, b = other->by->trust;
@@ -224,7 +225,8 @@ static epic_result find_endpoint(epic_tcp *tcp, char host[ENV_HOST], const claim
     return c->by->trust == BY_HAND ? check_is_set(c, "MASTER_ADDR") : EPIC_OK;
 }
 
-/* Fills in *tcp from the claim of the chosen launcher. */
+/* Fills in *tcp from `c`, the rank and number of ranks that the chosen launcher has set, and
+ * from the variables for address, port, timeout and secret. */
 static epic_result follow_claim(epic_tcp *tcp, char host[ENV_HOST], const claim *c)
 {
     int64_t timeout_ms = 0;

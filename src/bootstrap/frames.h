@@ -15,9 +15,10 @@
  * frames rank 0 may send a failure. A failure is a frame whose result is not EPIC_OK, followed
  * by an error sentence. After a failure rank 0 sends no more frames on the connection.
  *
- * With a secret every frame has a tag (link.h). The tag of the entry frame proves that rank 0
- * has the secret. Numbers are in the byte order of the sender. A host with the opposite byte
- * order does not recognize the magic number and refuses the connection. */
+ * With a secret every frame has an authentication tag (link.h). The authentication tag of the
+ * entry frame proves that rank 0 has the secret. Numbers are in the byte order of the sender. A
+ * host with the opposite byte order does not recognize the magic number and refuses the
+ * connection. */
 #ifndef EPIC_BOOTSTRAP_FRAMES_H
 #define EPIC_BOOTSTRAP_FRAMES_H
 
@@ -57,7 +58,8 @@ typedef struct epic_frame {
     uint32_t zero;
     /* SHA-256 of the bytes after this header, or without a secret their checksum */
     uint8_t digest[FRAME_TAG];
-    uint8_t tag[FRAME_TAG]; /* HMAC of the fields above; zeros without a secret */
+    /* authentication tag: an HMAC of the fields above; zeros without a secret */
+    uint8_t tag[FRAME_TAG];
 } epic_frame;
 
 _Static_assert(sizeof(epic_hello) == 64, "no hidden padding");

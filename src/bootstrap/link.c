@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One connection of a TCP bootstrap: computes and checks the tags of its frames. */
+/* A link is one connection of a TCP bootstrap. Its messages are called frames. The functions
+ * here compute and check the authentication tag of each frame. */
 #include "bootstrap/link.h"
 
 #include <string.h>
@@ -46,8 +47,8 @@ epic_frame epic_link_make_frame(const epic_secret *secret, epic_result result,
     return frame;
 }
 
-/* Computes the tag of a frame: an HMAC over the sender's side, the frame's number on this link,
- * and the fields of the frame before `tag`. */
+/* Computes the authentication tag of a frame: an HMAC over the sender's side, the frame's
+ * number on this link, and the fields of the frame before `tag`. */
 static bool compute_tag(const epic_link *link, bool listener, uint64_t number,
                         const epic_frame *frame, uint8_t tag[FRAME_TAG])
 {
@@ -62,7 +63,7 @@ epic_message epic_link_message(epic_link *link, const epic_frame *frame, const v
 {
     epic_message message = {.frame = *frame, .bytes = bytes};
     const uint64_t number = link->num_sent++;
-    /* If libcrypto fails, the tag stays zero, and the peer rejects the frame. */
+    /* If libcrypto fails, the authentication tag stays zero, and the peer rejects the frame. */
     if (link->secret != NULL)
         (void)compute_tag(link, link->listener, number, frame, message.frame.tag);
     return message;

@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One connection of a TCP bootstrap, and the authentication of its frames.
+/* A link is one connection of a TCP bootstrap. Its messages are called frames (frames.h). A
+ * link authenticates its frames.
  *
  * With a secret, both ends compute a key that is valid only for this connection: an HMAC with
- * the secret over both hellos. Each hello has a new nonce. The key is never sent. The tag of a
- * frame is an HMAC with that key. The tag covers the sender's side, the number of the frame in
- * this direction, and the frame itself, which contains the SHA-256 of its bytes.
+ * the secret over both hellos. Each hello has a new nonce. The key is never sent. The
+ * authentication tag of a frame is an HMAC with that key. The tag covers the sender's side, the
+ * number of the frame in this direction, and the frame itself, which contains the SHA-256 of
+ * its bytes.
  *
  * An attacker between the two ends can only close the connection. If the attacker changes,
  * removes, repeats or reorders frames, or sends a frame back to its sender, a tag is not the
@@ -32,28 +34,30 @@ typedef struct epic_message {
     size_t done; /* bytes sent, of the frame and the bytes after it */
 } epic_message;
 
-/* Computes the key of the link if there is a secret. From then on frames have tags. `listening`
- * is the hello of rank 0, and `connecting` is the hello of the connecting rank. Returns false
- * if libcrypto fails. */
+/* Computes the key of the link if there is a secret. From then on each frame has an
+ * authentication tag. `listening` is the hello of rank 0, and `connecting` is the hello of the
+ * connecting rank. Returns false if libcrypto fails. */
 bool epic_link_secure(epic_link *link, const epic_secret *secret, bool listener,
                       const epic_hello *listening, const epic_hello *connecting);
 
-/* Returns a frame for `bytes`, without a tag.  The same frame may be sent over several
- * links. */
+/* Returns a frame for `bytes`, without an authentication tag.  The same frame may be sent over
+ * several links. */
 epic_frame epic_link_make_frame(const epic_secret *secret, epic_result result,
                                 uint64_t sequence, const void *bytes, size_t length,
                                 const time_limit *limit);
 
-/* Returns a message that contains the frame, with the link's next frame number and the tag for
- * it. The messages of a link must be sent in the order of these calls. */
+/* Returns a message that contains the frame. With a secret, the frame gets the authentication
+ * tag for the link's next frame number. The messages of a link must be sent in the order of
+ * these calls. */
 epic_message epic_link_message(epic_link *link, const epic_frame *frame, const void *bytes);
 
 /* Makes the next message use the same number as the last message. Call it only if no byte of
  * the last message was sent. */
 void epic_link_reuse_number(epic_link *link);
 
-/* Returns true if the tag shows that the other end sent this frame, as its next one. Call this
- * function once for each received frame, because it counts the frames. */
+/* Returns true if the authentication tag shows that the other end sent this frame, as its next
+ * one. Returns true without a secret. Call this function once for each received frame, because
+ * it counts the frames. */
 bool epic_link_check(epic_link *link, const epic_frame *frame);
 
 /* Returns true if these are the bytes of a frame that epic_link_check() has accepted. */
@@ -75,9 +79,9 @@ void epic_link_send_failure(epic_link *link, epic_result result, const char *sen
 epic_result epic_link_receive_failure(const epic_link *link, const epic_frame *frame,
                                       time_limit *limit);
 
-/* Receives the sentence of a failure frame without a valid tag. If no sentence arrives,
- * `sentence` becomes "". The caller may only print the sentence, because an attacker may have
- * written it. */
+/* Receives the sentence of a failure frame without a valid authentication tag. If no sentence
+ * arrives, `sentence` becomes "". The caller may only print the sentence, because an attacker
+ * may have written it. */
 void epic_link_receive_unproved(int socket, const epic_frame *frame,
                                 char sentence[FRAME_SENTENCE + 1], time_limit *limit);
 

@@ -88,8 +88,8 @@ static bool start_query(query *q)
     return thread_start(&thread, run_query, q) == 0 && pthread_detach(thread) == 0;
 }
 
-/* Keeps this library loaded until the process ends, because the abandoned thread still runs its
- * code. */
+/* Keeps this library loaded until the process ends. Otherwise dlclose() could remove the code
+ * that the thread of an abandoned query still runs. */
 static void stay_loaded(void)
 {
     Dl_info info;

@@ -93,7 +93,8 @@ static epic_result fail_late(const tcp_bootstrap *b, const char *what)
     return result;
 }
 
-/* Returns the error for a frame of `rank` that does not have the expected tag. */
+/* Returns the error for a frame of `rank` that does not have the expected authentication
+ * tag. */
 static epic_result fail_forged(const tcp_bootstrap *b, int32_t rank)
 {
     return epic_fail(EPIC_EPEER, "gather %llu: the data from rank %d was not written by it%s",

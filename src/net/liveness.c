@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The thread that watches the liveness connections (liveness.h). Ten times a second the thread
- * sends one byte, a beat, on each connection. TCP on the peer's host acknowledges the bytes.
+ * sends one byte, BEAT_BYTE, on each connection. TCP on the peer's host acknowledges the bytes.
  * From these acknowledgements the thread decides whether the peer is dead. This rank has one
  * peer on each other host, so peers are numbered by host. */
 #include <errno.h>
@@ -18,7 +18,7 @@
 #include "bootstrap/bootstrap.h"
 #include "net/liveness_inner.h"
 
-#define BEAT_MS 100 /* time between two beats */
+#define BEAT_MS 100 /* time between two BEAT_BYTEs on a connection */
 #define BEAT_BYTE 'b'
 #define CLOSE_BYTE \
     'e' /* last byte before a regular close; a process that dies does not send it */
@@ -83,8 +83,9 @@ static void check_and_beat(net_liveness *l, int host, int64_t now)
         read_beats(l, host);
 }
 
-/* The main function of the thread. Sleeps until bytes arrive or the next beat is due, then
- * reads the bytes or sends the beats. Ends when stop_thread() writes to stop_event. */
+/* The main function of the thread. Sleeps until bytes arrive or BEAT_MS have passed. Then reads
+ * the bytes, or sends the next byte to each peer. Ends when stop_thread() writes to
+ * stop_event. */
 static void *run_thread(void *self)
 {
     net_liveness *l = self;

@@ -13,7 +13,8 @@
  * 3. A put that put() has accepted arrives, or is_gone() reports the peer.
  * 4. An engine may read the source of a put several times, until is_done() returns true for the
  *    put.
- * 5. After connect() no call blocks, allocates host memory of EPIC, or calls CUDA.
+ * 5. After connect() EPIC's code of the engine does not allocate host memory or call CUDA, and
+ *    no function except close() blocks.
  *
  * Therefore a reader recognizes a new word by its content, in one of two ways. Some words hold
  * a value that is never sent (poison) until a new value arrives. All others contain the number

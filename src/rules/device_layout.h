@@ -67,7 +67,8 @@ typedef struct device_plan_header {
     uint32_t sum;          /* checksum of the words above */
 } device_plan_header;
 
-/* Returns the number that `word`, the word i of a header, adds to the header's checksum. */
+/* Returns what word i of a header adds to the header's checksum. `word` is the value of this
+ * word. */
 DEVICE_LAYOUT_BOTH static inline uint32_t device_header_share(uint32_t word, uint32_t i)
 {
     return (word ^ i) * (2 * i + 0x9e3779b1u);

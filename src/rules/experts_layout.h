@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The layout of the experts' workspace on a device. The core computes its size with this file,
- * the device backend divides the workspace, and the kernels use the offsets.
+/* The layout of the experts' workspace on a device. Code without CUDA computes the size of the
+ * workspace with this file, before the workspace is allocated. The CUDA backends compute the
+ * offsets of the arrays in the workspace and pass them to the kernels.
  *
  * `width` is the number of columns of an expert's first product: 2 * inner, or inner if the
  * layer is ungated. "E4M3 weights" are EPIC_E4M3 numbers with scales. In a layer with E4M3

@@ -5,8 +5,9 @@
  * These products have few columns and long sums. Small products divide each sum into slices, so
  * that there is work for the whole GPU, and need memory for partial sums. Large products use
  * tensor cores (experts/grouped_pieces.cu). They represent each float32 number as the sum of
- * three bf16 numbers, its *pieces*, and need memory for the pieces. The core computes the size
- * of the workspace with this file, and the device backend divides the workspace.
+ * three bf16 numbers, its *pieces*, and need memory for the pieces. Code without CUDA computes
+ * the size of the workspace with this file. The CUDA backends compute the offsets of the arrays
+ * in the workspace.
  *
  * In the functions below, `tokens` is the number of this rank's tokens. `block` is the largest
  * number of tokens that the layer computes at a time (moe/moe.h). */
@@ -43,7 +44,8 @@ static inline int32_t gate_slices(int64_t lines, int64_t columns, int64_t depth)
 }
 
 /* Returns the number of slices with EPIC_INVARIANT, which must not depend on the number of
- * tokens. Few slices need little memory for many tokens. */
+ * tokens. There are at most 8 slices, because the memory for the partial sums of many tokens
+ * grows with the number of slices. */
 static inline int32_t gate_fixed_slices(int64_t depth)
 {
     const int64_t most = gate_ceil(depth, GATE_LEAST);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rules of the router and of the losses that host code and CUDA kernels have in common, in
- * plain C. */
+/* Functions of the router and of the losses that host code and CUDA kernels share, so that both
+ * follow the same rules. */
 #ifndef EPIC_ROUTER_RULE_H
 #define EPIC_ROUTER_RULE_H
 

@@ -254,8 +254,8 @@ static epic_result add_stripe(net *n, handle *all, size_t *used, char *why)
 }
 
 /* Opens the first stripe. If more stripes would be faster (can_gain), opens up to
- * n->setup.threads more. Returns EPIC_OK also if not all of these could be opened because the
- * handles of all stripes do not fit. */
+ * n->setup.threads more. If a stripe cannot be opened because its handle does not fit, opens no
+ * more stripes and returns EPIC_OK. */
 static epic_result add_stripes(net *n, handle *all, char *why)
 {
     size_t used = 0;

@@ -102,9 +102,9 @@ static void store_words(void *to, const void *from, size_t bytes)
     }
 }
 
-/* Callback of UCX: stores a received message into the inbox. Any program that finds the port
- * can send messages. So this function ignores a message if its token is not the token of this
- * net, or if its target is not inside the inbox. */
+/* UCX calls this function for each received message. Stores the message into the inbox. Any
+ * program that finds the port can send messages. So this function ignores a message if its
+ * token is not the token of this net, or if its target is not inside the inbox. */
 static ucs_status_t receive_message(void *self, const void *head, size_t head_bytes, void *data,
                                     size_t bytes, const ucp_am_recv_param_t *param)
 {
@@ -225,7 +225,7 @@ static epic_result ucx_open(net **out, const net_setup *setup, void *bytes, char
 
 /* ------------------------------------------------------------------------- connecting ---- */
 
-/* Callback of UCX: the peer is gone. */
+/* UCX calls this function when the connection to a peer has failed. Marks the peer as gone. */
 static void on_peer_error(void *self, ucp_ep_h endpoint, ucs_status_t status)
 {
     (void)endpoint, (void)status;
@@ -285,7 +285,8 @@ static epic_result ucx_connect(net *n, const void *handles, char *why)
 
 /* ---------------------------------------------------------------------------- sending ---- */
 
-/* Callback of UCX: a remote write or message has been sent. `self` is its send_op. */
+/* UCX calls this function when a remote write or message has been sent. `self` is its
+ * send_op. */
 static void on_completed(void *request, ucs_status_t status, void *self)
 {
     (void)status; /* on_peer_error() records that the peer is gone */
