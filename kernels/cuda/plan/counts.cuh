@@ -174,9 +174,9 @@ __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
            record_index(job.self, job.self.rank, 0, (int)job.layer.top_k);
 }
 
-/* Returns the id under which the planner counts choice number `choice`. This is its expert. In
- * layers with replicas whose planner chooses the replica after counting, it is the logical
- * expert. */
+/* Returns the id by which the planner counts choice number `choice`: the id of the expert.
+ * There is one exception: if the planner chooses replicas only after counting, the function
+ * returns the id of the logical expert. */
 template <int KIND>
 __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t choice)
 {

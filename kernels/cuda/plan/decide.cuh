@@ -43,7 +43,8 @@ __device__ __forceinline__ uint64_t round_up_rows(int32_t count, uint32_t alignm
 }
 
 /* Upper bound of replica_bytes() + by_k_bytes(): the bytes of dynamic shared memory that layers
- * with PLAN_RARE (replicas, or dropped choices) need in addition to other layers. */
+ * with PLAN_RARE (replicas, or dropped choices) need on top of what every layer needs
+ * (planner_bytes_of()). */
 #define PLAN_RARE_BYTES (P2P_REPLICATED_EXPERTS * 12 + 16 + (48 << 10))
 
 /* Returns the bytes of dynamic shared memory that make_plan() needs for this job. */
@@ -111,7 +112,7 @@ __device__ __forceinline__ int32_t *logical_table(const p2p_plan_job &job)
     return (int32_t *)(job.plan + device_logical(&at, job.layer.layout));
 }
 
-/* Returns the plan's table `expert_of`: entry l is the id of this rank's local expert l. Only
+/* Returns the plan's table `expert_of`: entry i is the id of this rank's local expert i. Only
  * plans of layers with replicas have it. In memory it follows logical_table(). */
 __device__ __forceinline__ int32_t *expert_table(const p2p_plan_job &job)
 {
@@ -288,8 +289,8 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
 
 /* Waits until each rank with wrong data has sent the description of its first wrong value
  * (fault words). Only backend `hosts` needs this, where these words arrive through the net. If
- * the kernel ended before, a late word could overwrite a word of a later epoch. Called by one
- * thread of CTA 0. Returns false if the group of ranks has failed. */
+ * the kernel ended before they arrive, a late word could overwrite a word of a later epoch.
+ * Called by one thread of CTA 0. Returns false if the group of ranks has failed. */
 static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self &self,
                                                 const OpState &op)
 {
@@ -303,9 +304,9 @@ static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self
     return true;
 }
 
-/* Reports wrong data to the host process of this rank: the first wrong value of the lowest rank
- * whose data is wrong. That rank has sent this value to all ranks, so all host processes report
- * the same error. Called by one thread of CTA 0. */
+/* Reports wrong data to the host process of this rank. Of the ranks whose data is wrong, the
+ * lowest is chosen, and its first wrong value is reported. That rank has sent this value to all
+ * ranks, so all host processes report the same error. Called by one thread of CTA 0. */
 static __device__ __noinline__ void report_fault(const Planner &p, const p2p_plan_job &job,
                                                  const OpState &op)
 {

@@ -21,9 +21,9 @@
 
 #include "cuda/plan/replicas.cuh"
 
-/* Returns the bytes of dynamic shared memory that EPIC_BY_K needs in addition. They are for two
- * arrays: kept_before, and the load of each expert, summed over k. In memory these arrays
- * follow the tables of the replicas. */
+/* Returns the bytes of dynamic shared memory for the two arrays that only EPIC_BY_K uses:
+ * kept_before, and the load of each expert, summed over k. In memory these arrays follow the
+ * tables of the replicas. Returns 0 if the layer does not have EPIC_BY_K. */
 static inline int by_k_bytes(const p2p_plan_job *job)
 {
     const int warps = planner_warps(num_tallies(*job, job->layer.layout == EPIC_FLAT));

@@ -70,9 +70,9 @@ __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_pl
 }
 
 /* Stores in the plan the slot (or the reason why there is none) and the rank of choice number
- * `choice`. Returns where to send the slot. `id`: the id under which the choice was counted.
- * `warp_position`: how many choices with this id the warp counted before this one. Called by
- * all lanes; a lane without a choice passes choice -1. */
+ * `choice`. Returns where to send the slot. `id`: the id by which the planner has counted the
+ * choice (planned_id()). `warp_position`: how many choices with this id the warp counted before
+ * this one. Called by all lanes; a lane without a choice passes choice -1. */
 template <int KIND>
 __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p_plan_job &job,
                                                      int64_t choice, int64_t id, int k,
@@ -99,8 +99,9 @@ __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p
 /* Sends to every rank the records of as many tokens as fit in the lanes of a warp. A record has
  * the token's slots on that rank by ascending k, one stamped word per slot. If none of a
  * token's experts is on the rank, the record is RECORD_ABSENT. `token`: this lane's token.
- * `in`: true if this token exists. c[0], c[1]: where this lane's choices of the token go; c[1]
- * is a choice from 32 on, if the token has that many. Called by one warp. */
+ * `in`: true if this token exists. A lane has one choice among the token's first 32, and one
+ * among the later choices, if the token has more than 32. c[0] and c[1]: where these two
+ * choices go. Called by one warp. */
 __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_job &job,
                                              const TokenLanes &lanes, int32_t token, bool in,
                                              const PlacedChoice (&c)[2])
@@ -178,7 +179,8 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
         int64_t choice[4], id[4];
         int32_t warp_position[4];
 #pragma unroll
-        /* i / 2: one of two groups of tokens; i % 2: 1 for choices from 32 on */
+        /* The warp handles two groups of tokens at a time. i / 2: number of the group. i % 2: 1
+         * for the choices after a token's first 32, else 0. */
         for (int i = 0; i < 4; i++) {
             const int token = t + i / 2 * lanes.tokens_at_once + lanes.token;
             const int k = lanes.k + i % 2 * WARP;

@@ -3,9 +3,9 @@
  *
  * A choice is one of a token's top_k expert ids. A tally is a counter of a warp. Tally e counts
  * the choices of expert e. With EPIC_BY_K, tally k * num_experts + e counts the choices of
- * expert e with this k. With layout FLAT, one more tally per rank follows, which counts the
- * rows that the tokens need on this rank. The planner CTAs are the first job.planners CTAs of a
- * kernel. They make the plan together.
+ * expert e with this k. With layout FLAT, one more tally follows for each rank of the group. It
+ * counts the rows that the tokens need on that rank. The planner CTAs are the first
+ * job.planners CTAs of a kernel. They make the plan together.
  *
  * This rank's tokens are divided among the planner CTAs, and the tokens of a CTA among its
  * warps. A warp handles several tokens at a time, one choice per lane:
@@ -51,11 +51,11 @@ struct Planner {
      * prepare_by_k() later points `load` to another array, [num_experts]: the choices of each
      * expert, summed over k. */
     int32_t *load;
-    /* FLAT only, [num_ranks]: they point to the last elements of before_cta and of load, which
-     * belong to the tallies of ranks. rows_before_cta[q]: rows on rank q for all tokens before
-     * those of this CTA. needed_rows[q]: rows on rank q for all tokens. */
+    /* FLAT only, [num_ranks]: pointers to the last num_ranks elements of before_cta and of
+     * load, which belong to the tallies of rows. rows_before_cta[q]: rows on rank q for all
+     * tokens before those of this CTA. needed_rows[q]: rows on rank q for all tokens. */
     int32_t *rows_before_cta, *needed_rows;
-    union { /* [num_experts]: meaning depends on the planner and the layout */
+    union { /* [num_experts]: which member is used depends on the planner and the layout */
         /* EXPERT_MAJOR: first slot of the expert's slab, on its rank */
         int32_t *slab_start;
         /* FLAT, which has no slabs: number of the expert among the experts of its rank */
@@ -69,8 +69,8 @@ struct Planner {
      * CTA. */
     int32_t *tally;
     /* [num_tallies]: the rank to which each tally belongs. For the tally of an expert, this is
-     * the rank that owns the expert, so owner[e] is the owner of expert e. The tally of a rank
-     * belongs to this rank. */
+     * the rank that owns the expert, so owner[e] is the owner of expert e. The tally of the
+     * rows of rank q belongs to rank q. */
     uint8_t *owner;
     uint8_t *rare_memory; /* memory after these arrays; only layers with PLAN_RARE use it */
     /* keep_limit[q]: the largest number of choices that each expert of rank q may keep, so that
@@ -102,8 +102,8 @@ struct Planner {
     /* layers with replicas: hash of the caller's table logical_of_expert */
     uint32_t table_hash;
     /* Layers with replicas: the lowest expert e for which logical_of_expert[e] is invalid. If
-     * all entries are valid: num_experts + the lowest logical expert that has no replica, or
-     * NO_INDEX. */
+     * all entries are valid, num_experts plus the lowest logical expert that has no replica. If
+     * nothing is wrong, NO_INDEX. */
     uint32_t bad_replica;
     uint32_t bad_ranks; /* Bit mask of the ranks whose choices or tables are wrong. */
     /* num_warps: how many warps of a CTA count choices. tokens_per_cta, tokens_per_warp: how
@@ -257,7 +257,8 @@ __device__ __forceinline__ void split_tokens(Planner &p, const p2p_plan_job &job
     p.tokens_per_warp = (p.tokens_per_cta + warps - 1) / warps;
 }
 
-/* Returns which tokens this warp handles: none if the warp does not count choices. */
+/* Returns the range of tokens that this warp handles. The range is empty if the warp does not
+ * count choices. */
 __device__ __forceinline__ TokenRange range_of_warp(const Planner &p, const p2p_plan_job &job)
 {
     const int warp = threadIdx.x / WARP;

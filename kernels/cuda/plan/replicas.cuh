@@ -154,9 +154,9 @@ static __device__ void split_among_replicas(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* Returns how many choices an expert may keep because of expert_capacity; 2^31 - 1 if there is
- * no such limit. With replicas, expert_capacity is the limit of the logical expert, and is
- * divided among its replicas. */
+/* Returns the limit that expert_capacity sets on the number of choices that an expert keeps, or
+ * 2^31 - 1 if there is no such limit. With replicas, expert_capacity is the limit of the
+ * logical expert, and is divided among its replicas. */
 __device__ __forceinline__ int32_t expert_quota(const Planner &p, const p2p_plan_job &job,
                                                 int expert)
 {

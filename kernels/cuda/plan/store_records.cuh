@@ -35,14 +35,14 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
             last_words =
                 __ballot_sync(ALL_LANES, has_arrived && ((uint32_t)word & RECORD_LAST)) &
                 lanes.token_lanes;
-            /* Backend `hosts`, top_k up to 32: the sender sends all top_k words of a record,
-             * also those after RECORD_LAST. So wait for all of them. Otherwise a late word
-             * could overwrite a word of a later epoch. */
+            /* In backend `hosts` with top_k up to 32, the sender sends all top_k words of a
+             * record, even those after the word with RECORD_LAST. So wait for all of them.
+             * Otherwise a late word could overwrite a word of a later epoch. */
             const bool is_whole = lanes.num_halves == 1;
             if (HOSTS && !__all_sync(ALL_LANES, !is_whole || !reads || has_arrived))
                 return false;
-            /* p2p: the sender sends only the words up to the one with RECORD_LAST, so wait only
-             * for these. */
+            /* In all other cases, the sender sends only the words up to the one with
+             * RECORD_LAST, so wait only for these. */
             const bool needed = reads && !(last_words & lanes_below());
             /* true: the word with RECORD_LAST has not arrived, so the lanes must go on
              * waiting */

@@ -13,14 +13,15 @@
 
 #include "cuda/net/operation.cuh"
 
-/* Flag in the last word of a record. In a word of `counts`: the sender's data is wrong. */
+/* Flag that marks the last word of a record. In a word of `counts` (plan/counts.cuh), the same
+ * flag means that the sender's data is wrong. */
 #define RECORD_LAST 0x80000000u
-/* Word of a record: no choice of the token goes to the receiving rank. In backend `hosts`,
- * senders also fill unused words of a record with this value. */
+/* Word of a record that means: no choice of the token goes to the receiving rank. In backend
+ * `hosts`, senders also fill unused words of a record with this value. */
 #define RECORD_ABSENT 0x7fffffffu
-/* Word of a record in place of a slot, if the plan is invalid: a choice goes to the receiving
- * rank. The sender may already have sent the row, so the rank must still receive it. It
- * discards the row. */
+/* Word of a record in place of a slot, if the plan is invalid. It means that a choice goes to
+ * the receiving rank, but has no slot. The sender may already have sent the row, so the
+ * receiving rank must still receive the row, and discards it. */
 #define RECORD_DISCARD 0x7ffffffeu
 
 /* Returns the bit mask of the lanes below this one. */
@@ -57,8 +58,8 @@ __device__ __forceinline__ int64_t record_index(const p2p_self &self, int rank, 
     return ((int64_t)rank * self.max_tokens + token) * top_k;
 }
 
-/* Returns the checksum of a header. Lane l passes words l, l + 32, and so on, of the header.
- * Called by one warp. */
+/* Returns the checksum of a header. Lane n passes the words with the numbers n, n + 32, and so
+ * on, of the header. Called by one warp. */
 static __device__ uint32_t header_checksum(const uint32_t (&words)[HEADER_LANE_WORDS])
 {
     uint32_t sum = 0;
@@ -113,8 +114,9 @@ static __device__ void set_plan_pointers(PlanView &view, const uint8_t *plan,
     view.records = (const int32_t *)(plan + at.records);
 }
 
-/* Reports to the host why this call cannot use the plan. is_intact: checksum and fields are
- * valid. Called by one thread. */
+/* Reports to the host why this call cannot use the plan. is_intact: true if the checksum and
+ * the fields of the plan are valid. Then the plan was made for another layer or another number
+ * of tokens. Called by one thread. */
 static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
                                                     const device_plan_header &h, bool is_intact,
                                                     int32_t num_tokens)
@@ -137,8 +139,9 @@ static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
  * accepted. */
 #define ANY_TOKENS (-1)
 
-/* Loads the header of the plan at `plan`: lane l gets words l, l + 32, and so on. If the plan's
- * memory is smaller than a header, all words become 0. Called by one warp. */
+/* Loads the header of the plan at `plan`. Lane n gets the words with the numbers n, n + 32, and
+ * so on. If the plan's memory is smaller than a header, all words become 0. Called by one
+ * warp. */
 __device__ __forceinline__ void load_header(uint32_t (&words)[HEADER_LANE_WORDS],
                                             const uint8_t *plan, int64_t plan_bytes)
 {
@@ -198,9 +201,10 @@ static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t pl
 }
 
 /* Returns false if the receive buffer of any rank has fewer rows than the rank has slots in the
- * plan. For this, waits until all ranks have announced how many rows they have. `reports`: also
- * reports the first such rank to the host. If the group of ranks has failed, returns true,
- * because the failure is reported elsewhere. Can be called by any threads. */
+ * plan. For this, waits until all ranks have announced how many rows they have. If `reports` is
+ * true, also reports to the host the first rank that has too few rows. If the group of ranks
+ * has failed, returns true, because the failure is reported elsewhere. Can be called by any
+ * threads. */
 static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpState &op,
                                                const volatile device_plan_header *h,
                                                bool reports)
@@ -262,9 +266,9 @@ __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t
         const bool has_arrived = lane < count && is_stamped(op, word);
         const uint32_t arrived = __ballot_sync(ALL_LANES, has_arrived);
         last_words = __ballot_sync(ALL_LANES, has_arrived && ((uint32_t)word & RECORD_LAST));
-        /* Backend `hosts`, top_k up to 32: wait for all top_k words of the record, also for
-         * those after the word with RECORD_LAST. The sender has sent them all in this epoch.
-         * Otherwise a late word could overwrite a word of a later epoch. */
+        /* In backend `hosts` with top_k up to 32, the sender sends all top_k words of a record,
+         * even those after the word with RECORD_LAST. So wait for all of them. Otherwise a late
+         * word could overwrite a word of a later epoch. */
         if (HOSTS && top_k <= WARP && __popc(arrived) < count) return false;
         const uint32_t needed = last_words      ? (2u << (__ffs(last_words) - 1)) - 1
                                 : count == WARP ? ALL_LANES
