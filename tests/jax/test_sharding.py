@@ -54,6 +54,21 @@ def test_fsdp(shape: str, name: str, gemm: Any, opened: Any) -> None:
         assert got[3][key].sharding.is_equivalent_to(weight.sharding, weight.ndim), key
 
 
+def test_axes_of_size_one_without_a_type(opened: Any) -> None:
+    """Check FSDP over an axis of size 1 if JAX leaves such axes out of the types of arrays."""
+    option = "jax_remove_size_one_mesh_axis_from_type"  # MaxText sets it
+    mesh, case = three_axes((2, 1, 2)), layers.CASES["softmax"]
+    before = getattr(jax.config, option)
+    jax.config.update(option, True)
+    try:
+        group = opened(mesh)
+        args = placed(mesh, group, case)
+        got = layers.step(mesh, group, case, fsdp_axes=("fsdp",))(*args)
+    finally:
+        jax.config.update(option, before)
+    layers.compare(got, layers.true_step(case, 2))
+
+
 def collectives(text: str) -> list[tuple[str, str]]:
     """Return name and replica groups of each collective of XLA."""
     kinds = "all-gather|reduce-scatter|all-to-all|collective-permute"

@@ -245,6 +245,10 @@ def gather_weights(group: Group, x: Any, weights: MoeWeights, axes: tuple[str, .
     Backward sums the gradient of each weight over these axes, and scatters the sum over them.
     """
     e4m3.refuse_parts(weights, "fsdp_axes")
+    # JAX can leave axes of size 1 out of the types of arrays, and then refuses to gather over them.
+    axes = tuple(axis for axis in axes if jax.lax.axis_size(axis) > 1)
+    if not axes:
+        return weights
     parts = MoeWeights(*cast_all_varying(group, *weights, x)[:-1])
 
     def whole(name: str, part: Any) -> Any:
