@@ -77,9 +77,10 @@ epic_result api_plan(epic_context *ctx, const epic_plan_args *args,
     return call_plan(ctx, args, sizeof *args, extra);
 }
 
-/* Fills in row_bytes of matrices without rows: that of recv from tokens, or that of tokens from
- * recv. A quantized row has one byte for each element. The sizes were not checked yet, so the
- * product may overflow. Then it becomes INT64_MAX, which check_rows() rejects later. */
+/* Fills in row_bytes of matrices without rows: computes recv.row_bytes from tokens.row_bytes,
+ * or tokens.row_bytes from recv.row_bytes. A quantized row has one byte for each element. The
+ * sizes have not been checked yet, so the product may overflow. If it does, row_bytes becomes
+ * INT64_MAX, which check_rows() rejects later. */
 static void default_dispatch_rows(epic_dispatch_args *a)
 {
     const int64_t size = a->quantize ? (int64_t)epic_type_bytes(a->type) : 1;
@@ -94,8 +95,8 @@ static void default_dispatch_rows(epic_dispatch_args *a)
 
 /* Copies the layer that the caller passed for an existing plan to *out, fills in its defaults,
  * and makes *layer point to *out. Replaces the sum order EPIC_BY_HOSTS by EPIC_BY_RANK, except
- * on GPUs of several hosts. There the meaning of EPIC_BY_HOSTS depends on whether the plan was
- * made with a rank_of_expert, which this call does not know. */
+ * on GPUs of several hosts. On such GPUs the meaning of EPIC_BY_HOSTS depends on whether the
+ * plan was made with a rank_of_expert, which this call does not know. */
 static epic_result read_plan_layer(const epic_context *ctx, epic_layer *out,
                                    const epic_layer **layer)
 {

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads configurations. This file reads all environment variables of the core, except EPIC_HOST
- * (hello.c). Bootstraps and plugins read theirs themselves. */
+/* Reads configurations. This file reads all environment variables of libepic.so, except
+ * EPIC_HOST (hello.c) and the variables of bootstraps (src/bootstrap). Plugins read their own
+ * variables. */
 #include "api/config.h"
 
 #include <stdlib.h>
@@ -13,7 +14,8 @@
 #define DEFAULT_TIMEOUT_MS 300000u
 #define MOST_ROW_BYTES (1ll << 30)
 
-/* Returns EPIC_EINVAL with an error sentence of the field, its value and the rule. */
+/* Returns EPIC_EINVAL, and sets an error sentence that contains the field, its value and the
+ * rule. */
 static epic_result config_error(const char *field, int64_t value, const char *rule)
 {
     return epic_fail(EPIC_EINVAL, "config.%s is %lld: %s", field, (long long)value, rule);

@@ -250,8 +250,9 @@ static const hello *find_refusal(const hello *all, int num_ranks, bool second_ha
     return NULL;
 }
 
-/* Returns true if a sentence begins with "rank N: ". On GPUs the sentence does, because all
- * ranks report the sentence of one rank, which names that rank. */
+/* Returns true if a sentence begins with "rank N: ". If joining fails on GPUs, every rank
+ * reports the error sentence of one rank, and this sentence already begins with the number of
+ * that rank. */
 static bool begins_with_rank(const char *sentence)
 {
     int rank, end = 0;

@@ -149,8 +149,8 @@ static int32_t count_hosts(const epic_peer *peers, int num_ranks)
 }
 
 /* Chooses a backend. Then the ranks gather their choices and check that all are the same. They
- * do this before they join the group. If a plugin is missing on one host, that rank cannot
- * join, and joining would block all other ranks. */
+ * do this before they join the group. Otherwise, if a plugin were missing on one host, the
+ * ranks of that host could not join, and all other ranks would wait for them. */
 static epic_result agree_on_backend(const epic_backend **out, const epic_context *ctx,
                                     const epic_bootstrap *bootstrap, hello *mine, hello *all,
                                     const epic_peer *peers)

@@ -89,7 +89,8 @@ epic_result epic_capacity_bound_v1(const epic_config *config, size_t config_size
     return EPIC_OK;
 }
 
-/* Returns the memory that a context needs: the memory of its backend and that of the core. */
+/* Returns the memory that a context needs: the memory of its backend, and the memory of the
+ * context itself (context_bytes()). */
 static epic_memory_info context_memory(const epic_config *c, const epic_backend *backend)
 {
     epic_memory_info info = {0};

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The context: the state of one rank of one group. All code of the core that works on contexts
- * uses this struct. A host context has a host backend (backend/transport.h). A device context
- * has a device backend (backend/ops.h). */
+/* The context: the state of one rank of one group. All code of libepic.so that works on
+ * contexts uses this struct. A host context has a host backend (backend/transport.h). A device
+ * context has a device backend (backend/ops.h). */
 #ifndef EPIC_CONTEXT_H
 #define EPIC_CONTEXT_H
 

@@ -80,7 +80,8 @@ static bool allocate_all(epic_dispatcher *s)
     return true;
 }
 
-/* Releases the plan and all buffers, also after a failure of allocate_all(). */
+/* Releases the plan and all buffers. Also works after a failure of allocate_all(), when some
+ * buffers do not exist. */
 static void release_all(epic_dispatcher *s)
 {
     if (s->slots.results != s->slots.rows) release_memory(s, s->slots.results);
