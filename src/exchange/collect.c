@@ -20,7 +20,7 @@ typedef struct collect_state {
     exchange *x;
     const collect *c;
     int64_t item;  /* the next item of this rank to handle */
-    int32_t piece; /* the next piece of that item */
+    int32_t piece; /* the next piece of item `item` */
     /* largest number of entries to send to one home before the next home has its turn */
     int64_t batch;
 } collect_state;
@@ -65,7 +65,7 @@ static bool collect_send(collect_state *g)
 
 /* Sets x->rows[r] to the entry of each contributing rank r for the next piece of the next item.
  * Returns true if all these entries have arrived. Otherwise returns false, and adds each rank
- * whose entry is missing to the awaited ranks. */
+ * whose entry is missing to x->waits_for, the ranks that this rank waits for. */
 static bool collect_find_rows(collect_state *g)
 {
     exchange *x = g->x;
@@ -111,8 +111,8 @@ static bool collect_receive(collect_state *g)
     return count > 0;
 }
 
-/* Returns true if this rank still has entries to send or items to handle. Sets the awaited
- * ranks to those to which this rank still has entries to send. */
+/* Returns true if this rank still has entries to send or items to handle. Sets x->waits_for,
+ * the ranks that this rank waits for, to the ranks to which it still has entries to send. */
 static bool collect_is_unfinished(collect_state *g)
 {
     exchange *x = g->x;

@@ -136,9 +136,9 @@ static epic_result exchange_break_group(exchange *x, epic_result result,
     return first ? first : context_break(x->ctx, &failure);
 }
 
-/* Breaks the group with EPIC_EPEER if a peer that this rank waits for is gone. Looks at the
- * peers at most once every CHECK_NS. Looks at once if `late` is true (the deadline has passed),
- * or if the last check saw that a peer is gone.
+/* Breaks the group with EPIC_EPEER if a peer that this rank waits for is gone. Checks the peers
+ * at most once every CHECK_NS, except if `late` is true (the deadline has passed) or the last
+ * check saw that a peer is gone. In these two cases, checks them immediately.
  *
  * A peer may have sent its last data just before its process ended. Therefore two checks must
  * see the peer gone, and no entry may move between the checks. If the processes of some peers
@@ -170,9 +170,9 @@ static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
     return exchange_break_group(x, EPIC_EPEER, any_ended ? ended : closed, sentence);
 }
 
-/* Breaks the group with EPIC_ETIMEOUT, because the deadline has passed. But if the machine
- * suspended this process during the search for culprits, the peers were probably suspended too.
- * Then the function restarts the deadline and returns EPIC_OK. */
+/* Breaks the group with EPIC_ETIMEOUT, because the deadline has passed. There is one exception:
+ * if this process was suspended during the search for culprits, the peers were probably
+ * suspended too. Then the function restarts the deadline and returns EPIC_OK. */
 static epic_result exchange_report_timeout(exchange *x)
 {
     uint64_t culprits[RANK_WORDS] = {0};
@@ -259,8 +259,8 @@ static epic_result exchange_claim_op_slot(exchange **out, epic_context *ctx, exc
  * is found yet. If two headers differ, breaks the group with EPIC_EMISMATCH.
  *
  * In a header that reports an error, most other elements are not filled in. So if this rank's
- * own header reports an error, it does not show whether two other ranks differ. The header of
- * *healthy does. */
+ * own header reports an error, it does not show whether two other ranks differ. A comparison
+ * with the header of rank *healthy shows that. */
 static epic_result exchange_compare_header(exchange *x, int r, int *healthy)
 {
     char sentence[256];
@@ -303,8 +303,8 @@ static epic_result exchange_gather_headers(exchange *x, const epic_op_header *mi
 }
 
 /* Claims an op slot, sends the op header to all ranks, and waits for the headers of all ranks.
- * If the function has claimed an op slot, it sets *out to the exchange, also if it then fails.
- * The caller must close this exchange. */
+ * If the function has claimed an op slot, it sets *out to the exchange, even if it fails
+ * afterwards. The caller must close this exchange. */
 static epic_result exchange_enter(exchange **out, epic_context *ctx, exchange *request,
                                   const epic_op_header *header, uint64_t bytes)
 {

@@ -83,7 +83,7 @@ typedef struct exchange {
     /* number of entries that were sent to and read from each rank so far */
     int64_t *num_sent, *num_read;
     int64_t *next_item_to;   /* next item to send to each peer */
-    int32_t *next_piece_to;  /* next piece of that item */
+    int32_t *next_piece_to;  /* next piece of item next_item_to[r] for each peer r */
     int64_t *next_item_from; /* next item to read from each peer */
     ring_cost *ring_costs;   /* cost of the ring to each peer; kept between operations */
     const void **rows;       /* the `rows` argument of collect.read_rows */

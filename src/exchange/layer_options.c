@@ -98,8 +98,9 @@ static const option options[] = {
 };
 enum { NUM_OPTIONS = sizeof options / sizeof *options };
 
-/* The words of the weights: first a flag, which is 1 if the other words are checksums. Then one
- * word for each layer_weight, in the order of that enum. */
+/* Describes those header words that contain information about the weights of the layer. The
+ * first word is a flag, which is 1 if the other words are checksums. Then follows one word for
+ * each value of enum layer_weight, in the order of that enum. */
 static const option weights[] = {
     {"EPIC_CHECK_WEIGHTS", KIND_FLAG, NO_CHOICES},
     {"w_gate", KIND_WEIGHT, NO_CHOICES},
@@ -121,7 +122,9 @@ _Static_assert(NUM_WEIGHTS == NUM_LAYER_WEIGHTS + 1, "a name for each layer_weig
 _Static_assert(NUM_OPTIONS + DOUBLE_WORDS + NUM_WEIGHTS <= OPTION_WORDS,
                "epic_op_header.options");
 
-#define FIRST_WEIGHT (OPTION_WORDS - NUM_WEIGHTS) /* the weights are the last words */
+/* The words about the weights are the last ones of the array. This is the index of their first
+ * word. */
+#define FIRST_WEIGHT (OPTION_WORDS - NUM_WEIGHTS)
 
 /* -------------------------------------------------------------------- options to words ---- */
 
@@ -206,7 +209,8 @@ static void put_shared(uint32_t **at, const epic_experts *e)
 }
 
 /* Leaves out the options that may differ between ranks: the number of slots, the number of
- * local experts, a caller's own GEMM, and what is kept for the backward pass. */
+ * local experts, a GEMM function that the caller passed, and what is saved for the backward
+ * pass. */
 void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_router *router,
                         const epic_experts *experts, const epic_experts *shared)
 {

@@ -15,13 +15,13 @@
 
 typedef struct layer_options {
     uint64_t hash;         /* hash of the options; 0: unknown, not compared */
-    uint64_t weights_hash; /* hash of the weight words; 0: unknown, not compared */
+    uint64_t weights_hash; /* hash of the words about the weights; 0: unknown, not compared */
     uint32_t words[OPTION_WORDS];
 } layer_options;
 
-/* The weights of a layer that all ranks must pass, or none. Each weight has one word in the op
- * header: 0 if the pointer is NULL, otherwise 1. With EPIC_CHECK_WEIGHTS the word is a checksum
- * of the numbers instead of 1. */
+/* The weights of a layer that either all ranks must pass, or no rank. Each weight has one word
+ * in the op header: 0 if the pointer is NULL, otherwise 1. With EPIC_CHECK_WEIGHTS the word is
+ * a checksum of the numbers instead of 1. */
 typedef enum layer_weight {
     WEIGHT_W_GATE,
     WEIGHT_B_GATE,
@@ -43,11 +43,12 @@ typedef enum layer_weight {
 epic_result layer_options_read(layer_options *out, const epic_moe *moe);
 
 /* Fills in the options from structs that READ_SIZED has read. shared may be NULL. Does not fill
- * in the words of the weights. */
+ * in the header words about the weights: layer_options_set_weights() does that. */
 void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_router *router,
                         const epic_experts *experts, const epic_experts *shared);
 
-/* Fills in the weight words. are_checked is true if they are checksums (EPIC_CHECK_WEIGHTS). */
+/* Fills in the header words about the weights. are_checked is true if these words are checksums
+ * (EPIC_CHECK_WEIGHTS). */
 void layer_options_set_weights(layer_options *out, bool are_checked,
                                const uint32_t words[NUM_LAYER_WEIGHTS]);
 

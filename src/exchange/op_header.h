@@ -41,8 +41,8 @@ enum { /* elements of epic_op_header.common */
 enum { /* elements of epic_op_header.local */
        LOCAL_TOKENS,
        LOCAL_CAPACITY,
-       /* number of rows of the caller's slot buffer; for EPIC_OP_WINDOW: size of the window in
-          bytes */
+       /* number of rows of the array by slot that the caller passed to this call, for example
+          recv of dispatch or rows of combine; for EPIC_OP_WINDOW: size of the window in bytes */
        LOCAL_ROWS,
        LOCAL_NEEDED_ROWS, /* number of slots that the plan uses */
        /* dispatch_signature() of the dispatch that follows this plan in the same public call;
@@ -74,15 +74,18 @@ enum data_error {
     DATA_REPLICAS,
     /* The bytes of a plan are damaged: one detail, an enum plan_damage. */
     DATA_PLAN,
-    /* The router's token id is not a row of the table: token, id, table_rows. */
+    /* An element of token_ids, which selects a row of the router's table for a token, is out of
+     * range: token, id, table_rows. */
     DATA_TOKEN_ID,
     /* An expert id in the router's table is out of range: row, k, id, number of valid ids. */
     DATA_TABLE,
     /* A forced expert id (topk_idx_in) is out of range: token, k, id, number of valid ids. */
     DATA_FORCED,
-    /* The layer's `saved` is from a forward that failed or never ran: no details. */
+    /* The argument `saved` of epic_moe_backward is from a forward that failed or never ran: no
+     * details. */
     DATA_SAVED,
-    /* A part of the layer's `saved` is damaged: an enum saved_part, index, value. */
+    /* A part of the argument `saved` of the layer is damaged: an enum saved_part, index,
+     * value. */
     DATA_SAVED_PART,
     /* A window cannot be added: one detail, an epic_result. epic_op_header.bytes contains the
      * error sentence. */

@@ -88,7 +88,8 @@ void windows_close(epic_context *ctx, bool ours)
 
 /* ----------------------------------------------------------------------- adding one ---- */
 
-/* Allocates memory for a window that peers cannot reach. */
+/* Allocates private memory for a window into which no peer can store, because the group has
+ * only one rank or its transport has no windows. */
 static epic_result allocate_private(epic_window_memory *memory)
 {
     void *data = mmap(NULL, (size_t)memory->bytes, PROT_READ | PROT_WRITE,
@@ -100,8 +101,9 @@ static epic_result allocate_private(epic_window_memory *memory)
     return EPIC_OK;
 }
 
-/* Sets the memory of this rank for the window, which the caller passed or EPIC allocates. Makes
- * it available to peers and writes its handle to `handle`. */
+/* Sets w->data to this rank's memory of the window: the memory that the caller passed or, if it
+ * passed none, new memory. If the transport has windows, makes this memory available to peers
+ * and writes the handle with which peers map it to `handle`. */
 static epic_result window_get_memory(epic_context *ctx, window *w, const epic_window_args *args,
                                      uint64_t attempt, unsigned char *handle)
 {
@@ -152,9 +154,9 @@ static void window_fill_header(epic_op_header *header, const struct window_table
     epic_fit_text((char *)header->bytes, sizeof header->bytes, epic_sentence());
 }
 
-/* The first operation: sets this rank's memory, then maps the memory of the peers. Stores the
- * result of the mapping in *mapped. If any rank has no memory, all ranks return that rank's
- * error. */
+/* Runs the first of the two operations that add a window: sets this rank's memory, then maps
+ * the memory of the peers. Stores the result of the mapping in *mapped. If any rank has no
+ * memory, all ranks return that rank's error. */
 static epic_result window_exchange_memory(epic_context *ctx, struct window_table *table,
                                           window *w, const epic_window_args *args,
                                           epic_result *mapped)
@@ -172,8 +174,8 @@ static epic_result window_exchange_memory(epic_context *ctx, struct window_table
     return exchange_close(x, result);
 }
 
-/* The second operation: each rank reports whether it has mapped the memory of its peers. If any
- * rank has not, all ranks return its error. */
+/* Runs the second of the two operations that add a window: each rank reports whether it has
+ * mapped the memory of its peers. If any rank has not, all ranks return its error. */
 static epic_result window_agree(epic_context *ctx, struct window_table *table,
                                 const epic_window_args *args, epic_result mapped)
 {
