@@ -178,7 +178,8 @@ typedef enum epic_flag {
     /* epic_moe.flags, equal on all ranks: the caller computes the losses.  The layer still
      * compares balance_coeff and z_coeff between the ranks, but computes as if both were 0. */
     EPIC_LOSS_BY_CALLER = 256,
-    /* epic_moe_backward: forward had topk_weights_in. */
+    /* epic_moe_backward: the caller passed topk_weights_in to epic_moe_forward.  Then the
+     * router gets gradients only from the losses. */
     EPIC_FORCED_WEIGHTS = 512,
     /* epic_moe.flags, equal on all ranks: the bits of a token's results do not depend on other
      * tokens or on the layout of the group (epic_moe_forward).  epic_experts.flags: the bits of
@@ -249,10 +250,10 @@ typedef struct epic_dispatcher_config {
     const char *backend;  /* like epic_config.backend: "gpu" for GPUs */
     epic_stream stream;   /* CUDA: the stream of every call */
     uint64_t tag;         /* tag of every call.  Dispatchers that share a context need
-                            different tags */
+                             different tags */
     epic_context *ctx;    /* a context of the caller, which must outlive the dispatcher.
-                            NULL: the dispatcher opens one with epic_bootstrap_env, and
-                            closes it */
+                             NULL: the dispatcher opens one with epic_bootstrap_env, and
+                             closes it */
 } epic_dispatcher_config;
 
 /* The rows that arrived on this rank.  The slots of local expert e are expert_rows[e]
@@ -261,9 +262,9 @@ typedef struct epic_dispatcher_config {
 typedef struct epic_slots {
     void *rows;             /* [capacity, hidden]: the received rows; padding rows are zero */
     void *results;          /* [capacity, hidden]: memory for the outputs of the experts; the
-                             same memory as rows, unless the dispatcher has gradients */
+                               same memory as rows, unless the dispatcher has gradients */
     float *weights;         /* [capacity]: weight of each slot's choice, 0 on padding; NULL if
-                             dispatch got no weights */
+                               dispatch got no weights */
     int32_t *expert_rows;   /* [num_local_experts]: rows of each slab, with padding */
     int32_t *expert_tokens; /* [num_local_experts]: rows of each slab that carry a token */
     int64_t capacity;       /* number of rows in the buffers; always enough */
@@ -490,9 +491,9 @@ typedef enum epic_sum_order {
     EPIC_BY_RANK = 0, /* one partial sum for each rank, added by ascending rank */
     EPIC_TREE = 1,    /* one partial sum for each leaf of experts, added in a binary tree: the
                          same bits for every number of ranks */
-    /* The faster of the two, without a guarantee about bits.  It is EPIC_TREE with num_ranks
-     * leaves on GPUs of several hosts (backend hosts), if num_ranks is a power of two that
-     * divides num_experts and rank_of_expert is NULL.  Otherwise it is EPIC_BY_RANK.  Not
+    /* The faster of the two orders above, without a guarantee about bits.  It is EPIC_TREE with
+     * num_ranks leaves on GPUs of several hosts (backend hosts), if num_ranks is a power of two
+     * that divides num_experts and rank_of_expert is NULL.  Otherwise it is EPIC_BY_RANK.  Not
      * allowed in epic_allreduce_sum. */
     EPIC_BY_HOSTS = 2
 } epic_sum_order;
@@ -533,9 +534,10 @@ typedef struct epic_layer {
     uint32_t sum_order;       /* an epic_sum_order */
     uint32_t leaves;          /* TREE: number of leaves.  A power of two that divides
                                  num_experts, and a multiple of num_ranks; 0: num_ranks */
-    uint32_t partial_type;    /* epic_type of the partial sums that are sent back: 0: the rows'
-                                 type; or EPIC_F32 */
-    uint32_t flags;           /* EPIC_DISTINCT */
+    /* epic_type of the partial sums that are sent back: EPIC_F32 or the type of the
+     * rows; 0: the type of the rows */
+    uint32_t partial_type;
+    uint32_t flags; /* EPIC_DISTINCT */
 } epic_layer;
 
 /* Sizes that depend on a layer and an open context. */
@@ -579,7 +581,7 @@ typedef struct epic_plan_args {
     const int32_t *logical_of_expert; /* [num_experts] if the layer has num_logical; else
                                          NULL */
     int64_t capacity;                 /* slots of this rank, or EPIC_CAPACITY_EXACT */
-    uint32_t index_type;              /* epic_type of topk_idx: 0: EPIC_I32; or EPIC_I64 */
+    uint32_t index_type;              /* type of topk_idx: EPIC_I32 or EPIC_I64; 0: EPIC_I32 */
     uint32_t flags;                   /* 0 */
     int32_t *expert_rows;             /* out [num_local_experts]: rows of each slab, with
                                          padding */
@@ -591,7 +593,7 @@ typedef struct epic_plan_args {
     int32_t *demand;                  /* out [1]: slots that this rank would need for all
                                          choices of its experts */
     const struct epic_moe *moe;       /* the layer whose options epic_plan compares between the
-                                   ranks (epic_moe); NULL: no comparison */
+                                         ranks (epic_moe); NULL: no comparison */
 } epic_plan_args;
 
 /* Makes a plan.  The slots are ordered by local expert, source rank, token, k.  The length of a
@@ -878,7 +880,8 @@ static inline epic_result epic_window_register(epic_context *ctx, const epic_win
  *
  * On a CUDA context arrays, workspace, losses and d_loss are on its device.  Results have the
  * same bits as on the host, except that the last bit of a loss may differ.  An id out of range
- * counts as no expert there, without an error.  At most 4096 experts, and no F64 logits. */
+ * counts as no expert there, without an error.  A CUDA context supports at most 4096 experts,
+ * and no F64 logits. */
 
 /* The score of an expert, from the logits z of one token. */
 typedef enum epic_score {
@@ -973,8 +976,8 @@ typedef struct epic_router_args {
     void *weights;              /* out [num_tokens, top_k] of weights_type */
     void *scores;               /* out [num_tokens, E] of weights_type */
     uint32_t type;              /* epic_type of logits: F32, BF16, F16 or F64 */
-    uint32_t weights_type;      /* 0: F32; or F64, with F64 logits only */
-    uint32_t token_id_type;     /* 0: I32; or I64 */
+    uint32_t weights_type;      /* F32, or F64 with F64 logits only; 0: F32 */
+    uint32_t token_id_type;     /* EPIC_I32 or EPIC_I64; 0: EPIC_I32 */
     uint32_t flags;             /* 0 */
     const int32_t *topk_idx_in; /* [num_tokens, top_k]: forced experts, used instead of a
                                    choice; negative: no expert; NULL: the router chooses.  Not
@@ -1014,7 +1017,7 @@ typedef struct epic_router_backward_args {
                                 wanted */
     uint32_t type;           /* epic_type of logits */
     uint32_t weights_type;   /* as in forward */
-    uint32_t grad_type;      /* epic_type of d_logits; 0: type; or F32 */
+    uint32_t grad_type;      /* epic_type of d_logits: F32 or `type`; 0: `type` */
     uint32_t flags;          /* EPIC_ACCUMULATE */
 } epic_router_backward_args;
 
@@ -1046,7 +1049,7 @@ typedef struct epic_balance_loss_args {
     int64_t workspace_bytes;
     void *loss;         /* out [1] of loss_type */
     uint32_t type;      /* epic_type of logits */
-    uint32_t loss_type; /* 0: F32; or F64 */
+    uint32_t loss_type; /* EPIC_F32 or EPIC_F64; 0: EPIC_F32 */
 } epic_balance_loss_args;
 
 /* Computes this rank's part of the balance loss.  The sum of the parts of all ranks is the
@@ -1080,7 +1083,7 @@ typedef struct epic_balance_loss_backward_args {
     const float *d_loss; /* [1]; NULL: 1 */
     void *d_logits;      /* out [num_tokens, E] */
     uint32_t type;       /* epic_type of logits */
-    uint32_t grad_type;  /* epic_type of d_logits; 0: type; or F32 */
+    uint32_t grad_type;  /* epic_type of d_logits: F32 or `type`; 0: `type` */
     uint32_t flags;      /* EPIC_ACCUMULATE */
     uint32_t reserved;   /* 0 */
 } epic_balance_loss_backward_args;
@@ -1104,7 +1107,7 @@ typedef struct epic_z_loss_args {
     int64_t workspace_bytes;
     void *loss;         /* out [1] of loss_type */
     uint32_t type;      /* epic_type of logits */
-    uint32_t loss_type; /* 0: F32; or F64 */
+    uint32_t loss_type; /* EPIC_F32 or EPIC_F64; 0: EPIC_F32 */
 } epic_z_loss_args;
 
 /* Computes this rank's part of the z-loss: coeff / T * sum over tokens of logsumexp(z)^2.
@@ -1127,7 +1130,7 @@ typedef struct epic_z_loss_backward_args {
     const float *d_loss; /* [1]; NULL: 1 */
     void *d_logits;      /* out [num_tokens, E] */
     uint32_t type;       /* epic_type of logits */
-    uint32_t grad_type;  /* epic_type of d_logits; 0: type; or F32 */
+    uint32_t grad_type;  /* epic_type of d_logits: F32 or `type`; 0: `type` */
     uint32_t flags;      /* EPIC_ACCUMULATE */
     uint32_t reserved;   /* 0 */
 } epic_z_loss_backward_args;
@@ -1230,24 +1233,27 @@ typedef struct epic_experts {
     uint32_t num_local_experts;
     uint32_t hidden;
     uint32_t inner;
-    uint32_t activation;   /* an epic_activation */
-    uint32_t ungated;      /* 1: no gate */
-    uint32_t interleaved;  /* 1: gate in the even columns, up in the odd columns */
-    uint32_t weighting;    /* an epic_weighting */
-    uint32_t row_type;     /* epic_type of x and y: F32, BF16, F16 or F64 */
-    uint32_t weight_type;  /* epic_type of weights and biases: 0: row_type.  F64 with F64
-                              rows only; E4M3 on CUDA contexts only (epic_experts_forward) */
-    uint32_t flags;        /* EPIC_INVARIANT; 0 in a layer, which sets it from its own flags */
-    float limit;           /* EPIC_CLAMPED_SWIGLU: 0: 7.  EPIC_CLAMPED_SILU: 0: 10.  The
-                              gradient is 0 beyond the limit, but not at the limit */
-    float alpha;           /* EPIC_CLAMPED_SWIGLU: 0: 1.702 */
+    uint32_t activation;  /* an epic_activation */
+    uint32_t ungated;     /* 1: no gate */
+    uint32_t interleaved; /* 1: gate in the even columns, up in the odd columns */
+    uint32_t weighting;   /* an epic_weighting */
+    uint32_t row_type;    /* epic_type of x and y: F32, BF16, F16 or F64 */
+    /* epic_type of weights and biases; 0: row_type. F64 with F64 rows only, E4M3 on CUDA
+     * contexts only (epic_experts_forward) */
+    uint32_t weight_type;
+    uint32_t flags; /* EPIC_INVARIANT; 0 in a layer, which sets it from its own flags */
+    /* limit of the clamped activations; 0: 7 for EPIC_CLAMPED_SWIGLU and 10 for
+     * EPIC_CLAMPED_SILU. The gradient is 0 beyond the limit, but not at the limit */
+    float limit;
+    float alpha;           /* factor in EPIC_CLAMPED_SWIGLU; 0: 1.702 */
     const epic_gemm *gemm; /* CUDA contexts: product to use; NULL: the library's */
 } epic_experts;
 
 /* Bytes of the memory that the caller passes to the experts. */
 typedef struct epic_experts_memory_info {
-    int64_t saved_bytes;    /* from forward to backward.  Host: [num_slots, width] float32
-                               (F64 rows: float64) */
+    /* size of `saved`, which forward writes and backward reads. Host: [num_slots, width]
+     * float32 (F64 rows: float64) */
+    int64_t saved_bytes;
     int64_t forward_bytes;  /* workspace of forward, enough even if one expert has all slots */
     int64_t backward_bytes; /* workspace of backward; never less than forward_bytes */
 } epic_experts_memory_info;
@@ -1351,18 +1357,19 @@ typedef struct epic_experts_backward_args {
     int64_t workspace_bytes;
     const void *d_y;       /* [num_slots, hidden]; 0 on padding */
     void *d_x;             /* out [num_slots, hidden]; 0 on padding.  NULL: not wanted, like
-                             the outputs below */
+                              the outputs below */
     void *d_w_gate_up;     /* out, shape of w_gate_up, in grad_type, like the next three */
     void *d_w_down;        /* out */
     void *d_b_gate_up;     /* out */
     void *d_b_down;        /* out */
     void *d_slot_weights;  /* out [num_slots], with EPIC_WEIGHT_EARLY and _INPUT only; 0 on
-                             padding */
+                              padding */
     uint32_t flags;        /* EPIC_ACCUMULATE, for weights and biases */
     uint32_t weights_type; /* epic_type of slot_weights and d_slot_weights */
-    uint32_t grad_type;    /* epic_type of the gradients of weights and biases: 0: F32 (F64
-                              rows: F64).  On a CUDA context also row_type */
-    uint32_t reserved;     /* 0 */
+    /* epic_type of the gradients of weights and biases: F32 (F64 rows: F64), on CUDA contexts
+     * also row_type; 0: F32 (F64 rows: F64) */
+    uint32_t grad_type;
+    uint32_t reserved;             /* 0 */
     const float *w_gate_up_scales; /* E4M3: [num_local_experts, ceil(hidden / 128),
                                       ceil(width / 128)] */
     const float *w_down_scales;    /* E4M3: [num_local_experts, ceil(inner / 128),
@@ -1408,14 +1415,14 @@ typedef struct epic_moe {
     int64_t sequence_tokens;     /* like epic_balance_loss_args.sequence_tokens */
     int64_t capacity; /* slots of this rank; or EPIC_CAPACITY_EXACT, for epic_moe_plan */
     uint32_t flags;   /* EPIC_SUM_DENSE, not with F64 rows; EPIC_RECOMPUTE; EPIC_DISPATCH_AGAIN;
-                       EPIC_LOSS_BY_CALLER; EPIC_INVARIANT */
+                         EPIC_LOSS_BY_CALLER; EPIC_INVARIANT */
     uint32_t reserved; /* 0 */
 } epic_moe;
 
 /* Bytes of the memory that the caller passes to a layer.  Its addresses must be multiples of
  * 64. */
 typedef struct epic_moe_memory_info {
-    int64_t saved_bytes;    /* from forward to backward */
+    int64_t saved_bytes;    /* size of `saved`, which forward writes and backward reads */
     int64_t forward_bytes;  /* workspace of forward */
     int64_t backward_bytes; /* workspace of backward */
 } epic_moe_memory_info;
@@ -1475,17 +1482,17 @@ typedef struct epic_moe_args {
     int64_t saved_bytes;
     void *workspace;
     int64_t workspace_bytes;
-    void *loss;             /* out [1]: balance loss + z-loss; NULL: not wanted, like the
-                               outputs below */
-    void *balance_loss;     /* out [1] */
-    void *z_loss;           /* out [1] */
-    int32_t *load;          /* out [num_experts] */
-    int32_t *logical_load;  /* out [num_logical] */
-    int32_t *demand;        /* out [1] */
-    uint32_t token_id_type; /* 0: EPIC_I32; or EPIC_I64 */
-    uint32_t loss_type;     /* epic_type of the losses: 0: F32; or F64, with F64 rows only */
-    uint32_t flags;         /* EPIC_PLANNED */
-    uint32_t reserved;      /* 0 */
+    void *loss;                  /* out [1]: balance loss + z-loss; NULL: not wanted, like the
+                                    outputs below */
+    void *balance_loss;          /* out [1] */
+    void *z_loss;                /* out [1] */
+    int32_t *load;               /* out [num_experts] */
+    int32_t *logical_load;       /* out [num_logical] */
+    int32_t *demand;             /* out [1] */
+    uint32_t token_id_type;      /* EPIC_I32 or EPIC_I64; 0: EPIC_I32 */
+    uint32_t loss_type;          /* type of the losses: F32, or F64 with F64 rows; 0: F32 */
+    uint32_t flags;              /* EPIC_PLANNED */
+    uint32_t reserved;           /* 0 */
     const int32_t *topk_idx_in;  /* [num_tokens, top_k]: forced expert ids, used instead of the
                                     router's choice; negative: no expert; NULL: the router
                                     chooses */
@@ -1577,7 +1584,7 @@ static inline epic_result epic_moe_plan(epic_context *ctx, const epic_moe_args *
                                         int64_t *slots);
 
 /* Gradients of the parameters of a layer.  They are float32 (F64 rows: float64); those of the
- * experts have the grad_type of the call.  NULL: not wanted. */
+ * experts have the type epic_moe_backward_args.grad_type.  NULL: not wanted. */
 typedef struct epic_moe_gradients {
     void *w_gate;
     void *b_gate;
@@ -1613,13 +1620,13 @@ typedef struct epic_moe_backward_args {
     const void *d_z_loss;       /* [1]; equal on all ranks; NULL: 0 */
     uint32_t flags;             /* EPIC_ACCUMULATE, for `gradients`; EPIC_FORCED_WEIGHTS */
     uint32_t loss_type;         /* epic_type of the gradients of the losses, as in forward */
-    uint32_t grad_type;         /* epic_type of the gradients of w_gate_up, w_down and their
-                                   biases: 0: F32 (F64 rows: F64).  On a CUDA context also
-                                   experts->row_type */
-    uint32_t reserved;          /* 0 */
-    void *d_topk_weights_in;    /* out [num_tokens, top_k], type of w_gate, with
-                                   EPIC_FORCED_WEIGHTS: the gradient of topk_weights_in; NULL:
-                                   not wanted */
+    /* epic_type of the gradients of w_gate_up, w_down and their biases, as in
+     * epic_experts_backward_args */
+    uint32_t grad_type;
+    uint32_t reserved;       /* 0 */
+    void *d_topk_weights_in; /* out [num_tokens, top_k], type of w_gate, with
+                                EPIC_FORCED_WEIGHTS: the gradient of topk_weights_in; NULL:
+                                not wanted */
 } epic_moe_backward_args;
 
 /* Computes the gradients of epic_moe_forward: the gradients of `out` plus the gradients of the
@@ -1697,7 +1704,7 @@ EPIC_API epic_result epic_bootstrap_env(epic_bootstrap *out);
  * MPI_COMM_WORLD, and initializes MPI if necessary.  timeout_ms is the deadline of every
  * gather; 0: 300000.  Loads libepic_mpi.so, which must be built for the caller's MPI.
  *
- * Messages use a duplicate of the communicator.  If ranks are missing after half of the time,
+ * Messages use a duplicate of the communicator.  If ranks are missing after half of timeout_ms,
  * the other ranks send messages with tag 32767 on `comm` itself to find the missing ones.
  * Errors:  EPIC_EINVAL, EPIC_ENOTSUP (no libepic_mpi.so), EPIC_ETIMEOUT (names the ranks that
  *          are missing), EPIC_EMISMATCH, EPIC_EDEVICE.
