@@ -9,8 +9,8 @@
  *   tanh(sqrt(2/pi) (x + 0.044715 x^3))). Source: arXiv 1606.08415.
  * - ReLU^2: max(x, 0)^2. Source: arXiv 2109.08668.
  * - Clamped SwiGLU (gpt-oss): x s(alpha x) (up + 1). Before that, x is limited to at most
- *   experts.limit, and up to -limit to limit.
- * - Clamped SiLU: x s(x) up, with x and up limited in the same way as for clamped SwiGLU. */
+ *   experts.limit, and `up` is limited to the range from -experts.limit to experts.limit.
+ * - Clamped SiLU: x s(x) up, with x and `up` limited as for clamped SwiGLU. */
 
 #define SQRT_HALF ((REAL)0.70710678118654752440)
 #define SQRT_2_OVER_PI ((REAL)0.79788456080286535588)
@@ -113,8 +113,8 @@ static void make_slopes(REAL *out, const REAL *in, int64_t n, int step, const ep
     }
 }
 
-/* Returns the factor by which an activation is multiplied. u is the number of the up projection
- * at the same column. */
+/* Returns the factor by which an activation is multiplied. u is the element of the up
+ * projection in the same column. */
 static inline REAL up_factor(REAL u, const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;

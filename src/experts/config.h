@@ -100,8 +100,9 @@ bool experts_has_ready_rows(const experts_job *job);
 bool experts_has_ready_weights(const experts_job *job);
 
 /* Returns the size of a tile: how many of the n columns (or rows) of a weight matrix are
- * multiplied at a time. Each column (or row) has k numbers. The result depends only on k and n,
- * because the bits of a product can depend on the size of its tiles. */
+ * multiplied at a time. Each column (or row) has k numbers. The bits of a product can depend on
+ * the size of its tiles. Therefore the result depends only on k and n: products of the same
+ * shape always have the same bits. */
 int64_t experts_tile_size(int64_t k, int64_t n);
 
 /* Writes to *out the sizes of `saved` and of the workspaces of forward and backward for

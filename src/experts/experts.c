@@ -146,8 +146,8 @@ static epic_result check_scales(const experts_job *job, const named_scales *all,
     return EPIC_OK;
 }
 
-/* Returns EPIC_ENOTSUP if the call cannot multiply E4M3 weights: on host contexts, and if the
- * caller passed a function experts.gemm for the products. */
+/* Returns EPIC_ENOTSUP if the weights are E4M3 and the call cannot multiply them: on host
+ * contexts, and if the caller passed a function experts.gemm for the products. */
 static epic_result check_e4m3(const experts_job *job, const char *call)
 {
     if (!job->is_e4m3) return EPIC_OK;

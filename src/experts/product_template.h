@@ -57,9 +57,9 @@ static void store_weight_gradient(const experts_job *job, int64_t slot, double g
         ((float *)job->d_slot_weights)[slot] = (float)gradient;
 }
 
-/* Returns the memory in which the caller of this function computes a row of an operand. With
- * job->is_bf16 this is scratch memory in job->row_scratch, and store_operand_row() later converts the
- * row to BF16. Otherwise it is the row in the operand itself. */
+/* Returns the memory in which the caller of this function computes a row of an operand. If
+ * job->is_bf16 is set, this is scratch memory in job->row_scratch, and store_operand_row()
+ * later converts the row to BF16. Otherwise it is the row in the operand itself. */
 static REAL *operand_row(const experts_job *job, void *operand, int64_t row, int64_t n)
 {
     const int64_t most = job->hidden > job->inner ? job->hidden : job->inner;
