@@ -51,8 +51,8 @@ static void sum_copy_block(sum_call *s, int owner, int64_t item, void *entry)
     memcpy(entry, block_at(s, block), block_size(s, block) * sizeof(float));
 }
 
-/* Collect flow, fill_entry: sends this rank's numbers of a block to the block's owner. A block
- * is one piece. */
+/* Implements the callback fill_entry of the collect flow. Sends this rank's numbers of a block
+ * to the block's owner. A block is one piece. */
 static void sum_fill_part(void *self, int home, int64_t item, int32_t piece, void *entry)
 {
     (void)piece;
@@ -60,8 +60,8 @@ static void sum_fill_part(void *self, int home, int64_t item, int32_t piece, voi
 }
 
 /* Adds the rows of ranks [first, first + count) in a binary tree. Each row has n floats. count
- * is a power of two. Returns the address of the sum: the only row if count is 1, otherwise
- * scratch row number `level` of x->scratch_rows. May overwrite the scratch rows from `level` on. */
+ * is a power of two. Returns the address of the sum: the only row if count is 1, otherwise row
+ * number `level` of x->scratch_rows. May overwrite the scratch rows from `level` on. */
 static const void *sum_join_ranks(const sum_call *s, const void *const *rows, int first,
                                   int count, int level, int64_t n)
 {
@@ -85,8 +85,8 @@ static void sum_add_rows(const sum_call *s, float *out, const void *const *rows,
         s->kernels->add(out, EPIC_F32, rows, num_ranks, EPIC_F32, n);
 }
 
-/* Collect flow, read_rows: adds the numbers of all ranks for one block that this rank owns.
- * Stores the sum in the caller's array. */
+/* Implements the callback read_rows of the collect flow. Adds the numbers of all ranks for one
+ * block that this rank owns. Stores the sum in the caller's array. */
 static void sum_add_block(void *self, int64_t item, int32_t piece, const void **rows)
 {
     sum_call *s = self;
@@ -98,15 +98,16 @@ static void sum_add_block(void *self, int64_t item, int32_t piece, const void **
     rows[s->x->rank] = NULL;
 }
 
-/* Both flows, is_sent and is_received: returns true, because every rank sends and receives
- * every item. */
+/* Implements the callbacks is_sent and is_received of both flows. Returns true, because every
+ * rank sends and receives every item. */
 static bool is_always_sent(void *self, int rank, int64_t item)
 {
     (void)self, (void)rank, (void)item;
     return true;
 }
 
-/* Scatter flow, fill_entry: sends the sum of one of this rank's blocks to all ranks. */
+/* Implements the callback fill_entry of the scatter flow. Sends the sum of one of this rank's
+ * blocks to all ranks. */
 static void sum_fill_result(void *self, int64_t item, int32_t piece, void *entry)
 {
     sum_call *s = self;
@@ -114,7 +115,8 @@ static void sum_fill_result(void *self, int64_t item, int32_t piece, void *entry
     sum_copy_block(s, s->x->rank, item, entry);
 }
 
-/* Scatter flow, read_entry: stores the sum of a block that rank `from` owns. */
+/* Implements the callback read_entry of the scatter flow. Stores the sum of a block that rank
+ * `from` owns. */
 static void sum_read_result(void *self, int from, int64_t item, int32_t piece,
                             const void *entry)
 {
@@ -124,7 +126,8 @@ static void sum_read_result(void *self, int from, int64_t item, int32_t piece,
     memcpy(block_at(s, block), entry, block_size(s, block) * sizeof(float));
 }
 
-/* Scatter flow, read_own_item: does nothing, because the sum is already in the array. */
+/* Implements the callback read_own_item of the scatter flow. Does nothing, because the sum is
+ * already in the array. */
 static void skip_own_block(void *self, int64_t item)
 {
     (void)self, (void)item;

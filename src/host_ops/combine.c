@@ -151,7 +151,9 @@ static void make_partial(const combine_call *c, int home, int64_t token, void *o
         const int32_t leaves = (int32_t)layer->leaves / c->x->num_ranks;
         if (reduce_subtree(c, &g, c->plan.position_of[c->x->rank] * leaves, leaves, 1, out))
             return;
-        g.n = 0; /* the plan is damaged: its slots have leaves of other ranks */
+        /* The plan is damaged: it places the token's slots on this rank, but their experts
+         * belong to leaves of other ranks. Add no rows, so that the partial is 0. */
+        g.n = 0;
     }
     c->kernels->partial(out, c->partial_type, g.rows, c->slot_weights ? g.weights : NULL, g.n,
                         c->type, c->count);
@@ -223,10 +225,10 @@ static void combine_store_directly(combine_call *c, int home, int64_t token, int
     }
 }
 
-/* Collect flow, fill_entry: writes one piece of a partial for rank `home` into a ring entry. If
- * the entry is written through the caches, computes the piece in the entry. Otherwise computes
- * the piece in a scratch row and copies it to the entry. The trailer follows the first
- * piece. */
+/* Implements the callback fill_entry of the collect flow. Writes one piece of a partial for
+ * rank `home` into a ring entry. If the entry is written through the caches, computes the piece
+ * in the entry. Otherwise computes the piece in a scratch row and copies it to the entry. The
+ * trailer follows the first piece. */
 static void combine_fill_entry(void *self, int home, int64_t token, int32_t piece, void *entry)
 {
     combine_call *c = self;
@@ -261,8 +263,7 @@ static void read_trailer(const combine_call *c, int from, int64_t token, const v
 }
 
 /* If all choices of a token of this rank have slots on one and the same other rank, returns
- * that rank. Otherwise returns -1. The other rank knows such tokens too: has_all_choices()
- * returns true for them. */
+ * that rank. Otherwise returns -1. That rank finds the same tokens with has_all_choices(). */
 static int find_only_rank(const combine_call *c, int64_t token)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
@@ -331,8 +332,8 @@ static void add_partials_by_rank(const combine_call *c, const void **rows, void 
     c->kernels->add(out, c->type, list, n, c->partial_type, c->count);
 }
 
-/* Collect flow, read_rows: writes one piece of a token's output row: the sum of the partials of
- * all ranks, including this rank's own. */
+/* Implements the callback read_rows of the collect flow. Writes one piece of a token's output
+ * row: the sum of the partials of all ranks, including this rank's own. */
 static void combine_read_rows(void *self, int64_t token, int32_t piece, const void **rows)
 {
     combine_call *c = self;
@@ -359,13 +360,15 @@ static void combine_read_rows(void *self, int64_t token, int32_t piece, const vo
     rows[rank] = NULL;
 }
 
-/* Collect flow, is_sent: returns true if this rank has a slot of a token of rank `home`. */
+/* Implements the callback is_sent of the collect flow. Returns true if this rank has a slot of
+ * a token of rank `home`. */
 static bool combine_is_sent(void *self, int home, int64_t token)
 {
     return plan_receives_token(&((combine_call *)self)->plan, home, token);
 }
 
-/* Collect flow, is_received: returns true if rank `from` has a slot of this rank's token. */
+/* Implements the callback is_received of the collect flow. Returns true if rank `from` has a
+ * slot of token number `token` of this rank. */
 static bool combine_is_received(void *self, int from, int64_t token)
 {
     return plan_sends_token(&((combine_call *)self)->plan, from, token);

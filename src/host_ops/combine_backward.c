@@ -111,8 +111,9 @@ static bool store_for_peers(const combine_backward_call *s, int64_t token, int32
     return staged;
 }
 
-/* Scatter flow, fill_entry: copies one piece of a gradient row into a ring entry, unless
- * store_for_peers() has stored the piece for all peers that need it. */
+/* Implements the callback fill_entry of the scatter flow. Copies one piece of a gradient row
+ * into a ring entry, unless store_for_peers() has stored the piece for all peers that need
+ * it. */
 static void combine_backward_fill_entry(void *self, int64_t token, int32_t piece, void *entry)
 {
     combine_backward_call *s = self;
@@ -127,7 +128,8 @@ static void combine_backward_fill_entry(void *self, int64_t token, int32_t piece
     ring_write_row(x, x->rank, path, entry, from, size, s->kernels->copy);
 }
 
-/* Scatter flow, read_entry: handles one piece of a token of rank `from`. */
+/* Implements the callback read_entry of the scatter flow. Handles one piece of a token of rank
+ * `from`. */
 static void combine_backward_read_entry(void *self, int from, int64_t token, int32_t piece,
                                         const void *entry)
 {
@@ -140,8 +142,8 @@ static void combine_backward_read_entry(void *self, int from, int64_t token, int
                   piece_size(&s->split, piece) / size);
 }
 
-/* Scatter flow, read_own_item: handles the whole row of a token of this rank that has slots on
- * this rank itself. */
+/* Implements the callback read_own_item of the scatter flow. Handles the whole row of a token
+ * of this rank that has slots on this rank itself. */
 static void combine_backward_read_own(void *self, int64_t token)
 {
     combine_backward_call *s = self;
@@ -149,13 +151,15 @@ static void combine_backward_read_own(void *self, int64_t token)
     scatter_piece(s, s->x->rank, token, row_of_own_token(s, token), 0, n);
 }
 
-/* Scatter flow, is_sent: returns true if this rank's token has a slot on rank `peer`. */
+/* Implements the callback is_sent of the scatter flow. Returns true if this rank's token has a
+ * slot on rank `peer`. */
 static bool combine_backward_is_sent(void *self, int peer, int64_t token)
 {
     return plan_sends_token(&((combine_backward_call *)self)->plan, peer, token);
 }
 
-/* Scatter flow, is_received: returns true if a token of rank `from` has a slot on this rank. */
+/* Implements the callback is_received of the scatter flow. Returns true if a token of rank
+ * `from` has a slot on this rank. */
 static bool combine_backward_is_received(void *self, int from, int64_t token)
 {
     return plan_receives_token(&((combine_backward_call *)self)->plan, from, token);

@@ -164,8 +164,9 @@ static uint32_t store_in_windows(dispatch_call *d, int peer, int32_t slot, int64
     return staged;
 }
 
-/* Stores one piece of a token's message into the windows of all peers that need it, where that
- * is possible. Returns the mask of the parts that some peer has to read from the ring. */
+/* Stores one piece of a token's message directly into the outputs of the peers that need it.
+ * This is possible if an output lies in a window and the token has only one slot on the peer.
+ * Returns the mask of the parts that some peer has to read from the ring. */
 static uint32_t store_for_peers(dispatch_call *d, int64_t token, int32_t piece)
 {
     uint32_t staged = 0;
@@ -192,11 +193,11 @@ static int64_t unwanted_bytes(const dispatch_call *d, int32_t piece, uint32_t wa
     return bytes;
 }
 
-/* Scatter flow, fill_entry: copies one piece of a token's message into a ring entry. Leaves out
- * the parts that it has stored into windows for all peers that need them. ring_choose_path()
- * decides whether the copy goes through the caches or past them, and whether it is timed.
- * Before a timed copy, the parts of the piece are first joined in x->scratch_rows. So the measured
- * time is that of one copy. */
+/* Implements the callback fill_entry of the scatter flow. Copies one piece of a token's message
+ * into a ring entry. Leaves out the parts that it has stored into windows for all peers that
+ * need them. ring_choose_path() decides whether the copy goes through the caches or past them,
+ * and whether it is timed. Before a timed copy, the parts of the piece are first joined in
+ * x->scratch_rows. So the measured time is that of one copy. */
 static void dispatch_fill_entry(void *self, int64_t token, int32_t piece, void *entry)
 {
     dispatch_call *d = self;
@@ -307,8 +308,9 @@ static bool is_stored_directly(const dispatch_call *d, int from, int64_t token,
            plan_has_only_slot(&d->plan, from, token);
 }
 
-/* Scatter flow, read_entry: writes one piece of a token of rank `from` to the token's slots.
- * Skips the parts that rank `from` has already stored in windows of this rank. */
+/* Implements the callback read_entry of the scatter flow. Writes one piece of a token of rank
+ * `from` to the token's slots. Skips the parts that rank `from` has already stored in windows
+ * of this rank. */
 static void dispatch_read_entry(void *self, int from, int64_t token, int32_t piece,
                                 const void *entry)
 {
@@ -324,7 +326,8 @@ static void dispatch_read_entry(void *self, int from, int64_t token, int32_t pie
     write_token(d, from, token, &p);
 }
 
-/* Scatter flow, read_own_item: writes one of this rank's tokens to its slots on this rank. */
+/* Implements the callback read_own_item of the scatter flow. Writes one of this rank's tokens
+ * to its slots on this rank. */
 static void dispatch_read_own(void *self, int64_t token)
 {
     dispatch_call *d = self;
@@ -337,13 +340,15 @@ static void dispatch_read_own(void *self, int64_t token)
     write_token(d, d->x->rank, token, &p);
 }
 
-/* Scatter flow, is_sent: returns true if this rank's token has a slot on rank `peer`. */
+/* Implements the callback is_sent of the scatter flow. Returns true if this rank's token has a
+ * slot on rank `peer`. */
 static bool dispatch_is_sent(void *self, int peer, int64_t token)
 {
     return plan_sends_token(&((dispatch_call *)self)->plan, peer, token);
 }
 
-/* Scatter flow, is_received: returns true if a token of rank `from` has a slot on this rank. */
+/* Implements the callback is_received of the scatter flow. Returns true if a token of rank
+ * `from` has a slot on this rank. */
 static bool dispatch_is_received(void *self, int from, int64_t token)
 {
     return plan_receives_token(&((dispatch_call *)self)->plan, from, token);
@@ -470,7 +475,8 @@ int64_t dispatch_signature(const epic_dispatch_args *args)
     return (int64_t)(hash_bytes(common, sizeof common) | 1);
 }
 
-/* Returns the bytes of all tokens of this rank, for the flight recorder. */
+/* Returns the size of the rows of all tokens of this rank in bytes. The flight recorder shows
+ * this number. */
 static uint64_t dispatched_bytes(const epic_dispatch_args *args)
 {
     return (uint64_t)(args->tokens.num_rows * args->tokens.row_bytes);

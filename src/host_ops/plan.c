@@ -124,15 +124,16 @@ static int32_t *ids_of_token(planning *p, int rank, int64_t token)
     return p->planner.ids + (p->planner.base_of[rank] + token) * (int64_t)p->layer.top_k;
 }
 
-/* Scatter flow, is_sent and is_received: returns true, because every rank sends its ids to all
- * ranks. */
+/* Implements the callbacks is_sent and is_received of the scatter flow. Returns true, because
+ * every rank sends its ids to all ranks. */
 static bool is_always_sent(void *self, int rank, int64_t item)
 {
     (void)self, (void)rank, (void)item;
     return true;
 }
 
-/* Scatter flow, fill_entry: copies the ids of one of this rank's tokens into a ring entry. */
+/* Implements the callback fill_entry of the scatter flow. Copies the ids of one of this rank's
+ * tokens into a ring entry. */
 static void fill_ids(void *self, int64_t item, int32_t piece, void *entry)
 {
     planning *p = self;
@@ -140,7 +141,8 @@ static void fill_ids(void *self, int64_t item, int32_t piece, void *entry)
     memcpy(entry, ids_of_token(p, p->x->rank, item), p->layer.top_k * sizeof(int32_t));
 }
 
-/* Scatter flow, read_entry: stores the ids of a token of rank `from`. */
+/* Implements the callback read_entry of the scatter flow. Stores the ids of a token of rank
+ * `from`. */
 static void read_ids(void *self, int from, int64_t item, int32_t piece, const void *entry)
 {
     planning *p = self;
@@ -148,7 +150,7 @@ static void read_ids(void *self, int from, int64_t item, int32_t piece, const vo
     memcpy(ids_of_token(p, from, item), entry, p->layer.top_k * sizeof(int32_t));
 }
 
-/* Scatter flow, read_own_item: does nothing. */
+/* Implements the callback read_own_item of the scatter flow. Does nothing. */
 static void skip_own_ids(void *self, int64_t item)
 {
     (void)self, (void)item; /* exchange_ids() has already copied the ids */
@@ -271,8 +273,8 @@ static bool is_plan_written(epic_result result)
 }
 
 /* Runs epic_plan until the plan is written. `next` is the dispatch that follows in the same
- * public call, or NULL. Afterwards p->x is an open exchange that the caller must close, or
- * NULL. */
+ * public call (epic_plan_dispatch), or NULL. Sets p->x to the exchange, which is still open and
+ * which the caller must close, or to NULL if there is none. */
 static epic_result plan_run(planning *p, epic_context *ctx, const op_header_extra *extra,
                             const epic_dispatch_args *next)
 {

@@ -98,7 +98,7 @@ static void copy_sum_to_replicas(const replica_sum *a)
         if (is_replica_on_leaf(a, l, -1)) memcpy(numbers_of(a, l), a->args->workspace, bytes);
 }
 
-/* Sets bit l of `several` for each logical expert l that has more than one replica. */
+/* Sets bit i of `several` if logical expert i has more than one replica. */
 static void mark_replicated(const plan_view *v, uint64_t *several)
 {
     const epic_layer *layer = &v->header->layer;
