@@ -209,8 +209,9 @@ static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *cal
                          "x.num_rows is %lld: it must be 0 to config.max_tokens %lld",
                          (long long)c->x.num_rows, (long long)ctx->config.max_tokens);
     TRY(moe_read_config(j, &ctx->config, c->moe, sizeof *c->moe, c->x.num_rows));
-    /* layer_choose_order() may replace EPIC_BY_HOSTS by EPIC_TREE. moe_read_config() has
-     * already set the number of blocks to 1, which stays correct. */
+    /* layer_choose_order() may replace EPIC_BY_HOSTS by EPIC_TREE with one leaf for each rank.
+     * moe_read_config() has already set the number of blocks of this rank to 1, which is then
+     * still correct. */
     layer_choose_order(&j->layer, ctx->num_ranks, context_relays(ctx, c->rank_of_expert));
     TRY(check_rows(j, "x", c->x));
     TRY(check_rows(j, c->y_name, c->y));

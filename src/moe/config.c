@@ -49,7 +49,8 @@ static epic_result read_invariant(moe_job *j)
     return EPIC_OK;
 }
 
-/* Copies the caller's structs into *j and checks each one, but not yet whether they match. */
+/* Copies the caller's structs into *j and checks each one alone. check_shapes() later checks
+ * that their shapes match. */
 static epic_result read_configs(moe_job *j, const epic_config *config, const epic_moe *moe,
                                 size_t size)
 {

@@ -82,8 +82,8 @@ static int64_t smaller_of(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* dense_ops.gate_forward: logits = x W_gate + b_gate. Multiplies GATE_TILE columns of x at a
- * time by the matching rows of W_gate, and adds up these products. */
+/* Implements dense_ops.gate_forward. Computes logits = x W_gate + b_gate. Multiplies GATE_TILE
+ * columns of x at a time by the matching rows of W_gate, and adds up these products. */
 static void gate_forward(const dense_block *b, void *logits)
 {
     const moe_job *j = b->job;
@@ -123,7 +123,7 @@ static void add_zero_experts(const dense_block *b, int64_t token, const REAL *ro
     }
 }
 
-/* dense_ops.add_local_experts: handles one token at a time. */
+/* Implements dense_ops.add_local_experts. Handles one token at a time. */
 static void add_local_experts(const dense_block *b, const epic_rows *out, const void *shared_y)
 {
     const moe_job *j = b->job;
@@ -141,8 +141,9 @@ static void add_local_experts(const dense_block *b, const epic_rows *out, const 
     }
 }
 
-/* dense_ops.shared_gate_forward: weights[t] = sigmoid(z), with z = dot(row of token t, gate)
- * summed in float64. Computes the sigmoid from e^-|z|, which cannot overflow. */
+/* Implements dense_ops.shared_gate_forward. Computes weights[t] = sigmoid(z), with z = dot(row
+ * of token t, gate) summed in float64. Computes the sigmoid from e^-|z|, which cannot
+ * overflow. */
 static void shared_gate_forward(const dense_block *b, void *weights)
 {
     const moe_job *j = b->job;
@@ -177,8 +178,8 @@ static void shared_gate_gradient(const dense_block *b, REAL *gradient)
     }
 }
 
-/* dense_ops.zero_expert_d_weights: the output of a zero-expert is weight * x, so the gradient
- * of the weight is dot(x, d_out). */
+/* Implements dense_ops.zero_expert_d_weights. The output of a zero-expert is weight * x, so the
+ * gradient of the weight is dot(x, d_out). */
 static void zero_expert_d_weights(const dense_block *b, const epic_const_rows *d_out,
                                   void *d_weights)
 {
@@ -218,8 +219,8 @@ static void gate_gradient(const dense_block *b, const REAL *d_logits, REAL *dens
         for (int64_t e = 0; e < j->columns; e++) bias[e] += d_logits[t * j->columns + e];
 }
 
-/* dense_ops.gate_backward. One matrix product computes d_logits W_gate^T for all rows of d_x.
- * Then the other terms of d_x are added row by row. */
+/* Implements dense_ops.gate_backward. One matrix product computes d_logits W_gate^T for all
+ * rows of d_x. Then the other terms of d_x are added row by row. */
 static void gate_backward(const dense_block *b, const void *d_logits,
                           const epic_const_rows *d_out, const void *d_shared,
                           const epic_rows *d_x, void *dense)
@@ -260,7 +261,7 @@ static void gate_backward(const dense_block *b, const void *d_logits,
     }
 }
 
-/* dense_ops.add_reals: adds n numbers to those at `to`. */
+/* Implements dense_ops.add_reals. Adds n numbers to those at `to`. */
 static void add_reals(void *to, const void *from, int64_t n)
 {
     REAL *a = to;
@@ -275,7 +276,7 @@ static REAL sum_range(const REAL *values, int64_t n)
     return sum_range(values, n / 2) + sum_range(values + n / 2, n - n / 2);
 }
 
-/* dense_ops.sum_in_tree: returns the sum of n values, added in a binary tree. */
+/* Implements dense_ops.sum_in_tree. Returns the sum of n values, added in a binary tree. */
 static double sum_in_tree(const void *values, int64_t n)
 {
     return sum_range(values, n);

@@ -105,9 +105,10 @@ static epic_result forced_weights_backward(moe_job *j, const epic_moe_backward_a
 
 /* Computes work.d_logits of one block from the gradients of its weights.
  *
- * work.d_logits must be overwritten. But with EPIC_ACCUMULATE, epic_router_backward would add
- * to it. So the function never sets this flag. If the caller accumulates, it first computes the
- * gradient of scale_of_expert in work.d_scale, and then adds it. */
+ * epic_router_backward must overwrite work.d_logits. With EPIC_ACCUMULATE it would add to
+ * work.d_logits, so this flag is not passed on. If the caller has set EPIC_ACCUMULATE, this
+ * function computes the gradient of scale_of_expert in work.d_scale, and then adds it to the
+ * caller's gradient. */
 static epic_result router_backward(moe_job *j, const dense_block *block,
                                    const layer_tokens *tokens, const gradient_addresses *to)
 {

@@ -206,8 +206,8 @@ static epic_result run_backward(moe_job *j, backward_call *c)
     return EPIC_OK;
 }
 
-/* Returns *number, or `none` if the pointer is NULL. `type` says whether the number is a
- * float32 or a float64. */
+/* Returns *number, or `none` if the pointer is NULL. `type` is the type of the number:
+ * EPIC_F64, or EPIC_F32 (also 0). */
 static double read_number_or(const void *number, uint32_t type, double none)
 {
     if (!number) return none;

@@ -8,12 +8,12 @@
  * added in a binary tree: on each rank, and after that over the ranks by epic_allreduce_sum.
  * The tree depends only on `leaves`.
  *
- * A rank with T tokens and B blocks begins block b at token floor(b * T / B). So the sizes of
- * the blocks differ by at most one token, and some blocks are empty if T < B. If all ranks have
- * equally many tokens, N together, block b of all `leaves` blocks begins at token floor(b * N /
- * leaves) of the group. That does not depend on the number of ranks, so the sums have the same
- * bits with any number of ranks. If the balance loss is computed per sequence, blocks consist
- * of whole sequences.
+ * On a rank with T tokens and B blocks, block b begins at token floor(b * T / B). So the sizes
+ * of the blocks differ by at most one token, and some blocks are empty if T < B. If all ranks
+ * have the same number of tokens, and the group has N tokens, block b of all `leaves` blocks
+ * begins at token floor(b * N / leaves) of the group. That does not depend on the number of
+ * ranks, so the sums have the same bits with any number of ranks. If the balance loss is
+ * computed per sequence, blocks consist of whole sequences.
  *
  * These files use two terms. A "real" is a float64 if the rows are float64, otherwise a
  * float32. The "dense part" is the weights of which every rank has a copy: the gate, its bias,

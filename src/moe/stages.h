@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Stages of the layer that several files use: forward and backward, or the host and the device.
- * A function handles all tokens of this rank, unless it has a parameter for a block. A
- * collective function must be called on all ranks and returns the same error on every rank.
- * Other functions communicate with no other rank. */
+/* Stages of the layer that several files use: stages that both forward and backward need, or
+ * that are equal on the host and on a device. A function handles all tokens of this rank,
+ * unless it has a parameter for a block. A collective function must be called on all ranks and
+ * returns the same error on every rank. Other functions communicate with no other rank. */
 #ifndef EPIC_MOE_STAGES_H
 #define EPIC_MOE_STAGES_H
 
