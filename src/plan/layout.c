@@ -10,8 +10,8 @@
 #define PLAN_MAGIC 0x314e414c50435045ull /* "EPCPLAN1" */
 #define SECTION 64                       /* alignment of the arrays in bytes */
 
-/* Adds an array of `count` int32 numbers at offset *end, and moves *end behind it. Returns the
- * offset of the array. */
+/* Adds an array of `count` int32 numbers at offset *end. Sets *end to the first aligned offset
+ * after the array. Returns the offset of the array. */
 static int64_t add_section(int64_t *end, int64_t count)
 {
     const int64_t begin = *end;

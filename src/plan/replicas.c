@@ -22,10 +22,10 @@ replicas_error replicas_check(const epic_layer *layer, const int32_t *logical_of
     return (replicas_error){-1, -1};
 }
 
-/* Links the replicas of each logical expert in a circular list, so that its choices go to them
- * in rotation. Sets turn[logical] to the replica for the next choice of `logical`, and
- * after[expert] to the replica that follows `expert` in its list. Both arrays are parts of the
- * planner's workspace that are not in use yet. */
+/* Links the replicas of each logical expert in a circular list, so that the choices of the
+ * logical expert go to its replicas one after the other. Sets turn[logical] to the replica for
+ * the next choice of `logical`, and after[expert] to the replica that follows `expert` in its
+ * list. Both arrays are parts of the planner's workspace that are not in use yet. */
 static void form_rings(const planner *p, int32_t *turn, int32_t *after)
 {
     const epic_layer *layer = &p->header->layer;

@@ -48,15 +48,15 @@ static double dot_load(const router_job *job, const int32_t *load)
     return total;
 }
 
-/* router_row_ops.balance: returns the sum of P_e load_e over the experts. */
+/* Implements router_row_ops.balance. Returns the sum of P_e load_e over the experts. */
 static double sum_balance(const router_job *job, const void *logits, const int32_t *load)
 {
     make_probabilities(job, logits);
     return dot_load(job, load);
 }
 
-/* router_row_ops.balance_backward: computes dz, the gradient of factor * (sum of P_e load_e)
- * with respect to the logits z. With m = sum of P_j load_j:
+/* Implements router_row_ops.balance_backward. Computes dz, the gradient of factor * (sum of P_e
+ * load_e) with respect to the logits z. With m = sum of P_j load_j:
  * - softmax: dz_i = factor * P_i (load_i - m).
  * - other scores s: dz_i = factor * (load_i - m) / (sum of s) * ds_i/dz_i.
  *
@@ -91,15 +91,15 @@ static double compute_logsumexp(const router_job *job, const void *logits)
     return (double)largest_of(job->logits, job->num_columns) + log((double)sum);
 }
 
-/* router_row_ops.z_square: returns logsumexp(logits)^2. */
+/* Implements router_row_ops.z_square. Returns logsumexp(logits)^2. */
 static double square_logsumexp(const router_job *job, const void *logits)
 {
     const double l = compute_logsumexp(job, logits);
     return l * l;
 }
 
-/* router_row_ops.z_backward: computes the gradient of factor * l^2, with l = logsumexp(z). The
- * gradient is 2 factor l softmax(z). */
+/* Implements router_row_ops.z_backward. Computes the gradient of factor * L^2, with L =
+ * logsumexp(z). The gradient is 2 * factor * L * softmax(z). */
 static void z_backward(const router_job *job, const void *logits, double factor, void *d_logits)
 {
     const REAL *p = job->scores;

@@ -17,8 +17,8 @@
 #include "router/loss_template.h"
 #include "router/weigh_template.h"
 
-/* router_row_ops.choose: chooses the experts of a token and computes their weights. Computes
- * the scores only if the choice, the weights or the caller need them. */
+/* Implements router_row_ops.choose. Chooses the experts of a token and computes their weights.
+ * Computes the scores only if the choice, the weights or the caller need them. */
 static void choose_experts(const router_job *job, const void *logits, const int32_t *given,
                            int32_t *topk_idx, void *weights, void *scores)
 {
@@ -36,8 +36,8 @@ static void choose_experts(const router_job *job, const void *logits, const int3
     if (scores != NULL) store_row(scores, job->weights_type, job->scores, n);
 }
 
-/* router_row_ops.choose_backward: computes the gradient of the logits from the gradient of the
- * weights. */
+/* Implements router_row_ops.choose_backward. Computes the gradient of the logits from the
+ * gradient of the weights. */
 static void choose_backward(const router_job *job, const void *logits, const int32_t *topk_idx,
                             const void *d_weights, void *d_logits)
 {

@@ -76,7 +76,7 @@ static void sparsemixer_parts(const router_job *job, const int32_t *topk_idx, RE
 
 /* For EPIC_WEIGHT_SPARSEMIXER: adds the gradient of the logits to job->spare. g is the gradient
  * of the parts. The part of each choice depends on the logits through the softmax of that
- * choice. Which columns a softmax leaves out has no gradient. */
+ * choice. The selection of the columns that a softmax leaves out has no gradient. */
 static void sparsemixer_backward(const router_job *job, const REAL *parts,
                                  const int32_t *topk_idx, const REAL *g)
 {
