@@ -23,7 +23,8 @@ __all__ = ["RANKS", "make_mesh", "pytest_addoption", "pytest_collection_modifyit
 Mesh = jax.sharding.Mesh
 
 
-RANKS = [1, 2, 4]  # the group sizes that four devices allow
+# The group sizes that four devices allow. make test runs the smallest and the largest.
+RANKS = [1, pytest.param(2, marks=pytest.mark.night), 4]
 
 
 def make_mesh(ep: int) -> Mesh:
