@@ -77,9 +77,9 @@ __device__ __forceinline__ const int32_t *fates_of(const PlanView &plan, const p
 /* ------------------------------------------------------------------------- mixed plans ---- */
 
 /* Waits for the record that `rank` sends for its token number `token`, and sets `slot` to this
- * lane's slot or -1. `keep`: also stores the record in the plan. Only for mixed plans, which
- * this kernel makes with the general planner (plan/planner.cuh). Returns false if the group of
- * ranks has failed. */
+ * lane's slot or -1. If `keep` is true, also stores the record in the plan. Only for mixed
+ * plans, which this kernel makes with the general planner (plan/planner.cuh). Returns false if
+ * the group of ranks has failed. */
 __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank, int32_t token,
                                                    bool keep, int32_t &slot)
 {
@@ -388,8 +388,8 @@ __device__ __forceinline__ bool make_new_plan(LowlatMove &m, LowlatShared &s)
 }
 
 /* Phase 4: receives rows and weights, stores them to their slots, writes zeros to slots without
- * a row, and ends the operation. is_valid: the plan is valid. `ok`: the group of ranks has not
- * failed. */
+ * a row, and ends the operation. is_valid: true if the plan is valid. `ok`: false if the group
+ * of ranks has failed. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void receive_rows(const LowlatMove &m, LowlatShared &s,
                                              const StartState &start, FirstUnits &first,

@@ -221,10 +221,9 @@ struct WeightSender {
             /* In backend `hosts` all lanes must call post_put_weights(), which contains a
              * barrier of the warp. */
             if (!HOSTS && !goes) continue;
-            /* The number of this rank in the peer's count: each rank counts the other ranks
-             * upwards, beginning with its next higher rank, which has number 0 (modulo
-             * num_ranks). The peer's heap has a part for the weights of each rank, in this
-             * order. */
+            /* Each rank numbers the other ranks upwards from itself (modulo num_ranks): the
+             * next higher rank has number 0. `source` is the number that the peer gives to this
+             * rank. The peer's heap has a part for the weights of each rank, in this order. */
             const int source = self.num_ranks - 1 - distance;
             uint32_t *floats = floats_base(self, m.op, self.heap[rank], source) +
                                (int64_t)lane_token() * float_stride(top_k);
@@ -289,8 +288,8 @@ template <class Rows> __device__ __forceinline__ int num_units(const LowlatMove 
     return m.job.num_tokens * Rows::own_pieces(m) + m.most_tokens * peers * m.shape.pieces;
 }
 
-/* Returns the number of `rank` in this rank's count of the other ranks: the next higher rank
- * has number 0, and the numbers go on upwards (modulo num_ranks). */
+/* Returns the number that this rank gives to `rank`. Each rank numbers the other ranks upwards
+ * from itself (modulo num_ranks): the next higher rank has number 0. */
 __device__ __forceinline__ int source_number_of(const LowlatMove &m, int rank)
 {
     const p2p_self &self = m.job.plan.self;

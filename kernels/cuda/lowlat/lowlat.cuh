@@ -265,7 +265,7 @@ __device__ __forceinline__ void count_posted_warp(const p2p_self &self)
  *   hosts  waits until all warps of this rank have posted their puts, tells the proxy that the
  *          epoch has no more puts, and waits until all peers have announced the operation
  *
- * are_copied: poll_inbox() has copied the peers' announcements to the heap. */
+ * are_copied: true if poll_inbox() has copied the peers' announcements to the heap. */
 __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
                                               const StartState &start, bool are_copied)
 {
@@ -317,8 +317,8 @@ static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
 }
 
 /* Returns true in the CTA that calls it last, false in the other CTAs. Called by all threads of
- * all CTAs if the receive buffer of a rank has too few rows. The last CTA also reports this
- * rank to the host. */
+ * all CTAs if the receive buffer of any rank has too few rows. The CTA that calls it last also
+ * reports to the host which rank has too few rows. */
 static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_header &h)
 {
     if (is_last_cta_to_end(op, (int)gridDim.x))

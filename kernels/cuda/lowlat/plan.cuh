@@ -330,9 +330,9 @@ __device__ __forceinline__ int32_t needed_here(const LowlatPlan &tables,
 }
 
 /* Returns whether the plan can be used. A plan is invalid if an expert id is invalid, or if a
- * rank needs more slots than its capacity. `moves`: the operation also moves rows, so the
- * function also checks that each rank's receive buffer has a row per slot. The result is the
- * same on all ranks. Called by one warp. */
+ * rank needs more slots than its capacity. `moves`: true if the operation also moves rows. Then
+ * the function also checks that each rank's receive buffer has a row per slot. The result is
+ * the same on all ranks. Called by one warp. */
 static __device__ PlanCheck check_plan(const LowlatPlan &tables, const p2p_plan_job &job,
                                        bool moves)
 {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The units of work of combine for few tokens, for aligned rows whose partial sums are added in
  * the order of ranks. A partial sum is the sum of weight * row over a token's slots on one
- * rank. A unit of work is one piece of a token's row. A piece has one 16-byte vector per lane.
- * There are two units:
+ * rank. A unit of work is one piece of a token's row. A piece has one 16-byte vector per lane
+ * (512 bytes in all). There are two types of units:
  *
  *   send_sum      for a token of a peer: adds the token's rows on this rank, and stores this
  *                 partial sum to the peer's staging
@@ -130,9 +130,9 @@ __device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, 
     if (in_row<EXACT>(c, u))
         store_relaxed(staged_row(c.op.outbox[rank], u.token, c.shape.vectors) + vector_of(u),
                       node);
-    /* The number of this rank in the peer's count: each rank counts the other ranks upwards,
-     * beginning with its next higher rank, which has number 0 (modulo num_ranks). The peer's
-     * heap has a part for floats of each rank, in this order. */
+    /* Each rank numbers the other ranks upwards from itself (modulo num_ranks): the next higher
+     * rank has number 0. `source` is the number that the peer gives to this rank. The peer's
+     * heap has a part for the floats of each rank, in this order. */
     const int source = self.num_ranks - 2 - u.role;
     if (u.piece == 0 && c.job.slot_floats)
         send_floats(c, rank, u.token, floats_base(self, c.op, self.heap[rank], source));

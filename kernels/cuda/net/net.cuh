@@ -54,8 +54,8 @@ __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t index)
     if (index < load_relaxed(&control->ring_room)) return true;
     if (!poll_permit(&control->room_polled_at, 1)) return false;
     const uint64_t room = load_relaxed(&op.self->net->ring.words->taken) + P2P_RING_ENTRIES;
-    /* Two threads may store different values, and the older one may be stored last. That is
-     * harmless: an older value is smaller, and only causes another check. */
+    /* Two threads may store different values, and the older value may be stored last. That is
+     * harmless: an older value is smaller, so a thread only reads `taken` once more. */
     store_relaxed(&control->ring_room, room);
     return index < room;
 }
@@ -190,8 +190,8 @@ __device__ __forceinline__ void refresh_freed(const OpState &op)
 static __device__ void report_aborted_wait(const OpState &op);
 
 /* Waits until this CTA may store into the outbox in this epoch: until the net has read all
- * words of older epochs there. Called by all threads of a CTA before their first store for a
- * peer. Returns false if the group of ranks has failed. */
+ * words of the older epochs that used the same half of the outbox. Called by all threads of a
+ * CTA before their first store for a peer. Returns false if the group of ranks has failed. */
 static __device__ __noinline__ bool wait_outbox(const OpState &op)
 {
     const bool ok = __syncthreads_and(threadIdx.x || wait_outbox_free(op)) != 0;

@@ -22,11 +22,11 @@
 
 #include "cuda/net/net.cuh"
 
-/* Sets a mark in control memory: an operation of this rank is running. Returns 1 if the mark
- * was already set, which means that the caller uses two streams without ordering them. One
- * thread of each CTA calls the function before it reads the epoch. Only CTA 0 sets and checks
- * the mark; the others get 0. A CTA that starts late could not detect the other operation,
- * which may have ended by then. */
+/* Sets a mark in control memory, which means that an operation of this rank is running. Returns
+ * 1 if the mark was already set, which means that the caller uses two streams without ordering
+ * them. One thread of each CTA calls the function before it reads the epoch. Only CTA 0 sets
+ * and checks the mark; the others get 0. A CTA that starts late could not detect the other
+ * operation, which may have ended by then. */
 __device__ __forceinline__ uint32_t mark_running(const p2p_self &self)
 {
     return blockIdx.x == 0 ? atomicOr(&control_of(self)->running, 1u) : 0;
@@ -108,8 +108,8 @@ __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, in
 }
 
 /* Returns the word `broken`: 0, unless the group of ranks has already failed. Called at the
- * start of a kernel. In backend `hosts` this is the copy in control memory. read_net_broken()
- * reads the original, which the net writes. */
+ * start of a kernel. In backend `hosts`, the function reads a copy of the word in control
+ * memory. read_net_broken() reads the original, which the net writes. */
 __device__ __forceinline__ uint64_t read_broken(const p2p_self &self)
 {
     return load_relaxed(HOSTS ? &control_of(self)->net->broken
@@ -209,7 +209,7 @@ static __device__ bool wait_announcements(const OpState &op)
 
 /* Waits until word `which` (P2P_ANNOUNCED_*) of every rank's announcement has arrived. In lane
  * q, sets `value` to the word of rank q, or to 0 if there is no rank q. Called by one warp.
- * Returns false if the group is broken. */
+ * Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool read_announcement(const p2p_self &self, const OpState &op,
                                                   int which, int32_t &value)
 {

@@ -59,8 +59,9 @@ __device__ __forceinline__ uint32_t *floats_base(const p2p_self &self, const OpS
 
 /* Returns true if a word of the vector is poison or its stand-in (0x7fff7fff), with any sign
  * bits. Sender and receiver call this function to decide whether a piece has escape words, and
- * both get the same result. It is also true for other NaNs with these bits. That is harmless:
- * their bits in the escape words are 0. */
+ * both get the same result. The function also returns true for words that differ only in sign
+ * bits from poison or the stand-in. That is harmless, because the escape words have a 0 for
+ * each word that was not replaced. */
 __device__ __forceinline__ bool needs_escape(uint4 q)
 {
     const uint32_t signs = 0x80008000u;
@@ -82,7 +83,7 @@ __device__ __forceinline__ void unhide_word(uint32_t &word, uint32_t mask, int b
 
 /* Replaces the words of a piece that equal poison. The caller sends the piece after that.
  * Otherwise the receiver would take such words for words that have not arrived. Returns this
- * lane's escape word, which the caller must send in addition to the piece, or 0 if the piece
+ * lane's escape word, which the caller must send together with the piece, or 0 if the piece
  * needs no escape words. Called by a whole warp. */
 template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
 {
@@ -214,8 +215,9 @@ __device__ __forceinline__ bool wait_piece(const OpState &op, int peer, const ui
  *
  *   first, vectors  the piece has vectors [first, first + V * 32) of the row's `vectors`
  *                   vectors
- *   copied          q already has the piece, from the warp's ring in shared memory; words that
- *                   are poison there had not arrived, and are polled again in staging
+ *   copied          true if q contains an earlier copy of the piece, from the warp's ring in
+ *                   shared memory. In this copy, words that had not arrived are poison. Only
+ *                   these words are polled in staging
  *
  * While nothing has arrived, each lane polls only its first vector, because polls take
  * bandwidth from rows. */
