@@ -32,14 +32,14 @@
  * have numbers n = 0, 1, ... */
 struct Replicas {
     union { /* two arrays that share memory, because they are not needed at the same time */
-        /* num_replicas[l]: number of replicas of logical expert l, on all ranks. Needed only
-         * while read_replicas() builds the tables. */
+        /* num_replicas[e]: number of replicas of logical expert e, on all ranks together.
+         * Needed only while read_replicas() builds the tables. */
         int32_t num_replicas[P2P_REPLICATED_EXPERTS + 1];
         /* first[n]: index in `local` of this rank's first replica of replicated expert n. The
          * replicas of expert n end before index first[n + 1]. */
         int32_t first[P2P_REPLICATED_EXPERTS + 1];
     };
-    /* nth[l]: number n of logical expert l among the replicated ones, or SINGLE_REPLICA */
+    /* nth[e]: number n of logical expert e among the replicated ones, or SINGLE_REPLICA */
     uint16_t nth[P2P_REPLICATED_EXPERTS];
     /* mine[i]: number n of the logical expert of local expert i, or SINGLE_REPLICA */
     uint16_t mine[P2P_REPLICATED_EXPERTS];
@@ -187,7 +187,7 @@ static __device__ uint4 add_here(const Replicas &r, const p2p_sum_replicas_job &
 
 /* Processes one round: vectors [begin, begin + vectors) of the list. `order`: the
  * epic_sum_order in which the ranks' sums are added. MANY: see sum_replicas_kernel(). Returns
- * false if the group is broken. */
+ * false if the group of ranks has failed. */
 template <bool MANY>
 static __device__ bool sum_vectors(const Replicas &r, const OpState &op,
                                    const p2p_sum_replicas_job &job, uint32_t order,
@@ -220,8 +220,8 @@ static __device__ bool sum_vectors(const Replicas &r, const OpState &op,
 
 /* Returns true if `data` has enough rows on every rank: at least num_local, the largest number
  * of experts of a rank. Each rank has announced its number of rows. If a rank has too few, CTA
- * 0 reports the first such rank to the host. Sets ok to false if the group is broken, otherwise
- * to true. Called by all threads of all CTAs. */
+ * 0 reports the first such rank to the host. Sets ok to false if the group of ranks has failed,
+ * otherwise to true. Called by all threads of all CTAs. */
 static __device__ bool check_local_rows(const OpState &op, const p2p_sum_replicas_job &job,
                                         int32_t num_local, bool &ok)
 {

@@ -136,8 +136,8 @@ static __device__ void post_put_vectors(const OpState &op, int64_t vectors)
 
 /* Waits until the vectors that all ranks have sent for this thread have arrived, and reads the
  * vector of rank r into q[r]. Then writes poison back to their staging, so that a later
- * operation can wait for new words there. Called by a whole warp. Returns false if the group is
- * broken. */
+ * operation can wait for new words there. Called by a whole warp. Returns false if the group of
+ * ranks has failed. */
 __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_UNROLLED_RANKS])
 {
     const p2p_self &self = s.self;
@@ -162,7 +162,7 @@ __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_
 
 /* Waits until the vector of rank `rank` has arrived, and reads it into x. Then writes poison
  * back to the vector's staging, so that a later operation can wait for new words there. Called
- * by a whole warp. Returns false if the group is broken. */
+ * by a whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_rank(const RankSum &s, int rank, float (&x)[4])
 {
     const bool own = rank == s.self.rank;
@@ -228,8 +228,8 @@ static __device__ __forceinline__ bool add_ranks_unrolled(const RankSum &s, floa
 
 /* Waits until the vector of every rank has arrived, and sets x to the sum of these vectors.
  * s.order selects the order of the sum: ascending ranks, or a binary tree. MANY: the group has
- * more than MAX_UNROLLED_RANKS ranks. Called by a whole warp. Returns false if the group is
- * broken. */
+ * more than MAX_UNROLLED_RANKS ranks. Called by a whole warp. Returns false if the group of
+ * ranks has failed. */
 template <bool MANY> __device__ __forceinline__ bool add_ranks(const RankSum &s, float (&x)[4])
 {
     return MANY ? add_ranks_looped(s, x) : add_ranks_unrolled(s, x);

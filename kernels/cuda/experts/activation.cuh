@@ -32,8 +32,8 @@ __device__ __forceinline__ float sigmoid_of(float x)
     return (x > 0 ? 1 : e) / (1 + e);
 }
 
-/* Returns swish(x) = x s(y) and its derivative s(y) (1 + y (1 - s(y))), where y = alpha x and s
- * is the sigmoid. */
+/* Returns swish(x) = x * s(y) and its derivative s(y) * (1 + y * (1 - s(y))), where y = alpha *
+ * x and s is the sigmoid. */
 __device__ __forceinline__ Activated compute_swish(float x, float alpha)
 {
     const float s = sigmoid_of(alpha * x);

@@ -69,7 +69,7 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 /* Computes the weight of the shared expert for each token: shared_weights [num_tokens] =
- * sigmoid(x w_shared_gate). Adds in float64, as the host does. */
+ * sigmoid(dot(x, w_shared_gate)). Adds in float64, as the CPU code does. */
 static __global__ void __launch_bounds__(THREADS)
     shared_gate_kernel(const __grid_constant__ layer_tokens t)
 {
@@ -84,7 +84,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Multiplies d_shared_weights [num_tokens], the gradient of the sigmoid's value s, by s (1 -
+/* Multiplies d_shared_weights [num_tokens], the gradient of the sigmoid's value s, by s * (1 -
  * s), in place. The result is the gradient of the sigmoid's argument. */
 static __global__ void __launch_bounds__(THREADS)
     shared_slope_kernel(const __grid_constant__ layer_tokens t)

@@ -18,17 +18,18 @@ extern "C" {
 cudaError_t p2p_launch_sent(const layer_tokens *t, int32_t *choices, int sms,
                             cudaStream_t stream);
 /* Computes the weight of the shared expert for each token: shared_weights [num_tokens] =
- * sigmoid(x w_shared_gate). */
+ * sigmoid(dot(x, w_shared_gate)). */
 cudaError_t p2p_launch_shared_gate(const layer_tokens *t, int sms, cudaStream_t stream);
 /* Multiplies d_shared_weights [num_tokens] in place by the derivative of the sigmoid. On entry
- * it contains the gradient of shared_weights, on return the gradient of x w_shared_gate. */
+ * it contains the gradient of shared_weights, on return the gradient of dot(x,
+ * w_shared_gate). */
 cudaError_t p2p_launch_shared_slope(const layer_tokens *t, int sms, cudaStream_t stream);
 /* Computes the gradients of the weights of zero-experts: d_weights = dot(d_out, x). Other
  * elements of d_weights stay unchanged. */
 cudaError_t p2p_launch_zero_weights(const layer_tokens *t, int sms, cudaStream_t stream);
 /* Adds the outputs of the zero-experts and of the shared expert to the rows [num_tokens,
- * hidden] that combine returned. In backward, adds their gradients. layer_rows
- * (src/rules/layer_tokens.h) has the formulas. */
+ * hidden] that combine returned. In backward, adds the gradients of their inputs to the
+ * gradient rows instead. layer_rows (src/rules/layer_tokens.h) has the formulas. */
 cudaError_t p2p_launch_finish(const layer_tokens *t, const layer_rows *rows, int sms,
                               cudaStream_t stream);
 /* Loads the kernels on the current device. Called at open, so that no later launch has to load

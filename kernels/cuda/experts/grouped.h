@@ -55,7 +55,8 @@ typedef struct p2p_gemm {
     const void *a; /* FORWARD: x [slots, k]; INPUT: d_y [slots, n]; WEIGHT: x [slots, k] */
     const void *b; /* FORWARD, INPUT: weights [experts, k, n]; WEIGHT: d_y [slots, n] */
     void *out;     /* FORWARD: [slots, n]; INPUT: [slots, k]; WEIGHT: [experts, k, n] */
-    /* FORWARD: bias [experts, n], added to the rows that hold a token; NULL: no bias */
+    /* Only in FORWARD: bias [experts, n], added to the rows that hold a token. NULL: no
+     * bias. */
     const void *bias;
     /* [slots]: factor of each row, by which the bias is multiplied before it is added to the
      * row; NULL: 1 */
@@ -66,8 +67,8 @@ typedef struct p2p_gemm {
     /* only if row_type is EPIC_E4M3: [experts, blocks, blocks], the scales of matrix b, one for
      * each 128 x 128 numbers */
     const float *b_scales;
-    /* INPUT: an array with the shape and type of out, which is added to the result; NULL:
-     * none */
+    /* Only in INPUT: an array with the shape and type of out, which is added to the result.
+     * NULL: nothing is added. */
     const void *addend;
     int64_t k, n;
     uint32_t pass;     /* an epic_gemm_pass */
@@ -76,8 +77,10 @@ typedef struct p2p_gemm {
     /* epic_type of matrix b (in FORWARD and INPUT) and of bias. It may be EPIC_E4M3 only if
      * row_type is EPIC_E4M3, and in this case bias has y_type. */
     uint32_t weight_type;
-    uint32_t out_type; /* WEIGHT: epic_type of out */
-    /* only in WEIGHT and INPUT: 1: add the result to out; 0: overwrite out */
+    /* Only in WEIGHT: epic_type of out. In FORWARD, out has y_type. In INPUT, out has row_type
+     * or, if row_type is EPIC_E4M3, y_type. */
+    uint32_t out_type;
+    /* Only in WEIGHT and INPUT. 1: add the result to out; 0: overwrite out. */
     int32_t accumulate;
     int32_t sms; /* largest number of CTAs to launch */
     /* Number of rows of tiles in a group. The kernel computes all tiles of a group, one column
@@ -121,8 +124,8 @@ typedef struct p2p_activation_job {
     const void *b_down;
     float *d_slot_weights; /* backward: output [slots]; NULL: not computed */
     int32_t aligned;       /* 1: all rows start and end at multiples of 16 bytes */
-    /* backward, only with EPIC_WEIGHT_INPUT: 1: the kernel multiplies each row of d_gate_up by
-     * the weight of the slot */
+    /* Only in backward with EPIC_WEIGHT_INPUT. 1: the kernel multiplies each row of d_gate_up
+     * by the weight of the slot. 0: it does not. */
     int32_t weigh_d;
     int32_t sms;
     int32_t pad;

@@ -22,7 +22,7 @@
  * then the cluster goes on to its next pair of tiles. If both tiles belong to one expert, they
  * need the same part of matrix b. Each CTA then copies half of it, and its multicast copy
  * writes this half to both CTAs. The CTAs decide for each pair of tiles whether they share the
- * copies, so slabs may have very different sizes.
+ * copies. So the two tiles of a pair may also belong to different experts.
  *
  * The kernel reads a and b in the caller's layout. The *summed dimension* is K of a GEMM; the
  * last column of the table names it. "Transposed" marks a matrix in which the summed dimension
@@ -59,9 +59,10 @@ static __device__ __forceinline__ void release_stage(const SharedLayout &at, int
 }
 
 /* Sets lines `first` to 63 of both matrices in a stage to zero. Called only in the pass WEIGHT,
- * where each line has one slot. The slots of these lines do not hold tokens of the slab, so
- * they must add nothing to the sums. Each of the two consumer warpgroups (`half` is 0 or 1)
- * sets half of the columns to zero. `stage`: shared-memory address of the stage. */
+ * where each line of a stage belongs to one slot. The slots of these lines do not hold tokens
+ * of the slab, so they must add nothing to the sums. Each of the two consumer warpgroups
+ * (`half` is 0 or 1) sets half of the columns to zero. `stage`: shared-memory address of the
+ * stage. */
 static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int half,
                                                   int thread)
 {

@@ -41,9 +41,10 @@
 /* The work of a CTA at a time: one tile of out and, if sums are cut into slices, one slice of
  * each sum. */
 struct TileSlice {
-    /* the tile's first row in matrices a and out; WEIGHT: the slab's first row */
+    /* In FORWARD and INPUT: the tile's first row in matrices a and out. In WEIGHT: the slab's
+     * first row in matrices a and b. */
     int64_t row;
-    int64_t first;  /* WEIGHT: the tile's first row in out[expert]; else 0 */
+    int64_t first;  /* in WEIGHT: the tile's first row in out[expert]; else 0 */
     int64_t column; /* the tile's first column in out */
     /* expert: local expert of the tile. depth: size of the summed dimension, which is the
      * number of terms of each sum of all slices together. columns: number of columns of out. */

@@ -70,15 +70,15 @@ struct Job {
     /* only for e4m3 matrices: scales of matrices a and b (experts/grouped.h) */
     const float *a_scales, *b_scales;
     void *out;
-    const void *addend; /* INPUT: an array that is added to the result; NULL: none */
+    const void *addend; /* only in INPUT: an array that is added to the result; NULL: none */
     int64_t columns;    /* number of columns of out */
-    int64_t lines;      /* WEIGHT: number of rows of out[expert] */
+    int64_t lines;      /* only in WEIGHT: number of rows of out[expert] */
     int num_experts;
-    int tiles_down; /* WEIGHT: number of rows of tiles of out[expert] */
+    int tiles_down; /* only in WEIGHT: number of rows of tiles of out[expert] */
     /* number of tiles in a row of tiles */
     int tiles_across;
-    /* FORWARD, INPUT: number of stages that a tile needs. Each stage adds BK (e4m3: 128)
-     * products to every sum of the tile. */
+    /* Only in FORWARD and INPUT: number of stages that a tile needs. Each stage adds BK (e4m3:
+     * 128) products to every sum of the tile. */
     int steps;
     /* Number of rows of tiles in a group; with clusters: number of pairs of rows of tiles. The
      * kernel computes all tiles of a group, one column of tiles after the other, before the
@@ -89,16 +89,18 @@ struct Job {
 
 /* One tile of the result matrix `out`. find_tile() fills in this struct. */
 struct Tile {
-    /* the tile's first row in matrices a and out; WEIGHT: its first row in out[expert] */
+    /* In FORWARD and INPUT: the tile's first row in matrices a and out. In WEIGHT: its first
+     * row in out[expert]. */
     int row;
     /* column: the tile's first column in out; expert: local expert of the tile; steps: number
      * of stages that the tile needs */
     int column, expert, steps;
-    int first; /* WEIGHT: first slot of the slab */
-    /* FORWARD, INPUT: number of rows of the tile that hold a token; WEIGHT: number of such rows
-     * of the slab */
+    int first; /* only in WEIGHT: first slot of the slab */
+    /* In FORWARD and INPUT: number of rows of the tile that hold a token. In WEIGHT: number of
+     * rows of the whole slab that hold a token. */
     int tokens;
-    int rows; /* FORWARD, INPUT: number of rows of the tile that are stored, with padding */
+    /* only in FORWARD and INPUT: number of rows of the tile that are stored, with padding */
+    int rows;
     /* false: this CTA does not store the tile, for one of two reasons. Either the other CTA of
      * the cluster stores the same tile, and this CTA only takes part because the other CTA
      * needs its copies and its arrivals at barriers. Or the kernel adds the results to out
@@ -163,8 +165,8 @@ static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int nu
 }
 
 /* A position of a thread in the ring of stages. index: number of the stage. parity: parity (0
- * or 1) of the barrier phase for which the thread waits at the barriers of this stage. It
- * changes each time the thread comes back to stage 0. */
+ * or 1) of the barrier phase for which the thread waits at the barriers of this stage. The
+ * parity changes each time the thread comes back to stage 0. */
 struct Stage {
     int index, parity;
 

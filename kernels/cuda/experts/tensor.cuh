@@ -202,9 +202,9 @@ __device__ __forceinline__ void write_shared(uint32_t to, float x, float y)
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
 }
 
-/* Stores four 8 x 8 matrices of 16-bit numbers to shared memory (stmatrix). Lane l passes in
- * `to` the address of row l % 8 of matrix l / 8. In a, b, c and d it passes two numbers of each
- * of the four matrices. Called by a whole warp. */
+/* Stores four 8 x 8 matrices of 16-bit numbers to shared memory (stmatrix). Lane number L
+ * passes in `to` the address of row L % 8 of matrix L / 8. In a, b, c and d it passes two
+ * numbers of each of the four matrices. Called by a whole warp. */
 __device__ __forceinline__ void write_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c,
                                                uint32_t d)
 {
@@ -250,7 +250,7 @@ template <int PENDING> __device__ __forceinline__ void wait_wgmma()
         SUMS_8(d, i + 40), SUMS_8(d, i + 48), SUMS_8(d, i + 56)
 #define SUMS_128(d) SUMS_64(d, 0), SUMS_64(d, 64)
 
-/* One wgmma: d [64, 256] += a [64, 16] b [16, 256], or d = a b if `add` is 0. TRANSPOSE_A
+/* One wgmma: d [64, 256] += a [64, 16] * b [16, 256], or d = a * b if `add` is 0. TRANSPOSE_A
  * (TRANSPOSE_B) is 1 if the dimension over which the product sums (16) is not contiguous in
  * matrix a (matrix b). */
 #define WGMMA_256(type)                                                                        \
@@ -288,7 +288,7 @@ __device__ __forceinline__ void issue_wgmma(float (&d)[128], uint64_t a, uint64_
     WGMMA_256("f16");
 }
 
-/* One wgmma of e4m3: d [64, 128] += a [64, 32] b [32, 128], or d = a b if `add` is 0. The
+/* One wgmma of e4m3: d [64, 128] += a [64, 32] * b [32, 128], or d = a * b if `add` is 0. The
  * dimension over which the product sums (32) must be contiguous in both matrices. */
 __device__ __forceinline__ void issue_wgmma(float (&d)[64], uint64_t a, uint64_t b, int add)
 {

@@ -8,8 +8,8 @@
  * The kernels do not read the weights that router forward has written, but compute the weights
  * again from the logits. They load all logits of a token only if the weights come from a
  * softmax over all experts (needs_full_softmax()). Otherwise they load only the logits of the
- * chosen experts. Lane l handles choices l and l + 32 of a token, with index j = 0 and 1
- * (struct Chosen). */
+ * chosen experts. Lane number L handles choices L and L + 32 of a token; in arrays they have
+ * index j = 0 and 1 (struct Chosen). */
 #include "cuda/common/launch.cuh"
 #include "cuda/router/router.cuh"
 

@@ -7,7 +7,7 @@
  *   template V     columns per lane, known to the compiler; 0: any number of columns
  *   template J     choices per lane: 1 if top_k is at most 32, else 2
  *
- * The results have the same bits as those of the host (src/router). For this, device and host
+ * The results have the same bits as those of the CPU code (src/router). For this, GPU and CPU code
  * use the same scalar functions, add in the same order, and are compiled without fused
  * multiply-add. */
 #ifndef EPIC_ROUTER_CUH
@@ -96,7 +96,7 @@ template <int V, class F> __device__ __forceinline__ void each_place(int end, F 
 }
 
 /* Returns the sum of x over the lanes of the warp, on every lane. Adds lanes at distances 16,
- * 8, 4, 2 and 1, in this order, as the host does. */
+ * 8, 4, 2 and 1, in this order, as the CPU code does. */
 template <class T> __device__ __forceinline__ T add_lanes(T x)
 {
 #pragma unroll
@@ -105,7 +105,7 @@ template <class T> __device__ __forceinline__ T add_lanes(T x)
     return x;
 }
 
-/* Returns the sum of f(i) over all columns, on every lane. Adds in the same order as the host:
+/* Returns the sum of f(i) over all columns, on every lane. Adds in the order of the CPU code:
  * blocks of SUM_BLOCK columns one after the other. Within a block, each lane adds its columns,
  * and add_lanes() adds the sums of the lanes. */
 template <int V, class T, class F> __device__ __forceinline__ T add_columns(int columns, F f)
@@ -195,7 +195,7 @@ __device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t ty
 /* --------------------------------------------------------------------------- scores ---- */
 
 /* Returns the largest `mine` of the warp's lanes, and ignores NaNs. There is one exception: if
- * `first`, the first value of the row, is NaN, returns NaN, as the host does. */
+ * `first`, the first value of the row, is NaN, returns NaN, as the CPU code does. */
 __device__ __forceinline__ float largest_of(float mine, float first)
 {
 #pragma unroll
@@ -256,14 +256,14 @@ __device__ __forceinline__ void make_scores(float *s, const float *z, uint32_t s
 
 /* -------------------------------------------------------------------------- weights ---- */
 
-/* The k chosen experts of a token, distributed over the lanes of a warp. Lane l has choice l
- * (index j = 0) and, if J is 2, also choice l + 32 (j = 1). */
+/* The k chosen experts of a token, distributed over the lanes of a warp. Lane number L has
+ * choice L (index j = 0) and, if J is 2, also choice L + 32 (j = 1). */
 template <int J> struct Chosen {
     int k;
-    int id[J]; /* id[j]: expert of choice lane + 32 j; negative: no expert */
+    int id[J]; /* expert of choice lane + 32 * j; negative: none */
 
-    /* Returns true if this lane has a choice with index j, that is, if lane + 32 j is less than
-     * k. */
+    /* Returns true if this lane has a choice with index j, that is, if lane + 32 * j is less
+     * than k. */
     __device__ __forceinline__ bool exists(int j) const
     {
         return lane_id() + j * WARP < k;
@@ -276,7 +276,7 @@ template <int J> struct Chosen {
 };
 
 /* Returns the sum of x over the token's choices, on every lane. x[j] belongs to choice lane +
- * 32 j. Adds in ascending order of choices, as the host does. */
+ * 32 * j. Adds in ascending order of choices, as the CPU code does. */
 template <int J>
 __device__ __forceinline__ float add_in_order(const Chosen<J> &c, const float (&x)[J])
 {
@@ -313,7 +313,7 @@ __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J]
 }
 
 /* The numbers from which the kernels compute the weights of a token's choices. parts[j] is the
- * part of choice lane + 32 j. The token has one divisor. The weight of a choice is its part
+ * part of choice lane + 32 * j. The token has one divisor. The weight of a choice is its part
  * divided by the divisor, times the router's scales. `is_divisor_variable` is true if the
  * divisor depends on the parts. Then backward also needs the gradient of the divisor. */
 template <int J> struct Shares {
