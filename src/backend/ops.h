@@ -65,9 +65,9 @@ typedef struct epic_gate_args {
 /* The operations of a device backend.  Every member is set.
  *
  * Each function launches kernels on the stream of its arguments and returns without waiting for
- * them.  The core has checked the arguments.  A function with the name of a public call takes
- * the same arguments as that call.  Functions return EPIC_OK, or an error whose sentence
- * epic_backend.sentence returns. */
+ * them.  The callers in libepic.so have checked the arguments.  A function with the name of a
+ * public call takes the same arguments as that call.  Functions return EPIC_OK, or an error
+ * whose sentence epic_backend.sentence returns. */
 typedef struct epic_ops {
     epic_result (*plan)(epic_group *, const epic_plan_args *);
     epic_result (*dispatch)(epic_group *, const epic_dispatch_args *);
@@ -79,7 +79,7 @@ typedef struct epic_ops {
     epic_result (*allreduce_sum)(epic_group *, const epic_allreduce_sum_args *);
     epic_result (*sum_replicas)(epic_group *, const epic_sum_replicas_args *);
 
-    /* Router and losses. The core has filled in the defaults of args->router. The loss is
+    /* Router and losses. The caller has filled in the defaults of args->router. The loss is
      * `factor` times the sum over the tokens. The backward pass multiplies d_loss by
      * `factor`. */
     epic_result (*router_forward)(epic_group *, const epic_router_args *);
@@ -90,7 +90,7 @@ typedef struct epic_ops {
     epic_result (*z_loss_backward)(epic_group *, const epic_loss_args *, double factor);
     epic_result (*bias_update)(epic_group *, const epic_bias_update_args *);
 
-    /* Experts. The core has filled in the defaults of args->experts. If expert_rows is NULL,
+    /* Experts. The caller has filled in the defaults of args->experts. If expert_rows is NULL,
      * all slots belong to one expert. The layer's shared expert is computed in this way. */
     epic_result (*experts_forward)(epic_group *, const epic_experts_args *);
     epic_result (*experts_backward)(epic_group *, const epic_experts_backward_args *);

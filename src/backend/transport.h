@@ -24,8 +24,8 @@
  * ranks run the same flows of an exchange, one after the other.
  *
  * Threads: one thread at a time uses an op slot; different threads may use different op slots
- * at the same time. Only wait() blocks. No function allocates memory or calls back into the
- * core. */
+ * at the same time. Except for the functions for windows, only wait() blocks, and no function
+ * allocates memory. No function calls a function of src/exchange or src/host_ops. */
 #ifndef EPIC_TRANSPORT_H
 #define EPIC_TRANSPORT_H
 
@@ -62,8 +62,8 @@ typedef struct epic_flow {
     const int64_t *receives; /* [num_ranks]: number of entries from each peer */
 } epic_flow;
 
-/* The last known status of a peer. When a wait has passed its deadline, the core compares the
- * status of all peers to find the culprits. */
+/* The last known status of a peer. When a wait has passed its deadline, src/exchange compares
+ * the status of all peers to find the culprits. */
 typedef struct epic_peer_status {
     /* the peer has announced the exchange (tag, sequence), or a later exchange with this tag */
     bool has_announced;
@@ -97,11 +97,12 @@ typedef struct epic_window_memory {
 
 /* The part of a transport that provides windows (docs/internals/windows.md). */
 typedef struct epic_window_transport {
-    /* Makes this rank's memory available to all peers. The core calls it before this rank
-     * announces its op header. If memory->data is NULL, allocates the memory and writes its
-     * address to memory->data. The core releases this memory with munmap(). Writes the window's
-     * handle to `handle`. If offer() fails on any rank, the core returns an error on all ranks:
-     * EPIC_ENOMEM, or EPIC_ENOTSUP for every other error. */
+    /* Makes this rank's memory available to all peers. The caller (src/exchange) announces this
+     * rank's op header only after offer() has returned. If memory->data is NULL, allocates the
+     * memory and writes its address to memory->data. The caller releases this memory with
+     * munmap(). Writes the window's handle to `handle`. If offer() fails on any rank, the
+     * public call returns an error on all ranks: EPIC_ENOMEM, or EPIC_ENOTSUP for every other
+     * error. */
     epic_result (*offer)(epic_group *group, epic_window_memory *memory, unsigned char *handle);
 
     /* Maps the window of `bytes` bytes that `peer` has offered in the same attempt, and sets
@@ -113,8 +114,8 @@ typedef struct epic_window_transport {
     /* Releases the mapping at address `at`, which map() has returned. */
     void (*unmap)(epic_group *group, void *at, int64_t bytes);
 
-    /* The core calls begin_stores() before the first store of an operation into windows of
-     * peers, and end_stores() after the last one. */
+    /* An operation calls begin_stores() before its first store into windows of peers, and
+     * end_stores() after the last one. */
     void (*begin_stores)(epic_group *group);
     void (*end_stores)(epic_group *group);
 
@@ -152,7 +153,7 @@ typedef struct epic_transport {
      * arrived.  The header stays valid until finish(). */
     const epic_op_header *(*op_header)(epic_group *group, int op_slot, int peer);
 
-    /* Starts the next flow of the exchange. The core calls it only after op_header() has
+    /* Starts the next flow of the exchange. It may be called only after op_header() has
      * returned the op headers of all ranks. */
     void (*shape)(epic_group *group, int op_slot, const epic_flow *flow);
 
@@ -184,9 +185,9 @@ typedef struct epic_transport {
      * the group fails, or for about `ms` milliseconds. With op_slot -1, wait() sleeps until an
      * op slot may be free. wait() may return early. It misses no change: if something has
      * changed since the caller's last call for this op slot, it returns at once. During the
-     * sleep, peers can read `phase` and `waits_for` with look(). `phase` is a number from the
-     * core. `waits_for` [EPIC_MAX_RANKS / 64] has a bit set for each rank that this rank waits
-     * for. */
+     * sleep, peers can read `phase` and `waits_for` with look(). `phase` is a number that the
+     * caller chooses. `waits_for` [EPIC_MAX_RANKS / 64] has a bit set for each rank that this
+     * rank waits for. */
     void (*wait)(epic_group *group, int op_slot, uint32_t phase, const uint64_t *waits_for,
                  uint32_t ms);
 

@@ -21,7 +21,7 @@
 #include "base/deadline.h"
 
 #define GATHER_TAG 0
-#define ROLL_TAG 32767 /* tag of roll calls: the largest that every MPI allows */
+#define ROLL_TAG 32767 /* MPI tag of roll calls: the largest that every MPI allows */
 #define NAP_NS 100000
 
 /* The state of a bootstrap, to which epic_bootstrap.self points. */
@@ -81,9 +81,10 @@ static bool receive_roll_call(MPI_Comm comm, bool *missing)
 }
 
 /* Receives roll calls. Sends this rank's roll call once: when `late` is set, or when a roll
- * call of another rank has arrived. missing[m->rank] is true until then. Ignores errors of MPI,
- * because roll calls only improve an error text. During the call MPI_ERRORS_RETURN replaces the
- * communicator's error handler, because that handler may end the program. */
+ * call of another rank has arrived. missing[m->rank] is true until this rank has sent its roll
+ * call. Ignores errors of MPI, because roll calls only improve an error text. During the call
+ * MPI_ERRORS_RETURN replaces the communicator's error handler, because that handler may end the
+ * program. */
 static void exchange_roll_calls(const bootstrap *m, MPI_Comm comm, bool *missing, bool late)
 {
     MPI_Errhandler theirs;

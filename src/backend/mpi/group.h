@@ -10,7 +10,7 @@
  *   control.c      sends control messages (MPI tag 0); the failure of the group
  *   op_slots.c     claims op slots and stores the headers of peers
  *   peer_status.c  exchanges the status of waiting ranks, to find culprits
- *   staging.c      sends and receives rows, on MPI tag 1 + the receiver's slot
+ *   staging.c      sends and receives rows, on MPI tag 1 + the receiver's op slot
  *   progress.c     polls MPI and passes what arrived to the files above
  *   wait.c         waits for a change
  *   drain.c        a thread that polls MPI until finished slots are sent
@@ -70,7 +70,8 @@ typedef struct status_report {
 /* A control message, sent on MPI tag 0. Only the members that its kind needs are sent. */
 typedef struct control_message {
     uint32_t kind;
-    /* MESSAGE_HEADER: the sender's slot; MESSAGE_STATUS_*: the slot of the requesting rank */
+    /* MESSAGE_HEADER: the sender's op slot; MESSAGE_STATUS_*: the slot of the requesting
+     * rank */
     int32_t slot_index;
     uint64_t tag;
     uint64_t sequence;
@@ -107,7 +108,7 @@ typedef struct peer {
     bool dead; /* the peer's process has ended */
 } peer;
 
-/* The last status report of one peer, for the exchange of one slot of this rank. */
+/* The last status report of one peer, for the exchange of one op slot of this rank. */
 typedef struct peer_status {
     bool is_pending; /* a request was sent, and its reply has not arrived */
     int64_t requested_ns;
@@ -115,8 +116,8 @@ typedef struct peer_status {
     status_report status_report;
 } peer_status;
 
-/* The state of the ring of one slot to or from one peer. A *segment* is the entries of a flow
- * that are sent as one MPI message. Each half of the ring holds one segment. Segments are
+/* The state of the ring of one op slot to or from one peer. A *segment* is the entries of a
+ * flow that are sent as one MPI message. Each half of the ring holds one segment. Segments are
  * numbered over all flows of the ring, and segment n uses half n % 2. */
 typedef struct staging_ring {
     int64_t num_entries; /* number of entries of the flow */
@@ -131,7 +132,7 @@ typedef struct staging_ring {
 
 enum { REQUEST_HEADER, REQUEST_SEND, REQUEST_RECEIVE = REQUEST_SEND + 2, NUM_REQUESTS = 5 };
 
-/* The states of a slot, in their order. SLOT_OPEN: this rank has announced the exchange.
+/* The states of an op slot, in their order. SLOT_OPEN: this rank has announced the exchange.
  * SLOT_DRAINING: this rank has finished the exchange, but MPI still reads from the slot's
  * rings. */
 enum op_slot_state { SLOT_FREE, SLOT_CLAIMED, SLOT_OPEN, SLOT_DRAINING };
@@ -142,9 +143,11 @@ typedef struct wait_state {
     bool is_waiting;
     uint32_t phase;
     int64_t last_ns; /* time at which wait() last returned */
-    /* time at which wait() last found a change for the slot, or at which the exchange began */
+    /* time at which wait() last found a change for the op slot, or at which the exchange
+     * began */
     int64_t unchanged_since_ns;
-    int64_t requested_ns; /* time at which this rank last sent status requests for the slot */
+    /* time at which this rank last sent status requests for the op slot */
+    int64_t requested_ns;
     uint64_t waits_for[RANK_WORDS];
 } wait_state;
 
@@ -163,7 +166,7 @@ typedef struct op_slot {
     unsigned num_looks;  /* number of polls of MPI while wait() waited for rows */
     bool waits_for_room; /* the thread waits until a ring has room */
     wait_state wait;
-    /* number of flows in all exchanges of this slot so far */
+    /* number of flows in all exchanges of this op slot so far */
     int64_t num_flows;
     /* For the current flow. entry_bytes: size of an entry. stride: distance in bytes between
      * two entries of a ring. per_segment: number of entries in a segment; 0 before the first
@@ -200,7 +203,7 @@ struct epic_group {
     /* tag and sequence number of this rank's last announced operation */
     uint64_t last_tag, last_sequence;
     uint32_t last_operation;
-    wait_state wait; /* state of the threads that wait for a free slot */
+    wait_state wait; /* state of the threads that wait for a free op slot */
     int *indices;    /* [num_ranks * NUM_REQUESTS] for MPI_Testsome */
 
     atomic_bool broken;
@@ -226,8 +229,8 @@ struct epic_group {
     epic_group *next; /* next in the list of groups that this rank has left */
 };
 
-/* Returns an MPI request of the slot for a peer. `which` is REQUEST_HEADER, or REQUEST_SEND or
- * REQUEST_RECEIVE plus the half of the ring. */
+/* Returns an MPI request of the op slot for a peer. `which` is REQUEST_HEADER, or REQUEST_SEND
+ * or REQUEST_RECEIVE plus the half of the ring. */
 static inline MPI_Request *request_of(op_slot *slot, int peer, int which)
 {
     return &slot->requests[peer * NUM_REQUESTS + which];
@@ -306,8 +309,9 @@ uint64_t mpi_bytes_sent(const epic_group *group);
 /* progress.c. The caller holds the mutex, except for the last two. */
 /* polls control messages; returns whether any arrived */
 bool progress_control(epic_group *group);
-void progress_drain(epic_group *group); /* frees finished slots whose messages have been sent */
-/* polls MPI for the messages that the slot waits for */
+/* frees finished op slots whose messages have been sent */
+void progress_drain(epic_group *group);
+/* polls MPI for the messages that the op slot waits for */
 void progress_slot(epic_group *group, op_slot *slot);
 /* polls MPI once per num_ranks calls of room(), entry() or op_header() that had no result */
 void progress_after_miss(epic_group *group, op_slot *slot);
@@ -317,7 +321,7 @@ void progress_break_group(epic_group *group, const epic_failure_info *failure);
 void mpi_wait(epic_group *group, int index, uint32_t phase, const uint64_t *waits_for,
               uint32_t ms);
 
-/* drain.c: finished slots, until MPI has sent their messages */
+/* drain.c: finished op slots, until MPI has sent their messages */
 epic_result drain_start(epic_group *group);
 void drain_stop(epic_group *group);
 void mpi_finish(epic_group *group, int op_slot);

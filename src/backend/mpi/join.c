@@ -298,7 +298,7 @@ static bool flush_messages(epic_group *group)
     }
 }
 
-/* Polls the requests of all slots. Returns whether all are complete. */
+/* Polls the requests of all op slots. Returns whether all are complete. */
 static bool test_slots(epic_group *group)
 {
     int idle = 1;

@@ -48,8 +48,7 @@ void liveness_check(epic_group *group, int64_t now)
 
 /* Returns whether the peer has closed its context or its process has ended. Messages that a
  * dead peer sent before its end have arrived on this host, but this rank may not have handled
- * them. Therefore the core (src/exchange) checks twice before it reports that the peer is
- * gone. */
+ * them. Therefore src/exchange checks twice before it reports that the peer is gone. */
 bool liveness_is_gone(const epic_group *group, int peer)
 {
     return group->peers[peer].closed || group->peers[peer].dead;

@@ -7,7 +7,7 @@
 
 /* -------------------------------------------------------------------------- op headers ---- */
 
-/* Returns this rank's open slot for an exchange, or NULL. */
+/* Returns this rank's open op slot for an exchange, or NULL. */
 op_slot *op_slots_find(epic_group *group, uint64_t tag, uint64_t sequence)
 {
     for (int i = 0; i < group->num_slots; i++) {
@@ -18,7 +18,7 @@ op_slot *op_slots_find(epic_group *group, uint64_t tag, uint64_t sequence)
     return NULL;
 }
 
-/* Stores a peer's op header in this rank's slot. has_header is stored with release order, so
+/* Stores a peer's op header in this rank's op slot. has_header is stored with release order, so
  * that the thread of the slot can read the header without the mutex. */
 static void store_header(op_slot *slot, int from, int peer_slot, const epic_op_header *header)
 {
@@ -53,8 +53,8 @@ static void store_early_header(epic_group *group, const control_message *message
     control_break(group, &failure, true);
 }
 
-/* Stores an op header that a peer sent: in the slot of its exchange, or in the peer's list of
- * early headers. */
+/* Stores an op header that a peer sent: in the op slot of its exchange, or in the peer's list
+ * of early headers. */
 void op_slots_add_header(epic_group *group, const control_message *message, int from)
 {
     peer *p = &group->peers[from];
@@ -69,7 +69,7 @@ void op_slots_add_header(epic_group *group, const control_message *message, int 
         store_early_header(group, message, from);
 }
 
-/* Moves a peer's op header for this exchange from the list of early headers to the slot. */
+/* Moves a peer's op header for this exchange from the list of early headers to the op slot. */
 static void take_early_header(epic_group *group, op_slot *slot, int from)
 {
     peer *p = &group->peers[from];
@@ -85,7 +85,7 @@ static void take_early_header(epic_group *group, op_slot *slot, int from)
 
 /* ------------------------------------------------------------------ claim and announce ---- */
 
-/* Returns a free slot, or NULL. */
+/* Returns a free op slot, or NULL. */
 op_slot *op_slots_find_free(epic_group *group)
 {
     for (int i = 0; i < group->num_slots; i++)
@@ -93,14 +93,14 @@ op_slot *op_slots_find_free(epic_group *group)
     return NULL;
 }
 
-/* Prepares a claimed slot for a new exchange. No other thread uses the slot yet, so the mutex
- * is not needed. */
+/* Prepares a claimed op slot for a new exchange. No other thread uses the slot yet, so the
+ * mutex is not needed. */
 static void reset_slot(epic_group *group, op_slot *slot)
 {
     for (int r = 0; r < group->num_ranks; r++) {
         atomic_store_explicit(&slot->has_header[r], false, memory_order_relaxed);
         slot->send_rings[r] = (staging_ring){
-            /* successive exchanges of a slot begin in different halves of the ring */
+            /* successive exchanges of an op slot begin in different halves of the ring */
             .num_started = (uint64_t)slot->num_flows};
         slot->receive_rings[r] = (staging_ring){0};
         slot->statuses[r].is_pending = false;
@@ -112,8 +112,8 @@ static void reset_slot(epic_group *group, op_slot *slot)
     slot->wait = (wait_state){.unchanged_since_ns = clock_ns()};
 }
 
-/* Implements epic_transport.announce: opens the slot, moves early headers of this exchange to
- * it, and sends this rank's header to all peers. */
+/* Implements epic_transport.announce: opens the op slot, moves early headers of this exchange
+ * to it, and sends this rank's header to all peers. */
 void mpi_announce(epic_group *group, int index, uint64_t tag, uint64_t sequence,
                   const epic_op_header *header)
 {

@@ -74,7 +74,7 @@ static void add_indirect_waits(epic_group *group, const op_slot *slot, int64_t n
     }
 }
 
-/* Sends status requests if the slot has waited for PATIENCE_NS without a change. */
+/* Sends status requests if the op slot has waited for PATIENCE_NS without a change. */
 void peer_status_request(epic_group *group, op_slot *slot, int64_t now)
 {
     if (now - slot->wait.unchanged_since_ns < PATIENCE_NS) return;
@@ -96,7 +96,7 @@ static void add_wait(status_report *out, const wait_state *w, int64_t now)
 
 /* Returns this rank's reply to a status request. If this rank takes part in the exchange (tag,
  * sequence), the reply contains the ranks that it waits for in that exchange. Otherwise the
- * reply contains the ranks that it waits for in any exchange or for a free slot. */
+ * reply contains the ranks that it waits for in any exchange or for a free op slot. */
 static status_report make_report(epic_group *group, uint64_t tag, uint64_t sequence)
 {
     status_report out = {
@@ -144,7 +144,7 @@ void peer_status_store(epic_group *group, const control_message *reply, int from
 }
 
 /* Returns whether the peer has announced the exchange (tag, sequence), or a later exchange with
- * the same tag. `slot` is this rank's slot for the exchange, or NULL. */
+ * the same tag. `slot` is this rank's op slot for the exchange, or NULL. */
 static bool has_announced(epic_group *group, int from, const op_slot *slot, uint64_t tag,
                           uint64_t sequence)
 {

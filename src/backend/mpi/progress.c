@@ -78,7 +78,7 @@ void progress_break_group(epic_group *group, const epic_failure_info *failure)
 
 /* -------------------------------------------------------------------------------- rows ---- */
 
-/* Polls the sends and receives of a slot. Increments num_events for each segment that has
+/* Polls the sends and receives of an op slot. Increments num_events for each segment that has
  * arrived and, if the slot waits for room, for each finished send. A change of num_events ends
  * a wait. */
 static void poll_slot(epic_group *group, op_slot *slot)
@@ -107,7 +107,7 @@ static bool is_idle(const epic_group *group, const op_slot *slot)
     return true;
 }
 
-/* Polls a draining slot, and frees it if all its requests are complete. */
+/* Polls a draining op slot, and frees it if all its requests are complete. */
 static void free_if_idle(epic_group *group, op_slot *slot)
 {
     poll_slot(group, slot);
@@ -116,7 +116,7 @@ static void free_if_idle(epic_group *group, op_slot *slot)
     group->num_draining--;
 }
 
-/* Polls the finished slots that MPI still reads, and frees those whose requests are
+/* Polls the finished op slots that MPI still reads, and frees those whose requests are
  * complete. */
 void progress_drain(epic_group *group)
 {
@@ -126,7 +126,7 @@ void progress_drain(epic_group *group)
 
 /* ------------------------------------------------------------------------- one op slot ---- */
 
-/* Polls MPI for the messages that the slot waits for: rows if a flow has begun, otherwise
+/* Polls MPI for the messages that the op slot waits for: rows if a flow has begun, otherwise
  * control messages with op headers. Does not poll both, because an MPI call that finds nothing
  * yields the core, and yielding is slow if there are more ranks than cores. */
 void progress_slot(epic_group *group, op_slot *slot)

@@ -13,12 +13,12 @@
  * offset than the entries of the previous flow. At the same offset the writer would write to
  * cache lines that the reader's cache still holds from the previous flow, which is slow.
  *
- * The MPI tag of the rows is FIRST_ROW_TAG plus the number of the reader's slot. A rank reuses
- * a slot only after it has received all rows that it expects there. So the tag identifies the
- * exchange, and MPI keeps the order of the messages with this tag. */
+ * The MPI tag of the rows is FIRST_ROW_TAG plus the number of the reader's op slot. A rank
+ * reuses a slot only after it has received all rows that it expects there. So this MPI tag
+ * identifies the exchange, and MPI keeps the order of the messages with this MPI tag. */
 #include "backend/mpi/group.h"
 
-/* Bytes of the memory that small flows use at changing offsets, in all rings of a slot
+/* Bytes of the memory that small flows use at changing offsets, in all rings of an op slot
  * together. This size is small, so that the memory stays in a cache that several ranks
  * share. */
 #define ROUND_BYTES (256 * 1024)

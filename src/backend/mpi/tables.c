@@ -13,7 +13,7 @@
 #define MIN_RING (2 * MIN_SEGMENT)
 #define MAX_RING (1 << 20)
 #define DEFAULT_STAGING (256ll << 20)
-/* the rings of a slot get huge pages only if all of them together have at most this many
+/* the rings of an op slot get huge pages only if all of them together have at most this many
  * bytes */
 #define MAX_HUGE_PAGES (32ll << 20)
 

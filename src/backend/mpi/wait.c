@@ -46,9 +46,9 @@ static bool waits_for_gone_peer(epic_group *group, const wait_state *w, int64_t 
     return false;
 }
 
-/* Polls MPI, and returns whether something has changed for the slot since wait() last found a
- * change. If slot is NULL, returns whether any slot is free. Returns true if the group has
- * failed. A wait for rows polls control messages too, but less often. */
+/* Polls MPI, and returns whether something has changed for the op slot since wait() last found
+ * a change. If slot is NULL, returns whether any slot is free. Returns true if the group has
+ * failed. A wait for rows polls control messages only once per POLLS_PER_CONTROL_POLL polls. */
 static bool has_changed(epic_group *group, op_slot *slot)
 {
     if (is_broken(group)) return true;
@@ -90,7 +90,7 @@ static void wait_until(epic_group *group, op_slot *slot, wait_state *w, int64_t 
         const int64_t now = clock_ns();
         if (now < end) back_off(group, looks, now - start, end - now);
         pthread_mutex_lock(group->mutex);
-        /* Sets is_waiting again, because threads that wait for a free slot share `w`, and
+        /* Sets is_waiting again, because threads that wait for a free op slot share `w`, and
          * another one may have ended its wait and cleared is_waiting. */
         w->is_waiting = true;
         if (now >= end || (now - start >= PATIENCE_NS && waits_for_gone_peer(group, w, now)))

@@ -154,7 +154,8 @@ static bool is_16_byte_aligned(const void *p)
     return (uintptr_t)p % 16 == 0;
 }
 
-/* Fills in the members of an activation job that the forward and the backward pass share. */
+/* Returns the arguments of the kernel of the activation function, as far as the forward and the
+ * backward pass share them. */
 static p2p_activation_job activation_of(const experts_call *c)
 {
     const int64_t vector = c->experts.row_type == EPIC_F32 ? 4 : 8;

@@ -4,8 +4,8 @@
  * At the first launch of a kernel, CUDA loads the kernel's code and may allocate local memory
  * on the device. Both actions may wait until the device is idle. But the device is not idle
  * while a kernel of a peer waits for a kernel of this rank. So a first launch during an
- * operation could deadlock. Therefore each kernel is launched once here. The operation of its
- * job is EPIC_OP_NONE, so the kernel returns at once. */
+ * operation could deadlock. Therefore each kernel is launched once here. Its arguments name
+ * EPIC_OP_NONE as the operation, so the kernel returns at once. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 #include "cuda/experts/dense_tokens.h"

@@ -103,9 +103,9 @@ static int planners_of(int64_t num_tokens, int num_sms)
     return planners > num_sms ? num_sms : planners;
 }
 
-/* Fills in the job of a plan, and mixes the arguments that must be equal on all ranks into the
- * signature *a. max_lowlat_tokens is the largest number of tokens per rank for the low-latency
- * planner. */
+/* Fills in *job, the struct of arguments of the plan kernel. Mixes the arguments that must be
+ * equal on all ranks into the signature *a. max_lowlat_tokens is the largest number of tokens
+ * per rank for the low-latency planner. */
 static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_plan_args *args,
                              int32_t max_lowlat_tokens, signature *a)
 {
@@ -185,8 +185,8 @@ static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
     return EPIC_OK;
 }
 
-/* Fills in the job of a dispatch, and mixes the arguments that must be equal on all ranks into
- * *a. The caller has set job->plan.layer. */
+/* Fills in *job, the struct of arguments of a dispatch kernel. Mixes the arguments that must be
+ * equal on all ranks into the signature *a. The caller has set job->plan.layer. */
 static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
                                  const epic_dispatch_args *args, signature *a)
 {
@@ -212,8 +212,9 @@ static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
 
 typedef cudaError_t launcher(const p2p_dispatch_job *, int, cudaStream_t);
 
-/* Returns the function that launches the kernel for the job's rows, or the low-latency kernel
- * if is_lowlat is set. */
+/* Returns the function that launches the dispatch kernel with the arguments *job. Rows with
+ * scales (packed rows) and rows that the GPU can send with bulk stores have kernels of their
+ * own. If is_lowlat is set, chooses a low-latency kernel. */
 static launcher *launcher_of(const p2p_dispatch_job *job, bool is_lowlat)
 {
     const bool is_packed = job->scale_bytes != 0;
@@ -223,10 +224,10 @@ static launcher *launcher_of(const p2p_dispatch_job *job, bool is_lowlat)
     return is_lowlat ? p2p_launch_lowlat_dispatch : p2p_launch_dispatch;
 }
 
-/* Returns whether the job needs the kernel for layout EPIC_FLAT. A job that only sends rows
- * with an existing plan does not need this kernel. An EPIC_FLAT plan contains, for each choice,
- * the slot of the token's row, in the place where other plans contain the choice's slot. So the
- * usual kernel can use it. */
+/* Returns whether a dispatch with the arguments *job needs the kernel for layout EPIC_FLAT. A
+ * dispatch that only sends rows with an existing plan does not need this kernel. An EPIC_FLAT
+ * plan contains, for each choice, the slot of the token's row, in the place where other plans
+ * contain the choice's slot. So the usual kernel can send rows with an EPIC_FLAT plan. */
 static bool is_flat(const p2p_dispatch_job *job)
 {
     return job->plan.layer.layout == EPIC_FLAT &&
@@ -234,7 +235,8 @@ static bool is_flat(const p2p_dispatch_job *job)
 }
 
 /* Returns the largest number of tokens per rank for which a low-latency dispatch kernel is
- * used, or -1 if no such kernel fits the job. The result is equal on all ranks. */
+ * used, or -1 if no such kernel supports the arguments *job. The result is equal on all
+ * ranks. */
 static int32_t max_lowlat_rows(const epic_group *g, const p2p_dispatch_job *job)
 {
     /* backend hosts has no low-latency kernel for rows with scales */
@@ -342,8 +344,8 @@ typedef struct plan_argument {
     int64_t plan_bytes;
 } plan_argument;
 
-/* Checks the plan of a call, writes its layer with all defaults to *layer, and fills in the
- * members of the job that depend on the plan. */
+/* Checks the plan of a call, and writes its layer with all defaults to *layer. Fills in the
+ * kernel arguments (*job) that depend on the plan. */
 static epic_result fill_combine_plan(const epic_group *g, p2p_combine_job *job,
                                      epic_layer *layer, const plan_argument *given)
 {
@@ -359,8 +361,8 @@ static epic_result fill_combine_plan(const epic_group *g, p2p_combine_job *job,
     return EPIC_OK;
 }
 
-/* Fills in the job of a combine and launches it. p2p_dispatch_backward() also calls this
- * function. */
+/* Fills in *job, the struct of arguments of a combine kernel, and launches the kernel.
+ * p2p_dispatch_backward() also calls this function. */
 static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
                                   const epic_layer *layer, const epic_call *call,
                                   epic_const_rows rows, epic_rows out, signature a,

@@ -99,8 +99,9 @@ epic_result p2p_router_backward(epic_group *group, const epic_router_backward_ar
                     "launching the router's backward");
 }
 
-/* Fills in the job of a loss from the call's arguments. z: true for the z-loss, false for the
- * balance loss. `factor`: see epic_ops. */
+/* Fills in *job, the arguments of a loss kernel, from the arguments of the call. `z` is true
+ * for the z-loss and false for the balance loss. The loss is `factor` times a sum over the
+ * tokens (backend/ops.h). */
 static epic_result fill_loss(epic_group *g, p2p_loss_job *job, const epic_loss_args *args,
                              double factor, bool z)
 {

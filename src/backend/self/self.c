@@ -82,8 +82,9 @@ static void self_finish(epic_group *g, int op_slot)
     pthread_mutex_unlock(&g->mutex);
 }
 
-/* Waits until an op slot is free or the group has failed. The core calls it only with op slot
- * -1. */
+/* Waits until an op slot is free, until the group has failed, or for `ms` milliseconds. op_slot
+ * is always -1, which means "any free op slot". A group of one rank has no other wait, because
+ * there are no peers to wait for. */
 static void self_wait(epic_group *g, int op_slot, uint32_t phase, const uint64_t *waits_for,
                       uint32_t ms)
 {

@@ -5,7 +5,7 @@
 
 #include "backend/shared/shared.h"
 
-/* Returns whether all peers have finished the last exchange of this slot, so that its memory
+/* Returns whether all peers have finished the last exchange of this op slot, so that its memory
  * may be written again. */
 static bool is_released(const epic_group *g, const shared_exchange *x)
 {
@@ -15,14 +15,14 @@ static bool is_released(const epic_group *g, const shared_exchange *x)
     return true;
 }
 
-/* Returns whether no thread has claimed the slot and all peers have finished its last exchange.
- */
+/* Returns whether no thread has claimed the op slot and all peers have finished its last
+ * exchange. */
 bool shared_slot_is_free(epic_group *g, const shared_exchange *x)
 {
     return !load_ordered(&x->claimed) && is_released(g, x);
 }
 
-/* Claims a free slot and returns its index, or -1 if no slot is free.
+/* Claims a free op slot and returns its index, or -1 if no slot is free.
  *
  * Between the test and the claim, another thread may have claimed, used and released the slot.
  * So this thread tests again after its claim, and undoes the claim if peers still read the
@@ -46,9 +46,9 @@ static void raise_num_used_slots(shared_rank_state *head, uint32_t count)
     while (used < count && !compare_swap(&head->num_used_slots, &used, count)) continue;
 }
 
-/* Writes tag, sequence, operation and op header into this rank's slot. The version is odd while
- * the members are inconsistent. Tag and sequence are stored with release order. So a peer that
- * loads one of the new values with acquire order also loads the odd version. */
+/* Writes tag, sequence, operation and op header into this rank's op slot. The version is odd
+ * while the members are inconsistent. Tag and sequence are stored with release order. So a peer
+ * that loads one of the new values with acquire order also loads the odd version. */
 static void write_slot(epic_group *g, shared_exchange *x, const epic_op_header *header)
 {
     shared_op_slot *slot = x->slot;
@@ -73,10 +73,10 @@ static void write_slot(epic_group *g, shared_exchange *x, const epic_op_header *
     store_ordered(&slot->version, version + 2);
 }
 
-/* Publishes this rank's op header in its slot, and wakes the peers that have already announced
- * the same exchange. A peer that announces later finds this slot in its own search. Each rank
- * first stores the version of its slot and then searches, in sequentially consistent order. So
- * of two ranks, at least one finds the other's slot. */
+/* Publishes this rank's op header in its op slot, and wakes the peers that have already
+ * announced the same exchange. A peer that announces later finds this slot in its own search.
+ * Each rank first stores the version of its slot and then searches, in sequentially consistent
+ * order. So of two ranks, at least one finds the other's slot. */
 void shared_announce(epic_group *g, int index, uint64_t tag, uint64_t sequence,
                      const epic_op_header *header)
 {
@@ -94,7 +94,7 @@ void shared_announce(epic_group *g, int index, uint64_t tag, uint64_t sequence,
         if (r != g->rank && shared_match_peer(g, x, r)) shared_wake_slot(g, x->links[r].slot);
 }
 
-/* Returns whether a peer's slot holds the exchange (tag, sequence). The peer may be writing
+/* Returns whether a peer's op slot holds the exchange (tag, sequence). The peer may be writing
  * another exchange into the slot at the same time. So the function returns true only if the
  * version is even, and has the same value before and after the comparison. If this rank also
  * takes part in the exchange, the slot keeps the exchange until this rank has finished it. */
@@ -107,7 +107,7 @@ static bool slot_holds(shared_op_slot *slot, uint64_t tag, uint64_t sequence)
     return same && load_relaxed(&slot->version) == version;
 }
 
-/* Returns the peer's slot for the exchange (tag, sequence), and its index in *index. Returns
+/* Returns the peer's op slot for the exchange (tag, sequence), and its index in *index. Returns
  * NULL if the peer has no such slot. The search begins at index `first`. Callers usually pass
  * the index of this rank's own slot, because the peer's slot often has the same index. */
 shared_op_slot *shared_find_slot(const epic_group *g, int peer, uint64_t tag, uint64_t sequence,
@@ -123,8 +123,8 @@ shared_op_slot *shared_find_slot(const epic_group *g, int peer, uint64_t tag, ui
     return NULL;
 }
 
-/* Finds the peer's slot for this exchange and stores it in x->links, unless an earlier call has
- * found it. Returns whether it was found. */
+/* Finds the peer's op slot for this exchange and stores it in x->links, unless an earlier call
+ * has found it. Returns whether it was found. */
 bool shared_match_peer(epic_group *g, shared_exchange *x, int peer)
 {
     peer_link *link = &x->links[peer];
@@ -142,8 +142,8 @@ const epic_op_header *shared_op_header(epic_group *g, int index, int peer)
     return shared_match_peer(g, x, peer) ? &x->links[peer].slot->op_header : NULL;
 }
 
-/* Ends the exchange on this rank. Stores in each peer's slot that this rank no longer uses that
- * slot, and wakes the peers' threads that wait for a free slot. */
+/* Ends the exchange on this rank. Stores in each peer's op slot that this rank no longer uses
+ * that slot, and wakes the peers' threads that wait for a free slot. */
 void shared_finish(epic_group *g, int index)
 {
     shared_exchange *x = &g->exchanges[index];

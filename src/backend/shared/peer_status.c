@@ -31,7 +31,7 @@ static void add_wait(const epic_group *g, const shared_wait *wait, epic_peer_sta
 }
 
 /* Adds to *out the ranks that the peer waits for in any of its operations, or while it waits
- * for a free slot. */
+ * for a free op slot. */
 static void add_all_waits(const epic_group *g, int peer, epic_peer_status *out)
 {
     const shared_rank_state *head = shared_rank_state_of(g, peer);
@@ -43,9 +43,9 @@ static void add_all_waits(const epic_group *g, int peer, epic_peer_status *out)
     if (load_acquire(&head->num_sleepers)) add_wait(g, &head->wait, out);
 }
 
-/* Reads the last operation that the peer announced. The peer may overwrite the slot meanwhile.
- * So this function repeats its loads until the slot's version is even, and is the same before
- * and after the loads. It gives up after 100 attempts. */
+/* Reads the last operation that the peer announced. The peer may overwrite the op slot
+ * meanwhile. So this function repeats its loads until the slot's version is even, and is the
+ * same before and after the loads. It gives up after 100 attempts. */
 static void add_last_operation(const epic_group *g, int peer, epic_peer_status *out)
 {
     for (int attempt = 0; attempt < 100; attempt++) {

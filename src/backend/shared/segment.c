@@ -34,9 +34,9 @@ static void size_full_rings(const epic_config *config, shared_layout *l)
     l->peer_ring_bytes = at_least(l->broadcast_ring_bytes / peers / 64 * 64, GOOD_RING);
 }
 
-/* Sets the ring sizes of a slot that has only `bytes` bytes of staging memory. The broadcast
- * ring gets half of the memory, or less if the peer rings would otherwise be smaller than
- * MIN_RING. */
+/* Sets the ring sizes of an op slot that has only `bytes` bytes of staging memory. The
+ * broadcast ring gets half of the memory, or less if the peer rings would otherwise be smaller
+ * than MIN_RING. */
 static void split_staging(shared_layout *l, int64_t bytes)
 {
     const int64_t peers = at_least(l->num_ranks - 1, 1);

@@ -25,7 +25,7 @@
 #define GROUP_HEALTHY 0u
 #define GROUP_BROKEN UINT32_MAX
 
-/* A slot's futex shows whether its owner is awake (IDLE), about to sleep (ARMED) or asleep
+/* An op slot's futex shows whether its owner is awake (IDLE), about to sleep (ARMED) or asleep
  * (ASLEEP). wait.c describes the protocol. */
 enum slot_futex_state { SLOT_FUTEX_IDLE, SLOT_FUTEX_ARMED, SLOT_FUTEX_ASLEEP };
 
@@ -38,22 +38,22 @@ typedef struct shared_wait {
     _Atomic uint64_t waits_for[RANK_WORDS];
 } shared_wait;
 
-/* Counters in a slot for one peer. The peer writes the first three, and the slot's owner writes
- * `sent`. Numbers of entries count all flows of the exchange. */
+/* Counters in an op slot for one peer. The peer writes the first three, and the slot's owner
+ * writes `sent`. Numbers of entries count all flows of the exchange. */
 typedef struct shared_peer_counters {
     /* how many entries of the owner's broadcast ring the peer has dropped */
     _Alignas(64) _Atomic int64_t broadcast_dropped;
     /* how many entries of the owner's ring to this peer the peer has dropped */
     _Atomic int64_t dropped;
-    /* When the peer finishes an exchange, it stores here the `version` that the owner's slot
+    /* When the peer finishes an exchange, it stores here the `version` that the owner's op slot
      * has for this exchange. */
     _Atomic uint64_t done;
     /* how many entries the owner has sent through its ring to the peer */
     _Alignas(64) _Atomic int64_t sent;
 } shared_peer_counters;
 
-/* The slot of one rank for one exchange. Only its owner writes it, except that peers also write
- * `futex` and the first three members of shared_peer_counters. */
+/* The op slot of one rank for one exchange. Only its owner writes it, except that peers also
+ * write `futex` and the first three members of shared_peer_counters. */
 typedef struct shared_op_slot {
     /* Even: the members from `tag` to `op_header` are complete. Odd: the owner is writing
      * them. */
@@ -72,14 +72,15 @@ typedef struct shared_op_slot {
 /* The state of one rank. */
 typedef struct shared_rank_state {
     _Alignas(64) _Atomic uint32_t closed;
-    _Atomic uint32_t num_used_slots; /* slots with this index or a larger one were never used */
-    _Atomic uint32_t last_slot;      /* index of the slot announced last, plus one; 0: none */
-    _Atomic uint32_t num_storing;    /* operations that now store into windows of peers */
+    /* op slots with this index or a larger one were never used */
+    _Atomic uint32_t num_used_slots;
+    _Atomic uint32_t last_slot;   /* index of the op slot announced last, plus one; 0: none */
+    _Atomic uint32_t num_storing; /* operations that now store into windows of peers */
     _Atomic uint64_t cores[CORE_WORDS]; /* a core_set: the cores on which the rank may run */
-    /* incremented when a slot may have become free */
+    /* incremented when an op slot may have become free */
     _Alignas(64) _Atomic uint32_t free_slot_futex;
-    _Atomic uint32_t num_sleepers; /* threads that wait for a free slot */
-    shared_wait wait;              /* the wait of the threads that wait for a free slot */
+    _Atomic uint32_t num_sleepers; /* threads that wait for a free op slot */
+    shared_wait wait;              /* the wait of the threads that wait for a free op slot */
 } shared_rank_state;
 
 /* The beginning of the segment. */
@@ -96,11 +97,11 @@ typedef struct shared_segment_header {
 typedef struct shared_layout {
     int num_ranks;
     int num_slots;
-    int64_t broadcast_ring_bytes; /* size of the broadcast ring of one slot */
+    int64_t broadcast_ring_bytes; /* size of the broadcast ring of one op slot */
     int64_t peer_ring_bytes;
     int64_t slot_bytes;
-    int64_t staging_bytes; /* size of all rings of one slot together */
-    int64_t slots_at;      /* offset of the slots in a block */
+    int64_t staging_bytes; /* size of all rings of one op slot together */
+    int64_t slots_at;      /* offset of the op slots in a block */
     int64_t staging_at;
     int64_t block_bytes;
     int64_t segment_bytes;

@@ -42,16 +42,16 @@ typedef struct ring_end {
 
 /* This rank's view of one peer in one exchange. */
 typedef struct peer_link {
-    shared_op_slot *slot; /* the peer's slot for this exchange; NULL: not found yet */
-    int index;            /* index of that slot */
+    shared_op_slot *slot; /* the peer's op slot for this exchange; NULL: not found yet */
+    int index;            /* index of that op slot */
     ring_end out;
     ring_end in;
     ring_end broadcast_in;
     int64_t sent; /* entries sent in this flow */
 } peer_link;
 
-/* This rank's private state of one of its slots. One thread at a time uses it, except that any
- * thread may test `claimed`. */
+/* This rank's private state of one of its op slots. One thread at a time uses it, except that
+ * any thread may test `claimed`. */
 typedef struct shared_exchange {
     _Atomic bool claimed;
     shared_op_slot *slot;
@@ -167,7 +167,7 @@ static inline shared_rank_state *shared_rank_state_of(const epic_group *group, i
                                  (l->num_ranks - rank) * l->block_bytes);
 }
 
-/* Returns slot number `slot` of a rank. */
+/* Returns op slot number `slot` of a rank. */
 static inline shared_op_slot *shared_op_slot_of(const epic_group *group, int rank, int slot)
 {
     const shared_layout *l = &group->layout;
@@ -175,14 +175,14 @@ static inline shared_op_slot *shared_op_slot_of(const epic_group *group, int ran
                               slot * l->slot_bytes);
 }
 
-/* Returns the broadcast ring of a rank's slot, which all its peers read. */
+/* Returns the broadcast ring of a rank's op slot, which all its peers read. */
 static inline char *shared_broadcast_ring(const epic_group *group, int rank, int slot)
 {
     const shared_layout *l = &group->layout;
     return (char *)shared_rank_state_of(group, rank) + l->staging_at + slot * l->staging_bytes;
 }
 
-/* Returns the ring of a rank's slot that only rank `to` reads. */
+/* Returns the ring of a rank's op slot that only rank `to` reads. */
 static inline char *shared_peer_ring(const epic_group *group, int rank, int slot, int to)
 {
     const shared_layout *l = &group->layout;

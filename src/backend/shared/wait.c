@@ -137,8 +137,8 @@ static bool any_slot_is_free(epic_group *g)
     return false;
 }
 
-/* Waits until a slot may be free. Several threads of a rank may wait at once. A waiting thread
- * first increments num_sleepers and then checks for a free slot. A rank that finishes an
+/* Waits until an op slot may be free. Several threads of a rank may wait at once. A waiting
+ * thread first increments num_sleepers and then checks for a free slot. A rank that finishes an
  * exchange first frees the slot and then loads num_sleepers. So the waiting thread finds the
  * free slot, or the finishing rank finds the sleeper and wakes it. */
 static void sleep_for_free_slot(epic_group *g, const uint64_t *waits_for, int64_t deadline)

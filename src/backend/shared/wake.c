@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Wakes threads that sleep on the futex of a slot, or that wait for a free slot. wait.c
+/* Wakes threads that sleep on the futex of an op slot, or that wait for a free slot. wait.c
  * describes the protocol. */
 #include <limits.h>
 #include <linux/futex.h>
@@ -14,9 +14,9 @@ static void futex_wake(const epic_group *g, _Atomic uint32_t *word)
     syscall(SYS_futex, word, op, INT_MAX, NULL, NULL, 0);
 }
 
-/* Sets the futex of a slot to idle, and wakes the slot's owner if it sleeps. Before the call,
- * the caller has stored the change that the owner may wait for. If the futex is idle already,
- * the owner is awake and no system call is needed. */
+/* Sets the futex of an op slot to idle, and wakes the slot's owner if it sleeps. Before the
+ * call, the caller has stored the change that the owner may wait for. If the futex is idle
+ * already, the owner is awake and no system call is needed. */
 void shared_wake_slot(const epic_group *g, shared_op_slot *slot)
 {
     if (load_ordered(&slot->futex) == SLOT_FUTEX_IDLE) return;
@@ -24,7 +24,7 @@ void shared_wake_slot(const epic_group *g, shared_op_slot *slot)
         futex_wake(g, &slot->futex);
 }
 
-/* Wakes the threads of a rank that wait for a free slot, if there are any. */
+/* Wakes the threads of a rank that wait for a free op slot, if there are any. */
 void shared_wake_free_slot(const epic_group *g, int rank)
 {
     shared_rank_state *head = shared_rank_state_of(g, rank);
