@@ -42,8 +42,8 @@ struct OpState { /* State of the running operation. Each CTA has a copy in share
      * success, the time is moved to a later one. */
     mutable uint64_t deadline;
     uint32_t epoch, signature;
-    /* the sizes that this rank announces to all ranks; rows: number of rows of the receive
-     * buffer, or 0 */
+    /* The sizes that this rank announces to all ranks. `rows` is the number of rows of the
+     * receive buffer, or 0 if the operation has none. */
     int32_t tokens, capacity, rows;
     uint32_t last; /* 1 if this CTA was the last CTA of the grid to finish */
     /* what mark_running() returned: 1 if another operation of this rank still ran when this one
@@ -153,8 +153,8 @@ __device__ __forceinline__ uint8_t *inbox_base(const OpState &op, int q)
 }
 
 /* Returns the base address of the memory into which rank q's status words (waits, broken, gone)
- * arrive. In the backend `hosts` the net delivers all status words of other ranks, also of
- * ranks on this host. */
+ * arrive. In the backend `hosts` the net delivers all status words of other ranks, even those
+ * of ranks on this host. */
 __device__ __forceinline__ uint8_t *status_base(const OpState &op, int q)
 {
     return HOSTS && q != op.self->rank ? net_inbox(*op.self) : op.heap;

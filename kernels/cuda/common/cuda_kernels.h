@@ -2,11 +2,11 @@
 /* The arguments ("jobs") of the CUDA kernels, and the functions that launch the kernels. Plain
  * C.
  *
- * Slot, slab, FLAT and other words: docs/reference/glossary.md. A launcher enqueues one kernel
- * on the stream and returns. CUDA copies the job as the kernel's parameter. A rank runs one
- * operation at a time. The CTAs of a kernel wait for each other and for peers. So all CTAs must
- * be resident at once, one per SM. If ranks share a GPU, the CTAs of all these ranks must be
- * resident together. */
+ * docs/reference/glossary.md explains words such as slot, slab and FLAT. A launcher enqueues
+ * one kernel on the stream and returns. CUDA copies the job as the kernel's parameter. A rank
+ * runs one operation at a time. The CTAs of a kernel wait for each other and for peers. So all
+ * CTAs must be resident at once, one per SM. If ranks share a GPU, the CTAs of all these ranks
+ * must be resident together. */
 #ifndef EPIC_CUDA_KERNELS_H
 #define EPIC_CUDA_KERNELS_H
 
@@ -23,30 +23,35 @@ extern "C" {
 /* Kinds of errors in the data of an operation (class (b) of epic.h). The comment on each kind
  * says what is wrong, and then lists the numbers that p2p_notice.about contains. */
 typedef enum p2p_fault {
-    /* an id is not an expert of the layer; about: token, k, id, num_experts */
+    /* an id is not an expert of the layer. `about` contains: token, k, id, num_experts */
     P2P_FAULT_EXPERT = 0,
     /* rank_of_expert has an invalid rank or, with EPIC_TREE, does not place whole blocks of
-     * experts; about: expert, rank */
+     * experts. `about` contains: expert, rank */
     P2P_FAULT_PLACEMENT = 1,
-    P2P_FAULT_CAPACITY = 2, /* the capacity is too small; about: capacity, needed slots */
-    /* a buffer has too few rows; about: rows of the buffer, needed rows, epic_operation */
+    /* the capacity is too small. `about` contains: capacity, needed slots */
+    P2P_FAULT_CAPACITY = 2,
+    /* a buffer has too few rows. `about` contains: rows of the buffer, needed rows,
+     * epic_operation */
     P2P_FAULT_ROWS = 3,
-    /* the bytes are not a plan of this rank and group; about: unused */
+    /* the bytes are not a plan of this rank and group. `about` is not used */
     P2P_FAULT_PLAN = 4,
-    /* the call has another number of tokens than the plan; about: tokens of the call, tokens of
-     * the plan, epic_operation */
+    /* the call has another number of tokens than the plan. `about` contains: tokens of the
+     * call, tokens of the plan, epic_operation */
     P2P_FAULT_TOKENS = 5,
-    P2P_FAULT_DUPLICATE = 6, /* a token has the same expert twice; about: token, k, id */
-    /* an id is not a logical expert; about: token, k, id, num_logical */
+    /* a token has the same expert twice. `about` contains: token, k, id */
+    P2P_FAULT_DUPLICATE = 6,
+    /* an id is not a logical expert. `about` contains: token, k, id, num_logical */
     P2P_FAULT_LOGICAL = 7,
-    /* logical_of_expert has an invalid value; about: expert, value, num_logical */
+    /* logical_of_expert has an invalid value. `about` contains: expert, value, num_logical */
     P2P_FAULT_REPLICA = 8,
-    P2P_FAULT_NO_REPLICA = 9, /* a logical expert has no replica; about: logical expert */
-    P2P_FAULT_LAYER = 10,     /* the plan was made with another layer; about: unused */
-    /* sum_replicas: `data` of a rank has too few rows; about: its rows, needed rows (the
-     * largest number of experts that a rank owns) */
+    /* a logical expert has no replica. `about` contains: logical expert */
+    P2P_FAULT_NO_REPLICA = 9,
+    /* the plan was made with another layer. `about` is not used */
+    P2P_FAULT_LAYER = 10,
+    /* sum_replicas: `data` of a rank has too few rows. `about` contains: the number of its
+     * rows, needed rows (the largest number of experts that a rank owns) */
     P2P_FAULT_LOCAL = 11,
-    /* some rank owns more experts than num_local_experts of epic_experts; about:
+    /* some rank owns more experts than num_local_experts of epic_experts. `about` contains:
      * num_local_experts, largest number of experts of a rank */
     P2P_FAULT_TOO_MANY_LOCAL = 12
 } p2p_fault;
@@ -69,8 +74,8 @@ typedef struct p2p_notice {
 /* Host memory of a rank. Kernels report failures and data errors to the host in this memory.
  * The host reports dead processes and its beats (P2P_AWAKE) to running kernels. */
 typedef struct p2p_status {
-    /* enum epic_result: why the group is broken, or EPIC_OK. A kernel writes this field
-     * last. */
+    /* enum epic_result: why the group of ranks has failed, or EPIC_OK. A kernel writes this
+     * field last. */
     uint32_t result;
     uint32_t operation; /* enum epic_operation: the operation that failed */
     uint32_t epoch;
@@ -92,8 +97,8 @@ typedef struct p2p_status {
  * found that the process had been stopped (stops). They share one word, so that a kernel which
  * reads a new number of beats also sees all stops before that beat. */
 #define P2P_AWAKE(stops, beats) ((uint64_t)(stops) << 32 | (uint32_t)(beats))
-/* If the process was suspended (a stop), a wait's deadline is postponed, but at most this often
- * while the wait makes no progress. */
+/* If the process was suspended (a stop), the deadlines of the rank's waits are postponed. This
+ * happens at most this often until a wait of the rank ends with success. */
 #define P2P_POSTPONE_LIMIT 4
 
 typedef enum p2p_phase { /* What a rank waited for when an operation failed. */
@@ -119,10 +124,10 @@ typedef enum p2p_phase { /* What a rank waited for when an operation failed. */
 
 /* An entry of the ring through which kernels request puts (net/net.cuh). It requests to copy
  * `words` words of 8 bytes from this rank's outbox, beginning at word number `word`, to the
- * same place in the inbox of rank `host`. An entry has no separate flag that shows whether it
- * is new. Instead its highest 8 bits are the lap (1 to 255): how often the ring has been
- * filled, the current time included. A reader that expects lap n ignores entries of an older
- * lap. */
+ * same place in the inbox of another rank. `host` is the number of that rank. An entry has no
+ * separate flag that shows whether it is new. Instead its highest 8 bits are the lap (1 to
+ * 255): 1 plus how often kernels have filled the whole ring before, modulo 255. A reader that
+ * expects lap n ignores entries of an older lap. */
 #define P2P_RING_ENTRIES (1u << 15)
 #define P2P_ENTRY(host, word, words) \
     ((uint64_t)(host) << 51 | (uint64_t)(words) << 33 | (uint64_t)(word))
@@ -262,19 +267,19 @@ typedef struct p2p_dispatch_job {
     /* 1: the kernel for FLAT plans is needed. That is the case if the plan is FLAT and the call
      * does more than move rows: it makes the plan, or moves weights, or writes recv_expert. */
     int32_t flat;
-    /* zero_tail: 1: the kernel writes zeros to the slots after the last slab. leave_padding: 1:
-     * it does not write zeros to padding slots. */
+    /* If zero_tail is 1, the kernel writes zeros to the slots after the last slab. If
+     * leave_padding is 1, the kernel does not write zeros to padding slots. */
     int32_t zero_tail, leave_padding;
     int32_t top_k; /* top_k of the layer */
     int32_t head;  /* other CTAs send tokens [0, head) while the planner CTAs make the plan */
     /* low-latency kernels only: number of CTAs that only send rows; set by the launcher */
     int32_t num_send_only_ctas;
-    /* All kernels except low-latency: if receiving is more than `lag` tokens behind sending,
+    /* Not used by low-latency kernels. If receiving is more than `lag` tokens behind sending,
      * one of every 2^catch_up steps receives two tokens instead of one, to catch up
      * (dispatch/dispatch.cuh). Each step sends one token. The launcher sets this field. */
     int32_t catch_up;
-    /* The launcher sets lag, span and total_warps (common/rows.cuh). A piece is 2 KB of a row in most
-     * kernels. A unit is the work that a warp does at a time. */
+    /* The launcher sets lag, span and total_warps (common/rows.cuh). A piece is 2 KB of a row
+     * in most kernels. A unit is the work that a warp does at a time. */
     int32_t lag;         /* number of tokens by which receiving stays behind sending */
     int32_t span;        /* number of pieces of a row that a unit moves */
     int32_t total_warps; /* number of warps that move rows, of all CTAs */
@@ -286,7 +291,8 @@ typedef struct p2p_dispatch_job {
     int64_t scale_bytes;
     /* bytes of a row of `tokens`; equal to row_bytes unless dispatch quantizes */
     int64_t token_bytes;
-    /* epic_type of the elements of `tokens`, and epic_quantize: 0 or the kind of scales */
+    /* type: epic_type of the elements of `tokens`. quantize: an epic_quantize, which says how
+     * dispatch quantizes rows; 0 if it does not quantize. */
     uint32_t type, quantize;
     /* scales_aligned is 1 if all addresses and sizes of rows of scales are multiples of 16
      * bytes. scales_in_words is 1 if the address of recv_scales and scale_bytes are multiples
@@ -349,7 +355,7 @@ typedef struct p2p_combine_backward_job {
     uint32_t type;
     int32_t aligned;
     int32_t zero_tail, leave_padding;
-    /* these have the meaning of the same fields in p2p_dispatch_job */
+    /* top_k, lag, span and total_warps have the same meaning as in p2p_dispatch_job */
     int32_t top_k, lag, span, total_warps;
     /* The next fields are only for quantized d_rows. */
     uint8_t *d_rows_scales;

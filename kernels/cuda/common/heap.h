@@ -14,9 +14,9 @@
  * Many shapes begin with [2]. Such an array has two halves: one for even epochs and one for odd
  * epochs. A dimension [num_ranks] or [MAX_RANKS] is the source: the rank that writes this part
  * of the array. A dimension [num_ranks - 1] is the source, too, but without the rank that owns
- * the heap. An array is marked *own* if only the rank that owns the heap writes it. Peers write
- * the other arrays. The backend `hosts` has a second memory with this layout, the net inbox.
- * Words from ranks on other hosts arrive there (net/net.cuh).
+ * the heap. Peers write most of the arrays. If only the rank that owns the heap writes an
+ * array, the comment on the array says so. The backend `hosts` has a second memory with this
+ * layout, the net inbox. Words from ranks on other hosts arrive there (net/net.cuh).
  *
  * docs/internals/cuda.md has a table of which rank writes and reads each word, and when. */
 #ifndef EPIC_HEAP_H
@@ -33,7 +33,7 @@
  * try for a FLAT plan that drops choices (plan/flat_drop.cuh). */
 #define P2P_MAX_SEARCHES 40
 /* Largest number of tokens for which a rank uses the low-latency kernels (lowlat/lowlat.cuh).
- * Measured: docs/lab/cuda.md. */
+ * The value is measured (docs/lab/cuda.md). */
 #define P2P_LOWLAT_TOKENS (HOSTS ? 128 : 512)
 /* like P2P_LOWLAT_TOKENS, but for dispatch that quantizes */
 #define P2P_LOWLAT_QUANTIZED_TOKENS 192
@@ -41,10 +41,10 @@
 /* Limits of the plans that low-latency kernels can make (lowlat/plan.cuh). The limits exist
  * because these kernels keep the plan in shared memory. */
 #define P2P_LOWLAT_CHOICES 8192 /* choices (pairs of token and k) of all ranks together */
-/* Number of bit masks of all ranks together. A mask marks which of 32 tokens of a rank have
- * chosen an expert. */
+/* Largest number of bit masks of all ranks together. A mask marks which of 32 tokens of a rank
+ * have chosen an expert. */
 #define P2P_LOWLAT_MASKS 8192
-#define P2P_LOWLAT_EXPERTS 512 /* experts of the layer */
+#define P2P_LOWLAT_EXPERTS 512 /* largest number of experts of the layer */
 #define P2P_LOWLAT_ID_WORDS 16 /* 64-bit words of expert ids per token; two ids per word */
 /* Largest number of experts of a layer with replicas (copies of an expert). With more experts,
  * the tables of the planner would not fit into the shared memory of a CTA. */
@@ -54,20 +54,19 @@
 typedef struct p2p_net_arrays {
     /* For each token of each rank: which ranks of this host need the token's row. A relay, the
      * rank that forwards rows from other hosts, waits for these words (net/relay.cuh).
-     * Stamped [2][num_ranks][max_tokens]. */
+     * Stamped words [2][num_ranks][max_tokens]. */
     int64_t wants;
     /* For each destination rank and token: how many pieces of the token's row warps have stored
-     * to the outbox.
-     * Own, uint32 [num_ranks][max_tokens]. */
+     * to the outbox. Only this rank writes it: uint32 [num_ranks][max_tokens]. */
     int64_t stored_pieces;
 } p2p_net_arrays;
 
 /* The layout of a heap: first the offset of each array in bytes, then sizes. The comment on an
- * offset explains the contents of the array, and ends with the kind of the array (own, stamped,
+ * offset explains the contents of the array, and ends with the type of its words (stamped,
  * poison or zero, see the top of this file) and its shape. */
 typedef struct p2p_heap {
     /* The words that each rank announces when it begins an operation: its signature and sizes.
-     * Stamped [2][MAX_RANKS][P2P_ANNOUNCE_WORDS]. */
+     * Stamped words [2][MAX_RANKS][P2P_ANNOUNCE_WORDS]. */
     int64_t announce;
     /* P2P_BROKEN() if the group has failed, else 0.
      * One 64-bit word. */
@@ -77,64 +76,63 @@ typedef struct p2p_heap {
     int64_t gone;
     /* For each rank, a bit mask of the ranks that it waits for. A rank writes its mask only
      * after three quarters of its time limit have passed.
-     * Stamped [MAX_RANKS]. */
+     * Stamped words [MAX_RANKS]. */
     int64_t waits;
     /* The error text that a peer passed to epic_abort().
      * char [512]. */
     int64_t abort_text;
-    /* A struct p2p_control.
-     * Own. */
+    /* A struct p2p_control, which only this rank writes. */
     int64_t control;
     /* For each rank with wrong input, a description of the first wrong value.
-     * Stamped [2][MAX_RANKS][P2P_FAULT_WORDS]. */
+     * Stamped words [2][MAX_RANKS][P2P_FAULT_WORDS]. */
     int64_t faults;
-    /* For each planner CTA of this rank, the index of the first wrong choice that it has
-     * found.
-     * Own, stamped [MAX_PLANNERS]. */
+    /* For each planner CTA of this rank, the index of the first wrong choice that it has found.
+     * Only this rank writes it: stamped words [MAX_PLANNERS]. */
     int64_t first_faults;
     /* For each rank, how many choices of each expert it has. In FLAT layers, the number of rows
      * that its tokens need on each rank follows. With replicas, a hash of the table
      * logical_of_expert follows at the end.
-     * Stamped [2][num_ranks][MAX_TALLIES]. */
+     * Stamped words [2][num_ranks][MAX_TALLIES]. */
     int64_t counts;
     /* FLAT plans that drop choices: for each source rank and each try of keep limits, how many
      * rows the tokens of the source need on each rank (plan/flat_drop.cuh).
-     * Stamped [2][num_ranks][MAX_SEARCHES][MAX_RANKS]. */
+     * Stamped words [2][num_ranks][MAX_SEARCHES][MAX_RANKS]. */
     int64_t searches;
     /* Layers with replicas for which plan/resolve.cuh chooses the replicas: for each rank, how
      * many choices of each logical expert it has.
-     * Stamped [2][num_ranks][REPLICATED_EXPERTS]. */
+     * Stamped words [2][num_ranks][REPLICATED_EXPERTS]. */
     int64_t logical_counts;
-    /* For each planner CTA of this rank, how many choices of each expert it has counted.
-     * Own, stamped [MAX_PLANNERS][MAX_TALLIES]. */
+    /* For each planner CTA of this rank, how many choices of each expert it has counted. Only
+     * this rank writes it: stamped words [MAX_PLANNERS][MAX_TALLIES]. */
     int64_t tallies;
     /* A row that kernels read in place of row 0 of the caller's buffer, if the buffer has no
-     * rows.
-     * Own, uint8 [max_row_bytes]. */
+     * rows. Only this rank writes it: uint8 [max_row_bytes]. */
     int64_t scratch;
     /* The records: for each token of each rank, its slots on this rank. With layout FLAT, its
      * local experts on this rank instead.
-     * Stamped [2][num_ranks][max_tokens * max_top_k]. */
+     * Stamped words [2][num_ranks][max_tokens * max_top_k]. */
     int64_t records;
     /* Layout FLAT: for each token of each rank, the index of its row on this rank.
-     * Stamped [2][num_ranks][max_tokens]. */
+     * Stamped words [2][num_ranks][max_tokens]. */
     int64_t flat_rows;
     __extension__ p2p_net_arrays net[HOSTS]; /* backend `hosts` only (hosts.h) */
     /* Low-latency plans: the expert ids of each token of each rank, two ids per word.
-     * Stamped [2][num_ranks][p2p_lowlat_tokens(max_tokens)][LOWLAT_ID_WORDS]. */
+     * Stamped words [2][num_ranks][p2p_lowlat_tokens(max_tokens)][LOWLAT_ID_WORDS]. */
     int64_t ids;
-    /* The weights of choices, or their gradients.
-     * Poison [2][num_ranks - 1][max_tokens * max_top_k]. */
+    /* The weights of choices, or their gradients. Words that are poison until they arrive,
+     * [2][num_ranks - 1][max_tokens * max_top_k]. */
     int64_t floats;
     /* Escape words. A bit in an escape word marks a word of a row that the sender has replaced,
-     * because it was a NaN with the value of poison (net/staging.cuh).
-     * Zero [2][num_ranks - 1][escape_words]. */
+     * because it was a NaN with the value of poison (net/staging.cuh). Words that are 0 until
+     * they arrive, [2][num_ranks - 1][escape_words]. */
     int64_t escapes;
-    /* Dot products of blocks of 1024 elements of a row (combine/backward.cu).
-     * Own, poison [num_ranks][max_tokens * max_top_k * blocks per row]. */
+    /* Dot products of the rows of slots with the gradients of their outputs, one word for each
+     * block of 1024 elements of a row (combine/backward.cu). Only this rank writes it: words
+     * that are poison until they are written, [num_ranks][max_tokens * max_top_k * blocks per
+     * row]. */
     int64_t parts;
-    /* Rows that arrive (net/staging.cuh).
-     * Poison [2][num_ranks - 1][source_bytes]. */
+    /* Rows that arrive (net/staging.cuh). Words that are poison until they arrive,
+     * [2][num_ranks - 1][source_bytes]. */
     int64_t staging;
     int64_t bytes;        /* size of the heap in bytes */
     int64_t source_bytes; /* bytes of `staging` per source rank and half */
@@ -241,10 +239,10 @@ static inline int64_t p2p_lowlat_tokens(int64_t max_tokens)
     return max_tokens < P2P_LOWLAT_TOKENS ? max_tokens : P2P_LOWLAT_TOKENS;
 }
 
-/* Returns the bytes of staging for one source rank in one half (even or odd epochs). The number
- * is enough for max_tokens rows, or less if staging_bytes, the limit for the whole staging, is
- * not 0. But it is always enough for two rows, so that a packed row (a row and its scales)
- * fits. */
+/* Returns the bytes of staging for one source rank in one half (even or odd epochs). If
+ * staging_bytes is 0, the result is enough for max_tokens rows. Otherwise staging_bytes limits
+ * the whole staging, and the result may be smaller. In any case the result is enough for two
+ * rows, so that a packed row (a row and its scales) fits. */
 static inline int64_t p2p_source_bytes(int64_t num_ranks, int64_t max_tokens,
                                        int64_t max_row_bytes, int64_t staging_bytes)
 {

@@ -7,7 +7,7 @@
  *                        also 1 word, per 128 elements
  *
  * A warp quantizes one piece of a row at a time: V vectors of N elements per lane. Element i of
- * vector v of lane l is element (v * 32 + l) * N + i of the piece. Elements past the end of the
+ * vector v of lane L is element (v * 32 + L) * N + i of the piece. Elements past the end of the
  * row are zeros. Parameters named `how` are one of the two constants above. */
 #ifndef EPIC_QUANTIZE_CUH
 #define EPIC_QUANTIZE_CUH
@@ -26,8 +26,8 @@
 /* One lane's elements and scales of a quantized piece of a row. A word of scales has the scales
  * of 128 elements. */
 template <int V, int N> struct Quantized {
-    /* One word of scales belongs to 128 elements. These are the elements of vector number v of
-     * this many adjacent lanes, for any v. */
+    /* Number of adjacent lanes whose vectors with the same number v have 128 elements together.
+     * One word of scales belongs to these 128 elements. */
     static constexpr int LANES = QUANTIZE_BLOCK / N;
     /* number of 4-byte words of scales per piece */
     static constexpr int WORDS = V * WARP / LANES;
@@ -133,10 +133,12 @@ __device__ __forceinline__ uint32_t scale_1x32(uint32_t bits)
 
 /* The scale of one block of elements, in the two forms that kernels need. */
 struct BlockScale {
-    /* the word of scales to store: this block's scale and, with 1X32, those of three other
-     * blocks */
+    /* the word of scales to store: this block's scale and, with EPIC_QUANTIZE_1X32, the scales
+     * of three other blocks */
     uint32_t word;
-    float number; /* 1X128: the scale; 1X32: 1 / scale; NaN if the scale is NaN */
+    /* with EPIC_QUANTIZE_1X128, the scale; with EPIC_QUANTIZE_1X32, 1 / scale. In both cases
+     * NaN if the scale is NaN */
+    float number;
 };
 
 /* Returns the scale of this lane's block (the block of find_largest()) after a multiplication
@@ -252,8 +254,9 @@ static __device__ __noinline__ void store_some(uint8_t *to, uint32_t word, int64
 struct QuantizedRows {
     uint8_t *rows, *scales;
     int64_t row_bytes, scale_bytes;
-    /* whole: rows are aligned, so that a lane stores the N bytes of a vector at once. words:
-     * rows of scales are aligned to 4 bytes, so that lanes store them as words. */
+    /* whole: true if rows are aligned, so that a lane can store the N bytes of a vector at
+     * once. words: true if rows of scales are aligned to 4 bytes, so that lanes can store them
+     * as words. */
     bool whole, words;
 };
 

@@ -3,8 +3,8 @@
  * types of rows, and how units of work are divided among warps.
  *
  *   vector  16 bytes: what a lane loads or stores at once
- *   piece   V vectors per lane of a warp (V is 4 for most kernels: 2 KB). Vector v of lane l
- *           is vector number (piece * V + v) * 32 + l of the row.
+ *   piece   V vectors per lane of a warp (V is 4 for most kernels: 2 KB). Vector v of lane L
+ *           is vector number (piece * V + v) * 32 + L of the row.
  *   span    several pieces of one row, which a warp moves one after the other
  *   unit    the work that a warp does at a time: one span in one role (send, receive, ...)
  *
@@ -250,7 +250,7 @@ template <int V, bool EXACT> struct PieceRing {
 /* Processes all units of a warp, whose pieces go through a ring (PieceRing). While the warp
  * processes one unit, it has already begun the next AHEAD units, and the copies of AHEAD pieces
  * are in flight. Units: CombineStream (combine) or GradientStream (combine_backward). Called by
- * a whole warp. Returns false if the group is broken. */
+ * a whole warp. Returns false if the group of ranks has failed. */
 template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
 {
     bool ok = true;
@@ -344,12 +344,12 @@ struct F32 {
  *
  *   unit number = (step * roles + role) * spans + span
  *
- * Warp w of the W warps that take part has units w, w + W, w + 2 W, ...
+ * Warp w of the W warps that take part has units w, w + W, w + 2 * W, ...
  *
  * The members `step`, `role` and `span` of a Stride are the distance from a unit of a warp to
  * the next unit of the same warp, W units later in the list. `roles` is the number of roles,
- * and `spans` the number of spans of a row. `total_warps` is W. A Stride
- * is in shared memory. */
+ * and `spans` the number of spans of a row. `total_warps` is W. Each CTA has a
+ * Stride in shared memory. */
 struct Stride {
     int step, role, span, roles, spans, total_warps;
 
@@ -413,18 +413,19 @@ template <class Job> static inline int units_per_token(const Job &job, int roles
 
 /* Decides how a launch divides its units among warps, and stores the result in three fields of
  * the job. `block`: number of threads of a CTA. `vectors`: number of vectors per lane of a
- * piece. Measured: docs/lab/cuda.md.
+ * piece. The rules are measured (docs/lab/cuda.md).
  *
  *   job.span   pieces per unit. A unit has a fixed cost, so long spans are better, as long as
  *              all warps are equally busy.
  *   job.lag    tokens by which receiving stays behind sending: about as many as all warps
  *              together process at a time, so that pieces have arrived when they are copied
- *   job.total_warps  number of warps that take part. A token has `kinds` units, one for each pair
- *              of role and span. The number of warps and `kinds` have no common divisor above
- *              1, so that each warp gets all pairs in turn. The role and span of a warp's
- *              next unit should also be far from those of its last unit. Otherwise a warp
- *              would do similar work for a long time, and get ahead of the other warps or
- *              fall behind. */
+ *   job.total_warps
+ *              number of warps that take part. A token has `kinds` units, one for each pair of
+ *              role and span. The number of warps and `kinds` have no common divisor above 1,
+ *              so that each warp gets all pairs in turn. The role and span of a warp's next
+ *              unit should also be far from those of its last unit. Otherwise a warp would do
+ *              similar work for a long time, and get ahead of the other warps or fall
+ *              behind. */
 template <class Job>
 static inline void deal_units(Job &job, int num_sms, int block, int roles, int vectors)
 {

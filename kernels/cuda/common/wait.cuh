@@ -42,8 +42,8 @@ __device__ __forceinline__ bool poll_permit(uint32_t *asked, uint32_t pause)
     return time - before >= pause && atomicCAS(asked, before, time) == before;
 }
 
-/* Backend `hosts`: if `word`, a value of the word `broken`, is not 0, copies it to control
- * memory, where all warps of this rank check it. Does nothing in `p2p`. */
+/* Only in backend `hosts`: if `word`, a value of the word `broken`, is not 0, copies it to
+ * control memory, where all warps of this rank check it. Does nothing in `p2p`. */
 __device__ __forceinline__ void cache_broken(const OpState &op, uint64_t word)
 {
     if (HOSTS && word) store_relaxed(&control_of(op)->net->broken, word);
@@ -79,7 +79,8 @@ static __device__ __noinline__ void report_failure(const OpState &op, uint64_t w
 }
 
 /* Reports an error in the data to the host, by a notice in host memory. Such an error does not
- * break the group. If all P2P_NOTICES notices are still unread, the error is dropped. */
+ * make the group of ranks fail. If all P2P_NOTICES notices are still unread, the error is
+ * dropped. */
 static __device__ __noinline__ void report_data_error(const p2p_self &self,
                                                       const p2p_notice &notice)
 {
@@ -97,8 +98,8 @@ static __device__ __noinline__ void report_data_error(const p2p_self &self,
     }
 }
 
-/* Backend `hosts`: passes `published`, the word `waits` of this rank, to the proxy thread,
- * which sends it to the peers. Does nothing in p2p. */
+/* Only in backend `hosts`: passes `published`, the word `waits` of this rank, to the proxy
+ * thread, which sends it to the peers. Does nothing in p2p. */
 __device__ __forceinline__ void publish_waits(const OpState &op, uint64_t published)
 {
     if (HOSTS) store_relaxed(&op.self->net->ring.words->waits, published);
@@ -337,7 +338,8 @@ static __device__ __noinline__ void report_aborted_wait(const OpState &op)
 /* Polls ready() until it returns true. ready() must return the same value in all lanes. `peer`:
  * the rank for which this lane waits, or -1 if it is not known. `peer` is a reference, because
  * ready() may change the variable. `phase`: a p2p_phase, for error reports. Called by a whole
- * warp. Returns false if the wait was given up, which means that the group is broken. */
+ * warp. Returns false if the wait was given up, which means that the group of ranks has
+ * failed. */
 template <class Ready>
 __device__ __forceinline__ bool wait_warp(const OpState &op, const int &peer, int phase,
                                           Ready ready)

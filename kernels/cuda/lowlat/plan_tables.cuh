@@ -31,8 +31,8 @@
     (P2P_LOWLAT_MASKS * 6 + LOWLAT_WORKERS * WARP * 8 + \
      P2P_LOWLAT_CHOICES * 2 * LOWLAT_LANE_IDS + 16)
 
-struct PlanCheck { /* Result of check_plan(): whether a plan can be used. It is equal on all
-                    * ranks. */
+/* Result of check_plan(): whether a plan can be used. It is equal on all ranks. */
+struct PlanCheck {
     uint32_t result;
     /* true: the plan is valid, but the receive buffer of a rank has fewer rows than the rank
      * has slots */
