@@ -48,8 +48,8 @@ static epic_result read_plan_args(const epic_context *ctx, epic_plan_args *a, ep
     return check_plan_args(ctx, a, layer);
 }
 
-/* Implements epic_plan and api_plan. If extra is NULL (epic_plan), the ranks compare the
- * options of args->moe. */
+/* Implements epic_plan and api_plan. The ranks compare the options of the layer: those in
+ * *extra, or those of args->moe if extra is NULL (epic_plan). */
 static epic_result call_plan(epic_context *ctx, const epic_plan_args *args, size_t size,
                              const op_header_extra *extra)
 {

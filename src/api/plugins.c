@@ -14,8 +14,8 @@ typedef struct plugin {
     const char *name; /* name of the backend, as in config.backend */
     const char *library;
     const char *symbol;
-    /* second half of the error sentence: if the library does not exist, and if it exists but
-     * cannot be loaded */
+    /* Second halves of the error sentence. when_absent: the library does not exist.
+     * when_broken: the library exists but cannot be loaded. */
     const char *when_absent, *when_broken;
 } plugin;
 

@@ -115,7 +115,8 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
         ctx->backend->ops->abort(ctx->group, tag, why);
         return;
     }
-    /* `why`, shortened so that the words before it also fit into the sentence */
+    /* the text `why`, shortened so that it fits into the error sentence after the prefix "rank
+     * ... aborted tag ...: " */
     char part[401];
     epic_failure_info failure = {.result = EPIC_EPEER,
                                  .tag = tag,

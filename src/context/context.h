@@ -37,7 +37,7 @@ struct epic_context {
     _Atomic uint64_t bytes_sent; /* bytes of rows that this rank has written into rings */
 
     int64_t pid;         /* process that opened the context */
-    uint32_t generation; /* process_generation() of that process */
+    uint32_t generation; /* process_generation() at open; a forked child has a higher one */
 
     _Atomic bool broken;
     pthread_mutex_t mutex; /* guards `failure`, which never changes after `broken` is set */
