@@ -68,7 +68,8 @@ static void follow_waits(exchange *x, uint64_t *ends)
 }
 
 /* Copies to `culprits` those ranks of `from` that are furthest behind: the ranks that have not
- * announced this exchange. If all have announced it, copies the ranks in the lowest phase. */
+ * announced this exchange, which means that they have not sent their op headers for it. If all
+ * have announced this exchange, copies the ranks in the lowest phase. */
 static void keep_furthest_behind(exchange *x, const uint64_t *from, uint64_t *culprits)
 {
     uint32_t least = UINT32_MAX;

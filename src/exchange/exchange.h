@@ -94,7 +94,8 @@ typedef struct exchange {
      * each entry. */
     int64_t left_out_bytes;
     /* [num_ranks, 64] Unfinished dot products of combine_backward. Row r is for the token of
-     * rank r whose pieces are arriving: one dot product for each choice k. */
+     * rank r whose pieces are arriving. For each choice k it has one dot product of the token's
+     * gradient row with the expert's output row. */
     double *sums;
     unsigned char *row;          /* one quantized row, max_row_bytes + 64 bytes */
     unsigned char *scratch_rows; /* [TREE_LEVELS + 1, PIECE_MAX] scratch rows for partials */

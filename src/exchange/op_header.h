@@ -63,32 +63,34 @@ enum window_output { WINDOW_ROWS, WINDOW_SCALES, WINDOW_WEIGHTS, NUM_WINDOW_OUTP
  * stored in data_fault.about in this order. */
 enum data_error {
     DATA_OK,
-    /* An expert id is out of range: token, k, id, number of valid ids. */
+    /* An expert id is out of range. Details: token, k, id, number of valid ids. */
     DATA_EXPERT,
-    /* A token has an expert twice in a layer with EPIC_DISTINCT: token, k, id. */
+    /* A token has an expert twice in a layer with EPIC_DISTINCT. Details: token, k, id. */
     DATA_DUPLICATE,
-    /* An entry of rank_of_expert is invalid: expert, rank. */
+    /* An entry of rank_of_expert is invalid. Details: expert, rank. */
     DATA_PLACEMENT,
-    /* An entry of logical_of_expert is invalid: expert, logical expert, num_logical. Or a
-     * logical expert has no replica: -1, logical expert. */
+    /* An entry of logical_of_expert is invalid. Details: expert, logical expert, num_logical.
+     * Or a logical expert has no replica. Details: -1, logical expert. */
     DATA_REPLICAS,
-    /* The bytes of a plan are damaged: one detail, an enum plan_damage. */
+    /* The bytes of a plan are damaged. Detail: an enum plan_damage. */
     DATA_PLAN,
     /* An element of token_ids, which selects a row of the router's table for a token, is out of
-     * range: token, id, table_rows. */
+     * range. Details: token, id, table_rows. */
     DATA_TOKEN_ID,
-    /* An expert id in the router's table is out of range: row, k, id, number of valid ids. */
+    /* An expert id in the router's table is out of range. Details: row, k, id, number of valid
+     * ids. */
     DATA_TABLE,
-    /* A forced expert id (topk_idx_in) is out of range: token, k, id, number of valid ids. */
+    /* A forced expert id (topk_idx_in) is out of range. Details: token, k, id, number of valid
+     * ids. */
     DATA_FORCED,
-    /* The argument `saved` of epic_moe_backward is from a forward that failed or never ran: no
+    /* The argument `saved` of epic_moe_backward is from a forward that failed or never ran. No
      * details. */
     DATA_SAVED,
-    /* A part of the argument `saved` of the layer is damaged: an enum saved_part, index,
-     * value. */
+    /* A part of the argument `saved` of the layer is damaged. Details: an enum saved_part,
+     * index, value. */
     DATA_SAVED_PART,
-    /* A window cannot be added: one detail, an epic_result. epic_op_header.bytes contains the
-     * error sentence. */
+    /* A window cannot be added. Detail: an epic_result. epic_op_header.bytes contains the error
+     * sentence. */
     DATA_WINDOW
 };
 

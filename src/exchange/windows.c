@@ -19,7 +19,7 @@
 
 #include "base/error.h"
 
-#define PLACE_BITS 48 /* number of bits of the offset in a window_place() */
+#define PLACE_BITS 48 /* number of bits of the offset in a number that window_place() returns */
 
 /* One window. */
 typedef struct window {
