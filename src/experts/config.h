@@ -36,7 +36,7 @@ typedef struct experts_job {
      * that are inputs of a later product, such as activations, are then rounded to BF16. */
     bool is_bf16;
     bool is_device;     /* arrays are in device memory, which the host must not read */
-    uint32_t grad_type; /* epic_type of the gradients of weights and biases; 0: float32 */
+    uint32_t grad_type; /* backward: epic_type of the gradients of weights and biases */
 
     /* The arguments of the caller. In the shapes, `local` is num_local_experts. Biases and
      * expert_tokens may be NULL. */
@@ -49,10 +49,10 @@ typedef struct experts_job {
     const void *b_gate_up;        /* [local, width] */
     const void *b_down;           /* [local, hidden] */
 
-    void *saved;          /* forward: output, the result of the first product */
-    void *y;              /* forward: output, the result of the second product */
-    const void *saved_in; /* backward: the array that forward wrote to `saved` */
-    const void *d_y;      /* backward: gradient of y */
+    void *saved;          /* output of forward: the result of the first product */
+    void *y;              /* output of forward: the result of the second product */
+    const void *saved_in; /* input of backward: the array that forward wrote to `saved` */
+    const void *d_y;      /* input of backward: the gradient of y */
     void *d_x, *d_w_gate_up, *d_w_down, *d_b_gate_up, *d_b_down;
     void *d_slot_weights;
 
@@ -62,7 +62,7 @@ typedef struct experts_job {
      * products read the caller's rows */
     void *rows;
     void *activations;  /* [slots, inner] */
-    void *d_gate_up;    /* backward: [slots, width] */
+    void *d_gate_up;    /* [slots, width], used by backward */
     void *weights_tile; /* one tile of a weight matrix, converted to float32 */
     /* Scratch memory in two parts. The first part, [2 * max(hidden, inner)], is for results of
      * one row. The second part is for one converted row of an input of a product. */

@@ -33,7 +33,8 @@ typedef struct combine_call {
     row_split split;  /* how a partial is split into pieces */
     int64_t trailer;  /* size of the trailer in bytes; combine: 0 */
     bool has_windows; /* true: an output of this rank lies in a window */
-    /* The current piece: its first element in the row, and its number of elements. */
+    /* Position of the current piece in its row: the number of its first element, and its number
+     * of elements. */
     int64_t first, count;
 } combine_call;
 
@@ -57,7 +58,8 @@ typedef struct gathered { /* the slots of one token on this rank, in ascending o
     int n;                /* number of slots */
     const void *rows[MAX_TOP_K]; /* address of the current piece of each slot's row */
     float weights[MAX_TOP_K];    /* weight of each slot; not set if the layer is FLAT */
-    int32_t leaves[MAX_TOP_K]; /* EPIC_TREE: leaf of each slot; not set if the layer is FLAT */
+    /* leaf of each slot; set only with EPIC_TREE, and not in FLAT layers */
+    int32_t leaves[MAX_TOP_K];
 } gathered;
 
 /* Returns the address of the current piece in row number `row` of c->rows. */
@@ -161,7 +163,8 @@ static void make_partial(const combine_call *c, int home, int64_t token, void *o
 
 /* Writes the trailer of one token. Element k is the gradient of the weight of choice k, or 0 if
  * this rank has no slot for that choice. In a FLAT layer a row of d_slot_weights has top_k
- * floats: first one for each choice on this rank, by ascending k, then unused ones. */
+ * floats. The first of them are those of the choices on this rank, by ascending k. The others
+ * are unused. */
 static void write_trailer(const combine_call *c, int home, int64_t token, void *trailer)
 {
     const plan_view *v = &c->plan;

@@ -49,7 +49,8 @@ static void write_scaled_row(const combine_backward_call *s, int64_t slot, float
         s->kernels->quantize_1x32(row + first, scales + first / 32, piece, w, type, n);
 }
 
-/* Adds the products of one piece to the dot product of a slot. *sum is the sum of the earlier
+/* Adds the part of one piece to the dot product of a slot: multiplies the elements of the piece
+ * by those of rows[slot], and adds the products to *sum. *sum contains the parts of the earlier
  * pieces. After the last piece, writes the sum to d_slot_weights. */
 static void add_dot(const combine_backward_call *s, int64_t slot, double *sum,
                     const void *piece, int64_t first, int64_t n)
@@ -63,10 +64,10 @@ static void add_dot(const combine_backward_call *s, int64_t slot, double *sum,
     if ((first + n) * size == s->split.row_bytes) a->d_slot_weights[slot] = (float)*sum;
 }
 
-/* Handles one piece of a token's gradient row: n elements from element `first` on. Writes them
- * to all slots of the token on this rank, and adds them to the slots' dot products. All pieces
- * of a token of rank `from` arrive before the next token of that rank. So x->sums needs only
- * one unfinished dot product for each source rank and k. */
+/* Handles one piece of a token's gradient row: n elements from element `first` on. Writes these
+ * elements to all slots of the token on this rank, and updates the dot product of each of these
+ * slots. All pieces of a token of rank `from` arrive before the next token of that rank. So
+ * x->sums needs only one unfinished dot product for each source rank and k. */
 static void scatter_piece(const combine_backward_call *s, int from, int64_t token,
                           const void *piece, int64_t first, int64_t n)
 {

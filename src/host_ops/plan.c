@@ -156,8 +156,8 @@ static void skip_own_ids(void *self, int64_t item)
     (void)self, (void)item; /* exchange_ids() has already copied the ids */
 }
 
-/* Copies the expert ids that were sent in op headers to the planner. Sets the number of items
- * of their ranks to 0, so that the scatter flow skips these ranks. Returns true if other ranks
+/* Copies the expert ids that ranks sent in their op headers to the planner. Sets the number of
+ * items of these ranks to 0, so that the scatter flow skips them. Returns true if other ranks
  * still have to send ids. */
 static bool read_header_ids(planning *p)
 {
