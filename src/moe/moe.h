@@ -39,7 +39,7 @@ typedef struct moe_saved {
      * the workspace. Forward of a layer with E4M3 weights then stores E4M3 rows in it. */
     void *recv;
     void *slot_weights; /* [capacity] real */
-    float *slot_k;      /* float64 layers: [capacity], the index k of the slot's choice */
+    float *slot_k;      /* [capacity]: index k of the slot's choice; only in float64 layers */
     /* expert_rows and expert_tokens [num_local_experts]: number of slots of each local expert,
      * with and without padding. load [num_experts] and logical_load [num_logical]: number of
      * the group's choices of each expert and of each logical expert. */
@@ -55,41 +55,46 @@ typedef struct moe_saved {
 typedef struct moe_work {
     /* workspaces for the calls of the experts, of the shared expert and of the router */
     void *experts, *shared, *router;
-    /* E4M3 forward: [capacity, experts_blocks(hidden)], the scales of the rows in the slots */
+    /* [capacity, experts_blocks(hidden)]: scales of the rows in the slots; only in forward of
+     * E4M3 layers */
     float *recv_scales;
-    /* Forward: [tokens, top_k], a copy of topk_idx in which zero-experts are replaced by -1.
-     * Exists on devices only if the layer has zero-experts. */
+    /* [tokens, top_k], only in forward: a copy of topk_idx in which zero-experts are replaced
+     * by -1. Exists on devices only if the layer has zero-experts. */
     int32_t *plan_idx;
-    void *tile; /* host: [block, GATE_TILE] real, converted columns of x */
-    /* host: scratch memory for rows of reals: forward [2, hidden], backward [block + 1,
-     * hidden] */
+    void *tile; /* [block, GATE_TILE] real: converted columns of x; only on the host */
+    /* Scratch memory for rows of reals, only on the host. The shape is [2, hidden] in forward
+     * and [block + 1, hidden] in backward. */
     void *rows;
-    /* [block, hidden]. Forward: output of the shared expert. Backward: the part of d_x that
-     * comes from the shared expert. On devices also the parts that come from the zero-experts
-     * and from the shared expert's gate. */
+    /* [block, hidden]. In forward: output of the shared expert. In backward: the part of d_x
+     * that comes from the shared expert and, on devices, also the parts that come from the
+     * zero-experts and from the shared expert's gate. */
     void *shared_y;
     void *shared_weights; /* [block] real: the shared expert's gate, sigmoid(x w_shared_gate) */
-    void *d_shared_weights; /* backward: [block] real */
+    void *d_shared_weights; /* [block] real: gradient of shared_weights; only in backward */
     void *losses;           /* [2, blocks] real: balance loss and z-loss of each block */
-    float *choice_k;        /* float64 forward: [tokens, top_k], the number k of each choice */
-    /* float64 forward: [capacity, top_k], all weights of the token of each slot */
+    /* [tokens, top_k]: number k of each choice; only in forward of float64 layers */
+    float *choice_k;
+    /* [capacity, top_k]: all weights of the token of each slot; only in forward of float64
+     * layers */
     double *recv_weights;
-    void *y; /* forward: [capacity, hidden], output of the experts */
-    /* Backward: [capacity, hidden], gradient of y. Later stages reuse the memory: first for
-     * rows that contain the gradients of the weights (f64_weights.c). Then for d_x, if the
-     * caller does not want d_x. */
+    void *y; /* [capacity, hidden]: output of the experts; only in forward */
+    /* [capacity, hidden], only in backward: gradient of y. Later stages reuse the memory: first
+     * for rows that contain the gradients of the weights (f64_weights.c), and then for d_x if
+     * the caller does not want d_x. */
     void *d_y;
-    void *d_recv;         /* backward: [capacity, hidden], gradient of recv */
-    void *d_slot_weights; /* backward: [capacity] real */
-    void *d_weights;      /* backward: [tokens, top_k] real */
-    void *d_logits;       /* backward: [block, columns] real */
-    /* Backward: [dense_levels, dense_count] real, gradients of the gate and the shared expert.
-     * They are added over the blocks in a binary tree, with one row of this array for each
-     * level of the tree. On devices the array exists only if there are several blocks, or with
-     * EPIC_SUM_DENSE. */
+    void *d_recv;         /* [capacity, hidden]: gradient of recv; only in backward */
+    void *d_slot_weights; /* [capacity] real: gradient of slot_weights; only in backward */
+    /* [tokens, top_k] real: gradient of saved.weights; only in backward */
+    void *d_weights;
+    /* [block, columns] real: gradient of a block's logits; only in backward */
+    void *d_logits;
+    /* [dense_levels, dense_count] real, only in backward: gradients of the gate and the shared
+     * expert. The gradients of the blocks are added in a binary tree, with one row of this
+     * array for each level of the tree. On devices the array exists only if there are several
+     * blocks, or with EPIC_SUM_DENSE. */
     unsigned char *dense;
-    float *d_scale; /* backward on devices: [columns], gradient of scale_of_expert */
-    void *gate;     /* devices: workspace of the gate's kernels */
+    float *d_scale; /* [columns]: gradient of scale_of_expert; only in backward on devices */
+    void *gate;     /* workspace of the gate's kernels; only on devices */
 } moe_work;
 
 /* State of one call of the layer. */
@@ -126,18 +131,18 @@ typedef struct moe_job {
     int64_t unit;
     int64_t plan_bytes;
     epic_experts_memory_info experts_memory;
-    epic_experts_memory_info shared_memory; /* for one block */
+    epic_experts_memory_info shared_memory; /* memory of the shared expert for one block */
     int64_t router_bytes;
     /* number of reals in the gradients of the gate and the shared expert */
     int64_t dense_count;
     /* number of levels of the binary tree in which the gradients of the blocks are added; 0:
      * work.dense is not needed */
     int64_t dense_levels;
-    /* host backward: gradients of the balance loss and of the z-loss. The caller passes one
-     * gradient for each loss, and d_loss for the sum of both losses. Each of these two fields
-     * is the sum of the loss's own gradient and d_loss. */
+    /* Only in backward on the host: gradients of the balance loss and of the z-loss. The caller
+     * passes one gradient for each loss, and d_loss for the sum of both losses. Each of these
+     * two fields is the sum of the loss's own gradient and d_loss. */
     double d_balance, d_z;
-    uint32_t grad_type; /* backward: epic_type of the experts' weight gradients */
+    uint32_t grad_type; /* epic_type of the experts' weight gradients; only in backward */
     moe_saved saved;
     moe_work work;
     int64_t saved_bytes, work_bytes;
