@@ -200,7 +200,8 @@ typedef struct p2p_plan_job {
     epic_layer layer;      /* the layer, with all defaults filled in */
     device_plan_layout at; /* layout of the plans of the layer */
     uint8_t *plan;         /* output; input if `planners` is 0 */
-    const void *topk_idx;  /* [num_tokens, top_k]: expert of each choice; negative: none */
+    const void *topk_idx;  /* [num_tokens, top_k]: expert of each choice, or a negative number
+                            * if it has none */
     /* [num_experts]: rank that owns each expert; NULL: rank r owns the experts [r * block, (r +
      * 1) * block) */
     const int32_t *rank_of_expert;
@@ -347,7 +348,7 @@ typedef struct p2p_combine_backward_job {
     int64_t plan_bytes;
     const uint8_t *d_out;      /* [num_tokens, row_bytes] */
     const uint8_t *rows;       /* [num_rows, row_bytes]; NULL if d_slot_weights is NULL */
-    uint8_t *d_rows;           /* [num_rows, row_bytes] or, if quantized, quantized_bytes */
+    uint8_t *d_rows;           /* [num_rows, row_bytes or, if quantized, quantized_bytes] */
     const float *slot_weights; /* [num_rows]; NULL: all weights are 1 */
     float *d_slot_weights;     /* [num_rows], or NULL */
     int64_t row_bytes;

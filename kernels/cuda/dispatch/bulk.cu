@@ -35,8 +35,8 @@
 
 /* A unit: the packed row of one token, which one warp sends or receives. */
 struct Unit {
-    /* step: position in the list of units. role 0: this rank's own token; role n: a token of
-     * the n-th peer. */
+    /* step: position in the list of units. With role 0, the unit's token is this rank's own.
+     * With role n, it is a token of the n-th peer (rank_of_role()). */
     int step, role;
     /* This lane's choice of the token, and this lane's word of the token's record (its slots on
      * this rank). take_unit() loads both before the unit is moved. */
@@ -64,11 +64,11 @@ __device__ __forceinline__ bool has_token(const PackedMove &m, const Unit &unit,
     return token >= m.round_begin && token < (unit.is_own() ? min(end, m.job.num_tokens) : end);
 }
 
-/* Gets the next unit for this warp, and loads the words that the unit needs first. Units differ
- * in work, so the warps of a CTA get them one by one from a common counter, *num_taken. The
- * list is divided into blocks of gridDim.x units, and each CTA gets one unit of each block. Its
- * position changes from block to block. Otherwise a CTA could get units for the same peer each
- * time. Called by a whole warp. */
+/* Gets the next unit for this warp, and loads the words that the unit needs first. Some units
+ * take longer than others, so the warps of a CTA get units one by one from a common counter,
+ * *num_taken. The list is divided into sections of gridDim.x units, and each CTA gets one unit
+ * of each section. The position of this unit changes from section to section. Otherwise a CTA
+ * could get units for the same peer each time. Called by a whole warp. */
 template <bool FLAT>
 __device__ __forceinline__ Unit take_unit(const PackedMove &m, int *num_taken, int32_t end)
 {
@@ -117,9 +117,9 @@ __device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit
 }
 
 /* Receives the weights of a token's slots or, with layout FLAT, the extras of its row (local
- * experts and weights). `extras`, `weight`: from peek_extras() or peek_weight(), called before
- * the row was received; words that had not arrived are poison. Called by a whole warp. Returns
- * false if the group of ranks has failed. */
+ * experts and weights). The caller has loaded `extras` or `weight` with peek_extras() or
+ * peek_weight() before the row had arrived. In them, words that had not arrived then are
+ * poison. Called by a whole warp. Returns false if the group of ranks has failed. */
 template <bool FLAT>
 __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, int source,
                                                 int32_t token, const int32_t (&slot)[2],

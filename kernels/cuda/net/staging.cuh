@@ -57,11 +57,11 @@ __device__ __forceinline__ uint32_t *floats_base(const p2p_self &self, const OpS
                HEAP_TOP_K(self);
 }
 
-/* Returns true if a word of the vector is poison or its stand-in (0x7fff7fff), with any sign
- * bits. Sender and receiver call this function to decide whether a piece has escape words, and
- * both get the same result. The function also returns true for words that differ only in sign
- * bits from poison or the stand-in. That is harmless, because the escape words have a 0 for
- * each word that was not replaced. */
+/* Returns true if a word of the vector is poison or its stand-in (0x7fff7fff). Sender and
+ * receiver call this function to decide whether a piece has escape words, and both get the same
+ * result. The function ignores sign bits, so that one comparison tests for both words. So it
+ * also returns true for a few other NaNs. That is harmless, because the escape words have a 0
+ * for each word that was not replaced. */
 __device__ __forceinline__ bool needs_escape(uint4 q)
 {
     const uint32_t signs = 0x80008000u;

@@ -455,7 +455,8 @@ __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64
                                                  int first, uint64_t (&words)[RANKS_AT_ONCE])
 {
     const int ranks = op.self->num_ranks;
-    /* a rank whose count has not arrived, for the error; -1: all have arrived */
+    /* A rank whose count has not arrived, or -1 if all have arrived. If the wait fails, the
+     * error names this rank. */
     int missing = -1;
     return wait_thread(op, missing, P2P_PHASE_COUNTS, [&] {
         missing = -1;

@@ -185,8 +185,8 @@ struct TokenLanes {
     /* tokens_at_once: number of tokens that a warp handles at a time. num_halves: 1, or 2 if
      * tokens have more than 32 choices. */
     int tokens_at_once, num_halves;
-    /* token: number of this lane's token in the group, from 0. k: this lane's choice of that
-     * token; in the second half, the choice is 32 + k. */
+    /* token: number of this lane's token among the tokens_at_once tokens, from 0. k: this
+     * lane's choice of that token. In the second half, the choice is 32 + k. */
     int token, k;
     /* false: this lane has no choice, because 32 is not a multiple of top_k */
     bool has_choice;
