@@ -221,7 +221,8 @@ void exchange_report_progress(exchange *x)
 }
 
 /* Waits for a free op slot and stores its number in *op_slot. The operations that use the op
- * slots may wait for any peer. Therefore this function marks all peers as awaited. */
+ * slots may wait for any peer. Therefore this function adds all peers to waits_for, the ranks
+ * that this rank waits for. */
 static epic_result exchange_wait_for_op_slot(exchange *request, int *op_slot)
 {
     exchange waiter = *request;

@@ -41,8 +41,8 @@ enum { /* elements of epic_op_header.common */
 enum { /* elements of epic_op_header.local */
        LOCAL_TOKENS,
        LOCAL_CAPACITY,
-       /* number of rows of the array by slot that the caller passed to this call, for example
-          recv of dispatch or rows of combine; for EPIC_OP_WINDOW: size of the window in bytes */
+       /* number of rows of the array with one row per slot that the caller passed to this call,
+          for example recv of dispatch; for EPIC_OP_WINDOW: size of the window in bytes */
        LOCAL_ROWS,
        LOCAL_NEEDED_ROWS, /* number of slots that the plan uses */
        /* dispatch_signature() of the dispatch that follows this plan in the same public call;
