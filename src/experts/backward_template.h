@@ -86,9 +86,9 @@ static void activations_backward(const experts_job *job, const slab *slab, REAL 
     clear_padding(job, slab, job->d_gate_up, job->width);
 }
 
-/* For EPIC_WEIGHT_INPUT. `d` is the gradient of w x. Computes the gradients of the slots'
- * weights. Then multiplies each row of d by its slot's weight, which makes it the gradient of
- * x. */
+/* Used with EPIC_WEIGHT_INPUT. `d` is the gradient of w x, the rows of x multiplied by the
+ * slots' weights. Computes the gradients of these weights. Then multiplies each row of d by its
+ * slot's weight, which makes it the gradient of x. */
 static void inputs_backward(const experts_job *job, const slab *slab, REAL *d)
 {
     REAL *x = job->row_scratch;

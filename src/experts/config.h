@@ -29,14 +29,15 @@ typedef struct experts_job {
     bool is_f64;          /* rows and weights are F64 */
     bool is_e4m3;         /* weights are E4M3; in forward, x is E4M3 too */
     bool has_f64_weights; /* slot_weights are float64 */
-    bool accumulate;      /* EPIC_ACCUMULATE: add to the gradients */
-    bool is_recompute; /* EPIC_RECOMPUTE: forward computes only `saved`, which backward reads */
-    bool is_invariant; /* EPIC_INVARIANT: products do not depend on the number of rows */
+    bool accumulate;      /* EPIC_ACCUMULATE is set: the call adds to the gradients */
+    /* EPIC_RECOMPUTE is set: forward computes only `saved`, which backward reads */
+    bool is_recompute;
+    bool is_invariant; /* EPIC_INVARIANT is set: products do not depend on the number of rows */
     /* true: rows and weights are BF16, and oneDNN multiplies them without a conversion. Results
      * that are inputs of a later product, such as activations, are then rounded to BF16. */
     bool is_bf16;
     bool is_device;     /* arrays are in device memory, which the host must not read */
-    uint32_t grad_type; /* backward: epic_type of the gradients of weights and biases */
+    uint32_t grad_type; /* epic_type of the gradients of weights and biases; only in backward */
 
     /* The arguments of the caller. In the shapes, `local` is num_local_experts. Biases and
      * expert_tokens may be NULL. */

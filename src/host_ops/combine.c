@@ -26,12 +26,12 @@ typedef struct combine_call {
     const char *rows_name;
     epic_const_rows rows;
     epic_rows out;
-    uint32_t top_k; /* dispatch_backward only: number of floats in a row of d_weights */
+    uint32_t top_k; /* number of floats in a row of d_weights; only in dispatch_backward */
     const float *slot_weights;
     const float *d_slot_weights;
     float *d_weights;
     row_split split;  /* how a partial is split into pieces */
-    int64_t trailer;  /* size of the trailer in bytes; combine: 0 */
+    int64_t trailer;  /* size of the trailer in bytes; 0 in combine */
     bool has_windows; /* true: an output of this rank lies in a window */
     /* Position of the current piece in its row: the number of its first element, and its number
      * of elements. */
@@ -318,7 +318,9 @@ static void add_partials_as_tree(const combine_call *c, const void **rows, void 
 {
     const void *at[EPIC_MAX_RANKS];
     for (int p = 0; p < c->x->num_ranks; p++)
-        at[p] = NULL; /* position_of of a damaged plan may not set every element */
+        /* If the plan is damaged, position_of may have a number twice. Then the next loop does
+         * not set every element. */
+        at[p] = NULL;
     for (int r = 0; r < c->x->num_ranks; r++) at[c->plan.position_of[r]] = rows[r];
     const void *root = join_subtrees(c, at, 0, c->x->num_ranks, 1);
     c->kernels->add(out, c->type, &root, root != NULL, c->partial_type, c->count);

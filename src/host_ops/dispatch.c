@@ -265,8 +265,9 @@ static void write_weight(const dispatch_call *d, int64_t index, uint32_t k, cons
         copy_overlap(copy_cached, to, at, sizeof *to, weights->from, weights->at, end);
 }
 
-/* For a FLAT layer: writes the bytes in *p to the token's only row on this rank. Writes the
- * weights of the token's choices on this rank one after the other, by ascending k. */
+/* Called only for FLAT layers. Writes the bytes in *p to the token's only row on this rank.
+ * Writes the weights of the token's choices on this rank one after the other, by ascending
+ * k. */
 static void write_flat_row(const dispatch_call *d, int from, int64_t token, const parts *p)
 {
     const int64_t row = d->plan.row_of[d->plan.base_of[from] + token];
@@ -366,8 +367,8 @@ static void list_output_arrays(const epic_dispatch_args *a, uint32_t weights, sl
     out[2] = (slot_array){a->slot_weights, 4 * (int64_t)weights, a->recv.num_rows};
 }
 
-/* For a FLAT layer: writes recv_expert. Each row lists the local experts of its token by
- * ascending k. The rest of the row is -1. */
+/* Called only for FLAT layers. Writes recv_expert. Each row lists the local experts of its
+ * token by ascending k. The rest of the row is -1. */
 static void write_recv_expert(const dispatch_call *d)
 {
     const plan_header *h = d->plan.header;

@@ -90,7 +90,8 @@ static void add_local_replicas(replica_sum *a)
     }
 }
 
-/* Writes the sum of all ranks, now in the workspace, to each replica of this rank. */
+/* Copies the sum of all ranks, which is in the workspace, to each replica of a->logical on this
+ * rank. */
 static void copy_sum_to_replicas(const replica_sum *a)
 {
     const size_t bytes = (size_t)a->args->data.row_bytes;
