@@ -260,8 +260,9 @@ static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expe
                      (long long)most);
 }
 
-/* For CUDA contexts, which do not support epic_moe_plan: returns EPIC_ENOTSUP for epic_moe_plan
- * (`planning`), and for a forward that uses its plan (EPIC_PLANNED). */
+/* Called for CUDA contexts, which do not support epic_moe_plan. Returns EPIC_ENOTSUP if the
+ * call is epic_moe_plan (`planning` is true), or a forward that uses a plan of epic_moe_plan
+ * (EPIC_PLANNED). */
 static epic_result check_device_planned(const epic_moe_args *a, bool planning)
 {
     if (planning || a->flags & EPIC_PLANNED)

@@ -72,9 +72,10 @@ static void quantize_dispatch(const moe_job *j, epic_dispatch_args *dispatch)
         (epic_rows){j->work.recv_scales, j->capacity, experts_blocks(j->hidden) * 4};
 }
 
-/* If the plan might not write all counts, first sets them to zero. If the caller passed
- * rank_of_expert, the kernel check_plan_fits checks that no rank owns more than
- * num_local_experts experts. In other cases check_placement() has checked that on the host. */
+/* If the plan might not write all elements of expert_rows and expert_tokens, first sets them to
+ * zero. If the caller passed rank_of_expert, the kernel check_plan_fits checks that no rank
+ * owns more than num_local_experts experts. Without rank_of_expert, check_placement() has
+ * checked that on the host. */
 epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a)
 {
     epic_dispatch_args dispatch = {.call = j->call,

@@ -111,9 +111,10 @@ typedef struct moe_job {
      * compare them. */
     layer_options options;
 
-    bool is_device;    /* arrays are in device memory, which the host must not read */
-    bool is_f64;       /* real is float64 */
-    bool is_invariant; /* EPIC_INVARIANT: products do not depend on the number of tokens */
+    bool is_device; /* arrays are in device memory, which the host must not read */
+    bool is_f64;    /* real is float64 */
+    /* EPIC_INVARIANT is set: products do not depend on the number of tokens */
+    bool is_invariant;
     /* true: rows and weights of the experts are E4M3 in forward. Then experts.weight_type is
      * the type of the biases. It is also the type of the weights in backward, unless
      * is_e4m3_backward is true. */
