@@ -147,16 +147,16 @@ typedef struct planner {
     /* [num_experts] largest number of choices that the expert may keep within
      * expert_capacity */
     int32_t *quota;
-    int32_t *limit; /* [num_experts] limit of each expert */
+    int32_t *limit; /* [num_experts] largest number of choices that each expert may keep */
     /* [num_experts] position of the next choice of each expert among the expert's choices */
     int32_t *next;
     int32_t *used_slots; /* [num_ranks] number of slots of each rank that are used so far */
-    /* [num_ranks] limit that all experts of the rank share. Expert e of rank r keeps at most
-     * min(limit[e], rank_limit[r]) choices. */
+    /* [num_ranks] a second limit, which all experts of a rank share. Expert e of rank r keeps
+     * at most min(limit[e], rank_limit[r]) choices. */
     int32_t *rank_limit;
     /* [num_ranks] bounds of the binary search for rank_limit. fits: the largest limit found so
      * far with which the rank's slots suffice. fails: the smallest limit found so far with
-     * which they do not. */
+     * which the rank's slots do not suffice. */
     int32_t *fits, *fails;
     int64_t *needed;   /* [num_ranks] number of slots that each rank needs; FLAT: rows */
     int64_t *capacity; /* [num_ranks] number of slots that each rank has; 0: no limit */

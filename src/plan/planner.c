@@ -104,8 +104,8 @@ static bool is_kept(planner *p, int32_t id)
     return is_priority_by_k(p) ? id == e : is_choice_kept(p, e, p->next[e]++) == 0;
 }
 
-/* For a FLAT layer: counts in needed[] the rows that each rank needs. A token needs one row on
- * each rank that keeps at least one of its choices. */
+/* Called only for FLAT layers. Counts in needed[] the rows that each rank needs. A token needs
+ * one row on each rank that keeps at least one of its choices. */
 static void count_rows(planner *p)
 {
     const plan_header *h = p->header;
@@ -265,8 +265,8 @@ static void place_token(planner *p, const int32_t *ids, choices *c)
     }
 }
 
-/* For a FLAT layer: sets the slots of all kept choices of the token on one rank to the same
- * row, the next free one of that rank. */
+/* Called only for FLAT layers. Sets the slots of all kept choices of the token on one rank to
+ * the same row: the next free row of that rank. */
 static void share_rows(planner *p, choices *c)
 {
     for (uint32_t k = 0; k < p->header->layer.top_k; k++) {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_router_backward: computes the gradients of the logits and of scale_of_expert from the
- * gradients of the weights. The choice of experts has no gradient. The formulas are in
- * weigh_template.h and score_template.h. */
+/* Implements epic_router_backward, which computes the gradients of the logits and of
+ * scale_of_expert from the gradients of the weights. The choice of experts has no gradient. The
+ * formulas are in weigh_template.h and score_template.h. */
 #include <string.h>
 
 #include "base/arrays.h"

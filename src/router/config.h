@@ -29,13 +29,13 @@ typedef struct router_job {
     uint32_t type;               /* epic_type of the logits */
     uint32_t weights_type;       /* epic_type of weights, scale_of_expert and scores */
     uint32_t grad_type;          /* epic_type of d_logits */
-    bool accumulate;             /* EPIC_ACCUMULATE: add to the gradients */
+    bool accumulate;             /* EPIC_ACCUMULATE is set: the call adds to the gradients */
     /* true: choose experts by their logits, which have the same order as `values` */
     bool on_logits;
     /* [LOSS_RUNS]: partial sums of a loss, each over a range of tokens (rules/rule.h) */
     double *runs;
     double *scale_sums; /* [num_columns]: gradient of scale_of_expert, summed over tokens */
-    /* For one token: */
+    /* The workspace for one token, used for all tokens one after the other: */
     void *logits; /* [num_columns] */
     void *scores; /* [num_columns] */
     /* [num_columns]: values by which experts are chosen; in backward scratch memory */

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_router_forward: chooses top_k experts for each token and computes their weights.
+/* Implements epic_router_forward, which chooses top_k experts for each token and computes their
+ * weights.
  *
  * The host handles one token after the other (row.h): it computes the scores of the token's
  * logits (score_template.h), chooses experts (choose_template.h) and computes their weights

@@ -11,8 +11,8 @@
 
 #define MAX_CHOSEN 64 /* largest top_k */
 
-/* The numbers from which the weights of one token are computed (formula at the head of this
- * file). */
+/* The numbers from which the weights of one token are computed. The weight of choice i is
+ * parts[i] / divisor, multiplied by scale and scale_of_expert (see the head of this file). */
 typedef struct shares {
     REAL parts[MAX_CHOSEN];   /* 0 for a choice without an expert */
     REAL divisor;             /* if it is 0, every weight is 0 */
@@ -74,9 +74,9 @@ static void sparsemixer_parts(const router_job *job, const int32_t *topk_idx, RE
     }
 }
 
-/* For EPIC_WEIGHT_SPARSEMIXER: adds the gradient of the logits to job->spare. g is the gradient
- * of the parts. The part of each choice depends on the logits through the softmax of that
- * choice. The selection of the columns that a softmax leaves out has no gradient. */
+/* Used with EPIC_WEIGHT_SPARSEMIXER. Adds the gradient of the logits to job->spare. g is the
+ * gradient of the parts. The part of each choice depends on the logits through the softmax of
+ * that choice. The selection of the columns that a softmax leaves out has no gradient. */
 static void sparsemixer_backward(const router_job *job, const REAL *parts,
                                  const int32_t *topk_idx, const REAL *g)
 {
@@ -112,8 +112,8 @@ static void make_parts(const router_job *job, const int32_t *topk_idx, REAL *par
     }
 }
 
-/* Returns the parts and the divisor of the weights of one token (formula at the head of this
- * file). */
+/* Returns the parts and the divisor from which the weights of one token are computed (struct
+ * shares). */
 static shares make_shares(const router_job *job, const int32_t *topk_idx)
 {
     const epic_router *r = &job->router;
