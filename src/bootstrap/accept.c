@@ -68,7 +68,7 @@ typedef struct acceptor {
     int full_ms;            /* milliseconds that rank 0 has waited for a free descriptor */
     int num_refused;        /* number of refused connections */
     char refusal[160];      /* why the last joiner was refused */
-    int32_t rank_of_second; /* rank that two processes claimed; 0: no such rank */
+    int32_t rank_of_second; /* a rank number that two processes use; 0: there is none */
 } acceptor;
 
 void epic_tcp_answer_earlier(time_limit *limit, uint32_t left_ms)
@@ -94,7 +94,8 @@ static void note_refusal(acceptor *a, const char *format, ...)
     a->num_refused++;
 }
 
-/* Counts a refused joiner and sends it the reason. */
+/* Refuses a joiner (a connection whose rank has not joined): counts the refusal, and sends the
+ * reason to the joiner. */
 static void refuse_joiner(acceptor *a, joiner *j, const char *sentence)
 {
     note_refusal(a, "%s", sentence);
@@ -138,8 +139,8 @@ static void fail_all_ranks(acceptor *a, epic_result result, int num_to_notify)
 }
 
 /* Writes a text about the refused connections to `note`, for the error about missing ranks. The
- * text begins with a rank that two processes claimed, because that is the most probable reason
- * why another rank is missing. */
+ * text begins with a rank number that two processes use, because that is the most probable
+ * reason why another rank is missing. */
 static void describe_refused(const acceptor *a, char *note, size_t size)
 {
     int used = 0;
@@ -208,9 +209,10 @@ static bool is_mismatch(acceptor *a, const epic_hello *theirs)
     return a->failed != EPIC_OK;
 }
 
-/* Admits a joiner: sends it the entry frame, and stores its link as the link of its rank. If
- * there is a secret, the frame's authentication tag proves that rank 0 has it. If the frame
- * cannot be sent, the joiner is not admitted, and its rank connects again. */
+/* Admits a joiner, a connection whose hello and proof are valid. Sends it the entry frame, and
+ * stores the connection as the link of its rank. If there is a secret, the frame's
+ * authentication tag proves that rank 0 has it. If the frame cannot be sent, the joiner is not
+ * admitted, and its rank connects again. */
 static void admit_joiner(acceptor *a, joiner *j)
 {
     time_limit limit = time_limit_begin(SEND_MS, a->limit);
@@ -314,8 +316,8 @@ static bool serve_joiner(acceptor *a, joiner *j)
 
 /* ----------------------------------------------------------------------- the poll loop ---- */
 
-/* Drops the oldest joiner to make room for a new one. Prefers joiners that have sent no
- * hello. */
+/* Closes the oldest joiner (a connection whose rank has not joined) to make room for a new
+ * connection. If there are joiners that have sent no hello, closes the oldest of these. */
 static void drop_oldest(acceptor *a)
 {
     int oldest = -1;
@@ -329,9 +331,10 @@ static void drop_oldest(acceptor *a)
     if (oldest >= 0) drop_joiner(a, oldest);
 }
 
-/* Called when accept() found no free descriptor. Drops a joiner to free one. If there is no
- * joiner, rank 0 waits, because another thread may close a descriptor. After FULL_MS of such
- * waits the bootstrap fails. `wrong` is the errno of accept(). */
+/* Called when accept() found no free descriptor. Closes a joiner (a connection whose rank has
+ * not joined) to free a descriptor. If there is no joiner, rank 0 waits, because another thread
+ * may close a descriptor. After FULL_MS of such waits the bootstrap fails. `wrong` is the errno
+ * of accept(). */
 static void make_room(acceptor *a, int wrong)
 {
     if (a->num_joiners > 0) {

@@ -5,8 +5,8 @@
  *
  * Hosts are numbered from 0. A group has the same number of ranks on every host. The position
  * of a rank on its host is its rail. The peers of a rank are the ranks with the same rail on
- * all other hosts. Each rank has one liveness connection to each of its peers. Backend hosts
- * counts every rank as a host of its own, so all other ranks are peers there.
+ * all other hosts. Each rank has one liveness connection to each of its peers. The backend
+ * `hosts` counts every rank as a host of its own, so all other ranks are peers there.
  *
  * Each end sends one byte ten times a second. Each end also reads from the operating system
  * (TCP_INFO) whether the peer's host has acknowledged the bytes. A host acknowledges bytes even

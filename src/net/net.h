@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The interface of a network engine: code that sends bytes between ranks on several hosts. The
  * memory of a rank is GPU memory or host memory. Each rank opens one net, which connects it to
- * one rank on each other host. These ranks are its peers, and they are numbered by host.
- * Backend hosts counts every rank as a host of its own, so all other ranks are peers there. The
- * engine NAME is in the library libepic_NAME.so, for example libepic_ucx.so.
+ * one rank on each other host. These ranks are its peers, and they are numbered by host. The
+ * backend `hosts` counts every rank as a host of its own, so all other ranks are peers there.
+ * The engine NAME is in the library libepic_NAME.so, for example libepic_ucx.so.
  *
  * A rank has an inbox, into which its peers write, and an outbox, from which it sends. A *put*
  * copies words from a rank's outbox into the inbox of a peer. Engines guarantee:

@@ -79,9 +79,9 @@ static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
 }
 
 /* Offsets in bytes of the arrays for a product on tensor cores. The arrays follow the list of
- * tiles. `pieces` contains the pieces of the float32 factor: bf16 [depth, GATE_PIECES,
- * columns]. `sums` contains the product with each piece: float32 [lines, GATE_PIECES,
- * columns]. */
+ * tiles. `pieces` contains the pieces of the float32 factor, three bf16 numbers for each
+ * float32: [depth, GATE_PIECES, columns]. `sums` contains the product with each piece: float32
+ * [lines, GATE_PIECES, columns]. */
 typedef struct gate_pieces {
     int64_t pieces, sums, end;
 } gate_pieces;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads and checks the environment variables of the backend hosts. */
+/* Reads and checks the environment variables of the backend `hosts`. */
 #include "backend/hosts/env.h"
 
 #include <stdlib.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Environment variables of the backend hosts (docs/reference/environment.md). */
+/* Environment variables of the backend `hosts` (docs/reference/environment.md). */
 #ifndef EPIC_HOSTS_ENV_H
 #define EPIC_HOSTS_ENV_H
 
@@ -13,7 +13,7 @@ typedef enum hosts_memory {
     HOSTS_MEMORY_HOST
 } hosts_memory;
 
-/* The values of all environment variables of the backend hosts. */
+/* The values of all environment variables of the backend `hosts`. */
 typedef struct hosts_env {
     const net_engine *engine;
     hosts_memory memory;

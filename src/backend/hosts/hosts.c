@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The backend hosts: ranks with GPUs on several hosts. It uses the kernels and operations of
+/* The backend `hosts`: ranks with GPUs on several hosts. It uses the kernels and operations of
  * backend p2p, compiled again with EPIC_HOSTS. This file joins and leaves groups.
  *
  * Ranks of one host store rows directly into each other's device memory, the heap. Between
@@ -28,12 +28,13 @@ typedef struct peer_info {
     uint32_t relays;           /* EPIC_NET_RELAY of this rank */
     uint32_t requested_memory; /* EPIC_NET_MEMORY of this rank: a hosts_memory */
     uint32_t on_gpu;           /* 1: this rank's inbox and outbox are in GPU memory */
-    char sentence[256];        /* why the rank failed, or why its boxes are not in GPU memory */
+    /* why the rank failed, or why its inbox and outbox are not in GPU memory */
+    char sentence[256];
     _Alignas(8) unsigned char liveness[NET_LIVENESS_HANDLE_BYTES];
     _Alignas(8) unsigned char net[NET_HANDLE_BYTES];
 } peer_info;
 
-/* The part of a group that only backend hosts has. */
+/* The part of a group that only the backend `hosts` has. */
 typedef struct hosts_part {
     hosts_env env;
     net *net;
@@ -391,8 +392,8 @@ static epic_result check_wanted_memory(const peer_info *infos, int num_ranks)
  * outbox in GPU memory, first tries to connect these. If a rank cannot connect, all ranks move
  * to host memory, unless a rank has set EPIC_NET_MEMORY=gpu.
  *
- * A gather separates the two attempts: no rank may free its boxes while another rank is still
- * connecting to them. */
+ * A gather separates the two attempts: no rank may free its inbox and outbox while another rank
+ * is still connecting to them. */
 static epic_result connect_boxes(epic_group *g, const epic_join *join, peer_info *infos)
 {
     hosts_part *h = g->hosts;

@@ -78,9 +78,9 @@ void progress_break_group(epic_group *group, const epic_failure_info *failure)
 
 /* -------------------------------------------------------------------------------- rows ---- */
 
-/* Polls the sends and receives of an op slot. Increments num_events for each segment that has
- * arrived and, if the slot waits for room, for each finished send. A change of num_events ends
- * a wait. */
+/* Polls the sends and receives of an op slot. Increments num_events for each MPI message with
+ * rows that has arrived. If the op slot waits for room, also increments num_events for each
+ * finished send. A change of num_events ends a wait. */
 static void poll_slot(epic_group *group, op_slot *slot)
 {
     int count;

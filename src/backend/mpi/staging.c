@@ -73,7 +73,8 @@ static int segment_bytes(const op_slot *slot, const staging_ring *ring, uint64_t
     return (int)((count - 1) * slot->stride + slot->entry_bytes);
 }
 
-/* Posts receives for the next segments of the flow, one for each free half of the ring. */
+/* Posts receives for the next segments of the flow, one for each free half of the ring. A
+ * segment is the entries of one MPI message. */
 static void post_receives(epic_group *group, op_slot *slot, int from)
 {
     staging_ring *ring = &slot->receive_rings[from];
@@ -108,8 +109,8 @@ static void begin_flow(staging_ring *ring, int64_t num_entries)
     ring->first = ring->num_started;
 }
 
-/* Implements epic_transport.shape: sets the number of entries per segment, and posts receives
- * for the first segments of each peer. */
+/* Implements epic_transport.shape: sets the number of entries per segment (MPI message), and
+ * posts receives for the first segments of each peer. */
 void mpi_shape(epic_group *group, int index, const epic_flow *flow)
 {
     op_slot *slot = &group->slots[index];
@@ -142,7 +143,8 @@ void *staging_room(epic_group *group, op_slot *slot, int to, int64_t entry)
     return sent_segment(group, slot, to, number) + entry % slot->per_segment * slot->stride;
 }
 
-/* Sends the segments with numbers below `end` that were not sent yet. */
+/* Sends the segments with numbers below `end` that were not sent yet, each as one MPI
+ * message. */
 static void start_sends(epic_group *group, op_slot *slot, int to, uint64_t end)
 {
     staging_ring *ring = &slot->send_rings[to];

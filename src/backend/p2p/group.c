@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions that backends p2p and hosts share: the part of a group that needs no peer, and
+/* Functions that backends `p2p` and `hosts` share: the part of a group that needs no peer, and
  * memory of the device. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,8 +13,8 @@
 #define MOST_SMS 65536       /* more multiprocessors than any device has */
 
 /* Returns the largest top_k for which a heap has room. In backend p2p it is always
- * DEVICE_MAX_TOP_K. In backend hosts it is config.max_top_k rounded up to an even number, or
- * DEVICE_MAX_TOP_K if max_top_k is 0. The number is even because the net copies words of 8
+ * DEVICE_MAX_TOP_K. In the backend `hosts` it is config.max_top_k rounded up to an even number,
+ * or DEVICE_MAX_TOP_K if max_top_k is 0. The number is even because the net copies words of 8
  * bytes, and each word contains the floats of two choices (float_stride() in kernels/cuda). */
 int32_t p2p_top_k_for(const epic_config *config)
 {

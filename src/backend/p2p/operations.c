@@ -18,8 +18,8 @@
 /* ------------------------------------------------------------------------------ common ---- */
 
 /* Fills in `self`, the first member of every job. (A job is the struct of a kernel's
- * arguments.) Sets the operation, its signature and its time limit. In backend hosts, also
- * wakes the proxy thread. */
+ * arguments.) Sets the operation, its signature and its time limit. In the backend `hosts`,
+ * also wakes the proxy thread. */
 static void fill_self(p2p_self *self, const epic_group *g, const epic_call *call,
                       epic_operation operation, signature a)
 {
@@ -76,9 +76,9 @@ static epic_result check_row(const epic_group *g, const char *name, int64_t row_
 
 /* -------------------------------------------------------------------------------- plan ---- */
 
-/* Returns whether this group may use low-latency kernels. In backend hosts those kernels send
- * the expert ids to every rank. So there max_tokens must be small enough, and relays must be
- * off. */
+/* Returns whether this group may use low-latency kernels. In the backend `hosts` those kernels
+ * send the expert ids to every rank. So there max_tokens must be small enough, and relays must
+ * be off. */
 static bool can_use_lowlat(const epic_group *g)
 {
     return !HOSTS || (g->config.max_tokens <= g->lowlat_tokens && !g->self.net->ranks_per_host);
@@ -239,7 +239,7 @@ static bool is_flat(const p2p_dispatch_job *job)
  * ranks. */
 static int32_t max_lowlat_rows(const epic_group *g, const p2p_dispatch_job *job)
 {
-    /* backend hosts has no low-latency kernel for rows with scales */
+    /* the backend `hosts` has no low-latency kernel for rows with scales */
     if (HOSTS && job->scale_bytes) return -1;
     return job->quantize && g->lowlat_tokens > P2P_LOWLAT_QUANTIZED_TOKENS
                ? P2P_LOWLAT_QUANTIZED_TOKENS
@@ -281,8 +281,8 @@ static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t row = p2p_packed_bytes(job->row_bytes, job->scale_bytes);
     if (HOSTS && job->plan.layer.layout == EPIC_FLAT)
-        /* In backend hosts, a kernel that makes a FLAT plan and also sends rows would not wait
-         * for every word that peers put into the inbox (net.cuh). */
+        /* In the backend `hosts`, a kernel that makes a FLAT plan and also sends rows would not
+         * wait for every word that peers put into the inbox (net.cuh). */
         return false;
     return job->plan.layer.overflow == EPIC_OVERFLOW_ERROR && !job->plan.layer.num_logical &&
            g->config.max_tokens * row <= g->self.at.source_bytes;

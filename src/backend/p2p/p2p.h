@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Backend p2p: GPUs of one host that can address each other's memory. Ranks are processes with
- * a GPU each, threads of one process with a GPU each, or several ranks that share a GPU.
- * Backend hosts uses the same group and operations. */
+ * a GPU each, threads of one process with a GPU each, or several ranks that share a GPU. The
+ * backend `hosts` uses the same group and operations. */
 #ifndef EPIC_P2P_H
 #define EPIC_P2P_H
 
@@ -16,7 +16,7 @@
 #define P2P_SPARE_SMS 4 /* SMs of a shared GPU that its ranks leave free for other kernels */
 
 typedef struct p2p_watch p2p_watch;   /* watches the peers' processes */
-typedef struct hosts_part hosts_part; /* state that backend hosts adds */
+typedef struct hosts_part hosts_part; /* state that the backend `hosts` adds */
 
 typedef struct p2p_gpu { /* facts about a rank's GPU, which the rank sends to all ranks */
     int32_t device_sms;
@@ -24,13 +24,13 @@ typedef struct p2p_gpu { /* facts about a rank's GPU, which the rank sends to al
     uint8_t device[16]; /* uuid */
 } p2p_gpu;
 
-/* Functions that differ between the backends p2p and hosts. */
+/* Functions that differ between the backends `p2p` and `hosts`. */
 typedef struct p2p_hooks {
-    /* Writes `count` bytes at offset `at` of a rank's heap (backend hosts: of its inbox);
+    /* Writes `count` bytes at offset `at` of a rank's heap (backend `hosts`: of its inbox);
      * `peer` may be this rank. Returns when the bytes have arrived or cannot arrive. */
     void (*write)(epic_group *group, int peer, int64_t at, const void *bytes, size_t count);
 
-    /* Called before an operation is launched. Backend hosts wakes its proxy thread. */
+    /* Called before an operation is launched. The backend `hosts` wakes its proxy thread. */
     void (*wake)(const epic_group *group);
 } p2p_hooks;
 
@@ -136,7 +136,7 @@ epic_result p2p_watch_open(epic_group *group);
 void p2p_watch_close(epic_group *group);
 
 /* Returns whether the process of this peer has died. The watcher thread sets the bit in backend
- * p2p, the proxy thread in backend hosts. */
+ * p2p, the proxy thread in the backend `hosts`. */
 static inline bool p2p_is_dead(const epic_group *group, int peer)
 {
     return __atomic_load_n(&group->status->dead, __ATOMIC_ACQUIRE) >> peer & 1;

@@ -33,9 +33,9 @@ static bool become_writer(epic_group *g)
     }
 }
 
-/* Stores a failure in the segment, unless the group already has a failure, and wakes all ranks.
- * The failure's fields are written before the ordered store of GROUP_BROKEN, so a rank that
- * loads GROUP_BROKEN can read them. */
+/* Stores a failure in the shared memory of the group, unless the group already has a failure.
+ * Wakes all ranks. The failure's fields are written before the ordered store of GROUP_BROKEN,
+ * so a rank that loads GROUP_BROKEN can read them. */
 void shared_break_group(epic_group *g, const epic_failure_info *failure)
 {
     if (!become_writer(g)) return;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sizes of the shared segment, computed from the configuration. */
+/* Computes the sizes of the segment, the memory that the ranks of a group share, from the
+ * configuration. */
 #include "backend/shared/segment.h"
 
 #include "base/error.h"

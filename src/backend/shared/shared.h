@@ -111,7 +111,7 @@ struct epic_group {
 epic_result shared_group_new(epic_group **out, const epic_join *join,
                              const shared_layout *layout, char *segment,
                              bool is_shared_by_processes);
-/* Writes the header of a new segment, before any peer maps it. */
+/* Writes the header of a new segment (shared memory of the group), before any peer maps it. */
 void shared_segment_init(char *segment, const shared_layout *layout, uint64_t group_id);
 /* Returns whether the header of the segment was written for this group and layout. */
 bool shared_segment_is_of(const char *segment, const shared_layout *layout, uint64_t group_id);
@@ -159,7 +159,7 @@ void shared_end_stores(epic_group *group);
 bool shared_may_store(epic_group *group, int peer);
 bool shared_close_windows(epic_group *group);
 
-/* Returns the state of a rank in the segment. */
+/* Returns the state of a rank in the segment (shared memory of the group). */
 static inline shared_rank_state *shared_rank_state_of(const epic_group *group, int rank)
 {
     const shared_layout *l = &group->layout;

@@ -30,8 +30,8 @@ bool ucx_can_reach_gpus(ucp_context_h context);
 /* Returns true if the context has a network whose devices move the bytes (RDMA). */
 bool ucx_has_rdma(ucp_context_h context);
 
-/* Returns true if all lanes of the endpoint are RDMA. Then remote writes keep words of 8 bytes
- * whole. The context must have been opened with no_emulation. */
+/* Returns true if all lanes (networks) of the endpoint are RDMA. Then remote writes keep words
+ * of 8 bytes whole. The context must have been opened with no_emulation. */
 bool ucx_keeps_words(ucp_ep_h endpoint);
 
 /* Returns true if the network device that makes remote writes to this peer can access the

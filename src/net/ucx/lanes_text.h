@@ -37,8 +37,9 @@ static inline bool lanes_is_for_memory(const char *at)
     return found && found < at + strcspn(at, "\n");
 }
 
-/* Returns true if remote writes over these lanes keep words of 8 bytes whole. For that, every
- * lane must be RDMA, and at least one of them must be used for remote access to memory.
+/* Returns true if remote writes over these lanes (networks) keep words of 8 bytes whole. For
+ * that, every lane must be RDMA, and at least one of them must be used for remote access to
+ * memory.
  *
  * Without such a lane UCX sends remote writes as messages. The receiver stores them with
  * memcpy, which may write a word twice or in parts. For the network EFA (srd), UCX prints such
@@ -57,10 +58,10 @@ static inline bool lanes_keep_words(const char *text, bool no_emulation)
     return lanes > 0 && writing > 0;
 }
 
-/* Returns true if a lane for remote access reaches the registered memory of both ranks. `own`
- * and `theirs` are bit masks: bit n is set if the key of this rank, or of the peer, is valid in
- * the memory domain md[n]. A key is not valid in the domain of a device that cannot access the
- * registered memory. */
+/* Returns true if a lane (network) for remote access reaches the registered memory of both
+ * ranks. `own` and `theirs` are bit masks: bit n is set if the key of this rank, or of the
+ * peer, is valid in the memory domain md[n]. A key is not valid in the domain of a device that
+ * cannot access the registered memory. */
 static inline bool lanes_reach(const char *text, uint64_t own, uint64_t theirs)
 {
     char lane[64];
