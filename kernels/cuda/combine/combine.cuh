@@ -68,7 +68,7 @@ __device__ __forceinline__ bool adds_by_host(const CombineState &c)
 
 /* Reads from the plan the slots on this rank of token number `token` of rank `rank`. Lane n
  * returns the n-th of these slots (n counts from 0), or -1 if the token has fewer. With half =
- * 1, lane n returns slot number 32 + n. */
+ * 1, lane n returns the (32 + n)-th of these slots. */
 __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, int32_t token,
                                              int half)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Activation functions of the experts: the value and the derivative for one number. The kernels
- * of experts/rows.cu call them. src/experts/activation_template.h has the same formulas for the
- * host.
+ * of experts/rows.cu call them. src/experts/activation_template.h has the same formulas for
+ * CPUs.
  *
  *   gated expert     activation = act(gate) * up_factor(up)
  *   ungated expert   activation = act(gate), the up factor is 1

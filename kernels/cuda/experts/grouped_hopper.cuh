@@ -363,8 +363,8 @@ struct Scales {
         right = block + 1 < blocks ? steps : 0;
         fetch_blocks(lane.column / 2);
     }
-    /* Starts to load the scales of block number `step` along the summed dimension. If it is
-     * past the last block, the scales are 0. */
+    /* Starts to load the scales of block number `step` along the summed dimension. If this
+     * block does not exist, the scales are 0. */
     __device__ __forceinline__ void fetch_blocks(int step)
     {
         next_low = next_high = next_b[0] = next_b[1] = 0;
