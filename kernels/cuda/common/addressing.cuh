@@ -274,7 +274,7 @@ static inline int32_t net_window(const p2p_self &self)
 }
 
 /* Returns the number of roles (kinds of work, common/rows.cuh) in which warps forward rows from
- * other hosts. With relays there is one such role for each other host. Without relays there is
+ * other hosts. With relays there is one such role for every other host. Without relays there is
  * none. */
 __host__ __device__ __forceinline__ int num_forward_roles(const p2p_self &self)
 {

@@ -144,8 +144,8 @@ struct BlockScale {
 /* Returns the scale of this lane's block (the block of find_largest()) after a multiplication
  * of all elements by `weight`. `largest`: largest absolute value in the block before the
  * multiplication, as bits of a float32. The function multiplies only `largest` by the weight.
- * This is enough: the element with the largest absolute value still has it after the
- * multiplication, because rounding keeps the order of values. */
+ * This is enough, because rounding keeps the order of values: the element with the largest
+ * absolute value before the multiplication also has the largest one after it. */
 template <int V>
 __device__ __forceinline__ BlockScale scale_of(uint32_t largest, float weight, uint32_t how)
 {

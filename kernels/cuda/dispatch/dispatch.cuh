@@ -23,8 +23,9 @@
 #include "cuda/dispatch/moving.cuh"
 #include "cuda/plan/planner.cuh"
 
-/* 16-byte vectors per lane and piece. All dispatch kernels use the same number. Otherwise
- * sender and receiver would disagree to which piece an escape word belongs. */
+/* Number of 16-byte vectors that each lane has in a piece. All dispatch kernels use the same
+ * number. Otherwise sender and receiver would disagree to which piece an escape word
+ * belongs. */
 static constexpr int V = 4;
 
 /* Arguments that all functions of a dispatch kernel share. */

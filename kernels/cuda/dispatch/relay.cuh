@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* dispatch with relays, for backend `hosts` with several ranks per host. A row crosses the net
- * once for each other host. The sender sends the row to its *mate* on that host: the rank that
- * has the same index there as the sender has on its own host. The mate forwards the row to the
- * ranks of its host that need it (net/relay.cuh).
+ * once for every other host that needs it. The sender sends the row to its *mate* on that host:
+ * the rank that has the same index there as the sender has on its own host. The mate forwards
+ * the row to the ranks of its host that need it (net/relay.cuh).
  *
  * Units of work form a list, which is divided into steps. Step i has these units, in this
  * order. `lag` tokens are sent before the first one is forwarded and received.
@@ -22,7 +22,7 @@
 #include "cuda/net/relay.cuh"
 
 /* Returns a bit mask of the ranks to which this rank itself sends a token, so that the token
- * reaches all `peers` (a bit mask). The ranks of each other host are replaced by one: this
+ * reaches all `peers` (a bit mask). The ranks of every other host are replaced by one: this
  * rank's mate there. `first`: true if the unit has the token's first piece. Then the function
  * also sends the word *wants* to each mate. This word is a bit mask of the ranks of the mate's
  * host that need the row (bit i: the i-th rank of that host). */

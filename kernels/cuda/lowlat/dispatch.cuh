@@ -418,8 +418,9 @@ __device__ __forceinline__ void receive_rows(const LowlatMove &m, LowlatShared &
     Rows::clear_rows(m, 0, threadIdx.x, LOWLAT_BLOCK);
 }
 
-/* Phase 4 if the kernel must make a mixed plan (lowlat/plan.cuh): ends the operation, makes the
- * plan with the general planner, and receives all rows. */
+/* Phase 4 if the kernel must make a mixed plan (lowlat/plan.cuh). The control warp of the last
+ * CTA ends the operation. The receiving CTAs make the plan with the general planner, and
+ * receive all rows. */
 template <class Rows>
 __device__ __forceinline__ void receive_mixed_and_end(const LowlatMove &m, LowlatShared &s,
                                                       const StartState &start)

@@ -104,8 +104,8 @@ struct StartState {
     /* lane 0: 1 if another operation of this rank is running (mark_running()) */
     uint32_t overlaps;
     /* P2P_BROKEN() if the group of ranks has failed, else 0. In backend `hosts`, this is a
-     * copy, which shows only failures that a kernel of this rank has already seen. A later
-     * failure is found by polls of the original in the net inbox. */
+     * copy, which shows only failures that a kernel of this rank has already seen. Waits also
+     * poll the original in the net inbox, so they find later failures. */
     uint64_t broken;
     /* Only in backend `hosts`. epochs: how many epochs of this rank have ended. freed: for how
      * many of these epochs the net has read the data of all puts. The rank may write again to

@@ -75,7 +75,7 @@ __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at
     return ok;
 }
 
-/* Returns the bit mask `ranks`, but with all ranks of each other host replaced by one rank:
+/* Returns the bit mask `ranks`, but with all ranks of every other host replaced by one rank:
  * this rank's mate on that host. */
 __device__ __forceinline__ uint32_t reduce_to_mates(const p2p_self &self, uint32_t ranks)
 {
@@ -90,8 +90,8 @@ __device__ __forceinline__ uint32_t reduce_to_mates(const p2p_self &self, uint32
     return mates;
 }
 
-/* Sends the word *wants* for one token of this rank to this rank's mate on each other host. The
- * value of the word says which ranks of that host need the token. `peers`: bit mask of all
+/* Sends the word *wants* for one token of this rank to this rank's mate on every other host.
+ * The value of the word says which ranks of that host need the token. `peers`: bit mask of all
  * ranks that need it. Called by one warp; lane h sends to host h. */
 __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &op,
                                            int32_t token, uint32_t peers)
@@ -106,9 +106,10 @@ __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &
 }
 
 /* Returns a bit mask of the ranks to which this rank itself sends a token, so that the token
- * reaches all `peers` (a bit mask). With relays, one rank of each other host (this rank's mate)
- * receives the token for all peers there. `first`: true if the call is for the token's first
- * piece. Such a call also reports to the mates which peers need the token (send_wants()). */
+ * reaches all `peers` (a bit mask). With relays, one rank of every other host (this rank's
+ * mate) receives the token for all peers there. `first`: true if the call is for the token's
+ * first piece. Such a call also reports to the mates which peers need the token
+ * (send_wants()). */
 __device__ __forceinline__ uint32_t choose_routes(const p2p_self &self, const OpState &op,
                                                   int32_t token, bool first, uint32_t peers)
 {

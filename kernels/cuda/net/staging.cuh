@@ -81,10 +81,10 @@ __device__ __forceinline__ void unhide_word(uint32_t &word, uint32_t mask, int b
     if (mask >> bit & 1) word = POISON;
 }
 
-/* Replaces the words of a piece that equal poison. The caller sends the piece after that.
- * Otherwise the receiver would take such words for words that have not arrived. Returns this
- * lane's escape word, which the caller must send together with the piece, or 0 if the piece
- * needs no escape words. Called by a whole warp. */
+/* Replaces the words of a piece that equal poison, before the caller sends the piece. Otherwise
+ * the receiver would take these words for words that have not arrived. Returns this lane's
+ * escape word, which the caller must send together with the piece, or 0 if the piece needs no
+ * escape words. Called by a whole warp. */
 template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
 {
     bool special = false;
@@ -142,8 +142,8 @@ template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V]
 
 #ifndef POLL_WINDOW_BYTES
 /* A warp that waits for a piece in host memory polls it at every spin (pass of its wait loop)
- * only if the piece is likely to arrive next. This is assumed if the piece is at most this many
- * bytes after the farthest piece that has arrived from the same rank. */
+ * only if the piece is likely to arrive next. A piece counts as likely if it is at most this
+ * many bytes after the farthest piece that has arrived from the same rank. */
 #define POLL_WINDOW_BYTES (512 << 10)
 #endif
 /* a warp polls other pieces in host memory once in this many spins */

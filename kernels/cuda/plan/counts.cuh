@@ -84,8 +84,9 @@ __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &
 }
 
 /* Returns whether an earlier choice of the same token has the same id. `same_id`: bit mask of
- * the lanes that have this id in this call. `first_id`: in the call for a token's choices from
- * 32 on, the id that this lane had in the call for the first 32; else -1. */
+ * the lanes that have this id in this call. A token with more than 32 choices needs two calls.
+ * `first_id`: in the second call, the id that this lane passed in the first call. In all other
+ * calls -1. */
 __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int32_t id,
                                                    uint32_t same_id, int32_t first_id)
 {

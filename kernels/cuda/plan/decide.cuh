@@ -113,7 +113,7 @@ __device__ __forceinline__ int32_t *logical_table(const p2p_plan_job &job)
 }
 
 /* Returns the plan's table `expert_of`: entry i is the id of this rank's local expert i. Only
- * plans of layers with replicas have it. In memory it follows logical_table(). */
+ * plans of layers with replicas have it. In memory this table follows the table `logical`. */
 __device__ __forceinline__ int32_t *expert_table(const p2p_plan_job &job)
 {
     return logical_table(job) + device_round_up(job.layer.num_experts * 4ll, 128) / 4;

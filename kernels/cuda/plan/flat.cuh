@@ -34,8 +34,8 @@ __device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const O
                             source_number(self, self.rank, source), token);
 }
 
-/* Returns whether the value of a word that should contain a row number is a row number, and not
- * RECORD_ABSENT or RECORD_DISCARD (plan/view.cuh). */
+/* Returns true if `value` is a row number. A word that should contain a row number may contain
+ * RECORD_ABSENT or RECORD_DISCARD instead (plan/view.cuh). Then the function returns false. */
 __device__ __forceinline__ bool is_valid_row(uint32_t value)
 {
     return value < RECORD_DISCARD;

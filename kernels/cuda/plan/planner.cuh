@@ -274,8 +274,8 @@ static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const OpSt
         if (threadIdx.x == 0) {
             if (p.header.result == EPIC_EINVAL) report_fault(p, job, op);
             if (p.header.result == EPIC_EOVERFLOW) report_overflow(p, job, op);
-            /* No thread waits for control.planned in the operation "plan", only in kernels that
-             * also move rows. */
+            /* Threads wait for control.planned only in kernels that also move rows. So the
+             * operation "plan" need not set it. */
             if (job.self.operation == EPIC_OP_PLAN) return true;
             __threadfence();
             store_release(&control_of(op)->planned, op.epoch);
