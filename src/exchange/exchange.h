@@ -77,7 +77,8 @@ typedef struct exchange {
 
     /* The arrays from `headers` to `rows` have one element for each rank. */
     const epic_op_header **headers;
-    /* number of items of each rank; in a collect flow: items whose home is this rank */
+    /* element r: number of items of rank r; in a collect flow, number of items whose home is
+     * rank r */
     int64_t *items;
     int64_t *sends, *receives; /* number of entries to and from each rank in this flow */
     /* number of entries that were sent to and read from each rank so far */

@@ -249,8 +249,8 @@ int64_t window_place(epic_context *ctx, const void *data, int64_t bytes)
     return 0;
 }
 
-/* Finds the memory that `place` names: a place from an op header of `peer` (window_place()).
- * Returns an empty target if the place is invalid. */
+/* Finds the memory at `place`, a number that window_place() returned on rank `peer` and that
+ * the op header of `peer` contained. Returns an empty target if the number is invalid. */
 static window_target find_target(epic_context *ctx, int peer, int64_t place)
 {
     const window_target none = {0};

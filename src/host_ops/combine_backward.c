@@ -65,9 +65,11 @@ static void add_dot(const combine_backward_call *s, int64_t slot, double *sum,
 }
 
 /* Handles one piece of a token's gradient row: n elements from element `first` on. Writes these
- * elements to all slots of the token on this rank, and updates the dot product of each of these
- * slots. All pieces of a token of rank `from` arrive before the next token of that rank. So
- * x->sums needs only one unfinished dot product for each source rank and k. */
+ * elements to each slot of the token on this rank, multiplied by the weight of the slot, and
+ * updates the dot product of the slot. In a FLAT layer, only writes the elements unchanged to
+ * the token's row on this rank. All pieces of a token of rank `from` arrive before the next
+ * token of that rank. So x->sums needs only one unfinished dot product for each source rank and
+ * k. */
 static void scatter_piece(const combine_backward_call *s, int from, int64_t token,
                           const void *piece, int64_t first, int64_t n)
 {
