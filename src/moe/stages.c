@@ -165,7 +165,8 @@ epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x)
         .d_slot_weights = j->is_f64 ? NULL : j->work.d_slot_weights,
         .d_weights = j->is_f64 ? NULL : j->work.d_weights,
         .type = j->experts.row_type};
-    /* must come first, because epic_dispatch_backward may overwrite work.d_y */
+    /* moe_combine_weight_gradients() uses work.d_y, so it must run before
+     * epic_dispatch_backward, which may overwrite work.d_y */
     if (j->is_f64) TRY(moe_combine_weight_gradients(j));
     return epic_dispatch_backward(j->ctx, &how);
 }

@@ -127,8 +127,8 @@ static inline int64_t round_up(int64_t n, int64_t to)
 
 /* ----------------------------------------------------------------------- making a plan ---- */
 
-/* A plan while it is being made. A *limit* is the largest number of choices that an expert
- * keeps. */
+/* A plan while it is being made. A *limit* is the largest number of choices that an expert may
+ * keep. */
 typedef struct planner {
     unsigned char *bytes;
     plan_header *header;

@@ -2,8 +2,8 @@
 /* Decides where every choice goes, once the expert ids of all ranks are known.
  *
  * All ranks compute the same plan from the same ids, so no rank has to send its result. A
- * choice is a pair (token, k). A limit is the largest number of choices that an expert keeps.
- * The steps are:
+ * choice is a pair (token, k). A limit is the largest number of choices that an expert may
+ * keep. The steps are:
  * 1. Replace each logical expert by one of its replicas.
  * 2. Count the choices of each expert.
  * 3. Set the limit of each expert, so that every rank stays within its capacity.
@@ -153,8 +153,8 @@ static bool is_over(const planner *p, int32_t rank)
  * experts of such a rank get the same limit: the largest with which the rank's slots suffice.
  *
  * The loop is a binary search for all ranks at the same time, between fits[rank] and
- * fails[rank]. For a rank within its capacity these two are equal from the start, so its search
- * has no steps. */
+ * fails[rank]. For a rank within its capacity, fits and fails are equal from the start, so its
+ * search has no steps. */
 static void drop_choices(planner *p)
 {
     const plan_header *h = p->header;

@@ -40,7 +40,8 @@ typedef struct router_job {
     void *scores; /* [num_columns] */
     /* [num_columns]: values by which experts are chosen; in backward scratch memory */
     void *values;
-    void *spare;    /* [num_groups]: scores of groups; in backward [num_columns]: gradients */
+    /* in forward scores of groups [num_groups], in backward gradients [num_columns] */
+    void *spare;
     int32_t *order; /* [num_columns]: columns or groups, in the order of their values */
     uint8_t *kept;  /* [num_groups]: 1 if this group of columns is kept for the token */
 } router_job;
