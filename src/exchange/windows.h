@@ -48,7 +48,8 @@ static inline bool window_is_direct(const exchange *x, int rank, enum window_out
 
 /* Returns the address of bytes [at, at + bytes) of output `which` of a peer. Returns NULL if
  * this rank must not store there: if the peer has closed its context, or if the bytes are
- * outside of the peer's window. The latter happens only with a damaged plan or op header. */
+ * outside of the peer's window. Bytes outside of the window occur only with a damaged plan or
+ * op header. */
 static inline unsigned char *window_address(const exchange *x, int peer,
                                             enum window_output which, int64_t at, int64_t bytes)
 {

@@ -94,8 +94,8 @@ static epic_result check_counts(const experts_job *job, int64_t num_slots)
     return EPIC_OK;
 }
 
-/* Checks that the caller passed slot weights if the experts multiply by them, and none
- * otherwise. */
+/* Checks that the caller passed slot weights if the experts multiply by them, and NULL if the
+ * experts do not. */
 static epic_result check_weighting(const experts_job *job, int64_t num_slots)
 {
     const bool late = job->experts.weighting == EPIC_WEIGHT_LATE;

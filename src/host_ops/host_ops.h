@@ -28,8 +28,8 @@ epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
 epic_result host_dispatch_unchecked(epic_context *ctx, const epic_dispatch_args *args);
 
 /* The second half of epic_plan_dispatch: sends the rows in x, the exchange in which the plan
- * was made. The op headers of the plan serve for the dispatch too, so the ranks send no new
- * ones. Closes x and returns the result. */
+ * was made. The op headers of the plan also contain what the ranks must compare for the
+ * dispatch, so the ranks send no new op headers. Closes x and returns the result. */
 epic_result host_dispatch_continue(exchange *x, const epic_dispatch_args *args);
 
 /* Returns a hash of those arguments of a dispatch that must be equal on all ranks. The hash is

@@ -184,8 +184,8 @@ static void share_backward(const shares *shares, REAL *g, int k, REAL scale)
 }
 
 /* Adds a gradient to job->spare, computed from g, the gradient of the parts. With
- * EPIC_WEIGHT_OF_SCORE it is the gradient of the scores, with the other rules that of the
- * logits. */
+ * EPIC_WEIGHT_OF_SCORE, this is the gradient of the scores. With other weight rules, it is the
+ * gradient of the logits. */
 static void parts_backward(const router_job *job, const REAL *parts, const int32_t *topk_idx,
                            const REAL *g)
 {
