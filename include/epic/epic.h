@@ -360,7 +360,7 @@ typedef struct epic_config {
                                for epic_open without a bootstrap; borrowed for the call.
                                Else NULL */
     uint32_t max_top_k;     /* largest top_k of a layer; 0: 64.  A smaller value reduces the
-                               memory of backend hosts; the other backends only check it */
+                               memory of backend "hosts"; the other backends only check it */
     uint32_t reserved;      /* 0 */
 } epic_config;
 
@@ -492,9 +492,9 @@ typedef enum epic_sum_order {
     EPIC_TREE = 1,    /* one partial sum for each leaf of experts, added in a binary tree: the
                          same bits for every number of ranks */
     /* The faster of the two orders above, without a guarantee about bits.  It is EPIC_TREE with
-     * num_ranks leaves on GPUs of several hosts (backend hosts), if num_ranks is a power of two
-     * that divides num_experts and rank_of_expert is NULL.  Otherwise it is EPIC_BY_RANK.  Not
-     * allowed in epic_allreduce_sum. */
+     * num_ranks leaves on GPUs of several hosts (backend "hosts"), if num_ranks is a power of
+     * two that divides num_experts and rank_of_expert is NULL.  Otherwise it is EPIC_BY_RANK.
+     * Not allowed in epic_allreduce_sum. */
     EPIC_BY_HOSTS = 2
 } epic_sum_order;
 
@@ -526,14 +526,15 @@ typedef struct epic_layer {
     uint32_t alignment;       /* lengths of slabs are multiples of this many slots; 0: 1 */
     uint32_t layout;          /* an epic_layout */
     uint32_t overflow;        /* an epic_overflow */
-    uint32_t expert_capacity; /* OVERFLOW_DROP: largest number of choices of the group that
-                                 an expert (with replicas: a logical expert) keeps; 0: no
-                                 limit */
-    uint32_t priority;        /* OVERFLOW_DROP: an epic_priority.  It does not change the
-                                 order of slots */
+    uint32_t expert_capacity; /* with EPIC_OVERFLOW_DROP: largest number of choices of the
+                                 group that an expert (with replicas: a logical expert)
+                                 keeps; 0: no limit */
+    uint32_t priority;        /* with EPIC_OVERFLOW_DROP: an epic_priority.  It does not
+                                 change the order of slots */
     uint32_t sum_order;       /* an epic_sum_order */
-    uint32_t leaves;          /* TREE: number of leaves.  A power of two that divides
-                                 num_experts, and a multiple of num_ranks; 0: num_ranks */
+    uint32_t leaves;          /* with EPIC_TREE: number of leaves.  A power of two that
+                                 divides num_experts, and a multiple of num_ranks; 0:
+                                 num_ranks */
     /* epic_type of the partial sums that are sent back: EPIC_F32 or the type of the
      * rows; 0: the type of the rows */
     uint32_t partial_type;
@@ -976,8 +977,8 @@ typedef struct epic_router_args {
     void *weights;              /* out [num_tokens, top_k] of weights_type */
     void *scores;               /* out [num_tokens, E] of weights_type */
     uint32_t type;              /* epic_type of logits: F32, BF16, F16 or F64 */
-    uint32_t weights_type;      /* F32, or F64 with F64 logits only; 0: F32 */
-    uint32_t token_id_type;     /* EPIC_I32 or EPIC_I64; 0: EPIC_I32 */
+    uint32_t weights_type;      /* type of weights: F32, or F64 with F64 logits; 0: F32 */
+    uint32_t token_id_type;     /* type of token_ids: EPIC_I32 or EPIC_I64; 0: EPIC_I32 */
     uint32_t flags;             /* 0 */
     const int32_t *topk_idx_in; /* [num_tokens, top_k]: forced experts, used instead of a
                                    choice; negative: no expert; NULL: the router chooses.  Not
@@ -1049,7 +1050,7 @@ typedef struct epic_balance_loss_args {
     int64_t workspace_bytes;
     void *loss;         /* out [1] of loss_type */
     uint32_t type;      /* epic_type of logits */
-    uint32_t loss_type; /* EPIC_F32 or EPIC_F64; 0: EPIC_F32 */
+    uint32_t loss_type; /* type of loss: EPIC_F32 or EPIC_F64; 0: EPIC_F32 */
 } epic_balance_loss_args;
 
 /* Computes this rank's part of the balance loss.  The sum of the parts of all ranks is the
@@ -1107,7 +1108,7 @@ typedef struct epic_z_loss_args {
     int64_t workspace_bytes;
     void *loss;         /* out [1] of loss_type */
     uint32_t type;      /* epic_type of logits */
-    uint32_t loss_type; /* EPIC_F32 or EPIC_F64; 0: EPIC_F32 */
+    uint32_t loss_type; /* type of loss: EPIC_F32 or EPIC_F64; 0: EPIC_F32 */
 } epic_z_loss_args;
 
 /* Computes this rank's part of the z-loss: coeff / T * sum over tokens of logsumexp(z)^2.
@@ -1489,7 +1490,7 @@ typedef struct epic_moe_args {
     int32_t *load;               /* out [num_experts] */
     int32_t *logical_load;       /* out [num_logical] */
     int32_t *demand;             /* out [1] */
-    uint32_t token_id_type;      /* EPIC_I32 or EPIC_I64; 0: EPIC_I32 */
+    uint32_t token_id_type;      /* type of token_ids: EPIC_I32 or EPIC_I64; 0: EPIC_I32 */
     uint32_t loss_type;          /* type of the losses: F32, or F64 with F64 rows; 0: F32 */
     uint32_t flags;              /* EPIC_PLANNED */
     uint32_t reserved;           /* 0 */
@@ -1789,8 +1790,8 @@ typedef struct epic_plan_info {
     uint32_t result; /* an epic_result; after EPIC_EOVERFLOW and EPIC_EINVAL the plan has no
                         slots */
     uint32_t num_local_experts;
-    uint32_t first_leaf;  /* TREE: first of this rank's leaves */
-    uint32_t num_leaves;  /* TREE: number of this rank's leaves */
+    uint32_t first_leaf;  /* with EPIC_TREE: first of this rank's leaves */
+    uint32_t num_leaves;  /* with EPIC_TREE: number of this rank's leaves */
     int64_t total_tokens; /* number of tokens of all ranks */
     int64_t fate_offset;  /* offset in bytes of an array in the plan, int32 [num_tokens,
                              top_k]: the slot on the rank that owns the expert, or an

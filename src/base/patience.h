@@ -15,19 +15,21 @@
 #include <stdint.h>
 
 #define LATE_NS 500000 /* a sched_yield() that takes longer than this counts as late */
-#define LEAST_SLEEPS 8 /* waits that sleep at once after the first late return */
+/* number of waits that sleep without spinning after the first late return */
+#define LEAST_SLEEPS 8
 #define MOST_SLEEPS 1024
 
 /* State of all waits of a rank, which its threads share. It is initially zero. All accesses are
  * relaxed: if an update is lost, only a few more or fewer waits sleep. */
 typedef struct patience {
-    _Atomic int sleeps; /* the next `sleeps` waits sleep at once */
+    _Atomic int sleeps; /* the next `sleeps` waits sleep without spinning */
     /* The next late return sets both `sleeps` and `last` to twice this number, but to
      * LEAST_SLEEPS or more. Each return in time lowers `last` by one. */
     _Atomic int last;
 } patience;
 
-/* Returns true if the wait that begins now must sleep at once, and counts that wait. */
+/* Returns true if the wait that begins now must sleep without spinning, and counts that
+ * wait. */
 static inline bool patience_is_over(patience *p)
 {
     const int sleeps = atomic_load_explicit(&p->sleeps, memory_order_relaxed);

@@ -12,7 +12,7 @@
  * another PID namespace. */
 int process_watch(int64_t pid);
 
-/* Returns true if the process has ended. fd is the result of process_watch(). If it is -1,
+/* Returns true if the process has ended. fd is the result of process_watch(). If fd is -1,
  * checks the pid instead, and then a zombie counts as alive. */
 bool process_ended(int fd, int64_t pid);
 

@@ -34,13 +34,14 @@ enum { TRACE_PLAN = 1, TRACE_OPERATION = 2 };
 
 typedef struct trace_record {
     uint32_t kind;     /* a reader skips kinds that it does not know */
-    uint32_t id_bytes; /* TRACE_PLAN: bytes of one id: 1, 2 or 4; 0 in other records */
-    /* TRACE_PLAN: number of bytes that follow this record: the ids, then zeros up to a multiple
-     * of 8. An id with all bits set means "no expert". */
+    uint32_t id_bytes; /* in TRACE_PLAN: bytes of one id, which are 1, 2 or 4; else 0 */
+    /* In a TRACE_PLAN record: number of bytes that follow this record. They are the ids, then
+     * zeros up to a multiple of 8. An id with all bits set means "no expert". */
     uint64_t payload;
     uint64_t tag;
     uint64_t sequence;
-    /* TRACE_PLAN: when the record was written. TRACE_OPERATION: when the operation began. */
+    /* In a TRACE_PLAN record: when the record was written. In a TRACE_OPERATION record: when
+     * the operation began. */
     int64_t time_ns;
     union {
         struct {

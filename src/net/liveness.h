@@ -53,8 +53,9 @@ epic_result net_liveness_listen(net_liveness **out, const net_liveness_setup *se
  * if the system refuses poll() or a thread. */
 epic_result net_liveness_connect(net_liveness *liveness, const void *handles);
 
-/* State of a peer. NET_PEER_CLOSED: the peer called net_liveness_close(). NET_PEER_DEAD: the
- * peer's process ended without this call, or its host cannot be reached. */
+/* State of a peer. NET_PEER_CLOSED means that the peer called net_liveness_close().
+ * NET_PEER_DEAD means that the peer's process ended without this call, or that its host cannot
+ * be reached. */
 typedef enum net_peer_state { NET_PEER_ALIVE, NET_PEER_CLOSED, NET_PEER_DEAD } net_peer_state;
 
 /* Returns the state of the peer on a host. Returns NET_PEER_ALIVE for this rank's own host. Any

@@ -54,11 +54,12 @@ typedef struct device_plan_header {
     int32_t owned;                       /* number of experts that this rank owns */
     int32_t tokens_of[DEVICE_MAX_RANKS]; /* number of tokens of each rank */
     int32_t slots_of[DEVICE_MAX_RANKS];  /* number of slots of each rank */
-    /* EPIC_TREE: rank_at[i] is the rank that owns block i of num_ranks equal blocks of experts.
-     * The leaves of these experts are subtree i of the tree. */
+    /* With EPIC_TREE, the experts form num_ranks equal blocks, and rank_at[i] is the rank that
+     * owns block i. The leaves of these experts are subtree i of the tree. */
     uint8_t rank_at[DEVICE_MAX_RANKS];
-    int32_t capacity;     /* number of slots that this rank may use */
-    int32_t first_expert; /* EPIC_TREE: first of this rank's experts, which are contiguous */
+    int32_t capacity; /* number of slots that this rank may use */
+    /* with EPIC_TREE: id of this rank's first expert; its experts are contiguous */
+    int32_t first_expert;
     uint32_t layout;
     uint32_t layer_leaves; /* number of leaves that the layer sets. `leaves` is the number that
                               combine uses: layer_leaves, or num_ranks if the plan is FLAT. */
@@ -88,7 +89,7 @@ typedef struct device_padding { /* the padding slots of one slab */
     int32_t first, count;       /* first slot, and number of slots */
 } device_padding;
 
-/* Offsets of the arrays and, in `bytes`, the end of `records`. */
+/* Offsets of the arrays of a plan, in bytes. The member `bytes` is the end of `records`. */
 typedef struct device_plan_layout {
     int64_t slab_begin, padding, rank_of, fate, records, bytes;
 } device_plan_layout;

@@ -5,8 +5,8 @@
 
 #include "net/net.h"
 
-/* The memory in which inbox and outbox (net/net.h) are. HOSTS_MEMORY_ANY: GPU memory if all
- * ranks can use it, otherwise host memory. */
+/* The memory in which inbox and outbox (net/net.h) are. HOSTS_MEMORY_ANY means GPU memory if
+ * all ranks can use it, otherwise host memory. */
 typedef enum hosts_memory {
     HOSTS_MEMORY_ANY,
     HOSTS_MEMORY_GPU,
@@ -17,14 +17,15 @@ typedef enum hosts_memory {
 typedef struct hosts_env {
     const net_engine *engine;
     hosts_memory memory;
-    /* EPIC_NET_RELAY: true: a row is sent only once to each host, and a rank of that host
-     * forwards the row to the other ranks there */
+    /* value of EPIC_NET_RELAY. If true, a row is sent only once to each host, and a rank of
+     * that host forwards the row to the other ranks there */
     bool relays;
-    net_rdma rdma; /* EPIC_NET_RDMA: how puts are sent (net.h) */
-    /* EPIC_NET_WINDOW: number of tokens that a kernel sends before it receives the first one */
+    net_rdma rdma; /* value of EPIC_NET_RDMA: how puts are sent (net.h) */
+    /* value of EPIC_NET_WINDOW: number of tokens that a kernel sends before it receives the
+     * first one */
     int32_t window;
-    /* EPIC_NET_THREADS: number of threads of the net in addition to the proxy thread; -1:
-     * hosts_env_threads() chooses this number from the number of cores */
+    /* value of EPIC_NET_THREADS: number of threads that the net may start. The proxy thread is
+     * not counted. If -1, hosts_env_threads() chooses this number from the number of cores */
     int32_t threads;
 } hosts_env;
 

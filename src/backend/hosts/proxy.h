@@ -31,7 +31,7 @@ typedef struct hosts_proxy_setup {
 } hosts_proxy_setup;
 
 /* Starts the proxy thread, which from then on is the only caller of the engine. Errors:
- * EPIC_ENOMEM; EPIC_EDEVICE: the thread cannot be started. */
+ * EPIC_ENOMEM, or EPIC_EDEVICE if the thread cannot be started. */
 epic_result hosts_proxy_open(hosts_proxy **out, const hosts_proxy_setup *setup);
 
 /* Sends `bytes` bytes from offset `at` of the outbox to the same offset of a host's inbox, when

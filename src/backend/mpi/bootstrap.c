@@ -239,7 +239,7 @@ static epic_result poll_round(gather_round *r, const bootstrap *m, int *left)
     if (code != MPI_SUCCESS && code != MPI_ERR_IN_STATUS)
         return runtime_fail(code, "MPI_Testsome");
     for (int i = 0; i < count; i++)
-        TRY(finish_request(r, m, i, code)); /* count < 0: MPI_UNDEFINED, no active request */
+        TRY(finish_request(r, m, i, code)); /* count is negative if no request is active */
     *left -= count > 0 ? count : 0;
     return EPIC_OK;
 }

@@ -70,8 +70,8 @@ typedef struct status_report {
 /* A control message, sent on MPI tag 0. Only the members that its kind needs are sent. */
 typedef struct control_message {
     uint32_t kind;
-    /* MESSAGE_HEADER: the sender's op slot; MESSAGE_STATUS_*: the slot of the requesting
-     * rank */
+    /* In MESSAGE_HEADER: index of an op slot of the sender. In MESSAGE_STATUS_*: index of an op
+     * slot of the rank that sent the request. */
     int32_t slot_index;
     uint64_t tag;
     uint64_t sequence;
@@ -132,9 +132,9 @@ typedef struct staging_ring {
 
 enum { REQUEST_HEADER, REQUEST_SEND, REQUEST_RECEIVE = REQUEST_SEND + 2, NUM_REQUESTS = 5 };
 
-/* The states of an op slot, in their order. SLOT_OPEN: this rank has announced the exchange.
- * SLOT_DRAINING: this rank has finished the exchange, but MPI still reads from the slot's
- * rings. */
+/* The states of an op slot, in their order. In the state SLOT_OPEN, this rank has announced the
+ * exchange. In the state SLOT_DRAINING, this rank has finished the exchange, but MPI still
+ * reads from the slot's rings. */
 enum op_slot_state { SLOT_FREE, SLOT_CLAIMED, SLOT_OPEN, SLOT_DRAINING };
 
 /* The state of the calls of wait() for one op slot. epic_group.wait is the state of the threads
@@ -251,7 +251,8 @@ static inline bool has_rank(const uint64_t *ranks, int rank)
 /* runtime.c. Here and below, each function is described at its definition. Functions that
  * return epic_result set the error sentence. */
 void runtime_nap(int64_t ns);
-epic_result runtime_start(bool *ours); /* starts MPI if necessary; *ours: EPIC started it */
+/* starts MPI if necessary; sets *ours to true if this call started MPI */
+epic_result runtime_start(bool *ours);
 /* sets the error sentence of an MPI error code; returns EPIC_EDEVICE */
 epic_result runtime_fail(int code, const char *what);
 bool runtime_is_up(void);

@@ -11,7 +11,7 @@
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 
-/* An entry of the list: the heap of one rank of this process. */
+/* An entry of the list of all heaps in this process: the heap of one rank. */
 typedef struct exported_heap {
     struct exported_heap *next;
     const epic_group *group;

@@ -150,7 +150,8 @@ void shared_finish(epic_group *g, int index)
     store_release(&x->slot->finished, 1);
     for (int r = 0; r < g->num_ranks; r++) {
         shared_op_slot *peer_slot = x->links[r].slot;
-        /* NULL: this rank itself, or a peer that was not found before the group failed */
+        /* NULL for this rank itself, and for a peer that was not found before the group
+         * failed */
         if (!peer_slot) continue;
         store_ordered(&peer_slot->peers[g->rank].done, load_relaxed(&peer_slot->version));
         shared_wake_free_slot(g, r);

@@ -47,8 +47,8 @@ typedef struct job {
     int host;
 } job;
 
-/* One stripe. Only its driver accesses `posted`. Members that both the driver and the caller
- * access are read and written atomically. */
+/* One stripe. Only its driver, the thread that calls its net, accesses `posted`. Members that
+ * both the driver and the caller access are read and written atomically. */
 typedef struct stripe {
     net *net;                       /* this stripe's net, opened by striped_over.engine */
     net *owner;                     /* the striped net that the stripe belongs to */

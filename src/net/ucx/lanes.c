@@ -80,7 +80,7 @@ static bool can_disable_emulation(void)
 }
 
 /* Opens a context. Its TCP segments have the size `segment`, such as "256K"; NULL: UCX's
- * default. no_emulation: see ucx_create_context(). */
+ * default. ucx_create_context() explains no_emulation. */
 static ucs_status_t init_context(ucp_context_h *out, const char *segment, bool no_emulation)
 {
     const ucp_params_t wanted = {.field_mask = UCP_PARAM_FIELD_FEATURES,
