@@ -56,8 +56,8 @@ epic_message epic_link_message(epic_link *link, const epic_frame *frame, const v
 void epic_link_reuse_number(epic_link *link);
 
 /* Returns true if the authentication tag shows that the other end sent this frame, as its next
- * one. Returns true without a secret. Call this function once for each received frame, because
- * it counts the frames. */
+ * one. Without a secret, checks only the magic number of the frame. Call this function once for
+ * each received frame, because it counts the frames. */
 bool epic_link_check(epic_link *link, const epic_frame *frame);
 
 /* Returns true if these are the bytes of a frame that epic_link_check() has accepted. */
