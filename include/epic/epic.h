@@ -634,8 +634,9 @@ typedef struct epic_dispatch_args {
                                with the tokens; or none */
     epic_rows recv_scales;  /* out [slots, scale_bytes] */
     const float *weights;   /* [num_tokens, top_k], or NULL */
-    float *slot_weights;    /* out [slots], 0 on padding.  FLAT: [rows, top_k], the weights of
-                               a token's choices on this rank by ascending k, then 0 */
+    float *slot_weights;    /* out [slots], 0 on padding.  With EPIC_FLAT: [rows, top_k], the
+                               weights of a token's choices on this rank by ascending k, then
+                               0 */
     int32_t *recv_expert;   /* out, FLAT only: [rows, top_k], the local experts of a token by
                                ascending k, then -1 */
     uint32_t type;          /* epic_type of tokens; may be EPIC_BYTES without quantize */
@@ -681,8 +682,8 @@ typedef struct epic_combine_args {
     const epic_layer *layer; /* the layer of this plan, as passed to epic_plan */
     const void *plan;
     int64_t plan_bytes;
-    epic_const_rows rows;      /* [slots, row_bytes]; FLAT: each row is a finished partial
-                                  sum */
+    epic_const_rows rows;      /* [slots, row_bytes]; with EPIC_FLAT: each row is a finished
+                                  partial sum */
     epic_rows out;             /* out [num_tokens, row_bytes] */
     const float *slot_weights; /* [slots]; NULL: 1.  Must be NULL for FLAT */
     uint32_t type;             /* epic_type of rows and out: F32, BF16, F16 or F64 */
@@ -712,7 +713,7 @@ typedef struct epic_dispatch_backward_args {
     int64_t plan_bytes;
     epic_const_rows d_recv;      /* [slots, row_bytes] */
     epic_rows d_tokens;          /* out [num_tokens, row_bytes] */
-    const float *d_slot_weights; /* [slots]; FLAT: [rows, top_k], like slot_weights of
+    const float *d_slot_weights; /* [slots]; with EPIC_FLAT: [rows, top_k], like slot_weights of
                                     dispatch; or NULL */
     float *d_weights;            /* out [num_tokens, top_k]; 0 for choices without a slot */
     uint32_t type;               /* epic_type of d_recv and d_tokens */
@@ -938,15 +939,15 @@ typedef struct epic_router {
     uint32_t topk_groups;  /* number of groups that are kept; they must have at least top_k
                               experts */
     uint32_t group_score;  /* an epic_group_score */
-    uint32_t group_best;   /* EPIC_GROUP_SUM: 1 to 64, and at most the experts of a group; 0:
-                              top_k / topk_groups */
+    uint32_t group_best;   /* with EPIC_GROUP_SUM: 1 to 64, and at most the experts of a group;
+                              0: top_k / topk_groups */
     uint32_t group_others; /* an epic_group_others */
     uint32_t weight_rule;  /* an epic_weight_rule */
     uint32_t normalize;    /* an epic_normalize */
     uint32_t flags;        /* 0 */
-    double eps;            /* EPIC_NORMALIZE_SUM: added to the sum */
-    double norm_min;       /* EPIC_NORMALIZE_CLAMPED: smallest divisor; above 0 */
-    double jitter;         /* EPIC_WEIGHT_SPARSEMIXER: at least 0, below 1 */
+    double eps;            /* with EPIC_NORMALIZE_SUM: added to the sum */
+    double norm_min;       /* with EPIC_NORMALIZE_CLAMPED: smallest divisor; above 0 */
+    double jitter;         /* with EPIC_WEIGHT_SPARSEMIXER: at least 0, below 1 */
     double scale;          /* factor of the weights; 0: 1 */
 } epic_router;
 
@@ -1274,7 +1275,7 @@ typedef struct epic_experts_args {
     epic_call call;
     const epic_experts *experts;
     const void *x;                 /* [num_slots, hidden]; padding slots are zero */
-    const float *x_scales;         /* E4M3: [num_slots, ceil(hidden / 128)] */
+    const float *x_scales;         /* with E4M3 weights: [num_slots, ceil(hidden / 128)] */
     int64_t num_slots;             /* size of the buffers */
     const int32_t *expert_rows;    /* [num_local_experts]: rows of each slab with padding,
                                       from epic_plan */
@@ -1283,9 +1284,9 @@ typedef struct epic_experts_args {
     const void *slot_weights;      /* [num_slots], with EPIC_WEIGHT_EARLY and _INPUT only */
     const void *w_gate_up;         /* [num_local_experts, hidden, width] */
     const void *w_down;            /* [num_local_experts, inner, hidden] */
-    const float *w_gate_up_scales; /* E4M3: [num_local_experts, ceil(width / 128),
+    const float *w_gate_up_scales; /* with E4M3 weights: [num_local_experts, ceil(width / 128),
                                       ceil(hidden / 128)] */
-    const float *w_down_scales;    /* E4M3: [num_local_experts, ceil(hidden / 128),
+    const float *w_down_scales;    /* with E4M3 weights: [num_local_experts, ceil(hidden / 128),
                                       ceil(inner / 128)] */
     const void *b_gate_up;         /* [num_local_experts, width]; NULL: none */
     const void *b_down;            /* [num_local_experts, hidden]; NULL: none */
@@ -1371,9 +1372,9 @@ typedef struct epic_experts_backward_args {
      * also row_type; 0: F32 (F64 rows: F64) */
     uint32_t grad_type;
     uint32_t reserved;             /* 0 */
-    const float *w_gate_up_scales; /* E4M3: [num_local_experts, ceil(hidden / 128),
+    const float *w_gate_up_scales; /* with E4M3 weights: [num_local_experts, ceil(hidden / 128),
                                       ceil(width / 128)] */
-    const float *w_down_scales;    /* E4M3: [num_local_experts, ceil(inner / 128),
+    const float *w_down_scales;    /* with E4M3 weights: [num_local_experts, ceil(inner / 128),
                                       ceil(hidden / 128)] */
 } epic_experts_backward_args;
 
@@ -1461,8 +1462,8 @@ typedef struct epic_moe_weights {
     const void *w_shared_gate;     /* [hidden], type of w_gate: the output of the shared
                                       expert is multiplied by sigmoid(x w_shared_gate); NULL:
                                       by 1 */
-    const float *w_gate_up_scales; /* E4M3: like epic_experts_args; in backward like
-                                      epic_experts_backward_args, or NULL */
+    const float *w_gate_up_scales; /* with E4M3 weights: like epic_experts_args; in backward
+                                      like epic_experts_backward_args, or NULL */
     const float *w_down_scales;
 } epic_moe_weights;
 
