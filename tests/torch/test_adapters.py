@@ -9,6 +9,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,7 +18,7 @@ import epic.torch
 from epic.torch.families import unwrapped
 from epic.torch.state import adapters_of_experts
 from pages import ROOT, find_block
-from parts import group_of, meshes
+from parts import group_of, meshes, numbers
 from reference import relative
 from test_pretrained import alone, gradients_of, last_block, model_of, transformers
 
@@ -37,7 +38,13 @@ TARGETS = {
 def adapted(name: str) -> Any:
     """Return a model with random adapters on experts, router and attention."""
     wish = {"target_modules": ["q_proj"], "target_parameters": TARGETS[name]}
-    model = peft.get_peft_model(model_of(name), peft.LoraConfig(r=3, lora_alpha=5, **wish))
+    return draw_adapters(
+        peft.get_peft_model(model_of(name), peft.LoraConfig(r=3, lora_alpha=5, **wish))
+    )
+
+
+def draw_adapters(model: Any) -> Any:
+    """Return a model after its adapters got random values."""
     torch.manual_seed(5)
     with torch.no_grad():
         for key, value in model.named_parameters():
@@ -170,6 +177,47 @@ def test_training_state(world: Any, tmp_path: Path) -> None:
     for ep in (4, 2, 1):
         for losses in world.run(resume_run, ep, str(tmp_path)):
             assert losses == pytest.approx(wanted, rel=1e-8), ep
+
+
+def run_invariant(rank: int, ep: int, folder: str) -> tuple[np.ndarray, np.ndarray]:
+    """Compare an invariant model that from_pretrained has adapted with one that was loaded as a
+    whole. Return output and gradient of a layer for the same tokens in each group."""
+
+    def adapt(model: Any) -> Any:
+        wish = {"target_modules": ["q_proj"], "target_parameters": TARGETS["Qwen3Moe"]}
+        return draw_adapters(peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=5, **wish)))
+
+    kind = transformers.AutoModelForCausalLM
+    with group_of(ep) as group:
+        mine = epic.torch.from_pretrained(kind, folder, group, adapt=adapt, invariant=True)
+        whole = adapt(kind.from_pretrained(folder))
+        epic.torch.replace_moe(whole, group, invariant=True)
+        gradients = []
+        for model in (mine.train(), whole.train()):
+            gradients_of(model, IDS[2 * rank : 2 * rank + 2])
+            epic.torch.sum_gradients(model, group)
+            gradients.append({name: p.grad for name, p in model.named_parameters()})
+        for name, value in gradients[1].items():
+            assert (value is None) == (gradients[0][name] is None), name
+            assert value is None or torch.equal(gradients[0][name], value), name
+        block = last_block(mine)
+        assert unwrapped(block.moe).options.invariant
+        assert epic.torch.check_invariance(mine, group).is_invariant
+        part = slice(12 * group.rank // ep, 12 * (group.rank + 1) // ep)
+        x = numbers(1, 1, 12, 32)[:, part].requires_grad_()
+        out = block(x)
+        out.backward(numbers(2, 1, 12, 32)[:, part])
+        return out.detach().numpy(), x.grad.numpy()
+
+
+def test_invariant_models(world: Any, tmp_path: Path) -> None:
+    """Output and gradient of an adapted layer have equal bits on 1, 2 and 4 ranks."""
+    model_of("Qwen3Moe").save_pretrained(tmp_path)
+    whole = world.run(run_invariant, 1, str(tmp_path))[0]
+    for ep in (2, 4):
+        parts = world.run(run_invariant, ep, str(tmp_path))[:ep]
+        for wanted, got in zip(whole, zip(*parts, strict=True), strict=True):
+            assert np.array_equal(np.concatenate(got, axis=1), wanted)
 
 
 def load_run(ep: int, group: epic.torch.Group, folder: str, saved: str | None) -> tuple[Any, ...]:
