@@ -10,6 +10,7 @@ Without GPUs it runs on the CPU.
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,19 +132,23 @@ def read_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--max-norm", type=float, default=1.0)
     parser.add_argument("--float64", action="store_true")
+    parser.add_argument("--own", action="store_true", help="train without EPIC")
     return parser.parse_args(words)
 
 
-def main() -> None:
-    """Run one of torchrun's processes."""
-    args = read_arguments()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    ranks = dist.get_world_size()
+def train_own(args: argparse.Namespace, make_trainer: Callable[..., Any], dtype: Any) -> None:
+    """Train without EPIC: each rank has all experts."""
+    options = {"dtype": dtype, "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(args.model, **options)
+    trainer = make_trainer(args, model.train(), dist.get_world_size())
+    trainer.train()
+    trainer.save_model(str(args.folder / "final"))
+
+
+def train(args: argparse.Namespace, make_trainer: Callable[..., Any], dtype: Any) -> None:
+    """Train with the experts spread over all ranks."""
+    device, ranks = "cuda" if torch.cuda.is_available() else "cpu", dist.get_world_size()
     mesh = init_device_mesh(device, (ranks,), mesh_dim_names=("ep",))
-    dtype = torch.float64 if args.float64 else torch.float32
     with epic.torch.Group(mesh, "ep", max_tokens=8 * LENGTH, max_row_bytes=1 << 14) as group:
         model = epic.torch.from_pretrained(AutoModelForCausalLM, args.model, group, dtype=dtype)
         trainer = make_trainer(args, model.train(), ranks, WithEpic)
@@ -153,6 +158,17 @@ def main() -> None:
             resume_from_checkpoint=get_last_checkpoint(folder) if folder.exists() else None
         )
         trainer.save_model(str(folder / "final"))
+
+
+def main(make_trainer: Callable[..., Any] = make_trainer) -> None:
+    """Run one of torchrun's processes."""
+    args = read_arguments()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    dtype = torch.float64 if args.float64 else torch.float32
+    (train_own if args.own else train)(args, make_trainer, dtype)
     dist.destroy_process_group()
 
 

@@ -15,27 +15,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from epic.torch.megatron import use_epic
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+import megatron_cpu
 import one_layer
 
 HIDDEN, LENGTH, BATCH = 32, 16, 4
 TOLERANCE = 1e-4  # largest relative difference of a loss
-
-
-def without_gpu() -> None:
-    """Let Megatron-Core 0.19.2 run without a GPU.
-
-    Before it uses a weight, it reads the number of the current GPU. Without Transformer Engine, its
-    router reads a name of moe_utils that does not exist.
-    """
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
 
 
 def make_layer() -> Any:
@@ -79,7 +68,7 @@ def train(steps: int, with_epic: bool) -> list[float]:
 def main() -> int:
     """Run one of torchrun's processes."""
     args = one_layer.start(__doc__, "Megatron's own")
-    without_gpu()
+    megatron_cpu.use_cpu()
     parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
     losses = train(args.steps, with_epic=True)
     wanted = train(args.steps, with_epic=False) if args.check else None

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from parts import numbers
 from reference import relative
 
-sys.path.append(str(Path(__file__).parents[2] / "examples/torch"))
+sys.path.append(str(Path(__file__).parents[2] / "examples/common"))
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron compiles small functions, which takes time
 pytest.importorskip("megatron.core", reason="there is no megatron.core: make test-torch-adapters")
 
@@ -36,7 +36,7 @@ def parallel(tp: int, ep: int) -> None:
     """Create Megatron's process groups."""
     from megatron.core import parallel_state
 
-    importlib.import_module("megatron_moe").without_gpu()
+    importlib.import_module("megatron_cpu").use_cpu()
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
