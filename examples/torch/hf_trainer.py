@@ -32,7 +32,7 @@ class WithEpic:
 
     Put it before Trainer, or a subclass of it, in the list of base classes. Set `group` and `mesh`
     before the first step. The methods with an underscore override private methods of transformers
-    5.23.0.
+    5.24.0.
     """
 
     group: epic.torch.Group

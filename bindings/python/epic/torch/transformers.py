@@ -2,7 +2,7 @@
 """EPIC as an implementation of the expert parallelism of the transformers package.
 
 transformers shards the experts, loads the experts of each rank, and calls the registered
-implementation in each layer. It is tested with transformers 5.23.0.
+implementation in each layer. It is tested with transformers 5.24.0.
 """
 
 from functools import partial
