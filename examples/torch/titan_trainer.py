@@ -31,7 +31,7 @@ from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.components.metrics import DeviceMemStats, MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.override import OverrideConfig
 from torchtitan.distributed import utils
 from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -155,6 +155,7 @@ def make_config(args: argparse.Namespace, ranks: int) -> Trainer.Config:
             enable=True, interval=args.steps, last_save_model_only=False
         ),
         activation_checkpoint=None,
+        debug=DebugConfig(seed=0),  # otherwise each run begins with other parameters
         override=OverrideConfig(imports=[] if args.own else [("epic.torch.titan.epic", sizes)]),
     )
 
