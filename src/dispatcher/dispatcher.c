@@ -21,8 +21,8 @@ struct epic_dispatcher {
     epic_slots slots;     /* outputs of dispatch */
     epic_slots gradients; /* outputs of combine_backward, in separate memory */
     int64_t num_tokens;   /* tokens of the current dispatch; -1: no dispatch yet */
-    bool weighted;        /* true: the current dispatch has weights */
-    bool spread;          /* true: combine_backward has succeeded since the last dispatch */
+    bool has_weights;     /* true: the current dispatch has weights */
+    bool has_d_rows;      /* true: combine_backward has succeeded since the last dispatch */
 };
 
 /* ------------------------------------------------------------------------------ memory ---- */
@@ -266,10 +266,10 @@ epic_result epic_dispatcher_dispatch_v1(epic_dispatcher *dispatcher, const void 
         .weights = weights,
         .slot_weights = weights != NULL ? dispatcher->slots.weights : NULL};
     dispatcher->num_tokens = -1;
-    dispatcher->spread = false;
+    dispatcher->has_d_rows = false;
     TRY(epic_plan_dispatch(dispatcher->ctx, &plan, &dispatch));
     dispatcher->num_tokens = num_tokens;
-    dispatcher->weighted = weights != NULL;
+    dispatcher->has_weights = weights != NULL;
     return EPIC_OK;
 }
 
@@ -284,7 +284,7 @@ epic_result epic_dispatcher_combine(epic_dispatcher *dispatcher, void *out)
         .rows =
             const_rows_of(dispatcher, dispatcher->slots.results, dispatcher->sizes.capacity),
         .out = rows_of(dispatcher, out, dispatcher->num_tokens),
-        .slot_weights = dispatcher->weighted ? dispatcher->slots.weights : NULL,
+        .slot_weights = dispatcher->has_weights ? dispatcher->slots.weights : NULL,
         .type = dispatcher->config.type};
     return epic_combine(dispatcher->ctx, &args);
 }
@@ -303,11 +303,11 @@ epic_result epic_dispatcher_combine_backward_v1(epic_dispatcher *dispatcher, con
         .rows =
             const_rows_of(dispatcher, dispatcher->slots.results, dispatcher->sizes.capacity),
         .d_rows = rows_of(dispatcher, dispatcher->gradients.rows, dispatcher->sizes.capacity),
-        .slot_weights = dispatcher->weighted ? dispatcher->slots.weights : NULL,
+        .slot_weights = dispatcher->has_weights ? dispatcher->slots.weights : NULL,
         .d_slot_weights = dispatcher->gradients.weights,
         .type = dispatcher->config.type};
     TRY(epic_combine_backward(dispatcher->ctx, &args));
-    dispatcher->spread = true;
+    dispatcher->has_d_rows = true;
     return EPIC_OK;
 }
 
@@ -315,7 +315,7 @@ epic_result epic_dispatcher_dispatch_backward(epic_dispatcher *dispatcher, void 
                                               float *d_weights)
 {
     TRY(check_in_progress(dispatcher, true));
-    if (!dispatcher->spread)
+    if (!dispatcher->has_d_rows)
         return epic_fail(EPIC_EINVAL, "the slots have no gradients: "
                                       "call epic_dispatcher_combine_backward first");
     const epic_dispatch_backward_args args = {

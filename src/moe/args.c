@@ -113,11 +113,11 @@ static epic_result check_weights(const moe_job *j, bool scaled)
  * sequence. */
 static epic_result check_sequences(const moe_job *j)
 {
-    if (j->tokens % j->unit == 0) return EPIC_OK;
+    if (j->tokens % j->sequence_unit == 0) return EPIC_OK;
     return epic_fail(
         EPIC_EINVAL,
         "moe.sequence_tokens is %lld: it must divide the %lld tokens of x.num_rows",
-        (long long)j->unit, (long long)j->tokens);
+        (long long)j->sequence_unit, (long long)j->tokens);
 }
 
 /* Stores in j->options which weights the caller passed. With EPIC_CHECK_WEIGHTS on the host,

@@ -270,8 +270,9 @@ epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_mo
     /* j->options already contains the caller's coefficients, so the ranks compare them even if
      * they are set to 0 here */
     if (j->moe.flags & EPIC_LOSS_BY_CALLER) j->moe.balance_coeff = j->moe.z_coeff = 0;
-    j->unit = j->moe.balance_coeff != 0 && j->moe.sequence_tokens ? j->moe.sequence_tokens : 1;
-    j->block = ceil_div(ceil_div(tokens, j->unit), j->blocks) * j->unit;
+    j->sequence_unit =
+        j->moe.balance_coeff != 0 && j->moe.sequence_tokens ? j->moe.sequence_tokens : 1;
+    j->block = ceil_div(ceil_div(tokens, j->sequence_unit), j->blocks) * j->sequence_unit;
     TRY(check_e4m3(j));
     TRY(measure_memory(j, config));
     return check_shapes(j, config);

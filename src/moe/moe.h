@@ -129,7 +129,7 @@ typedef struct moe_job {
     /* number of blocks of this rank, and number of tokens of the largest block */
     int64_t blocks, block;
     /* each block begins at a multiple of this many tokens: 1, or the length of a sequence */
-    int64_t unit;
+    int64_t sequence_unit;
     int64_t plan_bytes;
     epic_experts_memory_info experts_memory;
     epic_experts_memory_info shared_memory; /* memory of the shared expert for one block */
@@ -170,7 +170,7 @@ static inline void *moe_real_at(const moe_job *j, const void *base, int64_t inde
  * number of tokens. */
 static inline int64_t moe_block_begin(const moe_job *j, int64_t block)
 {
-    return block * (j->tokens / j->unit) / j->blocks * j->unit;
+    return block * (j->tokens / j->sequence_unit) / j->blocks * j->sequence_unit;
 }
 
 /* Return the rows of block `block` in an array with one row per token of this rank. The first

@@ -74,7 +74,7 @@ static bool is_priority_by_k(const planner *p)
  * this one in the order of priority. The expert keeps choices at positions below min(limit[e],
  * rank_limit[rank of e]). Returns 0 if it keeps the choice, otherwise EXPERT_IS_FULL or
  * RANK_IS_FULL. */
-static int32_t is_choice_kept(const planner *p, int32_t e, int32_t position)
+static int32_t drop_reason_of(const planner *p, int32_t e, int32_t position)
 {
     if (position < min_int32(p->limit[e], p->rank_limit[p->owner[e]])) return 0;
     return position >= p->quota[e] ? EXPERT_IS_FULL : RANK_IS_FULL;
@@ -91,7 +91,7 @@ static void judge_choices_by_k(planner *p)
         for (int64_t i = k; i < choices; i += top_k) {
             if (p->ids[i] < 0) continue;
             const int32_t e = p->ids[i] & ID_BITS;
-            p->ids[i] = e | is_choice_kept(p, e, p->next[e]++);
+            p->ids[i] = e | drop_reason_of(p, e, p->next[e]++);
         }
 }
 
@@ -101,7 +101,7 @@ static void judge_choices_by_k(planner *p)
 static bool is_kept(planner *p, int32_t id)
 {
     const int32_t e = id & ID_BITS;
-    return is_priority_by_k(p) ? id == e : is_choice_kept(p, e, p->next[e]++) == 0;
+    return is_priority_by_k(p) ? id == e : drop_reason_of(p, e, p->next[e]++) == 0;
 }
 
 /* Called only for FLAT layers. Counts in needed[] the rows that each rank needs. A token needs
@@ -240,7 +240,7 @@ typedef struct choices {
 static int32_t fate_of(planner *p, int32_t e, int32_t id)
 {
     const bool by_k = is_priority_by_k(p);
-    const int32_t verdict = by_k ? id - e : is_choice_kept(p, e, p->next[e]);
+    const int32_t verdict = by_k ? id - e : drop_reason_of(p, e, p->next[e]);
     p->next[e] += !by_k;
     return verdict == EXPERT_IS_FULL ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
 }

@@ -26,7 +26,7 @@ replicas_error replicas_check(const epic_layer *layer, const int32_t *logical_of
  * logical expert go to its replicas one after the other. Sets turn[logical] to the replica for
  * the next choice of `logical`, and after[expert] to the replica that follows `expert` in its
  * list. Both arrays are parts of the planner's workspace that are not in use yet. */
-static void form_rings(const planner *p, int32_t *turn, int32_t *after)
+static void link_replicas(const planner *p, int32_t *turn, int32_t *after)
 {
     const epic_layer *layer = &p->header->layer;
     int32_t *last = p->limit;
@@ -46,7 +46,7 @@ void planner_choose_replicas(planner *p)
     const plan_header *h = p->header;
     int32_t *turn = p->next, *after = p->begin;
     if (!h->layer.num_logical) return;
-    form_rings(p, turn, after);
+    link_replicas(p, turn, after);
     const int64_t choices = h->total_tokens * h->layer.top_k;
     for (int64_t i = 0; i < choices; i++) {
         if (p->ids[i] < 0) continue;
