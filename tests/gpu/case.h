@@ -87,8 +87,10 @@ void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
 
 /* Case number n of the forms that have kernels of their own: rows at any address, of vectors,
  * of whole pieces; each type; without second rows, with them, quantized; summed by rank, FLAT,
- * as a tree (if the number of ranks is a power of two). */
-#define CASE_FORMS 27
+ * as a tree (if the number of ranks is a power of two), as a tree with several leaves on each
+ * rank. These last forms begin with number CASE_LEAVES. */
+#define CASE_FORMS 36
+#define CASE_LEAVES 27
 void draw_form(test_case *c, uint64_t seed, int form, int num_ranks, int64_t max_tokens);
 
 /* Draws a case of full size, like those of the benchmark. */

@@ -286,7 +286,8 @@ void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
 enum { ANYWHERE, ALIGNED, WHOLE };
 /* second rows: none, those of the caller, or scales of quantized rows */
 enum { ALONE, JOINED, QUANTIZED };
-enum { SUM_BY_RANK, SUM_FLAT, SUM_TREE }; /* sum order and layout */
+/* sum order and layout; with SUM_LEAVES each rank has several leaves of the tree */
+enum { SUM_BY_RANK, SUM_FLAT, SUM_TREE, SUM_LEAVES };
 
 /* Rank 0 has more tokens than the low-latency kernels support, if the context allows it. Other
  * ranks have the same number or few tokens. */
@@ -308,10 +309,16 @@ static void form_layer(test_case *c, uint64_t *s, int sums)
     l->top_k = top_k_of((uint32_t)draw_between(s, 1, 3));
     l->alignment = sums == SUM_FLAT ? 1 : 1u << draw_between(s, 0, 4);
     l->layout = sums == SUM_FLAT ? EPIC_FLAT : EPIC_EXPERT_MAJOR;
-    l->sum_order = sums == SUM_TREE && (n & (n - 1)) == 0 ? EPIC_TREE : EPIC_BY_RANK;
+    l->sum_order = sums >= SUM_TREE && (n & (n - 1)) == 0 ? EPIC_TREE : EPIC_BY_RANK;
     l->leaves = n;
+    if (sums == SUM_LEAVES && l->sum_order == EPIC_TREE) {
+        l->leaves = n << draw_between(s, 1, 3);
+        if (l->num_experts < l->leaves) l->num_experts = l->leaves;
+        l->top_k = top_k_of((uint32_t)draw_between(s, 2, 8));
+    }
     r->owner = malloc(l->num_experts * sizeof *r->owner);
-    for (uint32_t e = 0; e < l->num_experts; e++) r->owner[e] = (int32_t)(e / block);
+    for (uint32_t e = 0; e < l->num_experts; e++)
+        r->owner[e] = (int32_t)(e / (l->num_experts / n));
 }
 
 static void form_rows(test_case *c, uint64_t *s, int rows, int scales)
@@ -333,7 +340,7 @@ void draw_form(test_case *c, uint64_t seed, int form, int num_ranks, int64_t max
 {
     static const uint32_t types[] = {EPIC_BF16, EPIC_F16, EPIC_F32};
     uint64_t state = seed * 1000003, *s = &state;
-    const int rows = form % 3, type = form / 3 % 3, sums = form / 9 % 3;
+    const int rows = form % 3, type = form / 3 % 3, sums = form / 9 % 4;
     memset(c, 0, sizeof *c);
     c->seed = seed;
     c->r.num_ranks = num_ranks;

@@ -2,12 +2,13 @@
 /* Checks random cases on a CUDA backend against plain loops, bit for bit.
  *
  *   gpu_check RANKS GPUS threads|processes CASES SEED
- *             [big|tight|small|lowlat|most|usual [rows|forms]]
+ *             [big|tight|small|lowlat|most|usual [rows|forms|leaves]]
  *
  *   lowlat  contexts for low-latency kernels (at most TEAM_LOWLAT_TOKENS tokens)
  *   most    contexts with more tokens than the library's limit for these kernels
  *   rows    only the seeds whose rows have no second rows
  *   forms   the cases of each kernel in turn (lowlat, usual)
+ *   leaves  those with several leaves of the sum tree on a rank
  *
  * Every rank makes the same case from the same seed, does its part, and checks its results.
  *
@@ -32,7 +33,7 @@
 static struct {
     int cases;
     uint64_t seed;
-    bool big, lowlat, rows, forms;
+    bool big, lowlat, rows, forms, leaves;
     size_t arena_bytes;
 } options;
 
@@ -120,6 +121,9 @@ static void draw_next(bench *b, uint64_t seed, int i)
     const epic_config *config = &b->me->group->config;
     if (options.big)
         draw_big(&b->c, seed, b->me->num_ranks, config->max_tokens);
+    else if (options.leaves)
+        draw_form(&b->c, seed, CASE_LEAVES + i % (CASE_FORMS - CASE_LEAVES), b->me->num_ranks,
+                  config->max_tokens);
     else if (options.forms)
         draw_form(&b->c, seed, i % CASE_FORMS, b->me->num_ranks, config->max_tokens);
     else
@@ -155,7 +159,7 @@ int main(int argc, char **argv)
 {
     if (argc < 6) {
         fprintf(stderr, "gpu_check RANKS GPUS threads|processes CASES SEED "
-                        "[big|tight|small|lowlat|most|usual [rows|forms]]\n");
+                        "[big|tight|small|lowlat|most|usual [rows|forms|leaves]]\n");
         return 2;
     }
     const bool big = argc > 6 && !strcmp(argv[6], "big");
@@ -170,6 +174,7 @@ int main(int argc, char **argv)
     options.lowlat = lowlat;
     options.rows = argc > 7 && !strcmp(argv[7], "rows");
     options.forms = argc > 7 && !strcmp(argv[7], "forms");
+    options.leaves = argc > 7 && !strcmp(argv[7], "leaves");
     options.arena_bytes = big ? (size_t)3 << 30 : (size_t)1200 << 20;
     team t = {.num_ranks = atoi(argv[1]),
               .num_gpus = atoi(argv[2]),

@@ -51,8 +51,8 @@ for ranks in 1 2 3 4 8; do run gpu_check $ranks 1 threads "$CASES" $((SEED + ran
 for ranks in 1 2 3 4 8; do run gpu_check $ranks 1 threads "$CASES" $((SEED + ranks * 1000 + 300)) lowlat; done
 for ranks in 1 2 3 4 8; do run gpu_check $ranks 1 threads "$CASES" $((SEED + ranks * 1000 + 400)) most; done
 for ranks in 2 3 4; do # each form in turn, twice
-    run gpu_check $ranks 1 threads 54 $((SEED + ranks * 1000 + 600)) usual forms
-    run gpu_check $ranks 1 threads 54 $((SEED + ranks * 1000 + 700)) lowlat forms
+    run gpu_check $ranks 1 threads 72 $((SEED + ranks * 1000 + 600)) usual forms
+    run gpu_check $ranks 1 threads 72 $((SEED + ranks * 1000 + 700)) lowlat forms
 done
 run gpu_check 16 1 threads 20 $((SEED + 16000))
 run gpu_check 16 1 threads 20 $((SEED + 16300)) lowlat

@@ -25,8 +25,9 @@
  * lag (lag > 0). Let t be the lowest token number for which any warp of any rank waits. No warp
  * is at a lower token, so every warp has already sent its partial sums for token t.
  *
- * combine/stream.cuh handles the common case: aligned rows and one partial sum per rank.
- * combine/plain.cuh handles the other cases, which its first comment lists. */
+ * combine/stream.cuh handles the common cases: aligned rows, with one leaf of the sum tree on
+ * each rank or up to P2P_STREAM_LEAVES. combine/plain.cuh handles the other cases, which its
+ * first comment lists. */
 #include "cuda/combine/plain.cuh"
 #include "cuda/combine/stream.cuh"
 #include "cuda/common/launch.cuh"
@@ -77,9 +78,9 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if (HOSTS) *c.adds_by_host = adds_by_host;
     bool ok = true;
     if (moves && streams && !tree)
-        ok = combine_stream<ROW, EXACT, false>(c, op, memory);
+        ok = combine_stream<ROW, EXACT, false, false>(c, op, memory, NULL);
     else if (moves && streams)
-        ok = combine_stream<ROW, EXACT, true>(c, op, memory);
+        ok = combine_stream<ROW, EXACT, true, false>(c, op, memory, NULL);
     else if (moves && has_f32_partials && leaves)
         ok = combine_plain<ROW, F32, true>(c, op);
     else if (moves && has_f32_partials)
@@ -93,35 +94,84 @@ __global__ void __launch_bounds__(BLOCK, 1)
         clear_outputs(c);
 }
 
+/* Writes the first slot of each of this rank's leaves to `to`. Called by all threads of a CTA;
+ * a barrier must follow before they are read. */
+__device__ __forceinline__ void find_leaf_slots(LeafSlots &to, const PlanView &plan, int leaves)
+{
+    const int i = (int)threadIdx.x;
+    if (i == 0) to.count = leaves;
+    if (i < leaves) to.begin[i] = __ldg(plan.slab_begin + plan.header.owned / leaves * i);
+}
+
+/* The kernel for rows that combine/stream.cuh supports, if each rank has several leaves of the
+ * sum tree. A kernel of its own, because combine_kernel() has no registers left for the nodes
+ * of a tree. */
+template <class ROW, bool EXACT>
+__global__ void __launch_bounds__(BLOCK, 1)
+    combine_leaves_kernel(const __grid_constant__ p2p_combine_job job)
+{
+    uint8_t *const memory = (uint8_t *)dynamic_shared();
+    __shared__ OpState op;
+    __shared__ PlanView plan;
+    __shared__ Stride expert, source;
+    __shared__ LeafSlots leaf_slots;
+    read_plan(plan, job.plan, job.plan_bytes, job.self, job.num_tokens);
+    const device_plan_header &h = plan.header;
+    const bool moves = plan.is_valid && h.result == EPIC_OK;
+    const RowShape shape = row_shape<STREAM_V>(job.row_bytes, true);
+    if (moves) find_leaf_slots(leaf_slots, plan, job.leaves);
+    if (threadIdx.x == 0) {
+        expert.set_strides(gridDim.x * WARPS, max(job.self.num_ranks - 1, 1), shape.pieces);
+        source.set_strides(gridDim.x * WARPS, 1, shape.pieces);
+    }
+    if (!begin_operation(op, job.self, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
+    CombineState c = {job,  op,    plan,          expert, source,
+                      NULL, shape, policy_once(), 0,      (int)h.top_k};
+    bool ok = true;
+    if (moves) ok = combine_stream<ROW, EXACT, true, true>(c, op, memory, &leaf_slots);
+    if (finish_operation(op) && ok &&
+        !(moves && check_rows(job.self, op, &h, threadIdx.x == 0)))
+        clear_outputs(c);
+}
+
 typedef void (*Kernel)(p2p_combine_job);
 
-/* Returns the kernel for an element type (an epic_type). `exact`: see EXACT of
- * combine_kernel(). */
-static Kernel kernel_of(uint32_t type, bool exact)
+/* Returns the kernel for rows of type ROW. `exact`: see EXACT of combine_kernel(). `leaves`:
+ * selects combine_leaves_kernel(). */
+template <class ROW> static Kernel kernel_for(bool exact, bool leaves)
 {
-    if (type == EPIC_BF16)
-        return exact ? combine_kernel<Bf16, true> : combine_kernel<Bf16, false>;
-    if (type == EPIC_F16) return exact ? combine_kernel<F16, true> : combine_kernel<F16, false>;
-    return exact ? combine_kernel<F32, true> : combine_kernel<F32, false>;
+    if constexpr (!HOSTS)
+        if (leaves)
+            return exact ? combine_leaves_kernel<ROW, true> : combine_leaves_kernel<ROW, false>;
+    return exact ? combine_kernel<ROW, true> : combine_kernel<ROW, false>;
+}
+
+/* Returns the kernel for an element type (an epic_type). */
+static Kernel kernel_of(uint32_t type, bool exact, bool leaves)
+{
+    if (type == EPIC_BF16) return kernel_for<Bf16>(exact, leaves);
+    return type == EPIC_F16 ? kernel_for<F16>(exact, leaves) : kernel_for<F32>(exact, leaves);
 }
 
 /* Returns the bytes of dynamic shared memory of a CTA. A CTA runs either stream.cuh, with a
  * ring buffer per warp, or plain.cuh, with a stack of partial sums per warp (LeafStack). So the
- * larger of both sizes suffices. */
-static int memory_bytes(void)
+ * larger of both sizes suffices. `leaves`: the CTA runs combine_leaves_kernel(). */
+static int memory_bytes(bool leaves)
 {
     const int stacks = LEAF_LEVELS * 2 * WARP * 16,
-              stream = CombineStream<F32, true, true>::WARP_BYTES;
+              stream = CombineStream<F32, true, true, false>::WARP_BYTES;
+    if (leaves) return WARPS * CombineStream<F32, true, true, true>::WARP_BYTES;
     return WARPS * (stacks > stream ? stacks : stream);
 }
 
 extern "C" cudaError_t p2p_load_combine(void)
 {
     for (uint32_t type = EPIC_F32; type <= EPIC_F16; type++)
-        for (int exact = 0; exact < 2; exact++) {
+        for (int kind = 0; kind < (HOSTS ? 2 : 4); kind++) {
+            const bool exact = kind % 2, leaves = kind / 2;
             const cudaError_t error = cudaFuncSetAttribute(
-                kernel_of(type, exact), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                memory_bytes());
+                kernel_of(type, exact, leaves), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                memory_bytes(leaves));
             if (error != cudaSuccess) return error;
         }
     return cudaSuccess;
@@ -150,9 +200,10 @@ extern "C" cudaError_t p2p_launch_combine(const p2p_combine_job *job, int num_sm
                                           cudaStream_t stream)
 {
     const bool exact = job->aligned && job->row_bytes % (STREAM_V * 512) == 0;
+    const bool leaves = job->aligned && job->leaves;
     p2p_combine_job copy = *job;
     copy.lag = lag_of(copy, num_sms);
     copy.lag = lag_for_net(job->self, copy.lag, job->num_tokens);
-    return launch_kernel(kernel_of(job->type, exact), num_sms, BLOCK, memory_bytes(), stream,
-                         copy);
+    return launch_kernel(kernel_of(job->type, exact, leaves), num_sms, BLOCK,
+                         memory_bytes(leaves), stream, copy);
 }

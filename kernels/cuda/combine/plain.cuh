@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The slower variant of combine, for all cases that stream.cuh does not support: unaligned
- * rows, more than 32 choices, several leaves of the sum tree on a rank, tree order over more
- * than 8 ranks, float32 partial sums of 16-bit rows, and relays (combine/relay.cuh). combine.cu
- * describes the units of work and their order. Here a piece has one vector (16 bytes) per lane.
+ * rows, more than 32 choices, more than P2P_STREAM_LEAVES leaves of the sum tree on a rank (in
+ * backend hosts: more than one), tree order over more than 8 ranks, float32 partial sums of
+ * 16-bit rows, and relays (combine/relay.cuh). combine.cu describes the units of work and their
+ * order. Here a piece has one vector (16 bytes) per lane.
  *
  * Names used here:
  *

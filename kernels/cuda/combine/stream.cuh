@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The fast variant of combine, for aligned rows and one partial sum per rank. combine.cu
+/* The fast variant of combine, for aligned rows whose partial sums have the type of the rows.
+ * Each rank sends one partial sum for a token. With LEAVES, a rank has several leaves of the
+ * sum tree: it adds the rows of each leaf, and then adds these sums in a tree. combine.cu
  * explains expert units (which send a partial sum to a peer) and source units (which compute
  * the result of one of this rank's tokens).
  *
@@ -27,6 +29,8 @@
 #include "cuda/combine/combine.cuh"
 
 #define STREAM_V 4
+/* Levels of the sum tree below the node of a rank, which has up to P2P_STREAM_LEAVES leaves. */
+#define TREE_LEVELS 3
 
 /* One slot on this rank of the token that a unit works on. */
 struct __align__(8) Slot
@@ -50,8 +54,31 @@ struct Entry { /* A unit of work that the warp has begun and not finished. In sh
     int32_t ranks[WARP];
 };
 
-template <class ROW, bool EXACT, bool TREE> struct CombineStream {
+/* The entry of a unit if a rank has several leaves of the sum tree. Its slots are in ascending
+ * order of leaves and, within a leaf, in the order of the token's choices. */
+struct LeafEntry : Entry {
+    uint32_t leaves;      /* bit i is 1 if the token has slots in this rank's leaf number i */
+    uint32_t ends;        /* bit i is 1 if slots[i] is the last slot of its leaf */
+    uint8_t places[WARP]; /* slots[places[n]] is the slot of the token's n-th choice here */
+};
+
+/* Selects the type of a unit's entry. */
+template <bool LEAVES> struct EntryOf {
+    typedef Entry type;
+};
+template <> struct EntryOf<true> {
+    typedef LeafEntry type;
+};
+
+/* The leaves of the sum tree on this rank. In shared memory. */
+struct LeafSlots {
+    int32_t count;                    /* number of leaves, a power of two */
+    int32_t begin[P2P_STREAM_LEAVES]; /* first slot of each leaf */
+};
+
+template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
     typedef PieceRing<STREAM_V, EXACT> Pieces;
+    typedef typename EntryOf<LEAVES>::type Entry;
     static constexpr int V = STREAM_V, AHEAD = Pieces::AHEAD, ENTRIES = AHEAD + 1;
     static constexpr int WARP_BYTES =
         round_up_to_lines(Pieces::BYTES + ENTRIES * (int)sizeof(Entry));
@@ -82,17 +109,21 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     /* For the unit being copied: bit mask of the peers' partial sums that are left to copy. Bit
      * p stands for the rank at position p of the sum order. */
     uint32_t positions = 0;
+    /* only with LEAVES: the leaves of this rank */
+    __extension__ const LeafSlots *leaf_slots[LEAVES];
     /* Counts of the warp's units: it has begun `begun` units, has started to copy the pieces of
      * the first `copied` of them, and has finished the first `used`. */
     uint32_t begun = 0, copied = 0, used = 0;
 
     /* Prepares one round for one warp. memory: WARP_BYTES bytes of shared memory for this warp.
-     * end: the round ends before this token. */
+     * end: the round ends before this token. its_leaves: the leaves of this rank; only with
+     * LEAVES. */
     __device__ __forceinline__ CombineStream(const CombineState &combine, uint8_t *memory,
-                                             int32_t end)
+                                             int32_t end, const LeafSlots *its_leaves)
         : c(combine), entries((Entry *)(memory + Pieces::BYTES)), ring(memory),
           expert_walk(c.expert), source_walk(c.source)
     {
+        if constexpr (LEAVES) *leaf_slots = its_leaves;
         const p2p_self &self = c.job.self;
         expert_end = self.num_ranks > 1 ? end : c.round_begin;
         source_end = min(end, c.job.num_tokens);
@@ -118,6 +149,32 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         source_slot = t < source_end ? read_slot(c, c.job.self.rank, t, 0) : -1;
         source_rank = rank_of_choice(c, t, 0);
     }
+    /* Only with LEAVES: sorts the slots of a unit by leaves, and within a leaf by choices. Writes
+     * the leaves and places to `entry`. its_slot: this lane's slot. Returns the place of this
+     * lane's slot. Called by a whole warp. */
+    __device__ __forceinline__ int sort_slots(LeafEntry &entry, int32_t its_slot)
+    {
+        const LeafSlots &at = **leaf_slots;
+        int leaf = 0, place = 0, before = 0;
+        uint32_t present = 0, ends = 0;
+#pragma unroll 1
+        for (int i = 1; i < at.count; i++) leaf += its_slot >= at.begin[i];
+#pragma unroll 1
+        for (int i = 0; i < at.count; i++) {
+            const uint32_t lanes = __ballot_sync(ALL_LANES, its_slot >= 0 && leaf == i);
+            if (leaf == i) place = before + __popc(lanes & lanes_below());
+            if (!lanes) continue;
+            before += __popc(lanes);
+            present |= 1u << i;
+            ends |= 1u << (before - 1);
+        }
+        entry.places[lane_id()] = (uint8_t)place;
+        if (lane_id() == 0) {
+            entry.leaves = present;
+            entry.ends = ends;
+        }
+        return place;
+    }
     /* Begins a unit: stores its data in `entry`. Starts to copy one float per slot to shared
      * memory: the weights of the unit's slots or, without weights, slot_floats. its_slot: this
      * lane's slot. its_positions: value of Entry.positions. Called by a whole warp. */
@@ -127,11 +184,13 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
     {
         const float *from = c.job.slot_weights ? c.job.slot_weights : c.job.slot_floats;
         const uint32_t its_slots = __ballot_sync(ALL_LANES, its_slot >= 0);
-        Slot &to = entry.slots[lane_id()];
-        to.number = its_slot;
+        int place = lane_id();
+        if constexpr (LEAVES) place = sort_slots(entry, its_slot);
+        Slot &to = entry.slots[place];
+        if (!LEAVES || its_slot >= 0) to.number = its_slot;
         if (from && its_slot >= 0)
             copy_word(shared_address(&to.word), from + its_slot);
-        else
+        else if (!LEAVES || its_slot >= 0)
             to.word = 0;
         if (lane_id() == 0) {
             entry.token = of_token;
@@ -218,14 +277,53 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         copy_next();
         ring.read_piece(q, u.vector, c.shape);
     }
+    /* Rounds sums to type ROW. */
+    static __device__ __forceinline__ void round_sums(uint4 (&to)[V],
+                                                      const float (&sums)[V][ROW::N])
+    {
+#pragma unroll
+        for (int v = 0; v < V; v++) to[v] = ROW::pack_floats(sums[v]);
+    }
+    /* Only with LEAVES: `node` is the sum of a subtree at `level` of the sum tree that contains
+     * leaf number `leaf` of this rank. If it is a right child, adds it to its left sibling, which
+     * is in `waiting` if it exists. If it is a left child and its sibling has any of the leaves
+     * `left` (bit mask), which follow later, moves the node to `waiting` and sets goes_up to
+     * false. has_waiting: bit l is 1 if a node of level l waits. */
+    static __device__ __forceinline__ void meet_sibling(uint4 (&node)[V], uint4 (&waiting)[V],
+                                                        int leaf, int level, uint32_t left,
+                                                        uint32_t &has_waiting, bool &goes_up)
+    {
+        const int number = leaf >> level;
+        const uint32_t sibling = ((1u << (1 << level)) - 1) << ((number ^ 1) << level);
+        const uint32_t bit = 1u << level;
+        if (number % 2 && (has_waiting & bit)) {
+            has_waiting &= ~bit;
+#pragma unroll
+            for (int v = 0; v < V; v++) {
+                PartialSum<ROW, ROW>::add_partials(&waiting[v], &node[v]);
+                node[v] = waiting[v];
+            }
+        } else if (number % 2 == 0 && (left & sibling)) {
+            goes_up = false;
+            has_waiting |= bit;
+#pragma unroll
+            for (int v = 0; v < V; v++) waiting[v] = node[v];
+        }
+    }
     /* Sets sum to this rank's partial sum: weight * row, added over the unit's slots on this
-     * rank, and rounded to type ROW. */
+     * rank, and rounded to type ROW. With LEAVES, rounds the sum of each leaf, and adds these
+     * sums in a tree. */
     __device__ __forceinline__ void add_rows_here(const Entry &u, uint4 (&sum)[V])
     {
         const int32_t count = u.num_slots;
         const bool with_weights = c.job.slot_weights != NULL;
         float acc[V][ROW::N];
         uint4 q[V];
+        /* Only with LEAVES: nodes that wait for their right sibling. A leaf waits in registers.
+         * The other nodes are in local memory, because the registers do not suffice for them. */
+        uint4 waiting_leaf[V], waiting[TREE_LEVELS][V];
+        uint32_t has_waiting = 0, leaves = 0;
+        if constexpr (LEAVES) leaves = u.leaves;
         clear_sums(acc);
         int32_t i = 0;
 #pragma unroll 1
@@ -241,9 +339,20 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
 #pragma unroll
                 for (int n = 0; n < ROW::N; n++) acc[v][n] = __fmaf_rn(weight, x[n], acc[v][n]);
             }
+            if constexpr (LEAVES) {
+                if (!(u.ends >> i & 1)) continue;
+                const int leaf = __ffs(leaves) - 1;
+                bool goes_up = true;
+                leaves &= leaves - 1;
+                round_sums(sum, acc);
+                meet_sibling(sum, waiting_leaf, leaf, 0, leaves, has_waiting, goes_up);
+#pragma unroll 1
+                for (int l = 1; l < TREE_LEVELS && goes_up && (leaves | has_waiting); l++)
+                    meet_sibling(sum, waiting[l], leaf, l, leaves, has_waiting, goes_up);
+                clear_sums(acc);
+            }
         } while (++i < count);
-#pragma unroll
-        for (int v = 0; v < V; v++) sum[v] = ROW::pack_floats(acc[v]);
+        if constexpr (!LEAVES) round_sums(sum, acc);
     }
     /* Stores this rank's partial sum (`node`) to the staging of the peer that owns the token.
      * In dispatch_backward, the unit of the first piece also sends the gradients of the weights
@@ -262,7 +371,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
             store_relaxed(
                 floats_base(self, c.op, self.heap[rank], self.num_ranks - 2 - u.role) +
                     (int64_t)u.token * float_stride(c.top_k) + lane_id(),
-                replace_poison(u.slots[lane_id()].word, F32::NAN_WORD));
+                replace_poison(u.slots[place_of(u, lane_id())].word, F32::NAN_WORD));
         if (HOSTS && u.num_slots) post_put_partial(u, rank);
     }
     /* Only in backend `hosts`: counts a stored piece of a partial sum for another host. The
@@ -331,6 +440,14 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         for (int v = 0; v < V; v++) out[v] = ROW::pack_floats(total[v]);
         return true;
     }
+    /* Returns the index in u.slots of the token's n-th choice on this rank. */
+    static __device__ __forceinline__ int place_of(const Entry &u, int n)
+    {
+        if constexpr (LEAVES)
+            return u.places[n];
+        else
+            return n;
+    }
     /* Adds `b` to `a`. has_a, has_b: true if `a` or `b` contains a partial sum. If only `b`
      * contains one, copies it to `a`. Sets has_b to false. */
     static __device__ __forceinline__ void add_to(uint4 (&a)[V], bool &has_a,
@@ -397,7 +514,7 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
         const p2p_self &self = c.job.self;
         const int32_t rank = u.ranks[lane_id()];
         const int n = __popc(__match_any_sync(ALL_LANES, rank) & lanes_below());
-        const uint32_t own = __shfl_sync(ALL_LANES, u.slots[lane_id()].word, n);
+        const uint32_t own = __shfl_sync(ALL_LANES, u.slots[place_of(u, lane_id())].word, n);
         uint32_t word = rank == self.rank ? own : 0, *from = NULL;
         if (rank >= 0 && rank != self.rank)
             from = floats_base(self, c.op, inbox_base(c.op, rank),
@@ -445,14 +562,16 @@ template <class ROW, bool EXACT, bool TREE> struct CombineStream {
 };
 
 /* Runs all rounds of combine. memory: the dynamic shared memory of the CTA. TREE: partial sums
- * are added in tree order. Called by all threads of all CTAs. Returns false if the group of
- * ranks has failed. */
-template <class ROW, bool EXACT, bool TREE>
-__device__ __forceinline__ bool combine_stream(CombineState &c, OpState &op, uint8_t *memory)
+ * are added in tree order. leaf_slots: the leaves of this rank, only with LEAVES. Called by all
+ * threads of all CTAs. Returns false if the group of ranks has failed. */
+template <class ROW, bool EXACT, bool TREE, bool LEAVES>
+__device__ __forceinline__ bool combine_stream(CombineState &c, OpState &op, uint8_t *memory,
+                                               const LeafSlots *leaf_slots)
 {
-    typedef CombineStream<ROW, EXACT, TREE> Units;
+    typedef CombineStream<ROW, EXACT, TREE, LEAVES> Units;
     return for_each_round(c, op, c.shape.vectors * 16, [&](int32_t end) {
-        return run_units(Units(c, memory + threadIdx.x / WARP * Units::WARP_BYTES, end));
+        return run_units(
+            Units(c, memory + threadIdx.x / WARP * Units::WARP_BYTES, end, leaf_slots));
     });
 }
 

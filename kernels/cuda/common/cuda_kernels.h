@@ -338,7 +338,13 @@ typedef struct p2p_combine_job {
     int32_t top_k, tree, flat;
     /* byte offsets of the arrays rank_of and records in the plan */
     int64_t rank_of_at, records_at;
+    /* Number of leaves of the sum tree on each rank, if the kernel for several leaves on a rank
+     * may be used. Otherwise 0. */
+    int32_t leaves;
+    uint32_t pad;
 } p2p_combine_job;
+
+#define P2P_STREAM_LEAVES 8 /* largest value of p2p_combine_job.leaves; a power of two */
 
 /* Arguments of the operation combine_backward, which computes d_rows (weight * d_out of the
  * slot's token) and d_slot_weights. */

@@ -48,11 +48,15 @@ static epic_result load_code(void)
  * launches with all these sizes load every kernel. */
 static const int64_t row_bytes[] = {16, 2048, 3584, 4096};
 
-/* Launches the low-latency combine in both sum orders, EPIC_BY_RANK and EPIC_TREE. */
+/* Launches combine with one leaf of the sum tree per rank and with several, and the low-latency
+ * combine in both sum orders, EPIC_BY_RANK and EPIC_TREE. */
 static cudaError_t launch_sums(p2p_combine_job job, cudaStream_t stream)
 {
-    cudaError_t error = p2p_launch_lowlat_combine(&job, 1, stream);
+    cudaError_t error = p2p_launch_combine(&job, 1, stream);
+    if (error == cudaSuccess) error = p2p_launch_lowlat_combine(&job, 1, stream);
     job.tree = 1;
+    job.leaves = 2;
+    if (!HOSTS && error == cudaSuccess) error = p2p_launch_combine(&job, 1, stream);
     return error == cudaSuccess ? p2p_launch_lowlat_combine(&job, 1, stream) : error;
 }
 
@@ -84,7 +88,6 @@ static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
         quantized.quantize = EPIC_QUANTIZE_1X128;
         error = p2p_launch_combine_backward(&backward, 1, stream);
         if (error == cudaSuccess) error = p2p_launch_combine_backward(&quantized, 1, stream);
-        if (error == cudaSuccess) error = p2p_launch_combine(&combine, 1, stream);
         if (error == cudaSuccess) error = launch_sums(combine, stream);
     }
     return error;

@@ -344,6 +344,17 @@ typedef struct plan_argument {
     int64_t plan_bytes;
 } plan_argument;
 
+/* Returns the number of leaves of the sum tree on each rank if combine can use its kernel for
+ * several leaves, which is faster than the general one. Otherwise returns 0. */
+static int32_t leaves_to_stream(const epic_group *g, const epic_layer *layer)
+{
+    const uint32_t leaves = layer->leaves / (uint32_t)g->num_ranks;
+    const bool streams = !HOSTS && layer->sum_order == EPIC_TREE && g->num_ranks <= 8 &&
+                         leaves > 1 && leaves <= P2P_STREAM_LEAVES && layer->top_k <= 32 &&
+                         layer->layout != EPIC_FLAT && !layer->partial_type;
+    return streams ? (int32_t)leaves : 0;
+}
+
 /* Checks the plan of a call, and writes its layer with all defaults to *layer. Fills in the
  * kernel arguments (*job) that depend on the plan. */
 static epic_result fill_combine_plan(const epic_group *g, p2p_combine_job *job,
@@ -358,6 +369,7 @@ static epic_result fill_combine_plan(const epic_group *g, p2p_combine_job *job,
     job->top_k = (int32_t)layer->top_k;
     job->tree = layer->sum_order == EPIC_TREE;
     job->flat = layer->layout == EPIC_FLAT;
+    job->leaves = leaves_to_stream(g, layer);
     return EPIC_OK;
 }
 
