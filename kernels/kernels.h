@@ -18,10 +18,13 @@
 #define HOST_DOT_BLOCK 1024 /* number of elements of a block of the dot product */
 
 #define HOST_PRODUCT_DEPTH 256 /* terms of a chunk of a sum in host_kernels.product */
+/* floats of memory that host_kernels.product needs: 448 KB */
+#define HOST_PRODUCT_MEMORY ((384 + 64) * HOST_PRODUCT_DEPTH)
 
 /* A product of float32 matrices: C [m, n] = op(A) op(B), or with `add` C += op(A) op(B). op(A)
  * is [m, k], and op(B) is [k, n]. With transpose_a, A is stored as [k, m]; with transpose_b, B
- * is stored as [n, k]. lda, ldb and ldc are the distances of stored rows in elements. */
+ * is stored as [n, k]. lda, ldb and ldc are the distances of stored rows in elements. `memory`
+ * has HOST_PRODUCT_MEMORY floats, which the product overwrites. */
 typedef struct host_product {
     int64_t m, n, k;
     const float *a;
@@ -31,6 +34,7 @@ typedef struct host_product {
     float *c;
     int64_t ldc;
     bool transpose_a, transpose_b, add;
+    float *memory;
 } host_product;
 
 /* One variant of the row functions, compiled for one kind of processor. */
@@ -75,8 +79,7 @@ typedef struct host_kernels {
                           int64_t n);
 
     /* Multiplies matrices. The bits of an element of C depend only on its row of op(A) and its
-     * column of op(B), not on m and n. host/product.c defines the order of additions. Needs
-     * 160 KB of stack. */
+     * column of op(B), not on m and n. host/product.c defines the order of additions. */
     void (*product)(const host_product *product);
 
     /* Convert one element from or to `type`. For tests and slow paths. */

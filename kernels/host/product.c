@@ -11,7 +11,7 @@
  * the sum change no bits, except that a -0 from an underflow may become +0. Every variant of
  * this file, every block size and every processor computes the same bits.
  *
- * The loops follow Goto's algorithm, without allocating memory:
+ * The loops follow Goto's algorithm, in the caller's memory:
  *   for each chunk of the sum
  *     for each block of BLOCK_ROWS rows      packed in `left`, which fits the second-level cache
  *       for each group of panels of columns  packed in `right`; a panel fits the first-level cache
@@ -33,7 +33,7 @@
 /* columns of B that are packed at a time: several panels, because long pieces of rows are
  * faster to pack */
 #define GROUP_COLUMNS 64
-#define BLOCK_ROWS 96 /* a multiple of every TILE_ROWS */
+#define BLOCK_ROWS 384 /* a multiple of every TILE_ROWS */
 /* if A has at most this many rows, packing B takes longer than it saves */
 #define FEW_ROWS 4
 
@@ -143,6 +143,10 @@ INLINE void multiply_tile(const float *a, const float *b, int64_t ldb, int64_t d
                           bool adds)
 {
     lanes sum[TILE_ROWS][8];
+    /* Large results are in no cache close to the processor, and are needed after the loop. */
+    for (int i = 0; i < rows && i < stored; i++)
+        for (int v = 0; v < vectors && v * LANES < count; v++)
+            __builtin_prefetch(c + i * ldc + v * LANES, 1);
     for (int i = 0; i < rows; i++)
         for (int v = 0; v < vectors; v++) sum[i][v] = lanes_of(0);
     for (int64_t l = 0; l < depth; l++, a += TILE_ROWS, b += ldb) {
@@ -208,7 +212,9 @@ static int64_t multiply_few(const part *t, const float *left)
 /* Implements host_kernels.product. */
 void PRODUCT_OF(VARIANT)(const host_product *p)
 {
-    float left[BLOCK_ROWS * HOST_PRODUCT_DEPTH], right[GROUP_COLUMNS * HOST_PRODUCT_DEPTH];
+    float *const left = p->memory, *const right = left + BLOCK_ROWS * HOST_PRODUCT_DEPTH;
+    _Static_assert((BLOCK_ROWS + GROUP_COLUMNS) * HOST_PRODUCT_DEPTH == HOST_PRODUCT_MEMORY,
+                   "HOST_PRODUCT_MEMORY must fit the blocks");
     for (int64_t first = 0; first < p->k; first += HOST_PRODUCT_DEPTH) {
         part t = {.p = p, .first = first, .adds = p->add || first > 0};
         t.depth = p->k - first < HOST_PRODUCT_DEPTH ? p->k - first : HOST_PRODUCT_DEPTH;

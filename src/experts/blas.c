@@ -204,7 +204,7 @@ void gemm_f64(const gemm *g)
         MULTIPLY(b->wide_dgemm, int64_t);
 }
 
-void gemm_invariant_f32(const gemm *g)
+void gemm_invariant_f32(const gemm *g, void *memory)
 {
     const host_product product = {.m = g->m,
                                   .n = g->n,
@@ -217,12 +217,19 @@ void gemm_invariant_f32(const gemm *g)
                                   .ldc = g->ldc,
                                   .transpose_a = g->transpose_a,
                                   .transpose_b = g->transpose_b,
-                                  .add = g->add};
+                                  .add = g->add,
+                                  .memory = memory};
     host_kernels_get()->product(&product);
 }
 
-void gemm_invariant_f64(const gemm *g)
+int64_t gemm_invariant_bytes(bool is_f64)
 {
+    return is_f64 ? 0 : HOST_PRODUCT_MEMORY * (int64_t)sizeof(float);
+}
+
+void gemm_invariant_f64(const gemm *g, void *memory)
+{
+    (void)memory;
     gemm_plain_f64(g);
 }
 

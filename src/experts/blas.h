@@ -40,9 +40,10 @@ void gemm_bf16(const gemm *g);
 /* Multiply without OpenBLAS. The bits of an element of C depend only on its row of op(A), its
  * column of op(B) and k. If the last terms of the sum over k are 0, the bits are the same as
  * without these terms. The float32 function uses host_kernels.product, the float64 function
- * plain loops. */
-void gemm_invariant_f32(const gemm *g);
-void gemm_invariant_f64(const gemm *g);
+ * plain loops. `memory` has gemm_invariant_bytes() bytes, which they overwrite. */
+void gemm_invariant_f32(const gemm *g, void *memory);
+void gemm_invariant_f64(const gemm *g, void *memory);
+int64_t gemm_invariant_bytes(bool is_f64);
 
 /* Multiply by plain loops, even if OpenBLAS is loaded, so that tests can compare the results.
  * At most one of A and B may be transposed. */

@@ -175,6 +175,8 @@ static int64_t layout_pieces(experts_job *job, int64_t num_slots, bool backward,
         {&job->row_scratch,
          2 * larger_of(job->hidden, job->inner) + larger_of(job->hidden, job->width)},
         {&job->bias, larger_of(job->width, job->hidden)},
+        {&job->product_memory,
+         job->is_invariant ? gemm_invariant_bytes(job->is_f64) / number_bytes(job) : 0},
     };
     int64_t numbers = 0;
     for (size_t i = 0; i < sizeof pieces / sizeof *pieces; i++) {

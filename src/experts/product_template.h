@@ -100,7 +100,7 @@ static void multiply_matrices(const experts_job *job, const gemm *g)
     if (job->is_bf16)
         gemm_bf16(g);
     else if (job->is_invariant)
-        OF(gemm_invariant)(g);
+        OF(gemm_invariant)(g, job->product_memory);
     else
         OF(gemm)(g);
 }

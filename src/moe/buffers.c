@@ -3,6 +3,7 @@
  * `workspace`. Offsets and sizes depend only on the configuration and the number of tokens. So
  * the functions of this file compute both the sizes for epic_moe_memory and the addresses for
  * forward and backward. */
+#include "experts/blas.h"
 #include "moe/moe.h"
 #include "plan/plan.h"
 #include "rules/experts_layout.h"
@@ -95,6 +96,8 @@ static void layout_workspace(moe_job *j, unsigned char *base, bool backward)
     w->tile =
         place_buffer(base, &used, j->is_device ? 0 : j->block * GATE_TILE * j->real_bytes);
     w->rows = place_buffer(base, &used, rows * j->hidden * j->real_bytes);
+    w->product = place_buffer(
+        base, &used, j->is_invariant && !j->is_device ? gemm_invariant_bytes(j->is_f64) : 0);
     w->gate = place_buffer(base, &used,
                            j->is_device ? gate_bytes(j->tokens, j->block, j->hidden, j->columns,
                                                      backward, j->is_invariant)

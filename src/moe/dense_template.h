@@ -72,7 +72,7 @@ static const REAL *columns_of(const dense_block *b, int64_t first, int64_t count
 static void multiply_matrices(const moe_job *j, const gemm *g)
 {
     if (j->is_invariant)
-        GEMM_INVARIANT(g);
+        GEMM_INVARIANT(g, j->work.product);
     else
         GEMM(g);
 }

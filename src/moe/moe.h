@@ -62,6 +62,8 @@ typedef struct moe_work {
      * by -1. Exists on devices only if the layer has zero-experts. */
     int32_t *plan_idx;
     void *tile; /* [block, GATE_TILE] real: converted columns of x; only on the host */
+    /* memory of the gate's products; only on the host with EPIC_INVARIANT */
+    void *product;
     /* Scratch memory for rows of reals, only on the host. The shape is [2, hidden] in forward
      * and [block + 1, hidden] in backward. */
     void *rows;

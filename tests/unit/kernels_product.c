@@ -53,6 +53,7 @@ static void test_product(host_product p, int64_t shift, source *s)
     float *a = malloc((size_t)(as + shift) * 4), *b = malloc((size_t)(bs + shift) * 4);
     float *c = malloc((size_t)(cs + shift) * 4), *before = malloc((size_t)cs * 4);
     float *want = malloc((size_t)cs * 4);
+    p.memory = malloc(HOST_PRODUCT_MEMORY * sizeof *p.memory);
     fill(a, as + shift, s);
     fill(b, bs + shift, s);
     fill(before, cs, s);
@@ -77,11 +78,12 @@ static void test_product(host_product p, int64_t shift, source *s)
     free(c);
     free(before);
     free(want);
+    free(p.memory);
 }
 
 int main(void)
 {
-    static const int64_t rows[] = {1, 2, 4, 5, 6, 7, 12, 13, 95, 97, 200};
+    static const int64_t rows[] = {1, 2, 4, 5, 6, 7, 12, 13, 95, 97, 400};
     static const int64_t columns[] = {1, 7, 8, 16, 17, 63, 64, 65, 128, 150, 33};
     static const int64_t depths[] = {1, 2, 9, 16, 255, 256, 257, 40, 513, 64, 100};
     failures = share(sizeof *failures);
