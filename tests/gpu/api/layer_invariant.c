@@ -2,10 +2,12 @@
 /* Tests EPIC_INVARIANT on GPUs: the rows of a token in out and d_x have the same bits for every
  * number of tokens and of ranks (moe_selection.h). Odd seeds have sizes for tensor cores. Also
  * tests that arrays at other addresses, which would use other kernels, are refused.
- * usage: layer_invariant [cases] */
+ * usage: layer_invariant [cases] [p2p|hosts] */
 #define MOST_NUMBERS (1 << 10)
 #include "layer_part.h"
 #include "unit/moe_selection.h"
+
+static const char *backend = "p2p";
 
 static void run_rank(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
@@ -20,7 +22,7 @@ static void run_rank(void *what, int rank, epic_context *ctx, const epic_config 
 static void run(problem *p)
 {
     epic_config config = config_of(p);
-    config.backend = "p2p";
+    config.backend = backend;
     team_threads(run_rank, p, &config);
 }
 
@@ -50,7 +52,7 @@ static void test_unaligned(void)
     set_capacity(&p, 0);
     make_results(&p);
     epic_config config = config_of(&p);
-    config.backend = "p2p";
+    config.backend = backend;
     team_threads(run_unaligned, &p, &config);
     free_results(&p);
     free_given(&p);
@@ -60,6 +62,7 @@ int main(int argc, char **argv)
 {
     const uint32_t count = argc > 1 ? (uint32_t)atoi(argv[1]) : 40;
     failures = share(sizeof *failures);
+    if (argc > 2) backend = argv[2];
     test_unaligned();
     for (uint32_t seed = 0; seed < count; seed++) test_selections(seed, seed % 2 ? 8 : 1, 4);
     return atomic_load(failures) ? 1 : 0;
