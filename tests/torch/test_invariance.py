@@ -210,3 +210,67 @@ def test_generate() -> None:
                 rows, wanted = x.reshape(-1, 32), out.reshape(-1, 32)
                 for at in range(0, len(rows), 7):
                     assert torch.equal(layer(rows[at : at + 1])[0][0], wanted[at])
+
+
+# --------------------------------------------------------------- training and serving ----
+
+
+def train_on_rollout(_: int, __: Any) -> list[bool]:
+    """Decode 24 tokens alone, one by one, and replay their routing on four ranks."""
+    with group_of(1, **SIZES) as alone, group_of(4, **SIZES) as group:
+        server, layer = (epic.torch.MoE(g, options_of()) for g in (alone, group))
+        x = numbers(1, 24, HIDDEN)
+        with torch.no_grad(), epic.torch.record_routing(server) as record:
+            decoded = torch.cat([server(token)[0] for token in x.split(1)])
+        mine = slice(6 * group.rank, 6 * group.rank + 6)
+        calls = record[""][mine]
+        routing = epic.torch.Routing(
+            torch.cat([r.topk_idx for r in calls]), torch.cat([r.weights for r in calls])
+        )
+        found = []
+        for weights in (False, True):
+            if weights:  # the routers of training are some steps ahead
+                layer.w_gate.data.copy_(layer.w_gate.data.flip(1))
+                found.append(not torch.equal(layer(x[mine])[0], decoded[mine]))
+            with epic.torch.replay_routing(layer, {"": routing}, weights=weights):
+                out, loss = layer(x[mine])
+                (out.square().sum() + loss).backward()
+            found.append(torch.equal(out, decoded[mine]))
+            found.append(bool(layer.w_down.grad.abs().sum() > 0))
+    return found
+
+
+def test_training_on_a_rollout(world: Any) -> None:
+    """Four ranks that replay the routing of a rollout on one rank have its bits."""
+    assert world.run(train_on_rollout, None) == [[True] * 5] * 4
+
+
+def test_generation() -> None:
+    """The MoE layers of a model have the same bits for a sequence alone and among 32."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=32, hidden_size=256, intermediate_size=24, moe_intermediate_size=512,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        num_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model = transformers.Qwen3MoeForCausalLM(config).eval()
+    prompts = torch.arange(96).reshape(32, 3) * 7 % 32
+    sizes = {"num_ranks": 1, "max_tokens": 96, "max_row_bytes": 4 * 256}
+    with epic.torch.Group(**sizes) as group, torch.no_grad():
+        epic.torch.replace_moe(model, group, invariant=True)
+        layers = [m for m in model.modules() if isinstance(m, epic.torch.MoE)]
+        calls: list[Any] = []
+        hooks = [
+            m.register_forward_hook(lambda m, args, found: calls.append((m, args[0], found[0])))
+            for m in layers
+        ]
+        more = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        whole = model.generate(prompts, **more)
+        for hook in hooks:
+            hook.remove()
+        assert len(calls) == 2 * 4
+        for i in (0, 17, 31):
+            assert torch.equal(model.generate(prompts[i : i + 1], **more)[0], whole[i])
+            for layer, x, out in calls:
+                assert torch.equal(layer(x[i : i + 1])[0], out[i : i + 1])
