@@ -86,7 +86,7 @@ typedef struct exchange {
     int64_t *next_item_to;   /* next item to send to each peer */
     int32_t *next_piece_to;  /* next piece of item next_item_to[r] for each peer r */
     int64_t *next_item_from; /* next item to read from each peer */
-    ring_cost *ring_costs;   /* cost of the ring to each peer; kept between operations */
+    ring_cost *ring_costs;   /* [num_ranks] of the ring to each peer; kept between operations */
     const void **rows;       /* the `rows` argument of collect.read_rows */
     window_target *targets; /* [num_ranks, NUM_WINDOW_OUTPUTS] outputs in windows (windows.h) */
     bool has_targets;       /* true: this flow stores into windows */
@@ -107,7 +107,8 @@ typedef struct exchange {
  * failure. */
 epic_result exchange_open_all(epic_context *ctx);
 void exchange_close_all(epic_context *ctx);
-int64_t exchange_bytes(const epic_config *config); /* returns the host memory of one exchange */
+/* Returns how many bytes of host memory one exchange needs. */
+int64_t exchange_bytes(const epic_config *config);
 
 /* Begins an operation: sends this rank's op header to all ranks, waits for their headers, and
  * compares all headers. `bytes` is the size of the operation that epic-info shows.

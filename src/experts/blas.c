@@ -80,8 +80,9 @@ static void make_name(blas *b, void *library, const naming *n, const char *confi
 }
 
 /* Reads the addresses of all functions of struct blas from `library`. Returns false if one of
- * them is missing. A build has 64-bit integers if its function names have a suffix, or if its
- * configuration string contains USE64BITINT. */
+ * them is missing. OpenBLAS can be built with 64-bit sizes as arguments. `library` is such a
+ * build if its function names have a suffix, or if its configuration string contains
+ * USE64BITINT. */
 static bool read_functions(blas *b, void *library, const naming *n)
 {
     char *(*get_config)(void) = NULL;

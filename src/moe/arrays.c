@@ -86,7 +86,7 @@ static void add_rows(array_list *p, const moe_job *j, const char *name, const vo
     add_array(p, name, data, j->tokens * j->hidden, element, out);
 }
 
-/* Adds `saved` and the workspace. Forward writes `saved`. Backward only reads it. */
+/* Appends `saved` and the workspace to the list p. Forward writes `saved`. Backward only reads it. */
 static void add_buffers(array_list *p, const moe_job *j, const void *saved,
                         const void *workspace, bool forward)
 {

@@ -44,8 +44,9 @@ static void select_best(int32_t *out, int k, const REAL *v, int64_t n, const uin
                 found = insert_best(out, found, k, v, i);
 }
 
-/* Returns the score of a group with the values v [n]. `order` is scratch memory for 64
- * columns. */
+/* Returns the score of a group of columns: its largest value or, with EPIC_GROUP_SUM, the sum
+ * of its group_best largest values. v [n]: values of the columns of the group. `order`: scratch
+ * memory for 64 numbers of columns. */
 static REAL score_group(const epic_router *r, const REAL *v, int64_t n, int32_t *order)
 {
     const int m = r->group_score == EPIC_GROUP_SUM ? (int)r->group_best : 1;

@@ -123,10 +123,11 @@ __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t tok
 }
 
 /* Finishes the dot products (gradients of weights) for token number `token` of every rank. For
- * each slot of these tokens on this rank, adds the blocks of the dot product in ascending
- * order, and stores the sum to d_slot_weights. Each lane handles one slot. Waits for blocks
- * that other warps have not stored yet. Stores poison to the blocks that it has read, which
- * marks them as empty. Called by a whole warp. Returns false if the group of ranks has
+ * each slot of these tokens on this rank, adds the parts of the dot product in ascending
+ * order, and stores the sum to d_slot_weights. A part is the dot product of one block of the
+ * row; the warp that receives the block stores it. Each lane handles one slot. Waits for parts
+ * that are not stored yet. Overwrites each part that it has read with poison, which marks it as
+ * empty. Called by a whole warp. Returns false if the group of ranks has
  * failed. */
 __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t token)
 {

@@ -267,7 +267,8 @@ __device__ __forceinline__ void bulk_prefetch(const void *from, uint32_t bytes)
     BULK_ASM("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
-/* Ends a group of bulk stores of this thread. wait_bulk_read() counts in such groups. */
+/* Ends a group of bulk stores of this thread. The argument of wait_bulk_read() is a number of
+ * such groups. */
 __device__ __forceinline__ void end_bulk(void)
 {
     BULK_ASM("cp.async.bulk.commit_group;" ::: "memory");

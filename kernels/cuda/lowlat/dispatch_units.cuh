@@ -48,8 +48,8 @@ struct LowlatMove : PackedMove {
     }
 };
 
-/* One piece of a token of `rank` that a warp is receiving. The warp loads all that is available
- * before it waits for the rest. */
+/* One piece of a token of `rank` that a warp is receiving. A warp first loads all its pending
+ * pieces, and then waits for the words that had not arrived. */
 struct PendingPiece {
     int32_t token, piece;
     int rank;

@@ -36,9 +36,10 @@ __device__ __forceinline__ uint4 *staged_row(uint8_t *box, int32_t token, int32_
     return (uint4 *)(box + (uint64_t)(uint32_t)token * ((uint32_t)vectors * 16u));
 }
 
-/* Returns the address, in a heap, of the escape words that a rank sends. (They say which words
- * of a piece the sender has replaced.) `source`: number of the sending rank: 0 for the next
- * higher rank after the owner of the heap. `heap`: base address of that heap. */
+/* Returns the address in the receiver's heap at which the escape words of one sender arrive.
+ * (They say which words of a piece the sender has replaced.) `heap`: base address of the
+ * receiver's heap. `source`: number of the sender; 0 is the next higher rank after the
+ * receiver. */
 __device__ __forceinline__ uint32_t *escapes_base(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int source)
 {
