@@ -179,9 +179,9 @@ def test_training_state(world: Any, tmp_path: Path) -> None:
             assert losses == pytest.approx(wanted, rel=1e-8), ep
 
 
-def run_invariant(rank: int, ep: int, folder: str) -> tuple[np.ndarray, np.ndarray]:
+def run_invariant(rank: int, ep: int, folder: str) -> tuple[str, np.ndarray, np.ndarray]:
     """Compare an invariant model that from_pretrained has adapted with one that was loaded as a
-    whole. Return output and gradient of a layer for the same tokens in each group."""
+    whole. Return the fingerprint, and output and gradient of a layer for the same tokens."""
 
     def adapt(model: Any) -> Any:
         wish = {"target_modules": ["q_proj"], "target_parameters": TARGETS["Qwen3Moe"]}
@@ -202,21 +202,26 @@ def run_invariant(rank: int, ep: int, folder: str) -> tuple[np.ndarray, np.ndarr
             assert value is None or torch.equal(gradients[0][name], value), name
         block = last_block(mine)
         assert unwrapped(block.moe).options.invariant
-        assert epic.torch.check_invariance(mine, group).is_invariant
+        report = epic.torch.check_invariance(mine, group)
+        assert report.is_invariant
+        with mine.disable_adapter():  # the report is about the active adapters
+            plain = epic.torch.check_invariance(mine, group)
+        assert plain.is_invariant and plain.fingerprint != report.fingerprint
         part = slice(12 * group.rank // ep, 12 * (group.rank + 1) // ep)
         x = numbers(1, 1, 12, 32)[:, part].requires_grad_()
         out = block(x)
         out.backward(numbers(2, 1, 12, 32)[:, part])
-        return out.detach().numpy(), x.grad.numpy()
+        return report.fingerprint, out.detach().numpy(), x.grad.numpy()
 
 
 def test_invariant_models(world: Any, tmp_path: Path) -> None:
     """Output and gradient of an adapted layer have equal bits on 1, 2 and 4 ranks."""
     model_of("Qwen3Moe").save_pretrained(tmp_path)
-    whole = world.run(run_invariant, 1, str(tmp_path))[0]
+    fingerprint, *whole = world.run(run_invariant, 1, str(tmp_path))[0]
     for ep in (2, 4):
-        parts = world.run(run_invariant, ep, str(tmp_path))[:ep]
-        for wanted, got in zip(whole, zip(*parts, strict=True), strict=True):
+        fingerprints, *parts = zip(*world.run(run_invariant, ep, str(tmp_path))[:ep], strict=True)
+        assert set(fingerprints) == {fingerprint}
+        for wanted, got in zip(whole, parts, strict=True):
             assert np.array_equal(np.concatenate(got, axis=1), wanted)
 
 

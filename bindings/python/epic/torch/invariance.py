@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """check_invariance: checks whether the bits of a token depend on its batch or its rank."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from epic.invariance import (
 )
 from epic.options import Router
 from epic.torch import combining, steps
+from epic.torch.families import unwrapped
 from epic.torch.groups import Group
 from epic.torch.module import MoE
 from epic.torch.moe import MoeWeights, moe
@@ -37,16 +39,42 @@ def bits_of(x: Tensor) -> np.ndarray:
     return x.detach().contiguous().view(kinds[x.element_size()]).cpu().numpy()
 
 
+def call_inside(module: nn.Module, layer: MoE, work: Callable[[], Any]) -> Any:
+    """Call a function while the adapters of a layer are active, and return its result.
+
+    The wrappers of peft change the parameters of a layer only while they call it. So the function
+    runs in place of the layer's forward.
+
+    Args:
+        module: The layer in the wrappers of peft, or the layer.
+        layer: The layer.
+        work: The function.
+    """
+    found = []
+
+    def forward(x: Tensor) -> Tensor:
+        found.append(work())
+        return x
+
+    layer.forward = forward  # type: ignore[assignment, method-assign]
+    try:
+        module(torch.empty(0, layer.options.experts.hidden, device=layer.group.device))
+    finally:
+        del layer.forward
+    return found[0]
+
+
 class Probe:
     """A function that runs the stages of a layer on tokens of a pool (see epic.invariance).
 
     Args:
+        module: The layer in the wrappers of its adapters, or the layer.
         layer: The layer.
         most: Largest number of tokens in a batch.
     """
 
-    def __init__(self, layer: MoE, most: int) -> None:
-        self.layer, self.group = layer, layer.group
+    def __init__(self, module: nn.Module, layer: MoE, most: int) -> None:
+        self.module, self.layer, self.group = module, layer, layer.group
         # No losses, because their gradients depend on all tokens.
         self.options = replace(layer.options, balance_coeff=0.0, z_coeff=0.0, sequence_tokens=0)
         held = layer.w_gate_up.dtype
@@ -111,6 +139,11 @@ class Probe:
 
     def __call__(self, tokens: np.ndarray) -> Rows:
         """Return the bits of all stages for a batch; tokens: numbers of tokens in the pool."""
+        rows: Rows = call_inside(self.module, self.layer, lambda: self.stages(tokens))
+        return rows
+
+    def stages(self, tokens: np.ndarray) -> Rows:
+        """Return the same, with the parameters that the layer has now."""
         at = torch.from_numpy(tokens).to(self.group.device)
         x = self.pool[at].requires_grad_()
         found = self.run(x, return_routing=True)
@@ -161,7 +194,7 @@ def check_invariance(model: nn.Module, group: Group | None = None) -> Invariance
 
     Args:
         model: A model with `MoE` layers, or a `MoE`; also a model whose blocks `replace_moe` has
-            replaced.
+            replaced, with the adapters of peft that are active.
         group: Only layers of this group are checked. None: all layers.
 
     Returns:
@@ -188,9 +221,13 @@ def check_invariance(model: nn.Module, group: Group | None = None) -> Invariance
     differences: list[Difference] = []
     references: list[Rows] = []
     tried: set[int] = set()
+    wrapped: dict[MoE, nn.Module] = {}
+    for module in model.modules():  # a wrapper comes before the module in it
+        if isinstance(unwrapped(module), MoE):
+            wrapped.setdefault(unwrapped(module), module)
     for name, layer in layers.items():
         sizes = batch_sizes(layer.group.max_tokens)
-        probe = Probe(layer, sizes[0])
+        probe = Probe(wrapped[layer], layer, sizes[0])
         with torch.enable_grad():
             found, rows = compare_batches(
                 name, sizes, probe, probe.share, probe.add, layer.group.rank
