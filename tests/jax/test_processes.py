@@ -51,6 +51,13 @@ def test_layers(processes: int) -> None:
 
 
 @pytest.mark.thorough
+def test_invariance() -> None:
+    """check_invariance compares tokens on the devices of several processes."""
+    for said in run("invariance", 2):
+        assert said.endswith("right\n"), said[-3000:]
+
+
+@pytest.mark.thorough
 def test_independent_layers() -> None:
     """Many layers in one program, in four processes, give equal results every time."""
     for said in run("independent", 4):

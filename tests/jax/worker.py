@@ -85,6 +85,24 @@ def run_layers(process: int, processes: int, port: int) -> None:
     say("right")
 
 
+def run_invariance(process: int, processes: int, port: int) -> None:
+    """Layers over the devices of all processes, and over those of one, have equal bits."""
+    initialize(process, processes, port)
+    options = epic.jax.Moe.of(num_experts=8, top_k=2, hidden=8, inner=16, invariant=True)
+    shapes = {"w_gate": (8, 8), "w_gate_up": (8, 8, 32), "w_down": (8, 16, 8)}
+    values = {n: np.asarray(steps.numbers(i, *s)) for i, (n, s) in enumerate(shapes.items())}
+    prints = set()
+    for name, devices in (("all", jax.devices()), (f"of {process}", jax.local_devices())):
+        mesh = Mesh(np.array(devices), ("ep",))
+        weights = epic.jax.MoeWeights(**{n: place(mesh, v, P()) for n, v in values.items()})
+        with epic.jax.open(mesh, "ep", name=name, **SIZES) as group:
+            report = epic.jax.check_invariance(mesh, group, options, weights)
+        assert report.is_invariant, report
+        prints.add(report.fingerprint)
+    assert len(prints) == 1, prints
+    say("right")
+
+
 def run_independent(process: int, processes: int, port: int) -> None:
     """Run independent layers, forward and backward, many times."""
     initialize(process, processes, port)

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from epic.errors import EpicUnsupportedError
 from epic.invariance import (
@@ -29,8 +30,16 @@ SHARED = ("shared_gate_up", "shared_down", "shared_b_gate_up", "shared_b_down")
 
 
 def bits_of(x: Any) -> np.ndarray:
-    """Return an array as numpy bytes [num_tokens, n]."""
+    """Return a global array as numpy bytes [num_tokens, n].  Collective over its processes."""
+    if not x.is_fully_addressable:
+        x = multihost_utils.process_allgather(x, tiled=True)
     return as_bytes(np.asarray(x))
+
+
+def first_choices(ids: Any, num_ids: int) -> tuple[Any, Any]:
+    """Return the ids with only the first choice of each token, and those below num_ids."""
+    own = ids.at[:, 1:].set(-1)
+    return own, jnp.where(own < num_ids, own, -1)
 
 
 class Probe:
@@ -50,11 +59,17 @@ class Probe:
         # No losses, because their gradients depend on all tokens.
         self.options = replace(options, balance_coeff=0.0, z_coeff=0.0, sequence_tokens=0)
         rows, gradients = draw_pool(most, options.experts.hidden)
-        self.pool, self.gradients = jnp.asarray(rows, dtype), jnp.asarray(gradients, dtype)
+        self.pool, self.gradients = (values.astype(dtype) for values in (rows, gradients))
         self.layer = jax.jit(self.run_layer)
         self.logits = jax.jit(self.run_gate)
         self.travel = jax.jit(self.run_travel)
         self.one_expert = jax.jit(self.run_one_expert)
+        self.first_choices = jax.jit(first_choices, static_argnums=1)
+
+    def place(self, values: np.ndarray) -> Any:
+        """Return the global array of tokens, spread over the mesh, that every process has whole."""
+        sharding = NamedSharding(self.mesh, PartitionSpec(tuple(self.mesh.axis_names)))
+        return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
     def run(self, options: Moe, x: Any, weights: Any, **more: Any) -> Any:
         """Run the layer over the mesh."""
@@ -97,12 +112,12 @@ class Probe:
 
     def __call__(self, tokens: np.ndarray) -> Rows:
         """Return the bits of all stages for a batch; tokens: numbers of tokens in the pool."""
-        x, ct, router = self.pool[tokens], self.gradients[tokens], self.options.router
+        x, ct = self.place(self.pool[tokens]), self.place(self.gradients[tokens])
+        router = self.options.router
         out, routing, d_x = self.layer(x, ct, self.weights)
-        own = routing.topk_idx.at[:, 1:].set(-1)
-        sent = jnp.where(own < self.options.layer.num_ids, own, -1)
+        own, sent = self.first_choices(routing.topk_idx, self.options.layer.num_ids)
         groups = column_groups(router.num_experts + router.zero_experts, router.top_k)
-        forced = [np.tile(ids.astype(np.int32), (len(tokens), 1)) for ids in groups]
+        forced = [self.place(np.tile(ids.astype(np.int32), (len(tokens), 1))) for ids in groups]
         logits = [bits_of(self.logits(x, ids, self.weights)) for ids in forced]
         return {
             "gate": as_bytes(*logits),
@@ -128,10 +143,11 @@ def check_invariance(
     Runs the layer on batches of 1, 2, 7, 32, 100, 1000, 4096 and max_tokens tokens on each device,
     except those larger than max_tokens.  All batches draw their tokens at random from the same 64
     tokens.  The check compares the bits of each token in every stage of the layer.  A layer with
-    `Moe.of(..., invariant=True)` has no differences.  Call it outside of `jax.jit`.
+    `Moe.of(..., invariant=True)` has no differences.  Call it outside of `jax.jit`, in all
+    processes of the mesh.
 
     Args:
-        mesh: the mesh that the group was opened with.  All its devices must be of this process.
+        mesh: the mesh that the group was opened with.
         group: the group.
         options: the layer, without replicas.
         weights: global arrays, as for `epic.jax.sharded.moe`.
@@ -139,18 +155,14 @@ def check_invariance(
         grouped_gemm: as for `epic.jax.moe`.
 
     Returns:
-        An `InvarianceReport`.  Compare its `fingerprint` with that of a group of another size.
+        An `InvarianceReport`, equal in all processes.  Compare its `fingerprint` with that of a
+        group of another size.
 
     Raises:
         EpicArgumentError: an argument is wrong.
-        EpicUnsupportedError: the mesh has devices of other processes, or the layer has replicas.
+        EpicUnsupportedError: the layer has replicas.
 
     """
-    if any(device.process_index != jax.process_index() for device in mesh.devices.flat):
-        raise EpicUnsupportedError(
-            "mesh has devices of other processes: not supported by check_invariance; call it with "
-            "a mesh of one process"
-        )
     if options.layer.num_logical:
         raise EpicUnsupportedError(
             "options.layer.num_logical is given: not supported by check_invariance; call it for "
