@@ -1562,8 +1562,7 @@ typedef struct epic_moe_args {
  * Threads: collective.
  * CUDA:    all arrays are on the device, also the losses and their gradients.  The host never
  *          waits, and a graph can hold the call.  A rank_of_expert that gives a rank more than
- *          num_local_experts is class (b).  F64 rows, shared->gemm and epic_moe_plan are
- *          EPIC_ENOTSUP. */
+ *          num_local_experts is class (b).  F64 rows and shared->gemm are EPIC_ENOTSUP. */
 static inline epic_result epic_moe_forward(epic_context *ctx, const epic_moe_args *args);
 
 /* Runs the first part of epic_moe_forward, up to the plan.  The caller can then allocate memory
@@ -1581,7 +1580,8 @@ static inline epic_result epic_moe_forward(epic_context *ctx, const epic_moe_arg
  * written.
  * Errors:  those of epic_plan.
  * Threads: collective.
- * CUDA:    EPIC_ENOTSUP. */
+ * CUDA:    the host waits for the stream and for all ranks, and then returns errors in the data,
+ *          too.  EPIC_ENOTSUP if the stream is being captured. */
 static inline epic_result epic_moe_plan(epic_context *ctx, const epic_moe_args *args,
                                         int64_t *slots);
 

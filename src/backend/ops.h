@@ -133,6 +133,11 @@ typedef struct epic_ops {
     epic_result (*add_array)(epic_group *, epic_stream, void *to, const void *from,
                              int64_t count, uint32_t type, bool replace);
 
+    /* Waits for the stream, then copies `count` numbers from device memory to `to`. Returns
+     * EPIC_ENOTSUP if the stream is being captured. With count 0 it checks only that. */
+    epic_result (*read_counts)(epic_group *, epic_stream, const int32_t *from, int64_t count,
+                               int32_t *to);
+
     /* Sums each of the two rows of values [2, n] in the order of a binary tree. n is a power of
      * two. Writes the sum of the first row to values[0] and the sum of the second row to
      * values[1]. */

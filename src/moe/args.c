@@ -260,19 +260,6 @@ static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expe
                      (long long)most);
 }
 
-/* Called for CUDA contexts, which do not support epic_moe_plan. Returns EPIC_ENOTSUP if the
- * call is epic_moe_plan (`planning` is true), or a forward that uses a plan of epic_moe_plan
- * (EPIC_PLANNED). */
-static epic_result check_device_planned(const epic_moe_args *a, bool planning)
-{
-    if (planning || a->flags & EPIC_PLANNED)
-        return epic_fail(EPIC_ENOTSUP,
-                         "epic_moe_plan is not supported on CUDA contexts, where the host does "
-                         "not know the number of slots; set moe.capacity "
-                         "(epic_capacity_bound)");
-    return EPIC_OK;
-}
-
 /* Checks that the caller passed not both forced ids and a table, and no forced weights without
  * forced ids. */
 static epic_result check_forced(const epic_moe_args *a)
@@ -320,7 +307,6 @@ epic_result moe_read_forward_args(moe_job *j, epic_context *ctx, epic_moe_args *
         return epic_fail(EPIC_EINVAL, "moe.capacity is 0, EPIC_CAPACITY_EXACT: call "
                                       "epic_moe_plan first, then with EPIC_PLANNED");
     TRY(check_loss_type(j, a->loss_type));
-    if (j->is_device) TRY(check_device_planned(a, planning));
     if (j->is_device && a->rank_of_expert)
         return EPIC_OK; /* the kernels of the plan check a table in device memory */
     return check_placement(j, a->rank_of_expert);

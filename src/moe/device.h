@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The layer on a device: forward (device_forward.c), backward (device_backward.c) and their
  * common parts (device.c). Every function launches kernels on the stream of the call and
- * returns without waiting. The host never reads data that the kernels compute. A collective
- * function must be called on all ranks. */
+ * returns without waiting, except moe_device_plan(). Only this function reads data that the
+ * kernels compute. A collective function must be called on all ranks. */
 #ifndef EPIC_MOE_DEVICE_H
 #define EPIC_MOE_DEVICE_H
 
@@ -28,8 +28,8 @@ epic_result moe_device_shared(moe_job *j, const dense_block *block, int64_t b, u
 /* Runs the gate and the router on all tokens: writes logits, topk_idx and weights to
  * j->saved. */
 epic_result moe_device_route(moe_job *j, const epic_moe_args *a);
-/* Makes the plan, dispatches the rows and copies the loads to the caller's arrays.
- * Collective. */
+/* Makes the plan, unless epic_moe_plan has made it (EPIC_PLANNED), dispatches the rows and
+ * copies the loads to the caller's arrays. Collective. */
 epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a);
 /* Adds the outputs of the zero-experts and of the shared expert to the combined rows `out`. */
 epic_result moe_device_add_local_experts(moe_job *j, const epic_rows *out);
@@ -40,6 +40,9 @@ epic_result moe_device_add_local_experts(moe_job *j, const epic_rows *out);
 epic_result moe_device_dense_backward(moe_job *j, const epic_moe_backward_args *a,
                                       const epic_moe_gradients *g);
 
+/* Implements epic_moe_plan: waits for the plan, and writes the number of slots of this rank to
+ * *slots. Collective. */
+epic_result moe_device_plan(moe_job *j, const epic_moe_args *a, int64_t *slots);
 /* Implements epic_moe_forward. The arguments have been checked. Collective. */
 epic_result moe_device_forward(moe_job *j, const epic_moe_args *a);
 /* Implements epic_moe_backward. The arguments have been checked. Collective. */

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Runs epic_moe_forward on a device. The stages are those of host_forward.c. Each stage
- * launches kernels on the caller's stream, and the host never reads their results. If the data
- * of a rank is invalid, the kernels of the plan find it on every rank, and epic_check returns
- * the error. */
+/* Runs epic_moe_forward and epic_moe_plan on a device. The stages are those of host_forward.c.
+ * Each stage launches kernels on the caller's stream. In epic_moe_forward the host never reads
+ * their results. If the data of a rank is invalid, the kernels of the plan find it on every
+ * rank, and epic_check returns the error. */
 #include "base/error.h"
 #include "moe/device.h"
 #include "rules/experts_layout.h"
@@ -13,6 +13,21 @@ static epic_result copy_words(moe_job *j, void *to, const void *from, int64_t co
 {
     if (!to || !count) return EPIC_OK;
     return CONTEXT_OP(j->ctx, add_array, j->call.stream, to, from, count, EPIC_F32, true);
+}
+
+/* Copies the routing to the arrays of the caller that are not NULL. */
+static epic_result copy_routing(moe_job *j, const epic_moe_args *a)
+{
+    const int64_t choices = j->tokens * j->top_k;
+    TRY(copy_words(j, a->topk_idx_out, j->saved.topk_idx, choices));
+    return copy_words(j, a->topk_weights_out, j->saved.weights, choices);
+}
+
+/* Copies the loads to the arrays of the caller that are not NULL. */
+static epic_result copy_loads(moe_job *j, const epic_moe_args *a)
+{
+    TRY(copy_words(j, a->load, j->saved.load, j->layer.num_experts));
+    return copy_words(j, a->logical_load, j->saved.logical_load, j->layer.num_logical);
 }
 
 /* Runs the gate and the router on all tokens at once. The blocks need not be separate here,
@@ -43,8 +58,7 @@ epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
     TRY(CONTEXT_OP(j->ctx, gate_forward, &gate));
     TRY(epic_router_forward(j->ctx, &how));
     if (a->topk_weights_in) TRY(copy_words(j, j->saved.weights, a->topk_weights_in, choices));
-    TRY(copy_words(j, a->topk_idx_out, j->saved.topk_idx, choices));
-    TRY(copy_words(j, a->topk_weights_out, j->saved.weights, choices));
+    TRY(copy_routing(j, a));
     if (!j->router.zero_experts) return EPIC_OK;
     layer_tokens tokens = moe_device_token_args(j, &all);
     return CONTEXT_OP(j->ctx, mask_zero_experts, j->call.stream, &tokens, j->work.plan_idx);
@@ -72,10 +86,26 @@ static void quantize_dispatch(const moe_job *j, epic_dispatch_args *dispatch)
         (epic_rows){j->work.recv_scales, j->capacity, experts_blocks(j->hidden) * 4};
 }
 
-/* If the plan might not write all elements of expert_rows and expert_tokens, first sets them to
- * zero. If the caller passed rank_of_expert, the kernel check_plan_fits checks that no rank
- * owns more than num_local_experts experts. Without rank_of_expert, check_placement() has
- * checked that on the host. */
+/* Writes the arguments of the plan to *plan. If the plan might not write all elements of
+ * expert_rows and expert_tokens, first sets them to zero. */
+static epic_result prepare_plan(moe_job *j, const epic_moe_args *a, epic_plan_args *plan)
+{
+    const uint32_t local = j->experts.num_local_experts, ranks = (uint32_t)j->ctx->num_ranks;
+    *plan =
+        moe_make_plan_args(j, a, j->router.zero_experts ? j->work.plan_idx : j->saved.topk_idx);
+    if (a->rank_of_expert || local * ranks != j->layer.num_experts) return zero_counts(j);
+    return EPIC_OK;
+}
+
+/* If the caller passed rank_of_expert, launches a kernel that checks that no rank owns more
+ * than num_local_experts experts. Without rank_of_expert, check_placement() has checked that on
+ * the host. */
+static epic_result check_fits(moe_job *j, const epic_moe_args *a, const epic_plan_args *plan)
+{
+    if (!a->rank_of_expert) return EPIC_OK;
+    return CONTEXT_OP(j->ctx, check_plan_fits, plan, j->experts.num_local_experts);
+}
+
 epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a)
 {
     epic_dispatch_args dispatch = {.call = j->call,
@@ -86,16 +116,17 @@ epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a)
                                    .recv = {j->saved.recv, j->capacity, j->row_bytes},
                                    .weights = j->saved.weights,
                                    .slot_weights = j->saved.slot_weights};
-    const epic_plan_args plan =
-        moe_make_plan_args(j, a, j->router.zero_experts ? j->work.plan_idx : j->saved.topk_idx);
-    const uint32_t local = j->experts.num_local_experts, ranks = (uint32_t)j->ctx->num_ranks;
-    quantize_dispatch(j, &dispatch);
-    if (a->rank_of_expert || local * ranks != j->layer.num_experts) TRY(zero_counts(j));
     const op_header_extra extra = {.options = &j->options};
-    TRY(api_plan_dispatch(j->ctx, &plan, &dispatch, &extra));
-    if (a->rank_of_expert) TRY(CONTEXT_OP(j->ctx, check_plan_fits, &plan, local));
-    TRY(copy_words(j, a->load, j->saved.load, j->layer.num_experts));
-    return copy_words(j, a->logical_load, j->saved.logical_load, j->layer.num_logical);
+    epic_plan_args plan;
+    quantize_dispatch(j, &dispatch);
+    if (a->flags & EPIC_PLANNED) {
+        TRY(api_dispatch(j->ctx, &dispatch, &extra));
+    } else {
+        TRY(prepare_plan(j, a, &plan));
+        TRY(api_plan_dispatch(j->ctx, &plan, &dispatch, &extra));
+        TRY(check_fits(j, a, &plan));
+    }
+    return copy_loads(j, a);
 }
 
 epic_result moe_device_add_local_experts(moe_job *j, const epic_rows *out)
@@ -138,9 +169,45 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
     return CONTEXT_OP(j->ctx, write_losses, j->call.stream, both, a);
 }
 
+/* Adds up the slots of this rank's experts, after the plan has been made. */
+static epic_result count_slots(moe_job *j, int64_t *slots)
+{
+    enum { PIECE = 512 };
+    const int64_t experts = j->experts.num_local_experts;
+    int32_t rows[PIECE];
+    for (int64_t first = 0; first < experts; first += PIECE) {
+        const int64_t count = experts - first < PIECE ? experts - first : PIECE;
+        TRY(CONTEXT_OP(j->ctx, read_counts, j->call.stream, j->saved.expert_rows + first, count,
+                       rows));
+        for (int64_t e = 0; e < count; e++) *slots += rows[e];
+    }
+    return EPIC_OK;
+}
+
+epic_result moe_device_plan(moe_job *j, const epic_moe_args *a, int64_t *slots)
+{
+    const op_header_extra extra = {.options = &j->options};
+    epic_plan_args plan;
+    int64_t count = 0;
+    *slots = 0;
+    TRY(CONTEXT_OP(j->ctx, read_counts, j->call.stream, NULL, 0, NULL));
+    TRY(moe_device_route(j, a));
+    TRY(prepare_plan(j, a, &plan));
+    TRY(api_plan(j->ctx, &plan, &extra));
+    TRY(check_fits(j, a, &plan));
+    TRY(copy_loads(j, a));
+    TRY(count_slots(j, &count));
+    TRY(epic_check(j->ctx)); /* the counts are valid only without an error in the data */
+    *slots = count;
+    return EPIC_OK;
+}
+
 epic_result moe_device_forward(moe_job *j, const epic_moe_args *a)
 {
-    TRY(moe_device_route(j, a)); /* an error is safe here: no peer waits for this rank yet */
+    if (a->flags & EPIC_PLANNED)
+        TRY(copy_routing(j, a));
+    else
+        TRY(moe_device_route(j, a)); /* no peer waits for this rank yet */
     TRY(moe_device_plan_dispatch(j, a));
     epic_result result = moe_run_experts(j);
     if (result != EPIC_OK) return moe_abort_call(j, result);

@@ -60,6 +60,7 @@ epic_result epic_moe_plan_v1(epic_context *ctx, const epic_moe_args *args, size_
         return epic_fail(EPIC_EINVAL,
                          "slots is NULL: it must point to room for the number of slots");
     TRY(moe_read_forward_args(&j, ctx, &a, true));
+    if (j.is_device) return moe_device_plan(&j, &a, slots);
     experts_blas_enter();
     const epic_result result = moe_host_plan(&j, &a, slots);
     experts_blas_leave();

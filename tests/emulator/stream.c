@@ -304,6 +304,13 @@ static cudaError_t destroy_graph(graph *g)
     return cudaSuccess;
 }
 
+cudaError_t cudaStreamIsCapturing(cudaStream_t given, enum cudaStreamCaptureStatus *status)
+{
+    const bool is_captured = given && given->captured;
+    *status = is_captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    return cudaSuccess;
+}
+
 cudaError_t cudaStreamBeginCapture(cudaStream_t given, enum cudaStreamCaptureMode mode)
 {
     (void)mode;

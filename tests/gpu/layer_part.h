@@ -8,7 +8,7 @@
 #include "copies.h"
 #include "unit/moe_layer.h"
 
-enum { MOST_MIRRORS = 64 };
+enum { MOST_MIRRORS = 96 };
 
 typedef struct mirror { /* an array of the host and its copy on the device */
     void *host, *device;

@@ -241,6 +241,25 @@ epic_result p2p_add(epic_group *group, epic_stream stream, void *to, const void 
                     "launching a sum of the layer");
 }
 
+epic_result p2p_read_counts(epic_group *group, epic_stream stream, const int32_t *from,
+                            int64_t count, int32_t *to)
+{
+    (void)group;
+    const cudaStream_t s = (cudaStream_t)stream;
+    enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    TRY(p2p_cuda(cudaStreamIsCapturing(s, &status), "asking whether a stream is captured"));
+    if (status != cudaStreamCaptureStatusNone)
+        return epic_fail(
+            EPIC_ENOTSUP,
+            "call.stream is being captured: epic_moe_plan makes the host wait, so a "
+            "graph cannot contain it; set moe.capacity (epic_capacity_bound)");
+    if (!count) return EPIC_OK;
+    const size_t bytes = (size_t)count * sizeof *to;
+    cudaError_t error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, s);
+    if (error == cudaSuccess) error = cudaStreamSynchronize(s);
+    return p2p_cuda(error, "reading the counts of a plan");
+}
+
 epic_result p2p_trees(epic_group *group, epic_stream stream, float *values, int64_t n)
 {
     (void)group;

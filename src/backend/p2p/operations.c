@@ -610,6 +610,7 @@ const epic_ops p2p_ops = {
     .add_local_rows = p2p_finish,
     .check_plan_fits = p2p_check_plan_fits,
     .add_array = p2p_add,
+    .read_counts = p2p_read_counts,
     .sum_trees = p2p_trees,
     .write_losses = p2p_write_losses,
     .read_d_losses = p2p_take_losses,

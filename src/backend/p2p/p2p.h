@@ -201,6 +201,10 @@ epic_result p2p_gate_backward(epic_group *group, const epic_gate_args *gate);
  * `count` numbers of type `type`. `from` NULL stands for zeros. */
 epic_result p2p_add(epic_group *group, epic_stream stream, void *to, const void *from,
                     int64_t count, uint32_t type, bool replace);
+/* Waits for the stream, then copies `count` numbers from device memory to `to`. Returns
+ * EPIC_ENOTSUP if the stream is being captured. With count 0 it checks only that. */
+epic_result p2p_read_counts(epic_group *group, epic_stream stream, const int32_t *from,
+                            int64_t count, int32_t *to);
 /* Copies topk_idx to `to`, with -1 in place of zero-experts, because no rows are sent to
  * zero-experts. */
 epic_result p2p_mask_zero_experts(epic_group *group, epic_stream stream,

@@ -2,13 +2,53 @@
 /* Tests the whole layer on CUDA contexts: random layers against plain float64 loops, their
  * gradients against central differences of these (tests/unit/moe_values.h), and both against
  * the layer on host contexts. Half of the cases run in a captured graph; some weight gradients
- * have the type of the rows.
+ * have the type of the rows; some layers have the exact capacity that epic_moe_plan returns.
  *
  *   api_layer [CASES] [MOST_RANKS] [SEED] */
 #include "layer_part.h"
 #include "unit/moe_values.h"
 
 static bool captured; /* the calls are captured in a graph that runs once */
+static bool planned;  /* epic_moe_plan returns the capacity */
+
+/* Replaces `saved` and the workspaces by new ones for the current moe.capacity. */
+static void renew_memory(device_part *d)
+{
+    part *t = d->t;
+    CHECK(epic_moe_memory(NULL, &t->config, &t->moe, &t->memory) == EPIC_OK, "%s",
+          epic_error(NULL));
+    t->forward.saved = poisoned_device(d, t->memory.saved_bytes);
+    t->backward.saved = t->forward.saved;
+    t->forward.saved_bytes = t->backward.saved_bytes = t->memory.saved_bytes;
+    t->forward.workspace = poisoned_device(d, t->memory.forward_bytes);
+    t->forward.workspace_bytes = t->memory.forward_bytes;
+    t->backward.workspace = poisoned_device(d, t->memory.backward_bytes);
+    t->backward.workspace_bytes = t->memory.backward_bytes;
+}
+
+/* Makes the plan, and prepares the calls for the number of slots that it needs. */
+static void make_plan(device_part *d, epic_context *ctx)
+{
+    part *t = d->t;
+    int64_t slots = -1;
+    int32_t demand = -1;
+    t->moe.capacity = EPIC_CAPACITY_EXACT;
+    renew_memory(d);
+    const void *old = t->forward.saved;
+    const size_t kept = (size_t)t->memory.saved_bytes;
+    CHECK(epic_moe_plan(ctx, &t->forward, &slots) == EPIC_OK, "%s: %s", t->p->name,
+          epic_error(ctx));
+    must_succeed(cudaMemcpy(&demand, t->forward.demand, sizeof demand, cudaMemcpyDeviceToHost),
+                 "a copy");
+    CHECK(t->p->layer.overflow == EPIC_OVERFLOW_DROP ? slots <= demand : slots == demand,
+          "%s: %lld slots for a demand of %d", t->p->name, (long long)slots, demand);
+    t->moe.capacity = slots;
+    t->forward.flags = EPIC_PLANNED;
+    renew_memory(d);
+    must_succeed(
+        cudaMemcpyAsync(t->forward.saved, old, kept, cudaMemcpyDeviceToDevice, d->stream),
+        "a copy");
+}
 
 static void run_captured(device_part *d, epic_context *ctx)
 {
@@ -28,6 +68,7 @@ static void run_captured(device_part *d, epic_context *ctx)
 static void run_on_device(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
     device_part d = device_part_make(what, rank, config);
+    if (planned) make_plan(&d, ctx);
     if (captured)
         run_captured(&d, ctx);
     else
@@ -50,6 +91,13 @@ static void run_on_host(void *what, int rank, epic_context *ctx, const epic_conf
 
 /* ------------------------------------------------------------------------------- tests ---- */
 
+/* Returns true if no rank can need more slots than moe.capacity. */
+static bool fits_all(const problem *p)
+{
+    const int64_t padding = p->layer.alignment ? p->layer.alignment - 1 : 0;
+    return p->moe.capacity >= p->total * p->layer.top_k + p->layer.num_experts * padding;
+}
+
 static void test_random(uint32_t seed, int num_ranks)
 {
     static const uint32_t types[] = {EPIC_F32, EPIC_BF16, EPIC_F16};
@@ -63,6 +111,7 @@ static void test_random(uint32_t seed, int num_ranks)
     team_threads(run_on_host, &host, &config);
     config.backend = "p2p";
     captured = seed / 3 % 2;
+    planned = !captured && fits_all(&p);
     team_threads(run_on_device, &p, &config);
     check_values(&p, seed);
     compare_results(&host, &p);

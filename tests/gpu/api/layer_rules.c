@@ -346,7 +346,12 @@ static void run_refused(void *what, int rank, epic_context *ctx, const epic_conf
     expect_refusal(t, ctx, EPIC_EINVAL, "moe.experts.num_local_experts is 3: the placement");
     t->experts.num_local_experts++;
     t->moe.capacity = EPIC_CAPACITY_EXACT;
+    cudaGraph_t graph;
+    must_succeed(cudaStreamBeginCapture(d.stream, cudaStreamCaptureModeThreadLocal), "capture");
     CHECK(epic_moe_plan(ctx, &t->forward, &slots) == EPIC_ENOTSUP, "%s", epic_error(ctx));
+    CHECK(strstr(epic_error(ctx), "call.stream is being captured"), "%s", epic_error(ctx));
+    must_succeed(cudaStreamEndCapture(d.stream, &graph), "capture");
+    cudaGraphDestroy(graph);
     t->moe.capacity = p.moe.capacity;
     t->forward.saved_bytes = t->memory.saved_bytes;
     t->forward.workspace_bytes = t->memory.forward_bytes - 1;
