@@ -4,13 +4,21 @@
 # wheel and runs ruff and mypy.  `make test` contains test-jax-quick, which runs all tests with the
 # first Python and a part of them with the others.
 
-.PHONY: test-jax test-jax-quick
+.PHONY: test-jax test-jax-quick test-jax-maxtext
 
 test-jax test-jax-quick:
 	@echo "== JAX"
 	@$(call CMAKE,Release,build)
 	@$(call BUILD,build) --target epic
 	@EPIC_JAX_QUICK=$(if $(findstring quick,$@),1) tests/jax/run.sh build
+
+# Trains a tiny model with MaxText.  It is not a part of `make test`, because MaxText needs many
+# packages.
+test-jax-maxtext:
+	@echo "== JAX: MaxText"
+	@$(call CMAKE,Release,build)
+	@$(call BUILD,build) --target epic
+	@tests/jax/maxtext.sh build
 
 # Targets for a machine with GPUs. They use the JAX of GPU_PYTHON, and build the libraries for Hopper
 # only.
