@@ -119,7 +119,9 @@ def test_resume(world: World, kind: str, how: str, tmp_path: Path) -> None:
             assert again == pytest.approx(losses, rel=1e-10), (ep, fsdp)
 
 
-@pytest.mark.parametrize(("ep", "fsdp"), [pytest.param(1, True, marks=pytest.mark.night), (2, True), (2, False)])
+@pytest.mark.parametrize(
+    ("ep", "fsdp"), [pytest.param(1, True, marks=pytest.mark.night), (2, True), (2, False)]
+)
 def test_saved_in_another_form(world: World, ep: int, fsdp: bool, tmp_path: Path) -> None:
     """Check that 4 ranks load what fully_shard or fewer ranks saved."""
     folder = os.fspath(tmp_path / "saved")
