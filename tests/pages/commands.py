@@ -75,7 +75,10 @@ def sources(program: str) -> list[Path]:
         found = [*(ROOT / "bench/gpu").glob(f"{on_gpu[1]}.c*")]
     elif re.match(r"^(?:bench|examples)/[\w/]+\.py$", program):
         shared = [*(ROOT / "examples/common").glob("*.py")] if program.startswith("ex") else []
-        found = [ROOT / program, *shared]
+        path = ROOT / program
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        modules = re.findall(r"^from (\w+) import", text, re.MULTILINE)  # also those of its folder
+        found = [path, *(path.with_name(f"{name}.py") for name in modules), *shared]
     return [path for path in found if path.exists()]
 
 
