@@ -34,7 +34,7 @@ endif
 gpu-test-torch: gpu-build-torch
 	@$(GPU_TORCH) GPU_PYTHON=$(GPU_PYTHON) tests/torch/gpu/run.sh
 
-# Trains with the examples for recipe, torchtitan and transformers. It has not run on GPUs yet.
+# Trains with the examples for recipe, torchtitan and transformers.
 gpu-test-torch-trainers: gpu-build-torch
 	@$(GPU_TORCH) timeout -k 5 570 $(GPU_PYTHON) -W ignore tests/torch/gpu/trainers.py
 
