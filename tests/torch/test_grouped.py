@@ -51,6 +51,7 @@ def steps(rank: int) -> None:
         for block in ("1x128", "1x32"):
             plan = epic.torch.plan(group, LAYER, ids)
             rows, slots = epic.torch.dispatch_grouped(plan, x, w, block)
+            assert slots is not None
             raw = epic.torch.dispatch_quantized(plan, x, w, block)
             assert same((rows.data, rows.scales, slots.detach()), raw)
             ends = plan.expert_rows.cumsum(0)

@@ -256,7 +256,7 @@ def test_generation() -> None:
     torch.manual_seed(3)
     model = transformers.Qwen3MoeForCausalLM(config).eval()
     prompts = torch.arange(96).reshape(32, 3) * 7 % 32
-    sizes = {"num_ranks": 1, "max_tokens": 96, "max_row_bytes": 4 * 256}
+    sizes: dict[str, Any] = {"num_ranks": 1, "max_tokens": 96, "max_row_bytes": 4 * 256}
     with epic.torch.Group(**sizes) as group, torch.no_grad():
         epic.torch.replace_moe(model, group, invariant=True)
         layers = [m for m in model.modules() if isinstance(m, epic.torch.MoE)]

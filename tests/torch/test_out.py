@@ -205,7 +205,7 @@ def given_gradients(rank: int) -> None:
                     home = epic.torch.combine(plan, y, slots if weighted else None, **more)
                     found = torch.autograd.grad(home, (x, w), ct, allow_unused=not weighted)
                     results.append([home.detach(), seen[-1], *found[: 1 + weighted]])
-                    assert not into or seen[-1].data_ptr() == mine.data_ptr()
+                    assert mine is None or seen[-1].data_ptr() == mine.data_ptr()
                 assert same(results[0], results[1]) and same(results[0], results[2])
 
 
