@@ -175,7 +175,9 @@ def compiled_gradients(rank: int) -> None:
             assert not any(v.requires_grad for v in given[-3:])
         with pytest.raises(Exception, match="grad_out is given in a compiled function"):
             torch.compile(
-                lambda y: epic.torch.combine(plan, y, grad_out=y.detach()), backend="aot_eager"
+                lambda y: epic.torch.combine(plan, y, grad_out=y.detach()),
+                fullgraph=True,
+                backend="aot_eager",
             )(recv.detach().requires_grad_())
     torch._dynamo.reset()
 
