@@ -62,7 +62,7 @@ def losses(emulated: Server, libraries: Path, backend: str, **more: str) -> list
     return [[float.fromhex(word) for word in out.split()] for out in finish(running, LIMIT)]
 
 
-@pytest.mark.thorough
+@pytest.mark.night
 def test_on_two_hosts(emulated: Server, libraries: Path) -> None:
     """The losses on two hosts have the bits of those on one host."""
     hosts = losses(emulated, libraries, "hosts", EPIC_HOST="%r")

@@ -43,7 +43,7 @@ def run(what: str, processes: int) -> list[str]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("processes", [4, 2])
+@pytest.mark.parametrize("processes", [4, pytest.param(2, marks=pytest.mark.night)])
 def test_layers(processes: int) -> None:
     """Check EP 1, 2 and 4 over processes with one device or two devices."""
     for said in run("layers", processes):
