@@ -267,7 +267,8 @@ def test_dtypes(param_dtype: str, opened: Any) -> None:
         assert relative(d_w["w_down"], wanted[3]["w_down"]) < 5e-2
     other = nnx_block(grid, group, {}, **wish)
     assert other.w_down[...].dtype == wish["param_dtype"]
-    assert nnx.jit(lambda m, x: m(x))(other, x)[0].dtype == jnp.bfloat16
+    found = jax.block_until_ready(nnx.jit(lambda m, x: m(x))(other, x))
+    assert found[0].dtype == jnp.bfloat16
 
 
 def test_a_group_of_another_mesh(opened: Any) -> None:
