@@ -83,7 +83,7 @@ typedef struct handler_call {
     bool on_device;
 } handler_call;
 
-/* What an entry in the table of an operation stands for. */
+/* Meaning of an entry in the table of an operation. */
 typedef enum handler_kind {
     HANDLER_ARRAY, /* one array */
     /* a plan that an earlier call made, followed by its channel (HANDLER_CHANNEL_BYTES) */
