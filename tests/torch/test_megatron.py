@@ -15,9 +15,10 @@ import torch.distributed as dist
 from parts import numbers
 from reference import relative
 
-sys.path.append(str(Path(__file__).parents[2] / "examples/common"))
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron compiles small functions, which takes time
 pytest.importorskip("megatron.core", reason="there is no megatron.core: make test-torch-adapters")
+sys.path.append(str(Path(__file__).parents[2] / "examples/common"))
+# Megatron compiles small functions, which takes time. This also affects all later tests of the run.
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 HIDDEN, LENGTH, BATCH, EXPERTS = 24, 6, 3, 8
 CASES: dict[str, dict[str, Any]] = {

@@ -173,6 +173,12 @@ def compiled_gradients(rank: int) -> None:
             found = [*found, last, *torch.autograd.grad(last, (x, w), ct)]
             assert same(found, wanted) and same(given[-3:], wanted[:3])
             assert not any(v.requires_grad for v in given[-3:])
+        with pytest.raises(Exception, match="grad_out is given in a compiled function"):
+            torch.compile(
+                lambda y: epic.torch.combine(plan, y, grad_out=y.detach()),
+                fullgraph=True,
+                backend="aot_eager",
+            )(recv.detach().requires_grad_())
     torch._dynamo.reset()
 
 
