@@ -175,13 +175,20 @@ static inline int64_t moe_block_begin(const moe_job *j, int64_t block)
     return block * (j->tokens / j->sequence_unit) / j->blocks * j->sequence_unit;
 }
 
+/* Returns the address of row `row` of the array at `data`. C does not allow to add to NULL, so
+ * an array without rows, whose address may be NULL, returns `data`. */
+static inline const char *moe_row_at(const moe_job *j, const void *data, int64_t row)
+{
+    return row ? (const char *)data + row * j->row_bytes : (const char *)data;
+}
+
 /* Return the rows of block `block` in an array with one row per token of this rank. The first
  * function is for inputs (x, d_out), the second for outputs (out, d_x). */
 static inline epic_const_rows moe_block_rows(const moe_job *j, const epic_const_rows *rows,
                                              int64_t block)
 {
     const int64_t first = moe_block_begin(j, block);
-    return (epic_const_rows){(const char *)rows->data + first * j->row_bytes,
+    return (epic_const_rows){moe_row_at(j, rows->data, first),
                              moe_block_begin(j, block + 1) - first, j->row_bytes};
 }
 
@@ -189,7 +196,7 @@ static inline epic_rows moe_block_out_rows(const moe_job *j, const epic_rows *ro
                                            int64_t block)
 {
     const int64_t first = moe_block_begin(j, block);
-    return (epic_rows){(char *)rows->data + first * j->row_bytes,
+    return (epic_rows){(void *)(uintptr_t)moe_row_at(j, rows->data, first),
                        moe_block_begin(j, block + 1) - first, j->row_bytes};
 }
 
