@@ -14,6 +14,9 @@ LEFT_OUT = sed -n 's/^-- \(left out: \)/\1/p' $(1)/configure.log
 # make programs several times slower, the share is smaller. `make test-night` runs ten times all cases.
 CASES = env EPIC_TEST_SCALE=$${EPIC_TEST_SCALE:-0.4}
 CASES_SANITIZED = env EPIC_TEST_SCALE=$${EPIC_TEST_SCALE:-0.1}
+# An option of CMake: the compiler clang, if it can build programs with AddressSanitizer.
+CLANG = $$(echo 'int main(void) { return 0; }' | clang -fsanitize=address,undefined -x c - -o /dev/null \
+    2>/dev/null && echo -DCMAKE_C_COMPILER=clang || echo "left out: no clang with AddressSanitizer" >&2)
 HOST_ONLY = -DEPIC_MPI=OFF -DEPIC_CUDA=OFF -DEPIC_EMULATOR=OFF
 # ThreadSanitizer of gcc 12 and 13 fails under the address randomization of newer Linux kernels.
 STILL = $$(setarch $$(uname -m) -R true 2>/dev/null && echo setarch $$(uname -m) -R)
@@ -21,7 +24,7 @@ VALGRIND = valgrind -q --error-exitcode=1 --leak-check=full --trace-children=yes
 VALGRIND_TESTS = info bootstrap_env bootstrap_threads recorder sized
 
 .PHONY: all examples test demo format clean install uninstall setup-build setup-test setup-demo \
-    test-format test-build test-gcc-tests test-gcc test-clang test-asan test-tsan test-valgrind test-chroot
+    test-format test-build test-gcc-tests test-gcc test-asan test-tsan test-valgrind test-chroot
 .NOTPARALLEL:
 
 all: setup-build
@@ -36,7 +39,7 @@ examples: setup-build
 # The parts of later stages test what the first stage has built.  The longest parts start first.  The
 # emulated GPUs of gcc-tests poll, so no other part runs at the same time.
 PARTS = "format build" "gcc-tests" \
-    "jax-quick asan torch tsan clang fuzz nvcc valgrind"
+    "jax-quick asan torch tsan fuzz nvcc valgrind"
 test: setup-test
 	@tests/parts.sh "$(MAKE)" $(PARTS)
 
@@ -59,18 +62,12 @@ test-gcc-tests:
 
 test-gcc: test-build test-gcc-tests
 
-test-clang:
-	@echo "== clang"
-	@if command -v clang >/dev/null; then \
-	    { $(call CMAKE,Release,build/clang,-DCMAKE_C_COMPILER=clang $(HOST_ONLY)); } && \
-	    $(call BUILD,build/clang) --target tested && $(CASES) $(call CTEST,build/clang) -L unit -LE slow; \
-	else echo "left out: there is no clang"; fi
-
+# Builds with clang, if clang and its sanitizers are installed, so that two compilers check the code.
 test-asan:
 	@echo "== AddressSanitizer and UndefinedBehaviorSanitizer"
-	@$(call CMAKE,Debug,build/asan,-DEPIC_SANITIZE=address$(,)undefined $(HOST_ONLY))
+	@{ $(call CMAKE,Debug,build/asan,-DEPIC_SANITIZE=address$(,)undefined $(HOST_ONLY) $(CLANG)); }
 	@$(call BUILD,build/asan) --target tested
-	@$(CASES_SANITIZED) $(call CTEST,build/asan) -LE slow
+	@$(CASES_SANITIZED) $(STILL) $(call CTEST,build/asan) -LE slow
 
 test-tsan:
 	@echo "== ThreadSanitizer"

@@ -1,6 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Runs the parts of `make test`, then prints the time of each part, what the parts left out, and why.
+# Runs the parts of `make test`, then prints the time and the processor time of each part, what the parts
+# left out, and why.
 # Two parts run at the same time, because pip and the last long test of a part leave cores idle.  The
 # output of a part is kept in build/parts and printed when the part has ended.  After a failure no
 # further part starts.
@@ -14,7 +15,9 @@ run_part() { # runs a part and stores its exit status
     echo "-- $part has begun" >&3
     status=0
     MAKEFLAGS=$PARTS_FLAGS "$make" "test-$part" >"$logs/$part.log" 2>&1 3>&- || status=$?
-    echo $(($(date +%s) - begin)) >"$logs/$part.seconds"
+    times >"$logs/$part.processor" # the second line: user and system time of the children, "1m2.3s 0m4.5s"
+    echo $(($(date +%s) - begin)) "$(awk -F '[ms ]+' 'NR == 2 { printf "%d", 60 * ($1 + $3) + $2 + $4 }' \
+        "$logs/$part.processor")" >"$logs/$part.seconds"
     echo $status >"$logs/$part.status"
     cat "$logs/$part.log"
     exit $status
@@ -42,9 +45,10 @@ for stage; do
 done
 
 for part in $*; do
-    [ ! -e "$logs/$part.seconds" ] || times="${times-}, $part $(cat "$logs/$part.seconds") s"
+    [ ! -e "$logs/$part.seconds" ] ||
+        times="${times-}, $(awk -v part="$part" '{ print part, $1 " (" $2 ") s" }' "$logs/$part.seconds")"
 done
-echo "== times${times-}; all $(($(date +%s) - begin)) s" | sed 's/times, /times: /'
+echo "== times (processor time)${times-}; all $(($(date +%s) - begin)) s" | sed 's/), /): /'
 
 # A line that several parts printed is shown once, with the names of the parts.
 left=$(cd $logs && for part in $*; do
