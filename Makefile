@@ -37,9 +37,8 @@ examples: setup-build
 	@$(call BUILD,build) --target examples
 
 # The parts of later stages test what the first stage has built.  The longest parts start first.  The
-# emulated GPUs of gcc-tests poll, so no other part runs at the same time.
-PARTS = "format build" "gcc-tests" \
-    "jax-quick asan torch tsan fuzz nvcc valgrind"
+# emulated GPUs of gcc-tests poll, so only a part without tests runs at the same time.
+PARTS = "format build" "gcc-tests nvcc" "jax-quick asan torch tsan fuzz valgrind"
 test: setup-test
 	@tests/parts.sh "$(MAKE)" $(PARTS)
 

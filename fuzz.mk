@@ -4,7 +4,7 @@
 # test` contains test-fuzz, which runs each target for a few seconds.  An input that fails is stored as
 # build/fuzz/TARGET-*; build/fuzz/TARGET FILE runs it again.
 FUZZ_SECONDS ?= 600
-FUZZ_QUICK_SECONDS ?= 5
+FUZZ_QUICK_SECONDS ?= 3
 FUZZ_CC ?= clang
 FUZZ_OUT = build/fuzz
 FUZZ_TARGETS = bootstrap_accept bootstrap_connect open plan

@@ -26,6 +26,7 @@
 #include <string.h>
 
 #include "case.h"
+#include "scaled_cases.h"
 
 #define MAX_CASE_TOKENS 256
 #define SMALL_CASE_TOKENS 24
@@ -168,13 +169,15 @@ int main(int argc, char **argv)
     const bool most = argc > 6 && !strcmp(argv[6], "most");
     const bool lowlat = argc > 6 && !strcmp(argv[6], "lowlat");
     const bool small = argc > 6 && !strcmp(argv[6], "small"); /* small cases, for slow tools */
-    options.cases = atoi(argv[4]);
     options.seed = strtoull(argv[5], NULL, 10);
     options.big = big;
     options.lowlat = lowlat;
     options.rows = argc > 7 && !strcmp(argv[7], "rows");
     options.forms = argc > 7 && !strcmp(argv[7], "forms");
     options.leaves = argc > 7 && !strcmp(argv[7], "leaves");
+    /* the cases of these options are selected, so all of them run */
+    const bool selected = options.forms || options.leaves || most;
+    options.cases = selected ? atoi(argv[4]) : scaled_cases(atoi(argv[4]));
     options.arena_bytes = big ? (size_t)3 << 30 : (size_t)1200 << 20;
     team t = {.num_ranks = atoi(argv[1]),
               .num_gpus = atoi(argv[2]),

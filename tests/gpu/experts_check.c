@@ -8,6 +8,7 @@
 #include "cuda/experts/grouped.h"
 #include "oracles/experts_rounded.h"
 #include "scaled.h"
+#include "scaled_cases.h"
 #include "team.h"
 
 enum { MOST_LOCAL = 12, TAIL = 40, RESULTS = 7 };
@@ -413,7 +414,7 @@ static int run_rank(team_rank *me)
 
 int main(int argc, char **argv)
 {
-    if (argc > 1) cases = atoi(argv[1]);
+    if (argc > 1) cases = scaled_cases(atoi(argv[1]));
     if (argc > 2) seed = (uint64_t)atoll(argv[2]);
     if (argc > 3) most = (uint32_t)atoi(argv[3]);
     const team t = {.num_ranks = 1,

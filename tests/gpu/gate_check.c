@@ -9,6 +9,7 @@
 #include "backend/p2p/p2p.h"
 #include "cuda/experts/grouped.h"
 #include "numbers.h"
+#include "scaled_cases.h"
 
 typedef struct shape {
     int64_t tokens, hidden, columns;
@@ -235,7 +236,7 @@ int main(int argc, char **argv)
                                   {64, 7168, 256, EPIC_BF16, false, false, false},
                                   {0, 64, 16, EPIC_BF16, false, false, true}};
     static const shape large = {1024, 2048, 256, EPIC_BF16, true, true, false};
-    const int cases = argc > 1 ? atoi(argv[1]) : 20;
+    const int cases = scaled_cases(argc > 1 ? atoi(argv[1]) : 20);
     random_state = argc > 2 ? strtoull(argv[2], NULL, 10) * 7919 + 1 : 1;
     alarm(300);
     must_succeed(p2p_load_plain_gemm() == cudaSuccess && p2p_load_hopper_gemm() == cudaSuccess,

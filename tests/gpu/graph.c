@@ -12,6 +12,7 @@
 
 #include "base/error.h"
 #include "copies.h"
+#include "scaled_cases.h"
 #include "team.h"
 
 /* Few enough for the low-latency kernels; another program uses more. */
@@ -188,7 +189,7 @@ static int run_rank(team_rank *me)
 int main(int argc, char **argv)
 {
     if (argc < 5) return 2;
-    replays = atoi(argv[4]);
+    replays = scaled_cases(atoi(argv[4]));
     flat = argc > 5 && !strcmp(argv[5], "flat");
     rare = argc > 5 && !strcmp(argv[5], "rare");
     const team t = {.num_ranks = atoi(argv[1]),

@@ -12,6 +12,7 @@
 
 #include "cuda/experts/grouped.h"
 #include "scaled.h"
+#include "scaled_cases.h"
 
 enum { MOST_EXPERTS = 40, TAIL = 70, SLICES = 3 };
 
@@ -452,7 +453,7 @@ static shape random_shape(uint32_t most)
 
 int main(int argc, char **argv)
 {
-    const int cases = argc > 1 ? atoi(argv[1]) : 40;
+    const int cases = scaled_cases(argc > 1 ? atoi(argv[1]) : 40);
     const uint64_t seed = argc > 2 ? (uint64_t)atoll(argv[2]) : 1;
     const uint32_t most = argc > 3 ? (uint32_t)atoi(argv[3]) : 400;
     only = argc > 4 ? argv[4] : NULL;

@@ -63,9 +63,8 @@ if has check; then
         done
         EPIC_NET_MEMORY=gpu run local 1 hosts_check 2 $SOME processes "$CASES" 2400 usual rows
     fi
-    export EPIC_TEST_SCALE=${EPIC_TEST_SCALE:-0.05}
-    run ucx 1 conformance_hosts 2
-    run chaos 2 conformance_hosts 4
+    EPIC_TEST_SCALE=${EPIC_TEST_SCALE:-0.05} run ucx 1 conformance_hosts 2
+    EPIC_TEST_SCALE=${EPIC_TEST_SCALE:-0.05} run chaos 2 conformance_hosts 4
 fi
 if has storm; then
     run chaos 1 hosts_storm 4 $SOME threads "$STORM" 1

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "case.h"
+#include "scaled_cases.h"
 
 #define POOL 16
 #define MAX_CASE_TOKENS 96
@@ -99,7 +100,7 @@ static int run_rank(team_rank *me)
 int main(int argc, char **argv)
 {
     if (argc < 6) return 2;
-    operations = atoi(argv[4]);
+    operations = scaled_cases(atoi(argv[4]));
     first_seed = strtoull(argv[5], NULL, 10);
     team t = {.num_ranks = atoi(argv[1]),
               .num_gpus = atoi(argv[2]),

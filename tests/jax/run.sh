@@ -103,7 +103,7 @@ check_missing
 failed=
 
 # Files whose tests depend on what JAX itself does: transformations, meshes, sharding, exporting
-OF_JAX="axes errors export flax handlers imports meshes moe plain_jit sharding steps transforms"
+OF_JAX="export imports meshes plain_jit sharding transforms"
 
 # The quick run has two halves at the same time, because one suite uses only one core.
 part() { # usage: part NUMBER (of the test files, see selection.py), then pytest arguments

@@ -43,7 +43,7 @@ def run(what: str, processes: int) -> list[str]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("processes", [4, pytest.param(2, marks=pytest.mark.night)])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.night)])
 def test_layers(processes: int) -> None:
     """Check EP 1, 2 and 4 over processes with one device or two devices."""
     for said in run("layers", processes):
@@ -57,7 +57,7 @@ def test_invariance() -> None:
         assert said.endswith("right\n"), said[-3000:]
 
 
-@pytest.mark.thorough
+@pytest.mark.night
 def test_independent_layers() -> None:
     """Many layers in one program, in four processes, give equal results every time."""
     for said in run("independent", 4):

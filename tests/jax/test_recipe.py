@@ -157,7 +157,7 @@ def run_part(folder: Path, last: int, groups: Groups) -> str:
 @pytest.mark.parametrize(
     "parts",
     [
-        [(2, 4), (1, 1)],
+        pytest.param([(2, 4), (1, 1)], marks=pytest.mark.night),
         pytest.param([(4, 4), (2, 2), (1, 1)], marks=pytest.mark.night),
         pytest.param([(2, 2), (2, 4), (1, 2), (4, 4)], marks=pytest.mark.night),
         pytest.param([(1, 1), (1, 4), (4, 4), (2, 2)], marks=pytest.mark.night),

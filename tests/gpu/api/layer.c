@@ -6,6 +6,7 @@
  *
  *   api_layer [CASES] [MOST_RANKS] [SEED] */
 #include "layer_part.h"
+#include "scaled_cases.h"
 #include "unit/moe_values.h"
 
 static bool captured; /* the calls are captured in a graph that runs once */
@@ -122,7 +123,7 @@ static void test_random(uint32_t seed, int num_ranks)
 
 int main(int argc, char **argv)
 {
-    const uint32_t count = argc > 1 ? (uint32_t)atoi(argv[1]) : 36;
+    const uint32_t count = (uint32_t)scaled_cases(argc > 1 ? atoi(argv[1]) : 36);
     const int most = argc > 2 ? atoi(argv[2]) : 4;
     const uint32_t first = argc > 3 ? (uint32_t)atoi(argv[3]) : 0;
     failures = share(sizeof *failures);

@@ -5,6 +5,7 @@
  * usage: layer_invariant [cases] [p2p|hosts] */
 #define MOST_NUMBERS (1 << 10)
 #include "layer_part.h"
+#include "scaled_cases.h"
 #include "unit/moe_selection.h"
 
 static const char *backend = "p2p";
@@ -60,7 +61,7 @@ static void test_unaligned(void)
 
 int main(int argc, char **argv)
 {
-    const uint32_t count = argc > 1 ? (uint32_t)atoi(argv[1]) : 40;
+    const uint32_t count = (uint32_t)scaled_cases(argc > 1 ? atoi(argv[1]) : 40);
     failures = share(sizeof *failures);
     if (argc > 2) backend = argv[2];
     test_unaligned();

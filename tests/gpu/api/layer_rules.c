@@ -10,6 +10,7 @@
 #include "api/api.h"
 #include "layer_part.h"
 #include "own_product.h"
+#include "scaled_cases.h"
 #include "unit/moe_bits.h"
 
 /* -------------------------------------------------------------------------------- bits ---- */
@@ -392,7 +393,7 @@ static void test_described(void)
 
 int main(int argc, char **argv)
 {
-    const uint32_t count = argc > 1 ? (uint32_t)atoi(argv[1]) : 30;
+    const uint32_t count = (uint32_t)scaled_cases(argc > 1 ? atoi(argv[1]) : 30);
     const uint32_t first = argc > 2 ? (uint32_t)atoi(argv[2]) : 0;
     failures = share(sizeof *failures);
     test_refused();

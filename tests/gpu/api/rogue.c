@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "epic/epic.h"
+#include "scaled_cases.h"
 
 enum { RANKS = 3, HELLO_BYTES = 512 /* at least as large as the data of a backend */ };
 
@@ -98,7 +99,7 @@ static int open_all(uint64_t seed, int lies)
 
 int main(int argc, char **argv)
 {
-    const int trials = argc > 1 ? atoi(argv[1]) : 60;
+    const int trials = scaled_cases(argc > 1 ? atoi(argv[1]) : 60);
     int failed = 0;
     for (int i = 1; i <= trials; i++) failed += open_all((uint64_t)i, 1 + i % 7) > 0;
     if (open_all(0, 0) != 0) return 1;

@@ -14,6 +14,7 @@
 #include "epic/epic.h"
 #include "losses.h"
 #include "router_draw.h"
+#include "scaled_cases.h"
 
 enum { GUARD = 64, POISON = 0xab };
 
@@ -462,7 +463,7 @@ static void test_wild_ids(void)
 
 int main(int argc, char **argv)
 {
-    const int cases = argc > 1 ? atoi(argv[1]) : 300;
+    const int cases = scaled_cases(argc > 1 ? atoi(argv[1]) : 300);
     const uint32_t most = argc > 3 ? (uint32_t)atoi(argv[3]) : 4096;
     const uint64_t seed = argc > 2 ? (uint64_t)atoll(argv[2]) : 1;
     const epic_config config = {.max_tokens = 16, .max_row_bytes = 64, .backend = "p2p"};
