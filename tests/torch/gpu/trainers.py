@@ -5,7 +5,7 @@ Prints how long each program takes, and how much of this is after the last line 
 Each program has a deadline.  If it misses it, the Python stacks of all its processes are printed.
 Packages that are not installed are left out.  Without GPUs everything runs on the CPU.
 
-usage: trainers.py [RANKS]
+usage: trainers.py [RANKS [PACKAGE]...]    PACKAGE: torch, torchtitan, accelerate, megatron, trl
 """
 
 import importlib.util
@@ -156,6 +156,47 @@ def check_transformers(folder: str, ranks: int) -> None:
     compare("transformers", some, alone, 1e-2)
 
 
+def check_megatron(folder: str, ranks: int) -> None:
+    """Compare Megatron-Core with EPIC on all GPUs with its own dispatcher on one."""
+
+    def losses_of(count: int, name: str, steps: int, *more: str) -> list[float]:
+        words = ("--folder", f"{folder}/{name}", "--steps", str(steps), *more)
+        return run_example("megatron_trainer", count, *words)
+
+    losses_of(1, "first", 1, "--own")
+    start = ("--start", f"{folder}/first/000001")
+    own = losses_of(1, "own", 4, "--own", *start)
+    epic = losses_of(ranks, "epic", 2, "--ep", str(ranks), *start)
+    epic += losses_of(ranks, "epic", 4, "--ep", str(ranks), "--tp", str(min(ranks, 2)))
+    compare("Megatron-Core", epic, own, 1e-3)
+
+
+TOKENIZER = """
+import sys
+import tokenizers
+import transformers
+
+words = ["<pad>", "<end>", "<unknown>", *map(chr, range(ord("a"), ord("z") + 1))]
+table = {word: number for number, word in enumerate(words)}
+made = tokenizers.Tokenizer(tokenizers.models.WordLevel(table, unk_token="<unknown>"))
+made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+special = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<unknown>"}
+transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(sys.argv[1])
+"""
+
+
+def check_trl(folder: str, ranks: int) -> None:
+    """Compare TRL's trainer on all GPUs with one GPU.  The model has no balance loss, because TRL
+    computes that of each rank's sequences, so it depends on the number of ranks."""
+    model = f"{folder}/model"
+    for program in (MODEL, TOKENIZER):
+        run("a model for TRL", sys.executable, "-W", "ignore", "-c", program, model)
+    words = [model, "--steps", "4"]
+    alone = run_example("sft_trainer", 1, *words, "--folder", f"{folder}/one")
+    some = run_example("sft_trainer", ranks, *words, "--folder", f"{folder}/all")
+    compare("TRL", some, alone, 1e-2)
+
+
 def main() -> None:
     """Run what is installed.  This process imports no torch, so its own exit cannot hang in it."""
     count = "import torch; print(torch.cuda.device_count())"
@@ -163,6 +204,9 @@ def main() -> None:
     ranks = int(sys.argv[1]) if len(sys.argv) > 1 else min(4, gpus or 2)
     say(f"{gpus} GPUs, {ranks} ranks" + ("" if gpus else ", ON THE CPU"))
     checks = {"torch": check_recipe, "torchtitan": check_titan, "accelerate": check_transformers}
+    checks |= {"megatron": check_megatron, "trl": check_trl}
+    if len(sys.argv) > 2:
+        checks = {package: checks[package] for package in sys.argv[2:]}
     missing = [package for package in checks if not importlib.util.find_spec(package)]
     for package, check in checks.items():
         if package in missing:
