@@ -21,10 +21,11 @@
 /* floats of memory that host_kernels.product needs: 448 KB */
 #define HOST_PRODUCT_MEMORY ((384 + 64) * HOST_PRODUCT_DEPTH)
 
-/* A product of float32 matrices: C [m, n] = op(A) op(B), or with `add` C += op(A) op(B). op(A)
- * is [m, k], and op(B) is [k, n]. With transpose_a, A is stored as [k, m]; with transpose_b, B
- * is stored as [n, k]. lda, ldb and ldc are the distances of stored rows in elements. `memory`
- * has HOST_PRODUCT_MEMORY floats, which the product overwrites. */
+/* A product of float32 matrices: C [m, n] = op(A) op(B), or C += op(A) op(B) if `add` is set.
+ * op(A) is [m, k], and op(B) is [k, n]. A is stored as [m, k] or, if transpose_a is set, as [k,
+ * m]. B is stored as [k, n] or, if transpose_b is set, as [n, k]. lda, ldb and ldc are the
+ * distances, in elements, from one stored row to the next. `memory` has HOST_PRODUCT_MEMORY
+ * floats, which the product overwrites. */
 typedef struct host_product {
     int64_t m, n, k;
     const float *a;
@@ -65,21 +66,24 @@ typedef struct host_kernels {
     void (*scale)(void *out, const void *row, float w, epic_type type, int64_t n);
 
     /* Adds n more products to a dot product of epic_combine_backward. On entry *sum is the sum
-     * of the earlier blocks of the row; `first`: there are none. On return *sum includes the
-     * new products. n must be a multiple of HOST_DOT_BLOCK, except in the last call for a row.
+     * of the products that earlier calls have added for the same row. If `first` is true, this
+     * is the first call for the row, and *sum is not read. On return *sum includes the new
+     * products. n must be a multiple of HOST_DOT_BLOCK, except in the last call for a row.
      * EPIC_F64 rows are added in float64. */
     void (*dot)(double *sum, bool first, const void *a, const void *b, epic_type type,
                 int64_t n);
 
-    /* Quantize w * row, each product rounded to float32, to n e4m3 bytes q and their scales:
-     * ceil(n / 128) float32 or ceil(n / 32) e8m0, of any alignment. */
+    /* Multiply each element of the row by w, round to float32, and quantize the products. Store
+     * n e4m3 bytes to q, and one scale per block to `scales`: ceil(n / 128) float32 or ceil(n /
+     * 32) e8m0. The addresses may have any alignment. */
     void (*quantize_1x128)(void *q, void *scales, const void *row, float w, epic_type type,
                            int64_t n);
     void (*quantize_1x32)(void *q, void *scales, const void *row, float w, epic_type type,
                           int64_t n);
 
     /* Multiplies matrices. The bits of an element of C depend only on its row of op(A) and its
-     * column of op(B), not on m and n. host/product.c defines the order of additions. */
+     * column of op(B), not on m and n. The file host/product.c defines the order of
+     * additions. */
     void (*product)(const host_product *product);
 
     /* Convert one element from or to `type`. For tests and slow paths. */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Functions that convert one element between float32 and narrower types, by integer operations
- * on its bits. They round to nearest even and keep subnormals and -0. A NaN becomes a quiet
- * NaN. */
+ * on its bits. T_of_float() converts a float32 to type T, and float_of_T() converts it back.
+ * They round to nearest even and keep subnormals and -0. A NaN becomes a quiet NaN. */
 #ifndef EPIC_HOST_CONVERT_H
 #define EPIC_HOST_CONVERT_H
 
@@ -10,7 +10,8 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* bits of infinity in float32; larger bits, without the sign, are NaNs */
+/* The bits of infinity in float32. If the bits of a float32 without its sign are larger than
+ * this number, it is a NaN. */
 #define INFINITY_BITS 0x7f800000u
 #define E4M3_MAX 448.0f
 #define E4M3_NAN 0x7fu

@@ -59,6 +59,7 @@ INLINE __m256 add_groups(const float *sums)
                          _mm256_shuffle_ps(two[0], two[1], 0xdd));
 }
 
+/* Adds the accumulators of a block in the defined order, and returns the sum. */
 INLINE float add_accumulators(const float *sums)
 {
     __m256 by_8[4];
@@ -78,8 +79,8 @@ INLINE float add_accumulators(const float *sums)
 /* Returns the dot product of a full block (1024 elements) of rows `a` and `b`. The block begins
  * at element `at`. Reads rows from front to back, as hardware prefetchers expect, and keeps the
  * accumulators in the first-level cache. The fence creates no instruction. It prevents the
- * compiler from reading the four quarters of the block at once, which was four times slower for
- * rows that are not in a cache. */
+ * compiler from reading the four quarters of the block at the same time, which is much slower
+ * for rows that are not in a cache. */
 INLINE float dot_block(const void *a, const void *b, epic_type type, int64_t at)
 {
     float sums[ACCUMULATORS];
@@ -97,8 +98,8 @@ INLINE float dot_block(const void *a, const void *b, epic_type type, int64_t at)
     return add_accumulators(sums);
 }
 
-/* Converts `count` elements of a row, from element `at` on, to a full block of float32. The
- * other elements of the block become `absent`. */
+/* Converts `count` elements of a row, from element `at` on, to float32, and stores them at the
+ * start of `block`. Sets the other elements of the block to `absent`. */
 INLINE void fill_block(float *block, const void *row, epic_type type, int64_t at, int64_t count,
                        float absent)
 {
@@ -130,6 +131,7 @@ INLINE void dot_of(double *sum, bool first, const void *a, const void *b, epic_t
     *sum = total;
 }
 
+/* Returns element `at` of a row of float64. */
 static inline double load_f64(const void *row, int64_t at)
 {
     double x;
@@ -137,6 +139,7 @@ static inline double load_f64(const void *row, int64_t at)
     return x;
 }
 
+/* Returns the dot product of a block of `count` float64, at most 1024, from element `at` on. */
 static inline double dot_block_f64(const void *a, const void *b, int64_t at, int64_t count)
 {
     double sums[ACCUMULATORS];
@@ -148,6 +151,7 @@ static inline double dot_block_f64(const void *a, const void *b, int64_t at, int
     return add_accumulators_f64(sums);
 }
 
+/* Like dot_of(), for rows of float64. */
 static void dot_f64(double *sum, bool first, const void *a, const void *b, int64_t n)
 {
     double total = first ? -0.0 : *sum;

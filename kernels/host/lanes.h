@@ -1,8 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* SIMD vectors of float32, of type `lanes`, for the variant (kind of processor) that is being
- * compiled, and loads and stores of row elements of any type. A vector has LANES floats.
- * STRIP_LANES is the number of columns that rows.c sums at a time. In a call of these
- * functions, `type` must be a constant: EPIC_F32, EPIC_BF16 or EPIC_F16. */
+/* SIMD vectors of float32 for the variant (kind of processor) that is being compiled. A vector
+ * has the type `lanes` and contains LANES floats. STRIP_LANES is the number of columns that
+ * rows.c sums at a time. This file also has functions that load and store elements of rows. In
+ * their calls, `type` must be a constant: EPIC_F32, EPIC_BF16 or EPIC_F16.
+ *
+ * Each of the files lanes_*.h defines the same functions, for its kind of processor:
+ *
+ *   load_f32, load_bf16, load_f16      load LANES elements from any address, as float32
+ *   store_f32, store_bf16, store_f16   round LANES numbers and store them to any address
+ *   store_e4m3                         like these, with saturation (convert.h)
+ *   lanes_of                           returns a vector of which each lane is this number
+ *   lanes_add, lanes_mul, lanes_div    compute one result per lane, rounded once
+ *   lanes_fma(a, b, sum)               returns a * b + sum, rounded once
+ *   lanes_max_size, lanes_largest_bits find largest absolute values
+ *   store_past_caches                  stores a vector without the caches; not in
+ *                                      lanes_generic.h */
 #ifndef EPIC_HOST_LANES_ANY_H
 #define EPIC_HOST_LANES_ANY_H
 
@@ -16,11 +28,13 @@
 
 #include "kernels/kernels.h"
 
+/* Returns the number of bytes of an element. */
 INLINE int64_t bytes_of(epic_type type)
 {
     return type == EPIC_F64 ? 8 : type == EPIC_F32 ? 4 : 2;
 }
 
+/* Returns the address of element `at` of a row. */
 INLINE const char *element_at(const void *row, epic_type type, int64_t at)
 {
     return (const char *)row + at * bytes_of(type);

@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Products of float32 matrices in which the bits of an element depend only on its row of A and
- * its column of B. Libraries such as OpenBLAS do not promise this: they choose other kernels for
- * other numbers of rows. C [m, n] is op(A) [m, k] times op(B) [k, n]. op() transposes its
- * argument or returns it unchanged (host_product in kernels.h).
+ * its column of B. Libraries such as OpenBLAS do not promise this, because they may choose
+ * another kernel if the number of rows is different. C [m, n] is op(A) [m, k] times op(B) [k,
+ * n]. op() transposes its argument or returns it unchanged (host_product in kernels.h).
  *
  * The order of additions: an element of C is a sum over l from 0 to k - 1. This sum is divided
  * into chunks of HOST_PRODUCT_DEPTH terms. The sum of a chunk starts at +0 and adds its
  * products by fused multiply-adds, by ascending l. The sums of the chunks are added in
- * ascending order to the sum of the first chunk, or to C if `add` is set. Zeros at the end of
- * the sum change no bits, except that a -0 from an underflow may become +0. Every variant of
- * this file, every block size and every processor computes the same bits.
+ * ascending order to the sum of the first chunk, or to C if `add` is set. If rows of A and
+ * columns of B are extended with zeros, the sum has the same bits. There is one exception: a -0
+ * that results from an underflow may become +0. Every variant of this file, every block size
+ * and every processor computes the same bits.
  *
  * The loops follow Goto's algorithm, in the caller's memory:
  *   for each chunk of the sum
@@ -30,11 +31,12 @@
 #define VECTORS 8
 #endif
 #define PANEL (VECTORS * LANES)
-/* columns of B that are packed at a time: several panels, because long pieces of rows are
- * faster to pack */
+/* number of columns of B that are packed at a time; these are several panels, because copying
+ * longer parts of rows is faster */
 #define GROUP_COLUMNS 64
 #define BLOCK_ROWS 384 /* a multiple of every TILE_ROWS */
-/* if A has at most this many rows, packing B takes longer than it saves */
+/* If A has at most this many rows, B is not packed, because packing would take longer than it
+ * saves. */
 #define FEW_ROWS 4
 
 /* Part of a product: rows [first_row, first_row + rows) of op(A), and one chunk of the sum, the
@@ -51,7 +53,7 @@ INLINE const float *left_at(const host_product *p, int64_t row, int64_t l)
     return p->transpose_a ? p->a + l * p->lda + row : p->a + row * p->lda + l;
 }
 
-/* Copies the rows of a part of op(A) to out, as tiles [depth, TILE_ROWS]. The last tile is filled
+/* Copies the rows of a part of op(A) to out, as tiles [depth, TILE_ROWS]. Fills the last tile
  * up with zeros. */
 static void pack_left(const part *t, float *out)
 {
@@ -88,8 +90,8 @@ INLINE void transpose_square(float *to, int64_t to_row, const float *from, int64
             s[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
             s[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
         }
-        /* r[i] becomes columns i % 4 and i % 4 + 4 of four rows: the upper four for i < 4, else
-         * the lower four */
+        /* After this loop, r[i] contains columns i % 4 and i % 4 + 4 of four rows: of rows 0 to
+         * 3 if i < 4, else of rows 4 to 7. */
         for (int i = 0; i < 8; i++) {
             const __m256 a = s[i / 4 * 4 + i % 4 / 2], b = s[i / 4 * 4 + i % 4 / 2 + 2];
             r[i] = i % 2 ? _mm256_shuffle_ps(a, b, 0xee) : _mm256_shuffle_ps(a, b, 0x44);
@@ -107,7 +109,8 @@ INLINE void transpose_square(float *to, int64_t to_row, const float *from, int64
 }
 
 /* Copies columns [column, column + count) of a chunk of op(B) to out, as panels [depth, PANEL].
- * count is at most GROUP_COLUMNS. Missing columns of the last panel become zeros. */
+ * `count` is at most GROUP_COLUMNS. If the last panel has fewer than PANEL columns, fills it up
+ * with zeros. */
 static void pack_right(const part *t, int64_t column, int64_t count, float *out)
 {
     const host_product *p = t->p;
@@ -143,7 +146,8 @@ INLINE void multiply_tile(const float *a, const float *b, int64_t ldb, int64_t d
                           bool adds)
 {
     lanes sum[TILE_ROWS][8];
-    /* Large results are in no cache close to the processor, and are needed after the loop. */
+    /* A large matrix C is not in the caches. So start to load the tile of C now, because the
+     * code after the loops writes it. */
     for (int i = 0; i < rows && i < stored; i++)
         for (int v = 0; v < vectors && v * LANES < count; v++)
             __builtin_prefetch(c + i * ldc + v * LANES, 1);
@@ -194,8 +198,9 @@ static void multiply_group(const part *t, const float *left, const float *right,
                        count - j < PANEL ? count - j : PANEL);
 }
 
-/* Multiplies a few rows by columns of B that are not packed. Computes as many columns as fill
- * whole vectors of its tiles, from column 0 on, and returns their number. */
+/* Multiplies the rows of a part (at most FEW_ROWS rows) by columns of B that are not packed.
+ * Computes WIDE * LANES columns at a time, from column 0 on, as long as this many columns are
+ * left. Returns the number of computed columns; the caller computes the others. */
 static int64_t multiply_few(const part *t, const float *left)
 {
     enum { WIDE = 8 };

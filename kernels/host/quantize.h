@@ -19,8 +19,9 @@
 #define E8M0_ONE 127
 #define E8M0_NAN 255
 
-/* Returns the bits of the largest |x| of a block of `block` elements. Without the sign, the
- * bits of floats have the order of the floats, and NaNs are largest. */
+/* Returns the bits of the largest |x| of a block of `block` elements. The function compares
+ * absolute values by their bits, as integers. This gives the order of the floats, and a NaN
+ * counts as larger than any number. */
 INLINE uint32_t largest_bits(const float *x, int block)
 {
     lanes max = lanes_of(0.0f);
@@ -54,6 +55,9 @@ INLINE float inverse_of_e8m0(int scale)
     return scale == E8M0_NAN ? float_of(NAN_BITS) : float_of((uint32_t)(254 - scale) << 23);
 }
 
+/* quantize_block_1x128(), quantize_block_1x32() and quantize_block() quantize one whole block
+ * of a row. The block's first element has number `at` in the row. They store the bytes to q,
+ * and the block's scale to the row `scales`. `block`: number of elements, 128 or 32. */
 INLINE void quantize_block_1x128(uint8_t *q, void *scales, int64_t at, const float *x)
 {
     const float scale = scale_1x128(largest_bits(x, 128));
@@ -80,8 +84,9 @@ INLINE void quantize_block(uint8_t *q, void *scales, int64_t at, const float *x,
 }
 
 /* Quantizes w times the last block of a row, which has `count` elements. The missing elements
- * count as 0, which does not change the scale. If w is infinite, these zeros become NaN. In this
- * case the scale is NaN even without them, because no other product is finite. */
+ * of the block are 0, which does not change the scale. If w is infinite, the products of these
+ * zeros are NaN. In this case the scale is NaN even without them, because no other product is
+ * finite. */
 INLINE void quantize_short_block(uint8_t *q, void *scales, const void *row, float w,
                                  epic_type type, int64_t at, int64_t count, int block)
 {

@@ -90,6 +90,7 @@ INLINE void sum_of(const sum_args *args, bool weighted, int64_t n, epic_type typ
         sum_tail(args, weighted, at, n - at < LANES ? n - at : LANES, type, out_type);
 }
 
+/* Sums all n columns of float64 rows. */
 static void sum_f64(const sum_args *args, int64_t n)
 {
     const float *weights = args->weights;
@@ -104,8 +105,8 @@ static void sum_f64(const sum_args *args, int64_t n)
     }
 }
 
-/* Implements host_kernels.partial. Without weights it computes the plain sum, which has the
- * same bits as with weights of 1: 1 * x is x, and fma(1, x, sum) is sum + x. */
+/* Implements host_kernels.partial. Without weights it computes the plain sum. This sum has the
+ * same bits as with weights of 1, because 1 * x is x, and fma(1, x, sum) is sum + x. */
 static void sum_partial(void *out, epic_type out_type, const void *const *rows,
                         const float *weights, int num_rows, epic_type type, int64_t n)
 {
@@ -120,6 +121,7 @@ static void sum_partial(void *out, epic_type out_type, const void *const *rows,
         FOR_EACH_PAIR(sum_of, type, out_type, &args, false, n);
 }
 
+/* Implements host_kernels.add. */
 static void sum_rows(void *out, epic_type out_type, const void *const *rows, int num_rows,
                      epic_type type, int64_t n)
 {
@@ -132,11 +134,13 @@ static void sum_rows(void *out, epic_type out_type, const void *const *rows, int
         sum_of(&args, false, n, EPIC_F32, EPIC_F16);
 }
 
+/* Implements host_kernels.scale. */
 static void scale_row(void *out, const void *row, float w, epic_type type, int64_t n)
 {
     sum_partial(out, type, &row, &w, 1, type, n);
 }
 
+/* Implements host_kernels.dot. */
 static void dot_rows(double *sum, bool first, const void *a, const void *b, epic_type type,
                      int64_t n)
 {
@@ -152,6 +156,8 @@ static void dot_rows(double *sum, bool first, const void *a, const void *b, epic
         dot_of(sum, first, a, b, EPIC_F32, n);
 }
 
+/* quantize_1x128() and quantize_1x32() implement the functions of host_kernels with these
+ * names. */
 static void quantize_1x128(void *q, void *scales, const void *row, float w, epic_type type,
                            int64_t n)
 {
@@ -174,6 +180,7 @@ static void quantize_1x32(void *q, void *scales, const void *row, float w, epic_
         quantize_of(q, scales, row, w, EPIC_F32, n, 32);
 }
 
+/* Returns one element of type F32, BF16 or F16. */
 INLINE double load_one(const void *from, epic_type type)
 {
     float x[LANES];
@@ -192,8 +199,8 @@ static void fence_copies(void)
 }
 #else
 #define LINE 256 /* bytes that copy_line() copies at a time */
-/* Shorter rows are copied by memcpy(). In a short row, the unaligned bytes at both ends would
- * be a large part of the work. */
+/* Rows of fewer bytes are copied by memcpy(). In such a short row, the unaligned bytes at both
+ * ends would be a large part of the work. */
 #define MIN_PAST_CACHES 1024
 
 /* Copies LINE bytes with non-temporal stores, which bypass the caches. `to` must be aligned to
@@ -206,10 +213,10 @@ INLINE void copy_line(char *to, const char *from)
     for (int i = 0; i < LINE / step; i++) store_past_caches(to + i * step, x[i]);
 }
 
-/* Implements host_kernels.copy. Callers copy rows to two places: to results, which are larger
- * than the caches and not read soon, and to staging rings, which are read by a core that shares
- * no cache with this one. An ordinary store would first read the destination from memory or
- * from that core's cache. A non-temporal store saves this read. */
+/* Implements host_kernels.copy. Callers copy rows to results and to staging rings. Results are
+ * larger than the caches and are not read soon. Staging rings are read by a core that shares no
+ * cache with this one. An ordinary store would first read the destination from memory or from
+ * that core's cache. A non-temporal store saves this read. */
 static void copy_row(void *to, const void *from, size_t n)
 {
     if (n < MIN_PAST_CACHES) {
@@ -224,8 +231,8 @@ static void copy_row(void *to, const void *from, size_t n)
 }
 
 /* Implements host_kernels.fence_copies: waits until the stores of copy_row() are visible in
- * memory. Callers call it once after many rows, because one fence per row of 4 KiB took more
- * than a third of the time. */
+ * memory. Callers call it once after many rows, because a fence after every row would take much
+ * time. */
 static void fence_copies(void)
 {
     _mm_sfence();

@@ -12,10 +12,10 @@
  * The vectors of all logical experts with two or more replicas form one list, ordered by
  * logical expert. The list is equal on all ranks. If a rank has no replica of an expert, it
  * sends zeros for the vectors of this expert. A round processes as many vectors of the list as
- * fit into the staging. In a round all warps of all CTAs do the same work: thread t of the
- * grid's N threads has vectors t, t + N, ... Each word in staging is its own flag (poison until
- * it arrives), as in sum.cu. A warp sends all its vectors of the round before it polls for the
- * first one. */
+ * fit into the staging. In a round all warps of all CTAs do the same work: of the grid's N
+ * threads, thread t handles vectors t, t + N, ... Each word in staging is its own flag (poison
+ * until it arrives), as in sum.cu. A warp sends all its vectors of the round before it polls
+ * for the first one. */
 #include "cuda/allreduce/sum.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/plan/view.cuh"
@@ -147,10 +147,10 @@ __device__ __forceinline__ float *floats_of_expert(const p2p_sum_replicas_job &j
     return job.data + local * job.count;
 }
 
-/* Adds to x the four floats `part` of this rank's replicas that belong to leaf number `leaf`
- * (of all its replicas if sums are not added in a tree). n: index in r.local of the first
- * replica that has not been added yet. The function advances n past the replicas that it has
- * added. */
+/* Adds the four floats `part` of some of this rank's replicas to x. If sums are added in a
+ * tree, these are the replicas that belong to leaf number `leaf`. Otherwise these are all
+ * replicas of the expert on this rank. n: index in r.local of the first replica that has not
+ * been added yet. The function advances n past the replicas that it has added. */
 __device__ __forceinline__ void add_leaf(const Replicas &r, const p2p_sum_replicas_job &job,
                                          const Quad &part, int leaf, int &n, float (&x)[4])
 {

@@ -7,10 +7,10 @@
  *   2. receive  poll this rank's staging for the same vector of every peer
  *   3. add      add the vectors of all ranks in rank or tree order, store the sum to data
  *
- * All warps of all CTAs do this work: thread t of the grid's N threads has vectors t, t + N,
- * ... Every word in staging is its own flag: it is poison (0xffffffff) until the peer's store
- * arrives, so stores need no order. A warp sends all its vectors before it polls for the first
- * one. So ranks cannot wait for each other in a circle. */
+ * All warps of all CTAs do this work: of the grid's N threads, thread t handles vectors t, t +
+ * N, ... Every word in staging is its own flag: it is poison (0xffffffff) until the peer's
+ * store arrives, so stores need no order. A warp sends all its vectors before it polls for the
+ * first one. So ranks cannot wait for each other in a circle. */
 #include "cuda/allreduce/sum.cuh"
 #include "cuda/common/launch.cuh"
 

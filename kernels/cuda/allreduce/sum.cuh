@@ -47,6 +47,7 @@ __device__ __forceinline__ void add_to_left(const float (&left)[4], float (&x)[4
     for (int e = 0; e < 4; e++) x[e] = left[e] + x[e];
 }
 
+/* Copies four floats. */
 __device__ __forceinline__ void copy_floats(const float (&from)[4], float (&to)[4])
 {
 #pragma unroll
@@ -54,9 +55,10 @@ __device__ __forceinline__ void copy_floats(const float (&from)[4], float (&to)[
 }
 
 /* Adds vectors ("leaves"), which are numbered from 0, in a fixed binary tree. The caller passes
- * the leaves one by one, in ascending order. left[level] is the sum of 2^level leaves: a left
- * child in the tree, to which the right child will be added later. The levels in use are the
- * bits of the number of leaves that have been passed, as in a binary counter. */
+ * the leaves one by one, in ascending order. left[level] is the sum of 2^level leaves. It is a
+ * left child in the tree, and waits for its right child. Which levels are in use is shown by
+ * the number of leaves that have been passed: level i is in use if bit i of this number is
+ * 1. */
 template <int LEVELS> struct Tree {
     float left[LEVELS][4];
 
@@ -227,9 +229,9 @@ static __device__ __forceinline__ bool add_ranks_unrolled(const RankSum &s, floa
 }
 
 /* Waits until the vector of every rank has arrived, and sets x to the sum of these vectors.
- * s.order selects the order of the sum: ascending ranks, or a binary tree. MANY: the group has
- * more than MAX_UNROLLED_RANKS ranks. Called by a whole warp. Returns false if the group of
- * ranks has failed. */
+ * s.order selects the order in which they are added: by ascending rank, or in a binary tree.
+ * MANY: the group has more than MAX_UNROLLED_RANKS ranks. Called by a whole warp. Returns false
+ * if the group of ranks has failed. */
 template <bool MANY> __device__ __forceinline__ bool add_ranks(const RankSum &s, float (&x)[4])
 {
     return MANY ? add_ranks_looped(s, x) : add_ranks_unrolled(s, x);

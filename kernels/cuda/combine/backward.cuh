@@ -122,13 +122,13 @@ __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t tok
     return true;
 }
 
-/* Finishes the dot products (gradients of weights) for token number `token` of every rank. For
- * each slot of these tokens on this rank, adds the parts of the dot product in ascending
- * order, and stores the sum to d_slot_weights. A part is the dot product of one block of the
- * row; the warp that receives the block stores it. Each lane handles one slot. Waits for parts
- * that are not stored yet. Overwrites each part that it has read with poison, which marks it as
- * empty. Called by a whole warp. Returns false if the group of ranks has
- * failed. */
+/* Finishes the dot products (gradients of weights) for token number `token` of every rank. A
+ * part of a dot product belongs to one block of the row. The warp that receives the block has
+ * stored it. For each slot of these tokens on this rank, this function adds the parts in
+ * ascending order, and stores the sum to d_slot_weights. Each lane handles one slot. The
+ * function waits for parts that are not stored yet. It overwrites each part that it has read
+ * with poison, which marks the part as empty. Called by a whole warp. Returns false if the
+ * group of ranks has failed. */
 __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t token)
 {
     const int entries = m.job.self.num_ranks * m.top_k;
@@ -234,8 +234,8 @@ __device__ __forceinline__ void pad_piece(const BackwardMove &m, int32_t slot, i
     if (piece == 0 && lane_id() == 0 && m.job.d_slot_weights) m.job.d_slot_weights[slot] = 0.0f;
 }
 
-/* Writes zeros to all padding slots. Does nothing if pads_with_tokens() is true: then
- * do_extra_work() has already done it. Called by all CTAs. */
+/* Writes zeros to all padding slots. Does nothing if pads_with_tokens() is true, because
+ * do_extra_work() has already written the zeros. Called by all CTAs. */
 template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const BackwardMove &m)
 {
     const int warps = (int)(grid_threads() / WARP), warp = (int)(grid_thread() / WARP);
@@ -245,11 +245,11 @@ template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const Ba
             [&](int32_t slot, int piece) { pad_piece<V, false, QUANTIZE>(m, slot, piece); });
 }
 
-/* Extra work of a unit that has received span number `span` of token number `token` of this
- * rank. There are two kinds of work. 1. Every such unit writes zeros to some of the padding
- * slots. 2. One such unit of each token finishes the dot products (gradients of weights) of an
- * earlier token of every rank: the one with number `token` - lag. `end`: the round ends before
- * the token with this number. Returns false if the group of ranks has failed. */
+/* Does the extra work of a unit that has received span number `span` of token number `token` of
+ * this rank. There are two kinds of such work. Every unit writes zeros to some of the padding
+ * slots. In addition, one unit of each token finishes the dot products (gradients of weights)
+ * of token number `token` - lag of every rank. `end`: the round ends before the token with this
+ * number. Returns false if the group of ranks has failed. */
 template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, int32_t token,
                                               int32_t end)
@@ -271,10 +271,10 @@ __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, i
            add_dot_parts(m, finished_token);
 }
 
-/* Returns what a unit does. 0: it sends a token of this rank. n > 0: it receives a token of
- * source n (rank_of_role()). -n (only with relays): it forwards a row that has come from
- * another host to ranks of this host. The number of that host is this host's number plus n,
- * modulo the number of hosts. */
+/* Returns a number for what a unit does. 0: the unit sends a token of this rank. n > 0: it
+ * receives a token of source n (rank_of_role()). -n (only with relays): it forwards a row of
+ * another host to ranks of this host. The number of the other host is this host's number plus
+ * n, modulo the number of hosts. */
 __device__ __forceinline__ int role_of(const BackwardMove &m, const UnitWalk &walk)
 {
     if (!HOSTS) return walk.role;
@@ -314,10 +314,10 @@ __device__ __forceinline__ uint32_t choose_routes(const BackwardMove &m, const U
     return choose_routes(m.job.self, m.op, sent, walk.span == 0, peers);
 }
 
-/* With relays: forwards pieces [first, first + count) of a token that came over the network. It
- * forwards them to those ranks of this host that need them. The sender is this rank's mate on
- * host number (own host + `hosts`) modulo the number of hosts. Called by a whole warp. Returns
- * false if the group of ranks has failed. */
+/* With relays: forwards pieces [first, first + count) of a token that came over the network to
+ * those ranks of this host that need them. The sender of the token is this rank's mate on
+ * another host. The number of that host is this host's number plus `hosts`, modulo the number
+ * of hosts. Called by a whole warp. Returns false if the group of ranks has failed. */
 template <int V>
 static __device__ __noinline__ bool
 forward_unit(const BackwardMove &m, int hosts, int32_t token, int32_t end, int first, int count)

@@ -64,8 +64,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     /* pieces: number of pieces of d_out left to copy for the unit. slots: number of slots whose
      * rows are left to copy for the current piece. */
     int pieces = 0, slots = 0;
-    /* Counts of the warp's units: it has begun `begun` units, has started to copy the pieces of
-     * the first `copied` of them, and has finished the first `used`. */
+    /* Numbers of units of this warp. begun: units that it has begun. copied: units whose pieces
+     * it has copied or copies now. used: units that it has finished. */
     uint32_t begun = 0, copied = 0, used = 0;
 
     /* Prepares one round for one warp. memory: WARP_BYTES bytes of shared memory for this warp.

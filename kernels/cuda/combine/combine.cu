@@ -25,9 +25,9 @@
  * lag (lag > 0). Let t be the lowest token number for which any warp of any rank waits. No warp
  * is at a lower token, so every warp has already sent its partial sums for token t.
  *
- * combine/stream.cuh handles the common cases: aligned rows, with one leaf of the sum tree on
- * each rank or up to P2P_STREAM_LEAVES. combine/plain.cuh handles the other cases, which its
- * first comment lists. */
+ * The file combine/stream.cuh handles the common cases: aligned rows, and at most
+ * P2P_STREAM_LEAVES leaves of the sum tree on each rank. The file combine/plain.cuh handles the
+ * other cases, which its first comment lists. */
 #include "cuda/combine/plain.cuh"
 #include "cuda/combine/stream.cuh"
 #include "cuda/common/launch.cuh"

@@ -94,8 +94,9 @@ __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t
 /* An expert unit sends a partial sum to the peer that owns the token. Returns this peer.
  * `role`: the unit's position among the expert units of one token number. Role 0 is for the
  * next higher rank, role 1 for the rank after it, and so on (modulo num_ranks). If
- * adds_by_host() is true, the mates of this rank (the ranks of other hosts with the same index
- * within their host) come last, because units for mates wait for other ranks. */
+ * adds_by_host() is true, the mates of this rank come last, because units for mates wait for
+ * other ranks. (A mate is the rank of another host that has the same index there as this rank
+ * has on its own host.) */
 __device__ __forceinline__ int peer_of_role(const CombineState &c, int role)
 {
     const int local = ranks_per_host(c.job.self), ranks = c.job.self.num_ranks;

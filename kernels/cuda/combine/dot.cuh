@@ -89,6 +89,7 @@ template <class ROW> __device__ __forceinline__ float add_lanes(float s)
     return s;
 }
 
+/* Returns the sum of two vectors, element by element. */
 __device__ __forceinline__ float4 add_float4(float4 a, float4 b)
 {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);

@@ -108,8 +108,8 @@ static __device__ bool move_floats(const FlatFloats &f)
     const int warp = (int)(grid_thread() / WARP), warps = (int)(grid_threads() / WARP);
     for (int distance = 1; distance < self.num_ranks; distance++) {
         const int rank = wrap_rank(self.rank + distance, self.num_ranks);
-        /* the number that the peer gives to this rank: each rank numbers the other ranks
-         * upwards from its next higher rank, which gets number 0 (modulo num_ranks) */
+        /* The number that the peer gives to this rank. Each rank numbers the other ranks
+         * upwards (modulo num_ranks): its next higher rank has number 0. */
         const int source = self.num_ranks - 1 - distance;
         for (int32_t t = warp; t < f.plan.header.tokens_of[rank]; t += warps)
             send_floats(f, rank, source, t);

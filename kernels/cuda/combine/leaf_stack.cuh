@@ -20,9 +20,9 @@ __device__ __forceinline__ int ancestor_level(uint32_t a, uint32_t b)
  * be missing at some leaves. The caller pushes one node (a partial sum) per leaf, in ascending
  * order of leaves. If a node cannot be added yet because its right sibling is not complete, it
  * stays on the stack, in shared memory. Byte i of `leaf_at` is the number of one leaf below
- * node i of the stack: this is enough to find where the node is in the tree. `depth` is the
- * number of nodes on the stack. P is the number of 16-byte vectors that each lane has of a
- * node. */
+ * node i of the stack. From this leaf the functions find where the node is in the tree. `depth`
+ * is the number of nodes on the stack. P is the number of 16-byte vectors that each lane has of
+ * a node. */
 template <class ROW, class PART> struct LeafStack {
     static constexpr int P = PartialSum<ROW, PART>::VECTORS;
     uint4 *memory;

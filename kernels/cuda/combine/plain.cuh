@@ -1,9 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The slower variant of combine, for all cases that stream.cuh does not support: unaligned
- * rows, more than 32 choices, more than P2P_STREAM_LEAVES leaves of the sum tree on a rank (in
- * backend hosts: more than one), tree order over more than 8 ranks, float32 partial sums of
- * 16-bit rows, and relays (combine/relay.cuh). combine.cu describes the units of work and their
- * order. Here a piece has one vector (16 bytes) per lane.
+/* The slower variant of combine, for all cases that stream.cuh does not support:
+ *
+ *   unaligned rows
+ *   more than 32 choices per token
+ *   more than P2P_STREAM_LEAVES leaves of the sum tree on a rank (backend `hosts`: more
+ *   than one)
+ *   tree order over more than 8 ranks
+ *   float32 partial sums of 16-bit rows
+ *   relays (combine/relay.cuh)
+ *
+ * The file combine.cu describes the units of work and their order. Here a piece has one vector
+ * (16 bytes) per lane.
  *
  * Names used here:
  *
@@ -182,10 +189,10 @@ __device__ __forceinline__ bool sum_leaves(const CombineState &c,
 
 /* ------------------------------------------------------------------ floats that return ---- */
 
-/* Only in dispatch_backward: for each choice of a token of `rank` that went to this rank,
- * returns the caller's float (slot_floats, the gradient of the choice's weight) to `rank`.
- * `to`: the array, in the heap of `rank`, into which this rank stores floats. Called by a whole
- * warp. */
+/* Only in dispatch_backward: sends floats (gradients of weights, from the caller's array
+ * slot_floats) to `rank`. There is one float for each choice of a token of `rank` that went to
+ * this rank. `to`: the array, in the heap of `rank`, into which this rank stores floats. Called
+ * by a whole warp. */
 __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int32_t token,
                                             uint32_t *to)
 {
@@ -312,12 +319,12 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
     return true;
 }
 
-/* Receives the partial sums of up to four ranks: those at `position` to `position` + 3 of the
- * order in which sums are added (rank_at[]). has_node[i]: whether the rank at position + i
- * sends a partial sum for the token. If so, the function reads it into q[i]. If the rank is
- * this rank itself, the caller has already set q[i]. After reading, stores poison to the
- * staging, which marks the staging as empty. Called by a whole warp. Returns false if the group
- * of ranks has failed. */
+/* Receives the partial sums of up to four ranks. These ranks are at `position` to `position` +
+ * 3 of the order in which sums are added (rank_at[]). has_node[i]: true if the rank at position
+ * + i sends a partial sum for the token. The function then reads this partial sum into q[i]. If
+ * the rank is this rank itself, the caller has already set q[i]. After reading, stores poison
+ * to the staging, which marks the staging as empty. Called by a whole warp. Returns false if
+ * the group of ranks has failed. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 receive_partials(const CombineState &c, const Unit &u, int position, bool (&has_node)[4],
@@ -401,10 +408,9 @@ add_node(uint4 (&a)[V][PartialSum<ROW, PART>::VECTORS], bool &has_a,
     has_a = true;
 }
 
-/* Adds the partial sums of all ranks in the bit mask `touched`, in the order that the plan
- * prescribes (ranks in ascending order, or a binary tree). Stores the sum in `total`. own: the
- * partial sum of this rank. Called by a whole warp. Returns false if the group of ranks has
- * failed. */
+/* Adds the partial sums of all ranks in the bit mask `touched`. The plan prescribes the order:
+ * by ascending rank, or in a binary tree. Stores the sum in `total`. own: the partial sum of
+ * this rank. Called by a whole warp. Returns false if the group of ranks has failed. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 add_ranks(const CombineState &c, const Unit &u, uint32_t touched,

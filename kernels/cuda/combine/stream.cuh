@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The fast variant of combine, for aligned rows whose partial sums have the type of the rows.
  * Each rank sends one partial sum for a token. With LEAVES, a rank has several leaves of the
- * sum tree: it adds the rows of each leaf, and then adds these sums in a tree. combine.cu
- * explains expert units (which send a partial sum to a peer) and source units (which compute
- * the result of one of this rank's tokens).
+ * sum tree. It adds the rows of each leaf, and then adds the sums of the leaves in a tree. The
+ * file combine.cu explains expert units, which send a partial sum to a peer, and source units,
+ * which compute the result of one of this rank's tokens.
  *
  * Each warp reads one stream of pieces, unit after unit: pieces of rows on this rank, and
  * pieces of the peers' partial sums. It copies the pieces into a ring buffer in shared memory
@@ -95,8 +95,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
     /* This round has expert units for tokens below expert_end, and source units for tokens
      * below source_end. */
     int32_t expert_end, source_end;
-    /* In lane p: the rank at position p of the order in which sums are added. -1 if there is no
-     * such rank, or if it is this rank itself. */
+    /* In lane p: the rank at position p of the sum order. -1 if there is no such rank, or if it
+     * is this rank itself. */
     int32_t position_rank;
     const Slot *slot; /* the slot whose row is copied next */
     /* Address of this lane's bytes of the current piece, in row 0 of the caller's array. Row i
@@ -111,8 +111,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
     uint32_t positions = 0;
     /* only with LEAVES: the leaves of this rank */
     __extension__ const LeafSlots *leaf_slots[LEAVES];
-    /* Counts of the warp's units: it has begun `begun` units, has started to copy the pieces of
-     * the first `copied` of them, and has finished the first `used`. */
+    /* Numbers of units of this warp. begun: units that it has begun. copied: units whose pieces
+     * it has copied or copies now. used: units that it has finished. */
     uint32_t begun = 0, copied = 0, used = 0;
 
     /* Prepares one round for one warp. memory: WARP_BYTES bytes of shared memory for this warp.
@@ -149,9 +149,9 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         source_slot = t < source_end ? read_slot(c, c.job.self.rank, t, 0) : -1;
         source_rank = rank_of_choice(c, t, 0);
     }
-    /* Only with LEAVES: sorts the slots of a unit by leaves, and within a leaf by choices. Writes
-     * the leaves and places to `entry`. its_slot: this lane's slot. Returns the place of this
-     * lane's slot. Called by a whole warp. */
+    /* Only with LEAVES: sorts the slots of a unit by leaves, and within a leaf by choices.
+     * Writes the leaves and places to `entry`. its_slot: this lane's slot. Returns the place of
+     * this lane's slot. Called by a whole warp. */
     __device__ __forceinline__ int sort_slots(LeafEntry &entry, int32_t its_slot)
     {
         const LeafSlots &at = **leaf_slots;
@@ -176,8 +176,9 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         return place;
     }
     /* Begins a unit: stores its data in `entry`. Starts to copy one float per slot to shared
-     * memory: the weights of the unit's slots or, without weights, slot_floats. its_slot: this
-     * lane's slot. its_positions: value of Entry.positions. Called by a whole warp. */
+     * memory: the weight of the slot or, if the caller has passed no weights, its element of
+     * slot_floats. its_slot: this lane's slot. its_positions: value of Entry.positions. Called
+     * by a whole warp. */
     __device__ __forceinline__ void fill_entry(Entry &entry, int32_t of_token, int role,
                                                int piece, int32_t its_slot,
                                                uint32_t its_positions)
@@ -201,9 +202,9 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         }
         begun++;
     }
-    /* Begins the next unit, if one is left. The warp prefers expert units (sending to peers),
-     * because peers wait for them. But once these are `lag` tokens ahead of the source units
-     * (receiving), it begins a source unit. */
+    /* Begins the next unit, if one is left. The warp prefers expert units, because peers wait
+     * for what they send. But when its expert units are `lag` tokens ahead of its source units,
+     * it begins a source unit. */
     __device__ __forceinline__ void begin_unit()
     {
         const int32_t expert_token = c.round_begin + expert_walk.step,
@@ -284,11 +285,13 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
 #pragma unroll
         for (int v = 0; v < V; v++) to[v] = ROW::pack_floats(sums[v]);
     }
-    /* Only with LEAVES: `node` is the sum of a subtree at `level` of the sum tree that contains
-     * leaf number `leaf` of this rank. If it is a right child, adds it to its left sibling, which
-     * is in `waiting` if it exists. If it is a left child and its sibling has any of the leaves
-     * `left` (bit mask), which follow later, moves the node to `waiting` and sets goes_up to
-     * false. has_waiting: bit l is 1 if a node of level l waits. */
+    /* Only with LEAVES: adds a node of the sum tree to its sibling, or stores it until the
+     * sibling is complete. `node` is the sum of a subtree at `level` of the tree that contains
+     * leaf number `leaf` of this rank. `left`: bit mask of the leaves that the warp has not
+     * added yet. If the node is a right child, the function adds it to its left sibling, if one
+     * waits in `waiting`. If the node is a left child, and its sibling will have leaves of
+     * `left`, the function moves the node to `waiting` and sets goes_up to false. has_waiting:
+     * bit l is 1 if a node of level l waits. */
     static __device__ __forceinline__ void meet_sibling(uint4 (&node)[V], uint4 (&waiting)[V],
                                                         int leaf, int level, uint32_t left,
                                                         uint32_t &has_waiting, bool &goes_up)
@@ -320,7 +323,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         float acc[V][ROW::N];
         uint4 q[V];
         /* Only with LEAVES: nodes that wait for their right sibling. A leaf waits in registers.
-         * The other nodes are in local memory, because the registers do not suffice for them. */
+         * The other nodes wait in local memory, because the registers do not suffice for
+         * them. */
         uint4 waiting_leaf[V], waiting[TREE_LEVELS][V];
         uint32_t has_waiting = 0, leaves = 0;
         if constexpr (LEAVES) leaves = u.leaves;

@@ -10,7 +10,7 @@
  *                            rank's inbox, which has the layout of the heap (net/net.cuh)
  *
  * The *epoch* is the number of the running operation, or of its running round. A *stamped* word
- * contains the epoch in which it was written, so that a reader can tell it from an older
+ * contains the epoch in which it was written, so that a reader can distinguish it from an older
  * word. */
 #ifndef EPIC_ADDRESSING_CUH
 #define EPIC_ADDRESSING_CUH
@@ -45,12 +45,12 @@ struct OpState { /* State of the running operation. Each CTA has a copy in share
     /* The sizes that this rank announces to all ranks. `rows` is the number of rows of the
      * receive buffer, or 0 if the operation has none. */
     int32_t tokens, capacity, rows;
-    uint32_t last; /* 1 if this CTA was the last CTA of the grid to finish */
+    uint32_t last; /* 1 if this CTA has finished after all other CTAs of the grid */
     /* what mark_running() returned: 1 if another operation of this rank still ran when this one
      * began, else 0 */
     uint32_t overlaps;
-    /* WAIT_ABORTED() (wait.cuh) of a wait that a thread of this CTA has given up; 0 if there is
-     * no such wait */
+    /* WAIT_ABORTED() (wait.cuh) of a wait that a thread of this CTA has given up; 0 if no
+     * thread has given up a wait */
     mutable uint32_t aborted_wait;
     /* inbox[q]: the part of this rank's staging (net/staging.cuh) in which rank q's rows
      * arrive */
@@ -61,6 +61,7 @@ struct OpState { /* State of the running operation. Each CTA has a copy in share
     __extension__ OpStateNet net[HOSTS]; /* backend `hosts` only (hosts.h) */
 };
 
+/* Returns the number of this thread in its warp, from 0 to 31. */
 __device__ __forceinline__ int lane_id()
 {
     return threadIdx.x % WARP;
@@ -227,12 +228,12 @@ __device__ __forceinline__ uint64_t *announcement_words(const OpState &op, uint8
     return announcement_words(*op.self, op, heap, rank);
 }
 
-/* Some arrays in the heap of a rank `to` have one part per source rank. This function returns
- * the number of the part that rank `by` writes. In `p2p` the number is `by`. In the backend
+/* Returns which part of an array rank `by` writes, in the heap of rank `to`. Only for arrays
+ * that have one part per source rank. In `p2p` the number of the part is `by`. In the backend
  * `hosts` it is (by - to - 1) modulo num_ranks. There a rank has one outbox for all
- * destinations, and the words in the outbox have the same offset as at the destination. With
- * these numbers, words for different destinations are in different parts of the outbox, so they
- * do not overwrite each other. */
+ * destinations, and a word has the same offset in the outbox as at its destination. With these
+ * numbers, words for different destinations are in different parts of the outbox, so they do
+ * not overwrite each other. */
 __device__ __forceinline__ int source_number(const p2p_self &self, int to, int by)
 {
     return HOSTS ? wrap_rank(by + self.num_ranks - to - 1, self.num_ranks) : by;
@@ -242,10 +243,10 @@ __device__ __forceinline__ int source_number(const p2p_self &self, int to, int b
  * constant; in the backend `hosts` it is set at open. */
 #define HEAP_TOP_K(self) (HOSTS ? (self).net->max_top_k : DEVICE_MAX_TOP_K)
 
-/* Returns the distance, in 8-byte words, between two parts of the array `records` in rank q's
- * heap: from part number self.rank to the part that this rank writes (source_number()). In p2p
- * the distance is 0. Callers compute the address in part self.rank once for all ranks q, and
- * then add this distance. */
+/* Returns a distance in the array `records` of rank q's heap, in 8-byte words. It is the
+ * distance from part number self.rank to the part that this rank writes (source_number()). In
+ * p2p the distance is 0. Callers compute the address in part self.rank once for all ranks q,
+ * and then add this distance. */
 __device__ __forceinline__ int64_t record_word_offset(const p2p_self &self, int q)
 {
     return (source_number(self, q, self.rank) - self.rank) * self.max_tokens * HEAP_TOP_K(self);

@@ -97,8 +97,9 @@ typedef struct p2p_status {
  * found that the process had been stopped (stops). They share one word, so that a kernel which
  * reads a new number of beats also sees all stops before that beat. */
 #define P2P_AWAKE(stops, beats) ((uint64_t)(stops) << 32 | (uint32_t)(beats))
-/* If the process was suspended (a stop), the deadlines of the rank's waits are postponed. This
- * happens at most this often until a wait of the rank ends with success. */
+/* After a stop (a time in which the process was suspended), the deadlines of the rank's waits
+ * are postponed. This is done at most this often, until a wait of the rank ends with
+ * success. */
 #define P2P_POSTPONE_LIMIT 4
 
 typedef enum p2p_phase { /* What a rank waited for when an operation failed. */
@@ -122,12 +123,12 @@ typedef enum p2p_phase { /* What a rank waited for when an operation failed. */
     ((uint64_t)(result) | (uint64_t)(operation) << 4 | (uint64_t)(phase) << 8 | \
      (uint64_t)(reporter) << 12 | (uint64_t)(culprits) << 32)
 
-/* An entry of the ring through which kernels request puts (net/net.cuh). It requests to copy
- * `words` words of 8 bytes from this rank's outbox, beginning at word number `word`, to the
- * same place in the inbox of another rank. `host` is the number of that rank. An entry has no
- * separate flag that shows whether it is new. Instead its highest 8 bits are the lap (1 to
- * 255): 1 plus how often kernels have filled the whole ring before, modulo 255. A reader that
- * expects lap n ignores entries of an older lap. */
+/* An entry of the ring through which kernels request puts (net/net.cuh). A put copies `words`
+ * words of 8 bytes from this rank's outbox to the inbox of another rank. Both ranges of words
+ * begin at word number `word`. `host` is the number of the other rank. An entry has no separate
+ * flag that shows whether it is new. Instead its highest 8 bits are the lap (1 to 255): 1 plus
+ * how often kernels have filled the whole ring before, modulo 255. A reader that expects lap n
+ * ignores entries of an older lap. */
 #define P2P_RING_ENTRIES (1u << 15)
 #define P2P_ENTRY(host, word, words) \
     ((uint64_t)(host) << 51 | (uint64_t)(words) << 33 | (uint64_t)(word))
@@ -230,7 +231,7 @@ typedef struct p2p_plan_job {
 #define P2P_BY_K_TALLIES DEVICE_MAX_EXPERTS
 
 /* Returns 1 if lowlat/plan.cuh can make plans of this layer for up to `most` tokens per rank.
- * The result depends only on the arguments, so all ranks decide equally. */
+ * The result depends only on the arguments, so it is equal on all ranks. */
 static inline int p2p_can_plan_lowlat(int64_t ranks, int64_t most, const epic_layer *layer)
 {
     const int64_t groups = ranks * ((most + 31) / 32);
@@ -265,8 +266,9 @@ typedef struct p2p_dispatch_job {
     int64_t row_bytes;
     int32_t num_tokens, recv_rows;
     int32_t aligned; /* 1: the addresses of all rows, and row_bytes, are multiples of 16 */
-    /* 1: the kernel for FLAT plans is needed. That is the case if the plan is FLAT and the call
-     * does more than move rows: it makes the plan, or moves weights, or writes recv_expert. */
+    /* 1: the kernel for FLAT plans is needed. This is the case if the plan is FLAT and the call
+     * does more than move rows. For example, it makes the plan, moves weights, or writes
+     * recv_expert. */
     int32_t flat;
     /* If zero_tail is 1, the kernel writes zeros to the slots after the last slab. If
      * leave_padding is 1, the kernel does not write zeros to padding slots. */
@@ -279,13 +281,13 @@ typedef struct p2p_dispatch_job {
      * one of every 2^catch_up steps receives two tokens instead of one, to catch up
      * (dispatch/dispatch.cuh). Each step sends one token. The launcher sets this field. */
     int32_t catch_up;
-    /* The launcher sets lag, span and total_warps (common/rows.cuh). A piece is 2 KB of a row
-     * in most kernels. A unit is the work that a warp does at a time. */
+    /* The launcher sets lag, span and total_warps (common/rows.cuh). In most kernels a piece is
+     * 2 KB of a row. A unit is the work that a warp does at a time. */
     int32_t lag;         /* number of tokens by which receiving stays behind sending */
     int32_t span;        /* number of pieces of a row that a unit moves */
     int32_t total_warps; /* number of warps that move rows, of all CTAs */
-    /* The next fields, except token_bytes, are only for packed rows (dispatch/packed.cuh): a
-     * row and its scales are moved together. scale_bytes is 0 if rows have no scales. */
+    /* The next fields, except token_bytes, are only for packed rows (dispatch/packed.cuh). A
+     * packed row is a row together with its scales. scale_bytes is 0 if rows have no scales. */
     /* [num_tokens, scale_bytes]; NULL if dispatch quantizes rows and computes the scales */
     const uint8_t *scales;
     uint8_t *recv_scales; /* [recv_rows, scale_bytes] */
@@ -322,11 +324,11 @@ typedef struct p2p_combine_job {
     const uint8_t *rows;       /* [num_rows, row_bytes] */
     uint8_t *out;              /* [num_tokens, row_bytes] */
     const float *slot_weights; /* [num_rows]; NULL: all weights are 1 */
-    /* only in dispatch_backward, else NULL: one float per slot, which is returned to the home
-     * rank of the slot's token (gradients of the weights) */
+    /* Only in dispatch_backward, else NULL: one float per slot, the gradient of the slot's
+     * weight. The operation returns it to the home rank of the slot's token. */
     const float *slot_floats;
-    /* output [num_tokens, top_k]: for each choice of this rank's tokens, the slot_float of the
-     * slot of the choice */
+    /* output [num_tokens, top_k], for each choice of this rank's tokens: the element of
+     * slot_floats of the slot of this choice */
     float *choice_floats;
     int64_t row_bytes;
     int32_t num_tokens, num_rows;

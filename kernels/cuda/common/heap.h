@@ -62,8 +62,8 @@ typedef struct p2p_net_arrays {
 } p2p_net_arrays;
 
 /* The layout of a heap: first the offset of each array in bytes, then sizes. The comment on an
- * offset explains the contents of the array, and ends with the type of its words (stamped,
- * poison or zero, see the top of this file) and its shape. */
+ * offset explains the contents of the array. It ends with the type of the words (stamped,
+ * poison or zero, see the top of this file) and the shape. */
 typedef struct p2p_heap {
     /* The words that each rank announces when it begins an operation: its signature and sizes.
      * Stamped words [2][MAX_RANKS][P2P_ANNOUNCE_WORDS]. */
@@ -94,19 +94,19 @@ typedef struct p2p_heap {
      * logical_of_expert follows at the end.
      * Stamped words [2][num_ranks][MAX_TALLIES]. */
     int64_t counts;
-    /* FLAT plans that drop choices: for each source rank and each try of keep limits, how many
-     * rows the tokens of the source need on each rank (plan/flat_drop.cuh).
+    /* For FLAT plans that drop choices, which try several keep limits (plan/flat_drop.cuh). For
+     * each source rank and each try: how many rows the tokens of the source need on each rank.
      * Stamped words [2][num_ranks][MAX_SEARCHES][MAX_RANKS]. */
     int64_t searches;
-    /* Layers with replicas for which plan/resolve.cuh chooses the replicas: for each rank, how
-     * many choices of each logical expert it has.
-     * Stamped words [2][num_ranks][REPLICATED_EXPERTS]. */
+    /* Only for layers with replicas for which plan/resolve.cuh chooses the replicas. For each
+     * rank, how many choices of each logical expert it has. Stamped words
+     * [2][num_ranks][REPLICATED_EXPERTS]. */
     int64_t logical_counts;
     /* For each planner CTA of this rank, how many choices of each expert it has counted. Only
      * this rank writes it: stamped words [MAX_PLANNERS][MAX_TALLIES]. */
     int64_t tallies;
-    /* A row that kernels read in place of row 0 of the caller's buffer, if the buffer has no
-     * rows. Only this rank writes it: uint8 [max_row_bytes]. */
+    /* A row that kernels read if the caller's buffer has no rows. They read it in place of row
+     * 0 of the buffer. Only this rank writes it: uint8 [max_row_bytes]. */
     int64_t scratch;
     /* The records: for each token of each rank, its slots on this rank. With layout FLAT, its
      * local experts on this rank instead.
@@ -122,9 +122,9 @@ typedef struct p2p_heap {
     /* The weights of choices, or their gradients. Words that are poison until they arrive,
      * [2][num_ranks - 1][max_tokens * max_top_k]. */
     int64_t floats;
-    /* Escape words. A bit in an escape word marks a word of a row that the sender has replaced,
-     * because it was a NaN with the value of poison (net/staging.cuh). Words that are 0 until
-     * they arrive, [2][num_ranks - 1][escape_words]. */
+    /* Escape words (net/staging.cuh). A bit in an escape word marks a word of a row that the
+     * sender has replaced, because this word equaled poison. Words that are 0 until they
+     * arrive, [2][num_ranks - 1][escape_words]. */
     int64_t escapes;
     /* Dot products of the rows of slots with the gradients of their outputs, one word for each
      * block of 1024 elements of a row (combine/backward.cu). Only this rank writes it: words
@@ -170,7 +170,8 @@ typedef struct p2p_net_control {
     /* The fields from here on are copies of words in host memory or in the net inbox, where
      * each poll is slow. One warp reads the original word. All other warps read the copy. */
     uint64_t broken; /* P2P_BROKEN() if the group has failed, else 0 */
-    /* number of epochs for which the net has read the data of all puts from the outbox */
+    /* number of epochs of which the net has read the data of all puts, so that the memory of
+     * these puts in the outbox may be written again */
     uint64_t freed;
     /* Times at which this rank last read the originals of `freed`, of the announcements, of the
      * failure, and of ring_room. Unit: 1024 ns. */
@@ -178,8 +179,8 @@ typedef struct p2p_net_control {
     uint32_t announcements_polled_at;
     uint32_t failure_polled_at;
     uint32_t room_polled_at;
-    /* for each source rank, stamped: how far its rows have arrived, approximately. Unit: the
-     * index of a 16-byte vector in the part of the staging for this source */
+    /* For each source rank, how far its rows have arrived: the index of a 16-byte vector in the
+     * source's part of the staging. The number is approximate. Stamped words. */
     uint64_t received_vectors[DEVICE_MAX_RANKS];
     /* copies of the announcements of all ranks, stamped; first index: parity of the epoch */
     uint64_t announcements[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS];
@@ -197,8 +198,8 @@ typedef struct p2p_control {
      * other CTAs wait until it is set. */
     uint32_t round;
     uint32_t planned; /* the last epoch in which a plan was completed */
-    /* 1: a thread of this rank has begun to report the failure in p2p_status, so other threads
-     * do not report it */
+    /* 1 if a thread of this rank has begun to report a failure in p2p_status; other threads
+     * then do not report one */
     uint32_t claim;
     /* low-latency kernels only: number of CTAs that have stored their last result; the last CTA
      * sets it to 0 */
@@ -219,12 +220,12 @@ typedef struct p2p_control {
      * So a wait fails if its deadline is earlier than this time. */
     uint64_t overdue;
     uint32_t due_beat; /* number of beats in p2p_status.awake when `due` was set */
-    /* how many of the stops that p2p_status.awake counts this rank has handled. A stop is a
+    /* How many stops this rank has handled, of those that p2p_status.awake counts. A stop is a
      * time in which the process was suspended. The rank handles a stop by starting its time
      * limit again. */
     uint32_t host_stops;
-    /* how often the time limit was started again, because the process had been stopped, since a
-     * wait of this rank last ended with success */
+    /* How often the time limit was started again because the process had been stopped. Counted
+     * since a wait of this rank last ended with success. */
     uint32_t num_postponed;
     /* time at which this rank last read p2p_status.awake, in units of 1024 ns */
     uint32_t awake_polled_at;

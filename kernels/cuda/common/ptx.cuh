@@ -141,6 +141,8 @@ __device__ __forceinline__ uint4 load_again(const void *p)
     return v;
 }
 
+/* The store_once() functions store 16, 8 or 4 bytes that no kernel reads again soon. `policy`:
+ * from policy_once(). */
 __device__ __forceinline__ void store_once(void *p, uint4 v, uint64_t policy)
 {
     asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1,%2,%3,%4}, %5;" ::"l"(p), "r"(v.x),
@@ -160,8 +162,9 @@ __device__ __forceinline__ void store_once(void *p, uint32_t v, uint64_t policy)
                  : "memory");
 }
 
-/* The copy_*() functions start an asynchronous copy (cp.async) from global to shared memory: 4
- * bytes in copy_word(), 16 bytes in the others. `to`: shared-memory address. */
+/* The copy_*() functions start an asynchronous copy (cp.async) from global to shared memory.
+ * copy_word() copies 4 bytes, the other functions copy 16 bytes. `to`: shared-memory
+ * address. */
 __device__ __forceinline__ void copy_once(uint32_t to, const void *from, uint64_t policy)
 {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to),
@@ -198,6 +201,8 @@ __device__ __forceinline__ uint32_t shared_address(const void *p)
     return (uint32_t)__cvta_generic_to_shared(p);
 }
 
+/* load_shared() loads 16 bytes from shared memory, and store_shared() stores 16 or 4 bytes. p:
+ * shared-memory address, a multiple of the number of bytes. */
 __device__ __forceinline__ uint4 load_shared(uint32_t p)
 {
     uint4 v;

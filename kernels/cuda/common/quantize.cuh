@@ -144,7 +144,7 @@ struct BlockScale {
 /* Returns the scale of this lane's block (the block of find_largest()) after a multiplication
  * of all elements by `weight`. `largest`: largest absolute value in the block before the
  * multiplication, as bits of a float32. The function multiplies only `largest` by the weight.
- * This is enough, because rounding keeps the order of values: the element with the largest
+ * This is enough, because rounding keeps the order of values. So the element with the largest
  * absolute value before the multiplication also has the largest one after it. */
 template <int V>
 __device__ __forceinline__ BlockScale scale_of(uint32_t largest, float weight, uint32_t how)
@@ -192,7 +192,7 @@ template <bool SHORT> __device__ __forceinline__ float divide_rounded(float x, c
 
 /* Divides N elements of a block of 128 by the block's scale, in place. divide_rounded() needs
  * normal numbers. So if the scale is very small or very large, this function first multiplies
- * elements and scale by a power of two that brings the scale nearer to 1. SHORT: see
+ * elements and scale by a power of two, which moves the scale nearer to 1. SHORT: see
  * divide_rounded(). */
 template <bool SHORT, int N>
 __device__ __forceinline__ void divide_block(float (&x)[N], float scale)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rows and how they are divided: pieces, a ring buffer of pieces in shared memory, the element
- * types of rows, and how units of work are divided among warps.
+/* How rows are divided into pieces, and units of work among warps. This file also has a ring
+ * buffer of pieces in shared memory, and the element types of rows.
  *
  *   vector  16 bytes: what a lane loads or stores at once
  *   piece   V vectors per lane of a warp (V is 4 for most kernels: 2 KB). Vector v of lane L
@@ -346,10 +346,10 @@ struct F32 {
  *
  * Warp w of the W warps that take part has units w, w + W, w + 2 * W, ...
  *
- * The members `step`, `role` and `span` of a Stride are the distance from a unit of a warp to
- * the next unit of the same warp, W units later in the list. `roles` is the number of roles,
- * and `spans` the number of spans of a row. `total_warps` is W. Each CTA has a
- * Stride in shared memory. */
+ * The next unit of a warp is W units later in the list than its current unit. The members
+ * `step`, `role` and `span` of a Stride are the distance between the two. `roles` is the number
+ * of roles, and `spans` the number of spans of a row. `total_warps` is W. Each CTA has a Stride
+ * in shared memory. */
 struct Stride {
     int step, role, span, roles, spans, total_warps;
 
@@ -393,6 +393,7 @@ struct UnitWalk {
     }
 };
 
+/* Returns the greatest common divisor of a and b. */
 static inline int common_divisor(int a, int b)
 {
     while (b) {
@@ -418,7 +419,7 @@ template <class Job> static inline int units_per_token(const Job &job, int roles
  *   job.span   pieces per unit. A unit has a fixed cost, so long spans are better, as long as
  *              all warps are equally busy.
  *   job.lag    tokens by which receiving stays behind sending: about as many as all warps
- *              together process at a time, so that pieces have arrived when they are copied
+ *              together process at a time, so that pieces have arrived when warps read them
  *   job.total_warps
  *              number of warps that take part. A token has `kinds` units, one for each pair of
  *              role and span. The number of warps and `kinds` have no common divisor above 1,

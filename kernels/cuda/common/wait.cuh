@@ -42,8 +42,9 @@ __device__ __forceinline__ bool poll_permit(uint32_t *asked, uint32_t pause)
     return time - before >= pause && atomicCAS(asked, before, time) == before;
 }
 
-/* Only in backend `hosts`: if `word`, a value of the word `broken`, is not 0, copies it to
- * control memory, where all warps of this rank check it. Does nothing in `p2p`. */
+/* Only in backend `hosts`: copies `word`, a value of the word `broken`, to control memory,
+ * where all warps of this rank check it. Does nothing if `word` is 0, and does nothing in
+ * `p2p`. */
 __device__ __forceinline__ void cache_broken(const OpState &op, uint64_t word)
 {
     if (HOSTS && word) store_relaxed(&control_of(op)->net->broken, word);
@@ -288,7 +289,7 @@ __device__ __forceinline__ bool has_failed(const OpState &op, int phase)
 /* Returns true if a wait for `peer` must be given up, because the group has failed or the
  * deadline has passed. A waiting warp calls this function every SPINS_PER_CHECK polls. `fresh`:
  * true in the first call of a wait. A new wait shows that the previous one has ended with
- * success, which is progress. So the function then moves the deadline. It does not look for the
+ * success. So the function then moves the deadline to a later time. It does not look for the
  * cause of a failure, because waiting warps have few registers. report_aborted_wait() looks for
  * the cause at the end of the CTA. */
 static __device__ __noinline__ bool wait_should_abort(const OpState &op, int peer, int phase,

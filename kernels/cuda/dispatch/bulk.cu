@@ -24,10 +24,10 @@
  * the lanes that write a buffer call fence_bulk() before the copy engine reads it. A buffer is
  * written again only after wait_bulk_read().
  *
- * Ranks cannot wait for each other in a circle: a receiving warp waits for a row that its peer
- * sends `lag` steps earlier, and each CTA processes its units in order. While the planner CTAs
- * make the plan, each warp of the other CTAs sends its first token. Then it waits for the
- * record of that token, which has the token's slots on this rank.
+ * Ranks cannot wait for each other in a circle, because a receiving warp waits for a row that
+ * its peer sends `lag` steps earlier, and each CTA processes its units in order. While the
+ * planner CTAs make the plan, each warp of the other CTAs sends its first token. Then it waits
+ * for the record of that token, which has the token's slots on this rank.
  *
  * While a warp moves a unit, the row of its next unit is being copied to another buffer. */
 #include "cuda/dispatch/bulk.cuh"

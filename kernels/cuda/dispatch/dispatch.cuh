@@ -54,8 +54,9 @@ __device__ __forceinline__ bool is_forward_role(const DispatchMove &m, const Uni
     return HOSTS && walk.role > 0 && source_role(m, walk) <= 0;
 }
 
-/* Returns where choice k of this rank's token goes: a rank if the kernel reads a plan, or an
- * expert id if the kernel makes the plan. All bits are 1 if there is no choice k. */
+/* Returns where choice k of this rank's token goes. If the kernel reads a plan, this is a rank.
+ * If the kernel makes the plan, it is an expert id. If there is no choice k, all bits of the
+ * result are 1. */
 __device__ __forceinline__ uint64_t read_choice(const DispatchMove &m, int32_t token, int k)
 {
     const p2p_plan_job &plan = m.job.plan;

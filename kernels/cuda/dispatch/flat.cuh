@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Dispatch with a FLAT plan (a plan for the flat layout): a token has one row on each rank that
+/* Dispatch with a FLAT plan (a plan for the flat layout). A token has one row on each rank that
  * owns one of its experts, even if several of its choices go there. Each row has *extras*: the
  * token's local experts on this rank, and the weights of these choices. The warp that receives
  * the first piece of a row also receives the row's extras, and stores them to two arrays:

@@ -31,7 +31,7 @@ static cudaError_t load_kernels(const Kernel (&kernels)[COUNT], int most_bytes)
     return cudaSuccess;
 }
 
-/* Returns a copy of the job with the fields lag, span, units, head and catch_up set. They
+/* Returns a copy of the job with the fields lag, span, total_warps, head and catch_up set. They
  * determine how units are divided among warps, and how many tokens are sent before the first
  * one is received. `bytes`: bytes that are sent per token. */
 static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_t bytes,

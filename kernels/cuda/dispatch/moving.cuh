@@ -94,9 +94,9 @@ __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m
 }
 
 /* Returns true if padding is written together with tokens: each unit that receives a token of
- * this rank also writes zeros to some padding slots. The condition is that there are at least
- * one such unit per warp, and two per expert of the layer. If the function returns false, a
- * separate pass writes the padding. */
+ * this rank also writes zeros to some padding slots. This is done if there are enough such
+ * units: at least one per warp, and at least two per expert of the layer. If the function
+ * returns false, a separate pass writes the padding. */
 __device__ __forceinline__ bool pads_with_tokens(const PlanView &plan, const Stride &stride,
                                                  int most_tokens)
 {

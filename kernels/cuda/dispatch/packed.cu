@@ -15,9 +15,10 @@
 #include "cuda/dispatch/packed_slots.cuh"
 #include "cuda/dispatch/relay.cuh"
 
-/* The pieces of a unit: number of the first one, and how many (0 or less: none). is_own: these
- * are pieces of the caller's rows, not of packed rows. If the kernel quantizes, a packed row
- * has a different number of pieces than the caller's row. */
+/* The pieces of a unit. first: number of the first piece. count: number of pieces; if it is 0
+ * or less, the unit has no pieces. is_own: true if these are pieces of the caller's rows, false
+ * if they are pieces of packed rows. If the kernel quantizes, the two kinds of rows have
+ * different numbers of pieces. */
 struct Pieces {
     int first, count;
     bool is_own;

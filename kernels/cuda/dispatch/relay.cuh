@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* dispatch with relays, for backend `hosts` with several ranks per host. A row crosses the net
- * once for every other host that needs it. The sender sends the row to its *mate* on that host:
- * the rank that has the same index there as the sender has on its own host. The mate forwards
- * the row to the ranks of its host that need it (net/relay.cuh).
+ * once for every other host that needs it. The sender sends the row to its *mate* on that host.
+ * The mate is the rank that has the same index there as the sender has on its own host. The
+ * mate forwards the row to the ranks of its host that need it (net/relay.cuh).
  *
  * Units of work form a list, which is divided into steps. Step i has these units, in this
  * order. `lag` tokens are sent before the first one is forwarded and received.
@@ -32,11 +32,11 @@ __device__ __forceinline__ uint32_t choose_routes(const DispatchMove &m, int32_t
     return choose_routes(m.job.plan.self, m.op, token, first, peers);
 }
 
-/* Forwards the pieces of a unit: pieces of one or two tokens that come from one mate.
- * hand(from, token, piece, wants) forwards one piece to the ranks of this host in `wants`.
- * `copied`: true if the ring buffer of `feed` has one buffer for each piece of every unit.
- * Forwarding does not use these buffers, so the function discards them. Returns false if the
- * group of ranks has failed. */
+/* Forwards the pieces of a unit. They belong to one or two tokens that come from one mate. For
+ * each piece calls hand(from, token, piece, wants), which forwards it to the ranks of this host
+ * in `wants` (bit mask). `copied`: true if the ring buffer of `feed` has one buffer for each
+ * piece of every unit. Forwarding does not use these buffers, so the function discards them.
+ * Returns false if the group of ranks has failed. */
 template <class PieceFeed, class Hand>
 __device__ __forceinline__ bool forward_unit(const DispatchMove &m, const UnitWalk &walk,
                                              PieceFeed &feed, bool copied, Hand hand)

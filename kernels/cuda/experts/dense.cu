@@ -31,7 +31,8 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* Adds the n numbers of each row of values [2, n] in a binary tree, and writes the two sums to
  * values[0] and values[1]. n is a power of two. One warp works on both rows as one array of 2 *
- * n numbers. At each level of the tree, lane i adds pairs i, i + 32, ... */
+ * n numbers. At each level of the tree, lane i adds the pairs with numbers i, i + 32, and so
+ * on. */
 static __global__ void trees_kernel(float *values, int64_t n)
 {
     for (int64_t distance = 1; distance < n; distance *= 2) {

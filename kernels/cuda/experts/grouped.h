@@ -131,7 +131,7 @@ typedef struct p2p_activation_job {
     int32_t pad;
 } p2p_activation_job;
 
-/* Arguments of p2p_launch_bias(), which computes the gradient of a bias: out[e] is the sum of
+/* Arguments of p2p_launch_bias(), which computes the gradient of a bias. out[e] is the sum of
  * weight * row over those rows of expert e that hold a token. */
 typedef struct p2p_bias_job {
     p2p_slabs slabs;
@@ -217,8 +217,8 @@ typedef struct p2p_pieces_job {
     /* Only p2p_launch_split(): how many pieces are stored for each number. The same piece may
      * be stored several times. */
     int32_t places;
-    /* Only p2p_launch_split(): bits 2i and 2i + 1 select the piece that is stored at position
-     * i. 0 is the high piece, 1 the middle one, 2 the low one. */
+    /* Only p2p_launch_split(): bits 2 * i and 2 * i + 1 are a number that selects the piece at
+     * position i. 0 selects the high piece, 1 the middle one, 2 the low one. */
     uint32_t order;
     /* only p2p_launch_fold(): 1: add the result to `to`; 0: overwrite `to` */
     int32_t accumulate;

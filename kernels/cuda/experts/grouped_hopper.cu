@@ -104,8 +104,9 @@ static Job job_of(const p2p_gemm *g)
     return job;
 }
 
-/* Returns the number of CTAs to launch: at most g->sms, at most one for each tile that the
- * product can have, and a multiple of `pair`, the number of CTAs in a cluster (1 or 2). */
+/* Returns the number of CTAs to launch. It is at most g->sms, and at most one for each tile
+ * that the product can have. It is a multiple of `pair`, the number of CTAs in a cluster (1 or
+ * 2). */
 static int ctas_of(const p2p_gemm *g, const Job &job, int pair)
 {
     const int64_t down = g->pass == EPIC_GEMM_WEIGHT

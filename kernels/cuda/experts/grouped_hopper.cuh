@@ -5,8 +5,8 @@
  *
  * A tile of out has 128 x 256 numbers. A CTA has three warpgroups. In the first, one thread
  * (the producer) copies parts of the matrices a and b to shared memory. The other two
- * warpgroups (the consumers) multiply them; each consumer computes 64 rows of the tile: the
- * first 64 if its number `half` is 0, the last 64 if `half` is 1. A thread keeps its 128
+ * warpgroups (the consumers) multiply them. Each consumer has a number, `half`. Consumer 0
+ * computes the first 64 rows of the tile, and consumer 1 the last 64. A thread keeps its 128
  * results in registers, in the array `d`. Producer and consumers share a ring of STAGES stages
  * in shared memory. Each stage has two barriers, "full" and "empty":
  *
@@ -18,11 +18,11 @@
  *              x 128 bytes (boxes) through shared memory
  *
  * The grid is persistent, and producer and consumers process the same tiles in the same order.
- * In a cluster of two CTAs, the two CTAs compute two tiles that are neighbours in a column;
- * then the cluster goes on to its next pair of tiles. If both tiles belong to one expert, they
- * need the same part of matrix b. Each CTA then copies half of it, and its multicast copy
- * writes this half to both CTAs. The CTAs decide for each pair of tiles whether they share the
- * copies. So the two tiles of a pair may also belong to different experts.
+ * The two CTAs of a cluster compute two tiles that are neighbours in a column, and then go on
+ * to the next pair of tiles. If both tiles belong to one expert, they need the same part of
+ * matrix b. Each CTA then copies half of it, and its multicast copy writes this half to both
+ * CTAs. The CTAs decide for each pair of tiles whether they share the copies. So the two tiles
+ * of a pair may also belong to different experts.
  *
  * The kernel reads a and b in the caller's layout. The *summed dimension* is K of a GEMM; the
  * last column of the table names it. "Transposed" marks a matrix in which the summed dimension
@@ -346,9 +346,9 @@ struct Scales {
      * floats, from the scales of the left columns to those of the right columns in b. */
     int steps, right;
     float next_low, next_high, next_b[2];
-    /* products of a scale of matrix a and a scale of matrix b, for the blocks in use.
-     * use_next_blocks() computes them from next_low, next_high and next_b, the scales that were
-     * loaded early. */
+    /* Products of a scale of matrix a and a scale of matrix b, for the four blocks in use.
+     * use_next_blocks() computes them from next_low, next_high and next_b, which are loaded
+     * four blocks earlier. */
     float now_low[2], now_high[2];
 
     __device__ __forceinline__ Scales(const Job &job, const Tile &w, const Lane &lane, int half)

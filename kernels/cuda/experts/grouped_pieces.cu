@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Products of float32 matrices on tensor cores that multiply bf16. split_kernel splits a
- * float32 number x into three bf16 numbers, its pieces, which together have all 24 significant
- * bits of x: high = bf16(x), middle = bf16(x - high), low = bf16(x - high - middle). (These
- * pieces have nothing to do with the 2 KB pieces of rows.)
+ * float32 number x into three bf16 numbers, its pieces: high = bf16(x), middle = bf16(x -
+ * high), and low = bf16(x - high - middle). The three pieces together have all 24 significant
+ * bits of x. (These pieces have nothing to do with the 2 KB pieces of rows.)
  *
  * If only one of the two matrices is float32, the high, middle and low pieces of a row become
  * separate columns. One matrix product then computes three sums for each result, and

@@ -20,7 +20,7 @@
  * (p2p_as_input), which reads both matrices contiguously along the summed dimension.
  *
  * A product with few tiles and long sums would leave most SMs idle. So the host sets
- * p2p_gemm.slices: each sum is then cut into slices, which different CTAs compute. plain_kernel
+ * p2p_gemm.slices. Then each sum is cut into slices, which different CTAs compute. plain_kernel
  * stores the partial sum of each slice, and slices_kernel adds the partial sums in order. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
@@ -205,10 +205,10 @@ template <int PASS, bool SCALED> struct StepTiles {
     static constexpr int A_PITCH = BM + PAST, B_PITCH = BN + PAST;
     float4 a[A_FOURS], b[B_FOURS];
 
-    /* Position of this thread's n-th group of four numbers in the tile of one step.
-     * step_in_tile() returns the group's first index along the summed dimension. line_in_tile()
-     * returns its first row of matrix a or column of matrix b. `lines`: number of rows or
-     * columns of the tile. */
+    /* Two functions that return the position, in the tile of one step, of this thread's n-th
+     * group of four numbers. step_in_tile() returns the group's first index along the summed
+     * dimension. line_in_tile() returns its first row of matrix a or its first column of matrix
+     * b. `lines`: number of rows or columns of the tile. */
     static __device__ __forceinline__ int step_in_tile(bool transposed, int lines, int n)
     {
         const int i = n * THREADS + (int)threadIdx.x;
@@ -422,7 +422,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Returns the number of CTAs to launch. The host does not know how many rows the slabs have, so
+/* Returns the number of CTAs to launch. The host does not know how many rows the slabs have. So
  * it launches one CTA for each tile slice that the product can have, but at most four CTAs per
  * SM. */
 static int ctas_of(const p2p_gemm *g)

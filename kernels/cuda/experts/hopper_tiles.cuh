@@ -164,9 +164,9 @@ static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int nu
     return true;
 }
 
-/* A position of a thread in the ring of stages. index: number of the stage. parity: parity (0
- * or 1) of the barrier phase for which the thread waits at the barriers of this stage. The
- * parity changes each time the thread comes back to stage 0. */
+/* A position of a thread in the ring of stages. index: number of the stage. parity: 0 or 1, the
+ * parity of the phase for which the thread waits at the barriers of this stage. The parity
+ * changes each time the thread comes back to stage 0. */
 struct Stage {
     int index, parity;
 

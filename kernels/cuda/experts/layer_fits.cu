@@ -24,9 +24,9 @@ static __device__ bool find_fault(const p2p_fits_job &job, const device_plan_hea
     return true;
 }
 
-/* The kernel: checks the plan. If the plan does not fit the layer, it sets the result in the
- * plan's header to an error, computes the header's checksum again, and reports the fault to the
- * host. */
+/* The kernel: checks the plan. If the plan does not fit the layer, the kernel sets the result
+ * in the plan's header to an error, and computes the header's checksum again. It also reports
+ * the fault to the host. */
 static __global__ void fits_kernel(const __grid_constant__ p2p_fits_job job)
 {
     const p2p_self &self = job.self;

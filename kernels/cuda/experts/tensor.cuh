@@ -24,8 +24,8 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals)
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-/* Arrives once at the barrier, and adds `bytes` to what its current phase waits for: the phase
- * completes only after tensor copies have written this many bytes. */
+/* Arrives once at the barrier, and adds `bytes` to the number of bytes for which its current
+ * phase waits. The phase completes only after tensor copies have written this many bytes. */
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes)
 {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),

@@ -37,8 +37,8 @@
 struct CombineUnits {
     const CombineState &c;
     const CtaRange all_ctas;
-    /* Number of this worker. A shuffle computes it. This shows the compiler that the number is
-     * equal in all lanes. */
+    /* Number of this worker. The number comes from a shuffle, so that the compiler knows that
+     * it is equal in all lanes. */
     const int worker;
 
     /* Divides the units among the workers of all CTAs. */
@@ -78,9 +78,10 @@ struct CombineUnits {
         return unit;
     }
     /* Returns this worker's first unit: a unit of own tokens if `own` is true, else of peers'
-     * tokens. The unit is loaded before the plan's header has been checked, so the number of
-     * tokens of the peers is not known yet. is_likely becomes true if the unit exists in the
-     * usual case that each peer has as many tokens as this rank. */
+     * tokens. The unit is loaded before the plan's header has been checked, so the numbers of
+     * tokens of the peers are not known yet. is_likely becomes true if this rank has a token
+     * with the unit's number. In most steps all ranks have equally many tokens, so the unit
+     * then probably exists. */
     __device__ __forceinline__ Unit read_first(bool own, bool &is_likely) const
     {
         const p2p_combine_job &job = c.job;
@@ -234,10 +235,11 @@ static __device__ void clear_outputs(const CombineState &c, int64_t thread, int6
  *   1. The last worker of each CTA loads and checks the plan's header. The control warp (last
  *      warp) sets op, the state of the operation. The other workers load their first units and
  *      rows.
- *   2. The first barrier of the CTA. One warp of the grid announces the operation.
+ *   2. After the first barrier of the CTA, one warp of the grid announces the operation.
  *   3. Workers send partial sums for the peers' tokens. Then they add the partial sums for this
  *      rank's own tokens. The control warp of the last CTA ends the operation.
- *   4. Zeros all outputs if the plan is invalid, or if a rank has too few rows. */
+ *   4. If the plan is invalid, or a rank has too few rows, the CTAs write zeros to all
+ *      outputs. */
 template <class Sums>
 __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     lowlat_combine_kernel(const __grid_constant__ p2p_combine_job job)

@@ -6,9 +6,9 @@
  *                                     per lane
  *   recv    [recv_rows, row_bytes]    the rows of all slots of the plan; padding is zeros
  *
- * lowlat/dispatch.cuh has the kernel of dispatch; PlainRows below defines how it moves plain
- * rows. lowlat_plan_kernel makes a plan in the same way as that kernel, but moves no rows. A
- * CTA has one control warp, its last warp; the others are workers:
+ * The file lowlat/dispatch.cuh has the kernel of dispatch, and PlainRows below defines how it
+ * moves plain rows. lowlat_plan_kernel makes a plan in the same way as that kernel, but moves
+ * no rows. A CTA has one control warp, its last warp; the others are workers:
  *
  *   control warps   send the expert ids, announce the operation, write the plan's header and
  *                   slabs, end the operation

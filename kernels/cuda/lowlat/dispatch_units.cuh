@@ -67,8 +67,8 @@ struct PendingWords {
     /* if the kernel reads a plan: this lane's word of the token's record, which is the lane's
      * slot or -1 */
     uint64_t record_word;
-    /* Only if the token is this rank's own, and the kernel reads a plan: the slot of this
-     * lane's choice, if the choice goes to this rank. In all other cases -1. */
+    /* The slot of this lane's choice, if three conditions are met: the token is this rank's
+     * own, the kernel reads a plan, and the choice goes to this rank. Otherwise -1. */
     int32_t own_slot;
     /* If the token is this rank's own: weight of this lane's choice. If the token is a peer's:
      * lane n has the weight of the n-th slot that the token has on this rank, or poison if the
@@ -154,8 +154,8 @@ template <class Rows> struct PieceSender {
 };
 
 /* Sends the weights of this rank's tokens. Each control warp of the receiving CTAs sends the
- * weights of some tokens, several tokens at a time; each lane has one choice of one of these
- * tokens. read_ahead() loads the first weights, and send_weights() sends all. */
+ * weights of some tokens. It handles several tokens at a time, and each lane has one choice of
+ * one of these tokens. read_ahead() loads the first weights, and send_weights() sends all. */
 struct WeightSender {
     const LowlatMove &m;
     int32_t top_k, choice_bits, first_token;
@@ -310,9 +310,9 @@ __device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int r
 }
 
 /* Loads a piece of a peer's token from staging, before the warp waits for it. Words that have
- * not arrived are poison. If this rank itself has no token with this number, sets the vectors
- * to poison without a load. In most steps all ranks have equally many tokens, so the peer
- * probably has no such token either. */
+ * not arrived are poison. If this rank has no token with this number, the peer probably has no
+ * such token either, because in most steps all ranks have equally many tokens. In this case the
+ * function sets the vectors to poison without a load. */
 template <class Rows>
 __device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p)
 {

@@ -5,9 +5,10 @@
  * can run a low-latency kernel for an operation while a peer with more tokens runs the general
  * kernel. Only the begin and the end of an operation differ. A CTA has LOWLAT_WORKERS workers,
  * which are warps that move rows, and one control warp, its last warp. To announce an
- * operation, a rank stores stamped words (words that contain the epoch, the number of the
- * operation) to every rank: its sizes (tokens, capacity, rows) and its signature. "Last CTA" is
- * the CTA with the highest blockIdx. Work that is done once per CTA or once per operation:
+ * operation, a rank stores its sizes (tokens, capacity, rows) and its signature to every rank.
+ * These are stamped words: they contain the epoch, which is the number of the operation. "Last
+ * CTA" is the CTA with the highest blockIdx. Work that is done once per CTA or once per
+ * operation:
  *
  *   every CTA   control warp   counts that the CTA has started
  *   last CTA    worker 0       executes a system fence, then announces the operation to every
@@ -92,7 +93,7 @@ template <class Job> __device__ __forceinline__ void prefetch_params(const Job &
     keep_in_registers(word);
 }
 
-/* Returns how many bits are needed to represent the numbers 0 to n - 1. */
+/* Returns how many bits the largest of the numbers 0 to n - 1 has. */
 __device__ __forceinline__ int bits_of(int n)
 {
     return 32 - __clz(n - 1);
@@ -103,13 +104,13 @@ struct StartState {
     uint32_t epoch; /* epoch (number) of the last operation that has ended on this rank */
     /* lane 0: 1 if another operation of this rank is running (mark_running()) */
     uint32_t overlaps;
-    /* P2P_BROKEN() if the group of ranks has failed, else 0. In backend `hosts`, this is a
-     * copy, which shows only failures that a kernel of this rank has already seen. Waits also
-     * poll the original in the net inbox, so they find later failures. */
+    /* P2P_BROKEN() if the group of ranks has failed, else 0. In backend `hosts`, this is a copy
+     * of a word in the net inbox. The copy shows only failures that a kernel of this rank has
+     * already seen. Waits also poll the original, so they find later failures. */
     uint64_t broken;
-    /* Only in backend `hosts`. epochs: how many epochs of this rank have ended. freed: for how
-     * many of these epochs the net has read the data of all puts. The rank may write again to
-     * the outbox memory of these `freed` epochs. */
+    /* Only in backend `hosts`. epochs: how many epochs of this rank have ended. freed: how many
+     * of these epochs the net has finished, because it has read the data of all their puts. The
+     * rank may write again to the outbox memory that these epochs have used. */
     uint64_t epochs, freed;
     /* Only in backend `hosts` and in the last CTA: the word `broken` in the net inbox, which is
      * the original of `broken`. finish_lowlat() checks it. */
@@ -144,11 +145,11 @@ __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const Start
     return __all_sync(ALL_LANES, known || lane_id() || wait_outbox_free(op)) != 0;
 }
 
-/* Sends to every rank the sizes that are part of this rank's announcement: `tokens`, `capacity`
- * (slots of the receive buffer; 0: no limit) and `rows` (rows of the receive buffer). Called by
- * all warps; only the control warp of the last CTA sends. Does nothing in backend `hosts`.
- * There announce_start() stores all words of the announcement, so that one put sends them
- * together. */
+/* Sends the sizes that are part of this rank's announcement to every rank. `tokens`: number of
+ * this rank's tokens. `capacity`: number of slots of its receive buffer; 0: no limit. `rows`:
+ * number of rows of its receive buffer. Called by all warps; only the control warp of the last
+ * CTA sends. Does nothing in backend `hosts`. There announce_start() stores all words of the
+ * announcement, so that one put sends them together. */
 __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpState &op,
                                                int32_t tokens, int32_t capacity, int32_t rows)
 {
@@ -159,11 +160,11 @@ __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpSta
     store_relaxed(to + P2P_ANNOUNCED_ROWS, stamp_word(op, (uint32_t)rows));
 }
 
-/* Returns whether this warp announces the operation. This is worker 0 of the last CTA, with one
- * exception. In backend `hosts`, if the kernel makes a plan (`plans`), it is the control warp
- * of the last CTA, because the plan waits for the announcement. The announcing warp must
- * execute a system fence before announce_start(). A fence takes long, so the kernel executes it
- * when it starts. */
+/* Returns whether this warp announces the operation. In most cases, worker 0 of the last CTA
+ * announces it. If the kernel makes a plan (`plans`) in backend `hosts`, the control warp of
+ * the last CTA announces it, because the plan waits for the announcement. The announcing warp
+ * must execute a system fence before announce_start(). A fence takes long, so the kernel
+ * executes it when it starts. */
 __device__ __forceinline__ bool is_announcer(bool plans)
 {
     return is_last_cta() && (HOSTS && plans ? is_control_warp() : threadIdx.x < WARP);

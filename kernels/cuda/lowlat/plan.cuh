@@ -20,10 +20,10 @@
  * ranks with few tokens discard their tables, and also make the plan with plan/planner.cuh. On
  * these ranks the plan is called *mixed*.
  *
- * A CTA has three barriers for the plan: after all ids have arrived, after its warps have
- * counted the choices of the experts, and after the first slot of each slab is known. Some work
- * needs only one warp per grid: the control warp of one CTA writes the header, and that of
- * another CTA writes the slabs. */
+ * A CTA has three barriers for the plan. The first comes after all ids have arrived. The second
+ * comes after the CTA's warps have counted the choices of the experts. The third comes after
+ * they have computed the first slot of each slab. Some work needs only one warp per grid: the
+ * control warp of one CTA writes the header, and that of another CTA writes the slabs. */
 #ifndef EPIC_LOWLAT_PLAN_CUH
 #define EPIC_LOWLAT_PLAN_CUH
 
@@ -97,7 +97,7 @@ struct IdSender {
     uint32_t id_pair;
 
     /* Loads the first ids. planning_ctas: the CTAs whose control warps send ids. sends: false
-     * if the kernel makes no plan; then there are no ids to send. */
+     * if the kernel makes no plan, and therefore sends no ids. */
     __device__ __forceinline__ IdSender(const p2p_plan_job &plan, const CtaRange &planning_ctas,
                                         bool sends)
         : job(plan), token_words(2 * id_lanes_of(plan.layer)), word_bits(bits_of(token_words)),
@@ -353,8 +353,8 @@ static __device__ PlanCheck check_plan(const LowlatPlan &tables, const p2p_plan_
 
 /* Finds duplicates, which are an error in layers with EPIC_DISTINCT. A choice is a duplicate if
  * an earlier choice of its token has the same expert. Sets bad_choice of each rank to the
- * rank's first duplicate. The function uses atomicMin, so the result does not depend on the
- * order of threads. Called by all threads of the CTA. */
+ * number of the rank's first duplicate. The function uses atomicMin, so the result does not
+ * depend on the order of threads. Called by all threads of the CTA. */
 static __device__ __noinline__ void find_duplicates(LowlatPlan &tables, int ranks)
 {
     const int each = tables.id_lanes * LOWLAT_LANE_IDS;
@@ -521,8 +521,8 @@ static __device__ void end_header(LowlatPlan &tables, const p2p_plan_job &job,
         report_overflow(tables.p, job, op);
 }
 
-/* Writes to the plan: the first slot and the padding of each of this rank's slabs. Writes to
- * the caller's arrays: the number of tokens and of rows of each local expert. Called by one
+/* Writes the first slot and the padding of each of this rank's slabs to the plan. Writes the
+ * number of tokens and of rows of each local expert to the caller's arrays. Called by one
  * control warp of the grid. */
 static __device__ void write_slabs(const LowlatPlan &tables, const p2p_plan_job &job,
                                    uint32_t result)

@@ -11,7 +11,7 @@
  *                     ranks: the first slot of rank 1 follows the last slot of rank 0
  *
  * The slot of a choice, numbered over all ranks, is the sum of three numbers: group_slab_start,
- * earlier_choices, and how many bits of the mask below the token's bit are 1. A mask has one
+ * earlier_choices, and the number of 1 bits of the mask below the token's bit. A mask has one
  * bit per token, so it cannot express that a token chooses an expert twice. If any token does
  * so, the slots are computed by comparing all ids one by one, which is slow. */
 #ifndef EPIC_LOWLAT_PLAN_TABLES_CUH
@@ -25,8 +25,8 @@
 #define LOWLAT_INVALID_ID 0xfffeu /* encoded id of a choice whose id is too large */
 #define LOWLAT_LANE_IDS 4         /* how many ids of one token a lane handles at a time */
 /* Upper bound of lowlat_plan_bytes(). There are at most P2P_LOWLAT_CHOICES ids, with 2 bytes
- * each. Each token's number of ids is rounded up to a multiple of LOWLAT_LANE_IDS, so with top_k
- * = 1 the table has LOWLAT_LANE_IDS times as many ids. */
+ * each. The number of ids of a token is rounded up to a multiple of LOWLAT_LANE_IDS. So with
+ * top_k = 1 the table has LOWLAT_LANE_IDS times as many ids. */
 #define LOWLAT_PLAN_MAX_BYTES                           \
     (P2P_LOWLAT_MASKS * 6 + LOWLAT_WORKERS * WARP * 8 + \
      P2P_LOWLAT_CHOICES * 2 * LOWLAT_LANE_IDS + 16)
@@ -91,9 +91,9 @@ struct LowlatPlan {
                    __popc(mask[index] & ((1u << token % WARP) - 1));
         return begin + count_before(rank, token * id_lanes * LOWLAT_LANE_IDS + k, (uint16_t)e);
     }
-    /* Returns how many choices of `expert` come before one choice of `rank`: all choices of the
-     * ranks below `rank`, and the first `choices` ids of `rank`. Compares ids one by one, which
-     * is slow. Used only if some token chose an expert twice. */
+    /* Returns how many choices of `expert` there are in a range of choices: all choices of the
+     * ranks below `rank`, and the first `choices` choices of `rank`. Compares ids one by one,
+     * which is slow. Used only if some token chose an expert twice. */
     __device__ __noinline__ int count_before(int rank, int choices, uint16_t expert) const
     {
         int count = 0;

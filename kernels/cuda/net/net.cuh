@@ -74,9 +74,9 @@ __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
     store_relaxed(entries + index % P2P_RING_ENTRIES, entry | P2P_ENTRY_LAP(index));
 }
 
-/* Appends an entry to the ring, after a system fence. So a thread which reads the entry sees
- * all stores that this thread has made or observed. ring_room is loaded before the fence, so
- * that the load overlaps with the fence. Called by one thread. */
+/* Appends an entry to the ring, after a system fence. So a thread that reads the entry sees all
+ * stores that this thread has made or observed. The function loads ring_room before the fence,
+ * so that the load overlaps with the fence. Called by one thread. */
 static __device__ __noinline__ void post_entry(const OpState &op, uint64_t entry)
 {
     uint64_t *entries = op.self->net->ring.entries;
@@ -149,7 +149,7 @@ post_put_records(const OpState &op, int q, const uint64_t *record, bool has_reco
     if (has_record) post_put(op, q, record, (uint32_t)max(words, 1) * 8);
 }
 
-/* Appends an entry to the ring that tells the proxy thread that the epoch has no more puts. No
+/* Appends an entry to the ring that marks the end of the epoch: the epoch has no more puts. No
  * thread may post puts of this epoch after this call. Called by one thread of the rank. */
 static __device__ __noinline__ void post_epoch_end(const OpState &op)
 {
@@ -189,9 +189,10 @@ __device__ __forceinline__ void refresh_freed(const OpState &op)
 
 static __device__ void report_aborted_wait(const OpState &op);
 
-/* Waits until this CTA may store into the outbox in this epoch: until the net has read all
- * words of the older epochs that used the same half of the outbox. Called by all threads of a
- * CTA before their first store for a peer. Returns false if the group of ranks has failed. */
+/* Waits until this CTA may store into the outbox in this epoch. This is the case when the net
+ * has read all words of the older epochs that used the same half of the outbox. Called by all
+ * threads of a CTA before their first store for a peer. Returns false if the group of ranks has
+ * failed. */
 static __device__ __noinline__ bool wait_outbox(const OpState &op)
 {
     const bool ok = __syncthreads_and(threadIdx.x || wait_outbox_free(op)) != 0;
@@ -199,9 +200,9 @@ static __device__ __noinline__ bool wait_outbox(const OpState &op)
     return ok;
 }
 
-/* Tells the proxy thread that the round has no more puts, and waits until the next round may
- * write to the outbox. Called by one warp of the grid. Returns false if the group of ranks has
- * failed. */
+/* Reports to the proxy thread that the round has no more puts, and waits until the next round
+ * may write to the outbox. Called by one warp of the grid. Returns false if the group of ranks
+ * has failed. */
 static __device__ bool end_round_puts(const OpState &op)
 {
     bool ok = true;

@@ -27,13 +27,14 @@
 
 #include "cuda/net/staging.cuh"
 
+/* Returns the number of hosts. Only for groups with relays. */
 __device__ __forceinline__ int num_hosts(const p2p_self &self)
 {
     return self.num_ranks / ranks_per_host(self);
 }
 
-/* Returns the mate of rank `like` on the host of rank `on`: the rank of that host that has the
- * same index within its host as `like` has. */
+/* Returns the mate of rank `like` on the host of rank `on`. This is the rank of that host that
+ * has the same index there as `like` has on its own host. */
 __device__ __forceinline__ int mate_of(const p2p_self &self, int like, int on)
 {
     return on - on % ranks_per_host(self) + like % ranks_per_host(self);
@@ -75,8 +76,9 @@ __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at
     return ok;
 }
 
-/* Returns the bit mask `ranks`, but with all ranks of every other host replaced by one rank:
- * this rank's mate on that host. */
+/* Returns the ranks to which this rank itself sends, so that all ranks in the bit mask `ranks`
+ * receive. These are the ranks of this host that are in `ranks`, and this rank's mate on every
+ * other host that has a rank in `ranks`. */
 __device__ __forceinline__ uint32_t reduce_to_mates(const p2p_self &self, uint32_t ranks)
 {
     uint32_t mates = 0;

@@ -196,8 +196,9 @@ static __device__ __noinline__ bool wait_host_piece(const OpState &op, int peer,
     return ok;
 }
 
-/* Returns true if all rows of this rank together are so few bytes that all waiting warps may
- * poll host memory at every spin of their wait loop. Only low-latency kernels do this. */
+/* Returns true if all waiting warps may poll host memory at every spin of their wait loop,
+ * because all rows of this rank together have only few bytes. Only low-latency kernels do
+ * this. */
 __device__ __forceinline__ bool can_poll_all(const OpState &op, int32_t vectors)
 {
     return LOW_LATENCY && op.tokens * vectors * 16 <= MAX_POLLED_BYTES;
@@ -231,7 +232,7 @@ __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const
     if (is_host_memory(op, staged)) {
         const uint4 *last = staged + min(first + V * WARP, vectors) - 1;
         if (!can_poll_all(op, vectors) && !wait_host_piece(op, peer, last)) return false;
-        copied = false; /* the warp's ring does not get rows that arrive in host memory */
+        copied = false; /* rows that arrive in host memory are not copied to the warp's ring */
     }
     staged += begin;
     auto read = [&] {
@@ -279,8 +280,8 @@ __device__ __forceinline__ void send_piece(uint4 *staged, int32_t first, int32_t
         if (EXACT || begin + v * WARP < vectors) store_relaxed(staged + v * WARP, q[v]);
 }
 
-/* Returns the position of the n-th set bit of `bits`, with n counted from 0. Returns 0 if there
- * are fewer bits. n may differ between lanes. */
+/* Returns the position of the n-th bit of `bits` that is 1, with n counted from 0. Returns 0 if
+ * there is no such bit. n may differ between lanes. */
 __device__ __forceinline__ int nth_bit(uint64_t bits, int n)
 {
     int index = 0;
@@ -311,11 +312,13 @@ static __device__ void zero_floats(float *x, int64_t first, int64_t end, int64_t
     for (int64_t i = first + thread; x && i < end; i += threads) x[i] = 0.0f;
 }
 
+/* Returns the number of this thread in the grid, from 0. */
 __device__ __forceinline__ int64_t grid_thread()
 {
     return (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
 }
 
+/* Returns the number of threads of the grid. */
 __device__ __forceinline__ int64_t grid_threads()
 {
     return (int64_t)gridDim.x * blockDim.x;

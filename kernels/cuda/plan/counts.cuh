@@ -65,12 +65,12 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
 }
 
 /* Layout FLAT: counts the rows that some tokens need on each rank. A token needs one row on
- * each rank that owns one of its experts, so only its first choice on a rank counts. Returns
- * how many rows on the rank of this lane's choice the warp counted before (warp_row), or -1 if
- * the choice is not the token's first one there. `tally`: this warp's counters of ranks.
- * `owner`: the rank of the expert of this lane's choice, or -1. A token with more than 32
- * choices needs two calls, with half = 0 and half = 1. `seen`: a bit mask by which the first
- * call passes the ranks of its choices to the second. */
+ * each rank that owns one of its experts, so only its first choice on a rank counts. The result
+ * is -1 if this lane's choice is not the token's first one on its rank. Otherwise the result is
+ * warp_row: how many rows on this rank the warp counted before. `tally`: this warp's counters
+ * of ranks. `owner`: the rank of the expert of this lane's choice, or -1. A token with more
+ * than 32 choices needs two calls, with half = 0 and half = 1. `seen`: a bit mask by which the
+ * first call passes the ranks of its choices to the second. */
 __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &lanes,
                                               int32_t owner, int half, uint32_t &seen)
 {
@@ -185,7 +185,8 @@ __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t c
     return read_id(job, choice);
 }
 
-/* Returns n, if planned_id() returns 0 to n - 1 for valid choices. */
+/* Returns how many ids there are by which the planner counts. For valid choices, planned_id()
+ * returns a number from 0 to the result minus 1. */
 template <int KIND> __device__ __forceinline__ int num_planned_ids(const p2p_plan_job &job)
 {
     return (int)(KIND & PLAN_RARE && !job.resolves ? (uint32_t)num_ids(job)
@@ -401,10 +402,10 @@ __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, con
     });
 }
 
-/* Steps 1 and 2 of exchange_counts() for tally (counter) number e: adds the tallies of this
- * rank's planner CTAs. Sets p.before_cta[e] to the sum over the lower CTAs. CTA 0 also sends
- * the sum over all CTAs to every rank. `counts`: offset of this epoch's counts in a heap, in
- * 8-byte words. Returns false if the group of ranks has failed. */
+/* Does steps 1 and 2 of exchange_counts() for tally (counter) number e: adds the tallies of
+ * this rank's planner CTAs. Sets p.before_cta[e] to the sum over the lower CTAs. CTA 0 also
+ * sends the sum over all CTAs to every rank. `counts`: offset of this epoch's counts in a heap,
+ * in 8-byte words. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &job,
                                               const OpState &op, int64_t counts, int e)
 {
@@ -474,9 +475,9 @@ __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64
     });
 }
 
-/* Step 3 of exchange_counts() for tally (counter) number e: waits for the counts of all ranks,
- * and adds them to p.load and p.before_cta. `counts`: offset of this epoch's counts in a heap,
- * in 8-byte words. Returns false if the group of ranks has failed. */
+/* Does step 3 of exchange_counts() for tally (counter) number e: waits for the counts of all
+ * ranks, and adds them to p.load and p.before_cta. `counts`: offset of this epoch's counts in a
+ * heap, in 8-byte words. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self,
                                                 const OpState &op, int64_t counts, int e)
 {

@@ -42,9 +42,8 @@ __device__ __forceinline__ uint64_t round_up_rows(int32_t count, uint32_t alignm
     return (uint64_t)(uint32_t)count + (past ? alignment - past : 0);
 }
 
-/* Upper bound of replica_bytes() + by_k_bytes(): the bytes of dynamic shared memory that layers
- * with PLAN_RARE (replicas, or dropped choices) need on top of what every layer needs
- * (planner_bytes_of()). */
+/* Upper bound of replica_bytes() + by_k_bytes(). Layers with PLAN_RARE (replicas, or dropped
+ * choices) need this many bytes of dynamic shared memory in addition to planner_bytes_of(). */
 #define PLAN_RARE_BYTES (P2P_REPLICATED_EXPERTS * 12 + 16 + (48 << 10))
 
 /* Returns the bytes of dynamic shared memory that make_plan() needs for this job. */
@@ -222,9 +221,9 @@ __device__ __forceinline__ bool slots_fit_int32(const p2p_plan_job &job)
 }
 
 /* Waits for the numbers of tokens and the capacities that all ranks announce. CTA 0 also fills
- * in the header. All warps call it, but only three work. The last warp waits for numbers of
- * tokens, the second-last for capacities, and the third-last fills in the header. Returns false
- * if the group of ranks has failed. */
+ * in the header. Called by all warps of the CTA, but only the last three do work. The last warp
+ * waits for numbers of tokens, the warp before it waits for capacities, and the third-last warp
+ * fills in the header. Returns false if the group of ranks has failed. */
 static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     const int after = (int)(blockDim.x / WARP) - 1 - (int)(threadIdx.x / WARP);

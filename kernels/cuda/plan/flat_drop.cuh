@@ -26,8 +26,8 @@ __device__ __forceinline__ bool layer_drops(const p2p_plan_job &job)
     return job.layer.overflow == EPIC_OVERFLOW_DROP;
 }
 
-/* Returns how many choices an expert keeps: its load, but not more than the keep limit of its
- * rank, and not more than its own quota (expert_capacity). */
+/* Returns how many choices an expert keeps: all of its load, unless the keep limit of its rank
+ * or its own quota (expert_capacity) is smaller. */
 __device__ __forceinline__ int32_t num_kept(const Planner &p, const p2p_plan_job &job,
                                             int expert)
 {
@@ -80,7 +80,8 @@ static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
 }
 
 /* Returns the address, in `heap`, of the words that `rank` sends in repetition number `search`
- * of the bisection: for each rank, the number of rows that the tokens of `rank` need there. */
+ * of the bisection. There is one word for each destination rank: the number of rows that the
+ * tokens of `rank` need there. */
 __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank, int search)
 {

@@ -10,7 +10,7 @@
  *   warp_row               for earlier tokens of this warp; count_rows() has returned it for
  *                          the token's first choice on rank q
  *
- * The warp then sends two things to every rank, for each of its tokens: one word with the row
+ * For each of its tokens, the warp then sends two things to every rank: one word with the row
  * number, and one record with the token's local experts on that rank. The words contain the
  * epoch, so a receiver sees from a word itself whether it has arrived. */
 #ifndef EPIC_FLAT_PLACE_CUH

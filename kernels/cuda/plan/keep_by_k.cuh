@@ -8,7 +8,7 @@
  *   slot position   its index in the order (rank, token, k) among the kept choices of its
  *                   expert. It decides the slot
  *
- * To find keep positions, the ranks count the choices of each k separately: tally (counter)
+ * To find keep positions, the ranks count the choices of each k separately. Tally (counter)
  * number k * num_experts + e counts the choices of expert e with this k. The keep position of a
  * choice is lower_k_count plus its position among the expert's choices with the same k. Two
  * arrays are needed:

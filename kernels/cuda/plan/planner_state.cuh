@@ -44,8 +44,8 @@ struct Planner {
     device_plan_header header;
     /* [num_tallies]: for each tally, the sum over all CTAs of lower ranks and the lower CTAs of
      * this rank. So an element counts the choices (or rows) of all tokens before those of this
-     * CTA. resolve_replicas() runs before choices are counted, and uses this memory for its
-     * counts of logical experts. */
+     * CTA. Before choices are counted, resolve_replicas() uses this memory for its counts of
+     * logical experts. */
     int32_t *before_cta;
     /* [num_tallies]: for each tally, the sum over all CTAs of all ranks. With EPIC_BY_K,
      * prepare_by_k() later points `load` to another array, [num_experts]: the choices of each

@@ -58,9 +58,9 @@ static __device__ void sum_replica_counts(Planner &p, int num_logical)
  * logical_load. Until choices are counted, logical_load contains the number of replicas of each
  * logical expert instead.
  *
- * If entries of the caller's table are invalid, the function stores the index of the first one
- * in p.bad_replica, and the planner uses 0 in place of each of them. Called by all threads of
- * the CTA, after begin_planner(). */
+ * If entries of the caller's table are invalid, the function stores the index of the first
+ * invalid entry in p.bad_replica. The planner then uses 0 in place of each invalid entry.
+ * Called by all threads of the CTA, after begin_planner(). */
 static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;

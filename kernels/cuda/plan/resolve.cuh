@@ -2,9 +2,9 @@
 /* Finds the replica of each choice before the planner counts choices. The caller's ids name
  * logical experts, each of which has one or more copies (replicas).
  *
- * Only two types of layers need this, because the planner must know the replica while it
- * counts: layout FLAT counts rows together with choices, and EPIC_BY_K counts each k
- * separately. For other layers, the planner computes the replica after counting
+ * Only layers with layout FLAT or with EPIC_BY_K need this. For them the planner must know the
+ * replica while it counts, because FLAT counts rows together with choices, and EPIC_BY_K counts
+ * each k separately. For other layers, the planner computes the replica after counting
  * (plan/replicas.cuh). One CTA per rank works in three steps:
  *
  *   1. counts this rank's choices of each logical expert

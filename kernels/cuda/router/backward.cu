@@ -162,9 +162,9 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 #define SCALE_WARPS 8
 
 /* Returns what choice number `place` (token * top_k + k) adds to the gradient of the scale of
- * its expert (scale_of_expert): the gradient of the choice's weight, multiplied by the weight
- * before the scale is applied. All lanes get the result. `s`: this warp's row in shared
- * memory. */
+ * its expert (scale_of_expert). This is the gradient of the choice's weight, multiplied by the
+ * weight that the choice has without this scale. All lanes get the result. `s`: this warp's row
+ * in shared memory. */
 __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job, float *s,
                                              int64_t place)
 {
@@ -187,8 +187,8 @@ __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job,
 }
 
 /* The kernel that computes d_scale_of_expert. A CTA works on one expert, and each of its warps
- * on a part of the tokens. The warps search the choices of this expert and compute their
- * weights again, which is cheap, because only a small part of all choices has this expert.
+ * on a part of the tokens. The warps search the choices of this expert, and compute their
+ * weights again. This costs little, because only a small part of all choices has this expert.
  * Thread 0 adds the sums of the warps in a fixed order. */
 __global__ void __launch_bounds__(SCALE_WARPS *WARP)
     router_scale_kernel(const __grid_constant__ p2p_router_backward_job job)

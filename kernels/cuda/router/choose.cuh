@@ -2,9 +2,10 @@
 /* Chooses the experts of a token: the ids with the k largest selection values (score or logit
  * plus bias). Of equal values, the lower id wins. NaN counts as less than any other value.
  *
- *   key    a selection value, mapped to an unsigned number in the same order; 0 equals -0
- *   IdOwnership   which lane owns which ids: each lane has consecutive ids, in the order of lanes
- *   Owned  the keys of a lane's ids: sorted in registers, or, if V is 0, in shared memory
+ *   key          a selection value, mapped to an unsigned number in the same order; 0 equals -0
+ *   IdOwnership  which lane owns which ids. Each lane has consecutive ids, in the order of
+ *                lanes
+ *   Owned        the keys of a lane's ids: sorted in registers, or, if V is 0, in shared memory
  *
  * One warp works on one token. It repeats k times: find the largest key of all lanes, and the
  * first lane that has this key. This lane owns the lowest id with the key, and removes the key
@@ -94,9 +95,9 @@ template <int V> struct Owned {
 };
 
 /* The keys of one lane that owns any number of ids, [first, first + count). The keys stay in
- * shared memory, unsorted. The struct has one current key, which top() returns: the largest key
- * that has not been dropped, `best`, of the id first + position. drop() goes on to the next
- * smaller key. Equal keys come in ascending order of ids. */
+ * shared memory, unsorted. `best` is the current key: the largest key that has not been
+ * dropped. It is the key of the id first + position. top() returns the current key, and drop()
+ * goes on to the next smaller key. Equal keys come in ascending order of ids. */
 template <> struct Owned<0> {
     int first, count, position;
     uint32_t best;
@@ -206,10 +207,10 @@ __device__ __forceinline__ int best_lane(uint32_t top)
     return __ffs(__ballot_sync(ALL_LANES, top == largest)) - 1;
 }
 
-/* Returns the score of this lane's group of experts: the sum of the m largest selection values
- * (score or logit plus bias) in the group, added from the largest to the smallest. `own`: the
- * keys of this lane, passed as a copy because the function removes keys from it. Called by all
- * lanes. */
+/* Returns the score of this lane's group of experts. This is the sum of the m largest selection
+ * values (score or logit plus bias) in the group, added from the largest to the smallest.
+ * `own`: the keys of this lane, passed as a copy because the function removes keys from it.
+ * Called by all lanes. */
 template <int V>
 __device__ __forceinline__ float score_group(const IdOwnership &d, Owned<V> own, int m)
 {
@@ -320,9 +321,9 @@ template <int J> __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<0> &
 
 /* Returns the k choices of a token, if keys are in registers. The registers do not contain ids,
  * so the function works in two steps. First the warp finds the k largest keys, and for each key
- * the lane that owns it. Then all lanes find ids at the same time: lane i finds the id of key
- * number i, by comparing this key with the keys of all ids of its owner. If an owner has equal
- * keys, the lower id comes first. */
+ * the lane that owns it. Then all lanes find ids at the same time. Lane i finds the id of key
+ * number i: it compares this key with the keys of all ids that the key's owner has. If an owner
+ * has equal keys, the lower id comes first. */
 template <int J, int V>
 __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const uint32_t *keys)
 {

@@ -7,9 +7,9 @@
  *   template V     columns per lane, known to the compiler; 0: any number of columns
  *   template J     choices per lane: 1 if top_k is at most 32, else 2
  *
- * The results have the same bits as those of the CPU code (src/router). For this, GPU and CPU code
- * use the same scalar functions, add in the same order, and are compiled without fused
- * multiply-add. */
+ * The results have the same bits as those of the CPU code (src/router). For this purpose, GPU
+ * and CPU code use the same scalar functions, add in the same order, and are compiled without
+ * fused multiply-add. */
 #ifndef EPIC_ROUTER_CUH
 #define EPIC_ROUTER_CUH
 
@@ -177,8 +177,8 @@ __device__ __forceinline__ void load_row(float *z, const p2p_router_rows &rows, 
         load_typed<V>(z, (const float *)rows.logits + first, rows.columns);
 }
 
-/* Writes d(i), the gradient of logit i of a token, for all columns i. With `accumulate`, adds
- * d(i) to the old value instead. */
+/* Writes the gradients of all logits of a token: d(i) for each column i. With `accumulate`,
+ * adds d(i) to the old value instead. */
 template <int V, class F>
 __device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t type,
                                                      int accumulate, int64_t token, int columns,
@@ -352,8 +352,8 @@ __device__ __forceinline__ Shares<J> compute_shares(const p2p_router_rows &rows,
 
 /* ------------------------------------------------------------------------ launching ---- */
 
-/* Returns the number of warps per CTA, if each warp needs `words` words of shared memory: as
- * many as fit into SHARED_BYTES, but at least 1 and at most `most`. */
+/* Returns the number of warps per CTA, if each warp needs `words` words of shared memory. This
+ * is the number of warps that fit into SHARED_BYTES, but at least 1 and at most `most`. */
 static inline int router_warps(int words, int most)
 {
     const int fit = SHARED_BYTES / (words * 4);

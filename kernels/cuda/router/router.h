@@ -97,8 +97,9 @@ typedef struct p2p_loss_job {
 } p2p_loss_job;
 
 /* p2p_launch_router*() launch the kernels of the router, and p2p_launch_loss*() the kernels of
- * the losses. p2p_launch_bias_update() changes `bias` [num_experts], so that experts with more
- * than the mean `load` are chosen less in later steps. */
+ * the losses. p2p_launch_bias_update() changes `bias` [num_experts]. It lowers the bias of
+ * experts with more than the mean `load`, so that later steps choose them less often. It raises
+ * the bias of experts with less than the mean load. */
 cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_router_backward(const p2p_router_backward_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_loss(const p2p_loss_job *job, cudaStream_t stream);
