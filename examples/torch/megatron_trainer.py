@@ -186,8 +186,8 @@ class Run:
         saved = sorted(self.folder.glob("[0-9]*"))
         if saved:
             self.load(saved[-1])
-        elif args.start:
-            self.load_parameters(args.start)
+        elif args.parameters_of:
+            self.load_parameters(args.parameters_of)
 
     def state(self, is_loading: bool) -> dict[str, Any]:
         """Return the state that a checkpoint contains, for any number of ranks."""
@@ -256,7 +256,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="of the whole run")
     parser.add_argument("--ep", type=int, help="ranks that share the experts; default: all")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share the attention")
-    parser.add_argument("--start", help="a checkpoint whose parameters a new run begins with")
+    parser.add_argument("--parameters-of", help="a checkpoint whose parameters a new run begins with")
     parser.add_argument("--own", action="store_true", help="use Megatron's own dispatcher")
     parser.add_argument("--plain", action="store_true", help="use no distributed optimizer")
     args = parser.parse_args()

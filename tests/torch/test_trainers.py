@@ -136,7 +136,7 @@ def test_megatron(tmp_path: Path) -> None:
         return losses_in(run_example("megatron_trainer", ranks, *words))
 
     losses_of(1, "first", 1, "--own")
-    start = ("--start", str(tmp_path / "first/000001"))
+    start = ("--parameters-of", str(tmp_path / "first/000001"))
     wanted = losses_of(1, "own", 4, "--own", *start)
     assert len(wanted) == 4
     got = losses_of(4, "epic", 2, "--ep", "2", *start)

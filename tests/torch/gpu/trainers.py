@@ -164,7 +164,7 @@ def check_megatron(folder: str, ranks: int) -> None:
         return run_example("megatron_trainer", count, *words)
 
     losses_of(1, "first", 1, "--own")
-    start = ("--start", f"{folder}/first/000001")
+    start = ("--parameters-of", f"{folder}/first/000001")
     own = losses_of(1, "own", 4, "--own", *start)
     epic = losses_of(ranks, "epic", 2, "--ep", str(ranks), *start)
     epic += losses_of(ranks, "epic", 4, "--ep", str(ranks), "--tp", str(min(ranks, 2)))
