@@ -334,6 +334,9 @@ EPIC_API void epic_dispatcher_close(epic_dispatcher *dispatcher);
  * epic_bootstrap_tcp and others make one (chapter "advanced"). */
 typedef struct epic_bootstrap epic_bootstrap;
 
+/* NCCL's communicator, to which an ncclComm_t of nccl.h points. */
+struct ncclComm;
+
 /* Value of epic_config.staging_bytes: use the smallest staging memory that the backend
  * accepts. */
 #define EPIC_LEAST_STAGING (-1)
@@ -1716,6 +1719,27 @@ EPIC_API epic_result epic_bootstrap_env(epic_bootstrap *out);
  * CUDA:    no difference. */
 EPIC_API epic_result epic_bootstrap_mpi(epic_bootstrap *out, const void *comm,
                                         uint32_t timeout_ms);
+
+/* Makes a bootstrap over an NCCL communicator, which the caller owns.  `comm` is an ncclComm_t,
+ * which nccl.h declares as a pointer to this struct.  timeout_ms is the deadline of every
+ * gather; 0: 300000.
+ *
+ * EPIC calls the NCCL that the process has already loaded, version 2.14 or newer, and does not
+ * link it.  EPIC_NCCL is the path of that library if the process has loaded several.  A gather
+ * calls only ncclAllGather, on a stream of the bootstrap and in a thread of its own.  Until the
+ * call that gathers (epic_open) has returned, no other thread may use `comm`.  All ranks must
+ * call it between the same collectives of `comm`.
+ *
+ * NCCL does not report which rank is missing, so EPIC_ETIMEOUT does not name it.  After a
+ * failed gather NCCL may still wait for that rank: abort the communicator (ncclCommAbort).
+ * Errors:  EPIC_EINVAL (also: another current device than that of `comm`), EPIC_ENOTSUP (no
+ *          libepic_cuda.so, no NCCL or an old one), EPIC_ENOMEM, EPIC_EDEVICE, EPIC_ETIMEOUT.
+ *          Gathers also return EPIC_EMISMATCH and EPIC_EPEER.
+ * Threads: local; the gathers are collective over `comm`.
+ * CUDA:    allocates 4096 (1 + num_ranks) bytes on the current device until the bootstrap is
+ *          closed. */
+EPIC_API epic_result epic_bootstrap_nccl(epic_bootstrap *out, struct ncclComm *comm,
+                                         uint32_t timeout_ms);
 
 /* Fills out[0 .. num_ranks) with bootstraps for num_ranks threads of this process.  timeout_ms
  * is the deadline of every gather; 0: 300000.  Each bootstrap must be closed.

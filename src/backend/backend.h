@@ -105,9 +105,10 @@ typedef struct epic_backend {
      * epic_fail of libepic.so. */
     const char *(*sentence)(void);
 
-    /* Creates a bootstrap for epic_bootstrap_mpi(). `native` is config.native, a pointer to an
-     * MPI communicator, or NULL for all ranks of the MPI job. The member is NULL in backends
-     * that have no bootstrap. */
+    /* Creates a bootstrap. Backend mpi: for epic_bootstrap_mpi(); `native` is config.native, a
+     * pointer to an MPI communicator, or NULL for all ranks of the MPI job. Backend p2p: for
+     * epic_bootstrap_nccl(); `native` is an ncclComm_t, never NULL. The member is NULL in
+     * backends that have no bootstrap. */
     epic_result (*bootstrap)(epic_bootstrap *out, const void *native, uint32_t timeout_ms);
 } epic_backend;
 

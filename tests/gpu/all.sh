@@ -55,6 +55,7 @@ part_tests() {
     run 90 $OUT/gpu_faults $RANKS "$GPUS" processes 12
     run 60 $OUT/api_deaths $RANKS "$GPUS" 3
     run 60 $OUT/api_stops
+    run 60 $OUT/api_nccl
 }
 
 part_bindings() {

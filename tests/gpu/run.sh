@@ -29,6 +29,7 @@ sanitize() {
 
 run api_budget
 run api_trace
+run api_nccl
 LIMIT=300 run conformance_p2p
 "$(dirname "$0")"/step_cuda.sh build/examples/step_cuda || failed=1
 run api_rogue 60

@@ -22,7 +22,8 @@ from pages import ROOT, list_blocks, list_pages
 # Text around blocks that are parts of a program.  Whole programs include their own headers.
 BEFORE = {
     "docs/guide/launching.md": "#include <mpi.h>\n#include <epic/epic.h>\n"
-    "int main(int argc, char **argv)\n{\n    int level;\n    epic_context *ctx;\n",
+    "extern int level;\nextern struct ncclComm *nccl_comm;\n"
+    "int main(int argc, char **argv)\n{\n    epic_context *ctx;\n",
     "docs/internals/backends.md": '#include "backend/transport.h"\n'
     "bool can_join(const epic_peer *, int, const epic_config *, char *);\n"
     "epic_result join(epic_group **, const epic_join *);\n"

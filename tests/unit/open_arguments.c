@@ -122,6 +122,10 @@ static void try_queries(void)
     epic_bootstrap bootstrap;
     CHECK(epic_bootstrap_threads(NULL, 2, 0) == EPIC_EINVAL);
     CHECK(epic_bootstrap_threads(&bootstrap, 0, 0) == EPIC_EINVAL);
+    CHECK(epic_bootstrap_nccl(NULL, NULL, 0) == EPIC_EINVAL);
+    CHECK(epic_bootstrap_nccl(&bootstrap, NULL, 0) == EPIC_EINVAL);
+    CHECK(strstr(epic_error(NULL), "comm is NULL: must be an initialized NCCL communicator"));
+    epic_bootstrap_close(&bootstrap); /* allowed after a failure */
     CHECK(epic_bootstrap_tcp_v1(&bootstrap, NULL, 8) == EPIC_EINVAL);
     CHECK(epic_bootstrap_env(NULL) == EPIC_EINVAL);
 }

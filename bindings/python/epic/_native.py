@@ -150,6 +150,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "epic_bootstrap_tcp_v1": (c_int32, [c_void_p, c_void_p, c_size_t]),
     "epic_bootstrap_env": (c_int32, [c_void_p]),
     "epic_bootstrap_mpi": (c_int32, [c_void_p, c_void_p, c_uint32]),
+    "epic_bootstrap_nccl": (c_int32, [c_void_p, c_void_p, c_uint32]),
     "epic_bootstrap_threads": (c_int32, [c_void_p, c_int32, c_uint32]),
     "epic_bootstrap_close": (None, [c_void_p]),
     "epic_open_v1": (c_int32, [POINTER(c_void_p), c_void_p, c_void_p, c_size_t]),

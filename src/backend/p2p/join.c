@@ -214,4 +214,5 @@ const epic_backend epic_backend_p2p = {
     .describe = p2p_describe,
     .ops = &p2p_ops,
     .sentence = epic_sentence,
+    .bootstrap = p2p_bootstrap_nccl,
 };
