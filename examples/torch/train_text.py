@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 import training
 from training import Sizes
 
-OF_EXPERTS = ("w_gate_up", "w_down")
+EXPERT_WEIGHTS = ("w_gate_up", "w_down")
 
 # ------------------------------------------------------------------------------ model ----
 
@@ -59,7 +59,7 @@ class Layer(nn.Module):
         own = slice(group.rank * local, (group.rank + 1) * local)
         with torch.no_grad():
             for name, value in first["moe"].items():
-                getattr(self.moe, name).copy_(value[own] if name in OF_EXPERTS else value)
+                getattr(self.moe, name).copy_(value[own] if name in EXPERT_WEIGHTS else value)
 
     def attention(self, x: Tensor) -> Tensor:
         """Return the attention of x [batch, length, hidden]."""
@@ -118,7 +118,7 @@ def add_up(x: Tensor) -> Tensor:
 
 def sum_gradients(model: Model) -> None:
     """Add the gradients of shared parameters over the processes; those of experts are complete."""
-    shared = [p for name, p in model.named_parameters() if not name.endswith(OF_EXPERTS)]
+    shared = [p for name, p in model.named_parameters() if not name.endswith(EXPERT_WEIGHTS)]
     whole = add_up(torch.cat([p.grad.reshape(-1) for p in shared if p.grad is not None]))
     for parameter, part in zip(shared, whole.split([p.numel() for p in shared]), strict=True):
         parameter.grad = part.reshape(parameter.shape)
@@ -129,7 +129,7 @@ def clip(model: Model) -> None:
     squares = torch.zeros(2, dtype=torch.float64)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        squares[int(name.endswith(OF_EXPERTS))] += parameter.grad.double().square().sum()
+        squares[int(name.endswith(EXPERT_WEIGHTS))] += parameter.grad.double().square().sum()
     length = float((squares[0] + add_up(squares[1:])[0]).sqrt())
     for parameter in model.parameters():
         assert parameter.grad is not None

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import epic.torch
 from epic.torch.arguments import NO_OFFLOAD
-from epic.torch.groups import Facts
+from epic.torch.groups import LayerFacts
 from epic.torch.ops import KEPT_LAYERS, KIND, LIBRARY, boxed_call, pack_layer
 from epic.torch.ops import LAYER as LAYER_WORDS
 from epic.torch.ops import SIZES as SIZES_OF_EXPERTS
@@ -68,7 +68,7 @@ def test_gradcheck(world: Any) -> None:
 def opcheck(rank: int) -> None:
     """Check schema, fake function and tracing of each operator, with matching tensors."""
     with group_of(4) as group:
-        spec = Facts(*group.facts(LAYER.key))
+        spec = LayerFacts(*group.facts(LAYER.key))
         x, w, ids, ct = (v.detach() for v in Data(UNEVEN).mine(rank))
         place = (spec.number, 0)
         layout = (spec.number, spec.capacity, 0, None, None)
@@ -208,7 +208,7 @@ def test_a_plan_has_what_its_layer_needs() -> None:
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
         for options in ({}, {"alignment": 4}, {"sum_order": "tree", "leaves": 2}):
             layer = epic.torch.Layer(EXPERTS, 2, **options)
-            facts = Facts(*group.facts(layer.key))
+            facts = LayerFacts(*group.facts(layer.key))
             inputs = (group.order_token, ids, x, None, facts.number)
             short = ops.plan_dispatch.default(*inputs)
             whole = ops.plan_dispatch.default(*inputs, facts.capacity, 0, None, None, 1)
@@ -320,7 +320,7 @@ def test_a_layer_that_the_group_keeps() -> None:
     """Check that the number of a layer is valid until its group closes."""
     ids = torch.zeros((4, 2), dtype=torch.int32)
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
-        number = Facts(*group.facts(epic.torch.Layer(EXPERTS, 2).key)).number
+        number = LayerFacts(*group.facts(epic.torch.Layer(EXPERTS, 2).key)).number
         ops.plan.default(group.order_token, ids, number)
         for wrong in (number + 1, 0):
             with pytest.raises(RuntimeError, match="group was closed"):

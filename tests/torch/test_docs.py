@@ -15,7 +15,7 @@ import torch
 
 import epic.torch
 import reference
-from epic.torch.module import OF_EXPERTS
+from epic.torch.module import EXPERT_WEIGHTS
 from forked import finish, server, start_ranks
 from pages import ROOT, Program, find_block, list_pages, list_programs
 from ports import free_port
@@ -101,7 +101,7 @@ def true_gradients(
 
 def join_ranks(states: list[dict[str, Any]], ep: int, name: str) -> np.ndarray:
     """Return a parameter with the experts of all `ep` ranks of the first group."""
-    ranks = range(ep) if name in OF_EXPERTS else range(1)
+    ranks = range(ep) if name in EXPERT_WEIGHTS else range(1)
     return torch.cat([states[r][name][0] for r in ranks]).double().numpy()
 
 
@@ -115,7 +115,7 @@ def check_gradients(states: list[dict[str, Any]], ep: int) -> None:
     for rank, state in enumerate(states):
         for name, (_, gradient) in state.items():
             true = wanted[name]
-            if name in OF_EXPERTS:
+            if name in EXPERT_WEIGHTS:
                 local = len(true) // ep
                 true = true[rank % ep * local :][:local]
             assert reference.relative(gradient.double().numpy(), true) < 2e-5, (rank, name)

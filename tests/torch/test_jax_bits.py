@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cases
-from test_moe import OF_EXPERTS, layer_step
+from test_moe import EXPERT_WEIGHTS, layer_step
 
 HERE = Path(__file__).parent
 # Look for JAX without importing it: this process uses torch, and JAX runs in a process of its own.
@@ -56,7 +56,7 @@ def test_the_same_bits(world: Any, of_jax: Path, name: str) -> None:
         for key, at in (("out", 0), ("d_x", 2)):
             got = np.stack([answer[at] for answer in answers])
             assert np.array_equal(got.reshape(found[key].shape), found[key]), key
-        for key in OF_EXPERTS:
+        for key in EXPERT_WEIGHTS:
             if key in answers[0][3]:
                 got = np.concatenate([answer[3][key] for answer in answers])
                 assert np.array_equal(got, found[key]), key

@@ -27,7 +27,7 @@ from epic.torch.experts import mlp, slab_mm
 from parts import RANKS, SIZES, group_of, numbers, poisoned_mm, same
 from reference import relative
 
-OF_EXPERTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
+EXPERT_WEIGHTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
 ROWS = cases.BATCH * cases.LENGTH // RANKS
 
 
@@ -38,7 +38,9 @@ def mine(case: dict[str, Any], rank: int, ep: int) -> tuple[Any, ...]:
     w = {}
     for name, value in cases.weights(case).items():
         part = (
-            value.reshape(ep, local, *value.shape[1:])[rank % ep] if name in OF_EXPERTS else value
+            value.reshape(ep, local, *value.shape[1:])[rank % ep]
+            if name in EXPERT_WEIGHTS
+            else value
         )
         w[name] = torch.from_numpy(part.copy()).requires_grad_(name != "bias")
     more = {n: torch.from_numpy(v) for n, v in cases.tables(case).items()}
@@ -74,7 +76,7 @@ def whole(answers: list[Any], ep: int) -> tuple[Any, ...]:
     d_w = {}
     for name in answers[0][3]:
         parts = [a[3][name] for a in answers]
-        if name in OF_EXPERTS:
+        if name in EXPERT_WEIGHTS:
             d_w[name] = np.concatenate([sum(parts[r::ep]) for r in range(ep)])
         else:
             d_w[name] = sum(parts)
@@ -288,7 +290,7 @@ def module_step(rank: int, ep: int) -> Any:
         (out.square().sum() + loss * (ep / RANKS)).backward()
         layer.sum_gradients()
         for name, p in layer.named_parameters():  # add the gradients over the groups
-            if name not in OF_EXPERTS and ep < RANKS:
+            if name not in EXPERT_WEIGHTS and ep < RANKS:
                 dist.all_reduce(p.grad)
                 p.grad /= ep
         dist.all_reduce(layer.load)
@@ -324,7 +326,7 @@ def test_module(world: Any) -> None:
             assert relative(a[0], b[0]) < 1e-6
             assert np.array_equal(a[4], b[4]) and a[4].any()
         one, other = (whole([a[:4] for a in answers[n]], n)[3] for n in (1, ep))
-        for name in OF_EXPERTS:
+        for name in EXPERT_WEIGHTS:
             assert relative(other[name], one[name]) < 1e-5, name
 
 

@@ -17,7 +17,7 @@ import torch
 
 import epic.torch
 from epic.torch.families import FAMILIES
-from epic.torch.module import OF_EXPERTS
+from epic.torch.module import EXPERT_WEIGHTS
 from epic.torch.pretrained import Block, read_block
 from reference import relative
 
@@ -168,7 +168,7 @@ def test_the_same_model(name: str) -> None:
     for key, value in wanted.items():
         assert value.any(), key
         mine = [getattr(layer, key).grad for layer in layers]
-        got = torch.cat(mine) if key in OF_EXPERTS else mine[0] + mine[1]
+        got = torch.cat(mine) if key in EXPERT_WEIGHTS else mine[0] + mine[1]
         assert relative(got, value) < 1e-5, key
 
 

@@ -16,7 +16,7 @@ import epic.torch
 from epic.torch.experts import slab_mm
 from parts import RANKS, SIZES, choices, group_of, numbers, same
 from test_errors import told
-from test_moe import OF_EXPERTS, WISH, mine, whole
+from test_moe import EXPERT_WEIGHTS, WISH, mine, whole
 
 # The logical expert of each of twelve experts.
 TWELVE = [0, 3, 1, 2, 3, 4, 5, 3, 6, 7, 0, 4]
@@ -32,7 +32,7 @@ def replicated(rank: int, name: str, ep: int) -> tuple[Any, ...]:
     x, w, ct, more = mine(case, rank, 1)
     local = len(TWELVE) // ep
     own = TWELVE[rank % ep * local :][:local]
-    for key in OF_EXPERTS:
+    for key in EXPERT_WEIGHTS:
         if key in w:
             w[key] = w[key].detach()[own].clone().requires_grad_()
     return wish, x, w, ct, {**more, "logical_of_expert": TWELVE}
@@ -63,7 +63,7 @@ def test_float64(world: Any, name: str, ep: int, how: str) -> None:
     """Check that each copy gets the gradient of its logical expert."""
     answers = world.run(layer_step, name, ep, how)
     out, loss, d_x, d_w = cases.true_step(cases.CASES[name], RANKS // ep)
-    d_w = {n: v[TWELVE] if n in OF_EXPERTS else v for n, v in d_w.items()}
+    d_w = {n: v[TWELVE] if n in EXPERT_WEIGHTS else v for n, v in d_w.items()}
     got = whole(answers, ep)
     cases.compare(got, (out, loss, d_x, d_w))
     for logical in range(cases.EXPERTS):

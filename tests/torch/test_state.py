@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 import epic.torch
 from epic.torch import EpicArgumentError, MoE
 from parts import SIZES, numbers
-from test_moe import OF_EXPERTS, WISH
+from test_moe import EXPERT_WEIGHTS, WISH
 
 DDP: Any = DistributedDataParallel
 OTHERS = "experts 0 to 3 of 8, and this rank has experts 4 to 7 of 8.*epic.torch.sharded_state"
@@ -109,9 +109,9 @@ def test_states_of_other_numbers_of_ranks() -> None:
         half.load_state_dict(tensors)
     half.load_state_dict(tensors, strict=False)
     whole.load_state_dict(dict(whole.named_parameters()))
-    router = {name: v for name, v in whole.state_dict().items() if name not in OF_EXPERTS}
+    router = {name: v for name, v in whole.state_dict().items() if name not in EXPERT_WEIGHTS}
     found = half.load_state_dict(router, strict=False)  # the router's state fits every rank
-    assert set(found.missing_keys) <= set(OF_EXPERTS) and torch.equal(half.w_gate, whole.w_gate)
+    assert set(found.missing_keys) <= set(EXPERT_WEIGHTS) and torch.equal(half.w_gate, whole.w_gate)
 
 
 def test_a_state_on_meta() -> None:
@@ -216,7 +216,7 @@ def test_parameters_of_experts_are_marked() -> None:
         return made, meta, assigned, copy.deepcopy(made), made.to(torch.bfloat16)
 
     for layer in on_ranks(2, run)[1]:
-        assert marks(layer) == {name: name not in OF_EXPERTS for name in marks(layer)}
+        assert marks(layer) == {name: name not in EXPERT_WEIGHTS for name in marks(layer)}
     assert all(marks(on_ranks(1, run)[0][0]).values())
 
 
@@ -243,7 +243,7 @@ def wrapped(rank: int) -> None:
                 composed(x)
             DDP._active_ddp_module = None  # a failed forward of replicate does not reset this
         DDP(model(), process_group=mesh.get_group("dp"))(x)
-        ignored, names = model(), [f"1.{name}" for name in OF_EXPERTS]
+        ignored, names = model(), [f"1.{name}" for name in EXPERT_WEIGHTS]
         DDP._set_params_and_buffers_to_ignore_for_model(ignored, names)
         DDP(ignored)(x)
     with epic.torch.Group(num_ranks=1, **SIZES) as group:

@@ -77,12 +77,12 @@ def shared_gradients(rank: int, ep: int, dtype: torch.dtype) -> dict[str, Any]:
         x, ct = (numbers(i, TOKENS, HIDDEN).to(dtype).chunk(ep)[group.rank] for i in (1, 2))
         torch.autograd.backward(layer(x), [ct, None])
         layer.sum_gradients()
-        whole = {n: p.grad for n, p in layer.named_parameters() if n not in OF_EXPERTS}
+        whole = {n: p.grad for n, p in layer.named_parameters() if n not in EXPERT_WEIGHTS}
     assert all(g.dtype == layer.get_parameter(n).dtype for n, g in whole.items())
     return {n: g.view(torch.uint8).numpy().tobytes() for n, g in whole.items()}
 
 
-OF_EXPERTS = ("w_gate_up", "w_down")
+EXPERT_WEIGHTS = ("w_gate_up", "w_down")
 
 
 @pytest.mark.parametrize("dtype", KINDS)
@@ -122,7 +122,7 @@ def summed_in_backward(rank: int, composed: bool, dtype: torch.dtype) -> None:
         parts, whole = gradients(False), gradients(True)
         for name, part in parts.items():
             wanted = part.double()
-            if name not in OF_EXPERTS:
+            if name not in EXPERT_WEIGHTS:
                 wanted = epic.torch.sum(group, wanted)
             most = 1e-5 if dtype == torch.float32 else 2e-2
             error = (whole[name].double() - wanted).abs().max() / wanted.abs().max()

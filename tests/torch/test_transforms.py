@@ -12,7 +12,7 @@ import epic.torch
 from epic.torch.experts import slab_mm
 from parts import EXPERTS, HIDDEN, LAYER, RANKS, SIZES, Data, group_of, numbers
 from test_autograd import CURVED, curved
-from test_moe import OF_EXPERTS
+from test_moe import EXPERT_WEIGHTS
 
 WISH = epic.torch.Moe.of(
     num_experts=8, top_k=2, hidden=HIDDEN, inner=12, balance_coeff=0.1, z_coeff=0.1,
@@ -178,7 +178,7 @@ def computed_parameters(rank: int, change: Callable[..., Any], name: str) -> Non
         wanted = getattr(plain, name).grad.clone()
         torch.testing.assert_close(gradient(), along(change, value, wanted))
         epic.torch.sum_gradients(other, group)
-        if name not in OF_EXPERTS:
+        if name not in EXPERT_WEIGHTS:
             wanted = epic.torch.sum(group, wanted)
         torch.testing.assert_close(gradient(), along(change, value, wanted))
 

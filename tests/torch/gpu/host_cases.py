@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import epic.torch
-from epic.torch.module import OF_EXPERTS
+from epic.torch.module import EXPERT_WEIGHTS
 from parts import SIZES, UNEVEN, Data, numbers, through
 from reference import relative
 
@@ -108,7 +108,7 @@ def case_pretrained(group: Group) -> None:
             "embeddings": (epic.torch.sum(group, embedded[0].contiguous()), embedded[1]),
         }
         for key, value in small.gradients_as_epic_has_them(small.last_block(whole)).items():
-            own, is_expert = getattr(layer, key).grad, key in OF_EXPERTS
+            own, is_expert = getattr(layer, key).grad, key in EXPERT_WEIGHTS
             all_ = own if is_expert else epic.torch.sum(group, own.contiguous())
             pairs[key] = (all_, value[where] if is_expert else value)
         for what, (a, b) in pairs.items():

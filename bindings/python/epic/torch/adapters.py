@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from epic.torch.families import MATRICES, Family, is_transposed, unwrapped, wrappers_of
 from epic.torch.groups import Group
-from epic.torch.moe import OF_EXPERTS
+from epic.torch.moe import EXPERT_WEIGHTS
 from epic.torch.state import adapters_of_experts
 
 # Names of the parameters of MoE that can have adapters.
@@ -125,7 +125,7 @@ def adapt_layer(layer: nn.Module, block: nn.Module, family: Family, group: Group
 
     def own(key: str, value: Tensor) -> Tensor:
         count = len(value) // group.num_ranks
-        part = value[group.rank * count :][:count] if key in OF_EXPERTS else value
+        part = value[group.rank * count :][:count] if key in EXPERT_WEIGHTS else value
         return part.to(group.device, copy=True)
 
     for key, wrapper in adapters_of(block, family).items():

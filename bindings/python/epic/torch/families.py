@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from epic.errors import EpicUnsupportedError
 from epic.options import Experts, Moe
-from epic.torch.module import OF_EXPERTS
+from epic.torch.module import EXPERT_WEIGHTS
 
 Weights = dict[str, Tensor]  # parameters by their names in MoE
 Found = tuple[Moe, Weights]  # options and parameters of a block
@@ -270,7 +270,7 @@ def is_transposed(family: Family, key: str) -> bool:
 
     key: name of the parameter in `MoE`.
     """
-    return key in MATRICES and (family.transposed or key not in OF_EXPERTS)
+    return key in MATRICES and (family.transposed or key not in EXPERT_WEIGHTS)
 
 
 def read_tensor(family: Family, key: str, parts: list[Tensor]) -> Tensor:

@@ -20,7 +20,7 @@ from epic.options import Layer
 from epic.torch import combining, steps
 from epic.torch.experts import ExpertWeights
 from epic.torch.module import MoE
-from epic.torch.moe import OF_EXPERTS, MoeWeights, logits_of, run_experts, run_shared_expert
+from epic.torch.moe import EXPERT_WEIGHTS, MoeWeights, logits_of, run_experts, run_shared_expert
 from epic.torch.router import route
 from epic.torch.sums import sum as sum_over_ranks
 
@@ -284,7 +284,7 @@ class Call:
             [tokens, hidden].
         """
         layer, options = self.layer, self.layer.options
-        own = ExpertWeights(*(getattr(self.weights, name) for name in OF_EXPERTS))
+        own = ExpertWeights(*(getattr(self.weights, name) for name in EXPERT_WEIGHTS))
         wish = Layer(
             options.layer.num_experts,
             1,

@@ -252,7 +252,7 @@ def open_on(device: torch.device, bootstrap: Bootstrap, config: Any) -> int:
 # ------------------------------------------------------------------------------ group ----
 
 
-class Facts(NamedTuple):
+class LayerFacts(NamedTuple):
     """The sizes and operator arguments that a layer on a group needs."""
 
     plan_bytes: int  # size of a plan without the counts
@@ -435,7 +435,7 @@ class Group:
 
     @assume_constant_result
     def facts(self, layer: str) -> tuple[Any, ...]:
-        """Return the Facts of a layer as a tuple; compute them only in the first call.
+        """Return the LayerFacts of a layer as a tuple; compute them only in the first call.
 
         layer: key of the Layer in options_by_key.
         """
@@ -481,7 +481,7 @@ class Group:
         Returns:
             The number of bytes, a multiple of 16.
         """
-        return Facts(*self.facts(layer.key)).plan_bytes
+        return LayerFacts(*self.facts(layer.key)).plan_bytes
 
     def capacity_bound(self, layer: Layer) -> int:
         """Return the smallest capacity that suffices for any routing.
@@ -492,7 +492,7 @@ class Group:
         Returns:
             The number of slots of a rank.
         """
-        return Facts(*self.facts(layer.key)).capacity
+        return LayerFacts(*self.facts(layer.key)).capacity
 
     def check(self) -> None:
         """Raise the error that broke the group, if there is one.

@@ -23,7 +23,7 @@ from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.torch.experts import GroupedMm
 from epic.torch.families import family_of, read_tensor
 from epic.torch.groups import Group
-from epic.torch.module import OF_EXPERTS
+from epic.torch.module import EXPERT_WEIGHTS
 from epic.torch.pretrained import Block, find_blocks, make_layer
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -342,7 +342,7 @@ def parameters_of_experts(model: nn.Module, group: Group) -> dict[str, torch.Siz
     found = {}
     for *_, block in find_blocks(model, group):
         for key, path in family_of(block).names.items():
-            if key in OF_EXPERTS:
+            if key in EXPERT_WEIGHTS:
                 name = f"{names[id(block)]}.{path}"
                 found[name] = model.get_parameter(name).shape
     return found

@@ -12,7 +12,7 @@ from epic.options import Moe
 from epic.torch.arguments import ROW_TYPES, assume_constant_result
 from epic.torch.experts import GroupedMm
 from epic.torch.groups import Group
-from epic.torch.moe import OF_EXPERTS, MoeWeights, moe
+from epic.torch.moe import EXPERT_WEIGHTS, MoeWeights, moe
 from epic.torch.plans import tables_of
 from epic.torch.router import bias_update
 from epic.torch.routing import Given, Routing
@@ -221,7 +221,7 @@ class MoE(nn.Module):
         """
         first = self.group.rank * self.num_local_experts
         logical = self.replicas or range(self.options.layer.num_experts)
-        if name not in OF_EXPERTS:
+        if name not in EXPERT_WEIGHTS:
             fill_normal(out, name, seed, 0)
             return
         for i, expert in enumerate(out):

@@ -140,12 +140,12 @@ ORDER = (
     "w_gate b_gate bias w_gate_up w_down b_gate_up b_down shared_gate_up shared_down "
     "shared_b_gate_up shared_b_down w_shared_gate w_gate_up_scales w_down_scales"
 ).split()
-OF_EXPERTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
-OF_SHARED = ("shared_gate_up", "shared_down", "shared_b_gate_up", "shared_b_down")
+EXPERT_WEIGHTS = ("w_gate_up", "w_down", "b_gate_up", "b_down")
+SHARED_WEIGHTS = ("shared_gate_up", "shared_down", "shared_b_gate_up", "shared_b_down")
 SCALES = ("w_gate_up_scales", "w_down_scales")
 
 
-class Facts(NamedTuple):
+class MoeFacts(NamedTuple):
     """The sizes and operator arguments of a layer on a group, for certain dtypes of its tensors."""
 
     saved_bytes: int
@@ -228,7 +228,7 @@ def facts_of(
     kept_type: str,
     distinct: bool,
 ) -> tuple[Any, ...]:
-    """Return the Facts of a layer as a tuple.
+    """Return the MoeFacts of a layer as a tuple.
 
     Args:
         group: The group.
@@ -311,7 +311,7 @@ Chosen = tuple[Tensor | None, Tensor | None, Tensor | None]
 def forward_args(
     group: Group,
     tag: int,
-    facts: Facts,
+    facts: MoeFacts,
     chosen: Chosen,
     tables: tuple[Tensor | None, Tensor | None],
     forced_weights: Tensor | None,
@@ -353,7 +353,7 @@ class Layer(EpicFunction):
     def forward(
         group: Group,
         tag: int,
-        facts: Facts,
+        facts: MoeFacts,
         _sum_order: int | None,
         chosen: Chosen,
         tables: tuple[Tensor | None, Tensor | None],
@@ -424,7 +424,7 @@ def sum_over_replicas(ctx: Any, saved: Tensor, gradients: list[Tensor]) -> list[
         The gradients; only those of experts are changed.
     """
     group, plan = ctx.group, saved[: ctx.facts.plan_bytes]
-    first, end = 2, 2 + len(OF_EXPERTS)
+    first, end = 2, 2 + len(EXPERT_WEIGHTS)
     whole = partial(
         replicas.add_replicas, group.order_token_backward, plan, group=group, tag=ctx.tag
     )
@@ -444,7 +444,7 @@ def sum_over_ranks(ctx: Any, gradients: list[Tensor]) -> list[Tensor]:
     Returns:
         The gradients; those of experts are unchanged.
     """
-    first, end = 2, 2 + len(OF_EXPERTS)
+    first, end = 2, 2 + len(EXPERT_WEIGHTS)
     shared = [*gradients[:first], *gradients[end:]]
     whole = sums.sum_gradients_now(ctx.group, ctx.sum_order, ctx.tag, shared)
     return [*whole[:first], *gradients[first:end], *whole[first:]]
@@ -458,7 +458,7 @@ def with_summed_gradients(weights: MoeWeights, group: Group, order: int, tag: in
     change = {
         name: sums.sum_gradient_apply(group, order, tag, w)
         for name, w in weights._asdict().items()
-        if w is not None and name not in (*OF_EXPERTS, *SCALES, "bias")
+        if w is not None and name not in (*EXPERT_WEIGHTS, *SCALES, "bias")
     }
     return weights._replace(**change)
 
@@ -504,8 +504,8 @@ def run_shared_expert(options: Moe, x: Tensor, weights: MoeWeights) -> Tensor:
     """Run the shared expert on x [num_tokens, hidden], and multiply the result by its gate."""
     assert options.shared is not None and weights.shared_gate_up is not None
     assert weights.shared_down is not None
-    own = ExpertWeights(*(getattr(weights, name) for name in OF_SHARED))
-    check_weights(options.shared, own, OF_SHARED, local=1)
+    own = ExpertWeights(*(getattr(weights, name) for name in SHARED_WEIGHTS))
+    check_weights(options.shared, own, SHARED_WEIGHTS, local=1)
     z = x @ weights.shared_gate_up[0].to(x.dtype)
     if weights.shared_b_gate_up is not None:
         z = z + weights.shared_b_gate_up[0].to(z.dtype)
@@ -655,7 +655,7 @@ def run_composed(
         plan = steps.plan(group, options.layer, sent, **more)
         recv, slots = steps.dispatch(plan, x, w, quantize=options.quantize)
     own = ExpertWeights(
-        *(replicas.sum_replica_grads(plan, getattr(weights, name)) for name in OF_EXPERTS),
+        *(replicas.sum_replica_grads(plan, getattr(weights, name)) for name in EXPERT_WEIGHTS),
         *(getattr(weights, name) for name in SCALES),
     )
     y = run_experts(options.experts, grouped_mm, recv, plan, own, None if late else slots)
@@ -836,7 +836,7 @@ def moe(
     kinds = (dtype_name(rows), kind, dtype_name(up))
     distinct = table is None and forced is None
     known = group.remember(facts_of, options.key, local, *kinds, distinct)
-    facts = Facts(*known)._replace(max_sms=max_sms)
+    facts = MoeFacts(*known)._replace(max_sms=max_sms)
     if return_routing or getattr(out, "routing", None) is not None:
         facts = facts._replace(forward=facts.recorded)
     arrays = [getattr(weights, name) for name in ORDER]
@@ -869,7 +869,7 @@ def reshape_owned(x: Tensor, shape: Any) -> Tensor:
     return x if x.shape == shape else torch.ops.aten._unsafe_view.default(x, shape)
 
 
-def moe_into(args: tuple[Any, ...], x: Tensor, facts: Facts, out: MoeOut) -> MoeOut:
+def moe_into(args: tuple[Any, ...], x: Tensor, facts: MoeFacts, out: MoeOut) -> MoeOut:
     """Run moe with out=, which saves nothing for backward."""
     given = MoeOut(*parts_of(out, ", ".join(MoeOut._fields)))
     if given.out is not None and given.out.shape != x.shape:

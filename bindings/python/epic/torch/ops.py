@@ -614,7 +614,7 @@ FIRST_FLAG, FORCED_WEIGHTS, WITH_ROUTING = 1 << 32, 1 << 61, 1 << 62
 # The number of weights of the operator moe, from w_gate to w_shared_gate. The third one, bias, has
 # no gradient.
 MOE_WEIGHTS = 12
-OF_EXPERTS = range(3, 7)  # positions of w_gate_up to b_down among these weights
+EXPERT_WEIGHT_POSITIONS = range(3, 7)  # positions of w_gate_up to b_down among these weights
 # Positions of arguments of the operator moe_backward, without order_token and x.
 KIND_OF_EXPERTS = argument_names("moe_backward").index("experts_kind") - 2
 TOP_K_IN_BACKWARD = argument_names("moe_backward").index("router_top_k") - 2
@@ -639,7 +639,9 @@ def moe_fake(order_token: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 def moe_backward_fake(order_token: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Return the gradients of x, of all weights except bias, and of forced weights."""
     of_experts = type_in(rest[KIND_OF_EXPERTS], "grad_type") or wide_dtype(x)
-    kinds = [of_experts if i in OF_EXPERTS else wide_dtype(x) for i in range(MOE_WEIGHTS)]
+    kinds = [
+        of_experts if i in EXPERT_WEIGHT_POSITIONS else wide_dtype(x) for i in range(MOE_WEIGHTS)
+    ]
     found = [like_or_none(rest[i], kinds[i], x) for i in range(MOE_WEIGHTS) if i != 2]
     forced = new_floats(x, 0)
     if rest[LEAVES_IN_BACKWARD] & FORCED_WEIGHTS:

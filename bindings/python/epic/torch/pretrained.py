@@ -24,7 +24,7 @@ from epic.torch.families import (
     wrappers_of,
 )
 from epic.torch.groups import Group
-from epic.torch.module import OF_EXPERTS, MoE, add_gradients
+from epic.torch.module import EXPERT_WEIGHTS, MoE, add_gradients
 from epic.torch.moe import logits_of
 from epic.torch.state import adapters_of_experts, check_sharding, is_of_experts
 
@@ -255,10 +255,10 @@ def make_layer(
             group.rank * layer.num_local_experts, (group.rank + 1) * layer.num_local_experts
         )
         for key, value in found.items():
-            kept, value_here = getattr(layer, key), value[own] if key in OF_EXPERTS else value
+            kept, value_here = getattr(layer, key), value[own] if key in EXPERT_WEIGHTS else value
             if kept.shape != value_here.shape:
                 raise other_layout(block, f"{key} has the shape {list(value.shape)}")
-            if fill is not None and key in OF_EXPERTS:
+            if fill is not None and key in EXPERT_WEIGHTS:
                 fill(key, kept)
             else:
                 kept.copy_(value_here)

@@ -19,7 +19,7 @@ from epic.errors import EpicUnsupportedError
 from epic.torch.adapters import adapt_block
 from epic.torch.families import FAMILIES, fill_block, router_of, unwrapped, wrappers_of
 from epic.torch.groups import Group
-from epic.torch.module import OF_EXPERTS, MoE
+from epic.torch.module import EXPERT_WEIGHTS, MoE
 from epic.torch.pretrained import Block
 from epic.torch.state import check_sharding
 from epic.torch.sums import sum as sum_over_ranks
@@ -85,7 +85,7 @@ def original_block(
     place = device or group.device
 
     def gather(name: str, value: Tensor) -> Tensor:
-        if name in OF_EXPERTS:
+        if name in EXPERT_WEIGHTS:
             full = gather_experts(group, value, keep, place)
             return value if full is None else full
         return value.detach().to(place) if keep else value

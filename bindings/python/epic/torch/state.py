@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from epic.errors import EpicArgumentError
 from epic.torch.groups import Group
-from epic.torch.moe import OF_EXPERTS
+from epic.torch.moe import EXPERT_WEIGHTS
 
 EXTRA = "_extra_state"  # the key under which torch saves get_extra_state()
 
@@ -27,7 +27,7 @@ EXTRA = "_extra_state"  # the key under which torch saves get_extra_state()
 # Matches the names of experts' parameters, and names that torch.nn.utils derives from them:
 # w_down_orig and w_down_mask (prune), w_down_g and w_down_v (weight_norm), and
 # parametrizations.w_down.original.
-DERIVED = re.compile(rf"(parametrizations\.)?({'|'.join(OF_EXPERTS)})(_orig|_mask|_g|_v|\..*)?")
+DERIVED = re.compile(rf"(parametrizations\.)?({'|'.join(EXPERT_WEIGHTS)})(_orig|_mask|_g|_v|\..*)?")
 
 
 def is_of_experts(name: str) -> bool:
@@ -208,7 +208,7 @@ def adapters_of_experts(module: nn.Module) -> list[nn.Parameter]:
         module: Any module. Only a ParamWrapper of the peft package on a parameter of experts has
             such adapters; the result is empty for all others.
     """
-    if getattr(module, "parameter_name", None) not in OF_EXPERTS:
+    if getattr(module, "parameter_name", None) not in EXPERT_WEIGHTS:
         return []
     return [p for name, p in module.named_parameters() if not name.startswith("base_layer.")]
 
