@@ -141,24 +141,24 @@ FFI_EXPORT int epic_jax_member_add(const char *name, int is_gpu, int32_t ordinal
                                    const char *devices, int32_t rank, epic_context *ctx)
 {
     const member_device device = {is_gpu != 0, ordinal};
-    member *made = calloc(1, sizeof *made);
-    if (made == NULL) return 2;
+    member *new_member = calloc(1, sizeof *new_member);
+    if (new_member == NULL) return 2;
     pthread_mutex_lock(&mutex);
     const bool refused = strlen(name) >= MEMBER_NAME_BYTES ||
                          strlen(devices) >= MEMBER_DEVICES_BYTES ||
                          find_member(name, device, false) != NULL;
     if (!refused) {
         forget_closed(name, device);
-        strcpy(made->name, name);
-        strcpy(made->position.devices, devices);
-        made->position.rank = rank;
-        made->device = device;
-        made->ctx = ctx;
-        made->next = members;
-        members = made;
+        strcpy(new_member->name, name);
+        strcpy(new_member->position.devices, devices);
+        new_member->position.rank = rank;
+        new_member->device = device;
+        new_member->ctx = ctx;
+        new_member->next = members;
+        members = new_member;
     }
     pthread_mutex_unlock(&mutex);
-    if (refused) free(made);
+    if (refused) free(new_member);
     return refused;
 }
 

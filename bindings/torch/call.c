@@ -22,7 +22,7 @@ torch_call call_begin(const char *op, torch_value *stack, uint64_t num_results)
     call.op = op;
     call.stack = stack;
     call.has_out = num_results == 0;
-    call.next = call.num_owned = call.num_made = call.num_spans = 0;
+    call.next = call.num_owned = call.num_new_results = call.num_spans = 0;
     call.device = (group_device){-1, 0};
     call.use.group = NULL;
     call.use.ctx = NULL;
@@ -75,11 +75,11 @@ void call_end(torch_call *call)
     group_leave(&call->use);
     torch_delete_tensors(call->owned, call->num_owned);
     if (call->failed) {
-        torch_delete_tensors(call->made, call->num_made);
+        torch_delete_tensors(call->new_results, call->num_new_results);
         throw_copy(call);
     }
-    for (int i = 0; i < call->num_made; i++)
-        call->stack[i] = (torch_value)(uintptr_t)call->made[i];
+    for (int i = 0; i < call->num_new_results; i++)
+        call->stack[i] = (torch_value)(uintptr_t)call->new_results[i];
 }
 
 /* ------------------------------------------------------------------------- arguments ---- */
@@ -271,9 +271,9 @@ static call_array make_empty(torch_call *call, uint32_t type, int64_t dim, const
 static call_array make_temporary(torch_call *call, uint32_t type, int64_t dim,
                                  const int64_t *sizes)
 {
-    torch_tensor made = NULL;
-    const call_array array = make_empty(call, type, dim, sizes, &made);
-    if (made != NULL) call->owned[call->num_owned++] = made;
+    torch_tensor tensor = NULL;
+    const call_array array = make_empty(call, type, dim, sizes, &tensor);
+    if (tensor != NULL) call->owned[call->num_owned++] = tensor;
     return array;
 }
 
@@ -493,9 +493,9 @@ bool call_on_gpu(const torch_call *call)
 /* Creates the tensor of a result. */
 static call_array new_result(torch_call *call, uint32_t type, int64_t dim, const int64_t *sizes)
 {
-    torch_tensor made = NULL;
-    const call_array array = make_empty(call, type, dim, sizes, &made);
-    if (made != NULL) call->made[call->num_made++] = made;
+    torch_tensor tensor = NULL;
+    const call_array array = make_empty(call, type, dim, sizes, &tensor);
+    if (tensor != NULL) call->new_results[call->num_new_results++] = tensor;
     return array;
 }
 

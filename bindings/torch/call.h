@@ -55,10 +55,10 @@ typedef struct torch_call {
     torch_value *stack; /* torch's stack of arguments and results */
     int next;           /* index of the next argument */
     bool has_out;       /* the operator is NAME_out, so results are arguments too */
-    int num_owned, num_made, num_spans;
-    torch_tensor owned[2 * CALL_TENSORS]; /* arguments and temporary tensors, which
+    int num_owned, num_new_results, num_spans;
+    torch_tensor owned[2 * CALL_TENSORS];   /* arguments and temporary tensors, which
                                              call_end() deletes */
-    torch_tensor made[CALL_TENSORS];      /* new results */
+    torch_tensor new_results[CALL_TENSORS]; /* new results */
     call_span spans[CALL_TENSORS];
     group_device device; /* device of the first tensor; all tensors must be on it */
     group_use use;       /* the group that the call uses; set by the call_enter functions */

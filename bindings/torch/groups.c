@@ -86,9 +86,9 @@ int64_t group_add_layer(int64_t number, const group_layer *layer)
 {
     pthread_mutex_lock(&mutex);
     group *found = *find_group(number);
-    const int64_t made = found != NULL ? add_layer(found, layer) : 0;
+    const int64_t layer_number = found != NULL ? add_layer(found, layer) : 0;
     pthread_mutex_unlock(&mutex);
-    return made;
+    return layer_number;
 }
 
 void group_leave(group_use *use)
@@ -103,13 +103,13 @@ void group_leave(group_use *use)
 TORCH_EXPORT int64_t epic_torch_group_add(epic_context *ctx, int32_t device_type,
                                           int32_t device_index)
 {
-    group *made = calloc(1, sizeof *made);
-    if (made == NULL) return 0;
+    group *new_group = calloc(1, sizeof *new_group);
+    if (new_group == NULL) return 0;
     pthread_mutex_lock(&mutex);
     const int64_t number = ++last_number;
-    *made = (group){
+    *new_group = (group){
         .number = number, .ctx = ctx, .device = {device_type, device_index}, .next = groups};
-    groups = made;
+    groups = new_group;
     pthread_mutex_unlock(&mutex);
     return number;
 }

@@ -80,11 +80,11 @@ static void plan_results(torch_call *call, plan_job *job)
     const int64_t local = job->args.rank_of_expert != NULL ? experts : even;
     const int64_t count = 2 * local + experts + 1 + logical;
     const int64_t count_bytes = count * (int64_t)sizeof(int32_t);
-    const call_array made = call_memory(call, "plan", job->stored.plan_bytes + count_bytes);
+    const call_array memory = call_memory(call, "plan", job->stored.plan_bytes + count_bytes);
     if (call->failed) return;
-    job->args.plan = made.data;
+    job->args.plan = memory.data;
     job->args.plan_bytes = job->stored.plan_bytes;
-    int32_t *counts = (int32_t *)(void *)((char *)made.data + job->stored.plan_bytes);
+    int32_t *counts = (int32_t *)(void *)((char *)memory.data + job->stored.plan_bytes);
     job->args.expert_rows = counts;
     job->args.expert_tokens = counts + local;
     job->args.load = counts + 2 * local;
