@@ -106,9 +106,10 @@ static void locate_workspace(planner *p, const plan_header *h)
     plan_layout(&largest);
     const int64_t experts = h->layer.num_experts;
     int64_t end = largest.bytes;
-    int32_t **const by_expert[] = {&p->count, &p->owner, &p->local, &p->begin,
-                                   &p->quota, &p->limit, &p->next};
-    int32_t **const by_rank[] = {&p->used_slots, &p->rank_limit, &p->fits, &p->fails};
+    int32_t **const by_expert[] = {&p->count,        &p->owner,    &p->local, &p->begin,
+                                   &p->expert_quota, &p->num_kept, &p->next};
+    int32_t **const by_rank[] = {&p->used_slots, &p->keep_limit, &p->limit_fits,
+                                 &p->limit_fails};
     for (int i = 0; i < 7; i++)
         *by_expert[i] = (int32_t *)(p->bytes + add_section(&end, experts));
     for (int i = 0; i < 4; i++)

@@ -127,8 +127,7 @@ static inline int64_t round_up(int64_t n, int64_t to)
 
 /* ----------------------------------------------------------------------- making a plan ---- */
 
-/* A plan while it is being made. A *limit* is the largest number of choices that an expert may
- * keep. */
+/* A plan while it is being made. */
 typedef struct planner {
     unsigned char *bytes;
     plan_header *header;
@@ -146,18 +145,21 @@ typedef struct planner {
     int32_t *begin; /* [num_experts] first slot of the expert's slab, on its rank */
     /* [num_experts] largest number of choices that the expert may keep within
      * expert_capacity */
-    int32_t *quota;
-    int32_t *limit; /* [num_experts] largest number of choices that each expert may keep */
+    int32_t *expert_quota;
+    /* [num_experts] number of choices that each expert keeps. First it contains only upper
+     * bounds; decide_num_kept() lowers them. */
+    int32_t *num_kept;
     /* [num_experts] position of the next choice of each expert among the expert's choices */
     int32_t *next;
     int32_t *used_slots; /* [num_ranks] number of slots of each rank that are used so far */
-    /* [num_ranks] a second limit, which all experts of a rank share. Expert e of rank r keeps
-     * at most min(limit[e], rank_limit[r]) choices. */
-    int32_t *rank_limit;
-    /* [num_ranks] bounds of the binary search for rank_limit. fits: the largest limit found so
-     * far with which the rank's slots suffice. fails: the smallest limit found so far with
-     * which the rank's slots do not suffice. */
-    int32_t *fits, *fails;
+    /* [num_ranks] largest number of choices that each expert of a rank may keep, so that the
+     * rank's slots suffice. Expert e of rank r keeps at most min(num_kept[e], keep_limit[r])
+     * choices. */
+    int32_t *keep_limit;
+    /* [num_ranks] bounds of the binary search for keep_limit. limit_fits: the largest limit
+     * found so far with which the rank's slots suffice. limit_fails: the smallest limit found
+     * so far with which the rank's slots do not suffice. */
+    int32_t *limit_fits, *limit_fails;
     int64_t *needed;   /* [num_ranks] number of slots that each rank needs; FLAT: rows */
     int64_t *capacity; /* [num_ranks] number of slots that each rank has; 0: no limit */
 } planner;
@@ -195,8 +197,8 @@ void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank
 /* Replaces the logical expert of each choice in p->ids by one of its replicas. */
 void planner_choose_replicas(planner *p);
 
-/* Sets p->quota[e], the number of choices that expert e may keep within expert_capacity. The
- * replicas of a logical expert share its expert_capacity. */
+/* Sets p->expert_quota[e], the number of choices that expert e may keep within expert_capacity.
+ * The replicas of a logical expert share its expert_capacity. */
 void planner_deal_capacity(planner *p);
 
 /* Decides where every choice goes. Before the call, p->ids must contain the expert ids of the

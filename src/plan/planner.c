@@ -2,11 +2,10 @@
 /* Decides where every choice goes, once the expert ids of all ranks are known.
  *
  * All ranks compute the same plan from the same ids, so no rank has to send its result. A
- * choice is a pair (token, k). A limit is the largest number of choices that an expert may
- * keep. The steps are:
+ * choice is a pair (token, k). The steps are:
  * 1. Replace each logical expert by one of its replicas.
  * 2. Count the choices of each expert.
- * 3. Set the limit of each expert, so that every rank stays within its capacity.
+ * 3. Decide how many choices each expert keeps, so that every rank stays within its capacity.
  * 4. Place the slabs: compute the first slot of each slab.
  * 5. Assign the next slot of its expert to each kept choice, in the order (rank, token, k). */
 #include <string.h>
@@ -71,13 +70,13 @@ static bool is_priority_by_k(const planner *p)
 }
 
 /* Decides if expert e keeps a choice. `position` is the number of choices of e that come before
- * this one in the order of priority. The expert keeps choices at positions below min(limit[e],
- * rank_limit[rank of e]). Returns 0 if it keeps the choice, otherwise EXPERT_IS_FULL or
- * RANK_IS_FULL. */
+ * this one in the order of priority. The expert keeps choices at positions below
+ * min(num_kept[e], keep_limit[rank of e]). Returns 0 if it keeps the choice, otherwise
+ * EXPERT_IS_FULL or RANK_IS_FULL. */
 static int32_t drop_reason_of(const planner *p, int32_t e, int32_t position)
 {
-    if (position < min_int32(p->limit[e], p->rank_limit[p->owner[e]])) return 0;
-    return position >= p->quota[e] ? EXPERT_IS_FULL : RANK_IS_FULL;
+    if (position < min_int32(p->num_kept[e], p->keep_limit[p->owner[e]])) return 0;
+    return position >= p->expert_quota[e] ? EXPERT_IS_FULL : RANK_IS_FULL;
 }
 
 /* Decides which choices of the group are kept, in the order of EPIC_BY_K: first all choices
@@ -127,8 +126,8 @@ static void count_rows(planner *p)
     }
 }
 
-/* Counts in needed[] the slots that each rank needs with the current limits. Expert e of rank r
- * keeps at most min(limit[e], rank_limit[r]) choices. */
+/* Counts in needed[] the slots that each rank needs at present. Expert e of rank r
+ * keeps at most min(num_kept[e], keep_limit[r]) choices. */
 static void count_needed_slots(planner *p)
 {
     const plan_header *h = p->header;
@@ -138,7 +137,8 @@ static void count_needed_slots(planner *p)
         return;
     }
     for (uint32_t e = 0; e < h->layer.num_experts; e++) {
-        const int32_t owner = p->owner[e], kept = min_int32(p->limit[e], p->rank_limit[owner]);
+        const int32_t owner = p->owner[e],
+                      kept = min_int32(p->num_kept[e], p->keep_limit[owner]);
         p->needed[owner] += round_up(kept, h->layer.alignment);
     }
 }
@@ -149,52 +149,55 @@ static bool is_over(const planner *p, int32_t rank)
     return p->capacity[rank] && p->needed[rank] > p->capacity[rank];
 }
 
-/* Lowers the limits of the experts on each rank that needs more slots than its capacity. All
- * experts of such a rank get the same limit: the largest with which the rank's slots suffice.
+/* Lowers p->num_kept of the experts on each rank that needs more slots than its capacity. All
+ * experts of such a rank get the same keep limit: the largest number of choices per expert with
+ * which the rank's slots suffice.
  *
- * The loop is a binary search for all ranks at the same time, between fits[rank] and
- * fails[rank]. For a rank within its capacity, fits and fails are equal from the start, so its
- * search has no steps. */
+ * The loop is a binary search for the keep limits of all ranks at the same time, between
+ * limit_fits[rank] and limit_fails[rank]. For a rank within its capacity, the two are equal
+ * from the start, so its search has no steps. */
 static void drop_choices(planner *p)
 {
     const plan_header *h = p->header;
     const uint32_t num_experts = h->layer.num_experts;
     for (int32_t r = 0; r < h->num_ranks; r++) {
-        p->fits[r] = is_over(p, r) ? 0 : INT32_MAX;
-        p->fails[r] = p->fits[r];
+        p->limit_fits[r] = is_over(p, r) ? 0 : INT32_MAX;
+        p->limit_fails[r] = p->limit_fits[r];
     }
     for (uint32_t e = 0; e < num_experts; e++)
-        if (p->limit[e] > p->fails[p->owner[e]]) p->fails[p->owner[e]] = p->limit[e];
+        if (p->num_kept[e] > p->limit_fails[p->owner[e]])
+            p->limit_fails[p->owner[e]] = p->num_kept[e];
     for (;;) {
         bool open = false;
         for (int32_t r = 0; r < h->num_ranks; r++) {
-            p->rank_limit[r] = p->fits[r] + (p->fails[r] - p->fits[r]) / 2;
-            open |= p->fails[r] - p->fits[r] > 1;
+            p->keep_limit[r] = p->limit_fits[r] + (p->limit_fails[r] - p->limit_fits[r]) / 2;
+            open |= p->limit_fails[r] - p->limit_fits[r] > 1;
         }
         if (!open) break;
         count_needed_slots(p);
         for (int32_t r = 0; r < h->num_ranks; r++)
-            *(is_over(p, r) ? &p->fails[r] : &p->fits[r]) = p->rank_limit[r];
+            *(is_over(p, r) ? &p->limit_fails[r] : &p->limit_fits[r]) = p->keep_limit[r];
     }
     for (uint32_t e = 0; e < num_experts; e++)
-        p->limit[e] = min_int32(p->limit[e], p->fits[p->owner[e]]);
+        p->num_kept[e] = min_int32(p->num_kept[e], p->limit_fits[p->owner[e]]);
 }
 
-/* Sets the limit of each expert, and the demand of this rank. If the layer drops choices
- * (EPIC_OVERFLOW_DROP), lowers the limits to expert_capacity, and then to the capacities of the
- * ranks. Otherwise returns EPIC_EOVERFLOW if a rank needs more slots than its capacity. */
-static epic_result set_limits(planner *p)
+/* Sets p->num_kept[e], the number of choices that each expert keeps, and the demand of this
+ * rank. If the layer drops choices (EPIC_OVERFLOW_DROP), no expert keeps more than
+ * expert_capacity choices, and no rank needs more slots than its capacity. Otherwise returns
+ * EPIC_EOVERFLOW if a rank needs more slots than its capacity. */
+static epic_result decide_num_kept(planner *p)
 {
     plan_header *h = p->header;
     const epic_layer *layer = &h->layer;
-    memcpy(p->limit, p->count, layer->num_experts * sizeof *p->limit);
-    for (int32_t r = 0; r < h->num_ranks; r++) p->rank_limit[r] = INT32_MAX;
+    memcpy(p->num_kept, p->count, layer->num_experts * sizeof *p->num_kept);
+    for (int32_t r = 0; r < h->num_ranks; r++) p->keep_limit[r] = INT32_MAX;
     count_needed_slots(p);
     h->demand = p->needed[h->rank];
     h->capacity = p->capacity[h->rank];
     if (layer->overflow == EPIC_OVERFLOW_DROP) {
         for (uint32_t e = 0; e < layer->num_experts; e++)
-            p->limit[e] = min_int32(p->limit[e], p->quota[e]);
+            p->num_kept[e] = min_int32(p->num_kept[e], p->expert_quota[e]);
         if (layer->expert_capacity) count_needed_slots(p);
         drop_choices(p);
         return EPIC_OK;
@@ -215,9 +218,9 @@ static void place_slabs(planner *p)
     for (uint32_t e = 0; e < h->layer.num_experts; e++) {
         const int32_t owner = p->owner[e], local = p->local[e];
         p->begin[e] = p->used_slots[owner];
-        p->used_slots[owner] += (int32_t)round_up(p->limit[e], h->layer.alignment);
+        p->used_slots[owner] += (int32_t)round_up(p->num_kept[e], h->layer.alignment);
         if (owner != h->rank) continue;
-        p->slab_count[local] = p->limit[e];
+        p->slab_count[local] = p->num_kept[e];
         if (h->layer.layout == EPIC_EXPERT_MAJOR)
             p->slab_begin[local + 1] = p->used_slots[owner];
     }
@@ -256,7 +259,7 @@ static void place_token(planner *p, const int32_t *ids, choices *c)
         if (ids[k] < 0) continue;
         const int32_t e = ids[k] & ID_BITS, position = p->next[e];
         c->rank[k] = p->owner[e];
-        if (ids[k] == e && position < p->limit[e]) {
+        if (ids[k] == e && position < p->num_kept[e]) {
             c->slot[k] = p->begin[e] + position;
             p->next[e]++;
         } else {
@@ -301,7 +304,7 @@ static void place_foreign_token(planner *p, int32_t *ids, uint32_t top_k, int32_
     for (uint32_t k = 0; k < top_k; k++) {
         const int32_t e = ids[k] & ID_BITS;
         int32_t slot = -1;
-        if (ids[k] == e && p->next[e] < p->limit[e]) {
+        if (ids[k] == e && p->next[e] < p->num_kept[e]) {
             const int32_t position = p->next[e]++;
             if (p->owner[e] == rank) slot = p->begin[e] + position;
         } else if (ids[k] >= 0) {
@@ -316,7 +319,7 @@ static bool is_nothing_dropped(const planner *p)
 {
     bool all = p->header->layer.layout == EPIC_EXPERT_MAJOR;
     for (uint32_t e = 0; e < p->header->layer.num_experts; e++)
-        all &= p->limit[e] == p->count[e];
+        all &= p->num_kept[e] == p->count[e];
     return all;
 }
 
@@ -409,8 +412,9 @@ epic_result planner_finish(planner *p)
     planner_deal_capacity(p);
     count_choices(p);
     number_experts(p);
-    const epic_result result = set_limits(p);
-    if (result != EPIC_OK) memset(p->limit, 0, p->header->layer.num_experts * sizeof *p->limit);
+    const epic_result result = decide_num_kept(p);
+    if (result != EPIC_OK)
+        memset(p->num_kept, 0, p->header->layer.num_experts * sizeof *p->num_kept);
     place_slabs(p);
     place_choices(p);
     return result;

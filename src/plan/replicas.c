@@ -29,7 +29,7 @@ replicas_error replicas_check(const epic_layer *layer, const int32_t *logical_of
 static void link_replicas(const planner *p, int32_t *turn, int32_t *after)
 {
     const epic_layer *layer = &p->header->layer;
-    int32_t *last = p->limit;
+    int32_t *last = p->num_kept;
     memset(turn, 0xff, layer->num_logical * sizeof *turn);
     for (int32_t e = (int32_t)layer->num_experts - 1; e >= 0; e--) {
         const int32_t logical = p->logical_of[e];
@@ -65,13 +65,13 @@ void planner_deal_capacity(planner *p)
     const uint32_t capacity = layer->expert_capacity;
     const int32_t whole = capacity && capacity < INT32_MAX ? (int32_t)capacity : INT32_MAX;
     int32_t *replicas = p->next, *seen = p->begin;
-    for (uint32_t e = 0; e < layer->num_experts; e++) p->quota[e] = whole;
+    for (uint32_t e = 0; e < layer->num_experts; e++) p->expert_quota[e] = whole;
     if (!layer->num_logical || !capacity) return;
     memset(replicas, 0, layer->num_logical * sizeof *replicas);
     memset(seen, 0, layer->num_logical * sizeof *seen);
     for (uint32_t e = 0; e < layer->num_experts; e++) replicas[p->logical_of[e]]++;
     for (uint32_t e = 0; e < layer->num_experts; e++) {
         const int32_t logical = p->logical_of[e], r = replicas[logical];
-        p->quota[e] = (int32_t)(((int64_t)capacity + r - 1 - seen[logical]++) / r);
+        p->expert_quota[e] = (int32_t)(((int64_t)capacity + r - 1 - seen[logical]++) / r);
     }
 }
