@@ -86,7 +86,8 @@ static void add_rows(array_list *p, const moe_job *j, const char *name, const vo
     add_array(p, name, data, j->tokens * j->hidden, element, out);
 }
 
-/* Appends `saved` and the workspace to the list p. Forward writes `saved`. Backward only reads it. */
+/* Appends `saved` and the workspace to the list p. Forward writes `saved`. Backward only reads
+ * it. */
 static void add_buffers(array_list *p, const moe_job *j, const void *saved,
                         const void *workspace, bool forward)
 {
@@ -125,7 +126,7 @@ epic_result moe_check_backward_arrays(const moe_job *j, const epic_moe_backward_
                                       const epic_moe_gradients *g)
 {
     array_list p = {.num = 0};
-    const dense_offsets d = moe_dense_offsets(j);
+    const dense_grad_offsets d = moe_dense_grad_offsets(j);
     const int64_t local = j->experts.num_local_experts, width = gate_up_width(&j->experts);
     const int64_t real = j->real_bytes, number = a->loss_type == EPIC_F64 ? 8 : 4;
     const int64_t of_expert = convert_bytes(j->grad_type);

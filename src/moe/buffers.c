@@ -123,7 +123,8 @@ static void layout_workspace(moe_job *j, unsigned char *base, bool backward)
             place_buffer(base, &used, j->has_shared ? j->block * j->real_bytes : 0);
         w->d_logits = place_buffer(base, &used, j->block * j->columns * j->real_bytes);
         w->d_scale = place_buffer(base, &used, j->is_device ? j->columns * 4 : 0);
-        w->dense = place_buffer(base, &used, j->dense_levels * j->dense_count * j->real_bytes);
+        w->dense_grads =
+            place_buffer(base, &used, j->num_dense_levels * j->num_dense_grads * j->real_bytes);
     }
     j->work_bytes = used;
 }
@@ -134,10 +135,10 @@ void moe_layout_buffers(moe_job *j, const void *saved, void *workspace, bool bac
     layout_workspace(j, workspace, backward);
 }
 
-dense_block moe_get_block(const moe_job *j, int64_t b)
+token_block moe_get_block(const moe_job *j, int64_t b)
 {
     const int64_t first = moe_block_begin(j, b);
-    return (dense_block){.job = j,
+    return (token_block){.job = j,
                          .x = moe_block_rows(j, &j->x, b),
                          .first = first,
                          .tokens = moe_block_begin(j, b + 1) - first,

@@ -241,8 +241,8 @@ static epic_result measure_memory(moe_job *j, const epic_config *config)
     TRY(epic_router_workspace(&j->router, &j->router_bytes));
     TRY(epic_plan_bytes(config, &j->layer, &j->plan_bytes));
     const bool apart = !j->is_device || j->moe.flags & EPIC_SUM_DENSE || j->blocks > 1;
-    j->dense_levels = apart ? num_levels(j->blocks) : 0;
-    j->dense_count = moe_dense_offsets(j).end;
+    j->num_dense_levels = apart ? num_levels(j->blocks) : 0;
+    j->num_dense_grads = moe_dense_grad_offsets(j).end;
     return EPIC_OK;
 }
 
@@ -278,9 +278,9 @@ epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_mo
     return check_shapes(j, config);
 }
 
-dense_offsets moe_dense_offsets(const moe_job *j)
+dense_grad_offsets moe_dense_grad_offsets(const moe_job *j)
 {
-    dense_offsets p = {0};
+    dense_grad_offsets p = {0};
     p.b_gate = j->hidden * j->columns;
     p.scale = p.b_gate + j->columns;
     p.gate_up = p.scale + j->columns;

@@ -32,18 +32,18 @@ static void store_reals(void *out, uint32_t type, const REAL *in, int64_t n)
         convert_from_float(out, type, (const float *)(const void *)in, n);
 }
 
-static uint32_t row_type(const dense_block *b)
+static uint32_t row_type(const token_block *b)
 {
     return b->job->experts.row_type;
 }
 
 /* Returns the address of a token's row in an array of rows. */
-static const void *row_at(const dense_block *b, const epic_const_rows *rows, int64_t token)
+static const void *row_at(const token_block *b, const epic_const_rows *rows, int64_t token)
 {
     return (const char *)rows->data + token * b->job->row_bytes;
 }
 
-static void *out_row_at(const dense_block *b, const epic_rows *rows, int64_t token)
+static void *out_row_at(const token_block *b, const epic_rows *rows, int64_t token)
 {
     return (char *)rows->data + token * b->job->row_bytes;
 }
@@ -51,7 +51,7 @@ static void *out_row_at(const dense_block *b, const epic_rows *rows, int64_t tok
 /* Returns the address of columns [first, first + count) of x as REAL numbers. Sets *stride to
  * the number of elements from one row to the next. If the rows have another type, first
  * converts these columns into work.tile. */
-static const REAL *columns_of(const dense_block *b, int64_t first, int64_t count,
+static const REAL *columns_of(const token_block *b, int64_t first, int64_t count,
                               int64_t *stride)
 {
     const moe_job *j = b->job;
@@ -84,7 +84,7 @@ static int64_t smaller_of(int64_t a, int64_t b)
 
 /* Implements dense_ops.gate_forward. Computes logits = x W_gate + b_gate. Multiplies GATE_TILE
  * columns of x at a time by the matching rows of W_gate, and adds up these products. */
-static void gate_forward(const dense_block *b, void *logits)
+static void gate_forward(const token_block *b, void *logits)
 {
     const moe_job *j = b->job;
     const REAL *bias = j->weights.b_gate;
@@ -107,13 +107,13 @@ static void gate_forward(const dense_block *b, void *logits)
 
 /* Returns true if choice number `choice` of the block is a zero-expert. Ids of zero-experts
  * follow those of the experts. */
-static bool is_zero_expert(const dense_block *b, int64_t choice)
+static bool is_zero_expert(const token_block *b, int64_t choice)
 {
     return b->topk_idx[choice] >= (int32_t)b->job->router.num_experts;
 }
 
 /* Adds weight * row to acc for each zero-expert that the token chose. */
-static void add_zero_experts(const dense_block *b, int64_t token, const REAL *row, REAL *acc)
+static void add_zero_experts(const token_block *b, int64_t token, const REAL *row, REAL *acc)
 {
     const moe_job *j = b->job;
     for (int64_t i = token * j->top_k; i < (token + 1) * j->top_k; i++) {
@@ -124,7 +124,7 @@ static void add_zero_experts(const dense_block *b, int64_t token, const REAL *ro
 }
 
 /* Implements dense_ops.add_local_experts. Handles one token at a time. */
-static void add_local_experts(const dense_block *b, const epic_rows *out, const void *shared_y)
+static void add_local_experts(const token_block *b, const epic_rows *out, const void *shared_y)
 {
     const moe_job *j = b->job;
     if (!shared_y && !j->router.zero_experts) return;
@@ -144,7 +144,7 @@ static void add_local_experts(const dense_block *b, const epic_rows *out, const 
 /* Implements dense_ops.shared_gate_forward. Computes weights[t] = sigmoid(z), with z = dot(row
  * of token t, gate) summed in float64. Computes the sigmoid from e^-|z|, which cannot
  * overflow. */
-static void shared_gate_forward(const dense_block *b, void *weights)
+static void shared_gate_forward(const token_block *b, void *weights)
 {
     const moe_job *j = b->job;
     const REAL *gate = j->weights.w_shared_gate;
@@ -167,7 +167,7 @@ static REAL shared_gate_slope(const moe_job *j, int64_t token)
 }
 
 /* Adds the gradient of w_shared_gate to gradient [hidden]. */
-static void shared_gate_gradient(const dense_block *b, REAL *gradient)
+static void shared_gate_gradient(const token_block *b, REAL *gradient)
 {
     const moe_job *j = b->job;
     REAL *row = j->work.rows;
@@ -180,7 +180,7 @@ static void shared_gate_gradient(const dense_block *b, REAL *gradient)
 
 /* Implements dense_ops.zero_expert_d_weights. The output of a zero-expert is weight * x, so the
  * gradient of the weight is dot(x, d_out). */
-static void zero_expert_d_weights(const dense_block *b, const epic_const_rows *d_out,
+static void zero_expert_d_weights(const token_block *b, const epic_const_rows *d_out,
                                   void *d_weights)
 {
     const moe_job *j = b->job;
@@ -197,11 +197,11 @@ static void zero_expert_d_weights(const dense_block *b, const epic_const_rows *d
 }
 
 /* Computes d_W_gate = x^T d_logits and d_b_gate = the sum of d_logits over the tokens. Writes
- * them at their offsets (dense_offsets) in `dense`. */
-static void gate_gradient(const dense_block *b, const REAL *d_logits, REAL *dense)
+ * them at their offsets (dense_grad_offsets) in `dense_grads`. */
+static void gate_gradient(const token_block *b, const REAL *d_logits, REAL *dense_grads)
 {
     const moe_job *j = b->job;
-    const dense_offsets parts = moe_dense_offsets(j);
+    const dense_grad_offsets parts = moe_dense_grad_offsets(j);
     for (int64_t first = 0; first < j->hidden; first += GATE_TILE) {
         gemm g = {.m = smaller_of(GATE_TILE, j->hidden - first),
                   .n = j->columns,
@@ -209,28 +209,28 @@ static void gate_gradient(const dense_block *b, const REAL *d_logits, REAL *dens
                   .transpose_a = true,
                   .b = d_logits,
                   .ldb = j->columns,
-                  .c = dense + parts.w_gate + first * j->columns,
+                  .c = dense_grads + parts.w_gate + first * j->columns,
                   .ldc = j->columns};
         g.a = columns_of(b, first, g.m, &g.lda);
         multiply_matrices(j, &g);
     }
-    REAL *bias = dense + parts.b_gate;
+    REAL *bias = dense_grads + parts.b_gate;
     for (int64_t t = 0; t < b->tokens; t++)
         for (int64_t e = 0; e < j->columns; e++) bias[e] += d_logits[t * j->columns + e];
 }
 
 /* Implements dense_ops.gate_backward. One matrix product computes d_logits W_gate^T for all
  * rows of d_x. Then the other terms of d_x are added row by row. */
-static void gate_backward(const dense_block *b, const void *d_logits,
+static void gate_backward(const token_block *b, const void *d_logits,
                           const epic_const_rows *d_out, const void *d_shared,
-                          const epic_rows *d_x, void *dense)
+                          const epic_rows *d_x, void *dense_grads)
 {
     const moe_job *j = b->job;
     REAL *acc = j->work.rows, *row = acc + j->block * j->hidden;
     const REAL *shared_gate = j->weights.w_shared_gate;
-    gate_gradient(b, d_logits, dense);
+    gate_gradient(b, d_logits, dense_grads);
     if (shared_gate)
-        shared_gate_gradient(b, (REAL *)dense + moe_dense_offsets(j).w_shared_gate);
+        shared_gate_gradient(b, (REAL *)dense_grads + moe_dense_grad_offsets(j).w_shared_gate);
     if (!d_x) return;
     const gemm back = {.m = b->tokens,
                        .n = j->hidden,

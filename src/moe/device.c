@@ -6,7 +6,7 @@
 #include "base/error.h"
 #include "experts/config.h"
 
-epic_gate_args moe_device_gate_args(const moe_job *j, const dense_block *block, void *logits)
+epic_gate_args moe_device_gate_args(const moe_job *j, const token_block *block, void *logits)
 {
     return (epic_gate_args){.stream = j->call.stream,
                             .x = block->x.data,
@@ -22,7 +22,7 @@ epic_gate_args moe_device_gate_args(const moe_job *j, const dense_block *block, 
                             .row_type = j->experts.row_type};
 }
 
-layer_tokens moe_device_token_args(const moe_job *j, const dense_block *block)
+layer_tokens moe_device_token_args(const moe_job *j, const token_block *block)
 {
     return (layer_tokens){.num_tokens = block->x.num_rows,
                           .hidden = j->hidden,
@@ -37,7 +37,7 @@ layer_tokens moe_device_token_args(const moe_job *j, const dense_block *block)
                           .shared_weights = j->work.shared_weights};
 }
 
-epic_loss_args moe_device_loss_args(const moe_job *j, const dense_block *block, double coeff)
+epic_loss_args moe_device_loss_args(const moe_job *j, const token_block *block, double coeff)
 {
     return (epic_loss_args){.router = &j->router,
                             .logits = block->logits,
@@ -62,14 +62,14 @@ double moe_device_balance_factor(const moe_job *j)
            (sequence ? (double)sequence : 1.0);
 }
 
-epic_result moe_device_shared_gate(moe_job *j, const dense_block *block)
+epic_result moe_device_shared_gate(moe_job *j, const token_block *block)
 {
     const layer_tokens tokens = moe_device_token_args(j, block);
     if (!tokens.w_shared_gate) return EPIC_OK;
     return CONTEXT_OP(j->ctx, shared_gate_forward, j->call.stream, &tokens);
 }
 
-epic_result moe_device_shared(moe_job *j, const dense_block *block, int64_t b, uint32_t flags)
+epic_result moe_device_shared(moe_job *j, const token_block *block, int64_t b, uint32_t flags)
 {
     experts_job shared = {0};
     TRY(experts_read_config(&shared, &j->shared, sizeof j->shared));

@@ -12,18 +12,18 @@
 /* Returns the arguments of the gate's kernels for one block of tokens, without the arrays for
  * gradients. `logits` [block, columns] is an output in forward. In backward it is an input: the
  * gradient of the logits. */
-epic_gate_args moe_device_gate_args(const moe_job *j, const dense_block *block, void *logits);
+epic_gate_args moe_device_gate_args(const moe_job *j, const token_block *block, void *logits);
 
 /* Returns the arguments of two sets of kernels for one block: those for zero-experts, and those
  * for the gate of the shared expert. */
-layer_tokens moe_device_token_args(const moe_job *j, const dense_block *block);
+layer_tokens moe_device_token_args(const moe_job *j, const token_block *block);
 
 /* Computes the gate of the shared expert, sigmoid(x w_shared_gate), for one block. Does nothing
  * if the shared expert has no gate. */
-epic_result moe_device_shared_gate(moe_job *j, const dense_block *block);
+epic_result moe_device_shared_gate(moe_job *j, const token_block *block);
 /* Computes the gate and the output of the shared expert for block b, and writes the output to
  * work.shared_y. If flags is EPIC_RECOMPUTE, computes only the data that backward reads. */
-epic_result moe_device_shared(moe_job *j, const dense_block *block, int64_t b, uint32_t flags);
+epic_result moe_device_shared(moe_job *j, const token_block *block, int64_t b, uint32_t flags);
 
 /* Runs the gate and the router on all tokens: writes logits, topk_idx and weights to
  * j->saved. */
@@ -50,7 +50,7 @@ epic_result moe_device_backward(moe_job *j, const epic_moe_backward_args *a,
                                 const epic_moe_gradients *g);
 
 /* Returns the arguments of a loss for one block, without its output and its gradients. */
-epic_loss_args moe_device_loss_args(const moe_job *j, const dense_block *block, double coeff);
+epic_loss_args moe_device_loss_args(const moe_job *j, const token_block *block, double coeff);
 
 /* Returns the factor of the balance loss (formula: router/losses.c), but without the division
  * by the number of tokens of all ranks. Only the plan in device memory contains that number, so

@@ -13,11 +13,11 @@ typedef struct gradient_addresses {
 } gradient_addresses;
 
 /* Returns true if the gradients of the gate and the shared expert are first written to
- * work.dense, because they are then summed over blocks or ranks. Otherwise kernels write them
- * directly to the caller's arrays. */
+ * work.dense_grads, because they are then summed over blocks or ranks. Otherwise kernels write
+ * them directly to the caller's arrays. */
 static bool is_dense_staged(const moe_job *j)
 {
-    return j->dense_levels > 0;
+    return j->num_dense_levels > 0;
 }
 
 /* Returns the addresses of the caller's arrays. */
@@ -28,26 +28,27 @@ static gradient_addresses caller_targets(const epic_moe_gradients *g, uint32_t f
                                 g->shared_b_down,  g->w_shared_gate, flags};
 }
 
-/* Sets those gradients in `dense` to zero that no kernel writes. Otherwise the sum over the
- * ranks would read uninitialized memory. */
-static epic_result zero_missing_gradients(moe_job *j, float *dense)
+/* Sets those gradients in `dense_grads` to zero that no kernel writes. Otherwise the sum over
+ * the ranks would read uninitialized memory. */
+static epic_result zero_missing_gradients(moe_job *j, float *dense_grads)
 {
-    const dense_offsets p = moe_dense_offsets(j);
+    const dense_grad_offsets p = moe_dense_grad_offsets(j);
     if (!j->weights.scale_of_expert)
-        TRY(CONTEXT_OP(j->ctx, add_array, j->call.stream, dense + p.scale, NULL,
+        TRY(CONTEXT_OP(j->ctx, add_array, j->call.stream, dense_grads + p.scale, NULL,
                        p.gate_up - p.scale, EPIC_F32, true));
     if (!j->has_shared || j->weights.w_shared_gate) return EPIC_OK;
-    return CONTEXT_OP(j->ctx, add_array, j->call.stream, dense + p.w_shared_gate, NULL,
+    return CONTEXT_OP(j->ctx, add_array, j->call.stream, dense_grads + p.w_shared_gate, NULL,
                       p.end - p.w_shared_gate, EPIC_F32, true);
 }
 
-/* Returns addresses in `dense`, which is one row of work.dense. */
-static gradient_addresses staged_targets(const moe_job *j, float *dense)
+/* Returns addresses in `dense_grads`, which is one row of work.dense_grads. */
+static gradient_addresses staged_targets(const moe_job *j, float *dense_grads)
 {
-    const dense_offsets p = moe_dense_offsets(j);
-    return (gradient_addresses){dense + p.w_gate,  dense + p.b_gate,        dense + p.scale,
-                                dense + p.gate_up, dense + p.down,          dense + p.b_gate_up,
-                                dense + p.b_down,  dense + p.w_shared_gate, 0};
+    const dense_grad_offsets p = moe_dense_grad_offsets(j);
+    return (gradient_addresses){
+        dense_grads + p.w_gate,  dense_grads + p.b_gate,        dense_grads + p.scale,
+        dense_grads + p.gate_up, dense_grads + p.down,          dense_grads + p.b_gate_up,
+        dense_grads + p.b_down,  dense_grads + p.w_shared_gate, 0};
 }
 
 /* ---------------------------------------------------------------- one block of tokens ---- */
@@ -55,7 +56,7 @@ static gradient_addresses staged_targets(const moe_job *j, float *dense)
 /* Returns the arguments of the kernels for zero-experts and for the shared expert's gate, with
  * the arrays for gradients. */
 static layer_tokens backward_token_args(const moe_job *j, const epic_moe_backward_args *a,
-                                        const dense_block *block)
+                                        const token_block *block)
 {
     layer_tokens tokens = moe_device_token_args(j, block);
     tokens.d_out = (const char *)a->d_out.data + block->first * j->row_bytes;
@@ -65,7 +66,7 @@ static layer_tokens backward_token_args(const moe_job *j, const epic_moe_backwar
 }
 
 /* Adds the gradients of both losses to work.d_logits. */
-static epic_result losses_backward(moe_job *j, const dense_block *block)
+static epic_result losses_backward(moe_job *j, const token_block *block)
 {
     const float *incoming = j->work.losses;
     epic_loss_args balance = moe_device_loss_args(j, block, j->moe.balance_coeff);
@@ -85,7 +86,7 @@ static epic_result losses_backward(moe_job *j, const dense_block *block)
  * to the gradient of scale_of_expert. If the caller wants the gradients of the weights, copies
  * them to the caller's array. */
 static epic_result forced_weights_backward(moe_job *j, const epic_moe_backward_args *a,
-                                           const dense_block *block, const layer_tokens *tokens,
+                                           const token_block *block, const layer_tokens *tokens,
                                            const gradient_addresses *to)
 {
     const int64_t choices = block->tokens * j->top_k;
@@ -109,7 +110,7 @@ static epic_result forced_weights_backward(moe_job *j, const epic_moe_backward_a
  * work.d_logits, so this flag is not passed on. If the caller has set EPIC_ACCUMULATE, this
  * function computes the gradient of scale_of_expert in work.d_scale, and then adds it to the
  * caller's gradient. */
-static epic_result router_backward(moe_job *j, const dense_block *block,
+static epic_result router_backward(moe_job *j, const token_block *block,
                                    const layer_tokens *tokens, const gradient_addresses *to)
 {
     const bool adds = to->scale && to->flags & EPIC_ACCUMULATE;
@@ -140,7 +141,7 @@ static epic_result router_backward(moe_job *j, const dense_block *block,
 
 /* Runs the backward of the shared expert on one block. Unless d_x is NULL, writes the part of
  * the gradient of x that comes from the shared expert to d_x. */
-static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_block *block,
+static epic_result shared_expert_backward(moe_job *j, int64_t b, const token_block *block,
                                           const layer_tokens *tokens, void *d_x,
                                           const gradient_addresses *to)
 {
@@ -193,7 +194,7 @@ static epic_result add_local_d_x(moe_job *j, const layer_tokens *tokens)
 /* Computes the gradients of the gate's weights. Also completes d_x of the block: adds the part
  * that comes from the gate, and work.shared_y. d_x already contains the part that dispatch
  * backward has written. */
-static epic_result gate_backward(moe_job *j, const dense_block *block, const epic_rows *d_x,
+static epic_result gate_backward(moe_job *j, const token_block *block, const epic_rows *d_x,
                                  const gradient_addresses *to)
 {
     const bool more = j->has_shared || j->router.zero_experts;
@@ -211,7 +212,7 @@ static epic_result gate_backward(moe_job *j, const dense_block *block, const epi
 static epic_result block_backward(moe_job *j, const epic_moe_backward_args *a, int64_t b,
                                   const gradient_addresses *to)
 {
-    const dense_block block = moe_get_block(j, b);
+    const token_block block = moe_get_block(j, b);
     const layer_tokens tokens = backward_token_args(j, a, &block);
     const bool wanted = a->d_x.data != NULL;
     const epic_rows d_x = wanted ? moe_block_out_rows(j, &a->d_x, b) : (epic_rows){0};
@@ -229,11 +230,11 @@ static epic_result block_backward(moe_job *j, const epic_moe_backward_args *a, i
 
 /* Computes the gradients of the gate and the shared expert for `count` blocks of tokens, from
  * block `first` on, and adds them in a binary tree. Writes the sum to row `level` of
- * work.dense. The rows after row `level` are scratch memory. */
+ * work.dense_grads. The rows after row `level` are scratch memory. */
 static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a, int64_t first,
                                    int64_t count, int64_t level)
 {
-    float *here = moe_real_at(j, j->work.dense, level * j->dense_count);
+    float *here = moe_real_at(j, j->work.dense_grads, level * j->num_dense_grads);
     if (count == 1) {
         const gradient_addresses to = staged_targets(j, here);
         TRY(zero_missing_gradients(j, here));
@@ -241,8 +242,8 @@ static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a, 
     }
     TRY(blocks_backward(j, a, first, count / 2, level));
     TRY(blocks_backward(j, a, first + count / 2, count - count / 2, level + 1));
-    return CONTEXT_OP(j->ctx, add_array, j->call.stream, here, here + j->dense_count,
-                      j->dense_count, EPIC_F32, false);
+    return CONTEXT_OP(j->ctx, add_array, j->call.stream, here, here + j->num_dense_grads,
+                      j->num_dense_grads, EPIC_F32, false);
 }
 
 /* Copies the summed gradients of the gate and the shared expert to the caller's arrays. With
@@ -250,7 +251,7 @@ static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a, 
 static epic_result store_dense_gradients(moe_job *j, const epic_moe_gradients *g,
                                          uint32_t flags)
 {
-    const dense_offsets p = moe_dense_offsets(j);
+    const dense_grad_offsets p = moe_dense_grad_offsets(j);
     const struct {
         void *to;
         int64_t begin, end;
@@ -265,7 +266,7 @@ static epic_result store_dense_gradients(moe_job *j, const epic_moe_gradients *g
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         if (!parts[i].to) continue;
         TRY(CONTEXT_OP(j->ctx, add_array, j->call.stream, parts[i].to,
-                       (float *)(void *)j->work.dense + parts[i].begin,
+                       (float *)(void *)j->work.dense_grads + parts[i].begin,
                        parts[i].end - parts[i].begin, EPIC_F32, !(flags & EPIC_ACCUMULATE)));
     }
     return EPIC_OK;

@@ -34,7 +34,7 @@ static epic_result copy_loads(moe_job *j, const epic_moe_args *a)
  * because the logits of a token depend only on that token. */
 epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
 {
-    dense_block all = moe_get_block(j, 0);
+    token_block all = moe_get_block(j, 0);
     all.x = j->x;
     const epic_gate_args gate = moe_device_gate_args(j, &all, j->saved.logits);
     const epic_router_args how = {.call = j->call,
@@ -133,7 +133,7 @@ epic_result moe_device_add_local_experts(moe_job *j, const epic_rows *out)
 {
     if (!j->has_shared && !j->router.zero_experts) return EPIC_OK;
     for (int64_t b = 0; b < j->blocks; b++) {
-        const dense_block block = moe_get_block(j, b);
+        const token_block block = moe_get_block(j, b);
         const layer_tokens tokens = moe_device_token_args(j, &block);
         void *rows = moe_block_out_rows(j, out, b).data;
         const layer_rows sum = {rows, rows, j->has_shared ? j->work.shared_y : NULL};
@@ -151,7 +151,7 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
     const bool none = j->moe.balance_coeff == 0 && j->moe.z_coeff == 0;
     if (none) return CONTEXT_OP(j->ctx, write_losses, j->call.stream, NULL, a);
     for (int64_t b = 0; b < j->blocks; b++) {
-        const dense_block block = moe_get_block(j, b);
+        const token_block block = moe_get_block(j, b);
         epic_loss_args balance = moe_device_loss_args(j, &block, j->moe.balance_coeff);
         epic_loss_args z = moe_device_loss_args(j, &block, j->moe.z_coeff);
         balance.loss = both + b;

@@ -21,17 +21,17 @@ typedef struct backward_call {
 } backward_call;
 
 /* Computes work.d_logits of one block from the gradients of its weights and its losses. Adds
- * the block's gradient of scale_of_expert to `dense`. Forced weights do not depend on the
+ * the block's gradient of scale_of_expert to `dense_grads`. Forced weights do not depend on the
  * logits, so with is_forced only the losses contribute. */
-static epic_result router_backward(moe_job *j, const dense_block *block, const void *d_weights,
-                                   void *dense, bool is_forced)
+static epic_result router_backward(moe_job *j, const token_block *block, const void *d_weights,
+                                   void *dense_grads, bool is_forced)
 {
     if (is_forced) {
         memset(j->work.d_logits, 0, (size_t)(block->tokens * j->columns * j->real_bytes));
         return moe_losses_backward(j, block);
     }
     const void *scale = j->weights.scale_of_expert;
-    void *d_scale = moe_real_at(j, dense, moe_dense_offsets(j).scale);
+    void *d_scale = moe_real_at(j, dense_grads, moe_dense_grad_offsets(j).scale);
     const epic_router_backward_args how = {.router = &j->router,
                                            .logits = block->logits,
                                            .num_tokens = block->tokens,
@@ -50,10 +50,11 @@ static epic_result router_backward(moe_job *j, const dense_block *block, const v
 
 /* Runs the backward of the shared expert on one block. Unless d_x is NULL, writes the part of
  * the gradient of x that comes from the shared expert to d_x. */
-static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_block *block,
-                                          const epic_const_rows *d_out, void *d_x, void *dense)
+static epic_result shared_expert_backward(moe_job *j, int64_t b, const token_block *block,
+                                          const epic_const_rows *d_out, void *d_x,
+                                          void *dense_grads)
 {
-    const dense_offsets parts = moe_dense_offsets(j);
+    const dense_grad_offsets parts = moe_dense_grad_offsets(j);
     const int32_t rows = (int32_t)block->tokens;
     const epic_moe_weights *w = &j->weights;
     const bool gated = w->w_shared_gate != NULL;
@@ -76,23 +77,24 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const dense_blo
         .workspace_bytes = j->shared_memory.backward_bytes,
         .d_y = d_out->data,
         .d_x = d_x,
-        .d_w_gate_up = moe_real_at(j, dense, parts.gate_up),
-        .d_w_down = moe_real_at(j, dense, parts.down),
-        .d_b_gate_up = moe_real_at(j, dense, parts.b_gate_up),
-        .d_b_down = moe_real_at(j, dense, parts.b_down),
+        .d_w_gate_up = moe_real_at(j, dense_grads, parts.gate_up),
+        .d_w_down = moe_real_at(j, dense_grads, parts.down),
+        .d_b_gate_up = moe_real_at(j, dense_grads, parts.b_gate_up),
+        .d_b_down = moe_real_at(j, dense_grads, parts.b_down),
         .slot_weights = gated ? j->work.shared_weights : NULL,
         .d_slot_weights = gated ? j->work.d_shared_weights : NULL,
         .weights_type = j->real_type};
     return epic_experts_backward(NULL, &how);
 }
 
-/* Writes block b's gradients of the gate and the shared expert to `dense`. Adds the gradients
- * of x through the gate, the zero-experts and the shared expert to the block's rows of the
- * caller's d_x. These rows already contain the gradients through the dispatched rows. */
-static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b, void *dense)
+/* Writes block b's gradients of the gate and the shared expert to `dense_grads`. Adds the
+ * gradients of x through the gate, the zero-experts and the shared expert to the block's rows
+ * of the caller's d_x. These rows already contain the gradients through the dispatched rows. */
+static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
+                                  void *dense_grads)
 {
-    memset(dense, 0, (size_t)(j->dense_count * j->real_bytes));
-    const dense_block block = moe_get_block(j, b);
+    memset(dense_grads, 0, (size_t)(j->num_dense_grads * j->real_bytes));
+    const token_block block = moe_get_block(j, b);
     if (!block.tokens) return EPIC_OK;
     const epic_const_rows d_out = moe_block_rows(j, &c->args->d_out, b);
     const bool wanted = c->args->d_x.data != NULL;
@@ -100,34 +102,36 @@ static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
     void *d_shared = wanted && j->has_shared ? j->work.shared_y : NULL;
     void *d_weights = moe_real_at(j, j->work.d_weights, block.first * j->top_k);
     moe_dense_ops(j)->zero_expert_d_weights(&block, &d_out, d_weights);
-    TRY(router_backward(j, &block, d_weights, dense, c->args->flags & EPIC_FORCED_WEIGHTS));
-    if (j->has_shared) TRY(shared_expert_backward(j, b, &block, &d_out, d_shared, dense));
+    TRY(router_backward(j, &block, d_weights, dense_grads,
+                        c->args->flags & EPIC_FORCED_WEIGHTS));
+    if (j->has_shared) TRY(shared_expert_backward(j, b, &block, &d_out, d_shared, dense_grads));
     moe_dense_ops(j)->gate_backward(&block, j->work.d_logits, &d_out, d_shared,
-                                    wanted ? &d_x : NULL, dense);
+                                    wanted ? &d_x : NULL, dense_grads);
     return EPIC_OK;
 }
 
 /* Computes the gradients of the gate and the shared expert for `count` blocks of tokens, from
  * block `first` on, and adds them in a binary tree. Writes the sum to row `level` of
- * work.dense. The rows after row `level` are scratch memory. */
+ * work.dense_grads. The rows after row `level` are scratch memory. */
 static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t first,
                                    int64_t count, int64_t level)
 {
-    void *here = moe_real_at(j, j->work.dense, level * j->dense_count);
+    void *here = moe_real_at(j, j->work.dense_grads, level * j->num_dense_grads);
     if (count == 1) return block_backward(j, c, first, here);
     TRY(blocks_backward(j, c, first, count / 2, level));
     TRY(blocks_backward(j, c, first + count / 2, count - count / 2, level + 1));
     moe_dense_ops(j)->add_reals(
-        here, moe_real_at(j, j->work.dense, (level + 1) * j->dense_count), j->dense_count);
+        here, moe_real_at(j, j->work.dense_grads, (level + 1) * j->num_dense_grads),
+        j->num_dense_grads);
     return EPIC_OK;
 }
 
-/* Copies elements [begin, end) of the summed gradients in work.dense to `to`, an array of the
- * caller. With EPIC_ACCUMULATE, adds them instead. Does nothing if `to` is NULL. */
+/* Copies elements [begin, end) of the summed gradients in work.dense_grads to `to`, an array of
+ * the caller. With EPIC_ACCUMULATE, adds them instead. Does nothing if `to` is NULL. */
 static void store_gradient(const moe_job *j, const backward_call *c, void *to, int64_t begin,
                            int64_t end)
 {
-    const void *from = moe_real_at(j, j->work.dense, begin);
+    const void *from = moe_real_at(j, j->work.dense_grads, begin);
     if (!to) return;
     if (c->args->flags & EPIC_ACCUMULATE)
         moe_dense_ops(j)->add_reals(to, from, end - begin);
@@ -138,7 +142,7 @@ static void store_gradient(const moe_job *j, const backward_call *c, void *to, i
 /* Stores all gradients of the gate and the shared expert in the caller's arrays. */
 static void store_dense_gradients(const moe_job *j, const backward_call *c)
 {
-    const dense_offsets p = moe_dense_offsets(j);
+    const dense_grad_offsets p = moe_dense_grad_offsets(j);
     const epic_moe_gradients *g = &c->gradients;
     store_gradient(j, c, g->w_gate, p.w_gate, p.b_gate);
     store_gradient(j, c, g->b_gate, p.b_gate, p.scale);
@@ -181,7 +185,7 @@ static void zero_gradients(const moe_job *j, const backward_call *c)
     for (size_t i = 0; i < sizeof of_experts / sizeof *of_experts; i++)
         if (of_experts[i].gradient)
             memset(of_experts[i].gradient, 0, (size_t)(of_experts[i].numbers * j->real_bytes));
-    memset(j->work.dense, 0, (size_t)(j->dense_count * j->real_bytes));
+    memset(j->work.dense_grads, 0, (size_t)(j->num_dense_grads * j->real_bytes));
     store_dense_gradients(j, c);
 }
 

@@ -42,7 +42,7 @@ static void copy_routing(const moe_job *j, const epic_moe_args *a, bool is_valid
 static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
     for (int64_t b = 0; b < j->blocks; b++) {
-        const dense_block block = moe_get_block(j, b);
+        const token_block block = moe_get_block(j, b);
         if (!block.tokens) continue;
         moe_dense_ops(j)->gate_forward(&block, (void *)(uintptr_t)block.logits);
     }
@@ -129,7 +129,7 @@ static epic_result plan_and_dispatch(moe_job *j, const epic_moe_args *a,
 
 epic_result moe_host_shared_expert(moe_job *j, int64_t b, uint32_t flags)
 {
-    const dense_block block = moe_get_block(j, b);
+    const token_block block = moe_get_block(j, b);
     const int32_t rows = (int32_t)block.tokens;
     const bool gated = j->weights.w_shared_gate != NULL;
     if (gated) moe_dense_ops(j)->shared_gate_forward(&block, j->work.shared_weights);
@@ -156,7 +156,7 @@ epic_result moe_host_shared_expert(moe_job *j, int64_t b, uint32_t flags)
 static epic_result add_local_experts(moe_job *j, const epic_rows *out)
 {
     for (int64_t b = 0; b < j->blocks; b++) {
-        const dense_block block = moe_get_block(j, b);
+        const token_block block = moe_get_block(j, b);
         if (!block.tokens) continue;
         if (j->has_shared) TRY(moe_host_shared_expert(j, b, 0));
         const epic_rows rows = moe_block_out_rows(j, out, b);
@@ -190,7 +190,7 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
     void *balance = j->work.losses, *z = moe_real_at(j, balance, j->blocks);
     memset(balance, 0, (size_t)(2 * j->blocks * j->real_bytes));
     for (int64_t b = 0; b < j->blocks; b++) {
-        const dense_block block = moe_get_block(j, b);
+        const token_block block = moe_get_block(j, b);
         if (!block.tokens) continue;
         TRY(moe_losses_forward(j, &block, moe_real_at(j, balance, b), moe_real_at(j, z, b)));
     }

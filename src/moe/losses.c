@@ -4,7 +4,7 @@
 #include "base/error.h"
 #include "moe/stages.h"
 
-epic_result moe_losses_forward(const moe_job *j, const dense_block *block, void *balance,
+epic_result moe_losses_forward(const moe_job *j, const token_block *block, void *balance,
                                void *z)
 {
     const epic_balance_loss_args balance_args = {.router = &j->router,
@@ -36,7 +36,7 @@ epic_result moe_losses_forward(const moe_job *j, const dense_block *block, void 
 
 /* Passes to the router the coefficient of each loss, multiplied by the gradient of that loss
  * (j->d_balance or j->d_z). */
-epic_result moe_losses_backward(const moe_job *j, const dense_block *block)
+epic_result moe_losses_backward(const moe_job *j, const token_block *block)
 {
     const epic_balance_loss_backward_args balance = {.router = &j->router,
                                                      .logits = block->logits,

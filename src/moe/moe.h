@@ -90,11 +90,11 @@ typedef struct moe_work {
     void *d_weights;
     /* [block, columns] real: gradient of a block's logits; only in backward */
     void *d_logits;
-    /* [dense_levels, dense_count] real, only in backward: gradients of the gate and the shared
-     * expert. The gradients of the blocks are added in a binary tree, with one row of this
-     * array for each level of the tree. On devices the array exists only if there are several
-     * blocks, or with EPIC_SUM_DENSE. */
-    unsigned char *dense;
+    /* [num_dense_levels, num_dense_grads] real, only in backward: gradients of the gate and the
+     * shared expert. The gradients of the blocks are added in a binary tree, with one row of
+     * this array for each level of the tree. On devices the array exists only if there are
+     * several blocks, or with EPIC_SUM_DENSE. */
+    unsigned char *dense_grads;
     float *d_scale; /* [columns]: gradient of scale_of_expert; only in backward on devices */
     void *gate;     /* workspace of the gate's kernels; only on devices */
 } moe_work;
@@ -137,10 +137,10 @@ typedef struct moe_job {
     epic_experts_memory_info shared_memory; /* memory of the shared expert for one block */
     int64_t router_bytes;
     /* number of reals in the gradients of the gate and the shared expert */
-    int64_t dense_count;
+    int64_t num_dense_grads;
     /* number of levels of the binary tree in which the gradients of the blocks are added; 0:
-     * work.dense is not needed */
-    int64_t dense_levels;
+     * work.dense_grads is not needed */
+    int64_t num_dense_levels;
     /* Only in backward on the host: gradients of the balance loss and of the z-loss. The caller
      * passes one gradient for each loss, and d_loss for the sum of both losses. Each of these
      * two fields is the sum of the loss's own gradient and d_loss. */
@@ -203,53 +203,53 @@ static inline epic_rows moe_block_out_rows(const moe_job *j, const epic_rows *ro
 /* Offsets of the gradients of the gate and the shared expert in one buffer, in reals. Biases
  * that the layer does not have get offsets too, so that the buffers of all ranks have the same
  * size. */
-typedef struct dense_offsets {
+typedef struct dense_grad_offsets {
     int64_t w_gate, b_gate, scale, gate_up, down, b_gate_up, b_down, w_shared_gate, end;
-} dense_offsets;
+} dense_grad_offsets;
 
 /* Returns the offsets for the shapes of this layer. */
-dense_offsets moe_dense_offsets(const moe_job *j);
+dense_grad_offsets moe_dense_grad_offsets(const moe_job *j);
 
 /* One block of tokens: its rows of x, and the addresses of its rows in the arrays of
  * `saved`. */
-typedef struct dense_block {
+typedef struct token_block {
     const moe_job *job;
     epic_const_rows x;
     int64_t first, tokens;   /* its first token, and its number of tokens (0: empty block) */
     const void *logits;      /* [tokens, columns] real; gate_forward() writes them */
     const int32_t *topk_idx; /* [tokens, top_k] */
     const void *weights;     /* [tokens, top_k] real */
-} dense_block;
+} token_block;
 
 /* Returns block number b, from 0 to j->blocks - 1. */
-dense_block moe_get_block(const moe_job *j, int64_t b);
+token_block moe_get_block(const moe_job *j, int64_t b);
 
 /* Functions that compute on the host the parts of the layer that every rank computes for its
  * own tokens: the gate, the zero-experts and the shared expert's gate. Each call handles one
  * block of tokens. dense_f32.c and dense_f64.c each define a table. */
 typedef struct dense_ops {
     /* Computes the logits [tokens, columns] of the block: x W_gate + b_gate. */
-    void (*gate_forward)(const dense_block *b, void *logits);
+    void (*gate_forward)(const token_block *b, void *logits);
     /* Adds to `out` the outputs of experts whose rows are not dispatched. For each zero-expert
      * that a token has chosen this is weight * x. Unless shared_y is NULL, also adds the
      * token's row of shared_y. */
-    void (*add_local_experts)(const dense_block *b, const epic_rows *out, const void *shared_y);
+    void (*add_local_experts)(const token_block *b, const epic_rows *out, const void *shared_y);
     /* Writes the factors of the shared expert's output: weights [block] = sigmoid(x
      * w_shared_gate). */
-    void (*shared_gate_forward)(const dense_block *b, void *weights);
+    void (*shared_gate_forward)(const token_block *b, void *weights);
     /* Writes to d_weights the gradients of the weights of zero-experts: dot(d_out, x). Other
      * elements of d_weights keep their values. */
-    void (*zero_expert_d_weights)(const dense_block *b, const epic_const_rows *d_out,
+    void (*zero_expert_d_weights)(const token_block *b, const epic_const_rows *d_out,
                                   void *d_weights);
-    /* Writes to `dense` the gradients of the gate, its bias and the shared expert's gate. If
-     * d_x is not NULL, adds four terms to d_x:
+    /* Writes to `dense_grads` the gradients of the gate, its bias and the shared expert's gate.
+     * If d_x is not NULL, adds four terms to d_x:
      * - d_logits W_gate^T.
      * - weight * d_out for each zero-expert.
      * - The gradient of x through the shared expert's gate.
      * - d_shared, the gradient of x through the shared expert, or NULL. */
-    void (*gate_backward)(const dense_block *b, const void *d_logits,
+    void (*gate_backward)(const token_block *b, const void *d_logits,
                           const epic_const_rows *d_out, const void *d_shared,
-                          const epic_rows *d_x, void *dense);
+                          const epic_rows *d_x, void *dense_grads);
     /* Adds n reals: to[i] += from[i]. */
     void (*add_reals)(void *to, const void *from, int64_t n);
     /* Returns the sum of n reals, added in a binary tree. */

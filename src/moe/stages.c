@@ -175,8 +175,8 @@ epic_result moe_sum_dense(moe_job *j)
 {
     if (!(j->moe.flags & EPIC_SUM_DENSE)) return EPIC_OK;
     const epic_allreduce_sum_args sum = {.call = j->call,
-                                         .data = (float *)(void *)j->work.dense,
-                                         .count = j->dense_count,
+                                         .data = (float *)(void *)j->work.dense_grads,
+                                         .count = j->num_dense_grads,
                                          .order = j->layer.sum_order};
     return epic_allreduce_sum(j->ctx, &sum);
 }

@@ -63,10 +63,10 @@ epic_result moe_combine_weight_gradients(moe_job *j);
 
 /* Computes the losses of one block on the host, and writes them as reals to *balance and *z.
  * Does not compute a loss whose coefficient is 0. */
-epic_result moe_losses_forward(const moe_job *j, const dense_block *block, void *balance,
+epic_result moe_losses_forward(const moe_job *j, const token_block *block, void *balance,
                                void *z);
 /* Adds the gradients of both losses of one block to j->work.d_logits, on the host. */
-epic_result moe_losses_backward(const moe_job *j, const dense_block *block);
+epic_result moe_losses_backward(const moe_job *j, const token_block *block);
 
 /* Returns the context to pass to local calls such as epic_experts_forward. NULL means that the
  * host computes. */
@@ -100,7 +100,8 @@ epic_result moe_experts_backward(moe_job *j, const epic_moe_gradients *g, uint32
  * work.d_weights. Collective: a rank that does not want d_x (d_x->data is NULL) calls it
  * too. */
 epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x);
-/* With EPIC_SUM_DENSE, sums work.dense over the ranks. Otherwise does nothing. Collective. */
+/* With EPIC_SUM_DENSE, sums work.dense_grads over the ranks. Otherwise does nothing.
+ * Collective. */
 epic_result moe_sum_dense(moe_job *j);
 
 /* Called after an error that only this rank has, while its peers already wait for this rank.
