@@ -36,14 +36,14 @@
 #define TRAILER_MAX 256
 #define TREE_LEVELS 18 /* a binary tree with 65536 leaves has 17 levels; one more is spare */
 
-/* The measured cost of writing into one ring. ring_copy.h explains how it is used. */
-typedef struct ring_cost {
+/* The measured time of writing into one ring. ring_copy.h explains how it is used. */
+typedef struct ring_write_time {
     int32_t line_ps; /* moving average of the time to write one cache line, in picoseconds */
     uint32_t rows;   /* rows written so far */
     /* write_row_timed() writes this field with an atomic exchange, which returns only after all
      * earlier stores. The value is never used. */
     _Atomic bool settled;
-} ring_cost;
+} ring_write_time;
 
 /* An output of a peer that lies in a window, so that this rank may store rows into it
  * directly. */
@@ -86,8 +86,9 @@ typedef struct exchange {
     int64_t *next_item_to;   /* next item to send to each peer */
     int32_t *next_piece_to;  /* next piece of item next_item_to[r] for each peer r */
     int64_t *next_item_from; /* next item to read from each peer */
-    ring_cost *ring_costs;   /* [num_ranks] of the ring to each peer; kept between operations */
-    const void **rows;       /* the `rows` argument of collect.read_rows */
+    ring_write_time
+        *ring_write_times;  /* [num_ranks] of the ring to each peer; kept between operations */
+    const void **rows;      /* the `rows` argument of collect.read_rows */
     window_target *targets; /* [num_ranks, NUM_WINDOW_OUTPUTS] outputs in windows (windows.h) */
     bool has_targets;       /* true: this flow stores into windows */
     /* Number of bytes of the last entry that fill_entry() did not write into the ring, because

@@ -19,17 +19,17 @@
 
 ring_path ring_choose_path(exchange *x, int ring, int64_t bytes)
 {
-    ring_cost *cost = &x->ring_costs[ring];
+    ring_write_time *measured = &x->ring_write_times[ring];
     if (bytes < MIN_TIMED_BYTES) return RING_CACHED;
-    if (cost->rows++ % TIMED_EVERY == 0) return RING_TIMED;
-    return cost->line_ps > STREAM_ABOVE_PS ? RING_STREAMED : RING_CACHED;
+    if (measured->rows++ % TIMED_EVERY == 0) return RING_TIMED;
+    return measured->line_ps > STREAM_ABOVE_PS ? RING_STREAMED : RING_CACHED;
 }
 
-void ring_record_time(ring_cost *cost, uint64_t ns, size_t bytes)
+void ring_record_time(ring_write_time *measured, uint64_t ns, size_t bytes)
 {
     const uint64_t ps = ns * 1000 / (bytes / LINE);
     const int32_t seen = ps < MAX_LINE_PS ? (int32_t)ps : MAX_LINE_PS;
-    cost->line_ps += (seen - cost->line_ps) / 8;
+    measured->line_ps += (seen - measured->line_ps) / 8;
 }
 
 /* Reads the source row into this core's cache first, so that the measured time contains only
@@ -39,20 +39,21 @@ static void read_into_cache(const volatile char *from, size_t bytes)
     for (size_t at = 0; at < bytes; at += LINE) (void)from[at];
 }
 
-static void write_row_timed(ring_cost *cost, void *entry, const void *from, size_t bytes)
+static void write_row_timed(ring_write_time *measured, void *entry, const void *from,
+                            size_t bytes)
 {
     read_into_cache(from, bytes);
     const uint64_t begin = now_ns();
     memcpy(entry, from, bytes);
-    atomic_exchange(&cost->settled, true); /* returns after all stores of the memcpy */
-    ring_record_time(cost, now_ns() - begin, bytes);
+    atomic_exchange(&measured->settled, true); /* returns after all stores of the memcpy */
+    ring_record_time(measured, now_ns() - begin, bytes);
 }
 
 void ring_write_row(exchange *x, int ring, ring_path path, void *entry, const void *from,
                     size_t bytes, copy_function *copy_past_caches)
 {
     if (path == RING_TIMED)
-        write_row_timed(&x->ring_costs[ring], entry, from, bytes);
+        write_row_timed(&x->ring_write_times[ring], entry, from, bytes);
     else if (path == RING_STREAMED)
         copy_past_caches(entry, from, bytes);
     else

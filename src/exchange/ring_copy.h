@@ -28,8 +28,8 @@ ring_path ring_choose_path(exchange *x, int ring, int64_t bytes);
 void ring_write_row(exchange *x, int ring, ring_path path, void *entry, const void *from,
                     size_t bytes, copy_function *copy_past_caches);
 
-/* Adds one measurement to the moving average of a ring's cost: writing a row of `bytes` bytes
- * took `ns` nanoseconds. */
-void ring_record_time(ring_cost *cost, uint64_t ns, size_t bytes);
+/* Adds one measurement to the moving average of a ring's write time: writing a row of `bytes`
+ * bytes took `ns` nanoseconds. */
+void ring_record_time(ring_write_time *measured, uint64_t ns, size_t bytes);
 
 #endif

@@ -16,40 +16,41 @@
 #define NEAR_NS 250
 #define FAR_NS 1700
 
-static ring_path next_path(ring_cost *cost, int64_t bytes)
+static ring_path next_path(ring_write_time *measured, int64_t bytes)
 {
-    exchange x = {.ring_costs = cost};
+    exchange x = {.ring_write_times = measured};
     return ring_choose_path(&x, 0, bytes);
 }
 
 /* The first row is timed, then few rows. Short rows are never timed. */
 static void test_turns(void)
 {
-    ring_cost cost = {0};
-    CHECK_EQ(next_path(&cost, ROW), RING_TIMED);
+    ring_write_time measured = {0};
+    CHECK_EQ(next_path(&measured, ROW), RING_TIMED);
     int timed = 0;
-    for (int i = 0; i < 1000; i++) timed += next_path(&cost, ROW) == RING_TIMED;
+    for (int i = 0; i < 1000; i++) timed += next_path(&measured, ROW) == RING_TIMED;
     CHECK(timed > 5 && timed < 50);
-    for (int i = 0; i < 1000; i++) CHECK_EQ(next_path(&cost, 512), RING_CACHED);
+    for (int i = 0; i < 1000; i++) CHECK_EQ(next_path(&measured, 512), RING_CACHED);
 }
 
-static ring_path path_after(ring_cost *cost, int rows, uint64_t ns)
+static ring_path path_after(ring_write_time *measured, int rows, uint64_t ns)
 {
-    for (int i = 0; i < rows; i++) ring_record_time(cost, ns, ROW);
-    const ring_path path = next_path(cost, ROW);
-    return path == RING_TIMED ? next_path(cost, ROW) : path;
+    for (int i = 0; i < rows; i++) ring_record_time(measured, ns, ROW);
+    const ring_path path = next_path(measured, ROW);
+    return path == RING_TIMED ? next_path(measured, ROW) : path;
 }
 
 /* The choice follows cores that move apart and together, but ignores a single late clock. */
 static void test_learning(void)
 {
-    ring_cost cost = {0};
-    CHECK_EQ(path_after(&cost, 10, NEAR_NS), RING_CACHED);
-    CHECK_EQ(path_after(&cost, 1, FAR_NS), RING_CACHED);
-    CHECK_EQ(path_after(&cost, 10, FAR_NS), RING_STREAMED);
-    CHECK_EQ(path_after(&cost, 1, NEAR_NS), RING_STREAMED);
-    CHECK_EQ(path_after(&cost, 10, NEAR_NS), RING_CACHED);
-    CHECK_EQ(path_after(&cost, 1, UINT32_MAX), RING_CACHED); /* another program used the core */
+    ring_write_time measured = {0};
+    CHECK_EQ(path_after(&measured, 10, NEAR_NS), RING_CACHED);
+    CHECK_EQ(path_after(&measured, 1, FAR_NS), RING_CACHED);
+    CHECK_EQ(path_after(&measured, 10, FAR_NS), RING_STREAMED);
+    CHECK_EQ(path_after(&measured, 1, NEAR_NS), RING_STREAMED);
+    CHECK_EQ(path_after(&measured, 10, NEAR_NS), RING_CACHED);
+    CHECK_EQ(path_after(&measured, 1, UINT32_MAX),
+             RING_CACHED); /* another program used the core */
 }
 
 /* Sets the costs of all rings of all op slots. The next step times no row. */
@@ -57,7 +58,8 @@ static void set_costs(epic_context *ctx, int32_t line_ps)
 {
     for (uint32_t i = 0; i < ctx->config.max_in_flight; i++)
         for (int r = 0; r < ctx->num_ranks; r++)
-            ctx->exchanges[i].ring_costs[r] = (ring_cost){.line_ps = line_ps, .rows = 1};
+            ctx->exchanges[i].ring_write_times[r] =
+                (ring_write_time){.line_ps = line_ps, .rows = 1};
 }
 
 static void keep_results(const step *s, float *kept)
