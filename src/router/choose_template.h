@@ -32,14 +32,14 @@ static inline int insert_best(int32_t *out, int found, int k, const REAL *v, int
 }
 
 /* Writes to `out` the columns of the k largest values of v [n], the largest first. The columns
- * form blocks of `block` columns. If kept[b] is 0, leaves out block b. If kept is NULL, leaves
- * out none. */
-static void select_best(int32_t *out, int k, const REAL *v, int64_t n, const uint8_t *kept,
-                        int64_t block)
+ * form blocks of `block` columns. If is_kept_group[b] is 0, leaves out block b. If
+ * is_kept_group is NULL, leaves out none. */
+static void select_best(int32_t *out, int k, const REAL *v, int64_t n,
+                        const uint8_t *is_kept_group, int64_t block)
 {
     int found = 0;
     for (int64_t first = 0; first < n; first += block)
-        if (kept == NULL || kept[first / block])
+        if (is_kept_group == NULL || is_kept_group[first / block])
             for (int64_t i = first; i < first + block; i++)
                 found = insert_best(out, found, k, v, i);
 }
@@ -56,8 +56,8 @@ static REAL score_group(const epic_router *r, const REAL *v, int64_t n, int32_t 
     return sum;
 }
 
-/* Sets job->kept to 1 for the topk_groups groups with the largest scores, and to 0 for the
- * others. */
+/* Sets job->is_kept_group to 1 for the topk_groups groups with the largest scores, and to 0 for
+ * the others. */
 static void keep_groups(const router_job *job, const REAL *v)
 {
     const epic_router *r = &job->router;
@@ -66,8 +66,8 @@ static void keep_groups(const router_job *job, const REAL *v)
     for (int64_t g = 0; g < r->num_groups; g++)
         group[g] = score_group(r, v + g * each, each, job->order);
     select_best(job->order, (int)r->topk_groups, group, r->num_groups, NULL, r->num_groups);
-    memset(job->kept, 0, r->num_groups);
-    for (uint32_t i = 0; i < r->topk_groups; i++) job->kept[job->order[i]] = 1;
+    memset(job->is_kept_group, 0, r->num_groups);
+    for (uint32_t i = 0; i < r->topk_groups; i++) job->is_kept_group[job->order[i]] = 1;
 }
 
 /* Chooses experts with group-limited routing. With EPIC_OTHERS_ZERO, sets the values v of all
@@ -79,11 +79,11 @@ static void select_in_groups(const router_job *job, REAL *v, int32_t *topk_idx)
     const int k = (int)r->top_k;
     keep_groups(job, v);
     if (router_others_out(r, job->on_logits)) {
-        select_best(topk_idx, k, v, job->num_columns, job->kept, each);
+        select_best(topk_idx, k, v, job->num_columns, job->is_kept_group, each);
         return;
     }
     for (int64_t g = 0; g < r->num_groups; g++)
-        for (int64_t i = g * each; i < (g + 1) * each && !job->kept[g]; i++) v[i] = 0;
+        for (int64_t i = g * each; i < (g + 1) * each && !job->is_kept_group[g]; i++) v[i] = 0;
     select_best(topk_idx, k, v, job->num_columns, NULL, job->num_columns);
 }
 

@@ -162,7 +162,7 @@ static void layout_workspace(router_job *job, void *workspace)
     job->spare = numbers + 3 * n;
     job->scale_sums = numbers + 4 * n;
     job->order = (int32_t *)(numbers + 5 * n);
-    job->kept = (uint8_t *)(job->order + n);
+    job->is_kept_group = (uint8_t *)(job->order + n);
 }
 
 epic_result router_job_init(router_job *job, const router_common *common)

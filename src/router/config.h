@@ -42,8 +42,8 @@ typedef struct router_job {
     void *values;
     /* in forward scores of groups [num_groups], in backward gradients [num_columns] */
     void *spare;
-    int32_t *order; /* [num_columns]: columns or groups, in the order of their values */
-    uint8_t *kept;  /* [num_groups]: 1 if this group of columns is kept for the token */
+    int32_t *order;         /* [num_columns]: columns or groups, in the order of their values */
+    uint8_t *is_kept_group; /* [num_groups]: 1 if this group of columns is kept for the token */
 } router_job;
 
 /* Arguments that the calls of the router and of the losses have in common. */
