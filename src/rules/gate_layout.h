@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The workspace for the matrix products of a layer's gate on a device. The gate computes
- * logits = x w_gate, with one column for each expert and zero-expert.
+/* The workspace for the matrix products of a layer's gate on a device. The gate computes logits
+ * = x w_gate, with one column for each expert and zero-expert.
  *
  * These products have few columns and long sums. Small products divide each sum into slices, so
  * that there is work for the whole GPU, and need memory for partial sums. Large products use
- * tensor cores (experts/grouped_pieces.cu). They represent each float32 number as the sum of
- * three bf16 numbers, its *pieces*, and need memory for the pieces. Code without CUDA computes
- * the size of the workspace with this file. The CUDA backends compute the offsets of the arrays
- * in the workspace.
+ * tensor cores (experts/grouped_components.cu). They represent each float32 number as the sum
+ * of three bf16 numbers, its *components*, and need memory for the components. Code without
+ * CUDA computes the size of the workspace with this file. The CUDA backends compute the offsets
+ * of the arrays in the workspace.
  *
  * In the functions below, `tokens` is the number of this rank's tokens. `block` is the largest
  * number of tokens that the layer computes at a time (moe/moe.h). */
@@ -18,11 +18,11 @@
 
 #include "rules/experts_layout.h"
 
-#define GATE_UNITS 512  /* desired number of CTAs of a product: a few per SM */
-#define GATE_LEAST 128  /* sums of this length or less are not split */
-#define GATE_COLUMNS 64 /* columns of a tile */
-#define GATE_PIECES 3   /* bf16 values whose sum represents a float32 */
-#define GATE_PAIRS 6    /* products of two pieces that replace one product of two float32 */
+#define GATE_UNITS 512    /* desired number of CTAs of a product: a few per SM */
+#define GATE_LEAST 128    /* sums of this length or less are not split */
+#define GATE_COLUMNS 64   /* columns of a tile */
+#define GATE_COMPONENTS 3 /* bf16 values whose sum represents a float32 */
+#define GATE_PAIRS 6 /* products of two components that replace one product of two float32 */
 #define GATE_LARGE \
     (INT64_C(1) << 29) /* with at least this many multiplications, tensor cores are faster */
 
@@ -79,30 +79,30 @@ static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
 }
 
 /* Offsets in bytes of the arrays for a product on tensor cores. The arrays follow the list of
- * tiles. `pieces` contains the pieces of the float32 factor, three bf16 numbers for each
- * float32: [depth, GATE_PIECES, columns]. `sums` contains the product with each piece: float32
- * [lines, GATE_PIECES, columns]. */
-typedef struct gate_pieces {
-    int64_t pieces, sums, end;
-} gate_pieces;
+ * tiles. `components` contains the components of the float32 factor, three bf16 numbers for
+ * each float32: [depth, GATE_COMPONENTS, columns]. `sums` contains the product with each
+ * component: float32 [lines, GATE_COMPONENTS, columns]. */
+typedef struct gate_components {
+    int64_t components, sums, end;
+} gate_components;
 
 /* Returns the offsets for a product [lines, columns] with sums of `depth` terms. The list of
  * tiles is for `tokens` rows. */
-static inline gate_pieces gate_pieces_of(int64_t tokens, int64_t lines, int64_t columns,
-                                         int64_t depth)
+static inline gate_components gate_components_of(int64_t tokens, int64_t lines, int64_t columns,
+                                                 int64_t depth)
 {
-    gate_pieces at;
-    at.pieces = experts_round_up(experts_tiles_bytes(tokens));
-    at.sums = experts_round_up(at.pieces + depth * GATE_PIECES * columns * 2);
-    at.end = experts_round_up(at.sums + lines * GATE_PIECES * columns * 4);
+    gate_components at;
+    at.components = experts_round_up(experts_tiles_bytes(tokens));
+    at.sums = experts_round_up(at.components + depth * GATE_COMPONENTS * columns * 2);
+    at.end = experts_round_up(at.sums + lines * GATE_COMPONENTS * columns * 4);
     return at;
 }
 
 /* Offsets in bytes of the arrays for the gradient of x on tensor cores. Both factors of this
  * product, the gradient of the logits and the gate's weights, are float32. `d_logits` contains
- * the pieces of the first factor: bf16 [tokens, GATE_PAIRS, columns]. `weights` contains the
- * pieces of the second: bf16 [hidden, GATE_PAIRS, columns]. The result is added to d_x, so it
- * needs no memory here. */
+ * the components of the first factor: bf16 [tokens, GATE_PAIRS, columns]. `weights` contains
+ * the components of the second: bf16 [hidden, GATE_PAIRS, columns]. The result is added to d_x,
+ * so it needs no memory here. */
 typedef struct gate_pairs {
     int64_t d_logits, weights, end;
 } gate_pairs;
@@ -118,7 +118,7 @@ static inline gate_pairs gate_pairs_of(int64_t tokens, int64_t hidden, int64_t c
 }
 
 /* Returns the bytes of the workspace: the list of tiles, and after it the partial sums or the
- * pieces, whichever need more memory. Forward handles all tokens at once, and backward one
+ * components, whichever need more memory. Forward handles all tokens at once, and backward one
  * block. */
 static inline int64_t gate_bytes(int64_t tokens, int64_t block, int64_t hidden, int64_t columns,
                                  bool backward, bool is_invariant)
@@ -126,12 +126,12 @@ static inline int64_t gate_bytes(int64_t tokens, int64_t block, int64_t hidden, 
     const int64_t parts =
         gate_parts_bytes(tokens, block, hidden, columns, backward, is_invariant);
     const int64_t cut = experts_tiles_bytes(tokens) + parts;
-    const int64_t end = backward ? gate_pieces_of(tokens, hidden, columns, block).end
-                                 : gate_pieces_of(tokens, tokens, columns, hidden).end;
+    const int64_t end = backward ? gate_components_of(tokens, hidden, columns, block).end
+                                 : gate_components_of(tokens, tokens, columns, hidden).end;
     const int64_t pairs = backward ? gate_pairs_of(tokens, hidden, columns).end : 0;
-    const int64_t pieces = end > pairs ? end : pairs;
+    const int64_t components = end > pairs ? end : pairs;
     const bool may_split = is_invariant || gate_is_large(block, columns, hidden);
-    return may_split && pieces > cut ? pieces : cut;
+    return may_split && components > cut ? components : cut;
 }
 
 #endif

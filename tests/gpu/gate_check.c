@@ -46,8 +46,8 @@ static size_t workspace_bytes(const shape *s)
     const int64_t both_ways[] = {
         gate_bytes(s->tokens, s->tokens, s->hidden, s->columns, false, is_invariant(s)),
         gate_bytes(s->tokens, s->tokens, s->hidden, s->columns, true, is_invariant(s)),
-        gate_pieces_of(s->tokens, s->tokens, s->columns, s->hidden).end,
-        gate_pieces_of(s->tokens, s->hidden, s->columns, s->tokens).end,
+        gate_components_of(s->tokens, s->tokens, s->columns, s->hidden).end,
+        gate_components_of(s->tokens, s->hidden, s->columns, s->tokens).end,
         gate_pairs_of(s->tokens, s->hidden, s->columns).end};
     int64_t most = 0;
     for (int i = 0; i < 5; i++) most = both_ways[i] > most ? both_ways[i] : most;
@@ -206,8 +206,8 @@ static int check_room(void)
                 const int64_t there = gate_bytes(tokens, block, hidden, columns, false, false);
                 const int64_t back = gate_bytes(tokens, block, hidden, columns, true, false);
                 if (!gate_is_large(block, columns, hidden)) continue;
-                bad += there < gate_pieces_of(tokens, tokens, columns, hidden).end;
-                bad += back < gate_pieces_of(block, hidden, columns, block).end;
+                bad += there < gate_components_of(tokens, tokens, columns, hidden).end;
+                bad += back < gate_components_of(block, hidden, columns, block).end;
                 bad += back < gate_pairs_of(block, hidden, columns).end;
             }
     if (bad) printf("gate: too little workspace, %d times\n", bad);

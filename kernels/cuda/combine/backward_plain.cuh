@@ -23,9 +23,9 @@ __device__ __forceinline__ bool receive_token(const BackwardMove &m, int32_t tok
     float x[V][ROW::N];
     uint32_t largest = 0;
     bool have_x = false;
-    for (int half = 0; half * WARP < m.top_k; half++) {
-        const int n = half * WARP + lane_id();
-        if (half) slot = clamp_slot(m, read_slot(m, rank, token, n));
+    for (int chunk = 0; chunk * WARP < m.top_k; chunk++) {
+        const int n = chunk * WARP + lane_id();
+        if (chunk) slot = clamp_slot(m, read_slot(m, rank, token, n));
         const float weight = read_slot_weight(m, slot);
         uint32_t lanes = __ballot_sync(ALL_LANES, slot >= 0);
         if (!lanes) break;

@@ -67,12 +67,12 @@ __device__ __forceinline__ bool adds_by_host(const CombineState &c)
 }
 
 /* Reads from the plan the slots on this rank of token number `token` of rank `rank`. Lane n
- * returns the n-th of these slots (n counts from 0), or -1 if the token has fewer. With half =
+ * returns the n-th of these slots (n counts from 0), or -1 if the token has fewer. With chunk =
  * 1, lane n returns the (32 + n)-th of these slots. */
 __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, int32_t token,
-                                             int half)
+                                             int chunk)
 {
-    const int n = half * WARP + lane_id();
+    const int n = chunk * WARP + lane_id();
     int32_t slot = -1;
     if (token < c.plan.header.tokens_of[rank] && n < c.top_k)
         slot = __ldg(c.plan.records + record_index(c.job.self, rank, token, c.top_k) + n);
@@ -80,11 +80,11 @@ __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, in
 }
 
 /* Lane k returns the rank that owns the expert of choice k of this rank's token, or -1 if the
- * choice goes to no rank. With half = 1, lane k handles choice 32 + k. */
+ * choice goes to no rank. With chunk = 1, lane k handles choice 32 + k. */
 __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t token,
-                                                  int half)
+                                                  int chunk)
 {
-    const int k = half * WARP + lane_id();
+    const int k = chunk * WARP + lane_id();
     int32_t rank = -1;
     if (token < c.job.num_tokens && k < c.top_k)
         rank = __ldg(c.plan.rank_of + (int64_t)token * c.top_k + k);

@@ -66,17 +66,17 @@ static __device__ void send_floats(const FlatFloats &f, int rank, int source, in
 }
 
 /* Receives the floats (gradients of weights) of up to 32 choices of this rank's token, one per
- * lane, and stores them to choice_floats. `half`: 0 for the first 32 choices, 1 for the others.
- * `rank`: the rank of this lane's choice. `rank_before`: with half = 1, the rank of this lane's
- * choice in the first half. Called by a whole warp. Returns false if the group of ranks has
- * failed. */
-static __device__ bool receive_half(const FlatFloats &f, int32_t token, int half, int32_t rank,
-                                    int32_t rank_before)
+ * lane, and stores them to choice_floats. `chunk`: 0 for the first 32 choices, 1 for the
+ * others. `rank`: the rank of this lane's choice. `rank_before`: with chunk = 1, the rank of
+ * this lane's choice in chunk 0. Called by a whole warp. Returns false if the group of ranks
+ * has failed. */
+static __device__ bool receive_chunk(const FlatFloats &f, int32_t token, int chunk,
+                                     int32_t rank, int32_t rank_before)
 {
     const p2p_self &self = f.job.self;
-    const int k = half * WARP + lane_id();
+    const int k = chunk * WARP + lane_id();
     int n = __popc(__match_any_sync(ALL_LANES, rank) & lanes_below());
-    for (int q = 0; half && q < self.num_ranks; q++) {
+    for (int q = 0; chunk && q < self.num_ranks; q++) {
         const int count = __popc(__ballot_sync(ALL_LANES, rank_before == q));
         if (rank == q) n += count;
     }
@@ -116,11 +116,11 @@ static __device__ bool move_floats(const FlatFloats &f)
     }
     for (int32_t t = warp; t < f.job.num_tokens; t += warps) {
         int32_t rank_before = -1;
-        for (int half = 0; half * WARP < f.top_k; half++) {
-            const int k = half * WARP + lane_id();
+        for (int chunk = 0; chunk * WARP < f.top_k; chunk++) {
+            const int k = chunk * WARP + lane_id();
             const int32_t rank =
                 k < f.top_k ? __ldg(f.plan.rank_of + (int64_t)t * f.top_k + k) : -1;
-            if (!receive_half(f, t, half, rank, rank_before)) return false;
+            if (!receive_chunk(f, t, chunk, rank, rank_before)) return false;
             rank_before = rank;
         }
     }

@@ -32,9 +32,9 @@
 /* Like read_slot(). But if the caller's buffer is too small to have a row for the slot, returns
  * slot 0 (see clamp_slot()). */
 __device__ __forceinline__ int32_t clamped_slot_of(const CombineState &c, int rank,
-                                                   int32_t token, int half)
+                                                   int32_t token, int chunk)
 {
-    return clamp_slot(c, read_slot(c, rank, token, half));
+    return clamp_slot(c, read_slot(c, rank, token, chunk));
 }
 
 /* ---------------------------------------------------------------------------- partials ---- */
@@ -119,10 +119,10 @@ sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VE
     uint32_t lanes = __ballot_sync(ALL_LANES, slot >= 0);
     if (!lanes) return false;
     clear_sums(acc);
-    for (int half = 1;; half++) {
+    for (int chunk = 1;; chunk++) {
         add_lanes<ROW, V>(c, acc, lanes, slot, weight, vector);
-        if (half * WARP >= c.top_k) break;
-        slot = clamped_slot_of(c, rank, token, half);
+        if (chunk * WARP >= c.top_k) break;
+        slot = clamped_slot_of(c, rank, token, chunk);
         weight = read_slot_weight(c, slot);
         lanes = __ballot_sync(ALL_LANES, slot >= 0);
     }
@@ -163,10 +163,10 @@ __device__ __forceinline__ bool sum_leaves(const CombineState &c,
     int32_t slot[2], leaf[2];
     float weight[2];
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        slot[half] = half * WARP < c.top_k ? clamped_slot_of(c, rank, token, half) : -1;
-        weight[half] = read_slot_weight(c, slot[half]);
-        leaf[half] = slot[half] >= 0 ? leaf_of(c, slot[half]) : 0x7fffffff;
+    for (int chunk = 0; chunk < 2; chunk++) {
+        slot[chunk] = chunk * WARP < c.top_k ? clamped_slot_of(c, rank, token, chunk) : -1;
+        weight[chunk] = read_slot_weight(c, slot[chunk]);
+        leaf[chunk] = slot[chunk] >= 0 ? leaf_of(c, slot[chunk]) : 0x7fffffff;
     }
     for (;;) {
         const uint32_t next = __reduce_min_sync(ALL_LANES, (uint32_t)min(leaf[0], leaf[1]));
@@ -174,11 +174,11 @@ __device__ __forceinline__ bool sum_leaves(const CombineState &c,
         float acc[1][ROW::N];
         clear_sums(acc);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const bool in = leaf[half] == (int32_t)next;
-            add_lanes<ROW, 1>(c, acc, __ballot_sync(ALL_LANES, in), slot[half], weight[half],
+        for (int chunk = 0; chunk < 2; chunk++) {
+            const bool in = leaf[chunk] == (int32_t)next;
+            add_lanes<ROW, 1>(c, acc, __ballot_sync(ALL_LANES, in), slot[chunk], weight[chunk],
                               vector);
-            if (in) leaf[half] = 0x7fffffff;
+            if (in) leaf[chunk] = 0x7fffffff;
         }
         uint4 partial[PartialSum<ROW, PART>::VECTORS];
         PartialSum<ROW, PART>::pack_floats(partial, acc[0]);
@@ -196,17 +196,17 @@ __device__ __forceinline__ bool sum_leaves(const CombineState &c,
 __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int32_t token,
                                             uint32_t *to)
 {
-    for (int half = 0; half * WARP < c.top_k; half++) {
-        const int32_t slot = clamped_slot_of(c, rank, token, half);
+    for (int chunk = 0; chunk * WARP < c.top_k; chunk++) {
+        const int32_t slot = clamped_slot_of(c, rank, token, chunk);
         if (slot < 0) continue;
         const uint32_t word = __float_as_uint(c.job.slot_floats[slot]);
-        store_relaxed(to + (int64_t)token * float_stride(c.top_k) + half * WARP + lane_id(),
+        store_relaxed(to + (int64_t)token * float_stride(c.top_k) + chunk * WARP + lane_id(),
                       replace_poison(word, F32::NAN_WORD));
     }
     if (!HOSTS) return;
     int count = 0;
-    for (int half = 0; half * WARP < c.top_k; half++)
-        count += __popc(__ballot_sync(ALL_LANES, read_slot(c, rank, token, half) >= 0));
+    for (int chunk = 0; chunk * WARP < c.top_k; chunk++)
+        count += __popc(__ballot_sync(ALL_LANES, read_slot(c, rank, token, chunk) >= 0));
     post_put_floats(c.op, rank, to + (int64_t)token * float_stride(c.top_k), count);
 }
 
@@ -220,11 +220,11 @@ __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t to
                                                         c.plan.header.num_experts, c.top_k);
     const int32_t *fate = (const int32_t *)(c.job.plan + at.fate);
     int32_t last = -1; /* rank of this lane's choice in the previous 32 choices */
-    for (int half = 0; half * WARP < c.top_k; half++) {
-        const int32_t rank = rank_of_choice(c, token, half);
-        const int64_t choice = (int64_t)token * c.top_k + half * WARP + lane_id();
+    for (int chunk = 0; chunk * WARP < c.top_k; chunk++) {
+        const int32_t rank = rank_of_choice(c, token, chunk);
+        const int64_t choice = (int64_t)token * c.top_k + chunk * WARP + lane_id();
         int n = __popc(__match_any_sync(ALL_LANES, rank) & lanes_below());
-        for (int q = 0; half && q < self.num_ranks; q++) {
+        for (int q = 0; chunk && q < self.num_ranks; q++) {
             const int before = __popc(__ballot_sync(ALL_LANES, last == q));
             if (rank == q) n += before;
         }
@@ -245,7 +245,7 @@ __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t to
         });
         if (!ok) return false;
         if (from) *from = POISON;
-        if (half * WARP + lane_id() < c.top_k)
+        if (chunk * WARP + lane_id() < c.top_k)
             c.job.choice_floats[choice] = __uint_as_float(word);
     }
     return true;
@@ -492,8 +492,8 @@ __device__ __forceinline__ bool do_source_unit(const CombineState &c, const Unit
     uint4 own[V][PartialSum<ROW, PART>::VECTORS];
     const bool has_partial = sum_unit<ROW, PART, V, LEAVES>(c, u, self.rank, own);
     uint32_t touched = __reduce_or_sync(ALL_LANES, u.ranks >= 0 ? 1u << u.ranks : 0);
-    for (int half = 1; half * WARP < c.top_k; half++) {
-        const int32_t rank = rank_of_choice(c, u.token, half);
+    for (int chunk = 1; chunk * WARP < c.top_k; chunk++) {
+        const int32_t rank = rank_of_choice(c, u.token, chunk);
         touched |= __reduce_or_sync(ALL_LANES, rank >= 0 ? 1u << rank : 0);
     }
     if (!has_partial) touched &= ~(1u << self.rank);

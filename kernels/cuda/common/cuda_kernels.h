@@ -125,16 +125,16 @@ typedef enum p2p_phase { /* What a rank waited for when an operation failed. */
 
 /* An entry of the ring through which kernels request puts (net/net.cuh). A put copies `words`
  * words of 8 bytes from this rank's outbox to the inbox of another rank. Both ranges of words
- * begin at word number `word`. `host` is the number of the other rank. An entry has no separate
+ * begin at word number `word`. `peer` is the number of the other rank. An entry has no separate
  * flag that shows whether it is new. Instead its highest 8 bits are the lap (1 to 255): 1 plus
  * how often kernels have filled the whole ring before, modulo 255. A reader that expects lap n
  * ignores entries of an older lap. */
 #define P2P_RING_ENTRIES (1u << 15)
-#define P2P_ENTRY(host, word, words) \
-    ((uint64_t)(host) << 51 | (uint64_t)(words) << 33 | (uint64_t)(word))
+#define P2P_ENTRY(peer, word, words) \
+    ((uint64_t)(peer) << 51 | (uint64_t)(words) << 33 | (uint64_t)(word))
 #define P2P_ENTRY_MOST_WORDS (1 << 17)
 #define P2P_ENTRY_LAP(index) ((uint64_t)(1 + (index) / P2P_RING_ENTRIES % 255) << 56)
-#define P2P_ENTRY_HOST(entry) ((int)((entry) >> 51 & 31))
+#define P2P_ENTRY_PEER(entry) ((int)((entry) >> 51 & 31))
 #define P2P_ENTRY_WORDS(entry) ((uint32_t)((entry) >> 33 & 0x3ffff))
 #define P2P_ENTRY_WORD(entry) ((entry)&0x1ffffffffull)
 /* Value of `word` in an entry that marks the end of an epoch. It cannot be a word number,
@@ -274,7 +274,8 @@ typedef struct p2p_dispatch_job {
      * leave_padding is 1, the kernel does not write zeros to padding slots. */
     int32_t zero_tail, leave_padding;
     int32_t top_k; /* top_k of the layer */
-    int32_t head;  /* other CTAs send tokens [0, head) while the planner CTAs make the plan */
+    /* other CTAs send tokens [0, num_early_tokens) while the planner CTAs make the plan */
+    int32_t num_early_tokens;
     /* low-latency kernels only: number of CTAs that only send rows; set by the launcher */
     int32_t num_send_only_ctas;
     /* Not used by low-latency kernels. If receiving is more than `lag` tokens behind sending,

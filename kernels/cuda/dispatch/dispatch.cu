@@ -11,7 +11,7 @@
  * peer. Staging contains poison (0xffffffff) in all words that have not arrived.
  *
  *   planner CTAs       first make the plan, then move units like the others
- *   other CTAs         first send the first `head` tokens, while the plan is made
+ *   other CTAs         first send the first `num_early_tokens` tokens, while the plan is made
  *   all warps          then move units; each warp gets every W-th unit of a list, if there are
  *                      W warps (common/rows.cuh)
  *
@@ -38,8 +38,8 @@
  * Ranks cannot wait for each other in a circle. A warp waits for token t only after its own
  * sends of all tokens up to t. Let t be the lowest token number for which any warp of any rank
  * waits. Then every warp has already sent its share of token t. This holds even if ranks have
- * different lags. If this kernel makes the plan, receiving starts `head` tokens behind sending
- * and then catches up.
+ * different lags. If this kernel makes the plan, receiving starts `num_early_tokens` tokens
+ * behind sending and then catches up.
  *
  * A warp copies pieces into a ring buffer in shared memory some units before it uses them. So a
  * piece in staging may be copied before it has arrived. Then the copy contains poison, and the
@@ -163,14 +163,14 @@ __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank,
                                                 int32_t token, int piece, const uint4 (&q)[V])
 {
     bool more = true;
-    for (int half = 1; more; half++) {
+    for (int chunk = 1; more; chunk++) {
         int32_t slot;
-        const uint64_t word = peek_record(m, rank, token, half);
-        if (!read_record(m, rank, token, half, piece == 0, word, slot, more)) return false;
+        const uint64_t word = peek_record(m, rank, token, chunk);
+        if (!read_record(m, rank, token, chunk, piece == 0, word, slot, more)) return false;
         fill_slots<EXACT>(m, piece * V * WARP, slot, q);
         if (piece || !m.job.weights) continue;
-        const uint32_t weight = peek_weight(m, rank, source, token, half, slot);
-        if (!receive_weight(m, rank, source, token, half, slot, weight)) return false;
+        const uint32_t weight = peek_weight(m, rank, source, token, chunk, slot);
+        if (!receive_weight(m, rank, source, token, chunk, slot, weight)) return false;
     }
     return true;
 }
@@ -233,14 +233,15 @@ static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from
                                    });
 }
 
-/* Sends the first m.head tokens of this rank while the planner CTAs make the plan. Called by
- * all CTAs; planner CTAs return at once. Not inlined, because inlining would make the main loop
- * spill registers. */
-template <bool EXACT> static __device__ __noinline__ void send_head(const DispatchMove m)
+/* Sends the first m.num_early_tokens tokens of this rank while the planner CTAs make the plan.
+ * Called by all CTAs; planner CTAs return at once. Not inlined, because inlining would make the
+ * main loop spill registers. */
+template <bool EXACT>
+static __device__ __noinline__ void send_early_tokens(const DispatchMove m)
 {
     const int planners = m.job.plan.planners;
     const int warps = BLOCK / WARP, first = ((int)blockIdx.x - planners) * warps;
-    const int units = min(m.head, m.job.num_tokens) * m.shape.pieces;
+    const int units = min(m.num_early_tokens, m.job.num_tokens) * m.shape.pieces;
     if ((int)blockIdx.x < planners) return;
     for (int u = first + (int)threadIdx.x / WARP; u < units;
          u += ((int)gridDim.x - planners) * warps) {
@@ -254,13 +255,13 @@ template <bool EXACT> static __device__ __noinline__ void send_head(const Dispat
     }
 }
 
-/* Like send_head(), but for backend `hosts`. A warp sends a whole span (several pieces of a
- * row) at a time, not one piece, because each put has a fixed cost. */
-template <bool EXACT> static __device__ __noinline__ void send_head_spans(const DispatchMove m)
+/* Like send_early_tokens(), but for backend `hosts`. A warp sends a whole span (several pieces
+ * of a row) at a time, not one piece, because each put has a fixed cost. */
+template <bool EXACT> static __device__ __noinline__ void send_early_spans(const DispatchMove m)
 {
     const int planners = m.job.plan.planners, spans = m.stride.spans;
     const int warps = BLOCK / WARP, first = ((int)blockIdx.x - planners) * warps;
-    const int units = min(m.head, m.job.num_tokens) * spans;
+    const int units = min(m.num_early_tokens, m.job.num_tokens) * spans;
     if ((int)blockIdx.x < planners) return;
     for (int u = first + (int)threadIdx.x / WARP; u < units;
          u += ((int)gridDim.x - planners) * warps) {
@@ -321,12 +322,12 @@ __device__ __forceinline__ bool move_tokens(DispatchMove &m, int32_t end, const 
     };
     bool has_token_counts = !m.has_new_plan;
     int slab_bits = NOT_KNOWN;
-    if (m.head && HOSTS)
-        send_head_spans<EXACT>(m);
-    else if (m.head)
-        send_head<EXACT>(m);
+    if (m.num_early_tokens && HOSTS)
+        send_early_spans<EXACT>(m);
+    else if (m.num_early_tokens)
+        send_early_tokens<EXACT>(m);
     UnitWalk next(m.stride);
-    next.step += m.head;
+    next.step += m.num_early_tokens;
     PieceFeed<EXACT> feed(m, next, end, memory);
     for (int i = 0; i < PieceFeed<EXACT>::Pieces::AHEAD && m.shape.aligned; i++)
         feed.copy_next();
@@ -458,7 +459,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     DispatchMove m = {{job, op, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
     m.has_new_plan = has_new_plan;
     if (HOSTS) *m.num_forward_roles = num_forward_roles(self);
-    m.head = has_new_plan && job.plan.planners < (int)gridDim.x ? job.head : 0;
+    m.num_early_tokens =
+        has_new_plan && job.plan.planners < (int)gridDim.x ? job.num_early_tokens : 0;
     m.tokens_of =
         !has_new_plan && lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
     m.most_tokens = has_new_plan ? (int32_t)self.max_tokens : plan.most_tokens;

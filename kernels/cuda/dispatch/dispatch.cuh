@@ -5,8 +5,8 @@
  *
  *   choice      one of a token's top_k expert ids
  *   record      the slots that a token has on this rank
- *   half        32 choices or 32 words of a record, one per lane; tokens with more than 32
- *               choices have two halves
+ *   chunk       32 choices or 32 words of a record, one per lane; tokens with more than 32
+ *               choices have two chunks
  *   piece       2 KB of a row
  *   unit        the work of a warp at a time: to send, forward or receive some pieces of one
  *               row
@@ -30,8 +30,8 @@ static constexpr int V = 4;
 
 /* Arguments that all functions of a dispatch kernel share. */
 struct DispatchMove : RowMove<p2p_dispatch_job> {
-    int32_t head;      /* tokens [0, head) are sent while the plan is made */
-    int32_t tokens_of; /* in lane q: number of tokens of rank q */
+    int32_t num_early_tokens; /* tokens [0, num_early_tokens) are sent while the plan is made */
+    int32_t tokens_of;        /* in lane q: number of tokens of rank q */
     /* largest number of tokens of any rank; an upper limit until the ranks have announced their
      * numbers */
     int32_t most_tokens;
@@ -168,12 +168,12 @@ __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t tok
 }
 
 /* Loads this lane's word of a record without waiting. The record has the slots on this rank of
- * a token of `rank`. If the kernel makes the plan, the word may not have arrived yet. `half`: 0
- * for the first 32 words of the record, 1 for the next 32. */
+ * a token of `rank`. If the kernel makes the plan, the word may not have arrived yet. `chunk`:
+ * 0 for the first 32 words of the record, 1 for the next 32. */
 __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank, int32_t token,
-                                                int half)
+                                                int chunk)
 {
-    const int k = half * WARP + lane_id();
+    const int k = chunk * WARP + lane_id();
     uint64_t word = ~0ull;
     if (k >= m.top_k)
         word = m.has_new_plan ? 0 : ~0ull;
@@ -186,35 +186,35 @@ __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank,
 }
 
 /* Waits for 32 words of a record (the slots on this rank of a token of `rank`), and sets `slot`
- * to this lane's slot, or to -1. `half`: 0 for the first 32 words, 1 for the next 32. `word`:
+ * to this lane's slot, or to -1. `chunk`: 0 for the first 32 words, 1 for the next 32. `word`:
  * this lane's word, from peek_record(). `more` becomes true if the record may have slots after
  * these 32. If `keep` is true, also copies the slots into the plan that this kernel makes.
  * Called by a whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int32_t token,
-                                            int half, bool keep, uint64_t word, int32_t &slot,
+                                            int chunk, bool keep, uint64_t word, int32_t &slot,
                                             bool &more)
 {
-    const int k = half * WARP + lane_id();
+    const int k = chunk * WARP + lane_id();
     if (!m.has_new_plan) {
         slot = (int32_t)word;
-        more = (half + 1) * WARP < m.top_k && __all_sync(ALL_LANES, slot >= 0);
+        more = (chunk + 1) * WARP < m.top_k && __all_sync(ALL_LANES, slot >= 0);
         return true;
     }
     const uint64_t *words = record_address(m.job.plan.self, m.op, rank, token, m.top_k);
-    if (!receive_record(m.op, words, m.top_k, half, rank, word, slot, more)) return false;
+    if (!receive_record(m.op, words, m.top_k, chunk, rank, word, slot, more)) return false;
     const int64_t at = record_index(m.job.plan.self, rank, token, m.top_k) + k;
     if (keep && k < m.top_k)
         ((int32_t *)m.plan.records)[at] = slot == (int32_t)RECORD_DISCARD ? -1 : slot;
     return true;
 }
 
-/* Writes -1 to the unused words at the end of a token's record in the plan. `half`: 0 if only
+/* Writes -1 to the unused words at the end of a token's record in the plan. `chunk`: 0 if only
  * the first 32 words of the record have slots, 1 if later words have slots. */
 __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int32_t token,
-                                           int half)
+                                           int chunk)
 {
     const int64_t at = record_index(m.job.plan.self, rank, token, m.top_k);
-    for (int k = (half + 1) * WARP + lane_id(); k < m.top_k; k += WARP)
+    for (int k = (chunk + 1) * WARP + lane_id(); k < m.top_k; k += WARP)
         ((int32_t *)m.plan.records)[at + k] = -1;
 }
 
@@ -231,12 +231,12 @@ __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int s
 
 /* Loads the weight of this lane's slot without waiting. For a peer's token, the weight is in
  * the heap, or poison if it has not arrived yet. For this rank's own token, the weight comes
- * from the caller's array. `half`: 0 if this lane's slot is among the token's first 32 slots
+ * from the caller's array. `chunk`: 0 if this lane's slot is among the token's first 32 slots
  * here, else 1. */
 __device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank, int source,
-                                                int32_t token, int half, int32_t slot)
+                                                int32_t token, int chunk, int32_t slot)
 {
-    const int n = half * WARP + lane_id();
+    const int n = chunk * WARP + lane_id();
     uint32_t word = 0;
     if (rank == m.job.plan.self.rank) {
         const uint64_t choice = read_choice(m, token, lane_id());
@@ -254,11 +254,11 @@ __device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank,
  * empty. `word`: from peek_weight(). Called by a whole warp. Returns false if the group of
  * ranks has failed. */
 __device__ __forceinline__ bool receive_weight(const DispatchMove &m, int rank, int source,
-                                               int32_t token, int half, int32_t slot,
+                                               int32_t token, int chunk, int32_t slot,
                                                uint32_t word)
 {
     if (rank != m.job.plan.self.rank) {
-        uint32_t *from = weight_address(m, source, token, half * WARP + lane_id());
+        uint32_t *from = weight_address(m, source, token, chunk * WARP + lane_id());
         bool again = false;
         const bool ok = wait_warp(m.op, rank, P2P_PHASE_FLOAT, [&] {
             if (again && slot >= 0) word = load_relaxed(from);
@@ -380,12 +380,12 @@ __device__ __forceinline__ bool read_token_counts(DispatchMove &m)
 }
 
 /* Returns how many tokens of each source are received before step `step` of the list of units.
- * Step i sends token i. The first token is received after max(m.head, lag) tokens have been
- * sent. Then receiving catches up: in one of 2^catch_up steps it receives two tokens, until it
- * is only `lag` tokens behind. */
+ * Step i sends token i. The first token is received after max(m.num_early_tokens, lag) tokens
+ * have been sent. Then receiving catches up: in one of 2^catch_up steps it receives two tokens,
+ * until it is only `lag` tokens behind. */
 __device__ __forceinline__ int32_t received_before(const DispatchMove &m, int32_t step)
 {
-    const int32_t behind = max(step - max(m.head, m.job.lag), 0);
+    const int32_t behind = max(step - max(m.num_early_tokens, m.job.lag), 0);
     return min(behind + (behind >> m.job.catch_up), max(step - m.job.lag, 0));
 }
 
@@ -442,9 +442,9 @@ __device__ __forceinline__ bool make_own_plan(Planner &planner, const p2p_dispat
 {
     /* For layers with replicas or dropping, plan_kernel makes the plan before this kernel
      * runs. */
-    constexpr int KIND = FLAT ? PLAN_FLAT : 0;
+    constexpr int FEATURES = FLAT ? PLAN_FLAT : 0;
     if (!WITH_PLAN || (int)blockIdx.x >= job.plan.planners) return true;
-    return __syncthreads_and(make_plan<KIND>(planner, job.plan, op, memory)) != 0;
+    return __syncthreads_and(make_plan<FEATURES>(planner, job.plan, op, memory)) != 0;
 }
 
 #endif

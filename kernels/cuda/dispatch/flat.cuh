@@ -67,16 +67,16 @@ struct FlatExtras {
 };
 
 /* Loads the extras (local experts and weights) of 32 choices of a token, without waiting for
- * words that have not arrived. `half`: 0 for the first 32 choices that go to this rank, 1 for
+ * words that have not arrived. `chunk`: 0 for the first 32 choices that go to this rank, 1 for
  * the next 32. */
 __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int rank, int source,
-                                                  int32_t token, int half)
+                                                  int32_t token, int chunk)
 {
     const p2p_self &self = m.job.plan.self;
-    const int n = half * WARP + lane_id();
+    const int n = chunk * WARP + lane_id();
     FlatExtras extras = {~0ull, POISON};
     if (m.has_new_plan)
-        extras.expert = peek_record(m, rank, token, half);
+        extras.expert = peek_record(m, rank, token, chunk);
     else if (n < m.top_k)
         extras.expert = (uint32_t)__ldg(local_experts_of(m.plan, self) +
                                         record_index(self, rank, token, m.top_k) + n);
@@ -86,23 +86,23 @@ __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int ran
 }
 
 /* Waits for the local expert of this lane's choice, and sets `expert` to it, or to -1 if the
- * token has no such choice on this rank. `word`: from peek_record(). `half`: 0 for the first 32
- * choices that go to this rank, 1 for the next 32. `more` becomes true if there may be choices
- * after these 32. If the kernel makes the plan, also copies the experts into the plan. Called
- * by a whole warp. Returns false if the group of ranks has failed. */
+ * token has no such choice on this rank. `word`: from peek_record(). `chunk`: 0 for the first
+ * 32 choices that go to this rank, 1 for the next 32. `more` becomes true if there may be
+ * choices after these 32. If the kernel makes the plan, also copies the experts into the plan.
+ * Called by a whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, int32_t token,
-                                               int half, uint64_t word, int32_t &expert,
+                                               int chunk, uint64_t word, int32_t &expert,
                                                bool &more)
 {
     const p2p_self &self = m.job.plan.self;
-    const int n = half * WARP + lane_id();
+    const int n = chunk * WARP + lane_id();
     if (!m.has_new_plan) {
         expert = n < m.top_k ? (int32_t)word : -1;
-        more = (half + 1) * WARP < m.top_k;
+        more = (chunk + 1) * WARP < m.top_k;
         return true;
     }
     const uint64_t *words = record_address(self, m.op, rank, token, m.top_k);
-    if (!receive_record(m.op, words, m.top_k, half, rank, word, expert, more)) return false;
+    if (!receive_record(m.op, words, m.top_k, chunk, rank, word, expert, more)) return false;
     int32_t *locals =
         (int32_t *)local_experts_of(m.plan, self) + record_index(self, rank, token, m.top_k);
     if (n < m.top_k) locals[n] = expert;
@@ -116,10 +116,10 @@ __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, 
  * what peek_extras() has loaded; on return, the weight. Called by a whole warp. Returns false
  * if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int rank,
-                                                      int source, int32_t token, int half,
+                                                      int source, int32_t token, int chunk,
                                                       bool there, uint32_t &word)
 {
-    const int n = half * WARP + lane_id();
+    const int n = chunk * WARP + lane_id();
     if (rank == m.job.plan.self.rank) {
         const uint64_t choice = read_choice(m, token, lane_id());
         const int k = nth_bit(choices_to(m, token, rank, choice), n);
@@ -144,15 +144,15 @@ __device__ __forceinline__ bool receive_extras(const DispatchMove &m, int rank, 
 {
     const bool fits = (uint32_t)row < (uint32_t)m.job.recv_rows;
     bool more = true;
-    for (int half = 0; half * WARP < m.top_k; half++) {
-        const int n = half * WARP + lane_id();
+    for (int chunk = 0; chunk * WARP < m.top_k; chunk++) {
+        const int n = chunk * WARP + lane_id();
         const int64_t at = (int64_t)row * m.top_k + n;
         int32_t expert = -1;
-        if (half) extras = peek_extras(m, rank, source, token, half);
-        if (more && !receive_expert(m, rank, token, half, extras.expert, expert, more))
+        if (chunk) extras = peek_extras(m, rank, source, token, chunk);
+        if (more && !receive_expert(m, rank, token, chunk, extras.expert, expert, more))
             return false;
         if (m.job.weights &&
-            !receive_choice_weight(m, rank, source, token, half, expert >= 0, extras.weight))
+            !receive_choice_weight(m, rank, source, token, chunk, expert >= 0, extras.weight))
             return false;
         if (!fits || n >= m.top_k) continue;
         if (m.job.recv_expert) m.job.recv_expert[at] = expert;

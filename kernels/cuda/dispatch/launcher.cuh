@@ -31,9 +31,9 @@ static cudaError_t load_kernels(const Kernel (&kernels)[COUNT], int most_bytes)
     return cudaSuccess;
 }
 
-/* Returns a copy of the job with the fields lag, span, total_warps, head and catch_up set. They
- * determine how units are divided among warps, and how many tokens are sent before the first
- * one is received. `bytes`: bytes that are sent per token. */
+/* Returns a copy of the job with the fields lag, span, total_warps, num_early_tokens and
+ * catch_up set. They determine how units are divided among warps, and how many tokens are sent
+ * before the first one is received. `bytes`: bytes that are sent per token. */
 static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_t bytes,
                                              int num_sms)
 {
@@ -51,14 +51,17 @@ static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_
          * sent. */
         copy.lag /= 2;
     copy.lag = lag_for_net(job.plan.self, copy.lag, job.num_tokens);
-    /* Choose how fast receiving catches up with sending (measured: docs/lab/cuda.md). copy.head
-     * is the number of tokens that are sent while the plan is made. If a row has several spans,
-     * it takes longer to send, so copy.head is smaller. If copy.head is not 0, it is at least
-     * copy.lag, because receiving stays `lag` tokens behind in any case. */
+    /* Choose how fast receiving catches up with sending (measured: docs/lab/cuda.md).
+     * copy.num_early_tokens is the number of tokens that are sent while the plan is made. If a
+     * row has several spans, it takes longer to send, so copy.num_early_tokens is smaller. If
+     * copy.num_early_tokens is not 0, it is at least copy.lag, because receiving stays `lag`
+     * tokens behind in any case. */
     const bool sooner = num_sms > 56 && num_sms < 96 && !job.flat;
     copy.catch_up = spans > 1 ? 4 : sooner ? 1 : 2;
-    if (copy.catch_up == 4 && copy.head > job.num_tokens / 20) copy.head = job.num_tokens / 20;
-    if (copy.head && copy.head < copy.lag) copy.head = copy.lag;
+    if (copy.catch_up == 4 && copy.num_early_tokens > job.num_tokens / 20)
+        copy.num_early_tokens = job.num_tokens / 20;
+    if (copy.num_early_tokens && copy.num_early_tokens < copy.lag)
+        copy.num_early_tokens = copy.lag;
     if (copy.plan.planners > num_sms) copy.plan.planners = num_sms;
     return copy;
 }

@@ -284,16 +284,17 @@ static __device__ __noinline__ bool forward_packed(const PackedMove &m, int from
                                    });
 }
 
-/* Sends the first m.head tokens of this rank while the planner CTAs make the plan. Called by
- * all CTAs; planner CTAs return at once. Not inlined, because inlining would make the main loop
- * spill registers. */
+/* Sends the first m.num_early_tokens tokens of this rank while the planner CTAs make the plan.
+ * Called by all CTAs; planner CTAs return at once. Not inlined, because inlining would make the
+ * main loop spill registers. */
 template <class OwnPiece, bool FAST>
-static __device__ __noinline__ void send_head(const PackedMove m)
+static __device__ __noinline__ void send_early_tokens(const PackedMove m)
 {
     const int planners = m.job.plan.planners, pieces = m.own_shape.pieces;
     const int warps = BLOCK / WARP, first = ((int)blockIdx.x - planners) * warps;
     if ((int)blockIdx.x < planners) return;
-    for (int u = first + (int)threadIdx.x / WARP; u < min(m.head, m.job.num_tokens) * pieces;
+    for (int u = first + (int)threadIdx.x / WARP;
+         u < min(m.num_early_tokens, m.job.num_tokens) * pieces;
          u += ((int)gridDim.x - planners) * warps) {
         const int32_t token = u / pieces, i = u % pieces;
         const uint64_t word = read_choice(m, token, lane_id());
@@ -346,9 +347,9 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, const ui
     };
     bool has_token_counts = !m.has_new_plan;
     int slab_bits = NOT_KNOWN;
-    if (m.head) send_head<OwnPiece, FAST>(m);
+    if (m.num_early_tokens) send_early_tokens<OwnPiece, FAST>(m);
     UnitWalk next(m.stride);
-    next.step += m.head;
+    next.step += m.num_early_tokens;
     PieceFeed<OwnPiece> feed(m, next, end, memory);
     for (int i = 0; i < PieceFeed<OwnPiece>::RowPieces::AHEAD && FAST; i++) feed.copy_next();
     uint64_t next_word = read_ahead(m, next, peek);
@@ -446,7 +447,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
         {job, op, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
     move.has_new_plan = WITH_PLAN;
     if (HOSTS) *move.num_forward_roles = num_forward_roles(self);
-    move.head = WITH_PLAN && job.plan.planners < (int)gridDim.x ? job.head : 0;
+    move.num_early_tokens =
+        WITH_PLAN && job.plan.planners < (int)gridDim.x ? job.num_early_tokens : 0;
     move.tokens_of =
         !WITH_PLAN && lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
     move.most_tokens = WITH_PLAN ? (int32_t)self.max_tokens : plan.most_tokens;

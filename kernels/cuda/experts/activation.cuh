@@ -100,28 +100,28 @@ __device__ __forceinline__ Activated compute_up_factor(float u, const epic_exper
             u > ex.limit || u < -ex.limit ? 0.0f : 1.0f};
 }
 
-/* Values of the kernels' template argument KIND. ANY_ACTIVATION: the kernel reads job.experts
- * to select the activation function. GATED_SILU: a kernel only for gated experts with
- * EPIC_SILU. GATED_CLAMPED: a kernel only for gated experts with EPIC_CLAMPED_SWIGLU or
+/* Values of the kernels' template argument ACTIVATION. ANY_ACTIVATION: the kernel reads
+ * job.experts to select the activation function. GATED_SILU: a kernel only for gated experts
+ * with EPIC_SILU. GATED_CLAMPED: a kernel only for gated experts with EPIC_CLAMPED_SWIGLU or
  * EPIC_CLAMPED_SILU. The last two are faster, and support only rows of 16-bit numbers. */
 enum { ANY_ACTIVATION, GATED_SILU, GATED_CLAMPED };
 
 /* Variants of compute_activation() and compute_up_factor() that select the activation at
- * compile time, by KIND. */
-template <int KIND>
+ * compile time, by ACTIVATION. */
+template <int ACTIVATION>
 __device__ __forceinline__ Activated compute_activation(float x, const epic_experts &ex)
 {
-    const bool above = KIND == GATED_CLAMPED && x > ex.limit;
-    if (KIND == ANY_ACTIVATION) return compute_activation(x, ex);
+    const bool above = ACTIVATION == GATED_CLAMPED && x > ex.limit;
+    if (ACTIVATION == ANY_ACTIVATION) return compute_activation(x, ex);
     const Activated a =
-        compute_swish_approx(above ? ex.limit : x, KIND == GATED_SILU ? 1 : ex.alpha);
+        compute_swish_approx(above ? ex.limit : x, ACTIVATION == GATED_SILU ? 1 : ex.alpha);
     return {a.value, above ? 0 : a.slope};
 }
 
-template <int KIND>
+template <int ACTIVATION>
 __device__ __forceinline__ Activated compute_up_factor(float u, const epic_experts &ex)
 {
-    return KIND == GATED_SILU ? Activated{u, 1} : compute_up_factor(u, ex);
+    return ACTIVATION == GATED_SILU ? Activated{u, 1} : compute_up_factor(u, ex);
 }
 
 #endif

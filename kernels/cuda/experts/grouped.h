@@ -199,36 +199,36 @@ typedef struct p2p_loss_gradients_job {
     float *to;
 } p2p_loss_gradients_job;
 
-/* Arguments of p2p_launch_split() and p2p_launch_fold() (experts/grouped_pieces.cu). With these
- * two functions, float32 matrices can be multiplied on bf16 tensor cores. p2p_launch_split()
- * splits each float32 number into three bf16 numbers, its pieces, whose sum is the float32
- * number. (They have nothing to do with the 2 KB pieces of rows.) A matrix product of the
- * pieces computes GATE_PIECES sums for each result, and p2p_launch_fold() adds these sums. */
-typedef struct p2p_pieces_job {
+/* Arguments of p2p_launch_split() and p2p_launch_fold() (experts/grouped_components.cu). With
+ * these two functions, float32 matrices can be multiplied on bf16 tensor cores.
+ * p2p_launch_split() splits each float32 number into three bf16 numbers, its components, whose
+ * sum is the float32 number. A matrix product of the components computes GATE_COMPONENTS sums
+ * for each result, and p2p_launch_fold() adds these sums. */
+typedef struct p2p_components_job {
     /* Input. p2p_launch_split(): the numbers, float32 [rows, columns]. p2p_launch_fold(): the
-     * sums of the product, float32 [rows, GATE_PIECES, columns]. */
+     * sums of the product, float32 [rows, GATE_COMPONENTS, columns]. */
     const float *from;
-    /* Output. p2p_launch_split(): the pieces, bf16 [rows, places, columns]. p2p_launch_fold():
-     * the results, float32 [rows, columns]. */
+    /* Output. p2p_launch_split(): the components, bf16 [rows, places, columns].
+     * p2p_launch_fold(): the results, float32 [rows, columns]. */
     void *to;
     /* only p2p_launch_fold(): [columns], added to each row of the result; NULL: none */
     const float *bias;
     int64_t rows, columns;
-    /* Only p2p_launch_split(): how many pieces are stored for each number. The same piece may
-     * be stored several times. */
+    /* Only p2p_launch_split(): how many components are stored for each number. The same
+     * component may be stored several times. */
     int32_t places;
-    /* Only p2p_launch_split(): bits 2 * i and 2 * i + 1 are a number that selects the piece at
-     * position i. 0 selects the high piece, 1 the middle one, 2 the low one. */
+    /* Only p2p_launch_split(): bits 2 * i and 2 * i + 1 are a number that selects the component
+     * at position i. 0 selects the high component, 1 the middle one, 2 the low one. */
     uint32_t order;
     /* only p2p_launch_fold(): 1: add the result to `to`; 0: overwrite `to` */
     int32_t accumulate;
     int32_t sms;
-} p2p_pieces_job;
+} p2p_components_job;
 
-/* Launch the two kernels that p2p_pieces_job describes. */
-cudaError_t p2p_launch_split(const p2p_pieces_job *job, cudaStream_t stream);
-cudaError_t p2p_launch_fold(const p2p_pieces_job *job, cudaStream_t stream);
-cudaError_t p2p_load_pieces(void);
+/* Launch the two kernels that p2p_components_job describes. */
+cudaError_t p2p_launch_split(const p2p_components_job *job, cudaStream_t stream);
+cudaError_t p2p_launch_fold(const p2p_components_job *job, cudaStream_t stream);
+cudaError_t p2p_load_components(void);
 
 /* Adds the n numbers of each of the two rows of values [2, n] in a binary tree. Writes the two
  * sums to values[0] and values[1]. n must be a power of two. */

@@ -5,7 +5,7 @@
  *
  * A tile of out has 128 x 256 numbers. A CTA has three warpgroups. In the first, one thread
  * (the producer) copies parts of the matrices a and b to shared memory. The other two
- * warpgroups (the consumers) multiply them. Each consumer has a number, `half`. Consumer 0
+ * warpgroups (the consumers) multiply them. Each consumer has a number, `warpgroup`. Consumer 0
  * computes the first 64 rows of the tile, and consumer 1 the last 64. A thread keeps its 128
  * results in registers, in the array `d`. Producer and consumers share a ring of STAGES stages
  * in shared memory. Each stage has two barriers, "full" and "empty":
@@ -61,12 +61,13 @@ static __device__ __forceinline__ void release_stage(const SharedLayout &at, int
 /* Sets lines `first` to 63 of both matrices in a stage to zero. Called only in the pass WEIGHT,
  * where each line of a stage belongs to one slot. The slots of these lines do not hold tokens
  * of the slab, so they must add nothing to the sums. Each of the two consumer warpgroups
- * (`half` is 0 or 1) sets half of the columns to zero. `stage`: shared-memory address of the
- * stage. */
-static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int half,
+ * (`warpgroup` is 0 or 1) sets half of the columns to zero. `stage`: shared-memory address of
+ * the stage. */
+static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int warpgroup,
                                                   int thread)
 {
-    const uint32_t a = stage + half * GROUP_BYTES, b = stage + A_BYTES + 2 * half * GROUP_BYTES;
+    const uint32_t a = stage + warpgroup * GROUP_BYTES,
+                   b = stage + A_BYTES + 2 * warpgroup * GROUP_BYTES;
     const uint4 zero = make_uint4(0, 0, 0, 0);
     for (int i = thread; i < (64 - first) * 8; i += 128) {
         const uint32_t line = first * 128 + i * 16;
@@ -83,8 +84,8 @@ static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int
  * cores stay busy. After this wait it releases the previous stage. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void multiply_tile(float (&d)[128], const Tile &w,
-                                                     const SharedLayout &at, Stage &s, int half,
-                                                     int thread)
+                                                     const SharedLayout &at, Stage &s,
+                                                     int warpgroup, int thread)
 {
     constexpr int TRANSPOSE_A = PASS == EPIC_GEMM_WEIGHT, TRANSPOSE_B = PASS != EPIC_GEMM_INPUT;
     /* distance between two blocks of 16 numbers along the summed dimension, in units of 16
@@ -92,7 +93,7 @@ static __device__ __forceinline__ void multiply_tile(float (&d)[128], const Tile
     constexpr int STEP_A = TRANSPOSE_A ? 128 : 2, STEP_B = TRANSPOSE_B ? 128 : 2;
     if (PASS == EPIC_GEMM_WEIGHT && w.tokens % BK != 0) {
         barrier_wait(at.full + 8 * s.index, s.parity);
-        zero_lines(at.stages + s.index * STAGE_BYTES, w.tokens % BK, half, thread);
+        zero_lines(at.stages + s.index * STAGE_BYTES, w.tokens % BK, warpgroup, thread);
     }
     if (w.steps == 0) {
 #pragma unroll
@@ -102,7 +103,7 @@ static __device__ __forceinline__ void multiply_tile(float (&d)[128], const Tile
         const uint32_t stage = at.stages + s.index * STAGE_BYTES;
         barrier_wait(at.full + 8 * s.index, s.parity);
         const uint64_t a =
-            describe_factor(stage + half * GROUP_BYTES, TRANSPOSE_A ? 512 : 1, 64);
+            describe_factor(stage + warpgroup * GROUP_BYTES, TRANSPOSE_A ? 512 : 1, 64);
         const uint64_t b = describe_factor(stage + A_BYTES, TRANSPOSE_B ? 512 : 1, 64);
         fence_wgmma();
 #pragma unroll
@@ -164,9 +165,9 @@ static __device__ __forceinline__ uint32_t pack_pair(float x, float y, __half)
  * first multiplied by the row's weight. */
 template <class T>
 static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job, const Tile &w,
-                                                int half, const Lane &lane)
+                                                int warpgroup, const Lane &lane)
 {
-    const int row = half * 64 + lane.row;
+    const int row = warpgroup * 64 + lane.row;
     float low = 1, high = 1;
     if (job.bias_weights) {
         low = row < w.tokens ? job.bias_weights[w.row + row] : 0;
@@ -212,10 +213,10 @@ static __device__ __forceinline__ void add_rows(float (&d)[128], const void *fro
  * old values of out, if job.accumulate is set. In the pass WEIGHT the function always adds the
  * old values of out, so callers check job.accumulate before. */
 template <class Out, int PASS>
-static __device__ __forceinline__ void add_existing(float (&d)[128], const Job &job,
-                                                    const Tile &w, int half, const Lane &lane)
+static __device__ __forceinline__ void
+add_existing(float (&d)[128], const Job &job, const Tile &w, int warpgroup, const Lane &lane)
 {
-    const int64_t line = half * 64 + lane.row;
+    const int64_t line = warpgroup * 64 + lane.row;
     if (PASS == EPIC_GEMM_WEIGHT) {
         const int64_t row = w.expert * job.lines + w.row + line;
         add_rows<Out>(d, job.out, job, w, row, job.lines - w.row - line, lane);
@@ -298,29 +299,29 @@ store_lines(uint8_t *out, int64_t line_bytes, uint32_t box, int rows, int vector
 template <class Out, int PASS>
 static __device__ __forceinline__ void store_tile(const float (&d)[128], const Maps &maps,
                                                   const Job &job, const Tile &w, uint32_t boxes,
-                                                  int half, int thread)
+                                                  int warpgroup, int thread)
 {
     /* WIDE: columns of a box; COUNT: number of boxes side by side in the tile */
     constexpr int WIDE = 128 / sizeof(Out), COUNT = BN / WIDE;
     /* number of rows, from this warpgroup's first row on, that belong to the slab */
-    const int rows = w.rows - half * 64;
+    const int rows = w.rows - warpgroup * 64;
 #pragma unroll
     for (int q = 0; q < COUNT; q++) {
         const uint32_t box = boxes + q % 2 * GROUP_BYTES;
         const int column = w.column + q * WIDE;
         if (thread == 0) wait_boxes_read<1>();
-        named_barrier_sync(BARRIER_OWN + half, 128);
+        named_barrier_sync(BARRIER_OWN + warpgroup, 128);
         write_box(box, d, q, thread, Out());
         fence_async_proxy();
-        named_barrier_sync(BARRIER_OWN + half, 128);
+        named_barrier_sync(BARRIER_OWN + warpgroup, 128);
         if (PASS == EPIC_GEMM_WEIGHT || rows >= 64) {
             const int z = PASS == EPIC_GEMM_WEIGHT ? w.expert : 0;
             if (thread == 0 && w.store && sizeof(Out) == 4 && job.accumulate)
-                add_box(&maps.out, box, column, w.row + half * 64, z);
+                add_box(&maps.out, box, column, w.row + warpgroup * 64, z);
             else if (thread == 0 && w.store)
-                store_box(&maps.out, box, column, w.row + half * 64, z);
+                store_box(&maps.out, box, column, w.row + warpgroup * 64, z);
         } else if (w.store && rows > 0 && column < job.columns) {
-            const int64_t at = (int64_t)(w.row + half * 64) * job.columns + column;
+            const int64_t at = (int64_t)(w.row + warpgroup * 64) * job.columns + column;
             store_lines((uint8_t *)job.out + at * (int)sizeof(Out),
                         job.columns * (int)sizeof(Out), box, rows,
                         (int)(job.columns - column) / (16 / (int)sizeof(Out)), thread);
@@ -332,33 +333,34 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
 /* ------------------------------------------------------------------------- scaled e4m3 ---- */
 
 /* The scales that one thread needs for an e4m3 tile. A thread has results in two rows of the
- * tile. In this struct, `low` stands for the first of these rows, and `high` for the other one,
- * which is 8 rows below. In arrays, index 0 stands for the left 128 columns of the tile, and
- * index 1 for the right 128 columns. Each block of 128 numbers along the summed dimension has
- * its own scales. The four lanes that have results in the same two rows share the loads: lane i
- * of the four loads the scales of blocks i, i + 4, ... A lane starts each load four blocks
- * before the scale is used. */
+ * tile. In this struct, `first` stands for the upper of these rows, and `second` for the lower
+ * one, which is 8 rows below. In arrays, index 0 stands for the left 128 columns of the tile,
+ * and index 1 for the right 128 columns. Each block of 128 numbers along the summed dimension
+ * has its own scales. The four lanes that have results in the same two rows share the loads:
+ * lane i of the four loads the scales of blocks i, i + 4, ... A lane starts each load four
+ * blocks before the scale is used. */
 struct Scales {
-    /* low, high: addresses of the scales of the thread's two rows of matrix a; NULL for a row
-     * without a token. b: address of the scales of matrix b for the left 128 columns. */
-    const float *low, *high, *b;
+    /* first, second: addresses of the scales of the thread's two rows of matrix a; NULL for a
+     * row without a token. b: address of the scales of matrix b for the left 128 columns. */
+    const float *first, *second, *b;
     /* steps: number of blocks of 128 numbers along the summed dimension. right: distance, in
      * floats, from the scales of the left columns to those of the right columns in b. */
     int steps, right;
-    float next_low, next_high, next_b[2];
+    float next_first, next_second, next_b[2];
     /* Products of a scale of matrix a and a scale of matrix b, for the four blocks in use.
-     * use_next_blocks() computes them from next_low, next_high and next_b, which are loaded
+     * use_next_blocks() computes them from next_first, next_second and next_b, which are loaded
      * four blocks earlier. */
-    float now_low[2], now_high[2];
+    float now_first[2], now_second[2];
 
-    __device__ __forceinline__ Scales(const Job &job, const Tile &w, const Lane &lane, int half)
+    __device__ __forceinline__ Scales(const Job &job, const Tile &w, const Lane &lane,
+                                      int warpgroup)
     {
-        const int row = half * 64 + lane.row;
+        const int row = warpgroup * 64 + lane.row;
         const int block = w.column / 128, blocks = (int)((job.columns + 127) / 128);
         const float *const rows = job.a_scales + (int64_t)(w.row + row) * job.steps;
         steps = job.steps;
-        low = row < w.tokens ? rows : NULL;
-        high = row + 8 < w.tokens ? rows + (int64_t)8 * steps : NULL;
+        first = row < w.tokens ? rows : NULL;
+        second = row + 8 < w.tokens ? rows + (int64_t)8 * steps : NULL;
         b = job.b_scales + ((int64_t)w.expert * blocks + block) * steps;
         right = block + 1 < blocks ? steps : 0;
         fetch_blocks(lane.column / 2);
@@ -367,10 +369,10 @@ struct Scales {
      * block does not exist, the scales are 0. */
     __device__ __forceinline__ void fetch_blocks(int step)
     {
-        next_low = next_high = next_b[0] = next_b[1] = 0;
+        next_first = next_second = next_b[0] = next_b[1] = 0;
         if (step >= steps) return;
-        if (low) next_low = __ldg(low + step);
-        if (high) next_high = __ldg(high + step);
+        if (first) next_first = __ldg(first + step);
+        if (second) next_second = __ldg(second + step);
         next_b[0] = __ldg(b + step);
         next_b[1] = __ldg(b + right + step);
     }
@@ -383,8 +385,8 @@ struct Scales {
     {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            now_low[h] = next_low * next_b[h];
-            now_high[h] = next_high * next_b[h];
+            now_first[h] = next_first * next_b[h];
+            now_second[h] = next_second * next_b[h];
         }
         fetch_blocks(step);
     }
@@ -398,12 +400,12 @@ struct Scales {
 template <int CTAS>
 static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const Job &job,
                                                           const Tile &w, const SharedLayout &at,
-                                                          Stage &s, int half, int thread)
+                                                          Stage &s, int warpgroup, int thread)
 {
     const Lane lane(thread);
-    const uint64_t a = describe_factor(at.stages + half * GROUP_BYTES, 1, 64);
+    const uint64_t a = describe_factor(at.stages + warpgroup * GROUP_BYTES, 1, 64);
     const uint64_t b = describe_factor(at.stages + A_BYTES, 1, 64);
-    Scales scales(job, w, lane, half);
+    Scales scales(job, w, lane, warpgroup);
     float sum[64];
 #pragma unroll
     for (int i = 0; i < 128; i++) d[i] = 0;
@@ -422,8 +424,8 @@ static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const
                 issue_wgmma(sum, a + place + i * 2, b + place + h * (B_BYTES / 32) + i * 2,
                             i != 0);
             commit_wgmma();
-            float scale[2] = {__shfl_sync(0xffffffffu, scales.now_low[h], k % 4, 4),
-                              __shfl_sync(0xffffffffu, scales.now_high[h], k % 4, 4)};
+            float scale[2] = {__shfl_sync(0xffffffffu, scales.now_first[h], k % 4, 4),
+                              __shfl_sync(0xffffffffu, scales.now_second[h], k % 4, 4)};
             /* makes the compiler place the shuffles before the wait, so that they overlap with
              * the wgmma */
             keep_in_registers(scale);
@@ -438,14 +440,14 @@ static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const
 }
 
 /* Main loop of a consumer warpgroup. For each tile of the CTA, computes and stores 64 rows: the
- * first 64 (half 0) or the last 64 (half 1). */
+ * first 64 (warpgroup 0) or the last 64 (warpgroup 1). */
 template <class T, class Out, int PASS, int CTAS>
-static __device__ __forceinline__ void run_consumer(const Maps &maps, const Job &job,
-                                                    const SharedLayout &at, int half, int rank)
+static __device__ __forceinline__ void
+run_consumer(const Maps &maps, const Job &job, const SharedLayout &at, int warpgroup, int rank)
 {
     const int num_tiles = PASS == EPIC_GEMM_WEIGHT ? 0 : *job.num_tiles;
     const int grid = gridDim.x / CTAS, thread = threadIdx.x % 128;
-    const uint32_t boxes = at.stores + half * STORE_BYTES;
+    const uint32_t boxes = at.stores + warpgroup * STORE_BYTES;
     const Lane lane(thread);
     Stage s = {0, 0};
     Tile w;
@@ -453,18 +455,18 @@ static __device__ __forceinline__ void run_consumer(const Maps &maps, const Job 
     for (int t = blockIdx.x / CTAS; find_tile<PASS, CTAS>(w, job, num_tiles, t, rank);
          t += grid) {
         if constexpr (sizeof(T) == 1)
-            multiply_tile_e4m3<CTAS>(d, job, w, at, s, half, thread);
+            multiply_tile_e4m3<CTAS>(d, job, w, at, s, warpgroup, thread);
         else
-            multiply_tile<T, PASS, CTAS>(d, w, at, s, half, thread);
+            multiply_tile<T, PASS, CTAS>(d, w, at, s, warpgroup, thread);
         if constexpr ((PASS == EPIC_GEMM_FORWARD || sizeof(T) == 1) && sizeof(Out) == 2)
-            if (job.bias) add_bias<Out>(d, job, w, half, lane);
+            if (job.bias) add_bias<Out>(d, job, w, warpgroup, lane);
         if constexpr (PASS == EPIC_GEMM_WEIGHT && sizeof(Out) == 2)
-            if (job.accumulate && w.store) add_existing<Out, PASS>(d, job, w, half, lane);
+            if (job.accumulate && w.store) add_existing<Out, PASS>(d, job, w, warpgroup, lane);
         if constexpr (PASS == EPIC_GEMM_INPUT && sizeof(T) == 2 && CTAS == 1)
-            if (w.store) add_existing<Out, PASS>(d, job, w, half, lane);
+            if (w.store) add_existing<Out, PASS>(d, job, w, warpgroup, lane);
         if (PASS != EPIC_GEMM_WEIGHT && w.tokens < BM)
-            zero_padding(d, w.tokens - half * 64, lane);
-        store_tile<Out, PASS>(d, maps, job, w, boxes, half, thread);
+            zero_padding(d, w.tokens - warpgroup * 64, lane);
+        store_tile<Out, PASS>(d, maps, job, w, boxes, warpgroup, thread);
     }
     if (thread == 0) wait_boxes();
 }
@@ -505,9 +507,9 @@ static __global__ void __launch_bounds__(THREADS, 1)
     } else {
         grow_registers<232>();
         /* The shuffle makes e4m3 faster: it proves to ptxas that all lanes of the warp have the
-         * same `half`, so ptxas keeps the wgmma descriptors in uniform registers. */
-        const int half = __shfl_sync(0xffffffffu, group - 1, 0);
-        run_consumer<T, Out, PASS, CTAS>(maps, job, at, half, rank);
+         * same `warpgroup`, so ptxas keeps the wgmma descriptors in uniform registers. */
+        const int warpgroup = __shfl_sync(0xffffffffu, group - 1, 0);
+        run_consumer<T, Out, PASS, CTAS>(maps, job, at, warpgroup, rank);
     }
     __syncwarp();
     /* Wait for the other CTA before exit, because it may still copy into this CTA's memory. */

@@ -30,9 +30,9 @@
 #define BN 64
 #define BK 16
 #define THREADS 128
-#define EACH 8 /* a thread computes EACH x EACH numbers of a tile */
+#define THREAD_TILE 8 /* a thread computes THREAD_TILE x THREAD_TILE numbers of a tile */
 /* floats of padding after each row in shared memory, to avoid bank conflicts */
-#define PAST 4
+#define ROW_PADDING 4
 /* number of groups of four numbers that each thread loads from matrix a per step */
 #define A_FOURS (BM * BK / 4 / THREADS)
 /* number of groups of four numbers that each thread loads from matrix b per step */
@@ -202,7 +202,7 @@ static __device__ __forceinline__ int count_four(int64_t end, int64_t at)
 template <int PASS, bool SCALED> struct StepTiles {
     static constexpr bool A_TRANSPOSED = PASS != EPIC_GEMM_WEIGHT;
     static constexpr bool B_TRANSPOSED = PASS == EPIC_GEMM_INPUT;
-    static constexpr int A_PITCH = BM + PAST, B_PITCH = BN + PAST;
+    static constexpr int A_PITCH = BM + ROW_PADDING, B_PITCH = BN + ROW_PADDING;
     float4 a[A_FOURS], b[B_FOURS];
 
     /* Two functions that return the position, in the tile of one step, of this thread's n-th
@@ -275,21 +275,23 @@ template <int PASS, bool SCALED> struct StepTiles {
     }
 };
 
-/* A thread computes 8 rows of the tile: two blocks of four adjacent rows, which are `half` rows
- * apart. Returns the index in the tile of the thread's row i. `first`: row of the thread in the
- * grid that the CTA's threads form over the tile. `half`: half of the number of rows of the
- * tile. For columns, the function is called with the column of the thread in that grid, and
- * half of the number of columns. */
-static __device__ __forceinline__ int thread_line(int first, int i, int half)
+/* A thread computes 8 rows of the tile: two blocks of four adjacent rows, which are
+ * `block_distance` rows apart. Returns the index in the tile of the thread's row i. `first`:
+ * row of the thread in the grid that the CTA's threads form over the tile. `block_distance`:
+ * half of the number of rows of the tile. For columns, the function is called with the column
+ * of the thread in that grid, and half of the number of columns. */
+static __device__ __forceinline__ int thread_line(int first, int i, int block_distance)
 {
-    return first * 4 + i % 4 + (i < 4 ? 0 : half);
+    return first * 4 + i % 4 + (i < 4 ? 0 : block_distance);
 }
 
 /* Reads a thread's eight numbers of one row of shared memory, at the positions that
- * thread_line() returns. `from`: address of the first number. `half`: see thread_line(). */
-static __device__ __forceinline__ void load_eight(const float *from, int half, float (&x)[EACH])
+ * thread_line() returns. `from`: address of the first number. `block_distance`: see
+ * thread_line(). */
+static __device__ __forceinline__ void load_eight(const float *from, int block_distance,
+                                                  float (&x)[THREAD_TILE])
 {
-    const float4 low = *(const float4 *)from, high = *(const float4 *)(from + half);
+    const float4 low = *(const float4 *)from, high = *(const float4 *)(from + block_distance);
     x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
     x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
 }
@@ -355,12 +357,13 @@ static __global__ void __launch_bounds__(THREADS)
 {
     typedef StepTiles<PASS, SCALED> Tiles;
     __shared__ float4 fours[2][BK * (Tiles::A_PITCH + Tiles::B_PITCH) / 4];
-    const int down = threadIdx.x / (BN / EACH), across = threadIdx.x % (BN / EACH);
+    const int down = threadIdx.x / (BN / THREAD_TILE),
+              across = threadIdx.x % (BN / THREAD_TILE);
     const int64_t num_slices = num_tile_slices<PASS>(g);
     Tiles step_tiles;
     for (int64_t index = blockIdx.x; index < num_slices; index += gridDim.x) {
         const TileSlice p = find_tile_slice<PASS>(g, index);
-        float sum[EACH][EACH] = {};
+        float sum[THREAD_TILE][THREAD_TILE] = {};
         int buffer = 0;
         step_tiles.load_step(g, p, p.begin);
         step_tiles.store_step((float *)fours[0]);
@@ -372,22 +375,22 @@ static __global__ void __launch_bounds__(THREADS)
             if (has_next) step_tiles.load_step(g, p, step + BK);
 #pragma unroll
             for (int s = 0; s < BK; s++) {
-                float x[EACH], y[EACH];
+                float x[THREAD_TILE], y[THREAD_TILE];
                 load_eight(a + s * Tiles::A_PITCH + down * 4, BM / 2, x);
                 load_eight(b + s * Tiles::B_PITCH + across * 4, BN / 2, y);
 #pragma unroll
-                for (int i = 0; i < EACH; i++)
+                for (int i = 0; i < THREAD_TILE; i++)
 #pragma unroll
-                    for (int j = 0; j < EACH; j++) sum[i][j] += x[i] * y[j];
+                    for (int j = 0; j < THREAD_TILE; j++) sum[i][j] += x[i] * y[j];
             }
             buffer = 1 - buffer;
             if (has_next) step_tiles.store_step((float *)fours[buffer]);
             __syncthreads();
         }
 #pragma unroll
-        for (int i = 0; i < EACH; i++)
+        for (int i = 0; i < THREAD_TILE; i++)
 #pragma unroll
-            for (int j = 0; j < EACH; j += 4) {
+            for (int j = 0; j < THREAD_TILE; j += 4) {
                 const int m = thread_line(down, i, BM / 2);
                 const int64_t column = p.column + thread_line(across, j, BN / 2);
                 if (!SCALED && g.slices > 1)

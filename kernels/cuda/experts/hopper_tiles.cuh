@@ -42,7 +42,8 @@
 #define CONSUMERS 256
 
 /* Numbers of the CTA's named barriers. __syncthreads() uses number 0. */
-/* BARRIER_OWN + half: barrier of one of the two consumer warpgroups (half is 0 or 1) */
+/* BARRIER_OWN + warpgroup: barrier of one of the two consumer warpgroups (warpgroup is 0 or
+ * 1) */
 #define BARRIER_OWN 1
 /* barrier of both consumer warpgroups together */
 #define BARRIER_BOTH 3

@@ -84,13 +84,13 @@ template <int V> struct Pair {
  * and then all up columns or, with job.experts.interleaved, gate and up columns in turn. For
  * experts without a gate, a row has only one set of columns, which the function returns as
  * `gate`. */
-template <class T, int V, int KIND>
+template <class T, int V, int ACTIVATION>
 static __device__ __forceinline__ Pair<V> load_pair(const p2p_activation_job &job,
                                                     const void *from, int64_t slot, int64_t i)
 {
     Pair<V> p;
     const int64_t inner = job.experts.inner;
-    if (KIND == ANY_ACTIVATION && job.experts.ungated) {
+    if (ACTIVATION == ANY_ACTIVATION && job.experts.ungated) {
         load_numbers<T, V>(p.gate, from, slot * inner + i);
 #pragma unroll
         for (int v = 0; v < V; v++) p.up[v] = 0;
@@ -142,16 +142,16 @@ static __device__ __forceinline__ void store_pair(const p2p_activation_job &job,
 
 /* Adds the bias of the slot's expert to p, for columns [i, i + V). Loads vectors where
  * possible. */
-template <class T, int V, int KIND>
+template <class T, int V, int ACTIVATION>
 static __device__ __forceinline__ void add_bias(const p2p_activation_job &job, const Slot &s,
                                                 int64_t i, Pair<V> &p)
 {
     const epic_experts &ex = job.experts;
-    const bool ungated = KIND == ANY_ACTIVATION && ex.ungated;
+    const bool ungated = ACTIVATION == ANY_ACTIVATION && ex.ungated;
     const int64_t step = ex.interleaved ? 2 : 1, second = ex.interleaved ? 1 : ex.inner;
     const int64_t bias = s.expert * (ungated ? 1 : 2) * ex.inner;
     if (V > 1 && ex.weight_type == NUMBER_TYPE<T> && (uintptr_t)job.bias % 16 == 0) {
-        const Pair<V> more = load_pair<T, V, KIND>(job, job.bias, s.expert, i);
+        const Pair<V> more = load_pair<T, V, ACTIVATION>(job, job.bias, s.expert, i);
 #pragma unroll
         for (int v = 0; v < V; v++) {
             p.gate[v] += more.gate[v];
@@ -169,7 +169,7 @@ static __device__ __forceinline__ void add_bias(const p2p_activation_job &job, c
 
 /* Returns gate and up times the input weight, plus the bias: the values to which the activation
  * function is applied. `raw`: gate and up, from load_pair(). */
-template <class T, int V, int KIND>
+template <class T, int V, int ACTIVATION>
 static __device__ __forceinline__ Pair<V> apply_weight_and_bias(const p2p_activation_job &job,
                                                                 const Slot &s, int64_t i,
                                                                 const Pair<V> &raw)
@@ -180,15 +180,15 @@ static __device__ __forceinline__ Pair<V> apply_weight_and_bias(const p2p_activa
         p.gate[v] = raw.gate[v] * s.input;
         p.up[v] = raw.up[v] * s.input;
     }
-    if (job.bias) add_bias<T, V, KIND>(job, s, i, p);
+    if (job.bias) add_bias<T, V, ACTIVATION>(job, s, i, p);
     return p;
 }
 
 /* Forward: computes the activations of all slots. A warp has few loads in flight, because the
  * compiler cannot move a load before a store that may write the same memory. So the launch
  * bounds require several CTAs per SM. */
-template <class T, int V, int KIND>
-static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 4)
+template <class T, int V, int ACTIVATION>
+static __global__ void __launch_bounds__(THREADS, ACTIVATION == ANY_ACTIVATION ? 1 : 4)
     activation_kernel(const __grid_constant__ p2p_activation_job job)
 {
     const int64_t inner = job.experts.inner;
@@ -199,13 +199,14 @@ static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 4
             const Slot s = slot_of(job, slot, expert);
 #pragma unroll 1
             for (int64_t i = lane * V; i < inner; i += 32 * V) {
-                const Pair<V> raw = load_pair<T, V, KIND>(job, job.gate_up, slot, i);
-                const Pair<V> p = apply_weight_and_bias<T, V, KIND>(job, s, i, raw);
+                const Pair<V> raw = load_pair<T, V, ACTIVATION>(job, job.gate_up, slot, i);
+                const Pair<V> p = apply_weight_and_bias<T, V, ACTIVATION>(job, s, i, raw);
                 float out[V];
 #pragma unroll
                 for (int v = 0; v < V; v++)
-                    out[v] = compute_activation<KIND>(p.gate[v], job.experts).value *
-                             compute_up_factor<KIND>(p.up[v], job.experts).value * s.early;
+                    out[v] = compute_activation<ACTIVATION>(p.gate[v], job.experts).value *
+                             compute_up_factor<ACTIVATION>(p.up[v], job.experts).value *
+                             s.early;
                 store_numbers<T, V>(job.activations, slot * inner + i, out);
             }
         },
@@ -251,7 +252,7 @@ static __device__ __forceinline__ void store_quantized(float (&x)[N], uint8_t *t
 
 /* Like activation_kernel, but stores e4m3 with one scale for each 128 numbers. A lane handles
  * one vector of V numbers at a time or, if V is 1, four numbers 32 columns apart. */
-template <class T, int V, int KIND>
+template <class T, int V, int ACTIVATION>
 static __global__ void __launch_bounds__(THREADS)
     quantized_activation_kernel(const __grid_constant__ p2p_activation_job job)
 {
@@ -270,13 +271,13 @@ static __global__ void __launch_bounds__(THREADS)
                 for (int part = 0; part < PARTS; part++) {
                     const int64_t i = base + part * 32 + lane * V;
                     if (i >= inner) continue;
-                    const Pair<V> raw = load_pair<T, V, KIND>(job, job.gate_up, slot, i);
-                    const Pair<V> p = apply_weight_and_bias<T, V, KIND>(job, s, i, raw);
+                    const Pair<V> raw = load_pair<T, V, ACTIVATION>(job, job.gate_up, slot, i);
+                    const Pair<V> p = apply_weight_and_bias<T, V, ACTIVATION>(job, s, i, raw);
 #pragma unroll
                     for (int v = 0; v < V; v++)
                         x[part * V + v] =
-                            compute_activation<KIND>(p.gate[v], job.experts).value *
-                            compute_up_factor<KIND>(p.up[v], job.experts).value * s.early;
+                            compute_activation<ACTIVATION>(p.gate[v], job.experts).value *
+                            compute_up_factor<ACTIVATION>(p.up[v], job.experts).value * s.early;
                 }
                 store_quantized<V>(x, to + slot * inner, job.scales + slot * blocks, base,
                                    inner);
@@ -315,7 +316,7 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* Backward for one slot: computes its activations and d_gate_up. Returns this lane's part of
  * the gradient of the slot's weight: the sum over the columns that this lane handles. */
-template <class T, int V, int KIND>
+template <class T, int V, int ACTIVATION>
 static __device__ __forceinline__ float backward_row(const p2p_activation_job &job,
                                                      const Slot &s)
 {
@@ -326,15 +327,15 @@ static __device__ __forceinline__ float backward_row(const p2p_activation_job &j
     float dot = 0;
 #pragma unroll 1
     for (int64_t i = threadIdx.x % 32 * V; i < inner; i += 32 * V) {
-        const Pair<V> raw = load_pair<T, V, KIND>(job, job.gate_up, s.slot, i);
-        const Pair<V> p = apply_weight_and_bias<T, V, KIND>(job, s, i, raw);
+        const Pair<V> raw = load_pair<T, V, ACTIVATION>(job, job.gate_up, s.slot, i);
+        const Pair<V> p = apply_weight_and_bias<T, V, ACTIVATION>(job, s, i, raw);
         float d[V], out[V];
         Pair<V> d_pair;
         load_numbers<T, V>(d, job.activations, s.slot * inner + i);
 #pragma unroll
         for (int v = 0; v < V; v++) {
-            const Activated gate = compute_activation<KIND>(p.gate[v], ex);
-            const Activated up = compute_up_factor<KIND>(p.up[v], ex);
+            const Activated gate = compute_activation<ACTIVATION>(p.gate[v], ex);
+            const Activated up = compute_up_factor<ACTIVATION>(p.up[v], ex);
             const float d_gate = d[v] * s.early * up.value * gate.slope;
             const float d_up = d[v] * s.early * gate.value * up.slope;
             out[v] = gate.value * up.value * s.early;
@@ -378,8 +379,8 @@ static __device__ float down_bias_dot(const p2p_activation_job &job, const Slot 
 
 /* Backward: computes the activations and d_gate_up of all slots. If job.d_slot_weights is set,
  * also computes the gradients of the slots' weights, which are 0 for padding slots. */
-template <class T, int V, int KIND>
-static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 3)
+template <class T, int V, int ACTIVATION>
+static __global__ void __launch_bounds__(THREADS, ACTIVATION == ANY_ACTIVATION ? 1 : 3)
     activation_backward_kernel(const __grid_constant__ p2p_activation_job job)
 {
     const int lane = threadIdx.x % 32;
@@ -387,7 +388,7 @@ static __global__ void __launch_bounds__(THREADS, KIND == ANY_ACTIVATION ? 1 : 3
         job.slabs,
         [&](int64_t slot, int64_t expert) {
             const Slot s = slot_of(job, slot, expert);
-            float dot = backward_row<T, V, KIND>(job, s);
+            float dot = backward_row<T, V, ACTIVATION>(job, s);
             if (!job.d_slot_weights) return;
             if (job.b_down) dot += down_bias_dot<T, V>(job, s);
             dot = add_lanes(dot);
@@ -494,13 +495,13 @@ static int ctas_of(const p2p_slabs *slabs, int sms)
 }
 
 /* Launches the backward kernel, or the forward kernel that job->scales selects. */
-template <class T, int V, int KIND>
+template <class T, int V, int ACTIVATION>
 static cudaError_t launch_kind(const p2p_activation_job *job, bool backward,
                                cudaStream_t stream)
 {
-    const auto kernel = backward      ? activation_backward_kernel<T, V, KIND>
-                        : job->scales ? quantized_activation_kernel<T, V, KIND>
-                                      : activation_kernel<T, V, KIND>;
+    const auto kernel = backward      ? activation_backward_kernel<T, V, ACTIVATION>
+                        : job->scales ? quantized_activation_kernel<T, V, ACTIVATION>
+                                      : activation_kernel<T, V, ACTIVATION>;
     return launch_kernel(kernel, ctas_of(&job->slabs, job->sms), THREADS, 0, stream, *job);
 }
 
@@ -569,15 +570,16 @@ extern "C" cudaError_t p2p_launch_scale(const p2p_scale_job *job, cudaStream_t s
                          *job);
 }
 
-template <class T, int V, int KIND> static cudaError_t load_kind()
+template <class T, int V, int ACTIVATION> static cudaError_t load_activation_kernels()
 {
     cudaFuncAttributes attributes;
-    cudaError_t error = cudaFuncGetAttributes(&attributes, activation_kernel<T, V, KIND>);
+    cudaError_t error = cudaFuncGetAttributes(&attributes, activation_kernel<T, V, ACTIVATION>);
     if (error == cudaSuccess)
-        error = cudaFuncGetAttributes(&attributes, quantized_activation_kernel<T, V, KIND>);
-    return error == cudaSuccess
-               ? cudaFuncGetAttributes(&attributes, activation_backward_kernel<T, V, KIND>)
-               : error;
+        error =
+            cudaFuncGetAttributes(&attributes, quantized_activation_kernel<T, V, ACTIVATION>);
+    return error == cudaSuccess ? cudaFuncGetAttributes(
+                                      &attributes, activation_backward_kernel<T, V, ACTIVATION>)
+                                : error;
 }
 
 template <class T> static cudaError_t load_typed()
@@ -585,11 +587,11 @@ template <class T> static cudaError_t load_typed()
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, quantize_kernel<T, T::N>);
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, quantize_kernel<T, 1>);
-    if (error == cudaSuccess) error = load_kind<T, T::N, ANY_ACTIVATION>();
-    if (error == cudaSuccess) error = load_kind<T, 1, ANY_ACTIVATION>();
+    if (error == cudaSuccess) error = load_activation_kernels<T, T::N, ANY_ACTIVATION>();
+    if (error == cudaSuccess) error = load_activation_kernels<T, 1, ANY_ACTIVATION>();
     if constexpr (T::N == 8) {
-        if (error == cudaSuccess) error = load_kind<T, 8, GATED_SILU>();
-        if (error == cudaSuccess) error = load_kind<T, 8, GATED_CLAMPED>();
+        if (error == cudaSuccess) error = load_activation_kernels<T, 8, GATED_SILU>();
+        if (error == cudaSuccess) error = load_activation_kernels<T, 8, GATED_CLAMPED>();
     }
     return error;
 }

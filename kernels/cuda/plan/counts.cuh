@@ -69,16 +69,16 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
  * is -1 if this lane's choice is not the token's first one on its rank. Otherwise the result is
  * warp_row: how many rows on this rank the warp counted before. `tally`: this warp's counters
  * of ranks. `owner`: the rank of the expert of this lane's choice, or -1. A token with more
- * than 32 choices needs two calls, with half = 0 and half = 1. `seen`: a bit mask by which the
- * first call passes the ranks of its choices to the second. */
+ * than 32 choices needs two calls, with chunk = 0 and chunk = 1. `seen`: a bit mask by which
+ * the first call passes the ranks of its choices to the second. */
 __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &lanes,
-                                              int32_t owner, int half, uint32_t &seen)
+                                              int32_t owner, int chunk, uint32_t &seen)
 {
     const uint32_t same_owner = __match_any_sync(ALL_LANES, owner) & lanes.token_lanes;
-    if (half == 0) seen = 0;
+    if (chunk == 0) seen = 0;
     const bool counts = owner >= 0 && !(same_owner & lanes_below()) && !(seen >> owner & 1);
     const int32_t warp_row = count_group(tally, counts ? owner : -1);
-    if (lanes.num_halves == 2)
+    if (lanes.num_chunks == 2)
         seen |= __reduce_or_sync(ALL_LANES, owner >= 0 ? 1u << owner : 0);
     return counts ? warp_row : -1;
 }
@@ -92,7 +92,7 @@ __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int3
 {
     bool found = (same_id & lanes.token_lanes & lanes_below()) != 0;
 #pragma unroll 1
-    for (int lane = 0; lanes.num_halves == 2 && lane < WARP; lane++)
+    for (int lane = 0; lanes.num_chunks == 2 && lane < WARP; lane++)
         found |= __shfl_sync(ALL_LANES, first_id, lane) == id;
     return id >= 0 && found;
 }
@@ -103,16 +103,17 @@ __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int3
 #define COUNTED_BATCHES 4
 
 /* For each group of tokens of the warp: the id of this lane's choice, and how many choices with
- * this id the warp counted before (warp_position). Used only if has_counted_all() is true. */
+ * this id the warp counted before (warp_position). Used only if choices_fit_registers() is
+ * true. */
 struct CountedChoices {
     int32_t id[COUNTED_BATCHES], warp_position[COUNTED_BATCHES];
 };
 
 /* Returns whether all choices of this warp fit in CountedChoices. */
-__device__ __forceinline__ bool has_counted_all(const TokenRange &range,
-                                                const TokenLanes &lanes)
+__device__ __forceinline__ bool choices_fit_registers(const TokenRange &range,
+                                                      const TokenLanes &lanes)
 {
-    return lanes.num_halves == 1 &&
+    return lanes.num_chunks == 1 &&
            range.end - range.begin <= COUNTED_BATCHES * lanes.tokens_at_once;
 }
 
@@ -131,15 +132,15 @@ __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
                                                 const TokenLanes &lanes,
                                                 const TokenRange &range, Read read, Use use)
 {
-    const int top_k = job.layer.top_k, half = lanes.num_halves - 1;
-    auto k_of = [&](int group) { return lanes.k + (group & half) * WARP; };
+    const int top_k = job.layer.top_k, chunk = lanes.num_chunks - 1;
+    auto k_of = [&](int group) { return lanes.k + (group & chunk) * WARP; };
     auto choice_of_lane = [&](int group) -> int64_t {
-        const int token = range.begin + (group >> half) * lanes.tokens_at_once + lanes.token;
+        const int token = range.begin + (group >> chunk) * lanes.tokens_at_once + lanes.token;
         const int k = k_of(group);
         const bool in = lanes.has_choice && token < range.end && k < top_k;
         return in ? (int64_t)token * top_k + k : -1;
     };
-    for (int g = 0; range.begin + (g >> half) * lanes.tokens_at_once < range.end; g += 4) {
+    for (int g = 0; range.begin + (g >> chunk) * lanes.tokens_at_once < range.end; g += 4) {
         int64_t choice[4], id[4];
         int32_t first_id = -1;
 #pragma unroll
@@ -150,7 +151,7 @@ __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int32_t used = use(choice[i], id[i], k_of(g + i), first_id, i);
-            first_id = lanes.num_halves == 2 && i % 2 == 0 ? used : -1;
+            first_id = lanes.num_chunks == 2 && i % 2 == 0 ? used : -1;
         }
     }
 }
@@ -178,38 +179,39 @@ __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
 /* Returns the id by which the planner counts choice number `choice`: the id of the expert.
  * There is one exception: if the planner chooses replicas only after counting, the function
  * returns the id of the logical expert. */
-template <int KIND>
+template <int FEATURES>
 __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t choice)
 {
-    if (KIND & PLAN_RARE && job.resolves) return resolved_experts(job)[choice];
+    if (FEATURES & PLAN_RARE && job.resolves) return resolved_experts(job)[choice];
     return read_id(job, choice);
 }
 
 /* Returns how many ids there are by which the planner counts. For valid choices, planned_id()
  * returns a number from 0 to the result minus 1. */
-template <int KIND> __device__ __forceinline__ int num_planned_ids(const p2p_plan_job &job)
+template <int FEATURES> __device__ __forceinline__ int num_planned_ids(const p2p_plan_job &job)
 {
-    return (int)(KIND & PLAN_RARE && !job.resolves ? (uint32_t)num_ids(job)
-                                                   : job.layer.num_experts);
+    return (int)(FEATURES & PLAN_RARE && !job.resolves ? (uint32_t)num_ids(job)
+                                                       : job.layer.num_experts);
 }
 
 /* Counts the choices of this warp's tokens, and checks their ids. Stores a count for each
- * choice (warp_position or warp_row) in `fate`, as the table at the top of this file shows.
- * There is one exception: if KIND is 0 and has_counted_all() is true, stores the counts only in
- * `counted`, in registers. In all other cases callers must not use `counted`. */
-template <int KIND>
+ * choice (warp_position or warp_row) in `counts`, the memory of the plan's array `fate`, as the
+ * table at the top of this file shows. There is one exception: if FEATURES is 0 and
+ * choices_fit_registers() is true, stores the counts only in `counted`, in registers. In all
+ * other cases callers must not use `counted`. */
+template <int FEATURES>
 static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                                      const TokenLanes &lanes, const TokenRange &range,
-                                     int32_t *fate, CountedChoices &counted)
+                                     int32_t *counts, CountedChoices &counted)
 {
-    constexpr bool FLAT = KIND & PLAN_FLAT, RARE = KIND & PLAN_RARE;
-    const int experts = job.layer.num_experts, ids = num_planned_ids<KIND>(job);
-    int32_t *tally = p.tally + threadIdx.x / WARP * tallies_of<KIND>(job);
+    constexpr bool FLAT = FEATURES & PLAN_FLAT, RARE = FEATURES & PLAN_RARE;
+    const int experts = job.layer.num_experts, ids = num_planned_ids<FEATURES>(job);
+    int32_t *tally = p.tally + threadIdx.x / WARP * tallies_of<FEATURES>(job);
     const bool by_k = RARE && job.by_k;
     const bool distinct = (job.layer.flags & EPIC_DISTINCT) != 0 && !(RARE && job.resolves);
-    const bool all = KIND == 0 && has_counted_all(range, lanes);
+    const bool in_registers = FEATURES == 0 && choices_fit_registers(range, lanes);
     uint32_t seen = 0;
-    const auto read = [&](int64_t choice) { return planned_id<KIND>(job, choice); };
+    const auto read = [&](int64_t choice) { return planned_id<FEATURES>(job, choice); };
     for_each_choice(job, lanes, range, read,
                     [&](int64_t choice, int64_t id, int k, int32_t first_id, int i) {
                         const int32_t expert = check_id(p, choice, id, ids);
@@ -224,14 +226,14 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                         }
                         if (FLAT) {
                             const int32_t warp_row =
-                                count_rows(tally + choice_tallies<KIND>(job), lanes,
+                                count_rows(tally + choice_tallies<FEATURES>(job), lanes,
                                            expert < 0 ? -1 : p.owner[expert], k >= WARP, seen);
                             if (!RARE || job.layer.overflow == EPIC_OVERFLOW_ERROR)
                                 count = warp_row;
                         }
                         counted.id[i] = expert;
                         counted.warp_position[i] = count;
-                        if (choice >= 0 && !all) fate[choice] = count;
+                        if (choice >= 0 && !in_registers) counts[choice] = count;
                         return expert;
                     });
 }
@@ -266,13 +268,13 @@ static __device__ __noinline__ void report_table_mismatch(const OpState &op, int
 /* Publishes the tallies (counters) of this CTA, summed over its warps, to the other planner
  * CTAs of this rank. In p.tally, replaces the tally of each warp by the sum over the lower
  * warps. Called by all threads of the CTA. */
-template <int KIND>
+template <int FEATURES>
 static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
-    const int experts = tallies_of<KIND>(job);
+    const int experts = tallies_of<FEATURES>(job);
     uint64_t *tallies = (uint64_t *)(op.heap + job.self.at.tallies);
     const bool bad = p.bad_choice != NO_INDEX || p.bad_owner != NO_INDEX ||
-                     (KIND & PLAN_RARE && p.bad_replica != NO_INDEX);
+                     (FEATURES & PLAN_RARE && p.bad_replica != NO_INDEX);
     if (threadIdx.x == 0)
         store_relaxed((uint64_t *)(op.heap + job.self.at.first_faults) + blockIdx.x,
                       stamp_word(op, p.bad_choice));
@@ -523,12 +525,12 @@ __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self
  *
  * Returns false if the group of ranks has failed. Not inlined, because inlining would make the
  * loop that moves rows spill registers. */
-template <int KIND>
+template <int FEATURES>
 static __device__ __noinline__ bool exchange_counts(Planner &p, const p2p_plan_job &job,
                                                     const OpState &op)
 {
     const p2p_self &self = job.self;
-    const int tallies = tallies_of<KIND>(job);
+    const int tallies = tallies_of<FEATURES>(job);
     const int64_t counts =
         self.at.counts / 8 + (int64_t)epoch_parity(op) * self.num_ranks * DEVICE_MAX_TALLIES;
     bool ok = true;

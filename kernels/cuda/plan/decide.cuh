@@ -53,17 +53,17 @@ static inline int planner_bytes_with(const p2p_plan_job &job)
 }
 
 /* Returns how many of its choices an expert keeps: all, unless the layer may drop choices. */
-template <int KIND>
+template <int FEATURES>
 __device__ __forceinline__ int32_t num_kept_of(const Planner &p, const p2p_plan_job &job,
                                                int expert)
 {
-    return KIND & PLAN_RARE ? num_kept(p, job, expert) : p.load[expert];
+    return FEATURES & PLAN_RARE ? num_kept(p, job, expert) : p.load[expert];
 }
 
 /* Returns how many slots `rank` needs if each of its experts keeps at most `most` choices and
  * drops the others. `capped`: if true, each expert also keeps at most expert_capacity choices.
  * Called by one warp. */
-template <int KIND>
+template <int FEATURES>
 static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int rank,
                                       int32_t most, bool capped)
 {
@@ -73,7 +73,7 @@ static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int r
         const int e = range.begin + i;
         if (p.owner[e] != rank) continue;
         int32_t count = p.load[e];
-        if (KIND & PLAN_RARE)
+        if (FEATURES & PLAN_RARE)
             count = min(count, capped ? min(most, expert_quota(p, job, e)) : most);
         sum += round_up_rows(count, job.layer.alignment);
     }
@@ -122,10 +122,10 @@ __device__ __forceinline__ int32_t *expert_table(const p2p_plan_job &job)
  * slabs, so there it sets p.local_expert instead. For this rank's own experts, CTA 0 also
  * writes the tables slab_begin and padding of the plan. Returns the number of slots that the
  * rank needs. Called by one warp. */
-template <int KIND>
+template <int FEATURES>
 static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int rank)
 {
-    constexpr bool FLAT = KIND & PLAN_FLAT;
+    constexpr bool FLAT = FEATURES & PLAN_FLAT;
     const ExpertRange range = experts_of_rank(job, rank);
     const int lane = lane_id();
     const bool write = rank == job.self.rank && blockIdx.x == 0;
@@ -138,7 +138,7 @@ static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int r
     for (int i = 0; i < range.count; i += WARP) {
         const int e = range.begin + i + lane;
         const bool mine = i + lane < range.count && p.owner[e] == rank;
-        const int32_t count = mine ? num_kept_of<KIND>(p, job, e) : 0;
+        const int32_t count = mine ? num_kept_of<FEATURES>(p, job, e) : 0;
         const int32_t rows = (int32_t)round_up_rows(count, job.layer.alignment);
         int32_t rows_upto = rows;
         for (int d = 1; d < WARP; d *= 2) {
@@ -154,7 +154,7 @@ static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int r
             padding[local] = {p.slab_start[e] + count, rows - count};
             if (job.expert_tokens) job.expert_tokens[local] = count;
             if (job.expert_rows) job.expert_rows[local] = rows;
-            if (KIND & PLAN_RARE && job.layer.num_logical) expert_table(job)[local] = e;
+            if (FEATURES & PLAN_RARE && job.layer.num_logical) expert_table(job)[local] = e;
         }
         slots += __shfl_sync(ALL_LANES, rows_upto, WARP - 1);
         owned += __popc(owners);
@@ -240,10 +240,10 @@ static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const
 /* Decides how many choices each expert keeps, where the slabs are, and the plan's result
  * (header.result). All planner CTAs of all ranks get the same results, because they have the
  * same counts. Called by all threads. Returns false if the group of ranks has failed. */
-template <int KIND>
+template <int FEATURES>
 static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
-    constexpr bool FLAT = KIND & PLAN_FLAT, RARE = KIND & PLAN_RARE;
+    constexpr bool FLAT = FEATURES & PLAN_FLAT, RARE = FEATURES & PLAN_RARE;
     const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, ranks = job.self.num_ranks;
     device_plan_header &h = p.header;
     bool ok = true;
@@ -254,18 +254,19 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
         for (int d = threadIdx.x; d < ranks; d += blockDim.x) p.demand[d] = p.needed_rows[d];
         __syncthreads();
         ok = ok && find_flat_keep_limits(p, job, op);
-        for (int d = warp; d < ranks && ok; d += warps) place_slabs<KIND>(p, job, d);
+        for (int d = warp; d < ranks && ok; d += warps) place_slabs<FEATURES>(p, job, d);
         return __syncthreads_and(ok) != 0;
     }
-    const bool simple = KIND == 0 && slots_fit_int32(job);
+    const bool simple = FEATURES == 0 && slots_fit_int32(job);
     for (int d = warp; d < ranks; d += warps) {
         const bool caps = RARE && layer_drops(job) && job.layer.expert_capacity;
         int64_t demand;
         if (simple)
-            demand = place_slabs<KIND>(p, job, d);
+            demand = place_slabs<FEATURES>(p, job, d);
         else
-            demand = FLAT ? p.needed_rows[d] : count_slots<KIND>(p, job, d, 0x7fffffff, false);
-        const int64_t need = caps ? count_slots<KIND>(p, job, d, 0x7fffffff, true) : demand;
+            demand =
+                FLAT ? p.needed_rows[d] : count_slots<FEATURES>(p, job, d, 0x7fffffff, false);
+        const int64_t need = caps ? count_slots<FEATURES>(p, job, d, 0x7fffffff, true) : demand;
         const int32_t capacity = p.capacity[d];
         if (lane_id() == 0) {
             p.demand[d] = (int32_t)min(demand, (int64_t)0x7fffffff);
@@ -280,7 +281,7 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
             }
         }
         __syncwarp();
-        if (!simple) place_slabs<KIND>(p, job, d);
+        if (!simple) place_slabs<FEATURES>(p, job, d);
     }
     __syncthreads();
     return ok;

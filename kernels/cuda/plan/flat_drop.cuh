@@ -65,8 +65,8 @@ static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
     if (lane_id() < job.self.num_ranks) tally[lane_id()] = 0;
     __syncwarp();
     for (int t = range.begin; t < range.end; t += lanes.tokens_at_once)
-        for (int half = 0; half < lanes.num_halves; half++) {
-            const int token = t + lanes.token, k = lanes.k + half * WARP;
+        for (int chunk = 0; chunk < lanes.num_chunks; chunk++) {
+            const int token = t + lanes.token, k = lanes.k + chunk * WARP;
             const bool in = lanes.has_choice && token < range.end && k < top_k;
             const int64_t choice = in ? (int64_t)token * top_k + k : 0;
             const int64_t id = in ? planned_id<PLAN_RARE>(job, choice) : -1;
@@ -74,7 +74,7 @@ static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
             if (id >= 0 && id < experts &&
                 fate_of_choice(p, job, (int)id, k, warp_positions[choice]) == 0)
                 owner = p.owner[id];
-            const int32_t warp_row = count_rows(tally, lanes, owner, half, seen);
+            const int32_t warp_row = count_rows(tally, lanes, owner, chunk, seen);
             if (in) warp_rows[choice] = warp_row;
         }
 }

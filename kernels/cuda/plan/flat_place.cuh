@@ -37,17 +37,17 @@ struct FlatChoice { /* A choice that this lane handles, and where it goes. */
  * warp_row: how many rows on the choice's rank the warp counted before this choice. If it drops
  * choices, in_fate is warp_position (how many choices of the same expert the warp counted
  * before), and in_rank_of is warp_row. */
-template <int KIND>
+template <int FEATURES>
 __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p_plan_job &job,
                                                      int64_t choice, int64_t id, int k,
                                                      int32_t in_fate, int32_t in_rank_of)
 {
     int32_t warp_row = in_fate;
-    const int32_t *tally =
-        p.tally + threadIdx.x / WARP * tallies_of<KIND>(job) + choice_tallies<KIND>(job);
+    const int32_t *tally = p.tally + threadIdx.x / WARP * tallies_of<FEATURES>(job) +
+                           choice_tallies<FEATURES>(job);
     FlatChoice s = {choice, -1, 0, -1, EPIC_FATE_NONE};
     if (id < 0 || id >= job.layer.num_experts) return s;
-    if (KIND & PLAN_RARE && layer_drops(job)) {
+    if (FEATURES & PLAN_RARE && layer_drops(job)) {
         s.fate = fate_of_choice(p, job, (int)id, k, in_fate);
         if (s.fate < 0) return s;
         warp_row = in_rank_of;
@@ -79,27 +79,27 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
         const int q = wrap_rank(self.rank + i, self.num_ranks);
         uint64_t *to = (uint64_t *)self.heap[q] + record;
         if (HOSTS) to += record_word_offset(self, q);
-        const uint32_t first_half =
+        const uint32_t first_chunk =
             __ballot_sync(ALL_LANES, c[0].owner == q) & lanes.token_lanes;
-        const uint32_t second_half =
-            lanes.num_halves == 2 ? __ballot_sync(ALL_LANES, c[1].owner == q) : 0;
-        const int32_t row = __shfl_sync(ALL_LANES, first_half ? c[0].row : c[1].row,
-                                        first_half    ? __ffs(first_half) - 1
-                                        : second_half ? __ffs(second_half) - 1
-                                                      : 0);
+        const uint32_t second_chunk =
+            lanes.num_chunks == 2 ? __ballot_sync(ALL_LANES, c[1].owner == q) : 0;
+        const int32_t row = __shfl_sync(ALL_LANES, first_chunk ? c[0].row : c[1].row,
+                                        first_chunk    ? __ffs(first_chunk) - 1
+                                        : second_chunk ? __ffs(second_chunk) - 1
+                                                       : 0);
         if (c[0].owner == q) {
-            const bool last = !(first_half & above) && !second_half;
+            const bool last = !(first_chunk & above) && !second_chunk;
             c[0].row = row;
-            store_relaxed(to + __popc(first_half & lanes_below()),
+            store_relaxed(to + __popc(first_chunk & lanes_below()),
                           stamp_word(op, (uint32_t)c[0].local | (last ? RECORD_LAST : 0)));
         }
         if (c[1].owner == q) {
-            const bool last = !(second_half & above);
+            const bool last = !(second_chunk & above);
             c[1].row = row;
-            store_relaxed(to + __popc(first_half) + __popc(second_half & lanes_below()),
+            store_relaxed(to + __popc(first_chunk) + __popc(second_chunk & lanes_below()),
                           stamp_word(op, (uint32_t)c[1].local | (last ? RECORD_LAST : 0)));
         }
-        const bool none = !first_half && !second_half;
+        const bool none = !first_chunk && !second_chunk;
         if (is_first_lane && none)
             store_relaxed(to, stamp_word(op, RECORD_ABSENT | RECORD_LAST));
         if (is_first_lane)
@@ -108,14 +108,14 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
                           stamp_word(op, none  ? RECORD_ABSENT
                                          : bad ? RECORD_DISCARD
                                                : (uint32_t)row));
-        fill_records(op, lanes, q, to, in, __popc(first_half) + __popc(second_half));
+        fill_records(op, lanes, q, to, in, __popc(first_chunk) + __popc(second_chunk));
     }
 }
 
 /* Like place_choices(), but for layout FLAT: stores the fate and the rank of each of this
  * warp's choices in the plan, and sends row numbers and records to all ranks. The fate of a
  * kept choice is its token's row. */
-template <int KIND>
+template <int FEATURES>
 static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     const device_plan_layout layout = device_plan_layout_of(
@@ -138,12 +138,12 @@ static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpS
             const int token = t + i / 2 * lanes.tokens_at_once + lanes.token;
             const int k = lanes.k + i % 2 * WARP;
             const bool in =
-                lanes.has_choice && token < range.end && k < top_k && i % 2 < lanes.num_halves;
+                lanes.has_choice && token < range.end && k < top_k && i % 2 < lanes.num_chunks;
             choice[i] = in ? (int64_t)token * top_k + k : -1;
-            id[i] = in ? planned_id<KIND>(job, choice[i]) : -1;
+            id[i] = in ? planned_id<FEATURES>(job, choice[i]) : -1;
             in_fate[i] = in ? fate[choice[i]] : -1;
             in_rank_of[i] =
-                KIND & PLAN_RARE && in && layer_drops(job) ? rank_of[choice[i]] : -1;
+                FEATURES & PLAN_RARE && in && layer_drops(job) ? rank_of[choice[i]] : -1;
         }
 #pragma unroll
         for (int g = 0; g < 2; g++) {
@@ -152,8 +152,8 @@ static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpS
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const int i = g * 2 + h;
-                c[h] = flat_choice_of<KIND>(p, job, choice[i], id[i], lanes.k + h * WARP,
-                                            in_fate[i], in_rank_of[i]);
+                c[h] = flat_choice_of<FEATURES>(p, job, choice[i], id[i], lanes.k + h * WARP,
+                                                in_fate[i], in_rank_of[i]);
             }
             send_row_words(op, job, lanes, token, token < range.end, bad, c);
 #pragma unroll

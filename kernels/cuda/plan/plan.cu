@@ -49,19 +49,19 @@ static __device__ bool store_rows(const OpState &op, const p2p_plan_job &job, in
     return ok;
 }
 
-/* The kernel of the operation "plan". KIND is a combination of PLAN_FLAT and PLAN_RARE. The
+/* The kernel of the operation "plan". FEATURES is a combination of PLAN_FLAT and PLAN_RARE. The
  * first job.planners CTAs make the plan. The other CTAs copy the records that arrive. */
-template <int KIND>
+template <int FEATURES>
 __global__ void __launch_bounds__(BLOCK, 1)
     plan_kernel(const __grid_constant__ p2p_plan_job job)
 {
-    constexpr bool FLAT = KIND & PLAN_FLAT;
+    constexpr bool FLAT = FEATURES & PLAN_FLAT;
     uint8_t *const memory = (uint8_t *)dynamic_shared();
     __shared__ OpState op;
     __shared__ Planner planner;
     if (!begin_operation(op, job.self, 0, job.num_tokens, job.capacity, 0)) return;
     bool ok = true;
-    if ((int)blockIdx.x < job.planners) ok = make_plan<KIND>(planner, job, op, memory);
+    if ((int)blockIdx.x < job.planners) ok = make_plan<FEATURES>(planner, job, op, memory);
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
     /* Number of the first CTA that copies records. If at least half of the CTAs are not planner

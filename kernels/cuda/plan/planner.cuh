@@ -40,14 +40,14 @@ struct PlacedChoice {
  * logical expert, e is the replica that gets the choice. id is -1 if the lane has no choice.
  * `warp_position`: how many choices with this id the warp counted before this one. Only for
  * valid plans. Called by all lanes. */
-template <int KIND>
+template <int FEATURES>
 __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int64_t id, int k, int32_t warp_position,
                                                   int &e)
 {
-    const int tallies = tallies_of<KIND>(job);
+    const int tallies = tallies_of<FEATURES>(job);
     e = (int)id;
-    if (!(KIND & PLAN_RARE)) {
+    if (!(FEATURES & PLAN_RARE)) {
         if (e < 0) return EPIC_FATE_NONE;
         return p.slab_start[e] + p.before_cta[e] + p.tally[threadIdx.x / WARP * tallies + e] +
                warp_position;
@@ -73,18 +73,18 @@ __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_pl
  * `choice`. Returns where to send the slot. `id`: the id by which the planner has counted the
  * choice (planned_id()). `warp_position`: how many choices with this id the warp counted before
  * this one. Called by all lanes; a lane without a choice passes choice -1. */
-template <int KIND>
+template <int FEATURES>
 __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p_plan_job &job,
                                                      int64_t choice, int64_t id, int k,
                                                      int32_t warp_position, int32_t *fate,
                                                      int32_t *rank_of)
 {
-    const bool valid = choice >= 0 && id >= 0 && id < num_planned_ids<KIND>(job);
+    const bool valid = choice >= 0 && id >= 0 && id < num_planned_ids<FEATURES>(job);
     const bool bad = p.header.result != EPIC_OK;
     int32_t slot_or_fate = EPIC_FATE_NONE, owner = -1;
     if (!bad) {
         int e;
-        slot_or_fate = slot_of_choice<KIND>(p, job, valid ? id : -1, k, warp_position, e);
+        slot_or_fate = slot_of_choice<FEATURES>(p, job, valid ? id : -1, k, warp_position, e);
         if (slot_or_fate >= 0) owner = p.owner[e];
     } else if (valid && p.header.result == EPIC_EOVERFLOW) {
         slot_or_fate = EPIC_FATE_RANK_FULL;
@@ -116,30 +116,30 @@ __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_j
         const int q = wrap_rank(self.rank + i, self.num_ranks);
         uint64_t *to = (uint64_t *)self.heap[q] + base;
         if (HOSTS) to += record_word_offset(self, q);
-        const uint32_t first_half =
+        const uint32_t first_chunk =
             __ballot_sync(ALL_LANES, c[0].rank == q) & lanes.token_lanes;
-        const uint32_t second_half =
-            lanes.num_halves == 2 ? __ballot_sync(ALL_LANES, c[1].rank == q) : 0;
+        const uint32_t second_chunk =
+            lanes.num_chunks == 2 ? __ballot_sync(ALL_LANES, c[1].rank == q) : 0;
         const uint32_t above = ~lanes_below() << 1;
         if (c[0].rank == q) {
-            const bool last = !(first_half & above) && !second_half;
-            store_relaxed(to + __popc(first_half & lanes_below()),
+            const bool last = !(first_chunk & above) && !second_chunk;
+            store_relaxed(to + __popc(first_chunk & lanes_below()),
                           stamp_word(op, c[0].slot | (last ? RECORD_LAST : 0)));
         }
         if (c[1].rank == q) {
-            const bool last = !(second_half & above);
-            store_relaxed(to + __popc(first_half) + __popc(second_half & lanes_below()),
+            const bool last = !(second_chunk & above);
+            store_relaxed(to + __popc(first_chunk) + __popc(second_chunk & lanes_below()),
                           stamp_word(op, c[1].slot | (last ? RECORD_LAST : 0)));
         }
-        if (in && lanes.has_choice && lanes.k == 0 && !first_half && !second_half)
+        if (in && lanes.has_choice && lanes.k == 0 && !first_chunk && !second_chunk)
             store_relaxed(to, stamp_word(op, RECORD_ABSENT | RECORD_LAST));
-        fill_records(op, lanes, q, to, in, __popc(first_half) + __popc(second_half));
+        fill_records(op, lanes, q, to, in, __popc(first_chunk) + __popc(second_chunk));
     }
 }
 
 /* Like place_choices(), but for a warp whose choices are all in registers (`counted`), so that
  * it need not load them from memory again. */
-template <int KIND>
+template <int FEATURES>
 static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const OpState &op,
                                      const TokenLanes &lanes, const TokenRange &range,
                                      const CountedChoices &counted, int32_t *fate,
@@ -151,10 +151,10 @@ static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const 
         const bool in = lanes.has_choice && token < range.end;
         const int64_t choice = in ? (int64_t)token * job.layer.top_k + lanes.k : -1;
         if (range.begin + i * lanes.tokens_at_once >= range.end) break;
-        const PlacedChoice c[2] = {place_choice<KIND>(p, job, choice, in ? counted.id[i] : -1,
-                                                      lanes.k, counted.warp_position[i], fate,
-                                                      rank_of),
-                                   {-1, 0}};
+        const PlacedChoice c[2] = {
+            place_choice<FEATURES>(p, job, choice, in ? counted.id[i] : -1, lanes.k,
+                                   counted.warp_position[i], fate, rank_of),
+            {-1, 0}};
         send_records(op, job, lanes, token, token < range.end, c);
     }
 }
@@ -162,8 +162,8 @@ static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const 
 /* Computes the slots of the choices of this warp's tokens, stores them in the plan, and sends
  * them to the ranks of the experts. For each choice, the warp has already counted how many
  * choices of the same expert come before it in this warp (warp_position, plan/counts.cuh). This
- * count is in `counted` or, if has_counted_all() is false, in the plan's array `fate`. */
-template <int KIND>
+ * count is in `counted` or, if choices_fit_registers() is false, in the plan's array `fate`. */
+template <int FEATURES>
 static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const OpState &op,
                                      const TokenLanes &lanes, const TokenRange &range,
                                      const CountedChoices &counted)
@@ -171,10 +171,12 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
     int32_t *fate = (int32_t *)(job.plan + at.fate);
+    /* The array `fate` contains the warp positions until their slots replace them. */
+    const int32_t *warp_positions = fate;
     int32_t *rank_of = (int32_t *)(job.plan + at.rank_of);
     const int top_k = job.layer.top_k;
-    if (KIND == 0 && has_counted_all(range, lanes))
-        return place_counted<KIND>(p, job, op, lanes, range, counted, fate, rank_of);
+    if (FEATURES == 0 && choices_fit_registers(range, lanes))
+        return place_counted<FEATURES>(p, job, op, lanes, range, counted, fate, rank_of);
     for (int t = range.begin; t < range.end; t += 2 * lanes.tokens_at_once) {
         int64_t choice[4], id[4];
         int32_t warp_position[4];
@@ -185,10 +187,10 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
             const int token = t + i / 2 * lanes.tokens_at_once + lanes.token;
             const int k = lanes.k + i % 2 * WARP;
             const bool in =
-                lanes.has_choice && token < range.end && k < top_k && i % 2 < lanes.num_halves;
+                lanes.has_choice && token < range.end && k < top_k && i % 2 < lanes.num_chunks;
             choice[i] = in ? (int64_t)token * top_k + k : -1;
-            id[i] = in ? planned_id<KIND>(job, choice[i]) : -1;
-            warp_position[i] = in ? fate[choice[i]] : 0;
+            id[i] = in ? planned_id<FEATURES>(job, choice[i]) : -1;
+            warp_position[i] = in ? warp_positions[choice[i]] : 0;
         }
 #pragma unroll
         for (int g = 0; g < 2; g++) {
@@ -197,9 +199,9 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
             for (int h = 0; h < 2; h++) {
                 const int i = g * 2 + h;
                 c[h] = {-1, 0};
-                if (h < lanes.num_halves)
-                    c[h] = place_choice<KIND>(p, job, choice[i], id[i], lanes.k + h * WARP,
-                                              warp_position[i], fate, rank_of);
+                if (h < lanes.num_chunks)
+                    c[h] = place_choice<FEATURES>(p, job, choice[i], id[i], lanes.k + h * WARP,
+                                                  warp_position[i], fate, rank_of);
             }
             const int token = t + g * lanes.tokens_at_once + lanes.token;
             send_records(op, job, lanes, token, token < range.end, c);
@@ -235,38 +237,38 @@ static __device__ __noinline__ void post_put_plan(const Planner &p, const p2p_pl
 /* Makes the plan, together with the other planner CTAs of all ranks. Called by all threads of
  * the first job.planners CTAs. `memory`: planner_bytes_with() bytes of shared memory. Returns
  * false if the group of ranks has failed. */
-template <int KIND>
+template <int FEATURES>
 static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const OpState &op,
                                  uint8_t *memory)
 {
-    constexpr bool FLAT = KIND & PLAN_FLAT, RARE = KIND & PLAN_RARE;
+    constexpr bool FLAT = FEATURES & PLAN_FLAT, RARE = FEATURES & PLAN_RARE;
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
     const bool replicated = RARE && job.layer.num_logical;
-    begin_planner<KIND>(p, job, memory);
+    begin_planner<FEATURES>(p, job, memory);
     __syncthreads();
     if (replicated) read_replicas(p, job);
     if (replicated && job.resolves && !resolve_replicas(p, job, op)) return false;
     const TokenLanes lanes(job.layer.top_k);
     const TokenRange range = range_of_warp(p, job);
     CountedChoices counted;
-    count_choices<KIND>(p, job, lanes, range, (int32_t *)(job.plan + at.fate), counted);
+    count_choices<FEATURES>(p, job, lanes, range, (int32_t *)(job.plan + at.fate), counted);
     __syncthreads();
-    publish_tallies<KIND>(p, job, op);
+    publish_tallies<FEATURES>(p, job, op);
     bool ok = prepare_header(p, job, op);
-    ok = exchange_counts<KIND>(p, job, op) && ok;
+    ok = exchange_counts<FEATURES>(p, job, op) && ok;
     if (replicated && ok && threadIdx.x == 0) ok = compare_tables(p, job, op);
     ok = __syncthreads_and(ok);
     if (replicated && ok && !job.resolves) split_among_replicas(p, job);
     if (RARE && ok && job.by_k) prepare_by_k(p, job);
-    ok = ok && decide_plan<KIND>(p, job, op);
+    ok = ok && decide_plan<FEATURES>(p, job, op);
     if (!ok) return false;
     if (RARE && !FLAT && job.by_k)
         count_kept_before(p, job, [&](int expert) { return num_kept(p, job, expert); });
     if (FLAT)
-        place_rows<KIND>(p, job, op);
+        place_rows<FEATURES>(p, job, op);
     else
-        place_choices<KIND>(p, job, op, lanes, range, counted);
+        place_choices<FEATURES>(p, job, op, lanes, range, counted);
     if (HOSTS) post_put_plan(p, job, op, FLAT);
     if (blockIdx.x == 0) {
         write_plan_outputs(p, job, (int)threadIdx.x, (int)blockDim.x);

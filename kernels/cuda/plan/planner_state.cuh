@@ -17,8 +17,8 @@
  *   split_tokens, TokenRange    which tokens each warp handles
  *   begin_planner               sets up the arrays, zeros the tallies, finds each expert's rank
  *
- * The planner is compiled separately for each value of KIND (PLAN_FLAT, PLAN_RARE). So layers
- * without replicas and without dropping do not pay for these features. */
+ * The planner is compiled separately for each value of FEATURES (PLAN_FLAT, PLAN_RARE). So
+ * layers without replicas and without dropping do not pay for these features. */
 #ifndef EPIC_PLANNER_STATE_CUH
 #define EPIC_PLANNER_STATE_CUH
 
@@ -32,7 +32,7 @@
 /* Upper bound of the number of tallies (counters) of all warps of a CTA together. */
 #define PLAN_TALLY_WORDS 16384
 
-enum { /* Bits of the template argument KIND: features that the layer uses. */
+enum { /* Bits of the template argument FEATURES: features that the layer uses. */
        /* the layer's layout is EPIC_FLAT */
        PLAN_FLAT = 1,
        PLAN_RARE = 2 /* the layer has replicas or drops choices */
@@ -126,17 +126,17 @@ __host__ __device__ inline int num_tallies(const p2p_plan_job &job, bool flat)
     return num_choice_tallies(job) + (flat ? job.self.num_ranks : 0);
 }
 
-/* Like num_choice_tallies(), but does not test job.by_k at run time if KIND excludes
+/* Like num_choice_tallies(), but does not test job.by_k at run time if FEATURES excludes
  * EPIC_BY_K. */
-template <int KIND> __device__ __forceinline__ int choice_tallies(const p2p_plan_job &job)
+template <int FEATURES> __device__ __forceinline__ int choice_tallies(const p2p_plan_job &job)
 {
-    return KIND & PLAN_RARE ? num_choice_tallies(job) : (int)job.layer.num_experts;
+    return FEATURES & PLAN_RARE ? num_choice_tallies(job) : (int)job.layer.num_experts;
 }
 
-/* Like num_tallies(), but KIND decides at compile time whether the layout is FLAT. */
-template <int KIND> __device__ __forceinline__ int tallies_of(const p2p_plan_job &job)
+/* Like num_tallies(), but FEATURES decides at compile time whether the layout is FLAT. */
+template <int FEATURES> __device__ __forceinline__ int tallies_of(const p2p_plan_job &job)
 {
-    return choice_tallies<KIND>(job) + (KIND & PLAN_FLAT ? job.self.num_ranks : 0);
+    return choice_tallies<FEATURES>(job) + (FEATURES & PLAN_FLAT ? job.self.num_ranks : 0);
 }
 
 /* Returns how many warps of a CTA count choices if each warp has `tallies` tallies. With many
@@ -180,13 +180,13 @@ static inline int planner_bytes_of(const p2p_plan_job &job)
 /* Assigns choices to the lanes of a warp. A warp handles a group of tokens at a time, with one
  * choice per lane. For example, with top_k = 8 it handles four tokens: lane 11 has choice 3 of
  * token 1. If tokens have more than 32 choices, the warp handles one token at a time, in two
- * steps: choices 0 to 31, then choices 32 and up. These are the token's *halves*. */
+ * steps: choices 0 to 31, then choices 32 and up. These are the token's *chunks* 0 and 1. */
 struct TokenLanes {
-    /* tokens_at_once: number of tokens that a warp handles at a time. num_halves: 1, or 2 if
+    /* tokens_at_once: number of tokens that a warp handles at a time. num_chunks: 1, or 2 if
      * tokens have more than 32 choices. */
-    int tokens_at_once, num_halves;
+    int tokens_at_once, num_chunks;
     /* token: number of this lane's token among the tokens_at_once tokens, from 0. k: this
-     * lane's choice of that token. In the second half, the choice is 32 + k. */
+     * lane's choice of that token. In chunk 1, the choice is 32 + k. */
     int token, k;
     /* false: this lane has no choice, because 32 is not a multiple of top_k */
     bool has_choice;
@@ -201,7 +201,7 @@ struct TokenLanes {
          * because all numbers are at most 32. */
         const float inverse = reciprocal_approx((float)top_k);
         tokens_at_once = top_k <= WARP ? (int)((WARP + 0.5f) * inverse) : 1;
-        num_halves = top_k <= WARP ? 1 : 2;
+        num_chunks = top_k <= WARP ? 1 : 2;
         token = top_k <= WARP ? (int)(((float)lane + 0.5f) * inverse) : 0;
         k = lane - token * top_k;
         has_choice = token < tokens_at_once;
@@ -224,7 +224,7 @@ __device__ __forceinline__ void fill_records(const OpState &op, const TokenLanes
 {
     if (!HOSTS) return;
     const bool mine = in && lanes.has_choice;
-    if (lanes.num_halves > 1)
+    if (lanes.num_chunks > 1)
         return post_put_records(op, q, record, mine && lanes.k == 0, count);
     if (mine && lanes.k >= max(count, 1))
         store_relaxed(record + lanes.k, stamp_word(op, RECORD_ABSENT));
@@ -273,11 +273,11 @@ __device__ __forceinline__ TokenRange range_of_warp(const Planner &p, const p2p_
 /* Sets up the planner: points the pointers at arrays in `memory`, zeros the tallies, and stores
  * the owner of every expert. `memory`: planner_bytes_of() bytes of shared memory. Called by all
  * threads of the CTA. */
-template <int KIND>
+template <int FEATURES>
 static __device__ void begin_planner(Planner &p, const p2p_plan_job &job, uint8_t *memory)
 {
     const int experts = job.layer.num_experts, ranks = job.self.num_ranks;
-    const int choices = choice_tallies<KIND>(job), tallies = tallies_of<KIND>(job);
+    const int choices = choice_tallies<FEATURES>(job), tallies = tallies_of<FEATURES>(job);
     const int warps = min((int)blockDim.x / WARP, planner_warps(tallies));
     if (threadIdx.x == 2 * WARP) split_tokens(p, job, warps);
     if (threadIdx.x == 0) {
@@ -302,7 +302,7 @@ static __device__ void begin_planner(Planner &p, const p2p_plan_job &job, uint8_
     }
     __syncthreads();
     for (int i = threadIdx.x; i < p.num_warps * tallies; i += blockDim.x) p.tally[i] = 0;
-    for (int q = threadIdx.x; KIND & PLAN_FLAT && q < ranks; q += blockDim.x)
+    for (int q = threadIdx.x; FEATURES & PLAN_FLAT && q < ranks; q += blockDim.x)
         p.owner[choices + q] = (uint8_t)q;
     const int block = experts / ranks;
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {

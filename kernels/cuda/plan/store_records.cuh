@@ -24,8 +24,8 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
     const uint64_t *words = record_address(job.self, op, source, in ? token : 0, top_k);
     /* true: the record has ended in its first 32 words, so the lanes need not wait for more */
     bool has_ended = false;
-    for (int half = 0; half < lanes.num_halves; half++) {
-        const int k = lanes.k + half * WARP;
+    for (int chunk = 0; chunk < lanes.num_chunks; chunk++) {
+        const int k = lanes.k + chunk * WARP;
         const bool reads = in && k < top_k && !has_ended;
         uint64_t word = 0;
         uint32_t last_words = 0;
@@ -38,7 +38,7 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
             /* In backend `hosts` with top_k up to 32, the sender sends all top_k words of a
              * record, even those after the word with RECORD_LAST. So wait for all of them.
              * Otherwise a late word could overwrite a word of a later epoch. */
-            const bool is_whole = lanes.num_halves == 1;
+            const bool is_whole = lanes.num_chunks == 1;
             if (HOSTS && !__all_sync(ALL_LANES, !is_whole || !reads || has_arrived))
                 return false;
             /* In all other cases, the sender sends only the words up to the one with
@@ -46,7 +46,7 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
             const bool needed = reads && !(last_words & lanes_below());
             /* true: the word with RECORD_LAST has not arrived, so the lanes must go on
              * waiting */
-            const bool is_open = !last_words && lanes.num_halves == 1;
+            const bool is_open = !last_words && lanes.num_chunks == 1;
             return __all_sync(ALL_LANES, !needed || (has_arrived && !(reads && is_open))) != 0;
         });
         if (!ok) return false;

@@ -248,20 +248,20 @@ record_address(const p2p_self &self, const OpState &op, int source, int64_t toke
 }
 
 /* Waits for 32 words of a record (the slots on this rank of a token of `source`): words 32 *
- * half to 32 * half + 31, one per lane. `word`: this lane's word as the caller has loaded it
+ * chunk to 32 * chunk + 31, one per lane. `word`: this lane's word as the caller has loaded it
  * before; it may not have arrived then. Sets `slot` to this lane's slot (FLAT: local expert),
  * to RECORD_DISCARD, or to -1 if the record has no word for this lane. Sets `more` to true if
  * the record may have later words. Called by one warp. Returns false if the group of ranks has
  * failed. */
 __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t *words,
-                                               int top_k, int half, int source, uint64_t word,
+                                               int top_k, int chunk, int source, uint64_t word,
                                                int32_t &slot, bool &more)
 {
-    const int lane = lane_id(), count = min(WARP, top_k - half * WARP);
+    const int lane = lane_id(), count = min(WARP, top_k - chunk * WARP);
     uint32_t last_words = 0;
     bool has_polled = false;
     const bool ok = wait_warp(op, source, P2P_PHASE_RECORD, [&] {
-        if (has_polled) word = lane < count ? load_relaxed(words + half * WARP + lane) : 0;
+        if (has_polled) word = lane < count ? load_relaxed(words + chunk * WARP + lane) : 0;
         has_polled = true;
         const bool has_arrived = lane < count && is_stamped(op, word);
         const uint32_t arrived = __ballot_sync(ALL_LANES, has_arrived);
@@ -273,7 +273,7 @@ __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t
         const uint32_t needed = last_words      ? (2u << (__ffs(last_words) - 1)) - 1
                                 : count == WARP ? ALL_LANES
                                                 : (1u << count) - 1;
-        return (arrived & needed) == needed && (last_words || (half + 1) * WARP < top_k);
+        return (arrived & needed) == needed && (last_words || (chunk + 1) * WARP < top_k);
     });
     const int last = last_words ? __ffs(last_words) - 1 : WARP;
     const uint32_t value = (uint32_t)word & ~RECORD_LAST;

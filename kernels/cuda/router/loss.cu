@@ -102,14 +102,15 @@ __device__ __forceinline__ void count_sequence(const p2p_loss_job &job, int32_t 
     __syncthreads();
 }
 
-/* The tokens [begin, end). This Span has nothing to do with the spans of rows. */
-struct Span {
+/* The tokens [begin, end). */
+struct TokenInterval {
     int64_t begin, end;
 };
 
 /* Returns the tokens of s that belong to the sequence that begins with token `first`. If
  * sequence_tokens is 0 (no sequences), returns all tokens of s. */
-__device__ __forceinline__ Span clip_to_sequence(Span s, int64_t first, int64_t sequence_tokens)
+__device__ __forceinline__ TokenInterval clip_to_sequence(TokenInterval s, int64_t first,
+                                                          int64_t sequence_tokens)
 {
     if (sequence_tokens == 0) return s;
     return {max(s.begin, first), min(s.end, first + sequence_tokens)};
@@ -141,9 +142,9 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     const int words = row_words(job.rows.columns), warps = blockDim.x / WARP;
     const int64_t tokens = job.rows.num_tokens, run = loss_run_tokens(tokens);
     const int mine = blockIdx.x * warps + threadIdx.x / WARP;
-    const Span own = {min(tokens, mine * run), min(tokens, (mine + 1) * run)};
-    const Span all = {min(tokens, blockIdx.x * warps * run),
-                      min(tokens, (blockIdx.x + 1) * warps * run)};
+    const TokenInterval own = {min(tokens, mine * run), min(tokens, (mine + 1) * run)};
+    const TokenInterval all = {min(tokens, blockIdx.x * warps * run),
+                               min(tokens, (blockIdx.x + 1) * warps * run)};
     const int64_t sequence = Z ? 0 : job.sequence_tokens;
     float *p = memory + threadIdx.x / WARP * words;
     int32_t *counts = (int32_t *)(memory + warps * words);
@@ -155,7 +156,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     /* all threads of the CTA run this loop together, because count_sequence() has barriers */
     while (first < all.end) {
         if (sequence) count_sequence(job, counts, first);
-        const Span now = clip_to_sequence(own, first, sequence);
+        const TokenInterval now = clip_to_sequence(own, first, sequence);
         for (int64_t t = now.begin; t < now.end; t++) {
             sum += Z ? z_term<PASS>(job, p, factor, t)
                      : balance_term<PASS>(job, sequence ? counts : job.load, p, factor, t);

@@ -167,7 +167,7 @@ static int read_entries(hosts_proxy *p)
     while (!p->epoch_ends_next && num_read < MAX_ENTRIES) {
         const uint64_t *from = &p->setup.ring.entries[p->num_read % P2P_RING_ENTRIES];
         const uint64_t entry = __atomic_load_n(from, __ATOMIC_ACQUIRE);
-        const int host = P2P_ENTRY_HOST(entry);
+        const int host = P2P_ENTRY_PEER(entry);
         if (entry >> 56 << 56 != P2P_ENTRY_LAP(p->num_read)) break;
         if (!put_batcher_has_room(p->batcher, P2P_ENTRY_WORDS(entry))) break;
         /* a prefetch past the end of the ring is harmless */

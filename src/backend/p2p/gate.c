@@ -3,8 +3,7 @@
  * kernels of the experts, as if it were one expert whose slab holds all tokens.
  *
  * On tensor cores a float32 number is represented by the sum of three bfloat16 numbers, its
- * *pieces*. A product of pieces has nearly the accuracy of a float32 product. (In other files a
- * piece is 2 KB of a row.) */
+ * *components*. A product of components has nearly the accuracy of a float32 product. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 #include "cuda/experts/grouped.h"
@@ -53,105 +52,107 @@ static epic_result launch_product(const p2p_gemm *product, epic_stream stream)
                     "launching a product of the gate");
 }
 
-/* Returns a product of the gate in which the three bfloat16 pieces of each number take the
+/* Returns a product of the gate in which the three bfloat16 components of each number take the
  * place of a float32 factor. In the forward pass this factor is w_gate. In the backward pass it
  * is the gradient of the logits. */
-static p2p_gemm product_of_pieces(const p2p_gemm *product, const epic_gate_args *gate)
+static p2p_gemm product_of_components(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const bool forward = product->pass == EPIC_GEMM_FORWARD;
     const int64_t lines = forward ? gate->tokens : gate->hidden;
     const int64_t depth = forward ? gate->hidden : gate->tokens;
-    const gate_pieces at = gate_pieces_of(gate->tokens, lines, gate->columns, depth);
+    const gate_components at = gate_components_of(gate->tokens, lines, gate->columns, depth);
     uint8_t *work = gate->workspace;
-    p2p_gemm pieces = *product;
-    pieces.b = work + at.pieces;
-    pieces.out = work + at.sums;
-    pieces.bias = NULL;
-    pieces.n = GATE_PIECES * product->n;
-    pieces.weight_type = EPIC_BF16;
-    pieces.y_type = forward ? EPIC_F32 : EPIC_BF16;
-    pieces.accumulate = pieces.slices = 0;
-    return pieces;
+    p2p_gemm components = *product;
+    components.b = work + at.components;
+    components.out = work + at.sums;
+    components.bias = NULL;
+    components.n = GATE_COMPONENTS * product->n;
+    components.weight_type = EPIC_BF16;
+    components.y_type = forward ? EPIC_F32 : EPIC_BF16;
+    components.accumulate = components.slices = 0;
+    return components;
 }
 
-/* Lists of piece numbers, two bits for each entry. Piece 0 of a float32 has the high bits of
- * its mantissa, piece 1 the middle bits and piece 2 the low bits.
+/* Lists of component numbers, two bits for each entry. Piece 0 of a float32 has the high bits
+ * of its mantissa, component 1 the middle bits and component 2 the low bits.
  *
- * IN_ORDER is for a product in which only one factor is split. It lists each piece once.
+ * IN_ORDER is for a product in which only one factor is split. It lists each component once.
  * PAIRS_LEFT and PAIRS_RIGHT are for a product in which both factors are split. Such a product
- * is the sum of six products of pieces: piece PAIRS_LEFT[i] of the left factor times piece
- * PAIRS_RIGHT[i] of the right factor, added in ascending i. The pairs are 0 x 2, 2 x 0, 1 x 1,
- * 0 x 1, 1 x 0 and 0 x 0.
- * The products of all other pairs are smaller than the last bit of a float32. */
+ * is the sum of six products of components: component PAIRS_LEFT[i] of the left factor times
+ * component PAIRS_RIGHT[i] of the right factor, added in ascending i. The pairs are 0 x 2, 2 x
+ * 0, 1 x 1, 0 x 1, 1 x 0 and 0 x 0. The products of all other pairs are smaller than the last
+ * bit of a float32. */
 enum { IN_ORDER = 0 | 1 << 2 | 2 << 4 };
 enum { PAIRS_LEFT = 0 | 2 << 2 | 1 << 4 | 0 << 6 | 1 << 8 | 0 << 10 };
 enum { PAIRS_RIGHT = 2 | 0 << 2 | 1 << 4 | 1 << 6 | 0 << 8 | 0 << 10 };
 
-/* Launches the kernel that splits float32 numbers into bfloat16 pieces. */
-static epic_result launch_split(const p2p_pieces_job *job, epic_stream stream)
+/* Launches the kernel that splits float32 numbers into bfloat16 components. */
+static epic_result launch_split(const p2p_components_job *job, epic_stream stream)
 {
-    return p2p_cuda(p2p_launch_split(job, (cudaStream_t)stream), "launching the gate's pieces");
+    return p2p_cuda(p2p_launch_split(job, (cudaStream_t)stream),
+                    "launching the gate's components");
 }
 
-/* Multiplies the factors product->a and product->b with bfloat16 pieces, in three steps:
- *   1. Split product->b into pieces: each of its columns becomes three columns.
+/* Multiplies the factors product->a and product->b with bfloat16 components, in three steps:
+ *   1. Split product->b into components: each of its columns becomes three columns.
  *   2. Multiply product->a by all these columns on tensor cores.
  *   3. Add the three columns of the result that belong to one column of product->b. */
-static epic_result multiply_pieces(const p2p_gemm *product, const p2p_gemm *pieces,
-                                   const epic_gate_args *gate)
+static epic_result multiply_components(const p2p_gemm *product, const p2p_gemm *components,
+                                       const epic_gate_args *gate)
 {
     const bool forward = product->pass == EPIC_GEMM_FORWARD;
     const cudaStream_t stream = (cudaStream_t)gate->stream;
-    const p2p_pieces_job split = {.from = product->b,
-                                  .to = (void *)(uintptr_t)pieces->b,
-                                  .rows = forward ? gate->hidden : gate->tokens,
-                                  .columns = gate->columns,
-                                  .places = GATE_PIECES,
-                                  .order = IN_ORDER,
-                                  .sms = product->sms};
-    const p2p_pieces_job fold = {.from = pieces->out,
-                                 .to = product->out,
-                                 .bias = product->bias,
-                                 .rows = forward ? gate->tokens : gate->hidden,
-                                 .columns = gate->columns,
-                                 .accumulate = product->accumulate,
-                                 .sms = product->sms};
+    const p2p_components_job split = {.from = product->b,
+                                      .to = (void *)(uintptr_t)components->b,
+                                      .rows = forward ? gate->hidden : gate->tokens,
+                                      .columns = gate->columns,
+                                      .places = GATE_COMPONENTS,
+                                      .order = IN_ORDER,
+                                      .sms = product->sms};
+    const p2p_components_job fold = {.from = components->out,
+                                     .to = product->out,
+                                     .bias = product->bias,
+                                     .rows = forward ? gate->tokens : gate->hidden,
+                                     .columns = gate->columns,
+                                     .accumulate = product->accumulate,
+                                     .sms = product->sms};
     TRY(launch_split(&split, gate->stream));
-    TRY(launch_product(pieces, gate->stream));
-    return p2p_cuda(p2p_launch_fold(&fold, stream), "launching the sum of the gate's pieces");
+    TRY(launch_product(components, gate->stream));
+    return p2p_cuda(p2p_launch_fold(&fold, stream),
+                    "launching the sum of the gate's components");
 }
 
-/* Launches a product of pass EPIC_GEMM_FORWARD or EPIC_GEMM_WEIGHT. Uses bfloat16 pieces if
+/* Launches a product of pass EPIC_GEMM_FORWARD or EPIC_GEMM_WEIGHT. Uses bfloat16 components if
  * they are faster. `lines` is the number of rows of the result, and `depth` is the number of
  * terms of each sum. One of the two is gate->block (the tokens of a block), the other is
- * hidden. The choice between float32 and pieces depends on these sizes, but not on the number
- * of ranks. So the result has the same bits for every number of ranks. With is_invariant, a
- * forward product uses pieces for any number of tokens. */
+ * hidden. The choice between float32 and components depends on these sizes, but not on the
+ * number of ranks. So the result has the same bits for every number of ranks. With
+ * is_invariant, a forward product uses components for any number of tokens. */
 static epic_result multiply_forward_or_weight(p2p_gemm *product, const epic_gate_args *gate,
                                               int64_t lines, int64_t depth)
 {
-    const p2p_gemm pieces = product_of_pieces(product, gate);
+    const p2p_gemm components = product_of_components(product, gate);
     const bool fixed = gate->is_invariant && product->pass == EPIC_GEMM_FORWARD;
     const bool large = fixed || gate_is_large(lines, gate->columns, depth);
-    if (gate->always_split || (large && !p2p_gemm_is_slow(&pieces)))
-        return multiply_pieces(product, &pieces, gate);
+    if (gate->always_split || (large && !p2p_gemm_is_slow(&components)))
+        return multiply_components(product, &components, gate);
     product->slices =
         fixed ? gate_fixed_slices(depth) : gate_slices(lines, gate->columns, depth);
     return launch_product(product, gate->stream);
 }
 
 /* Adds d_logits w_gate^T to d_x (pass EPIC_GEMM_INPUT). Splits both factors, d_logits and
- * w_gate, into bfloat16 pieces. */
+ * w_gate, into bfloat16 components. */
 static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs,
                                   const epic_gate_args *gate)
 {
-    p2p_pieces_job split = {.from = product->a,
-                            .to = (void *)(uintptr_t)pairs->a,
-                            .rows = gate->tokens,
-                            .columns = gate->columns,
-                            .places = GATE_PAIRS,
-                            .order = PAIRS_LEFT,
-                            .sms = product->sms};
+    p2p_components_job split = {.from = product->a,
+                                .to = (void *)(uintptr_t)pairs->a,
+                                .rows = gate->tokens,
+                                .columns = gate->columns,
+                                .places = GATE_PAIRS,
+                                .order = PAIRS_LEFT,
+                                .sms = product->sms};
     TRY(launch_split(&split, gate->stream));
     split.from = product->b;
     split.to = (void *)(uintptr_t)pairs->b;
@@ -161,9 +162,9 @@ static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs
     return launch_product(pairs, gate->stream);
 }
 
-/* Launches a product of pass EPIC_GEMM_INPUT. Uses bfloat16 pieces if they are faster. The
+/* Launches a product of pass EPIC_GEMM_INPUT. Uses bfloat16 components if they are faster. The
  * choice depends on gate->block (the tokens of a block) and not on the number of ranks. With
- * is_invariant, uses pieces for any number of tokens. */
+ * is_invariant, uses components for any number of tokens. */
 static epic_result multiply_input(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const gate_pairs at = gate_pairs_of(gate->tokens, gate->hidden, gate->columns);

@@ -10,7 +10,7 @@
 #define MOST_ROWS 0x7ffffff0 /* largest number of rows: slots are int32 */
 
 /* number of bytes that NVLink can send while a kernel makes the plan */
-#define HEAD_BYTES (5 << 20)
+#define EARLY_BYTES (5 << 20)
 /* how many tokens a combine kernel sends before it receives the first one; measured in
  * docs/lab/cuda.md */
 #define COMBINE_LAG 48
@@ -289,15 +289,15 @@ static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
 }
 
 /* Returns how many tokens to send while the plan is made: as many as NVLink can carry in that
- * time (HEAD_BYTES) with uniform routing, and at most a fifth of the tokens. Receiving starts
+ * time (EARLY_BYTES) with uniform routing, and at most a fifth of the tokens. Receiving starts
  * only when the plan is complete. The limit of a fifth lets receiving catch up with sending. */
 static int32_t early_tokens_of(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t ranks = g->num_ranks, top_k = job->plan.layer.top_k;
     const int64_t quarters = top_k < ranks ? 4 * top_k * (ranks - 1) / ranks : 4 * (ranks - 1);
     const int64_t token_bytes = job->row_bytes * quarters / 4 + 1;
-    const int64_t head = HEAD_BYTES / token_bytes, most = job->num_tokens / 5;
-    return (int32_t)(head < most ? head : most);
+    const int64_t by_time = EARLY_BYTES / token_bytes, most = job->num_tokens / 5;
+    return (int32_t)(by_time < most ? by_time : most);
 }
 
 /* Implements epic_ops.plan_dispatch. Launches one kernel if can_overlap() allows it. Otherwise
@@ -321,7 +321,7 @@ static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_a
         TRY(p2p_plan(g, plan_args));
         return p2p_dispatch(g, &second);
     }
-    job.head = early_tokens_of(g, &job);
+    job.num_early_tokens = early_tokens_of(g, &job);
     fill_self(&job.plan.self, g, &plan_args->call, EPIC_OP_DISPATCH, a);
     p2p_expect_layer(&job.plan.self, &job.plan.layer);
     job.plan_bytes = plan_args->plan_bytes;

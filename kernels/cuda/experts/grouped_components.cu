@@ -1,30 +1,30 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Products of float32 matrices on tensor cores that multiply bf16. split_kernel splits a
- * float32 number x into three bf16 numbers, its pieces: high = bf16(x), middle = bf16(x -
- * high), and low = bf16(x - high - middle). The three pieces together have all 24 significant
- * bits of x. (These pieces have nothing to do with the 2 KB pieces of rows.)
+ * float32 number x into three bf16 numbers, its components: high = bf16(x), middle = bf16(x -
+ * high), and low = bf16(x - high - middle). The three components together have all 24
+ * significant bits of x.
  *
- * If only one of the two matrices is float32, the high, middle and low pieces of a row become
- * separate columns. One matrix product then computes three sums for each result, and
- * fold_kernel adds the three. If both matrices are float32, the pieces of both are stored one
- * after the other along the k dimension, which becomes GATE_PAIRS times as long. One matrix
- * product then adds the products of GATE_PAIRS pairs of pieces. The other pairs are too small
- * to change the result.
+ * If only one of the two matrices is float32, the high, middle and low components of a row
+ * become separate columns. One matrix product then computes three sums for each result, and
+ * fold_kernel adds the three. If both matrices are float32, the components of both are stored
+ * one after the other along the k dimension, which becomes GATE_PAIRS times as long. One matrix
+ * product then adds the products of GATE_PAIRS pairs of components. The other pairs are too
+ * small to change the result.
  *
  *   split_kernel  from [rows, columns]    -> to  [rows, places, columns]  one thread per number
  *   fold_kernel   sums [rows, 3, columns] -> out [rows, columns]          one thread per number
  *
- * src/backend/p2p/gate.c defines the order of the pieces. */
+ * src/backend/p2p/gate.c defines the order of the components. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/grouped.h"
 
 #define THREADS 256
 
-/* Splits each number into its three pieces (high, middle, low), and stores job.places of them.
- * job.order selects which piece is stored at each position. */
+/* Splits each number into its three components (high, middle, low), and stores job.places of
+ * them. job.order selects which component is stored at each position. */
 static __global__ void __launch_bounds__(THREADS)
-    split_kernel(const __grid_constant__ p2p_pieces_job job)
+    split_kernel(const __grid_constant__ p2p_components_job job)
 {
     const int64_t step = (int64_t)gridDim.x * THREADS, count = job.rows * job.columns;
     for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < count; i += step) {
@@ -43,41 +43,42 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Adds the three sums of each result: first the sum of the low pieces, then those of the middle
- * and of the high pieces. Then adds the bias. */
+/* Adds the three sums of each result: first the sum of the low components, then those of the
+ * middle and of the high components. Then adds the bias. */
 static __global__ void __launch_bounds__(THREADS)
-    fold_kernel(const __grid_constant__ p2p_pieces_job job)
+    fold_kernel(const __grid_constant__ p2p_components_job job)
 {
     const int64_t step = (int64_t)gridDim.x * THREADS, count = job.rows * job.columns;
     float *const out = (float *)job.to;
     for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < count; i += step) {
-        const float *sums = job.from + i + i / job.columns * (GATE_PIECES - 1) * job.columns;
+        const float *sums =
+            job.from + i + i / job.columns * (GATE_COMPONENTS - 1) * job.columns;
         float x = 0;
 #pragma unroll
-        for (int p = GATE_PIECES - 1; p >= 0; p--) x += sums[p * job.columns];
+        for (int p = GATE_COMPONENTS - 1; p >= 0; p--) x += sums[p * job.columns];
         if (job.bias) x += job.bias[i % job.columns];
         out[i] = job.accumulate ? out[i] + x : x;
     }
 }
 
 /* Returns the number of CTAs to launch: one thread per number, but at most 8 CTAs per SM. */
-static int ctas_of(const p2p_pieces_job *job)
+static int ctas_of(const p2p_components_job *job)
 {
     const int64_t ctas = (job->rows * job->columns + THREADS - 1) / THREADS;
     return (int)(ctas < 8 * (int64_t)job->sms ? ctas : 8 * (int64_t)job->sms);
 }
 
-extern "C" cudaError_t p2p_launch_split(const p2p_pieces_job *job, cudaStream_t stream)
+extern "C" cudaError_t p2p_launch_split(const p2p_components_job *job, cudaStream_t stream)
 {
     return launch_kernel(split_kernel, ctas_of(job), THREADS, 0, stream, *job);
 }
 
-extern "C" cudaError_t p2p_launch_fold(const p2p_pieces_job *job, cudaStream_t stream)
+extern "C" cudaError_t p2p_launch_fold(const p2p_components_job *job, cudaStream_t stream)
 {
     return launch_kernel(fold_kernel, ctas_of(job), THREADS, 0, stream, *job);
 }
 
-extern "C" cudaError_t p2p_load_pieces(void)
+extern "C" cudaError_t p2p_load_components(void)
 {
     cudaFuncAttributes attributes;
     const cudaError_t error = cudaFuncGetAttributes(&attributes, split_kernel);
