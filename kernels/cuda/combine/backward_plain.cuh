@@ -10,9 +10,9 @@
 
 /* Receives a piece of d_out (the gradient of combine's output) of one token. For each of the
  * token's slots on this rank, stores the piece of d_rows and computes one block of the dot
- * product. `source`: number of the token's rank; the next higher rank has number 0, and the
- * numbers go on upwards (modulo num_ranks). `slot`: this lane's slot, or -1. Called by a whole
- * warp. Returns false if the group of ranks has failed. */
+ * product. `source`: number of the token's rank. The next higher rank than this one has number
+ * 0, the rank after it number 1, and so on (modulo num_ranks). `slot`: this lane's slot, or -1.
+ * Called by a whole warp. Returns false if the group of ranks has failed. */
 template <class ROW, int V, bool QUANTIZE>
 __device__ __forceinline__ bool receive_token(const BackwardMove &m, int32_t token, int piece,
                                               int source, int32_t slot)

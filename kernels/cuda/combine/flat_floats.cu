@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Second operation of dispatch_backward, if the plan is FLAT: returns the gradients of the
- * choices' weights ("floats") to the tokens' ranks. In a FLAT plan each row has top_k floats,
- * which the kernels of combine do not support.
+/* The second operation of dispatch_backward, which runs only if the plan is FLAT. It returns
+ * the gradients of the choices' weights ("floats") to the tokens' ranks. In a FLAT plan each
+ * row has top_k floats, which the kernels of combine do not support.
  *
  *   slot_floats    [num_rows, top_k]    input: one per choice of the row's token on this rank
  *   choice_floats  [num_tokens, top_k]  output: one per choice of this rank's tokens

@@ -298,9 +298,9 @@ typedef struct p2p_dispatch_job {
     /* type: epic_type of the elements of `tokens`. quantize: an epic_quantize, which says how
      * dispatch quantizes rows; 0 if it does not quantize. */
     uint32_t type, quantize;
-    /* scales_aligned is 1 if all addresses and sizes of rows of scales are multiples of 16
-     * bytes. scales_in_words is 1 if the address of recv_scales and scale_bytes are multiples
-     * of 4. */
+    /* scales_aligned is 1 if the addresses and sizes of all rows of scales are multiples of 16
+     * bytes. scales_in_words is 1 if the address of recv_scales and the number scale_bytes are
+     * multiples of 4. */
     int32_t scales_aligned, scales_in_words;
     /* The next fields are only for bulk stores (dispatch/bulk.cuh). */
     int32_t bulk;  /* 1: the GPU supports bulk stores */
@@ -316,8 +316,9 @@ static inline int64_t p2p_packed_bytes(int64_t row_bytes, int64_t scale_bytes)
     return device_round_up(row_bytes, 16) + device_round_up(scale_bytes, 16);
 }
 
-/* Arguments of the operations combine and dispatch_backward. For each token, a rank adds its
- * rows (a partial sum). The token's home rank adds the partial sums of all ranks. */
+/* Arguments of the operations combine and dispatch_backward. For each token, a rank adds the
+ * rows of the token's slots on this rank. The result is a partial sum. The token's home rank
+ * adds the partial sums of all ranks. */
 typedef struct p2p_combine_job {
     p2p_self self;
     const uint8_t *plan;

@@ -118,8 +118,8 @@ __device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit
 
 /* Receives the weights of a token's slots or, with layout FLAT, the extras of its row (local
  * experts and weights). The caller has loaded `extras` or `weight` with peek_extras() or
- * peek_weight() before the row had arrived. In them, words that had not arrived then are
- * poison. Called by a whole warp. Returns false if the group of ranks has failed. */
+ * peek_weight() before the row had arrived. Words that had not arrived at that time are poison
+ * in them. Called by a whole warp. Returns false if the group of ranks has failed. */
 template <bool FLAT>
 __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, int source,
                                                 int32_t token, const int32_t (&slot)[2],

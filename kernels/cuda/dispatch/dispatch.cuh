@@ -109,8 +109,8 @@ __device__ __forceinline__ uint32_t read_weight(const DispatchMove &m, int32_t t
 }
 
 /* Returns a bit mask of the peers that need this rank's token. If with_weights is true, also
- * sends each of these peers the weights of the token's choices that go there. `word`: this
- * lane's choice, from read_choice(). Called by a whole warp. */
+ * sends weights to each of these peers: those of the token's choices that go to this peer.
+ * `word`: this lane's choice, from read_choice(). Called by a whole warp. */
 __device__ __forceinline__ uint32_t choose_peers(const DispatchMove &m, int32_t token,
                                                  bool with_weights, uint64_t word)
 {

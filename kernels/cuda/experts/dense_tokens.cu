@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Kernels for the parts of a layer that each rank computes for its own tokens without dispatch:
- * the gate of the shared expert, and the zero-experts, whose output is their input.
- * src/rules/layer_tokens.h describes the arrays.
+/* Kernels for two parts of a layer that each rank computes for its own tokens without dispatch.
+ * These are the gate of the shared expert, and the zero-experts, whose output is their input.
+ * The header src/rules/layer_tokens.h describes the arrays.
  *
  *   sent_kernel           ids for dispatch                       one thread per choice
  *   shared_gate_kernel    weight of the shared expert            one warp per token

@@ -336,8 +336,8 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
  * tile. In this struct, `first` stands for the upper of these rows, and `second` for the lower
  * one, which is 8 rows below. In arrays, index 0 stands for the left 128 columns of the tile,
  * and index 1 for the right 128 columns. Each block of 128 numbers along the summed dimension
- * has its own scales. The four lanes that have results in the same two rows share the loads:
- * lane i of the four loads the scales of blocks i, i + 4, ... A lane starts each load four
+ * has its own scales. Four lanes have results in the same two rows, and share the loads. Lane i
+ * of the four loads the scales of blocks i, i + 4, and so on. A lane starts each load four
  * blocks before the scale is used. */
 struct Scales {
     /* first, second: addresses of the scales of the thread's two rows of matrix a; NULL for a
@@ -506,8 +506,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == 0) run_producer<T, PASS, CTAS>(maps, job, at, rank);
     } else {
         grow_registers<232>();
-        /* The shuffle makes e4m3 faster: it proves to ptxas that all lanes of the warp have the
-         * same `warpgroup`, so ptxas keeps the wgmma descriptors in uniform registers. */
+        /* The shuffle makes e4m3 faster. It proves to ptxas that all lanes of the warp have the
+         * same `warpgroup`. So ptxas keeps the wgmma descriptors in uniform registers. */
         const int warpgroup = __shfl_sync(0xffffffffu, group - 1, 0);
         run_consumer<T, Out, PASS, CTAS>(maps, job, at, warpgroup, rank);
     }

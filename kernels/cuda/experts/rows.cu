@@ -65,8 +65,8 @@ static __device__ __forceinline__ void each_slot(const p2p_slabs &s, F f, P padd
     }
 }
 
-/* Returns the Slot of slot number `slot`. The weight of the slot becomes `input` or, without
- * EPIC_WEIGHT_INPUT, `early`. */
+/* Returns the Slot of slot number `slot`. With EPIC_WEIGHT_INPUT, its member `input` is the
+ * weight of the slot. Otherwise its member `early` is this weight. */
 static __device__ __forceinline__ Slot slot_of(const p2p_activation_job &job, int64_t slot,
                                                int64_t expert)
 {

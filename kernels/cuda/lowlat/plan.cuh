@@ -166,8 +166,9 @@ struct IdSender {
 };
 
 /* Enters choice k of a token of `rank` in the tables. e: encoded expert id. If the id is
- * invalid, stores the number of the choice in bad_choice, unless an earlier invalid choice is
- * stored there. Returns true if another choice of the token has the same expert. */
+ * invalid, stores the number of the choice in bad_choice, unless bad_choice already has the
+ * number of an earlier choice. Returns true if another choice of the token has the same
+ * expert. */
 __device__ __forceinline__ bool mark_choice(LowlatPlan &tables, int rank, int32_t token, int k,
                                             uint32_t e)
 {

@@ -50,8 +50,8 @@ __device__ __forceinline__ void complete_operation(p2p_control *control, const O
 {
     control->done = 0;
     store_relaxed(&control->epoch, op.epoch);
-    /* Stored last: if mark_running() of the next operation reads 0 here, that operation must
-     * also read the new epoch. */
+    /* This store comes last. mark_running() of the next operation reads this word. If it reads
+     * 0, that operation must also read the new epoch. */
     store_relaxed(&control->running, 0u);
 }
 

@@ -123,10 +123,10 @@ __device__ __forceinline__ bool choices_fit_registers(const TokenRange &range,
  *   read(choice)  returns the id of choice number `choice` of this rank
  *   use(choice, id, k, first_id, i)  handles a choice; called by all lanes
  *
- * A lane without a choice passes choice = id = -1 to use(). i: 0 to 3, number of the call among
- * the four whose ids were loaded together. first_id: if a token has more than 32 choices, the
- * call for the later choices gets here what use() returned in the call for the first 32.
- * Otherwise -1. */
+ * In a lane without a choice, the arguments `choice` and `id` of use() are -1. i: number of the
+ * call, 0 to 3, among the four calls whose ids were loaded together. first_id: used if a token
+ * has more than 32 choices. The call for the later choices then gets the result that use() had
+ * in the call for the first 32. In all other calls first_id is -1. */
 template <class Read, class Use>
 __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
                                                 const TokenLanes &lanes,
@@ -484,9 +484,9 @@ __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self
                                                 const OpState &op, int64_t counts, int e)
 {
     const uint64_t *from = (const uint64_t *)op.heap + counts + e;
-    /* load: sum of the counts of all ranks. low: sum over the lower ranks. bad: bit mask of the
-     * ranks whose data is wrong. others: bit mask of the ranks whose table rank_of_expert
-     * differs from this rank's. */
+    /* load: sum of the counts of all ranks. low: sum of the counts of the lower ranks. bad: bit
+     * mask of the ranks whose data is wrong. others: bit mask of the ranks whose table
+     * rank_of_expert differs from the table of this rank. */
     uint32_t load = 0, low = 0, bad = 0, others = 0;
     bool ok = true;
 #pragma unroll 1

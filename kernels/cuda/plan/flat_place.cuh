@@ -59,11 +59,11 @@ __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p
 }
 
 /* Sends to every rank the row numbers and records of as many tokens as fit in the lanes of a
- * warp. `token`: this lane's token. `in`: true if this token exists. A lane has one choice
- * among the token's first 32, and one among the later choices, if the token has more than 32.
- * c[0] and c[1]: where these two choices go. On return, c[0].row and c[1].row are set in all
- * lanes of a token. `bad`: true if the plan is invalid. Then the function sends RECORD_DISCARD
- * as row number, and receivers discard the rows. Called by one warp. */
+ * warp. `token`: this lane's token. `in`: true if this token exists. c[0]: where this lane's
+ * choice among the token's first 32 choices goes. c[1]: where this lane's choice among the
+ * later choices goes, if the token has more than 32. On return, c[0].row and c[1].row are set
+ * in all lanes of a token. `bad`: true if the plan is invalid. Then the function sends
+ * RECORD_DISCARD as row number, and receivers discard the rows. Called by one warp. */
 __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan_job &job,
                                                const TokenLanes &lanes, int32_t token, bool in,
                                                bool bad, FlatChoice (&c)[2])
@@ -132,8 +132,8 @@ static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpS
         int64_t choice[4], id[4];
         int32_t in_fate[4], in_rank_of[4];
 #pragma unroll
-        /* The warp handles two groups of tokens at a time. i / 2: number of the group. i % 2: 1
-         * for the choices after a token's first 32, else 0. */
+        /* The warp handles two groups of tokens at a time. i / 2 is the number of the group. i
+         * % 2 is 0 for the first 32 choices of a token, and 1 for its later choices. */
         for (int i = 0; i < 4; i++) {
             const int token = t + i / 2 * lanes.tokens_at_once + lanes.token;
             const int k = lanes.k + i % 2 * WARP;

@@ -99,9 +99,9 @@ __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p
 /* Sends to every rank the records of as many tokens as fit in the lanes of a warp. A record has
  * the token's slots on that rank by ascending k, one stamped word per slot. If none of a
  * token's experts is on the rank, the record is RECORD_ABSENT. `token`: this lane's token.
- * `in`: true if this token exists. A lane has one choice among the token's first 32, and one
- * among the later choices, if the token has more than 32. c[0] and c[1]: where these two
- * choices go. Called by one warp. */
+ * `in`: true if this token exists. c[0]: where this lane's choice among the token's first 32
+ * choices goes. c[1]: where this lane's choice among the later choices goes, if the token has
+ * more than 32. Called by one warp. */
 __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_job &job,
                                              const TokenLanes &lanes, int32_t token, bool in,
                                              const PlacedChoice (&c)[2])
@@ -181,8 +181,8 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
         int64_t choice[4], id[4];
         int32_t warp_position[4];
 #pragma unroll
-        /* The warp handles two groups of tokens at a time. i / 2: number of the group. i % 2: 1
-         * for the choices after a token's first 32, else 0. */
+        /* The warp handles two groups of tokens at a time. i / 2 is the number of the group. i
+         * % 2 is 0 for the first 32 choices of a token, and 1 for its later choices. */
         for (int i = 0; i < 4; i++) {
             const int token = t + i / 2 * lanes.tokens_at_once + lanes.token;
             const int k = lanes.k + i % 2 * WARP;

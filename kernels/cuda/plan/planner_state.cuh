@@ -51,9 +51,10 @@ struct Planner {
      * prepare_by_k() later points `load` to another array, [num_experts]: the choices of each
      * expert, summed over k. */
     int32_t *load;
-    /* FLAT only, [num_ranks]: pointers to the last num_ranks elements of before_cta and of
-     * load, which belong to the tallies of rows. rows_before_cta[q]: rows on rank q for all
-     * tokens before those of this CTA. needed_rows[q]: rows on rank q for all tokens. */
+    /* Only with FLAT: pointers to the last num_ranks elements of before_cta and of load, which
+     * belong to the tallies of rows. rows_before_cta[q] is the number of rows on rank q of all
+     * tokens before those of this CTA. needed_rows[q] is the number of rows on rank q of all
+     * tokens. */
     int32_t *rows_before_cta, *needed_rows;
     union { /* [num_experts]: which member is used depends on the planner and the layout */
         /* EXPERT_MAJOR: first slot of the expert's slab, on its rank */

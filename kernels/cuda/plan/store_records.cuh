@@ -62,8 +62,8 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
 }
 
 /* Calls keep(source, first, tokens) for each group of tokens that this warp handles. A group
- * has as many tokens as fit in the lanes of a warp. source: rank of the tokens; first: first
- * token of the group; tokens: number of tokens that rank `source` has in all. The groups are
+ * has as many tokens as fit in the lanes of a warp. source: rank of the tokens. first: first
+ * token of the group. tokens: number of tokens that rank `source` has in all. The groups are
  * divided among `warps` warps, and this one is number `warp`. tokens_of: in lane q, the number
  * of tokens of rank q. Returns false as soon as keep() returns false. */
 template <class Keep>

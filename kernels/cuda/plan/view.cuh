@@ -248,11 +248,11 @@ record_address(const p2p_self &self, const OpState &op, int source, int64_t toke
 }
 
 /* Waits for 32 words of a record (the slots on this rank of a token of `source`): words 32 *
- * chunk to 32 * chunk + 31, one per lane. `word`: this lane's word as the caller has loaded it
- * before; it may not have arrived then. Sets `slot` to this lane's slot (FLAT: local expert),
- * to RECORD_DISCARD, or to -1 if the record has no word for this lane. Sets `more` to true if
- * the record may have later words. Called by one warp. Returns false if the group of ranks has
- * failed. */
+ * chunk to 32 * chunk + 31, one per lane. `word`: this lane's word, which the caller has loaded
+ * before. If it had not arrived at that time, the function loads it again. Sets `slot` to this
+ * lane's slot (FLAT: local expert), to RECORD_DISCARD, or to -1 if the record has no word for
+ * this lane. Sets `more` to true if the record may have later words. Called by one warp.
+ * Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t *words,
                                                int top_k, int chunk, int source, uint64_t word,
                                                int32_t &slot, bool &more)

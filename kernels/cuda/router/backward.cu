@@ -82,7 +82,7 @@ __device__ __forceinline__ void parts_backward(const epic_router &r, const Share
 
 /* Writes the gradient of all logits of a token. d [columns]: the gradient of the scores or, if
  * the weights are computed from logits, the gradient of the logits. s [columns]: the softmax
- * over all columns; NULL unless needs_full_softmax(). */
+ * over all columns. It is NULL if needs_full_softmax() is false. */
 template <int V>
 __device__ __forceinline__ void write_gradient(const p2p_router_backward_job &job,
                                                const float *s, const float *d, int64_t token)

@@ -322,8 +322,8 @@ template <int J> struct Shares {
     bool is_divisor_variable;
 };
 
-/* Computes the parts and the divisor of a token, as the router's weight_rule and normalize
- * define them. x has one number per choice: the expert's score if weight_rule is
+/* Computes the parts and the divisor of a token. The fields weight_rule and normalize of the
+ * router define them. x has one number per choice: the expert's score if weight_rule is
  * EPIC_WEIGHT_OF_SCORE, else its logit. */
 template <int J>
 __device__ __forceinline__ Shares<J> compute_shares(const p2p_router_rows &rows,
