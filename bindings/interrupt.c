@@ -54,7 +54,7 @@ EPIC_API int epic_watch_interrupts(int fd)
 }
 
 /* Sets *flag to 1. It is registered as a pending call of Python (Py_AddPendingCall), which only
- * the main thread runs. So *flag shows if the main thread still executes Python code. */
+ * the main thread runs. So *flag shows whether the main thread still executes Python code. */
 EPIC_API int epic_main_is_alive(void *flag)
 {
     *(int *)flag = 1;

@@ -32,8 +32,8 @@ static int64_t find_repeated(const int64_t *row, int64_t k)
     return -1;
 }
 
-/* Guesses if an array contains loads (counts of choices) and not ids of experts. If it looks
- * like loads, returns true and writes the reason to `why`.
+/* Guesses whether an array contains loads (counts of choices) and not ids of experts. If it
+ * looks like loads, returns true and writes the reason to `why`.
  *
  * In an array of ids, no row contains an expert twice, a row is short compared with the number
  * of rows, and most experts occur in some row. In a table of loads, values repeat, there are as

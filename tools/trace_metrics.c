@@ -11,8 +11,9 @@
 
 /* ---------------------------------------------------------------------------- Chrome ---- */
 
-/* The times in the file are microseconds since the first operation of any rank. The ranks must
- * be on one host, so that their times come from one clock. */
+/* Writes the operations of all ranks for Perfetto or chrome://tracing. The times in the file
+ * are microseconds since the first operation of any rank. The ranks must be on one host, so
+ * that their times come from one clock. */
 void trace_chrome(const trace *t, const char *path)
 {
     FILE *out = fopen(path, "w");

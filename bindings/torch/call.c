@@ -396,8 +396,8 @@ double call_float(torch_call *call)
 /* ----------------------------------------------------------------------------- where ---- */
 
 /* Makes the device of the tensors current, and reads its stream for the kernels of the core. A
- * guard changes the current device, but creating one is slow. So the function first checks if
- * the device is already current, which it usually is. */
+ * guard changes the current device, but creating one is slow. So the function first checks
+ * whether the device is already current, which it usually is. */
 static void enter_device(torch_call *call, epic_call *out)
 {
     const int32_t wanted = call->device.device_index;
@@ -480,8 +480,8 @@ epic_call call_enter_local(torch_call *call)
     return out;
 }
 
-/* Decides by the backend. The device of the tensors would be wrong in tests, where an emulated
- * GPU has host memory. */
+/* Returns true if the group's backend computes on a GPU. The device of the tensors does not
+ * show this in tests, where the memory of an emulated GPU is host memory. */
 bool call_on_gpu(const torch_call *call)
 {
     const char *name = call->use.ctx != NULL ? epic_backend_name(call->use.ctx) : "";

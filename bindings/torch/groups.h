@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The contexts of this process. Operators have the number of a group as argument, not a
- * pointer. So a call on a closed group returns an error. With a pointer its behavior would be
- * undefined. */
+ * pointer. So a call on a closed group returns an error. With a pointer to the closed group,
+ * the call would read freed memory. */
 #ifndef EPIC_TORCH_GROUPS_H
 #define EPIC_TORCH_GROUPS_H
 

@@ -393,8 +393,8 @@ static epic_result check_numbers(const char *name, const float *data, int64_t co
                      (long long)count);
 }
 
-/* Does not compare data->row_bytes with config.max_row_bytes, because a row holds the weights
- * of an expert, not a token. */
+/* Checks the arguments of epic_sum_replicas. Does not compare data->row_bytes with
+ * config.max_row_bytes, because a row of `data` holds the weights of an expert, not a token. */
 epic_result check_sum_replicas_args(const epic_sum_replicas_args *a)
 {
     const epic_rows *data = &a->data;

@@ -58,8 +58,8 @@ enum { SIZED_STRUCTS(SIZED_NUMBER) NUM_SIZED };
 
 extern const sized_type sized_types[NUM_SIZED];
 
-/* The sized_type of the struct that `ours` points to.  A struct without a row in SIZED_STRUCTS
- * does not compile. */
+/* Expands to the sized_type of the struct that `ours` points to. A struct without a row in
+ * SIZED_STRUCTS does not compile. */
 #define SIZED_CASE(type, last) , type * : SIZED_##type
 #define SIZED_TYPE(ours) (&sized_types[_Generic((ours)SIZED_STRUCTS(SIZED_CASE))])
 

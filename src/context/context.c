@@ -130,9 +130,9 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
     context_check(ctx);
 }
 
-/* Only device backends use relays: they send a row once to each host, and a rank of that host
- * (the relay) forwards the row to the other ranks there. Without relays, summing by hosts has
- * no advantage. */
+/* Returns true if combine can sum in two steps (context.h). Only device backends can: they have
+ * relays. A device backend sends a row once to each host, and a rank of that host, the relay,
+ * forwards the row to the other ranks there. */
 bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert)
 {
     return ctx->backend->ops && ctx->num_hosts > 1 && !rank_of_expert;

@@ -520,8 +520,9 @@ epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
     return dispatch_run(ctx, args, &s);
 }
 
-/* Does not check that the receive buffer has enough rows. The caller has checked that it has at
- * least `capacity` rows, and a plan never has more slots than its capacity. */
+/* Runs the dispatch of epic_plan_dispatch (host_ops.h). Does not check that the receive buffer
+ * has enough rows. The caller has checked that it has at least `capacity` rows, and a plan
+ * never has more slots than its capacity. */
 epic_result host_dispatch_continue(exchange *x, const epic_dispatch_args *args)
 {
     dispatch_call d = {

@@ -112,8 +112,8 @@ static void mark_replicated(const plan_view *v, uint64_t *several)
     }
 }
 
-/* First runs a sum of 0 elements. The op headers of this sum contain the plan's id, so the
- * ranks compare their plans before they add anything. */
+/* Implements epic_sum_replicas on the host. First runs a sum of 0 elements. The op headers of
+ * this sum contain the plan's id, so the ranks compare their plans before they add anything. */
 epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args)
 {
     plan_op s;

@@ -246,8 +246,9 @@ static epic_result measure_memory(moe_job *j, const epic_config *config)
     return EPIC_OK;
 }
 
-/* In a float64 layer, replaces EPIC_WEIGHT_LATE by EPIC_WEIGHT_EARLY: the experts then multiply
- * by the weights, because combine supports only float32 weights. */
+/* Reads the configuration of a layer (moe.h). In a float64 layer, replaces EPIC_WEIGHT_LATE by
+ * EPIC_WEIGHT_EARLY: the experts then multiply by the weights, because combine supports only
+ * float32 weights. */
 epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_moe *moe,
                             size_t size, int64_t tokens)
 {

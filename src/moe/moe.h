@@ -175,8 +175,9 @@ static inline int64_t moe_block_begin(const moe_job *j, int64_t block)
     return block * (j->tokens / j->sequence_unit) / j->blocks * j->sequence_unit;
 }
 
-/* Returns the address of row `row` of the array at `data`. C does not allow to add to NULL, so
- * an array without rows, whose address may be NULL, returns `data`. */
+/* Returns the address of row `row` of the array at `data`. An array without rows may have the
+ * address NULL, to which C allows no addition. So for row 0 the function returns `data`
+ * itself. */
 static inline const char *moe_row_at(const moe_job *j, const void *data, int64_t row)
 {
     return row ? (const char *)data + row * j->row_bytes : (const char *)data;

@@ -86,10 +86,10 @@ epic_result moe_combine(moe_job *j, const epic_rows *out)
     return epic_combine(j->ctx, &how);
 }
 
-/* Sends d_out without weights, even if combine multiplied by weights in forward.
- * epic_combine_backward could compute the gradients of the weights too, but it needs the
- * outputs of the experts, which forward does not save. moe_experts_backward() computes these
- * gradients from the activations instead. */
+/* Sends d_out to the slots (stages.h), without weights, even if combine multiplied by weights
+ * in forward. epic_combine_backward could compute the gradients of the weights too, but it
+ * needs the outputs of the experts, which forward does not save. moe_experts_backward()
+ * computes these gradients from the activations instead. */
 epic_result moe_combine_backward(moe_job *j, const epic_const_rows *d_out, data_fault *fault)
 {
     const epic_rows slots = {j->work.d_y, j->capacity, j->row_bytes};
@@ -150,8 +150,9 @@ epic_result moe_experts_backward(moe_job *j, const epic_moe_gradients *g, uint32
     return epic_experts_backward(moe_local_context(j), &how);
 }
 
-/* A rank that does not want d_x takes part too, because its peers wait for its rows. It writes
- * its own unwanted rows of d_x to work.d_y, which no later stage reads. */
+/* Returns the gradient rows to their tokens (stages.h). A rank that does not want d_x takes
+ * part too, because its peers wait for its rows. It writes its own unwanted rows of d_x to
+ * work.d_y, which no later stage reads. */
 epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x)
 {
     const epic_rows spare = {j->work.d_y, j->tokens, j->row_bytes};

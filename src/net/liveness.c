@@ -143,8 +143,9 @@ void net_liveness_forget(net_liveness *l)
     free(l);
 }
 
-/* Reads all received bytes before it closes a socket. If bytes were left unread, the system
- * would send a TCP reset, and the peer might receive this reset before the close byte. */
+/* Sends the close byte to every peer and closes the sockets (liveness.h). Reads all received
+ * bytes before it closes a socket. If bytes were left unread, the system would send a TCP
+ * reset, and the peer might receive this reset before the close byte. */
 void net_liveness_close(net_liveness *l)
 {
     if (!l) return;

@@ -69,8 +69,8 @@ static bool is_priority_by_k(const planner *p)
     return p->header->layer.priority == EPIC_BY_K;
 }
 
-/* Decides if expert e keeps a choice. `position` is the number of choices of e that come before
- * this one in the order of priority. The expert keeps choices at positions below
+/* Decides whether expert e keeps a choice. `position` is the number of choices of e that come
+ * before this one in the order of priority. The expert keeps choices at positions below
  * min(num_kept[e], keep_limit[rank of e]). Returns 0 if it keeps the choice, otherwise
  * EXPERT_IS_FULL or RANK_IS_FULL. */
 static int32_t drop_reason_of(const planner *p, int32_t e, int32_t position)
@@ -348,7 +348,7 @@ static void place_all_kept_foreign(planner *p, int32_t *first_free, int64_t begi
 }
 
 /* Places all choices of a plan that drops none, which is the usual case. This is faster than
- * the general code in place_choices(), which checks for each choice if it is kept. */
+ * the general code in place_choices(), which checks for each choice whether it is kept. */
 static void place_all_kept(planner *p)
 {
     plan_header *h = p->header;

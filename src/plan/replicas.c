@@ -56,9 +56,9 @@ void planner_choose_replicas(planner *p)
     }
 }
 
-/* Choice number n of a logical expert with r replicas goes to its replica number n % r. The
- * logical expert keeps only its first `capacity` choices. So replica number i keeps (capacity +
- * r - 1 - i) / r of them. */
+/* Sets p->expert_quota (plan.h). Choice number n of a logical expert with r replicas goes to
+ * its replica number n % r. The logical expert keeps only its first `capacity` choices. So
+ * replica number i keeps (capacity + r - 1 - i) / r of them. */
 void planner_deal_capacity(planner *p)
 {
     const epic_layer *layer = &p->header->layer;

@@ -23,9 +23,9 @@ static void raise_rows_us(cost *c, double time, const char *name)
     c->limit = name;
 }
 
-/* The time of the rows is the sum of three times: that of a launch, that to fill the pipeline,
- * and the longest of the times of network, proxy thread, NVLink and memory. The latter four
- * work at the same time. */
+/* Computes the times of one operation. The time of the rows (rows_us) is the sum of three
+ * times: the time of a launch, the time until the pipeline is full, and the longest of the
+ * times of network, proxy thread, NVLink and memory. These four work at the same time. */
 cost compute_cost(const constants *k, const traffic *t, const shape *s, const routing *r,
                   bytes_of bytes)
 {

@@ -119,9 +119,10 @@ void put_batcher_free(put_batcher *all)
     free(all);
 }
 
-/* A piece may begin in one block and end in another, and each of its blocks may need a free
- * batch. words / all->block_words counts only the blocks that the piece fills completely. So
- * two more batches are required. */
+/* Returns whether there are enough free batches for a piece of `words` words. Each block in
+ * which the piece has words may need a free batch. words / all->block_words counts only the
+ * blocks that the piece fills completely. The piece may also have words in one block before
+ * these and in one block after them, so two more batches are required. */
 bool put_batcher_has_room(const put_batcher *all, uint32_t words)
 {
     return all->num_free >= (int)(words / all->block_words) + 2;

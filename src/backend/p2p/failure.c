@@ -245,9 +245,9 @@ epic_result p2p_check(epic_group *group, epic_failure_info *out)
     return (epic_result)result;
 }
 
-/* Returns the index of the oldest notice (report of a data error) that no call has returned, or
- * -1. Two notices are compared by the signed difference of their epochs, because epochs wrap
- * around. */
+/* Returns the index of the oldest notice that no call has returned, or -1. A notice is the
+ * struct in which a kernel reports a data error. Two notices are compared by the signed
+ * difference of their epochs, because epochs wrap around. */
 static int oldest_notice(const p2p_status *s)
 {
     int oldest = -1;
@@ -259,8 +259,9 @@ static int oldest_notice(const p2p_status *s)
     return oldest;
 }
 
-/* Several threads may call this function at the same time. A compare-and-swap ensures that only
- * one of them returns a notice (report of a data error). */
+/* Returns the oldest data error (p2p.h). Several threads may call this function at the same
+ * time. A compare-and-swap ensures that only one of them returns a notice, the struct in which
+ * a kernel reports a data error. */
 epic_result p2p_next_data_error(epic_group *group)
 {
     char sentence[256];

@@ -73,8 +73,8 @@ static p2p_gemm product_of_components(const p2p_gemm *product, const epic_gate_a
     return components;
 }
 
-/* Lists of component numbers, two bits for each entry. Piece 0 of a float32 has the high bits
- * of its mantissa, component 1 the middle bits and component 2 the low bits.
+/* Lists of component numbers, two bits for each entry. Component 0 of a float32 has the high
+ * bits of its mantissa, component 1 the middle bits and component 2 the low bits.
  *
  * IN_ORDER is for a product in which only one factor is split. It lists each component once.
  * PAIRS_LEFT and PAIRS_RIGHT are for a product in which both factors are split. Such a product
@@ -216,8 +216,8 @@ static epic_result bias_gradient(const epic_gate_args *gate)
                     "launching the gate's bias's gradient");
 }
 
-/* This function is also called if there are no tokens. Then it writes zeros as the gradients of
- * w_gate and b_gate. */
+/* Computes the gradients of w_gate, b_gate and x (p2p.h). If this rank has no tokens, the
+ * gradients of w_gate and b_gate are zeros. */
 epic_result p2p_gate_backward(epic_group *group, const epic_gate_args *gate)
 {
     p2p_gemm weight = product_of(group, gate, EPIC_GEMM_WEIGHT);

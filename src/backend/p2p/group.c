@@ -167,8 +167,9 @@ bool p2p_fetch(void *to, const void *from, size_t bytes, bool *good)
     return known;
 }
 
-/* The calling thread may have another current CUDA device. This function selects the group's
- * device and then restores the device of the thread. */
+/* Allocates memory on the group's device (p2p.h). The calling thread may have another current
+ * CUDA device. So this function makes the group's device current, and then restores the device
+ * of the thread. */
 void *p2p_allocate(epic_group *g, size_t bytes)
 {
     int before;
@@ -181,7 +182,8 @@ void *p2p_allocate(epic_group *g, size_t bytes)
     return memory;
 }
 
-/* cudaFree() waits until kernels that still use the memory have ended. */
+/* Frees memory that p2p_allocate() returned. cudaFree() first waits until kernels that still
+ * use the memory have ended. */
 void p2p_release(epic_group *g, void *memory)
 {
     (void)g;

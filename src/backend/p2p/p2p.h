@@ -112,8 +112,8 @@ static inline uint8_t *p2p_inbox(const epic_group *g)
     return HOSTS ? g->self.net->inbox : g->self.heap[g->rank];
 }
 
-/* epic_backend.fetch: copies bytes from device memory to the host. Returns false if `from` is
- * host memory. *good is set to whether the copy succeeded. */
+/* Implements epic_backend.fetch: copies bytes from device memory to the host. Returns false if
+ * `from` is host memory. *good is set to whether the copy succeeded. */
 bool p2p_fetch(void *to, const void *from, size_t bytes, bool *good);
 /* Allocates memory of the group's GPU. Returns NULL if memory is short. p2p_release() frees the
  * memory. */
@@ -223,8 +223,8 @@ epic_result p2p_shared_gate_backward(epic_group *group, epic_stream stream,
                                      bool accumulate, void *workspace);
 /* Computes the gradients of the router's weights for choices that are zero-experts. */
 epic_result p2p_zero_weights(epic_group *group, epic_stream stream, const layer_tokens *tokens);
-/* Adds the outputs of the shared expert and of zero-experts to the combined rows, which gives
- * the rows of a layer's output. */
+/* Adds the outputs of the shared expert and of the zero-experts to the rows that combine has
+ * written. The sums are the rows of the layer's output. */
 epic_result p2p_finish(epic_group *group, epic_stream stream, const layer_tokens *tokens,
                        const layer_rows *rows);
 /* Launches a kernel that checks that the plan has at most num_local local experts on each rank.

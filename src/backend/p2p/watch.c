@@ -20,7 +20,8 @@ struct p2p_watch {
     p2p_beats *beats;
     int end; /* an eventfd; a write to it ends the thread; -1: there is no thread */
     int num_ranks;
-    /* pidfds of the peers' processes; -1: the thread checks the pid instead */
+    /* pidfds (Linux descriptors) of the peers' processes; -1: the thread checks the pid
+     * instead */
     int processes[DEVICE_MAX_RANKS];
     /* pids of the peers' processes; 0: not watched, because the peer is in this process or
      * dead */

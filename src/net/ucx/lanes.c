@@ -96,8 +96,9 @@ static ucs_status_t init_context(ucp_context_h *out, const char *segment, bool n
     return status;
 }
 
-/* Opens a first context to find out whether it has TCP. Only then opens a second one with the
- * segment size, because UCX warns about TCP settings in a context without TCP. */
+/* Opens a UCX context (lanes.h). First opens a context without a segment size, to find out
+ * whether it has TCP. Only if it has, opens a second one with the segment size, because UCX
+ * warns about TCP settings in a context without TCP. */
 ucs_status_t ucx_create_context(ucp_context_h *out, const char **segment, bool no_emulation)
 {
     const char *theirs = getenv("UCX_TCP_RX_SEG_SIZE");
