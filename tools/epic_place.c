@@ -72,7 +72,7 @@ static int read_options(options *o, int argc, char **argv)
     return o->ranks ? 0 : print_usage("--ranks is missing", "");
 }
 
-/* ---------------------------------------------------------------------------- problem ---- */
+/* --------------------------------------------------------------- the problem to solve ---- */
 
 static int32_t *make_loads(const trace *t)
 {
@@ -114,7 +114,7 @@ static place_problem make_problem(const trace *t, const options *o, const int32_
     return p;
 }
 
-/* ------------------------------------------------------------------------------ hosts ---- */
+/* ------------------------------------------------------------------ placement on hosts ---- */
 
 /* Returns for each token a bit mask of the ranks to which it is sent. The choices of an expert
  * go to its replicas in rotation. Sets *num to the number of tokens. The caller frees the
@@ -159,7 +159,7 @@ static void arrange_hosts(const trace *t, const place_problem *p, const options 
     free(seen);
 }
 
-/* ------------------------------------------------------------------------------- file ---- */
+/* ------------------------------------------------------------------- writing the file ---- */
 
 static void write_list(FILE *out, const char *word, const int32_t *list, int32_t num)
 {

@@ -86,7 +86,7 @@ static int read_options(options *o, int argc, char **argv)
     return 0;
 }
 
-/* ------------------------------------------------------------------------------ show ---- */
+/* ---------------------------------------------------------------- summary of a trace ---- */
 
 /* Prints a summary of the trace: its sizes, and its busiest and least busy experts. */
 static void show_trace(const trace *t)
@@ -189,7 +189,7 @@ static void import_npy(const trace *t, const char *folder, int32_t ranks)
     }
 }
 
-/* ------------------------------------------------------------------------------- all ---- */
+/* ---------------------------------------------------------------------- command line ---- */
 
 static void run_replay(const trace *t, options *o)
 {

@@ -19,7 +19,7 @@ typedef struct operation {
     char sentence[RECORDER_SENTENCE];
 } operation;
 
-/* -------------------------------------------------------------------------- words ---- */
+/* -------------------------------------------------------------- names and durations ---- */
 
 static const char *state_name(uint32_t state)
 {
@@ -244,7 +244,7 @@ static void print_chrome_found(const recordings *found, const char *group)
     printf("\n]}\n");
 }
 
-/* ---------------------------------------------------------------------------- all ---- */
+/* ----------------------------------------------------------------- finding groups ---- */
 
 static int read_rank(const recording *s, const operation **list, int *num_in_flight)
 {

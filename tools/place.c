@@ -370,7 +370,7 @@ void place_search(const place_problem *p, int32_t *at, uint64_t seed)
     free(load), free(next);
 }
 
-/* ------------------------------------------------------------------------------- hosts ---- */
+/* ---------------------------------------------------------- placement on several hosts ---- */
 
 int64_t place_crossings(int32_t ranks, int32_t hosts, const uint64_t *seen, int64_t num)
 {

@@ -35,9 +35,10 @@ static int64_t find_repeated(const int64_t *row, int64_t k)
 /* Guesses whether an array contains loads (counts of choices) and not ids of experts. If it
  * looks like loads, returns true and writes the reason to `why`.
  *
- * In an array of ids, no row contains an expert twice, a row is short compared with the number
- * of rows, and most experts occur in some row. In a table of loads, values repeat, there are as
- * many columns as experts, and the counts grow with the number of tokens. */
+ * An array of ids has three signs: no row contains an expert twice, a row is short compared
+ * with the number of rows, and most experts occur in some row. A table of loads has other
+ * signs: values repeat, there are as many columns as experts, and the counts grow with the
+ * number of tokens. */
 static bool looks_like_loads(const npy *a, bool experts_given, char *why, size_t size)
 {
     const int64_t k = a->shape[a->dims - 1], tokens = a->dims > 1 ? a->shape[a->dims - 2] : 1;

@@ -78,7 +78,7 @@ bool trace_read_option(trace_choice *choice, const char *name, const char *value
     return true;
 }
 
-/* ---------------------------------------------------------------------------- files ---- */
+/* ---------------------------------------------------------------------- trace files ---- */
 
 static bool ends_with(const char *text, const char *end)
 {
@@ -312,7 +312,7 @@ static void select_steps(trace *t, const trace_choice *choice)
         if (t->steps[i].num_experts > t->num_experts) t->num_experts = t->steps[i].num_experts;
 }
 
-/* --------------------------------------------------------------------------- folders ---- */
+/* ----------------------------------------------------------------- folders of traces ---- */
 
 static bool is_chosen(const trace_file *f, const char *group)
 {

@@ -284,7 +284,7 @@ static ffi_error *run_operation(handler_call *call)
     return ffi_error_new(call->api, result, text);
 }
 
-/* -------------------------------------------------------------------------- the host ---- */
+/* ----------------------------------------------------------------- calls on the host ---- */
 
 /* Completes the future of a call, with an error or without. */
 static void set_future(const XLA_FFI_Api *api, XLA_FFI_Future *future, ffi_error *error)
@@ -346,7 +346,7 @@ ffi_error *handler_run_on_host(ffi_frame *frame, const handler_operation *operat
     return reader.error;
 }
 
-/* --------------------------------------------------------------------------- the GPU ---- */
+/* -------------------------------------------------------------------- calls on a GPU ---- */
 
 /* Launches the operation on XLA's stream. Errors in the data are not reported by this handler,
  * but later by epic_check(). If this handler returned an error on one rank, XLA would skip the

@@ -68,8 +68,8 @@ static void notify_peers(epic_context *ctx, uint64_t tag, member_status answer)
                    "mesh that the group was opened with");
 }
 
-/* Checks whether an operation may begin on the member: devices and rank must be those that the
- * program expects, and no operation with the same tag may be in flight. */
+/* Checks whether an operation may begin on the member. Its devices and its rank must be those
+ * that the program expects. No operation with the same tag may be in flight. */
 static member_status check_entry(const member *found, const member_use *use,
                                  const member_position *position)
 {

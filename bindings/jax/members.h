@@ -68,8 +68,9 @@ void member_leave(member_use *use);
 /* Begins a local call on any member of the device. Returns MEMBER_OK or MEMBER_NONE. */
 member_status member_borrow(member_use *use, member_device device);
 
-/* Adds a member; epic/jax/groups.py calls it. Returns 0 on success, 1 if the group already has
- * a member on the device or `name` or `devices` is too long, and 2 if there is no memory. */
+/* Adds a member; epic/jax/groups.py calls it. Returns 0 on success, and 2 if there is no
+ * memory. Returns 1 if the group already has a member on the device, or if `name` or `devices`
+ * is too long. */
 int epic_jax_member_add(const char *name, int is_gpu, int32_t ordinal, const char *devices,
                         int32_t rank, epic_context *ctx);
 

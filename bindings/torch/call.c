@@ -393,7 +393,7 @@ double call_float(torch_call *call)
     return value;
 }
 
-/* ----------------------------------------------------------------------------- where ---- */
+/* ---------------------------------------------------------------- devices and groups ---- */
 
 /* Makes the device of the tensors current, and reads its stream for the kernels of the core. A
  * guard changes the current device, but creating one is slow. So the function first checks

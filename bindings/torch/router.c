@@ -203,7 +203,7 @@ static void op_z_loss_backward(torch_value *stack, uint64_t num_arguments, uint6
     end_loss(&job, job.call.failed ? EPIC_OK : epic_z_loss_backward(job.call.use.ctx, &args));
 }
 
-/* ------------------------------------------------------------------------------ bias ---- */
+/* ---------------------------------------------------------------- update of the bias ---- */
 
 /* The operator epic::bias_update_, which changes the bias in place. */
 static void op_bias_update_(torch_value *stack, uint64_t num_arguments, uint64_t num_results)

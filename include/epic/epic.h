@@ -160,8 +160,8 @@ typedef enum epic_flag {
      * over the ranks.  Without this flag each rank gets the sums over its own tokens only. */
     EPIC_SUM_DENSE = 4,
     /* epic_layer.flags: the expert ids of a token are distinct.  A token then uses at most
-     * min(top_k, local experts) slots of a rank, so capacity bounds are smaller and layers need
-     * less memory.  epic_plan checks the ids: a duplicate is a class (b) error. */
+     * min(top_k, local experts) slots of a rank.  So capacity bounds are smaller, and layers
+     * need less memory.  epic_plan checks the ids: a duplicate is a class (b) error. */
     EPIC_DISTINCT = 8,
     /* epic_moe_forward: use the plan that epic_moe_plan has made. */
     EPIC_PLANNED = 16,
@@ -267,8 +267,8 @@ typedef struct epic_slots {
                                dispatch got no weights */
     int32_t *expert_rows;   /* [num_local_experts]: rows of each slab, with padding */
     int32_t *expert_tokens; /* [num_local_experts]: rows of each slab that carry a token */
-    int64_t capacity;       /* number of rows in the buffers; always enough */
-    int32_t first_expert;   /* global id of local expert 0 */
+    int64_t capacity;     /* number of rows of the arrays; suffices for any choice of experts */
+    int32_t first_expert; /* global id of local expert 0 */
     int32_t num_local_experts;
 } epic_slots;
 
@@ -601,8 +601,8 @@ typedef struct epic_plan_args {
 } epic_plan_args;
 
 /* Makes a plan.  The slots are ordered by local expert, source rank, token, k.  The length of a
- * slab is the number of its tokens, rounded up to the alignment; an expert without tokens takes
- * no slot.  num_local_experts is the largest number of experts that one rank owns.  A plan
+ * slab is the number of its tokens, rounded up to the alignment.  An expert without tokens has
+ * no slots.  num_local_experts is the largest number of experts that one rank owns.  A plan
  * holds no addresses, so its bytes may be copied and moved.
  *
  * An expert that drops choices keeps the first ones by the layer's priority.  If
@@ -884,9 +884,9 @@ static inline epic_result epic_window_register(epic_context *ctx, const epic_win
  * that fails has written nothing.
  *
  * On a CUDA context arrays, workspace, losses and d_loss are on its device.  Results have the
- * same bits as on the host, except that the last bit of a loss may differ.  An id out of range
- * counts as no expert there, without an error.  A CUDA context supports at most 4096 experts,
- * and no F64 logits. */
+ * same bits as on the host, except that the last bit of a loss may differ.  If an id is out of
+ * range on a CUDA context, the choice has no expert, and there is no error.  A CUDA context
+ * supports at most 4096 experts, and no F64 logits. */
 
 /* The score of an expert, from the logits z of one token. */
 typedef enum epic_score {
@@ -1509,7 +1509,7 @@ typedef struct epic_moe_args {
 
 /* Computes the layer.  For each token, `out` is the weighted sum of its experts' outputs, plus
  * weight * x for each zero-expert, plus the output of the shared expert.  experts->weighting
- * selects where weights of choices are multiplied in.
+ * selects where rows are multiplied by the weights of choices.
  *
  * F64 rows.  All numbers are float64, also the weights of choices and their gradients.  These
  * are sent with the rows, so config.max_row_bytes must be at least 8 * top_k.  EPIC_WEIGHT_LATE
@@ -1721,14 +1721,14 @@ EPIC_API epic_result epic_bootstrap_mpi(epic_bootstrap *out, const void *comm,
                                         uint32_t timeout_ms);
 
 /* Makes a bootstrap over an NCCL communicator, which the caller owns.  `comm` is an ncclComm_t,
- * which nccl.h declares as a pointer to this struct.  timeout_ms is the deadline of every
+ * which nccl.h declares as a pointer to struct ncclComm.  timeout_ms is the deadline of every
  * gather; 0: 300000.
  *
  * EPIC calls the NCCL that the process has already loaded, version 2.14 or newer, and does not
  * link it.  EPIC_NCCL is the path of that library if the process has loaded several.  A gather
  * calls only ncclAllGather, on a stream of the bootstrap and in a thread of its own.  Until the
- * call that gathers (epic_open) has returned, no other thread may use `comm`.  All ranks must
- * call it between the same collectives of `comm`.
+ * call that gathers (epic_open) has returned, no other thread may use `comm`.  The caller's own
+ * collectives on `comm` must come before or after this call in the same order on all ranks.
  *
  * NCCL does not report which rank is missing, so EPIC_ETIMEOUT does not name it.  After a
  * failed gather NCCL may still wait for that rank: abort the communicator (ncclCommAbort).

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_bootstrap_mpi, which the plugin libepic_mpi.so implements, and epic_bootstrap_nccl, which
- * the plugin libepic_cuda.so implements. A plugin is a library of its own and stores its own
- * error sentence. Therefore every call in this file copies that sentence into libepic.so, whose
+/* Implements epic_bootstrap_mpi with the plugin libepic_mpi.so, and epic_bootstrap_nccl with
+ * the plugin libepic_cuda.so. A plugin is a library of its own and stores its own error
+ * sentence. Therefore every call in this file copies that sentence into libepic.so, whose
  * epic_error() the caller uses. */
 #include <stdlib.h>
 

@@ -191,8 +191,8 @@ typedef struct epic_transport {
     void (*wait)(epic_group *group, int op_slot, uint32_t phase, const uint64_t *waits_for,
                  uint32_t ms);
 
-    /* Writes to *out the last known status of a peer: the phase that it has reached in the
-     * exchange (tag, sequence), and the operation that it announced last. */
+    /* Writes to *out the last known status of a peer: its phase in the exchange (tag,
+     * sequence), and the operation that it announced last. */
     void (*look)(epic_group *group, int peer, uint64_t tag, uint64_t sequence,
                  epic_peer_status *out);
 

@@ -4,9 +4,9 @@
  * A rank that waits for a peer usually spins for a moment with sched_yield(), because sleeping
  * and waking up takes longer than a short operation.  But if another thread computes on the
  * same core, sched_yield() may return only after milliseconds.  A sleeping rank would be woken
- * at once.  So after a sched_yield() that returned late, the next waits sleep at once:
- * LEAST_SLEEPS waits after the first late return, and twice as many after each further one.
- * Each return in time lowers this number by one. */
+ * at once.  So after a sched_yield() that returned late, the next waits sleep at once.  The
+ * number of these waits is LEAST_SLEEPS after the first late return, and doubles after each
+ * further one.  Each return in time lowers this number by one. */
 #ifndef EPIC_PATIENCE_H
 #define EPIC_PATIENCE_H
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The flight recorder: the last operations of one context, in a memfd. epic-info, run by the
- * same user, finds the memfd as epic:GROUP:RANK in /proc/PID/fd and can read it while a call is
- * stuck.
+/* The flight recorder: the last operations of one context, in a memfd (a file in memory).  The
+ * program epic-info, run by the same user, finds the memfd as epic:GROUP:RANK in /proc/PID/fd.
+ * It can read the memfd while a call is stuck.
  *
  * Writing never blocks and never allocates.  Any number of threads may write, each to a record
  * of its own.  An operation keeps its record until it ends, so the record of a stuck operation

@@ -4,8 +4,8 @@
  *
  * Every launcher has its own variables for the rank and the number of ranks. A *claim* is the
  * rank and the number of ranks that one launcher has set for this process. read_claim() reads a
- * claim, choose_claim() selects the launcher to follow, and find_endpoint() finds the address
- * and port of rank 0. */
+ * claim. choose_claim() selects the launcher to follow. find_endpoint() finds the address and
+ * port of rank 0. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -242,7 +242,7 @@ static epic_result follow_claim(epic_tcp *tcp, char host[ENV_HOST], const claim 
     return EPIC_OK;
 }
 
-/* ------------------------------------------------------------------------- no launcher ---- */
+/* -------------------------------------------------------- processes without a launcher ---- */
 
 /* Returns an error if this process runs in a batch script or a salloc shell of a job with
  * several tasks. There srun did not start the process. Without this error the process would

@@ -67,9 +67,9 @@ static void follow_waits(exchange *x, uint64_t *ends)
     }
 }
 
-/* Copies to `culprits` those ranks of `from` that are furthest behind: the ranks that have not
- * announced this exchange, which means that they have not sent their op headers for it. If all
- * have announced this exchange, copies the ranks in the lowest phase. */
+/* Copies to `culprits` those ranks of `from` that are furthest behind. These are the ranks that
+ * have not announced this exchange: they have not sent their op headers for it. If all ranks
+ * have announced it, they are the ranks in the lowest phase. */
 static void keep_furthest_behind(exchange *x, const uint64_t *from, uint64_t *culprits)
 {
     uint32_t least = UINT32_MAX;

@@ -11,8 +11,8 @@
 void format_ranks(char *out, size_t size, const uint64_t *ranks);
 
 /* Returns true if the peer has finished the operation of exchange x. Then the peer is no
- * culprit, even if it has closed its context. x may still wait for such a peer: if the ring to
- * EVERYONE is full, it does not show which peer has not read it, so x waits for all peers. */
+ * culprit, even if it has closed its context. x may still wait for such a peer: a full ring to
+ * EVERYONE does not show which peer has not read it. So x waits for all peers. */
 bool has_peer_finished(const exchange *x, const epic_peer_status *status);
 
 /* Sets the bits of the culprits in `culprits`, and writes an error sentence with the status of

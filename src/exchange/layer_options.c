@@ -208,9 +208,9 @@ static void put_shared(uint32_t **at, const epic_experts *e)
     put_limits(at, e);
 }
 
-/* Writes the options to out->words (layer_options.h). Leaves out those that may differ between
- * ranks: the number of slots, the number of local experts, a GEMM function that the caller
- * passed, and what is saved for the backward pass. */
+/* Writes the options to out->words (layer_options.h). Leaves out the options that may differ
+ * between ranks. These are the number of slots, the number of local experts, the caller's GEMM
+ * function, and EPIC_RECOMPUTE. */
 void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_router *router,
                         const epic_experts *experts, const epic_experts *shared)
 {

@@ -174,9 +174,9 @@ static bool scatter_read_own(scatter_state *g)
 }
 
 /* Returns true if this rank still has entries to send, entries to read or own items to handle.
- * Sets x->waits_for, the ranks that this rank waits for: the peers that still have entries to
- * send to this rank, and the peers to which this rank still has entries to send. If this rank
- * still has to send an entry through a ring to EVERYONE, it waits for all peers. */
+ * Sets x->waits_for to the peers that this rank waits for. These are the peers that still have
+ * entries to send to this rank, and the peers to which this rank still has entries to send. If
+ * this rank still has to send an entry through a ring to EVERYONE, it waits for all peers. */
 static bool scatter_is_unfinished(scatter_state *g)
 {
     exchange *x = g->x;

@@ -86,7 +86,7 @@ void windows_close(epic_context *ctx, bool ours)
     atomic_store(&ctx->windows, NULL);
 }
 
-/* ----------------------------------------------------------------------- adding one ---- */
+/* ------------------------------------------------------------------ adding a window ---- */
 
 /* Allocates private memory for a window into which no peer can store, because the group has
  * only one rank or its transport has no windows. */

@@ -18,10 +18,10 @@ void windows_close(epic_context *ctx, bool ours);
  * If args->data is NULL, EPIC allocates the memory. */
 epic_result windows_add(epic_context *ctx, const epic_window_args *args, epic_window_info *out);
 
-/* Returns the *place* of the bytes [data, data + bytes): one number that contains the number of
- * a window of this rank and an offset in that window. This rank sends the place of an output to
- * its peers in an op header. Returns 0 if the bytes do not lie completely in one window, or if
- * peers cannot store into the window. */
+/* Returns the *place* of the bytes [data, data + bytes). A place is one number. It contains the
+ * number of a window of this rank and an offset in that window. This rank sends the place of an
+ * output to its peers in an op header. Returns 0 if the bytes do not lie completely in one
+ * window, or if peers cannot store into the window. */
 int64_t window_place(epic_context *ctx, const void *data, int64_t bytes);
 
 /* Stores the place of output `which` in an op header. */

@@ -285,7 +285,7 @@ static epic_result check_backward_arrays(const experts_job *job,
     return CHECK_ARRAYS(arrays);
 }
 
-/* ------------------------------------------------------------------------------ passes ---- */
+/* ---------------------------------------------------------------- forward and backward ---- */
 
 /* Checks the context, if there is one, and sets job->is_device. */
 static epic_result read_context(experts_job *job, epic_context *ctx)

@@ -3,8 +3,8 @@
  *
  * Bfloat16 products use dnnl_gemm_bf16bf16f32, which accepts any number of rows. oneDNN's
  * matmul primitive would compile a kernel for each shape, and the slabs of each call have new
- * shapes. oneDNN 2 and 3 export dnnl_gemm_bf16bf16f32, like dnnl_sgemm, but do not declare it
- * in their headers. A oneDNN without this function is not used. */
+ * shapes. The libraries oneDNN 2 and 3 export dnnl_gemm_bf16bf16f32, but do not declare it in
+ * their headers. A oneDNN without this function is not used. */
 #include "experts/onednn.h"
 
 #include <dlfcn.h>

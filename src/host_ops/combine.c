@@ -379,7 +379,7 @@ static bool combine_is_received(void *self, int from, int64_t token)
     return plan_sends_token(&((combine_call *)self)->plan, from, token);
 }
 
-/* ------------------------------------------------------------------------ the whole ---- */
+/* ------------------------------------------------------------ running the operation ---- */
 
 /* Checks that the buffer of slot rows is large enough on every rank, then runs the collect flow
  * of an open exchange. */

@@ -49,9 +49,9 @@ static void write_scaled_row(const combine_backward_call *s, int64_t slot, float
         s->kernels->quantize_1x32(row + first, scales + first / 32, piece, w, type, n);
 }
 
-/* Adds the part of one piece to the dot product of a slot: multiplies the elements of the piece
- * by those of rows[slot], and adds the products to *sum. *sum contains the parts of the earlier
- * pieces. After the last piece, writes the sum to d_slot_weights. */
+/* Adds the part of one piece to the dot product of a slot. Multiplies the elements of the piece
+ * by those of rows[slot], and adds the products to *sum, which contains the parts of the
+ * earlier pieces. After the last piece, writes the sum to d_slot_weights. */
 static void add_dot(const combine_backward_call *s, int64_t slot, double *sum,
                     const void *piece, int64_t first, int64_t n)
 {

@@ -355,7 +355,7 @@ static bool dispatch_is_received(void *self, int from, int64_t token)
     return plan_receives_token(&((dispatch_call *)self)->plan, from, token);
 }
 
-/* ------------------------------------------------------------------------ the whole ---- */
+/* ------------------------------------------------------------ running the operation ---- */
 
 /* Writes to `out` the outputs that have one row per slot. A row of slot_weights has `weights`
  * floats. */

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Host arithmetic on one block of tokens for the gate, the zero-experts and the gate of the
- * shared expert. dense_f32.c and dense_f64.c define four macros and include this file: REAL
- * (float or double), GEMM and GEMM_INVARIANT (the matrix products) and OPS (the name of the
- * table of functions).
+ * shared expert. dense_f32.c and dense_f64.c include this file. Before, they define four
+ * macros: REAL is float or double, GEMM and GEMM_INVARIANT are the functions for matrix
+ * products, and OPS is the name of the table of functions.
  *
  * Rows of other types are converted to REAL. The matrix products of the gate convert GATE_TILE
  * columns of all rows at a time. The other functions convert one row at a time. */

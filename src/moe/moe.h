@@ -9,16 +9,16 @@
  * The tree depends only on `leaves`.
  *
  * On a rank with T tokens and B blocks, block b begins at token floor(b * T / B). So the sizes
- * of the blocks differ by at most one token, and some blocks are empty if T < B. If all ranks
- * have the same number of tokens, and the group has N tokens, block b of all `leaves` blocks
- * begins at token floor(b * N / leaves) of the group. That does not depend on the number of
- * ranks, so the sums have the same bits with any number of ranks. If the balance loss is
- * computed per sequence, blocks consist of whole sequences.
+ * of the blocks differ by at most one token, and some blocks are empty if T < B. Suppose that
+ * all ranks have the same number of tokens, and the group has N tokens. Then block b of all
+ * `leaves` blocks begins at token floor(b * N / leaves) of the group. This number does not
+ * depend on the number of ranks, so the sums have the same bits with any number of ranks. If
+ * the balance loss is computed per sequence, blocks consist of whole sequences.
  *
  * These files use two terms. A "real" is a float64 if the rows are float64, otherwise a
- * float32. The "dense part" is the weights of which every rank has a copy: the gate, its bias,
- * scale_of_expert and the shared expert. Names in shapes, such as [block, columns], are fields
- * of moe_job. */
+ * float32. The "dense part" of the layer has the weights of which every rank has a copy: the
+ * gate, its bias, scale_of_expert and the shared expert. Names in shapes, such as [block,
+ * columns], are fields of moe_job. */
 #ifndef EPIC_MOE_H
 #define EPIC_MOE_H
 
@@ -41,8 +41,9 @@ typedef struct moe_saved {
     void *slot_weights; /* [capacity] real */
     float *slot_k;      /* [capacity]: index k of the slot's choice; only in float64 layers */
     /* expert_rows and expert_tokens [num_local_experts]: number of slots of each local expert,
-     * with and without padding. load [num_experts] and logical_load [num_logical]: number of
-     * the group's choices of each expert and of each logical expert. */
+     * the first with padding, the second without. load [num_experts] and logical_load
+     * [num_logical]: number of the group's choices of each expert and of each logical
+     * expert. */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load;
     int64_t *total_tokens; /* tokens of all ranks; -1 if forward failed */
     /* Data that epic_experts_forward saves: `experts` for the experts, `shared` for each block

@@ -94,9 +94,9 @@ epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size,
 
 /* Replaces the sum order EPIC_BY_HOSTS by EPIC_TREE or EPIC_BY_RANK. `relayed` is the result of
  * context_relays(): true if the ranks of one host add up their rows before they send the sum to
- * another host. The new order is EPIC_TREE with one leaf per rank if `relayed` is true, the
- * number of ranks is a power of two, and it divides the number of experts. Otherwise the new
- * order is EPIC_BY_RANK. */
+ * another host. The new order is EPIC_TREE with one leaf per rank if three conditions are true:
+ * `relayed` is true, the number of ranks is a power of two, and it divides the number of
+ * experts. Otherwise the new order is EPIC_BY_RANK. */
 void layer_choose_order(epic_layer *layer, int32_t num_ranks, bool relayed);
 
 /* Computes the offsets of the arrays and the size of the plan, from the numbers of tokens,

@@ -6,11 +6,11 @@
  * the largest values are chosen, the largest first. Of columns with equal values the one with
  * the lower number comes first. NaN comes last.
  *
- * If num_groups is not 0, the columns form groups of equal size, and only the topk_groups
- * groups with the best scores are kept (group-limited routing, arXiv 2412.19437). The score of
- * a group is its largest value, or the sum of its group_best largest values. By default,
- * columns of other groups cannot be chosen. With EPIC_OTHERS_ZERO they can be chosen, but their
- * value is 0. */
+ * If num_groups is not 0, the columns form groups of equal size. Only the topk_groups groups
+ * with the best scores are kept (group-limited routing, arXiv 2412.19437). The score of a group
+ * is its largest value, or the sum of its group_best largest values. By default, columns of
+ * other groups cannot be chosen. With EPIC_OTHERS_ZERO they can be chosen, but their value is
+ * 0. */
 
 /* Returns true if a column with value a is chosen before a column with value b and a lower
  * number. If a and b are equal, the lower number comes first. NaN comes last. */

@@ -33,8 +33,9 @@
 
 #define DEVICE_MAX_RANKS 32 /* kernels use one bit of a word and one lane of a warp per rank */
 #define DEVICE_MAX_EXPERTS 8192
-/* Number of words that a rank has in the array `counts` of a heap: one for each expert, one for
- * each rank, one for the hash of the table of replicas (plan/replicas.cuh), and 15 unused. */
+/* Number of words that a rank has in the array `counts` of a heap. It has one word for each
+ * expert, one for each rank, one for the hash of the table of replicas (plan/replicas.cuh), and
+ * 15 unused words. */
 #define DEVICE_MAX_TALLIES (DEVICE_MAX_EXPERTS + DEVICE_MAX_RANKS + 16)
 #define DEVICE_MAX_TOP_K 64
 #define DEVICE_PLAN_MAGIC 0x6e616c5063697045ull /* "EpicPlan" */

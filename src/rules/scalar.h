@@ -70,10 +70,10 @@ SCALAR float part_of_f32(float a, float b)
 {
 #if defined(__CUDACC__)
     /* One Newton step improves the approximation of 1 / b, and one correction improves the
-     * quotient. For a = 1 and for b = 1 + a the result is correctly rounded, if the first
-     * approximation has an error of at most 2 units in the last place. The largest b below 2 is
-     * an exception: it needs an exact first approximation, so its first approximation is a
-     * constant. */
+     * quotient. Suppose that the first approximation has an error of at most 2 units in the
+     * last place. Then the result is correctly rounded for a = 1 and for b = 1 + a. The largest
+     * b below 2 is an exception: it needs an exact first approximation, so its first
+     * approximation is a constant. */
     const float start = b == 0x1.fffffep0f ? 0x1.000002p-1f : reciprocal_approx(b);
     const float y = fmaf(fmaf(-b, start, 1), start, start);
     const float q = a * y;

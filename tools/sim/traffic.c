@@ -96,8 +96,9 @@ static int draw_groups(counting *c, int32_t *out)
     return count;
 }
 
-/* Returns true if a token that has already chosen the k experts `ids` may choose expert `id`:
- * it must be new and, if the experts have groups, in one of the token's groups. */
+/* Returns true if a token may choose expert `id`. The token has already chosen the k experts
+ * `ids`, and `id` must be another one. If the experts have groups, `id` must be in one of the
+ * token's groups. */
 static bool is_free(const routing *r, int32_t id, const int32_t *ids, int k,
                     const int32_t *groups, int num_groups)
 {
@@ -161,8 +162,8 @@ static void extend_run(counting *c, int from, int to, int64_t token)
     a->last = token;
 }
 
-/* Counts the rows of a token to a host with another number of ranks than the sender's host: one
- * row to each rank there that has one of its experts. */
+/* Counts the rows of a token to a host that has another number of ranks than the sender's host.
+ * No relay is used: one row goes to each rank there that has one of the token's experts. */
 static void reach_ranks(counting *c, int from, int host, const int32_t *ranks, int count,
                         int64_t token)
 {

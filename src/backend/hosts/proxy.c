@@ -287,8 +287,8 @@ static uint64_t broken_word(const hosts_proxy *p)
     return P2P_BROKEN(result, s->operation, s->reporter, s->phase, s->culprits);
 }
 
-/* Sends two state words to all peers: a word that names the ranks for which this rank waits,
- * and a word that describes the failure that this rank has reported. */
+/* Sends two state words to all peers. The first names the ranks for which this rank waits. The
+ * second describes the failure that this rank has reported. */
 static void send_state(hosts_proxy *p)
 {
     const hosts_proxy_setup *s = &p->setup;

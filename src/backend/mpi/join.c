@@ -16,7 +16,7 @@
 #define SETTLE_NS 100000000
 #define FLUSH_NAP_NS 100000
 
-/* ---------------------------------------------------------------------------- can_join ---- */
+/* ---------------------------------------------------------------- check before joining ---- */
 
 /* Returns the number of ranks that mpirun has started, or 0 if it did not start this
  * process. */
@@ -99,7 +99,7 @@ bool mpi_can_join(const epic_peer *peers, int num_ranks, const epic_config *conf
     return false;
 }
 
-/* -------------------------------------------------------------------------------- join ---- */
+/* ----------------------------------------------------------------------------- joining ---- */
 
 /* The data that a rank sends through the bootstrap before the first collective MPI call. */
 typedef struct join_info {
@@ -260,7 +260,7 @@ epic_result mpi_join(epic_group **out, const epic_join *join)
     return result;
 }
 
-/* ------------------------------------------------------------------------------- leave ---- */
+/* ----------------------------------------------------------------------------- leaving ---- */
 
 /* Returns whether a peer's process ended at least SETTLE_NS ago without a close message. Before
  * that time has passed, the peer's close message may still arrive. *since is the time at which

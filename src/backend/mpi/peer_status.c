@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Exchanges the status of ranks. A rank that waits for a long time sends status requests to the
- * ranks that it waits for, to the ranks that these ranks wait for, and so on. A rank that is
- * itself inside a wait of EPIC polls MPI, so it replies. At its deadline a rank can therefore
- * distinguish waiting peers from silent ones, and names only the silent ones as culprits. */
+ * ranks that it waits for. It also sends requests to the ranks that these ranks wait for, and
+ * so on. A rank that is itself inside a wait of EPIC polls MPI, so it replies. At its deadline
+ * a rank can therefore distinguish waiting peers from silent ones, and names only the silent
+ * ones as culprits. */
 #include <string.h>
 
 #include "backend/mpi/group.h"

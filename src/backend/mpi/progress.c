@@ -124,7 +124,7 @@ void progress_drain(epic_group *group)
         if (group->slots[i].state == SLOT_DRAINING) free_if_idle(group, &group->slots[i]);
 }
 
-/* ------------------------------------------------------------------------- one op slot ---- */
+/* ------------------------------------------------------------- progress of one op slot ---- */
 
 /* Polls MPI for the messages that the op slot waits for: rows if a flow has begun, otherwise
  * control messages with op headers. Does not poll both, because an MPI call that finds nothing

@@ -9,9 +9,9 @@
  * posts a receive only when a half of its ring is free. MPI delays large sends until the
  * receive is posted, so the reader need not report free halves to the writer.
  *
- * If a flow fills only a small part of half a ring, the writer places its entries at another
- * offset than the entries of the previous flow. At the same offset the writer would write to
- * cache lines that the reader's cache still holds from the previous flow, which is slow.
+ * A flow may fill only a small part of half a ring. Then the writer places the flow's entries
+ * at another offset than those of the previous flow. At the same offset the writer would write
+ * to cache lines that are still in the reader's cache, which is slow.
  *
  * The MPI tag of the rows is FIRST_ROW_TAG plus the number of the reader's op slot. A rank
  * reuses a slot only after it has received all rows that it expects there. So this MPI tag

@@ -41,9 +41,9 @@ static inline int p2p_beats_ms(const p2p_beats *b)
 
 /* Increments the counter `beats` if the next beat is due. Exactly one thread calls this
  * function, about every p2p_beats_ms() milliseconds. If a call is late by more than a quarter
- * of the time limit, the process was suspended, and the call also increments `stops`. (This
- * quarter is limited to 30 to 100 ms.) One release store publishes `stops` and `beats` in one
- * word. */
+ * of the time limit, the process was suspended, and the call also increments `stops`. A quarter
+ * below 30 ms counts as 30 ms, and a quarter above 100 ms as 100 ms. One release store
+ * publishes `stops` and `beats` in one word. */
 static inline void p2p_beat(p2p_beats *b, p2p_status *status)
 {
     const int64_t now = clock_ns(), ms = 1000000, period = p2p_beats_ms(b) * ms;

@@ -78,10 +78,10 @@ static p2p_gemm product_of_components(const p2p_gemm *product, const epic_gate_a
  *
  * IN_ORDER is for a product in which only one factor is split. It lists each component once.
  * PAIRS_LEFT and PAIRS_RIGHT are for a product in which both factors are split. Such a product
- * is the sum of six products of components: component PAIRS_LEFT[i] of the left factor times
- * component PAIRS_RIGHT[i] of the right factor, added in ascending i. The pairs are 0 x 2, 2 x
- * 0, 1 x 1, 0 x 1, 1 x 0 and 0 x 0. The products of all other pairs are smaller than the last
- * bit of a float32. */
+ * is the sum of six products of components, added in ascending i. Product number i is component
+ * PAIRS_LEFT[i] of the left factor times component PAIRS_RIGHT[i] of the right factor. The
+ * pairs are 0 x 2, 2 x 0, 1 x 1, 0 x 1, 1 x 0 and 0 x 0. The products of all other pairs are
+ * smaller than the last bit of a float32. */
 enum { IN_ORDER = 0 | 1 << 2 | 2 << 4 };
 enum { PAIRS_LEFT = 0 | 2 << 2 | 1 << 4 | 0 << 6 | 1 << 8 | 0 << 10 };
 enum { PAIRS_RIGHT = 2 | 0 << 2 | 1 << 4 | 1 << 6 | 0 << 8 | 0 << 10 };

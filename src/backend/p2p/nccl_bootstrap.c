@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Creates a bootstrap from an NCCL communicator that the caller owns.
  *
- * A gather sends its bytes in chunks of a fixed size, one ncclAllGather for each chunk. The size
- * is fixed because NCCL's behaviour is undefined if ranks pass different sizes. Each chunk
- * begins with a header, by which the ranks find out whether they passed different numbers of
- * bytes, or whether NCCL matched the call with another all-gather of the caller.
+ * A gather sends its bytes in chunks of a fixed size, one ncclAllGather for each chunk. The
+ * size is fixed because NCCL's behaviour is undefined if ranks pass different sizes. Each chunk
+ * begins with a header. Its fields show if the ranks passed different numbers of bytes, or if
+ * NCCL matched the call with another all-gather of the caller.
  *
  * ncclAllGather itself may wait for a rank that is late, because NCCL opens connections at the
  * first collective. The wait for the stream has no deadline either. So a thread makes these
@@ -32,7 +32,7 @@ typedef struct chunk {
     uint64_t magic;
     uint64_t gather; /* number of the gather, from 1 */
     int64_t bytes;   /* bytes that the rank passed to the gather */
-    int64_t at;      /* offset of this chunk's bytes in them */
+    int64_t at;      /* offset of this chunk's bytes in `bytes` */
     uint8_t data[CHUNK_BYTES - 32];
 } chunk;
 
@@ -44,7 +44,7 @@ typedef struct nccl_bootstrap {
     uint32_t timeout_ms;
     cudaStream_t stream;
     chunk *on_host;   /* pinned [1 + num_ranks]: this rank's chunk, then those of all ranks */
-    chunk *on_device; /* the same on the device */
+    chunk *on_device; /* copy of on_host on the device */
     uint64_t num_gathers;
     char sentence[512]; /* error sentence of the first gather that failed */
 
@@ -81,8 +81,8 @@ static epic_result fail_nccl(const nccl_bootstrap *b, int result, const char *ca
                      b->nccl.get_error_string(result));
 }
 
-/* NCCL does not report which ranks are missing, so the sentence contains what is known: the
- * gathers that all ranks have finished, and the call that waits. */
+/* Returns EPIC_ETIMEOUT. NCCL does not report which ranks are missing. So the error sentence
+ * contains the number of gathers that all ranks have finished, and the call that waits. */
 static epic_result fail_late(const nccl_bootstrap *b, const char *phase)
 {
     return epic_fail(EPIC_ETIMEOUT,

@@ -15,7 +15,7 @@
  * docs/lab/cuda.md */
 #define COMBINE_LAG 48
 
-/* ------------------------------------------------------------------------------ common ---- */
+/* ------------------------------------------------------ common parts of all operations ---- */
 
 /* Fills in `self`, the first member of every job. (A job is the struct of a kernel's
  * arguments.) Sets the operation, its signature and its time limit. In the backend `hosts`,
@@ -288,9 +288,10 @@ static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
            g->config.max_tokens * row <= g->self.at.source_bytes;
 }
 
-/* Returns how many tokens to send while the plan is made: as many as NVLink can carry in that
- * time (EARLY_BYTES) with uniform routing, and at most a fifth of the tokens. Receiving starts
- * only when the plan is complete. The limit of a fifth lets receiving catch up with sending. */
+/* Returns how many tokens to send while the plan is made. With uniform routing, their rows are
+ * as many bytes as NVLink can send in that time (EARLY_BYTES). But the number is at most a
+ * fifth of the tokens. Receiving starts only when the plan is complete, and this limit lets it
+ * catch up with sending. */
 static int32_t early_tokens_of(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t ranks = g->num_ranks, top_k = job->plan.layer.top_k;
@@ -344,8 +345,8 @@ typedef struct plan_argument {
     int64_t plan_bytes;
 } plan_argument;
 
-/* Returns the number of leaves of the sum tree on each rank if combine can use its kernel for
- * several leaves, which is faster than the general one. Otherwise returns 0. */
+/* Combine has a fast kernel for several leaves of the sum tree on each rank. If combine can use
+ * it, returns the number of leaves on each rank. Otherwise returns 0. */
 static int32_t leaves_to_stream(const epic_group *g, const epic_layer *layer)
 {
     const uint32_t leaves = layer->leaves / (uint32_t)g->num_ranks;
