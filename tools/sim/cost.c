@@ -29,7 +29,7 @@ static void raise_rows_us(cost *c, double time, const char *name)
 cost compute_cost(const constants *k, const traffic *t, const shape *s, const routing *r,
                   bytes_of bytes)
 {
-    const int hosts = (s->ranks + s->a_host - 1) / s->a_host;
+    const int hosts = (s->ranks + s->ranks_per_host - 1) / s->ranks_per_host;
     const double row = bytes.row + r->top_k * bytes.extra, tokens = (double)s->tokens;
     const double net = larger_most(t->net_out, t->net_in), away = hosts - 1;
     const double inside = larger_most(t->inside_out, t->inside_in);

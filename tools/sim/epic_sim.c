@@ -99,7 +99,7 @@ static void print_head(const options *o)
     printf("%lld tokens of %g a rank, top-%d of %lld experts or one a rank, skew %g%s, %d "
            "ranks a host\n",
            (long long)o->shapes[0].tokens, o->hidden, o->r.top_k, (long long)o->r.experts,
-           o->r.skew, o->r.trace ? ", a trace" : "", o->shapes[0].a_host);
+           o->r.skew, o->r.trace ? ", a trace" : "", o->shapes[0].ranks_per_host);
     printf("a rank's NIC %g GB/s, NVLink %g, memory %g; launch %g us, net %g us, put %g us\n\n",
            o->k.nic, o->k.nvlink, o->k.memory, o->k.launch_us, o->k.net_us, o->k.put_us);
     printf("%5s %5s  %8s %6s  %8s %8s %6s %-7s  %8s  %7s %7s\n", "ranks", "hosts", "net MB",
@@ -111,7 +111,7 @@ static void print_row(const shape *s, const traffic *t, const cost *out, const c
     const double mean = t->net_in.mean > 0 ? t->net_in.mean : 1;
     const double most = t->net_in.most > t->net_out.most ? t->net_in.most : t->net_out.most;
     const double us = out->plan_us + out->rows_us;
-    const int hosts = (s->ranks + s->a_host - 1) / s->a_host;
+    const int hosts = (s->ranks + s->ranks_per_host - 1) / s->ranks_per_host;
     printf("%5d %5d  %8.1f %6.2f  %8.0f %8.0f %6.1f %-7s  %8.0f", s->ranks, hosts, out->net_mb,
            most / mean, out->plan_us, out->rows_us, out->net_mb / us * 1e3, out->limit,
            back->rows_us);
@@ -205,9 +205,10 @@ int main(int argc, char **argv)
                  .hidden = 7168,
                  .out_bytes = 2,
                  .back_bytes = 2};
-    double a_host = 8, tokens = 4096, top_k = 8, experts = 256, groups = 0, limit = 0, seed = 1;
+    double ranks_per_host = 8, tokens = 4096, top_k = 8, experts = 256, groups = 0, limit = 0,
+           seed = 1;
     const number numbers[] = {
-        {"host", "ranks on one host, 1 to 64", &a_host, 1, 64, true},
+        {"host", "ranks on one host, 1 to 64", &ranks_per_host, 1, 64, true},
         {"tokens", "tokens of a rank, 1 to 65536", &tokens, 1, 65536, true},
         {"hidden", "elements of a row, 1 to 65536", &o.hidden, 1, 65536, true},
         {"out-bytes", "bytes of an element in dispatch, 0.5 to 8", &o.out_bytes, 0.5, 8, false},
@@ -255,7 +256,7 @@ int main(int argc, char **argv)
     o.r.limit = (int)limit;
     o.r.seed = (uint64_t)seed;
     for (int i = 0; i < o.num_shapes; i++) {
-        o.shapes[i].a_host = (int)a_host;
+        o.shapes[i].ranks_per_host = (int)ranks_per_host;
         o.shapes[i].tokens = (int64_t)tokens;
     }
     return check_and_run(&o, trace);

@@ -7,10 +7,10 @@
 /* One measurement. */
 typedef struct run {
     const char *system, *network;
-    int ranks, a_host;
+    int ranks, ranks_per_host;
     int64_t tokens, experts;
     int top_k, groups, limit;
-    double out_row, back_row; /* bytes per row */
+    double out_row, back_row; /* bytes of a row in dispatch, and in combine */
     double dispatch, combine; /* microseconds, including the plan, or GB/s */
     bool is_us;
     double nic; /* GB/s of the NIC in the measurement; 0: constants.nic */
@@ -68,7 +68,8 @@ void print_published(const constants *k)
                            .groups = p->groups,
                            .limit = p->limit,
                            .seed = 1};
-        const shape s = {.ranks = p->ranks, .a_host = p->a_host, .tokens = p->tokens};
+        const shape s = {
+            .ranks = p->ranks, .ranks_per_host = p->ranks_per_host, .tokens = p->tokens};
         constants own = *k;
         traffic t;
         if (p->nic > 0) own.nic = p->nic;

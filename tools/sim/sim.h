@@ -32,8 +32,8 @@ typedef struct routing {
 
 /* Size of the group. */
 typedef struct shape {
-    int ranks, a_host; /* number of ranks in the group, and on one host */
-    int64_t tokens;    /* number of tokens of each rank */
+    int ranks, ranks_per_host; /* number of ranks in the group, and on each host */
+    int64_t tokens;            /* number of tokens of each rank */
 } shape;
 
 /* Numbers of rows in one direction: that of the rank with the most rows, and the mean over the
@@ -62,7 +62,7 @@ bool traffic_count(const routing *r, const shape *s, traffic *out);
 
 /* Constants of the machine. docs/lab/hosts.md explains where the defaults come from. */
 typedef struct constants {
-    double nic, nvlink, memory; /* GB/s per rank */
+    double nic, nvlink, memory; /* bandwidths in GB/s per rank */
     double launch_us, net_us, put_us;
 } constants;
 

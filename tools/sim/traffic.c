@@ -28,7 +28,7 @@ typedef struct counting {
     const shape *s;
     double *below;  /* [experts], cumulative weights */
     int32_t *order; /* [experts], the experts in a random order */
-    counts *of;     /* [ranks] */
+    counts *of;     /* [ranks]: the counts of each rank */
     run *runs;     /* [hosts] or [ranks] current run of the sending rank to each host or rank */
     int64_t hosts; /* number of hosts to which a token is sent, summed over the tokens */
     uint64_t state;
@@ -168,7 +168,7 @@ static void reach_ranks(counting *c, int from, int host, const int32_t *ranks, i
                         int64_t token)
 {
     for (int i = 0; i < count; i++) {
-        if (ranks[i] / c->s->a_host != host) continue;
+        if (ranks[i] / c->s->ranks_per_host != host) continue;
         c->of[from].by_rank_out++;
         c->of[ranks[i]].by_rank_in++;
         c->of[from].net_out++;
@@ -182,19 +182,19 @@ static void reach_ranks(counting *c, int from, int host, const int32_t *ranks, i
 static void reach_host(counting *c, int from, int host, const int32_t *ranks, int count,
                        int64_t token)
 {
-    const int a_host = c->s->a_host, here = from / a_host;
-    if (host != here && c->s->ranks % a_host) {
+    const int ranks_per_host = c->s->ranks_per_host, here = from / ranks_per_host;
+    if (host != here && c->s->ranks % ranks_per_host) {
         reach_ranks(c, from, host, ranks, count, token);
         return;
     }
-    const int relay = host == here ? from : host * a_host + from % a_host;
+    const int relay = host == here ? from : host * ranks_per_host + from % ranks_per_host;
     if (host != here) {
         c->of[from].net_out++;
         c->of[relay].net_in++;
         extend_run(c, from, host, token);
     }
     for (int i = 0; i < count; i++) {
-        if (ranks[i] / a_host != host) continue;
+        if (ranks[i] / ranks_per_host != host) continue;
         c->of[from].by_rank_out += host != here;
         c->of[ranks[i]].by_rank_in += host != here;
         c->of[relay].inside_out += ranks[i] != relay;
@@ -212,7 +212,7 @@ static void route_token(counting *c, int from, int64_t token, const int32_t *ids
         c->of[rank].slots++;
         if (list_has(ranks, num_ranks, rank)) continue;
         ranks[num_ranks++] = rank;
-        const int32_t host = rank / c->s->a_host;
+        const int32_t host = rank / c->s->ranks_per_host;
         if (!list_has(hosts, num_hosts, host)) hosts[num_hosts++] = host;
     }
     c->hosts += num_hosts;
