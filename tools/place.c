@@ -197,7 +197,7 @@ static place_problem sample_steps(const place_problem *p, int32_t *load)
 typedef struct sums {
     const place_problem *p;
     int32_t *at, *count;
-    double *load; /* [num_steps, ranks] */
+    double *load; /* [num_steps, ranks]: load of each rank in each step */
     double cost;
 } sums;
 

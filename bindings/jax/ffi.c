@@ -63,7 +63,7 @@ ffi_error *ffi_error_new(const XLA_FFI_Api *api, epic_result result, const char 
     snprintf(whole, sizeof whole, "%.1560s [%s]", text, epic_result_name(result));
     XLA_FFI_Error_Create_Args args = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, whole,
                                       xla_code_of(result)};
-    return api->XLA_FFI_Error_Create(&args); /* copies the text */
+    return api->XLA_FFI_Error_Create(&args); /* XLA copies the text */
 }
 
 ffi_error *ffi_fail(const ffi_frame *frame, epic_result result, const char *format, ...)

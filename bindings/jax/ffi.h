@@ -48,7 +48,7 @@ typedef XLA_FFI_Error ffi_error; /* NULL means success; XLA frees any other valu
 typedef struct ffi_reader {
     const ffi_frame *frame;
     bool on_device; /* true: the arrays are on a GPU, so the host cannot read their elements */
-    ffi_error *error; /* the first error */
+    ffi_error *error; /* the first error; NULL: none */
     /* number of arguments and of results that were read so far */
     int64_t num_args, num_results;
 } ffi_reader;

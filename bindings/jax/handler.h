@@ -85,7 +85,7 @@ typedef struct handler_call {
 
 /* Meaning of an entry in the table of an operation. */
 typedef enum handler_kind {
-    HANDLER_ARRAY, /* one array */
+    HANDLER_ARRAY, /* the entry describes one array */
     /* a plan that an earlier call made, followed by its channel (HANDLER_CHANNEL_BYTES) */
     HANDLER_PLAN,
     HANDLER_NEW_PLAN, /* memory for the plan that this call makes */

@@ -18,7 +18,7 @@ struct member {
     epic_context *ctx;
     /* true: the group was closed; the struct stays in the list so that calls can report that */
     bool is_closed;
-    member_use *uses; /* operations in flight */
+    member_use *uses; /* list of the operations in flight */
     struct member *next;
 };
 

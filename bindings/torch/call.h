@@ -58,7 +58,7 @@ typedef struct torch_call {
     int num_owned, num_new_results, num_spans;
     torch_tensor owned[2 * CALL_TENSORS];   /* arguments and temporary tensors, which
                                              call_end() deletes */
-    torch_tensor new_results[CALL_TENSORS]; /* new results */
+    torch_tensor new_results[CALL_TENSORS]; /* tensors that the call made for results */
     call_span spans[CALL_TENSORS];
     group_device device; /* device of the first tensor; all tensors must be on it */
     group_use use;       /* the group that the call uses; set by the call_enter functions */

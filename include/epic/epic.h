@@ -242,8 +242,8 @@ typedef struct epic_dispatcher_config {
     int64_t max_tokens;   /* largest number of tokens that this rank sends in one step;
                              required */
     uint32_t num_experts; /* number of experts of the layer, a multiple of num_ranks */
-    uint32_t top_k;       /* experts per token */
-    uint32_t hidden;      /* elements of a row */
+    uint32_t top_k;       /* number of experts that each token chooses */
+    uint32_t hidden;      /* number of elements of a row */
     uint32_t type;        /* epic_type of an element: F32, BF16, F16 or F64 */
     uint32_t alignment;   /* slabs begin and end at multiples of this many slots; 0: 1 */
     uint32_t gradients;   /* 1: allocate the buffers of the two backward calls */
@@ -364,7 +364,7 @@ typedef struct epic_config {
                                Else NULL */
     uint32_t max_top_k;     /* largest top_k of a layer; 0: 64.  A smaller value reduces the
                                memory of backend "hosts"; the other backends only check it */
-    uint32_t reserved;      /* 0 */
+    uint32_t reserved;      /* must be 0 */
 } epic_config;
 
 /* Opens this rank's context.  If bootstrap is NULL, epic_open uses config.native (with
@@ -522,10 +522,10 @@ typedef enum epic_priority {
  * expert_capacity C, replica i keeps (C + r - 1 - i) / r choices.  With EPIC_BY_TOKEN, the
  * replicas do not change which choices a logical expert drops. */
 typedef struct epic_layer {
-    uint32_t num_experts;     /* 1 to 65536 */
+    uint32_t num_experts;     /* number of experts, 1 to 65536 */
     uint32_t num_logical;     /* number of logical experts, and expert ids are below it.  0:
                                  no replicas, and expert ids are below num_experts */
-    uint32_t top_k;           /* 1 to 64 */
+    uint32_t top_k;           /* number of choices of a token, 1 to 64 */
     uint32_t alignment;       /* lengths of slabs are multiples of this many slots; 0: 1 */
     uint32_t layout;          /* an epic_layout */
     uint32_t overflow;        /* an epic_overflow */
@@ -541,7 +541,7 @@ typedef struct epic_layer {
     /* epic_type of the partial sums that are sent back: EPIC_F32 or the type of the
      * rows; 0: the type of the rows */
     uint32_t partial_type;
-    uint32_t flags; /* EPIC_DISTINCT */
+    uint32_t flags; /* 0 or EPIC_DISTINCT */
 } epic_layer;
 
 /* Sizes that depend on a layer and an open context. */
@@ -586,7 +586,7 @@ typedef struct epic_plan_args {
                                          NULL */
     int64_t capacity;                 /* slots of this rank, or EPIC_CAPACITY_EXACT */
     uint32_t index_type;              /* type of topk_idx: EPIC_I32 or EPIC_I64; 0: EPIC_I32 */
-    uint32_t flags;                   /* 0 */
+    uint32_t flags;                   /* must be 0 */
     int32_t *expert_rows;             /* out [num_local_experts]: rows of each slab, with
                                          padding */
     int32_t *expert_tokens;           /* out [num_local_experts]: rows of each slab that
@@ -631,11 +631,11 @@ typedef struct epic_dispatch_args {
     const epic_layer *layer; /* the layer of this plan, as passed to epic_plan */
     const void *plan;
     int64_t plan_bytes;
-    epic_const_rows tokens; /* [num_tokens, row_bytes] */
+    epic_const_rows tokens; /* [num_tokens, row_bytes]: the rows to send */
     epic_rows recv;         /* out [slots, row_bytes]; num_rows is the capacity of the buffer */
     epic_const_rows scales; /* [num_tokens, scale_bytes]: a second array of rows that is sent
                                with the tokens; or none */
-    epic_rows recv_scales;  /* out [slots, scale_bytes] */
+    epic_rows recv_scales;  /* out [slots, scale_bytes]: the scales of recv */
     const float *weights;   /* [num_tokens, top_k], or NULL */
     float *slot_weights;    /* out [slots], 0 on padding.  With EPIC_FLAT: [rows, top_k], the
                                weights of a token's choices on this rank by ascending k, then
@@ -647,7 +647,7 @@ typedef struct epic_dispatch_args {
                                gets e4m3 rows and recv_scales their scales; `scales` must be
                                none */
     uint32_t flags;         /* EPIC_ZERO_TAIL, EPIC_LEAVE_PADDING */
-    uint32_t reserved;      /* 0 */
+    uint32_t reserved;      /* must be 0 */
 } epic_dispatch_args;
 
 /* Sends the row of each token to every expert that the plan chose for it.  For the slot of
@@ -690,7 +690,7 @@ typedef struct epic_combine_args {
     epic_rows out;             /* out [num_tokens, row_bytes] */
     const float *slot_weights; /* [slots]; NULL: 1.  Must be NULL for FLAT */
     uint32_t type;             /* epic_type of rows and out: F32, BF16, F16 or F64 */
-    uint32_t flags;            /* 0 */
+    uint32_t flags;            /* must be 0 */
 } epic_combine_args;
 
 /* Returns rows to their tokens and sums them: out[t] = sum over k of slot_weights[slot(t, k)] *
@@ -714,13 +714,13 @@ typedef struct epic_dispatch_backward_args {
     const epic_layer *layer; /* the layer of this plan, as passed to epic_plan */
     const void *plan;
     int64_t plan_bytes;
-    epic_const_rows d_recv;      /* [slots, row_bytes] */
-    epic_rows d_tokens;          /* out [num_tokens, row_bytes] */
+    epic_const_rows d_recv;      /* [slots, row_bytes]: gradient of recv */
+    epic_rows d_tokens;          /* out [num_tokens, row_bytes]: gradient of the tokens */
     const float *d_slot_weights; /* [slots]; with EPIC_FLAT: [rows, top_k], like slot_weights of
                                     dispatch; or NULL */
     float *d_weights;            /* out [num_tokens, top_k]; 0 for choices without a slot */
     uint32_t type;               /* epic_type of d_recv and d_tokens */
-    uint32_t flags;              /* 0 */
+    uint32_t flags;              /* must be 0 */
 } epic_dispatch_backward_args;
 
 /* Computes the gradient of epic_dispatch: d_tokens is epic_combine of d_recv without weights,
@@ -737,17 +737,17 @@ typedef struct epic_combine_backward_args {
     const epic_layer *layer; /* the layer of this plan, as passed to epic_plan */
     const void *plan;
     int64_t plan_bytes;
-    epic_const_rows d_out;     /* [num_tokens, row_bytes] */
+    epic_const_rows d_out;     /* [num_tokens, row_bytes]: gradient of `out` of combine */
     epic_const_rows rows;      /* [slots, row_bytes]: the rows that combine read; none if
                                   d_slot_weights is NULL */
     epic_rows d_rows;          /* out [slots, row_bytes]; with quantize: e4m3 rows */
     epic_rows d_rows_scales;   /* out: the scales of d_rows; with quantize only */
     const float *slot_weights; /* [slots]; NULL: 1.  Must be NULL for FLAT */
-    float *d_slot_weights;     /* out [slots]; NULL for FLAT */
+    float *d_slot_weights;     /* out [slots]: gradient of slot_weights; NULL for FLAT */
     uint32_t type;             /* epic_type of d_out, rows and d_rows */
     uint32_t quantize;         /* an epic_quantize, for d_rows */
     uint32_t flags;            /* EPIC_ZERO_TAIL and EPIC_LEAVE_PADDING, for every output */
-    uint32_t reserved;         /* 0 */
+    uint32_t reserved;         /* must be 0 */
 } epic_combine_backward_args;
 
 /* Computes the gradient of epic_combine: d_rows[slot] = slot_weights[slot] * d_out[token] and
@@ -774,7 +774,7 @@ typedef struct epic_allreduce_sum_args {
     int64_t count;  /* equal on all ranks; 0 is allowed */
     uint32_t order; /* EPIC_BY_RANK: ascending ranks; EPIC_TREE: a binary tree, for which
                        num_ranks must be a power of two */
-    uint32_t flags; /* 0 */
+    uint32_t flags; /* must be 0 */
 } epic_allreduce_sum_args;
 
 /* Adds float32 arrays over the ranks, in place.  All ranks get the same bits.
@@ -791,9 +791,9 @@ typedef struct epic_sum_replicas_args {
     int64_t plan_bytes;
     epic_rows data;    /* [num_local_experts, row_bytes]: for each expert of this rank a row
                           of float32, replaced by the sum; row_bytes is equal on all ranks */
-    float *workspace;  /* [row_bytes / 4] */
-    uint32_t flags;    /* 0 */
-    uint32_t reserved; /* 0 */
+    float *workspace;  /* [row_bytes / 4]: scratch memory */
+    uint32_t flags;    /* must be 0 */
+    uint32_t reserved; /* must be 0 */
 } epic_sum_replicas_args;
 
 /* Adds the rows of all replicas of each logical expert, for example gradients of its weights,
@@ -843,16 +843,16 @@ typedef struct epic_window_args {
     int32_t fd;        /* register, backend shm: descriptor of the file of which data is a
                           shared mapping (memfd_create, shm_open); the call copies it.  -1 or 0:
                           none */
-    uint32_t reserved; /* 0 */
+    uint32_t reserved; /* must be 0 */
 } epic_window_args;
 
 /* A window of this rank. */
 typedef struct epic_window_info {
-    void *data;         /* NULL if bytes is 0 */
-    int64_t bytes;      /* as passed */
+    void *data;         /* address of the window; NULL if it has 0 bytes */
+    int64_t bytes;      /* size of the window, as the caller passed it */
     uint32_t is_direct; /* 1: peers store into it directly.  0: it is ordinary memory, as on
                            backend mpi */
-    uint32_t reserved;  /* 0 */
+    uint32_t reserved;  /* must be 0 */
 } epic_window_info;
 
 /* Allocates a window on every rank.  The memory is zero, and is aligned to a page.  epic_close
@@ -893,7 +893,7 @@ typedef enum epic_score {
     EPIC_SCORE_SOFTMAX = 0,
     EPIC_SCORE_SIGMOID = 1,
     EPIC_SCORE_SQRTSOFTPLUS = 2, /* sqrt(log(1 + e^z)) */
-    EPIC_SCORE_LOGITS = 3        /* z itself */
+    EPIC_SCORE_LOGITS = 3        /* the logit z itself */
 } epic_score;
 
 /* The score of a group of experts.  It depends on the selection values of its experts, which
@@ -906,7 +906,7 @@ typedef enum epic_group_score {
 /* The treatment of experts of groups that are not kept.  DeepSeek-V3 uses EPIC_OTHERS_OUT.  The
  * package transformers used EPIC_OTHERS_ZERO before its release 5. */
 typedef enum epic_group_others {
-    EPIC_OTHERS_OUT = 0, /* never chosen */
+    EPIC_OTHERS_OUT = 0, /* these experts are never chosen */
     EPIC_OTHERS_ZERO = 1 /* their selection value is 0, so they come before a kept expert
                             with a negative value */
 } epic_group_others;
@@ -925,8 +925,8 @@ typedef enum epic_weight_rule {
 /* How the weights of a token are normalized. */
 typedef enum epic_normalize {
     EPIC_NORMALIZE_NONE = 0,
-    EPIC_NORMALIZE_SUM = 1,    /* divide by sum + eps */
-    EPIC_NORMALIZE_CLAMPED = 2 /* divide by max(sum, norm_min) */
+    EPIC_NORMALIZE_SUM = 1,    /* divide each weight by (sum of the weights + eps) */
+    EPIC_NORMALIZE_CLAMPED = 2 /* divide each weight by max(sum of the weights, norm_min) */
 } epic_normalize;
 
 /* How experts are chosen and weighted.  The logits have E columns: num_experts experts, then
@@ -935,7 +935,7 @@ typedef struct epic_router {
     uint32_t num_experts;  /* 1 to 65536, together with zero_experts */
     uint32_t zero_experts; /* number of zero-experts (identity experts), with ids from
                               num_experts on; their rows are never sent */
-    uint32_t top_k;        /* 1 to 64, at most E */
+    uint32_t top_k;        /* number of choices of a token, 1 to 64 and at most E */
     uint32_t score;        /* an epic_score */
     uint32_t num_groups;   /* number of equal blocks of experts; divides E; at most 1024; 0:
                               no groups */
@@ -947,7 +947,7 @@ typedef struct epic_router {
     uint32_t group_others; /* an epic_group_others */
     uint32_t weight_rule;  /* an epic_weight_rule */
     uint32_t normalize;    /* an epic_normalize */
-    uint32_t flags;        /* 0 */
+    uint32_t flags;        /* must be 0 */
     double eps;            /* with EPIC_NORMALIZE_SUM: added to the sum */
     double norm_min;       /* with EPIC_NORMALIZE_CLAMPED: smallest divisor; above 0 */
     double jitter;         /* with EPIC_WEIGHT_SPARSEMIXER: at least 0, below 1 */
@@ -977,13 +977,14 @@ typedef struct epic_router_args {
     int64_t table_rows;
     void *workspace; /* at an address that is a multiple of 16, also in the calls below */
     int64_t workspace_bytes;
-    int32_t *topk_idx;          /* out [num_tokens, top_k] */
-    void *weights;              /* out [num_tokens, top_k] of weights_type */
-    void *scores;               /* out [num_tokens, E] of weights_type */
+    int32_t *topk_idx; /* out [num_tokens, top_k]: ids of the chosen experts */
+    void *weights;     /* out [num_tokens, top_k] of weights_type: weights of these experts */
+    /* out [num_tokens, E] of weights_type: scores of all columns; NULL: not wanted */
+    void *scores;
     uint32_t type;              /* epic_type of logits: F32, BF16, F16 or F64 */
     uint32_t weights_type;      /* type of weights: F32, or F64 with F64 logits; 0: F32 */
     uint32_t token_id_type;     /* type of token_ids: EPIC_I32 or EPIC_I64; 0: EPIC_I32 */
-    uint32_t flags;             /* 0 */
+    uint32_t flags;             /* must be 0 */
     const int32_t *topk_idx_in; /* [num_tokens, top_k]: forced experts, used instead of a
                                    choice; negative: no expert; NULL: the router chooses.  Not
                                    with token_ids */
@@ -1010,20 +1011,20 @@ static inline epic_result epic_router_forward(epic_context *ctx, const epic_rout
 typedef struct epic_router_backward_args {
     epic_call call;
     const epic_router *router;
-    const void *logits; /* as in forward */
+    const void *logits; /* the logits of forward */
     int64_t num_tokens;
     const int32_t *topk_idx;     /* [num_tokens, top_k], as forward wrote it */
     const void *scale_of_expert; /* as in forward */
     const void *d_weights;       /* [num_tokens, top_k] of weights_type */
     void *workspace;
     int64_t workspace_bytes;
-    void *d_logits;          /* out [num_tokens, E] */
+    void *d_logits;          /* out [num_tokens, E]: gradient of the logits */
     void *d_scale_of_expert; /* out [E] of weights_type, summed over these tokens; NULL: not
                                 wanted */
     uint32_t type;           /* epic_type of logits */
     uint32_t weights_type;   /* as in forward */
     uint32_t grad_type;      /* epic_type of d_logits: F32 or `type`; 0: `type` */
-    uint32_t flags;          /* EPIC_ACCUMULATE */
+    uint32_t flags;          /* 0 or EPIC_ACCUMULATE */
 } epic_router_backward_args;
 
 /* Computes the gradient of the weights with respect to the logits.  The choice, and therefore
@@ -1052,7 +1053,7 @@ typedef struct epic_balance_loss_args {
     double coeff;
     void *workspace;
     int64_t workspace_bytes;
-    void *loss;         /* out [1] of loss_type */
+    void *loss;         /* out [1] of loss_type: this rank's part of the loss */
     uint32_t type;      /* epic_type of logits */
     uint32_t loss_type; /* type of loss: EPIC_F32 or EPIC_F64; 0: EPIC_F32 */
 } epic_balance_loss_args;
@@ -1085,12 +1086,12 @@ typedef struct epic_balance_loss_backward_args {
     double coeff;
     void *workspace;
     int64_t workspace_bytes;
-    const float *d_loss; /* [1]; NULL: 1 */
-    void *d_logits;      /* out [num_tokens, E] */
+    const float *d_loss; /* [1]: gradient of the loss; NULL: 1 */
+    void *d_logits;      /* out [num_tokens, E]: gradient of the logits */
     uint32_t type;       /* epic_type of logits */
     uint32_t grad_type;  /* epic_type of d_logits: F32 or `type`; 0: `type` */
-    uint32_t flags;      /* EPIC_ACCUMULATE */
-    uint32_t reserved;   /* 0 */
+    uint32_t flags;      /* 0 or EPIC_ACCUMULATE */
+    uint32_t reserved;   /* must be 0 */
 } epic_balance_loss_backward_args;
 
 /* Computes the gradient of the balance loss, with the load as a constant.
@@ -1110,7 +1111,7 @@ typedef struct epic_z_loss_args {
     double coeff;
     void *workspace;
     int64_t workspace_bytes;
-    void *loss;         /* out [1] of loss_type */
+    void *loss;         /* out [1] of loss_type: this rank's part of the loss */
     uint32_t type;      /* epic_type of logits */
     uint32_t loss_type; /* type of loss: EPIC_F32 or EPIC_F64; 0: EPIC_F32 */
 } epic_z_loss_args;
@@ -1132,12 +1133,12 @@ typedef struct epic_z_loss_backward_args {
     double coeff;
     void *workspace;
     int64_t workspace_bytes;
-    const float *d_loss; /* [1]; NULL: 1 */
-    void *d_logits;      /* out [num_tokens, E] */
+    const float *d_loss; /* [1]: gradient of the loss; NULL: 1 */
+    void *d_logits;      /* out [num_tokens, E]: gradient of the logits */
     uint32_t type;       /* epic_type of logits */
     uint32_t grad_type;  /* epic_type of d_logits: F32 or `type`; 0: `type` */
-    uint32_t flags;      /* EPIC_ACCUMULATE */
-    uint32_t reserved;   /* 0 */
+    uint32_t flags;      /* 0 or EPIC_ACCUMULATE */
+    uint32_t reserved;   /* must be 0 */
 } epic_z_loss_backward_args;
 
 /* Computes the gradient of the z-loss.
@@ -1154,7 +1155,7 @@ typedef struct epic_bias_update_args {
     const int32_t *load; /* [num_experts]: epic_plan_args.load or logical_load */
     int64_t num_experts;
     float rate;
-    uint32_t flags; /* 0 */
+    uint32_t flags; /* must be 0 */
 } epic_bias_update_args;
 
 /* Raises the bias of each expert whose load is below the mean load, and lowers it if the load
@@ -1176,8 +1177,8 @@ static inline epic_result epic_bias_update(epic_context *ctx,
 /* The activation between the two products of an expert. */
 typedef enum epic_activation {
     EPIC_SILU = 0,
-    EPIC_GELU = 1,           /* exact, with erf */
-    EPIC_GELU_TANH = 2,      /* the tanh approximation */
+    EPIC_GELU = 1,           /* the exact GELU, with the error function */
+    EPIC_GELU_TANH = 2,      /* the tanh approximation of GELU */
     EPIC_RELU2 = 3,          /* max(x, 0)^2 */
     EPIC_CLAMPED_SWIGLU = 4, /* gated only: g * sigmoid(alpha * g) * (u + 1), with g =
                                 min(gate, limit), and u = up limited to -limit .. limit */
@@ -1207,8 +1208,8 @@ typedef struct epic_gemm_args {
     const void *a;
     const void *b;
     void *out;
-    const int32_t *expert_rows;   /* [num_experts] */
-    const int32_t *expert_tokens; /* [num_experts] */
+    const int32_t *expert_rows;   /* [num_experts]: rows of each slab, with padding */
+    const int32_t *expert_tokens; /* [num_experts]: rows of each slab that carry a token */
     int64_t num_slots;
     int64_t k; /* W is [num_experts, k, n] */
     int64_t n;
@@ -1279,7 +1280,7 @@ typedef struct epic_experts_args {
     const epic_experts *experts;
     const void *x;                 /* [num_slots, hidden]; padding slots are zero */
     const float *x_scales;         /* with E4M3 weights: [num_slots, ceil(hidden / 128)] */
-    int64_t num_slots;             /* size of the buffers */
+    int64_t num_slots;             /* number of slots: rows of x and y */
     const int32_t *expert_rows;    /* [num_local_experts]: rows of each slab with padding,
                                       from epic_plan */
     const int32_t *expert_tokens;  /* [num_local_experts]: rows of each slab with a token;
@@ -1356,7 +1357,7 @@ typedef struct epic_experts_backward_args {
     const void *w_down;
     const void *b_gate_up;
     const void *b_down;
-    const void *saved; /* as forward wrote it */
+    const void *saved; /* the buffer `saved` as forward wrote it */
     int64_t saved_bytes;
     void *workspace;
     int64_t workspace_bytes;
@@ -1364,9 +1365,9 @@ typedef struct epic_experts_backward_args {
     void *d_x;             /* out [num_slots, hidden]; 0 on padding.  NULL: not wanted, like
                               the outputs below */
     void *d_w_gate_up;     /* out, shape of w_gate_up, in grad_type, like the next three */
-    void *d_w_down;        /* out */
-    void *d_b_gate_up;     /* out */
-    void *d_b_down;        /* out */
+    void *d_w_down;        /* out, shape of w_down */
+    void *d_b_gate_up;     /* out, shape of b_gate_up */
+    void *d_b_down;        /* out, shape of b_down */
     void *d_slot_weights;  /* out [num_slots], with EPIC_WEIGHT_EARLY and _INPUT only; 0 on
                               padding */
     uint32_t flags;        /* EPIC_ACCUMULATE, for weights and biases */
@@ -1374,7 +1375,7 @@ typedef struct epic_experts_backward_args {
     /* epic_type of the gradients of weights and biases: F32 (F64 rows: F64), on CUDA contexts
      * also row_type; 0: F32 (F64 rows: F64) */
     uint32_t grad_type;
-    uint32_t reserved;             /* 0 */
+    uint32_t reserved;             /* must be 0 */
     const float *w_gate_up_scales; /* with E4M3 weights: [num_local_experts, ceil(hidden / 128),
                                       ceil(width / 128)] */
     const float *w_down_scales;    /* with E4M3 weights: [num_local_experts, ceil(inner / 128),
@@ -1421,15 +1422,15 @@ typedef struct epic_moe {
     int64_t capacity; /* slots of this rank; or EPIC_CAPACITY_EXACT, for epic_moe_plan */
     uint32_t flags;   /* EPIC_SUM_DENSE, not with F64 rows; EPIC_RECOMPUTE; EPIC_DISPATCH_AGAIN;
                          EPIC_LOSS_BY_CALLER; EPIC_INVARIANT */
-    uint32_t reserved; /* 0 */
+    uint32_t reserved; /* must be 0 */
 } epic_moe;
 
 /* Bytes of the memory that the caller passes to a layer.  Its addresses must be multiples of
  * 64. */
 typedef struct epic_moe_memory_info {
     int64_t saved_bytes;    /* size of `saved`, which forward writes and backward reads */
-    int64_t forward_bytes;  /* workspace of forward */
-    int64_t backward_bytes; /* workspace of backward */
+    int64_t forward_bytes;  /* size of the workspace of forward */
+    int64_t backward_bytes; /* size of the workspace of backward */
 } epic_moe_memory_info;
 
 /* Computes how much memory a layer needs for config.max_tokens tokens of each rank.  If the
@@ -1449,7 +1450,7 @@ static inline epic_result epic_moe_memory(epic_context *ctx, const epic_config *
 /* The parameters of a layer.  The gate and its bias are F32 (F64 rows: F64).  The weights of
  * the experts and of the shared expert have their weight_type. */
 typedef struct epic_moe_weights {
-    const void *w_gate;          /* [hidden, E] */
+    const void *w_gate;          /* [hidden, E]: weights of the gate */
     const void *b_gate;          /* [E], added to the logits; NULL: none */
     const float *bias;           /* [E], added to the scores for the choice only; NULL: none */
     const void *scale_of_expert; /* [E], type of w_gate: like
@@ -1489,15 +1490,15 @@ typedef struct epic_moe_args {
     int64_t workspace_bytes;
     void *loss;                  /* out [1]: balance loss + z-loss; NULL: not wanted, like the
                                     outputs below */
-    void *balance_loss;          /* out [1] */
-    void *z_loss;                /* out [1] */
-    int32_t *load;               /* out [num_experts] */
-    int32_t *logical_load;       /* out [num_logical] */
-    int32_t *demand;             /* out [1] */
+    void *balance_loss;          /* out [1]: the balance loss alone */
+    void *z_loss;                /* out [1]: the z-loss alone */
+    int32_t *load;               /* out [num_experts]: like epic_plan_args.load */
+    int32_t *logical_load;       /* out [num_logical]: like epic_plan_args.logical_load */
+    int32_t *demand;             /* out [1]: like epic_plan_args.demand */
     uint32_t token_id_type;      /* type of token_ids: EPIC_I32 or EPIC_I64; 0: EPIC_I32 */
     uint32_t loss_type;          /* type of the losses: F32, or F64 with F64 rows; 0: F32 */
-    uint32_t flags;              /* EPIC_PLANNED */
-    uint32_t reserved;           /* 0 */
+    uint32_t flags;              /* 0 or EPIC_PLANNED */
+    uint32_t reserved;           /* must be 0 */
     const int32_t *topk_idx_in;  /* [num_tokens, top_k]: forced expert ids, used instead of the
                                     router's choice; negative: no expert; NULL: the router
                                     chooses */
@@ -1613,22 +1614,24 @@ typedef struct epic_moe_backward_args {
     const epic_moe *moe;
     const epic_moe_weights *weights;
     epic_const_rows x;
-    epic_const_rows d_out;               /* [num_tokens, hidden] */
-    epic_rows d_x;                       /* out; data NULL: this rank does not want it */
+    epic_const_rows d_out; /* [num_tokens, hidden]: gradient of `out` of forward */
+    epic_rows d_x;         /* out; data NULL: this rank does not want it */
     const epic_moe_gradients *gradients; /* NULL: no gradients of parameters */
-    const void *saved;                   /* as forward wrote it */
+    const void *saved;                   /* the buffer `saved` as forward wrote it */
     int64_t saved_bytes;
     void *workspace;
     int64_t workspace_bytes;
-    const void *d_loss;         /* [1]; equal on all ranks; NULL: 1 */
-    const void *d_balance_loss; /* [1]; equal on all ranks; NULL: 0 */
-    const void *d_z_loss;       /* [1]; equal on all ranks; NULL: 0 */
-    uint32_t flags;             /* EPIC_ACCUMULATE, for `gradients`; EPIC_FORCED_WEIGHTS */
-    uint32_t loss_type;         /* epic_type of the gradients of the losses, as in forward */
+    /* [1] each, equal on all ranks: gradients of the outputs loss, balance_loss and z_loss of
+     * forward. NULL stands for 1 if it is d_loss, otherwise for 0 */
+    const void *d_loss;
+    const void *d_balance_loss;
+    const void *d_z_loss;
+    uint32_t flags;     /* EPIC_ACCUMULATE, for `gradients`; EPIC_FORCED_WEIGHTS */
+    uint32_t loss_type; /* epic_type of the gradients of the losses, as in forward */
     /* epic_type of the gradients of w_gate_up, w_down and their biases, as in
      * epic_experts_backward_args */
     uint32_t grad_type;
-    uint32_t reserved;       /* 0 */
+    uint32_t reserved;       /* must be 0 */
     void *d_topk_weights_in; /* out [num_tokens, top_k], type of w_gate, with
                                 EPIC_FORCED_WEIGHTS: the gradient of topk_weights_in; NULL:
                                 not wanted */
@@ -1666,7 +1669,7 @@ typedef struct epic_tcp {
                             messages of the bootstrap */
     int32_t rank;
     int32_t num_ranks;
-    uint32_t port;       /* 1 to 65535 */
+    uint32_t port;       /* port on rank 0's host, 1 to 65535 */
     uint32_t timeout_ms; /* deadline of every gather, in milliseconds; 0: 300000 */
 } epic_tcp;
 
@@ -1777,7 +1780,7 @@ static inline epic_result epic_capacity_bound(const epic_config *config,
 typedef struct epic_memory_info {
     int64_t host_bytes;    /* private host memory of a context */
     int64_t shared_bytes;  /* this rank's part of the host memory that the ranks share */
-    int64_t device_bytes;  /* CUDA memory of a context */
+    int64_t device_bytes;  /* device memory of a context */
     int64_t plan_bytes;    /* bytes of one plan of the layer; 0 without a layer */
     int64_t staging_bytes; /* staging memory of this rank, part of the bytes above; 0 for
                               backend "self" */

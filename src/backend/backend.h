@@ -18,8 +18,8 @@
 /* largest max_in_flight: operations that one rank can have in flight */
 #define EPIC_MAX_OP_SLOTS 64
 
-struct epic_transport; /* backend/transport.h */
-struct epic_ops;       /* backend/ops.h */
+struct epic_transport; /* defined in backend/transport.h */
+struct epic_ops;       /* defined in backend/ops.h */
 
 /* One rank's state in a group.  Each backend defines its own. */
 typedef struct epic_group epic_group;
@@ -45,7 +45,7 @@ typedef struct epic_peer {
 typedef struct epic_join {
     const epic_bootstrap *bootstrap; /* epic_open has checked gather, rank and num_ranks */
     const epic_config *config;       /* defaults filled in; equal on all ranks */
-    const epic_peer *peers;          /* [num_ranks] */
+    const epic_peer *peers;          /* [num_ranks]: facts about all ranks */
     uint64_t group_id;               /* random; equal on all ranks */
 } epic_join;
 

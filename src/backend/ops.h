@@ -18,15 +18,16 @@ typedef struct epic_loss_args {
     /* A plan in device memory, or NULL. With a plan, the total number of tokens of all ranks
      * comes from it, and total_tokens is not used. */
     const void *plan;
-    int64_t sequence_tokens; /* 0 for the z-loss */
+    /* length of a sequence (epic_balance_loss_args); 0 for the z-loss */
+    int64_t sequence_tokens;
     const int32_t *load;
     const int32_t *topk_idx;
     double coeff;
     void *workspace;
     int64_t workspace_bytes;
-    void *loss;          /* output of the forward pass */
-    const float *d_loss; /* input of the backward pass */
-    void *d_logits;      /* output of the backward pass */
+    void *loss;          /* the loss, output of the forward pass */
+    const float *d_loss; /* gradient of the loss, input of the backward pass */
+    void *d_logits;      /* gradient of the logits, output of the backward pass */
     uint32_t type;
     uint32_t loss_type;
     uint32_t grad_type;

@@ -90,7 +90,7 @@ typedef struct epic_window_memory {
     /* counts the calls of this context that add a window; equal on all ranks */
     uint64_t attempt;
     void *data;    /* NULL: the backend allocates the memory */
-    int64_t bytes; /* above 0 */
+    int64_t bytes; /* size of the memory; above 0 */
     int fd;        /* descriptor of the file of which `data` is a mapping; -1: none */
     int64_t fd_offset;
 } epic_window_memory;

@@ -11,7 +11,7 @@
  * contents, so the array may be in device memory. */
 typedef struct call_array {
     const char *name;
-    const void *data; /* NULL: not given */
+    const void *data; /* address of the array; NULL: the caller passed none */
     int64_t bytes;    /* size that the call uses; 0: not given */
     size_t unit;      /* bytes of an element, a power of two; the address is aligned to it */
     bool out;         /* true: the call writes the array */

@@ -12,7 +12,7 @@
 #define CORE_WORDS 16
 
 typedef struct core_set {
-    uint64_t words[CORE_WORDS]; /* a bit for each core */
+    uint64_t words[CORE_WORDS]; /* bit mask: one bit for each core */
 } core_set;
 
 _Static_assert(sizeof(core_set) == sizeof(cpu_set_t), "core_set");

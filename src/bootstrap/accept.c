@@ -55,7 +55,7 @@ typedef struct acceptor {
     int num_joiners;
     int max_joiners;
     int num_joined;
-    joiner *joiners;      /* [max_joiners] */
+    joiner *joiners;      /* [max_joiners]: connections whose ranks have not joined */
     epic_link *links;     /* [num_ranks]; socket -1: the rank has not joined */
     struct pollfd *polls; /* sockets to poll: listeners, then joiners, then joined ranks */
 

@@ -21,7 +21,8 @@ typedef struct epic_secret {
                            unsigned int *out_bytes);
     int (*digest)(const void *data, size_t bytes, unsigned char *out, unsigned int *out_bytes,
                   const void *digest, void *engine);
-    int (*compare)(const void *a, const void *b, size_t bytes); /* 0: equal; constant time */
+    /* returns 0 if the bytes are equal; its time does not depend on the bytes */
+    int (*compare)(const void *a, const void *b, size_t bytes);
 } epic_secret;
 
 /* The purpose of an HMAC with the secret. The data of the HMAC contains the purpose, so that an

@@ -45,7 +45,7 @@ typedef struct tcp_bootstrap {
      * key */
     epic_secret secret;
     int32_t num_connections;
-    struct pollfd *polls;     /* [num_connections] */
+    struct pollfd *polls;     /* [num_connections]: the sockets to poll */
     connection connections[]; /* rank 0: [num_ranks], [0] unused; other ranks: [1] */
 } tcp_bootstrap;
 

@@ -13,8 +13,8 @@
 #include "base/recorder.h"
 #include "base/tags.h"
 
-struct exchange;     /* exchange/exchange.h */
-struct window_table; /* exchange/windows.h */
+struct exchange;     /* defined in exchange/exchange.h */
+struct window_table; /* defined in exchange/windows.c */
 
 struct epic_context {
     const epic_backend *backend; /* NULL: epic_open failed */

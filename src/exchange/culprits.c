@@ -85,7 +85,7 @@ static void keep_furthest_behind(exchange *x, const uint64_t *from, uint64_t *cu
 }
 
 /* Appends to `sentence` in which operation the culprit `rank` was last seen. Returns false and
- * appends nothing if the clause does not fit. */
+ * appends nothing if the text does not fit. */
 static bool append_peer_status(char *sentence, size_t size, int rank,
                                const epic_peer_status *status)
 {

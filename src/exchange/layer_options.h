@@ -33,7 +33,7 @@ typedef enum layer_weight {
     WEIGHT_SHARED_B_DOWN,
     WEIGHT_W_SHARED_GATE,
     WEIGHT_B_GATE_UP, /* never a checksum, because each rank has other experts */
-    WEIGHT_B_DOWN,    /* never a checksum */
+    WEIGHT_B_DOWN,    /* never a checksum, for the same reason */
     NUM_LAYER_WEIGHTS
 } layer_weight;
 

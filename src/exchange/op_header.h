@@ -53,7 +53,7 @@ enum { /* elements of epic_op_header.local */
        /* place of each output of this rank (enum window_output) in its windows; see
           window_place() */
        LOCAL_WINDOWS = LOCAL_ERROR_DETAILS + 4,
-       NUM_LOCAL = LOCAL_WINDOWS + 3 /* NUM_WINDOW_OUTPUTS */
+       NUM_LOCAL = LOCAL_WINDOWS + 3 /* 3 is NUM_WINDOW_OUTPUTS, which is defined below */
 };
 
 /* The outputs of one operation that may lie in windows. */

@@ -41,7 +41,7 @@ typedef struct experts_job {
 
     /* The arguments of the caller. In the shapes, `local` is num_local_experts. Biases and
      * expert_tokens may be NULL. */
-    const void *x;                /* [slots, hidden] */
+    const void *x;                /* [slots, hidden]: input rows of the experts */
     const int32_t *expert_rows;   /* [local]: number of slots of each expert, with padding */
     const int32_t *expert_tokens; /* [local]: number of slots of each expert, without padding */
     const void *slot_weights;     /* [slots], or NULL with EPIC_WEIGHT_LATE */
@@ -62,7 +62,7 @@ typedef struct experts_job {
     /* [slots, hidden]: rows after conversion, or after multiplication by weights; empty if the
      * products read the caller's rows */
     void *rows;
-    void *activations;  /* [slots, inner] */
+    void *activations;  /* [slots, inner]: input of the second product */
     void *d_gate_up;    /* [slots, width], used by backward */
     void *weights_tile; /* one tile of a weight matrix, converted to float32 */
     /* Scratch memory in two parts. The first part, [2 * max(hidden, inner)], is for results of

@@ -210,7 +210,8 @@ typedef struct shapes {
     /* Numbers of elements of arrays. `local` is the number of local experts, and `slots` the
      * number of slots. */
     int64_t local, slots, rows, gate_up, down, biases_up, biases_down;
-    int64_t x_scales, gate_up_scales, down_scales; /* E4M3 only */
+    /* numbers of scales; only with E4M3 weights */
+    int64_t x_scales, gate_up_scales, down_scales;
     /* Sizes of one element in bytes. */
     size_t x, row, weight, bias, gradient, slot_weight;
 } shapes;

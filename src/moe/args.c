@@ -21,7 +21,7 @@ typedef struct call_args {
     int64_t saved_bytes;
     void *workspace;
     int64_t workspace_bytes;
-    const int32_t *rank_of_expert; /* forward only */
+    const int32_t *rank_of_expert; /* NULL in backward */
     bool backward;
 } call_args;
 

@@ -237,7 +237,7 @@ epic_result moe_host_forward(moe_job *j, const epic_moe_args *a)
     const op_header_extra extra = {&fault, &j->options};
     *j->saved.total_tokens = -1;
     epic_result result = plan_and_dispatch(j, a, &extra);
-    if (result != EPIC_OK) { /* every rank gets this error */
+    if (result != EPIC_OK) { /* every rank returns this error */
         moe_zero_rows(j, &a->out);
         store_losses(a, 0, 0);
         return result;

@@ -31,14 +31,14 @@
 
 /* Buffers inside `saved`, which forward writes and backward reads. */
 typedef struct moe_saved {
-    void *plan;        /* the bytes of the plan */
-    void *logits;      /* [tokens, columns] real */
+    void *plan;        /* the bytes of the plan, as epic_plan wrote them */
+    void *logits;      /* [tokens, columns] real: output of the gate */
     int32_t *topk_idx; /* [tokens, top_k]: expert ids, also of zero-experts */
-    void *weights;     /* [tokens, top_k] real */
+    void *weights;     /* [tokens, top_k] real: weights of the choices */
     /* [capacity, hidden]: the received rows. With EPIC_DISPATCH_AGAIN this buffer is a part of
      * the workspace. Forward of a layer with E4M3 weights then stores E4M3 rows in it. */
     void *recv;
-    void *slot_weights; /* [capacity] real */
+    void *slot_weights; /* [capacity] real: weight of each slot's choice */
     float *slot_k;      /* [capacity]: index k of the slot's choice; only in float64 layers */
     /* expert_rows and expert_tokens [num_local_experts]: number of slots of each local expert,
      * the first with padding, the second without. load [num_experts] and logical_load
@@ -219,8 +219,8 @@ typedef struct token_block {
     epic_const_rows x;
     int64_t first, tokens;   /* its first token, and its number of tokens (0: empty block) */
     const void *logits;      /* [tokens, columns] real; gate_forward() writes them */
-    const int32_t *topk_idx; /* [tokens, top_k] */
-    const void *weights;     /* [tokens, top_k] real */
+    const int32_t *topk_idx; /* [tokens, top_k]: expert ids of the choices */
+    const void *weights;     /* [tokens, top_k] real: weights of the choices */
 } token_block;
 
 /* Returns block number b, from 0 to j->blocks - 1. */

@@ -47,7 +47,7 @@ typedef struct connection {
     bool has_sent; /* true: this rank has sent its handshake */
     int next;      /* index of the peer's next address to try, modulo the number of addresses */
     int64_t until_ms;    /* time at which to try the next address */
-    size_t num_received; /* bytes in `received` */
+    size_t num_received; /* number of bytes in `received` */
     handshake received;
 } connection;
 

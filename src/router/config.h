@@ -22,9 +22,9 @@
 /* State of one call of the router or of a loss. The last part is workspace for one token: the
  * arrays of void * contain float32 numbers, or float64 numbers if the logits are F64. */
 typedef struct router_job {
-    epic_router router;          /* the caller's options, with defaults filled in */
-    int64_t num_columns;         /* num_experts + zero_experts */
-    const float *bias;           /* [num_columns], or NULL */
+    epic_router router;  /* the caller's options, with defaults filled in */
+    int64_t num_columns; /* num_experts + zero_experts */
+    const float *bias;   /* [num_columns]: added to the scores for the choice; NULL: none */
     const void *scale_of_expert; /* [num_columns] of weights_type, or NULL */
     uint32_t type;               /* epic_type of the logits */
     uint32_t weights_type;       /* epic_type of weights, scale_of_expert and scores */
@@ -36,8 +36,8 @@ typedef struct router_job {
     double *runs;
     double *scale_sums; /* [num_columns]: gradient of scale_of_expert, summed over tokens */
     /* The workspace for one token, used for all tokens one after the other: */
-    void *logits; /* [num_columns] */
-    void *scores; /* [num_columns] */
+    void *logits; /* [num_columns]: logits of the token */
+    void *scores; /* [num_columns]: scores of the columns */
     /* [num_columns]: values by which experts are chosen; in backward scratch memory */
     void *values;
     /* in forward scores of groups [num_groups], in backward gradients [num_columns] */

@@ -15,12 +15,12 @@ typedef struct layer_tokens {
     const void *x;              /* [num_tokens, hidden] of row_type */
     const void *d_out;          /* backward: [num_tokens, hidden] of row_type; else NULL */
     const int32_t *topk_idx;    /* [num_tokens, top_k]; NULL: no zero-experts */
-    const float *weights;       /* [num_tokens, top_k] */
-    float *d_weights;           /* backward: [num_tokens, top_k] */
+    const float *weights;       /* [num_tokens, top_k]: weights of the choices */
+    float *d_weights;           /* backward: [num_tokens, top_k], gradient of `weights` */
     const float *w_shared_gate; /* [hidden]; NULL: the shared expert has no gate */
     float *shared_weights;      /* [num_tokens]: the shared expert's gate, sigmoid(x
                                    w_shared_gate) */
-    float *d_shared_weights;    /* backward: [num_tokens] */
+    float *d_shared_weights;    /* backward: [num_tokens], gradient of shared_weights */
 } layer_tokens;
 
 /* Arguments of the kernel that adds up a layer's output. `to`, `a` and `b` are [num_tokens,

@@ -37,11 +37,11 @@ typedef struct bootstrap {
  * The two requests of this rank itself stay MPI_REQUEST_NULL. MPI_Testsome writes `statuses`
  * and `indices`. missing[r] is true while no message has arrived from rank r. */
 typedef struct gather_round {
-    unsigned char *bytes;  /* [num_ranks, size] by rank */
+    unsigned char *bytes;  /* [num_ranks, size]: the bytes of each rank */
     MPI_Request *requests; /* [2, num_ranks] */
     MPI_Status *statuses;  /* [2, num_ranks] */
     int *indices;          /* [2, num_ranks] */
-    bool *missing;         /* [num_ranks] */
+    bool *missing;         /* [num_ranks]: ranks of which no message has arrived */
     size_t size;
 } gather_round;
 

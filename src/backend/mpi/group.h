@@ -102,7 +102,7 @@ typedef struct peer {
     bool is_closing;
     bool closed;
     uint32_t num_early;
-    early_header *early; /* [max_early] */
+    early_header *early; /* [max_early]: headers of exchanges that have not begun here */
     uint32_t operation;  /* operation in the peer's last op header; 0: none has arrived */
     uint64_t tag, sequence;
     bool dead; /* the peer's process has ended */
@@ -112,7 +112,7 @@ typedef struct peer {
 typedef struct peer_status {
     bool is_pending; /* a request was sent, and its reply has not arrived */
     int64_t requested_ns;
-    int64_t replied_ns; /* 0: never */
+    int64_t replied_ns; /* time of the last reply; 0: none has arrived */
     status_report status_report;
 } peer_status;
 
@@ -192,8 +192,8 @@ struct epic_group {
     int64_t timeout_ns;
     bool has_core_per_rank; /* true: this host has at least one core for each of its ranks */
 
-    op_slot *slots;              /* [num_slots] */
-    peer *peers;                 /* [num_ranks] */
+    op_slot *slots;              /* [num_slots]: the op slots of this rank */
+    peer *peers;                 /* [num_ranks]: the state of each peer */
     struct pollfd *pidfds;       /* [num_ranks] pidfds of ranks on this host, else -1 */
     int64_t liveness_checked_ns; /* when the pidfds were last polled */
     send_buffer *send_buffers;
@@ -217,7 +217,7 @@ struct epic_group {
     pthread_cond_t drain_wake_up;
     bool drain_runs, drain_sleeps, leaving;
     int num_draining;
-    uint64_t num_looks;        /* polls of MPI by any thread */
+    uint64_t num_looks;        /* number of polls of MPI by all threads */
     _Atomic int64_t polled_ns; /* clock_ns() of the last poll of control messages */
 
     unsigned char *rings;

@@ -14,7 +14,7 @@
 #include "backend/mpi/group.h"
 #include "base/process.h"
 
-#define PACE_NS 5000000 /* time between two polls */
+#define PACE_NS 5000000 /* time between two polls of the pidfds */
 
 /* Opens a pidfd for every peer on this host. */
 void liveness_watch(epic_group *group, const epic_peer *peers)

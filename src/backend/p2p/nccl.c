@@ -15,7 +15,7 @@
 /* The loaded files whose names begin with libnccl.so. */
 typedef struct loaded_files {
     int count;
-    char paths[2][256]; /* of the first two */
+    char paths[2][256]; /* paths of the first two libraries */
 } loaded_files;
 
 /* Callback of dl_iterate_phdr(), which calls it for each loaded file. */

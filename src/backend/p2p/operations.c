@@ -541,7 +541,8 @@ static epic_result p2p_combine_backward(epic_group *g, const epic_combine_backwa
 static epic_result p2p_sum(epic_group *g, const epic_allreduce_sum_args *args)
 {
     P2P_RANGE("epic_allreduce_sum");
-    const int64_t most = g->self.at.source_bytes / 16 * 4; /* floats per launch */
+    /* largest number of floats that one launch can sum */
+    const int64_t most = g->self.at.source_bytes / 16 * 4;
     signature a = {EPIC_OP_SUM};
     TRY(p2p_check_group(g));
     signature_mix(&a, (uint64_t)args->count);

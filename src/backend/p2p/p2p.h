@@ -21,7 +21,7 @@ typedef struct hosts_part hosts_part; /* state that the backend `hosts` adds */
 typedef struct p2p_gpu { /* facts about a rank's GPU, which the rank sends to all ranks */
     int32_t device_sms;
     int32_t taken_sms;  /* SMs of the GPU that other contexts of the rank's process use */
-    uint8_t device[16]; /* uuid */
+    uint8_t device[16]; /* uuid of the GPU */
 } p2p_gpu;
 
 /* Functions that differ between the backends `p2p` and `hosts`. */

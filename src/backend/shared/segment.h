@@ -66,7 +66,7 @@ typedef struct shared_op_slot {
     shared_wait wait;
     _Alignas(64) _Atomic int64_t broadcast_sent;
     _Alignas(64) epic_op_header op_header;
-    shared_peer_counters peers[]; /* [num_ranks] */
+    shared_peer_counters peers[]; /* [num_ranks]: the counters for each peer */
 } shared_op_slot;
 
 /* The state of one rank. */

@@ -47,7 +47,7 @@ typedef struct peer_link {
     ring_end out;
     ring_end in;
     ring_end broadcast_in;
-    int64_t sent; /* entries sent in this flow */
+    int64_t sent; /* number of entries sent to the peer in this flow */
 } peer_link;
 
 /* This rank's private state of one of its op slots. One thread at a time uses it, except that
@@ -63,9 +63,9 @@ typedef struct shared_exchange {
     int64_t stride; /* distance in bytes between two entries of a ring */
     int64_t depth;  /* number of entries that fit into a ring */
     ring_end broadcast_out;
-    int64_t broadcast_sent; /* entries sent in this flow */
+    int64_t broadcast_sent; /* number of entries sent through the broadcast ring in this flow */
     int slowest_peer;       /* the peer that last kept the broadcast ring full */
-    peer_link *links;       /* [num_ranks] */
+    peer_link *links;       /* [num_ranks]: the view of each peer */
 } shared_exchange;
 
 /* One rank's view of the group. */
@@ -83,8 +83,8 @@ struct epic_group {
     _Atomic int core_per_rank;
     patience patience;
     _Atomic uint64_t bytes_sent;
-    shared_exchange *exchanges; /* [num_slots] */
-    peer_link *links;           /* [num_slots, num_ranks] */
+    shared_exchange *exchanges; /* [num_slots]: the state of each op slot */
+    peer_link *links;           /* [num_slots, num_ranks]: memory of shared_exchange.links */
 
     /* Returns whether the peer's process has ended. NULL if the ranks are threads of one
      * process, which end together. */

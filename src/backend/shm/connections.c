@@ -45,7 +45,7 @@ typedef struct handle {
 typedef struct connect_state {
     shm_connections *connections;
     const epic_join *join;
-    handle *handles; /* [num_ranks] */
+    handle *handles; /* [num_ranks]: the handles of all ranks */
     /* [2 * num_polls]. First half: the listener, then the pending connections [num_pending],
      * then the connections to ranks [num_ranks]. poll_open() uses the second half to copy the
      * entries to poll. */

@@ -58,7 +58,7 @@ struct net {
     ucp_mem_h inbox, outbox;
     /* 64 random bits; receive_message() ignores messages without this token */
     uint64_t token;
-    uint64_t domains;    /* memory domains of the inbox's key (ucx_domains()) */
+    uint64_t domains;    /* bit mask of the memory domains of the inbox's key (ucx_domains()) */
     const char *segment; /* size of TCP segments (lanes.h); "": UCX has no TCP */
     peer peers[NET_MAX_HOSTS];
 };
