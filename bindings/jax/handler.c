@@ -58,9 +58,9 @@ void handler_write_channel(const handler_call *call, void *plan, size_t plan_byt
 
 /* ---------------------------------------------------------------------------- arrays ---- */
 
-/* Handles the bytes that follow the core's plan (HANDLER_CHANNEL_BYTES). Subtracts their number
- * from plan->count. If an earlier call has made the plan and the plan is on the host, also
- * reads the channel from these bytes. */
+/* The array of a plan contains the core's plan and then HANDLER_CHANNEL_BYTES more bytes, with
+ * the channel. Subtracts the number of these bytes from plan->count. If an earlier call has
+ * made the plan and the plan is on the host, also reads the channel from these bytes. */
 static void read_plan_tail(ffi_reader *reader, handler_call *call, const handler_array *field,
                            ffi_array *plan)
 {

@@ -27,8 +27,8 @@ typedef enum handler_operation_id {
     ROLE_SUM_REPLICAS = 8
 } handler_operation_id;
 
-/* Number that the calls with one plan have in common: the caller's channel if the caller passed
- * one, otherwise the number of the call site. */
+/* A number that all calls with one plan have in common. It is the caller's channel if the
+ * caller passed one, otherwise the number of the call site of the plan. */
 typedef uint32_t handler_channel;
 
 /* Names for the dimensions of the arrays of a call. The table entry of an array lists the

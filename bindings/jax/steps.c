@@ -169,8 +169,8 @@ static const handler_array dispatch_arrays[] = {PLAN(dispatch), DISPATCH_INPUTS,
                                                 DISPATCH_RECV, SLOT_WEIGHTS};
 OPERATION(dispatch, "dispatch", ROLE_DISPATCH, dispatch, read_dispatch, NULL)
 
-/* The results of a dispatch with layout FLAT: one row for each token that has experts on this
- * rank, and the local experts of each row. */
+/* The arrays of a dispatch with layout FLAT. Its results are one row for each token that has
+ * experts on this rank, and the local experts of each row. */
 static const handler_array dispatch_flat_arrays[] = {
     PLAN(dispatch), DISPATCH_INPUTS, SITE, DISPATCH_RECV, SLOT_WEIGHTS, RECV_EXPERT};
 #define run_dispatch_flat run_dispatch
@@ -376,7 +376,7 @@ static const handler_array allreduce_sum_arrays[] = {X,
                                                       .count = AT(sum.count)}};
 OPERATION(allreduce_sum, "sum", ROLE_SUM, sum, read_sum, check_sum)
 
-/* The function `read` of operations that have no attributes: does nothing. */
+/* Implements handler_operation.read for operations that have no attributes. Does nothing. */
 static void read_nothing(ffi_reader *reader, handler_call *base)
 {
     (void)reader;

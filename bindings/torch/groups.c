@@ -9,7 +9,7 @@
 
 #include "shim.h"
 
-/* One registered context. */
+/* A group: one context that Python has registered. */
 struct group {
     int64_t number;
     epic_context *ctx;

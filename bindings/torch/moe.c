@@ -19,8 +19,8 @@ typedef struct moe_job {
     bool has_forced_weights; /* backward: forward had topk_weights_in */
 } moe_job;
 
-/* Two more flags among those of epic_moe in layer_leaves (options.h). They are no arguments of
- * their own, because torch allows at most 64 arguments. */
+/* Two flags in the argument layer_leaves, next to the flags of epic_moe (options.h). They are
+ * not separate arguments, because torch allows at most 64 arguments. */
 enum { FORCED_WEIGHTS = 1 << 29, WITH_ROUTING = 1 << 30 };
 
 /* Reads x and the weights of the layer. */

@@ -140,7 +140,7 @@ static epic_call enter_layer(torch_call *call, epic_layer *layer)
     return out;
 }
 
-/* Reads a plan: one tensor of bytes. */
+/* Reads the argument `plan`, a tensor of bytes. */
 static void read_plan(torch_call *call, const void **plan, int64_t *bytes)
 {
     const call_array array = call_arg(call, "plan", CALL_U8, 1);

@@ -1174,7 +1174,7 @@ static inline epic_result epic_bias_update(epic_context *ctx,
  * expert_rows and expert_tokens.  The host never waits, so a captured graph may be replayed
  * with other counts. */
 
-/* The activation between the two products of an expert. */
+/* The activation function between the two matrix products of an expert. */
 typedef enum epic_activation {
     EPIC_SILU = 0,
     EPIC_GELU = 1,           /* the exact GELU, with the error function */
@@ -1221,10 +1221,10 @@ typedef struct epic_gemm_args {
     uint32_t flags;       /* EPIC_ACCUMULATE, for EPIC_GEMM_WEIGHT */
 } epic_gemm_args;
 
-/* A matrix product of the caller that replaces the library's.  multiply() enqueues its work on
- * call.stream and does not wait.  It must not add padding rows of a slab to a sum.  If it
- * writes padding rows of `out`, it must write zeros.  If multiply() returns an error, the
- * calling function returns this error. */
+/* A function of the caller for matrix products, which replaces the library's. multiply()
+ * enqueues its work on call.stream and does not wait.  It must not add padding rows of a slab
+ * to a sum.  If it writes padding rows of `out`, it must write zeros.  If multiply() returns an
+ * error, the calling function returns this error. */
 typedef struct epic_gemm {
     epic_result (*multiply)(void *self, const epic_gemm_args *args);
     void *self;

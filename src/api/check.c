@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks the arguments of the public calls. A check that fails writes one error sentence: the
- * field, its value, and the rule. */
+/* Checks the arguments of the public calls. A check that fails writes one error sentence, which
+ * contains the field, its value and the rule. */
 #include "api/check.h"
 
 #include "base/arrays.h"

@@ -15,7 +15,7 @@
  * to its home. When the rows of all contributing ranks have arrived, the home handles the item.
  * Combine uses a collect: the home sums the rows of a token.
  *
- * Rows travel as entries of rings (backend/transport.h). There is one ring from each rank to
+ * Rows are sent as entries of rings (backend/transport.h). There is one ring from each rank to
  * each peer, or one from each rank to EVERYONE, whose entries all peers read. A row that is
  * larger than an entry is split into pieces. */
 #ifndef EPIC_EXCHANGE_H

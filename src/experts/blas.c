@@ -266,9 +266,9 @@ void gemm_bf16(const gemm *g)
     if (!onednn_multiply(g)) multiply_bf16_plain(g);
 }
 
-/* State of experts_blas_enter(): the number of callers that have entered and not left yet, and
- * OpenBLAS's number of threads before the first caller entered. The mutex guards both
- * numbers. */
+/* State of experts_blas_enter(). num_inside: number of callers that have entered and not left
+ * yet. threads_before: OpenBLAS's number of threads before the first caller entered. The mutex
+ * guards both numbers. */
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static int64_t num_inside;
 static int threads_before;

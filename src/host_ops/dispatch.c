@@ -226,8 +226,8 @@ typedef struct part {
     int64_t at, size;
 } part;
 
-/* The bytes of one token's message that can be written to its slots now: one piece of the
- * message, or the whole message. */
+/* The part of one token's message that can be written to the token's slots now. It is one piece
+ * of the message, or the whole message. */
 typedef struct parts {
     part row, scales, weights;
 } parts;
@@ -459,7 +459,7 @@ static epic_result dispatch_check(const plan_op *s, const epic_dispatch_args *a)
     return a->scales.data ? plan_op_check_tokens(s, "scales", a->scales.num_rows) : EPIC_OK;
 }
 
-/* Sets those elements of an op header that must be equal in the dispatches of all ranks. */
+/* Sets the elements of an op header that describe a dispatch and must be equal on all ranks. */
 static void op_header_set_rows(int64_t *common, const epic_dispatch_args *args)
 {
     common[COMMON_TYPE] = args->type;

@@ -7,8 +7,8 @@
 #include "moe/device.h"
 #include "rules/experts_layout.h"
 
-/* Copies `count` int32 or float32 numbers, unless `to` is NULL. The kernel copies 4-byte
- * elements of any type, so EPIC_F32 is correct here. */
+/* Copies `count` int32 or float32 numbers, unless `to` is NULL. The kernel does not compute
+ * with the numbers, so EPIC_F32 can stand for both types. */
 static epic_result copy_words(moe_job *j, void *to, const void *from, int64_t count)
 {
     if (!to || !count) return EPIC_OK;

@@ -12,8 +12,8 @@
 #include "base/error.h"
 #include "moe/host.h"
 
-/* The caller's arguments, and an error that was found in `saved` and that all ranks must
- * return. */
+/* One call of backward: the caller's arguments, and an error that was found in `saved`. All
+ * ranks must return this error. */
 typedef struct backward_call {
     const epic_moe_backward_args *args;
     epic_moe_gradients gradients;

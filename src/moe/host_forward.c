@@ -231,7 +231,7 @@ void moe_zero_rows(const moe_job *j, const epic_rows *rows)
 epic_result moe_host_forward(moe_job *j, const epic_moe_args *a)
 {
     data_fault fault;
-    /* an error is safe here: no peer waits for this rank yet */
+    /* if this fails, only this rank returns the error; no peer waits for this rank yet */
     TRY(prepare_routes(j, a, &fault));
     copy_routing(j, a, fault.error == DATA_OK);
     const op_header_extra extra = {&fault, &j->options};

@@ -248,9 +248,9 @@ static int32_t fate_of(planner *p, int32_t e, int32_t id)
     return verdict == EXPERT_IS_FULL ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
 }
 
-/* Decides where the choices of one token go, and stores the result in *c. In a FLAT layer a
- * slot of 0 or more only means that the choice is kept. share_rows() then replaces it by the
- * token's row. */
+/* Decides where the choices of one token go, and stores the result in *c. In a FLAT layer the
+ * stored slots are not final: a slot of 0 or more only means that the choice is kept.
+ * share_rows() replaces it by the token's row. */
 static void place_token(planner *p, const int32_t *ids, choices *c)
 {
     for (uint32_t k = 0; k < p->header->layer.top_k; k++) {

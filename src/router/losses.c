@@ -52,7 +52,8 @@ static epic_result check_loss_arrays(const loss_job *job, pass pass)
     return CHECK_ARRAYS(arrays);
 }
 
-/* Checks the arrays, and the arguments that only forward or only backward has. */
+/* Checks total_tokens, the arguments that only one of the two passes has, and the alignment and
+ * overlap of all arrays. */
 static epic_result check_pass(const loss_job *job, pass pass)
 {
     const epic_loss_args *a = &job->args;
@@ -94,7 +95,8 @@ static epic_result prepare_loss(loss_job *job, pass pass)
     return check_pass(job, pass);
 }
 
-/* Checks `load`, or for the sequence-wise loss topk_idx and the length of the sequences. */
+/* Checks the arguments that only the balance loss has. They are `load` or, if the loss is
+ * computed per sequence, topk_idx and the length of the sequences. */
 static epic_result check_balance(const loss_job *job)
 {
     const epic_loss_args *a = &job->args;

@@ -57,8 +57,7 @@ SCALAR float exp_f32(float x, float low)
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     p = (p * r) * r + r;
-    /* multiply by 2^n as two factors, because power_of_two() cannot return a subnormal
-     * number */
+    /* multiply by 2^n in two steps, because power_of_two() cannot return a subnormal number */
     const int32_t whole = (int32_t)(word_of(sum) - word_of(near));
     const int32_t half = whole >> 1;
     return ((p + 1.0f) * power_of_two(half)) * power_of_two(whole - half);

@@ -46,7 +46,8 @@ typedef struct load {
 typedef struct traffic {
     /* rows between hosts: one for each pair of a token and another host */
     load net_out, net_in;
-    /* for comparison: one row for each pair of a token and a rank on another host */
+    /* For comparison: rows between hosts if each row were sent to each rank, not to each host.
+     * There is one for each pair of a token and a rank on another host. */
     load by_rank_out, by_rank_in;
     load inside_out, inside_in; /* rows over NVLink, including those that relays forward */
     load slots;                 /* rows that a rank's experts receive */

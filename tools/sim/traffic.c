@@ -8,7 +8,7 @@
 #include "sim.h"
 
 #define MAX_PUT_ROWS 16 /* largest number of rows in one put */
-/* number of random draws, after which draw_free() draws only among the permitted experts */
+/* after this many draws that were not allowed, choose_experts() calls draw_free() */
 #define MAX_TRIES 64
 
 /* Counts of one rank (struct traffic). */

@@ -203,7 +203,8 @@ static void close_net(hosts_part *h)
     h->net = NULL;
 }
 
-/* Allocates inbox and outbox in GPU memory (on_gpu) or host memory. Opens the net with them. */
+/* Allocates inbox and outbox, and opens the net with them. If on_gpu is true, they are in GPU
+ * memory, otherwise in host memory. */
 static epic_result open_boxes(epic_group *g, hosts_part *h, peer_info *mine, bool on_gpu)
 {
     h->on_gpu = on_gpu;

@@ -143,7 +143,7 @@ static bool post_put(hosts_proxy *p, int host, uint64_t at, uint32_t bytes)
     return true;
 }
 
-/* Adds a piece that a kernel posted to the batcher. */
+/* Passes to the batcher a piece that a kernel has posted. */
 static void read_piece(hosts_proxy *p, int host, uint64_t entry)
 {
     const uint64_t word = P2P_ENTRY_WORD(entry);

@@ -19,7 +19,8 @@
 
 typedef struct put_batcher put_batcher;
 
-/* the words that one put sends: `words` words from word number `word` of the heap */
+/* The words that one put sends. They are `words` words, beginning at word number `word` of the
+ * heap. */
 typedef struct put_range {
     int host;
     uint64_t word;

@@ -216,8 +216,8 @@ static void discard_group(epic_group *group)
     tables_free(group);
 }
 
-/* Calls make_connections() with the mutex held. The collective MPI call inside is short,
- * because all peers make it at the same time. */
+/* Locks the mutex and calls make_connections(). The collective MPI call in that function is
+ * short, because all peers make it at the same time. */
 static epic_result connect_locked(epic_group *group, const epic_join *join,
                                   const join_info *infos)
 {

@@ -60,8 +60,8 @@ static cudaError_t launch_sums(p2p_combine_job job, cudaStream_t stream)
     return error == cudaSuccess ? p2p_launch_lowlat_combine(&job, 1, stream) : error;
 }
 
-/* Launches the kernels for rows of `bytes` bytes: dispatch with an existing plan and with a new
- * plan, and combine and combine_backward for each type. */
+/* Launches the kernels for rows of `bytes` bytes. These are dispatch with an existing plan and
+ * with a new plan, and combine and combine_backward for each type. */
 static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
                                cudaStream_t stream)
 {
