@@ -45,7 +45,7 @@ static int print_usage(const char *why, const char *what)
 
 /* Options of the command line. */
 typedef struct options {
-    const char *words[3]; /* command, trace, file */
+    const char *words[3]; /* words of the command line: command, trace, file */
     int num_words;
     trace_choice choice;
     replay replay;

@@ -397,7 +397,7 @@ static epic_result run_sum_replicas(handler_call *base)
     return epic_sum_replicas(base->use.ctx, &call->sum_replicas);
 }
 
-/* x has the shape [local experts, n], and the workspace [n]. */
+/* The arrays of sum_replicas. x has the shape [local experts, n], and the workspace [n]. */
 static const handler_array sum_replicas_arrays[] = {
     PLAN(sum_replicas), X, SITE,
     ROWS(HANDLER_RESULT, "sum", FFI_SET_F32, sum_replicas.data, DIM_ANY),

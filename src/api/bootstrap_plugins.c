@@ -9,7 +9,7 @@
 #include "bootstrap/bootstrap.h"
 #include "context/context.h"
 
-/* The bootstrap of a plugin, wrapped so that its errors are copied. */
+/* A bootstrap that a plugin has created, wrapped so that the plugin's errors are copied. */
 typedef struct bootstrap {
     const epic_backend *backend;
     epic_bootstrap inner;

@@ -138,7 +138,7 @@ typedef struct planner {
      * contains the expert ids. place_choices() replaces them by slots (FLAT: by local
      * experts). */
     int32_t *ids;
-    /* The workspace: */
+    /* The arrays from here on are in the planner's workspace. */
     int32_t *count; /* [num_experts] number of choices of each expert in the whole group */
     int32_t *owner; /* [num_experts] rank of each expert */
     int32_t *local; /* [num_experts] number of the expert among the experts of its rank */

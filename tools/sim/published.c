@@ -4,7 +4,7 @@
  * implementation could reach. EPIC has not been measured between hosts. */
 #include "sim.h"
 
-/* One measurement. */
+/* One published measurement. */
 typedef struct run {
     const char *system, *network;
     int ranks, ranks_per_host;

@@ -85,9 +85,9 @@ struct hosts_proxy {
     int is_closing;
     int is_asleep;        /* 1 while the thread sleeps */
     sem_t wake_up;        /* posted by hosts_proxy_wake() to end a sleep early */
-    bool is_running;      /* kernels of an operation are running */
-    bool has_read;        /* the last call of read_entries() has read an entry */
-    bool has_read_urgent; /* the last call of read_entries() has read an urgent piece */
+    bool is_running;      /* true while kernels of an operation run */
+    bool has_read;        /* true if the last call of read_entries() has read an entry */
+    bool has_read_urgent; /* true if the last call of read_entries() has read an urgent piece */
     uint32_t full;        /* bit mask of the hosts for which the net now accepts no more puts */
     int64_t urgent_at;    /* time in us (clock_us()) at which an urgent piece was last read */
     /* The thread has read the ring entry that ends the epoch. The epoch ends when all batches

@@ -28,7 +28,7 @@
 typedef struct header {
     uint64_t token; /* the receiver's random token, from its handle */
     uint64_t to;    /* offset in the receiver's inbox */
-    uint64_t value; /* put_word(): the word; put(): 0 */
+    uint64_t value; /* the word that put_word() sends; 0 in a message of put() */
 } header;
 
 /* A call of put() or put_word() that is in flight. */
