@@ -1,0 +1,430 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Moves rows without scales, for dispatch.cu and windows.cu. dispatch.cu explains the units.
+ * Move is DispatchMove in dispatch.cu, where all rows go through staging. It is WindowMove in
+ * windows.cu, where some rows are stored into windows. Functions that differ between the two
+ * are overloaded: open_windows(), send_unit(), read_ahead(), is_stored_directly() and
+ * expects_no_row(). */
+#ifndef EPIC_DISPATCH_STREAM_CUH
+#define EPIC_DISPATCH_STREAM_CUH
+
+#include "cuda/dispatch/flat.cuh"
+#include "cuda/dispatch/launcher.cuh"
+#include "cuda/dispatch/relay.cuh"
+
+/* Called before the first unit. Kernels that store into windows then read what the peers have
+ * announced. Returns false if the group of ranks has failed. */
+__device__ __forceinline__ bool open_windows(const DispatchMove &)
+{
+    return true;
+}
+
+/* Returns true if the row of a token of `rank` is stored into a window of this rank, so that it
+ * does not arrive in staging. `slot`, `more`: what read_record() has returned. */
+__device__ __forceinline__ bool is_stored_directly(const DispatchMove &, int, int32_t, int32_t,
+                                                   bool)
+{
+    return false;
+}
+
+/* Returns true if it is known without the token's record that the row does not arrive in
+ * staging, so that no piece is copied from there. Only if the plan turns out to be invalid, the
+ * row arrives in staging nevertheless. */
+__device__ __forceinline__ bool expects_no_row(const DispatchMove &, int, int32_t)
+{
+    return false;
+}
+
+/* Copies the pieces of a warp's units from memory into the warp's ring buffer in shared memory,
+ * some pieces before the warp uses them. Returns the pieces in the same order. EXACT: rows
+ * consist of whole pieces. */
+template <bool EXACT, class Move> struct PieceFeed {
+    typedef PieceRing<V, EXACT> Pieces;
+    const Move &m;
+    Pieces ring;
+    UnitWalk walk; /* the unit whose pieces are copied now */
+    /* Address of this lane's first vector of the next piece to copy. NULL: this unit's pieces
+     * are not copied. */
+    const uint8_t *from;
+    int32_t vector;      /* index in the row of the first vector of the next piece to copy */
+    int32_t pieces_left; /* how many pieces of the unit have not been copied */
+    int32_t round_end;   /* the first token after the running round */
+
+    __device__ __forceinline__ PieceFeed(const Move &move, const UnitWalk &first, int32_t end,
+                                         const uint8_t *memory)
+        : m(move), ring(memory), walk(first), round_end(end)
+    {
+        open_unit();
+    }
+    /* Prepares to copy the pieces of the unit at `walk`. Pieces in host memory, and pieces that
+     * this rank only forwards to other ranks, are not copied. Each of them still uses one
+     * buffer of the ring, which stays empty. So the buffers keep the order of the pieces. */
+    __device__ __forceinline__ void open_unit()
+    {
+        const p2p_self &self = m.job.plan.self;
+        const int32_t token = token_of(m, walk);
+        const int role = source_role(m, walk);
+        const bool staged = role > 0 && role < self.num_ranks;
+        const uint8_t *row = m.job.tokens + row_offset(token, m.shape);
+        if (staged)
+            row = (const uint8_t *)staged_row(m.op.inbox[rank_of_role(self, role)],
+                                              token - m.round_begin, m.shape.vectors);
+        vector = first_piece(m, walk) * V * WARP;
+        pieces_left = pieces_of(m, walk);
+        from = token < (staged ? round_end : min(round_end, m.job.num_tokens))
+                   ? row + lane_offset(vector)
+                   : NULL;
+        if (is_forward_role(m, walk) || (staged && is_host_memory(m.op, row))) from = NULL;
+        if (staged && expects_no_row(m, rank_of_role(self, role), token)) from = NULL;
+    }
+    /* Starts the copy of one more piece. After the last piece of a unit, moves to the next
+     * unit. */
+    __device__ __forceinline__ void copy_next()
+    {
+        if (from) {
+            ring.copy_piece(from, vector, m.shape, false, m.policy);
+            from += Pieces::PIECE_BYTES;
+            vector += V * WARP;
+        }
+        ring.commit_piece();
+        if (--pieces_left) return;
+        walk.next_unit(m.stride);
+        open_unit();
+    }
+    /* Starts the copy of one more piece, then waits for the oldest piece of the ring and reads
+     * it into q. its_vector: first vector of that piece. */
+    __device__ __forceinline__ void read_piece(uint4 (&q)[V], int32_t its_vector)
+    {
+        copy_next();
+        ring.read_piece(q, its_vector, m.shape);
+    }
+    /* Discards the next `pieces` pieces of the ring, because their unit does not need them.
+     * After the call, the next piece in the ring belongs to the next unit. */
+    __device__ __forceinline__ void skip_pieces(int pieces)
+    {
+        for (; pieces; pieces--) {
+            copy_next();
+            ring.wait_next();
+        }
+    }
+};
+
+/* Sends a unit: pieces of one of this rank's tokens, to every peer that needs the token.
+ * `word`: this lane's choice of the token, from read_ahead(). */
+template <bool EXACT>
+__device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk &walk,
+                                          uint64_t word, PieceFeed<EXACT, DispatchMove> &feed)
+{
+    const int32_t token = m.round_begin + walk.step;
+    const bool copied = m.shape.aligned;
+    const int count = pieces_of(m, walk);
+    uint32_t peers = 0;
+    if (token < min(feed.round_end, m.job.num_tokens))
+        peers = choose_peers(m, token, walk.span == 0 && m.job.weights, word);
+    if (token < min(feed.round_end, m.job.num_tokens))
+        peers = choose_routes(m, token, walk.span == 0, peers);
+    if (!peers) {
+        if (copied) feed.skip_pieces(count);
+        return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < count; i++) {
+        const int piece = first_piece(m, walk) + i;
+        uint4 q[V];
+        if (copied)
+            feed.read_piece(q, piece * V * WARP);
+        else
+            load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape),
+                                       piece * V * WARP, m.shape, q);
+        send_to_peers<EXACT>(m, token, piece, peers, q);
+    }
+    post_put_pieces<V>(m.job.plan.self, m, token - m.round_begin, first_piece(m, walk), count,
+                       peers);
+}
+
+/* Only for tokens with more than 32 choices: stores a piece to the token's slots after the
+ * first 32 (one per lane). The caller has already stored it to the first 32 slots. With piece
+ * 0, also receives the weights of the later slots. Returns false if the group of ranks has
+ * failed. */
+template <bool EXACT>
+__device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank, int source,
+                                                int32_t token, int piece, const uint4 (&q)[V])
+{
+    bool more = true;
+    for (int chunk = 1; more; chunk++) {
+        int32_t slot;
+        const uint64_t word = peek_record(m, rank, token, chunk);
+        if (!read_record(m, rank, token, chunk, piece == 0, word, slot, more)) return false;
+        fill_slots<EXACT>(m, piece * V * WARP, slot, q);
+        if (piece || !m.job.weights) continue;
+        const uint32_t weight = peek_weight(m, rank, source, token, chunk, slot);
+        if (!receive_weight(m, rank, source, token, chunk, slot, weight)) return false;
+    }
+    return true;
+}
+
+/* Receives the pieces of a unit for one token, and stores them to the token's slots on this
+ * rank. `word`: this lane's word of the token's record, from peek_record() or, if FLAT,
+ * peek_row(). `copied`: true if the pieces are in the warp's ring in shared memory. Returns
+ * false if the group of ranks has failed. */
+template <bool EXACT, bool FLAT, class Move>
+__device__ __forceinline__ bool receive_token(const Move &m, int32_t token,
+                                              const UnitWalk &walk, uint64_t word, bool copied,
+                                              PieceFeed<EXACT, Move> &feed)
+{
+    const p2p_self &self = m.job.plan.self;
+    const int role = source_role(m, walk), source = role - 1, rank = rank_of_role(self, role);
+    const int first = first_piece(m, walk);
+    int count = pieces_of(m, walk);
+    int32_t slot = -1;
+    bool more = false;
+    if (token < __shfl_sync(ALL_LANES, m.tokens_of, rank)) {
+        if (FLAT ? !read_row(m, rank, token, first == 0, word, slot, more)
+                 : !read_record(m, rank, token, 0, first == 0, word, slot, more))
+            return false;
+        if (!FLAT && m.has_new_plan && first == 0 && !more) end_record(m, rank, token, 0);
+    }
+    if (!__any_sync(ALL_LANES, slot >= 0)) {
+        if (copied) feed.skip_pieces(count);
+        return true;
+    }
+    const bool is_direct = is_stored_directly(m, rank, token, slot, more);
+    if (copied && (is_direct || expects_no_row(m, rank, token))) {
+        feed.skip_pieces(count);
+        copied = false;
+    }
+    if (is_direct) count = 0;
+    const bool with_extras = FLAT && first == 0;
+    const bool with_weights = first == 0 && m.job.weights && !with_extras;
+    uint32_t weight = 0;
+    FlatExtras extras;
+    if (with_extras) extras = peek_extras(m, rank, source, token, 0);
+    if (with_weights) weight = peek_weight(m, rank, source, token, 0, slot);
+#pragma unroll 1
+    for (int piece = first; piece < first + count; piece++) {
+        uint4 q[V];
+        if (copied) feed.read_piece(q, piece * V * WARP);
+        if (!receive_row_piece<EXACT>(m, rank, source, token, piece, copied, q)) return false;
+        fill_slots<EXACT>(m, piece * V * WARP, slot, q);
+        if (more && !fill_more_slots<EXACT>(m, rank, source, token, piece, q)) return false;
+    }
+    if (with_extras)
+        return receive_extras(m, rank, source, token, __shfl_sync(ALL_LANES, slot, 0), extras);
+    return !with_weights || receive_weight(m, rank, source, token, 0, slot, weight);
+}
+
+/* Forwards a piece of a row that rank `from` of another host has sent to this rank. The
+ * receivers are the ranks of this host in `wants` (bit mask). Not inlined, because inlining
+ * would make the main loop spill registers. Returns false if the group of ranks has failed. */
+template <bool EXACT>
+static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from, int32_t token,
+                                                 int piece, uint32_t wants)
+{
+    return forward_piece<V, EXACT>(m.job.plan.self, m.op, from, token - m.round_begin, piece,
+                                   m.shape.vectors, wants, [&](uint8_t *heap, int source) {
+                                       return escapes_base(m.job.plan.self, m.op, heap,
+                                                           source) +
+                                              ((int64_t)token * m.shape.pieces + piece) * WARP;
+                                   });
+}
+
+/* Sends the first m.num_early_tokens tokens of this rank while the planner CTAs make the plan.
+ * Called by all CTAs; planner CTAs return at once. Not inlined, because inlining would make the
+ * main loop spill registers. */
+template <bool EXACT>
+static __device__ __noinline__ void send_early_tokens(const DispatchMove m)
+{
+    const int planners = m.job.plan.planners;
+    const int warps = BLOCK / WARP, first = ((int)blockIdx.x - planners) * warps;
+    const int units = min(m.num_early_tokens, m.job.num_tokens) * m.shape.pieces;
+    if ((int)blockIdx.x < planners) return;
+    for (int u = first + (int)threadIdx.x / WARP; u < units;
+         u += ((int)gridDim.x - planners) * warps) {
+        const int32_t token = u / m.shape.pieces, piece = u % m.shape.pieces;
+        const uint64_t word = read_choice(m, token, lane_id());
+        uint4 q[V];
+        load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape), piece * V * WARP,
+                                   m.shape, q);
+        const uint32_t peers = choose_peers(m, token, piece == 0 && m.job.weights, word);
+        if (peers) send_to_peers<EXACT>(m, token, piece, peers, q);
+    }
+}
+
+/* Like send_early_tokens(), but for backend `hosts`. A warp sends a whole span (several pieces
+ * of a row) at a time, not one piece, because each put has a fixed cost. */
+template <bool EXACT> static __device__ __noinline__ void send_early_spans(const DispatchMove m)
+{
+    const int planners = m.job.plan.planners, spans = m.stride.spans;
+    const int warps = BLOCK / WARP, first = ((int)blockIdx.x - planners) * warps;
+    const int units = min(m.num_early_tokens, m.job.num_tokens) * spans;
+    if ((int)blockIdx.x < planners) return;
+    for (int u = first + (int)threadIdx.x / WARP; u < units;
+         u += ((int)gridDim.x - planners) * warps) {
+        const int32_t token = u / spans;
+        const int begin = u % spans * m.job.span;
+        const int count = min(m.job.span, m.shape.pieces - begin);
+        const uint64_t word = read_choice(m, token, lane_id());
+        uint32_t peers = choose_peers(m, token, begin == 0 && m.job.weights, word);
+        peers = choose_routes(m, token, begin == 0, peers);
+        if (!peers) continue;
+        for (int piece = begin; piece < begin + count; piece++) {
+            uint4 q[V];
+            load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape),
+                                       piece * V * WARP, m.shape, q);
+            send_to_peers<EXACT>(m, token, piece, peers, q);
+        }
+        post_put_pieces<V>(m.job.plan.self, m, token - m.round_begin, begin, count, peers);
+    }
+}
+
+/* Receives the tokens of one unit from one source: one token, or two if receiving catches up
+ * with sending (received_before()). If the source is this rank itself, also writes zeros to
+ * some padding slots. slab_bits: log2 of the number of slabs, rounded up. If slab_bits is
+ * negative, writes no padding. Returns false if the group of ranks has failed. */
+template <bool EXACT, bool FLAT, class Move>
+__device__ __forceinline__ bool receive_unit(const Move &m, const UnitWalk &walk, uint64_t word,
+                                             int slab_bits, PieceFeed<EXACT, Move> &feed)
+{
+    const p2p_self &self = m.job.plan.self;
+    const int rank = rank_of_role(self, source_role(m, walk));
+    const int32_t begin = m.round_begin + received_before(m, walk.step);
+    const int32_t stop = min(feed.round_end, m.round_begin + received_before(m, walk.step + 1));
+    const bool copied = m.shape.aligned;
+    if (begin >= stop && copied) feed.skip_pieces(pieces_of(m, walk));
+    for (int32_t token = begin; token < stop; token++) {
+        if (token > begin)
+            word = FLAT ? peek_row(m, rank, token) : peek_record(m, rank, token, 0);
+        if (!receive_token<EXACT, FLAT>(m, token, walk, word, copied && token == begin, feed))
+            return false;
+        if (source_role(m, walk) == self.num_ranks && slab_bits >= 0)
+            for_each_padding_slot(m.plan, slab_bits, token * m.stride.spans + walk.span,
+                                  m.most_tokens * m.stride.spans, [&](int32_t slot) {
+                                      for (int i = 0; i < m.shape.pieces; i++)
+                                          pad_piece<EXACT>(m, slot, i);
+                                  });
+    }
+    return true;
+}
+
+/* Moves the rows of one round: tokens [m.round_begin, end) of every rank. `memory`: this warp's
+ * ring. Returns false if the group of ranks has failed. */
+template <bool EXACT, bool FLAT, class Move>
+__device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t *memory)
+{
+    const auto peek = [&](int rank, int32_t token) {
+        return FLAT ? peek_row(m, rank, token) : peek_record(m, rank, token, 0);
+    };
+    bool has_token_counts = !m.has_new_plan;
+    int slab_bits = NOT_KNOWN;
+    if (m.num_early_tokens && HOSTS)
+        send_early_spans<EXACT>(m);
+    else if (m.num_early_tokens)
+        send_early_tokens<EXACT>(m);
+    if (!open_windows(m)) return false;
+    UnitWalk next(m.stride);
+    next.step += m.num_early_tokens;
+    PieceFeed<EXACT, Move> feed(m, next, end, memory);
+    for (int i = 0; i < PieceFeed<EXACT, Move>::Pieces::AHEAD && m.shape.aligned; i++)
+        feed.copy_next();
+    uint64_t next_word = read_ahead(m, next, peek);
+    for (;;) {
+        const UnitWalk walk = next;
+        const uint64_t word = next_word;
+        if (m.round_begin + received_before(m, walk.step) >= feed.round_end) return true;
+        next.next_unit(m.stride);
+        next_word = read_ahead(m, next, peek);
+        if (walk.role == 0) {
+            send_unit<EXACT>(m, walk, word, feed);
+            continue;
+        }
+        if (!has_token_counts) {
+            if (!read_token_counts(m)) return false;
+            feed.round_end = min(feed.round_end, m.most_tokens);
+            has_token_counts = true;
+        }
+        if (is_forward_role(m, walk)) {
+            if (!forward_unit(m, walk, feed, m.shape.aligned,
+                              [&](int from, int32_t token, int piece, uint32_t wants) {
+                                  return forward_rows<EXACT>(m, from, token, piece, wants);
+                              }))
+                return false;
+            continue;
+        }
+        if (slab_bits == NOT_KNOWN && source_role(m, walk) == m.job.plan.self.num_ranks &&
+            !find_padding_slabs(m, slab_bits))
+            return false;
+        if (!receive_unit<EXACT, FLAT>(m, walk, word, slab_bits, feed)) return false;
+    }
+}
+
+/* Writes zeros to all padding slots. Does nothing if the warps that received this rank's own
+ * tokens have already done it (pads_with_tokens()). Called by all CTAs. Returns false if the
+ * group of ranks has failed. */
+template <bool EXACT> __device__ __forceinline__ bool pad_all(DispatchMove &m)
+{
+    if (m.plan.header.alignment <= 1) return true;
+    if (m.has_new_plan && !read_token_counts(m)) return false;
+    if (pads_with_tokens(m.plan, m.stride, m.most_tokens)) return true;
+    if (m.has_new_plan && !wait_for_plan(m)) return false;
+    const int warps = (int)(grid_threads() / WARP), warp = (int)(grid_thread() / WARP);
+    if (header_of(m)->result == EPIC_OK)
+        for_each_padding_piece(
+            m.plan, header_of(m)->owned, m.shape.pieces, warp, warps,
+            [&](int32_t slot, int piece) { pad_piece<EXACT>(m, slot, piece); });
+    return true;
+}
+
+/* Writes zeros to all outputs if the plan is invalid, or if the receive buffer of any rank has
+ * too few rows. In these cases, the rows that the kernel has moved must not be used. Called by
+ * the CTA that finishes last. */
+template <bool FLAT> __device__ __forceinline__ void clear_outputs(const DispatchMove &m)
+{
+    if (m.plan.is_valid && header_of(m)->result == EPIC_OK &&
+        check_rows(m.job.plan.self, m.op, header_of(m), threadIdx.x == 0))
+        return;
+    zero_rows(m.job.recv, m.shape.row_bytes, 0, m.job.recv_rows, threadIdx.x, BLOCK);
+    if (FLAT)
+        clear_extras(m, 0, threadIdx.x, BLOCK);
+    else
+        zero_floats(m.job.slot_weights, 0, m.job.recv_rows, threadIdx.x, BLOCK);
+}
+
+/* Writes zeros to the tail: the slots after the last slab. Called by all CTAs, if the caller of
+ * dispatch asks for a zeroed tail. Returns false if the group of ranks has failed. */
+template <bool FLAT> __device__ __forceinline__ bool clear_tail(const DispatchMove &m)
+{
+    if (m.has_new_plan && !wait_for_plan(m)) return false;
+    const int64_t first = header_of(m)->slots_of[m.job.plan.self.rank], end = m.job.recv_rows;
+    if (first >= end) return true;
+    zero_rows(m.job.recv, m.shape.row_bytes, first, end, grid_thread(), grid_threads());
+    if (FLAT)
+        clear_extras(m, first, grid_thread(), grid_threads());
+    else
+        zero_floats(m.job.slot_weights, first, end, grid_thread(), grid_threads());
+    return true;
+}
+
+/* Moves all rounds. A round has as many tokens of each rank as fit in the staging. A kernel
+ * that makes the plan has one round. Returns false if the group of ranks has failed. */
+template <bool EXACT, bool FLAT, class Move>
+__device__ __forceinline__ bool move_rounds(Move &m, OpState &op, const uint8_t *memory)
+{
+    const int64_t round_tokens =
+        m.job.plan.self.at.source_bytes / ((int64_t)m.shape.vectors * 16);
+    const int32_t most = m.most_tokens;
+    for (m.round_begin = 0;; m.round_begin += (int32_t)round_tokens) {
+        const bool last = m.has_new_plan || m.round_begin + round_tokens >= most;
+        const int32_t end = last ? most : m.round_begin + (int32_t)round_tokens;
+        const bool moved = move_tokens<EXACT, FLAT>(m, end, memory);
+        wait_copies<0>();
+        if (!moved) return false;
+        if (last) return true;
+        if (!next_round(op)) return false;
+    }
+}
+
+/* Values of the template argument ROWS. ROWS_ANY: rows begin at any address. ROWS_ALIGNED: rows
+ * are aligned to 16 bytes. ROWS_WHOLE: rows are aligned to 16 bytes and consist of whole pieces
+ * (2 KB). */
+enum { ROWS_ANY, ROWS_ALIGNED, ROWS_WHOLE };
+
+#endif
