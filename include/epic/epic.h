@@ -829,6 +829,10 @@ static inline epic_result epic_sum_replicas(epic_context *ctx,
  *   - epic_combine_backward: d_rows, like recv, if the call has no slot_weights, no
  *     d_slot_weights and no quantize
  *
+ * On GPUs (backend p2p) only rows without scales are stored directly, only by epic_dispatch and
+ * epic_plan_dispatch, and only if they are aligned to 16 bytes and the rank has more tokens than
+ * the low-latency kernels support.  All other rows pass through staging.
+ *
  * Like any output, an output in a window is written only while the call of its own rank runs.
  * After a class (c) error peers may write the outputs of the failed call until epic_close has
  * returned.  docs/internals/windows.md explains the protocol. */
@@ -862,7 +866,9 @@ typedef struct epic_window_info {
  * window.
  * Errors:  (a) EPIC_EINVAL, EPIC_ENOTSUP; (b) EPIC_ENOMEM, EPIC_ENOTSUP; (c).
  * Threads: collective, in the same order on all ranks; two operations with call.tag.
- * CUDA:    EPIC_ENOTSUP. */
+ * CUDA:    waits for the other ranks on the host, not on a stream; call.stream and call.tag are
+ *          not used.  Not while a stream of the process is captured.  Backend hosts:
+ *          EPIC_ENOTSUP. */
 static inline epic_result epic_window_alloc(epic_context *ctx, const epic_window_args *args,
                                             epic_window_info *out);
 
@@ -873,7 +879,8 @@ static inline epic_result epic_window_alloc(epic_context *ctx, const epic_window
  * If the memory of a rank cannot be a window, all ranks return its error, which names the rank.
  * Errors:  those of epic_window_alloc.
  * Threads: as epic_window_alloc.  A rank may call it while others call epic_window_alloc.
- * CUDA:    EPIC_ENOTSUP. */
+ * CUDA:    as epic_window_alloc.  data is memory of cudaMalloc on the context's device, at any
+ *          offset in its allocation. */
 static inline epic_result epic_window_register(epic_context *ctx, const epic_window_args *args,
                                                epic_window_info *out);
 

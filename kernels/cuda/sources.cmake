@@ -8,7 +8,7 @@ list(FILTER epic_cuda_alone EXCLUDE REGEX "/(dense_tokens|layer_fits)\\.cu$") # 
 file(GLOB epic_cuda_ranks CONFIGURE_DEPENDS ${here}/*/*.cu)
 list(REMOVE_ITEM epic_cuda_ranks ${epic_cuda_alone})
 set(epic_hosts_ranks ${epic_cuda_ranks})
-list(FILTER epic_hosts_ranks EXCLUDE REGEX "/dispatch/bulk\\.cu$") # only p2p has this kernel
+list(FILTER epic_hosts_ranks EXCLUDE REGEX "/dispatch/(bulk|windows)\\.cu$") # only p2p has these
 file(GLOB p2p CONFIGURE_DEPENDS ${src}/backend/p2p/*.c)
 set(epic_p2p_host ${p2p} ${src}/base/error.c ${src}/base/text.c ${src}/base/process.c)
 file(GLOB hosts CONFIGURE_DEPENDS ${src}/backend/hosts/*.c ${src}/net/*.c)

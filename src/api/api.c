@@ -281,7 +281,7 @@ static epic_result add_window(epic_context *ctx, const epic_window_args *args, s
     TRY(check_context(ctx));
     TRY(READ_SIZED(&a, args, size, "args"));
     TRY(CHECK_PLACE(out, out_size));
-    TRY(check_window_args(ctx, &a, registers));
+    TRY(check_window_args(&a, registers));
     TRY(windows_add(ctx, &a, &info));
     WRITE_SIZED(out, &info, out_size);
     return EPIC_OK;

@@ -436,8 +436,7 @@ epic_result check_sum_args(const epic_context *ctx, const epic_allreduce_sum_arg
     return EPIC_OK;
 }
 
-epic_result check_window_args(const epic_context *ctx, const epic_window_args *a,
-                              bool registers)
+epic_result check_window_args(const epic_window_args *a, bool registers)
 {
     /* window_place() stores the number of a window and an offset in it in 64 bits, 48 of them
      * for the offset */
@@ -461,9 +460,5 @@ epic_result check_window_args(const epic_context *ctx, const epic_window_args *a
     if (registers && a->bytes && !a->data)
         return epic_fail(EPIC_EINVAL, "data is NULL: must point to %lld bytes",
                          (long long)a->bytes);
-    if (!context_on_device(ctx)) return EPIC_OK;
-    return epic_fail(EPIC_ENOTSUP,
-                     "the context is \"%s\": must be a host context; windows are not supported "
-                     "on GPUs",
-                     ctx->backend_name);
+    return EPIC_OK;
 }

@@ -80,6 +80,10 @@ typedef struct epic_ops {
     epic_result (*allreduce_sum)(epic_group *, const epic_allreduce_sum_args *);
     epic_result (*sum_replicas)(epic_group *, const epic_sum_replicas_args *);
 
+    /* Implements epic_window_alloc and, if args->data is set, epic_window_register. Unlike the
+     * other functions, it waits for the other ranks. */
+    epic_result (*add_window)(epic_group *, const epic_window_args *, epic_window_info *out);
+
     /* Router and losses. The caller has filled in the defaults of args->router. The loss is
      * `factor` times the sum over the tokens. The backward pass multiplies d_loss by
      * `factor`. */

@@ -223,6 +223,7 @@ static epic_result windows_add_locked(epic_context *ctx, struct window_table *ta
 
 epic_result windows_add(epic_context *ctx, const epic_window_args *args, epic_window_info *out)
 {
+    if (context_on_device(ctx)) return CONTEXT_OP(ctx, add_window, args, out);
     struct window_table *table = windows_table(ctx);
     if (!table) return epic_fail(EPIC_ENOMEM, "no memory for the table of windows");
     pthread_mutex_lock(&table->mutex);

@@ -159,6 +159,20 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
     return cudaSuccess;
 }
 
+/* A function of CUDA's driver, which EPIC looks up by its name. */
+__attribute__((visibility("default"))) int
+cuMemGetAddressRange_v2(unsigned long long *base, size_t *bytes, unsigned long long at)
+{
+    pthread_mutex_lock(&mutex);
+    const block *b = *find_block((const void *)(uintptr_t)at);
+    if (b) {
+        *base = (unsigned long long)(uintptr_t)b->begin;
+        *bytes = b->bytes;
+    }
+    pthread_mutex_unlock(&mutex);
+    return b ? 0 : 1;
+}
+
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *memory)
 {
     pthread_mutex_lock(&mutex);

@@ -2,13 +2,14 @@
 /* Checks random cases on a CUDA backend against plain loops, bit for bit.
  *
  *   gpu_check RANKS GPUS threads|processes CASES SEED
- *             [big|tight|small|lowlat|most|usual [rows|forms|leaves]]
+ *             [big|tight|small|lowlat|most|usual [rows|forms|leaves|windows]]
  *
  *   lowlat  contexts for low-latency kernels (at most TEAM_LOWLAT_TOKENS tokens)
  *   most    contexts with more tokens than the library's limit for these kernels
  *   rows    only the seeds whose rows have no second rows
  *   forms   the cases of each kernel in turn (lowlat, usual)
  *   leaves  those with several leaves of the sum tree on a rank
+ *   windows in each case, the arrays of about two of three ranks lie in a window
  *
  * Every rank makes the same case from the same seed, does its part, and checks its results.
  *
@@ -34,7 +35,7 @@
 static struct {
     int cases;
     uint64_t seed;
-    bool big, lowlat, rows, forms, leaves;
+    bool big, lowlat, rows, forms, leaves, windows;
     size_t arena_bytes;
 } options;
 
@@ -132,15 +133,49 @@ static void draw_next(bench *b, uint64_t seed, int i)
                   kind_of(i));
 }
 
+/* Makes windows of the group: one that EPIC allocates, and one in the middle of memory that this
+ * function allocates. Ranks have windows of different sizes, and one rank has no memory. Sets
+ * `arenas` to the memory of the two windows. */
+static void add_windows(team_rank *me, uint8_t **arenas, uint8_t **own)
+{
+    const int64_t bytes = (int64_t)options.arena_bytes;
+    epic_window_info none = {0}, window = {0};
+    CHECK_CUDA(cudaMalloc((void **)own, (size_t)bytes + 12288));
+    const epic_window_args args[] = {
+        {.bytes = me->rank == 0 ? 0 : 4096 * me->rank},
+        {.bytes = bytes + 256 * me->rank},
+        {.bytes = bytes, .data = *own + 4096 + 256 * (me->rank % 3)}};
+    for (int i = 0; i < 3; i++) {
+        epic_window_info *out = i == 0 ? &none : &window;
+        if (p2p_ops.add_window(me->group, &args[i], out) != EPIC_OK || !out->is_direct ||
+            out->bytes != args[i].bytes || !out->data != !out->bytes) {
+            fprintf(stderr, "rank %d, window %d: %s\n", me->rank, i, epic_error(NULL));
+            team_stop();
+        }
+        if (i) arenas[i - 1] = window.data;
+    }
+}
+
+/* Chooses the memory in which this rank's arrays of the case lie: ordinary memory or a window.
+ * Each rank chooses for itself. */
+static void choose_arena(bench *b, uint8_t *const *arenas, int count)
+{
+    uint64_t state = b->c.seed * 31 + (uint64_t)b->me->rank;
+    b->arena = arenas[count > 1 ? draw_between(&state, 0, count - 1) : 0];
+}
+
 static int run_rank(team_rank *me)
 {
     bench b = {.me = me, .arena_bytes = options.arena_bytes};
-    CHECK_CUDA(cudaMalloc((void **)&b.arena, options.arena_bytes));
+    uint8_t *arenas[3], *own = NULL;
+    CHECK_CUDA(cudaMalloc((void **)&arenas[0], options.arena_bytes));
+    if (options.windows) add_windows(me, arenas + 1, &own);
     team_barrier(me);
     uint64_t seed = options.seed;
     for (int i = 0; i < options.cases;) {
         draw_next(&b, seed++, i);
         if (!options.rows || !b.c.scale_bytes) {
+            choose_arena(&b, arenas, options.windows ? 3 : 1);
             run_case(&b);
             i++;
         }
@@ -152,7 +187,9 @@ static int run_rank(team_rank *me)
     check_restored(&b);
     if (b.wrong) team_stop();
     team_barrier(me);
-    CHECK_CUDA(cudaFree(b.arena));
+    CHECK_CUDA(cudaFree(arenas[0]));
+    /* The group still has the window in `own`, but no rank stores into it any more. */
+    CHECK_CUDA(cudaFree(own));
     return 0;
 }
 
@@ -160,7 +197,7 @@ int main(int argc, char **argv)
 {
     if (argc < 6) {
         fprintf(stderr, "gpu_check RANKS GPUS threads|processes CASES SEED "
-                        "[big|tight|small|lowlat|most|usual [rows|forms|leaves]]\n");
+                        "[big|tight|small|lowlat|most|usual [rows|forms|leaves|windows]]\n");
         return 2;
     }
     const bool big = argc > 6 && !strcmp(argv[6], "big");
@@ -175,6 +212,7 @@ int main(int argc, char **argv)
     options.rows = argc > 7 && !strcmp(argv[7], "rows");
     options.forms = argc > 7 && !strcmp(argv[7], "forms");
     options.leaves = argc > 7 && !strcmp(argv[7], "leaves");
+    options.windows = argc > 7 && !strcmp(argv[7], "windows");
     /* the cases of these options are selected, so all of them run */
     const bool selected = options.forms || options.leaves || most;
     options.cases = selected ? atoi(argv[4]) : scaled_cases(atoi(argv[4]));

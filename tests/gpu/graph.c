@@ -3,8 +3,10 @@
  * data. Then runs the same operations many times without pauses, with random delays of the
  * host.
  *
- *   gpu_graph RANKS GPUS threads|processes REPLAYS [flat|rare]
- *   rare: layers with replicas and EPIC_BY_K; the sum of replicas is captured, too */
+ *   gpu_graph RANKS GPUS threads|processes REPLAYS [usual|flat|rare [windows]]
+ *   rare: layers with replicas and EPIC_BY_K; the sum of replicas is captured, too
+ *   windows: outputs lie in windows. Rank 0 captures its graph before it has a window, so that
+ *   kernels with and without windows run together */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,7 +28,7 @@
 #define NUMBERS 7
 
 static int replays;
-static bool flat, rare;
+static bool flat, rare, windows;
 
 typedef struct memory {
     int32_t *ids;
@@ -160,23 +162,50 @@ static int replay_graph(team_rank *me, memory *m, cudaGraphExec_t graph, int rou
     return 0;
 }
 
-static int run_rank(team_rank *me)
+static cudaGraphExec_t capture_graph(team_rank *me, memory *m)
 {
-    memory m = allocate_memory(me);
     cudaGraph_t graph;
     cudaGraphExec_t exec;
-    unsigned seed = 5 + (unsigned)me->rank;
-    team_barrier(me);
     CHECK_CUDA(cudaStreamBeginCapture(me->stream, cudaStreamCaptureModeThreadLocal));
-    const epic_result result = run_operations(me, &m);
+    const epic_result result = run_operations(me, m);
     CHECK_CUDA(cudaStreamEndCapture(me->stream, &graph));
     if (result != EPIC_OK) team_stop();
     CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
     CHECK_CUDA(cudaGraphUpload(exec, me->stream));
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
+    return exec;
+}
+
+/* Moves the outputs of the operations into a window. */
+static void use_window(team_rank *me, memory *m)
+{
+    const int64_t recv_bytes = (int64_t)SLOTS * HIDDEN * 4, out_bytes = TOKENS * HIDDEN * 4;
+    const epic_window_args args = {.bytes = recv_bytes + out_bytes};
+    epic_window_info window;
+    if (p2p_ops.add_window(me->group, &args, &window) != EPIC_OK) {
+        fprintf(stderr, "rank %d: %s\n", me->rank, epic_error(NULL));
+        team_stop();
+    }
+    m->recv = window.data;
+    m->out = (float *)((char *)window.data + recv_bytes);
+}
+
+static int run_rank(team_rank *me)
+{
+    memory m = allocate_memory(me);
+    cudaGraphExec_t exec = NULL;
+    unsigned seed = 5 + (unsigned)me->rank;
+    float *const out = m.out;
     team_barrier(me);
-    for (int i = 0; i < replays; i++)
+    if (me->rank == 0 || !windows) exec = capture_graph(me, &m);
+    if (windows) use_window(me, &m);
+    float *const window_out = m.out;
+    if (!exec) exec = capture_graph(me, &m);
+    team_barrier(me);
+    for (int i = 0; i < replays; i++) {
+        m.out = windows && i % 2 && me->rank == 0 ? out : window_out;
         if (replay_graph(me, &m, i % 2 ? exec : NULL, i, &seed)) team_stop();
+    }
     epic_failure_info f;
     if (p2p_ops.poll_failure(me->group, &f) != EPIC_OK) {
         fprintf(stderr, "rank %d: %s\n", me->rank, f.sentence);
@@ -192,6 +221,7 @@ int main(int argc, char **argv)
     replays = scaled_cases(atoi(argv[4]));
     flat = argc > 5 && !strcmp(argv[5], "flat");
     rare = argc > 5 && !strcmp(argv[5], "rare");
+    windows = argc > 6 && !strcmp(argv[6], "windows");
     const team t = {.num_ranks = atoi(argv[1]),
                     .num_gpus = atoi(argv[2]),
                     .processes = !strcmp(argv[3], "processes"),
@@ -202,11 +232,11 @@ int main(int argc, char **argv)
                     .max_sms = 12,
                     .work = run_rank};
     const int failed = team_run(&t);
-    printf("gpu_graph %s ranks, %s GPUs, %s, %d replays and calls%s: %s\n", argv[1], argv[2],
+    printf("gpu_graph %s ranks, %s GPUs, %s, %d replays and calls%s%s: %s\n", argv[1], argv[2],
            argv[3], replays,
            flat   ? ", flat"
            : rare ? ", rare"
                   : "",
-           failed ? "WRONG" : "good");
+           windows ? ", windows" : "", failed ? "WRONG" : "good");
     return failed != 0;
 }

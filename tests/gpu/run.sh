@@ -39,6 +39,7 @@ for ranks in 2 4; do run api_mismatch $ranks; done
 run api_mismatch_many 4
 run api_deaths 3 1 "$DEATHS"
 LIMIT=300 run api_stops # all ranks together
+run api_windows 2
 run api_router 3000 "$SEED"
 run api_experts
 LIMIT=300 run api_layer "$CASES" 4 "$SEED"
@@ -55,6 +56,9 @@ for ranks in 2 3 4; do # each form in turn, twice
     run gpu_check $ranks 1 threads 72 $((SEED + ranks * 1000 + 600)) usual forms
     run gpu_check $ranks 1 threads 72 $((SEED + ranks * 1000 + 700)) lowlat forms
 done
+for ranks in 1 2 3 4; do run gpu_check $ranks 1 threads "$CASES" $((SEED + ranks * 1000 + 900)) usual windows; done
+run gpu_check 4 1 threads "$CASES" $((SEED + 9700)) tight windows
+run gpu_check 2 1 processes 10 $((SEED + 9800)) usual windows
 run gpu_check 16 1 threads 20 $((SEED + 16000))
 run gpu_check 16 1 threads 20 $((SEED + 16300)) lowlat
 run gpu_check 32 1 threads 5 $((SEED + 32000))
@@ -66,6 +70,8 @@ run gpu_graph 4 1 threads 200
 run gpu_graph_many 4 1 threads 200
 run gpu_graph_many 4 1 threads 200 flat
 run gpu_graph_many 4 1 threads 200 rare
+run gpu_graph_many 4 1 threads 200 usual windows
+run gpu_graph_many 4 1 threads 200 flat windows
 run gpu_faults 4 1 threads "$FAULTS"
 run gpu_faults_many 4 1 threads "$FAULTS"
 if command -v compute-sanitizer >/dev/null; then
@@ -80,6 +86,7 @@ if [ "$GPUS" -gt 1 ]; then
     for ranks in $(seq 2 "$((GPUS < 8 ? GPUS : 8))"); do
         run gpu_check $ranks "$GPUS" processes "$CASES" $((SEED + ranks * 1000 + 500))
         run gpu_check $ranks "$GPUS" processes "$CASES" $((SEED + ranks * 1000 + 800)) lowlat
+        run gpu_check $ranks "$GPUS" processes "$CASES" $((SEED + ranks * 1000 + 950)) usual windows
     done
     run gpu_check "$GPUS" "$GPUS" threads "$CASES" $((SEED + 10000))
     run gpu_storm "$GPUS" "$GPUS" processes "$STORM" $((SEED + 20))
@@ -88,6 +95,7 @@ if [ "$GPUS" -gt 1 ]; then
     run gpu_faults "$GPUS" "$GPUS" threads 12
     run api_deaths "$GPUS" "$GPUS" "$DEATHS"
     LIMIT=600 run gpu_check "$GPUS" "$GPUS" processes "$BIG" "$SEED" big
+    LIMIT=600 run gpu_check "$GPUS" "$GPUS" processes "$BIG" "$SEED" big windows
 else
     LIMIT=600 run gpu_check 2 1 threads "$BIG" "$SEED" big
 fi

@@ -140,6 +140,11 @@ def test_refused() -> None:
             epic.torch.window((64, 1 << 40), torch.int64, group)
         with pytest.raises(EpicError, match="rank 0 has no memory for a window"):
             epic.torch.window(1 << 47, torch.uint8, group)
+    with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
+        group.on_gpu = True
+        with pytest.raises(EpicError, match="group is on GPUs: must be on CPUs"):
+            epic.torch.window(2, torch.float32, group)
+        group.on_gpu = False
 
 
 def no_memory(rank: int) -> str:

@@ -307,6 +307,11 @@ typedef struct p2p_dispatch_job {
     int32_t warps; /* number of warps of a CTA that move rows; set by the launcher */
     /* number of packed rows for which each warp has shared memory; set by the launcher */
     int32_t num_buffers;
+    /* The next fields are only for the kernels that store into windows (dispatch/windows.cuh).
+     * windows [P2P_MAX_WINDOWS][DEVICE_MAX_RANKS]: the windows of all ranks; NULL: the context
+     * has none, or the call cannot use them. recv_place: place of `recv` (p2p_window_words) */
+    const p2p_mapped_window *windows;
+    uint64_t recv_place;
 } p2p_dispatch_job;
 
 /* Returns the bytes of a packed row: a row and its scales, each rounded up to a multiple of 16
@@ -413,6 +418,10 @@ cudaError_t p2p_launch_dispatch_packed(const p2p_dispatch_job *job, int num_sms,
 int p2p_can_dispatch_bulk(const p2p_dispatch_job *job);
 cudaError_t p2p_launch_dispatch_bulk(const p2p_dispatch_job *job, int num_sms,
                                      cudaStream_t stream);
+/* Launches the kernel that stores rows into windows. The job has windows, and aligned rows
+ * without scales. */
+cudaError_t p2p_launch_dispatch_windows(const p2p_dispatch_job *job, int num_sms,
+                                        cudaStream_t stream);
 cudaError_t p2p_launch_combine(const p2p_combine_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_job *job, int num_sms,
                                         cudaStream_t stream);
@@ -436,6 +445,7 @@ cudaError_t p2p_load_plan(void);
 cudaError_t p2p_load_dispatch(void);
 cudaError_t p2p_load_dispatch_packed(void);
 cudaError_t p2p_load_dispatch_bulk(void);
+cudaError_t p2p_load_dispatch_windows(void);
 cudaError_t p2p_load_combine(void);
 cudaError_t p2p_load_combine_backward(void);
 cudaError_t p2p_load_lowlat_plan(void);

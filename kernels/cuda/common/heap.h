@@ -103,7 +103,8 @@ typedef struct p2p_heap {
      * [2][num_ranks][REPLICATED_EXPERTS]. */
     int64_t logical_counts;
     /* For each planner CTA of this rank, how many choices of each expert it has counted. Only
-     * this rank writes it: stamped words [MAX_PLANNERS][MAX_TALLIES]. */
+     * this rank writes it: stamped words [MAX_PLANNERS][MAX_TALLIES]. In backend
+     * p2p a struct p2p_window_area follows. */
     int64_t tallies;
     /* A row that kernels read if the caller's buffer has no rows. They read it in place of row
      * 0 of the buffer. Only this rank writes it: uint8 [max_row_bytes]. */
@@ -234,6 +235,63 @@ typedef struct p2p_control {
 
 #define P2P_CONTROL_BYTES ((int64_t)(sizeof(p2p_control) + 127) / 128 * 128)
 
+/* The part of a heap for windows, which are memory of a rank into which its peers store rows
+ * directly (docs/internals/windows.md). It follows the array `tallies`, and is initially zero.
+ * The first index [2] is the parity of the epoch, or of the number of an exchange. The index
+ * [DEVICE_MAX_RANKS] is the rank that writes. */
+#define P2P_MAX_WINDOWS 256      /* largest number of windows of a context */
+#define P2P_WINDOW_OUTPUTS 3     /* number of outputs of one call that can lie in windows */
+#define P2P_WINDOW_PLACE_BITS 48 /* number of bits of the offset in a place */
+
+/* What a kernel announces before its signature, if it stores rows into windows. */
+typedef struct p2p_window_words {
+    /* Stamped word. The value is the number of tokens of this rank that go through staging in
+     * any case, because they are sent before the plan exists. If the stamp is of an older
+     * epoch, the rank runs a kernel that sends and receives all rows through staging. */
+    uint64_t begun;
+    /* The place of each output of the call: 1 plus the number of a window, shifted by
+     * P2P_WINDOW_PLACE_BITS, plus an offset in this window in bytes. 0: the output is in no
+     * window. */
+    uint64_t places[P2P_WINDOW_OUTPUTS];
+} p2p_window_words;
+
+/* What a rank sends to all ranks when a window is added (src/backend/p2p/windows.c). */
+typedef struct p2p_window_message {
+    int64_t bytes;      /* size of the rank's window */
+    int64_t offset;     /* offset of the window in the allocation that `handle` names */
+    uint64_t at;        /* address of the window in the rank's process */
+    uint8_t handle[64]; /* cudaIpcMemHandle_t of the allocation */
+    uint32_t result;    /* epic_result of the rank so far */
+    char sentence[412]; /* error sentence, if `result` is an error */
+    uint64_t sequence;  /* number of the exchange; written after all other fields */
+} p2p_window_message;
+
+typedef struct p2p_window_area {
+    /* Only this rank's kernels write these two counters. num_planned: number of planner CTAs
+     * that have made their part of the plan. num_stored: number of CTAs that have stored all
+     * their rows into windows. The last CTA of the operation sets both to 0. */
+    uint32_t num_planned, num_stored;
+    uint64_t reserved[15];
+    p2p_window_words announced[2][DEVICE_MAX_RANKS];
+    /* Stamped words {epoch, 1}: the rank has stored all rows of the epoch into this rank's
+     * windows. */
+    uint64_t stored[2][DEVICE_MAX_RANKS];
+    p2p_window_message messages[2][DEVICE_MAX_RANKS];
+} p2p_window_area;
+
+/* Address of one rank's memory of a window, as this rank has mapped it. */
+typedef struct p2p_mapped_window {
+    uint8_t *at; /* NULL: not mapped */
+    int64_t bytes;
+} p2p_mapped_window;
+
+/* Returns the offset of the struct p2p_window_area in a heap. Only heaps of backend p2p have
+ * it. */
+DEVICE_LAYOUT_BOTH static inline int64_t p2p_window_area_at(const p2p_heap *h)
+{
+    return device_round_up(h->tallies + P2P_MAX_PLANNERS * DEVICE_MAX_TALLIES * 8, 128);
+}
+
 /* Returns the number of tokens per rank for which the array `ids` of a heap has space. */
 static inline int64_t p2p_lowlat_tokens(int64_t max_tokens)
 {
@@ -282,7 +340,8 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     h.searches = h.counts + 2 * num_ranks * DEVICE_MAX_TALLIES * 8;
     h.logical_counts = h.searches + 2 * num_ranks * P2P_MAX_SEARCHES * DEVICE_MAX_RANKS * 8;
     h.tallies = h.logical_counts + 2 * num_ranks * P2P_REPLICATED_EXPERTS * 8;
-    h.scratch = device_round_up(h.tallies + P2P_MAX_PLANNERS * DEVICE_MAX_TALLIES * 8, 512);
+    h.scratch = device_round_up(
+        p2p_window_area_at(&h) + (HOSTS ? 0 : (int64_t)sizeof(p2p_window_area)), 512);
     h.records = h.scratch + device_round_up(max_row_bytes, 512);
     h.flat_rows = h.records + device_round_up(2 * num_ranks * choices * 8, 512);
     h.ids = h.flat_rows + device_round_up(2 * num_ranks * max_tokens * 8, 512);

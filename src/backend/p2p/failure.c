@@ -13,8 +13,8 @@
 static const char *operation_name(uint32_t operation)
 {
     static const char *const names[] = {
-        "none", "open", "plan", "dispatch", "combine", "dispatch_backward", "combine_backward",
-        "sum"};
+        "none", "open",  "plan", "dispatch", "combine", "dispatch_backward", "combine_backward",
+        "sum",  "window"};
     return operation < sizeof names / sizeof *names ? names[operation] : "an unknown operation";
 }
 

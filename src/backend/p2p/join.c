@@ -116,6 +116,7 @@ static const p2p_hooks hooks = {.write = write_to_peer, .wake = skip_wake};
 static void release_group(epic_group *g)
 {
     p2p_watch_close(g);
+    p2p_free_windows(g);
     p2p_heap_disconnect(g);
     if (g->self.heap[g->rank]) (void)cudaFree(g->self.heap[g->rank]);
     p2p_group_free(g);

@@ -21,6 +21,9 @@ static epic_result load_code(void)
     if (!HOSTS)
         TRY(p2p_cuda(p2p_load_dispatch_bulk(),
                      "loading the dispatch kernels with bulk stores"));
+    if (!HOSTS)
+        TRY(p2p_cuda(p2p_load_dispatch_windows(),
+                     "loading the dispatch kernels that store into windows"));
     TRY(p2p_cuda(p2p_load_combine(), "loading the combine kernels"));
     TRY(p2p_cuda(p2p_load_combine_backward(), "loading the combine_backward kernels"));
     TRY(p2p_cuda(p2p_load_lowlat_plan(), "loading the low-latency plan kernel"));
@@ -60,6 +63,23 @@ static cudaError_t launch_sums(p2p_combine_job job, cudaStream_t stream)
     return error == cudaSuccess ? p2p_launch_lowlat_combine(&job, 1, stream) : error;
 }
 
+typedef cudaError_t launcher(const p2p_dispatch_job *job, int num_sms, cudaStream_t stream);
+
+/* Launches a dispatch for both layouts, each with an existing plan and with a new plan. */
+static cudaError_t launch_layouts(const p2p_dispatch_job *like, launcher *launch,
+                                  cudaStream_t stream)
+{
+    cudaError_t error = cudaSuccess;
+    for (int kind = 0; kind < 4 && error == cudaSuccess; kind++) {
+        p2p_dispatch_job job = *like;
+        job.flat = kind & 1;
+        if (kind & 2) job.plan.layer.num_experts = job.plan.planners = 1;
+        job.plan.layer.layout = kind & 1 ? EPIC_FLAT : EPIC_EXPERT_MAJOR;
+        error = launch(&job, 1, stream);
+    }
+    return error;
+}
+
 /* Launches the kernels for rows of `bytes` bytes. These are dispatch with an existing plan and
  * with a new plan, and combine and combine_backward for each type. */
 static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
@@ -76,6 +96,8 @@ static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
     if (error == cudaSuccess) error = p2p_launch_dispatch(&planning, 1, stream);
     if (error == cudaSuccess) error = p2p_launch_dispatch(&flat, 1, stream);
     if (error == cudaSuccess) error = p2p_launch_dispatch(&planning_flat, 1, stream);
+    if (!HOSTS && aligned && error == cudaSuccess)
+        error = launch_layouts(&dispatch, p2p_launch_dispatch_windows, stream);
     if (error == cudaSuccess) error = p2p_launch_lowlat_dispatch(&dispatch, 1, stream);
     planning.plan.is_lowlat = 1;
     if (error == cudaSuccess) error = p2p_launch_lowlat_dispatch(&planning, 1, stream);
@@ -89,23 +111,6 @@ static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
         error = p2p_launch_combine_backward(&backward, 1, stream);
         if (error == cudaSuccess) error = p2p_launch_combine_backward(&quantized, 1, stream);
         if (error == cudaSuccess) error = launch_sums(combine, stream);
-    }
-    return error;
-}
-
-typedef cudaError_t launcher(const p2p_dispatch_job *job, int num_sms, cudaStream_t stream);
-
-/* Launches a dispatch for both layouts, each with an existing plan and with a new plan. */
-static cudaError_t launch_layouts(const p2p_dispatch_job *like, launcher *launch,
-                                  cudaStream_t stream)
-{
-    cudaError_t error = cudaSuccess;
-    for (int kind = 0; kind < 4 && error == cudaSuccess; kind++) {
-        p2p_dispatch_job job = *like;
-        job.flat = kind & 1;
-        if (kind & 2) job.plan.layer.num_experts = job.plan.planners = 1;
-        job.plan.layer.layout = kind & 1 ? EPIC_FLAT : EPIC_EXPERT_MAJOR;
-        error = launch(&job, 1, stream);
     }
     return error;
 }

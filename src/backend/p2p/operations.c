@@ -205,6 +205,10 @@ static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
     job->bulk = g->bulk;
     job->zero_tail = (args->flags & EPIC_ZERO_TAIL) != 0;
     job->leave_padding = (args->flags & EPIC_LEAVE_PADDING) != 0;
+    if (!HOSTS && job->aligned && job->row_bytes) {
+        job->windows = p2p_window_table(g);
+        job->recv_place = p2p_window_place(g, args->recv);
+    }
     signature_mix(a, (uint64_t)job->row_bytes);
     signature_mix(a, args->slot_weights != NULL);
     return fill_scales(g, job, args, a);
@@ -214,14 +218,16 @@ typedef cudaError_t launcher(const p2p_dispatch_job *, int, cudaStream_t);
 
 /* Returns the function that launches the dispatch kernel with the arguments *job. Rows with
  * scales (packed rows) and rows that the GPU can send with bulk stores have kernels of their
- * own. If is_lowlat is set, chooses a low-latency kernel. */
+ * own. So have rows that may be stored into windows. If is_lowlat is set, chooses a low-latency
+ * kernel. */
 static launcher *launcher_of(const p2p_dispatch_job *job, bool is_lowlat)
 {
     const bool is_packed = job->scale_bytes != 0;
     if (!HOSTS && !is_lowlat && p2p_can_dispatch_bulk(job)) return p2p_launch_dispatch_bulk;
     if (is_packed)
         return is_lowlat ? p2p_launch_lowlat_dispatch_packed : p2p_launch_dispatch_packed;
-    return is_lowlat ? p2p_launch_lowlat_dispatch : p2p_launch_dispatch;
+    if (is_lowlat) return p2p_launch_lowlat_dispatch;
+    return !HOSTS && job->windows ? p2p_launch_dispatch_windows : p2p_launch_dispatch;
 }
 
 /* Returns whether a dispatch with the arguments *job needs the kernel for layout EPIC_FLAT. A
@@ -594,6 +600,7 @@ const epic_ops p2p_ops = {
     .combine_backward = p2p_combine_backward,
     .allreduce_sum = p2p_sum,
     .sum_replicas = p2p_sum_replicas,
+    .add_window = p2p_add_window,
     .router_forward = p2p_router_forward,
     .router_backward = p2p_router_backward,
     .balance_loss_forward = p2p_balance_loss_forward,

@@ -34,8 +34,10 @@ typedef struct p2p_hooks {
     void (*wake)(const epic_group *group);
 } p2p_hooks;
 
-/* One rank's state in a group. Read-only after join, except what *status, *beats and *word
- * point to. */
+struct p2p_windows; /* windows.c */
+
+/* One rank's state in a group. Read-only after join, except `windows` and what *status, *beats
+ * and *word point to. */
 struct epic_group {
     const p2p_hooks *hooks;
     p2p_self self;      /* copied into the arguments of every kernel, and completed there by
@@ -58,6 +60,7 @@ struct epic_group {
     uint64_t *word;        /* pinned host memory: source and target of small copies on `side` */
     bool bulk;             /* the GPU has bulk stores (compute capability 9.0) */
     int32_t lowlat_tokens; /* low-latency kernels run for at most this many tokens per rank */
+    struct p2p_windows *windows; /* NULL: no rank has added a window; read and set atomically */
 };
 
 /* Returns EPIC_OK for cudaSuccess. Otherwise stores an error sentence that begins with `what`,
@@ -149,6 +152,18 @@ epic_result p2p_heap_export(const epic_group *group, uint8_t *heap, cudaIpcMemHa
 epic_result p2p_heap_connect(epic_group *group, int peer, const cudaIpcMemHandle_t *handle);
 /* Unmaps the heaps of all peers, and removes this rank's heap from the list of this process. */
 void p2p_heap_disconnect(const epic_group *group);
+
+/* Windows, in windows.c. p2p_add_window() implements epic_window_alloc and
+ * epic_window_register: args->data is NULL if EPIC allocates the memory. All ranks call it.
+ * Errors that do not break the group: EPIC_ENOMEM, EPIC_ENOTSUP; all ranks return the error of
+ * one rank. p2p_free_windows() unmaps and frees all windows when no peer stores any more. */
+epic_result p2p_add_window(epic_group *group, const epic_window_args *args,
+                           epic_window_info *out);
+void p2p_free_windows(epic_group *group);
+/* Returns the table of all windows in device memory, or NULL if there is none. */
+const p2p_mapped_window *p2p_window_table(const epic_group *group);
+/* Returns the place of an output (p2p_window_words), or 0 if it does not lie in a window. */
+uint64_t p2p_window_place(const epic_group *group, epic_rows output);
 
 /* Returns whether the ranks of each process share one copy of this library, and thus its list
  * of heaps. If not, writes the reason to `why` (256 bytes). */

@@ -69,9 +69,13 @@ def window(shape: int | Sequence[int], dtype: torch.dtype, group: Group) -> Tens
         count *= size
     if count > MOST_BYTES:
         raise EpicArgumentError(f"shape is {sizes}: must have at most {MOST_BYTES} bytes")
-    args = _native.WindowArgs(bytes=0 if group.on_gpu else count)
+    if group.on_gpu:
+        raise EpicError(
+            "EPIC_ENOTSUP", "group is on GPUs: must be on CPUs; in C, GPUs have windows, too"
+        )
+    args = _native.WindowArgs(bytes=count)
     found = _native.WindowInfo()
-    if args.bytes == 0:
+    if count == 0:
         register(group, args, found)
         return torch.zeros(sizes, dtype=dtype, device="cpu")
     file, memory = map_new_file(group, count)

@@ -1,0 +1,438 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Windows of backend p2p: device memory of a rank into which the kernels of its peers store rows
+ * (docs/internals/windows.md).
+ *
+ * After a group is open, its ranks have no bootstrap. So the host threads exchange messages
+ * through the heaps: each rank copies its message into the heap of every rank, and then polls
+ * its own heap. These copies use the stream `side`, so they also work while kernels run.
+ *
+ *   first exchange    each rank has its memory, or an error
+ *   then              each rank maps the memory of its peers, and enters it in a table in device
+ *                     memory, which kernels read
+ *   second exchange   each rank has mapped all memory, or has an error
+ *
+ * The messages have two halves, for even and odd exchanges. A rank writes to the half of
+ * exchange n - 2 only in exchange n, which it begins after all ranks have sent their messages of
+ * exchange n - 1. By then they have read those of exchange n - 2. */
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "backend/p2p/p2p.h"
+#include "base/deadline.h"
+#include "base/error.h"
+
+#define POLL_NAP_NS 100000
+
+_Static_assert(sizeof(cudaIpcMemHandle_t) <= sizeof((p2p_window_message *)0)->handle,
+               "a message has no space for a handle");
+_Static_assert(sizeof(p2p_window_message) == 512, "messages have 512 bytes");
+
+typedef struct p2p_window { /* One window of this rank and of its peers. */
+    uint8_t *data;          /* memory of this rank; NULL if it has 0 bytes */
+    int64_t bytes;
+    bool is_allocated;              /* EPIC has allocated the memory */
+    _Atomic bool is_usable;         /* peers may store into this rank's outputs in the window */
+    void *opened[DEVICE_MAX_RANKS]; /* results of cudaIpcOpenMemHandle(); NULL: none */
+} p2p_window;
+
+struct p2p_windows {
+    pthread_mutex_t mutex; /* held by the thread that adds a window */
+    uint64_t sequence;     /* number of exchanges so far; guarded by mutex */
+    /* device memory [P2P_MAX_WINDOWS][DEVICE_MAX_RANKS] */
+    p2p_mapped_window *table;
+    _Atomic int num;
+    p2p_window windows[P2P_MAX_WINDOWS];
+};
+
+/* ------------------------------------------------------------------------ the exchange ---- */
+
+static int64_t message_at(const epic_group *g, uint64_t sequence, int rank)
+{
+    return p2p_window_area_at(&g->self.at) + (int64_t)offsetof(p2p_window_area, messages) +
+           ((int64_t)(sequence & 1) * DEVICE_MAX_RANKS + rank) *
+               (int64_t)sizeof(p2p_window_message);
+}
+
+/* Copies the messages of all ranks in this rank's heap to `all`. */
+static epic_result read_messages(const epic_group *g, uint64_t sequence,
+                                 p2p_window_message *all)
+{
+    const size_t bytes = (size_t)g->num_ranks * sizeof *all;
+    TRY(p2p_cuda(cudaMemcpyAsync(all, g->self.heap[g->rank] + message_at(g, sequence, 0), bytes,
+                                 cudaMemcpyDefault, g->side),
+                 "messages of the ranks"));
+    return p2p_cuda(cudaStreamSynchronize(g->side), "messages of the ranks");
+}
+
+/* Returns a bit mask of the ranks whose messages have not arrived. */
+static uint32_t find_missing(const epic_group *g, uint64_t sequence,
+                             const p2p_window_message *all)
+{
+    uint32_t missing = 0;
+    for (int q = 0; q < g->num_ranks; q++)
+        if (all[q].sequence != sequence) missing |= 1u << q;
+    return missing;
+}
+
+/* Breaks the group, because the ranks in `missing` (bit mask) have not sent their messages.
+ * are_gone: they have closed their contexts or died, which the other ranks find themselves.
+ * Returns the error. */
+static epic_result report_missing(epic_group *g, uint32_t missing, bool are_gone,
+                                  uint64_t timeout_ms)
+{
+    p2p_status *s = g->status;
+    s->operation = EPIC_OP_WINDOW;
+    s->epoch = p2p_epoch(g);
+    s->phase = P2P_PHASE_ARRIVE;
+    s->reporter = (uint32_t)g->rank;
+    s->culprits = missing;
+    s->deadline_ms = (uint32_t)timeout_ms;
+    if (!are_gone) p2p_abort(g, 0, "not all ranks took part in adding a window");
+    __atomic_store_n(&s->result, (uint32_t)(are_gone ? EPIC_EPEER : EPIC_ETIMEOUT),
+                     __ATOMIC_RELEASE);
+    return p2p_check_group(g);
+}
+
+/* Returns a bit mask of the peers that have closed their context or died. */
+static uint32_t find_gone(epic_group *g)
+{
+    const uint64_t *gone = p2p_gone(g);
+    uint32_t ranks = 0;
+    for (int q = 0; gone && q < g->num_ranks; q++)
+        if (q != g->rank && (gone[q] || p2p_is_dead(g, q))) ranks |= 1u << q;
+    return ranks;
+}
+
+/* Sends `mine` to all ranks, and waits for the messages of all ranks, which it stores in `all`.
+ * Errors: EPIC_ETIMEOUT, EPIC_EPEER, EPIC_EDEVICE. */
+static epic_result exchange_messages(epic_group *g, struct p2p_windows *w,
+                                     p2p_window_message *mine, p2p_window_message *all,
+                                     uint64_t timeout_ms)
+{
+    const uint64_t sequence = ++w->sequence;
+    const size_t body = offsetof(p2p_window_message, sequence);
+    deadline end = deadline_begin_ms(timeout_ms);
+    mine->sequence = sequence;
+    for (int q = 0; q < g->num_ranks; q++) {
+        const int64_t at = message_at(g, sequence, g->rank);
+        g->hooks->write(g, q, at, mine, body);
+        g->hooks->write(g, q, at + (int64_t)body, &mine->sequence, sizeof mine->sequence);
+    }
+    for (;;) {
+        TRY(p2p_check_group(g));
+        TRY(read_messages(g, sequence, all));
+        const uint32_t missing = find_missing(g, sequence, all);
+        /* Read once more: a copy that has found the sequence of a message may have read its
+         * other fields before they arrived. */
+        if (!missing) return read_messages(g, sequence, all);
+        const uint32_t gone = missing & find_gone(g);
+        if (gone) return report_missing(g, gone, true, timeout_ms);
+        if (deadline_before_nap(&end, POLL_NAP_NS))
+            return report_missing(g, missing, false, timeout_ms);
+        nanosleep(&(struct timespec){.tv_nsec = POLL_NAP_NS}, NULL);
+    }
+}
+
+/* Puts the result of this rank and, if it is an error, its sentence into a message. */
+static void set_result(p2p_window_message *message, epic_result result)
+{
+    message->result = (uint32_t)result;
+    if (result != EPIC_OK)
+        epic_fit_text(message->sentence, sizeof message->sentence, epic_sentence());
+}
+
+/* Returns the first error in the messages of all ranks, with the name of its rank. */
+static epic_result first_error(const epic_group *g, const p2p_window_message *all)
+{
+    for (int q = 0; q < g->num_ranks; q++)
+        if (all[q].result != EPIC_OK)
+            return epic_fail((epic_result)all[q].result, "rank %d: %.411s", q, all[q].sentence);
+    return EPIC_OK;
+}
+
+/* ------------------------------------------------------------------------------ memory ---- */
+
+/* Sets *base to the beginning of the allocation that contains `data`. The runtime has no such
+ * call, so this function looks up the driver's. */
+static epic_result find_base(const void *data, uint8_t **base)
+{
+    typedef int range_getter(unsigned long long *base, size_t *bytes, unsigned long long at);
+    static const char name[] = "cuMemGetAddressRange_v2";
+    unsigned long long begin = 0;
+    size_t bytes = 0;
+    void *found = dlsym(RTLD_DEFAULT, name);
+    void *driver = found ? NULL : dlopen("libcuda.so.1", RTLD_NOW);
+    if (driver) found = dlsym(driver, name);
+    range_getter *get = NULL;
+    memcpy(&get, &found, sizeof get); /* ISO C has no cast from void * to a function */
+    const int error = get ? get(&begin, &bytes, (unsigned long long)(uintptr_t)data) : -1;
+    if (driver) dlclose(driver);
+    *base = (uint8_t *)(uintptr_t)begin;
+    if (!error) return EPIC_OK;
+    return epic_fail(EPIC_ENOTSUP,
+                     "data is %p: must be in memory of cudaMalloc, so that other processes can "
+                     "map it; CUDA finds no allocation there (%s, %d)",
+                     data, name, error);
+}
+
+/* Returns whether a peer is in another process. */
+static bool has_other_processes(const epic_group *g)
+{
+    for (int q = 0; q < g->num_ranks; q++)
+        if (!p2p_same(g->peers[q].process, g->peers[g->rank].process)) return true;
+    return false;
+}
+
+/* Writes to the message how peers of other processes map the window. */
+static epic_result export_memory(const epic_group *g, const uint8_t *data,
+                                 p2p_window_message *mine)
+{
+    uint8_t *base;
+    cudaIpcMemHandle_t handle;
+    mine->at = (uint64_t)(uintptr_t)data;
+    if (!has_other_processes(g)) return EPIC_OK;
+    TRY(find_base(data, &base));
+    mine->offset = data - base;
+    const cudaError_t error = cudaIpcGetMemHandle(&handle, base);
+    if (error != cudaSuccess) {
+        (void)cudaGetLastError();
+        return epic_fail(EPIC_ENOTSUP,
+                         "data is %p: must be in memory of cudaMalloc, so that other processes "
+                         "can map it; CUDA reports \"%s\" for its IPC handle",
+                         (const void *)data, cudaGetErrorString(error));
+    }
+    memcpy(mine->handle, &handle, sizeof handle);
+    return EPIC_OK;
+}
+
+/* Checks that memory of the caller can be a window. */
+static epic_result check_memory(const epic_group *g, const epic_window_args *args)
+{
+    struct cudaPointerAttributes where;
+    TRY(p2p_cuda(cudaPointerGetAttributes(&where, args->data), "data"));
+    if (where.type != cudaMemoryTypeDevice)
+        return epic_fail(EPIC_ENOTSUP, "data is %p: must be in memory of cudaMalloc",
+                         args->data);
+    if (where.device == g->device) return EPIC_OK;
+    return epic_fail(EPIC_ENOTSUP,
+                     "data is on device %d: must be on device %d, which the context uses",
+                     where.device, g->device);
+}
+
+/* Allocates `bytes` bytes of the group's GPU for a window, all zero. */
+static epic_result allocate_memory(epic_group *g, int64_t bytes, uint8_t **data)
+{
+    *data = p2p_allocate(g, (size_t)bytes);
+    if (!*data)
+        return epic_fail(EPIC_ENOMEM, "bytes is %lld: the GPU has no such memory; pass less",
+                         (long long)bytes);
+    TRY(p2p_cuda(cudaMemsetAsync(*data, 0, (size_t)bytes, g->side), "clearing a window"));
+    return p2p_cuda(cudaStreamSynchronize(g->side), "clearing a window");
+}
+
+/* Sets this rank's memory of the window, and what the message says about it. */
+static epic_result get_memory(epic_group *g, p2p_window *window, const epic_window_args *args,
+                              p2p_window_message *mine)
+{
+    mine->bytes = window->bytes = args->bytes;
+    if (!args->bytes) return EPIC_OK;
+    if (args->data) {
+        TRY(check_memory(g, args));
+        window->data = args->data;
+    } else {
+        TRY(allocate_memory(g, args->bytes, &window->data));
+        window->is_allocated = true;
+    }
+    return export_memory(g, window->data, mine);
+}
+
+/* Maps the memory of a peer's window. */
+static epic_result map_peer(epic_group *g, p2p_window *window, int peer,
+                            const p2p_window_message *its, p2p_mapped_window *mapped)
+{
+    if (peer == g->rank || its->bytes <= 0) return EPIC_OK;
+    mapped->bytes = its->bytes;
+    if (p2p_same(g->peers[peer].process, g->peers[g->rank].process)) {
+        /* p2p_heap_connect() has enabled access to all memory of the peer's device. */
+        mapped->at = (uint8_t *)(uintptr_t)its->at;
+        return EPIC_OK;
+    }
+    cudaIpcMemHandle_t handle;
+    memcpy(&handle, its->handle, sizeof handle);
+    const cudaError_t error =
+        cudaIpcOpenMemHandle(&window->opened[peer], handle, cudaIpcMemLazyEnablePeerAccess);
+    if (error == cudaSuccess) {
+        mapped->at = (uint8_t *)window->opened[peer] + its->offset;
+        return EPIC_OK;
+    }
+    window->opened[peer] = NULL;
+    (void)cudaGetLastError();
+    return epic_fail(EPIC_ENOTSUP,
+                     "the window of rank %d cannot be mapped here: CUDA reports \"%s\"", peer,
+                     cudaGetErrorString(error));
+}
+
+/* Enters the memory of all peers in the table, in row `number`. `mapped` NULL: removes it. */
+static epic_result fill_table(epic_group *g, struct p2p_windows *w, int number,
+                              const p2p_mapped_window *mapped)
+{
+    p2p_mapped_window *row = w->table + (size_t)number * DEVICE_MAX_RANKS;
+    const size_t bytes = DEVICE_MAX_RANKS * sizeof *row;
+    TRY(p2p_cuda(mapped ? cudaMemcpyAsync(row, mapped, bytes, cudaMemcpyDefault, g->side)
+                        : cudaMemsetAsync(row, 0, bytes, g->side),
+                 "the table of windows"));
+    return p2p_cuda(cudaStreamSynchronize(g->side), "the table of windows");
+}
+
+static epic_result map_peers(epic_group *g, struct p2p_windows *w, int number,
+                             const p2p_window_message *all)
+{
+    p2p_mapped_window mapped[DEVICE_MAX_RANKS] = {{0}};
+    for (int q = 0; q < g->num_ranks; q++)
+        TRY(map_peer(g, &w->windows[number], q, &all[q], &mapped[q]));
+    return fill_table(g, w, number, mapped);
+}
+
+/* Unmaps the peers' memory of a window, and frees the memory that EPIC has allocated. */
+static void release_window(epic_group *g, p2p_window *window)
+{
+    for (int q = 0; q < g->num_ranks; q++)
+        if (window->opened[q]) (void)cudaIpcCloseMemHandle(window->opened[q]);
+    if (window->is_allocated && window->data) (void)cudaFree(window->data);
+    (void)cudaGetLastError();
+    memset(window, 0, sizeof *window);
+}
+
+/* ----------------------------------------------------------------------- adding windows ---- */
+
+/* Returns the group's windows, and creates them at the first call. Returns NULL if memory is
+ * short. */
+static struct p2p_windows *windows_of(epic_group *g)
+{
+    struct p2p_windows *w = __atomic_load_n(&g->windows, __ATOMIC_ACQUIRE);
+    struct p2p_windows *none = NULL;
+    const size_t bytes = (size_t)P2P_MAX_WINDOWS * DEVICE_MAX_RANKS * sizeof *w->table;
+    if (w) return w;
+    w = calloc(1, sizeof *w);
+    if (w) w->table = p2p_allocate(g, bytes);
+    if (!w || !w->table || cudaMemsetAsync(w->table, 0, bytes, g->side) != cudaSuccess ||
+        cudaStreamSynchronize(g->side) != cudaSuccess) {
+        if (w) (void)cudaFree(w->table);
+        (void)cudaGetLastError();
+        free(w);
+        return NULL;
+    }
+    pthread_mutex_init(&w->mutex, NULL);
+    if (__atomic_compare_exchange_n(&g->windows, &none, w, false, __ATOMIC_ACQ_REL,
+                                    __ATOMIC_ACQUIRE))
+        return w;
+    (void)cudaFree(w->table);
+    free(w);
+    return none;
+}
+
+/* Adds window number `number`. If a rank has an error, all ranks return it. */
+static epic_result add_locked(epic_group *g, struct p2p_windows *w, int number,
+                              const epic_window_args *args)
+{
+    const uint64_t timeout_ms =
+        args->call.timeout_ms ? args->call.timeout_ms : g->config.timeout_ms;
+    p2p_window_message mine = {0}, all[DEVICE_MAX_RANKS];
+    set_result(&mine, get_memory(g, &w->windows[number], args, &mine));
+    TRY(exchange_messages(g, w, &mine, all, timeout_ms));
+    TRY(first_error(g, all));
+    const epic_result mapped = map_peers(g, w, number, all);
+    mine = (p2p_window_message){0};
+    set_result(&mine, mapped);
+    TRY(exchange_messages(g, w, &mine, all, timeout_ms));
+    return first_error(g, all);
+}
+
+static epic_result check_number(int number)
+{
+    if (number < P2P_MAX_WINDOWS) return EPIC_OK;
+    return epic_fail(
+        EPIC_EINVAL,
+        "the context has %d windows: must be fewer to add one; put several outputs "
+        "into one window",
+        number);
+}
+
+epic_result p2p_add_window(epic_group *g, const epic_window_args *args, epic_window_info *out)
+{
+    int before = 0;
+    if (HOSTS)
+        return epic_fail(EPIC_ENOTSUP, "backend hosts has no windows: use backend p2p, on one "
+                                       "host");
+    TRY(p2p_check_group(g));
+    TRY(p2p_cuda(cudaGetDevice(&before), "the current device"));
+    TRY(p2p_cuda(cudaSetDevice(g->device), "the device of the context"));
+    struct p2p_windows *w = windows_of(g);
+    if (!w) {
+        (void)cudaSetDevice(before);
+        return epic_fail(EPIC_ENOMEM, "no memory for the table of windows");
+    }
+    pthread_mutex_lock(&w->mutex);
+    const int number = atomic_load(&w->num);
+    epic_result result = check_number(number);
+    if (result == EPIC_OK) {
+        p2p_window *window = &w->windows[number];
+        result = add_locked(g, w, number, args);
+        if (result == EPIC_OK) {
+            *out = (epic_window_info){
+                .data = window->data, .bytes = window->bytes, .is_direct = 1};
+            atomic_store(&window->is_usable, true);
+            atomic_store(&w->num, number + 1);
+        } else if (p2p_check_group(g) == EPIC_OK) {
+            /* All ranks return this error, so no rank uses the window. */
+            (void)fill_table(g, w, number, NULL);
+            release_window(g, window);
+        } else {
+            /* A peer may use the window. It stays mapped until the context closes. */
+            atomic_store(&w->num, number + 1);
+        }
+    }
+    pthread_mutex_unlock(&w->mutex);
+    (void)cudaSetDevice(before);
+    return result;
+}
+
+void p2p_free_windows(epic_group *g)
+{
+    struct p2p_windows *w = __atomic_load_n(&g->windows, __ATOMIC_ACQUIRE);
+    if (!w) return;
+    for (int i = 0; i < P2P_MAX_WINDOWS; i++) release_window(g, &w->windows[i]);
+    (void)cudaFree(w->table);
+    pthread_mutex_destroy(&w->mutex);
+    free(w);
+    __atomic_store_n(&g->windows, NULL, __ATOMIC_RELEASE);
+}
+
+/* ------------------------------------------------------------------------ using windows ---- */
+
+const p2p_mapped_window *p2p_window_table(const epic_group *g)
+{
+    const struct p2p_windows *w = __atomic_load_n(&g->windows, __ATOMIC_ACQUIRE);
+    return w && g->num_ranks > 1 && atomic_load(&w->num) ? w->table : NULL;
+}
+
+uint64_t p2p_window_place(const epic_group *g, epic_rows output)
+{
+    struct p2p_windows *w = __atomic_load_n(&g->windows, __ATOMIC_ACQUIRE);
+    const uint64_t bytes = (uint64_t)(output.num_rows * output.row_bytes);
+    if (!w || !output.data || !bytes) return 0;
+    const int num = atomic_load(&w->num);
+    for (int i = 0; i < num; i++) {
+        const p2p_window *window = &w->windows[i];
+        const uint64_t offset = (uint64_t)((uintptr_t)output.data - (uintptr_t)window->data);
+        if (!atomic_load(&window->is_usable) || !window->data) continue;
+        if (offset <= (uint64_t)window->bytes && bytes <= (uint64_t)window->bytes - offset)
+            return (uint64_t)(i + 1) << P2P_WINDOW_PLACE_BITS | offset;
+    }
+    return 0;
+}
