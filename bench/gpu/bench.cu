@@ -5,7 +5,7 @@
  *   gpu_bench [model=deepseek-v3] [hidden=] [top_k=] [experts=] [alignment=128] [type=bf16]
  *             [scales=0|32|128] [quantize=0|1] [padding=0|1] [layout=expert|flat]
  *             [routing=uniform|zipf|hot] [tokens=4096,8192] [max_tokens=] [sms=48] [ops=PDCUGB]
- *             [ranks=4] [gpus=4] [reps=50] [json=FILE]
+ *             [ranks=4] [gpus=4] [reps=50] [windows=0|1] [json=FILE]
  *
  *   model       a name of models.h; hidden, top_k and experts replace values of this model
  *   type        bf16, f16, f32; bytes (one per element, which only P, D and L move); or e4m3 for
@@ -15,6 +15,8 @@
  *   padding=0   padding is not written
  *   layout=flat one row for each token and rank; then combine has no weights, and
  *               combine_backward computes no dot products
+ *   windows=1   measures everything first without windows, and then once more with the outputs
+ *               of dispatch, combine and their gradients in windows
  *   max_tokens  that of the context; default: the largest number of `tokens`
  *   ops         P plan + dispatch, D dispatch with an existing plan, C combine with weights,
  *               U combine without weights, T combine in tree order, G combine_backward,
@@ -55,7 +57,7 @@ struct Options {
     Model model = models[0];
     uint32_t type = EPIC_BF16; /* with EPIC_BYTES and EPIC_E4M3 an element has one byte */
     int scales = 0;            /* number of elements that share a scale */
-    bool quantize = false, padding = true;
+    bool quantize = false, padding = true, windows = false;
     std::vector<int> tokens = {4096, 8192}, sms = {48};
     const char *routing = "uniform", *ops = "PDCUGB", *json = NULL;
     bool processes = true, flat = false;
@@ -84,6 +86,7 @@ struct Rank {
     epic_layer layer;
     int *gate, *gate_device;
     int opened;
+    bool in_windows; /* recv and out lie in windows */
     uint32_t hops;
     cudaEvent_t begin[MAX_REPS], end[MAX_REPS];
     std::vector<uint8_t> touched; /* [tokens], one bit for each rank */
@@ -532,8 +535,8 @@ static void print_result(Rank *r, char op, int sms, const std::vector<float> &us
     const double median = us[us.size() / 2], push = op == 'L' ? 0 : f.push;
     const double local = local_floor(f, op), floor = std::max(std::max(push, local), f.hop);
     const double bytes = op == 'L' ? 0 : busiest_bytes(r, op);
-    printf("%-18s %6d tokens %4d SMs %8.1f us (min %.1f, 90%% %.1f)", op_name(op), r->tokens,
-           sms, median, us[0], us[us.size() * 9 / 10]);
+    printf("%-18s %6d tokens %4d SMs%s %8.1f us (min %.1f, 90%% %.1f)", op_name(op), r->tokens,
+           sms, r->in_windows ? " windows" : "", median, us[0], us[us.size() * 9 / 10]);
     if (floor > 0)
         printf("  floor %6.1f (push %.1f, local %.1f, hop %.1f)  %.2fx", floor, push, local,
                f.hop, median / floor);
@@ -544,13 +547,14 @@ static void print_result(Rank *r, char op, int sms, const std::vector<float> &us
                 "{\"op\":\"%s\",\"model\":\"%s\",\"hidden\":%d,\"top_k\":%d,\"experts\":%d,"
                 "\"alignment\":%d,\"padding\":%d,\"layout\":\"%s\",\"type\":\"%s\","
                 "\"scales\":%d,\"quantize\":%d,\"routing\":\"%s\",\"tokens\":%d,\"sms\":%d,"
-                "\"ranks\":%d,\"us\":%.2f,\"min_us\":%.2f,\"push_us\":%.2f,\"local_us\":%.2f,"
+                "\"ranks\":%d,\"windows\":%d,\"us\":%.2f,\"min_us\":%.2f,\"push_us\":%.2f,"
+                "\"local_us\":%.2f,"
                 "\"hop_us\":%.2f,\"floor_us\":%.2f,\"of_floor\":%.3f,\"busiest_bytes\":%.0f,"
                 "\"gb_per_s\":%.1f}\n",
                 op_name(op), model.name, model.hidden, model.top_k, model.experts,
                 options.alignment, options.padding, options.flat ? "flat" : "expert",
                 type_name(), options.scales, options.quantize, options.routing, r->tokens, sms,
-                r->me->num_ranks, median, us[0], push, local, f.hop, floor,
+                r->me->num_ranks, r->in_windows, median, us[0], push, local, f.hop, floor,
                 floor > 0 ? median / floor : 0, bytes, bytes / median / 1e3);
 }
 
@@ -615,6 +619,24 @@ static void allocate(Rank *r, int most)
     }
 }
 
+/* Moves recv and out into a window. A window cannot be removed, so the operations without
+ * windows must be measured before. */
+static void use_windows(Rank *r, int most)
+{
+    const int64_t widest = std::max(r->string_bytes, std::max(r->token_bytes, r->sum_bytes));
+    const int64_t slots = device_round_up(r->slots * widest + 256, 256);
+    epic_window_args args = {};
+    epic_window_info window = {};
+    args.bytes = slots + (int64_t)most * widest + 256;
+    must(p2p_ops.add_window(r->me->group, &args, &window));
+    CHECK_CUDA(cudaFree(r->recv));
+    CHECK_CUDA(cudaFree(r->out));
+    r->recv = (uint8_t *)window.data;
+    r->out = r->recv + slots;
+    r->in_windows = true;
+    team_barrier(r->me);
+}
+
 /* Makes the plan that floors and operations read. */
 static void make_plan(Rank *r, char op, int sms)
 {
@@ -648,9 +670,13 @@ static int work(team_rank *me)
     Rank *r = new Rank();
     r->me = me;
     r->all = (Shared *)me->shared;
-    allocate(r, *std::max_element(options.tokens.begin(), options.tokens.end()));
+    const int most = *std::max_element(options.tokens.begin(), options.tokens.end());
+    allocate(r, most);
     r->json = me->rank == 0 && options.json ? fopen(options.json, "a") : NULL;
     for (int tokens : options.tokens) run_tokens(r, tokens);
+    if (options.windows) use_windows(r, most);
+    for (size_t i = 0; options.windows && i < options.tokens.size(); i++)
+        run_tokens(r, options.tokens[i]);
     if (r->json) fclose(r->json);
     return 0;
 }
@@ -713,6 +739,7 @@ static bool read_option(const char *name, const char *value)
     if (is("scales")) return read_scales(atoi(value));
     if (is("quantize")) return (options.quantize = atoi(value) != 0) || !strcmp(value, "0");
     if (is("padding")) return (options.padding = atoi(value) != 0) || !strcmp(value, "0");
+    if (is("windows")) return (options.windows = atoi(value) != 0) || !strcmp(value, "0");
     if (is("reps")) return (options.reps = std::min(atoi(value), MAX_REPS)) > 0;
     if (is("tokens")) return !(options.tokens = numbers(value)).empty();
     if (is("sms")) return !(options.sms = numbers(value)).empty();

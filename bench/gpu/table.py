@@ -22,6 +22,8 @@ def describe_shape(result: dict[str, Any]) -> str:
         text += f" {result['type']}" + (" quantized on the way" if result["quantize"] else "")
     if result["routing"] != "uniform":
         text += f" {result['routing']}"
+    if result.get("windows"):
+        text += " windows"
     return text
 
 
