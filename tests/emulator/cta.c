@@ -215,6 +215,7 @@ static void do_all_bulk(fiber *f)
 void emulator_nap(void)
 {
     if (emulator_random() % 4 == 0) do_all_bulk(here->running);
+    if (emulator_random() % 4 == 0) finish_late_stores(false);
     here->running->napping = true;
     here->napping++;
     push_fiber(here->running);
@@ -421,6 +422,7 @@ void run_cta(const launch *work, int cta)
     }
     reset_sm(here, work, cta);
     if (_setjmp(here->home) != 1) run_next(); /* 2: a fiber has ended */
+    finish_late_stores(true);
     emulator_fence(0);
     emulator_here = NULL;
 }

@@ -16,7 +16,8 @@
  * caches and weak memory (except fences.c), nor times.
  *
  * Environment variables: EMULATED_GPUS (1), EMULATED_SMS (132) per GPU, EMULATED_SEED of the
- * random choices; CUDA_LAUNCH_BLOCKING has CUDA's meaning. */
+ * random choices; EMULATED_LATE (0), the largest number of milliseconds, below 1000, by which some
+ * stores are late (fences.c); CUDA_LAUNCH_BLOCKING has CUDA's meaning. */
 #ifndef EPIC_EMULATOR_H
 #define EPIC_EMULATOR_H
 
@@ -79,6 +80,10 @@ void *emulator_shared(uint32_t at, uint32_t bytes);
 void emulator_note_store(const void *p);
 void emulator_check_store(const void *p);
 void emulator_fence(int system);
+
+/* Returns 1 if a relaxed store of the four words at p is late: the emulator performs it later.
+ * Returns 0 if the caller must perform it now. */
+int emulator_delay_store(void *p, const uint32_t *words);
 
 uint32_t emulator_random(void);
 uint64_t emulator_now(void); /* device time in ns */

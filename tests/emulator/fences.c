@@ -7,14 +7,21 @@
  * system fence by a thread of the device, or the end of a kernel, makes all stores of the
  * device visible; a kernel that was given up ends without a fence, and its group is broken. A
  * fence of one thread counts for its whole CTA, because a barrier precedes it wherever other
- * threads' stores must be visible. */
+ * threads' stores must be visible.
+ *
+ * If EMULATED_LATE is set, some stores of vectors become visible late: when their CTA naps, or
+ * some time after it has ended or begun a system fence, which then waits for them. So tests fail
+ * if a kernel does not wait for the rows of its peers. */
 #include <pthread.h>
 #include <stdlib.h>
+#include <time.h>
 
 #include "inner.h"
 
 #define TABLE_BITS 20
 #define PROBES 16
+#define MOST_LATE 256  /* largest number of late stores of a CTA */
+#define LATE_ONE_IN 16 /* one in this many stores of vectors is late */
 
 typedef struct list {
     uintptr_t *at;
@@ -91,8 +98,48 @@ static void forget_store(uintptr_t at)
     if (place) __atomic_store_n(place, 0, __ATOMIC_RELAXED);
 }
 
+/* Returns the value of EMULATED_LATE, in milliseconds. 0: it is not set. */
+static int late_ms(void)
+{
+    static int ms = -1;
+    if (ms < 0) {
+        const char *text = getenv("EMULATED_LATE");
+        ms = text ? atoi(text) : 0;
+    }
+    return ms;
+}
+
+static __thread struct {
+    uint32_t *at[MOST_LATE];
+    uint32_t words[MOST_LATE][4];
+    int count;
+} late_stores; /* of the CTA that runs on this thread */
+
+int emulator_delay_store(void *p, const uint32_t *words)
+{
+    const int i = late_stores.count;
+    if (!late_ms() || i == MOST_LATE || emulator_random() % LATE_ONE_IN) return 0;
+    late_stores.at[i] = p;
+    for (int w = 0; w < 4; w++) late_stores.words[i][w] = words[w];
+    late_stores.count++;
+    return 1;
+}
+
+void finish_late_stores(bool waits)
+{
+    if (waits && late_stores.count) {
+        const long ns = (long)(emulator_random() % (uint32_t)late_ms()) * 1000000;
+        nanosleep(&(struct timespec){.tv_nsec = ns}, NULL);
+    }
+    for (int i = 0; i < late_stores.count; i++)
+        for (int w = 0; w < 4; w++)
+            __atomic_store_n(late_stores.at[i] + w, late_stores.words[i][w], __ATOMIC_RELAXED);
+    late_stores.count = 0;
+}
+
 void emulator_fence(int system)
 {
+    if (system) finish_late_stores(true);
     list *device = &of_device[current_device()];
     pthread_mutex_lock(&mutex);
     for (size_t i = 0; i < of_cta.count; i++) push_store(device, of_cta.at[i]);

@@ -33,6 +33,10 @@ int current_device(void);
 /* memory.c: returns whether the address is in memory of this runtime. */
 bool is_known(const void *p);
 
+/* fences.c: performs the late stores of the CTA on this thread. waits: first waits for a
+ * random time. */
+void finish_late_stores(bool waits);
+
 /* fences.c: makes stores visible, or forgets them. */
 void see_stores(int device); /* called at the end of a kernel */
 void forget_stores(const void *begin, size_t bytes);

@@ -48,7 +48,10 @@ template <class T> inline T load_relaxed(const T *p)
 
 template <class T> inline void store_relaxed(T *p, std::common_type_t<T> v)
 {
-    if (sizeof v == sizeof(uint4)) emulator_check_store(p);
+    if (sizeof v == sizeof(uint4)) {
+        emulator_check_store(p);
+        if (emulator_delay_store(p, (const uint32_t *)&v)) return;
+    }
     emulated_store(p, v);
 }
 
