@@ -598,6 +598,7 @@ typedef struct epic_plan_args {
                                          choices of its experts */
     const struct epic_moe *moe;       /* the layer whose options epic_plan compares between the
                                          ranks (epic_moe); NULL: no comparison */
+    const int32_t *capacity_limit;    /* [1]; NULL: no limit other than capacity */
 } epic_plan_args;
 
 /* Makes a plan.  The slots are ordered by local expert, source rank, token, k.  The length of a
@@ -607,6 +608,10 @@ typedef struct epic_plan_args {
  *
  * An expert that drops choices keeps the first ones by the layer's priority.  If
  * expert_capacity is the only limit, the same choices are kept for any number of ranks.
+ *
+ * With capacity_limit the rank has min(capacity, *capacity_limit) slots, at least one.  The
+ * number is read while the operation runs.  So a captured CUDA graph, which contains
+ * `capacity`, reads a new limit in each replay.  It must not change while the operation runs.
  *
  * Errors in the data are class (b): an expert id that is not below num_experts (with replicas:
  * num_logical), and an invalid rank_of_expert or logical_of_expert.  Different tables on
@@ -1815,7 +1820,7 @@ typedef struct epic_plan_info {
     uint64_t id;        /* equal on all ranks */
     int64_t num_tokens; /* number of tokens of this rank */
     int64_t num_slots;  /* number of slots in use on this rank, with padding */
-    int64_t capacity;   /* the capacity that was passed to epic_plan */
+    int64_t capacity;   /* the capacity that was passed to epic_plan, or its smaller limit */
     int64_t num_kept;   /* num_kept, num_none, num_expert_full and num_rank_full: number of
                            choices of this rank's tokens with this fate.  Together they are
                            num_tokens * top_k */

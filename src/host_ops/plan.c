@@ -96,6 +96,15 @@ static bool op_header_set_tables(epic_op_header *header, const epic_context *ctx
     return header->local[LOCAL_ERROR] == DATA_OK;
 }
 
+/* Returns the number of slots of this rank, 0 if it has no limit: the capacity, or the limit in
+ * memory if that is smaller. */
+static int64_t read_capacity(const epic_plan_args *args)
+{
+    if (!args->capacity_limit) return args->capacity;
+    const int64_t limit = *args->capacity_limit > 0 ? *args->capacity_limit : 1;
+    return args->capacity && args->capacity < limit ? args->capacity : limit;
+}
+
 /* Fills in the op header: the layer, the hashes of the tables, the first error in the data, and
  * the ids if they fit. */
 static void plan_fill_header(epic_op_header *header, const epic_context *ctx,
@@ -106,7 +115,7 @@ static void plan_fill_header(epic_op_header *header, const epic_context *ctx,
     header->common[COMMON_OPERATION] = EPIC_OP_PLAN;
     op_header_set_layer(header, layer);
     header->local[LOCAL_TOKENS] = args->num_tokens;
-    header->local[LOCAL_CAPACITY] = args->capacity;
+    header->local[LOCAL_CAPACITY] = read_capacity(args);
     op_header_set_options(header, extra ? extra->options : NULL);
     if (!op_header_set_tables(header, ctx, args, layer)) return;
     op_header_check_ids(header, args, layer);
@@ -232,7 +241,7 @@ static void make_empty_plan(planning *p)
     for (int64_t i = 0; i < choices; i++) p->planner.ids[i] = -1;
     memset(p->planner.capacity, 0, (size_t)x->num_ranks * sizeof *p->planner.capacity);
     planner_finish(&p->planner);
-    p->planner.header->capacity = p->args->capacity;
+    p->planner.header->capacity = exchange_local_field(x, x->rank, LOCAL_CAPACITY);
     write_counts(p, EPIC_EINVAL);
 }
 

@@ -159,6 +159,9 @@ static epic_plan_args plan_args(seat *s, run_random *common, plan_outputs *out)
     const int64_t id_bytes = s->num_tokens * w->layer.top_k * (wide == EPIC_I64 ? 8 : 4);
     const void *ids_here = case_copy(s, ids, id_bytes);
     free(ids);
+    /* In some cases the limit is smaller than the capacity, in others larger. */
+    const int64_t drawn = run_below(common, 8), kind = w->capacity[s->rank] ? drawn : 0;
+    const int32_t limit = (int32_t)w->capacity[s->rank] + (kind == 1 ? 7 : 0);
     return (epic_plan_args){
         .call = case_call(s),
         .layer = &w->layer,
@@ -169,7 +172,8 @@ static epic_plan_args plan_args(seat *s, run_random *common, plan_outputs *out)
         .rank_of_expert = w->table ? case_copy(s, w->rank_of, w->layer.num_experts * 4) : NULL,
         .logical_of_expert =
             w->logical_of ? case_copy(s, w->logical_of, w->layer.num_experts * 4) : NULL,
-        .capacity = w->capacity[s->rank],
+        .capacity = w->capacity[s->rank] + (kind == 2 ? 3 : 0),
+        .capacity_limit = kind == 1 || kind == 2 ? case_copy(s, &limit, sizeof limit) : NULL,
         .index_type = wide == EPIC_I64 ? EPIC_I64
                       : wide           ? EPIC_I32
                                        : 0,
@@ -192,6 +196,7 @@ epic_plan_args case_lend_plan(seat *s, const epic_plan_args *args)
     a.load = case_lend(s, a.load);
     a.logical_load = case_lend(s, a.logical_load);
     a.demand = case_lend(s, a.demand);
+    a.capacity_limit = case_lend(s, a.capacity_limit);
     return a;
 }
 

@@ -232,6 +232,11 @@ void make_inputs(bench *b, arrays *a)
                      : case_upload(b, narrow, (size_t)choices * 4, 0);
     a->table = r->table ? case_upload(b, r->owner, experts, 0) : NULL;
     a->logical = r->logical ? case_upload(b, r->logical, experts, 0) : NULL;
+    const uint64_t kind = r->capacity_of[me] ? case_hash(c->seed, 47, 0, 0) % 4 : 0;
+    /* kind 2: the limit is smaller than the capacity; kind 3: larger */
+    const int32_t limit = (int32_t)r->capacity_of[me] + (kind == 3 ? 5 : 0);
+    a->capacity = r->capacity_of[me] + (kind == 2 ? me + 1 : 0);
+    a->limit = kind > 1 ? case_upload(b, &limit, sizeof limit, 0) : NULL;
     a->expert_rows = take_arena(b, experts, 0);
     a->expert_tokens = take_arena(b, experts, 0);
     a->load = take_arena(b, experts, 0);
@@ -260,7 +265,8 @@ static epic_plan_args plan_args(bench *b, const arrays *a)
                             .num_tokens = r->tokens_of[b->me->rank],
                             .rank_of_expert = a->table,
                             .logical_of_expert = a->logical,
-                            .capacity = r->capacity_of[b->me->rank],
+                            .capacity = a->capacity,
+                            .capacity_limit = a->limit,
                             .index_type = b->c.wide ? EPIC_I64 : EPIC_I32,
                             .expert_rows = a->expert_rows,
                             .expert_tokens = a->expert_tokens,

@@ -58,6 +58,8 @@ typedef struct bench { /* memory of a rank, and the running case */
 typedef struct arrays { /* inputs and outputs of plan and dispatch */
     void *plan, *ids;
     int32_t *table, *logical, *expert_rows, *expert_tokens, *load, *demand, *recv_expert;
+    int32_t *limit; /* capacity_limit; NULL in half of the cases */
+    int64_t capacity;
     void *tokens, *recv, *scales, *recv_scales;
     float *weights, *slot_weights;
     size_t plan_bytes;

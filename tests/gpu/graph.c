@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Tests a captured graph of plan+dispatch and combine, which is replayed with new routing and
- * data. Then runs the same operations many times without pauses, with random delays of the
+ * data, and with another capacity_limit. Then runs the same operations many times without pauses, with random delays of the
  * host.
  *
  *   gpu_graph RANKS GPUS threads|processes REPLAYS [usual|flat|rare [windows]]
@@ -35,6 +35,7 @@ typedef struct memory {
     uint8_t *plan;
     float *tokens, *recv, *out;
     int32_t *logical;
+    int32_t *limit; /* number of slots, which each replay changes */
     float *numbers; /* [EACH][NUMBERS], numbers of experts */
     size_t plan_bytes;
     epic_layer layer;
@@ -59,6 +60,7 @@ static memory allocate_memory(const team_rank *me)
     free(logical);
     CHECK_CUDA(cudaMalloc((void **)&m.numbers, EACH * NUMBERS * sizeof *m.numbers));
     m.plan_bytes = (size_t)device_layer_bytes(me->num_ranks, TOKENS, &m.layer);
+    CHECK_CUDA(cudaMalloc((void **)&m.limit, sizeof *m.limit));
     CHECK_CUDA(cudaMalloc((void **)&m.ids, TOKENS * TOP_K * 4));
     CHECK_CUDA(cudaMalloc((void **)&m.plan, m.plan_bytes));
     CHECK_CUDA(cudaMalloc((void **)&m.tokens, TOKENS * HIDDEN * 4));
@@ -76,7 +78,8 @@ static epic_result run_operations(team_rank *me, memory *m)
                                  .topk_idx = m->ids,
                                  .logical_of_expert = rare ? m->logical : NULL,
                                  .num_tokens = TOKENS,
-                                 .capacity = SLOTS};
+                                 .capacity = SLOTS,
+                                 .capacity_limit = m->limit};
     float unused;
     const epic_sum_replicas_args sum = {.call.stream = me->stream,
                                         .plan = m->plan,
@@ -115,6 +118,35 @@ static int row_number(int expert, int i, int round)
     return expert * 100 + i * 7 + round;
 }
 
+/* Returns the limit of a round. In some rounds rank 0 has too few slots. */
+static int32_t limit_of(const team_rank *me, int round)
+{
+    const int enough = TOKENS * TOP_K * me->num_ranks;
+    return round % 4 == 3 && me->rank == 0 ? round - 3 : enough + round * 100;
+}
+
+/* Checks that the plan of a round has the limit of the round. `is_over`: rank 0 had too few
+ * slots. Then the layer has dropped choices, or all ranks get an error. */
+static bool check_limit(team_rank *me, const memory *m, int round, bool is_over)
+{
+    device_plan_header header;
+    const int32_t limit = limit_of(me, round) < 1 ? 1 : limit_of(me, round);
+    const int32_t capacity = limit < SLOTS ? limit : SLOTS;
+    CHECK_CUDA(
+        cudaMemcpyAsync(&header, m->plan, sizeof header, cudaMemcpyDeviceToHost, me->stream));
+    CHECK_CUDA(cudaStreamSynchronize(me->stream));
+    const epic_result result = p2p_next_data_error(me->group);
+    const epic_result wanted = is_over && !rare ? EPIC_EOVERFLOW : EPIC_OK;
+    while (p2p_next_data_error(me->group) != EPIC_OK) continue;
+    if (header.capacity == capacity && result == wanted &&
+        (result != EPIC_OK || header.slots_of[me->rank] <= capacity))
+        return true;
+    fprintf(stderr, "rank %d round %d: capacity %d, %d slots, limit %d, %s: %s\n", me->rank,
+            round, header.capacity, header.slots_of[me->rank], limit, epic_result_name(result),
+            epic_error(NULL));
+    return false;
+}
+
 /* Replays the graph. Values are small integers, so out must be exactly the token times its
  * number of rows. */
 static int replay_graph(team_rank *me, memory *m, cudaGraphExec_t graph, int round,
@@ -127,6 +159,9 @@ static int replay_graph(team_rank *me, memory *m, cudaGraphExec_t graph, int rou
     for (int i = 0; i < TOKENS * HIDDEN; i++) x[i] = (float)(rand_r(seed) % 1000);
     CHECK_CUDA(cudaMemcpyAsync(m->ids, ids, sizeof ids, cudaMemcpyHostToDevice, me->stream));
     CHECK_CUDA(cudaMemcpyAsync(m->tokens, x, sizeof x, cudaMemcpyHostToDevice, me->stream));
+    const int32_t limit = limit_of(me, round);
+    CHECK_CUDA(
+        cudaMemcpyAsync(m->limit, &limit, sizeof limit, cudaMemcpyHostToDevice, me->stream));
     float numbers[EACH * NUMBERS];
     for (int i = 0; i < EACH * NUMBERS; i++)
         numbers[i] = (float)row_number(me->rank * EACH + i / NUMBERS, i % NUMBERS, round);
@@ -143,7 +178,9 @@ static int replay_graph(team_rank *me, memory *m, cudaGraphExec_t graph, int rou
     CHECK_CUDA(cudaMemcpyAsync(numbers, m->numbers, sizeof numbers, cudaMemcpyDeviceToHost,
                                me->stream));
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
-    for (int i = 0; i < TOKENS * HIDDEN; i++) {
+    const bool is_over = round % 4 == 3;
+    if (!check_limit(me, m, round, is_over)) return 1;
+    for (int i = 0; i < TOKENS * HIDDEN && !is_over; i++) {
         const int live = rows_of(ids + i / HIDDEN * TOP_K);
         if (y[i] == x[i] * (float)live) continue;
         fprintf(stderr, "rank %d round %d: element %d is %g, not %g\n", me->rank, round, i,

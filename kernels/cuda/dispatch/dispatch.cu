@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
                            (shape.pieces + job.span - 1) / job.span);
     open_plan<WITH_PLAN>(plan, job);
     if (!begin_operation(op, self, has_new_plan ? 0 : (uint32_t)plan.header.id, job.num_tokens,
-                         job.plan.capacity, job.recv_rows))
+                         WITH_PLAN ? read_capacity(job.plan) : 0, job.recv_rows))
         return;
     bool ok = make_own_plan<WITH_PLAN, FLAT>(planner, job, op, memory);
     DispatchMove m = {{job, op, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};

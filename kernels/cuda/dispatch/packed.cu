@@ -440,7 +440,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
         stride.set_strides(job.total_warps, num_roles(self) + num_forward_roles(self), spans);
     open_plan<WITH_PLAN>(plan, job);
     if (!begin_operation(op, self, WITH_PLAN ? 0 : (uint32_t)plan.header.id, job.num_tokens,
-                         job.plan.capacity, job.recv_rows))
+                         WITH_PLAN ? read_capacity(job.plan) : 0, job.recv_rows))
         return;
     bool ok = make_own_plan<WITH_PLAN, FLAT>(planner, job, op, memory);
     DispatchMove move = {

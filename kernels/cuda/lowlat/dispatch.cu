@@ -173,11 +173,12 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     bool may_send = true;
     if (is_control_warp()) {
         ids.make_words();
-        open_lowlat(op, self, start, job.num_tokens, job.capacity, 0);
+        const int32_t capacity = read_capacity(job);
+        open_lowlat(op, self, start, job.num_tokens, capacity, 0);
         may_send = wait_outbox_ready(op, start);
         if (start.broken == 0 && may_send) {
             ids.send_ids(op);
-            announce_sizes(self, op, job.num_tokens, job.capacity, 0);
+            announce_sizes(self, op, job.num_tokens, capacity, 0);
         }
         find_lowlat_boxes(op, self);
     }

@@ -280,11 +280,12 @@ __device__ __forceinline__ bool open_operation(const LowlatMove &m, LowlatShared
     const p2p_dispatch_job &job = m.job;
     if (!WITH_PLAN) weights.read_ahead();
     ids.make_words();
-    open_lowlat(s.op, job.plan.self, start, job.num_tokens, job.plan.capacity, job.recv_rows);
+    const int32_t capacity = WITH_PLAN ? read_capacity(job.plan) : 0;
+    open_lowlat(s.op, job.plan.self, start, job.num_tokens, capacity, job.recv_rows);
     const bool may_send = wait_outbox_ready(s.op, start);
     if (WITH_PLAN && start.broken == 0 && may_send) {
         ids.send_ids(s.op);
-        announce_sizes(job.plan.self, s.op, job.num_tokens, job.plan.capacity, job.recv_rows);
+        announce_sizes(job.plan.self, s.op, job.num_tokens, capacity, job.recv_rows);
     }
     find_lowlat_boxes(s.op, job.plan.self);
     return may_send;
@@ -340,8 +341,7 @@ __device__ __forceinline__ bool announce_operation(const LowlatMove &m, LowlatSh
         if (threadIdx.x == 0) report_aborted_wait(s.op);
         return false;
     }
-    if (!WITH_PLAN)
-        announce_sizes(self, s.op, job.num_tokens, job.plan.capacity, job.recv_rows);
+    if (!WITH_PLAN) announce_sizes(self, s.op, job.num_tokens, 0, job.recv_rows);
     count_started_cta(self, s.op);
     if (is_announcer(WITH_PLAN)) announce_start(self, s.op);
     return true;

@@ -490,7 +490,7 @@ static __device__ void begin_header(LowlatPlan &tables, const p2p_plan_job &job,
                                     const OpState &op)
 {
     if (lane_id() == 0) {
-        tables.p.capacity[job.self.rank] = job.capacity;
+        tables.p.capacity[job.self.rank] = read_capacity(job);
         fill_header(tables.p, job, op);
         tables.p.header.num_local = tables.p.header.owned = job.block;
     }

@@ -199,7 +199,7 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const Op
     h.partial_type = layer.partial_type;
     h.layout = layer.layout;
     h.layer_hash = self.layer_hashes[0];
-    h.capacity = job.capacity;
+    h.capacity = read_capacity(job);
     h.first_expert = 0;
     for (int q = 0; q < DEVICE_MAX_RANKS; q++)
         h.rank_at[q] = (uint8_t)(q < self.num_ranks ? q : 0);

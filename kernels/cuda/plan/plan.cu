@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     uint8_t *const memory = (uint8_t *)dynamic_shared();
     __shared__ OpState op;
     __shared__ Planner planner;
-    if (!begin_operation(op, job.self, 0, job.num_tokens, job.capacity, 0)) return;
+    if (!begin_operation(op, job.self, 0, job.num_tokens, read_capacity(job), 0)) return;
     bool ok = true;
     if ((int)blockIdx.x < job.planners) ok = make_plan<FEATURES>(planner, job, op, memory);
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,

@@ -13,6 +13,15 @@
 
 #include "cuda/net/operation.cuh"
 
+/* Returns the number of slots that this rank has in the operation, 0 if there is no bound. Without
+ * a limit in device memory, reads only arguments of the kernel. */
+static __device__ __forceinline__ int32_t read_capacity(const p2p_plan_job &job)
+{
+    if (job.capacity_limit == NULL) return job.capacity;
+    const int32_t limit = max(*job.capacity_limit, 1);
+    return job.capacity ? min(job.capacity, limit) : limit;
+}
+
 /* Flag that marks the last word of a record. In a word of `counts` (plan/counts.cuh), the same
  * flag means that the sender's data is wrong. */
 #define RECORD_LAST 0x80000000u

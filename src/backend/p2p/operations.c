@@ -122,6 +122,7 @@ static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_
     job->num_tokens = (int32_t)args->num_tokens;
     job->block = (int32_t)(job->layer.num_experts / (uint32_t)g->num_ranks);
     job->capacity = args->capacity > MOST_ROWS ? MOST_ROWS : (int32_t)args->capacity;
+    job->capacity_limit = args->capacity_limit;
     job->has_int64_ids = args->index_type == EPIC_I64;
     job->planners = planners_of(args->num_tokens, sms_of(g, &args->call));
     const bool flat = job->layer.layout == EPIC_FLAT;
