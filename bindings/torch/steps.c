@@ -30,9 +30,13 @@ static call_array read_choices(torch_call *call, plan_job *job)
     return chosen;
 }
 
-/* Reads the layer, the capacity, the tag and the placement tables. A negative capacity stands
- * for the capacity that always suffices. */
-static void read_layout(torch_call *call, plan_job *job)
+/* The overloads of plan and plan_dispatch: none, `compared` with the options of a whole layer, and
+ * `limited` with capacity_limit. */
+typedef enum overload { DEFAULT, COMPARED, LIMITED } overload;
+
+/* Reads the layer, the capacity, the tag, the placement tables, and with LIMITED capacity_limit. A
+ * negative capacity stands for the capacity that always suffices. */
+static void read_layout(torch_call *call, plan_job *job, overload form)
 {
     job->args.call = call_enter_layer(call, &job->stored);
     const int64_t capacity = call_int(call);
@@ -40,6 +44,8 @@ static void read_layout(torch_call *call, plan_job *job)
     job->args.call.tag = call_tag(call);
     const call_array table = call_arg_or_none(call, "rank_of_expert", EPIC_I32, 1);
     const call_array logical = call_arg_or_none(call, "logical_of_expert", EPIC_I32, 1);
+    if (form == LIMITED)
+        job->args.capacity_limit = call_arg(call, "capacity_limit", EPIC_I32, 0).data;
     job->args.layer = &job->stored.layer;
     job->args.rank_of_expert = table.data;
     job->args.logical_of_expert = logical.data;
@@ -100,32 +106,31 @@ static void read_layer_options(torch_call *call, plan_job *job)
     job->args.moe = &job->compared.moe;
 }
 
-/* Runs the operator epic::plan. is_compared is true for the overload plan.compared, whose last
- * arguments are the options of the whole layer. */
-static void make_plan(torch_value *stack, uint64_t num_results, bool is_compared)
+/* Runs the operator epic::plan, or one of its overloads. */
+static void make_plan(torch_value *stack, uint64_t num_results, overload form)
 {
     torch_call call = call_begin("plan", stack, num_results);
     plan_job job = {0};
     call_order_token(&call);
     (void)read_choices(&call, &job);
-    read_layout(&call, &job);
-    if (is_compared) read_layer_options(&call, &job);
+    read_layout(&call, &job, form);
+    if (form == COMPARED) read_layer_options(&call, &job);
     plan_results(&call, &job);
     if (!call.failed) call_check_result(&call, epic_plan(call.use.ctx, &job.args));
     call_end(&call);
 }
 
-static void op_plan(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
-{
-    (void)num_arguments;
-    make_plan(stack, num_results, false);
-}
+/* Defines the function `name`, which runs make(stack, num_results, form). */
+#define DEFINE_OVERLOAD(name, make, form)                                              \
+    static void name(torch_value *stack, uint64_t num_arguments, uint64_t num_results) \
+    {                                                                                  \
+        (void)num_arguments;                                                           \
+        make(stack, num_results, form);                                                \
+    }
 
-static void op_plan_compared(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
-{
-    (void)num_arguments;
-    make_plan(stack, num_results, true);
-}
+DEFINE_OVERLOAD(op_plan, make_plan, DEFAULT)
+DEFINE_OVERLOAD(op_plan_compared, make_plan, COMPARED)
+DEFINE_OVERLOAD(op_plan_limited, make_plan, LIMITED)
 
 /* -------------------------------------------------------------------------- dispatch ---- */
 
@@ -242,9 +247,8 @@ static call_array read_chosen(torch_call *call, call_array chosen, epic_dispatch
     return tokens;
 }
 
-/* Runs the operator epic::plan_dispatch. is_compared is true for the overload
- * plan_dispatch.compared, whose last arguments are the options of the whole layer. */
-static void make_plan_dispatch(torch_value *stack, uint64_t num_results, bool is_compared)
+/* Runs the operator epic::plan_dispatch, or one of its overloads. */
+static void make_plan_dispatch(torch_value *stack, uint64_t num_results, overload form)
 {
     torch_call call = call_begin("plan_dispatch", stack, num_results);
     plan_job job = {0};
@@ -252,9 +256,9 @@ static void make_plan_dispatch(torch_value *stack, uint64_t num_results, bool is
     call_order_token(&call);
     const call_array chosen = read_choices(&call, &job);
     const call_array tokens = read_chosen(&call, chosen, &args);
-    read_layout(&call, &job);
+    read_layout(&call, &job, form);
     args.flags = call_uint(&call, "flags");
-    if (is_compared) read_layer_options(&call, &job);
+    if (form == COMPARED) read_layer_options(&call, &job);
     plan_results(&call, &job);
     dispatch_results(&call, tokens, job.args.capacity, &args);
     if (!call.failed)
@@ -262,18 +266,9 @@ static void make_plan_dispatch(torch_value *stack, uint64_t num_results, bool is
     call_end(&call);
 }
 
-static void op_plan_dispatch(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
-{
-    (void)num_arguments;
-    make_plan_dispatch(stack, num_results, false);
-}
-
-static void op_plan_dispatch_compared(torch_value *stack, uint64_t num_arguments,
-                                      uint64_t num_results)
-{
-    (void)num_arguments;
-    make_plan_dispatch(stack, num_results, true);
-}
+DEFINE_OVERLOAD(op_plan_dispatch, make_plan_dispatch, DEFAULT)
+DEFINE_OVERLOAD(op_plan_dispatch_compared, make_plan_dispatch, COMPARED)
+DEFINE_OVERLOAD(op_plan_dispatch_limited, make_plan_dispatch, LIMITED)
 
 /* The operator epic::dispatch_flat: sends each token once to each rank that has experts for it,
  * and returns these experts in recv_expert. */
@@ -549,15 +544,19 @@ static void op_sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_
 #define WHOLE_LAYOUT                          \
     ", int layer, SymInt capacity, int tag, " \
     "Tensor? rank_of_expert, Tensor? logical_of_expert"
-#define COMPARED(name, schema)                                            \
-    {                                                                     \
-#name ".compared", #name ".compared" schema, op_##name##_compared \
+#define OVERLOAD(name, form, schema)                                \
+    {                                                               \
+#name "." #form, #name "." #form schema, op_##name##_##form \
     }
+/* capacity_limit follows the other arguments of the layout in the overload "limited". */
+#define LIMITED_LAYOUT WHOLE_LAYOUT ", Tensor capacity_limit"
 
 static const torch_op ops[] = {
-    COMPARED(plan, CHOSEN WHOLE_LAYOUT COMPARED_SCHEMA PLANNED),
-    COMPARED(plan_dispatch,
+    OVERLOAD(plan, compared, CHOSEN WHOLE_LAYOUT COMPARED_SCHEMA PLANNED),
+    OVERLOAD(plan_dispatch, compared,
              SENT WHOLE_LAYOUT ", int dispatch_flags" COMPARED_SCHEMA PLANNED_SENT),
+    OVERLOAD(plan, limited, CHOSEN LIMITED_LAYOUT PLANNED),
+    OVERLOAD(plan_dispatch, limited, SENT LIMITED_LAYOUT ", int dispatch_flags" PLANNED_SENT),
     OP(plan, CHOSEN LAYOUT PLANNED),
     OP(dispatch, "(Tensor(a!) order_token, Tensor plan, Tensor tokens, Tensor? weights, "
                  "SymInt capacity" PLANNED_BY FLAGS ") -> (Tensor recv, Tensor slot_weights)"),

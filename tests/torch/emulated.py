@@ -93,6 +93,21 @@ def case_max_sms(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[2], outs[3])
 
 
+def case_capacity_limit(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
+    """Check that plans with a limit in a tensor return the bits of plans with that capacity."""
+    x, w, ids, ct = Data(UNEVEN[:2] + (0, 0)).mine(on_gpu.rank)
+    layer = epic.torch.Layer(8, ids.shape[-1], overflow="drop")
+    for slots in (1, 5, 9):
+        limit = torch.tensor(slots, dtype=torch.int32)
+        results = []
+        for group, more in ((on_gpu, {"capacity_limit": limit}), (on_host, {"capacity": slots})):
+            plan, recv, slot = epic.torch.plan_dispatch(group, layer, ids, x, w, **more)
+            out = epic.torch.combine(plan, recv, slot)
+            counts = [plan.expert_rows, plan.has_overflow]
+            results.append([out.detach(), *torch.autograd.grad(out, (x, w), ct), *counts])
+        assert same(*results)
+
+
 def case_forms(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
     """Check that flat rows, dropping, tree sums and placed experts return the host's bits."""
     for name in FORMS:

@@ -278,6 +278,79 @@ def test_rank_of_expert(world: Any) -> None:
     world.run(placed)
 
 
+def limited(rank: int) -> None:
+    """Check capacity_limit: it changes what a plan keeps, but no shape. The tensor is read by each
+    call."""
+    layer = epic.torch.Layer(EXPERTS, 1, overflow="drop")
+    limit = torch.zeros((), dtype=torch.int32)
+    more: dict[str, Any] = {"capacity": 8, "capacity_limit": limit}
+    with group_of(4) as group:
+        x, ct = numbers(rank, TOKENS, HIDDEN).requires_grad_(), numbers(9, TOKENS, HIDDEN)
+        ids = torch.zeros((TOKENS, 1), dtype=torch.int32)
+        w = torch.ones(TOKENS, 1)
+        for value, slots in ((3, 3), (100, 8), (0, 1), (-5, 1)):
+            limit.fill_(value)
+            usual = epic.torch.plan_dispatch(group, layer, ids, x, w, capacity=slots)
+            fused = epic.torch.plan_dispatch(group, layer, ids, x, w, **more)
+            plan = epic.torch.plan(group, layer, ids, **more)
+            apart = (plan, *epic.torch.dispatch(plan, x, w))
+            wanted = epic.torch.combine(usual[0], usual[1], usual[2])
+            for made, recv, slot in (fused, apart):
+                assert recv.shape == (8, HIDDEN) and slot.shape == (8,) and made.capacity == 8
+                out = epic.torch.combine(made, recv, slot)
+                assert same([out, made.expert_rows], [wanted, usual[0].expert_rows])
+                d_x = [torch.autograd.grad(y, x, ct, retain_graph=True)[0] for y in (out, wanted)]
+                assert same([d_x[0]], [d_x[1]])
+                assert made.has_overflow.tolist() == usual[0].has_overflow.tolist() == [rank == 0]
+            assert int(fused[0].expert_rows.sum()) == (slots if rank == 0 else 0)
+        strict = epic.torch.Layer(EXPERTS, 1)
+        limit.fill_(4 * TOKENS - 1)
+        with pytest.raises(epic.EpicError, match=f"rank 0 has {4 * TOKENS - 1} slots and needs"):
+            epic.torch.plan(group, strict, ids, capacity_limit=limit)
+
+
+def test_capacity_limit(world: Any) -> None:
+    """Check a limit of the capacity in a tensor."""
+    world.run(limited)
+
+
+def test_capacity_limit_errors() -> None:
+    """Check the errors of capacity_limit."""
+    ids, x = torch.zeros((2, TOP_K), dtype=torch.int32), torch.zeros(2, HIDDEN)
+    limit = torch.ones((), dtype=torch.int32)
+    with epic.torch.Group(num_ranks=1, **SIZES) as group:
+        made = epic.torch.plan(group, LAYER, ids)
+        for wrong, more, words in (
+            (3, {}, "capacity_limit is 3: must be a 0-d int32 tensor, or None"),
+            (limit.long(), {}, r"capacity_limit is torch.int64 \[\]: must be a 0-d int32"),
+            (limit.reshape(1), {}, r"capacity_limit is torch.int32 \[1\]: must be a 0-d"),
+            (limit.to("meta"), {}, "capacity_limit is on meta: must be on cpu, as topk_idx"),
+            (limit, {"capacity": epic.torch.EXACT}, "a tensor with capacity=EXACT: must be None"),
+            (limit, {"out": made}, "a tensor with out=: must be None"),
+        ):
+            with pytest.raises(epic.EpicArgumentError, match=words):
+                epic.torch.plan(group, LAYER, ids, capacity_limit=wrong, **more)
+        with pytest.raises(epic.EpicArgumentError, match="capacity_limit is 3: must be"):
+            epic.torch.plan_dispatch(group, LAYER, ids, x, capacity_limit=3)  # type: ignore
+
+
+def test_capacity_limit_compiled() -> None:
+    """Check that a compiled function reads the limit of each call."""
+    layer = epic.torch.Layer(EXPERTS, 1, overflow="drop")
+    ids, x = torch.zeros((6, 1), dtype=torch.int32), numbers(1, 6, HIDDEN)
+    with epic.torch.Group(num_ranks=1, **SIZES) as group:
+
+        def step(x: torch.Tensor, limit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            plan, recv, _ = epic.torch.plan_dispatch(group, layer, ids, x, capacity_limit=limit)
+            return epic.torch.combine(plan, recv), plan.has_overflow
+
+        run = torch.compile(step, fullgraph=True, backend="aot_eager")
+        for value in (2, 5, 6):
+            out, over = run(x, torch.tensor(value, dtype=torch.int32))
+            kept = (torch.arange(6) < value).float()[:, None]
+            assert torch.equal(out, x * kept) and over.tolist() == [value < 6]
+
+
 def drop(rank: int) -> None:
     """Run a layer that drops: dropped choices give zeros forward and backward. Also check load and
     demand."""

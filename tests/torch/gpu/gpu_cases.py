@@ -163,6 +163,27 @@ def case_graph(group: Group) -> None:
     del graph
 
 
+def case_capacity_limit(group: Group) -> None:
+    """Check a captured step whose capacity_limit changes between the replays."""
+    x, w, ids, ct = data_of(group, UNEVEN)
+    layer = epic.torch.Layer(EXPERTS, ids.shape[-1], overflow="drop")
+    limit = torch.zeros((), dtype=torch.int32, device=group.device)
+
+    def step(**more: Any) -> list[torch.Tensor]:
+        plan, recv, slot = epic.torch.plan_dispatch(group, layer, ids, x, w, **more)
+        out = epic.torch.combine(plan, recv, slot)
+        rows = (plan.expert_rows, plan.has_overflow.clone())
+        return [out, *torch.autograd.grad(out, (x, w), ct), *rows]
+
+    graph, captured = capture(group, lambda: step(capacity_limit=limit))
+    for slots in (1, 5, 17, 3):
+        limit.fill_(slots)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same([v.clone() for v in captured], step(capacity=slots))
+    del graph
+
+
 def case_pipeline(group: Group) -> None:
     """Run three micro-batches in the order of a pipeline (1F1B), eager and captured, and compare
     with the bits of separate runs."""

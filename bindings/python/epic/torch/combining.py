@@ -157,7 +157,7 @@ def combine(
 
 def combine_into(plan: Plan, rows: Tensor, slots: Tensor | None, out: Tensor) -> Tensor:
     """Run combine into the tensor `out`, without a gradient, and return it."""
-    data, num_tokens, _, spec = plan
+    data, num_tokens, _, spec, _ = plan
     args = (spec.group.order_token, data, rows, slots, num_tokens, spec.layer, spec.tag)
     write_out(ops.combine_out.default, args, out)
     return out

@@ -100,12 +100,14 @@ class Plan(NamedTuple):
         num_tokens: Number of tokens of this rank.
         capacity: Number of slots of this rank.
         spec: Group, layer and tag.
+        capacity_limit: The tensor that limited the number of slots further, or None.
     """
 
     bytes: Tensor
     num_tokens: int
     capacity: int
     spec: PlanSpec
+    capacity_limit: Tensor | None = None
 
     def counts(self, begin: int, count: int) -> Tensor:
         """Return `count` of the int32 numbers that follow the plan, from number `begin` on."""
@@ -158,9 +160,12 @@ class Plan(NamedTuple):
 
         On GPUs the host does not wait. With overflow="drop" such a plan has dropped choices. With
         "error" the plan's calls return zeros, and group.check() raises the error. Choices that
-        expert_capacity drops count as choices, so with expert_capacity it is often true.
+        expert_capacity drops count as choices, so with expert_capacity it is often true. With
+        capacity_limit, read it before the limit changes.
         """
-        return self.counted("demand") > self.capacity
+        if self.capacity_limit is None:
+            return self.counted("demand") > self.capacity
+        return self.counted("demand") > self.capacity_limit.clamp(1, self.capacity)
 
     @property
     def logical_load(self) -> Tensor | None:
@@ -257,7 +262,31 @@ def check_local(spec: PlanSpec, ranks: Any, local: int, room: int) -> None:
 
 
 # The checked arguments of a plan: spec, num_tokens, capacity, (rank_of_expert, logical_of_expert).
-PlanRequest = tuple[PlanSpec, int, int, tuple[Any, Any]]
+# With a capacity_limit it is a third element of the last tuple.
+PlanRequest = tuple[PlanSpec, int, int, tuple[Any, ...]]
+
+
+def limit_capacity(request: PlanRequest, limit: Any, chosen: Tensor, out: Any) -> PlanRequest:
+    """Check the argument capacity_limit, and return the request with it.
+
+    Args:
+        request: The request without the limit.
+        limit: The argument capacity_limit.
+        chosen: The argument topk_idx.
+        out: The argument out.
+    """
+    spec, num_tokens, slots, tables = request
+    if not isinstance(limit, Tensor) or limit.dtype != torch.int32 or limit.dim() != 0:
+        found = f"{limit.dtype} {list(limit.shape)}" if isinstance(limit, Tensor) else repr(limit)
+        raise EpicArgumentError(f"capacity_limit is {found}: must be a 0-d int32 tensor, or None")
+    if limit.device != chosen.device:
+        raise EpicArgumentError(
+            f"capacity_limit is on {limit.device}: must be on {chosen.device}, as topk_idx"
+        )
+    if slots == EXACT or out is not None or spec.compared:
+        name = "capacity=EXACT" if slots == EXACT else "out=" if out is not None else "compared="
+        raise EpicArgumentError(f"capacity_limit is a tensor with {name}: must be None")
+    return spec, num_tokens, slots, (*tables, limit)
 
 
 def resolve_request(

@@ -36,6 +36,7 @@ from epic.torch.plans import (
     Plan,
     PlanRequest,
     PlanSpec,
+    limit_capacity,
     limit_plan,
     limit_spec,
     resolve_request,
@@ -59,6 +60,7 @@ def plan(
     topk_idx: Tensor,
     *,
     capacity: int | None = None,
+    capacity_limit: Tensor | None = None,
     rank_of_expert: Any = None,
     logical_of_expert: Any = None,
     num_local_experts: int | None = None,
@@ -79,6 +81,9 @@ def plan(
         capacity: Number of slots of this rank, that is, of rows of its receive buffer. None: as
             many as can ever be needed. EXACT: as many as arrive; the host waits once for this
             number.
+        capacity_limit: A 0-d int32 tensor on the device of topk_idx. The rank then has
+            min(capacity, capacity_limit) slots, at least one. The operation reads it on the device,
+            so each replay of a CUDA graph uses its value at that time. Not with EXACT or out.
         rank_of_expert: Integers [num_experts]: the rank that owns each expert. It needs capacity
             and num_local_experts. None: rank r owns the r-th contiguous block of experts.
         logical_of_expert: Integers [num_experts], with layer.num_logical: the logical expert of
@@ -105,11 +110,15 @@ def plan(
     """
     try:
         placed = (rank_of_expert, logical_of_expert, num_local_experts)
-        spec, num_tokens, slots, tables = resolve_request(
-            group, layer, topk_idx, capacity, placed, tag, compared
-        )
+        request = resolve_request(group, layer, topk_idx, capacity, placed, tag, compared)
+        if capacity_limit is not None:
+            request = limit_capacity(request, capacity_limit, topk_idx, out)
+        spec, num_tokens, slots, tables = request
         spec = limit_spec(spec, max_sms)
-        if out is not None:
+        if capacity_limit is not None:
+            given = (spec.layer, slots, spec.tag, *tables)
+            data = ops.plan.limited(group.order_token, topk_idx, *given)
+        elif out is not None:
             data = plan_into(spec, topk_idx, slots, tables, out)
         elif compared:
             given = (spec.layer, slots, spec.tag, *tables, *compared)
@@ -119,7 +128,7 @@ def plan(
             data = call(group.order_token, topk_idx, spec.layer, slots, spec.tag, *tables)
     except RuntimeError as error:
         raise to_epic_error(error) from None
-    made = Plan(data, num_tokens, slots, spec)
+    made = Plan(data, num_tokens, slots, spec, capacity_limit)
     return made._replace(capacity=wait_capacity(made, layer)) if slots == EXACT else made
 
 
@@ -557,6 +566,9 @@ def plan_dispatch_op(
     if spec.compared:
         given = (spec.layer, slots, spec.tag, *tables, int(zero_tail), *spec.compared)
         return ops.plan_dispatch.compared(order_token, chosen, tokens, weights, *given)
+    if len(tables) > 2:  # there is a capacity_limit
+        given = (spec.layer, slots, spec.tag, *tables, int(zero_tail))
+        return ops.plan_dispatch.limited(order_token, chosen, tokens, weights, *given)
     is_seen = is_traced() or overridden(chosen, tokens, weights)
     call = PLAN_DISPATCH if is_seen else PLAN_DISPATCH_NOW
     numbers = (spec.layer, slots, spec.tag, *tables, int(zero_tail))
@@ -686,6 +698,7 @@ def plan_dispatch(
     weights: Tensor | None = None,
     *,
     capacity: int | None = None,
+    capacity_limit: Tensor | None = None,
     rank_of_expert: Any = None,
     logical_of_expert: Any = None,
     num_local_experts: int | None = None,
@@ -706,6 +719,7 @@ def plan_dispatch(
         tokens: As for `dispatch`: [..., hidden].
         weights: As for `dispatch`: [..., top_k], or None.
         capacity: As for `plan`, but not EXACT.
+        capacity_limit: As for `plan`.
         rank_of_expert: As for `plan`.
         logical_of_expert: As for `plan`.
         num_local_experts: As for `plan`.
@@ -741,6 +755,8 @@ def plan_dispatch(
     try:
         placed = (rank_of_expert, logical_of_expert, num_local_experts)
         request = resolve_request(group, layer, topk_idx, capacity, placed, tag, compared)
+        if capacity_limit is not None:
+            request = limit_capacity(request, capacity_limit, topk_idx, out)
         request = (limit_spec(request[0], max_sms), *request[1:])
         spec, num_tokens, slots, _ = request
         if spec.flat:
@@ -764,7 +780,7 @@ def plan_dispatch(
     except RuntimeError as error:
         raise to_epic_error(error) from None
     data, recv, slot = found
-    made = Plan(data, num_tokens, slots, spec)
+    made = Plan(data, num_tokens, slots, spec, capacity_limit)
     return made, recv, None if weights is None else slot
 
 
