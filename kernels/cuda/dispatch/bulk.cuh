@@ -20,7 +20,7 @@
 #include "cuda/dispatch/packed_slots.cuh"
 
 #define BULK_MEMORY (216 << 10) /* bytes of dynamic shared memory per CTA */
-#define CONSTANT_BYTES 2048     /* bytes of the constant zeros, and of the constant poison */
+#define CONSTANT_BYTES 2048     /* bytes of each of two arrays: zeros, and poison */
 
 /* The buffers of a warp in shared memory, each for one packed row. The warp uses them in
  * turn. */

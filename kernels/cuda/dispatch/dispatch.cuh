@@ -143,9 +143,9 @@ __device__ __forceinline__ uint32_t choose_peers(const DispatchMove &m, int32_t 
 }
 
 /* Stores a piece of a token's row to the staging of `peers` (bit mask). If the piece contains
- * poison or its stand-in, also sends escape words, with which the receiver restores the poison.
- * For peers on other hosts, the caller must then post the put of the row (post_put_pieces()).
- * Called by a whole warp. */
+ * poison or its stand-in (net/staging.cuh), also sends escape words, with which the receiver
+ * restores the poison. For peers on other hosts, the caller must then post the put of the row
+ * (post_put_pieces()). Called by a whole warp. */
 template <bool EXACT>
 __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t token, int piece,
                                               uint32_t peers, uint4 (&q)[V])

@@ -2,7 +2,7 @@
 /* Packed rows: a row and its scales (for example, of an fp8 row), which are sent together as
  * one sequence of 16-byte vectors. So scales need no unit of work and no message of their own.
  *
- *   row_vectors          scale_vectors
+ *   row_vectors vectors  vectors of scales
  *   [ row            | ] [ scales    | ]     the last vector of each is filled up with zeros
  *   [ piece 0   ][ piece 1   ][ 2      ]     pieces of V * 32 vectors, across the boundary
  *
@@ -13,7 +13,7 @@
  *                   make 8 words of scales
  *
  * Staging memory is poison until a row arrives. So a word of a row that equals poison is sent
- * as another word (its stand-in), and the receiver restores it. */
+ * as another word (its stand-in, net/staging.cuh), and the receiver restores it. */
 #ifndef EPIC_PACKED_CUH
 #define EPIC_PACKED_CUH
 
@@ -313,8 +313,8 @@ struct JoinedPiece {
                 q[v] = vector_of(m, token, first_vector(piece) + v * WARP);
     }
     /* Stores the piece to the staging of `peers` (bit mask). If the piece contains poison or
-     * its stand-in, also sends escape words, with which the receiver restores the poison.
-     * Called by a whole warp. */
+     * its stand-in (net/staging.cuh), also sends escape words, with which the receiver restores
+     * the poison. Called by a whole warp. */
     __device__ __forceinline__ void send_to_peers(const PackedMove &m, int32_t token, int piece,
                                                   uint32_t peers)
     {

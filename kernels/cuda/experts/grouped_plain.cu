@@ -46,8 +46,8 @@ struct TileSlice {
     int64_t row;
     int64_t first;  /* in WEIGHT: the tile's first row in out[expert]; else 0 */
     int64_t column; /* the tile's first column in out */
-    /* expert: local expert of the tile. depth: size of the summed dimension, which is the
-     * number of terms of each sum of all slices together. columns: number of columns of out. */
+    /* expert: local expert of the tile. depth: size of the summed dimension. A whole sum (all
+     * its slices together) has this many terms. columns: number of columns of out. */
     int64_t expert, depth, columns;
     int64_t begin, end; /* the slice has terms begin to end - 1 of each sum */
     /* rows: number of rows of the tile that are stored. tokens: number of these rows that hold

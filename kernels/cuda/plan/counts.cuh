@@ -123,10 +123,10 @@ __device__ __forceinline__ bool choices_fit_registers(const TokenRange &range,
  *   read(choice)  returns the id of choice number `choice` of this rank
  *   use(choice, id, k, first_id, i)  handles a choice; called by all lanes
  *
- * In a lane without a choice, the arguments `choice` and `id` of use() are -1. i: number of the
- * call, 0 to 3, among the four calls whose ids were loaded together. first_id: used if a token
- * has more than 32 choices. The call for the later choices then gets the result that use() had
- * in the call for the first 32. In all other calls first_id is -1. */
+ * In a lane without a choice, the arguments `choice` and `id` of use() are -1. The argument i
+ * is the number of the call, 0 to 3, among the four calls whose ids were loaded together. If a
+ * token has more than 32 choices, use() is called twice for it. The second call gets the result
+ * of the first call as its argument first_id. In all other calls first_id is -1. */
 template <class Read, class Use>
 __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
                                                 const TokenLanes &lanes,

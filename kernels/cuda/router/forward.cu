@@ -165,8 +165,8 @@ static cudaError_t launch_width(const p2p_router_job *job, const IdOwnership &de
 
 /* Launches router_kernel with the smallest V (4, 8 or 16) that is at least the number of
  * columns per lane and the number of ids per lane. Launches the instance with V = 0, which
- * supports any number of columns, if no such V suffices, if the router has more than 32 groups
- * of experts, or if top_k is above 32. */
+ * supports any router, in three cases: 16 is too small, the router has more than 32 groups of
+ * experts, or top_k is above 32. */
 extern "C" cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream)
 {
     const IdOwnership d = id_ownership(job->rows.router, job->rows.columns);
