@@ -103,8 +103,8 @@ typedef struct p2p_heap {
      * [2][num_ranks][REPLICATED_EXPERTS]. */
     int64_t logical_counts;
     /* For each planner CTA of this rank, how many choices of each expert it has counted. Only
-     * this rank writes it: stamped words [MAX_PLANNERS][MAX_TALLIES]. In backend
-     * p2p a struct p2p_window_area follows. */
+     * this rank writes it: stamped words [MAX_PLANNERS][MAX_TALLIES]. In backend p2p, a struct
+     * p2p_window_area follows the array. */
     int64_t tallies;
     /* A row that kernels read if the caller's buffer has no rows. They read it in place of row
      * 0 of the buffer. Only this rank writes it: uint8 [max_row_bytes]. */
@@ -258,10 +258,10 @@ typedef struct p2p_window_words {
 /* What a rank sends to all ranks when a window is added (src/backend/p2p/windows.c). */
 typedef struct p2p_window_message {
     int64_t bytes;      /* size of the rank's window */
-    int64_t offset;     /* offset of the window in the allocation that `handle` names */
+    int64_t offset;     /* offset of the window in the allocation of `handle` */
     uint64_t at;        /* address of the window in the rank's process */
     uint8_t handle[64]; /* cudaIpcMemHandle_t of the allocation */
-    uint32_t result;    /* epic_result of the rank so far */
+    uint32_t result;    /* an epic_result: the error of the rank, or EPIC_OK */
     char sentence[412]; /* error sentence, if `result` is an error */
     uint64_t sequence;  /* number of the exchange; written after all other fields */
 } p2p_window_message;
@@ -273,13 +273,13 @@ typedef struct p2p_window_area {
     uint32_t num_planned, num_stored;
     uint64_t reserved[15];
     p2p_window_words announced[2][DEVICE_MAX_RANKS];
-    /* Stamped words {epoch, 1}: the rank has stored all rows of the epoch into this rank's
-     * windows. */
+    /* The stamped word {epoch, 1} of rank q shows that rank q has stored all its rows of the
+     * epoch into the windows of this rank. */
     uint64_t stored[2][DEVICE_MAX_RANKS];
     p2p_window_message messages[2][DEVICE_MAX_RANKS];
 } p2p_window_area;
 
-/* Address of one rank's memory of a window, as this rank has mapped it. */
+/* Address and size of one rank's memory of a window, as this rank has mapped it. */
 typedef struct p2p_mapped_window {
     uint8_t *at; /* NULL: not mapped */
     int64_t bytes;

@@ -11,8 +11,9 @@
 #include "cuda/dispatch/launcher.cuh"
 #include "cuda/dispatch/relay.cuh"
 
-/* Called before the first unit. Kernels that store into windows then read what the peers have
- * announced. Returns false if the group of ranks has failed. */
+/* Called before the first unit of a round. In dispatch.cu it does nothing. In windows.cu it
+ * reads what the peers have announced about their windows. Returns false if the group of ranks
+ * has failed. */
 __device__ __forceinline__ bool open_windows(const DispatchMove &)
 {
     return true;
@@ -27,8 +28,8 @@ __device__ __forceinline__ bool is_stored_directly(const DispatchMove &, int, in
 }
 
 /* Returns true if it is known without the token's record that the row does not arrive in
- * staging, so that no piece is copied from there. Only if the plan turns out to be invalid, the
- * row arrives in staging nevertheless. */
+ * staging, so that no piece is copied from there. There is one exception: if the plan turns out
+ * to be invalid, the row arrives in staging. */
 __device__ __forceinline__ bool expects_no_row(const DispatchMove &, int, int32_t)
 {
     return false;
@@ -55,9 +56,10 @@ template <bool EXACT, class Move> struct PieceFeed {
     {
         open_unit();
     }
-    /* Prepares to copy the pieces of the unit at `walk`. Pieces in host memory, and pieces that
-     * this rank only forwards to other ranks, are not copied. Each of them still uses one
-     * buffer of the ring, which stays empty. So the buffers keep the order of the pieces. */
+    /* Prepares to copy the pieces of the unit at `walk`. Three kinds of pieces are not copied:
+     * those in host memory, those that this rank only forwards to other ranks, and those that
+     * do not arrive in staging (expects_no_row()). Each of them still uses one buffer of the
+     * ring, which stays empty. So the buffers keep the order of the pieces. */
     __device__ __forceinline__ void open_unit()
     {
         const p2p_self &self = m.job.plan.self;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch of rows without scales, in contexts that have windows. Like dispatch.cu, but rows are
- * stored into the windows of peers where that is possible. windows.cuh says which rows, and has
- * the argument about the memory order.
+/* dispatch of rows without scales, in contexts that have windows. Like dispatch.cu, but rows
+ * are stored into the windows of peers where that is possible. windows.cuh describes which rows
+ * these are, and why every row is seen.
  *
  *   planner CTAs    make the plan, then count themselves in num_planned
  *   other CTAs      send the first `num_early_tokens` tokens through staging meanwhile
@@ -14,7 +14,7 @@
  *     recv[slot] of peer a <-+
  *     staging of peer b    <-+
  *
- * Only rows that are aligned to 16 bytes are moved here. */
+ * The kernel moves only rows that are aligned to 16 bytes. */
 #include "cuda/dispatch/windows.cuh"
 
 /* The kernel. There is one instance for each value of ROWS except ROWS_ANY, with and without

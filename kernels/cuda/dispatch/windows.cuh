@@ -2,21 +2,23 @@
 /* How dispatch stores rows into windows of peers. A window is memory of a rank into which its
  * peers store rows directly, without staging.
  *
- * This file has what windows.cu adds to stream.cuh. A row of source rank s goes directly to
- * its slot on rank d if all of these conditions hold:
+ * This file has the functions that only windows.cu needs. stream.cuh has those that dispatch.cu
+ * needs, too. A row of source rank s goes directly to its slot on rank d if all of these
+ * conditions hold:
  *
- *   - both ranks run a kernel with windows, and `recv` of d lies in a window
+ *   - both ranks run a kernel of windows.cu, and `recv` of d lies in a window
  *   - the token has exactly one slot on d. In layout FLAT this is always so
  *   - the kernel of s has the plan before it sends the token. If it also makes the plan, its
  *     first tokens go through staging (job.num_early_tokens)
  *   - the plan is valid
  *
  * All other rows go through staging. s counts the choices of the token whose experts are on d,
- * and d counts the slots of the token. The two numbers are equal, so both ranks decide equally.
- * Weights and local experts go through the heap in any case.
+ * and d counts the slots of the token. The two numbers are equal, so both ranks come to the
+ * same decision. Weights and local experts go through the heap in any case.
  *
- * Memory order. Kernel of d: "announce" is the first warp of the last CTA, and "end" is the
- * first warp of CTA 0. Kernel of s: "open" is the first warp of each CTA.
+ * The memory order is shown below. n is the epoch. In the kernel of d, "announce" is the first
+ * warp of the last CTA, and "end" is the first warp of CTA 0. In the kernel of s, "open" is the
+ * first warp of each CTA.
  *
  *   d, announce   stores {n, early} (job.num_early_tokens) and the place of `recv`, executes a
  *                 system fence, then stores the signature of epoch n. Earlier kernels of d have
@@ -34,8 +36,8 @@
  * The word `stored` has two halves, for even and odd epochs, like all words that peers write. If
  * an operation has several rounds, it stores the word in the epoch of the last one.
  *
- * A rank that runs a kernel without windows does not store {n, early}. A peer that has read its
- * signature finds the stamp of an older epoch, and sends and expects all rows through staging.
+ * A rank that runs another kernel does not store {n, early}. A peer that has read its signature
+ * finds the stamp of an older epoch, and sends and expects all rows through staging.
  *
  * Ranks cannot wait for each other in a circle. Every kernel announces before it waits. A CTA
  * counts itself in num_stored when it has sent and received all its rows. For this it needs no
@@ -47,16 +49,18 @@
 
 /* What a CTA knows about the windows of all ranks, in shared memory. */
 struct WindowState {
-    /* for each rank, the address of its `recv` */
+    /* for each rank, the address of its `recv`, as this rank has mapped it */
     uint8_t *recv[DEVICE_MAX_RANKS];
     /* number of rows at this address that this rank may store */
     int32_t rows[DEVICE_MAX_RANKS];
     /* number of tokens of each rank that go through staging in any case */
     int32_t num_early_tokens[DEVICE_MAX_RANKS];
-    /* Bit masks. targets: ranks whose `recv` lies in a window. sources: ranks that store into
-     * the `recv` of this rank. Neither has this rank, or ranks that run another kernel. */
+    /* Bit masks of ranks. targets: the ranks whose `recv` lies in a window. sources: the ranks
+     * that store into the `recv` of this rank. Neither mask contains this rank, or a rank that
+     * does not run a kernel of windows.cu. */
     uint32_t targets, sources;
-    /* the targets, or 0 if the plan is invalid */
+    /* the mask of the ranks into whose windows this rank stores: `targets`, or 0 if the plan is
+     * invalid */
     uint32_t stores;
     uint32_t is_open; /* 1 after open_windows() */
 };
@@ -102,8 +106,9 @@ __device__ __forceinline__ bool wait_planners(const WindowMove &m)
            });
 }
 
-/* Reads the window words of rank q = lane number, and sets the entries of this rank in the
- * WindowState. Called by one warp, after the announcements of all ranks have arrived. */
+/* Sets the WindowState of this CTA. Lane q reads the words that rank q has announced about its
+ * window, and sets the elements of rank q. Called by one warp, after the announcements of all
+ * ranks have arrived. */
 __device__ __forceinline__ void read_windows(const WindowMove &m)
 {
     const p2p_self &self = m.job.plan.self;
@@ -159,8 +164,9 @@ __device__ __forceinline__ bool open_windows(const WindowMove &m)
 }
 
 /* Counts this CTA among those that have stored their rows. The last CTA tells all targets that
- * this rank has stored all its rows. Then CTA 0 waits for the same word of all sources. Called
- * by all threads of all CTAs. If a wait is given up, finish_operation() reports it. */
+ * this rank has stored all its rows. CTA 0 waits until all sources have told this rank the
+ * same. Called by all threads of all CTAs. If a wait is given up, finish_operation() reports
+ * it. */
 static __device__ void close_windows(const WindowMove &m)
 {
     const p2p_self &self = m.job.plan.self;
@@ -218,8 +224,10 @@ __device__ __forceinline__ uint64_t read_ahead(const WindowMove &m, const UnitWa
 
 /* Where a unit sends pieces of a token. */
 struct SendTargets {
-    uint32_t staged, direct; /* bit masks of the peers, by way */
-    int32_t slot;            /* in lane q, if q is in `direct`: the token's slot on rank q */
+    /* Bit masks of peers. staged: the row goes to them through staging. direct: the row is
+     * stored into their windows. */
+    uint32_t staged, direct;
+    int32_t slot; /* in lane q, if q is in `direct`: the token's slot on rank q */
 };
 
 /* Like choose_peers(), but also decides which peers get the row directly. `word`: this lane's
@@ -306,6 +314,8 @@ __device__ __forceinline__ void send_unit(const WindowMove &m, const UnitWalk &w
     }
 }
 
+/* Does for windows.cu what stream.cuh describes: returns true if the row of a token of `rank` is
+ * stored into a window of this rank. Called by a whole warp. */
 __device__ __forceinline__ bool is_stored_directly(const WindowMove &m, int rank, int32_t token,
                                                    int32_t slot, bool more)
 {
@@ -315,6 +325,9 @@ __device__ __forceinline__ bool is_stored_directly(const WindowMove &m, int rank
     return __popc(__ballot_sync(ALL_LANES, is_slot)) == 1;
 }
 
+/* Does for windows.cu what stream.cuh describes: returns true if it is known without the token's
+ * record that its row does not arrive in staging. That is so if a token can have only one slot
+ * on a rank. */
 __device__ __forceinline__ bool expects_no_row(const WindowMove &m, int rank, int32_t token)
 {
     return (m.windows.sources >> rank & 1) && token >= m.windows.num_early_tokens[rank] &&
