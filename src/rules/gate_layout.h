@@ -21,6 +21,8 @@
 #define GATE_UNITS 512    /* desired number of CTAs of a product: a few per SM */
 #define GATE_LEAST 128    /* sums of this length or less are not split */
 #define GATE_COLUMNS 64   /* columns of a tile */
+#define GATE_SLICES 8     /* with EPIC_INVARIANT: largest number of slices of a sum */
+#define GATE_STEP 64      /* number of terms that tensor cores add in a step */
 #define GATE_COMPONENTS 3 /* bf16 values whose sum represents a float32 */
 #define GATE_PAIRS 6 /* products of two components that replace one product of two float32 */
 #define GATE_LARGE \
@@ -49,7 +51,27 @@ static inline int32_t gate_slices(int64_t lines, int64_t columns, int64_t depth)
 static inline int32_t gate_fixed_slices(int64_t depth)
 {
     const int64_t most = gate_ceil(depth, GATE_LEAST);
-    return (int32_t)(most < 8 ? most : 8);
+    return (int32_t)(most < GATE_SLICES ? most : GATE_SLICES);
+}
+
+/* Returns the number of terms of a slice on tensor cores, a multiple of GATE_STEP. The last
+ * slice can be shorter. `depth`: number of terms of the whole sum. */
+static inline int64_t gate_slice_terms(int64_t depth, int64_t slices)
+{
+    return gate_ceil(gate_ceil(depth, slices), GATE_STEP) * GATE_STEP;
+}
+
+/* Returns the number of slices of the forward product on tensor cores with EPIC_INVARIANT. It
+ * depends neither on the number of tokens nor on that of ranks or SMs.
+ *
+ * Without slices, few tokens would occupy few SMs, each with one long sum. But each slice adds
+ * partial sums that are written and read. So there are at most GATE_SLICES slices, and the
+ * partial sums of a token have at most as many bytes as its row of bf16. */
+static inline int32_t gate_component_slices(int64_t hidden, int64_t columns)
+{
+    const int64_t fit = hidden * 2 / (GATE_COMPONENTS * columns * (int64_t)sizeof(float));
+    const int64_t most = fit < 1 ? 1 : fit < GATE_SLICES ? fit : GATE_SLICES;
+    return (int32_t)gate_ceil(hidden, gate_slice_terms(hidden, most));
 }
 
 /* Returns the bytes of the partial sums, or 0 if sums are not divided.
@@ -79,22 +101,22 @@ static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
 }
 
 /* Offsets in bytes of the arrays for a product on tensor cores. The arrays follow the list of
- * tiles. `components` contains the components of the float32 factor, three bf16 numbers for
- * each float32: [depth, GATE_COMPONENTS, columns]. `sums` contains the product with each
- * component: float32 [lines, GATE_COMPONENTS, columns]. */
+ * tiles. `components` contains the components of the float32 factor, three bf16 numbers for each
+ * float32: [depth, GATE_COMPONENTS, columns]. `sums` contains the product with each component: float32
+ * [slices, lines, GATE_COMPONENTS, columns]. */
 typedef struct gate_components {
     int64_t components, sums, end;
 } gate_components;
 
-/* Returns the offsets for a product [lines, columns] with sums of `depth` terms. The list of
- * tiles is for `tokens` rows. */
+/* Returns the offsets for a product [lines, columns] with sums of `depth` terms, which are cut
+ * into `slices` slices (1: not cut). The list of tiles is for `tokens` rows. */
 static inline gate_components gate_components_of(int64_t tokens, int64_t lines, int64_t columns,
-                                                 int64_t depth)
+                                                 int64_t depth, int32_t slices)
 {
     gate_components at;
     at.components = experts_round_up(experts_tiles_bytes(tokens));
     at.sums = experts_round_up(at.components + depth * GATE_COMPONENTS * columns * 2);
-    at.end = experts_round_up(at.sums + lines * GATE_COMPONENTS * columns * 4);
+    at.end = experts_round_up(at.sums + slices * lines * GATE_COMPONENTS * columns * 4);
     return at;
 }
 
@@ -126,8 +148,10 @@ static inline int64_t gate_bytes(int64_t tokens, int64_t block, int64_t hidden, 
     const int64_t parts =
         gate_parts_bytes(tokens, block, hidden, columns, backward, is_invariant);
     const int64_t cut = experts_tiles_bytes(tokens) + parts;
-    const int64_t end = backward ? gate_components_of(tokens, hidden, columns, block).end
-                                 : gate_components_of(tokens, tokens, columns, hidden).end;
+    const int32_t slices = is_invariant ? gate_component_slices(hidden, columns) : 1;
+    const int64_t end = backward
+                            ? gate_components_of(tokens, hidden, columns, block, 1).end
+                            : gate_components_of(tokens, tokens, columns, hidden, slices).end;
     const int64_t pairs = backward ? gate_pairs_of(tokens, hidden, columns).end : 0;
     const int64_t components = end > pairs ? end : pairs;
     const bool may_split = is_invariant || gate_is_large(block, columns, hidden);

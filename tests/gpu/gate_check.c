@@ -46,8 +46,10 @@ static size_t workspace_bytes(const shape *s)
     const int64_t both_ways[] = {
         gate_bytes(s->tokens, s->tokens, s->hidden, s->columns, false, is_invariant(s)),
         gate_bytes(s->tokens, s->tokens, s->hidden, s->columns, true, is_invariant(s)),
-        gate_components_of(s->tokens, s->tokens, s->columns, s->hidden).end,
-        gate_components_of(s->tokens, s->hidden, s->columns, s->tokens).end,
+        gate_components_of(s->tokens, s->tokens, s->columns, s->hidden,
+                           gate_component_slices(s->hidden, s->columns))
+            .end,
+        gate_components_of(s->tokens, s->hidden, s->columns, s->tokens, 1).end,
         gate_pairs_of(s->tokens, s->hidden, s->columns).end};
     int64_t most = 0;
     for (int i = 0; i < 5; i++) most = both_ways[i] > most ? both_ways[i] : most;
@@ -194,6 +196,132 @@ static bool run_shape(const shape *s)
     return good;
 }
 
+/* A gate with EPIC_INVARIANT whose tokens are computed in many selections. */
+typedef struct invariant_gate {
+    int64_t most, hidden, columns; /* most: number of all tokens */
+    uint32_t type;
+} invariant_gate;
+
+/* The arrays of an invariant_gate. `all` has the logits of all tokens, computed together. */
+typedef struct invariant_arrays {
+    both x, w, bias, logits;
+    float *all;
+    uint8_t *workspace;
+} invariant_arrays;
+
+enum { GUARD_BYTES = 1024 };
+
+/* Computes the logits of `tokens` tokens from token `first` on, with at most `sms` CTAs at a
+ * time, and copies them to the host. Returns false if the kernels wrote past the workspace. */
+static bool run_selection(const invariant_gate *g, invariant_arrays *a, int64_t first,
+                          int64_t tokens, int sms)
+{
+    const int64_t bytes = gate_bytes(tokens, tokens, g->hidden, g->columns, false, true);
+    const size_t logits_bytes = (size_t)(tokens * g->columns) * sizeof(float);
+    const epic_gate_args gate = {.x = (const char *)a->x.device +
+                                      first * g->hidden * bytes_of(g->type),
+                                 .tokens = tokens,
+                                 .hidden = g->hidden,
+                                 .columns = g->columns,
+                                 .block = 1 + random_below(4096),
+                                 .w_gate = a->w.device,
+                                 .b_gate = a->bias.device,
+                                 .logits = a->logits.device,
+                                 .workspace = a->workspace,
+                                 .row_type = g->type,
+                                 .is_invariant = 1};
+    uint8_t guard[GUARD_BYTES];
+    bool inside = true;
+    group.device_sms = sms;
+    must_succeed(cudaMemset(a->logits.device, 0xff, logits_bytes) == cudaSuccess, "poison");
+    must_succeed(cudaMemset(a->workspace, 0xff, (size_t)bytes + GUARD_BYTES) == cudaSuccess,
+                 "poison");
+    must_succeed(cudaDeviceSynchronize() == cudaSuccess, "poison");
+    must_succeed(p2p_gate(&group, &gate) == EPIC_OK, "forward");
+    must_succeed(cudaDeviceSynchronize() == cudaSuccess, "a kernel");
+    must_succeed(cudaMemcpy(a->logits.host, a->logits.device, logits_bytes,
+                            cudaMemcpyDeviceToHost) == cudaSuccess,
+                 "logits");
+    must_succeed(cudaMemcpy(guard, a->workspace + bytes, GUARD_BYTES, cudaMemcpyDeviceToHost) ==
+                     cudaSuccess,
+                 "guard");
+    for (int i = 0; i < GUARD_BYTES; i++) inside = inside && guard[i] == 0xff;
+    return inside;
+}
+
+/* Checks a selection: its logits must have the bits that all tokens together have. */
+static bool check_selection(const invariant_gate *g, invariant_arrays *a, int64_t first,
+                            int64_t tokens, int sms)
+{
+    const bool inside = run_selection(g, a, first, tokens, sms);
+    const float *got = a->logits.host, *want = a->all + first * g->columns;
+    const int64_t count = tokens * g->columns;
+    const bool equal = !memcmp(got, want, (size_t)count * sizeof *got);
+    for (int64_t i = 0; i < count && !equal; i++) {
+        if (!memcmp(&got[i], &want[i], sizeof *got)) continue;
+        printf("gate, invariant: token %lld of %lld, column %lld has other bits: %a, must be "
+               "%a\n",
+               (long long)(i / g->columns), (long long)tokens, (long long)(i % g->columns),
+               (double)got[i], (double)want[i]);
+        return false;
+    }
+    if (!inside) printf("gate, invariant: written past the workspace\n");
+    return inside;
+}
+
+/* Checks that a token's logits depend only on its row: for 0 to g->most tokens, in steps of
+ * `step`, and for 100 random selections with random numbers of SMs. Other tokens of the array
+ * follow those of a selection, so a kernel that reads too many rows is noticed. */
+static bool run_invariant(const invariant_gate *g, int64_t step)
+{
+    static const int sms[] = {132, 1, 2, 7, 48};
+    invariant_arrays a = {.x = pushed_both(g->type, g->most * g->hidden),
+                          .w = pushed_both(EPIC_F32, g->hidden * g->columns),
+                          .bias = pushed_both(EPIC_F32, g->columns),
+                          .logits = make_both(EPIC_F32, g->most * g->columns)};
+    const size_t logits_bytes = (size_t)(g->most * g->columns) * sizeof *a.all;
+    const size_t bytes =
+        (size_t)gate_bytes(g->most, g->most, g->hidden, g->columns, false, true) + GUARD_BYTES;
+    must_succeed(cudaMalloc((void **)&a.workspace, bytes) == cudaSuccess, "memory");
+    a.all = malloc(logits_bytes);
+    bool good = run_selection(g, &a, 0, g->most, sms[0]);
+    memcpy(a.all, a.logits.host, logits_bytes);
+    for (int64_t tokens = 0; tokens <= g->most && good; tokens += step)
+        good = check_selection(g, &a, 0, tokens, sms[0]);
+    for (int i = 0; i < 100 && good; i++) {
+        const int64_t first = random_below((uint32_t)g->most);
+        const int64_t most = random_below(3) ? g->most - first : 1;
+        good = check_selection(g, &a, first, 1 + random_below((uint32_t)most),
+                               sms[random_below(5)]);
+    }
+    printf("gate, invariant: 0 to %lld tokens, hidden %lld, %lld columns, type %u, %d slices: "
+           "%s\n",
+           (long long)g->most, (long long)g->hidden, (long long)g->columns, g->type,
+           gate_component_slices(g->hidden, g->columns), good ? "equal bits" : "WRONG");
+    both *arrays[] = {&a.x, &a.w, &a.bias, &a.logits};
+    for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) free_both(arrays[i]);
+    cudaFree(a.workspace);
+    free(a.all);
+    group.device_sms = 132;
+    return good;
+}
+
+/* Checks that slices cover every sum, none is empty, and they need little memory. */
+static int check_slices(void)
+{
+    int bad = 0;
+    for (int64_t hidden = 8; hidden <= 16384; hidden += 8)
+        for (int64_t columns = 8; columns <= 1024; columns += 8) {
+            const int32_t slices = gate_component_slices(hidden, columns);
+            const int64_t terms = gate_slice_terms(hidden, slices);
+            bad += slices < 1 || slices > GATE_SLICES || terms % GATE_STEP;
+            bad += slices * terms < hidden || (slices - 1) * terms >= hidden;
+            bad += slices > 1 && slices * GATE_COMPONENTS * columns * 4 > hidden * 2;
+        }
+    if (bad) printf("gate: wrong slices, %d times\n", bad);
+    return bad;
+}
+
 /* Forward uses all blocks of a layer at once, backward one by one. Checks that the workspace is
  * large enough. */
 static int check_room(void)
@@ -206,8 +334,8 @@ static int check_room(void)
                 const int64_t there = gate_bytes(tokens, block, hidden, columns, false, false);
                 const int64_t back = gate_bytes(tokens, block, hidden, columns, true, false);
                 if (!gate_is_large(block, columns, hidden)) continue;
-                bad += there < gate_components_of(tokens, tokens, columns, hidden).end;
-                bad += back < gate_components_of(block, hidden, columns, block).end;
+                bad += there < gate_components_of(tokens, tokens, columns, hidden, 1).end;
+                bad += back < gate_components_of(block, hidden, columns, block, 1).end;
                 bad += back < gate_pairs_of(block, hidden, columns).end;
             }
     if (bad) printf("gate: too little workspace, %d times\n", bad);
@@ -235,19 +363,41 @@ int main(int argc, char **argv)
                                   {64, 7168, 256, EPIC_BF16, false, false, true},
                                   {64, 7168, 256, EPIC_BF16, false, false, false},
                                   {0, 64, 16, EPIC_BF16, false, false, true}};
+    /* odd numbers of tokens, which are computed as with EPIC_INVARIANT, in 8, 8, 3, 5 and 1
+     * slices */
+    static const shape sliced[] = {{1, 7168, 32, EPIC_BF16, true, false, false},
+                                   {129, 7168, 64, EPIC_BF16, false, true, false},
+                                   {127, 2880, 128, EPIC_BF16, true, false, false},
+                                   {201, 1100, 32, EPIC_BF16, true, false, false},
+                                   {65, 2048, 256, EPIC_BF16, false, false, false}};
+    static const invariant_gate few[] = {{300, 256, 8, EPIC_BF16},
+                                         {200, 200, 24, EPIC_F16},
+                                         {150, 136, 7, EPIC_F32},
+                                         {140, 130, 5, EPIC_BF16}};
+    static const invariant_gate many[] = {{4096, 7168, 32, EPIC_BF16},
+                                          {4096, 2880, 128, EPIC_BF16}};
+    static const invariant_gate wide[] = {{4096, 7168, 256, EPIC_BF16},
+                                          {4096, 2048, 256, EPIC_BF16},
+                                          {4096, 1100, 24, EPIC_BF16}};
     static const shape large = {1024, 2048, 256, EPIC_BF16, true, true, false};
     const int cases = scaled_cases(argc > 1 ? atoi(argv[1]) : 20);
     random_state = argc > 2 ? strtoull(argv[2], NULL, 10) * 7919 + 1 : 1;
     alarm(300);
     must_succeed(p2p_load_plain_gemm() == cudaSuccess && p2p_load_hopper_gemm() == cudaSuccess,
                  "loading");
-    int bad = check_room();
+    int bad = check_room() + check_slices();
     for (size_t i = 0; i < sizeof first / sizeof *first; i++) bad += !run_shape(&first[i]);
     for (int i = 0; i < cases; i++) {
         const shape s = random_shape();
         bad += !run_shape(&s);
     }
-    if (argc > 3) bad += !run_shape(&large);
+    for (int i = 0; i < 4; i++) bad += !run_invariant(&few[i], 13);
+    if (argc > 3) {
+        bad += !run_shape(&large);
+        for (int i = 0; i < 5; i++) bad += !run_shape(&sliced[i]);
+        for (int i = 0; i < 2; i++) bad += !run_invariant(&many[i], 1);
+        for (int i = 0; i < 3; i++) bad += !run_invariant(&wide[i], 37);
+    }
     printf("gate: %s\n", bad ? "WRONG" : "good");
     return bad != 0;
 }

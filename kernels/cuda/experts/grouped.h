@@ -90,7 +90,9 @@ typedef struct p2p_gemm {
     int32_t group;
     int32_t no_clusters; /* 1: run without clusters of two CTAs; only tests set this */
     /* If above 1: each sum along the summed dimension is divided into this many slices, which
-     * different CTAs compute. Allowed only for products with one slab that fills all slots. */
+     * different CTAs compute. Allowed only for products with one slab that fills all slots, in
+     * p2p_launch_plain_gemm(), which adds the slices, and p2p_launch_hopper_slices(), which does
+     * not. */
     int32_t slices;
     /* only with slices: memory for the sum of each slice, [slices, rows of out, columns of
      * out] */
@@ -199,19 +201,21 @@ typedef struct p2p_loss_gradients_job {
     float *to;
 } p2p_loss_gradients_job;
 
-/* Arguments of p2p_launch_split() and p2p_launch_fold() (experts/grouped_components.cu). With
- * these two functions, float32 matrices can be multiplied on bf16 tensor cores.
- * p2p_launch_split() splits each float32 number into three bf16 numbers, its components, whose
- * sum is the float32 number. A matrix product of the components computes GATE_COMPONENTS sums
- * for each result, and p2p_launch_fold() adds these sums. */
+/* Arguments of p2p_launch_split(), p2p_launch_fold() and p2p_launch_fold_slices()
+ * (experts/grouped_components.cu). With these functions, float32 matrices can be multiplied on bf16
+ * tensor cores. p2p_launch_split() splits each float32 number into three bf16 numbers, its
+ * components, whose sum is the float32 number. A matrix product of the components computes GATE_COMPONENTS sums for each result, and
+ * p2p_launch_fold() adds these sums. If the product has slices, p2p_launch_fold_slices() adds
+ * the sums of all slices. */
 typedef struct p2p_components_job {
     /* Input. p2p_launch_split(): the numbers, float32 [rows, columns]. p2p_launch_fold(): the
-     * sums of the product, float32 [rows, GATE_COMPONENTS, columns]. */
+     * sums of the product, float32 [rows, GATE_COMPONENTS, columns]. p2p_launch_fold_slices(): the
+     * sums of all slices, float32 [slices, rows, GATE_COMPONENTS, columns]. */
     const float *from;
-    /* Output. p2p_launch_split(): the components, bf16 [rows, places, columns].
-     * p2p_launch_fold(): the results, float32 [rows, columns]. */
+    /* Output. p2p_launch_split(): the components, bf16 [rows, places, columns]. The others: the
+     * results, float32 [rows, columns]. */
     void *to;
-    /* only p2p_launch_fold(): [columns], added to each row of the result; NULL: none */
+    /* not p2p_launch_split(): [columns], added to each row of the result; NULL: none */
     const float *bias;
     int64_t rows, columns;
     /* Only p2p_launch_split(): how many components are stored for each number. The same
@@ -225,9 +229,13 @@ typedef struct p2p_components_job {
     int32_t sms;
 } p2p_components_job;
 
-/* Launch the two kernels that p2p_components_job describes. */
+/* Launch the kernels that p2p_components_job describes. p2p_launch_fold_slices() overwrites `to`.
+ * Its number of columns must be a multiple of 4, and `from` and `to` must be aligned to 16
+ * bytes. */
 cudaError_t p2p_launch_split(const p2p_components_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_fold(const p2p_components_job *job, cudaStream_t stream);
+cudaError_t p2p_launch_fold_slices(const p2p_components_job *job, int32_t slices,
+                                   cudaStream_t stream);
 cudaError_t p2p_load_components(void);
 
 /* Adds the n numbers of each of the two rows of values [2, n] in a binary tree. Writes the two
@@ -253,6 +261,12 @@ cudaError_t p2p_launch_gemm(const p2p_gemm *job, cudaStream_t stream);
 p2p_gemm p2p_as_input(p2p_gemm scaled);
 cudaError_t p2p_launch_plain_gemm(const p2p_gemm *job, cudaStream_t stream);
 cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *job, cudaStream_t stream);
+
+/* Launches a FORWARD product of bf16 matrices that p2p_gemm_is_slow() supports, with float32
+ * results, on Hopper's tensor cores. Each sum is cut into job->slices slices of
+ * gate_slice_terms() terms. The sums of the slices are written to job->slice_sums; job->out is
+ * not used. The caller adds the slices. */
+cudaError_t p2p_launch_hopper_slices(const p2p_gemm *job, cudaStream_t stream);
 
 /* Returns NULL if this GPU's tensor cores support the product. Otherwise returns the reason in
  * a few words. */

@@ -13,6 +13,8 @@
  *
  *   split_kernel  from [rows, columns]    -> to  [rows, places, columns]  one thread per number
  *   fold_kernel   sums [rows, 3, columns] -> out [rows, columns]          one thread per number
+ *   fold_slices_kernel  sums [slices, rows, 3, columns] -> out [rows, columns]
+ *                                                             one thread per four numbers
  *
  * src/backend/p2p/gate.c defines the order of the components. */
 #include "cuda/common/launch.cuh"
@@ -61,11 +63,47 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Returns the number of CTAs to launch: one thread per number, but at most 8 CTAs per SM. */
+/* Adds the sums of all slices and components of each result: first those of the low components, slice
+ * by slice, then those of the middle and of the high components. Then adds the bias. The order of
+ * the additions depends on `slices` only. */
+static __global__ void __launch_bounds__(THREADS)
+    fold_slices_kernel(const __grid_constant__ p2p_components_job job, int slices)
+{
+    const int64_t step = (int64_t)gridDim.x * THREADS, fours = job.columns / 4;
+    const int64_t count = job.rows * fours, slice = count * GATE_COMPONENTS;
+    for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < count; i += step) {
+        const int64_t row = i / fours, column = i - row * fours;
+        const float4 *sums = (const float4 *)job.from + row * GATE_COMPONENTS * fours + column;
+        float4 x = {0, 0, 0, 0};
+#pragma unroll
+        for (int p = GATE_COMPONENTS - 1; p >= 0; p--) {
+#pragma unroll
+            for (int s = 0; s < GATE_SLICES; s++) {
+                /* a condition instead of the end of the loop, so that many loads are in flight */
+                const float4 more =
+                    s < slices ? sums[s * slice + p * fours] : make_float4(0, 0, 0, 0);
+                x.x += more.x, x.y += more.y, x.z += more.z, x.w += more.w;
+            }
+        }
+        if (job.bias) {
+            const float *const bias = job.bias + column * 4;
+            x.x += bias[0], x.y += bias[1], x.z += bias[2], x.w += bias[3];
+        }
+        ((float4 *)job.to)[i] = x;
+    }
+}
+
+/* Returns the number of CTAs to launch for `count` threads, at most 8 CTAs per SM. */
+static int ctas_for(const p2p_components_job *job, int64_t count)
+{
+    const int64_t ctas = (count + THREADS - 1) / THREADS;
+    return (int)(ctas < 8 * (int64_t)job->sms ? ctas : 8 * (int64_t)job->sms);
+}
+
+/* Returns the number of CTAs to launch with one thread for each number of the result. */
 static int ctas_of(const p2p_components_job *job)
 {
-    const int64_t ctas = (job->rows * job->columns + THREADS - 1) / THREADS;
-    return (int)(ctas < 8 * (int64_t)job->sms ? ctas : 8 * (int64_t)job->sms);
+    return ctas_for(job, job->rows * job->columns);
 }
 
 extern "C" cudaError_t p2p_launch_split(const p2p_components_job *job, cudaStream_t stream)
@@ -78,9 +116,17 @@ extern "C" cudaError_t p2p_launch_fold(const p2p_components_job *job, cudaStream
     return launch_kernel(fold_kernel, ctas_of(job), THREADS, 0, stream, *job);
 }
 
+extern "C" cudaError_t p2p_launch_fold_slices(const p2p_components_job *job, int32_t slices,
+                                              cudaStream_t stream)
+{
+    return launch_kernel(fold_slices_kernel, ctas_for(job, job->rows * job->columns / 4),
+                         THREADS, 0, stream, *job, (int)slices);
+}
+
 extern "C" cudaError_t p2p_load_components(void)
 {
     cudaFuncAttributes attributes;
-    const cudaError_t error = cudaFuncGetAttributes(&attributes, split_kernel);
+    cudaError_t error = cudaFuncGetAttributes(&attributes, split_kernel);
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, fold_slices_kernel);
     return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, fold_kernel) : error;
 }

@@ -4,6 +4,7 @@
  *
  *   p2p_gemm_is_slow        reports whether the kernel supports a product
  *   p2p_launch_hopper_gemm  makes tensor maps, chooses an instance of the kernel, launches it
+ *   p2p_launch_hopper_slices  launches the instance for sums that are cut into slices
  *   p2p_load_hopper_gemm    loads all instances when a context is opened
  *
  * A tensor map describes a matrix to the hardware that copies boxes of it (TMA). The driver's
@@ -57,6 +58,12 @@ static cudaError_t make_map(CUtensorMap *map, const Matrix &m)
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+/* Returns true if p2p_launch_hopper_slices() has to launch the product. */
+static bool has_slices(const p2p_gemm *g)
+{
+    return g->pass == EPIC_GEMM_FORWARD && g->slices > 1;
+}
+
 /* Sets *maps to the tensor maps of matrices a, b and out. Their shapes and boxes depend on the
  * pass. */
 static cudaError_t make_maps(Maps *maps, const p2p_gemm *g)
@@ -67,9 +74,11 @@ static cudaError_t make_maps(Maps *maps, const p2p_gemm *g)
     const Matrix a = {g->a, input ? g->n : g->k, slots, 0, type, weight ? 64 : BM};
     const Matrix b = {
         g->b, g->n, weight ? slots : g->k, weight ? 1 : experts, type, input ? 128 : 64};
-    const Matrix out = {g->out,
+    const Matrix out = {has_slices(g) ? g->slice_sums : g->out,
                         input ? g->k : g->n,
-                        weight ? g->k : slots,
+                        weight          ? g->k
+                        : has_slices(g) ? slots * g->slices
+                                        : slots,
                         weight ? experts : 1,
                         weight ? g->out_type : y_type,
                         64};
@@ -101,6 +110,12 @@ static Job job_of(const p2p_gemm *g)
     const bool many = g->pass != EPIC_GEMM_WEIGHT && job.num_experts >= 16;
     job.group = g->group ? g->group : many ? 2 : 8;
     job.accumulate = g->pass != EPIC_GEMM_FORWARD && g->accumulate;
+    if (has_slices(g)) {
+        job.out = g->slice_sums;
+        job.num_experts = g->slices;
+        job.lines = g->slabs.num_slots;
+        job.steps = (int)(gate_slice_terms(g->k, g->slices) / BK);
+    }
     return job;
 }
 
@@ -109,9 +124,11 @@ static Job job_of(const p2p_gemm *g)
  * 2). */
 static int ctas_of(const p2p_gemm *g, const Job &job, int pair)
 {
-    const int64_t down = g->pass == EPIC_GEMM_WEIGHT
-                             ? (int64_t)(job.tiles_down + pair - 1) / pair * job.num_experts
-                             : ((int64_t)g->slabs.most_tiles + pair - 1) / pair;
+    const int64_t down =
+        g->pass == EPIC_GEMM_WEIGHT
+            ? (int64_t)(job.tiles_down + pair - 1) / pair * job.num_experts
+            : ((int64_t)g->slabs.most_tiles * (has_slices(g) ? g->slices : 1) + pair - 1) /
+                  pair;
     const int64_t work = down * job.tiles_across, most = g->sms > pair ? g->sms / pair : 1;
     return (int)(work < most ? work : most) * pair;
 }
@@ -179,6 +196,11 @@ extern "C" cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *g, cudaStream_t st
     const bool adds = g->pass == EPIC_GEMM_INPUT && (g->accumulate || g->addend);
     return g->no_clusters || adds ? launch_typed<__nv_bfloat16, 1>(g, stream)
                                   : launch_typed<__nv_bfloat16, 2>(g, stream);
+}
+
+extern "C" cudaError_t p2p_launch_hopper_slices(const p2p_gemm *g, cudaStream_t stream)
+{
+    return launch_hopper<__nv_bfloat16, float, PASS_SLICES, 2>(g, stream);
 }
 
 /* Returns whether an address is a multiple of 16 bytes. */
@@ -280,6 +302,7 @@ extern "C" cudaError_t p2p_load_hopper_gemm(void)
     if (error == cudaSuccess) error = load_typed<__half, 2>(&good);
     if (error == cudaSuccess) error = load_e4m3<2>(&good);
     if (error == cudaSuccess) error = load_e4m3<1>(&good);
+    if (error == cudaSuccess) error = load_hopper<__nv_bfloat16, float, PASS_SLICES, 2>(&good);
     if (error == cudaSuccess && good) encode = find_encode();
     return error;
 }
@@ -299,6 +322,11 @@ extern "C" int p2p_gemm_is_built(int, int)
 }
 
 extern "C" cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *, cudaStream_t)
+{
+    return cudaErrorNotSupported;
+}
+
+extern "C" cudaError_t p2p_launch_hopper_slices(const p2p_gemm *, cudaStream_t)
 {
     return cudaErrorNotSupported;
 }

@@ -293,6 +293,12 @@ store_lines(uint8_t *out, int64_t line_bytes, uint32_t box, int rows, int vector
     }
 }
 
+/* Returns the first row of a tile in out. */
+template <int PASS> static __device__ __forceinline__ int out_row(const Job &job, const Tile &w)
+{
+    return PASS == PASS_SLICES ? w.expert * (int)job.lines + w.row : w.row;
+}
+
 /* Rounds the results of a tile to type Out and stores them, one box after the other. The
  * warpgroup has two boxes in shared memory: while a tensor copy reads one of them, the
  * warpgroup writes the other. */
@@ -317,11 +323,12 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
         if (PASS == EPIC_GEMM_WEIGHT || rows >= 64) {
             const int z = PASS == EPIC_GEMM_WEIGHT ? w.expert : 0;
             if (thread == 0 && w.store && sizeof(Out) == 4 && job.accumulate)
-                add_box(&maps.out, box, column, w.row + warpgroup * 64, z);
+                add_box(&maps.out, box, column, out_row<PASS>(job, w) + warpgroup * 64, z);
             else if (thread == 0 && w.store)
-                store_box(&maps.out, box, column, w.row + warpgroup * 64, z);
+                store_box(&maps.out, box, column, out_row<PASS>(job, w) + warpgroup * 64, z);
         } else if (w.store && rows > 0 && column < job.columns) {
-            const int64_t at = (int64_t)(w.row + warpgroup * 64) * job.columns + column;
+            const int64_t at =
+                (int64_t)(out_row<PASS>(job, w) + warpgroup * 64) * job.columns + column;
             store_lines((uint8_t *)job.out + at * (int)sizeof(Out),
                         job.columns * (int)sizeof(Out), box, rows,
                         (int)(job.columns - column) / (16 / (int)sizeof(Out)), thread);
@@ -475,7 +482,7 @@ run_consumer(const Maps &maps, const Job &job, const SharedLayout &at, int warpg
 
 /* The kernel, described at the top of this file. T: type of the matrices a and b. Out: type of
  * the result. PASS: an epic_gemm_pass, which selects the product. CTAS: number of CTAs in a
- * cluster. The body is compiled only for sm_90a. */
+ * cluster. The body is compiled only for sm_90a. PASS may also be PASS_SLICES. */
 template <class T, class Out, int PASS, int CTAS>
 static __global__ void __launch_bounds__(THREADS, 1)
     hopper_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Job job)

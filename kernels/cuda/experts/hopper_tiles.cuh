@@ -13,6 +13,11 @@
  *   INPUT     gradient of the input                        n
  *   WEIGHT    gradient of the weights; out[expert] [k, n]  slots of the expert's slab
  *
+ * PASS_SLICES is FORWARD with one slab and one matrix b, in which each sum is cut into slices
+ * of equal length. Slices take the place of experts: job.num_experts is their number, and `out`
+ * is [slices, slots, n]. Each row of tiles is computed once for each slice. Tensor copies read
+ * zeros past the end of k, where the last slice can end.
+ *
  *   find_tile      rows, columns and expert of tile number t
  *   Stage          position in the ring of stages, with the parity of its barriers
  *   run_producer   one thread per CTA: waits for barrier empty[s], then starts tensor copies of
@@ -48,6 +53,11 @@
 /* barrier of both consumer warpgroups together */
 #define BARRIER_BOTH 3
 
+/* Value of PASS for a FORWARD product whose sums are cut into slices (see the top of this
+ * file). */
+#define PASS_SLICES 3
+static_assert(PASS_SLICES > EPIC_GEMM_WEIGHT, "PASS_SLICES is another value than each pass");
+
 /* An e4m3 number. As template argument T it selects the code for e4m3 matrices, which have
  * scales. */
 struct E4m3 {
@@ -73,12 +83,12 @@ struct Job {
     void *out;
     const void *addend; /* only in INPUT: an array that is added to the result; NULL: none */
     int64_t columns;    /* number of columns of out */
-    int64_t lines;      /* only in WEIGHT: number of rows of out[expert] */
-    int num_experts;
-    int tiles_down; /* only in WEIGHT: number of rows of tiles of out[expert] */
+    int64_t lines;      /* only in WEIGHT and PASS_SLICES: number of rows of out[expert] */
+    int num_experts;    /* in PASS_SLICES: number of slices of each sum */
+    int tiles_down;     /* only in WEIGHT: number of rows of tiles of out[expert] */
     /* number of tiles in a row of tiles */
     int tiles_across;
-    /* Only in FORWARD and INPUT: number of stages that a tile needs. Each stage adds BK (e4m3:
+    /* Not in WEIGHT: number of stages that a tile needs. Each stage adds BK (e4m3:
      * 128) products to every sum of the tile. */
     int steps;
     /* Number of rows of tiles in a group; with clusters: number of pairs of rows of tiles. The
@@ -91,12 +101,13 @@ struct Job {
 /* One tile of the result matrix `out`. find_tile() fills in this struct. */
 struct Tile {
     /* In FORWARD and INPUT: the tile's first row in matrices a and out. In WEIGHT: its first
-     * row in out[expert]. */
+     * row in out[expert]. In PASS_SLICES: its first row in matrix a and in out[slice]. */
     int row;
-    /* column: the tile's first column in out; expert: local expert of the tile; steps: number
-     * of stages that the tile needs */
+    /* column: the tile's first column in out; expert: local expert of the tile (in PASS_SLICES:
+     * the slice); steps: number of stages that the tile needs */
     int column, expert, steps;
-    int first; /* only in WEIGHT: first slot of the slab */
+    /* In WEIGHT: first slot of the slab. In PASS_SLICES: first term of the slice. Else 0. */
+    int first;
     /* In FORWARD and INPUT: number of rows of the tile that hold a token. In WEIGHT: number of
      * rows of the whole slab that hold a token. */
     int tokens;
@@ -117,7 +128,8 @@ struct Tile {
  * products. Returns false if t is past the last tile. Tiles are numbered group by group, and
  * within a group column by column. A group is job.group rows of tiles (with clusters: pairs of
  * rows). This order keeps the part of matrix b that is in use in the L2 cache. In WEIGHT
- * products, all tiles of one expert come before those of the next expert. */
+ * products, all tiles of one expert come before those of the next expert. In PASS_SLICES, the
+ * rows of tiles of all slices follow one another. */
 template <int PASS, int CTAS>
 static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int num_tiles, int t,
                                                  int rank)
@@ -130,6 +142,7 @@ static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int nu
         if (w.expert >= job.num_experts) return false;
         rest = t - w.expert * each;
     }
+    if constexpr (PASS == PASS_SLICES) down = num_tiles * job.num_experts;
     const int pairs = (down + CTAS - 1) / CTAS;
     if (rest >= pairs * job.tiles_across) return false;
     const int turn = rest / (job.group * job.tiles_across);
@@ -151,6 +164,16 @@ static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int nu
         w.rows = BM;
         w.steps = (slab.tokens + BK - 1) / BK;
         w.store = w.store && !(job.accumulate && w.steps == 0);
+    } else if constexpr (PASS == PASS_SLICES) {
+        const int slice = line / num_tiles;
+        const slab_tile tile = job.tiles[line - slice * num_tiles];
+        w.row = tile.row;
+        w.expert = slice;
+        w.first = slice * job.steps * BK;
+        w.tokens = tile.tokens;
+        w.rows = tile.rows;
+        w.steps = job.steps;
+        w.share = CTAS == 2 && min(pair * 2 + 1 - rank, down - 1) / num_tiles == slice;
     } else {
         const slab_tile tile = job.tiles[line];
         w.row = tile.row;
@@ -224,7 +247,7 @@ static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uin
         const int column = w.column + i * (BN / BOXES);
         const int x = PASS == EPIC_GEMM_INPUT ? step : column;
         const int y = PASS == EPIC_GEMM_INPUT ? column : step;
-        const int z = PASS == EPIC_GEMM_WEIGHT ? 0 : w.expert;
+        const int z = PASS >= EPIC_GEMM_WEIGHT ? 0 : w.expert;
         if (!share)
             load_box(at, &maps.b, full, x, y, z);
         else if (i / (BOXES / 2) == rank)

@@ -60,7 +60,10 @@ static p2p_gemm product_of_components(const p2p_gemm *product, const epic_gate_a
     const bool forward = product->pass == EPIC_GEMM_FORWARD;
     const int64_t lines = forward ? gate->tokens : gate->hidden;
     const int64_t depth = forward ? gate->hidden : gate->tokens;
-    const gate_components at = gate_components_of(gate->tokens, lines, gate->columns, depth);
+    const int32_t slices =
+        gate->is_invariant && forward ? gate_component_slices(gate->hidden, gate->columns) : 1;
+    const gate_components at =
+        gate_components_of(gate->tokens, lines, gate->columns, depth, slices);
     uint8_t *work = gate->workspace;
     p2p_gemm components = *product;
     components.b = work + at.components;
@@ -69,7 +72,9 @@ static p2p_gemm product_of_components(const p2p_gemm *product, const epic_gate_a
     components.n = GATE_COMPONENTS * product->n;
     components.weight_type = EPIC_BF16;
     components.y_type = forward ? EPIC_F32 : EPIC_BF16;
-    components.accumulate = components.slices = 0;
+    components.accumulate = 0;
+    components.slices = slices;
+    components.slice_sums = components.out;
     return components;
 }
 
@@ -96,7 +101,9 @@ static epic_result launch_split(const p2p_components_job *job, epic_stream strea
 /* Multiplies the factors product->a and product->b with bfloat16 components, in three steps:
  *   1. Split product->b into components: each of its columns becomes three columns.
  *   2. Multiply product->a by all these columns on tensor cores.
- *   3. Add the three columns of the result that belong to one column of product->b. */
+ *   3. Add the three columns of the result that belong to one column of product->b.
+ * With EPIC_INVARIANT, a forward product on tensor cores has slices. Step 2 then computes the
+ * slices of each sum at the same time, and step 3 also adds the slices. */
 static epic_result multiply_components(const p2p_gemm *product, const p2p_gemm *components,
                                        const epic_gate_args *gate)
 {
@@ -117,7 +124,15 @@ static epic_result multiply_components(const p2p_gemm *product, const p2p_gemm *
                                      .accumulate = product->accumulate,
                                      .sms = product->sms};
     TRY(launch_split(&split, gate->stream));
-    TRY(launch_product(components, gate->stream));
+    if (components->slices > 1 && !p2p_gemm_is_slow(components)) {
+        TRY(p2p_cuda(p2p_launch_hopper_slices(components, stream),
+                     "launching a product of the gate in slices"));
+        return p2p_cuda(p2p_launch_fold_slices(&fold, components->slices, stream),
+                        "launching the sum of the gate's slices");
+    }
+    p2p_gemm whole = *components;
+    whole.slices = 0;
+    TRY(launch_product(&whole, gate->stream));
     return p2p_cuda(p2p_launch_fold(&fold, stream),
                     "launching the sum of the gate's components");
 }
