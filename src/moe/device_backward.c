@@ -28,27 +28,62 @@ static gradient_addresses caller_targets(const epic_moe_gradients *g, uint32_t f
                                 g->shared_b_down,  g->w_shared_gate, flags};
 }
 
-/* Sets those gradients in `dense_grads` to zero that no kernel writes. Otherwise the sum over
- * the ranks would read uninitialized memory. */
-static epic_result zero_missing_gradients(moe_job *j, float *dense_grads)
+/* One gradient in a row of work.dense_grads: where it is, the caller's array for it, and whether
+ * kernels compute it. */
+typedef struct dense_part {
+    float *to; /* NULL: the caller does not want the gradient */
+    int64_t begin, end;
+    bool is_computed;
+} dense_part;
+
+enum { DENSE_PARTS = 8 };
+
+/* Lists the gradients in a row of work.dense_grads, in the order of dense_grad_offsets. Without
+ * EPIC_SUM_DENSE, a gradient that the caller does not want is not computed. With it, other
+ * ranks may want it. */
+static void list_dense_parts(const moe_job *j, const epic_moe_gradients *g,
+                             dense_part parts[DENSE_PARTS])
 {
     const dense_grad_offsets p = moe_dense_grad_offsets(j);
-    if (!j->weights.scale_of_expert)
-        TRY(CONTEXT_OP(j->ctx, add_array, j->call.stream, dense_grads + p.scale, NULL,
-                       p.gate_up - p.scale, EPIC_F32, true));
-    if (!j->has_shared || j->weights.w_shared_gate) return EPIC_OK;
-    return CONTEXT_OP(j->ctx, add_array, j->call.stream, dense_grads + p.w_shared_gate, NULL,
-                      p.end - p.w_shared_gate, EPIC_F32, true);
+    const bool all = j->moe.flags & EPIC_SUM_DENSE;
+    const dense_part list[DENSE_PARTS] = {
+        {g->w_gate, p.w_gate, p.b_gate, true},
+        {g->b_gate, p.b_gate, p.scale, true},
+        {g->scale_of_expert, p.scale, p.gate_up, j->weights.scale_of_expert != NULL},
+        {g->shared_gate_up, p.gate_up, p.down, true},
+        {g->shared_down, p.down, p.b_gate_up, true},
+        {g->shared_b_gate_up, p.b_gate_up, p.b_down, true},
+        {g->shared_b_down, p.b_down, p.w_shared_gate, true},
+        {g->w_shared_gate, p.w_shared_gate, p.end, j->weights.w_shared_gate != NULL}};
+    for (int i = 0; i < DENSE_PARTS; i++) {
+        parts[i] = list[i];
+        parts[i].is_computed = list[i].is_computed && (all || list[i].to);
+    }
+}
+
+/* Sets those gradients in `dense_grads` to zero that no kernel writes. Otherwise the sums over the
+ * blocks and ranks would read uninitialized memory. */
+static epic_result zero_missing_gradients(moe_job *j, const dense_part parts[DENSE_PARTS],
+                                          float *dense_grads)
+{
+    for (int i = 0; i < DENSE_PARTS; i++) {
+        const int64_t begin = parts[i].begin;
+        if (parts[i].is_computed) continue;
+        while (i + 1 < DENSE_PARTS && !parts[i + 1].is_computed) i++;
+        TRY(CONTEXT_OP(j->ctx, add_array, j->call.stream, dense_grads + begin, NULL,
+                       parts[i].end - begin, EPIC_F32, true));
+    }
+    return EPIC_OK;
 }
 
 /* Returns addresses in `dense_grads`, which is one row of work.dense_grads. */
-static gradient_addresses staged_targets(const moe_job *j, float *dense_grads)
+static gradient_addresses staged_targets(const dense_part parts[DENSE_PARTS],
+                                         float *dense_grads)
 {
-    const dense_grad_offsets p = moe_dense_grad_offsets(j);
-    return (gradient_addresses){
-        dense_grads + p.w_gate,  dense_grads + p.b_gate,        dense_grads + p.scale,
-        dense_grads + p.gate_up, dense_grads + p.down,          dense_grads + p.b_gate_up,
-        dense_grads + p.b_down,  dense_grads + p.w_shared_gate, 0};
+    float *at[DENSE_PARTS];
+    for (int i = 0; i < DENSE_PARTS; i++)
+        at[i] = parts[i].is_computed ? dense_grads + parts[i].begin : NULL;
+    return (gradient_addresses){at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7], 0};
 }
 
 /* ---------------------------------------------------------------- one block of tokens ---- */
@@ -231,39 +266,28 @@ static epic_result block_backward(moe_job *j, const epic_moe_backward_args *a, i
 /* Computes the gradients of the gate and the shared expert for `count` blocks of tokens, from
  * block `first` on, and adds them in a binary tree. Writes the sum to row `level` of
  * work.dense_grads. The rows after row `level` are scratch memory. */
-static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a, int64_t first,
+static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a,
+                                   const dense_part parts[DENSE_PARTS], int64_t first,
                                    int64_t count, int64_t level)
 {
     float *here = moe_real_at(j, j->work.dense_grads, level * j->num_dense_grads);
     if (count == 1) {
-        const gradient_addresses to = staged_targets(j, here);
-        TRY(zero_missing_gradients(j, here));
+        const gradient_addresses to = staged_targets(parts, here);
+        TRY(zero_missing_gradients(j, parts, here));
         return block_backward(j, a, first, &to);
     }
-    TRY(blocks_backward(j, a, first, count / 2, level));
-    TRY(blocks_backward(j, a, first + count / 2, count - count / 2, level + 1));
+    TRY(blocks_backward(j, a, parts, first, count / 2, level));
+    TRY(blocks_backward(j, a, parts, first + count / 2, count - count / 2, level + 1));
     return CONTEXT_OP(j->ctx, add_array, j->call.stream, here, here + j->num_dense_grads,
                       j->num_dense_grads, EPIC_F32, false);
 }
 
 /* Copies the summed gradients of the gate and the shared expert to the caller's arrays. With
  * EPIC_ACCUMULATE adds them instead. */
-static epic_result store_dense_gradients(moe_job *j, const epic_moe_gradients *g,
+static epic_result store_dense_gradients(moe_job *j, const dense_part parts[DENSE_PARTS],
                                          uint32_t flags)
 {
-    const dense_grad_offsets p = moe_dense_grad_offsets(j);
-    const struct {
-        void *to;
-        int64_t begin, end;
-    } parts[] = {{g->w_gate, p.w_gate, p.b_gate},
-                 {g->b_gate, p.b_gate, p.scale},
-                 {g->scale_of_expert, p.scale, p.gate_up},
-                 {g->shared_gate_up, p.gate_up, p.down},
-                 {g->shared_down, p.down, p.b_gate_up},
-                 {g->shared_b_gate_up, p.b_gate_up, p.b_down},
-                 {g->shared_b_down, p.b_down, p.w_shared_gate},
-                 {g->w_shared_gate, p.w_shared_gate, p.end}};
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+    for (int i = 0; i < DENSE_PARTS; i++) {
         if (!parts[i].to) continue;
         TRY(CONTEXT_OP(j->ctx, add_array, j->call.stream, parts[i].to,
                        (float *)(void *)j->work.dense_grads + parts[i].begin,
@@ -281,9 +305,11 @@ epic_result moe_device_dense_backward(moe_job *j, const epic_moe_backward_args *
         const gradient_addresses to = caller_targets(g, a->flags & EPIC_ACCUMULATE);
         return block_backward(j, a, 0, &to);
     }
-    TRY(blocks_backward(j, a, 0, j->blocks, 0));
+    dense_part parts[DENSE_PARTS];
+    list_dense_parts(j, g, parts);
+    TRY(blocks_backward(j, a, parts, 0, j->blocks, 0));
     TRY(moe_sum_dense(j));
-    return store_dense_gradients(j, g, a->flags);
+    return store_dense_gradients(j, parts, a->flags);
 }
 
 epic_result moe_device_backward(moe_job *j, const epic_moe_backward_args *a,
