@@ -303,7 +303,7 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
             has_waiting &= ~bit;
 #pragma unroll
             for (int v = 0; v < V; v++) {
-                PartialSum<ROW, ROW>::add_partials(&waiting[v], &node[v]);
+                add_nodes<ROW>(waiting[v], node[v]);
                 node[v] = waiting[v];
             }
         } else if (number % 2 == 0 && (left & sibling)) {
@@ -452,6 +452,14 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         else
             return n;
     }
+    /* Adds one vector of the partial sum `b` to that of `a`. */
+    static __device__ __forceinline__ void add_vector(uint4 &a, const uint4 &b)
+    {
+        if constexpr (LEAVES)
+            add_nodes<ROW>(a, b);
+        else
+            PartialSum<ROW, ROW>::add_partials(&a, &b);
+    }
     /* Adds `b` to `a`. has_a, has_b: true if `a` or `b` contains a partial sum. If only `b`
      * contains one, copies it to `a`. Sets has_b to false. */
     static __device__ __forceinline__ void add_to(uint4 (&a)[V], bool &has_a,
@@ -460,7 +468,7 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
 #pragma unroll
         for (int v = 0; v < V && has_b; v++) {
             if (has_a)
-                PartialSum<ROW, ROW>::add_partials(&a[v], &b[v]);
+                add_vector(a[v], b[v]);
             else
                 a[v] = b[v];
         }
@@ -501,7 +509,7 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
 #pragma unroll
             for (int v = 0; v < V; v++) {
                 q[v] = in_row(u, v) ? load_relaxed(row + v * WARP) : make_uint4(0, 0, 0, 0);
-                if (has_out) PartialSum<ROW, ROW>::add_partials(&q[v], &out[v]);
+                if (has_out) add_vector(q[v], out[v]);
                 out[v] = q[v];
             }
         } else if (!has_out) {
