@@ -5,6 +5,7 @@
 #define EPIC_OPS_H
 
 #include "backend/backend.h"
+#include "rules/gate_layout.h"
 #include "rules/layer_tokens.h"
 
 /* Arguments of the four loss functions: forward and backward pass of the balance loss and of
@@ -40,10 +41,17 @@ typedef struct epic_gate_args {
     epic_stream stream;
     const void *x; /* [tokens, hidden] of row_type */
     int64_t tokens, hidden, columns;
-    /* Number of tokens of a block. A layer in tree order divides its tokens into blocks, whose
-     * size does not depend on the number of ranks. The gate chooses its method by `block` and
-     * not by `tokens`, so the result has the same bits for every number of ranks. */
+    /* Largest number of tokens of a block. A layer in tree order divides its tokens into
+     * blocks, whose size does not depend on the number of ranks. The gate cuts its sums into
+     * slices by `block` and not by `tokens`, so the result has the same bits for every number of
+     * ranks. */
     int64_t block;
+    /* Number of tokens by which the gate chooses between products of float32 and of bfloat16
+     * numbers (p2p/gate.c). It does not depend on the number of ranks either. 0 stands for
+     * `block`. */
+    int64_t deciding_tokens;
+    /* backward: the blocks of the tokens; with count 0 or 1 all tokens are one block */
+    gate_blocks blocks;
     const float *w_gate, *b_gate; /* b_gate may be NULL */
     /* [tokens, columns]; forward: output; backward: the gradient of the logits, an input */
     float *logits;

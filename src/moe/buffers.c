@@ -78,6 +78,18 @@ static void layout_unsaved(moe_job *j, unsigned char *base, int64_t *used, bool 
             place_buffer(base, used, j->capacity * experts_blocks(j->hidden) * 4);
 }
 
+/* Returns the bytes of the workspace of the gate's kernels. Forward handles all tokens in one
+ * call, and backward one batch. */
+static int64_t measure_gate(const moe_job *j, bool backward)
+{
+    const gate_tokens all = {j->tokens, j->block, 1, j->deciding_tokens};
+    const gate_tokens batch = {j->batch, j->block,
+                               j->blocks < GATE_BLOCKS ? j->blocks : GATE_BLOCKS,
+                               j->deciding_tokens};
+    return backward ? gate_backward_bytes(&batch, j->hidden, j->columns, j->is_invariant)
+                    : gate_forward_bytes(&all, j->hidden, j->columns, j->is_invariant);
+}
+
 /* Lays out the workspace of forward or backward. moe_work (moe.h) describes its buffers. */
 static void layout_workspace(moe_job *j, unsigned char *base, bool backward)
 {
@@ -98,12 +110,10 @@ static void layout_workspace(moe_job *j, unsigned char *base, bool backward)
     w->rows = place_buffer(base, &used, rows * j->hidden * j->real_bytes);
     w->product = place_buffer(
         base, &used, j->is_invariant && !j->is_device ? gemm_invariant_bytes(j->is_f64) : 0);
-    w->gate = place_buffer(base, &used,
-                           j->is_device ? gate_bytes(j->tokens, j->block, j->hidden, j->columns,
-                                                     backward, j->is_invariant)
-                                        : 0);
+    w->gate = place_buffer(base, &used, j->is_device ? measure_gate(j, backward) : 0);
     const bool adds_rows = j->has_shared || (j->is_device && j->router.zero_experts);
-    w->shared_y = place_buffer(base, &used, adds_rows ? j->block * j->row_bytes : 0);
+    w->shared_y = place_buffer(base, &used,
+                               adds_rows ? (backward ? j->batch : j->block) * j->row_bytes : 0);
     w->shared_weights = place_buffer(base, &used, j->has_shared ? j->block * j->real_bytes : 0);
     w->losses = place_buffer(base, &used, 2 * j->blocks * j->real_bytes);
     const bool picks = !backward && (!j->is_device || j->router.zero_experts);
@@ -121,8 +131,9 @@ static void layout_workspace(moe_job *j, unsigned char *base, bool backward)
         w->d_weights = place_buffer(base, &used, j->tokens * j->top_k * j->real_bytes);
         w->d_shared_weights =
             place_buffer(base, &used, j->has_shared ? j->block * j->real_bytes : 0);
-        w->d_logits = place_buffer(base, &used, j->block * j->columns * j->real_bytes);
-        w->d_scale = place_buffer(base, &used, j->is_device ? j->columns * 4 : 0);
+        w->d_logits = place_buffer(base, &used, j->batch * j->columns * j->real_bytes);
+        const int64_t scales = j->blocks < GATE_BLOCKS ? j->blocks : GATE_BLOCKS;
+        w->d_scale = place_buffer(base, &used, j->is_device ? scales * j->columns * 4 : 0);
         w->dense_grads =
             place_buffer(base, &used, j->num_dense_levels * j->num_dense_grads * j->real_bytes);
     }
@@ -135,15 +146,21 @@ void moe_layout_buffers(moe_job *j, const void *saved, void *workspace, bool bac
     layout_workspace(j, workspace, backward);
 }
 
+token_block moe_get_blocks(const moe_job *j, int64_t first_block, int64_t count)
+{
+    const int64_t first = moe_block_begin(j, first_block);
+    const int64_t tokens = moe_block_begin(j, first_block + count) - first;
+    return (token_block){
+        .job = j,
+        .x = {(const char *)j->x.data + first * j->row_bytes, tokens, j->row_bytes},
+        .first = first,
+        .tokens = tokens,
+        .logits = (const char *)j->saved.logits + first * j->columns * j->real_bytes,
+        .topk_idx = j->saved.topk_idx + first * j->top_k,
+        .weights = moe_real_at(j, j->saved.weights, first * j->top_k)};
+}
+
 token_block moe_get_block(const moe_job *j, int64_t b)
 {
-    const int64_t first = moe_block_begin(j, b);
-    return (token_block){.job = j,
-                         .x = moe_block_rows(j, &j->x, b),
-                         .first = first,
-                         .tokens = moe_block_begin(j, b + 1) - first,
-                         .logits =
-                             (const char *)j->saved.logits + first * j->columns * j->real_bytes,
-                         .topk_idx = j->saved.topk_idx + first * j->top_k,
-                         .weights = moe_real_at(j, j->saved.weights, first * j->top_k)};
+    return moe_get_blocks(j, b, 1);
 }

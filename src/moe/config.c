@@ -240,10 +240,26 @@ static epic_result measure_memory(moe_job *j, const epic_config *config)
     j->shared_memory.saved_bytes = round_up(j->shared_memory.saved_bytes, 64);
     TRY(epic_router_workspace(&j->router, &j->router_bytes));
     TRY(epic_plan_bytes(config, &j->layer, &j->plan_bytes));
-    const bool apart = !j->is_device || j->moe.flags & EPIC_SUM_DENSE || j->blocks > 1;
+    const bool apart = !j->is_device || j->moe.flags & EPIC_SUM_DENSE ||
+                       j->blocks > GATE_BLOCKS || (j->has_shared && j->blocks > 1);
     j->num_dense_levels = apart ? num_levels(j->blocks) : 0;
     j->num_dense_grads = moe_dense_grad_offsets(j).end;
     return EPIC_OK;
+}
+
+/* Sets the number of tokens of a batch, and the number by which the gate chooses its method. In
+ * tree order the latter must not depend on the number of ranks. It is at most the number of
+ * tokens of GATE_BLOCKS blocks, because a group with many leaves has many ranks, each of which
+ * computes only a few blocks. */
+static void set_batch(moe_job *j)
+{
+    const int64_t most = j->blocks < GATE_BLOCKS ? j->blocks : GATE_BLOCKS;
+    const int64_t leaves = j->layer.leaves < GATE_BLOCKS ? j->layer.leaves : GATE_BLOCKS;
+    const bool is_tree = j->layer.sum_order == EPIC_TREE;
+    j->batch = !j->is_device                 ? j->block
+               : most * j->block < j->tokens ? most * j->block
+                                             : j->tokens;
+    j->deciding_tokens = is_tree ? leaves * j->block : j->block;
 }
 
 /* Reads the configuration of a layer (moe.h). In a float64 layer, replaces EPIC_WEIGHT_LATE by
@@ -274,6 +290,7 @@ epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_mo
     j->sequence_unit =
         j->moe.balance_coeff != 0 && j->moe.sequence_tokens ? j->moe.sequence_tokens : 1;
     j->block = ceil_div(ceil_div(tokens, j->sequence_unit), j->blocks) * j->sequence_unit;
+    set_batch(j);
     TRY(check_e4m3(j));
     TRY(measure_memory(j, config));
     return check_shapes(j, config);

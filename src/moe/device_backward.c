@@ -28,15 +28,17 @@ static gradient_addresses caller_targets(const epic_moe_gradients *g, uint32_t f
                                 g->shared_b_down,  g->w_shared_gate, flags};
 }
 
-/* One gradient in a row of work.dense_grads: where it is, the caller's array for it, and whether
- * kernels compute it. */
+/* One gradient in a row of work.dense_grads: where it is, the caller's array for it, and
+ * whether kernels compute it. */
 typedef struct dense_part {
     float *to; /* NULL: the caller does not want the gradient */
     int64_t begin, end;
     bool is_computed;
 } dense_part;
 
-enum { DENSE_PARTS = 8 };
+/* number of gradients; the first GATE_PARTS of them belong to the gate and the router, the
+ * others to the shared expert */
+enum { DENSE_PARTS = 8, GATE_PARTS = 3 };
 
 /* Lists the gradients in a row of work.dense_grads, in the order of dense_grad_offsets. Without
  * EPIC_SUM_DENSE, a gradient that the caller does not want is not computed. With it, other
@@ -61,15 +63,15 @@ static void list_dense_parts(const moe_job *j, const epic_moe_gradients *g,
     }
 }
 
-/* Sets those gradients in `dense_grads` to zero that no kernel writes. Otherwise the sums over the
- * blocks and ranks would read uninitialized memory. */
+/* Sets those of the gradients `first` to `end` - 1 in `dense_grads` to zero that no kernel
+ * writes. Otherwise the sums over the blocks and ranks would read uninitialized memory. */
 static epic_result zero_missing_gradients(moe_job *j, const dense_part parts[DENSE_PARTS],
-                                          float *dense_grads)
+                                          float *dense_grads, int first, int end)
 {
-    for (int i = 0; i < DENSE_PARTS; i++) {
+    for (int i = first; i < end; i++) {
         const int64_t begin = parts[i].begin;
         if (parts[i].is_computed) continue;
-        while (i + 1 < DENSE_PARTS && !parts[i + 1].is_computed) i++;
+        while (i + 1 < end && !parts[i + 1].is_computed) i++;
         TRY(CONTEXT_OP(j->ctx, add_array, j->call.stream, dense_grads + begin, NULL,
                        parts[i].end - begin, EPIC_F32, true));
     }
@@ -86,7 +88,14 @@ static gradient_addresses staged_targets(const dense_part parts[DENSE_PARTS],
     return (gradient_addresses){at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7], 0};
 }
 
-/* ---------------------------------------------------------------- one block of tokens ---- */
+/* ---------------------------------------------------------------- one batch of tokens ---- */
+
+/* A batch: `count` blocks, from block `first` on. The gradients of the gate and the shared
+ * expert are added over the blocks in a binary tree, whose sum is the node of the batch at
+ * level `level` of work.dense_grads. */
+typedef struct block_range {
+    int64_t first, count, level;
+} block_range;
 
 /* Returns the arguments of the kernels for zero-experts and for the shared expert's gate, with
  * the arrays for gradients. */
@@ -139,39 +148,64 @@ static epic_result forced_weights_backward(moe_job *j, const epic_moe_backward_a
                       block->tokens * j->columns, EPIC_F32, true);
 }
 
-/* Computes work.d_logits of one block from the gradients of its weights.
+/* Runs epic_router_backward for one block. d_logits: output of the block. d_scale: output, the
+ * block's gradient of scale_of_expert; NULL: not computed.
  *
- * epic_router_backward must overwrite work.d_logits. With EPIC_ACCUMULATE it would add to
- * work.d_logits, so this flag is not passed on. If the caller has set EPIC_ACCUMULATE, this
- * function computes the gradient of scale_of_expert in work.d_scale, and then adds it to the
- * caller's gradient. */
-static epic_result router_backward(moe_job *j, const token_block *block,
-                                   const layer_tokens *tokens, const gradient_addresses *to)
+ * epic_router_backward must overwrite d_logits. With EPIC_ACCUMULATE it would add to d_logits,
+ * so this flag is not passed on. */
+static epic_result call_router_backward(moe_job *j, const token_block *block,
+                                        const float *d_weights, float *d_logits, float *d_scale)
 {
-    const bool adds = to->scale && to->flags & EPIC_ACCUMULATE;
-    const bool scaled = j->weights.scale_of_expert && to->scale;
     const epic_router_backward_args how = {.call = j->call,
                                            .router = &j->router,
                                            .logits = block->logits,
                                            .num_tokens = block->tokens,
                                            .topk_idx = block->topk_idx,
                                            .scale_of_expert = j->weights.scale_of_expert,
-                                           .d_weights = tokens->d_weights,
+                                           .d_weights = d_weights,
                                            .workspace = j->work.router,
                                            .workspace_bytes = j->router_bytes,
-                                           .d_logits = j->work.d_logits,
-                                           .d_scale_of_expert = !scaled ? NULL
-                                                                : adds  ? j->work.d_scale
-                                                                        : to->scale,
+                                           .d_logits = d_logits,
+                                           .d_scale_of_expert = d_scale,
                                            .type = EPIC_F32,
                                            .weights_type = EPIC_F32};
+    return epic_router_backward(j->ctx, &how);
+}
+
+/* Computes work.d_logits of a batch block by block, because the caller wants the gradient of
+ * scale_of_expert, which is a sum over tokens. Computes this gradient for each block in
+ * work.d_scale, and adds the blocks in a binary tree. */
+static epic_result router_backward_scaled(moe_job *j, const block_range *range,
+                                          const gradient_addresses *to)
+{
+    const int64_t begin = moe_block_begin(j, range->first), count = range->count;
+    float *d_scale = j->work.d_scale, *d_logits = j->work.d_logits;
+    for (int64_t b = 0; b < count; b++) {
+        const token_block block = moe_get_block(j, range->first + b);
+        TRY(call_router_backward(
+            j, &block, moe_real_at(j, j->work.d_weights, block.first * j->top_k),
+            d_logits + (block.first - begin) * j->columns, d_scale + b * j->columns));
+    }
+    for (int64_t distance = 1; distance < count; distance *= 2)
+        for (int64_t b = 0; b < count; b += 2 * distance)
+            TRY(CONTEXT_OP(j->ctx, add_array, j->call.stream, d_scale + b * j->columns,
+                           d_scale + (b + distance) * j->columns, j->columns, EPIC_F32, false));
+    return CONTEXT_OP(j->ctx, add_array, j->call.stream, to->scale, d_scale, j->columns,
+                      EPIC_F32, !(to->flags & EPIC_ACCUMULATE));
+}
+
+/* Computes work.d_logits of a batch from the gradients of its weights. */
+static epic_result router_backward(moe_job *j, const block_range *range,
+                                   const token_block *batch, const layer_tokens *tokens,
+                                   const gradient_addresses *to)
+{
+    const bool scaled = j->weights.scale_of_expert && to->scale;
     if (j->router.zero_experts)
         TRY(CONTEXT_OP(j->ctx, zero_experts_backward, j->call.stream, tokens));
-    TRY(epic_router_backward(j->ctx, &how));
-    if (scaled && adds)
-        TRY(CONTEXT_OP(j->ctx, add_array, j->call.stream, to->scale, j->work.d_scale,
-                       j->columns, EPIC_F32, false));
-    return EPIC_OK;
+    if (scaled && (range->count > 1 || to->flags & EPIC_ACCUMULATE))
+        return router_backward_scaled(j, range, to);
+    return call_router_backward(j, batch, tokens->d_weights, j->work.d_logits,
+                                scaled ? to->scale : NULL);
 }
 
 /* Runs the backward of the shared expert on one block. Unless d_x is NULL, writes the part of
@@ -216,68 +250,118 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const token_blo
                       (to->flags & EPIC_ACCUMULATE) != 0, j->work.gate);
 }
 
-/* Adds two parts of d_x to work.shared_y: those that come from the zero-experts and from the
- * shared expert's gate. If the layer has a shared expert, work.shared_y already contains the
- * part that comes from that expert. */
-static epic_result add_local_d_x(moe_job *j, const layer_tokens *tokens)
+/* Adds two parts of d_x to `rows`, which are rows of work.shared_y: those that come from the
+ * zero-experts and from the shared expert's gate. If the layer has a shared expert, `rows`
+ * already contain the part that comes from that expert. */
+static epic_result add_local_d_x(moe_job *j, const layer_tokens *tokens, void *rows)
 {
-    const layer_rows sum = {j->work.shared_y, j->has_shared ? j->work.shared_y : NULL, NULL};
+    const layer_rows sum = {rows, j->has_shared ? rows : NULL, NULL};
     if (!j->router.zero_experts && !tokens->w_shared_gate) return EPIC_OK;
     return CONTEXT_OP(j->ctx, add_local_rows, j->call.stream, tokens, &sum);
 }
 
-/* Computes the gradients of the gate's weights. Also completes d_x of the block: adds the part
- * that comes from the gate, and work.shared_y. d_x already contains the part that dispatch
- * backward has written. */
-static epic_result gate_backward(moe_job *j, const token_block *block, const epic_rows *d_x,
-                                 const gradient_addresses *to)
-{
-    const bool more = j->has_shared || j->router.zero_experts;
-    epic_gate_args gate = moe_device_gate_args(j, block, j->work.d_logits);
-    gate.d_x = d_x->data;
-    gate.addend = more && d_x->data ? j->work.shared_y : NULL;
-    gate.d_w_gate = to->w_gate;
-    gate.d_b_gate = to->b_gate;
-    gate.accumulate = (to->flags & EPIC_ACCUMULATE) != 0;
-    return CONTEXT_OP(j->ctx, gate_backward, &gate);
-}
-
-/* Runs the stages of backward for block b. Writes the gradients of the gate and the shared
- * expert to the addresses in `to`. */
-static epic_result block_backward(moe_job *j, const epic_moe_backward_args *a, int64_t b,
-                                  const gradient_addresses *to)
+/* Runs the backward of the shared expert on one block of a batch, and adds the block's parts of
+ * d_x to its rows of work.shared_y. `begin`: first token of the batch. */
+static epic_result shared_block_backward(moe_job *j, const epic_moe_backward_args *a, int64_t b,
+                                         int64_t begin, const gradient_addresses *to)
 {
     const token_block block = moe_get_block(j, b);
     const layer_tokens tokens = backward_token_args(j, a, &block);
+    void *rows = (char *)j->work.shared_y + (block.first - begin) * j->row_bytes;
     const bool wanted = a->d_x.data != NULL;
-    const epic_rows d_x = wanted ? moe_block_out_rows(j, &a->d_x, b) : (epic_rows){0};
-    if (a->flags & EPIC_FORCED_WEIGHTS)
-        TRY(forced_weights_backward(j, a, &block, &tokens, to));
-    else
-        TRY(router_backward(j, &block, &tokens, to));
-    TRY(losses_backward(j, &block));
-    if (j->has_shared)
-        TRY(shared_expert_backward(j, b, &block, &tokens, wanted ? j->work.shared_y : NULL,
-                                   to));
-    if (wanted) TRY(add_local_d_x(j, &tokens));
-    return gate_backward(j, &block, &d_x, to);
+    TRY(shared_expert_backward(j, b, &block, &tokens, wanted ? rows : NULL, to));
+    return wanted ? add_local_d_x(j, &tokens, rows) : EPIC_OK;
 }
 
-/* Computes the gradients of the gate and the shared expert for `count` blocks of tokens, from
- * block `first` on, and adds them in a binary tree. Writes the sum to row `level` of
- * work.dense_grads. The rows after row `level` are scratch memory. */
-static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a,
-                                   const dense_part parts[DENSE_PARTS], int64_t first,
-                                   int64_t count, int64_t level)
+/* Computes the gradients of the shared expert for the blocks in `range`, and adds them in a
+ * binary tree. Writes the sum to row range->level of work.dense_grads. The rows after it are
+ * scratch memory. The other arguments are those of shared_block_backward(). */
+static epic_result shared_tree_backward(moe_job *j, const epic_moe_backward_args *a,
+                                        const dense_part parts[DENSE_PARTS],
+                                        const block_range *range, int64_t begin)
 {
-    float *here = moe_real_at(j, j->work.dense_grads, level * j->num_dense_grads);
-    if (count == 1) {
-        const gradient_addresses to = staged_targets(parts, here);
-        TRY(zero_missing_gradients(j, parts, here));
-        return block_backward(j, a, first, &to);
+    const dense_grad_offsets p = moe_dense_grad_offsets(j);
+    const int64_t count = range->count / 2, numbers = p.end - p.gate_up;
+    float *here =
+        moe_real_at(j, j->work.dense_grads, range->level * j->num_dense_grads + p.gate_up);
+    if (range->count == 1) {
+        const gradient_addresses to = staged_targets(parts, here - p.gate_up);
+        TRY(zero_missing_gradients(j, parts, here - p.gate_up, GATE_PARTS, DENSE_PARTS));
+        return shared_block_backward(j, a, range->first, begin, &to);
     }
-    TRY(blocks_backward(j, a, parts, first, count / 2, level));
-    TRY(blocks_backward(j, a, parts, first + count / 2, count - count / 2, level + 1));
+    const block_range left = {range->first, count, range->level};
+    const block_range right = {range->first + count, range->count - count, range->level + 1};
+    TRY(shared_tree_backward(j, a, parts, &left, begin));
+    TRY(shared_tree_backward(j, a, parts, &right, begin));
+    return CONTEXT_OP(j->ctx, add_array, j->call.stream, here, here + j->num_dense_grads,
+                      numbers, EPIC_F32, false);
+}
+
+/* Computes the gradients of the gate's weights. Also completes d_x of the batch: adds the part
+ * that comes from the gate, and work.shared_y. d_x already contains the part that dispatch
+ * backward has written. */
+static epic_result gate_backward(moe_job *j, const block_range *range, const token_block *batch,
+                                 void *d_x, const gradient_addresses *to)
+{
+    const bool more = j->has_shared || j->router.zero_experts;
+    epic_gate_args gate = moe_device_gate_args(j, batch, j->work.d_logits);
+    gate.d_x = d_x;
+    gate.addend = more && d_x ? j->work.shared_y : NULL;
+    gate.d_w_gate = to->w_gate;
+    gate.d_b_gate = to->b_gate;
+    gate.accumulate = (to->flags & EPIC_ACCUMULATE) != 0;
+    gate.blocks = (gate_blocks){range->first, range->count, j->blocks,
+                                j->tokens / j->sequence_unit, j->sequence_unit};
+    return CONTEXT_OP(j->ctx, gate_backward, &gate);
+}
+
+/* Runs the stages of backward for a batch. Writes the gradients of the gate to the addresses in
+ * `to`. If the batch is one block, also writes the gradients of the shared expert there. Those
+ * of several blocks are written to row range->level of work.dense_grads.
+ *
+ * The stages whose results belong to one token handle all tokens of the batch in one launch.
+ * The gate's kernels handle all blocks in one launch, too. Only the shared expert's backward
+ * runs block by block, because its gradients are large. */
+static epic_result batch_backward(moe_job *j, const epic_moe_backward_args *a,
+                                  const dense_part parts[DENSE_PARTS], const block_range *range,
+                                  const gradient_addresses *to)
+{
+    const token_block batch = moe_get_blocks(j, range->first, range->count);
+    const layer_tokens tokens = backward_token_args(j, a, &batch);
+    char *d_x = a->d_x.data;
+    if (a->flags & EPIC_FORCED_WEIGHTS)
+        TRY(forced_weights_backward(j, a, &batch, &tokens, to));
+    else
+        TRY(router_backward(j, range, &batch, &tokens, to));
+    TRY(losses_backward(j, &batch));
+    if (j->has_shared && range->count > 1)
+        TRY(shared_tree_backward(j, a, parts, range, batch.first));
+    else if (j->has_shared)
+        TRY(shared_block_backward(j, a, range->first, batch.first, to));
+    else if (d_x)
+        TRY(add_local_d_x(j, &tokens, j->work.shared_y));
+    return gate_backward(j, range, &batch, d_x ? d_x + batch.first * j->row_bytes : NULL, to);
+}
+
+/* Computes the gradients of the gate and the shared expert for the blocks in `range`, and adds
+ * them in a binary tree. Writes the sum to row range->level of work.dense_grads. The rows after
+ * it are scratch memory. */
+static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a,
+                                   const dense_part parts[DENSE_PARTS],
+                                   const block_range *range)
+{
+    const int64_t count = range->count / 2;
+    float *here = moe_real_at(j, j->work.dense_grads, range->level * j->num_dense_grads);
+    if (range->count <= GATE_BLOCKS) {
+        const gradient_addresses to = staged_targets(parts, here);
+        TRY(zero_missing_gradients(j, parts, here, 0,
+                                   range->count == 1 ? DENSE_PARTS : GATE_PARTS));
+        return batch_backward(j, a, parts, range, &to);
+    }
+    const block_range left = {range->first, count, range->level};
+    const block_range right = {range->first + count, range->count - count, range->level + 1};
+    TRY(blocks_backward(j, a, parts, &left));
+    TRY(blocks_backward(j, a, parts, &right));
     return CONTEXT_OP(j->ctx, add_array, j->call.stream, here, here + j->num_dense_grads,
                       j->num_dense_grads, EPIC_F32, false);
 }
@@ -301,13 +385,14 @@ epic_result moe_device_dense_backward(moe_job *j, const epic_moe_backward_args *
 {
     if (j->moe.balance_coeff != 0 || j->moe.z_coeff != 0)
         TRY(CONTEXT_OP(j->ctx, read_d_losses, j->call.stream, j->work.losses, a));
-    if (!is_dense_staged(j)) {
-        const gradient_addresses to = caller_targets(g, a->flags & EPIC_ACCUMULATE);
-        return block_backward(j, a, 0, &to);
-    }
+    const block_range all = {0, j->blocks, 0};
     dense_part parts[DENSE_PARTS];
     list_dense_parts(j, g, parts);
-    TRY(blocks_backward(j, a, parts, 0, j->blocks, 0));
+    if (!is_dense_staged(j)) {
+        const gradient_addresses to = caller_targets(g, a->flags & EPIC_ACCUMULATE);
+        return batch_backward(j, a, parts, &all, &to);
+    }
+    TRY(blocks_backward(j, a, parts, &all));
     TRY(moe_sum_dense(j));
     return store_dense_gradients(j, parts, a->flags);
 }

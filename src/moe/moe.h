@@ -68,9 +68,9 @@ typedef struct moe_work {
     /* Scratch memory for rows of reals, only on the host. The shape is [2, hidden] in forward
      * and [block + 1, hidden] in backward. */
     void *rows;
-    /* [block, hidden]. In forward: output of the shared expert. In backward: the part of d_x
-     * that comes from the shared expert and, on devices, also the parts that come from the
-     * zero-experts and from the shared expert's gate. */
+    /* In forward [block, hidden]: output of the shared expert. In backward [batch, hidden]: the
+     * part of d_x that comes from the shared expert and, on devices, also the parts that come
+     * from the zero-experts and from the shared expert's gate. */
     void *shared_y;
     void *shared_weights; /* [block] real: the shared expert's gate, sigmoid(x w_shared_gate) */
     void *d_shared_weights; /* [block] real: gradient of shared_weights; only in backward */
@@ -89,15 +89,18 @@ typedef struct moe_work {
     void *d_slot_weights; /* [capacity] real: gradient of slot_weights; only in backward */
     /* [tokens, top_k] real: gradient of saved.weights; only in backward */
     void *d_weights;
-    /* [block, columns] real: gradient of a block's logits; only in backward */
+    /* [batch, columns] real: gradient of the logits of a batch; only in backward */
     void *d_logits;
     /* [num_dense_levels, num_dense_grads] real, only in backward: gradients of the gate and the
      * shared expert. The gradients of the blocks are added in a binary tree, with one row of
-     * this array for each level of the tree. On devices the array exists only if there are
-     * several blocks, or with EPIC_SUM_DENSE. */
+     * this array for each level of the tree. On devices the array exists in three cases: with
+     * EPIC_SUM_DENSE, if there are several batches, and if a layer with a shared expert has
+     * several blocks. */
     unsigned char *dense_grads;
-    float *d_scale; /* [columns]: gradient of scale_of_expert; only in backward on devices */
-    void *gate;     /* workspace of the gate's kernels; only on devices */
+    /* [blocks of a batch, columns]: gradients of scale_of_expert; only in backward on devices
+     */
+    float *d_scale;
+    void *gate; /* workspace of the gate's kernels; only on devices */
 } moe_work;
 
 /* State of one call of the layer. */
@@ -131,6 +134,12 @@ typedef struct moe_job {
     int64_t columns; /* number of experts and zero-experts: the width of the logits */
     /* number of blocks of this rank, and number of tokens of the largest block */
     int64_t blocks, block;
+    /* Largest number of tokens of a batch. On devices, backward handles up to GATE_BLOCKS
+     * blocks at a time, which are called a batch. */
+    int64_t batch;
+    /* number of tokens by which the gate chooses its method (epic_gate_args in backend/ops.h)
+     */
+    int64_t deciding_tokens;
     /* each block begins at a multiple of this many tokens: 1, or the length of a sequence */
     int64_t sequence_unit;
     int64_t plan_bytes;
@@ -225,6 +234,8 @@ typedef struct token_block {
 
 /* Returns block number b, from 0 to j->blocks - 1. */
 token_block moe_get_block(const moe_job *j, int64_t b);
+/* Returns the tokens of `count` blocks, from block `first` on, as one block. */
+token_block moe_get_blocks(const moe_job *j, int64_t first, int64_t count);
 
 /* Functions that compute on the host the parts of the layer that every rank computes for its
  * own tokens: the gate, the zero-experts and the shared expert's gate. Each call handles one

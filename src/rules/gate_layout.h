@@ -9,8 +9,9 @@
  * CUDA computes the size of the workspace with this file. The CUDA backends compute the offsets
  * of the arrays in the workspace.
  *
- * In the functions below, `tokens` is the number of this rank's tokens. `block` is the largest
- * number of tokens that the layer computes at a time (moe/moe.h). */
+ * In the functions below, `tokens` is the number of this rank's tokens, and `block` is the
+ * largest number of tokens of a block (moe/moe.h). Backward computes the gradients of up to
+ * GATE_BLOCKS blocks in one call. */
 #ifndef EPIC_GATE_LAYOUT_H
 #define EPIC_GATE_LAYOUT_H
 
@@ -23,6 +24,7 @@
 #define GATE_COLUMNS 64   /* columns of a tile */
 #define GATE_SLICES 8     /* with EPIC_INVARIANT: largest number of slices of a sum */
 #define GATE_STEP 64      /* number of terms that tensor cores add in a step */
+#define GATE_BLOCKS 8     /* largest number of blocks of one call; a power of two */
 #define GATE_COMPONENTS 3 /* bf16 values whose sum represents a float32 */
 #define GATE_PAIRS 6 /* products of two components that replace one product of two float32 */
 #define GATE_LARGE \
@@ -101,9 +103,9 @@ static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
 }
 
 /* Offsets in bytes of the arrays for a product on tensor cores. The arrays follow the list of
- * tiles. `components` contains the components of the float32 factor, three bf16 numbers for each
- * float32: [depth, GATE_COMPONENTS, columns]. `sums` contains the product with each component: float32
- * [slices, lines, GATE_COMPONENTS, columns]. */
+ * tiles. `components` contains the components of the float32 factor, three bf16 numbers for
+ * each float32: [depth, GATE_COMPONENTS, columns]. `sums` contains the product with each
+ * component: float32 [slices, lines, GATE_COMPONENTS, columns]. */
 typedef struct gate_components {
     int64_t components, sums, end;
 } gate_components;
@@ -139,23 +141,103 @@ static inline gate_pairs gate_pairs_of(int64_t tokens, int64_t hidden, int64_t c
     return at;
 }
 
-/* Returns the bytes of the workspace: the list of tiles, and after it the partial sums or the
- * components, whichever need more memory. Forward handles all tokens at once, and backward one
- * block. */
+/* The blocks of the tokens of a call of gate_backward. The gradients of w_gate and b_gate are
+ * computed for each block, and then added in a binary tree. Block number b of a rank begins at
+ * token b * units / total * unit of the rank. The call has blocks first to first + count - 1.
+ */
+typedef struct gate_blocks {
+    int64_t first, count; /* count: a power of two, at most GATE_BLOCKS */
+    int64_t total, units, unit;
+} gate_blocks;
+
+/* The workspace of the gradient of w_gate if a call has several blocks of tokens. The arrays
+ * follow the list of tiles. They have these offsets in bytes. */
+typedef struct gate_leaves {
+    int64_t slabs;      /* slab_range [blocks]: the tokens of each block */
+    int64_t cuts;       /* slab_range [blocks, slices]: the tokens of each slice of a block */
+    int64_t bias;       /* float32 [blocks, columns]: gradient of b_gate of each block */
+    int64_t components; /* with components: those of d_logits, bf16 [tokens, GATE_COMPONENTS,
+                           columns] */
+    /* float32 [blocks, slices, hidden, columns] or, with components, [blocks, hidden,
+     * GATE_COMPONENTS, columns]: sums over the tokens of each slice or block */
+    int64_t sums;
+    int64_t end;
+    int32_t slices; /* number of slices of the tokens of a block; 1 with components */
+} gate_leaves;
+
+/* Returns the layout for `tokens` tokens in `blocks` blocks of at most `block` tokens. */
+static inline gate_leaves gate_leaves_of(int64_t tokens, int64_t block, int64_t blocks,
+                                         int64_t hidden, int64_t columns, bool has_components)
+{
+    const int64_t range = (int64_t)sizeof(slab_range),
+                  places = has_components ? GATE_COMPONENTS : 1;
+    gate_leaves at;
+    at.slices = has_components ? 1 : gate_slices(hidden, columns, block);
+    at.slabs = experts_round_up(experts_tiles_bytes(tokens));
+    at.cuts = experts_round_up(at.slabs + blocks * range);
+    at.bias = experts_round_up(at.cuts + blocks * at.slices * range);
+    at.components = experts_round_up(at.bias + blocks * columns * 4);
+    at.sums =
+        experts_round_up(at.components + (has_components ? tokens * places * columns * 2 : 0));
+    at.end = experts_round_up(at.sums + blocks * at.slices * hidden * places * columns * 4);
+    return at;
+}
+
+/* The tokens of a call of the gate. `deciding` is epic_gate_args.deciding_tokens
+ * (backend/ops.h). */
+typedef struct gate_tokens {
+    int64_t tokens, block, blocks, deciding;
+} gate_tokens;
+
+static inline int64_t gate_larger_of(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
+/* Returns the bytes of the workspace of a call in forward: the list of tiles, and after it the
+ * partial sums or the components, whichever need more memory. */
+static inline int64_t gate_forward_bytes(const gate_tokens *t, int64_t hidden, int64_t columns,
+                                         bool is_invariant)
+{
+    const bool splits = is_invariant || gate_is_large(t->deciding, columns, hidden);
+    const int64_t cut =
+        experts_tiles_bytes(t->tokens) +
+        gate_parts_bytes(t->tokens, t->block, hidden, columns, false, is_invariant);
+    const int32_t slices = is_invariant ? gate_component_slices(hidden, columns) : 1;
+    const int64_t components =
+        gate_components_of(t->tokens, t->tokens, columns, hidden, slices).end;
+    return splits ? gate_larger_of(cut, components) : cut;
+}
+
+/* Returns the bytes of the workspace of a call in backward. The gradients of w_gate and of x
+ * use the same memory one after the other. */
+static inline int64_t gate_backward_bytes(const gate_tokens *t, int64_t hidden, int64_t columns,
+                                          bool is_invariant)
+{
+    const bool splits_rows = is_invariant || gate_is_large(t->deciding, columns, hidden);
+    const bool splits_weight = gate_is_large(hidden, columns, t->deciding);
+    int64_t bytes = experts_tiles_bytes(t->tokens), components;
+    if (t->blocks > 1) {
+        bytes = gate_leaves_of(t->tokens, t->block, t->blocks, hidden, columns, false).end;
+        components = gate_leaves_of(t->tokens, t->block, t->blocks, hidden, columns, true).end;
+    } else {
+        bytes += gate_parts_bytes(t->tokens, t->block, hidden, columns, true, is_invariant);
+        components = gate_components_of(t->tokens, hidden, columns, t->block, 1).end;
+    }
+    if (splits_weight) bytes = gate_larger_of(bytes, components);
+    if (splits_rows)
+        bytes = gate_larger_of(bytes, gate_pairs_of(t->tokens, hidden, columns).end);
+    return bytes;
+}
+
+/* Returns the bytes of the workspace of a call with one block of tokens (in forward, of all
+ * blocks), whose size decides on the method. */
 static inline int64_t gate_bytes(int64_t tokens, int64_t block, int64_t hidden, int64_t columns,
                                  bool backward, bool is_invariant)
 {
-    const int64_t parts =
-        gate_parts_bytes(tokens, block, hidden, columns, backward, is_invariant);
-    const int64_t cut = experts_tiles_bytes(tokens) + parts;
-    const int32_t slices = is_invariant ? gate_component_slices(hidden, columns) : 1;
-    const int64_t end = backward
-                            ? gate_components_of(tokens, hidden, columns, block, 1).end
-                            : gate_components_of(tokens, tokens, columns, hidden, slices).end;
-    const int64_t pairs = backward ? gate_pairs_of(tokens, hidden, columns).end : 0;
-    const int64_t components = end > pairs ? end : pairs;
-    const bool may_split = is_invariant || gate_is_large(block, columns, hidden);
-    return may_split && components > cut ? components : cut;
+    const gate_tokens t = {tokens, block, 1, block};
+    return backward ? gate_backward_bytes(&t, hidden, columns, is_invariant)
+                    : gate_forward_bytes(&t, hidden, columns, is_invariant);
 }
 
 #endif

@@ -48,6 +48,7 @@ LIMIT=300 run api_layer_invariant 40
 run api_layer_scaled
 run gpu_grouped "$CASES" "$SEED"
 run gpu_gate_check "$CASES" "$SEED" large
+run gpu_gate_blocks "$CASES" "$SEED" large
 run gpu_experts_check "$CASES" "$SEED" 200
 for ranks in 1 2 3 4 8; do run gpu_check $ranks 1 threads "$CASES" $((SEED + ranks * 1000)); done
 for ranks in 1 2 3 4 8; do run gpu_check $ranks 1 threads "$CASES" $((SEED + ranks * 1000 + 300)) lowlat; done

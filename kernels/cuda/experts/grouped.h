@@ -22,6 +22,9 @@
 #include "rules/experts_layout.h"
 #include "rules/gate_layout.h"
 
+/* plain loops (experts/grouped_plain.cu) advance by this many terms of a sum at a time */
+#define EXPERTS_PLAIN_STEP 16
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -91,8 +94,8 @@ typedef struct p2p_gemm {
     int32_t no_clusters; /* 1: run without clusters of two CTAs; only tests set this */
     /* If above 1: each sum along the summed dimension is divided into this many slices, which
      * different CTAs compute. Allowed only for products with one slab that fills all slots, in
-     * p2p_launch_plain_gemm(), which adds the slices, and p2p_launch_hopper_slices(), which does
-     * not. */
+     * p2p_launch_plain_gemm(), which adds the slices, and p2p_launch_hopper_slices(), which
+     * does not. */
     int32_t slices;
     /* only with slices: memory for the sum of each slice, [slices, rows of out, columns of
      * out] */
@@ -202,15 +205,15 @@ typedef struct p2p_loss_gradients_job {
 } p2p_loss_gradients_job;
 
 /* Arguments of p2p_launch_split(), p2p_launch_fold() and p2p_launch_fold_slices()
- * (experts/grouped_components.cu). With these functions, float32 matrices can be multiplied on bf16
- * tensor cores. p2p_launch_split() splits each float32 number into three bf16 numbers, its
- * components, whose sum is the float32 number. A matrix product of the components computes GATE_COMPONENTS sums for each result, and
- * p2p_launch_fold() adds these sums. If the product has slices, p2p_launch_fold_slices() adds
- * the sums of all slices. */
+ * (experts/grouped_components.cu). With these functions, float32 matrices can be multiplied on
+ * bf16 tensor cores. p2p_launch_split() splits each float32 number into three bf16 numbers, its
+ * components, whose sum is the float32 number. A matrix product of the components computes
+ * GATE_COMPONENTS sums for each result, and p2p_launch_fold() adds these sums. If the product
+ * has slices, p2p_launch_fold_slices() adds the sums of all slices. */
 typedef struct p2p_components_job {
     /* Input. p2p_launch_split(): the numbers, float32 [rows, columns]. p2p_launch_fold(): the
-     * sums of the product, float32 [rows, GATE_COMPONENTS, columns]. p2p_launch_fold_slices(): the
-     * sums of all slices, float32 [slices, rows, GATE_COMPONENTS, columns]. */
+     * sums of the product, float32 [rows, GATE_COMPONENTS, columns]. p2p_launch_fold_slices():
+     * the sums of all slices, float32 [slices, rows, GATE_COMPONENTS, columns]. */
     const float *from;
     /* Output. p2p_launch_split(): the components, bf16 [rows, places, columns]. The others: the
      * results, float32 [rows, columns]. */
@@ -229,14 +232,44 @@ typedef struct p2p_components_job {
     int32_t sms;
 } p2p_components_job;
 
-/* Launch the kernels that p2p_components_job describes. p2p_launch_fold_slices() overwrites `to`.
- * Its number of columns must be a multiple of 4, and `from` and `to` must be aligned to 16
- * bytes. */
+/* Launch the kernels that p2p_components_job describes. p2p_launch_fold_slices() overwrites
+ * `to`. Its number of columns must be a multiple of 4, and `from` and `to` must be aligned to
+ * 16 bytes. */
 cudaError_t p2p_launch_split(const p2p_components_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_fold(const p2p_components_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_fold_slices(const p2p_components_job *job, int32_t slices,
                                    cudaStream_t stream);
 cudaError_t p2p_load_components(void);
+
+/* Arguments of p2p_launch_gate_blocks(), which writes the slabs of a call of gate_backward that
+ * has several blocks of tokens. */
+typedef struct p2p_gate_blocks_job {
+    p2p_slabs all;     /* output: one slab with all tokens, and its tiles */
+    slab_range *slabs; /* output [blocks.count]: the tokens of each block */
+    /* output [blocks.count, slices]: the tokens of each slice of a block. Slices have the sizes
+     * that p2p_gemm.slices gives to the sums of one slab. */
+    slab_range *cuts;
+    gate_blocks blocks;
+    int32_t slices;
+    int32_t pad;
+} p2p_gate_blocks_job;
+
+/* Arguments of p2p_launch_leaves(), which adds `terms` arrays for each of up to GATE_BLOCKS
+ * leaves, and then adds the leaves in a binary tree. Element [row, column] of term t of a leaf
+ * is at from[leaf * leaf_stride + t * term_stride + row * row_stride + column]. */
+typedef struct p2p_leaves_job {
+    const float *from;
+    float *to; /* [rows, columns] */
+    int64_t rows, columns, leaf_stride, term_stride, row_stride;
+    int32_t leaves, terms; /* leaves: a power of two */
+    int32_t accumulate;    /* 1: add the result to `to`; 0: overwrite `to` */
+    int32_t sms;
+} p2p_leaves_job;
+
+/* Launch the kernels in experts/gate_blocks.cu. */
+cudaError_t p2p_launch_gate_blocks(const p2p_gate_blocks_job *job, cudaStream_t stream);
+cudaError_t p2p_launch_leaves(const p2p_leaves_job *job, cudaStream_t stream);
+cudaError_t p2p_load_gate_blocks(void);
 
 /* Adds the n numbers of each of the two rows of values [2, n] in a binary tree. Writes the two
  * sums to values[0] and values[1]. n must be a power of two. */

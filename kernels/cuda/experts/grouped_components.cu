@@ -63,9 +63,9 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Adds the sums of all slices and components of each result: first those of the low components, slice
- * by slice, then those of the middle and of the high components. Then adds the bias. The order of
- * the additions depends on `slices` only. */
+/* Adds the sums of all slices and components of each result: first those of the low components,
+ * slice by slice, then those of the middle and of the high components. Then adds the bias. The
+ * order of the additions depends on `slices` only. */
 static __global__ void __launch_bounds__(THREADS)
     fold_slices_kernel(const __grid_constant__ p2p_components_job job, int slices)
 {
@@ -79,7 +79,8 @@ static __global__ void __launch_bounds__(THREADS)
         for (int p = GATE_COMPONENTS - 1; p >= 0; p--) {
 #pragma unroll
             for (int s = 0; s < GATE_SLICES; s++) {
-                /* a condition instead of the end of the loop, so that many loads are in flight */
+                /* a condition instead of the end of the loop, so that many loads are in flight
+                 */
                 const float4 more =
                     s < slices ? sums[s * slice + p * fours] : make_float4(0, 0, 0, 0);
                 x.x += more.x, x.y += more.y, x.z += more.z, x.w += more.w;

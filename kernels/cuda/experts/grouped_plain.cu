@@ -28,7 +28,7 @@
 
 #define BM EXPERTS_TILE_ROWS
 #define BN 64
-#define BK 16
+#define BK EXPERTS_PLAIN_STEP
 #define THREADS 128
 #define THREAD_TILE 8 /* a thread computes THREAD_TILE x THREAD_TILE numbers of a tile */
 /* floats of padding after each row in shared memory, to avoid bank conflicts */

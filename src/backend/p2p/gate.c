@@ -137,22 +137,39 @@ static epic_result multiply_components(const p2p_gemm *product, const p2p_gemm *
                     "launching the sum of the gate's components");
 }
 
-/* Launches a product of pass EPIC_GEMM_FORWARD or EPIC_GEMM_WEIGHT. Uses bfloat16 components if
- * they are faster. `lines` is the number of rows of the result, and `depth` is the number of
- * terms of each sum. One of the two is gate->block (the tokens of a block), the other is
- * hidden. The choice between float32 and components depends on these sizes, but not on the
- * number of ranks. So the result has the same bits for every number of ranks. With
- * is_invariant, a forward product uses components for any number of tokens. */
-static epic_result multiply_forward_or_weight(p2p_gemm *product, const epic_gate_args *gate,
-                                              int64_t lines, int64_t depth)
+/* Returns the number of tokens by which the gate chooses between float32 and components. */
+static int64_t deciding_tokens(const epic_gate_args *gate)
+{
+    return gate->deciding_tokens ? gate->deciding_tokens : gate->block;
+}
+
+/* Returns true if a product of pass EPIC_GEMM_FORWARD or EPIC_GEMM_WEIGHT uses bfloat16
+ * components: if they are faster. The choice depends on sizes, but not on the number of ranks.
+ * So the result has the same bits for every number of ranks. With is_invariant, a forward
+ * product uses components for any number of tokens. `components`: the product that would be
+ * launched. */
+static bool has_components(const p2p_gemm *components, const epic_gate_args *gate)
+{
+    const int64_t tokens = deciding_tokens(gate), hidden = gate->hidden;
+    const bool forward = components->pass == EPIC_GEMM_FORWARD;
+    const bool is_large = forward ? gate_is_large(tokens, gate->columns, hidden)
+                                  : gate_is_large(hidden, gate->columns, tokens);
+    if (gate->always_split) return true;
+    return (is_large || (gate->is_invariant && forward)) && !p2p_gemm_is_slow(components);
+}
+
+/* Launches a product of pass EPIC_GEMM_FORWARD or EPIC_GEMM_WEIGHT. The number of slices
+ * depends on gate->block or, with is_invariant and forward, only on `hidden`. */
+static epic_result multiply_forward_or_weight(p2p_gemm *product, const epic_gate_args *gate)
 {
     const p2p_gemm components = product_of_components(product, gate);
-    const bool fixed = gate->is_invariant && product->pass == EPIC_GEMM_FORWARD;
-    const bool large = fixed || gate_is_large(lines, gate->columns, depth);
-    if (gate->always_split || (large && !p2p_gemm_is_slow(&components)))
+    const bool forward = product->pass == EPIC_GEMM_FORWARD;
+    if (has_components(&components, gate))
         return multiply_components(product, &components, gate);
-    product->slices =
-        fixed ? gate_fixed_slices(depth) : gate_slices(lines, gate->columns, depth);
+    product->slices = !forward ? gate_slices(gate->hidden, gate->columns, gate->block)
+                      : gate->is_invariant
+                          ? gate_fixed_slices(gate->hidden)
+                          : gate_slices(gate->block, gate->columns, gate->hidden);
     return launch_product(product, gate->stream);
 }
 
@@ -178,13 +195,13 @@ static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs
 }
 
 /* Launches a product of pass EPIC_GEMM_INPUT. Uses bfloat16 components if they are faster. The
- * choice depends on gate->block (the tokens of a block) and not on the number of ranks. With
- * is_invariant, uses components for any number of tokens. */
+ * choice depends on deciding_tokens() and not on the number of ranks. With is_invariant, uses
+ * components for any number of tokens. */
 static epic_result multiply_input(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const gate_pairs at = gate_pairs_of(gate->tokens, gate->hidden, gate->columns);
     const bool large =
-        gate->is_invariant || gate_is_large(gate->block, gate->columns, gate->hidden);
+        gate->is_invariant || gate_is_large(deciding_tokens(gate), gate->columns, gate->hidden);
     uint8_t *work = gate->workspace;
     p2p_gemm pairs = *product;
     pairs.a = work + at.d_logits;
@@ -213,7 +230,7 @@ epic_result p2p_gate(epic_group *group, const epic_gate_args *gate)
     product.bias = gate->b_gate;
     if (gate->tokens == 0) return EPIC_OK;
     TRY(launch_gate_slab(group, gate));
-    return multiply_forward_or_weight(&product, gate, gate->block, gate->hidden);
+    return multiply_forward_or_weight(&product, gate);
 }
 
 /* Launches the gradient of the bias: d_b_gate [columns] = the sum of d_logits over all
@@ -231,6 +248,151 @@ static epic_result bias_gradient(const epic_gate_args *gate)
                     "launching the gate's bias's gradient");
 }
 
+/* ------------------------------------------------------ gradients of several blocks ---- */
+
+/* Returns the array of ranges at offset `at` of the workspace. */
+static slab_range *ranges_at(const epic_gate_args *gate, int64_t at)
+{
+    return (slab_range *)(void *)((uint8_t *)gate->workspace + at);
+}
+
+/* Returns an array of float32 at offset `at` of the workspace. */
+static float *floats_at(const epic_gate_args *gate, int64_t at)
+{
+    return (float *)(void *)((uint8_t *)gate->workspace + at);
+}
+
+/* Returns the product that computes one gradient of w_gate for each of `count` slabs, which are
+ * blocks or slices of blocks. */
+static p2p_gemm product_of_slabs(const p2p_gemm *product, const epic_gate_args *gate,
+                                 slab_range *slabs, int64_t count, int64_t sums)
+{
+    p2p_gemm all = *product;
+    all.slabs.slabs = slabs;
+    all.slabs.num_experts = (int32_t)count;
+    all.out = floats_at(gate, sums);
+    all.accumulate = all.slices = 0;
+    return all;
+}
+
+/* Launches the kernel that adds the gradients of the blocks in a tree. */
+static epic_result launch_leaves(const p2p_leaves_job *job, epic_stream stream)
+{
+    return p2p_cuda(p2p_launch_leaves(job, (cudaStream_t)stream),
+                    "launching the sum of the gate's blocks");
+}
+
+/* Launches the gradient of w_gate of several blocks on tensor cores, as multiply_components()
+ * does for one block. */
+static epic_result multiply_blocks_in_components(const p2p_gemm *weight,
+                                                 const p2p_gemm *components,
+                                                 const epic_gate_args *gate)
+{
+    const int64_t columns = gate->columns;
+    const p2p_components_job split = {.from = weight->b,
+                                      .to = (void *)(uintptr_t)components->b,
+                                      .rows = gate->tokens,
+                                      .columns = columns,
+                                      .places = GATE_COMPONENTS,
+                                      .order = IN_ORDER,
+                                      .sms = weight->sms};
+    const p2p_leaves_job leaves = {.from = (const float *)components->out +
+                                           (GATE_COMPONENTS - 1) * columns,
+                                   .to = weight->out,
+                                   .rows = gate->hidden,
+                                   .columns = columns,
+                                   .leaf_stride = gate->hidden * GATE_COMPONENTS * columns,
+                                   .term_stride = -columns,
+                                   .row_stride = GATE_COMPONENTS * columns,
+                                   .leaves = (int32_t)gate->blocks.count,
+                                   .terms = GATE_COMPONENTS,
+                                   .accumulate = weight->accumulate,
+                                   .sms = weight->sms};
+    if (gate->tokens) TRY(launch_split(&split, gate->stream));
+    TRY(launch_product(components, gate->stream));
+    return launch_leaves(&leaves, gate->stream);
+}
+
+/* Launches the gradient of w_gate of several blocks with float32 products. The slices of the
+ * blocks are the slabs of one grouped product. */
+static epic_result multiply_slices(const p2p_gemm *weight, const epic_gate_args *gate,
+                                   const gate_leaves *at)
+{
+    const int64_t count = gate->blocks.count * at->slices;
+    const int64_t numbers = gate->hidden * gate->columns;
+    const p2p_gemm product =
+        product_of_slabs(weight, gate, ranges_at(gate, at->cuts), count, at->sums);
+    const p2p_leaves_job leaves = {.from = product.out,
+                                   .to = weight->out,
+                                   .rows = gate->hidden,
+                                   .columns = gate->columns,
+                                   .leaf_stride = at->slices * numbers,
+                                   .term_stride = numbers,
+                                   .row_stride = gate->columns,
+                                   .leaves = (int32_t)gate->blocks.count,
+                                   .terms = at->slices,
+                                   .accumulate = weight->accumulate,
+                                   .sms = weight->sms};
+    TRY(launch_product(&product, gate->stream));
+    return launch_leaves(&leaves, gate->stream);
+}
+
+/* Launches the gradient of the bias of several blocks. */
+static epic_result bias_gradient_of_blocks(const epic_group *g, const p2p_slabs *slabs,
+                                           const epic_gate_args *gate, const gate_leaves *at)
+{
+    const p2p_bias_job job = {.slabs = *slabs,
+                              .rows = gate->logits,
+                              .out = floats_at(gate, at->bias),
+                              .n = gate->columns,
+                              .row_type = EPIC_F32,
+                              .out_type = EPIC_F32};
+    const p2p_leaves_job leaves = {.from = job.out,
+                                   .to = gate->d_b_gate,
+                                   .rows = 1,
+                                   .columns = gate->columns,
+                                   .leaf_stride = gate->columns,
+                                   .row_stride = gate->columns,
+                                   .leaves = (int32_t)gate->blocks.count,
+                                   .terms = 1,
+                                   .accumulate = (int32_t)gate->accumulate,
+                                   .sms = g->device_sms};
+    TRY(p2p_cuda(p2p_launch_bias(&job, (cudaStream_t)gate->stream),
+                 "launching the gate's bias's gradient"));
+    return launch_leaves(&leaves, gate->stream);
+}
+
+/* Computes the gradients of w_gate and b_gate for each of several blocks of tokens, and adds
+ * them in a tree. The results have the bits of as many calls with one block each, because
+ * has_components(), the number of slices and the order of all sums are the same. */
+static epic_result gradients_of_blocks(const epic_group *g, const p2p_gemm *weight,
+                                       const epic_gate_args *gate)
+{
+    const int64_t count = gate->blocks.count;
+    gate_leaves at =
+        gate_leaves_of(gate->tokens, gate->block, count, gate->hidden, gate->columns, true);
+    p2p_gemm components =
+        product_of_slabs(weight, gate, ranges_at(gate, at.slabs), count, at.sums);
+    components.b = floats_at(gate, at.components);
+    components.n = GATE_COMPONENTS * weight->n;
+    components.weight_type = components.y_type = EPIC_BF16;
+    const bool split = has_components(&components, gate);
+    if (!split)
+        at = gate_leaves_of(gate->tokens, gate->block, count, gate->hidden, gate->columns,
+                            false);
+    const p2p_gate_blocks_job job = {.all = weight->slabs,
+                                     .slabs = ranges_at(gate, at.slabs),
+                                     .cuts = ranges_at(gate, at.cuts),
+                                     .blocks = gate->blocks,
+                                     .slices = at.slices};
+    TRY(p2p_cuda(p2p_launch_gate_blocks(&job, (cudaStream_t)gate->stream),
+                 "launching the gate's blocks"));
+    if (gate->d_b_gate) TRY(bias_gradient_of_blocks(g, &components.slabs, gate, &at));
+    if (!gate->d_w_gate) return EPIC_OK;
+    return split ? multiply_blocks_in_components(weight, &components, gate)
+                 : multiply_slices(weight, gate, &at);
+}
+
 /* Computes the gradients of w_gate, b_gate and x (p2p.h). If this rank has no tokens, the
  * gradients of w_gate and b_gate are zeros. */
 epic_result p2p_gate_backward(epic_group *group, const epic_gate_args *gate)
@@ -242,10 +404,14 @@ epic_result p2p_gate_backward(epic_group *group, const epic_gate_args *gate)
     input.out = gate->d_x;
     input.addend = gate->addend;
     input.accumulate = 1;
-    TRY(launch_gate_slab(group, gate));
-    if (gate->d_b_gate) TRY(bias_gradient(gate));
-    if (gate->d_w_gate)
-        TRY(multiply_forward_or_weight(&weight, gate, gate->hidden, gate->block));
+    if (gate->blocks.count > 1) {
+        TRY(p2p_check_group(group));
+        TRY(gradients_of_blocks(group, &weight, gate));
+    } else {
+        TRY(launch_gate_slab(group, gate));
+        if (gate->d_b_gate) TRY(bias_gradient(gate));
+        if (gate->d_w_gate) TRY(multiply_forward_or_weight(&weight, gate));
+    }
     return gate->d_x && gate->tokens ? multiply_input(&input, gate) : EPIC_OK;
 }
 

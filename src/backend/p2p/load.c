@@ -38,7 +38,8 @@ static epic_result load_code(void)
     TRY(p2p_cuda(p2p_load_slabs(), "loading the slabs kernel"));
     TRY(p2p_cuda(p2p_load_activation(), "loading the activation kernels"));
     TRY(p2p_cuda(p2p_load_dense(), "loading the kernels of a layer's dense part"));
-    TRY(p2p_cuda(p2p_load_components(), "loading the kernels of the gate's pieces"));
+    TRY(p2p_cuda(p2p_load_components(), "loading the kernels of the gate's components"));
+    TRY(p2p_cuda(p2p_load_gate_blocks(), "loading the kernels of the gate's blocks"));
     TRY(p2p_cuda(p2p_load_dense_tokens(), "loading the kernels of a layer's tokens"));
     TRY(p2p_cuda(p2p_load_fits(), "loading the kernel that checks a layer's plan"));
     TRY(p2p_cuda(p2p_load_plain_gemm(), "loading the plain products"));
