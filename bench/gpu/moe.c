@@ -11,8 +11,8 @@
  * both end together.
  *   gpu_moe [ranks=GPUS] [tokens=4096] [rounds=4] [models=6] [first=0] [MODE ...]
  * Modes: whole (without the parts), overlap, profile (only whole layers, with bf16 gradients of
- * weights, for a profiler), invariant (only whole layers, with and without EPIC_INVARIANT), tiny (a
- * small layer, as a quick test) */
+ * weights, for a profiler), invariant (layers with sums by rank, in a tree, and with EPIC_INVARIANT,
+ * and their parts, alone), tiny (a small layer, as a quick test) */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -368,6 +368,20 @@ static void time_scaled(bench *b, arrays *a, const epic_moe *wide)
     b->backward = before.backward;
 }
 
+/* Prints the ms of each part of a layer alone, in one line. */
+static void print_parts(bench *b)
+{
+    float times[NUM_PARTS];
+    must(!moe_read_forward_args(&b->forward_job, b->ctx, &b->forward, false) &&
+             !moe_read_backward_args(&b->backward_job, b->ctx, &b->backward, &b->gradients),
+         "parts", b->ctx);
+    for (size_t i = 0; i < NUM_PARTS; i++) times[i] = time_of(b, parts[i].run);
+    if (b->rank != 0) return;
+    for (size_t i = 0; i < NUM_PARTS; i++)
+        printf("%s%s %.3f", i ? ", " : "    ", parts[i].name, times[i]);
+    printf("\n");
+}
+
 /* Times the layer with sums by rank, in a tree of 8 leaves, and with EPIC_INVARIANT. */
 static void time_invariant(bench *b, arrays *a, const model *m, epic_moe moe)
 {
@@ -390,6 +404,7 @@ static void time_invariant(bench *b, arrays *a, const model *m, epic_moe moe)
         if (b->rank == 0)
             printf("layer, %s, %lld tokens, %s: forward %.3f ms, with backward %.3f ms\n",
                    m->name, (long long)tokens, names[i], ahead, whole_ms);
+        print_parts(b);
     }
 }
 
