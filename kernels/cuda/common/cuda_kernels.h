@@ -210,11 +210,12 @@ typedef struct p2p_plan_job {
     const int32_t *logical_of_expert;
     /* outputs with the shapes of epic_plan_args (epic.h); any of them may be NULL */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load, *demand;
-    /* number in device memory that limits `capacity` further; NULL: no such limit */
+    /* address of a number in device memory: the rank may use at most this many slots. A number
+     * below 1 counts as 1. NULL: no such limit */
     const int32_t *capacity_limit;
     int32_t num_tokens;
     /* number of slots of the receive buffer; 0: no bound. read_capacity() (plan/view.cuh)
-     * returns the number for this operation */
+     * returns how many of them the operation may use */
     int32_t capacity;
     int32_t block;         /* number of experts per rank if rank_of_expert is NULL */
     int32_t has_int64_ids; /* 1: topk_idx is int64; 0: int32 */

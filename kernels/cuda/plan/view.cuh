@@ -13,8 +13,9 @@
 
 #include "cuda/net/operation.cuh"
 
-/* Returns the number of slots that this rank has in the operation, 0 if there is no bound. Without
- * a limit in device memory, reads only arguments of the kernel. */
+/* Returns how many slots this rank may use in the operation; 0: no bound. This is job.capacity
+ * or, if it is smaller, the limit in device memory. Loads from memory only if there is such a
+ * limit. */
 static __device__ __forceinline__ int32_t read_capacity(const p2p_plan_job &job)
 {
     if (job.capacity_limit == NULL) return job.capacity;
