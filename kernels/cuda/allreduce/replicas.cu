@@ -48,7 +48,7 @@ struct Replicas {
     uint16_t local[P2P_REPLICATED_EXPERTS];
     /* leaf[i]: leaf of local expert i in the sum tree, counted from this rank's first leaf */
     uint16_t leaf[P2P_REPLICATED_EXPERTS];
-    int32_t num_replicated;
+    int32_t num_replicated; /* number of replicated logical experts */
     /* number of this rank's leaves in the sum tree; 1 if sums are not added in a tree */
     int32_t leaves;
 };

@@ -82,9 +82,9 @@ struct CombineState { /* What a warp needs to process its units of the running r
      * send partial sums for peers' tokens. source: units that add partial sums for this rank's
      * tokens. */
     const Stride &expert, &source;
-    uint4 *stack; /* shared memory of this warp, for sums in tree order (leaf_stack.cuh) */
-    RowShape shape;
-    uint64_t policy;
+    uint4 *stack;    /* shared memory of this warp, for sums in tree order (leaf_stack.cuh) */
+    RowShape shape;  /* sizes of the rows that are summed */
+    uint64_t policy; /* result of policy_once(), for rows that are read or written once */
     int32_t round_begin; /* number of the first token of the running round */
     int32_t top_k;
     /* Only in backend `hosts` (the array is empty otherwise): true if one rank of each host

@@ -257,8 +257,8 @@ __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t to
  * while it works on the current one. */
 struct Unit {
     int32_t token;
-    int role, piece;
-    int32_t slot; /* in lane n: the n-th slot that the token has on this rank, or -1 */
+    int role, piece; /* role: 0, or in an expert unit the role that selects the peer */
+    int32_t slot;    /* in lane n: the n-th slot that the token has on this rank, or -1 */
     /* only for a token of this rank; in lane k: the rank to which choice k goes */
     int32_t ranks;
 };

@@ -263,13 +263,15 @@ static inline int32_t p2p_lowlat_plan_tokens(int64_t ranks, int64_t most,
 typedef struct p2p_dispatch_job {
     p2p_plan_job plan; /* the plan to read or, if planners > 0, to make first */
     int64_t plan_bytes;
-    const uint8_t *tokens; /* [num_tokens, token_bytes] */
-    uint8_t *recv;         /* [recv_rows, row_bytes] */
-    const float *weights;  /* [num_tokens, top_k], or NULL */
-    float *slot_weights;   /* [recv_rows]; FLAT: [recv_rows, top_k] */
-    int32_t *recv_expert;  /* [recv_rows, top_k], FLAT only */
+    const uint8_t *tokens; /* [num_tokens, token_bytes]: rows of this rank's tokens */
+    uint8_t *recv;         /* output [recv_rows, row_bytes]: the receive buffer */
+    /* [num_tokens, top_k]: weights of the choices; NULL: no weights are sent */
+    const float *weights;
+    /* output [recv_rows]: weight of each slot. FLAT: [recv_rows, top_k], weights of each row */
+    float *slot_weights;
+    int32_t *recv_expert; /* FLAT only: output [recv_rows, top_k], local experts of each row */
     int64_t row_bytes;
-    int32_t num_tokens, recv_rows;
+    int32_t num_tokens, recv_rows; /* recv_rows: number of rows of recv */
     int32_t aligned; /* 1: the addresses of all rows, and row_bytes, are multiples of 16 */
     /* 1: the kernel for FLAT plans is needed. This is the case if the plan is FLAT and the call
      * does more than move rows. For example, it makes the plan, moves weights, or writes
@@ -296,7 +298,7 @@ typedef struct p2p_dispatch_job {
      * packed row is a row together with its scales. scale_bytes is 0 if rows have no scales. */
     /* [num_tokens, scale_bytes]; NULL if dispatch quantizes rows and computes the scales */
     const uint8_t *scales;
-    uint8_t *recv_scales; /* [recv_rows, scale_bytes] */
+    uint8_t *recv_scales; /* output [recv_rows, scale_bytes] */
     int64_t scale_bytes;
     /* bytes of a row of `tokens`; equal to row_bytes unless dispatch quantizes */
     int64_t token_bytes;
@@ -333,9 +335,9 @@ typedef struct p2p_combine_job {
     p2p_self self;
     const uint8_t *plan;
     int64_t plan_bytes;
-    const uint8_t *rows;       /* [num_rows, row_bytes] */
-    uint8_t *out;              /* [num_tokens, row_bytes] */
-    const float *slot_weights; /* [num_rows]; NULL: all weights are 1 */
+    const uint8_t *rows;       /* [num_rows, row_bytes]: one row per slot */
+    uint8_t *out;              /* output [num_tokens, row_bytes]: the sums */
+    const float *slot_weights; /* [num_rows]: weight of each slot; NULL: all weights are 1 */
     /* Only in dispatch_backward, else NULL: one float per slot, the gradient of the slot's
      * weight. The operation returns it to the home rank of the slot's token. */
     const float *slot_floats;
@@ -344,8 +346,8 @@ typedef struct p2p_combine_job {
     float *choice_floats;
     int64_t row_bytes;
     int32_t num_tokens, num_rows;
-    uint32_t type;
-    int32_t aligned;
+    uint32_t type;   /* epic_type of the elements of `rows` and `out` */
+    int32_t aligned; /* 1: the addresses of all rows, and row_bytes, are multiples of 16 */
     int32_t lag; /* number of tokens by which adding partial sums stays behind sending them */
     /* top_k: the layer's top_k. tree is 1 if the layer's sum order is EPIC_TREE. flat is 1 if
      * its layout is FLAT. */
@@ -366,24 +368,27 @@ typedef struct p2p_combine_backward_job {
     p2p_self self;
     const uint8_t *plan;
     int64_t plan_bytes;
-    const uint8_t *d_out;      /* [num_tokens, row_bytes] */
-    const uint8_t *rows;       /* [num_rows, row_bytes]; NULL if d_slot_weights is NULL */
-    uint8_t *d_rows;           /* [num_rows, row_bytes or, if quantized, quantized_bytes] */
-    const float *slot_weights; /* [num_rows]; NULL: all weights are 1 */
-    float *d_slot_weights;     /* [num_rows], or NULL */
+    const uint8_t *d_out; /* [num_tokens, row_bytes]: gradient of combine's output */
+    /* [num_rows, row_bytes]: the rows that combine added; NULL if d_slot_weights is NULL */
+    const uint8_t *rows;
+    /* output [num_rows, row_bytes or, if quantized, quantized_bytes]: gradient of `rows` */
+    uint8_t *d_rows;
+    const float *slot_weights; /* [num_rows]: weight of each slot; NULL: all weights are 1 */
+    float *d_slot_weights;     /* output [num_rows]: gradient of slot_weights, or NULL */
     int64_t row_bytes;
     int32_t num_tokens, num_rows; /* num_rows: number of rows of d_rows and of `rows` */
-    uint32_t type;
+    uint32_t type;                /* epic_type of the elements of d_out and `rows` */
+    /* The next fields, up to total_warps, have the same meaning as in p2p_dispatch_job. But
+     * `aligned` does not depend on rows of d_rows that are quantized. */
     int32_t aligned;
     int32_t zero_tail, leave_padding;
-    /* top_k, lag, span and total_warps have the same meaning as in p2p_dispatch_job */
     int32_t top_k, lag, span, total_warps;
     /* The next fields are only for quantized d_rows. */
-    uint8_t *d_rows_scales;
+    uint8_t *d_rows_scales; /* output [num_rows, scale_bytes] */
     /* scale_bytes: bytes of a row of d_rows_scales. quantized_bytes: bytes of a row of
      * d_rows. */
     int64_t scale_bytes, quantized_bytes;
-    uint32_t quantize;
+    uint32_t quantize; /* an epic_quantize; 0: d_rows is not quantized */
     /* 1: rows of d_rows are aligned, so that a lane stores all its quantized elements of a
      * vector at once */
     int32_t quantized_whole;

@@ -39,7 +39,7 @@ cudaError_t p2p_load_dense_tokens(void);
 /* Arguments of p2p_launch_fits(), which checks that a plan fits its layer. */
 typedef struct p2p_fits_job {
     p2p_self self;
-    uint8_t *plan;
+    uint8_t *plan; /* the plan to check */
     /* two arrays [num_local], which the kernel fills with zeros if the plan does not fit the
      * layer */
     int32_t *expert_rows, *expert_tokens;

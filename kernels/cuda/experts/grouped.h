@@ -145,7 +145,7 @@ typedef struct p2p_bias_job {
     void *out;            /* [experts, n] of out_type */
     int64_t n;
     uint32_t row_type, out_type;
-    int32_t accumulate;
+    int32_t accumulate; /* 1: add the sums to out; 0: overwrite out */
     int32_t pad;
 } p2p_bias_job;
 
@@ -160,7 +160,7 @@ typedef struct p2p_scale_job {
     const void *bias;
     int64_t n;
     uint32_t row_type, weight_type;
-    int32_t sms;
+    int32_t sms; /* number of SMs for which the launcher chooses the grid */
     int32_t pad;
 } p2p_scale_job;
 
@@ -178,14 +178,15 @@ typedef struct p2p_quantize_job {
 
 /* The jobs below are for the kernels of experts/dense.cu, which compute the dense part of a
  * layer: gate, shared expert and losses. */
+
 /* Arguments of p2p_launch_rows(), which adds the array `from` to the array `to`, or copies
  * it. */
 typedef struct p2p_rows_job {
     void *to;
     const void *from; /* NULL: an array of zeros */
-    int64_t count;
-    uint32_t type;
-    int32_t replace; /* 1: to = from; 0: to += from */
+    int64_t count;    /* number of elements of each array */
+    uint32_t type;    /* epic_type of the elements */
+    int32_t replace;  /* 1: to = from; 0: to += from */
 } p2p_rows_job;
 
 /* Arguments of p2p_launch_losses(), which copies the balance loss (`first`) and the z-loss
@@ -201,7 +202,7 @@ typedef struct p2p_sum_losses_job {
  * losses; `balance` and `z` are the caller's gradients of each loss alone. */
 typedef struct p2p_loss_gradients_job {
     const float *all, *balance, *z; /* NULL counts as 1 for `all`, as 0 for `balance` and `z` */
-    float *to;
+    float *to;                      /* output [2]: the two gradients */
 } p2p_loss_gradients_job;
 
 /* Arguments of p2p_launch_split(), p2p_launch_fold() and p2p_launch_fold_slices()

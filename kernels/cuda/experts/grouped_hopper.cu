@@ -34,7 +34,7 @@ static encode_function encode;
 struct Matrix {
     const void *data;
     int64_t columns, rows, count; /* count 0: one matrix, with a tensor map of two dimensions */
-    uint32_t type;
+    uint32_t type;                /* epic_type of the numbers */
     int lines;
 };
 

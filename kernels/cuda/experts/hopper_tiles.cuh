@@ -209,8 +209,8 @@ struct Stage {
     }
 };
 
-/* Shared-memory addresses of the ring of stages, of the boxes for results, and of the
- * barriers. */
+/* Addresses in shared memory. stages: the ring of stages. stores: the boxes for results. full,
+ * empty: the two barriers of each stage. */
 struct SharedLayout {
     uint32_t stages, stores, full, empty;
 };

@@ -56,7 +56,7 @@ struct PendingPiece {
     /* if the kernel reads a plan: this lane's word of the token's record, which is the lane's
      * slot or -1 */
     uint64_t record_word;
-    uint4 q[V];
+    uint4 q[V]; /* this lane's vectors of the piece; poison in words that have not arrived */
 };
 
 /* The weights and the record of a token of `rank` that a warp is receiving. In this file they
@@ -158,9 +158,11 @@ template <class Rows> struct PieceSender {
  * one of these tokens. read_ahead() loads the first weights, and send_weights() sends all. */
 struct WeightSender {
     const LowlatMove &m;
+    /* choice_bits: number of bits of a number of a choice. first_token: the first of the tokens
+     * that the warp handles now. */
     int32_t top_k, choice_bits, first_token;
-    uint64_t word;
-    uint32_t weight;
+    uint64_t word;   /* where this lane's choice goes, from read_choice_ahead() */
+    uint32_t weight; /* weight of this lane's choice */
 
     /* Creates a sender without tokens. read_ahead() gives it tokens. */
     __device__ __forceinline__ explicit WeightSender(const LowlatMove &move)

@@ -29,8 +29,8 @@
 
 #include "cuda/lowlat/plan_tables.cuh"
 
-/* An expert id as loaded from the caller's array. encode_id() encodes it later. To encode it at
- * once would make the warp wait for the load. */
+/* An expert id as loaded from the caller's array. encode_id() encodes it later. If the warp
+ * encoded it immediately, it would wait for the load. */
 struct RawId {
     uint32_t low, high; /* high: upper half of an int64 id; unused for an int32 id */
 };
@@ -92,7 +92,7 @@ struct IdSender {
     int32_t token; /* the token whose word this lane sends next */
     /* after each word, the lane continues with the token this many tokens later */
     const int32_t token_step;
-    RawId low, high;
+    RawId low, high; /* the two ids of this lane's word, before they are encoded */
     /* this lane's word: two encoded ids */
     uint32_t id_pair;
 

@@ -33,7 +33,7 @@
 
 /* Result of check_plan(): whether a plan can be used. It is equal on all ranks. */
 struct PlanCheck {
-    uint32_t result;
+    uint32_t result; /* an epic_result */
     /* true: the plan is valid, but the receive buffer of a rank has fewer rows than the rank
      * has slots */
     bool short_of_rows;

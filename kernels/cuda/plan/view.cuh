@@ -48,6 +48,7 @@ __device__ __forceinline__ uint32_t lanes_below()
 /* A plan that a kernel reads. The struct is in shared memory; the arrays are in the plan. */
 struct PlanView {
     device_plan_header header;
+    /* arrays of the plan; src/rules/device_layout.h describes them */
     const int32_t *slab_begin, *rank_of, *records;
     /* [1 << slab_bits]: the padding slots of each local expert's slab; {0, 0} for slabs that do
      * not exist */

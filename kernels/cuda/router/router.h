@@ -35,7 +35,7 @@ typedef struct p2p_router_rows {
  * describes the arrays. */
 typedef struct p2p_router_job {
     p2p_router_rows rows;
-    const float *bias;
+    const float *bias; /* [columns], added to the scores for the choice only; NULL: none */
     /* [columns]: factor of each expert's weights; NULL: all are 1 */
     const float *scale_of_expert;
     /* [num_tokens]. If not NULL, the router does not choose experts by scores: the experts of
@@ -47,9 +47,9 @@ typedef struct p2p_router_job {
     /* [num_tokens, top_k]. If not NULL: the experts that the caller forces for each token. Then
      * token_ids is NULL. */
     const int32_t *topk_idx_in;
-    int32_t *topk_idx;
-    float *weights;
-    float *scores;
+    int32_t *topk_idx;     /* output [num_tokens, top_k]: the chosen experts */
+    float *weights;        /* output [num_tokens, top_k]: weights of the choices */
+    float *scores;         /* output [num_tokens, columns]; NULL: not wanted */
     int32_t has_int64_ids; /* 1: token_ids are int64; 0: int32 */
     /* 1: the kernel compares experts by their logits instead of their scores, because the host
      * has found that both give the same order */
@@ -59,14 +59,14 @@ typedef struct p2p_router_job {
 /* Arguments of router backward, which computes the gradient of the logits. */
 typedef struct p2p_router_backward_job {
     p2p_router_rows rows;
-    const int32_t *topk_idx;
+    const int32_t *topk_idx; /* [num_tokens, top_k]: the chosen experts, from forward */
     /* [columns]: factor of each expert's weights; NULL: all are 1 */
     const float *scale_of_expert;
-    const float *d_weights;
-    void *d_logits;
+    const float *d_weights;   /* [num_tokens, top_k]: gradient of the weights */
+    void *d_logits;           /* output [num_tokens, columns] of grad_type */
     float *d_scale_of_expert; /* output [columns]; NULL: not computed */
-    uint32_t grad_type;
-    int32_t accumulate;
+    uint32_t grad_type;       /* epic_type of d_logits */
+    int32_t accumulate;       /* 1: add the gradients to the outputs; 0: overwrite them */
 } p2p_router_backward_job;
 
 /* Arguments of the balance loss or of the z-loss, forward and backward. */
@@ -77,8 +77,9 @@ typedef struct p2p_loss_job {
     /* balance loss by sequences: [num_tokens, top_k], the ids of the chosen experts; the kernel
      * counts the choices of each sequence itself */
     const int32_t *topk_idx;
-    int64_t sequence_tokens;
-    double factor;
+    int64_t
+        sequence_tokens; /* number of tokens of a sequence; 0: the loss is over all tokens */
+    double factor;       /* by which the sum over the tokens is multiplied */
     /* If not NULL, a plan. The kernel reads the number of tokens of all ranks from it, and
      * divides `factor` by this number. */
     const void *plan;
@@ -89,11 +90,11 @@ typedef struct p2p_loss_job {
     /* [LOSS_RUNS]: workspace: the sum of the losses of each run. A run is a number of
      * consecutive tokens. */
     double *runs;
-    void *loss;
-    void *d_logits;
-    uint32_t loss_type, grad_type;
-    int32_t accumulate;
-    int32_t is_z_loss; /* 1: z-loss; 0: balance loss */
+    void *loss;                    /* forward: output [1] of loss_type */
+    void *d_logits;                /* backward: output [num_tokens, columns] of grad_type */
+    uint32_t loss_type, grad_type; /* an epic_type each */
+    int32_t accumulate;            /* 1: add the gradients to d_logits; 0: overwrite d_logits */
+    int32_t is_z_loss;             /* 1: z-loss; 0: balance loss */
 } p2p_loss_job;
 
 /* p2p_launch_router*() launch the kernels of the router, and p2p_launch_loss*() the kernels of
