@@ -41,16 +41,18 @@ template <class ROW, class PART> struct PartialSum {
 };
 
 /* Adds the node `b` of a sum tree to the node `a`, and rounds each sum to type ROW, as
- * PartialSum::add_partials() does. Nvcc has one instruction that adds two 16-bit elements and
- * rounds them. It returns the same bits as an addition in float32 that is then rounded, because
- * float32 has at least twice as many bits as ROW, and two more. */
+ * PartialSum::add_partials() does. With nvcc, the functions for Bf16 and F16 below use an
+ * instruction that adds and rounds two pairs of 16-bit elements. It returns the same bits as an
+ * addition in float32 that is then rounded. The reason is that float32 has at least 2 * p + 2
+ * significant bits, if ROW has p of them. */
 template <class ROW> __device__ __forceinline__ void add_nodes(uint4 &a, const uint4 &b)
 {
     PartialSum<ROW, ROW>::add_partials(&a, &b);
 }
 
 #if defined(__NVCC__)
-/* Adds four pairs of 16-bit elements of type PAIR. */
+/* Adds the eight 16-bit elements of b to those of a, and rounds the sums. PAIR: type of two
+ * elements. */
 template <class PAIR> __device__ __forceinline__ void add_pairs(uint4 &a, const uint4 &b)
 {
     uint32_t x[4] = {a.x, a.y, a.z, a.w};

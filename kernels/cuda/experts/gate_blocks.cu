@@ -1,16 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The gradients of the gate's weights for several blocks of tokens (moe/moe.h) in one launch
- * per step. A block, or a slice of a block, is the slab of one expert of a grouped product
- * (experts/grouped.h), which computes one gradient for each of them.
+/* Kernels for the gradients of the gate's weights, if they are computed for several blocks of
+ * tokens (moe/moe.h) with the same launches. A grouped product (experts/grouped.h) computes one
+ * gradient for each block, or for each slice of a block. It treats each of them like the slab
+ * of one expert. The kernels in this file run before and after this product:
  *
  *   blocks_kernel  -> tiles of all tokens, slabs of blocks and slices    one CTA
  *   leaves_kernel  sums of all slices and components -> gradient [rows, columns]
  *                                                                        one thread per number
  *
- * leaves_kernel adds the gradients of the blocks in a binary tree, whose leaves are the
- * blocks. It adds the terms of one block in the same order as slices_kernel and fold_kernel. So
- * the result has the bits of as many calls with one block each, whose results are added in this
- * tree. */
+ * leaves_kernel adds the gradients of the blocks in a binary tree, whose leaves are the blocks.
+ * It adds the terms of one block in the same order as slices_kernel and fold_kernel. So the
+ * result has the same bits as if each block had a call of its own, and the results of these
+ * calls were added in the tree. */
 #include "cuda/common/launch.cuh"
 #include "cuda/experts/grouped.h"
 
@@ -54,8 +55,8 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 /* The kernel: adds the terms of each leaf in order, and then the leaves in a binary tree.
- * Number b + distance is the right sibling of number b. The sums of all leaves are independent,
- * so that many loads are in flight. */
+ * Number b + distance is the right sibling of number b. The sums of different leaves do not
+ * depend on each other, so a thread has many loads in flight. */
 static __global__ void __launch_bounds__(THREADS)
     leaves_kernel(const __grid_constant__ p2p_leaves_job job)
 {

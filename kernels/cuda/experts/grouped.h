@@ -93,9 +93,9 @@ typedef struct p2p_gemm {
     int32_t group;
     int32_t no_clusters; /* 1: run without clusters of two CTAs; only tests set this */
     /* If above 1: each sum along the summed dimension is divided into this many slices, which
-     * different CTAs compute. Allowed only for products with one slab that fills all slots, in
-     * p2p_launch_plain_gemm(), which adds the slices, and p2p_launch_hopper_slices(), which
-     * does not. */
+     * different CTAs compute. Allowed only for products with one slab that fills all slots.
+     * p2p_launch_plain_gemm() adds the sums of the slices, and p2p_launch_hopper_slices() does
+     * not add them. p2p_launch_hopper_gemm() does not support slices. */
     int32_t slices;
     /* only with slices: memory for the sum of each slice, [slices, rows of out, columns of
      * out] */

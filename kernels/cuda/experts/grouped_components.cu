@@ -79,8 +79,8 @@ static __global__ void __launch_bounds__(THREADS)
         for (int p = GATE_COMPONENTS - 1; p >= 0; p--) {
 #pragma unroll
             for (int s = 0; s < GATE_SLICES; s++) {
-                /* a condition instead of the end of the loop, so that many loads are in flight
-                 */
+                /* The loop always runs GATE_SLICES times, so that many loads can start at
+                 * once. */
                 const float4 more =
                     s < slices ? sums[s * slice + p * fours] : make_float4(0, 0, 0, 0);
                 x.x += more.x, x.y += more.y, x.z += more.z, x.w += more.w;

@@ -14,9 +14,9 @@
  *   WEIGHT    gradient of the weights; out[expert] [k, n]  slots of the expert's slab
  *
  * PASS_SLICES is FORWARD with one slab and one matrix b, in which each sum is cut into slices
- * of equal length. Slices take the place of experts: job.num_experts is their number, and `out`
- * is [slices, slots, n]. Each row of tiles is computed once for each slice. Tensor copies read
- * zeros past the end of k, where the last slice can end.
+ * of equal length. In the code, slices take the place of experts: job.num_experts is their
+ * number, and `out` is [slices, slots, n]. Each row of tiles is computed once for each slice.
+ * The last slice may extend past the end of k. There, tensor copies read zeros.
  *
  *   find_tile      rows, columns and expert of tile number t
  *   Stage          position in the ring of stages, with the parity of its barriers
@@ -129,7 +129,7 @@ struct Tile {
  * within a group column by column. A group is job.group rows of tiles (with clusters: pairs of
  * rows). This order keeps the part of matrix b that is in use in the L2 cache. In WEIGHT
  * products, all tiles of one expert come before those of the next expert. In PASS_SLICES, the
- * rows of tiles of all slices follow one another. */
+ * rows of tiles of slice 0 come first, then those of slice 1, and so on. */
 template <int PASS, int CTAS>
 static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int num_tiles, int t,
                                                  int rank)
