@@ -437,7 +437,12 @@ epic_result p2p_read_counts(epic_group *group, epic_stream stream, const int32_t
             "graph cannot contain it; set moe.capacity (epic_capacity_bound)");
     if (!count) return EPIC_OK;
     const size_t bytes = (size_t)count * sizeof *to;
-    cudaError_t error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, s);
+    /* Wait before the copy: a copy to pageable memory holds a lock of the CUDA context until the
+     * stream reaches it. A peer that is a thread of this process needs the lock to launch the
+     * kernel for which the stream waits. */
+    cudaError_t error = cudaStreamSynchronize(s);
+    if (error == cudaSuccess)
+        error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, s);
     if (error == cudaSuccess) error = cudaStreamSynchronize(s);
     return p2p_cuda(error, "reading the counts of a plan");
 }
