@@ -118,14 +118,16 @@ static int row_number(int expert, int i, int round)
     return expert * 100 + i * 7 + round;
 }
 
-/* Returns the limit of a round. In some rounds rank 0 has too few slots. */
+/* Returns the limit of a round. In each fourth round one rank, another one each time, has too
+ * few slots: at most 63. */
 static int32_t limit_of(const team_rank *me, int round)
 {
     const int enough = TOKENS * TOP_K * me->num_ranks;
-    return round % 4 == 3 && me->rank == 0 ? round - 3 : enough + round * 100;
+    const bool is_limited = round % 4 == 3 && round / 4 % me->num_ranks == me->rank;
+    return is_limited ? round % 64 - 3 : enough + round * 100;
 }
 
-/* Checks that the plan of a round has the limit of the round. `is_over`: rank 0 had too few
+/* Checks that the plan of a round has the limit of the round. `is_over`: a rank had too few
  * slots. Then the layer has dropped choices, or all ranks get an error. */
 static bool check_limit(team_rank *me, const memory *m, int round, bool is_over)
 {

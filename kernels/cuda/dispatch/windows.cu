@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if (is_last_cta() && threadIdx.x < WARP)
         announce_windows(self, num_early_tokens, job.recv_place);
     if (!begin_operation(op, self, WITH_PLAN ? 0 : (uint32_t)plan.header.id, job.num_tokens,
-                         job.plan.capacity, job.recv_rows))
+                         WITH_PLAN ? read_capacity(job.plan) : 0, job.recv_rows))
         return;
     bool ok = make_own_plan<WITH_PLAN, FLAT>(planner, job, op, memory);
     if (WITH_PLAN && (int)blockIdx.x < job.plan.planners && threadIdx.x == 0) {
