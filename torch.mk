@@ -17,6 +17,14 @@ test-torch-adapters:
 	@$(call BUILD,build) --target epic epic_torch
 	@tests/torch/adapters.sh build
 
+# This target is not a part of `make test`, because vLLM needs 12 GB of packages.
+.PHONY: test-vllm
+test-vllm:
+	@echo "== vLLM"
+	@$(call CMAKE,Release,build)
+	@$(call BUILD,build) --target epic epic_torch
+	@tests/vllm/run.sh build
+
 # Targets for a machine with GPUs. They use the torch of GPU_PYTHON (python3).  If EPIC_LIBRARY_PATH is set, the
 # libraries of that folder are tested and nothing is built.
 .PHONY: gpu-build-torch gpu-test-torch gpu-test-torch-trainers gpu-bench-torch

@@ -50,9 +50,9 @@ libraries() { # uses the first environment
 # Uses the first environment. Each command ends with "|| return", because sh ignores set -e here.
 checks() {
     # Only ruff also checks the PyTorch files: in this environment mypy does not know torch.
-    "$1/ruff" check -q bindings/python tests/jax tests/torch examples bench tools \
+    "$1/ruff" check -q bindings/python tests/jax tests/torch tests/vllm examples bench tools \
         tests/pages &&
-        "$1/ruff" format --check -q bindings/python tests/jax tests/torch examples bench tools \
+        "$1/ruff" format --check -q bindings/python tests/jax tests/torch tests/vllm examples bench tools \
             tests/pages &&
         "$1/mypy" --config-file pyproject.toml bindings/python/epic tests/jax examples/jax \
             bench/*jax*.py &&
