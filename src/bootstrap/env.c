@@ -26,7 +26,8 @@ typedef struct launcher {
     trust trust;
 } launcher;
 
-/* The launchers, in the order in which they are used. */
+/* The known launchers, in the order in which they are tried. The first one whose variables are
+ * set is used. */
 static const launcher launchers[] = {
     {"RANK", {"WORLD_SIZE"}, BY_HAND},
     {"OMPI_COMM_WORLD_RANK", {"OMPI_COMM_WORLD_SIZE"}, LAUNCHER},

@@ -135,8 +135,8 @@ static epic_result gather_locked(hub *h, member *m, const member *call)
     if (h->broken == EPIC_OK && h->num_open < h->num_ranks) break_gone(h);
     if (h->broken != EPIC_OK) return fail_again(h);
     TRY(check_bytes(h, call));
-    /* Do not copy all of *call. A second thread that uses this rank by mistake may read m->hub
-     * and m->rank without the mutex. */
+    /* Do not copy all of *call: this would also write m->hub and m->rank. A second thread that
+     * uses this rank by mistake may read these two without the mutex. */
     m->arrived = true;
     m->mine = call->mine;
     m->all = call->all;

@@ -65,8 +65,9 @@ typedef struct experts_job {
     void *activations;  /* [slots, inner]: input of the second product */
     void *d_gate_up;    /* [slots, width], used by backward */
     void *weights_tile; /* one tile of a weight matrix, converted to float32 */
-    /* Scratch memory in two parts. The first part, [2 * max(hidden, inner)], is for results of
-     * one row. The second part is for one converted row of an input of a product. */
+    /* Scratch memory in two parts. The first part, [2 * max(hidden, inner)], holds the row of
+     * results that a product is computing. The second part holds one input row of a product,
+     * converted to float32. */
     void *row_scratch;
     /* [max(width, hidden)]: a bias of the current expert, converted to the type of the sums */
     void *bias;

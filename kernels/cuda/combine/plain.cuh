@@ -298,9 +298,9 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
         if (adds_by_host(c) && is_remote(self, rank))
             return relay_unit<ROW, PART>(c, u, rank, has_partial, node[0]);
     if (!has_partial) return true;
-    /* The number that the peer gives to this rank. Each rank numbers the other ranks upwards
-     * from its next higher rank, which gets number 0 (modulo num_ranks). In backend p2p, u.role
-     * is the number that this rank gives to the peer. */
+    /* The number of this rank in the peer's numbering. Rank r gives rank s the number
+     * (s - r - 1) modulo num_ranks. In backend p2p, u.role is the number of the peer in this
+     * rank's numbering. */
     const int source = c.job.self.num_ranks - 2 - u.role;
     uint8_t *heap = c.job.self.heap[rank];
     uint4 *staged =

@@ -102,8 +102,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
     /* Address of this lane's bytes of the current piece, in row 0 of the caller's array. Row i
      * is row_offset(i) bytes after it. */
     const uint8_t *rows;
-    /* The unit whose pieces are being copied: its token, and the first vector of its piece, as
-     * an index within the row. */
+    /* Describe the unit that is being copied: its token, and the index of the unit's first
+     * vector within the row. */
     int32_t token, vector;
     int32_t slots = 0; /* for the unit being copied: number of rows left to copy */
     /* For the unit being copied: bit mask of the peers' partial sums that are left to copy. Bit
@@ -573,9 +573,14 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
     }
 };
 
-/* Runs all rounds of combine. memory: the dynamic shared memory of the CTA. TREE: partial sums
- * are added in tree order. leaf_slots: the leaves of this rank, only with LEAVES. Called by all
- * threads of all CTAs. Returns false if the group of ranks has failed. */
+/* Runs all rounds of combine. Called by all threads of all CTAs. Returns false if the group of
+ * ranks has failed.
+ *
+ *   EXACT       rows consist of whole pieces
+ *   TREE        partial sums are added in tree order
+ *   LEAVES      this rank has several leaves of the sum tree
+ *   memory      the dynamic shared memory of the CTA
+ *   leaf_slots  with LEAVES: the first slot of each leaf of this rank */
 template <class ROW, bool EXACT, bool TREE, bool LEAVES>
 __device__ __forceinline__ bool combine_stream(CombineState &c, OpState &op, uint8_t *memory,
                                                const LeafSlots *leaf_slots)

@@ -97,9 +97,9 @@ typedef struct p2p_status {
  * found that the process had been stopped (stops). They share one word, so that a kernel which
  * reads a new number of beats also sees all stops before that beat. */
 #define P2P_AWAKE(stops, beats) ((uint64_t)(stops) << 32 | (uint32_t)(beats))
-/* After a stop (a time in which the process was suspended), the deadlines of the rank's waits
- * are postponed. This is done at most this often, until a wait of the rank ends with
- * success. */
+/* Largest number of times in a row that deadlines are postponed. After a stop (a time in which
+ * the process was suspended), the deadlines of the rank's waits are postponed. When a wait of
+ * the rank ends with success, the count begins again at 0. */
 #define P2P_POSTPONE_LIMIT 4
 
 typedef enum p2p_phase { /* What a rank waited for when an operation failed. */

@@ -54,9 +54,10 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* The kernel: adds the terms of each leaf in order, and then the leaves in a binary tree.
- * Number b + distance is the right sibling of number b. The sums of different leaves do not
- * depend on each other, so a thread has many loads in flight. */
+/* The kernel. Adds the terms of each leaf in order, and then adds the leaves in a binary tree.
+ * At each level of the tree the sum x[b + distance] is added to the sum x[b], and `distance`
+ * doubles from level to level. The leaves do not depend on each other, so a thread can load the
+ * terms of all leaves at the same time. */
 static __global__ void __launch_bounds__(THREADS)
     leaves_kernel(const __grid_constant__ p2p_leaves_job job)
 {

@@ -216,10 +216,11 @@ typedef struct p2p_components_job {
      * sums of the product, float32 [rows, GATE_COMPONENTS, columns]. p2p_launch_fold_slices():
      * the sums of all slices, float32 [slices, rows, GATE_COMPONENTS, columns]. */
     const float *from;
-    /* Output. p2p_launch_split(): the components, bf16 [rows, places, columns]. The others: the
-     * results, float32 [rows, columns]. */
+    /* Output. For p2p_launch_split(): the components, bf16 [rows, places, columns]. For
+     * p2p_launch_fold() and p2p_launch_fold_slices(): the results, float32 [rows, columns]. */
     void *to;
-    /* not p2p_launch_split(): [columns], added to each row of the result; NULL: none */
+    /* [columns], added to each row of the result; NULL: nothing is added. p2p_launch_split()
+     * does not use it. */
     const float *bias;
     int64_t rows, columns;
     /* Only p2p_launch_split(): how many components are stored for each number. The same

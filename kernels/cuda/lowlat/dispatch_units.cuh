@@ -35,8 +35,9 @@ struct LowlatMove : PackedMove {
     /* true: rows are received, but not stored, because the plan has an error or the receive
      * buffer of a rank has too few rows */
     bool discards;
-    /* true: another rank has too many tokens for the tables, so slots come from the records
-     * that the ranks send (a mixed plan, lowlat/plan.cuh) */
+    /* true: the plan is mixed (lowlat/plan.cuh). Another rank has too many tokens for the
+     * planner's tables in shared memory, so this rank reads slots from the records that the
+     * ranks send. */
     bool is_mixed;
     /* The CTAs that send rows, and the CTAs that receive rows. A CTA can do both. */
     CtaRange senders, receivers;

@@ -118,15 +118,18 @@ __device__ __forceinline__ bool choices_fit_registers(const TokenRange &range,
 }
 
 /* Calls use() for the choices of this warp's tokens in order, one choice per lane at a time.
- * The ids for four calls are loaded together, so that the loads overlap.
  *
- *   read(choice)  returns the id of choice number `choice` of this rank
- *   use(choice, id, k, first_id, i)  handles a choice; called by all lanes
+ *   read(choice)  returns the expert id of this rank's choice with this number
+ *   use(choice, id, k, first_id, i)  handles a choice; called by all lanes. Returns an id, which
+ *                 matters only if the token has more than 32 choices
+ *     choice      number of the choice, or -1 if this lane has none
+ *     id          its expert id, or -1 if this lane has no choice
+ *     k           its position among the top_k choices of its token
+ *     first_id    if the token has more than 32 choices, use() is called twice for it. In the
+ *                 second call this is the result of the first one. In all other calls it is -1
+ *     i           0 to 3: position of this call in its group of four calls
  *
- * In a lane without a choice, the arguments `choice` and `id` of use() are -1. The argument i
- * is the number of the call, 0 to 3, among the four calls whose ids were loaded together. If a
- * token has more than 32 choices, use() is called twice for it. The second call gets the result
- * of the first call as its argument first_id. In all other calls first_id is -1. */
+ * The ids for a group of four calls are loaded together, so that the loads overlap. */
 template <class Read, class Use>
 __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
                                                 const TokenLanes &lanes,

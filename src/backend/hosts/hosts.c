@@ -367,9 +367,9 @@ static int first_that_wants(const peer_info *infos, int num_ranks, hosts_memory 
     return -1;
 }
 
-/* Checks that the EPIC_NET_MEMORY of all ranks can be fulfilled. No two ranks may request
- * different memory. If a rank requests GPU memory, all ranks must have inbox and outbox in GPU
- * memory. */
+/* Checks the kinds of memory that ranks request with the variable EPIC_NET_MEMORY. All ranks
+ * that request a kind must request the same kind. If a rank requests GPU memory, the inboxes
+ * and outboxes of all ranks must already be in GPU memory. */
 static epic_result check_wanted_memory(const peer_info *infos, int num_ranks)
 {
     const int gpu = first_that_wants(infos, num_ranks, HOSTS_MEMORY_GPU);

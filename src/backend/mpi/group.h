@@ -123,8 +123,8 @@ typedef struct staging_ring {
     int64_t num_entries; /* number of entries of the flow */
     /* number of entries of the flow that this rank has sent or, as the reader, dropped */
     int64_t moved;
-    uint64_t first;       /* number of the first segment of the flow */
-    uint64_t num_started; /* number of segments passed to MPI, over all flows */
+    uint64_t first;       /* index of the first segment of the flow */
+    uint64_t num_started; /* count of segments passed to MPI so far, of all flows */
     /* The flow's entries begin this many bytes after the beginning of each half of the ring.
      * Only rings from which this rank sends use it; staging.c explains the reason. */
     int64_t offset;

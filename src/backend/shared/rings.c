@@ -73,10 +73,10 @@ static bool has_room(const shared_exchange *x, const ring_end *end, int64_t inde
     return end->seen_count >= end->base && end->base + index - end->seen_count < x->depth;
 }
 
-/* Returns how many entries of the broadcast ring every peer has dropped: the smallest counter
- * of all peers. First loads the counter of the peer that was slowest last time. If this counter
- * leaves no room for entry `index`, returns it and does not load the counters of other
- * peers. */
+/* Returns how many entries of the broadcast ring all peers have dropped, that is, have finished
+ * reading. This is the smallest counter of all peers. To save loads, first loads only the
+ * counter of the peer that was slowest last time. If this counter leaves no room for entry
+ * `index`, returns it, because a smaller counter would leave no room either. */
 static int64_t least_dropped(epic_group *g, shared_exchange *x, int64_t index)
 {
     ring_end slow = x->broadcast_out;
