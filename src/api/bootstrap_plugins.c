@@ -9,7 +9,8 @@
 #include "bootstrap/bootstrap.h"
 #include "context/context.h"
 
-/* A bootstrap that a plugin has created, wrapped so that the plugin's errors are copied. */
+/* A bootstrap that a plugin has created. The functions of this wrapper copy the error messages
+ * of the plugin into this library, where epic_error() finds them. */
 typedef struct bootstrap {
     const epic_backend *backend;
     epic_bootstrap inner;

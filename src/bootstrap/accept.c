@@ -122,9 +122,9 @@ static bool has_reconnected(acceptor *a, int32_t rank)
     return true;
 }
 
-/* Fails the bootstrap with `result` and the sentence of the last epic_fail(). Sends this
- * failure to the ranks that have joined. Rank 0 continues to accept ranks until num_to_notify
- * ranks are notified, or LINGER_MS has passed. */
+/* Fails the bootstrap with `result` and the error message of the last epic_fail(). Sends this
+ * failure to the ranks that have joined. Then rank 0 still accepts ranks that join late, and
+ * sends it to them, too, until it has notified num_to_notify ranks or LINGER_MS has passed. */
 static void fail_all_ranks(acceptor *a, epic_result result, int num_to_notify)
 {
     a->failed = result;

@@ -31,7 +31,7 @@ typedef struct epic_link {
 typedef struct epic_message {
     epic_frame frame;
     const void *bytes;
-    size_t done; /* bytes sent, of the frame and the bytes after it */
+    size_t done; /* number of bytes sent so far, of the frame and of the payload after it */
 } epic_message;
 
 /* Computes the key of the link if there is a secret. From then on each frame has an

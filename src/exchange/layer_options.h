@@ -42,8 +42,9 @@ typedef enum layer_weight {
  * missing. */
 epic_result layer_options_read(layer_options *out, const epic_moe *moe);
 
-/* Fills in the options from structs that READ_SIZED has read. shared may be NULL. Does not fill
- * in the header words about the weights: layer_options_set_weights() does that. */
+/* Fills in the options from the caller's structs, of which READ_SIZED (base/sized.h) has made
+ * copies of full size. `shared` may be NULL. Does not fill in the words about the weights:
+ * layer_options_set_weights() does that. */
 void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_router *router,
                         const epic_experts *experts, const epic_experts *shared);
 

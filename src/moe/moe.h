@@ -134,8 +134,8 @@ typedef struct moe_job {
     int64_t columns; /* number of experts and zero-experts: the width of the logits */
     /* number of blocks of this rank, and number of tokens of the largest block */
     int64_t blocks, block;
-    /* Largest number of tokens of a batch. On devices, backward handles up to GATE_BLOCKS
-     * blocks at a time, which are called a batch. */
+    /* On devices, backward handles up to GATE_BLOCKS blocks of tokens at a time, which are
+     * called a batch. This is the largest number of tokens of a batch. */
     int64_t batch;
     /* number of tokens by which the gate chooses its method (epic_gate_args in backend/ops.h)
      */

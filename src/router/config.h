@@ -19,8 +19,9 @@
 
 #define MAX_COLUMNS 65536 /* largest number of experts and zero-experts together */
 
-/* State of one call of the router or of a loss. The last part is workspace for one token: the
- * arrays of void * contain float32 numbers, or float64 numbers if the logits are F64. */
+/* State of one call of the router or of a loss. The last fields are workspace for one token.
+ * Arrays with the type void * contain float32 numbers, or float64 numbers if the logits are
+ * F64. */
 typedef struct router_job {
     epic_router router;  /* the caller's options, with defaults filled in */
     int64_t num_columns; /* num_experts + zero_experts */

@@ -94,9 +94,9 @@ typedef struct p2p_heap {
      * logical_of_expert follows at the end.
      * Stamped words [2][num_ranks][MAX_TALLIES]. */
     int64_t counts;
-    /* For FLAT plans that drop choices, which try several keep limits (plan/flat_drop.cuh). For
-     * each source rank and each try: how many rows the tokens of the source need on each rank.
-     * Stamped words [2][num_ranks][MAX_SEARCHES][MAX_RANKS]. */
+    /* Used only if a FLAT plan drops choices. Such a plan tries several keep limits
+     * (plan/flat_drop.cuh). The array contains, for each source rank and each try, how many
+     * rows the tokens of the source need on each rank. Stamped words [2][num_ranks][MAX_SEARCHES][MAX_RANKS]. */
     int64_t searches;
     /* Only for layers with replicas for which plan/resolve.cuh chooses the replicas. For each
      * rank, how many choices of each logical expert it has. Stamped words

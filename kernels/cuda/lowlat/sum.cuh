@@ -41,8 +41,9 @@ __device__ __forceinline__ bool in_row(const CombineState &c, const Unit &u)
     return EXACT || vector_of(u) < c.shape.vectors;
 }
 
-/* Loads this lane's vectors of up to LOWLAT_LOADED_ROWS rows of the unit, from row number
- * `from` on. `count`: number of rows of the unit. In lane n, u.slot is the slot of row n. */
+/* Loads rows that the unit adds: up to LOWLAT_LOADED_ROWS of its `count` rows, beginning with
+ * row number `from`. Each lane loads its own vectors of these rows. In lane n, u.slot is the
+ * slot of row n. */
 template <bool EXACT>
 __device__ __forceinline__ void load_slot_rows(const CombineState &c, SlotRows &rows,
                                                const Unit &u, int count, int from)

@@ -25,8 +25,8 @@ __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, cons
            ((int64_t)epoch_parity(op) * self.num_ranks + source) * self.max_tokens + token;
 }
 
-/* Returns the address, on this rank, of the word into which rank `source` stores the row number
- * that its token has on this rank. */
+/* Token `token` of rank `source` has a row on this rank. `source` stores the number of this row
+ * in a word on this rank. Returns the address of that word. */
 __device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const OpState &op,
                                                    int source, int64_t token)
 {

@@ -248,8 +248,8 @@ static inline bool has_rank(const uint64_t *ranks, int rank)
     return ranks[rank / 64] >> (rank % 64) & 1;
 }
 
-/* runtime.c. Here and below, each function is described at its definition. Functions that
- * return epic_result set the error sentence. */
+/* Functions of runtime.c. Most functions from here on are described where they are defined. A
+ * function that returns epic_result also sets the error message of the thread (epic_fail()). */
 void runtime_nap(int64_t ns);
 /* starts MPI if necessary; sets *ours to true if this call started MPI */
 epic_result runtime_start(bool *ours);

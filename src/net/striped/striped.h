@@ -10,7 +10,8 @@
 
 #define STRIPED_MAX 8 /* largest number of stripes */
 
-/* An engine whose nets can be stripes. */
+/* An engine (code that drives a network library) whose nets can be the stripes of a striped
+ * net. */
 typedef struct stripe_engine {
     const net_engine *engine; /* opens, connects and closes one stripe */
     /* Returns true if more stripes than the open net `stripe` would move more bytes per
