@@ -256,7 +256,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="of the whole run")
     parser.add_argument("--ep", type=int, help="ranks that share the experts; default: all")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share the attention")
-    parser.add_argument("--parameters-of", help="a checkpoint whose parameters a new run begins with")
+    parser.add_argument(
+        "--parameters-of", help="a checkpoint; a new run begins with its parameters"
+    )
     parser.add_argument("--own", action="store_true", help="use Megatron's own dispatcher")
     parser.add_argument("--plain", action="store_true", help="use no distributed optimizer")
     args = parser.parse_args()

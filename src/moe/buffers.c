@@ -150,14 +150,14 @@ token_block moe_get_blocks(const moe_job *j, int64_t first_block, int64_t count)
 {
     const int64_t first = moe_block_begin(j, first_block);
     const int64_t tokens = moe_block_begin(j, first_block + count) - first;
-    return (token_block){
-        .job = j,
-        .x = {(const char *)j->x.data + first * j->row_bytes, tokens, j->row_bytes},
-        .first = first,
-        .tokens = tokens,
-        .logits = (const char *)j->saved.logits + first * j->columns * j->real_bytes,
-        .topk_idx = j->saved.topk_idx + first * j->top_k,
-        .weights = moe_real_at(j, j->saved.weights, first * j->top_k)};
+    return (token_block){.job = j,
+                         .x = {moe_row_at(j, j->x.data, first), tokens, j->row_bytes},
+                         .first = first,
+                         .tokens = tokens,
+                         .logits =
+                             (const char *)j->saved.logits + first * j->columns * j->real_bytes,
+                         .topk_idx = j->saved.topk_idx + first * j->top_k,
+                         .weights = moe_real_at(j, j->saved.weights, first * j->top_k)};
 }
 
 token_block moe_get_block(const moe_job *j, int64_t b)
