@@ -38,6 +38,10 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards all streams 
 static pthread_cond_t any_idle = PTHREAD_COND_INITIALIZER;
 static stream *streams;
 static stream *defaults[MAX_DEVICES];
+/* for each device, the number of copies to pageable memory that threads wait for; guarded by
+ * mutex */
+static int waiting_copies[MAX_DEVICES];
+static pthread_cond_t copies_done = PTHREAD_COND_INITIALIZER;
 static const void *launched[MAX_KERNELS];
 static __thread emulator_launch launches[MAX_LAUNCHES]; /* launches of this thread */
 /* number of launches since they were last copied */
@@ -237,6 +241,27 @@ int emulator_launches(emulator_launch *out, int most)
     return count;
 }
 
+/* Waits until no thread waits for a copy to pageable memory. Like CUDA, whose copy holds a lock of
+ * the device's context until the stream reaches it, so that no thread can launch a kernel. */
+static void wait_for_copies(int device)
+{
+    pthread_mutex_lock(&mutex);
+    while (waiting_copies[device]) pthread_cond_wait(&copies_done, &mutex);
+    pthread_mutex_unlock(&mutex);
+}
+
+/* Waits for the copy to pageable memory that the stream has got last. */
+static void finish_copy(stream *s)
+{
+    pthread_mutex_lock(&mutex);
+    waiting_copies[s->device]++;
+    pthread_mutex_unlock(&mutex);
+    finish_task(s);
+    pthread_mutex_lock(&mutex);
+    if (!--waiting_copies[s->device]) pthread_cond_broadcast(&copies_done);
+    pthread_mutex_unlock(&mutex);
+}
+
 cudaError_t emulator_enqueue(const void *kernel, void (*body)(const void *arguments),
                              const void *arguments, size_t bytes, int ctas, int threads,
                              int shared_bytes, cudaStream_t given)
@@ -246,6 +271,7 @@ cudaError_t emulator_enqueue(const void *kernel, void (*body)(const void *argume
         shared_bytes < 0 || shared_bytes > most_shared(kernel))
         return cudaErrorInvalidValue;
     record_launch(kernel);
+    wait_for_copies(stream_of(given)->device);
     if (num_launches < MAX_LAUNCHES)
         launches[num_launches++] = (emulator_launch){kernel, ctas, threads, shared_bytes};
     enqueue_task(stream_of(given), new_task(&t, arguments, bytes));
@@ -262,7 +288,7 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
     (void)kind;
     if (bytes == 0) return cudaSuccess;
     enqueue_task(s, new_task(&t, is_known(from) ? NULL : from, bytes));
-    if (!is_known(to) && !s->captured) finish_task(s);
+    if (!is_known(to) && !s->captured) finish_copy(s);
     return cudaSuccess;
 }
 
@@ -343,6 +369,7 @@ cudaError_t cudaGraphUpload(cudaGraphExec_t exec, cudaStream_t given)
 /* The tasks use the graph's arguments, so the graph lives until they have ended. */
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t given)
 {
+    wait_for_copies(stream_of(given)->device);
     for (const task *t = exec->first; t; t = t->next)
         enqueue_task(stream_of(given), new_task(t, NULL, 0));
     return cudaSuccess;
