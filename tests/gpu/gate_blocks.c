@@ -41,13 +41,6 @@ typedef struct problem {
 static p2p_status status;
 static epic_group group = {.status = &status, .device_sms = 132};
 
-static both pushed_both(uint32_t type, int64_t count)
-{
-    both b = random_both(type, count, 1);
-    push_to_device(&b);
-    return b;
-}
-
 /* Returns the first token of block `index` of the call. */
 static int64_t begin_of(const gate_blocks *b, int64_t index)
 {
@@ -99,13 +92,13 @@ static problem make_problem(const shape *s)
 {
     problem p = {.s = s, .tokens = begin_of(&s->blocks, s->blocks.count)};
     p.block = (s->blocks.units + s->blocks.total - 1) / s->blocks.total * s->blocks.unit;
-    p.x = pushed_both(s->type, p.tokens * s->hidden);
-    p.w = pushed_both(EPIC_F32, s->hidden * s->columns);
-    p.d = pushed_both(EPIC_F32, p.tokens * s->columns);
-    p.also = pushed_both(s->type, p.tokens * s->hidden);
-    p.before = (results){pushed_both(EPIC_F32, s->hidden * s->columns),
-                         pushed_both(EPIC_F32, s->columns),
-                         pushed_both(s->type, p.tokens * s->hidden)};
+    p.x = pushed_both(s->type, p.tokens * s->hidden, 1);
+    p.w = pushed_both(EPIC_F32, s->hidden * s->columns, 1);
+    p.d = pushed_both(EPIC_F32, p.tokens * s->columns, 1);
+    p.also = pushed_both(s->type, p.tokens * s->hidden, 1);
+    p.before = (results){pushed_both(EPIC_F32, s->hidden * s->columns, 1),
+                         pushed_both(EPIC_F32, s->columns, 1),
+                         pushed_both(s->type, p.tokens * s->hidden, 1)};
     p.bytes = measure_workspace(&p);
     must_succeed(cudaMalloc((void **)&p.workspace, (size_t)p.bytes + GUARD_BYTES) ==
                      cudaSuccess,

@@ -110,6 +110,14 @@ static inline void push_to_device(const both *b)
     must_succeed(copy_in(b->device, b->host, b->bytes) == cudaSuccess, "a copy to the device");
 }
 
+/* Like random_both(), but also copies the numbers to the device. */
+static inline both pushed_both(uint32_t type, int64_t count, double size)
+{
+    both b = random_both(type, count, size);
+    push_to_device(&b);
+    return b;
+}
+
 static inline void pull_from_device(const both *b)
 {
     must_succeed(cudaMemcpy(b->host, b->device, b->bytes, cudaMemcpyDeviceToHost) ==

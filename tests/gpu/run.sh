@@ -3,7 +3,7 @@
 # Runs the GPU tests on the GPUs of this machine: ranks that share one GPU as threads and as processes,
 # then processes and threads on several GPUs. Variables: CASES (random cases per test), SEED (the
 # first seed), BIG (cases of full size), FAULTS (faults in one process), DEATHS (killed processes), STORM
-# (operations without pauses). EPIC_TEST_SCALE multiplies all numbers of random cases.
+# (operations without pauses). EPIC_TEST_SCALE multiplies the numbers of random cases.
 OUT=${GPU_OUT:-build/gpu}
 CASES=${CASES:-60}
 SEED=${SEED:-1}

@@ -243,7 +243,7 @@ typedef struct p2p_control {
 #define P2P_WINDOW_OUTPUTS 3     /* number of outputs of one call that can lie in windows */
 #define P2P_WINDOW_PLACE_BITS 48 /* number of bits of the offset in a place */
 
-/* What a kernel announces before its signature, if it stores rows into windows. */
+/* The words that a kernel which stores rows into windows announces before its signature. */
 typedef struct p2p_window_words {
     /* Stamped word. The value is the number of tokens of this rank that go through staging in
      * any case, because they are sent before the plan exists. If the stamp is of an older
@@ -255,7 +255,7 @@ typedef struct p2p_window_words {
     uint64_t places[P2P_WINDOW_OUTPUTS];
 } p2p_window_words;
 
-/* What a rank sends to all ranks when a window is added (src/backend/p2p/windows.c). */
+/* The message of a rank to all ranks when a window is added (src/backend/p2p/windows.c). */
 typedef struct p2p_window_message {
     int64_t bytes;      /* size of the rank's window */
     int64_t offset;     /* offset of the window in the allocation of `handle` */

@@ -47,7 +47,7 @@
 
 #include "cuda/dispatch/stream.cuh"
 
-/* What a CTA knows about the windows of all ranks, in shared memory. */
+/* Places and sizes of the windows of all ranks. Each CTA has a copy in shared memory. */
 struct WindowState {
     /* for each rank, the address of its `recv`, as this rank has mapped it */
     uint8_t *recv[DEVICE_MAX_RANKS];
@@ -163,9 +163,9 @@ __device__ __forceinline__ bool open_windows(const WindowMove &m)
     return __syncthreads_and(ok) != 0;
 }
 
-/* Counts this CTA among those that have stored their rows. The last CTA tells all targets that
- * this rank has stored all its rows. CTA 0 waits until all sources have told this rank the
- * same. Called by all threads of all CTAs. If a wait is given up, finish_operation() reports
+/* Counts this CTA among those that have stored their rows. The last CTA reports to all targets
+ * that this rank has stored all its rows. CTA 0 waits until all sources have reported the same
+ * to this rank. Called by all threads of all CTAs. If a wait is given up, finish_operation() reports
  * it. */
 static __device__ void close_windows(const WindowMove &m)
 {
@@ -222,7 +222,7 @@ __device__ __forceinline__ uint64_t read_ahead(const WindowMove &m, const UnitWa
                                       : ~0ull;
 }
 
-/* Where a unit sends pieces of a token. */
+/* The peers to which a unit sends pieces of a token, and how. */
 struct SendTargets {
     /* Bit masks of peers. staged: the row goes to them through staging. direct: the row is
      * stored into their windows. */

@@ -190,7 +190,7 @@ static epic_result wait_for_thread(nccl_bootstrap *b, time_limit *limit)
         pthread_mutex_unlock(&b->mutex);
         const int called = b->nccl.comm_get_async_error(b->comm, &state);
         pthread_mutex_lock(&b->mutex);
-        if (!b->is_running) break; /* the result of the thread says more */
+        if (!b->is_running) break; /* the result of the thread is more precise */
         if (called != NCCL_SUCCESS) state = called;
         if (state != NCCL_SUCCESS && state != NCCL_IN_PROGRESS)
             result = fail_nccl(b, state, "the communicator");

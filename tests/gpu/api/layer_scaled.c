@@ -60,13 +60,6 @@ static void expect_ok(const rank *r, epic_result result, const char *what)
 
 /* ---------------------------------------------------------------------------- the case ---- */
 
-static both pushed_both(uint32_t type, int64_t count, double size)
-{
-    both b = random_both(type, count, size);
-    push_to_device(&b);
-    return b;
-}
-
 /* Returns numbers of that type that are nearest to the values of e4m3 with scales. */
 static both as_type(const both *b, uint32_t type)
 {
